@@ -1,0 +1,102 @@
+"""Floating dtypes by name, and rounding to them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+# NumPy reads "f8" as float64 and "f2" as float16; in this field "f8" means an 8-bit
+# float. Only names that cannot be misread are accepted.
+_ALIASES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "full": "float32",
+    "f64": "float64",
+    "f8_e4m3fn": "float8_e4m3fn",
+    "f8_e4m3": "float8_e4m3",
+    "f8_e5m2": "float8_e5m2",
+    "e4m3fn": "float8_e4m3fn",
+    "e4m3": "float8_e4m3",
+    "e5m2": "float8_e5m2",
+}
+_NAME_PREFIXES = ("float", "bfloat")
+
+
+def half_dtype() -> jnp.dtype:
+    """Return the 16-bit floating dtype that the default backend computes fastest.
+
+    bfloat16 on TPUs, CPUs and GPUs from compute capability 8.0 on; float16 on older
+    GPUs, which have no bfloat16 units. Asking starts the backend.
+
+    Example:
+        >>> import optax_mp
+        >>> optax_mp.half_dtype().name in ("bfloat16", "float16")
+        True
+    """
+    if jax.default_backend() == "gpu":
+        capability = getattr(jax.devices()[0], "compute_capability", "8.0")
+        if float(capability) < 8.0:
+            return jnp.dtype(jnp.float16)
+    return jnp.dtype(jnp.bfloat16)
+
+
+def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
+    """Return `spec` as a floating dtype; `argument` names it in the error."""
+    expected = (
+        "expected a floating dtype such as bfloat16, float16, float32 or float8_e4m3fn"
+    )
+    if isinstance(spec, str):
+        if spec == "half":
+            return half_dtype()
+        name = _ALIASES.get(spec, spec)
+        known = name.startswith(_NAME_PREFIXES) and hasattr(jnp, name)
+        dtype: Any = jnp.dtype(getattr(jnp, name)) if known else None
+    else:
+        try:
+            dtype = jnp.dtype(spec)
+        except TypeError:
+            dtype = None
+    if dtype is None:
+        raise ValueError(
+            f"{argument} is {spec!r}, {expected}; short names are "
+            f"{', '.join(sorted(_ALIASES))} and half."
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{argument} is {dtype.name}, {expected}.")
+    return dtype
+
+
+def bits(dtype: DTypeLike) -> int:
+    """Return the width of a floating dtype in bits."""
+    return jnp.finfo(dtype).bits
+
+
+def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Round `x` to the nearest values of a narrower floating `dtype`, keeping its own.
+
+    Ties go to even; a finite value saturates at the largest of `dtype`; infinities and
+    NaN stay. The result has the dtype of `x`, or float32 if that is wider, so a cast to
+    `dtype` is exact.
+
+    The rounding is arithmetic and not a pair of casts, because XLA may drop a cast down
+    and up again within one program. `lax.reduce_precision` with the exponent bits of
+    `dtype` would flush its subnormals to zero, so they get their own branch where `x`
+    has normal values below them.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    info, wide_info = jnp.finfo(dtype), jnp.finfo(wide)
+    x = x.astype(wide)
+    rounded = lax.reduce_precision(x, wide_info.nexp, info.nmant)
+    if float(info.smallest_normal) > float(wide_info.smallest_normal):
+        step = float(info.smallest_subnormal)
+        subnormal = lax.round(
+            x * wide.type(1 / step), lax.RoundingMethod.TO_NEAREST_EVEN
+        ) * wide.type(step)
+        rounded = jnp.where(
+            jnp.abs(x) < wide.type(info.smallest_normal), subnormal, rounded
+        )
+    largest = wide.type(info.max)
+    return jnp.where(jnp.isinf(x), x, jnp.clip(rounded, -largest, largest))

@@ -1,0 +1,83 @@
+"""The leaves of a tree with their paths, and other trees read leaf for leaf with it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from optax_mp._tree import PyTree, describe
+
+
+def is_absent(leaf: Any) -> bool:
+    """Return whether `leaf` stands for nothing: None or `optax.MaskedNode()`."""
+    return leaf is None or isinstance(leaf, optax.MaskedNode)
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The leaves of one tree, to which others are matched.
+
+    Attributes:
+        caller: the public function at work, for error messages.
+        name: what the tree is called in them.
+        paths: where each leaf is, as `jax.tree_util.keystr` needs it.
+        values: the leaves.
+        treedef: the structure.
+    """
+
+    caller: str
+    name: str
+    paths: list[tuple[Any, ...]]
+    values: list[Any]
+    treedef: Any
+
+    @classmethod
+    def of(cls, tree: PyTree, *, caller: str, name: str) -> "Leaves":
+        """Flatten `tree`."""
+        paths_and_leaves, treedef = tree_flatten_with_path(tree)
+        paths = [path for path, _ in paths_and_leaves]
+        values = [leaf for _, leaf in paths_and_leaves]
+        return cls(caller, name, paths, values, treedef)
+
+    def match(self, tree: PyTree, name: str) -> list[Any]:
+        """Return what `tree` has at each leaf: an array, None or a `MaskedNode`."""
+        try:
+            matched = self.treedef.flatten_up_to(tree)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(self._mismatch(tree, name)) from error
+        for path, leaf in zip(self.paths, matched, strict=True):
+            if not (is_absent(leaf) or jax.tree_util.all_leaves([leaf])):
+                raise ValueError(
+                    f"{self.caller}: {name} at {keystr(path)} is a "
+                    f"{type(leaf).__name__}, expected one leaf as in {self.name}."
+                )
+        return matched
+
+    def unflatten(self, values: Sequence[Any]) -> PyTree:
+        """Return a tree of this structure."""
+        return self.treedef.unflatten(values)
+
+    def _mismatch(self, tree: PyTree, name: str) -> str:
+        given = {
+            keystr(path): leaf
+            for path, leaf in tree_flatten_with_path(tree, is_leaf=is_absent)[0]
+        }
+        own = {
+            keystr(path): leaf
+            for path, leaf in zip(self.paths, self.values, strict=True)
+        }
+        missing = [path for path in own if path not in given]
+        surplus = [path for path in given if path not in own]
+        where = "the containers differ"
+        if missing:
+            where = f"leaf {missing[0]} ({describe(own[missing[0]])}) is missing"
+        elif surplus:
+            where = f"leaf {surplus[0]} ({describe(given[surplus[0]])}) is too many"
+        return (
+            f"{self.caller}: {name} must have the structure of {self.name}, but "
+            f"{where}.\n  {self.name}: {self.treedef}\n  {name}: "
+            f"{jax.tree.structure(tree)}"
+        )

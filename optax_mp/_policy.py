@@ -1,0 +1,170 @@
+"""Policy: which dtype params, computation and outputs have, and the three casts."""
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from optax_mp._dtypes import floating_dtype
+from optax_mp._tree import PyTree, cast_floating, is_floating, slashed
+
+_KEYS = {
+    "params": "param_dtype",
+    "p": "param_dtype",
+    "compute": "compute_dtype",
+    "c": "compute_dtype",
+    "output": "output_dtype",
+    "o": "output_dtype",
+}
+_EXAMPLE = "'params=float32,compute=bfloat16,output=float32'"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The dtypes of a model's params, computation and outputs.
+
+    A plain, hashable value: it can be a static argument of `jit` or a dictionary key.
+    Casts touch floating arrays only; integers, keys, strings, None and static leaves
+    pass through.
+
+    Attributes:
+        param_dtype: what params are stored in.
+        compute_dtype: what the model computes in.
+        output_dtype: what it returns.
+        keep_f32: leaves that stay float32 when cast to the param or compute dtype:
+            patterns over paths such as `("*norm*", "*/bias")`, where a path reads
+            `layers/0/bias`, or a predicate of (path string, leaf).
+
+    Raises:
+        ValueError: if a dtype is not floating.
+        TypeError: if `keep_f32` is neither patterns nor a predicate.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax_mp
+        >>> policy = optax_mp.Policy("bfloat16", "bfloat16", "float32", ("*norm*",))
+        >>> params = {"norm": jnp.ones(2), "dense": jnp.ones(2)}
+        >>> params = policy.cast_to_param(params)
+        >>> params["norm"].dtype.name, params["dense"].dtype.name
+        ('float32', 'bfloat16')
+    """
+
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
+    output_dtype: DTypeLike
+    keep_f32: tuple[str, ...] | Callable[[str, Any], bool] = ()
+
+    def __post_init__(self) -> None:
+        """Check and normalise the fields once."""
+        for name in ("param_dtype", "compute_dtype", "output_dtype"):
+            dtype = floating_dtype(getattr(self, name), f"Policy: `{name}`")
+            object.__setattr__(self, name, dtype)
+        if callable(self.keep_f32):
+            return
+        given = self.keep_f32
+        patterns = (given,) if isinstance(given, str) else given
+        try:
+            patterns = tuple(patterns)
+        except TypeError:
+            patterns = (None,)
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise TypeError(
+                f"Policy: `keep_f32` is {given!r}, expected patterns such as "
+                "('*norm*', '*/bias') or a function of (path string, leaf)."
+            )
+        object.__setattr__(self, "keep_f32", patterns)
+
+    def param_dtype_of(self, path: str, leaf: Any) -> jnp.dtype:
+        """Return what a floating leaf at `path` (`layers/0/bias`) is stored in."""
+        return self._unless_kept(self.param_dtype, path, leaf)
+
+    def cast_to_param(self, tree: PyTree) -> PyTree:
+        """Cast floating leaves to `param_dtype`, but those of `keep_f32` to float32."""
+        return self._cast(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: PyTree) -> PyTree:
+        """Cast floating leaves to `compute_dtype`, those of `keep_f32` to float32."""
+        return self._cast(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: PyTree) -> PyTree:
+        """Cast floating leaves to `output_dtype`."""
+        return cast_floating(tree, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+        """Return the same policy with another output dtype."""
+        return replace(self, output_dtype=output_dtype)
+
+    def _unless_kept(self, dtype: DTypeLike, path: str, leaf: Any) -> jnp.dtype:
+        if callable(self.keep_f32):
+            kept = is_floating(leaf) and self.keep_f32(path, leaf)
+        else:
+            kept = any(fnmatch.fnmatchcase(path, each) for each in self.keep_f32)
+        return jnp.dtype(jnp.float32 if kept else dtype)
+
+    def _cast(self, tree: PyTree, dtype: DTypeLike) -> PyTree:
+        def cast(path: tuple[Any, ...], leaf: Any) -> Any:
+            return cast_floating(leaf, self._unless_kept(dtype, slashed(path), leaf))
+
+        return jax.tree_util.tree_map_with_path(cast, tree)
+
+    def __str__(self) -> str:
+        """Return the form that `get_policy` reads, without a `keep_f32`."""
+        dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
+        names = (jnp.dtype(dtype).name for dtype in dtypes)
+        return "params={},compute={},output={}".format(*names)
+
+
+def get_policy(
+    name: str, *, keep_f32: tuple[str, ...] | Callable[[str, Any], bool] = ()
+) -> Policy:
+    """Read a policy from its name.
+
+    A single dtype (`"bf16"`, `"float16"`, `"half"`, `"float8_e4m3fn"`) is used for
+    params, computation and outputs. Otherwise name them, in any order:
+    `"params=float32,compute=bfloat16,output=float32"`, or `"p=f32,c=bf16"` in short.
+    Params not named are float32, computation not named is as the params, outputs not
+    named are as the computation.
+
+    Args:
+        name: the name.
+        keep_f32: leaves that stay float32, as in `Policy`.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: if a key or a dtype is not known, or a key comes twice.
+
+    Example:
+        >>> import optax_mp
+        >>> str(optax_mp.get_policy("p=f32,c=bf16"))
+        'params=float32,compute=bfloat16,output=bfloat16'
+    """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"get_policy: `name` is {name!r}, expected a string such as {_EXAMPLE}; "
+            "from dtypes, build optax_mp.Policy(...) directly."
+        )
+    if "=" not in name:
+        dtype = floating_dtype(name.strip(), "get_policy: `name`")
+        return Policy(dtype, dtype, dtype, keep_f32)
+    dtypes: dict[str, jnp.dtype] = {}
+    for part in name.split(","):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if key not in _KEYS:
+            raise ValueError(
+                f"get_policy: {key!r} in {name!r} is not a key, expected one of "
+                f"{', '.join(_KEYS)}, as in {_EXAMPLE}."
+            )
+        if _KEYS[key] in dtypes:
+            raise ValueError(
+                f"get_policy: {name!r} sets `{_KEYS[key]}` twice, expected once."
+            )
+        dtypes[_KEYS[key]] = floating_dtype(value, f"get_policy: {key!r} in {name!r}")
+    params = dtypes.get("param_dtype", jnp.dtype(jnp.float32))
+    compute = dtypes.get("compute_dtype", params)
+    return Policy(params, compute, dtypes.get("output_dtype", compute), keep_f32)
