@@ -75,28 +75,28 @@ def bits(dtype: DTypeLike) -> int:
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Round `x` to the nearest values of a narrower floating `dtype`, keeping its own.
+    """Round `x` to the nearest value of a narrower floating `dtype`, keeping its own.
 
-    Ties go to even; a finite value saturates at the largest of `dtype`; infinities and
-    NaN stay. The result has the dtype of `x`, or float32 if that is wider, so a cast to
-    `dtype` is exact.
-
-    The rounding is arithmetic and not a pair of casts, because XLA may drop a cast down
-    and up again within one program. `lax.reduce_precision` with the exponent bits of
-    `dtype` would flush its subnormals to zero, so they get their own branch where `x`
-    has normal values below them.
+    Ties go to even, what is too large goes to the largest finite value, NaN stays. The
+    result has the dtype of `x`, or float32 if that is wider, so a cast to `dtype` is
+    exact.
     """
+    # Arithmetic and not a pair of casts, because XLA may drop a cast down and up again
+    # within one program. `reduce_precision` with the exponent bits of `dtype` would
+    # flush its subnormals to zero: they are rounded to multiples of the smallest one.
     wide = jnp.promote_types(x.dtype, jnp.float32)
     info, wide_info = jnp.finfo(dtype), jnp.finfo(wide)
-    x = x.astype(wide)
+    x = saturate(x.astype(wide), dtype)
     rounded = lax.reduce_precision(x, wide_info.nexp, info.nmant)
-    if float(info.smallest_normal) > float(wide_info.smallest_normal):
-        step = float(info.smallest_subnormal)
-        subnormal = lax.round(
-            x * wide.type(1 / step), lax.RoundingMethod.TO_NEAREST_EVEN
-        ) * wide.type(step)
-        rounded = jnp.where(
-            jnp.abs(x) < wide.type(info.smallest_normal), subnormal, rounded
-        )
-    largest = wide.type(info.max)
-    return jnp.where(jnp.isinf(x), x, jnp.clip(rounded, -largest, largest))
+    if float(info.smallest_normal) <= float(wide_info.smallest_normal):
+        return rounded
+    step = wide.type(info.smallest_subnormal)
+    multiple = lax.round(x * (1 / step), lax.RoundingMethod.TO_NEAREST_EVEN)
+    is_subnormal = jnp.abs(x) < wide.type(info.smallest_normal)
+    return jnp.where(is_subnormal, multiple * step, rounded)
+
+
+def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Bring `x` into the finite range of `dtype`, keeping its own dtype."""
+    largest = x.dtype.type(jnp.finfo(dtype).max)
+    return lax.clamp(-largest, x, largest)

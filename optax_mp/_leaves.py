@@ -1,6 +1,6 @@
 """The leaves of a tree with their paths, and other trees read leaf for leaf with it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ def is_absent(leaf: Any) -> bool:
 class Leaves:
     """The leaves of one tree, to which others are matched.
 
+    Where this tree has a `MaskedNode` or None as a leaf, another may have anything.
+
     Attributes:
         caller: the public function at work, for error messages.
         name: what the tree is called in them.
@@ -35,28 +37,32 @@ class Leaves:
     treedef: Any
 
     @classmethod
-    def of(cls, tree: PyTree, *, caller: str, name: str) -> "Leaves":
-        """Flatten `tree`."""
-        paths_and_leaves, treedef = tree_flatten_with_path(tree)
+    def of(
+        cls, tree: PyTree, *, caller: str, name: str, absent_too: bool = False
+    ) -> "Leaves":
+        """Flatten `tree`; `absent_too` makes leaves of its `MaskedNode`s and None."""
+        is_leaf = is_absent if absent_too else None
+        paths_and_leaves, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
         paths = [path for path, _ in paths_and_leaves]
         values = [leaf for _, leaf in paths_and_leaves]
         return cls(caller, name, paths, values, treedef)
 
     def match(self, tree: PyTree, name: str) -> list[Any]:
-        """Return what `tree` has at each leaf: an array, None or a `MaskedNode`."""
+        """Return what `tree` has at each leaf: a leaf, None or a `MaskedNode`."""
         try:
             matched = self.treedef.flatten_up_to(tree)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(self._mismatch(tree, name)) from error
-        for path, leaf in zip(self.paths, matched, strict=True):
-            if not (is_absent(leaf) or jax.tree_util.all_leaves([leaf])):
+        for path, own, leaf in zip(self.paths, self.values, matched, strict=True):
+            expected = is_absent(own) or is_absent(leaf)
+            if not (expected or jax.tree_util.all_leaves([leaf])):
                 raise ValueError(
                     f"{self.caller}: {name} at {keystr(path)} is a "
                     f"{type(leaf).__name__}, expected one leaf as in {self.name}."
                 )
         return matched
 
-    def unflatten(self, values: Sequence[Any]) -> PyTree:
+    def unflatten(self, values: Iterable[Any]) -> PyTree:
         """Return a tree of this structure."""
         return self.treedef.unflatten(values)
 

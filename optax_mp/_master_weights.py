@@ -1,42 +1,28 @@
-"""mixed_precision: high-precision masters around any optimizer, and access to them."""
+"""mixed_precision: high-precision masters around any optimizer."""
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import bits, floating_dtype, round_to
+from optax_mp._drift import check_gradient, check_param, check_step
+from optax_mp._dtypes import bits, floating_dtype, round_to, saturate
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._policy import Policy
+from optax_mp._master_access import MixedPrecisionState
+from optax_mp._policy import DeclaredDType, declared_dtype
 from optax_mp._storage import FullCopy, Storage, storage_of
-from optax_mp._tree import PyTree, describe, is_array, is_floating, slashed
+from optax_mp._tree import PyTree, is_array, is_floating, is_optimized
 
-ParamDType = DTypeLike | Policy | Callable[[str, Any], DTypeLike | None] | None
 UpdateDType = DTypeLike | Literal["params"] | None
-
-
-class MixedPrecisionState(NamedTuple):
-    """State of `mixed_precision`.
-
-    Attributes:
-        master_params: a tree like the params, with the stored master of each leaf that
-            has one and `optax.MaskedNode()` for each leaf that is its own master.
-        inner_state: the state of the inner optimizer, over masters.
-    """
-
-    master_params: optax.Params
-    inner_state: optax.OptState
 
 
 def mixed_precision(
     inner: optax.GradientTransformation,
     master_dtype: DTypeLike = jnp.float32,
     *,
-    param_dtype: ParamDType = None,
+    param_dtype: DeclaredDType = None,
     update_dtype: UpdateDType = None,
     storage: Storage = FullCopy(),
 ) -> optax.GradientTransformationExtraArgs:
@@ -99,7 +85,7 @@ def mixed_precision(
     """
     inner = _as_transformation(inner)
     master_dtype = floating_dtype(master_dtype, "mixed_precision: `master_dtype`")
-    declared_dtype = _declared_dtype_rule(param_dtype)
+    dtype_in_training = declared_dtype(param_dtype, "mixed_precision: `param_dtype`")
     if update_dtype is not None and update_dtype != "params":
         update_dtype = floating_dtype(
             update_dtype, 'mixed_precision: `update_dtype`, if not None or "params",'
@@ -110,10 +96,11 @@ def mixed_precision(
         wanted = jax.dtypes.canonicalize_dtype(master_dtype)
         stored, seen = [], []
         for path, leaf in zip(leaves.paths, leaves.values, strict=True):
-            dtype = declared_dtype(path, leaf)
+            dtype = dtype_in_training(path, leaf)
             if dtype is None or bits(dtype) >= bits(wanted):
+                own = leaf if dtype is None else leaf.astype(dtype)
                 stored.append(optax.MaskedNode())
-                seen.append(_seen_by_inner(leaf, stored[-1]))
+                seen.append(_seen_by_inner(own, stored[-1]))
                 continue
             # A copy even where no cast is needed: the state must not alias the params.
             master = jnp.array(leaf, wanted, copy=True)
@@ -121,12 +108,12 @@ def mixed_precision(
             stored.append(storage.encode(master, param)[0])
             seen.append(storage.decode(stored[-1], param))
         inner_state = inner.init(leaves.unflatten(seen))
-        inner_state = _copy_aliases(inner_state, (leaves.values, stored, seen))
+        inner_state = _without_aliases(inner_state, (leaves.values, stored, seen))
         return MixedPrecisionState(leaves.unflatten(stored), inner_state)
 
     def update_fn(
         updates: optax.Updates,
-        state: MixedPrecisionState,
+        state: Any,
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MixedPrecisionState]:
@@ -135,6 +122,12 @@ def mixed_precision(
                 "mixed_precision: `params` is None, expected the current params; call "
                 "`tx.update(grads, state, params)`."
             )
+        # `optax.lookahead` moves two copies of the params by the gradients of one.
+        is_lookahead = isinstance(params, optax.LookaheadParams) and not isinstance(
+            updates, optax.LookaheadParams
+        )
+        if is_lookahead:
+            updates = optax.LookaheadParams(fast=updates, slow=updates)
         leaves = Leaves.of(params, caller="mixed_precision", name="`params`")
         stored = leaves.match(state.master_params, "the masters in the state")
         grads = leaves.match(updates, "the gradients")
@@ -142,8 +135,8 @@ def mixed_precision(
         for path, param, kept, grad in zip(
             leaves.paths, leaves.values, stored, grads, strict=True
         ):
-            _check_param(path, param, kept, wanted, declared_dtype(path, param))
-            _check_gradient(path, param, grad)
+            check_param(path, param, kept, wanted, dtype_in_training(path, param))
+            check_gradient(path, param, grad)
 
         seen = [
             _seen_by_inner(param, kept)
@@ -152,8 +145,9 @@ def mixed_precision(
         if extra_args.get("grad") is not None:
             grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
             extra_args["grad"] = leaves.unflatten(map(_upcast, grad, seen))
+        inner_grads = leaves.unflatten(map(_upcast, grads, seen))
         inner_updates, inner_state = inner.update(
-            leaves.unflatten(map(_upcast, grads, seen)),
+            inner_grads.fast if is_lookahead else inner_grads,
             state.inner_state,
             leaves.unflatten(seen),
             **extra_args,
@@ -167,10 +161,10 @@ def mixed_precision(
             if is_absent(step):
                 new_updates[i] = step
                 continue
-            _check_step(leaves.paths[i], param, grads[i], step)
+            check_step(leaves.paths[i], param, grads[i], step)
             is_own_master = is_absent(stored[i])
             if not is_own_master:
-                master = optax.apply_updates(seen[i], step)
+                master: Any = optax.apply_updates(seen[i], step)
                 new_stored[i], landing = storage.encode(master, param)
                 step = landing - param.astype(landing.dtype)
             dtype = _dtype_of_update(update_dtype, grads[i], param, is_own_master)
@@ -182,179 +176,23 @@ def mixed_precision(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
-    """Return the params in high precision: the masters, wherever the state holds them.
-
-    What to evaluate, average, export or checkpoint as the true weights. Leaves without
-    a master are returned as they are in `params`.
-
-    Args:
-        opt_state: a state with `mixed_precision` in it, at any depth of wrappers; its
-            parts may each hold some of the leaves, as under `optax.partition`.
-        params: the current params.
-
-    Returns:
-        A tree like `params`.
-
-    Raises:
-        ValueError: if the state holds no `MixedPrecisionState`, or one of other params.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import optax_mp
-        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-        >>> tx = optax.chain(optax_mp.mixed_precision(optax.sgd(0.1)))
-        >>> optax_mp.master_params(tx.init(params), params)["w"].dtype.name
-        'float32'
-    """
-    leaves = Leaves.of(params, caller="master_params", name="`params`")
-    result = list(leaves.values)
-    for state in _states_of(opt_state, "master_params"):
-        stored = leaves.match(state.master_params, "the masters in `opt_state`")
-        for i, kept in enumerate(stored):
-            if not is_absent(kept):
-                result[i] = storage_of(kept).decode(kept, leaves.values[i])
-    return leaves.unflatten(result)
-
-
-def replace_master_params(
-    opt_state: optax.OptState, params: optax.Params, new_master: optax.Params
-) -> optax.OptState:
-    """Return `opt_state` with other masters, such as weights loaded after `init`.
-
-    Everything else in the state stays. The next update moves the params to the new
-    masters; to have them there before, cast: `cast_floating(new_master, ...)`. Leaves
-    that are their own master live in the params alone, so set those there.
-
-    Args:
-        opt_state: a state with `mixed_precision` in it, at any depth of wrappers.
-        params: the params that the state belongs to.
-        new_master: a tree like `params`, in any floating dtype.
-
-    Returns:
-        The new state; it shares no buffer with `new_master`.
-
-    Raises:
-        ValueError: if the state holds no `MixedPrecisionState`, or if a structure or
-            shape differs.
-        TypeError: if a new master is not floating.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import optax_mp
-        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-        >>> state = optax_mp.mixed_precision(optax.sgd(0.1)).init(params)
-        >>> loaded = {"w": jnp.array([1.001, 2.002])}
-        >>> state = optax_mp.replace_master_params(state, params, loaded)
-        >>> optax_mp.master_params(state, params)["w"].tolist() == loaded["w"].tolist()
-        True
-    """
-    leaves = Leaves.of(params, caller="replace_master_params", name="`params`")
-    given = leaves.match(new_master, "`new_master`")
-    _states_of(opt_state, "replace_master_params")
-
-    def replaced(path: Any, param: Any, kept: Any, new: Any) -> Any:
-        if is_absent(kept):
-            return kept
-        storage = storage_of(kept)
-        old = storage.decode(kept, param)
-        if not is_floating(new):
-            raise TypeError(
-                f"replace_master_params: `new_master` at {keystr(path)} is "
-                f"{describe(new)}, expected a floating array like {describe(old)}."
-            )
-        if new.shape != old.shape:
-            raise ValueError(
-                f"replace_master_params: `new_master` at {keystr(path)} is "
-                f"{describe(new)}, expected the shape of the master {describe(old)}."
-            )
-        return storage.encode(jnp.array(new, old.dtype, copy=True), param)[0]
-
-    def in_state(node: Any) -> Any:
-        if not isinstance(node, MixedPrecisionState):
-            return node
-        stored = leaves.match(node.master_params, "the masters in `opt_state`")
-        new = map(replaced, leaves.paths, leaves.values, stored, given)
-        return MixedPrecisionState(
-            leaves.unflatten(new), _map_states(in_state, node.inner_state)
-        )
-
-    return _map_states(in_state, opt_state)
-
-
-def _map_states(function: Callable[[Any], Any], opt_state: optax.OptState) -> Any:
-    return jax.tree.map(
-        function, opt_state, is_leaf=lambda x: isinstance(x, MixedPrecisionState)
-    )
-
-
-def _states_of(opt_state: optax.OptState, caller: str) -> list[MixedPrecisionState]:
-    found: list[MixedPrecisionState] = []
-
-    def collect(node: Any) -> None:
-        if isinstance(node, MixedPrecisionState):
-            found.append(node)
-            _map_states(collect, node.inner_state)
-
-    _map_states(collect, opt_state)
-    if not found:
-        raise ValueError(
-            f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state of "
-            "an optimizer with optax_mp.mixed_precision in it."
-        )
-    return found
-
-
 def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     if isinstance(inner, optax.MultiSteps):
         # Its `gradient_transformation()` would drop the extra arguments.
-        return optax.GradientTransformationExtraArgs(inner.init, inner.update)
+        update: Any = inner.update
+        return optax.GradientTransformationExtraArgs(inner.init, update)
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
             f"mixed_precision: `inner` is a {type(inner).__name__}, expected an optax "
-            "gradient transformation; call the factory first, as in `optax.adamw(1e-3)`."
+            "gradient transformation; call its factory first, as `optax.adamw(1e-3)`."
         )
     return optax.with_extra_args_support(inner)
-
-
-def _declared_dtype_rule(
-    param_dtype: ParamDType,
-) -> Callable[[tuple[Any, ...], Any], jnp.dtype | None]:
-    """Return which dtype the leaf at a path has in training; None if not floating."""
-    argument = "mixed_precision: `param_dtype`"
-    is_dtype = isinstance(param_dtype, (type, str)) or not callable(param_dtype)
-    if param_dtype is None or isinstance(param_dtype, Policy):
-        fixed = None
-    elif is_dtype:
-        fixed = floating_dtype(param_dtype, argument)
-
-    def rule(path: tuple[Any, ...], leaf: Any) -> jnp.dtype | None:
-        if not is_floating(leaf):
-            return None
-        if isinstance(param_dtype, Policy):
-            return param_dtype.param_dtype_of(slashed(path), leaf)
-        if param_dtype is None or is_dtype:
-            return fixed or leaf.dtype
-        said = param_dtype(slashed(path), leaf)
-        where = f"{argument} for {keystr(path)}"
-        return leaf.dtype if said is None else floating_dtype(said, where)
-
-    return rule
-
-
-def _is_optimized(leaf: Any) -> bool:
-    """Whether `inner` sees the leaf: real and complex floating ones, not integers."""
-    if is_array(leaf):
-        return jnp.issubdtype(leaf.dtype, jnp.inexact)
-    return isinstance(leaf, (float, complex))
 
 
 def _seen_by_inner(param: Any, kept: Any) -> Any:
     if not is_absent(kept):
         return storage_of(kept).decode(kept, param)
-    if not _is_optimized(param):
+    if not is_optimized(param):
         return optax.MaskedNode()
     # Moments made from a weakly typed value would turn strong at the first update.
     weak = not is_array(param) or getattr(param, "weak_type", False)
@@ -384,94 +222,26 @@ def _cast_update(step: Any, dtype: jnp.dtype) -> jax.Array:
     step = jnp.asarray(step)
     if not is_floating(step) or not jnp.issubdtype(dtype, jnp.floating):
         return step
-    if bits(dtype) < bits(step.dtype):
-        step = round_to(step, dtype)
+    # A float16 or float8 step between two finite params may be out of its range. Of
+    # bfloat16, which has the range of float32, only steps over 3e38 are: no clamp.
+    if jnp.finfo(dtype).nexp < jnp.finfo(step.dtype).nexp:
+        step = saturate(step, dtype)
     return step.astype(dtype)
 
 
-def _copy_aliases(tree: PyTree, others: PyTree) -> PyTree:
-    """Copy the arrays of `tree` that are also in `others`, so that all can be donated.
+def _without_aliases(state: PyTree, others: PyTree) -> PyTree:
+    """Copy what `state` shares with `others` or holds twice, so all can be donated.
 
-    Some optimizers keep the params that they are given at `init` in their state.
+    Some optimizers keep the params given to `init`, or one array of zeros in two places.
     """
-    taken = {id(leaf) for leaf in jax.tree.leaves(others) if is_array(leaf)}
-    return jax.tree.map(
-        lambda leaf: jnp.array(leaf, copy=True) if id(leaf) in taken else leaf, tree
-    )
+    taken = {id(leaf) for leaf in jax.tree.leaves(others)}
 
+    def owned(leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        if id(leaf) in taken:
+            leaf = jnp.array(leaf, copy=True)
+        taken.add(id(leaf))
+        return leaf
 
-def _check_param(
-    path: tuple[Any, ...],
-    param: Any,
-    kept: Any,
-    master_dtype: jnp.dtype,
-    declared: jnp.dtype | None,
-) -> None:
-    """Raise unless `param` is still what it was, by what the state keeps for it."""
-    where = f"mixed_precision: param {keystr(path)} is {describe(param)}"
-    narrow = is_floating(param) and bits(param.dtype) < bits(master_dtype)
-    if not is_absent(kept) and not narrow:
-        raise ValueError(
-            f"{where}, expected a floating dtype narrower than its {master_dtype.name} "
-            "master: it was at `init`, and something promoted it since. If "
-            "`equinox.apply_updates` did, which adds float32 updates without casting "
-            'back, build the transform with `update_dtype="params"`; else cast the '
-            "params back with `optax_mp.cast_floating`."
-        )
-    if is_absent(kept) and narrow:
-        raise ValueError(
-            f"{where}, and the state holds no master for it: at `init` it was not "
-            f"floating or was as wide as {master_dtype.name}. Call `init` with params "
-            "in the dtype they are trained in, or say which it will be with "
-            "`param_dtype`."
-        )
-    if is_floating(param) and declared != param.dtype:
-        raise ValueError(
-            f"{where}, expected {declared} as `param_dtype` says; cast the params with "
-            "`optax_mp.cast_floating` or `Policy.cast_to_param` before training."
-        )
-    if is_absent(kept):
-        return
-    master = storage_of(kept).decode(kept, param)
-    if master.shape != param.shape:
-        raise ValueError(
-            f"{where}, but its master is {describe(master)}, expected the same shape: "
-            "the state belongs to other params; call `init` again."
-        )
-
-
-def _check_gradient(path: tuple[Any, ...], param: Any, grad: Any) -> None:
-    if is_absent(grad):
-        return
-    where = f"mixed_precision: the gradient of {keystr(path)} is {describe(grad)}"
-    if not _is_optimized(param):
-        if _is_optimized(grad):
-            raise TypeError(
-                f"{where}, but the param is {describe(param)}, which cannot be trained; "
-                "expected None or the float0 gradient of `jax.grad(..., allow_int=True)`"
-                "; make the param floating, or its gradient None."
-            )
-        return
-    if not _is_optimized(grad):
-        raise TypeError(
-            f"{where}, expected a floating gradient for the param {describe(param)}; "
-            "for a leaf that is not trained pass None."
-        )
-    if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
-        raise TypeError(
-            f"{where}, expected a real gradient for the param {describe(param)}; take "
-            "its real part."
-        )
-    # Per-example gradients have leading axes, which `inner` is to reduce.
-    shape = jnp.shape(grad)
-    if shape[len(shape) - jnp.ndim(param) :] != jnp.shape(param):
-        raise ValueError(f"{where}, expected the shape of the param {describe(param)}.")
-
-
-def _check_step(path: tuple[Any, ...], param: Any, grad: Any, step: Any) -> None:
-    if jnp.shape(step) != jnp.shape(param):
-        raise ValueError(
-            f"mixed_precision: the gradient of {keystr(path)} is {describe(grad)}, for "
-            f"which `inner` gives an update {describe(step)}; expected the shape of the "
-            f"param {describe(param)}."
-        )
+    return jax.tree.map(owned, state)

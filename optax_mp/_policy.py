@@ -3,10 +3,11 @@
 import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import floating_dtype
@@ -168,3 +169,42 @@ def get_policy(
     params = dtypes.get("param_dtype", jnp.dtype(jnp.float32))
     compute = dtypes.get("compute_dtype", params)
     return Policy(params, compute, dtypes.get("output_dtype", compute), keep_f32)
+
+
+DTypeRule = Callable[[tuple[Any, ...], Any], jnp.dtype | None]
+DeclaredDType = DTypeLike | Policy | Callable[[str, Any], DTypeLike | None] | None
+
+
+def declared_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
+    """Return the rule for which dtype each leaf has in training.
+
+    Args:
+        declared: a dtype for all floating leaves, a `Policy`, a function of (path
+            string, leaf), or None for the dtype that each leaf has.
+        argument: what to call it in an error.
+
+    Returns:
+        A function of (path, leaf), giving None for a leaf that is not floating.
+
+    Raises:
+        ValueError: if a dtype is not floating, also later, by the rule.
+    """
+    if isinstance(declared, Policy):
+        function: Any = declared.param_dtype_of
+    elif callable(declared) and not isinstance(declared, type):
+        function = declared
+    else:
+        fixed = None
+        if declared is not None:
+            fixed = floating_dtype(cast(DTypeLike, declared), argument)
+        function = lambda path, leaf: fixed  # noqa: E731
+
+    def rule(path: tuple[Any, ...], leaf: Any) -> jnp.dtype | None:
+        if not is_floating(leaf):
+            return None
+        said = function(slashed(path), leaf)
+        if said is None:
+            return leaf.dtype
+        return floating_dtype(said, f"{argument} for {keystr(path)}")
+
+    return rule

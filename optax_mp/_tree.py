@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
@@ -21,6 +22,13 @@ def is_array(leaf: Any) -> bool:
 def is_floating(leaf: Any) -> bool:
     """Return whether `leaf` is an array of real floating-point numbers."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def is_optimized(leaf: Any) -> bool:
+    """Return whether an optimizer can move `leaf`: real or complex, not an integer."""
+    if is_array(leaf):
+        return jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return isinstance(leaf, (float, complex))
 
 
 def describe(leaf: Any) -> str:
@@ -198,7 +206,7 @@ def nonfinite_paths(tree: PyTree) -> list[str]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     suspects = [(path, leaf) for path, leaf in leaves if _may_blow(leaf)]
     for path, leaf in suspects:
-        if isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, Tracer):
             raise TypeError(
                 f"nonfinite_paths: leaf {keystr(path)} is traced ({describe(leaf)}), "
                 "expected concrete arrays; call it outside jit, or use "

@@ -33,6 +33,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "adafactor": {"learning_rate": 1e-2, "min_dim_size_to_factor": 4},
     "sgd": {"momentum": 0.9, "nesterov": True},
     "lion": {"weight_decay": 1e-2},
+    "noisy_sgd": {"key": 0},
     "galore": {"rank": 2},
     "lbfgs": {"memory_size": 3, "linesearch": None, "learning_rate": 1e-2},
 }
@@ -74,17 +75,22 @@ def _discover() -> dict[str, Callable[[], optax.GradientTransformation]]:
 
 
 OPTIMIZERS = _discover()
+# Takes a gradient for each example, along a leading axis.
 PER_EXAMPLE = ("dpsgd",)
+# optax's sm3 raises IndexError on scalars.
+NO_SCALARS = ("sm3",)
 
 
-def example_params(dtype: Any) -> dict[str, Any]:
-    """Return a small tree with a matrix, a vector and a scalar."""
+def example_params(dtype: Any, name: str = "") -> dict[str, Any]:
+    """Return a small tree with a matrix, a vector and a scalar, for one optimizer."""
     keys = jax.random.split(jax.random.key(0), 3)
     params = {
         "kernel": jax.random.normal(keys[0], (6, 5)) * 0.3,
         "layer": [{"bias": jax.random.normal(keys[1], (5,)) * 0.1}],
         "scale": jnp.ones(()) + 0.1 * jax.random.normal(keys[2], ()),
     }
+    if name in NO_SCALARS:
+        params["scale"] = params["scale"][None]
     # Values that every dtype holds, so that all runs start from the same ones.
     exact = jax.tree.map(lambda x: x.astype(jnp.float8_e4m3fn), params)
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), exact)

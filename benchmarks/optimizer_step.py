@@ -1,0 +1,208 @@
+"""Time, memory and compile time of an optimizer step, against plain float32 optax.
+
+    python benchmarks/optimizer_step.py             # both sizes, Markdown tables
+    python benchmarks/optimizer_step.py --rounds 5  # quicker, noisier
+
+Every contender is one jitted program with donated params and state:
+(gradients, params, state) -> (params, state), AdamW throughout. The contenders take
+turns, several steps at a time, so that a slow moment of the machine hits all alike; the
+figures are medians over rounds, as ratios to plain float32 optax in the same run.
+"""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_mp
+
+SIZES = {
+    "16.8M weights in 4 leaves": [(2048, 2048)] * 4,
+    "1.6M weights in 400 leaves": [(64, 64)] * 390 + [(8, 8)] * 10,
+}
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to take an optimizer step.
+
+    Attributes:
+        name: the row's name.
+        param_dtype: the dtype of the params.
+        grad_dtype: the dtype of the gradients.
+        init: from params to state.
+        step: (grads, params, state) -> (params, state).
+    """
+
+    name: str
+    param_dtype: Any
+    grad_dtype: Any
+    init: Callable[[Any], Any]
+    step: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def from_transform(
+    name: str, param_dtype: Any, grad_dtype: Any, tx: optax.GradientTransformation
+) -> Contender:
+    """Return the step that every optax loop takes with `tx`."""
+
+    def step(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Contender(name, param_dtype, grad_dtype, tx.init, step)
+
+
+def hand_written(name: str, param_dtype: Any, grad_dtype: Any) -> Contender:
+    """Return float32 masters as people write them into their own loop."""
+    tx = optax.adamw(LEARNING_RATE)
+
+    def init(params: Any) -> Any:
+        masters = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        return masters, tx.init(masters)
+
+    def step(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
+        masters, inner = state
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, inner = tx.update(grads, inner, masters)
+        masters = optax.apply_updates(masters, updates)
+        params = jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params)
+        return params, (masters, inner)
+
+    return Contender(name, param_dtype, grad_dtype, init, step)
+
+
+def contenders() -> list[Contender]:
+    """Return every way that is compared; the first is what ratios refer to."""
+    f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
+    adamw = optax.adamw(LEARNING_RATE)
+    ours = optax_mp.mixed_precision(adamw)
+    return [
+        from_transform("plain optax, float32", f32, f32, adamw),
+        from_transform("naive bf16", bf16, bf16, adamw),
+        from_transform("apply_if_finite, float32", f32, f32,
+                       optax.apply_if_finite(adamw, 5)),
+        hand_written("hand-written masters, bf16, f32 gradients", bf16, f32),
+        hand_written("hand-written masters, bf16, bf16 gradients", bf16, bf16),
+        from_transform("mixed_precision, bf16, f32 gradients", bf16, f32, ours),
+        from_transform("mixed_precision, bf16, bf16 gradients", bf16, bf16, ours),
+        from_transform("mixed_precision, f16, f32 gradients", f16, f32, ours),
+        from_transform("mixed_precision, f16, f16 gradients", f16, f16, ours),
+    ]  # fmt: skip
+
+
+@dataclass
+class Running:
+    """A contender with its compiled step and the arrays that it steps."""
+
+    contender: Contender
+    compiled: Any
+    compile_seconds: float
+    carry: tuple[Any, Any]
+    grads: Any
+    step_seconds: list[float]
+
+    @classmethod
+    def start(cls, contender: Contender, shapes: list[tuple[int, ...]]) -> "Running":
+        """Make the arrays and compile the step."""
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        names = [f"leaf{i:03d}" for i in range(len(shapes))]
+
+        def draw(dtype: Any) -> dict[str, jax.Array]:
+            return {
+                name: (0.02 * jax.random.normal(key, shape)).astype(dtype)
+                for name, key, shape in zip(names, keys, shapes, strict=True)
+            }
+
+        params, grads = draw(contender.param_dtype), draw(contender.grad_dtype)
+        state = contender.init(params)
+        lowered = jax.jit(contender.step, donate_argnums=(1, 2)).lower(
+            grads, params, state
+        )
+        began = time.perf_counter()
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - began
+        return cls(contender, compiled, seconds, (params, state), grads, [])
+
+    def run(self, steps: int) -> None:
+        """Take `steps` steps and note the time of one."""
+        carry = self.carry
+        began = time.perf_counter()
+        for _ in range(steps):
+            carry = self.compiled(self.grads, *carry)
+        jax.block_until_ready(carry)
+        self.step_seconds.append((time.perf_counter() - began) / steps)
+        self.carry = carry
+
+    def bytes_a_weight(self) -> tuple[float, float]:
+        """Return what params and state hold, and the program's temporaries."""
+        weights = sum(leaf.size for leaf in jax.tree.leaves(self.carry[0]))
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(self.carry))
+        memory = self.compiled.memory_analysis()
+        return held / weights, memory.temp_size_in_bytes / weights
+
+
+def compile_medians(
+    entries: list[Contender], shapes: list[tuple[int, ...]], rounds: int
+) -> list[float]:
+    """Return median compile seconds, the contenders taking turns."""
+    seconds: list[list[float]] = [[] for _ in entries]
+    for _ in range(rounds):
+        for times, contender in zip(seconds, entries, strict=True):
+            jax.clear_caches()
+            times.append(Running.start(contender, shapes).compile_seconds)
+    return [statistics.median(times) for times in seconds]
+
+
+def measure(
+    title: str, shapes: list[tuple[int, ...]], args: argparse.Namespace
+) -> None:
+    """Print one table."""
+    entries = [c for c in contenders() if args.only in c.name or "plain" in c.name]
+    compile_seconds = compile_medians(entries, shapes, args.compile_rounds)
+    running = [Running.start(contender, shapes) for contender in entries]
+    for _ in range(args.rounds):
+        for each in running:
+            each.run(args.steps)
+    medians = [statistics.median(each.step_seconds[1:]) for each in running]
+    print(f"\n### {title}\n")
+    print(
+        "| AdamW step | ms | ratio | bytes a weight | temporaries | compile s | ratio |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for each, step, compiling in zip(running, medians, compile_seconds, strict=True):
+        held, temporary = each.bytes_a_weight()
+        print(
+            f"| {each.contender.name} | {step * 1e3:.2f} | {step / medians[0]:.2f} "
+            f"| {held:.2f} | {temporary:.2f} "
+            f"| {compiling:.2f} | {compiling / compile_seconds[0]:.2f} |"
+        )
+
+
+def main() -> None:
+    """Read the options and print all tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=3, help="steps in a row a round")
+    parser.add_argument("--compile-rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="rows whose name holds this text")
+    args = parser.parse_args()
+    device = jax.devices()[0]
+    print(
+        f"jax {jax.__version__}, optax {optax.__version__}, {device.device_kind} "
+        f"({platform.machine()}), {time.strftime('%Y-%m-%d')}"
+    )
+    for title, shapes in SIZES.items():
+        measure(title, shapes, args)
+
+
+if __name__ == "__main__":
+    main()

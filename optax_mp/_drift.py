@@ -1,0 +1,89 @@
+"""Errors for params and gradients that are not what they were at `init`."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.tree_util import keystr
+
+from optax_mp._dtypes import bits
+from optax_mp._leaves import is_absent
+from optax_mp._storage import storage_of
+from optax_mp._tree import describe, is_floating, is_optimized
+
+
+def check_param(
+    path: tuple[Any, ...],
+    param: Any,
+    kept: Any,
+    master_dtype: jnp.dtype,
+    declared: jnp.dtype | None,
+) -> None:
+    """Raise unless `param` is still what it was, by what the state keeps for it."""
+    where = f"mixed_precision: param {keystr(path)} is {describe(param)}"
+    narrow = is_floating(param) and bits(param.dtype) < bits(master_dtype)
+    if not is_absent(kept) and not narrow:
+        raise ValueError(
+            f"{where}, expected a floating dtype narrower than its {master_dtype.name} "
+            "master: it was at `init`, and something promoted it since. If "
+            "`equinox.apply_updates` did, which adds float32 updates without casting "
+            'back, build the transform with `update_dtype="params"`; else cast the '
+            "params back with `optax_mp.cast_floating`."
+        )
+    if is_absent(kept) and narrow:
+        raise ValueError(
+            f"{where}, and the state holds no master for it: at `init` it was not "
+            f"floating or was as wide as {master_dtype.name}. Call `init` with params "
+            "in the dtype they are trained in, or say which it will be with "
+            "`param_dtype`."
+        )
+    if is_floating(param) and declared != param.dtype:
+        raise ValueError(
+            f"{where}, expected {declared} as `param_dtype` says; cast the params with "
+            "`optax_mp.cast_floating` or `Policy.cast_to_param` before training."
+        )
+    if is_absent(kept):
+        return
+    master = storage_of(kept).decode(kept, param)
+    if master.shape != param.shape:
+        raise ValueError(
+            f"{where}, but its master is {describe(master)}, expected the same shape: "
+            "the state belongs to other params; call `init` again."
+        )
+
+
+def check_gradient(path: tuple[Any, ...], param: Any, grad: Any) -> None:
+    if is_absent(grad):
+        return
+    where = f"mixed_precision: the gradient of {keystr(path)} is {describe(grad)}"
+    if not is_optimized(param):
+        if is_optimized(grad):
+            raise TypeError(
+                f"{where}, but the param is {describe(param)}, which cannot be "
+                "trained; expected None or the float0 gradient that "
+                "`jax.grad(..., allow_int=True)` gives; make the param floating, or "
+                "its gradient None."
+            )
+        return
+    if not is_optimized(grad):
+        raise TypeError(
+            f"{where}, expected a floating gradient for the param {describe(param)}; "
+            "for a leaf that is not trained pass None."
+        )
+    if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
+        raise TypeError(
+            f"{where}, expected a real gradient for the param {describe(param)}; take "
+            "its real part."
+        )
+    # Per-example gradients have leading axes, which `inner` is to reduce.
+    shape = jnp.shape(grad)
+    if shape[len(shape) - jnp.ndim(param) :] != jnp.shape(param):
+        raise ValueError(f"{where}, expected the shape of the param {describe(param)}.")
+
+
+def check_step(path: tuple[Any, ...], param: Any, grad: Any, step: Any) -> None:
+    if jnp.shape(step) != jnp.shape(param):
+        raise ValueError(
+            f"mixed_precision: the gradient of {keystr(path)} is {describe(grad)}, of "
+            f"which `inner` made the update {describe(step)}; expected the shape of "
+            f"the param {describe(param)}."
+        )

@@ -1,0 +1,164 @@
+"""Reading and replacing masters, wherever a state holds them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import keystr
+
+from optax_mp._leaves import Leaves, is_absent
+from optax_mp._storage import storage_of
+from optax_mp._tree import describe, is_floating
+
+
+class MixedPrecisionState(NamedTuple):
+    """State of `mixed_precision`.
+
+    Attributes:
+        master_params: a tree like the params, with the stored master of each leaf that
+            has one and `optax.MaskedNode()` for each leaf that is its own master.
+        inner_state: the state of the inner optimizer, over masters.
+    """
+
+    master_params: optax.Params
+    inner_state: optax.OptState
+
+
+def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+    """Return the params in high precision: the masters, wherever the state holds them.
+
+    What to evaluate, average, export or checkpoint as the true weights. Leaves without
+    a master are returned as they are in `params`.
+
+    Args:
+        opt_state: a state with `mixed_precision` in it, at any depth of wrappers; its
+            parts may each hold some of the leaves, as under `optax.partition`.
+        params: the current params.
+
+    Returns:
+        A tree like `params`.
+
+    Raises:
+        ValueError: if the state holds no `MixedPrecisionState`, or one of other params.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> tx = optax.chain(optax_mp.mixed_precision(optax.sgd(0.1)))
+        >>> optax_mp.master_params(tx.init(params), params)["w"].dtype.name
+        'float32'
+    """
+    result = params
+    for state in _states_of(opt_state, "master_params"):
+        leaves = _masters_of(state, "master_params")
+        now = leaves.match(params, "`params`")
+        so_far = leaves.match(result, "`params`")
+        result = leaves.unflatten(
+            before if is_absent(kept) else storage_of(kept).decode(kept, param)
+            for kept, param, before in zip(leaves.values, now, so_far, strict=True)
+        )
+    return result
+
+
+def replace_master_params(
+    opt_state: optax.OptState, params: optax.Params, new_master: optax.Params
+) -> optax.OptState:
+    """Return `opt_state` with other masters, such as weights loaded after `init`.
+
+    Everything else in the state stays. The next update moves the params to the new
+    masters; to have them there before, cast: `cast_floating(new_master, ...)`. Leaves
+    that are their own master live in the params alone, so set those there.
+
+    Args:
+        opt_state: a state with `mixed_precision` in it, at any depth of wrappers.
+        params: the params that the state belongs to.
+        new_master: a tree like `params`, in any floating dtype.
+
+    Returns:
+        The new state; it shares no buffer with `new_master`.
+
+    Raises:
+        ValueError: if the state holds no `MixedPrecisionState`, or if a structure or
+            shape differs.
+        TypeError: if a new master is not floating.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> state = optax_mp.mixed_precision(optax.sgd(0.1)).init(params)
+        >>> loaded = {"w": jnp.array([1.001, 2.002])}
+        >>> state = optax_mp.replace_master_params(state, params, loaded)
+        >>> optax_mp.master_params(state, params)["w"].tolist() == loaded["w"].tolist()
+        True
+    """
+    _states_of(opt_state, "replace_master_params")
+
+    def replaced(path: Any, kept: Any, param: Any, new: Any) -> Any:
+        if is_absent(kept):
+            return kept
+        storage = storage_of(kept)
+        old = storage.decode(kept, param)
+        where = f"replace_master_params: `new_master` at {keystr(path)}"
+        if not is_floating(new):
+            raise TypeError(
+                f"{where} is {describe(new)}, expected a floating array like the "
+                f"master {describe(old)}."
+            )
+        if new.shape != old.shape:
+            raise ValueError(
+                f"{where} is {describe(new)}, expected the shape of the master "
+                f"{describe(old)}."
+            )
+        return storage.encode(jnp.array(new, old.dtype, copy=True), param)[0]
+
+    def in_state(node: Any) -> Any:
+        if not isinstance(node, MixedPrecisionState):
+            return node
+        leaves = _masters_of(node, "replace_master_params")
+        now = leaves.match(params, "`params`")
+        given = leaves.match(new_master, "`new_master`")
+        return MixedPrecisionState(
+            leaves.unflatten(map(replaced, leaves.paths, leaves.values, now, given)),
+            _map_states(in_state, node.inner_state),
+        )
+
+    return _map_states(in_state, opt_state)
+
+
+def _masters_of(state: MixedPrecisionState, caller: str) -> Leaves:
+    # Under `optax.partition` one `MaskedNode` can stand for a whole branch of params.
+    return Leaves.of(
+        state.master_params,
+        caller=caller,
+        name="the masters in `opt_state`",
+        absent_too=True,
+    )
+
+
+def _map_states(function: Callable[[Any], Any], opt_state: optax.OptState) -> Any:
+    return jax.tree.map(
+        function, opt_state, is_leaf=lambda x: isinstance(x, MixedPrecisionState)
+    )
+
+
+def _states_of(opt_state: optax.OptState, caller: str) -> list[MixedPrecisionState]:
+    found: list[MixedPrecisionState] = []
+
+    def collect(node: Any) -> None:
+        if isinstance(node, MixedPrecisionState):
+            found.append(node)
+            _map_states(collect, node.inner_state)
+
+    _map_states(collect, opt_state)
+    if not found:
+        raise ValueError(
+            f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state "
+            "of an optimizer with optax_mp.mixed_precision in it."
+        )
+    return found

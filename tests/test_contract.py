@@ -1,0 +1,211 @@
+"""Every optimizer of optax, times every promise: the masters move as bare optax does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import as_bits, avals
+from optimizers import (
+    OPTIMIZERS,
+    example_gradients,
+    example_params,
+    extra_arguments,
+)
+from reference import rounded, smallest_landing
+
+import optax_mp
+
+pytestmark = [
+    # optax's own: optimistic_adam announces its successor, MoMo its arguments.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+    pytest.mark.filterwarnings("ignore:.*optimistic_adam_v2.*"),
+]
+
+STEPS = 300
+LOW_DTYPES = (
+    "bfloat16",
+    "float16",
+    pytest.param("float8_e4m3fn", marks=pytest.mark.slow),
+)
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def step_function(name, tx):
+    tx = optax.with_extra_args_support(tx)
+
+    def step(carry, grads):
+        params, state = carry
+        extra = extra_arguments(name, grads)
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def masters_of(carry):
+    params, state = carry
+    is_ours = isinstance(state, optax_mp.MixedPrecisionState)
+    return optax_mp.master_params(state, params) if is_ours else params
+
+
+def trajectory(name, tx, params, grads):
+    """Return (masters at every step, params at every step, the last state)."""
+    step = step_function(name, tx)
+
+    def body(carry, grads):
+        carry = step(carry, grads)
+        return carry, (masters_of(carry), carry[0])
+
+    start = (params, tx.init(params))
+    end, (masters, followed) = jax.jit(functools.partial(jax.lax.scan, body))(
+        start, grads
+    )
+    return masters, followed, end[1]
+
+
+def wrapped(name, dtype="bfloat16"):
+    # JAX does not add float32 to an 8-bit float: see the table in the README.
+    update_dtype = "params" if dtype.startswith("float8") else None
+    return optax_mp.mixed_precision(OPTIMIZERS[name](), update_dtype=update_dtype)
+
+
+@functools.cache
+def bare_trajectory(name):
+    params = example_params(jnp.float32, name)
+    grads = example_gradients(name, params, STEPS, jnp.float32)
+    return trajectory(name, OPTIMIZERS[name](), params, grads)
+
+
+def first_gradients(name, steps=3):
+    params = example_params(jnp.float32, name)
+    grads = example_gradients(name, params, steps, jnp.float32)
+    return [jax.tree.map(lambda g: g[i], grads) for i in range(steps)]
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+def test_masters_and_state_are_bit_equal_to_the_bare_optimizer(name, dtype):
+    params = example_params(dtype, name)
+    grads = example_gradients(name, params, STEPS, jnp.float32)
+    masters, followed, state = trajectory(name, wrapped(name, dtype), params, grads)
+    bare_masters, _, bare_state = bare_trajectory(name)
+
+    assert as_bits(masters) == as_bits(bare_masters)
+    assert as_bits(state.inner_state) == as_bits(bare_state)
+    assert avals(state.inner_state) == avals(bare_state)
+    assert all(np.isfinite(m).all() for m in jax.tree.leaves(bare_masters))
+    if dtype.startswith("float8"):
+        return
+    # The params of step t - 1 say what a float32 update can land on at step t.
+    for master, param, start in zip(*map(jax.tree.leaves, (masters, followed, params))):
+        param, start = np.asarray(param), np.asarray(start)
+        before = np.concatenate([start[None], param[:-1]])
+        want = rounded(master, param.dtype)
+        exact = (want == 0) | (np.abs(want) >= smallest_landing(before))
+        np.testing.assert_array_equal(param[exact], want[exact])
+        miss = np.abs(param.astype(np.float64) - want.astype(np.float64))
+        assert (miss <= np.abs(before.astype(np.float64)) * 2.0**-23).all()
+
+
+@every_optimizer
+def test_eager_steps_are_bit_equal_to_the_bare_optimizer(name):
+    carries = []
+    for tx, dtype in ((OPTIMIZERS[name](), "float32"), (wrapped(name), "bfloat16")):
+        params = example_params(dtype, name)
+        carry = (params, tx.init(params))
+        for grads in first_gradients(name):
+            carry = step_function(name, tx)(carry, grads)
+        carries.append(carry)
+    (bare_params, bare_state), ours = carries
+    assert as_bits(masters_of(ours)) == as_bits(bare_params)
+    assert as_bits(ours[1].inner_state) == as_bits(bare_state)
+
+
+@every_optimizer
+def test_state_is_stable_and_the_step_compiles_once(name):
+    tx = wrapped(name)
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(carry, grads):
+        traces.append(1)
+        return step_function(name, tx)(carry, grads)
+
+    params = example_params("bfloat16", name)
+    carry = (params, tx.init(params))
+    before = avals(carry)
+    for grads in first_gradients(name):
+        # Donating params and state straight after `init` is part of the test.
+        carry = step(carry, grads)
+        assert avals(carry) == before
+    assert len(traces) == 1
+
+
+@every_optimizer
+def test_jit_eager_and_scan_agree(name):
+    tx = wrapped(name)
+    step = step_function(name, tx)
+    params = example_params("bfloat16", name)
+    start = (params, tx.init(params))
+    eager = jitted = start
+    jit_step = jax.jit(step)
+    for grads in first_gradients(name):
+        eager, jitted = step(eager, grads), jit_step(jitted, grads)
+    stacked = jax.tree.map(lambda *g: jnp.stack(g), *first_gradients(name))
+    scanned, _ = jax.lax.scan(lambda c, g: (step(c, g), None), start, stacked)
+    assert avals(eager) == avals(jitted) == avals(scanned)
+    for other in (jitted, scanned):
+        for a, b in zip(*map(jax.tree.leaves, map(masters_of, (eager, other)))):
+            # Programs that XLA fuses differently: a few units in the last place.
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+@every_optimizer
+def test_vmap_over_an_ensemble_is_bit_equal_to_the_bare_optimizer(name):
+    grads = first_gradients(name, 2)
+    results = []
+    for tx, dtype in ((OPTIMIZERS[name](), "float32"), (wrapped(name), "bfloat16")):
+        params = example_params(dtype, name)
+        ensemble = jax.tree.map(lambda p: jnp.stack([p, p * 2, -p]), params)
+
+        def train(params, tx=tx):
+            carry = (params, tx.init(params))
+            for each in grads:
+                carry = step_function(name, tx)(carry, each)
+            return masters_of(carry)
+
+        results.append(jax.jit(jax.vmap(train))(ensemble))
+    assert as_bits(results[0]) == as_bits(results[1])
+
+
+@every_optimizer
+def test_extra_arguments_are_accepted(name):
+    tx = wrapped(name)
+    params = example_params("bfloat16", name)
+    grads = first_gradients(name, 1)[0]
+    extra = extra_arguments(name, grads)
+    if name != "sam":  # which rejects them in optax, too
+        extra |= {"nobody_expects_this": 1}
+    updates, _ = tx.update(grads, tx.init(params), params, **extra)
+    assert avals(updates)[1] == avals(params | grads)[1] or name == "dpsgd"
+
+
+def test_the_table_has_the_optimizers_that_every_release_has():
+    assert {"adamw", "lion", "adafactor", "muon", "prodigy", "sam"} <= set(OPTIMIZERS)
+    assert len(OPTIMIZERS) >= 50
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon", "radam"])
+def test_float64_masters_are_bit_equal_to_float64_training(name, x64):
+    grads = example_gradients(name, example_params("float64"), 100, jnp.float64)
+    bare, _, bare_state = trajectory(
+        name, OPTIMIZERS[name](), example_params("float64"), grads
+    )
+    for dtype in ("bfloat16", "float32"):
+        tx = optax_mp.mixed_precision(OPTIMIZERS[name](), jnp.float64)
+        masters, _, state = trajectory(name, tx, example_params(dtype), grads)
+        assert as_bits(masters) == as_bits(bare)
+        assert as_bits(state.inner_state) == as_bits(bare_state)
