@@ -34,21 +34,21 @@ Report = Callable[[str, int, float | None], None]
 class Settings:
     """What all runs of a demo have in common.
 
-    The optimizer's settings are the common ones for small transformers, with the
-    learning rate that was best for float32 among those tried.
+    The learning rate is the one that serves float32 best at this size and length,
+    of 1.5e-3, 3e-3 and 5e-3, lest a badly chosen one make the others look bad: what
+    rounding loses grows as updates shrink.
     """
 
-    steps: int = 1000
+    steps: int = 3000
     seed: int = 0
     width: int = 64
     layer_count: int = 2
     head_count: int = 4
     context: int = 64
-    batch_size: int = 16
+    batch_size: int = 4
     peak_learning_rate: float = 3e-3
     final_learning_rate: float = 3e-5
     weight_decay: float = 0.1
-    b2: float = 0.99
 
     def __post_init__(self) -> None:
         """Check what the command line can set."""
@@ -56,6 +56,9 @@ class Settings:
             raise ValueError(f"steps is {self.steps}, expected at least 1.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed}, expected 0 to 2**32 - 1.")
+
+
+DEFAULTS = Settings()
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,6 @@ def make_adamw(settings: Settings) -> optax.GradientTransformation:
     )
     return optax.adamw(
         schedule,
-        b2=settings.b2,
         weight_decay=settings.weight_decay,
         mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
     )
@@ -257,7 +259,7 @@ def make_steps(
     Both may be traced, so that one compilation serves calls of any length. The batch
     of a step depends on the seed and on the step's number alone.
     """
-    batch_key = jax.random.key(settings.seed + 1)
+    batch_key = jax.random.fold_in(jax.random.key(settings.seed), 1)
     window = np.arange(settings.context + 1)
 
     def step(
@@ -290,7 +292,8 @@ def train(run: Run, settings: Settings, corpus: Corpus, report: Report) -> Resul
     report(run.name, 0, None)
     loss = make_loss(settings)
     tx = run.transform(make_adamw(settings))
-    params = init_params(jax.random.key(settings.seed), settings)
+    init_key = jax.random.fold_in(jax.random.key(settings.seed), 0)
+    params = init_params(init_key, settings)
     params = optax_mp.cast_floating(params, run.param_dtype)
     opt_state = tx.init(params)
     text = jnp.asarray(corpus.train)

@@ -56,7 +56,8 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
         dtype: Any = jnp.dtype(getattr(jnp, name)) if known else None
     else:
         try:
-            dtype = jnp.dtype(spec)
+            # NumPy reads None as float64.
+            dtype = None if spec is None else jnp.dtype(spec)
         except TypeError:
             dtype = None
     if dtype is None:
@@ -74,6 +75,11 @@ def bits(dtype: DTypeLike) -> int:
     return jnp.finfo(dtype).bits
 
 
+def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
+    """Return float32, or `dtype` if wider; JAX itself promotes no 8-bit floats."""
+    return jnp.dtype(dtype if bits(dtype) > 32 else jnp.float32)
+
+
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Round `x` to the nearest value of a narrower floating `dtype`, keeping its own.
 
@@ -84,7 +90,7 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     # Arithmetic and not a pair of casts, because XLA may drop a cast down and up again
     # within one program. `reduce_precision` with the exponent bits of `dtype` would
     # flush its subnormals to zero: they are rounded to multiples of the smallest one.
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = at_least_float32(x.dtype)
     info, wide_info = jnp.finfo(dtype), jnp.finfo(wide)
     x = saturate(x.astype(wide), dtype)
     rounded = lax.reduce_precision(x, wide_info.nexp, info.nmant)

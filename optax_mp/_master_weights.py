@@ -144,8 +144,8 @@ def mixed_precision(
         ]
         if extra_args.get("grad") is not None:
             grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
-            extra_args["grad"] = leaves.unflatten(map(_upcast, grad, seen))
-        inner_grads = leaves.unflatten(map(_upcast, grads, seen))
+            extra_args["grad"] = leaves.unflatten(map(_in_precision_of, seen, grad))
+        inner_grads = leaves.unflatten(map(_in_precision_of, seen, grads))
         inner_updates, inner_state = inner.update(
             inner_grads.fast if is_lookahead else inner_grads,
             state.inner_state,
@@ -199,13 +199,13 @@ def _seen_by_inner(param: Any, kept: Any) -> Any:
     return jnp.asarray(param, jnp.result_type(param)) if weak else param
 
 
-def _upcast(grad: Any, seen: Any) -> Any:
-    """Return the gradient in at least the precision of what `inner` sees it with."""
+def _in_precision_of(seen: Any, grad: Any) -> Any:
+    """Return the gradient in the dtype of what `inner` sees as its param."""
     if is_absent(seen):
         return seen
     if is_absent(grad) or not (is_floating(grad) and is_floating(seen)):
         return grad
-    return grad.astype(jnp.promote_types(grad.dtype, seen.dtype))
+    return grad.astype(seen.dtype)
 
 
 def _dtype_of_update(
@@ -232,7 +232,7 @@ def _cast_update(step: Any, dtype: jnp.dtype) -> jax.Array:
 def _without_aliases(state: PyTree, others: PyTree) -> PyTree:
     """Copy what `state` shares with `others` or holds twice, so all can be donated.
 
-    Some optimizers keep the params given to `init`, or one array of zeros in two places.
+    Some optimizers keep the params given to `init`, or the same zeros in two places.
     """
     taken = {id(leaf) for leaf in jax.tree.leaves(others)}
 

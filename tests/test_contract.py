@@ -1,6 +1,7 @@
 """Every optimizer of optax, times every promise: the masters move as bare optax does."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,7 @@ def bare_trajectory(name):
 def first_gradients(name, steps=3):
     params = example_params(jnp.float32, name)
     grads = example_gradients(name, params, steps, jnp.float32)
-    return [jax.tree.map(lambda g: g[i], grads) for i in range(steps)]
+    return [jax.tree.map(operator.itemgetter(i), grads) for i in range(steps)]
 
 
 @every_optimizer
@@ -100,7 +101,9 @@ def test_masters_and_state_are_bit_equal_to_the_bare_optimizer(name, dtype):
     if dtype.startswith("float8"):
         return
     # The params of step t - 1 say what a float32 update can land on at step t.
-    for master, param, start in zip(*map(jax.tree.leaves, (masters, followed, params))):
+    for master, param, start in zip(
+        *map(jax.tree.leaves, (masters, followed, params)), strict=True
+    ):
         param, start = np.asarray(param), np.asarray(start)
         before = np.concatenate([start[None], param[:-1]])
         want = rounded(master, param.dtype)
@@ -158,7 +161,9 @@ def test_jit_eager_and_scan_agree(name):
     scanned, _ = jax.lax.scan(lambda c, g: (step(c, g), None), start, stacked)
     assert avals(eager) == avals(jitted) == avals(scanned)
     for other in (jitted, scanned):
-        for a, b in zip(*map(jax.tree.leaves, map(masters_of, (eager, other)))):
+        for a, b in zip(
+            *map(jax.tree.leaves, map(masters_of, (eager, other))), strict=True
+        ):
             # Programs that XLA fuses differently: a few units in the last place.
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 

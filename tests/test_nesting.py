@@ -38,7 +38,7 @@ def run(tx, dtype, *, grad_dtype="float32", wrap=lambda p: p, masters=True):
 
 
 def assert_follows(masters, params):
-    for master, param in zip(*map(jax.tree.leaves, (masters, params))):
+    for master, param in zip(*map(jax.tree.leaves, (masters, params)), strict=True):
         want = rounded(master, np.asarray(param).dtype)
         np.testing.assert_array_equal(np.asarray(param), want)
 
@@ -104,7 +104,9 @@ OUTSIDE = {
     ),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 3),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
-    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step < 9),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(
+        tx, lambda step: step < 9
+    ),
 }
 
 
@@ -124,14 +126,14 @@ def test_wrappers_outside_see_an_ordinary_optimizer(nesting, grad_dtype):
             # The bare update leaves the `lax.cond` rounded and is then added to the
             # params. Ours is added to the masters within the branch, where XLA may
             # contract multiply and add to one rounding: half a unit a step.
-            for a, b in zip(*map(jax.tree.leaves, (masters, bare))):
+            for a, b in zip(*map(jax.tree.leaves, (masters, bare)), strict=True):
                 np.testing.assert_allclose(a, b, rtol=0, atol=STEPS * 2.0**-24)
         else:
             assert as_bits(masters) == as_bits(bare)
         assert_follows(masters, params)
     else:
         masters, params, _ = run(tx, "bfloat16", grad_dtype=grad_dtype)
-        for master, param in zip(*map(jax.tree.leaves, (masters, params))):
+        for master, param in zip(*map(jax.tree.leaves, (masters, params)), strict=True):
             # A 16-bit update may miss by half a unit of the step, for one step.
             np.testing.assert_allclose(
                 np.asarray(param, np.float32), master, rtol=2.0**-7, atol=1e-4

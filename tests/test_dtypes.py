@@ -1,0 +1,135 @@
+"""Names of dtypes, and rounding against ml_dtypes' own casts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import rounded
+
+import optax_mp
+from optax_mp._dtypes import floating_dtype, round_to
+
+FORMATS = [
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "float8_e4m3",
+    "float8_e5m2",
+    "float8_e3m4",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e4m3b11fnuz",
+]
+
+
+def interesting_values(dtype):
+    """Return all values of `dtype`, their midpoints, and the float32s beside those."""
+    size = np.dtype(dtype).itemsize
+    codes = np.arange(2 ** (8 * size), dtype=np.uint16 if size == 2 else np.uint8)
+    values = codes.view(dtype).astype(np.float32)
+    values = np.sort(values[np.isfinite(values)])
+    middles = ((values[1:].astype(np.float64) + values[:-1]) / 2).astype(np.float32)
+    points = np.concatenate([values, middles])
+    beside = [np.nextafter(points, np.float32(s)) for s in (np.inf, -np.inf)]
+    largest = np.finfo(np.float32).max
+    return np.concatenate([points, *beside, [largest, -largest, 0.0, -0.0]])
+
+
+def without_subnormals(x):
+    # XLA flushes float32 subnormals to zero on CPU, in every operation.
+    return x[(np.abs(x) >= np.finfo(np.float32).tiny) | (x == 0)]
+
+
+def assert_rounds(x, dtype):
+    x = without_subnormals(x.astype(np.float32))
+    got = np.asarray(jax.jit(round_to, static_argnums=1)(x, dtype))
+    want = rounded(x, dtype).astype(np.float32)
+    np.testing.assert_array_equal(got, want)
+    assert np.isfinite(got).all()
+    # The formats with an unsigned zero apart, the sign of zero stays.
+    if not dtype.endswith("fnuz"):
+        np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
+    # The value is one of the dtype's: a cast of it changes nothing.
+    np.testing.assert_array_equal(got.astype(dtype).astype(np.float32), got)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rounding_of_all_values_midpoints_and_neighbours(dtype):
+    assert_rounds(interesting_values(jnp.dtype(dtype)), dtype)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_rounding_of_random_bit_patterns(dtype):
+    bits = np.random.default_rng(0).integers(0, 2**32, 1_000_000, dtype=np.uint32)
+    x = bits.view(np.float32)
+    assert_rounds(x[np.isfinite(x)], dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_of_every_float32(dtype):
+    for high in range(0, 2**16, 2**8):
+        codes = np.arange(high << 16, (high + 2**8) << 16, dtype=np.int64)
+        x = codes.astype(np.uint32).view(np.float32)
+        assert_rounds(x[np.isfinite(x)], dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float32"])
+def test_rounding_of_float64_rounds_once(dtype, x64):
+    x = interesting_values(jnp.dtype(dtype)) if dtype != "float32" else np.ones(1)
+    x = without_subnormals(x.astype(np.float32)).astype(np.float64)
+    # Just beside a tie by less than float32 can tell: rounding twice gets these wrong.
+    x = np.concatenate([x, x * (1 + 2.0**-40), x * (1 - 2.0**-40)])
+    x = x[np.abs(x) < 3e38]
+    got = np.asarray(round_to(jnp.asarray(x), dtype))
+    values = np.sort(interesting_values(jnp.dtype(dtype))) if dtype != "float32" else x
+    assert got.dtype == np.float64
+    distance = np.abs(got - x)
+    for side in (-1, 1):
+        index = np.clip(
+            np.searchsorted(values, x) + (side - 1) // 2, 0, len(values) - 1
+        )
+        neighbour = values[index].astype(np.float64)
+        with np.errstate(over="ignore"):
+            is_value = neighbour.astype(dtype).astype(np.float64) == neighbour
+        assert (distance <= np.abs(neighbour - x))[is_value].all()
+
+
+def test_nan_stays_and_infinity_saturates():
+    x = jnp.array([jnp.nan, jnp.inf, -jnp.inf])
+    got = np.asarray(round_to(x, jnp.float16))
+    np.testing.assert_array_equal(got, np.array([np.nan, 65504, -65504], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("bf16", "bfloat16"),
+        ("f16", "float16"),
+        ("full", "float32"),
+        ("float32", "float32"),
+        ("f64", "float64"),
+        ("e4m3fn", "float8_e4m3fn"),
+        ("f8_e5m2", "float8_e5m2"),
+        (np.float16, "float16"),
+        (jnp.bfloat16, "bfloat16"),
+        (np.dtype("float32"), "float32"),
+    ],
+)
+def test_names_of_dtypes(spec, name):
+    assert floating_dtype(spec, "here").name == name
+
+
+@pytest.mark.parametrize("spec", ["f8", "f2", "double", "int", "", "float", None, 3])
+def test_a_name_that_can_be_misread_is_an_error(spec):
+    with pytest.raises(ValueError, match="here is .*, expected a floating dtype such"):
+        floating_dtype(spec, "here")
+
+
+def test_integers_are_no_floating_dtype():
+    with pytest.raises(ValueError, match="here is int32, expected a floating dtype"):
+        floating_dtype(jnp.int32, "here")
+
+
+def test_half_is_the_dtype_of_the_backend():
+    assert floating_dtype("half", "here") == optax_mp.half_dtype() == jnp.bfloat16

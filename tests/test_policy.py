@@ -1,0 +1,135 @@
+"""Policies: parsing, casting, exceptions, and use as plain values."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_mp
+
+
+def dtypes(policy):
+    return tuple(
+        jnp.dtype(d).name
+        for d in (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        (
+            "params=float32,compute=bfloat16,output=float32",
+            ("float32", "bfloat16", "float32"),
+        ),
+        ("p=f32,c=bf16", ("float32", "bfloat16", "bfloat16")),
+        ("output=f32, compute=f16, params=f16", ("float16", "float16", "float32")),
+        ("c=bf16", ("float32", "bfloat16", "bfloat16")),
+        ("half", ("bfloat16",) * 3),
+        ("bf16", ("bfloat16",) * 3),
+        ("full", ("float32",) * 3),
+        ("p=f8_e4m3fn,c=bf16,o=f32", ("float8_e4m3fn", "bfloat16", "float32")),
+        ("float8_e5m2", ("float8_e5m2",) * 3),
+    ],
+)
+def test_names_of_policies(name, want):
+    policy = optax_mp.get_policy(name)
+    assert dtypes(policy) == want
+    assert optax_mp.get_policy(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("param=f32", "'param' in 'param=f32' is not a key, expected one of params, p"),
+        ("p=f32,c=bf16,", "'' in 'p=f32,c=bf16,' is not a key"),
+        ("p=f33", "'p' in 'p=f33' is 'f33', expected a floating dtype"),
+        ("int32", "get_policy: `name` is 'int32', expected a floating dtype"),
+        ("p=f8", "is 'f8', expected a floating dtype .*short names are .*e4m3fn"),
+        ("p=f32,params=bf16", "sets `param_dtype` twice, expected once"),
+    ],
+)
+def test_an_unknown_name_says_what_is_known(name, message):
+    with pytest.raises(ValueError, match=message):
+        optax_mp.get_policy(name)
+
+
+def test_every_short_name_in_the_hint_is_accepted():
+    with pytest.raises(ValueError, match="short names are") as caught:
+        optax_mp.get_policy("nonsense")
+    hint = str(caught.value).split("short names are ")[1].rstrip(".")
+    for name in hint.replace(" and", ",").split(", "):
+        assert optax_mp.get_policy(name.strip(", ")).param_dtype
+
+
+def test_get_policy_wants_a_string():
+    with pytest.raises(TypeError, match="expected a string such as .*optax_mp.Policy"):
+        optax_mp.get_policy(jnp.bfloat16)
+
+
+def test_policies_are_plain_hashable_values():
+    policy = optax_mp.Policy(np.dtype("float32"), "bf16", jnp.float32, ["*norm*"])
+    same = optax_mp.Policy("float32", jnp.bfloat16, "f32", ("*norm*",))
+    assert policy == same
+    assert hash(policy) == hash(same)
+    assert pickle.loads(pickle.dumps(policy)) == policy == copy.deepcopy(policy)
+    assert str(policy) == "params=float32,compute=bfloat16,output=float32"
+    cast = jax.jit(lambda p, x: p.cast_to_compute(x), static_argnums=0)
+    assert cast(policy, {"x": jnp.ones(2)})["x"].dtype == jnp.bfloat16
+    with pytest.raises(AttributeError):
+        policy.param_dtype = jnp.float16
+
+
+def test_with_output_dtype_changes_nothing_else():
+    policy = optax_mp.get_policy("bf16", keep_f32=("*bias",))
+    changed = policy.with_output_dtype("f32")
+    assert dtypes(changed) == ("bfloat16", "bfloat16", "float32")
+    assert changed.keep_f32 == ("*bias",)
+
+
+PARAMS = {
+    "layers": [{"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}],
+    "final_norm": {"scale": jnp.ones(2)},
+    "step": jnp.arange(2),
+}
+
+
+@pytest.mark.parametrize(
+    "keep_f32",
+    [
+        ("*norm*", "*/bias"),
+        lambda path, leaf: leaf.ndim < 2,
+    ],
+)
+def test_exceptions_stay_float32_in_params_and_computation(keep_f32):
+    policy = optax_mp.Policy("bf16", "f16", "bf16", keep_f32)
+    for cast, low in (
+        (policy.cast_to_param, "bfloat16"),
+        (policy.cast_to_compute, "float16"),
+    ):
+        tree = cast(PARAMS)
+        assert tree["layers"][0]["kernel"].dtype == low
+        assert tree["layers"][0]["bias"].dtype == jnp.float32
+        assert tree["final_norm"]["scale"].dtype == jnp.float32
+        assert tree["step"].dtype == jnp.int32
+    assert policy.cast_to_output(PARAMS)["final_norm"]["scale"].dtype == jnp.bfloat16
+
+
+def test_exceptions_are_raised_to_float32_from_half():
+    policy = optax_mp.get_policy("bf16", keep_f32="*norm*")
+    half = optax_mp.cast_floating(PARAMS, "bf16")
+    assert policy.cast_to_compute(half)["final_norm"]["scale"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("keep_f32", [3, (jnp.ones,), None])
+def test_exceptions_must_be_patterns_or_a_predicate(keep_f32):
+    with pytest.raises(TypeError, match="`keep_f32` is .*, expected patterns such as"):
+        optax_mp.Policy("bf16", "bf16", "bf16", keep_f32)
+
+
+def test_policy_names_the_field_with_the_wrong_dtype():
+    with pytest.raises(ValueError, match="Policy: `compute_dtype` is int32, expected"):
+        optax_mp.Policy("bf16", jnp.int32, "bf16")

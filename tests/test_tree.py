@@ -1,0 +1,141 @@
+"""Casts, checks and selection over trees of anything."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import as_bits
+
+import optax_mp
+
+
+def mixed_tree():
+    return {
+        "f32": jnp.linspace(-1, 1, 5),
+        "f16": jnp.ones(2, jnp.float16),
+        "numpy": np.linspace(0, 1, 3, dtype=np.float32),
+        "int": jnp.arange(3),
+        "bool": jnp.array([True]),
+        "key": jax.random.key(3),
+        "complex": jnp.ones(2, jnp.complex64),
+        "none": None,
+        "string": "name",
+        "function": jax.nn.relu,
+        "python": 1e-5,
+        "empty": jnp.zeros((0, 4)),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2"])
+def test_only_floating_arrays_are_cast(dtype):
+    tree = mixed_tree()
+    cast = optax_mp.cast_floating(tree, dtype)
+    for name in ("f32", "f16", "numpy", "empty"):
+        assert cast[name].dtype == dtype
+        assert cast[name].shape == tree[name].shape
+    for name in set(tree) - {"f32", "f16", "numpy", "empty"}:
+        assert cast[name] is tree[name]
+
+
+def test_cast_floating_rejects_integers():
+    with pytest.raises(ValueError, match="cast_floating: `dtype` is int32, expected a"):
+        optax_mp.cast_floating({}, jnp.int32)
+
+
+FLOATS = ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "complex64"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_one_bad_value_anywhere_is_found(dtype, bad):
+    clean = {"a": jnp.zeros((3, 70), dtype), "b": [jnp.ones((), dtype)], "n": 3}
+    # The largest values must not look like an overflow, whatever the check sums.
+    if dtype != "complex64":
+        clean["c"] = jnp.full((70,), jnp.finfo(dtype).max, dtype)
+    check = jax.jit(optax_mp.all_finite)
+    clean_arrays = {k: v for k, v in clean.items() if k != "n"}
+    assert bool(check(clean_arrays))
+    assert bool(optax_mp.all_finite(clean))
+    for index in [(0, 0), (1, 35), (2, 69)]:
+        dirty = dict(clean_arrays, a=clean["a"].at[index].set(bad))
+        assert not bool(check(dirty))
+        assert optax_mp.nonfinite_paths(dirty) == ["['a']"]
+
+
+def test_what_is_no_float_counts_as_finite():
+    assert bool(optax_mp.all_finite(mixed_tree()))
+    assert bool(optax_mp.all_finite({}))
+    assert bool(optax_mp.all_finite({"zero_size": jnp.zeros((0,))}))
+    assert optax_mp.nonfinite_paths(mixed_tree()) == []
+
+
+def test_all_finite_is_exact_on_random_patterns():
+    bits = np.random.default_rng(0).integers(0, 2**16, (400, 8), dtype=np.uint16)
+    for dtype in ("bfloat16", "float16"):
+        rows = bits.view(jnp.dtype(dtype))
+        got = jax.jit(jax.vmap(lambda x: optax_mp.all_finite([x])))(rows)
+        want = np.isfinite(rows.astype(np.float32)).all(axis=1)
+        assert 0 < want.sum() < len(want)
+        np.testing.assert_array_equal(got, want)
+
+
+def test_nonfinite_paths_under_jit_says_where_to_call_it():
+    with pytest.raises(TypeError, match=r"\['w'\] is traced \(float32\[2\]\).*all_fin"):
+        jax.jit(optax_mp.nonfinite_paths)({"w": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("pred", [True, False])
+def test_select_tree_takes_one_side_whole(pred):
+    new = mixed_tree()
+    old = dict(new, f32=new["f32"] * 2, int=new["int"] + 1, key=jax.random.key(4))
+    want = new if pred else old
+    for select in (optax_mp.select_tree, arrays_under_jit):
+        got = select(jnp.array(pred), new, old)
+        for name, leaf in got.items():
+            if hasattr(leaf, "dtype"):
+                assert as_bits(leaf) == as_bits(want[name])
+            else:
+                assert leaf is want[name]
+
+
+def arrays_under_jit(pred, new, old):
+    """Call select_tree under jit, closing over the leaves that jit cannot take."""
+    static = {k: v for k, v in new.items() if not hasattr(v, "dtype")}
+    arrays = [{k: v for k, v in t.items() if k not in static} for t in (new, old)]
+    selected = jax.jit(
+        lambda p, a, b: {
+            k: v
+            for k, v in optax_mp.select_tree(p, a | static, b | static).items()
+            if k not in static
+        }
+    )(pred, *arrays)
+    return selected | static
+
+
+def test_select_tree_under_vmap_chooses_for_each():
+    new, old = jnp.ones((3, 2)), jnp.zeros((3, 2))
+    pred = jnp.array([True, False, True])
+    got = jax.vmap(optax_mp.select_tree)(pred, new, old)
+    np.testing.assert_array_equal(got[:, 0], [1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "message"),
+    [
+        ({"a": 1}, {"b": 1}, "structure .* expected the same"),
+        (
+            {"a": jnp.ones(2)},
+            {"a": jnp.ones(3)},
+            r"leaf \['a'\] is float32\[2\] in `on_true` and float32\[3\] in `on_false`",
+        ),
+        (
+            [jnp.ones(2)],
+            [jnp.ones(2, jnp.bfloat16)],
+            r"leaf \[0\] is float32\[2\] in `on_true` and bfloat16\[2\]",
+        ),
+        (["x"], ["y"], "leaf .* is 'x' in `on_true` and 'y' in `on_false`"),
+    ],
+)
+def test_select_tree_names_the_leaf_that_differs(new, old, message):
+    with pytest.raises(ValueError, match=message):
+        optax_mp.select_tree(jnp.array(True), new, old)
