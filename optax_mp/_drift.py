@@ -3,12 +3,16 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jax.tree_util import keystr
 
 from optax_mp._dtypes import bits
 from optax_mp._leaves import is_absent
-from optax_mp._storage import storage_of
-from optax_mp._tree import describe, is_floating, is_optimized
+from optax_mp._tree import describe, is_floating, is_inexact, place
+
+_PROMOTED = (
+    "something promoted it since. If `equinox.apply_updates` did, which adds float32 "
+    'updates without casting back, build the transform with `update_dtype="params"`; '
+    "else cast the params back with `optax_mp.cast_floating`."
+)
 
 
 def check_param(
@@ -19,15 +23,23 @@ def check_param(
     declared: jnp.dtype | None,
 ) -> None:
     """Raise unless `param` is still what it was, by what the state keeps for it."""
-    where = f"mixed_precision: param {keystr(path)} is {describe(param)}"
+    where = f"mixed_precision: param {place(path)} is {describe(param)}"
     narrow = is_floating(param) and bits(param.dtype) < bits(master_dtype)
+    if is_floating(param) and declared != param.dtype:
+        raise ValueError(
+            f"{where}, expected {declared} as `param_dtype` says; cast the params with "
+            "`Policy.cast_to_param` or `optax_mp.cast_floating` before training. If "
+            f"they were cast, {_PROMOTED}"
+        )
+    if not is_absent(kept) and not is_floating(param):
+        raise ValueError(
+            f"{where}, but has a {master_dtype.name} master since `init`, expected a "
+            "floating array: the state belongs to other params; call `init` again."
+        )
     if not is_absent(kept) and not narrow:
         raise ValueError(
             f"{where}, expected a floating dtype narrower than its {master_dtype.name} "
-            "master: it was at `init`, and something promoted it since. If "
-            "`equinox.apply_updates` did, which adds float32 updates without casting "
-            'back, build the transform with `update_dtype="params"`; else cast the '
-            "params back with `optax_mp.cast_floating`."
+            f"master: it was at `init`, and {_PROMOTED}"
         )
     if is_absent(kept) and narrow:
         raise ValueError(
@@ -36,38 +48,31 @@ def check_param(
             "in the dtype they are trained in, or say which it will be with "
             "`param_dtype`."
         )
-    if is_floating(param) and declared != param.dtype:
+    if not is_absent(kept) and kept.shape != param.shape:
         raise ValueError(
-            f"{where}, expected {declared} as `param_dtype` says; cast the params with "
-            "`optax_mp.cast_floating` or `Policy.cast_to_param` before training."
-        )
-    if is_absent(kept):
-        return
-    master = storage_of(kept).decode(kept, param)
-    if master.shape != param.shape:
-        raise ValueError(
-            f"{where}, but its master is {describe(master)}, expected the same shape: "
+            f"{where}, but its master is {describe(kept)}, expected the same shape: "
             "the state belongs to other params; call `init` again."
         )
 
 
 def check_gradient(path: tuple[Any, ...], param: Any, grad: Any) -> None:
+    """Raise unless `grad` can be a gradient of `param`."""
     if is_absent(grad):
         return
-    where = f"mixed_precision: the gradient of {keystr(path)} is {describe(grad)}"
-    if not is_optimized(param):
-        if is_optimized(grad):
+    where = f"mixed_precision: the gradient of {place(path)} is {describe(grad)}"
+    if not is_inexact(param):
+        if is_inexact(grad):
             raise TypeError(
                 f"{where}, but the param is {describe(param)}, which cannot be "
                 "trained; expected None or the float0 gradient that "
-                "`jax.grad(..., allow_int=True)` gives; make the param floating, or "
-                "its gradient None."
+                "`jax.grad(..., allow_int=True)` gives; make the param a floating "
+                "array, or its gradient None."
             )
         return
-    if not is_optimized(grad):
+    if not is_inexact(grad):
         raise TypeError(
             f"{where}, expected a floating gradient for the param {describe(param)}; "
-            "for a leaf that is not trained pass None."
+            "leave leaves that are not trained out with `optax.masked`."
         )
     if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
         raise TypeError(
@@ -81,9 +86,10 @@ def check_gradient(path: tuple[Any, ...], param: Any, grad: Any) -> None:
 
 
 def check_step(path: tuple[Any, ...], param: Any, grad: Any, step: Any) -> None:
+    """Raise unless `inner` made an update of the param's shape from the gradient."""
     if jnp.shape(step) != jnp.shape(param):
         raise ValueError(
-            f"mixed_precision: the gradient of {keystr(path)} is {describe(grad)}, of "
+            f"mixed_precision: the gradient of {place(path)} is {describe(grad)}, of "
             f"which `inner` made the update {describe(step)}; expected the shape of "
             f"the param {describe(param)}."
         )

@@ -22,7 +22,8 @@ _ALIASES = {
     "e4m3": "float8_e4m3",
     "e5m2": "float8_e5m2",
 }
-_NAME_PREFIXES = ("float", "bfloat")
+_NAMES = ("bfloat16", "float16", "float32", "float64")
+_MINI_FLOATS = ("float8_", "float6_", "float4_")
 
 
 def half_dtype() -> jnp.dtype:
@@ -37,8 +38,10 @@ def half_dtype() -> jnp.dtype:
         True
     """
     if jax.default_backend() == "gpu":
-        capability = getattr(jax.devices()[0], "compute_capability", "8.0")
-        if float(capability) < 8.0:
+        # A number such as "7.5" from NVIDIA; others, which name chips, have bfloat16.
+        capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+        major = capability.split(".")[0]
+        if major.isdigit() and int(major) < 8:
             return jnp.dtype(jnp.float16)
     return jnp.dtype(jnp.bfloat16)
 
@@ -52,7 +55,7 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
         if spec == "half":
             return half_dtype()
         name = _ALIASES.get(spec, spec)
-        known = name.startswith(_NAME_PREFIXES) and hasattr(jnp, name)
+        known = name in _NAMES or (name.startswith(_MINI_FLOATS) and hasattr(jnp, name))
         dtype: Any = jnp.dtype(getattr(jnp, name)) if known else None
     else:
         try:
@@ -100,6 +103,14 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     multiple = lax.round(x * (1 / step), lax.RoundingMethod.TO_NEAREST_EVEN)
     is_subnormal = jnp.abs(x) < wide.type(info.smallest_normal)
     return jnp.where(is_subnormal, multiple * step, rounded)
+
+
+def saturating_cast(x: Any, dtype: DTypeLike) -> jax.Array:
+    """Cast to `dtype`; what is too large becomes its largest finite value."""
+    x = jnp.asarray(x)
+    if jnp.finfo(dtype).nexp < jnp.finfo(x.dtype).nexp or bits(dtype) < bits(x.dtype):
+        x = saturate(x, dtype)
+    return x.astype(dtype)
 
 
 def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import optax
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import tree_flatten_with_path
 
-from optax_mp._tree import PyTree, describe
+from optax_mp._tree import PyTree, describe, place
 
 
 def is_absent(leaf: Any) -> bool:
@@ -25,7 +25,7 @@ class Leaves:
     Attributes:
         caller: the public function at work, for error messages.
         name: what the tree is called in them.
-        paths: where each leaf is, as `jax.tree_util.keystr` needs it.
+        paths: where each leaf is, as `jax.tree_util.keystr` takes it.
         values: the leaves.
         treedef: the structure.
     """
@@ -57,7 +57,7 @@ class Leaves:
             expected = is_absent(own) or is_absent(leaf)
             if not (expected or jax.tree_util.all_leaves([leaf])):
                 raise ValueError(
-                    f"{self.caller}: {name} at {keystr(path)} is a "
+                    f"{self.caller}: {name} at {place(path)} is a "
                     f"{type(leaf).__name__}, expected one leaf as in {self.name}."
                 )
         return matched
@@ -67,23 +67,22 @@ class Leaves:
         return self.treedef.unflatten(values)
 
     def _mismatch(self, tree: PyTree, name: str) -> str:
-        given = {
-            keystr(path): leaf
-            for path, leaf in tree_flatten_with_path(tree, is_leaf=is_absent)[0]
-        }
-        own = {
-            keystr(path): leaf
-            for path, leaf in zip(self.paths, self.values, strict=True)
-        }
-        missing = [path for path in own if path not in given]
-        surplus = [path for path in given if path not in own]
-        where = "the containers differ"
-        if missing:
-            where = f"leaf {missing[0]} ({describe(own[missing[0]])}) is missing"
-        elif surplus:
-            where = f"leaf {surplus[0]} ({describe(given[surplus[0]])}) is too many"
+        theirs = dict(_named_leaves(tree))
+        own = {place(p): x for p, x in zip(self.paths, self.values, strict=True)}
+        where = "their containers differ"
+        for leaves, others, owner in ((own, theirs, self.name), (theirs, own, name)):
+            alone = [path for path in leaves if path not in others]
+            if alone:
+                leaf = describe(leaves[alone[0]])
+                where = f"leaf {alone[0]} ({leaf}) is only in {owner}"
+                break
         return (
-            f"{self.caller}: {name} must have the structure of {self.name}, but "
+            f"{self.caller}: {name} and {self.name} must have the same structure, but "
             f"{where}.\n  {self.name}: {self.treedef}\n  {name}: "
             f"{jax.tree.structure(tree)}"
         )
+
+
+def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    leaves = tree_flatten_with_path(tree, is_leaf=is_absent)[0]
+    return [(place(path), leaf) for path, leaf in leaves]

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr
+from jax.core import Tracer
 
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._storage import storage_of
-from optax_mp._tree import describe, is_floating
+from optax_mp._tree import describe, is_floating, place
 
 
 class MixedPrecisionState(NamedTuple):
@@ -69,9 +69,10 @@ def replace_master_params(
 ) -> optax.OptState:
     """Return `opt_state` with other masters, such as weights loaded after `init`.
 
-    Everything else in the state stays. The next update moves the params to the new
-    masters; to have them there before, cast: `cast_floating(new_master, ...)`. Leaves
-    that are their own master live in the params alone, so set those there.
+    Everything else in the state stays. The next update moves finite params to the new
+    masters; to have them there before, cast: `Policy.cast_to_param(new_master)`. Leaves
+    that are their own master live in the params alone, so set those there. New masters
+    take the sharding of the old.
 
     Args:
         opt_state: a state with `mixed_precision` in it, at any depth of wrappers.
@@ -104,7 +105,7 @@ def replace_master_params(
             return kept
         storage = storage_of(kept)
         old = storage.decode(kept, param)
-        where = f"replace_master_params: `new_master` at {keystr(path)}"
+        where = f"replace_master_params: `new_master` at {place(path)}"
         if not is_floating(new):
             raise TypeError(
                 f"{where} is {describe(new)}, expected a floating array like the "
@@ -115,6 +116,8 @@ def replace_master_params(
                 f"{where} is {describe(new)}, expected the shape of the master "
                 f"{describe(old)}."
             )
+        if not isinstance(old, Tracer):
+            new = jax.device_put(new, old.sharding)
         return storage.encode(jnp.array(new, old.dtype, copy=True), param)[0]
 
     def in_state(node: Any) -> Any:

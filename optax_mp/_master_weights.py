@@ -1,5 +1,7 @@
 """mixed_precision: high-precision masters around any optimizer."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -8,12 +10,12 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_mp._drift import check_gradient, check_param, check_step
-from optax_mp._dtypes import bits, floating_dtype, round_to, saturate
+from optax_mp._dtypes import bits, floating_dtype, round_to, saturating_cast
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._master_access import MixedPrecisionState
-from optax_mp._policy import DeclaredDType, declared_dtype
-from optax_mp._storage import FullCopy, Storage, storage_of
-from optax_mp._tree import PyTree, is_array, is_floating, is_optimized
+from optax_mp._param_dtype import DeclaredDType, DTypeRule, declared_dtype
+from optax_mp._storage import FullCopy, Storage, check_storage
+from optax_mp._tree import PyTree, is_array, is_floating, is_inexact
 
 UpdateDType = DTypeLike | Literal["params"] | None
 
@@ -40,9 +42,10 @@ def mixed_precision(
     floating arrays are hidden from `inner`, and their gradients come back untouched.
 
     The update of a leaf is `round(master) - param`, so after `optax.apply_updates` the
-    param is the rounded master whatever happened to it before. Transforms that change
-    updates afterwards act on this rounded difference: put them inside, or wrap
-    `mixed_precision` last.
+    param is the rounded master whatever finite value it had before. (An infinite or NaN
+    param stays so, whatever is added: cast it anew from `master_params`.) Transforms
+    that change updates afterwards act on this rounded difference: put them inside, or
+    wrap `mixed_precision` last.
 
     Args:
         inner: any optax optimizer or chain.
@@ -84,6 +87,7 @@ def mixed_precision(
         https://arxiv.org/abs/1710.03740
     """
     inner = _as_transformation(inner)
+    check_storage(storage)
     master_dtype = floating_dtype(master_dtype, "mixed_precision: `master_dtype`")
     dtype_in_training = declared_dtype(param_dtype, "mixed_precision: `param_dtype`")
     if update_dtype is not None and update_dtype != "params":
@@ -100,7 +104,7 @@ def mixed_precision(
             if dtype is None or bits(dtype) >= bits(wanted):
                 own = leaf if dtype is None else leaf.astype(dtype)
                 stored.append(optax.MaskedNode())
-                seen.append(_seen_by_inner(own, stored[-1]))
+                seen.append(_own_master(own))
                 continue
             # A copy even where no cast is needed: the state must not alias the params.
             master = jnp.array(leaf, wanted, copy=True)
@@ -112,22 +116,92 @@ def mixed_precision(
         return MixedPrecisionState(leaves.unflatten(stored), inner_state)
 
     def update_fn(
-        updates: optax.Updates,
+        updates: Any,
         state: Any,
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MixedPrecisionState]:
-        if params is None:
-            raise ValueError(
-                "mixed_precision: `params` is None, expected the current params; call "
-                "`tx.update(grads, state, params)`."
-            )
         # `optax.lookahead` moves two copies of the params by the gradients of one.
         is_lookahead = isinstance(params, optax.LookaheadParams) and not isinstance(
             updates, optax.LookaheadParams
         )
         if is_lookahead:
             updates = optax.LookaheadParams(fast=updates, slow=updates)
+        step = _Step.matched(updates, state, params, master_dtype, dtype_in_training)
+        leaves = step.leaves
+
+        seen = [
+            _own_master(param) if is_absent(kept) else storage.decode(kept, param)
+            for param, kept in zip(leaves.values, step.stored, strict=True)
+        ]
+        if extra_args.get("grad") is not None:
+            grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
+            extra_args["grad"] = leaves.unflatten(map(_in_precision_of, seen, grad))
+        inner_grads = leaves.unflatten(map(_in_precision_of, seen, step.grads))
+        inner_updates, inner_state = inner.update(
+            inner_grads.fast if is_lookahead else inner_grads,
+            state.inner_state,
+            leaves.unflatten(seen),
+            **extra_args,
+        )
+        changes = leaves.match(inner_updates, "the updates of `inner`")
+
+        # Where `inner` sees nothing, the gradient comes back as it is.
+        new_stored, new_updates = list(step.stored), list(step.grads)
+        for i, (param, change) in enumerate(zip(leaves.values, changes, strict=True)):
+            if is_absent(seen[i]):
+                continue
+            if is_absent(change):
+                new_updates[i] = change
+                continue
+            check_step(leaves.paths[i], param, step.grads[i], change)
+            is_own_master = is_absent(step.stored[i])
+            if not is_own_master:
+                master: Any = optax.apply_updates(seen[i], change)
+                new_stored[i], landing = storage.encode(master, param)
+                change = landing - param.astype(landing.dtype)
+            dtype = _dtype_of_update(update_dtype, step.grads[i], param, is_own_master)
+            new_updates[i] = _cast_update(change, dtype)
+        return leaves.unflatten(new_updates), MixedPrecisionState(
+            leaves.unflatten(new_stored), inner_state
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What `update` is given, leaf by leaf: known to belong together.
+
+    Attributes:
+        leaves: the params.
+        stored: the stored master of each, or `MaskedNode()`.
+        grads: the gradient of each, or None or `MaskedNode()`.
+    """
+
+    leaves: Leaves
+    stored: Sequence[Any]
+    grads: Sequence[Any]
+
+    @classmethod
+    def matched(
+        cls,
+        updates: Any,
+        state: Any,
+        params: Any,
+        master_dtype: jnp.dtype,
+        dtype_in_training: DTypeRule,
+    ) -> "_Step":
+        if params is None:
+            raise ValueError(
+                "mixed_precision: `params` is None, expected the current params; call "
+                "`tx.update(grads, state, params)`."
+            )
+        if not isinstance(state, MixedPrecisionState):
+            raise TypeError(
+                f"mixed_precision: `state` is a {type(state).__name__}, expected the "
+                "MixedPrecisionState that `init` of this transform returns."
+            )
         leaves = Leaves.of(params, caller="mixed_precision", name="`params`")
         stored = leaves.match(state.master_params, "the masters in the state")
         grads = leaves.match(updates, "the gradients")
@@ -137,43 +211,7 @@ def mixed_precision(
         ):
             check_param(path, param, kept, wanted, dtype_in_training(path, param))
             check_gradient(path, param, grad)
-
-        seen = [
-            _seen_by_inner(param, kept)
-            for param, kept in zip(leaves.values, stored, strict=True)
-        ]
-        if extra_args.get("grad") is not None:
-            grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
-            extra_args["grad"] = leaves.unflatten(map(_in_precision_of, seen, grad))
-        inner_grads = leaves.unflatten(map(_in_precision_of, seen, grads))
-        inner_updates, inner_state = inner.update(
-            inner_grads.fast if is_lookahead else inner_grads,
-            state.inner_state,
-            leaves.unflatten(seen),
-            **extra_args,
-        )
-        steps = leaves.match(inner_updates, "the updates of `inner`")
-
-        new_stored, new_updates = list(stored), list(grads)
-        for i, (param, step) in enumerate(zip(leaves.values, steps, strict=True)):
-            if is_absent(seen[i]):
-                continue
-            if is_absent(step):
-                new_updates[i] = step
-                continue
-            check_step(leaves.paths[i], param, grads[i], step)
-            is_own_master = is_absent(stored[i])
-            if not is_own_master:
-                master: Any = optax.apply_updates(seen[i], step)
-                new_stored[i], landing = storage.encode(master, param)
-                step = landing - param.astype(landing.dtype)
-            dtype = _dtype_of_update(update_dtype, grads[i], param, is_own_master)
-            new_updates[i] = _cast_update(step, dtype)
-        return leaves.unflatten(new_updates), MixedPrecisionState(
-            leaves.unflatten(new_stored), inner_state
-        )
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+        return cls(leaves, stored, grads)
 
 
 def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -189,14 +227,13 @@ def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(inner)
 
 
-def _seen_by_inner(param: Any, kept: Any) -> Any:
-    if not is_absent(kept):
-        return storage_of(kept).decode(kept, param)
-    if not is_optimized(param):
+def _own_master(param: Any) -> Any:
+    """Return what `inner` sees of a leaf without a master: itself, or nothing."""
+    if not is_inexact(param):
         return optax.MaskedNode()
     # Moments made from a weakly typed value would turn strong at the first update.
-    weak = not is_array(param) or getattr(param, "weak_type", False)
-    return jnp.asarray(param, jnp.result_type(param)) if weak else param
+    is_weak = getattr(param, "weak_type", False)
+    return jnp.asarray(param, param.dtype) if is_weak else param
 
 
 def _in_precision_of(seen: Any, grad: Any) -> Any:
@@ -213,20 +250,21 @@ def _dtype_of_update(
 ) -> jnp.dtype:
     if update_dtype is None and is_floating(grad):
         return grad.dtype
-    if update_dtype in (None, "params") or is_own_master:
-        return jnp.result_type(param)
+    # By `is`, since NumPy holds float64 for equal to None.
+    if update_dtype is None or isinstance(update_dtype, str) or is_own_master:
+        return param.dtype
     return update_dtype
 
 
-def _cast_update(step: Any, dtype: jnp.dtype) -> jax.Array:
-    step = jnp.asarray(step)
-    if not is_floating(step) or not jnp.issubdtype(dtype, jnp.floating):
-        return step
+def _cast_update(change: Any, dtype: jnp.dtype) -> jax.Array:
+    change = jnp.asarray(change)
+    if not is_floating(change) or not jnp.issubdtype(dtype, jnp.floating):
+        return change
     # A float16 or float8 step between two finite params may be out of its range. Of
     # bfloat16, which has the range of float32, only steps over 3e38 are: no clamp.
-    if jnp.finfo(dtype).nexp < jnp.finfo(step.dtype).nexp:
-        step = saturate(step, dtype)
-    return step.astype(dtype)
+    if jnp.finfo(dtype).nexp < jnp.finfo(change.dtype).nexp:
+        return saturating_cast(change, dtype)
+    return change.astype(dtype)
 
 
 def _without_aliases(state: PyTree, others: PyTree) -> PyTree:

@@ -3,14 +3,13 @@
 import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import floating_dtype
+from optax_mp._dtypes import floating_dtype, saturating_cast
 from optax_mp._tree import PyTree, cast_floating, is_floating, slashed
 
 _KEYS = {
@@ -84,12 +83,16 @@ class Policy:
         return self._unless_kept(self.param_dtype, path, leaf)
 
     def cast_to_param(self, tree: PyTree) -> PyTree:
-        """Cast floating leaves to `param_dtype`, but those of `keep_f32` to float32."""
-        return self._cast(tree, self.param_dtype)
+        """Cast floating leaves to `param_dtype`, but those of `keep_f32` to float32.
+
+        As masters do, what is too large becomes the largest finite value: an infinite
+        weight would stay so for good.
+        """
+        return self._cast(tree, self.param_dtype, saturating_cast)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Cast floating leaves to `compute_dtype`, those of `keep_f32` to float32."""
-        return self._cast(tree, self.compute_dtype)
+        return self._cast(tree, self.compute_dtype, cast_floating)
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
         """Cast floating leaves to `output_dtype`."""
@@ -106,11 +109,15 @@ class Policy:
             kept = any(fnmatch.fnmatchcase(path, each) for each in self.keep_f32)
         return jnp.dtype(jnp.float32 if kept else dtype)
 
-    def _cast(self, tree: PyTree, dtype: DTypeLike) -> PyTree:
-        def cast(path: tuple[Any, ...], leaf: Any) -> Any:
-            return cast_floating(leaf, self._unless_kept(dtype, slashed(path), leaf))
+    def _cast(
+        self, tree: PyTree, dtype: DTypeLike, cast: Callable[[Any, jnp.dtype], Any]
+    ) -> PyTree:
+        def cast_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
+            if not is_floating(leaf):
+                return leaf
+            return cast(leaf, self._unless_kept(dtype, slashed(path), leaf))
 
-        return jax.tree_util.tree_map_with_path(cast, tree)
+        return jax.tree_util.tree_map_with_path(cast_leaf, tree)
 
     def __str__(self) -> str:
         """Return the form that `get_policy` reads, without a `keep_f32`."""
@@ -138,6 +145,7 @@ def get_policy(
         The policy.
 
     Raises:
+        TypeError: if `name` is not a string.
         ValueError: if a key or a dtype is not known, or a key comes twice.
 
     Example:
@@ -169,42 +177,3 @@ def get_policy(
     params = dtypes.get("param_dtype", jnp.dtype(jnp.float32))
     compute = dtypes.get("compute_dtype", params)
     return Policy(params, compute, dtypes.get("output_dtype", compute), keep_f32)
-
-
-DTypeRule = Callable[[tuple[Any, ...], Any], jnp.dtype | None]
-DeclaredDType = DTypeLike | Policy | Callable[[str, Any], DTypeLike | None] | None
-
-
-def declared_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
-    """Return the rule for which dtype each leaf has in training.
-
-    Args:
-        declared: a dtype for all floating leaves, a `Policy`, a function of (path
-            string, leaf), or None for the dtype that each leaf has.
-        argument: what to call it in an error.
-
-    Returns:
-        A function of (path, leaf), giving None for a leaf that is not floating.
-
-    Raises:
-        ValueError: if a dtype is not floating, also later, by the rule.
-    """
-    if isinstance(declared, Policy):
-        function: Any = declared.param_dtype_of
-    elif callable(declared) and not isinstance(declared, type):
-        function = declared
-    else:
-        fixed = None
-        if declared is not None:
-            fixed = floating_dtype(cast(DTypeLike, declared), argument)
-        function = lambda path, leaf: fixed  # noqa: E731
-
-    def rule(path: tuple[Any, ...], leaf: Any) -> jnp.dtype | None:
-        if not is_floating(leaf):
-            return None
-        said = function(slashed(path), leaf)
-        if said is None:
-            return leaf.dtype
-        return floating_dtype(said, f"{argument} for {keystr(path)}")
-
-    return rule

@@ -16,7 +16,9 @@ class Storage(Protocol):
     directions see the param, and `encode` also says what the param has to become.
     """
 
-    def encode(self, master: jax.Array, param: jax.Array) -> tuple[Any, jax.Array]:
+    def encode(
+        self, master: jax.Array, param: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Return what to keep, and the value that the param is to land on.
 
         Args:
@@ -24,12 +26,12 @@ class Storage(Protocol):
             param: the param as it is now, in its own dtype.
 
         Returns:
-            The kept form, and a value in the master's dtype (or float32 if that is
-            wider) that the param's dtype holds exactly.
+            The kept form, one array of the master's shape, and a value in the master's
+            dtype (or float32 if that is wider) that the param's dtype holds exactly.
         """
         ...
 
-    def decode(self, stored: Any, param: jax.Array) -> jax.Array:
+    def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
         """Return the master that `encode` was given, once the param has landed."""
         ...
 
@@ -54,6 +56,16 @@ class FullCopy:
         """Return the stored master; the param adds nothing."""
         del param
         return stored
+
+
+def check_storage(storage: Any) -> None:
+    """Raise unless `storage` is one, before anything runs."""
+    missing = not (hasattr(storage, "encode") and hasattr(storage, "decode"))
+    if missing or isinstance(storage, type):
+        raise TypeError(
+            f"mixed_precision: `storage` is {storage!r}, expected a storage object "
+            "such as `optax_mp.FullCopy()`."
+        )
 
 
 def storage_of(stored: Any) -> Storage:

@@ -120,7 +120,9 @@ def test_names_of_dtypes(spec, name):
     assert floating_dtype(spec, "here").name == name
 
 
-@pytest.mark.parametrize("spec", ["f8", "f2", "double", "int", "", "float", None, 3])
+@pytest.mark.parametrize(
+    "spec", ["f8", "f2", "double", "int", "", "float", "float_", "floating", None, 3]
+)
 def test_a_name_that_can_be_misread_is_an_error(spec):
     with pytest.raises(ValueError, match="here is .*, expected a floating dtype such"):
         floating_dtype(spec, "here")

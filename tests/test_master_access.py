@@ -125,10 +125,10 @@ def test_a_state_without_masters_is_an_error(access):
 def test_params_of_another_model_are_an_error():
     state = wrapped("alone").init(PARAMS)
     others = {"a": PARAMS["a"]}
-    message = r"`params` must have the structure of the masters in `opt_state`"
+    message = r"`params` and the masters in `opt_state` must have the same structure"
     with pytest.raises(ValueError, match=message):
         optax_mp.master_params(state, others)
-    with pytest.raises(ValueError, match=r"`new_master` must have .*\['b'\]\['low'\]"):
+    with pytest.raises(ValueError, match=r"`new_master` and .*\['b'\]\['low'\]"):
         optax_mp.replace_master_params(state, PARAMS, others)
 
 

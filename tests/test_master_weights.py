@@ -1,7 +1,10 @@
 """mixed_precision: what lands in the params, what is stored, and what is an error."""
 
 import functools
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,7 @@ MIXED = {
     "none": None,
     "masked": optax.MaskedNode(),
     "static": "relu",
+    "eps": 1e-5,
     "function": jax.nn.relu,
     "empty": jnp.zeros((0, 2), jnp.bfloat16),
     "scalar": jnp.ones((), jnp.bfloat16),
@@ -43,6 +47,7 @@ def mixed_gradients():
         "none": None,
         "masked": optax.MaskedNode(),
         "static": None,
+        "eps": None,
         "function": None,
     }
 
@@ -183,7 +188,7 @@ def test_leaves_without_a_master_pass_through():
     updates, after = tx.update(grads, state, MIXED)
     for name in ("int", "bool", "key"):
         assert updates[name] is grads[name]
-    for name in ("none", "masked", "static", "function"):
+    for name in ("none", "masked", "static", "function", "eps"):
         assert updates[name] == grads[name]
     bare = optax.adamw(1e-2)
     own = {k: MIXED[k] for k in ("f32", "complex")}
@@ -287,12 +292,12 @@ def test_numpy_params_are_params():
     assert as_bits(optax.apply_updates(params, updates)) != as_bits(params)
 
 
-def test_weakly_typed_and_python_params_keep_the_state_stable():
-    params = {"weak": jnp.asarray(1.0), "python": 2.0, "w": jnp.ones(2, jnp.bfloat16)}
+def test_weakly_typed_params_keep_the_state_stable():
+    params = {"weak": jnp.asarray(1.0), "w": jnp.ones(2, jnp.bfloat16)}
     assert params["weak"].weak_type
     tx = optax_mp.mixed_precision(optax.adam(1e-2))
     state = tx.init(params)
-    grads = {"weak": jnp.float32(1), "python": jnp.float32(1), "w": jnp.ones(2)}
+    grads = {"weak": jnp.float32(1), "w": jnp.ones(2)}
     _, after = tx.update(grads, state, params)
     assert avals(after) == avals(state)
 
@@ -306,6 +311,52 @@ def test_bf16_masters_of_float8_params():
     grads = jax.tree.map(jnp.ones_like, params)
     updates, state = tx.update(grads, state, params)
     np.testing.assert_array_equal(state.master_params["w"], jnp.bfloat16(0.9))
+
+
+def test_policies_make_params_that_masters_can_follow():
+    """Weights over the range of the param dtype saturate, as round(master) does."""
+    policy = optax_mp.get_policy("e4m3fn")
+    tx = optax_mp.mixed_precision(
+        optax.sgd(0.0), param_dtype=policy, update_dtype="params"
+    )
+    weights = {"w": jnp.array([1000.0, -1e6, 1.0])}
+    params = policy.cast_to_param(weights)
+    updates, _ = tx.update({"w": jnp.zeros(3)}, tx.init(weights), params)
+    after = optax.apply_updates(params, updates)["w"]
+    assert as_bits(after) == as_bits(params["w"])
+    np.testing.assert_array_equal(np.asarray(after, np.float32), [448, -448, 1])
+
+
+def test_float64_updates_are_float64(x64):
+    tx = optax_mp.mixed_precision(optax.sgd(0.1), "f64", update_dtype="f64")
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["w"].dtype == jnp.float64
+
+
+def test_leaves_that_are_their_own_master_move_as_without_the_wrapper():
+    params = {"low": jnp.ones(1000, jnp.bfloat16), "own": jnp.ones(1000)}
+    for inner in (optax.adamw(1e-2), optax.sgd(1e-2), optax.rmsprop(1e-2)):
+        results = []
+        for tx, start in (
+            (inner, jax.tree.map(lambda p: p.astype(jnp.float32), params)),
+            (optax_mp.mixed_precision(inner), params),
+        ):
+
+            @jax.jit
+            def step(params, state, grads, tx=tx):
+                updates, state = tx.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
+            carry = (start, tx.init(start))
+            for key in jax.random.split(jax.random.key(0), 20):
+                noise = jax.random.normal(key, (1000,))
+                carry = step(*carry, {"low": noise, "own": noise * 2})
+            results.append(carry)
+        (bare, bare_state), (ours, state) = results
+        assert as_bits(ours["own"]) == as_bits(bare["own"])
+        assert as_bits(state.master_params["low"]) == as_bits(bare["low"])
+        assert as_bits(state.inner_state) == as_bits(bare_state)
 
 
 def test_float64_masters_without_x64_are_float32():
@@ -420,7 +471,7 @@ W = r"\['layer'\]\['w'\]"
         ),
         (
             {"params": with_leaf(PARAMS, jnp.ones(3, jnp.int32))},
-            rf"ValueError: .* param {W} is int32\[3\], expected a floating dtype",
+            rf"ValueError: .* param {W} is int32\[3\], but has a float32 master since",
         ),
         (
             {"params": with_leaf(PARAMS, jnp.ones(3, jnp.float16)), "param_dtype": "bf16"},
@@ -444,12 +495,12 @@ W = r"\['layer'\]\['w'\]"
         ),
         (
             {"grads": {"layer": {}, "norm": jnp.ones(2)}},
-            rf"ValueError: .*gradients must have the structure of `params`, but leaf {W} "
-            r"\(bfloat16\[3\]\) is missing",
+            r"ValueError: .*the gradients and `params` must have the same structure, but "
+            rf"leaf {W} \(bfloat16\[3\]\) is only in `params`",
         ),
         (
             {"grads": GRADS | {"more": jnp.ones(1)}},
-            r"ValueError: .*but leaf \['more'\] \(float32\[1\]\) is too many",
+            r"ValueError: .*but leaf \['more'\] \(float32\[1\]\) is only in the gradients",
         ),
         (
             {"grads": with_leaf(GRADS, {"a": jnp.ones(3)})},
@@ -457,11 +508,12 @@ W = r"\['layer'\]\['w'\]"
         ),
         (
             {"grads": [GRADS["layer"], GRADS["norm"]]},
-            r"ValueError: .*gradients must have the structure of `params`",
+            r"ValueError: .*the gradients and `params` must have the same structure",
         ),
         (
             {"params": PARAMS | {"more": jnp.ones(1)}},
-            r"ValueError: .*the masters in the state must have the structure of `params`",
+            r"ValueError: .*the masters in the state and `params` must have the same "
+            r"structure, but leaf \['more'\] \(float32\[1\]\) is only in `params`",
         ),
     ],
 )  # fmt: skip
@@ -508,6 +560,29 @@ def test_a_param_dtype_function_that_says_nonsense_is_named_with_the_leaf():
         tx.init(PARAMS)
 
 
+@pytest.mark.parametrize("storage", [optax_mp.FullCopy, "full", None])
+def test_storage_must_be_a_storage(storage):
+    with pytest.raises(
+        TypeError, match="`storage` is .*expected a storage object such"
+    ):
+        optax_mp.mixed_precision(optax.sgd(0.1), storage=storage)
+
+
+def test_a_state_of_another_transform_is_named():
+    tx = optax_mp.mixed_precision(optax.adam(1e-2))
+    with pytest.raises(
+        TypeError, match="`state` is a tuple, expected the MixedPrecisio"
+    ):
+        tx.update(GRADS, optax.adam(1e-2).init(PARAMS), PARAMS)
+
+
+def test_forgetting_to_cast_the_params_is_named():
+    tx = optax_mp.mixed_precision(optax.sgd(0.1), param_dtype="bf16")
+    message = r"\['w'\] is float32\[2\], expected bfloat16 as `param_dtype` says; cast"
+    with pytest.raises(ValueError, match=message):
+        tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}), {"w": jnp.ones(2)})
+
+
 @pytest.mark.parametrize("inner", [optax.adam, None, 1e-3])
 def test_inner_must_be_a_transformation(inner):
     with pytest.raises(TypeError, match="`inner` is a .*call its factory first"):
@@ -521,3 +596,49 @@ def test_a_failed_update_changes_nothing():
     with pytest.raises(ValueError, match="expected the shape"):
         tx.update(with_leaf(GRADS, jnp.ones(4)), state, PARAMS)
     assert as_bits((state, PARAMS)) == before
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np, optax, optax_mp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.experimental.shard_map import shard_map
+
+mesh = Mesh(np.array(jax.devices()), ("d",))
+sharding = NamedSharding(mesh, P("d"))
+params = {"w": jax.device_put(jnp.ones(16, jnp.bfloat16), sharding)}
+grads = {"w": jax.device_put(jnp.arange(16.0), sharding)}
+tx = optax_mp.mixed_precision(optax.adamw(1e-2))
+state = tx.init(params)
+assert state.master_params["w"].sharding == sharding
+updates, after = jax.jit(tx.update)(grads, state, params)
+assert after.master_params["w"].sharding.is_equivalent_to(sharding, 1)
+loaded = {"w": np.ones(16, np.float32)}
+replaced = optax_mp.replace_master_params(state, params, loaded)
+assert replaced.master_params["w"].sharding == sharding
+
+specs = jax.tree.map(lambda x: P("d") if x.ndim else P(), state)
+mapped = shard_map(
+    lambda g, s, p: (*tx.update(g, s, p), optax_mp.all_finite(g)[None]),
+    mesh=mesh,
+    in_specs=(P("d"), specs, P("d")),
+    out_specs=(P("d"), specs, P("d")),
+)
+got = jax.jit(mapped)(grads, state, params)
+np.testing.assert_array_equal(got[0]["w"], updates["w"])
+assert got[2].all()
+print("sharded", len(jax.devices()))
+"""
+
+
+def test_sharded_params_keep_masters_and_updates_where_they_are():
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SHARDED],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "sharded 4\n", done.stderr

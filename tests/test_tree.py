@@ -133,6 +133,7 @@ def test_select_tree_under_vmap_chooses_for_each():
             [jnp.ones(2, jnp.bfloat16)],
             r"leaf \[0\] is float32\[2\] in `on_true` and bfloat16\[2\]",
         ),
+        ([jnp.ones(())], [1.0], r"leaf \[0\] is float32\[\] in `on_true` and 1.0 in"),
         (["x"], ["y"], "leaf .* is 'x' in `on_true` and 'y' in `on_false`"),
     ],
 )

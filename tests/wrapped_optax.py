@@ -29,11 +29,13 @@ from optimizers import OPTIMIZERS
 import optax_mp
 
 # optax annotates no return type for these, so the table may not know them.
-_OPTIMIZERS = {*OPTIMIZERS, "dog", "dowg"}
+OPTIMIZER_NAMES = {*OPTIMIZERS, "dog", "dowg"}
 # Modules whose tests look into the state of the optimizer.
 _READ_STATE = ("_galore_test", "_mechanic_test", "_muon_test", "_schedule_free_test")
 
-_built = 0
+# The optimizers that a test built, and those of them that held a master in its state.
+_built: set[str] = set()
+_with_masters: set[str] = set()
 
 
 class _ReadThroughState(optax_mp.MixedPrecisionState):
@@ -48,31 +50,28 @@ class _ReadThroughState(optax_mp.MixedPrecisionState):
         return self.inner_state[index]
 
 
-def _with_readable_state(
-    optimizer: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    def init(params: Any) -> _ReadThroughState:
-        state = optimizer.init(params)
-        return _ReadThroughState(state.master_params, state.inner_state)
-
-    def update(*args: Any, **kwargs: Any) -> tuple[Any, _ReadThroughState]:
-        updates, state = optimizer.update(*args, **kwargs)
-        return updates, _ReadThroughState(state.master_params, state.inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
 def _wrapped(
-    factory: Callable[..., Any], master_dtype: str, readable: bool
+    name: str, factory: Callable[..., Any], master_dtype: str, readable: bool
 ) -> Callable[..., Any]:
     """Return `factory` with masters around what it makes, and the same signature."""
+    state_type = _ReadThroughState if readable else optax_mp.MixedPrecisionState
 
     @functools.wraps(factory)
     def build(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-        global _built
-        _built += 1
         optimizer = optax_mp.mixed_precision(factory(*args, **kwargs), master_dtype)
-        return _with_readable_state(optimizer) if readable else optimizer
+        _built.add(name)
+
+        def init(params: Any) -> optax_mp.MixedPrecisionState:
+            state = optimizer.init(params)
+            if jax.tree.leaves(state.master_params):
+                _with_masters.add(name)
+            return state_type(state.master_params, state.inner_state)
+
+        def update(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            updates, state = optimizer.update(*args, **kwargs)
+            return updates, state_type(state.master_params, state.inner_state)
+
+        return optax.GradientTransformationExtraArgs(init, update)
 
     return build
 
@@ -93,8 +92,8 @@ def _copy_with_wrapped(
 ) -> types.ModuleType:
     copy = types.ModuleType(module.__name__)
     for name, value in vars(module).items():
-        if name in _OPTIMIZERS and callable(value):
-            value = wrap(value)
+        if name in OPTIMIZER_NAMES and callable(value):
+            value = wrap(name, value)
         elif name == "schedule_free_eval_params":
             value = _evaluated(value)
         elif value is optax.contrib:
@@ -114,7 +113,7 @@ def _optimizers_wrapped(
     )
     own = dict(vars(test_module))
     for name, value in own.items():
-        if inspect.ismodule(value) and not _OPTIMIZERS.isdisjoint(vars(value)):
+        if inspect.ismodule(value) and not OPTIMIZER_NAMES.isdisjoint(vars(value)):
             setattr(test_module, name, _copy_with_wrapped(value, wrap))
     try:
         yield
@@ -162,47 +161,54 @@ def _tests(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
 
 
 def _readable_id(test: unittest.TestCase) -> str:
-    """Return the id of a test without what differs from run to run."""
-    name = re.sub(r"<function (\w+) at 0x\w+>", r"\1", test.id())
+    """Return the id of a test: no addresses, and no index where arguments say which."""
+    name = re.sub(r"<function ([\w.<>]+) at 0x\w+>", r"\1", test.id())
     name = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", name)
+    name = re.sub(r"^(\S*?)\d+ \(", r"\1 (", name)
     return name.removeprefix("optax.").removeprefix("_src.")
 
 
-def _run(test: unittest.TestCase) -> _Outcome:
+def _run(test: unittest.TestCase, master_dtype: str) -> _Outcome:
+    # Before each test, since those of one module switch it off when they end.
+    jax.config.update("jax_enable_x64", master_dtype == "float64")
     outcome = _Outcome()
     test.run(outcome)
     return outcome
 
 
 def _run_module(
-    name: str, master_dtype: str, prefixes: tuple[str, ...], shard: int, shards: int
+    name: str, master_dtype: str, prefix: str, shard: int, shards: int
 ) -> dict[str, dict[str, Any]]:
     """Run every `shards`-th test of a module, and what fails also without masters."""
-    global _built
     module = importlib.import_module(name)
     tests = [
         test
         for test in _tests(unittest.defaultTestLoader.loadTestsFromModule(module))
-        if test.id().split(" ")[0].split(".")[-1].startswith(prefixes)
+        if test.id().split(" ")[0].split(".")[-1].startswith(prefix)
     ]
     results = {}
     for test in tests[shard::shards]:
-        # Before each, since the tests of one module switch it off when they end.
-        jax.config.update("jax_enable_x64", master_dtype == "float64")
-        _built = 0
+        _built.clear()
+        _with_masters.clear()
         start = time.monotonic()
         with _optimizers_wrapped(module, master_dtype):
-            outcome = _run(test)
-        results[_readable_id(test)] = {
+            outcome = _run(test, master_dtype)
+        seconds = time.monotonic() - start
+        built, with_masters = sorted(_built), sorted(_with_masters)
+        fails_unwrapped = (
+            outcome.name == "failed" and _run(test, master_dtype).name == "failed"
+        )
+        test_id = _readable_id(test)
+        if test_id in results:
+            raise ValueError(f"two tests of {name} are called {test_id}")
+        results[test_id] = {
             "outcome": outcome.name,
             "error": outcome.error[:500],
-            "fails_unwrapped": False,
-            "wrapped_optimizers": _built,
-            "seconds": time.monotonic() - start,
+            "fails_unwrapped": fails_unwrapped,
+            "built": built,
+            "with_masters": with_masters,
+            "seconds": seconds,
         }
-        if outcome.name == "failed":
-            unwrapped = _run(test).name
-            results[_readable_id(test)]["fails_unwrapped"] = unwrapped == "failed"
     return results
 
 
@@ -210,19 +216,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="+")
     parser.add_argument("--master-dtype", default="float32")
-    parser.add_argument("--only", nargs="+", default=["test"], metavar="PREFIX")
-    parser.add_argument("--shard", type=int, default=0)
-    parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--only", default="test", metavar="PREFIX")
+    parser.add_argument("--shard", default="0/1", metavar="I/N")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    shard, shards = map(int, arguments.shard.split("/"))
     results = {}
     for name in arguments.modules:
         results |= _run_module(
-            name,
-            arguments.master_dtype,
-            tuple(arguments.only),
-            arguments.shard,
-            arguments.shards,
+            name, arguments.master_dtype, arguments.only, shard, shards
         )
     arguments.out.write_text(json.dumps(results))
 

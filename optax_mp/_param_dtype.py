@@ -1,0 +1,51 @@
+"""Which dtype each param has in training, as the user declares it."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from optax_mp._dtypes import floating_dtype
+from optax_mp._policy import Policy
+from optax_mp._tree import is_floating, place, slashed
+
+DTypeRule = Callable[[tuple[Any, ...], Any], jnp.dtype | None]
+DeclaredDType = DTypeLike | Policy | Callable[[str, Any], DTypeLike | None] | None
+
+
+def declared_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
+    """Return the rule for which dtype each leaf has in training.
+
+    Args:
+        declared: a dtype for all floating leaves, a `Policy`, a function of (path
+            string, leaf), or None for the dtype that each leaf has.
+        argument: what to call it in an error.
+
+    Returns:
+        A function of (path, leaf), giving None for a leaf that is not floating.
+
+    Raises:
+        ValueError: if a dtype is not floating, also later, by the rule.
+    """
+    if isinstance(declared, Policy):
+        function: Any = declared.param_dtype_of
+    elif callable(declared) and not isinstance(declared, type):
+        function = declared
+    else:
+        fixed = None
+        if declared is not None:
+            fixed = floating_dtype(cast(DTypeLike, declared), argument)
+        function = lambda path, leaf: fixed  # noqa: E731
+
+    def rule(path: tuple[Any, ...], leaf: Any) -> jnp.dtype | None:
+        if not is_floating(leaf):
+            return None
+        said = function(slashed(path), leaf)
+        if said is None:
+            return leaf.dtype
+        dtype = floating_dtype(said, f"{argument} for {place(path)}")
+        return jax.dtypes.canonicalize_dtype(dtype)
+
+    return rule
