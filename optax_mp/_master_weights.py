@@ -51,8 +51,9 @@ def mixed_precision(
         inner: any optax optimizer or chain.
         master_dtype: the floating dtype of masters.
         param_dtype: what a float32 tree given to `init` will be cast to before
-            training, so that masters keep the bits of pretrained weights: a dtype, a
-            `Policy`, or a function of (path string, leaf). By default each leaf's own.
+            training: a dtype, a `Policy`, or a function of (path string, leaf). By
+            default each leaf's own. Calling `init` before the cast keeps the bits of
+            pretrained weights in the masters; for random weights the order is free.
         update_dtype: the dtype of updates. None: that of the incoming gradients, as
             optax has it; from 16-bit gradients a param can then land half a unit of
             the step away from its master for one step. A floating dtype such as
