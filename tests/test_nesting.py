@@ -122,7 +122,7 @@ def test_wrappers_outside_see_an_ordinary_optimizer(nesting, grad_dtype):
     if grad_dtype == "float32":
         bare, _, _ = run(bare_tx, "float32", masters=False)
         masters, params, _ = run(tx, "bfloat16")
-        if nesting in ("apply_if_finite", "conditionally_mask"):
+        if nesting in ("apply_if_finite", "conditionally_mask", "MultiSteps"):
             # The bare update leaves the `lax.cond` rounded and is then added to the
             # params. Ours is added to the masters within the branch, where XLA may
             # contract multiply and add to one rounding: half a unit a step.
