@@ -129,12 +129,7 @@ def mixed_precision(
         if is_lookahead:
             updates = optax.LookaheadParams(fast=updates, slow=updates)
         step = _Step.matched(updates, state, params, master_dtype, dtype_in_training)
-        leaves = step.leaves
-
-        seen = [
-            _own_master(param) if is_absent(kept) else storage.decode(kept, param)
-            for param, kept in zip(leaves.values, step.stored, strict=True)
-        ]
+        leaves, seen = step.leaves, step.seen_by_inner(storage)
         if extra_args.get("grad") is not None:
             grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
             extra_args["grad"] = leaves.unflatten(map(_in_precision_of, seen, grad))
@@ -146,25 +141,9 @@ def mixed_precision(
             **extra_args,
         )
         changes = leaves.match(inner_updates, "the updates of `inner`")
-
-        # Where `inner` sees nothing, the gradient comes back as it is.
-        new_stored, new_updates = list(step.stored), list(step.grads)
-        for i, (param, change) in enumerate(zip(leaves.values, changes, strict=True)):
-            if is_absent(seen[i]):
-                continue
-            if is_absent(change):
-                new_updates[i] = change
-                continue
-            check_step(leaves.paths[i], param, step.grads[i], change)
-            is_own_master = is_absent(step.stored[i])
-            if not is_own_master:
-                master: Any = optax.apply_updates(seen[i], change)
-                new_stored[i], landing = storage.encode(master, param)
-                change = landing - param.astype(landing.dtype)
-            dtype = _dtype_of_update(update_dtype, step.grads[i], param, is_own_master)
-            new_updates[i] = _cast_update(change, dtype)
-        return leaves.unflatten(new_updates), MixedPrecisionState(
-            leaves.unflatten(new_stored), inner_state
+        out, stored = step.landed(seen, changes, storage, update_dtype)
+        return leaves.unflatten(out), MixedPrecisionState(
+            leaves.unflatten(stored), inner_state
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -213,6 +192,38 @@ class _Step:
             check_param(path, param, kept, wanted, dtype_in_training(path, param))
             check_gradient(path, param, grad)
         return cls(leaves, stored, grads)
+
+    def seen_by_inner(self, storage: Storage) -> list[Any]:
+        """Return what `inner` gets in the place of each param."""
+        return [
+            _own_master(param) if is_absent(kept) else storage.decode(kept, param)
+            for param, kept in zip(self.leaves.values, self.stored, strict=True)
+        ]
+
+    def landed(
+        self, seen: Sequence[Any], changes: Sequence[Any], storage: Storage, dtype: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Return (updates, stored masters) once `inner` has said its `changes`.
+
+        Where `inner` sees nothing, the gradient comes back as it is.
+        """
+        updates, stored = list(self.grads), list(self.stored)
+        for i, change in enumerate(changes):
+            path, param, grad = self.leaves.paths[i], self.leaves.values[i], updates[i]
+            if is_absent(seen[i]):
+                continue
+            if is_absent(change):
+                updates[i] = change
+                continue
+            check_step(path, param, grad, change)
+            is_own_master = is_absent(stored[i])
+            if not is_own_master:
+                master: Any = optax.apply_updates(seen[i], change)
+                stored[i], landing = storage.encode(master, param)
+                change = landing - param.astype(landing.dtype)
+            update_dtype = _dtype_of_update(dtype, grad, param, is_own_master)
+            updates[i] = _cast_update(change, update_dtype)
+        return updates, stored
 
 
 def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
