@@ -129,20 +129,20 @@ class _Outcome(unittest.TestResult):
         self.name = "passed"
         self.error = ""
 
-    def addSkip(self, test: Any, reason: str) -> None:  # noqa: N802
+    def addSkip(self, test: Any, reason: str) -> None:
         super().addSkip(test, reason)
         if self.name == "passed":
             self.name = "skipped"
 
-    def addError(self, test: Any, err: Any) -> None:  # noqa: N802
+    def addError(self, test: Any, err: Any) -> None:
         super().addError(test, err)
         self._failed(err)
 
-    def addFailure(self, test: Any, err: Any) -> None:  # noqa: N802
+    def addFailure(self, test: Any, err: Any) -> None:
         super().addFailure(test, err)
         self._failed(err)
 
-    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:  # noqa: N802
+    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
         super().addSubTest(test, subtest, err)
         if err is not None:
             self._failed(err)
