@@ -46,8 +46,11 @@ def _is_optimizer(name: str, factory: Any) -> bool:
     module = getattr(origin, "__module__", "")
     if not (module.endswith("_src.alias") or module.startswith("optax.contrib.")):
         return False
-    annotation = inspect.signature(factory).return_annotation
-    return "GradientTransformation" in str(annotation) and not name.startswith(_PARTS)
+    signature = inspect.signature(factory)
+    # A few have no annotation, and are known by their learning rate.
+    says_so = "GradientTransformation" in str(signature.return_annotation)
+    is_likely = "learning_rate" in signature.parameters
+    return (says_so or is_likely) and not name.startswith(_PARTS)
 
 
 def _builder(

@@ -100,7 +100,7 @@ SUITES = {
     # The params of most tests are float32, their own masters above. With masters in
     # float64 the same tests show that optimizers converge, compile once and take
     # hyperparameters, schedules and extra arguments through real ones.
-    "alias with float64 masters": Suite(
+    "alias_float64": Suite(
         modules=["optax._src.alias_test"],
         source=alias,
         at_least_found=195,
@@ -110,7 +110,7 @@ SUITES = {
         only="test_optimiz",
         never_with_masters=frozenset({"lbfgs"}),
     ),
-    "contrib with float64 masters": Suite(
+    "contrib_float64": Suite(
         modules=["optax.contrib._common_test"],
         source=optax.contrib,
         at_least_found=300,

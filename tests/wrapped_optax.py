@@ -28,8 +28,7 @@ from optimizers import OPTIMIZERS
 
 import optax_mp
 
-# optax annotates no return type for these, so the table may not know them.
-OPTIMIZER_NAMES = {*OPTIMIZERS, "dog", "dowg"}
+OPTIMIZER_NAMES = set(OPTIMIZERS)
 # Modules whose tests look into the state of the optimizer.
 _READ_STATE = ("_galore_test", "_mechanic_test", "_muon_test", "_schedule_free_test")
 
