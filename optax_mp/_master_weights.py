@@ -66,7 +66,7 @@ def mixed_precision(
         as the gradients are.
 
     Raises:
-        TypeError: if `inner` is not a gradient transformation.
+        TypeError: if `inner` is not a gradient transformation, or `storage` no storage.
         ValueError: if a dtype is not floating.
 
     Example:
