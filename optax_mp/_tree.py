@@ -118,8 +118,8 @@ def _leaf_finite(leaf: Any) -> jax.Array:
 def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
     """Return `on_true` where the scalar `pred` holds, else `on_false`.
 
-    One `lax.cond` over the whole tree: a `where` on each leaf can cost minutes of compile
-    time for hundreds of leaves, and reads both trees. Leaves that are not arrays must
+    One `lax.cond` over the whole tree: a `where` on each leaf reads both trees, and can
+    take minutes to compile for hundreds of leaves. Leaves that are not arrays must
     be equal on both sides and pass through.
 
     Args:
