@@ -1,6 +1,8 @@
 """Mixed-precision training for any optax optimizer."""
 
+from optax_mp._diagnosis import check_loss_scale
 from optax_mp._dtypes import half_dtype
+from optax_mp._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from optax_mp._master_access import (
     MixedPrecisionState,
     master_params,
@@ -8,22 +10,42 @@ from optax_mp._master_access import (
 )
 from optax_mp._master_weights import mixed_precision
 from optax_mp._policy import Policy, get_policy
+from optax_mp._scaled_gradients import (
+    dynamic_scale_grad,
+    dynamic_scale_value_and_grad,
+    loss_scale,
+    scale_loss,
+    value_and_grad,
+)
+from optax_mp._scaling import LossScaleState, dynamic_loss_scale, static_loss_scale
 from optax_mp._storage import FullCopy
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DynamicLossScale",
     "FullCopy",
+    "LossScaleState",
     "MixedPrecisionState",
+    "NoOpLossScale",
     "Policy",
+    "StaticLossScale",
     "all_finite",
     "cast_floating",
+    "check_loss_scale",
+    "dynamic_loss_scale",
+    "dynamic_scale_grad",
+    "dynamic_scale_value_and_grad",
     "get_policy",
     "half_dtype",
+    "loss_scale",
     "master_params",
     "mixed_precision",
     "nonfinite_paths",
     "replace_master_params",
+    "scale_loss",
     "select_tree",
+    "static_loss_scale",
+    "value_and_grad",
 ]

@@ -79,8 +79,9 @@ def bits(dtype: DTypeLike) -> int:
 
 
 def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
-    """Return float32, or `dtype` if wider; JAX itself promotes no 8-bit floats."""
-    return jnp.dtype(dtype if bits(dtype) > 32 else jnp.float32)
+    """Return float32, or `dtype` if wider or complex; JAX promotes no 8-bit floats."""
+    is_wide = bits(dtype) > 32 or jnp.issubdtype(dtype, jnp.complexfloating)
+    return jnp.dtype(dtype if is_wide else jnp.float32)
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:

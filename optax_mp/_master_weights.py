@@ -11,13 +11,17 @@ from jax.typing import DTypeLike
 
 from optax_mp._drift import check_gradient, check_param, check_step
 from optax_mp._dtypes import bits, floating_dtype, round_to, saturating_cast
+from optax_mp._hold import Choice, MarkReader, is_marked, step_if, unless_held
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._master_access import MixedPrecisionState
 from optax_mp._param_dtype import DeclaredDType, DTypeRule, declared_dtype
 from optax_mp._storage import FullCopy, Storage, check_storage
+from optax_mp._transformation import as_transformation
 from optax_mp._tree import PyTree, is_array, is_floating, is_inexact
 
 UpdateDType = DTypeLike | Literal["params"] | None
+
+_FROM_MASTER = object()
 
 
 def mixed_precision(
@@ -87,7 +91,7 @@ def mixed_precision(
         Micikevicius et al., Mixed Precision Training, 2018,
         https://arxiv.org/abs/1710.03740
     """
-    inner = _as_transformation(inner)
+    inner = as_transformation(inner, "mixed_precision")
     check_storage(storage)
     master_dtype = floating_dtype(master_dtype, "mixed_precision: `master_dtype`")
     dtype_in_training = declared_dtype(param_dtype, "mixed_precision: `param_dtype`")
@@ -122,31 +126,54 @@ def mixed_precision(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MixedPrecisionState]:
-        # `optax.lookahead` moves two copies of the params by the gradients of one.
-        is_lookahead = isinstance(params, optax.LookaheadParams) and not isinstance(
-            updates, optax.LookaheadParams
-        )
-        if is_lookahead:
-            updates = optax.LookaheadParams(fast=updates, slow=updates)
         step = _Step.matched(updates, state, params, master_dtype, dtype_in_training)
-        leaves, seen = step.leaves, step.seen_by_inner(storage)
+        # Where no leaf has a master this is `inner` itself, and costs nothing.
+        has_master = not all(map(is_absent, step.stored))
+        marked = is_marked(updates) if has_master else False
+        proceed = True if marked is False else jnp.logical_not(marked)
+        return advanced(proceed, step, state.inner_state, extra_args)
+
+    def update_unmarked(
+        updates: Any,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, MixedPrecisionState]:
+        step = _Step.matched(updates, state, params, master_dtype, dtype_in_training)
+        return advanced(True, step, state.inner_state, extra_args)
+
+    def advanced(
+        proceed: Choice, step: "_Step", inner_state: Any, extra_args: dict[str, Any]
+    ) -> tuple[optax.Updates, MixedPrecisionState]:
+        leaves, masters = step.leaves, step.masters(storage)
+        seen = step.seen_by_inner(masters)
         if extra_args.get("grad") is not None:
             grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
             extra_args["grad"] = leaves.unflatten(map(_in_precision_of, seen, grad))
         inner_grads = leaves.unflatten(map(_in_precision_of, seen, step.grads))
-        inner_updates, inner_state = inner.update(
-            inner_grads.fast if is_lookahead else inner_grads,
-            state.inner_state,
-            leaves.unflatten(seen),
-            **extra_args,
-        )
-        changes = leaves.match(inner_updates, "the updates of `inner`")
-        out, stored = step.landed(seen, changes, storage, update_dtype)
+
+        def advance(before: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+            masters, inner_state = before
+            seen = step.seen_by_inner(masters)
+            inner_updates, inner_state = inner.update(
+                inner_grads.fast if step.is_lookahead else inner_grads,
+                inner_state,
+                leaves.unflatten(seen),
+                **extra_args,
+            )
+            changes = leaves.match(inner_updates, "the updates of `inner`")
+            own_updates, masters = step.moved(masters, changes, update_dtype)
+            return own_updates, (masters, inner_state)
+
+        # Only masters and inner state are subject to the choice, which leaves them in
+        # place; the updates are read off the masters afterwards.
+        out, (masters, inner_state) = step_if(proceed, advance, (masters, inner_state))
+        out, stored = step.landed(proceed, masters, out, storage, update_dtype)
         return leaves.unflatten(out), MixedPrecisionState(
             leaves.unflatten(stored), inner_state
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return MarkReader(init_fn, update_fn, update_unmarked)
 
 
 @dataclass(frozen=True)
@@ -157,11 +184,13 @@ class _Step:
         leaves: the params.
         stored: the stored master of each, or `MaskedNode()`.
         grads: the gradient of each, or None or `MaskedNode()`.
+        is_lookahead: whether the gradients of one copy of the params move two.
     """
 
     leaves: Leaves
     stored: Sequence[Any]
     grads: Sequence[Any]
+    is_lookahead: bool
 
     @classmethod
     def matched(
@@ -182,6 +211,12 @@ class _Step:
                 f"mixed_precision: `state` is a {type(state).__name__}, expected the "
                 "MixedPrecisionState that `init` of this transform returns."
             )
+        # `optax.lookahead` moves two copies of the params by the gradients of one.
+        is_lookahead = isinstance(params, optax.LookaheadParams) and not isinstance(
+            updates, optax.LookaheadParams
+        )
+        if is_lookahead:
+            updates = optax.LookaheadParams(fast=updates, slow=updates)
         leaves = Leaves.of(params, caller="mixed_precision", name="`params`")
         stored = leaves.match(state.master_params, "the masters in the state")
         grads = leaves.match(updates, "the gradients")
@@ -191,52 +226,65 @@ class _Step:
         ):
             check_param(path, param, kept, wanted, dtype_in_training(path, param))
             check_gradient(path, param, grad)
-        return cls(leaves, stored, grads)
+        return cls(leaves, stored, grads, is_lookahead)
 
-    def seen_by_inner(self, storage: Storage) -> list[Any]:
-        """Return what `inner` gets in the place of each param."""
+    def masters(self, storage: Storage) -> list[Any]:
+        """Return the master of each param that has one, else `MaskedNode()`."""
         return [
-            _own_master(param) if is_absent(kept) else storage.decode(kept, param)
+            kept if is_absent(kept) else storage.decode(kept, param)
             for param, kept in zip(self.leaves.values, self.stored, strict=True)
         ]
 
-    def landed(
-        self, seen: Sequence[Any], changes: Sequence[Any], storage: Storage, dtype: Any
-    ) -> tuple[list[Any], list[Any]]:
-        """Return (updates, stored masters) once `inner` has said its `changes`.
+    def seen_by_inner(self, masters: Sequence[Any]) -> list[Any]:
+        """Return what `inner` gets in the place of each param."""
+        return [
+            _own_master(param) if is_absent(master) else master
+            for param, master in zip(self.leaves.values, masters, strict=True)
+        ]
 
-        Where `inner` sees nothing, the gradient comes back as it is.
+    def moved(
+        self, masters: Sequence[Any], changes: Sequence[Any], dtype: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Return (updates, masters) once `inner` has said its `changes`.
+
+        Where `inner` sees nothing, the gradient comes back as it is. In the place of an
+        update that is to be read off the new master stands `_FROM_MASTER`.
         """
-        updates, stored = list(self.grads), list(self.stored)
+        updates, moved = list(self.grads), list(masters)
         for i, change in enumerate(changes):
-            path, param, grad = self.leaves.paths[i], self.leaves.values[i], updates[i]
-            if is_absent(seen[i]):
+            param, grad = self.leaves.values[i], self.grads[i]
+            if is_absent(masters[i]) and not is_inexact(param):
                 continue
             if is_absent(change):
                 updates[i] = change
                 continue
-            check_step(path, param, grad, change)
-            is_own_master = is_absent(stored[i])
-            if not is_own_master:
-                master: Any = optax.apply_updates(seen[i], change)
-                stored[i], landing = storage.encode(master, param)
-                change = landing - param.astype(landing.dtype)
-            update_dtype = _dtype_of_update(dtype, grad, param, is_own_master)
-            updates[i] = _cast_update(change, update_dtype)
-        return updates, stored
+            check_step(self.leaves.paths[i], param, grad, change)
+            if is_absent(masters[i]):
+                own_dtype = _dtype_of_update(dtype, grad, param, True)
+                updates[i] = _cast_update(change, own_dtype)
+            else:
+                moved[i] = optax.apply_updates(masters[i], change)
+                updates[i] = _FROM_MASTER
+        return updates, moved
 
-
-def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    if isinstance(inner, optax.MultiSteps):
-        # Its `gradient_transformation()` would drop the extra arguments.
-        update: Any = inner.update
-        return optax.GradientTransformationExtraArgs(inner.init, update)
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            f"mixed_precision: `inner` is a {type(inner).__name__}, expected an optax "
-            "gradient transformation; call its factory first, as `optax.adamw(1e-3)`."
-        )
-    return optax.with_extra_args_support(inner)
+    def landed(
+        self,
+        proceed: Choice,
+        masters: Sequence[Any],
+        updates: Sequence[Any],
+        storage: Storage,
+        dtype: Any,
+    ) -> tuple[list[Any], list[Any]]:
+        """Return (updates, stored masters), so that params become rounded masters."""
+        landed, stored = list(updates), list(self.stored)
+        for i, update in enumerate(updates):
+            if update is _FROM_MASTER:
+                param = self.leaves.values[i]
+                stored[i], landing = storage.encode(masters[i], param)
+                change = unless_held(proceed, landing - param.astype(landing.dtype))
+                update_dtype = _dtype_of_update(dtype, self.grads[i], param, False)
+                landed[i] = _cast_update(change, update_dtype)
+        return landed, stored
 
 
 def _own_master(param: Any) -> Any:

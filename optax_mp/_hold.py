@@ -1,0 +1,262 @@
+"""Doing a step or nothing at all: the choice, and the mark that hands it on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.core import Tracer
+
+from optax_mp._dtypes import bits
+from optax_mp._jaxpr import bind, evaluate, is_computed
+from optax_mp._tree import PyTree, all_hold, describe, is_array, is_inexact, place
+
+Choice = jax.Array | bool
+Step = Callable[[optax.OptState], tuple[optax.Updates, optax.OptState]]
+
+
+class MarkReader(optax.GradientTransformationExtraArgs):
+    """A transformation whose `update` looks for the mark of a skipped step.
+
+    Attributes:
+        update_unmarked: the same `update` without the look, for who knows better.
+    """
+
+    update_unmarked: Callable[..., Any]
+
+    def __new__(cls, init: Any, update: Any, update_unmarked: Any) -> "MarkReader":
+        """Make a transformation that says how to leave out the look."""
+        self = super().__new__(cls, init, update)
+        self.update_unmarked = update_unmarked
+        return self
+
+
+def is_marked(updates: PyTree) -> Choice:
+    """Return whether `updates` are a skipped step: negative zero everywhere.
+
+    That is how a loss scale that is a link in a chain hands it on: zero to every rule,
+    and hardly ever a gradient by itself. Only float32 and wider can carry the mark: for
+    gradients with 16-bit leaves, or without any, the answer is a plain False.
+    """
+    leaves = [x for x in jax.tree.leaves(updates) if is_inexact(x) and x.size]
+    if not leaves or any(bits(leaf.dtype) < 32 for leaf in leaves):
+        return False
+    # The smallest leaf tells in almost every step; only after it are all of them read.
+    smallest = min(leaves, key=lambda leaf: leaf.size)
+    suspicious = _is_negative_zero(smallest)
+
+    def look_at_all() -> jax.Array:
+        return all_hold([_is_negative_zero(leaf) for leaf in leaves])
+
+    if not isinstance(suspicious, Tracer):
+        return suspicious and look_at_all()
+    return lax.cond(suspicious, look_at_all, lambda: suspicious)
+
+
+def _is_negative_zero(x: Any) -> jax.Array:
+    if jnp.iscomplexobj(x):
+        return _is_negative_zero(x.real) & _is_negative_zero(x.imag)
+    # By its bits, since on CPU the smallest numbers compare equal to zero, too.
+    unsigned = jnp.dtype(f"uint{bits(x.dtype)}")
+    sign = unsigned.type(1 << (bits(x.dtype) - 1))
+    return (lax.bitcast_convert_type(jnp.asarray(x), unsigned) == sign).all()
+
+
+def unless_held(proceed: Choice, value: Any) -> Any:
+    """Return an update, or negative zeros where the step is held.
+
+    Added to a param, negative zero leaves even a param of -0.0 as it is. What is not
+    floating or complex is returned in any case.
+    """
+    if proceed is True or not is_inexact(value):
+        return value
+    return _select(proceed, value, negative_zeros(value))
+
+
+def negative_zeros(like: Any) -> jax.Array:
+    """Return negative zeros of the shape and dtype of `like`."""
+    is_complex = jnp.issubdtype(like.dtype, jnp.complexfloating)
+    zero = complex(-0.0, -0.0) if is_complex else -0.0
+    return jnp.full_like(like, zero)
+
+
+def step_where(
+    proceed: Choice, step: Step, state: optax.OptState
+) -> tuple[optax.Updates, optax.OptState]:
+    """Return `step(state)`; or negative zeros, and the state as it was.
+
+    The choice is made inside the step, value by value: no copies, and no control flow
+    for an accelerator to wait for. But values are rounded as XLA then fuses them.
+    """
+    if isinstance(proceed, Tracer):
+        return _Traced.of(step, state).where(proceed)
+    return step_if(proceed, step, state)
+
+
+def step_if(
+    proceed: Choice, step: Step, state: optax.OptState
+) -> tuple[optax.Updates, optax.OptState]:
+    """Return what `step_where` does by a `lax.cond` around the step.
+
+    Within it values are rounded as they are without a choice. Gradients and updates
+    become whole arrays at its border; the state is overwritten in place.
+    """
+    if proceed is True:
+        return step(state)
+    if not isinstance(proceed, Tracer):
+        # An eager `lax.cond` would be compiled anew at every call.
+        return step(state) if proceed else _Traced.of(step, state).kept()
+    traced = _Traced.of(step, state)
+    return traced.filled(lax.cond(proceed, traced.values, traced.kept_values))
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """One step as a jaxpr, with what each of its outputs is where it is not taken.
+
+    Attributes:
+        closed: the jaxpr, from the arrays of the state to those of the outputs.
+        arrays: the arrays of the state.
+        outputs: the leaves that the step returns, stale where they are arrays.
+        treedef: the structure of (updates, state).
+        held: for each array among the outputs its place in them, and the array of the
+            state that it replaces, or None for an update.
+    """
+
+    closed: Any
+    arrays: list[Any]
+    outputs: list[Any]
+    treedef: Any
+    held: list[tuple[int, Any]]
+
+    @classmethod
+    def of(cls, step: Step, state: optax.OptState) -> "_Traced":
+        before, treedef = jax.tree.flatten(state)
+        dynamic = [i for i, leaf in enumerate(before) if is_array(leaf)]
+        outputs: list[Any] = []
+        after: Any = None
+
+        def flat(arrays: list[Any]) -> list[Any]:
+            nonlocal after
+            leaves = list(before)
+            for i, array in zip(dynamic, arrays, strict=True):
+                leaves[i] = array
+            after = step(treedef.unflatten(leaves))
+            outputs.extend(jax.tree.leaves(after))
+            return [leaf for leaf in outputs if _is_dynamic(leaf)]
+
+        arrays = [before[i] for i in dynamic]
+        closed = jax.make_jaxpr(flat)(arrays)
+        updates, new_state = after
+        _check_stable(state, new_state)
+        replaced = [None] * len(jax.tree.leaves(updates)) + before
+        held = [
+            (i, old)
+            for i, (leaf, old) in enumerate(zip(outputs, replaced, strict=True))
+            if _is_dynamic(leaf)
+        ]
+        return cls(closed, arrays, outputs, jax.tree.structure(after), held)
+
+    def values(self) -> list[Any]:
+        """Return the arrays that the step returns."""
+        return evaluate(self.closed, self.arrays, bind)
+
+    def kept_values(self) -> list[Any]:
+        """Return what stands in their place where it is not taken."""
+        return [
+            old if old is not None else negative_zeros(aval)
+            for (_, old), aval in zip(self.held, self.closed.out_avals, strict=True)
+        ]
+
+    def filled(self, values: Sequence[Any]) -> Any:
+        """Return (updates, state) of these arrays."""
+        leaves = list(self.outputs)
+        for (i, _), value in zip(self.held, values, strict=True):
+            leaves[i] = value
+        return self.treedef.unflatten(leaves)
+
+    def kept(self) -> Any:
+        """Return (updates, state) where the step is not taken."""
+        return self.filled(self.kept_values())
+
+    def where(self, proceed: jax.Array) -> Any:
+        """Return (updates, state), chosen value by value.
+
+        A choice after the step would need the old state and the new one at once. It is
+        made right where a new value is computed: what follows in the step reads the
+        chosen value, so that the old one can be overwritten.
+        """
+        jaxpr = self.closed.jaxpr
+        # Which output a variable is, where it is computed; the state comes first, as a
+        # value that is both a state and an update is read on as the state.
+        owner: dict[Any, int] = {}
+        order = sorted(range(len(self.held)), key=lambda i: self.held[i][1] is None)
+        for i in order:
+            if is_computed(jaxpr.outvars[i], jaxpr):
+                owner.setdefault(jaxpr.outvars[i], i)
+
+        def choose(i: int, value: Any) -> Any:
+            old = self.held[i][1]
+            if old is None:
+                return unless_held(proceed, value)
+            return value if value is old else _select(proceed, value, old)
+
+        def run(equation: Any, inputs: list[Any]) -> list[Any]:
+            first = owner.get(equation.outvars[0])
+            is_update = first is not None and self.held[first][1] is None
+            if is_update and equation.primitive.name == "mul":
+                return bind(equation, _factors_unless_held(proceed, inputs))
+            return [
+                choose(owner[var], value) if var in owner else value
+                for var, value in zip(
+                    equation.outvars, bind(equation, inputs), strict=True
+                )
+            ]
+
+        values = evaluate(self.closed, self.arrays, run)
+        for i, var in enumerate(jaxpr.outvars):
+            if not is_computed(var, jaxpr) or owner[var] != i:
+                values[i] = choose(i, values[i])
+        return self.filled(values)
+
+
+def _factors_unless_held(proceed: jax.Array, factors: list[Any]) -> list[Any]:
+    # Of an update that is a product the factors are chosen: the sum of a param and a
+    # product can then still be rounded once, as without a choice in between.
+    first, second = factors
+    return [
+        unless_held(proceed, first),
+        _select(proceed, second, jnp.ones_like(second)),
+    ]
+
+
+def _select(proceed: jax.Array, new: Any, old: Any) -> jax.Array:
+    new = jnp.asarray(new)
+    return lax.select(proceed, new, jnp.asarray(old, new.dtype))
+
+
+def _is_dynamic(leaf: Any) -> bool:
+    return is_array(leaf) and leaf.dtype != jax.dtypes.float0
+
+
+def _check_stable(before: optax.OptState, after: optax.OptState) -> None:
+    """Raise unless a step keeps structure and shapes of the state."""
+    old, old_def = jax.tree_util.tree_flatten_with_path(before)
+    new, new_def = jax.tree.flatten(after)
+    if old_def != new_def:
+        raise ValueError(
+            "optax_mp: `inner` was given a state of the structure "
+            f"{old_def} and returned one of {new_def}, expected the same, or a skipped "
+            "step could not keep it; call `init` again with the params that the "
+            "gradients belong to."
+        )
+    for (path, a), b in zip(old, new, strict=True):
+        if is_array(a) and is_array(b) and a.shape != b.shape:
+            raise ValueError(
+                f"optax_mp: `inner` was given {describe(a)} in its state at "
+                f"{place(path)} and returned {describe(b)}, expected the same shape; "
+                "call `init` again with the params that the gradients belong to."
+            )
