@@ -15,7 +15,8 @@ from optax_mp._jaxpr import bind, evaluate, is_computed
 from optax_mp._tree import PyTree, all_hold, describe, is_array, is_inexact, place
 
 Choice = jax.Array | bool
-Step = Callable[[optax.OptState], tuple[optax.Updates, optax.OptState]]
+# From the state before to (updates, state after).
+Step = Callable[[Any], tuple[Any, Any]]
 
 
 class MarkReader(optax.GradientTransformationExtraArgs):
@@ -83,9 +84,7 @@ def negative_zeros(like: Any) -> jax.Array:
     return jnp.full_like(like, zero)
 
 
-def step_where(
-    proceed: Choice, step: Step, state: optax.OptState
-) -> tuple[optax.Updates, optax.OptState]:
+def step_where(proceed: Choice, step: Step, state: Any) -> tuple[Any, Any]:
     """Return `step(state)`; or negative zeros, and the state as it was.
 
     The choice is made inside the step, value by value: no copies, and no control flow
@@ -96,9 +95,7 @@ def step_where(
     return step_if(proceed, step, state)
 
 
-def step_if(
-    proceed: Choice, step: Step, state: optax.OptState
-) -> tuple[optax.Updates, optax.OptState]:
+def step_if(proceed: Choice, step: Step, state: Any) -> tuple[Any, Any]:
     """Return what `step_where` does by a `lax.cond` around the step.
 
     Within it values are rounded as they are without a choice. Gradients and updates
@@ -133,7 +130,7 @@ class _Traced:
     held: list[tuple[int, Any]]
 
     @classmethod
-    def of(cls, step: Step, state: optax.OptState) -> "_Traced":
+    def of(cls, step: Step, state: Any) -> "_Traced":
         before, treedef = jax.tree.flatten(state)
         dynamic = [i for i, leaf in enumerate(before) if is_array(leaf)]
         outputs: list[Any] = []
@@ -242,7 +239,7 @@ def _is_dynamic(leaf: Any) -> bool:
     return is_array(leaf) and leaf.dtype != jax.dtypes.float0
 
 
-def _check_stable(before: optax.OptState, after: optax.OptState) -> None:
+def _check_stable(before: Any, after: Any) -> None:
     """Raise unless a step keeps structure and shapes of the state."""
     old, old_def = jax.tree_util.tree_flatten_with_path(before)
     new, new_def = jax.tree.flatten(after)

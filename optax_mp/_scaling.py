@@ -194,9 +194,7 @@ def _scaling(
             skipped_in_a_row=jnp.int32(0),
             total_skipped=jnp.int32(0),
             last_finite=jnp.array(True),
-            inner_state=optax.EmptyState()
-            if wrapped is None
-            else wrapped.init(trained),
+            inner_state=wrapped.init(trained) if wrapped else optax.EmptyState(),
         )
 
     def update_fn(
