@@ -202,15 +202,10 @@ class _Traced:
             return value if value is old else _select(proceed, value, old)
 
         def run(equation: Any, inputs: list[Any]) -> list[Any]:
-            first = owner.get(equation.outvars[0])
-            is_update = first is not None and self.held[first][1] is None
-            if is_update and equation.primitive.name == "mul":
-                return bind(equation, _factors_unless_held(proceed, inputs))
+            values = bind(equation, inputs)
             return [
                 choose(owner[var], value) if var in owner else value
-                for var, value in zip(
-                    equation.outvars, bind(equation, inputs), strict=True
-                )
+                for var, value in zip(equation.outvars, values, strict=True)
             ]
 
         values = evaluate(self.closed, self.arrays, run)
@@ -220,19 +215,9 @@ class _Traced:
         return self.filled(values)
 
 
-def _factors_unless_held(proceed: jax.Array, factors: list[Any]) -> list[Any]:
-    # Of an update that is a product the factors are chosen: the sum of a param and a
-    # product can then still be rounded once, as without a choice in between.
-    first, second = factors
-    return [
-        unless_held(proceed, first),
-        _select(proceed, second, jnp.ones_like(second)),
-    ]
-
-
-def _select(proceed: jax.Array, new: Any, old: Any) -> jax.Array:
+def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:
     new = jnp.asarray(new)
-    return lax.select(proceed, new, jnp.asarray(old, new.dtype))
+    return lax.select(jnp.asarray(proceed), new, jnp.asarray(old, new.dtype))
 
 
 def _is_dynamic(leaf: Any) -> bool:

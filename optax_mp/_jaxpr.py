@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 Run = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
@@ -29,7 +30,8 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], run: Run) -> list[Any]:
     for equation in jaxpr.eqns:
         outputs = run(equation, [value(atom) for atom in equation.invars])
         known.update(zip(equation.outvars, outputs, strict=True))
-    return [value(atom) for atom in jaxpr.outvars]
+    # As arrays, though a literal is a plain number.
+    return [jnp.asarray(value(atom), atom.aval.dtype) for atom in jaxpr.outvars]
 
 
 def bind(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
