@@ -74,14 +74,13 @@ def unless_held(proceed: Choice, value: Any) -> Any:
     """
     if proceed is True or not is_inexact(value):
         return value
-    return _select(proceed, value, negative_zeros(value))
+    return _select(proceed, value, _negative_zeros(value))
 
 
-def negative_zeros(like: Any) -> jax.Array:
-    """Return negative zeros of the shape and dtype of `like`."""
+def _negative_zeros(like: Any) -> jax.Array:
     is_complex = jnp.issubdtype(like.dtype, jnp.complexfloating)
     zero = complex(-0.0, -0.0) if is_complex else -0.0
-    return jnp.full_like(like, zero)
+    return jnp.full(like.shape, zero, like.dtype)
 
 
 def step_where(proceed: Choice, step: Step, state: Any) -> tuple[Any, Any]:
@@ -107,7 +106,17 @@ def step_if(proceed: Choice, step: Step, state: Any) -> tuple[Any, Any]:
         # An eager `lax.cond` would be compiled anew at every call.
         return step(state) if proceed else _Traced.of(step, state).kept()
     traced = _Traced.of(step, state)
-    return traced.filled(lax.cond(proceed, traced.values, traced.kept_values))
+    kept = traced.kept_values()
+    same_types = [x.aval for x in kept] == list(traced.closed.out_avals)
+
+    def typed(values: list[Any]) -> list[Any]:
+        # Under shard_map a value may be the same on all ranks in one branch only; a
+        # choice by `proceed`, even of one thing, differs among ranks as that does.
+        return values if same_types else [_select(proceed, x, x) for x in values]
+
+    return traced.filled(
+        lax.cond(proceed, lambda: typed(traced.values()), lambda: typed(kept))
+    )
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,8 @@ class _Traced:
     @classmethod
     def of(cls, step: Step, state: Any) -> "_Traced":
         before, treedef = jax.tree.flatten(state)
-        dynamic = [i for i, leaf in enumerate(before) if is_array(leaf)]
+        before = [jnp.asarray(x) if _is_dynamic(x) else x for x in before]
+        dynamic = [i for i, leaf in enumerate(before) if _is_dynamic(leaf)]
         outputs: list[Any] = []
         after: Any = None
 
@@ -164,7 +174,7 @@ class _Traced:
     def kept_values(self) -> list[Any]:
         """Return what stands in their place where it is not taken."""
         return [
-            old if old is not None else negative_zeros(aval)
+            old if old is not None else _negative_zeros(aval)
             for (_, old), aval in zip(self.held, self.closed.out_avals, strict=True)
         ]
 
@@ -203,14 +213,21 @@ class _Traced:
 
         def run(equation: Any, inputs: list[Any]) -> list[Any]:
             values = bind(equation, inputs)
-            return [
-                choose(owner[var], value) if var in owner else value
-                for var, value in zip(equation.outvars, values, strict=True)
-            ]
+            for at, (var, value) in enumerate(
+                zip(equation.outvars, values, strict=True)
+            ):
+                if var in owner:
+                    values[at] = choose(owner[var], value)
+                    if values[at].aval != value.aval:
+                        # Under shard_map the choice may differ from rank to rank, where
+                        # what follows expects the same value: choose at the end.
+                        values[at] = value
+                        del owner[var]
+            return values
 
         values = evaluate(self.closed, self.arrays, run)
         for i, var in enumerate(jaxpr.outvars):
-            if not is_computed(var, jaxpr) or owner[var] != i:
+            if not is_computed(var, jaxpr) or owner.get(var) != i:
                 values[i] = choose(i, values[i])
         return self.filled(values)
 

@@ -22,3 +22,86 @@ def adamw_step(grad, mu, nu, weight, count, lr, b1=0.9, b2=0.999, eps=1e-8, deca
     nu = b2 * nu + (1 - b2) * grad**2
     step = (mu / (1 - b1**count)) / (np.sqrt(nu / (1 - b2**count)) + eps)
     return mu, nu, weight - lr * (step + decay * weight)
+
+
+class LossScaleRule:
+    """The dynamic loss scale, one step at a time, in NumPy float32."""
+
+    def __init__(
+        self,
+        scale,
+        growth_interval=2000,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        min_scale=2.0**-14,
+        max_scale=2.0**24,
+        hysteresis=1,
+    ):
+        self.scale = np.float32(scale)
+        self.growth_interval = growth_interval
+        self.growth_factor = np.float32(growth_factor)
+        self.backoff_factor = np.float32(backoff_factor)
+        self.min_scale = np.float32(min_scale)
+        self.max_scale = np.float32(max_scale)
+        self.hysteresis = hysteresis
+        self.finite_steps = 0
+        self.hysteresis_left = hysteresis
+        self.skipped_in_a_row = 0
+        self.total_skipped = 0
+        # What has happened, for tests to know that they saw everything.
+        self.events = dict.fromkeys(("grew", "capped", "held", "shrank", "floored"), 0)
+
+    def step(self, finite):
+        """Move on by one step."""
+        if finite:
+            self._after_finite()
+        else:
+            self._after_overflow()
+
+    def _after_finite(self):
+        self.skipped_in_a_row = 0
+        self.finite_steps += 1
+        if self.finite_steps < self.growth_interval:
+            return
+        self.finite_steps = 0
+        with np.errstate(over="ignore"):
+            grown = self.scale * self.growth_factor
+        if grown > self.max_scale:
+            self.events["capped"] += 1
+            return
+        self.scale = grown
+        self.hysteresis_left = self.hysteresis
+        self.events["grew"] += 1
+
+    def _after_overflow(self):
+        self.skipped_in_a_row += 1
+        self.total_skipped += 1
+        self.finite_steps = 0
+        self.hysteresis_left = max(self.hysteresis_left - 1, 0)
+        if self.hysteresis_left:
+            self.events["held"] += 1
+            return
+        shrunk = self.scale * self.backoff_factor
+        self.scale = max(shrunk, self.min_scale)
+        self.events["shrank" if shrunk >= self.min_scale else "floored"] += 1
+
+    def counters(self):
+        """Return every field that moves, in the order of the library's state."""
+        return (
+            self.scale,
+            self.finite_steps,
+            self.hysteresis_left,
+            self.skipped_in_a_row,
+            self.total_skipped,
+        )
+
+
+def scale_trace(rule, finite):
+    """Return the counters of `rule` after each step, one array a field."""
+    rows = []
+    for is_finite in finite.tolist():
+        rule.step(is_finite)
+        rows.append(rule.counters())
+    dtypes = (np.float32, np.int32, np.int32, np.int32, np.int32)
+    columns = zip(*rows, strict=True)
+    return [np.array(c, d) for c, d in zip(columns, dtypes, strict=True)]
