@@ -123,19 +123,20 @@ def make_progress(stream: TextIO, steps: int) -> Report:
 
 def as_table(results: Sequence[Result]) -> str:
     """Return the results as a table for people."""
-    rows = [("run", "held-out loss", "bytes a weight", "ms a step")]
+    rows = [("run", "held-out loss", "bytes a weight", "ms a step", "skipped")]
     rows += [
         (
             result.name,
             f"{result.held_out_loss:.4f}",
             f"{result.bytes_per_weight:.2f}",
             f"{result.ms_per_step:.1f}",
+            "-" if result.skipped_steps is None else str(result.skipped_steps),
         )
         for result in results
     ]
     titles, *lines = (
-        f"{name:<15} {loss:>14} {size:>15} {speed:>10}"
-        for name, loss, size, speed in rows
+        f"{name:<15} {loss:>14} {size:>15} {speed:>10} {skipped:>8}"
+        for name, loss, size, speed, skipped in rows
     )
     return "\n".join([titles, "-" * len(titles), *lines])
 

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 import optax_mp
+from optax_mp._scaled_gradients import loss_scale_state
 
 ASCII_SIZE = 128
 STEPS_PER_CALL = 25  # So that the host costs nothing next to the steps themselves.
@@ -87,6 +88,16 @@ def unscaled_value_and_grad(loss: LossFunction) -> GradFunction:
     return lambda opt_state, params, batch: jax.value_and_grad(loss)(params, batch)
 
 
+def scaled_masters(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return `inner` on masters, with a loss scale around.
+
+    It grows sooner than by default, so that it meets its limits in a short run, too.
+    """
+    return optax_mp.dynamic_loss_scale(
+        optax_mp.mixed_precision(inner), growth_interval=100
+    )
+
+
 # The first run is what the others are compared with.
 RUNS = (
     Run("float32", "float32", unchanged, unscaled_value_and_grad),
@@ -94,6 +105,8 @@ RUNS = (
     Run(
         "bf16 + masters", "bfloat16", optax_mp.mixed_precision, unscaled_value_and_grad
     ),
+    Run("f16 naive", "float16", unchanged, unscaled_value_and_grad),
+    Run("f16 + scale", "float16", scaled_masters, optax_mp.value_and_grad),
 )
 
 
@@ -107,6 +120,7 @@ class Result:
         held_out_loss: nats a character at the end, on text not trained on.
         bytes_per_weight: params and optimizer state, over the number of weights.
         ms_per_step: the median over calls, without compilation.
+        skipped_steps: those with gradients that were not finite; None without a scale.
     """
 
     name: str
@@ -114,6 +128,7 @@ class Result:
     held_out_loss: float
     bytes_per_weight: float
     ms_per_step: float
+    skipped_steps: int | None = None
 
 
 class Corpus(NamedTuple):
@@ -221,9 +236,12 @@ def attention(x: jax.Array, layer: dict[str, jax.Array], head_count: int) -> jax
     batch, length, width = x.shape
     heads = (x @ layer["attention_in"]).reshape(batch, length, 3, head_count, -1)
     query, key, value = jnp.moveaxis(heads, 2, 0)
-    mixed = jax.nn.dot_product_attention(
-        rotate(query), rotate(key), value, is_causal=True
-    )
+    # By hand: on CPU `jax.nn.dot_product_attention` refuses float16.
+    match = jnp.einsum("bqhd,bkhd->bhqk", rotate(query), rotate(key))
+    match = match.astype(jnp.float32) * query.shape[-1] ** -0.5
+    is_past = np.tri(length, dtype=bool)
+    weights = jax.nn.softmax(jnp.where(is_past, match, -jnp.inf)).astype(x.dtype)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
     return mixed.reshape(batch, length, width) @ layer["attention_out"]
 
 
@@ -324,12 +342,14 @@ def train(run: Run, settings: Settings, corpus: Corpus, report: Report) -> Resul
         times.append((time.perf_counter() - start_time) / (stop - first))
         report(run.name, stop, mean_loss)
 
+    scale_state = loss_scale_state(opt_state, "demo")
     return Result(
         name=run.name,
         param_dtype=run.param_dtype,
         held_out_loss=float(jax.jit(loss)(params, jnp.asarray(corpus.held_out))),
         bytes_per_weight=bytes_of((params, opt_state)) / weights_of(params),
         ms_per_step=1000 * statistics.median(times),
+        skipped_steps=scale_state and int(scale_state.total_skipped),
     )
 
 

@@ -75,10 +75,12 @@ def test_the_table_has_a_row_of_figures_for_each_run(printed, report):
     rows = lines[start + 2 : start + 2 + len(NAMES)]
     assert [row[:15].strip() for row in rows] == NAMES
     for row, run in zip(rows, report["runs"], strict=True):
-        loss, size, speed = map(float, row[15:].split())
+        *figures, skipped = row[15:].split()
+        loss, size, speed = map(float, figures)
         assert loss == pytest.approx(run["held_out_loss"], abs=1e-4)
         assert size == pytest.approx(run["bytes_per_weight"], abs=1e-2)
         assert speed == pytest.approx(run["ms_per_step"], abs=0.1)
+        assert skipped == str(run["skipped_steps"]).replace("None", "-")
 
 
 def test_the_output_ends_with_the_verdict(printed, report):
@@ -95,6 +97,8 @@ def test_json_has_the_settings_and_finite_figures_of_each_run(report):
     assert report["settings"]["seed"] == 7
     assert [run["name"] for run in report["runs"]] == NAMES
     for run in report["runs"]:
+        if run["name"] == "f16 naive":  # which is there to fail, sooner or later
+            continue
         # An untrained model of 128 characters is near log(128) = 4.85.
         assert 0 < run["held_out_loss"] < 10
         assert run["ms_per_step"] > 0
@@ -104,8 +108,14 @@ def test_json_has_the_settings_and_finite_figures_of_each_run(report):
 def test_bytes_a_weight_are_those_of_params_moments_and_masters(report):
     measured = {run["name"]: run["bytes_per_weight"] for run in report["runs"]}
     # Two moments each; the rest are the step counters.
-    expected = {"float32": 4 + 8, "bf16 naive": 2 + 4, "bf16 + masters": 2 + 8 + 4}
-    assert measured == pytest.approx(expected, abs=0.01)
+    expected = {
+        "float32": 4 + 8,
+        "bf16 naive": 2 + 4,
+        "bf16 + masters": 2 + 8 + 4,
+        "f16 naive": 2 + 4,
+        "f16 + scale": 2 + 8 + 4,
+    }
+    assert measured == pytest.approx(expected, abs=0.02)
 
 
 def test_the_seed_alone_decides_the_loss(text_file, report):
@@ -216,7 +226,7 @@ def test_bad_options_end_the_program_with_status_2_and_no_traceback():
 
 
 @pytest.mark.slow
-def test_naive_bfloat16_loses_and_masters_match_float32():
+def test_naive_runs_lose_and_masters_with_a_scale_for_float16_match_float32():
     report = json_report([], _demo.DEFAULTS)
     loss = {run["name"]: run["held_out_loss"] for run in report["runs"]}
     # With seeds 0 to 3 on JAX 0.10.2, and seed 0 on 0.5.3 and on 0.12 (whose Python 3.13
@@ -225,3 +235,7 @@ def test_naive_bfloat16_loses_and_masters_match_float32():
     assert loss["bf16 naive"] - loss["float32"] > 0.04
     assert abs(loss["bf16 + masters"] - loss["float32"]) < 0.02
     assert "bf16 + masters matches it" in report["verdict"]
+    # Adam's second moments are zero in float16; scaled and with masters it trains.
+    assert loss["f16 naive"] is None and "f16 naive diverged" in report["verdict"]
+    assert abs(loss["f16 + scale"] - loss["float32"]) < 0.02
+    assert "f16 + scale matches it" in report["verdict"]

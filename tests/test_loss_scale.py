@@ -620,7 +620,7 @@ def test_a_scale_that_is_no_normal_float32_is_named(caller, name, make, bad):
 
 
 @MAKERS
-@pytest.mark.parametrize("bad", [np.float32(NAN), jnp.float32(0), np.float16(-2)])
+@pytest.mark.parametrize("bad", [np.float32(NAN), jnp.float32(0), np.float16(0)])
 def test_a_bad_scale_that_is_an_array_is_named(caller, name, make, bad):
     with pytest.raises(ValueError, match=f"^{caller}: `{name}` is .*{POSITIVE}"):
         make(**{name: bad})
@@ -648,10 +648,8 @@ NUMBERS_BY_NAME = [
 ]
 NO_NUMBERS = {
     "string": "8.0",
-    "word": "big",
     "None": None,
     "array": np.array([2.0, 4.0]),
-    "jax array": jnp.array([2.0, 4.0]),
     "list": [2.0],
     "complex": 2j,
 }
