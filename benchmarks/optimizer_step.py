@@ -2,6 +2,7 @@
 
     python benchmarks/optimizer_step.py             # both sizes, Markdown tables
     python benchmarks/optimizer_step.py --rounds 5  # quicker, noisier
+    python benchmarks/optimizer_step.py --everything  # also what compiles for minutes
 
 Every contender is one jitted program with donated params and state:
 (gradients, params, state) -> (params, state), AdamW throughout. The contenders take
@@ -40,6 +41,7 @@ class Contender:
         grad_dtype: the dtype of the gradients.
         init: from params to state.
         step: (grads, params, state) -> (params, state).
+        many_leaves: whether it compiles for hundreds of leaves without taking minutes.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Contender:
     grad_dtype: Any
     init: Callable[[Any], Any]
     step: Callable[[Any, Any, Any], tuple[Any, Any]]
+    many_leaves: bool = True
 
 
 def from_transform(
@@ -80,11 +83,57 @@ def hand_written(name: str, param_dtype: Any, grad_dtype: Any) -> Contender:
     return Contender(name, param_dtype, grad_dtype, init, step)
 
 
+def where_on_every_leaf(name: str, all_finite: Callable[[Any], jax.Array]) -> Contender:
+    """Return a loss scale as jmp and flax document it, for float32 params.
+
+    Both unscale, check, update, and then choose between old and new by a `where` on
+    every leaf; they differ in how they check.
+    """
+    tx = optax.adamw(LEARNING_RATE)
+
+    def init(params: Any) -> Any:
+        return jnp.float32(2.0**10), jnp.int32(0), tx.init(params)
+
+    def step(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
+        scale, counter, inner = state
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        finite = all_finite(grads)
+        updates, new_inner = tx.update(grads, inner, params)
+        new_params = optax.apply_updates(params, updates)
+        chosen = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            (new_params, new_inner),
+            (params, inner),
+        )
+        grows = finite & (counter == 1999)
+        scale = jnp.where(finite, jnp.where(grows, scale * 2, scale), scale / 2)
+        counter = jnp.where(finite & ~grows, counter + 1, 0)
+        return chosen[0], (scale, counter, chosen[1])
+
+    return Contender(name, jnp.float32, jnp.float32, init, step, many_leaves=False)
+
+
+def finite_at_once(grads: Any) -> jax.Array:
+    """Return whether all is finite, as jmp asks."""
+    leaves = jax.tree.leaves(grads)
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+
+
+def finite_one_by_one(grads: Any) -> jax.Array:
+    """Return whether all is finite, as flax asks."""
+    finite = jnp.array(True)
+    for leaf in jax.tree.leaves(grads):
+        finite &= jnp.all(jax.lax.is_finite(leaf))
+    return finite
+
+
 def contenders() -> list[Contender]:
     """Return every way that is compared; the first is what ratios refer to."""
     f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
     adamw = optax.adamw(LEARNING_RATE)
     ours = optax_mp.mixed_precision(adamw)
+    scaled = optax_mp.dynamic_loss_scale(ours)
+    linked = optax.chain(optax_mp.dynamic_loss_scale(), ours)
     return [
         from_transform("plain optax, float32", f32, f32, adamw),
         from_transform("naive bf16", bf16, bf16, adamw),
@@ -96,6 +145,18 @@ def contenders() -> list[Contender]:
         from_transform("mixed_precision, bf16, bf16 gradients", bf16, bf16, ours),
         from_transform("mixed_precision, f16, f32 gradients", f16, f32, ours),
         from_transform("mixed_precision, f16, f16 gradients", f16, f16, ours),
+        where_on_every_leaf("jmp's loop, float32", finite_at_once),
+        where_on_every_leaf("flax's loop, float32", finite_one_by_one),
+        from_transform("loss scale, plain optax, float32", f32, f32,
+                       optax_mp.dynamic_loss_scale(adamw)),
+        from_transform("loss scale around, bf16, f32 gradients", bf16, f32, scaled),
+        from_transform("loss scale around, bf16, bf16 gradients", bf16, bf16, scaled),
+        from_transform("loss scale around, f16, f32 gradients", f16, f32, scaled),
+        from_transform("loss scale around, f16, f16 gradients", f16, f16, scaled),
+        from_transform("loss scale as a link, plain optax, float32", f32, f32,
+                       optax.chain(optax_mp.dynamic_loss_scale(), adamw)),
+        from_transform("loss scale as a link, bf16, f32 gradients", bf16, f32, linked),
+        from_transform("loss scale as a link, f16, f16 gradients", f16, f16, linked),
     ]  # fmt: skip
 
 
@@ -166,7 +227,13 @@ def measure(
     title: str, shapes: list[tuple[int, ...]], args: argparse.Namespace
 ) -> None:
     """Print one table."""
-    entries = [c for c in contenders() if args.only in c.name or "plain" in c.name]
+    first, *others = contenders()
+    entries = [first] + [
+        entry
+        for entry in others
+        if args.only in entry.name
+        and (entry.many_leaves or len(shapes) < 100 or args.everything)
+    ]
     compile_seconds = compile_medians(entries, shapes, args.compile_rounds)
     running = [Running.start(contender, shapes) for contender in entries]
     for _ in range(args.rounds):
@@ -193,6 +260,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--steps", type=int, default=3, help="steps in a row a round")
     parser.add_argument("--compile-rounds", type=int, default=3)
+    parser.add_argument(
+        "--everything", action="store_true", help="also what compiles for minutes"
+    )
     parser.add_argument("--only", default="", help="rows whose name holds this text")
     args = parser.parse_args()
     device = jax.devices()[0]
