@@ -1,12 +1,13 @@
 """Doing a step or nothing at all: the choice, and the mark that hands it on."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.core import Tracer
 
@@ -19,20 +20,18 @@ Choice = jax.Array | bool
 Step = Callable[[Any], tuple[Any, Any]]
 
 
-class MarkReader(optax.GradientTransformationExtraArgs):
-    """A transformation whose `update` looks for the mark of a skipped step.
+# Whether a loss scale around decides what is skipped, so that no mark need be sought.
+_decided_outside: ContextVar[bool] = ContextVar("decided_outside", default=False)
 
-    Attributes:
-        update_unmarked: the same `update` without the look, for who knows better.
-    """
 
-    update_unmarked: Callable[..., Any]
-
-    def __new__(cls, init: Any, update: Any, update_unmarked: Any) -> "MarkReader":
-        """Make a transformation that says how to leave out the look."""
-        self = super().__new__(cls, init, update)
-        self.update_unmarked = update_unmarked
-        return self
+@contextlib.contextmanager
+def decided_outside() -> Iterator[None]:
+    """Spare what runs inside the look for the mark."""
+    token = _decided_outside.set(True)
+    try:
+        yield
+    finally:
+        _decided_outside.reset(token)
 
 
 def is_marked(updates: PyTree) -> Choice:
@@ -43,7 +42,11 @@ def is_marked(updates: PyTree) -> Choice:
     gradients with 16-bit leaves, or without any, the answer is a plain False.
     """
     leaves = [x for x in jax.tree.leaves(updates) if is_inexact(x) and x.size]
-    if not leaves or any(bits(leaf.dtype) < 32 for leaf in leaves):
+    if _decided_outside.get() or any(bits(leaf.dtype) < 32 for leaf in leaves):
+        return False
+    # Under shard_map a rank could only say whether its own part is marked, and what is
+    # the same on all ranks must not depend on that.
+    if not leaves or any(map(_varies, leaves)):
         return False
     # The smallest leaf tells in almost every step; only after it are all of them read.
     smallest = min(leaves, key=lambda leaf: leaf.size)
@@ -55,6 +58,14 @@ def is_marked(updates: PyTree) -> Choice:
     if not isinstance(suspicious, Tracer):
         return suspicious and look_at_all()
     return lax.cond(suspicious, look_at_all, lambda: suspicious)
+
+
+def _varies(x: Any) -> bool:
+    """Return whether the type of `x` says that under shard_map it differs by rank."""
+    aval = getattr(x, "aval", None)
+    kind = getattr(aval, "manual_axis_type", None)  # JAX 0.10 and later
+    axes = getattr(aval, "vma", ()) if kind is None else kind.varying
+    return bool(axes)
 
 
 def _is_negative_zero(x: Any) -> jax.Array:
@@ -69,54 +80,63 @@ def _is_negative_zero(x: Any) -> jax.Array:
 def unless_held(proceed: Choice, value: Any) -> Any:
     """Return an update, or negative zeros where the step is held.
 
-    Added to a param, negative zero leaves even a param of -0.0 as it is. What is not
-    floating or complex is returned in any case.
+    Added to a param, negative zero leaves even a param of -0.0 as it is. (An integer
+    has one zero; what is no number is returned in any case.)
     """
-    if proceed is True or not is_inexact(value):
+    if proceed is True or not _is_number(value):
         return value
-    return _select(proceed, value, _negative_zeros(value))
+    return _select(proceed, value, negative_zeros(value))
 
 
-def _negative_zeros(like: Any) -> jax.Array:
-    is_complex = jnp.issubdtype(like.dtype, jnp.complexfloating)
-    zero = complex(-0.0, -0.0) if is_complex else -0.0
-    return jnp.full(like.shape, zero, like.dtype)
+def negative_zeros(like: Any, dtype: Any = None) -> jax.Array:
+    """Return negative zeros of the shape of `like`, placed as it is."""
+    return jnp.full_like(like, _negative_zero(dtype or like.dtype), dtype)
+
+
+def _negative_zero(dtype: Any) -> complex:
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    is_real = jnp.issubdtype(dtype, jnp.floating)
+    return complex(-0.0, -0.0) if is_complex else -0.0 if is_real else 0
 
 
 def step_where(proceed: Choice, step: Step, state: Any) -> tuple[Any, Any]:
-    """Return `step(state)`; or negative zeros, and the state as it was.
+    """Return `step(state)`, or negative zeros for updates and the state as it was.
 
     The choice is made inside the step, value by value: no copies, and no control flow
     for an accelerator to wait for. But values are rounded as XLA then fuses them.
     """
     if isinstance(proceed, Tracer):
         return _Traced.of(step, state).where(proceed)
-    return step_if(proceed, step, state)
+    return step(state) if proceed else (_Traced.of(step, state).held_updates(), state)
 
 
-def step_if(proceed: Choice, step: Step, state: Any) -> tuple[Any, Any]:
-    """Return what `step_where` does by a `lax.cond` around the step.
+def step_if(proceed: Choice, step: Callable[[Any], Any], state: Any) -> Any:
+    """Return `step(state)`, or the state as it was: by a `lax.cond` around the step.
 
-    Within it values are rounded as they are without a choice. Gradients and updates
-    become whole arrays at its border; the state is overwritten in place.
+    Within it values are rounded as they are without a choice. Gradients become whole
+    arrays at its border; the state is overwritten in place.
     """
-    if proceed is True:
-        return step(state)
     if not isinstance(proceed, Tracer):
         # An eager `lax.cond` would be compiled anew at every call.
-        return step(state) if proceed else _Traced.of(step, state).kept()
-    traced = _Traced.of(step, state)
-    kept = traced.kept_values()
-    same_types = [x.aval for x in kept] == list(traced.closed.out_avals)
+        return step(state) if proceed else state
+    traced = _Traced.of(lambda state: ((), step(state)), state)
+    avals = traced.closed.out_avals
+    same_types = [old.aval for _, old in traced.held] == list(avals)
 
-    def typed(values: list[Any]) -> list[Any]:
-        # Under shard_map a value may be the same on all ranks in one branch only; a
+    def typed(values: Iterable[Any]) -> list[Any]:
+        if same_types:
+            return list(values)
+        # Under shard_map a value may be the same on all ranks in one branch only. A
         # choice by `proceed`, even of one thing, differs among ranks as that does.
-        return values if same_types else [_select(proceed, x, x) for x in values]
+        cast = [jnp.asarray(x, a.dtype) for x, a in zip(values, avals, strict=True)]
+        return [_select(proceed, x, x) for x in cast]
 
-    return traced.filled(
-        lax.cond(proceed, lambda: typed(traced.values()), lambda: typed(kept))
+    chosen = lax.cond(
+        proceed,
+        lambda: typed(evaluate(traced.closed, traced.arrays, bind)),
+        lambda: typed(old for _, old in traced.held),
     )
+    return traced.filled(chosen)[1]
 
 
 @dataclass(frozen=True)
@@ -167,16 +187,15 @@ class _Traced:
         ]
         return cls(closed, arrays, outputs, jax.tree.structure(after), held)
 
-    def values(self) -> list[Any]:
-        """Return the arrays that the step returns."""
-        return evaluate(self.closed, self.arrays, bind)
-
-    def kept_values(self) -> list[Any]:
-        """Return what stands in their place where it is not taken."""
-        return [
-            old if old is not None else _negative_zeros(aval)
+    def held_updates(self) -> Any:
+        """Return negative zeros in the place of the updates."""
+        values = [
+            jnp.full(aval.shape, _negative_zero(aval.dtype), aval.dtype)
+            if old is None and _is_number(aval)
+            else old
             for (_, old), aval in zip(self.held, self.closed.out_avals, strict=True)
         ]
+        return self.filled(values)[0]
 
     def filled(self, values: Sequence[Any]) -> Any:
         """Return (updates, state) of these arrays."""
@@ -184,10 +203,6 @@ class _Traced:
         for (i, _), value in zip(self.held, values, strict=True):
             leaves[i] = value
         return self.treedef.unflatten(leaves)
-
-    def kept(self) -> Any:
-        """Return (updates, state) where the step is not taken."""
-        return self.filled(self.kept_values())
 
     def where(self, proceed: jax.Array) -> Any:
         """Return (updates, state), chosen value by value.
@@ -235,6 +250,10 @@ class _Traced:
 def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:
     new = jnp.asarray(new)
     return lax.select(jnp.asarray(proceed), new, jnp.asarray(old, new.dtype))
+
+
+def _is_number(x: Any) -> bool:
+    return _is_dynamic(x) and jnp.issubdtype(x.dtype, jnp.number)
 
 
 def _is_dynamic(leaf: Any) -> bool:

@@ -1,8 +1,10 @@
 """Running a jaxpr equation by equation: the one door to `jax.extend`."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
@@ -35,9 +37,15 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any], run: Run) -> list[Any]:
 
 
 def bind(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of an equation as it is written."""
+    """Return the outputs of an equation as it is written, where and named as it is."""
     bound: Any = equation.primitive.get_bind_params(equation.params)
     # Up to JAX 0.9.0 with the functions among the parameters apart.
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    outputs = equation.primitive.bind(*functions, *inputs, **params)
+    with equation.ctx.manager, _name_scope(equation):
+        outputs = equation.primitive.bind(*functions, *inputs, **params)
     return list(outputs) if equation.primitive.multiple_results else [outputs]
+
+
+def _name_scope(equation: JaxprEqn) -> Any:
+    names = str(equation.source_info.name_stack)
+    return jax.named_scope(names) if names else contextlib.nullcontext()

@@ -1,6 +1,7 @@
 """The loss-scaling rule, and loss scales as plain values for loops without optax."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -11,9 +12,10 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from optax_mp._dtypes import at_least_float32
-from optax_mp._tree import PyTree, is_inexact
+from optax_mp._tree import PyTree, describe, is_inexact
 
 _FLOAT32 = jnp.finfo(jnp.float32)
+_LARGEST_COUNT = 2**31 - 1  # Of an int32; an interval over it is as good as never.
 Self = TypeVar("Self", bound="LossScale")
 
 
@@ -30,6 +32,7 @@ class ScaleRule:
         max_scale: growth that would pass this is not taken.
         hysteresis: overflows before it shrinks; refilled when the scale grows, not by
             every finite step.
+        names: what the caller calls these, where it is something else.
     """
 
     caller: str
@@ -39,17 +42,19 @@ class ScaleRule:
     min_scale: float = 2.0**-14
     max_scale: float = 2.0**24
     hysteresis: int = 1
+    names: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         """Check every field once."""
         for name in ("growth_interval", "hysteresis"):
-            value = getattr(self, name)
-            self._expect(name, value >= 1 and value == int(value), "an integer over 0")
-        grow, back = self.growth_factor, self.backoff_factor
+            value = self._number(name)
+            is_count = 1 <= value < math.inf and value == int(value)
+            self._expect(name, is_count, "an integer over 0")
+        grow, back = self._number("growth_factor"), self._number("backoff_factor")
         self._expect("growth_factor", 1 < grow < math.inf, "a finite number over 1")
         self._expect("backoff_factor", 0 < back < 1, "a number between 0 and 1")
         for name in ("min_scale", "max_scale"):
-            check_scale(self.caller, name, getattr(self, name))
+            check_scale(self.caller, self._called(name), getattr(self, name))
         self._expect(
             "min_scale",
             self.min_scale <= self.max_scale,
@@ -59,24 +64,32 @@ class ScaleRule:
     def check_start(self, name: str, scale: float) -> None:
         """Raise unless a scale to start from is one that the rule can reach."""
         check_scale(self.caller, name, scale)
+        scale = float(scale)
+        low, high = self._called("min_scale"), self._called("max_scale")
         if not self.min_scale <= scale <= self.max_scale:
             raise ValueError(
-                f"{self.caller}: `{name}` is {scale}, expected a scale from "
-                f"`min_scale` {self.min_scale} to `max_scale` {self.max_scale}; widen "
-                "these."
+                f"{self.caller}: `{name}` is {scale}, expected a scale from `{low}` "
+                f"{self.min_scale} to `{high}` {self.max_scale}; widen these."
             )
+
+    def _called(self, name: str) -> str:
+        return dict(self.names).get(name, name)
+
+    def _number(self, name: str) -> float:
+        return as_number(self.caller, self._called(name), getattr(self, name))
 
     def _expect(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
             raise ValueError(
-                f"{self.caller}: `{name}` is {getattr(self, name)!r}, expected "
-                f"{expected}."
+                f"{self.caller}: `{self._called(name)}` is {getattr(self, name)!r}, "
+                f"expected {expected}."
             )
 
 
 def check_scale(caller: str, name: str, scale: float) -> None:
     """Raise unless `scale` and its reciprocal are normal float32 numbers."""
     low, high = float(_FLOAT32.tiny), 1 / float(_FLOAT32.tiny)
+    scale = as_number(caller, name, scale)
     if not low <= scale <= high:
         raise ValueError(
             f"{caller}: `{name}` is {scale}, expected a positive finite float32 from "
@@ -84,12 +97,21 @@ def check_scale(caller: str, name: str, scale: float) -> None:
         )
 
 
+def as_number(caller: str, name: str, value: Any) -> float:
+    """Return a setting as a float, or raise an error that names it."""
+    is_scalar = jnp.shape(value) == () if hasattr(value, "shape") else True
+    if isinstance(value, str) or not hasattr(value, "__float__") or not is_scalar:
+        raise TypeError(f"{caller}: `{name}` is {describe(value)}, expected a number.")
+    return float(value)
+
+
 class ScaleCounters(NamedTuple):
     """What the rule moves.
 
     Attributes:
         scale: the loss scale, a float32 scalar.
-        finite_steps: finite steps since the scale last moved, an int32 scalar.
+        finite_steps: finite steps in a row, back to 0 when growth is due, an int32
+            scalar.
         hysteresis_left: overflows until it shrinks, an int32 scalar.
     """
 
@@ -104,8 +126,8 @@ def adjusted(
     """Return the counters after one step: the rule, whoever holds the scale."""
     scale, finite_steps, left = counters
     # Finite: grow after exactly `growth_interval` of these in a row.
-    streak = finite_steps + 1
-    is_due = streak >= rule.growth_interval
+    streak = count_up(finite_steps)
+    is_due = streak >= min(rule.growth_interval, _LARGEST_COUNT)
     grown = scale * jnp.float32(rule.growth_factor)
     grows = is_due & (grown <= jnp.float32(rule.max_scale))
     # Overflow: shrink once the hysteresis is spent.
@@ -116,7 +138,7 @@ def adjusted(
     after_finite = ScaleCounters(
         jnp.where(grows, grown, scale),
         jnp.where(is_due, 0, streak),
-        jnp.where(grows, jnp.int32(rule.hysteresis), left),
+        jnp.where(grows, _count(rule.hysteresis), left),
     )
     after_overflow = ScaleCounters(
         jnp.where(spent == 0, shrunk, scale), jnp.zeros_like(finite_steps), spent
@@ -131,14 +153,24 @@ def adjusted(
 
 def multiplied(tree: PyTree, factor: ArrayLike) -> PyTree:
     """Multiply floating and complex leaves by `factor`, in float32 or wider."""
+    return _map_wide(lambda x: x * jnp.asarray(factor, x.dtype), tree)
 
-    def times(leaf: Any) -> Any:
-        if not is_inexact(leaf):
+
+def divided(tree: PyTree, divisor: ArrayLike) -> PyTree:
+    """Divide floating and complex leaves by `divisor`, in float32 or wider."""
+    # By its reciprocal: XLA keeps a division apart, in a copy of the gradients.
+    return _map_wide(lambda x: x * (1 / jnp.asarray(divisor, x.dtype)), tree)
+
+
+def _map_wide(function: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
+    def wide(leaf: Any) -> Any:
+        # A loss may come as a plain number.
+        if not (is_inexact(leaf) or isinstance(leaf, float)):
             return leaf
-        wide = at_least_float32(leaf.dtype)
-        return jnp.asarray(leaf).astype(wide) * jnp.asarray(factor, wide)
+        array = jnp.asarray(leaf)
+        return function(array.astype(at_least_float32(array.dtype)))
 
-    return jax.tree.map(times, tree)
+    return jax.tree.map(wide, tree)
 
 
 class LossScale(Protocol):
@@ -173,7 +205,7 @@ class _Scaling:
 
     def unscale(self, tree: PyTree) -> PyTree:
         """Divide floating leaves by the factor; 16-bit ones become float32."""
-        return multiplied(tree, 1 / self.loss_scale)
+        return divided(tree, self.loss_scale)
 
 
 @dataclass(frozen=True)
@@ -268,30 +300,40 @@ class DynamicLossScale(_Scaling):
     min_loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the settings once and bring the arrays to their dtypes."""
+        """Check the settings once and bring everything to its dtype."""
+        rule = self._rule()
         _set_scale(self, "DynamicLossScale")
+        if not isinstance(self.loss_scale, Tracer):
+            rule.check_start("loss_scale", float(self.loss_scale))
+        if not isinstance(self.counter, Tracer):
+            as_number("DynamicLossScale", "counter", self.counter)
         object.__setattr__(self, "counter", jnp.asarray(self.counter, jnp.int32))
         settings = (("period", int), ("factor", float), ("min_loss_scale", float))
         for name, kind in settings:
             object.__setattr__(self, name, kind(getattr(self, name)))
-        self._rule()
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
         """Return the loss scale for the next step."""
         before = ScaleCounters(self.loss_scale, self.counter, jnp.int32(1))
         after = adjusted(self._rule(), before, jnp.asarray(grads_finite))
-        leaves, structure = jax.tree.flatten(self)
-        del leaves
+        structure = jax.tree.structure(self)
         return structure.unflatten([after.scale, after.finite_steps])
 
     def _rule(self) -> ScaleRule:
+        factor = as_number("DynamicLossScale", "factor", self.factor)
         return ScaleRule(
             "DynamicLossScale",
             growth_interval=self.period,
             growth_factor=self.factor,
-            backoff_factor=1 / self.factor if self.factor else 0.0,
+            backoff_factor=1 / factor if factor else 0.0,
             min_scale=self.min_loss_scale,
             max_scale=1 / float(_FLOAT32.tiny),
+            names=(
+                ("growth_interval", "period"),
+                ("growth_factor", "factor"),
+                ("backoff_factor", "factor"),
+                ("min_scale", "min_loss_scale"),
+            ),
         )
 
 
@@ -332,9 +374,13 @@ def _set_scale(value: Any, caller: str) -> None:
 
 def start_counters(rule: ScaleRule, scale: float) -> ScaleCounters:
     """Return the counters before the first step."""
-    return ScaleCounters(jnp.float32(scale), jnp.int32(0), jnp.int32(rule.hysteresis))
+    return ScaleCounters(jnp.float32(scale), jnp.int32(0), _count(rule.hysteresis))
 
 
 def count_up(count: jax.Array) -> jax.Array:
     """Return `count` + 1, staying at the largest integer."""
     return jnp.asarray(optax.safe_increment(count))
+
+
+def _count(value: int) -> jax.Array:
+    return jnp.int32(min(int(value), _LARGEST_COUNT))

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from optax_mp._drift import check_gradient, check_param, check_step
 from optax_mp._dtypes import bits, floating_dtype, round_to, saturating_cast
-from optax_mp._hold import Choice, MarkReader, is_marked, step_if, unless_held
+from optax_mp._hold import Choice, is_marked, negative_zeros, step_if, unless_held
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._master_access import MixedPrecisionState
 from optax_mp._param_dtype import DeclaredDType, DTypeRule, declared_dtype
@@ -131,20 +131,7 @@ def mixed_precision(
         has_master = not all(map(is_absent, step.stored))
         marked = is_marked(updates) if has_master else False
         proceed = True if marked is False else jnp.logical_not(marked)
-        return advanced(proceed, step, state.inner_state, extra_args)
 
-    def update_unmarked(
-        updates: Any,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, MixedPrecisionState]:
-        step = _Step.matched(updates, state, params, master_dtype, dtype_in_training)
-        return advanced(True, step, state.inner_state, extra_args)
-
-    def advanced(
-        proceed: Choice, step: "_Step", inner_state: Any, extra_args: dict[str, Any]
-    ) -> tuple[optax.Updates, MixedPrecisionState]:
         leaves, masters = step.leaves, step.masters(storage)
         seen = step.seen_by_inner(masters)
         if extra_args.get("grad") is not None:
@@ -152,28 +139,27 @@ def mixed_precision(
             extra_args["grad"] = leaves.unflatten(map(_in_precision_of, seen, grad))
         inner_grads = leaves.unflatten(map(_in_precision_of, seen, step.grads))
 
-        def advance(before: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
-            masters, inner_state = before
-            seen = step.seen_by_inner(masters)
+        def advance(before: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+            masters, _, inner_state = before
             inner_updates, inner_state = inner.update(
                 inner_grads.fast if step.is_lookahead else inner_grads,
                 inner_state,
-                leaves.unflatten(seen),
+                leaves.unflatten(step.seen_by_inner(masters)),
                 **extra_args,
             )
             changes = leaves.match(inner_updates, "the updates of `inner`")
-            own_updates, masters = step.moved(masters, changes, update_dtype)
-            return own_updates, (masters, inner_state)
+            return *step.moved(masters, changes, update_dtype), inner_state
 
-        # Only masters and inner state are subject to the choice, which leaves them in
-        # place; the updates are read off the masters afterwards.
-        out, (masters, inner_state) = step_if(proceed, advance, (masters, inner_state))
+        # The updates of leaves with a master are no part of the choice, but read off
+        # the master afterwards: so all that is chosen is overwritten in place.
+        before = masters, step.held(masters, update_dtype), state.inner_state
+        masters, out, inner_state = step_if(proceed, advance, before)
         out, stored = step.landed(proceed, masters, out, storage, update_dtype)
         return leaves.unflatten(out), MixedPrecisionState(
             leaves.unflatten(stored), inner_state
         )
 
-    return MarkReader(init_fn, update_fn, update_unmarked)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 @dataclass(frozen=True)
@@ -242,10 +228,24 @@ class _Step:
             for param, master in zip(self.leaves.values, masters, strict=True)
         ]
 
+    def held(self, masters: Sequence[Any], dtype: Any) -> list[Any]:
+        """Return the updates of a step that is not taken, as `moved` has them."""
+        updates = list(self.grads)
+        for i, master in enumerate(masters):
+            param, grad = self.leaves.values[i], self.grads[i]
+            if is_absent(grad) or not is_inexact(param):
+                continue
+            if is_absent(master):
+                own_dtype = _dtype_of_update(dtype, grad, param, True)
+                updates[i] = negative_zeros(param, own_dtype)
+            else:
+                updates[i] = _FROM_MASTER
+        return updates
+
     def moved(
         self, masters: Sequence[Any], changes: Sequence[Any], dtype: Any
     ) -> tuple[list[Any], list[Any]]:
-        """Return (updates, masters) once `inner` has said its `changes`.
+        """Return (masters, updates) once `inner` has said its `changes`.
 
         Where `inner` sees nothing, the gradient comes back as it is. In the place of an
         update that is to be read off the new master stands `_FROM_MASTER`.
@@ -265,7 +265,7 @@ class _Step:
             else:
                 moved[i] = optax.apply_updates(masters[i], change)
                 updates[i] = _FROM_MASTER
-        return updates, moved
+        return moved, updates
 
     def landed(
         self,

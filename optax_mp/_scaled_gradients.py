@@ -12,7 +12,13 @@ from jax.tree_util import keystr
 from optax_mp._dtypes import at_least_float32
 from optax_mp._loss_scale import LossScale, multiplied
 from optax_mp._scaling import LossScaleState
-from optax_mp._tree import PyTree, all_finite, describe, is_floating, is_inexact
+from optax_mp._tree import (
+    all_finite,
+    describe,
+    is_array,
+    is_floating,
+    is_inexact,
+)
 
 
 def loss_scale(opt_state: optax.OptState) -> jax.Array:
@@ -89,7 +95,7 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
     """
     _check_loss(loss, "scale_loss")
     state = loss_scale_state(opt_state, "scale_loss")
-    return loss if state is None else multiplied(loss, state.scale)
+    return loss if state is None else multiplied(jnp.asarray(loss), state.scale)
 
 
 def value_and_grad(
@@ -172,37 +178,7 @@ def dynamic_scale_value_and_grad(
         >>> float(scale.loss_scale), grads.tolist()
         (2.0, [30000.0])
     """
-    if redo_on_nan < 0:
-        raise ValueError(
-            "dynamic_scale_value_and_grad: `redo_on_nan` is "
-            f"{redo_on_nan}, expected how often to try again, 0 or more."
-        )
-
-    def attempt(scale: LossScale, args: Any, kwargs: Any) -> Any:
-        value, grads = _differentiated(
-            fun, 0, has_aux, scale.loss_scale, args, kwargs, "dynamic_scale_grad"
-        )
-        grads = scale.unscale(grads)
-        finite = all_finite((value[0] if has_aux else value, grads))
-        return scale.adjust(finite), finite, (value, grads)
-
-    def scaled(*args: Any, loss_scale: Any, **kwargs: Any) -> Any:
-        first = attempt(loss_scale, args, kwargs)
-        if not redo_on_nan:
-            return first[0], first[2]
-
-        def failed(carry: Any) -> jax.Array:
-            tries, (_, finite, _) = carry
-            return ~finite & (tries < redo_on_nan)
-
-        def again(carry: Any) -> Any:
-            tries, (scale, _, _) = carry
-            return tries + 1, attempt(scale, args, kwargs)
-
-        _, (scale, _, result) = lax.while_loop(failed, again, (jnp.int32(0), first))
-        return scale, result
-
-    return scaled
+    return _with_retries(fun, has_aux, redo_on_nan, "dynamic_scale_value_and_grad")
 
 
 def dynamic_scale_grad(
@@ -232,13 +208,61 @@ def dynamic_scale_grad(
         >>> grads.tolist()
         [2.0, 2.0]
     """
-    with_value = dynamic_scale_value_and_grad(
-        fun, has_aux=has_aux, redo_on_nan=redo_on_nan
-    )
+    with_value = _with_retries(fun, has_aux, redo_on_nan, "dynamic_scale_grad")
 
     def scaled(*args: Any, loss_scale: Any, **kwargs: Any) -> Any:
         scale, (value, grads) = with_value(*args, loss_scale=loss_scale, **kwargs)
         return scale, (grads, value[1]) if has_aux else grads
+
+    return scaled
+
+
+def _with_retries(
+    fun: Callable[..., Any], has_aux: bool, redo_on_nan: int, caller: str
+) -> Callable[..., Any]:
+    if not (isinstance(redo_on_nan, int) and redo_on_nan >= 0):
+        raise ValueError(
+            f"{caller}: `redo_on_nan` is {redo_on_nan!r}, expected how often to try "
+            "again, 0 or more."
+        )
+
+    def attempt(scale: LossScale, args: Any, kwargs: Any) -> Any:
+        factor = scale.loss_scale
+        value, grads = _differentiated(fun, 0, has_aux, factor, args, kwargs, caller)
+        grads = scale.unscale(grads)
+        finite = all_finite((value[0] if has_aux else value, grads))
+        return finite, (scale.adjust(finite), (value, grads))
+
+    def scaled(*args: Any, loss_scale: Any, **kwargs: Any) -> Any:
+        if not (hasattr(loss_scale, "adjust") and hasattr(loss_scale, "unscale")):
+            raise TypeError(
+                f"{caller}: `loss_scale` is {describe(loss_scale)}, expected a loss "
+                "scale such as `optax_mp.DynamicLossScale(2.0**15)`."
+            )
+        finite, first = attempt(loss_scale, args, kwargs)
+        if not redo_on_nan:
+            return first
+        # Auxiliary output may hold what is no array, and stays out of the loop.
+        leaves, treedef = jax.tree.flatten(first)
+        dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+
+        def filled(arrays: Sequence[Any]) -> Any:
+            for i, array in zip(dynamic, arrays, strict=True):
+                leaves[i] = array
+            return treedef.unflatten(leaves)
+
+        def failed(carry: Any) -> jax.Array:
+            tries, finite, _ = carry
+            return ~finite & (tries < redo_on_nan)
+
+        def again(carry: Any) -> Any:
+            tries, _, arrays = carry
+            finite, result = attempt(filled(arrays)[0], args, kwargs)
+            found = jax.tree.leaves(result)
+            return tries + 1, finite, [found[i] for i in dynamic]
+
+        start = jnp.int32(0), finite, [leaves[i] for i in dynamic]
+        return filled(lax.while_loop(failed, again, start)[2])
 
     return scaled
 
@@ -251,13 +275,22 @@ def _differentiated(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     caller: str,
-) -> tuple[Any, PyTree]:
+) -> tuple[Any, Any]:
     """Return the true value and the scaled float32 gradients of `fun`."""
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for i in chosen:
+        if not -len(args) <= i < len(args):
+            raise ValueError(
+                f"{caller}: `argnums` has {i}, expected the place of one of the "
+                f"{len(args)} positional arguments that came"
+                + (" after `opt_state`." if caller == "value_and_grad" else ".")
+            )
+    # A plain number as an argument is differentiated, one within a model is a setting.
+    args = tuple(jnp.asarray(x) if isinstance(x, float) else x for x in args)
     leaves, treedef = jax.tree.flatten([args[i] for i in chosen])
     moved = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
 
-    def scaled_loss(values: list[Any]) -> tuple[jax.Array, Any]:
+    def scaled_loss(values: list[Any]) -> tuple[Any, Any]:
         filled = list(leaves)
         for i, value in zip(moved, values, strict=True):
             filled[i] = value
@@ -265,6 +298,11 @@ def _differentiated(
         for i, arg in zip(chosen, treedef.unflatten(filled), strict=True):
             full[i] = arg
         value = fun(*full, **kwargs)
+        if has_aux and not (isinstance(value, tuple) and len(value) == 2):
+            raise TypeError(
+                f"{caller}: with `has_aux` the function returned {describe(value)}, "
+                "expected a pair (loss, aux)."
+            )
         loss = value[0] if has_aux else value
         _check_loss(loss, caller)
         return loss if factor is None else multiplied(loss, factor), value
@@ -281,7 +319,8 @@ def _differentiated(
 
 
 def _check_loss(loss: Any, caller: str) -> None:
-    if jnp.ndim(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+    is_scalar = is_floating(loss) and loss.shape == ()
+    if not (is_scalar or isinstance(loss, float)):
         raise ValueError(
             f"{caller}: the loss is {describe(loss)}, expected a floating scalar; take "
             "its mean or sum, or say `has_aux=True` if the function returns (loss, "

@@ -10,14 +10,14 @@ from jax import lax
 from jax.tree_util import DictKey, GetAttrKey, tree_map_with_path
 
 from optax_mp._dtypes import at_least_float32
-from optax_mp._hold import MarkReader, step_where, unless_held
-from optax_mp._leaves import Leaves, is_absent
+from optax_mp._hold import decided_outside, step_where, unless_held
+from optax_mp._leaves import Leaves
 from optax_mp._loss_scale import (
     ScaleCounters,
     ScaleRule,
     adjusted,
     count_up,
-    multiplied,
+    divided,
     start_counters,
 )
 from optax_mp._transformation import as_transformation
@@ -34,7 +34,8 @@ class LossScaleState(NamedTuple):
 
     Attributes:
         scale: the loss scale, a float32 scalar.
-        finite_steps: finite steps since the scale last moved, an int32 scalar.
+        finite_steps: finite steps in a row, back to 0 when growth is due, an int32
+            scalar.
         hysteresis_left: overflows until the scale shrinks, an int32 scalar.
         skipped_in_a_row: steps skipped since the last finite one, an int32 scalar.
         total_skipped: steps skipped since `init`, an int32 scalar.
@@ -75,9 +76,10 @@ def dynamic_loss_scale(
     With `inner`, all of this holds for any optimizer. Without, this is a link for
     `optax.chain`, which can only hand zeros on: they are negative zeros, by which a
     `mixed_precision` further on knows a skipped step and stands still, too. Other
-    optimizers see zeros, on which moments decay and counts go on. So wrapping is the
-    stronger form, and the one for params that are sharded under `shard_map`, where a
-    link's mark is seen by each rank for itself.
+    optimizers see zeros, on which moments decay and counts go on, and so does a
+    `mixed_precision` that finds no master to hold, all params being float32. So
+    wrapping is the stronger form, and the one for params that are sharded under
+    `shard_map`, where no rank can see the whole mark.
 
     Args:
         inner: the optimizer; or None for a link in a chain.
@@ -169,7 +171,18 @@ def static_loss_scale(
         >>> updates["w"].tolist(), int(state.total_skipped)
         ([-0.0, -0.0], 1)
     """
-    rule = ScaleRule("static_loss_scale", min_scale=scale, max_scale=scale)
+    if isinstance(inner, (int, float)):
+        raise TypeError(
+            f"static_loss_scale: `inner` is a {type(inner).__name__}, expected an "
+            "optax gradient transformation; a scale goes by keyword: "
+            f"`scale={inner!r}`."
+        )
+    rule = ScaleRule(
+        "static_loss_scale",
+        min_scale=scale,
+        max_scale=scale,
+        names=(("min_scale", "scale"), ("max_scale", "scale")),
+    )
 
     def stay(counters: ScaleCounters, finite: jax.Array) -> ScaleCounters:
         steps = jnp.where(finite, count_up(counters.finite_steps), 0)
@@ -208,23 +221,21 @@ def _scaling(
         finite = finite_quotients(scaled, state.scale)
         if axis_name is not None:
             finite = lax.pmin(finite.astype(jnp.int32), axis_name) == 1
-        # By the reciprocal: XLA keeps a division apart, in a copy of the gradients.
-        grads = multiplied(scaled, 1 / state.scale)
+        grads = divided(scaled, state.scale)
         if wrapped is None:
             out = jax.tree.map(lambda grad: unless_held(finite, grad), grads)
             inner_state = state.inner_state
         else:
             if extra_args.get("grad") is not None:
-                extra_args["grad"] = _hide_overwritten(extra_args["grad"])
-            update = wrapped.update
-            if isinstance(wrapped, MarkReader):
-                update = wrapped.update_unmarked
+                hidden = _hide_overwritten(extra_args["grad"])
+                extra_args["grad"] = divided(hidden, state.scale)
             trained = _hide_overwritten(params)
 
-            def step(inner_state: optax.OptState) -> Any:
+            def step(inner_state: Any, update: Any = wrapped.update) -> Any:
                 return update(grads, inner_state, trained, **extra_args)
 
-            out, inner_state = step_where(finite, step, state.inner_state)
+            with decided_outside():
+                out, inner_state = step_where(finite, step, state.inner_state)
             out = _overwrite(out, finite, updates, params)
         counters = ScaleCounters(state.scale, state.finite_steps, state.hysteresis_left)
         return out, LossScaleState(
@@ -271,11 +282,17 @@ def _overwrite(out: Any, finite: jax.Array, grads: Any, params: Any) -> Any:
     leaves = Leaves.of(grads, caller="dynamic_loss_scale", name="the gradients")
     if not any(map(_is_overwritten, leaves.paths)):
         return out
+    if params is None:
+        raise ValueError(
+            "dynamic_loss_scale: `params` is None, expected the current params, since "
+            f"leaves under {_OVERWRITE!r} are to be overwritten; call "
+            "`tx.update(grads, state, params)`."
+        )
     filled = leaves.match(out, "the updates of `inner`")
     params = leaves.match(params, "`params`")
     for i, (path, grad) in enumerate(zip(leaves.paths, leaves.values, strict=True)):
-        if _is_overwritten(path) and is_floating(grad) and not is_absent(params[i]):
-            wide = at_least_float32(grad.dtype)
-            change = grad.astype(wide) - params[i].astype(wide)
+        if _is_overwritten(path):
+            wide = at_least_float32(grad.dtype) if is_floating(grad) else grad.dtype
+            change = jnp.asarray(grad, wide) - jnp.asarray(params[i], wide)
             filled[i] = unless_held(finite, change)
     return leaves.unflatten(filled)

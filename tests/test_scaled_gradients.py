@@ -847,7 +847,7 @@ def test_a_redo_on_nan_that_is_no_integer_is_named(bad):
 @pytest.mark.parametrize("bad", [1024.0, None, jnp.float32(8)])
 def test_a_loss_scale_that_is_no_value_is_named(bad):
     f = optax_mp.dynamic_scale_grad(quadratic)
-    with pytest.raises(TypeError, match="dynamic_scale_grad: `loss_scale` is a "):
+    with pytest.raises(TypeError, match="dynamic_scale_grad: `loss_scale` is "):
         f(jnp.ones(2), loss_scale=bad)
 
 

@@ -1,5 +1,6 @@
 """dynamic_loss_scale and static_loss_scale: what a skipped step leaves, in any nesting."""
 
+import copy
 import operator
 import os
 import pathlib
@@ -421,6 +422,40 @@ def test_a_result_with_clipping_does_not_depend_on_the_scale(build):
     assert results[0] == results[1] == results[2]
 
 
+def test_a_line_search_does_not_depend_on_the_scale():
+    """It compares the extra argument `grad` with the updates and the true value."""
+
+    def loss(params):
+        return jnp.sum((params["w"] - 0.3) ** 4)
+
+    results = []
+    for scale in (1.0, 2.0**16):
+        search = optax.scale_by_backtracking_linesearch(20)
+        tx = optax_mp.static_loss_scale(optax.chain(optax.sgd(1.0), search), scale)
+        params = {"w": jnp.ones(3)}
+        state = tx.init(params)
+        for _ in range(3):
+            value, grads = optax_mp.value_and_grad(loss)(state, params)
+            updates, state = tx.update(
+                grads, state, params, value=value, grad=grads, value_fn=loss
+            )
+            params = optax.apply_updates(params, updates)
+        results.append(np.asarray(params["w"]))
+    np.testing.assert_array_equal(*results)
+    assert (np.abs(results[0] - 0.3) < 0.6).all()
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_integer_updates_do_not_move_on_a_bad_step(link):
+    inner = None if link else optax.identity()
+    tx = optax_mp.dynamic_loss_scale(inner)
+    params = {"w": jnp.ones(2), "n": jnp.int32(5)}
+    bad = {"w": jnp.array([1, jnp.inf]), "n": jnp.int32(1)}
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, _ = update(bad, tx.init(params), params)
+        assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
+
+
 def test_updates_have_the_dtype_that_the_inner_optimizer_gives():
     params = {"w": jnp.ones(3, jnp.float16)}
     for inner, want in (
@@ -547,6 +582,36 @@ def test_static_leaves_in_an_inner_state_pass_through():
     assert int(counts(jnp.full(2, jnp.nan))) == 0
 
 
+def test_plain_numbers_in_a_state_stay_on_an_eager_bad_step():
+    def update(updates, state, params=None):
+        return updates, {"count": state["count"] + 1}
+
+    tx = wrapper(optax.GradientTransformation(lambda params: {"count": 0}, update))
+    state = tx.init(jnp.ones(2))
+    _, state = tx.update(jnp.ones(2), state)
+    _, state = tx.update(jnp.full(2, jnp.nan), state)
+    assert state.inner_state == {"count": 1}
+
+
+def test_names_in_the_inner_optimizer_reach_the_program():
+    def update(updates, state, params=None):
+        with jax.named_scope("my_rule"):
+            return jax.tree.map(jnp.sin, updates), state
+
+    tx = wrapper(optax.GradientTransformation(lambda p: optax.EmptyState(), update))
+    params = jnp.ones(2)
+    compiled = jax.jit(tx.update).lower(params, tx.init(params)).compile()
+    assert "my_rule" in compiled.as_text()
+
+
+@pytest.mark.parametrize("build", [optax_mp.mixed_precision, wrapped_masters, wrapper])
+def test_a_transformation_is_a_pytree_that_can_be_rebuilt(build):
+    tx = jax.tree.map(lambda x: x, build(optax.adamw(1e-2)))
+    params = example_params("float32")
+    updates, _ = copy.copy(tx).update(params, tx.init(params), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
 def test_four_devices():
     """shard_map and sharded arrays: see four_devices.py for each claim."""
     done = subprocess.run(
@@ -659,6 +724,18 @@ def test_a_state_of_another_transform_is_named():
     tx = wrapper(optax.adam(1e-2))
     with pytest.raises(TypeError, match="`state` is a tuple, expected the LossScaleSt"):
         tx.update(PARAMS, optax.adam(1e-2).init(PARAMS), PARAMS)
+
+
+def test_a_scale_in_the_place_of_the_optimizer_is_named():
+    with pytest.raises(TypeError, match=r"`inner` is a float, .*`scale=1024.0`"):
+        optax_mp.static_loss_scale(1024.0)
+
+
+def test_overwritten_leaves_need_params():
+    tx = wrapper(optax.sgd(0.1))
+    params = fp8_tree(jnp.ones(2), jnp.ones(1))
+    with pytest.raises(ValueError, match="`params` is None, .*_overwrite_with_gradien"):
+        tx.update(params, tx.init(params))
 
 
 def test_missing_params_are_named_by_who_needs_them():
