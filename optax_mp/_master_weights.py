@@ -152,7 +152,8 @@ def mixed_precision(
 
         # The updates of leaves with a master are no part of the choice, but read off
         # the master afterwards: so all that is chosen is overwritten in place.
-        before = masters, step.held(masters, update_dtype), state.inner_state
+        held = () if proceed is True else step.held(masters, update_dtype)
+        before = masters, held, state.inner_state
         masters, out, inner_state = step_if(proceed, advance, before)
         out, stored = step.landed(proceed, masters, out, storage, update_dtype)
         return leaves.unflatten(out), MixedPrecisionState(
