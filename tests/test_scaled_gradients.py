@@ -1,5 +1,6 @@
 """Gradients of a scaled loss: for optax states, for values, and who watches them."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -509,12 +510,7 @@ def test_value_and_grad_can_be_differentiated_through():
 
 
 @pytest.fixture
-def eqx():
-    return pytest.importorskip("equinox")
-
-
-@pytest.fixture
-def model(eqx):
+def model():
     class Model(eqx.Module):
         linear: eqx.nn.Linear
         head: eqx.nn.MLP
@@ -542,7 +538,7 @@ def model_loss(model, x):
     return jnp.mean(jax.vmap(model)(x) ** 2)
 
 
-def test_gradients_of_an_equinox_module_are_those_of_equinox(eqx, model):
+def test_gradients_of_an_equinox_module_are_those_of_equinox(model):
     x = jnp.asarray(BATCH, jnp.float32)
     f = eqx.filter_jit(optax_mp.value_and_grad(model_loss))
     loss, grads = f(state_with(16.0), model, x)
@@ -555,7 +551,7 @@ def test_gradients_of_an_equinox_module_are_those_of_equinox(eqx, model):
     assert_close_trees(got, eqx.filter(want, eqx.is_array), rtol=1e-4)
 
 
-def test_an_equinox_module_trains_under_filter_jit(eqx, model):
+def test_an_equinox_module_trains_under_filter_jit(model):
     dtype = jnp.float16
     model = optax_mp.cast_floating(model, dtype)
     tx = optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(optax.adam(1e-2)))
@@ -580,7 +576,7 @@ def test_an_equinox_module_trains_under_filter_jit(eqx, model):
     assert model.head.activation is jax.nn.gelu
 
 
-def test_dynamic_scale_grad_takes_an_equinox_module(eqx, model):
+def test_dynamic_scale_grad_takes_an_equinox_module(model):
     x = jnp.asarray(BATCH, jnp.float32)
     f = optax_mp.dynamic_scale_grad(model_loss, redo_on_nan=2)
     scale = optax_mp.DynamicLossScale(16.0, period=5)
