@@ -51,6 +51,11 @@ def mixed_precision(
     that change updates afterwards act on this rounded difference: put them inside, or
     wrap `mixed_precision` last.
 
+    Where all gradients are float32 negative zeros nothing moves: so a loss scale that
+    is an earlier link of a chain marks a step to be skipped. (Not looked for in 16-bit
+    gradients, where no leaf has a master, and under `shard_map` where gradients differ
+    among ranks.)
+
     Args:
         inner: any optax optimizer or chain.
         master_dtype: the floating dtype of masters.
