@@ -1,7 +1,7 @@
 """Doing a step or nothing at all: the choice, and the mark that hands it on."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from optax_mp._dtypes import bits
 from optax_mp._jaxpr import bind, evaluate, is_computed
+from optax_mp._traced import Traced, is_dynamic
 from optax_mp._tree import PyTree, all_hold, describe, is_array, is_inexact, place
 
 Choice = jax.Array | bool
@@ -106,8 +107,10 @@ def step_where(proceed: Choice, step: Step, state: Any) -> tuple[Any, Any]:
     for an accelerator to wait for. But values are rounded as XLA then fuses them.
     """
     if isinstance(proceed, Tracer):
-        return _Traced.of(step, state).where(proceed)
-    return step(state) if proceed else (_Traced.of(step, state).held_updates(), state)
+        return _TracedStep.of(step, state).where(proceed)
+    if proceed:
+        return step(state)
+    return _TracedStep.of(step, state).held_updates(), state
 
 
 def step_if(proceed: Choice, step: Callable[[Any], Any], state: Any) -> Any:
@@ -119,9 +122,10 @@ def step_if(proceed: Choice, step: Callable[[Any], Any], state: Any) -> Any:
     if not isinstance(proceed, Tracer):
         # An eager `lax.cond` would be compiled anew at every call.
         return step(state) if proceed else state
-    traced = _Traced.of(lambda state: ((), step(state)), state)
+    step_traced = _TracedStep.of(lambda state: ((), step(state)), state)
+    traced, held = step_traced.traced, step_traced.held
     avals = traced.closed.out_avals
-    same_types = [old.aval for _, old in traced.held] == list(avals)
+    same_types = [old.aval for old in held] == list(avals)
 
     def typed(values: Iterable[Any]) -> list[Any]:
         if same_types:
@@ -134,58 +138,34 @@ def step_if(proceed: Choice, step: Callable[[Any], Any], state: Any) -> Any:
     chosen = lax.cond(
         proceed,
         lambda: typed(evaluate(traced.closed, traced.arrays, bind)),
-        lambda: typed(old for _, old in traced.held),
+        lambda: typed(held),
     )
     return traced.filled(chosen)[1]
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _TracedStep:
     """One step as a jaxpr, with what each of its outputs is where it is not taken.
 
     Attributes:
-        closed: the jaxpr, from the arrays of the state to those of the outputs.
-        arrays: the arrays of the state.
-        outputs: the leaves that the step returns, stale where they are arrays.
-        treedef: the structure of (updates, state).
-        held: for each array among the outputs its place in them, and the array of the
-            state that it replaces, or None for an update.
+        traced: the step, from the state to (updates, state).
+        held: for each array among the outputs the array of the state that it replaces,
+            or None for an update.
     """
 
-    closed: Any
-    arrays: list[Any]
-    outputs: list[Any]
-    treedef: Any
-    held: list[tuple[int, Any]]
+    traced: Traced
+    held: list[Any]
 
     @classmethod
-    def of(cls, step: Step, state: Any) -> "_Traced":
-        before, treedef = jax.tree.flatten(state)
-        before = [jnp.asarray(x) if _is_dynamic(x) else x for x in before]
-        dynamic = [i for i, leaf in enumerate(before) if _is_dynamic(leaf)]
-        outputs: list[Any] = []
-        after: Any = None
-
-        def flat(arrays: list[Any]) -> list[Any]:
-            nonlocal after
-            leaves = list(before)
-            for i, array in zip(dynamic, arrays, strict=True):
-                leaves[i] = array
-            after = step(treedef.unflatten(leaves))
-            outputs.extend(jax.tree.leaves(after))
-            return [leaf for leaf in outputs if _is_dynamic(leaf)]
-
-        arrays = [before[i] for i in dynamic]
-        closed = jax.make_jaxpr(flat)(arrays)
-        updates, new_state = after
+    def of(cls, step: Step, state: Any) -> "_TracedStep":
+        traced = Traced.of(step, state)
+        updates, new_state = traced.treedef.unflatten(traced.outputs)
         _check_stable(state, new_state)
+        arrays = iter(traced.arrays)
+        before = [next(arrays) if is_dynamic(x) else x for x in jax.tree.leaves(state)]
         replaced = [None] * len(jax.tree.leaves(updates)) + before
-        held = [
-            (i, old)
-            for i, (leaf, old) in enumerate(zip(outputs, replaced, strict=True))
-            if _is_dynamic(leaf)
-        ]
-        return cls(closed, arrays, outputs, jax.tree.structure(after), held)
+        both = zip(traced.outputs, replaced, strict=True)
+        return cls(traced, [old for leaf, old in both if is_dynamic(leaf)])
 
     def held_updates(self) -> Any:
         """Return negative zeros in the place of the updates."""
@@ -193,16 +173,9 @@ class _Traced:
             jnp.full(aval.shape, _negative_zero(aval.dtype), aval.dtype)
             if old is None and _is_number(aval)
             else old
-            for (_, old), aval in zip(self.held, self.closed.out_avals, strict=True)
+            for old, aval in zip(self.held, self.traced.closed.out_avals, strict=True)
         ]
-        return self.filled(values)[0]
-
-    def filled(self, values: Sequence[Any]) -> Any:
-        """Return (updates, state) of these arrays."""
-        leaves = list(self.outputs)
-        for (i, _), value in zip(self.held, values, strict=True):
-            leaves[i] = value
-        return self.treedef.unflatten(leaves)
+        return self.traced.filled(values)[0]
 
     def where(self, proceed: jax.Array) -> Any:
         """Return (updates, state), chosen value by value.
@@ -211,17 +184,17 @@ class _Traced:
         made right where a new value is computed: what follows in the step reads the
         chosen value, so that the old one can be overwritten.
         """
-        jaxpr = self.closed.jaxpr
+        jaxpr = self.traced.closed.jaxpr
         # Which output a variable is, where it is computed; the state comes first, as a
         # value that is both a state and an update is read on as the state.
         owner: dict[Any, int] = {}
-        order = sorted(range(len(self.held)), key=lambda i: self.held[i][1] is None)
+        order = sorted(range(len(self.held)), key=lambda i: self.held[i] is None)
         for i in order:
             if is_computed(jaxpr.outvars[i], jaxpr):
                 owner.setdefault(jaxpr.outvars[i], i)
 
         def choose(i: int, value: Any) -> Any:
-            old = self.held[i][1]
+            old = self.held[i]
             if old is None:
                 return unless_held(proceed, value)
             return value if value is old else _select(proceed, value, old)
@@ -240,11 +213,11 @@ class _Traced:
                         del owner[var]
             return values
 
-        values = evaluate(self.closed, self.arrays, run)
+        values = evaluate(self.traced.closed, self.traced.arrays, run)
         for i, var in enumerate(jaxpr.outvars):
             if not is_computed(var, jaxpr) or owner.get(var) != i:
                 values[i] = choose(i, values[i])
-        return self.filled(values)
+        return self.traced.filled(values)
 
 
 def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:
@@ -253,11 +226,7 @@ def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:
 
 
 def _is_number(x: Any) -> bool:
-    return _is_dynamic(x) and jnp.issubdtype(x.dtype, jnp.number)
-
-
-def _is_dynamic(leaf: Any) -> bool:
-    return is_array(leaf) and leaf.dtype != jax.dtypes.float0
+    return is_dynamic(x) and jnp.issubdtype(x.dtype, jnp.number)
 
 
 def _check_stable(before: Any, after: Any) -> None:

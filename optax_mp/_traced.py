@@ -1,0 +1,65 @@
+"""A function of pytrees as a jaxpr of their arrays."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_mp._tree import PyTree, is_array
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One call of a function, traced; leaves that are no arrays stay what they are.
+
+    Attributes:
+        closed: the jaxpr, from the arrays among the inputs to those among the outputs.
+        arrays: the arrays among the inputs.
+        outputs: the leaves that the function returned, stale where they are arrays.
+        treedef: their structure.
+    """
+
+    closed: Any
+    arrays: list[Any]
+    outputs: list[Any]
+    treedef: Any
+
+    @classmethod
+    def of(cls, function: Callable[[Any], Any], given: PyTree) -> "Traced":
+        """Trace `function(given)`."""
+        leaves, given_def = jax.tree.flatten(given)
+        leaves = [_as_jax(x) if is_dynamic(x) else x for x in leaves]
+        dynamic = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
+        outputs: list[Any] = []
+        treedef: Any = None
+
+        def flat(arrays: list[Any]) -> list[Any]:
+            nonlocal treedef
+            filled = list(leaves)
+            for i, array in zip(dynamic, arrays, strict=True):
+                filled[i] = array
+            returned, treedef = jax.tree.flatten(function(given_def.unflatten(filled)))
+            outputs.extend(returned)
+            return [leaf for leaf in returned if is_dynamic(leaf)]
+
+        arrays = [leaves[i] for i in dynamic]
+        return cls(jax.make_jaxpr(flat)(arrays), arrays, outputs, treedef)
+
+    def filled(self, values: Sequence[Any]) -> Any:
+        """Return what the function returned, with these arrays in place of its own."""
+        arrays = iter(values)
+        leaves = [next(arrays) if is_dynamic(x) else x for x in self.outputs]
+        return self.treedef.unflatten(leaves)
+
+
+def is_dynamic(leaf: Any) -> bool:
+    """Return whether a leaf is an array that a jaxpr can compute with."""
+    return is_array(leaf) and leaf.dtype != jax.dtypes.float0
+
+
+def _as_jax(x: Any) -> Any:
+    # Not of what JAX knows: a mutable reference to an array must stay one.
+    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
