@@ -20,6 +20,7 @@ from optax_mp._scaled_gradients import (
 from optax_mp._scaling import LossScaleState, dynamic_loss_scale, static_loss_scale
 from optax_mp._storage import FullCopy
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
+from optax_mp.amp import amp, amp_stop, default_amp_rules
 
 __version__ = "0.1.0"
 
@@ -32,8 +33,11 @@ __all__ = [
     "Policy",
     "StaticLossScale",
     "all_finite",
+    "amp",
+    "amp_stop",
     "cast_floating",
     "check_loss_scale",
+    "default_amp_rules",
     "dynamic_loss_scale",
     "dynamic_scale_grad",
     "dynamic_scale_value_and_grad",

@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 
 from optax_mp._dtypes import bits
-from optax_mp._jaxpr import bind, evaluate, is_computed
+from optax_mp._jaxpr import evaluate, is_computed, rebind
 from optax_mp._traced import Traced, is_dynamic
 from optax_mp._tree import PyTree, all_hold, describe, is_array, is_inexact, place
 
@@ -137,7 +137,7 @@ def step_if(proceed: Choice, step: Callable[[Any], Any], state: Any) -> Any:
 
     chosen = lax.cond(
         proceed,
-        lambda: typed(evaluate(traced.closed, traced.arrays, bind)),
+        lambda: typed(evaluate(traced.closed, traced.arrays, rebind)),
         lambda: typed(held),
     )
     return traced.filled(chosen)[1]
@@ -200,7 +200,7 @@ class _TracedStep:
             return value if value is old else _select(proceed, value, old)
 
         def run(equation: Any, inputs: list[Any]) -> list[Any]:
-            values = bind(equation, inputs)
+            values = rebind(equation, inputs)
             for at, (var, value) in enumerate(
                 zip(equation.outvars, values, strict=True)
             ):

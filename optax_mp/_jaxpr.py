@@ -1,51 +1,242 @@
-"""Running a jaxpr equation by equation: the one door to `jax.extend`."""
+"""Reading, running and changing jaxprs: the one door to `jax.extend`.
+
+What differs between versions of JAX in a jaxpr is said here and nowhere else.
+"""
 
 import contextlib
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import primitives as _primitives
+from jax.sharding import PartitionSpec
 
+__all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Primitive"]
+
+AnyJaxpr = Jaxpr | ClosedJaxpr
 Run = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 
+# What an equation that has other jaxprs inside does with them.
+_KINDS = {
+    "jit": "jit",
+    "pjit": "jit",  # up to JAX 0.6
+    "checkpoint": "remat",
+    "remat": "remat",
+    "remat2": "remat",
+    "closed_call": "inline",
+    "core_call": "inline",
+    "scan": "scan",
+    "while": "while",
+    "cond": "cond",
+    "custom_jvp_call": "custom_jvp",
+    "custom_vjp_call": "custom_vjp",
+    "custom_vjp_call_jaxpr": "custom_vjp",  # up to JAX 0.5
+    "shard_map": "shard_map",
+}
+# The parameters that hold those jaxprs; of a while, the test comes first.
+_INNER = ("cond_jaxpr", "body_jaxpr", "jaxpr", "call_jaxpr", "fun_jaxpr", "branches")
 
-def is_computed(atom: Any, jaxpr: Any) -> bool:
+
+def kind(equation: JaxprEqn) -> str | None:
+    """Return what an equation does with jaxprs inside it, or None if that is opaque."""
+    return _KINDS.get(equation.primitive.name)
+
+
+def inner_jaxprs(equation: JaxprEqn) -> list[AnyJaxpr]:
+    """Return the jaxprs inside an equation that has a `kind`."""
+    named = [equation.params[name] for name in _INNER if name in equation.params]
+    return [jaxpr for group in named for jaxpr in _as_group(group)]
+
+
+def jaxprs_within(equation: JaxprEqn) -> list[AnyJaxpr]:
+    """Return all jaxprs among the parameters, whatever they are for."""
+    values = [x for group in equation.params.values() for x in _as_group(group)]
+    return [x for x in values if isinstance(x, Jaxpr | ClosedJaxpr)]
+
+
+def _as_group(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else (value,)
+
+
+def opened(jaxpr: AnyJaxpr) -> tuple[Jaxpr, Sequence[Any]]:
+    """Return a jaxpr and its constants."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr.jaxpr, jaxpr.consts
+    return jaxpr, ()
+
+
+def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
+    """Return how many inputs of a scan are constants and how many its carry."""
+    params = equation.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, *_ = params["ft_in"].unpack()  # JAX 0.11 and later
+    return len(consts), len(carry)
+
+
+def while_counts(equation: JaxprEqn) -> tuple[int, int]:
+    """Return how many inputs of a while are constants of its test and its body."""
+    return equation.params["cond_nconsts"], equation.params["body_nconsts"]
+
+
+def is_literal(atom: Any) -> bool:
+    """Return whether an input is a number written into the jaxpr."""
+    return isinstance(atom, Literal)
+
+
+def is_computed(atom: Any, jaxpr: Jaxpr) -> bool:
     """Return whether an output of `jaxpr` comes from one of its equations."""
     given = (*jaxpr.invars, *jaxpr.constvars)
-    return not isinstance(atom, Literal) and all(atom is not var for var in given)
+    return not is_literal(atom) and all(atom is not var for var in given)
 
 
-def evaluate(closed: ClosedJaxpr, args: Sequence[Any], run: Run) -> list[Any]:
-    """Return the outputs of `closed` for `args`; `run` says what an equation does.
+def is_shaped(aval: Any) -> bool:
+    """Return whether an abstract value is a plain array: no token and no reference."""
+    return isinstance(aval, ShapedArray)
+
+
+def retyped(aval: Any, dtype: Any) -> Any:
+    """Return an abstract value of another dtype, placed and varying as it was."""
+    return aval.update(dtype=np.dtype(dtype), weak_type=False)
+
+
+def aval_like(x: Any, dtype: Any) -> Any:
+    """Return the abstract value of an array at another dtype."""
+    typeof = getattr(jax, "typeof", None)
+    if typeof is None:  # up to JAX 0.5, where a type holds no more than that
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+    return retyped(typeof(x), dtype)
+
+
+def scopes(equation: JaxprEqn) -> list[str]:
+    """Return the names that `jax.named_scope` gave an equation, outermost first.
+
+    Gradients write them as `transpose(jvp(name))`: those words are among the names.
+    """
+    return re.findall(r"[^/()]+", str(equation.source_info.name_stack))
+
+
+def source_line(equation: JaxprEqn) -> str:
+    """Return the user's line that an equation comes from: `file:line (function)`."""
+    return source_info_util.summarize(equation.source_info)
+
+
+def primitive_names() -> set[str]:
+    """Return the names of all primitives that JAX shows."""
+    values = vars(_primitives).values()
+    return {value.name for value in values if isinstance(value, Primitive)}
+
+
+def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run) -> list[Any]:
+    """Return the outputs of `jaxpr` for `args`; `run` says what an equation does.
 
     It gets the equation and the values of its inputs, and returns those of its outputs.
     """
-    jaxpr = closed.jaxpr
-    known: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    jaxpr, consts = opened(jaxpr)
+    known: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, args, strict=True))
 
     def value(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else known[atom]
+        return atom.val if is_literal(atom) else known[atom]
 
     for equation in jaxpr.eqns:
         outputs = run(equation, [value(atom) for atom in equation.invars])
         known.update(zip(equation.outvars, outputs, strict=True))
     # As arrays, though a literal is a plain number.
-    return [jnp.asarray(value(atom), atom.aval.dtype) for atom in jaxpr.outvars]
+    return [
+        jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else known[atom]
+        for atom in jaxpr.outvars
+    ]
 
 
-def bind(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of an equation as it is written, where and named as it is."""
-    bound: Any = equation.primitive.get_bind_params(equation.params)
+def bind(
+    equation: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None
+) -> list[Any]:
+    """Return the outputs of an equation as it is written, or with other parameters."""
+    params = equation.params if params is None else params
+    bound: Any = equation.primitive.get_bind_params(params)
     # Up to JAX 0.9.0 with the functions among the parameters apart.
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)
-    with equation.ctx.manager, _name_scope(equation):
-        outputs = equation.primitive.bind(*functions, *inputs, **params)
+    functions, bound = bound if isinstance(bound, tuple) else ((), bound)
+    outputs = equation.primitive.bind(*functions, *inputs, **bound)
     return list(outputs) if equation.primitive.multiple_results else [outputs]
 
 
-def _name_scope(equation: JaxprEqn) -> Any:
-    names = str(equation.source_info.name_stack)
-    return jax.named_scope(names) if names else contextlib.nullcontext()
+@contextlib.contextmanager
+def placed_as(equation: JaxprEqn) -> Iterator[None]:
+    """Trace what is inside where, named and configured as the equation is."""
+    source = equation.source_info
+    names = source_info_util.current_name_stack() + source.name_stack
+    context = source_info_util.user_context(source.traceback, name_stack=names)
+    with context, equation.ctx.manager:
+        yield
+
+
+def rebind(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Return the outputs of an equation as it is written, where it is written."""
+    with placed_as(equation):
+        return bind(equation, inputs)
+
+
+def bind_with(
+    equation: JaxprEqn, inputs: Sequence[Any], inner: Sequence[ClosedJaxpr]
+) -> list[Any]:
+    """Return the outputs of an equation with other jaxprs inside, all else the same."""
+    params, inputs, rest = dict(equation.params), list(inputs), iter(inner)
+    for name in _INNER:
+        old = params.get(name)
+        if isinstance(old, tuple):
+            params[name] = tuple(next(rest) for _ in old)
+        elif isinstance(old, ClosedJaxpr):
+            params[name] = next(rest)
+        elif isinstance(old, Jaxpr):
+            new = next(rest)
+            names = [*new.jaxpr.constvars, *new.jaxpr.invars]
+            params[name] = new.jaxpr.replace(
+                constvars=[], invars=names, debug_info=None
+            )
+            inputs = [*new.consts, *inputs]
+    return bind(equation, inputs, params)
+
+
+def traced(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
+    """Return the jaxpr of a function of arrays, as one that goes inside an equation."""
+    with source_info_util.reset_name_stack():
+        return jax.make_jaxpr(function)(*avals)
+
+
+def shard_mapped(equation: JaxprEqn, function: Callable[..., Any]) -> Any:
+    """Return `function` mapped as this shard_map maps its jaxpr."""
+    params = equation.params
+    if "in_specs" in params:
+        axes = params.get("newly_manual_axes") or params.get("manual_axes")
+        return jax.shard_map(
+            function,
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=list(params["out_specs"]),
+            check_vma=params["check_vma"],
+            axis_names=set(axes),
+        )
+    # Up to JAX 0.6. Imported here, for later versions warn of it.
+    from jax.experimental.shard_map import shard_map
+
+    def specs(names: Sequence[Any], atoms: Sequence[Any]) -> list[PartitionSpec]:
+        return [
+            PartitionSpec(*(axes.get(i) for i in range(atom.aval.ndim)))
+            for axes, atom in zip(names, atoms, strict=True)
+        ]
+
+    return shard_map(
+        function,
+        mesh=params["mesh"],
+        in_specs=tuple(specs(params["in_names"], equation.invars)),
+        out_specs=specs(params["out_names"], equation.outvars),
+        check_rep=params["check_rep"],
+        auto=params["auto"],
+    )

@@ -1,0 +1,137 @@
+"""Functions with derivative rules of their own, run by amp together with those rules.
+
+How a rule is kept in a jaxpr differs between versions of JAX, and it is written for
+float32. So JAX itself is asked for the derivative of the one equation, as it is
+written; the trace of that is interpreted, in a new function with a new rule.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_mp._jaxpr import JaxprEqn, bind
+from optax_mp.amp._cast import cast
+
+Call = Callable[..., list[Any]]
+# interpret(function, arguments, the dtypes that the function is written for)
+Interpret = Callable[[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]], Any]
+
+
+def custom_jvp(
+    equation: JaxprEqn, call: Call, returned: Sequence[Any], interpret: Interpret
+) -> Call:
+    """Return `call`, that returns these dtypes, with the rule of a custom_jvp."""
+    dtypes, floating = _inputs(equation)
+    function = jax.custom_jvp(call)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        moved = [primals[i] for i in floating]
+        return jax.jvp(_of_floating(equation, floating, primals), moved, tangents)
+
+    @function.defjvp
+    def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        given = (list(primals), [tangents[i] for i in floating])
+        as_written = (dtypes, [dtypes[i] for i in floating])
+        outputs, moved = interpret(jvp, given, as_written)
+        outputs = list(map(cast, outputs, returned))
+        # Of what is no float, the tangent is none either, and stays as it is.
+        moved = [
+            cast(tangent, x.dtype if _is_inexact(x) else None)
+            for tangent, x in zip(moved, outputs, strict=True)
+        ]
+        return outputs, moved
+
+    return function
+
+
+def custom_vjp(
+    equation: JaxprEqn, call: Call, returned: Sequence[Any], interpret: Interpret
+) -> Call:
+    """Return `call`, that returns these dtypes, with the rule of a custom_vjp."""
+    dtypes, floating = _inputs(equation)
+    outputs_written = [var.aval for var in equation.outvars]
+    inexact = [i for i, aval in enumerate(outputs_written) if _is_inexact(aval)]
+    function = jax.custom_vjp(call)
+
+    def forward(*inputs: Any) -> tuple[Any, Any]:
+        pullback: Any = None
+
+        def vjp(inputs: Sequence[Any]) -> Any:
+            nonlocal pullback
+            moved = [inputs[i] for i in floating]
+            of_floating = _of_floating(equation, floating, inputs)
+            outputs, pull = jax.vjp(of_floating, *moved)
+            # What jax.vjp returns is a pytree: of arrays, and the code around them.
+            kept, treedef = jax.tree.flatten(pull)
+            pullback = _Pullback(treedef, tuple(x.dtype for x in kept))
+            return outputs, kept
+
+        outputs, kept = interpret(vjp, (list(inputs),), (dtypes,))
+        given = _Dtypes(tuple(inputs[i].dtype for i in floating))
+        return list(map(cast, outputs, returned)), (kept, pullback, given)
+
+    def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        kept, pullback, given = residuals
+
+        def pull(kept: Sequence[Any], moved: Sequence[Any]) -> Any:
+            cotangents: list[Any] = [
+                np.zeros(aval.shape, jax.dtypes.float0) for aval in outputs_written
+            ]
+            for i, cotangent in zip(inexact, moved, strict=True):
+                cotangents[i] = cotangent
+            return list(jax.tree.unflatten(pullback.treedef, kept)(cotangents))
+
+        moved = [cotangents[i] for i in inexact]
+        as_written = (list(pullback.kept), [outputs_written[i].dtype for i in inexact])
+        pulled = interpret(pull, (kept, moved), as_written)
+        # None for inputs that are no floats.
+        gradients: list[Any] = [None] * len(dtypes)
+        for i, gradient, dtype in zip(floating, pulled, given.dtypes, strict=True):
+            gradients[i] = cast(gradient, dtype)
+        return tuple(gradients)
+
+    function.defvjp(forward, backward)
+    return function
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Pullback:
+    """What a pullback is but for the arrays it keeps, and the dtypes of those."""
+
+    treedef: Any
+    kept: tuple[Any, ...]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Dtypes:
+    dtypes: tuple[Any, ...]
+
+
+def _inputs(equation: JaxprEqn) -> tuple[list[Any], list[int]]:
+    """Return the dtypes of the inputs, and which of them can be differentiated."""
+    avals = [atom.aval for atom in equation.invars]
+    return [x.dtype for x in avals], [i for i, x in enumerate(avals) if _is_inexact(x)]
+
+
+def _of_floating(
+    equation: JaxprEqn, floating: Sequence[int], inputs: Sequence[Any]
+) -> Callable[..., list[Any]]:
+    """Return the equation as a function of those inputs that can be differentiated."""
+
+    def call(*moved: Any) -> list[Any]:
+        filled = list(inputs)
+        for i, x in zip(floating, moved, strict=True):
+            filled[i] = x
+        return bind(equation, filled)
+
+    return call
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -1,0 +1,88 @@
+"""Rules that are functions: called, and what they return checked."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from optax_mp._jaxpr import JaxprEqn, bind, is_literal, retyped, traced
+from optax_mp._tree import describe, is_array
+from optax_mp.amp._rules import Rule
+from optax_mp.amp._states import FULL, LOW, States, takes_part
+
+
+def bind_by_function(
+    rule: Rule, compute_dtype: Any, equation: JaxprEqn, inputs: Sequence[Any]
+) -> list[Any]:
+    """Return the outputs of an equation, bound as a user's function says."""
+    originals = tuple(atom.aval.dtype for atom in equation.invars)
+    given = [
+        jnp.asarray(x, atom.aval.dtype) if is_literal(atom) else x
+        for x, atom in zip(inputs, equation.invars, strict=True)
+    ]
+    name = equation.primitive.name
+    returned = rule(compute_dtype, originals, *given, **equation.params)
+    if not (isinstance(returned, tuple | list) and len(returned) == 2):
+        raise TypeError(
+            f"amp: the rule of {name} returned {returned!r}, expected a pair (invars, "
+            "bind_params)."
+        )
+    invars, params = returned
+    if not isinstance(params, dict):
+        raise TypeError(
+            f"amp: the rule of {name} returned {params!r} for bind_params, expected a "
+            "dictionary such as the one that it was given."
+        )
+    if not isinstance(invars, tuple | list) or len(invars) != len(given):
+        count = len(invars) if isinstance(invars, tuple | list) else repr(invars)
+        raise ValueError(
+            f"amp: the rule of {name} returned {count} inputs, expected {len(given)}, "
+            "as many as it was given."
+        )
+    for i, (new, old) in enumerate(zip(invars, given, strict=True)):
+        if not is_array(new) or not _may_replace(new, old):
+            raise ValueError(
+                f"amp: the rule of {name} returned {describe(new)} for input {i}, "
+                f"expected {describe(old)} or another floating dtype of that shape."
+                if jnp.issubdtype(old.dtype, jnp.floating)
+                else f"amp: the rule of {name} returned {describe(new)} for input {i}, "
+                f"expected {describe(old)} as it was given."
+            )
+    return bind(equation, invars, params)
+
+
+def _may_replace(new: Any, old: Any) -> bool:
+    floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (new, old))
+    return new.shape == old.shape and (floating or new.dtype == old.dtype)
+
+
+def states_by_function(
+    rule: Rule, compute_dtype: Any, equation: JaxprEqn, states: States
+) -> States:
+    """Return the states of the outputs of an equation bound by a user's function."""
+    avals = [
+        retyped(atom.aval, compute_dtype) if state == LOW else atom.aval
+        for atom, state in zip(equation.invars, states, strict=True)
+    ]
+
+    def bound(*inputs: Any) -> list[Any]:
+        return bind_by_function(rule, compute_dtype, equation, inputs)
+
+    outputs = traced(bound, avals).out_avals
+    return tuple(
+        _state(equation, atom, aval.dtype, compute_dtype)
+        for atom, aval in zip(equation.outvars, outputs, strict=True)
+    )
+
+
+def _state(equation: JaxprEqn, atom: Any, dtype: Any, compute_dtype: Any) -> Any:
+    if dtype == atom.aval.dtype:
+        return FULL if takes_part(atom) else None
+    if takes_part(atom) and dtype == compute_dtype:
+        return LOW
+    expected = {jnp.dtype(atom.aval.dtype).name, jnp.dtype(compute_dtype).name}
+    raise ValueError(
+        f"amp: by its rule {equation.primitive.name} returns {jnp.dtype(dtype).name}, "
+        f"expected {' or '.join(sorted(expected))}; set `preferred_element_type` among "
+        "the bind_params, or cast the inputs to one of them."
+    )

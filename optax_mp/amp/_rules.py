@@ -1,0 +1,183 @@
+"""Which rule each operation follows: the table, and how a user's rules are read."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jax.lax import Precision
+from jax.typing import DTypeLike
+
+from optax_mp._dtypes import bits, floating_dtype
+from optax_mp._jaxpr import (
+    JaxprEqn,
+    Primitive,
+    is_literal,
+    jaxprs_within,
+    primitive_names,
+    scopes,
+)
+from optax_mp.amp._states import takes_part
+
+# Either a word or `(compute_dtype, original_dtypes, *invars, **bind_params)`, which
+# returns the inputs and parameters to bind.
+Rule = str | Callable[..., tuple[Any, dict[str, Any]]]
+
+WORDS = {
+    "low": "in the compute dtype",
+    "f32": "in float32, inputs and outputs (float64 stays float64)",
+    "f32_if_f16": "`f32` where the compute dtype is float16, else `widest`",
+    "widest": "in the widest dtype of the inputs that are not literals",
+    "own": "each input and its output in the dtype that it has",
+    "as_written": "as it would be without amp",
+}
+# Keys that name no primitive.
+DEFAULT = "amp_default"
+STOP = "amp_stop"
+RECIPROCAL = "reciprocal"
+
+_LOW = """
+dot_general conv_general_dilated ragged_dot ragged_dot_general
+"""
+_F32 = """
+exp exp2 expm1 log log1p pow rsqrt tan sinh cosh
+asin acos atan atan2 asinh acosh atanh erf_inv lgamma digamma polygamma igamma igammac
+reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum
+"""
+_WIDEST = """
+add sub mul div rem max min neg sign abs sqrt cbrt tanh logistic erf erfc sin cos
+floor ceil round select_n clamp is_finite eq ne lt le gt ge eq_to lt_to le_to
+add_any concatenate pad broadcast_in_dim reshape transpose squeeze expand_dims rev tile
+slice dynamic_slice dynamic_update_slice split gather stop_gradient copy copy_p name
+reduce_max reduce_min argmax argmin cummax cummin top_k real
+reduce_window_max reduce_window_min
+psum psum2 psum_invariant pmax pmin ppermute pvary pbroadcast pcast
+all_gather all_gather_invariant all_to_all psum_scatter reduce_scatter
+sharding_constraint reshard device_put
+"""
+
+default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
+    dict.fromkeys(_LOW.split(), "low")
+    | dict.fromkeys(_F32.split(), "f32")
+    # 1 / x, where a small x is a large result.
+    | {RECIPROCAL: "f32"}
+    # 256 squared is too much for float16; bfloat16 has the range of float32.
+    | dict.fromkeys(("integer_pow", "square"), "f32_if_f16")
+    | dict.fromkeys(_WIDEST.split(), "widest")
+    | dict.fromkeys(("sort", "optimization_barrier"), "own")
+    # Among what is not listed: scatters (a sum of many small gradients in one place),
+    # reductions by any function, random bits, fft, linear algebra, kernels, callbacks.
+    | {DEFAULT: "as_written"}
+)
+
+
+class Rules:
+    """The rules of one `amp`, by name, checked."""
+
+    def __init__(self, rules: Any, compute_dtype: DTypeLike) -> None:
+        """Read `rules` as a user gives them."""
+        dtype = floating_dtype(compute_dtype, "amp: `compute_dtype`")
+        if bits(dtype) != 16:
+            raise ValueError(
+                f"amp: `compute_dtype` is {dtype.name}, expected bfloat16 or float16; "
+                "wider is what the function does without amp, and 8-bit floats need "
+                "a scale for each tensor."
+            )
+        if not isinstance(rules, Mapping):
+            raise TypeError(
+                f"amp: `rules` is {rules!r}, expected a mapping such as "
+                "default_amp_rules | {'tanh': 'f32'}."
+            )
+        self.compute_dtype = dtype
+        self._by_name: dict[str, Rule] = {DEFAULT: "as_written"}
+        for key, rule in rules.items():
+            self._by_name[_name(key)] = _checked(key, rule)
+        # The name of a primitive means the primitive: the backward pass of everything
+        # is in a scope named "transpose".
+        operations = {DEFAULT, RECIPROCAL, *default_amp_rules, *primitive_names()}
+        operations |= {key.name for key in rules if isinstance(key, Primitive)}
+        self._by_scope = {STOP: "as_written"} | {
+            name: rule for name, rule in self._by_name.items() if name not in operations
+        }
+
+    def in_scope(self, equation: JaxprEqn, around: Rule | None) -> Rule | None:
+        """Return the rule of the outermost scope with one; `around` is outside all."""
+        if around is not None:
+            return around
+        rules = map(self._by_scope.get, scopes(equation))
+        return next((rule for rule in rules if rule is not None), None)
+
+    def of(self, equation: JaxprEqn, scope: Rule | None) -> tuple[Rule, str]:
+        """Return the rule that an equation follows in a scope, and what decided."""
+        rule, why = self._named(equation, scope)
+        if not any(map(takes_part, equation.invars)):
+            return "as_written", "inputs"
+        if callable(rule) or rule in ("f32", "as_written"):
+            return rule, why
+        params = equation.params
+        if jaxprs_within(equation) or params.get("out_dtype") is not None:
+            return "as_written", "parameters"
+        if rule == "low" and "preferred_element_type" in params:
+            if not _is_free(params.get("precision")):
+                return "as_written", "precision"
+            if not all(map(self._can_be_low, equation.invars[:2])):
+                return "as_written", "inputs"
+        return rule, why
+
+    def _named(self, equation: JaxprEqn, scope: Rule | None) -> tuple[Rule, str]:
+        """Return the rule by name, of the scope or of the primitive."""
+        name = equation.primitive.name
+        if name == "div" and is_literal(equation.invars[0]):
+            name = RECIPROCAL if RECIPROCAL in self._by_name else name
+        own, why = self._by_name.get(name, self._by_name[DEFAULT]), "rule"
+        # A scope's word is about what amp can choose: an fft has no 16-bit form.
+        if scope is not None and (own != "as_written" or callable(scope)):
+            own, why = scope, "scope"
+        if own == "f32_if_f16":
+            own = "f32" if self.compute_dtype == "float16" else "widest"
+        return own, why
+
+    def _can_be_low(self, atom: Any) -> bool:
+        return takes_part(atom) or atom.aval.dtype == self.compute_dtype
+
+    def unknown(self, seen: Iterable[str]) -> list[str]:
+        """Return the names with a rule that are neither JAX's nor among the seen."""
+        return sorted(self._by_scope.keys() - {STOP, *seen})
+
+
+def unknown_names_error(names: list[str], seen: Iterable[str]) -> ValueError:
+    """Return the error for rules that name nothing."""
+    known = {*default_amp_rules, *primitive_names(), *seen}
+    close = difflib.get_close_matches(names[0], known, n=3)
+    hint = f"; did you mean {', '.join(close)}?" if close else "."
+    return ValueError(
+        f"amp: `rules` names {', '.join(map(repr, names))}, expected a primitive of "
+        "JAX, or a `jax.named_scope` that the function enters in this call" + hint
+    )
+
+
+def _is_free(precision: Any) -> bool:
+    """Return whether a product leaves it to the machine how exact it is."""
+    given = precision if isinstance(precision, tuple) else (precision,)
+    return all(x in (None, Precision.DEFAULT, Precision.HIGH) for x in given)
+
+
+def _name(key: Any) -> str:
+    if isinstance(key, str):
+        return key
+    if isinstance(key, Primitive):
+        return key.name
+    raise TypeError(
+        f"amp: `rules` has the key {key!r}, expected a primitive such as "
+        "jax.lax.tanh_p, its name, or the name of a jax.named_scope."
+    )
+
+
+def _checked(key: Any, rule: Any) -> Rule:
+    if callable(rule) or (isinstance(rule, str) and rule in WORDS):
+        return rule
+    raise ValueError(
+        f"amp: the rule of {_name(key)!r} is {rule!r}, expected one of "
+        f"{', '.join(WORDS)}, or a function (compute_dtype, original_dtypes, *invars, "
+        "**bind_params) -> (invars, bind_params)."
+    )

@@ -1,0 +1,141 @@
+"""Running a jaxpr by its plan: every equation bound again, with the casts it needs."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from optax_mp._jaxpr import (
+    AnyJaxpr,
+    ClosedJaxpr,
+    JaxprEqn,
+    aval_like,
+    bind,
+    bind_with,
+    evaluate,
+    inner_jaxprs,
+    opened,
+    placed_as,
+    retyped,
+    shard_mapped,
+    source_line,
+    traced,
+)
+from optax_mp.amp._cast import cast
+from optax_mp.amp._custom_rules import custom_jvp, custom_vjp
+from optax_mp.amp._functions import bind_by_function
+from optax_mp.amp._plan import Planner
+from optax_mp.amp._rules import Rule, Rules
+from optax_mp.amp._states import FULL, LOW, Inner, Plan, States, Step, written
+
+
+class Interpreter:
+    """Runs jaxprs by one set of rules."""
+
+    def __init__(self, rules: Rules) -> None:
+        """Run by `rules`."""
+        self._planner = Planner(rules)
+        self._low = rules.compute_dtype
+        # So that an eager call finds jaxprs inside that are compiled already.
+        self._converted = functools.lru_cache(maxsize=1024)(self._convert)
+
+    def plan(self, jaxpr: AnyJaxpr, states: States, scope: Rule | None = None) -> Plan:
+        """Plan a jaxpr for inputs in these states; nothing is known of its readers."""
+        jaxpr, _ = opened(jaxpr)
+        return self._planner.plan(jaxpr, states, (False,) * len(jaxpr.outvars), scope)
+
+    def run(self, jaxpr: AnyJaxpr, plan: Plan, args: Sequence[Any]) -> list[Any]:
+        """Return the outputs of a jaxpr, in the states that the plan says."""
+        steps = iter(plan.steps)
+
+        def run_step(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+            step = next(steps)
+            try:
+                with placed_as(equation):
+                    cast = self.cast_all(inputs, step.inputs, equation.invars)
+                    return self._run_step(equation, step, cast)
+            except Exception as error:
+                _locate(error, equation)
+                raise
+
+        return evaluate(jaxpr, args, run_step)
+
+    def _run_step(self, equation: JaxprEqn, step: Step, inputs: list) -> Sequence[Any]:
+        match step.how:
+            case "same":
+                return inputs
+            case "bind":
+                return bind(equation, inputs, step.params)
+            case "function":
+                return bind_by_function(step.rule, self._low, equation, inputs)
+        jaxprs = inner_jaxprs(equation)
+        if step.how in ("jit", "remat", "scan", "while", "cond"):
+            pairs = zip(jaxprs, step.inner, strict=True)
+            return bind_with(equation, inputs, [self._converted(*x) for x in pairs])
+
+        def call(*args: Any) -> list[Any]:
+            return self.run(jaxprs[0], step.inner[0].plan, args)
+
+        if step.how in ("custom_jvp", "custom_vjp"):
+            rule = custom_jvp if step.how == "custom_jvp" else custom_vjp
+            returned = self._dtypes(step.outputs, equation.outvars)
+            call = rule(equation, call, returned, self._interpreter(step.scope))
+        elif step.how == "shard_map":
+            call = shard_mapped(equation, call)
+        return call(*inputs)
+
+    def _convert(self, jaxpr: AnyJaxpr, inner: Inner) -> ClosedJaxpr:
+        """Return a jaxpr inside an equation as its plan says."""
+        opened_jaxpr, _ = opened(jaxpr)
+
+        def run(*args: Any) -> list[Any]:
+            args = self.cast_all(args, inner.plan.inputs, opened_jaxpr.invars)
+            outputs = self.run(jaxpr, inner.plan, args)
+            return self.cast_all(outputs, inner.returned, opened_jaxpr.outvars)
+
+        avals = [
+            retyped(atom.aval, self._low) if state == LOW else atom.aval
+            for atom, state in zip(opened_jaxpr.invars, inner.given, strict=True)
+        ]
+        return traced(run, avals)
+
+    def _interpreter(self, scope: Rule | None) -> Callable[..., Any]:
+        """Return the interpreter of functions as they are written in a scope.
+
+        It runs `function(*given)`, where each array in `given` is low or of the dtype
+        in `dtypes` for which the function is written.
+        """
+
+        def interpret(function: Callable[..., Any], given: Any, dtypes: Any) -> Any:
+            avals = jax.tree.map(aval_like, given, dtypes)
+            closed, returned = jax.make_jaxpr(function, return_shape=True)(*avals)
+            leaves = jax.tree.leaves(given)
+            states = tuple(
+                state and (LOW if x.dtype == self._low else FULL)
+                for state, x in zip(written(closed.jaxpr.invars), leaves, strict=True)
+            )
+            values = self.run(closed, self.plan(closed, states, scope), leaves)
+            return jax.tree.structure(returned).unflatten(values)
+
+        return interpret
+
+    def cast_all(
+        self, values: Sequence[Any], states: States, atoms: Sequence[Any]
+    ) -> list[Any]:
+        """Return values in these states; what is weak or takes no part stays."""
+        return list(map(cast, values, self._dtypes(states, atoms)))
+
+    def _dtypes(self, states: States, atoms: Sequence[Any]) -> list[Any]:
+        """Return the dtypes that states stand for, None for what is to stay."""
+        return [
+            self._low if state == LOW else atom.aval.dtype if state == FULL else None
+            for state, atom in zip(states, atoms, strict=True)
+        ]
+
+
+def _locate(error: Exception, equation: JaxprEqn) -> None:
+    """Say once in an error which operation failed, and where it is written."""
+    if not any(note.startswith("amp:") for note in getattr(error, "__notes__", ())):
+        name = equation.primitive.name
+        error.add_note(f"amp: in {name}, written at {source_line(equation)}")
