@@ -26,9 +26,14 @@ Want = bool | None
 Wants = tuple[Want, ...]
 
 
-def sinks(wants: Sequence[Want]) -> bool:
-    """Return whether the outputs of an operation are wanted in float32."""
-    return True in wants and False not in wants
+def sinks(equation: JaxprEqn, wants: Sequence[Want]) -> bool:
+    """Return whether an operation is better done in float32, for all want that of it.
+
+    Not a choice between values: that rounds nothing, and its derivative would keep
+    zeros in float32.
+    """
+    chooses = equation.primitive.name == "select_n"
+    return True in wants and False not in wants and not chooses
 
 
 class Demand:
@@ -76,7 +81,7 @@ class Demand:
         if rule in ("widest", "own"):
             # A comparison returns nothing that could be rounded: it does not care.
             cares = any(map(takes_part, equation.outvars))
-            return (sinks(outs) if cares else None,) * count
+            return (sinks(equation, outs) if cares else None,) * count
         return (False,) * count
 
     def _through(self, equation: JaxprEqn, outs: Wants, scope: Rule | None) -> Wants:

@@ -31,14 +31,15 @@ from optax_mp.amp._states import (
     cast_to,
     literal_state,
     settled,
+    takes_part,
     widest,
     written,
 )
 
-# What returns the one value that it is given.
+# What returns the values that it is given, perhaps several times.
 _REPEATS = frozenset(
     "broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p pvary "
-    "pbroadcast pcast stop_gradient".split()
+    "pbroadcast pcast stop_gradient convert_element_type".split()
 )
 
 
@@ -68,11 +69,16 @@ class Planner:
             return literal_state(atom) if is_literal(atom) else known[atom]
 
         wanted = self._demand.within(jaxpr, wants, scope)
+        biases = {var for var in (*jaxpr.constvars, *jaxpr.invars) if _is_vector(var)}
         steps, changed = [], LOW in inputs
         for equation in jaxpr.eqns:
             states = tuple(map(state, equation.invars))
             outs = tuple(map(wanted.get, equation.outvars))
-            step = self._step(equation, states, outs, scope)
+            given = [not is_literal(x) and x in biases for x in equation.invars]
+            if given == [True] and equation.primitive.name in _REPEATS:
+                biases.update(equation.outvars)
+            adds_bias = equation.primitive.name == "add" and given.count(True) == 1
+            step = self._step(equation, states, outs, scope, adds_bias)
             steps.append(step)
             known.update(zip(equation.outvars, step.outputs, strict=True))
             changed |= step.how == "function" or LOW in step.inputs + step.outputs
@@ -80,7 +86,12 @@ class Planner:
         return Plan(inputs, tuple(steps), tuple(map(state, jaxpr.outvars)), changed)
 
     def _step(
-        self, equation: JaxprEqn, states: States, wants: Wants, scope: Rule | None
+        self,
+        equation: JaxprEqn,
+        states: States,
+        wants: Wants,
+        scope: Rule | None,
+        adds_bias: bool,
     ) -> Step:
         scope = self.rules.in_scope(equation, scope)
         if scope != "as_written":
@@ -88,7 +99,7 @@ class Planner:
                 return self._around(equation, states, wants, scope)
             if equation.primitive.name == "convert_element_type":
                 return self._cast(equation, states, scope)
-        rule, why = self.rules.of(equation, scope)
+        rule, why = self.rules.of(equation, scope, adds_bias)
         if callable(rule):
             outputs = states_by_function(
                 rule, self.rules.compute_dtype, equation, states
@@ -100,24 +111,31 @@ class Planner:
         if rule == "widest" and equation.primitive.name in _REPEATS:
             if isinstance(states[0], Weak):
                 return Step("bind", (FULL,), states, rule, "literal", scope)
-        target = FULL
-        if rule in ("low", "widest"):
-            target, why = self._target(rule, states, wants, why)
+        target = result = FULL
+        if rule in ("low", "widest", "rounded"):
+            target, why = self._target(equation, rule, states, wants, why)
+            is_rounded = rule == "rounded" and LOW in states and why == "inputs"
+            result = LOW if is_rounded else target
         inputs = cast_to(target, states)
-        outputs = cast_to(target, written(equation.outvars))
+        outputs = cast_to(result, written(equation.outvars))
         params = self._low_params(equation) if target == LOW else None
         return Step("bind", inputs, outputs, rule, why, scope, params)
 
     def _target(
-        self, rule: Rule, states: States, wants: Wants, why: str
+        self,
+        equation: JaxprEqn,
+        rule: Rule,
+        states: States,
+        wants: Wants,
+        why: str,
     ) -> tuple[str, str]:
-        """Return the state for all inputs and outputs of an operation, and why."""
-        if rule == "widest" and widest(states) == FULL:
-            return FULL, "inputs"
+        """Return the state in which an operation is done, and why."""
         if not self._fit(states):
             return FULL, "literal"
-        if rule == "widest" and sinks(wants):
+        if rule != "low" and sinks(equation, wants):
             return FULL, "sink"
+        if rule != "low" and widest(states) == FULL:
+            return FULL, "inputs"
         return LOW, why
 
     def _fit(self, states: States) -> bool:
@@ -214,6 +232,13 @@ class Planner:
         )
         inner = tuple(Inner(plan, states[1:], outputs) for plan in plans)
         return states, outputs, inner
+
+
+def _is_vector(var: Any) -> bool:
+    """Return whether a variable has one long axis at most, as the bias of a layer."""
+    if not takes_part(var) or not var.aval.ndim:
+        return False
+    return var.aval.size == max(var.aval.shape)
 
 
 def _joined(carry: States, returned: States) -> States:

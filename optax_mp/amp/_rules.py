@@ -28,6 +28,7 @@ WORDS = {
     "f32": "in float32, inputs and outputs (float64 stays float64)",
     "f32_if_f16": "`f32` where the compute dtype is float16, else `widest`",
     "widest": "in the widest dtype of the inputs that are not literals",
+    "rounded": "in the widest dtype, the result in the compute dtype",
     "own": "each input and its output in the dtype that it has",
     "as_written": "as it would be without amp",
 }
@@ -35,6 +36,7 @@ WORDS = {
 DEFAULT = "amp_default"
 STOP = "amp_stop"
 RECIPROCAL = "reciprocal"
+BIAS_ADD = "bias_add"
 
 _LOW = """
 dot_general conv_general_dilated ragged_dot ragged_dot_general
@@ -61,6 +63,9 @@ default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
     | dict.fromkeys(_F32.split(), "f32")
     # 1 / x, where a small x is a large result.
     | {RECIPROCAL: "f32"}
+    # x @ w + b, where a float32 b would make all that follows float32. It is not rounded
+    # itself: so the sum of its gradient over the batch is one in float32.
+    | {BIAS_ADD: "rounded"}
     # 256 squared is too much for float16; bfloat16 has the range of float32.
     | dict.fromkeys(("integer_pow", "square"), "f32_if_f16")
     | dict.fromkeys(_WIDEST.split(), "widest")
@@ -94,7 +99,7 @@ class Rules:
             self._by_name[_name(key)] = _checked(key, rule)
         # The name of a primitive means the primitive: the backward pass of everything
         # is in a scope named "transpose".
-        operations = {DEFAULT, RECIPROCAL, *default_amp_rules, *primitive_names()}
+        operations = {RECIPROCAL, BIAS_ADD, *default_amp_rules, *primitive_names()}
         operations |= {key.name for key in rules if isinstance(key, Primitive)}
         self._by_scope = {STOP: "as_written"} | {
             name: rule for name, rule in self._by_name.items() if name not in operations
@@ -107,9 +112,11 @@ class Rules:
         rules = map(self._by_scope.get, scopes(equation))
         return next((rule for rule in rules if rule is not None), None)
 
-    def of(self, equation: JaxprEqn, scope: Rule | None) -> tuple[Rule, str]:
+    def of(
+        self, equation: JaxprEqn, scope: Rule | None, adds_bias: bool = False
+    ) -> tuple[Rule, str]:
         """Return the rule that an equation follows in a scope, and what decided."""
-        rule, why = self._named(equation, scope)
+        rule, why = self._named(equation, scope, adds_bias)
         if not any(map(takes_part, equation.invars)):
             return "as_written", "inputs"
         if callable(rule) or rule in ("f32", "as_written"):
@@ -124,12 +131,17 @@ class Rules:
                 return "as_written", "inputs"
         return rule, why
 
-    def _named(self, equation: JaxprEqn, scope: Rule | None) -> tuple[Rule, str]:
+    def _named(
+        self, equation: JaxprEqn, scope: Rule | None, adds_bias: bool
+    ) -> tuple[Rule, str]:
         """Return the rule by name, of the scope or of the primitive."""
         name = equation.primitive.name
-        if name == "div" and is_literal(equation.invars[0]):
-            name = RECIPROCAL if RECIPROCAL in self._by_name else name
         own, why = self._by_name.get(name, self._by_name[DEFAULT]), "rule"
+        # Unless the user has another rule for all that have the name.
+        if own == "widest" and name == "div" and is_literal(equation.invars[0]):
+            own = self._by_name.get(RECIPROCAL, own)
+        if own == "widest" and adds_bias:
+            own = self._by_name.get(BIAS_ADD, own)
         # A scope's word is about what amp can choose: an fft has no 16-bit form.
         if scope is not None and (own != "as_written" or callable(scope)):
             own, why = scope, "scope"

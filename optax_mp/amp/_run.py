@@ -66,7 +66,8 @@ class Interpreter:
             case "same":
                 return inputs
             case "bind":
-                return bind(equation, inputs, step.params)
+                outputs = bind(equation, inputs, step.params)
+                return self.cast_all(outputs, step.outputs, equation.outvars)
             case "function":
                 return bind_by_function(step.rule, self._low, equation, inputs)
         jaxprs = inner_jaxprs(equation)
