@@ -13,14 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, Var
 from jax.extend.core import primitives as _primitives
 from jax.sharding import PartitionSpec
 
-__all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Primitive"]
-
 AnyJaxpr = Jaxpr | ClosedJaxpr
-Run = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
+Equation = Any  # a JaxprEqn, whose variables JAX types without dtype and shape
+Run = Callable[[Equation, list[Any]], Sequence[Any]]
 
 # What an equation that has other jaxprs inside does with them.
 _KINDS = {
@@ -43,18 +42,18 @@ _KINDS = {
 _INNER = ("cond_jaxpr", "body_jaxpr", "jaxpr", "call_jaxpr", "fun_jaxpr", "branches")
 
 
-def kind(equation: JaxprEqn) -> str | None:
+def kind(equation: Equation) -> str | None:
     """Return what an equation does with jaxprs inside it, or None if that is opaque."""
     return _KINDS.get(equation.primitive.name)
 
 
-def inner_jaxprs(equation: JaxprEqn) -> list[AnyJaxpr]:
+def inner_jaxprs(equation: Equation) -> list[AnyJaxpr]:
     """Return the jaxprs inside an equation that has a `kind`."""
     named = [equation.params[name] for name in _INNER if name in equation.params]
     return [jaxpr for group in named for jaxpr in _as_group(group)]
 
 
-def jaxprs_within(equation: JaxprEqn) -> list[AnyJaxpr]:
+def jaxprs_within(equation: Equation) -> list[AnyJaxpr]:
     """Return all jaxprs among the parameters, whatever they are for."""
     values = [x for group in equation.params.values() for x in _as_group(group)]
     return [x for x in values if isinstance(x, Jaxpr | ClosedJaxpr)]
@@ -71,7 +70,7 @@ def opened(jaxpr: AnyJaxpr) -> tuple[Jaxpr, Sequence[Any]]:
     return jaxpr, ()
 
 
-def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
+def scan_counts(equation: Equation) -> tuple[int, int]:
     """Return how many inputs of a scan are constants and how many its carry."""
     params = equation.params
     if "num_consts" in params:
@@ -80,7 +79,7 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def while_counts(equation: JaxprEqn) -> tuple[int, int]:
+def while_counts(equation: Equation) -> tuple[int, int]:
     """Return how many inputs of a while are constants of its test and its body."""
     return equation.params["cond_nconsts"], equation.params["body_nconsts"]
 
@@ -114,7 +113,7 @@ def aval_like(x: Any, dtype: Any) -> Any:
     return retyped(typeof(x), dtype)
 
 
-def scopes(equation: JaxprEqn) -> list[str]:
+def scopes(equation: Equation) -> list[str]:
     """Return the names that `jax.named_scope` gave an equation, outermost first.
 
     Gradients write them as `transpose(jvp(name))`: those words are among the names.
@@ -122,7 +121,7 @@ def scopes(equation: JaxprEqn) -> list[str]:
     return re.findall(r"[^/()]+", str(equation.source_info.name_stack))
 
 
-def source_line(equation: JaxprEqn) -> str:
+def source_line(equation: Equation) -> str:
     """Return the user's line that an equation comes from: `file:line (function)`."""
     return source_info_util.summarize(equation.source_info)
 
@@ -149,14 +148,15 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run) -> list[Any]:
         outputs = run(equation, [value(atom) for atom in equation.invars])
         known.update(zip(equation.outvars, outputs, strict=True))
     # As arrays, though a literal is a plain number.
+    outvars: Sequence[Any] = jaxpr.outvars
     return [
         jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else known[atom]
-        for atom in jaxpr.outvars
+        for atom in outvars
     ]
 
 
 def bind(
-    equation: JaxprEqn, inputs: Sequence[Any], params: dict[str, Any] | None = None
+    equation: Equation, inputs: Sequence[Any], params: dict[str, Any] | None = None
 ) -> list[Any]:
     """Return the outputs of an equation as it is written, or with other parameters."""
     params = equation.params if params is None else params
@@ -168,7 +168,7 @@ def bind(
 
 
 @contextlib.contextmanager
-def placed_as(equation: JaxprEqn) -> Iterator[None]:
+def placed_as(equation: Equation) -> Iterator[None]:
     """Trace what is inside where, named and configured as the equation is."""
     source = equation.source_info
     names = source_info_util.current_name_stack() + source.name_stack
@@ -177,14 +177,14 @@ def placed_as(equation: JaxprEqn) -> Iterator[None]:
         yield
 
 
-def rebind(equation: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+def rebind(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
     """Return the outputs of an equation as it is written, where it is written."""
     with placed_as(equation):
         return bind(equation, inputs)
 
 
 def bind_with(
-    equation: JaxprEqn, inputs: Sequence[Any], inner: Sequence[ClosedJaxpr]
+    equation: Equation, inputs: Sequence[Any], inner: Sequence[ClosedJaxpr]
 ) -> list[Any]:
     """Return the outputs of an equation with other jaxprs inside, all else the same."""
     params, inputs, rest = dict(equation.params), list(inputs), iter(inner)
@@ -210,7 +210,7 @@ def traced(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
         return jax.make_jaxpr(function)(*avals)
 
 
-def shard_mapped(equation: JaxprEqn, function: Callable[..., Any]) -> Any:
+def shard_mapped(equation: Equation, function: Callable[..., Any]) -> Any:
     """Return `function` mapped as this shard_map maps its jaxpr."""
     params = equation.params
     if "in_specs" in params:
@@ -237,6 +237,5 @@ def shard_mapped(equation: JaxprEqn, function: Callable[..., Any]) -> Any:
         mesh=params["mesh"],
         in_specs=tuple(specs(params["in_names"], equation.invars)),
         out_specs=specs(params["out_names"], equation.outvars),
-        check_rep=params["check_rep"],
-        auto=params["auto"],
+        **{name: params[name] for name in ("check_rep", "auto")},
     )

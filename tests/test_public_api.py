@@ -23,7 +23,9 @@ def test_the_readme_lists_every_public_name():
     assert listed == set(optax_mp.__all__)
 
 
-@pytest.mark.parametrize("name", optax_mp.__all__)
+@pytest.mark.parametrize(
+    "name", [name for name in optax_mp.__all__ if callable(getattr(optax_mp, name))]
+)
 def test_every_public_name_has_a_docstring_and_functions_an_example(name):
     thing = getattr(optax_mp, name)
     assert thing.__doc__

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jaxpr import JaxprEqn, bind
+from optax_mp._jaxpr import Equation, bind
 from optax_mp.amp._cast import cast
 
 Call = Callable[..., list[Any]]
@@ -22,7 +22,7 @@ Interpret = Callable[[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]], Any
 
 
 def custom_jvp(
-    equation: JaxprEqn, call: Call, returned: Sequence[Any], interpret: Interpret
+    equation: Equation, call: Call, returned: Sequence[Any], interpret: Interpret
 ) -> Call:
     """Return `call`, that returns these dtypes, with the rule of a custom_jvp."""
     dtypes, floating = _inputs(equation)
@@ -49,7 +49,7 @@ def custom_jvp(
 
 
 def custom_vjp(
-    equation: JaxprEqn, call: Call, returned: Sequence[Any], interpret: Interpret
+    equation: Equation, call: Call, returned: Sequence[Any], interpret: Interpret
 ) -> Call:
     """Return `call`, that returns these dtypes, with the rule of a custom_vjp."""
     dtypes, floating = _inputs(equation)
@@ -113,14 +113,14 @@ class _Dtypes:
     dtypes: tuple[Any, ...]
 
 
-def _inputs(equation: JaxprEqn) -> tuple[list[Any], list[int]]:
+def _inputs(equation: Equation) -> tuple[list[Any], list[int]]:
     """Return the dtypes of the inputs, and which of them can be differentiated."""
     avals = [atom.aval for atom in equation.invars]
     return [x.dtype for x in avals], [i for i, x in enumerate(avals) if _is_inexact(x)]
 
 
 def _of_floating(
-    equation: JaxprEqn, floating: Sequence[int], inputs: Sequence[Any]
+    equation: Equation, floating: Sequence[int], inputs: Sequence[Any]
 ) -> Callable[..., list[Any]]:
     """Return the equation as a function of those inputs that can be differentiated."""
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from optax_mp._jaxpr import (
+    Equation,
     Jaxpr,
-    JaxprEqn,
     inner_jaxprs,
     is_literal,
     kind,
@@ -26,7 +26,7 @@ Want = bool | None
 Wants = tuple[Want, ...]
 
 
-def sinks(equation: JaxprEqn, wants: Sequence[Want]) -> bool:
+def sinks(equation: Equation, wants: Sequence[Want]) -> bool:
     """Return whether an operation is better done in float32, for all want that of it.
 
     Not a choice between values: that rounds nothing, and its derivative would keep
@@ -64,7 +64,7 @@ class Demand:
                 read(atom, want)
         return wants
 
-    def _of_inputs(self, equation: JaxprEqn, outs: Wants, scope: Rule | None) -> Wants:
+    def _of_inputs(self, equation: Equation, outs: Wants, scope: Rule | None) -> Wants:
         scope = self._rules.in_scope(equation, scope)
         count = len(equation.invars)
         if scope == "as_written":
@@ -84,7 +84,7 @@ class Demand:
             return (sinks(equation, outs) if cares else None,) * count
         return (False,) * count
 
-    def _through(self, equation: JaxprEqn, outs: Wants, scope: Rule | None) -> Wants:
+    def _through(self, equation: Equation, outs: Wants, scope: Rule | None) -> Wants:
         """Return the wants of inputs that go into jaxprs inside."""
         jaxprs = [opened(jaxpr)[0] for jaxpr in inner_jaxprs(equation)]
         if kind(equation) == "cond":
@@ -107,7 +107,7 @@ class Demand:
             outs = self.of_body(equation, outs, scope)
         return self._inputs(jaxprs[0], outs, scope)
 
-    def of_body(self, equation: JaxprEqn, outs: Wants, scope: Rule | None) -> Wants:
+    def of_body(self, equation: Equation, outs: Wants, scope: Rule | None) -> Wants:
         """Return the wants of what a loop's body returns.
 
         Of the carry, which the next turn reads, the greatest fix-point.

@@ -1,18 +1,20 @@
 """Rules that are functions: called, and what they return checked."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from optax_mp._jaxpr import JaxprEqn, bind, is_literal, retyped, traced
+from optax_mp._jaxpr import Equation, bind, is_literal, retyped, traced
 from optax_mp._tree import describe, is_array
-from optax_mp.amp._rules import Rule
 from optax_mp.amp._states import FULL, LOW, States, takes_part
 
 
 def bind_by_function(
-    rule: Rule, compute_dtype: Any, equation: JaxprEqn, inputs: Sequence[Any]
+    rule: Callable[..., Any],
+    compute_dtype: Any,
+    equation: Equation,
+    inputs: Sequence[Any],
 ) -> list[Any]:
     """Return the outputs of an equation, bound as a user's function says."""
     originals = tuple(atom.aval.dtype for atom in equation.invars)
@@ -57,7 +59,7 @@ def _may_replace(new: Any, old: Any) -> bool:
 
 
 def states_by_function(
-    rule: Rule, compute_dtype: Any, equation: JaxprEqn, states: States
+    rule: Callable[..., Any], compute_dtype: Any, equation: Equation, states: States
 ) -> States:
     """Return the states of the outputs of an equation bound by a user's function."""
     avals = [
@@ -75,7 +77,7 @@ def states_by_function(
     )
 
 
-def _state(equation: JaxprEqn, atom: Any, dtype: Any, compute_dtype: Any) -> Any:
+def _state(equation: Equation, atom: Any, dtype: Any, compute_dtype: Any) -> Any:
     if dtype == atom.aval.dtype:
         return FULL if takes_part(atom) else None
     if takes_part(atom) and dtype == compute_dtype:

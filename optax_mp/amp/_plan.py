@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_mp._jaxpr import (
+    Equation,
     Jaxpr,
-    JaxprEqn,
     inner_jaxprs,
     is_literal,
     kind,
@@ -87,7 +87,7 @@ class Planner:
 
     def _step(
         self,
-        equation: JaxprEqn,
+        equation: Equation,
         states: States,
         wants: Wants,
         scope: Rule | None,
@@ -123,7 +123,7 @@ class Planner:
 
     def _target(
         self,
-        equation: JaxprEqn,
+        equation: Equation,
         rule: Rule,
         states: States,
         wants: Wants,
@@ -144,7 +144,7 @@ class Planner:
         sizes = [abs(x) for x in values if x and np.isfinite(x)]
         return all(self._smallest <= size <= self._largest for size in sizes)
 
-    def _low_params(self, equation: JaxprEqn) -> dict[str, Any] | None:
+    def _low_params(self, equation: Equation) -> dict[str, Any] | None:
         # A float32 result of 16-bit inputs would make both products of the backward
         # pass ones of mixed dtypes; hardware accumulates in float32 anyway.
         if equation.params.get("preferred_element_type") is None:
@@ -152,7 +152,7 @@ class Planner:
         low = self.rules.compute_dtype
         return equation.params | {"preferred_element_type": low}
 
-    def _cast(self, equation: JaxprEqn, states: States, scope: Rule | None) -> Step:
+    def _cast(self, equation: Equation, states: States, scope: Rule | None) -> Step:
         """Plan a change of dtype: the user's, and honoured."""
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         outputs = written(equation.outvars)
@@ -166,17 +166,17 @@ class Planner:
         return Step("bind", settled(states), outputs, "as_written", "cast", scope)
 
     def _around(
-        self, equation: JaxprEqn, states: States, wants: Wants, scope: Rule | None
+        self, equation: Equation, states: States, wants: Wants, scope: Rule | None
     ) -> Step:
         """Plan an equation by the jaxprs inside it."""
+        how = kind(equation) or ""
         plan = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        inputs, outputs, inner = plan.get(kind(equation), self._call)(
+        inputs, outputs, inner = plan.get(how, self._call)(
             equation, states, wants, scope
         )
         if not any(each.plan.changed for each in inner):
             inputs, outputs = cast_to(FULL, states), settled(outputs)
             return Step("bind", inputs, outputs, "as_written", "inside", scope)
-        how = kind(equation)
         return Step(how, inputs, outputs, "inside", "inside", scope, inner=inner)
 
     def _call(self, equation, states, wants, scope):

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits, floating_dtype
 from optax_mp._jaxpr import (
-    JaxprEqn,
+    Equation,
     Primitive,
     is_literal,
     jaxprs_within,
@@ -21,7 +21,7 @@ from optax_mp.amp._states import takes_part
 
 # Either a word or `(compute_dtype, original_dtypes, *invars, **bind_params)`, which
 # returns the inputs and parameters to bind.
-Rule = str | Callable[..., tuple[Any, dict[str, Any]]]
+Rule = str | Callable[..., Any]
 
 WORDS = {
     "low": "in the compute dtype",
@@ -63,8 +63,8 @@ default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
     | dict.fromkeys(_F32.split(), "f32")
     # 1 / x, where a small x is a large result.
     | {RECIPROCAL: "f32"}
-    # x @ w + b, where a float32 b would make all that follows float32. It is not rounded
-    # itself: so the sum of its gradient over the batch is one in float32.
+    # x @ w + b, where a float32 b would make all that follows float32. It is added in
+    # float32, so that its gradient is summed over the batch in float32.
     | {BIAS_ADD: "rounded"}
     # 256 squared is too much for float16; bfloat16 has the range of float32.
     | dict.fromkeys(("integer_pow", "square"), "f32_if_f16")
@@ -105,7 +105,7 @@ class Rules:
             name: rule for name, rule in self._by_name.items() if name not in operations
         }
 
-    def in_scope(self, equation: JaxprEqn, around: Rule | None) -> Rule | None:
+    def in_scope(self, equation: Equation, around: Rule | None) -> Rule | None:
         """Return the rule of the outermost scope with one; `around` is outside all."""
         if around is not None:
             return around
@@ -113,7 +113,7 @@ class Rules:
         return next((rule for rule in rules if rule is not None), None)
 
     def of(
-        self, equation: JaxprEqn, scope: Rule | None, adds_bias: bool = False
+        self, equation: Equation, scope: Rule | None, adds_bias: bool = False
     ) -> tuple[Rule, str]:
         """Return the rule that an equation follows in a scope, and what decided."""
         rule, why = self._named(equation, scope, adds_bias)
@@ -132,7 +132,7 @@ class Rules:
         return rule, why
 
     def _named(
-        self, equation: JaxprEqn, scope: Rule | None, adds_bias: bool
+        self, equation: Equation, scope: Rule | None, adds_bias: bool
     ) -> tuple[Rule, str]:
         """Return the rule by name, of the scope or of the primitive."""
         name = equation.primitive.name
@@ -152,19 +152,21 @@ class Rules:
     def _can_be_low(self, atom: Any) -> bool:
         return takes_part(atom) or atom.aval.dtype == self.compute_dtype
 
-    def unknown(self, seen: Iterable[str]) -> list[str]:
-        """Return the names with a rule that are neither JAX's nor among the seen."""
-        return sorted(self._by_scope.keys() - {STOP, *seen})
+    @property
+    def named_scopes(self) -> set[str]:
+        """Return the scopes that a user has rules for."""
+        return self._by_scope.keys() - {STOP}
 
 
-def unknown_names_error(names: list[str], seen: Iterable[str]) -> ValueError:
+def unknown_scopes(names: set[str], seen: Iterable[str]) -> ValueError:
     """Return the error for rules that name nothing."""
     known = {*default_amp_rules, *primitive_names(), *seen}
-    close = difflib.get_close_matches(names[0], known, n=3)
-    hint = f"; did you mean {', '.join(close)}?" if close else "."
+    close = difflib.get_close_matches(min(names), known, n=3)
+    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
     return ValueError(
-        f"amp: `rules` names {', '.join(map(repr, names))}, expected a primitive of "
-        "JAX, or a `jax.named_scope` that the function enters in this call" + hint
+        f"amp: `rules` names {', '.join(map(repr, sorted(names)))}, expected a "
+        "primitive of JAX, or a `jax.named_scope` that the function enters in this call"
+        + hint
     )
 
 

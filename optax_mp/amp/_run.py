@@ -9,7 +9,7 @@ import jax
 from optax_mp._jaxpr import (
     AnyJaxpr,
     ClosedJaxpr,
-    JaxprEqn,
+    Equation,
     aval_like,
     bind,
     bind_with,
@@ -35,6 +35,7 @@ class Interpreter:
 
     def __init__(self, rules: Rules) -> None:
         """Run by `rules`."""
+        self.rules = rules
         self._planner = Planner(rules)
         self._low = rules.compute_dtype
         # So that an eager call finds jaxprs inside that are compiled already.
@@ -49,7 +50,7 @@ class Interpreter:
         """Return the outputs of a jaxpr, in the states that the plan says."""
         steps = iter(plan.steps)
 
-        def run_step(equation: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        def run_step(equation: Equation, inputs: list[Any]) -> Sequence[Any]:
             step = next(steps)
             try:
                 with placed_as(equation):
@@ -61,7 +62,7 @@ class Interpreter:
 
         return evaluate(jaxpr, args, run_step)
 
-    def _run_step(self, equation: JaxprEqn, step: Step, inputs: list) -> Sequence[Any]:
+    def _run_step(self, equation: Equation, step: Step, inputs: list) -> Sequence[Any]:
         match step.how:
             case "same":
                 return inputs
@@ -91,8 +92,8 @@ class Interpreter:
         opened_jaxpr, _ = opened(jaxpr)
 
         def run(*args: Any) -> list[Any]:
-            args = self.cast_all(args, inner.plan.inputs, opened_jaxpr.invars)
-            outputs = self.run(jaxpr, inner.plan, args)
+            cast = self.cast_all(args, inner.plan.inputs, opened_jaxpr.invars)
+            outputs = self.run(jaxpr, inner.plan, cast)
             return self.cast_all(outputs, inner.returned, opened_jaxpr.outvars)
 
         avals = [
@@ -135,7 +136,7 @@ class Interpreter:
         ]
 
 
-def _locate(error: Exception, equation: JaxprEqn) -> None:
+def _locate(error: Exception, equation: Equation) -> None:
     """Say once in an error which operation failed, and where it is written."""
     if not any(note.startswith("amp:") for note in getattr(error, "__notes__", ())):
         name = equation.primitive.name
