@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.extend.core import primitives as _primitives
 from jax.sharding import PartitionSpec
 
@@ -138,7 +138,7 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run) -> list[Any]:
     It gets the equation and the values of its inputs, and returns those of its outputs.
     """
     jaxpr, consts = opened(jaxpr)
-    known: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, args, strict=True))
 
     def value(atom: Any) -> Any:
@@ -148,7 +148,7 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run) -> list[Any]:
         outputs = run(equation, [value(atom) for atom in equation.invars])
         known.update(zip(equation.outvars, outputs, strict=True))
     # As arrays, though a literal is a plain number.
-    outvars: Sequence[Any] = jaxpr.outvars
+    outvars: Any = jaxpr.outvars
     return [
         jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else known[atom]
         for atom in outvars

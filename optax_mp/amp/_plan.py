@@ -69,16 +69,12 @@ class Planner:
             return literal_state(atom) if is_literal(atom) else known[atom]
 
         wanted = self._demand.within(jaxpr, wants, scope)
-        biases = {var for var in (*jaxpr.constvars, *jaxpr.invars) if _is_vector(var)}
+        biases = _Biases(jaxpr)
         steps, changed = [], LOW in inputs
         for equation in jaxpr.eqns:
             states = tuple(map(state, equation.invars))
             outs = tuple(map(wanted.get, equation.outvars))
-            given = [not is_literal(x) and x in biases for x in equation.invars]
-            if given == [True] and equation.primitive.name in _REPEATS:
-                biases.update(equation.outvars)
-            adds_bias = equation.primitive.name == "add" and given.count(True) == 1
-            step = self._step(equation, states, outs, scope, adds_bias)
+            step = self._step(equation, states, outs, scope, biases.added_by(equation))
             steps.append(step)
             known.update(zip(equation.outvars, step.outputs, strict=True))
             changed |= step.how == "function" or LOW in step.inputs + step.outputs
@@ -234,11 +230,30 @@ class Planner:
         return states, outputs, inner
 
 
-def _is_vector(var: Any) -> bool:
-    """Return whether a variable has one long axis at most, as the bias of a layer."""
-    if not takes_part(var) or not var.aval.ndim:
-        return False
-    return var.aval.size == max(var.aval.shape)
+class _Biases:
+    """The inputs of a jaxpr that may be the bias of a layer: those with one axis."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        inputs: Any = filter(takes_part, (*jaxpr.constvars, *jaxpr.invars))
+        # With what repeats them, and how many numbers they have.
+        self._sizes = {
+            var: var.aval.size
+            for var in inputs
+            if var.aval.ndim and var.aval.size == max(var.aval.shape)
+        }
+
+    def added_by(self, equation: Equation) -> bool:
+        """Return whether an equation adds a bias to something larger.
+
+        To be asked of each equation in turn.
+        """
+        name = equation.primitive.name
+        inputs = [atom for atom in equation.invars if not is_literal(atom)]
+        sizes = [self._sizes[var] for var in inputs if var in self._sizes]
+        if name in _REPEATS and sizes:
+            self._sizes[equation.outvars[0]] = sizes[0]
+        # One that is as large as the sum is no bias: it may be what is summed up.
+        return name == "add" and any(x < equation.outvars[0].aval.size for x in sizes)
 
 
 def _joined(carry: States, returned: States) -> States:
