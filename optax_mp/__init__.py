@@ -20,11 +20,20 @@ from optax_mp._scaled_gradients import (
 from optax_mp._scaling import LossScaleState, dynamic_loss_scale, static_loss_scale
 from optax_mp._storage import FullCopy
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
-from optax_mp.amp import amp, amp_stop, default_amp_rules
+from optax_mp.amp import (
+    AmpOperation,
+    AmpReport,
+    amp,
+    amp_report,
+    amp_stop,
+    default_amp_rules,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AmpOperation",
+    "AmpReport",
     "DynamicLossScale",
     "FullCopy",
     "LossScaleState",
@@ -34,6 +43,7 @@ __all__ = [
     "StaticLossScale",
     "all_finite",
     "amp",
+    "amp_report",
     "amp_stop",
     "cast_floating",
     "check_loss_scale",

@@ -122,8 +122,11 @@ def scopes(equation: Equation) -> list[str]:
 
 
 def source_line(equation: Equation) -> str:
-    """Return the user's line that an equation comes from: `file:line (function)`."""
-    return source_info_util.summarize(equation.source_info)
+    """Return the user's line that an equation comes from, such as `model.py:12`."""
+    place = source_info_util.summarize(equation.source_info)
+    # A path, a line, perhaps a column, and a function in brackets.
+    found = re.match(r"(?:.*[/\\])?([^:/\\]+:\d+)", place)
+    return found[1] if found else place
 
 
 def primitive_names() -> set[str]:

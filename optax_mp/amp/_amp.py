@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._jaxpr import AnyJaxpr, evaluate, jaxprs_within, opened, rebind, scopes
+from optax_mp._jaxpr import AnyJaxpr, evaluate, jaxprs_within, opened, rebind
 from optax_mp._traced import Traced
-from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules, unknown_scopes
+from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules, unknown_places
 from optax_mp.amp._run import Interpreter
 from optax_mp.amp._states import Plan, written
 
@@ -41,9 +41,9 @@ def amp(
         compute_dtype: bfloat16, or float16; for that scale the loss
             (`optax_mp.dynamic_loss_scale`).
         rules: how each operation runs, `default_amp_rules` or others. A key is a
-            primitive (`jax.lax.tanh_p`, or its name `"tanh"`) or the name of a
-            `jax.named_scope`; `"amp_default"` stands for primitives not listed. A value
-            is a word:
+            primitive (`jax.lax.tanh_p`, or its name `"tanh"`), the name of a
+            `jax.named_scope`, or a source line such as `"model.py:12"`;
+            `"amp_default"` stands for primitives not listed. A value is a word:
 
             - `"low"`: in the compute dtype;
             - `"f32"`: in float32, inputs and outputs (float64 stays float64);
@@ -63,7 +63,7 @@ def amp(
     Raises:
         TypeError: if `fun` is not callable, or `rules` not a mapping of such keys.
         ValueError: if `compute_dtype` is not a 16-bit float, or a rule not known; when
-            called, if a name in `rules` is neither a primitive nor a scope in `fun`.
+            called, if a name in `rules` is neither a primitive nor a place in `fun`.
 
     Example:
         >>> import jax
@@ -105,19 +105,19 @@ def planned(
     """Return a call of `fun`, traced, and what becomes of it."""
     traced = Traced.of(lambda given: fun(*given[0], **given[1]), (args, kwargs))
     jaxpr = traced.closed.jaxpr
-    named = interpreter.rules.named_scopes
-    if named and not named <= (seen := set(_scopes_in(jaxpr))):
-        seen.update(_scopes_in(_derivative(traced.closed)))
+    named = interpreter.rules.named_places
+    if named and not named <= (seen := set(_places_in(jaxpr, interpreter.rules))):
+        seen.update(_places_in(_derivative(traced.closed), interpreter.rules))
         if not named <= seen:
-            raise unknown_scopes(named - seen, seen)
+            raise unknown_places(named - seen, seen)
     return traced, interpreter.plan(jaxpr, written(jaxpr.invars))
 
 
-def _scopes_in(jaxpr: AnyJaxpr) -> Iterator[str]:
+def _places_in(jaxpr: AnyJaxpr, rules: Rules) -> Iterator[str]:
     for equation in opened(jaxpr)[0].eqns:
-        yield from scopes(equation)
+        yield from rules.places(equation)
         for inner in jaxprs_within(equation):
-            yield from _scopes_in(inner)
+            yield from _places_in(inner, rules)
 
 
 def _derivative(closed: Any) -> AnyJaxpr:

@@ -167,18 +167,17 @@ class Planner:
         """Plan an equation by the jaxprs inside it."""
         how = kind(equation) or ""
         plan = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        inputs, outputs, inner = plan.get(how, self._call)(
+        inputs, outputs, inner, why = plan.get(how, self._call)(
             equation, states, wants, scope
         )
         if not any(each.plan.changed for each in inner):
-            inputs, outputs = cast_to(FULL, states), settled(outputs)
-            return Step("bind", inputs, outputs, "as_written", "inside", scope)
-        return Step(how, inputs, outputs, "inside", "inside", scope, inner=inner)
+            how, inputs, outputs = "bind", cast_to(FULL, states), settled(outputs)
+        return Step(how, inputs, outputs, "inside", why, scope, inner=inner)
 
     def _call(self, equation, states, wants, scope):
         jaxpr, _ = opened(inner_jaxprs(equation)[0])
         plan = self.plan(jaxpr, states, wants, scope)
-        return states, plan.outputs, (Inner(plan, states, plan.outputs),)
+        return states, plan.outputs, (Inner(plan, states, plan.outputs),), "inside"
 
     def _scan(self, equation, states, wants, scope):
         jaxpr, _ = opened(inner_jaxprs(equation)[0])
@@ -197,7 +196,8 @@ class Planner:
         consts = tuple(x and FULL if x == LOW else x for x in states[:start])
         given = (*consts, *carry, *states[stop:])
         outputs = (*carry, *settled(plan.outputs[count:]))
-        return given, outputs, (Inner(plan, given, outputs),)
+        why = _why_of_loop(states[start:stop], carry, plan.outputs)
+        return given, outputs, (Inner(plan, given, outputs),), why
 
     def _while(self, equation, states, wants, scope):
         (test, _), (body, _) = map(opened, inner_jaxprs(equation))
@@ -217,7 +217,8 @@ class Planner:
             Inner(test_plan, of_test_ins, test_plan.outputs),
             Inner(plan, ins, carry),
         )
-        return (*states[:start], *carry), carry, inner
+        why = _why_of_loop(states[start:], carry, plan.outputs)
+        return (*states[:start], *carry), carry, inner, why
 
     def _cond(self, equation, states, wants, scope):
         jaxprs = [opened(jaxpr)[0] for jaxpr in inner_jaxprs(equation)]
@@ -227,7 +228,7 @@ class Planner:
             for each in zip(*(plan.outputs for plan in plans), strict=True)
         )
         inner = tuple(Inner(plan, states[1:], outputs) for plan in plans)
-        return states, outputs, inner
+        return states, outputs, inner, "inside"
 
 
 class _Biases:
@@ -260,3 +261,10 @@ def _joined(carry: States, returned: States) -> States:
     """Return the states of a carry that is low where it begins and comes back so."""
     pairs = zip(carry, returned, strict=True)
     return tuple(a and (LOW if (a, b) == (LOW, LOW) else FULL) for a, b in pairs)
+
+
+def _why_of_loop(begun: States, carry: States, returned: States) -> str:
+    """Return whether a carry is full only because one of its two ends is."""
+    ends = zip(carry, begun, returned[: len(carry)], strict=True)
+    widened = any(state == FULL and LOW in (a, b) for state, a, b in ends)
+    return "fix-point" if widened else "inside"

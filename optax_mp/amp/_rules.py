@@ -16,6 +16,7 @@ from optax_mp._jaxpr import (
     jaxprs_within,
     primitive_names,
     scopes,
+    source_line,
 )
 from optax_mp.amp._states import takes_part
 
@@ -104,13 +105,19 @@ class Rules:
         self._by_scope = {STOP: "as_written"} | {
             name: rule for name, rule in self._by_name.items() if name not in operations
         }
+        self._has_lines = any(":" in name for name in self._by_scope)
 
     def in_scope(self, equation: Equation, around: Rule | None) -> Rule | None:
         """Return the rule of the outermost scope with one; `around` is outside all."""
         if around is not None:
             return around
-        rules = map(self._by_scope.get, scopes(equation))
+        rules = map(self._by_scope.get, self.places(equation))
         return next((rule for rule in rules if rule is not None), None)
+
+    def places(self, equation: Equation) -> list[str]:
+        """Return what a rule may call the place of an equation, outermost first."""
+        lines = [source_line(equation)] if self._has_lines else []
+        return scopes(equation) + lines
 
     def of(
         self, equation: Equation, scope: Rule | None, adds_bias: bool = False
@@ -153,20 +160,20 @@ class Rules:
         return takes_part(atom) or atom.aval.dtype == self.compute_dtype
 
     @property
-    def named_scopes(self) -> set[str]:
-        """Return the scopes that a user has rules for."""
+    def named_places(self) -> set[str]:
+        """Return the scopes and lines that a user has rules for."""
         return self._by_scope.keys() - {STOP}
 
 
-def unknown_scopes(names: set[str], seen: Iterable[str]) -> ValueError:
+def unknown_places(names: set[str], seen: Iterable[str]) -> ValueError:
     """Return the error for rules that name nothing."""
     known = {*default_amp_rules, *primitive_names(), *seen}
     close = difflib.get_close_matches(min(names), known, n=3)
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
     return ValueError(
         f"amp: `rules` names {', '.join(map(repr, sorted(names)))}, expected a "
-        "primitive of JAX, or a `jax.named_scope` that the function enters in this call"
-        + hint
+        "primitive of JAX, or a `jax.named_scope` or source line of what the function "
+        "does in this call" + hint
     )
 
 

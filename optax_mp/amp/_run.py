@@ -50,19 +50,26 @@ class Interpreter:
         """Return the outputs of a jaxpr, in the states that the plan says."""
         steps = iter(plan.steps)
 
-        def run_step(equation: Equation, inputs: list[Any]) -> Sequence[Any]:
-            step = next(steps)
-            try:
-                with placed_as(equation):
-                    cast = self.cast_all(inputs, step.inputs, equation.invars)
-                    return self._run_step(equation, step, cast)
-            except Exception as error:
-                _locate(error, equation)
-                raise
+        def run_next(equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+            return self.run_step(equation, next(steps), inputs)
 
-        return evaluate(jaxpr, args, run_step)
+        return evaluate(jaxpr, args, run_next)
 
-    def _run_step(self, equation: Equation, step: Step, inputs: list) -> Sequence[Any]:
+    def run_step(
+        self, equation: Equation, step: Step, inputs: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Return the outputs of one equation as its step says."""
+        try:
+            with placed_as(equation):
+                cast = self.cast_all(inputs, step.inputs, equation.invars)
+                return self._run_cast(equation, step, cast)
+        except Exception as error:
+            _locate(error, equation)
+            raise
+
+    def _run_cast(
+        self, equation: Equation, step: Step, inputs: list[Any]
+    ) -> Sequence[Any]:
         match step.how:
             case "same":
                 return inputs

@@ -1,0 +1,213 @@
+"""amp_report: what ran in which precision, why, and how much that costs."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from optax_mp._jaxpr import (
+    AnyJaxpr,
+    Equation,
+    inner_jaxprs,
+    opened,
+    source_line,
+)
+from optax_mp.amp._amp import planned
+from optax_mp.amp._rules import Rule, Rules, default_amp_rules
+from optax_mp.amp._run import Interpreter
+from optax_mp.amp._shadow import shadow_errors
+from optax_mp.amp._states import LOW, Plan, Step, takes_part
+
+
+@dataclass(frozen=True)
+class AmpOperation:
+    """What became of one operation at one source line.
+
+    Attributes:
+        primitive: its name.
+        line: where it is written.
+        ran: `"low"`, `"f32"` or `"as_written"`.
+        why: what decided: `"rule"`, `"scope"`, `"inputs"` (one is float32, or none is),
+            `"literal"` (the compute dtype cannot hold it), `"sink"` (all that read it
+            compute in float32), `"fix-point"` (a loop's carry that is low at one end
+            only), `"precision"`, `"parameters"` or `"cast"` (as the user wrote it).
+        count: how many equations those are; a loop's body is counted once.
+        own_error: the relative error that the operation adds, given exact inputs: the
+            largest, by norm, or NaN where it was not measured.
+        error: the relative error of its result, all before it included.
+    """
+
+    primitive: str
+    line: str
+    ran: str
+    why: str
+    count: int
+    own_error: float
+    error: float
+
+
+@dataclass(frozen=True)
+class AmpReport:
+    """What `amp_report` found; printed, a table with the largest errors first.
+
+    Attributes:
+        operations: what became of each operation, in the order of the function.
+        error: the relative error of the function's outputs against float32.
+        base_rules: the rules by which it ran.
+    """
+
+    operations: tuple[AmpOperation, ...]
+    error: float
+    base_rules: Mapping[Any, Rule]
+
+    def rules(self, above: float) -> dict[Any, Rule]:
+        """Return the rules of the report, and the lines that add more error in float32.
+
+        A rule goes by the source line, so it holds for this version of the code.
+
+        Args:
+            above: the largest `own_error` that an operation may add.
+        """
+        lines = {each.line for each in self.operations if each.own_error > above}
+        return {**self.base_rules, **dict.fromkeys(sorted(lines), "f32")}
+
+    def by_primitive(self) -> tuple[AmpOperation, ...]:
+        """Return the operations of one primitive, precision and reason together."""
+        return _merged(replace(each, line="") for each in self.operations)
+
+    def __str__(self) -> str:
+        """Return the table."""
+        rows = sorted(self.operations, key=_own_error, reverse=True)
+        cells = [("primitive", "line", "ran", "why", "count", "own error", "error")]
+        cells += [
+            (x.primitive, x.line, x.ran, x.why, str(x.count))
+            + (_shown(x.own_error), _shown(x.error))
+            for x in rows
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if i > 3 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in cells
+        ]
+        counts = {"low": 0, "f32": 0, "as_written": 0}
+        for row in rows:
+            counts[row.ran] += row.count
+        total = ", ".join(f"{count} {ran}" for ran, count in counts.items())
+        return "\n".join(
+            [*lines, f"{total}; error of the outputs {_shown(self.error)}"]
+        )
+
+
+def amp_report(
+    fun: Callable[..., Any],
+    *args: Any,
+    compute_dtype: DTypeLike = jnp.bfloat16,
+    rules: Mapping[Any, Rule] = default_amp_rules,
+    **kwargs: Any,
+) -> AmpReport:
+    """Run a function on these arguments as written and under `amp`, and compare.
+
+    To see which operation to put into `amp_stop`: for each one how it ran, why, and
+    what relative error it has against the function as written. For the backward pass
+    report on `jax.grad(fun)`.
+
+    Every value is computed both ways in one run, so it takes several times the memory
+    and time of the function. What runs inside a `shard_map` is not measured.
+
+    Args:
+        fun: the function as written, not `amp(fun)`.
+        *args: its arguments.
+        compute_dtype: as in `amp`.
+        rules: as in `amp`.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        The report: data, and a table if printed.
+
+    Raises:
+        TypeError: as `amp`.
+        ValueError: as `amp`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax_mp
+        >>> x = jnp.linspace(0.0, 1.0, 64).reshape(8, 8)
+        >>> report = optax_mp.amp_report(lambda x: jnp.exp(x @ x).sum(), x)
+        >>> [(each.primitive, each.ran) for each in report.operations]
+        [('dot_general', 'low'), ('exp', 'f32'), ('reduce_sum', 'f32')]
+        >>> report.error < 0.01
+        True
+    """
+    interpreter = Interpreter(Rules(rules, compute_dtype))
+    traced, plan = planned(interpreter, fun, args, kwargs)
+    by_step, error = shadow_errors(interpreter, traced, plan)
+    operations = (
+        AmpOperation(
+            equation.primitive.name,
+            line,
+            _how_it_ran(step),
+            step.why,
+            1,
+            *by_step.get(id(step), (float("nan"), float("nan"))),
+        )
+        for equation, step, line in _operations(traced.closed, plan, "")
+    )
+    return AmpReport(_merged(operations), error, rules)
+
+
+def _operations(
+    jaxpr: AnyJaxpr, plan: Plan, around: str
+) -> Iterator[tuple[Equation, Step, str]]:
+    """Yield the equations that amp has a say in, what became of them, and their lines.
+
+    What has no line of its own, inside a function of JAX, has the line `around`.
+    """
+    for equation, step in zip(opened(jaxpr)[0].eqns, plan.steps, strict=True):
+        line = source_line(equation) or around
+        if step.inner:
+            for inner, each in zip(inner_jaxprs(equation), step.inner, strict=True):
+                yield from _operations(inner, each.plan, line)
+        listed = step.how != "same" and (not step.inner or step.why == "fix-point")
+        if listed and any(map(takes_part, (*equation.invars, *equation.outvars))):
+            yield equation, step, line
+
+
+def _how_it_ran(step: Step) -> str:
+    if LOW in step.inputs or (step.how == "function" and LOW in step.outputs):
+        return "low"
+    return "as_written" if step.rule == "as_written" else "f32"
+
+
+def _merged(operations: Any) -> tuple[AmpOperation, ...]:
+    """Return operations with those together that differ in nothing but their errors."""
+    merged: dict[tuple[str, ...], AmpOperation] = {}
+    for each in operations:
+        key = (each.primitive, each.line, each.ran, each.why)
+        if key in merged:
+            same = merged[key]
+            each = replace(
+                each,
+                count=same.count + each.count,
+                own_error=_larger(same.own_error, each.own_error),
+                error=_larger(same.error, each.error),
+            )
+        merged[key] = each
+    return tuple(merged.values())
+
+
+def _larger(a: float, b: float) -> float:
+    """Return the larger; NaN means not measured."""
+    return b if a != a else a if b != b else max(a, b)
+
+
+def _own_error(operation: AmpOperation) -> float:
+    return operation.own_error if operation.own_error == operation.own_error else -1.0
+
+
+def _shown(error: float) -> str:
+    return "-" if error != error else f"{error:.1e}"
