@@ -54,7 +54,10 @@ def shadow_errors(
     options: Any = {"xla_allow_excess_precision": False}
     compiled = jax.jit(run).lower(traced.arrays).compile(compiler_options=options)
     errors, total = jax.device_get(compiled(traced.arrays))
-    by_step = {step: tuple(map(_measured, both)) for step, both in errors.items()}
+    by_step = {
+        step: (_measured(own), _measured(result))
+        for step, (own, result) in errors.items()
+    }
     return by_step, float(total)
 
 
