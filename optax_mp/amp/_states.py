@@ -27,9 +27,9 @@ State = Weak | str | None
 States = tuple[State, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Inner:
-    """How a jaxpr inside an equation is run.
+    """How a jaxpr inside an equation is run. A value: equal ones need one conversion.
 
     Attributes:
         plan: what becomes of it.
