@@ -199,12 +199,19 @@ def bind_with(
             params[name] = next(rest)
         elif isinstance(old, Jaxpr):
             new = next(rest)
-            names = [*new.jaxpr.constvars, *new.jaxpr.invars]
-            params[name] = new.jaxpr.replace(
-                constvars=[], invars=names, debug_info=None
-            )
+            params[name] = _with_consts_as_inputs(new) if new.consts else new.jaxpr
             inputs = [*new.consts, *inputs]
     return bind(equation, inputs, params)
+
+
+def _with_consts_as_inputs(closed: ClosedJaxpr) -> Jaxpr:
+    consts = closed.jaxpr.constvars
+
+    def run(*args: Any) -> list[Any]:
+        filled = ClosedJaxpr(closed.jaxpr, args[: len(consts)])
+        return evaluate(filled, args[len(consts) :], rebind)
+
+    return traced(run, [var.aval for var in (*consts, *closed.jaxpr.invars)]).jaxpr
 
 
 def traced(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
