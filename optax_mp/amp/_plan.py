@@ -18,6 +18,7 @@ from optax_mp._jaxpr import (
 )
 from optax_mp.amp._demand import Demand, Wants, sinks
 from optax_mp.amp._functions import states_by_function
+from optax_mp.amp._location import located
 from optax_mp.amp._rules import Rule, Rules
 from optax_mp.amp._states import (
     FULL,
@@ -77,8 +78,7 @@ class Planner:
             step = self._step(equation, states, outs, scope, biases.added_by(equation))
             steps.append(step)
             known.update(zip(equation.outvars, step.outputs, strict=True))
-            changed |= step.how == "function" or LOW in step.inputs + step.outputs
-            changed |= any(inner.plan.changed for inner in step.inner)
+            changed |= step.changed
         return Plan(inputs, tuple(steps), tuple(map(state, jaxpr.outvars)), changed)
 
     def _step(
@@ -97,9 +97,9 @@ class Planner:
                 return self._cast(equation, states, scope)
         rule, why = self.rules.of(equation, scope, adds_bias)
         if callable(rule):
-            outputs = states_by_function(
-                rule, self.rules.compute_dtype, equation, states
-            )
+            low = self.rules.compute_dtype
+            with located(equation):
+                outputs = states_by_function(rule, low, equation, states)
             return Step("function", states, outputs, rule, why, scope)
         if rule == "own":
             kept = settled(states)

@@ -131,7 +131,7 @@ def amp_report(
 
     Raises:
         TypeError: as `amp`.
-        ValueError: as `amp`.
+        ValueError: as `amp`, when called.
 
     Example:
         >>> import jax.numpy as jnp
@@ -143,6 +143,10 @@ def amp_report(
         >>> report.error < 0.01
         True
     """
+    if not callable(fun):
+        raise TypeError(
+            f"amp_report: `fun` is {fun!r}, expected a function; its arguments follow."
+        )
     interpreter = Interpreter(Rules(rules, compute_dtype))
     traced, plan = planned(interpreter, fun, args, kwargs)
     by_step, error = shadow_errors(interpreter, traced, plan)

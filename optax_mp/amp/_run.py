@@ -19,12 +19,12 @@ from optax_mp._jaxpr import (
     placed_as,
     retyped,
     shard_mapped,
-    source_line,
     traced,
 )
 from optax_mp.amp._cast import cast
 from optax_mp.amp._custom_rules import custom_jvp, custom_vjp
 from optax_mp.amp._functions import bind_by_function
+from optax_mp.amp._location import located
 from optax_mp.amp._plan import Planner
 from optax_mp.amp._rules import Rule, Rules
 from optax_mp.amp._states import FULL, LOW, Inner, Plan, States, Step, written
@@ -59,13 +59,9 @@ class Interpreter:
         self, equation: Equation, step: Step, inputs: Sequence[Any]
     ) -> Sequence[Any]:
         """Return the outputs of one equation as its step says."""
-        try:
-            with placed_as(equation):
-                cast = self.cast_all(inputs, step.inputs, equation.invars)
-                return self._run_cast(equation, step, cast)
-        except Exception as error:
-            _locate(error, equation)
-            raise
+        with located(equation), placed_as(equation):
+            cast = self.cast_all(inputs, step.inputs, equation.invars)
+            return self._run_cast(equation, step, cast)
 
     def _run_cast(
         self, equation: Equation, step: Step, inputs: list[Any]
@@ -141,10 +137,3 @@ class Interpreter:
             self._low if state == LOW else atom.aval.dtype if state == FULL else None
             for state, atom in zip(states, atoms, strict=True)
         ]
-
-
-def _locate(error: Exception, equation: Equation) -> None:
-    """Say once in an error which operation failed, and where it is written."""
-    if not any(note.startswith("amp:") for note in getattr(error, "__notes__", ())):
-        name = equation.primitive.name
-        error.add_note(f"amp: in {name}, written at {source_line(equation)}")

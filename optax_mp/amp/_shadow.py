@@ -22,7 +22,7 @@ from optax_mp._jaxpr import (
 )
 from optax_mp._traced import Traced
 from optax_mp.amp._run import Interpreter
-from optax_mp.amp._states import LOW, Inner, Plan, Step
+from optax_mp.amp._states import Inner, Plan, Step
 
 # Of each step, by its id: the error that it adds, and the error of its result.
 Errors = dict[int, tuple[Any, Any]]
@@ -97,8 +97,7 @@ class _Shadow:
     ) -> tuple[list[Pair], Errors]:
         full_inputs = [pair.full for pair in pairs]
         full = rebind(equation, full_inputs)
-        changes = step.how == "function" or LOW in step.inputs + step.outputs
-        if not changes and all(pair.full is pair.low for pair in pairs):
+        if not step.changed and all(pair.full is pair.low for pair in pairs):
             # Run once, for it may have effects.
             return [Pair(x, x) for x in full], {id(step): (0.0, 0.0)}
         run = self._interpreter.run_step

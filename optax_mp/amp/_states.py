@@ -67,6 +67,13 @@ class Step:
     params: dict[str, Any] | None = None
     inner: tuple[Inner, ...] = ()
 
+    @property
+    def changed(self) -> bool:
+        """Return whether anything is other than as written."""
+        changed_inside = any(inner.plan.changed for inner in self.inner)
+        changed_here = LOW in self.inputs or LOW in self.outputs
+        return self.how == "function" or changed_here or changed_inside
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:

@@ -1,0 +1,222 @@
+"""amp_report: what it says of each operation, and that its errors are those of amp."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from amp_cases import CASES, compiled, error, shard_map
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from optax_mp import amp, amp_report, amp_stop, default_amp_rules
+
+X = np.random.default_rng(0).standard_normal((4, 8), np.float32)
+W = np.random.default_rng(1).standard_normal((8, 8), np.float32) / 3
+
+
+def said(fun, *args, **settings):
+    """Return how each operation ran and why, by primitive."""
+    found = {}
+    for each in amp_report(fun, *args, **settings).operations:
+        found.setdefault(each.primitive, []).append((each.ran, each.why))
+    return found
+
+
+def test_each_reason_is_named():
+    def fun(x, w):
+        with amp_stop():
+            stopped = jnp.cos(x @ w)
+        low = x @ w
+        exact = jnp.dot(x, w, precision="highest")
+        tiny = lax.tanh(low * 1e-30)
+        sunk = jnp.exp(low - 1.0)
+        return stopped, lax.sin(low), exact, tiny, sunk, lax.erf(low + x), jnp.sort(low)
+
+    found = said(fun, X, W, compute_dtype=jnp.float16)
+    assert found["dot_general"] == [
+        ("as_written", "scope"),
+        ("low", "rule"),
+        ("as_written", "precision"),
+    ]
+    assert found["cos"] == [("as_written", "scope")]
+    assert found["sin"] == [("low", "rule")]
+    assert found["mul"] == [("f32", "literal")]
+    assert found["sub"] == [("f32", "sink")]
+    assert found["exp"] == [("f32", "rule")]
+    assert found["add"] == [("f32", "inputs")]
+    assert found["sort"] == [("low", "rule")]
+
+
+def test_a_loop_whose_carry_is_low_at_one_end_only_says_so():
+    def fun(x, w):
+        return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, 3)[0]
+
+    assert said(fun, X, W)["scan"] == [("f32", "fix-point")]
+    start_low = lambda x, w: fun(x @ w, w)  # noqa: E731
+    assert "scan" not in said(start_low, X, W)
+
+
+def test_equal_operations_of_a_line_are_counted_together():
+    def fun(x, w):
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+        return x
+
+    operations = amp_report(fun, X, W).operations
+    assert [(each.primitive, each.count) for each in operations] == [
+        ("dot_general", 3),
+        ("tanh", 3),
+    ]
+    line = fun.__code__.co_firstlineno + 2
+    assert {each.line for each in operations} == {f"test_amp_report.py:{line}"}
+
+
+def test_operations_of_several_lines_can_be_put_together():
+    def fun(x, w):
+        x = x @ w
+        return x @ w
+
+    report = amp_report(fun, X, W)
+    assert len(report.operations) == 2
+    (product,) = report.by_primitive()
+    assert (product.count, product.ran) == (2, "low")
+    assert product.own_error == max(each.own_error for each in report.operations)
+
+
+def test_the_own_error_is_that_of_the_rounded_operation():
+    report = amp_report(lambda x, w: jnp.exp(x @ w), X, W)
+    product, exponential = report.operations
+    low = (
+        np.asarray(a.astype(jnp.bfloat16), np.float32) for a in map(jnp.asarray, (X, W))
+    )
+    x, w = low
+    rounded = np.asarray(jnp.asarray(x @ w).astype(jnp.bfloat16), np.float32)
+    np.testing.assert_allclose(product.own_error, error(rounded, X @ W), rtol=1e-4)
+    np.testing.assert_allclose(product.error, product.own_error, rtol=1e-6)
+    assert exponential.own_error == 0
+    want = error(np.exp(rounded), np.exp(X @ W))
+    np.testing.assert_allclose(exponential.error, want, rtol=1e-4)
+    assert report.error == exponential.error
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "scan_over_layers",
+        "cond",
+        "while_loop",
+        "custom_vjp",
+        "remat_in_scan",
+        "sharded",
+        "sort_scatter_cumsum",
+    ],
+)
+def test_the_error_of_the_outputs_is_that_of_amp(name):
+    case = CASES[name]
+    report = amp_report(case.fun, *case.arguments)
+    got = compiled(amp(case.fun), *case.arguments)(*case.arguments)
+    want = compiled(case.fun, *case.arguments)(*case.arguments)
+    # Rounded otherwise where XLA fuses the two runs otherwise.
+    np.testing.assert_allclose(report.error, error(got, want), rtol=0.3, atol=1e-5)
+
+
+def test_the_backward_pass_is_that_of_the_gradient():
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    report = amp_report(jax.grad(loss), W, X)
+    products = [x for x in report.operations if x.primitive == "dot_general"]
+    assert sum(each.count for each in products) == 2
+    assert {each.ran for each in products} == {"low"}
+
+
+def cancelling(x, w):
+    large = x @ w + 1000.0
+    exact = large - 1000.0
+    return exact @ w
+
+
+def test_the_rules_of_a_report_keep_the_worst_in_float32():
+    report = amp_report(cancelling, X, W)
+    assert report.error > 0.3
+    worst = max(report.operations, key=lambda each: each.own_error)
+    rules = report.rules(above=0.1)
+    assert rules == {**default_amp_rules, worst.line: "f32"}
+    again = amp_report(cancelling, X, W, rules=rules)
+    assert again.error < 0.05
+    assert error(amp(cancelling, rules=rules)(X, W), cancelling(X, W)) < 0.05
+
+
+def test_what_does_not_run_is_not_measured():
+    def fun(x, w):
+        return lax.cond(x[0, 0] > 1e9, lambda: jnp.sin(x @ w), lambda: jnp.cos(x @ w))
+
+    errors = {x.primitive: x.own_error for x in amp_report(fun, X, W).operations}
+    assert np.isnan(errors["sin"])
+    assert errors["cos"] > 0
+
+
+def test_what_a_shard_map_does_is_listed_and_not_measured():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    spec = PartitionSpec("x")
+
+    def fun(x, w):
+        inside = shard_map(
+            jnp.dot, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec
+        )
+        return inside(x, w)
+
+    (product,) = amp_report(fun, X, W).operations
+    assert product.ran == "low" and np.isnan(product.own_error)
+
+
+def test_effects_that_amp_does_not_touch_happen_once():
+    seen = []
+
+    def fun(x, w):
+        jax.debug.callback(lambda total: seen.append(float(total)), x.sum())
+        return x @ w
+
+    amp_report(fun, X, W)
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
+def test_an_overflow_is_an_infinite_error():
+    report = amp_report(lambda x: (x @ x.T) * 2.0, X * 1e4, compute_dtype=jnp.float16)
+    assert report.error == np.inf
+
+
+@pytest.mark.parametrize(
+    ("fun", "args"),
+    [
+        (lambda n: n + 1, (np.arange(3),)),
+        (lambda x: x @ x.T, (np.zeros((0, 3), np.float32),)),
+        (lambda x, label: {"x": x, "label": label}, (X, "kept")),
+        (lambda: None, ()),
+    ],
+)
+def test_a_function_in_which_nothing_is_lost_has_no_error(fun, args):
+    assert amp_report(fun, *args).error == 0
+
+
+def test_keyword_arguments_reach_the_function():
+    def fun(x, *, w, power=1):
+        return (x @ w) ** power
+
+    assert "integer_pow" in said(fun, X, w=W, power=3)
+
+
+def test_the_table_has_the_largest_error_first_and_a_summary():
+    lines = str(amp_report(cancelling, X, W)).splitlines()
+    assert lines[0].split() == "primitive line ran why count own error error".split()
+    assert lines[1].startswith("sub ")
+    assert lines[-1].startswith("4 low, 0 f32, 0 as_written; error of the outputs ")
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_a_report_refuses_what_amp_refuses():
+    with pytest.raises(ValueError, match="`compute_dtype` is float32, expected"):
+        amp_report(jnp.sin, X, compute_dtype=jnp.float32)
+    with pytest.raises(TypeError, match="amp_report: `fun` is 3, expected a function"):
+        amp_report(3, X)

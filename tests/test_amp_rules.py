@@ -1,0 +1,456 @@
+"""amp's rules: the words, where they apply, what users give, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from amp_cases import compiled, error, operations, products
+from jax import lax
+
+import optax_mp
+from optax_mp import amp, amp_stop, default_amp_rules
+
+BF16, F16, F32 = (jnp.dtype(x) for x in ("bfloat16", "float16", "float32"))
+X = np.random.default_rng(0).standard_normal((4, 8), np.float32)
+W = np.random.default_rng(1).standard_normal((8, 8), np.float32) / 3
+
+
+def ran(fun, *args, primitive, rules=default_amp_rules, compute_dtype=BF16):
+    """Return the input and output dtypes of the only operation of that name."""
+    jaxpr = jax.make_jaxpr(amp(fun, rules=rules, compute_dtype=compute_dtype))(*args)
+    (only,) = [each for each in operations(jaxpr) if each.name == primitive]
+    floating = [x for x in only.inputs if jnp.issubdtype(x, jnp.floating)]
+    return {jnp.dtype(x) for x in (*floating, *only.outputs)}
+
+
+# The words
+
+
+def test_low_runs_an_operation_in_the_compute_dtype():
+    rules = default_amp_rules | {"exp": "low"}
+    assert ran(jnp.exp, X, primitive="exp", rules=rules) == {BF16}
+
+
+def test_f32_runs_an_operation_on_low_inputs_in_float32():
+    rules = default_amp_rules | {"tanh": "f32"}
+    assert ran(lambda x, w: jnp.tanh(x @ w), X, W, primitive="tanh") == {BF16}
+
+    def fun(x, w):
+        return jnp.tanh(x @ w)
+
+    assert ran(fun, X, W, primitive="tanh", rules=rules) == {F32}
+
+
+@pytest.mark.parametrize(("compute_dtype", "expected"), [(BF16, BF16), (F16, F32)])
+def test_a_square_needs_the_range_of_float32(compute_dtype, expected):
+    def fun(x, w):
+        return jnp.sin(jnp.square(x @ w))
+
+    name = "square" if "square" in str(jax.make_jaxpr(fun)(X, W)) else "integer_pow"
+    assert ran(fun, X, W, primitive=name, compute_dtype=compute_dtype) == {expected}
+
+
+def test_widest_is_low_only_where_no_input_is_float32():
+    assert ran(lambda x, w: (x @ w) * (x @ w), X, W, primitive="mul") == {BF16}
+    assert ran(lambda x, w: (x @ w) * x, X, W, primitive="mul") == {F32}
+
+
+def test_as_written_returns_to_float32():
+    rules = default_amp_rules | {"tanh": "as_written"}
+
+    def fun(x, w):
+        return jnp.tanh(x @ w)
+
+    assert ran(fun, X, W, primitive="tanh", rules=rules) == {F32}
+
+
+def test_own_keeps_the_dtype_of_each_input():
+    jaxpr = jax.make_jaxpr(amp(lambda x, w: lax.sort((x @ w, x), num_keys=1)))(X, W)
+    (sort,) = [each for each in operations(jaxpr) if each.name == "sort"]
+    assert list(map(jnp.dtype, sort.outputs)) == [BF16, F32]
+
+
+def test_a_bias_is_added_in_float32_and_the_sum_is_low():
+    def fun(x, w, b):
+        return jnp.tanh(x @ w + b)
+
+    assert ran(fun, X, W, X[0], primitive="add") == {F32}
+    assert ran(fun, X, W, X[0], primitive="tanh") == {BF16}
+    widest = default_amp_rules | {"bias_add": "widest"}
+    assert ran(fun, X, W, X[0], primitive="tanh", rules=widest) == {F32}
+
+
+def test_the_gradient_of_a_bias_is_summed_in_float32():
+    def total(b, x):
+        return jnp.sum(jnp.tanh(x @ W + b) * 0.5)
+
+    x = np.random.default_rng(2).standard_normal((8192, 8), np.float32)
+    want = jax.grad(total)(X[0], x)
+    assert error(compiled(jax.grad(amp(total)), X[0], x)(X[0], x), want) < 4e-3
+
+
+def test_an_accumulator_that_is_a_vector_is_no_bias():
+    def total(start, xs):
+        def add(carry, x):
+            return carry + x @ W, None
+
+        return lax.scan(add, start, xs)[0]
+
+    xs = np.abs(np.random.default_rng(3).standard_normal((4096, 8), np.float32))
+    start = np.zeros(8, np.float32)
+    got = compiled(amp(total), start, xs)(start, xs)
+    assert error(got, total(start, xs)) < 4e-3
+
+
+@pytest.mark.parametrize("value", [1e-12, 1e30])
+def test_a_literal_that_float16_cannot_hold_keeps_its_operation_in_float32(value):
+    def fun(x, w):
+        return jnp.tanh((x @ w) * value)
+
+    assert ran(fun, X, W, primitive="mul", compute_dtype=F16) == {F32}
+    assert ran(fun, X, W, primitive="mul", compute_dtype=BF16) == {BF16}
+
+
+def test_a_literal_that_is_repeated_follows_what_it_meets():
+    def fun(x, w):
+        return jnp.tanh((x @ w) + jnp.full((4, 8), 0.5))
+
+    assert ran(fun, X, W, primitive="tanh") == {BF16}
+
+
+def test_what_only_float32_operations_read_is_computed_in_float32():
+    assert ran(lambda x, w: jnp.exp(x @ w - 1.0), X, W, primitive="sub") == {F32}
+
+
+def test_that_holds_across_the_border_of_a_jit():
+    inner = jax.jit(lambda y: jnp.exp(y * 2.0))
+    assert ran(lambda x, w: inner(x @ w - 1.0), X, W, primitive="sub") == {F32}
+    outer = jax.jit(lambda y: y - 1.0)
+    assert ran(lambda x, w: jnp.exp(outer(x @ w)), X, W, primitive="sub") == {F32}
+
+
+def test_a_change_of_dtype_is_the_users():
+    def fun(x, w):
+        return x.astype(jnp.float16) @ w.astype(jnp.float16)
+
+    text = str(jax.make_jaxpr(amp(fun))(X, W))
+    assert text == str(jax.make_jaxpr(fun)(X, W))
+
+
+def test_a_product_in_highest_precision_stays():
+    def fun(x, w):
+        return jnp.dot(x, w, precision=lax.Precision.HIGHEST)
+
+    assert ran(fun, X, W, primitive="dot_general") == {F32}
+    with jax.default_matmul_precision("highest"):
+        assert ran(jnp.dot, X, W, primitive="dot_general") == {F32}
+
+
+def test_one_over_a_low_value_runs_in_float32():
+    assert ran(lambda x, w: 1.0 / (x @ w), X, W, primitive="div") == {F32}
+    assert ran(lambda x, w: (x @ w) / 3.0 + 1, X, W, primitive="div") == {BF16}
+    rules = default_amp_rules | {"div": "low"}
+    assert ran(lambda x, w: 1.0 / (x @ w), X, W, primitive="div", rules=rules) == {BF16}
+
+
+def test_float64_takes_part_under_x64(x64):
+    def fun(x, w):
+        return jnp.exp(x @ w)
+
+    x, w = X.astype(np.float64), W.astype(np.float64)
+    assert ran(fun, x, w, primitive="dot_general") == {BF16}
+    assert ran(fun, x, w, primitive="exp") == {jnp.dtype("float64")}
+    gradient = jax.grad(lambda w: amp(fun)(x, w).sum())(w)
+    assert gradient.dtype == jnp.float64
+
+
+def test_the_low_constant_of_a_scan_sums_its_gradient_in_float32():
+    def total(w, xs):
+        once = jnp.tanh(W @ w)  # low, and used in each turn
+
+        def use(carry, x):
+            return carry + jnp.sum(jnp.tanh(x @ once)), None
+
+        return lax.scan(use, jnp.float32(0), xs)[0]
+
+    xs = np.random.default_rng(4).standard_normal((2048, 2, 8), np.float32) + 0.5
+    want = jax.grad(total)(W, xs)
+    assert error(compiled(jax.grad(amp(total)), W, xs)(W, xs), want) < 2e-2
+
+
+# Where a rule applies
+
+
+def test_a_rule_by_primitive_is_the_rule_by_its_name():
+    def fun(x, w):
+        return jnp.tanh(x @ w)
+
+    for key in (lax.tanh_p, "tanh"):
+        assert ran(
+            fun, X, W, primitive="tanh", rules=default_amp_rules | {key: "f32"}
+        ) == {F32}
+
+
+def test_the_rule_of_a_scope_wins_over_that_of_an_operation():
+    def fun(x, w):
+        with jax.named_scope("router"):
+            return jnp.exp(x @ w)
+
+    rules = default_amp_rules | {"router": "f32"}
+    assert ran(fun, X, W, primitive="dot_general", rules=rules) == {F32}
+    rules = default_amp_rules | {"router": "low"}
+    assert ran(fun, X, W, primitive="exp", rules=rules) == {BF16}
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("a", "b"), ("b", "a")])
+def test_of_several_scopes_the_outermost_wins(outer, inner):
+    def fun(x, w):
+        with jax.named_scope(outer), jax.named_scope(inner):
+            return x @ w
+
+    rules = default_amp_rules | {"a": "f32", "b": "low"}
+    expected = {F32} if outer == "a" else {BF16}
+    assert ran(fun, X, W, primitive="dot_general", rules=rules) == expected
+
+
+def test_a_scope_reaches_into_a_loop_and_its_gradient():
+    def fun(w, x):
+        with jax.named_scope("exact"):
+            return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, 3)[0].sum()
+
+    rules = default_amp_rules | {"exact": "f32"}
+    for program in (jax.grad(amp(fun, rules=rules)), amp(jax.grad(fun), rules=rules)):
+        found = products(jax.make_jaxpr(program)(W, X))
+        assert len(found) == 3
+        assert all(x.inputs == x.outputs[:1] * 2 for x in found)
+        assert {jnp.dtype(x.outputs[0]) for x in found} == {F32}
+
+
+@jax.custom_vjp
+def with_scope_in_its_rule(x, w):
+    return x @ w
+
+
+def _forward(x, w):
+    return x @ w, (x, w)
+
+
+def _backward(residuals, g):
+    x, w = residuals
+    with jax.named_scope("only_backward"):
+        return g @ w.T, x.T @ g
+
+
+with_scope_in_its_rule.defvjp(_forward, _backward)
+
+
+def test_a_scope_that_only_a_derivative_rule_enters_is_known():
+    rules = default_amp_rules | {"only_backward": "f32"}
+
+    def fun(w, x):
+        return with_scope_in_its_rule(x, w).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(amp(fun, rules=rules), argnums=(0, 1)))(W, X)
+    dtypes = [jnp.dtype(each.outputs[0]) for each in products(jaxpr)]
+    assert sorted(map(str, dtypes)) == ["bfloat16", "float32", "float32"]
+
+
+def test_a_scope_around_reaches_into_a_derivative_rule():
+    def fun(w, x):
+        with amp_stop():
+            return with_scope_in_its_rule(x, w).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(amp(fun)))(W, X)
+    assert {jnp.dtype(x.outputs[0]) for x in products(jaxpr)} == {F32}
+
+
+def test_a_source_line_is_a_place():
+    def fun(x, w):
+        first = x @ w
+        second = jnp.tanh(first) @ w
+        return second
+
+    line = fun.__code__.co_firstlineno + 1
+    rules = default_amp_rules | {f"test_amp_rules.py:{line}": "f32"}
+    found = products(jax.make_jaxpr(amp(fun, rules=rules))(X, W))
+    assert [jnp.dtype(each.outputs[0]) for each in found] == [F32, BF16]
+
+
+def test_amp_default_is_the_rule_of_what_is_not_listed():
+    def fun(x, w):
+        return lax.nextafter(x @ w, x @ w)
+
+    assert ran(fun, X, W, primitive="nextafter") == {F32}
+    rules = default_amp_rules | {"amp_default": "low"}
+    assert ran(fun, X, W, primitive="nextafter", rules=rules) == {BF16}
+
+
+def test_rules_replace_the_defaults():
+    text = str(jax.make_jaxpr(amp(lambda x: x @ x.T, rules={"exp": "low"}))(X))
+    assert text == str(jax.make_jaxpr(lambda x: x @ x.T)(X))
+
+
+def test_a_scope_leaves_alone_what_has_no_low_form():
+    def fun(x):
+        with jax.named_scope("transform"):
+            return jnp.abs(jnp.fft.fft(x))
+
+    rules = default_amp_rules | {"transform": "low"}
+    assert amp(fun, rules=rules)(X).dtype == F32
+
+
+def test_the_default_rules_cannot_be_changed_in_place():
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        default_amp_rules["exp"] = "low"
+
+
+# Rules that are functions
+
+
+def test_a_function_is_given_what_the_operation_was_written_for():
+    seen = []
+
+    def rule(compute_dtype, original_dtypes, *invars, **bind_params):
+        seen.append((compute_dtype, original_dtypes, [x.dtype for x in invars]))
+        assert bind_params["dimension_numbers"] == (((1,), (0,)), ((), ()))
+        low = [x.astype(compute_dtype) for x in invars]
+        return low, bind_params | {"preferred_element_type": compute_dtype}
+
+    rules = default_amp_rules | {"dot_general": rule}
+    assert ran(jnp.dot, X, W, primitive="dot_general", rules=rules) == {BF16}
+    assert seen[0] == (BF16, (F32, F32), [F32, F32])
+
+
+def test_a_function_can_compute_in_float8_and_be_read_on_in_16_bits():
+    def rule(compute_dtype, original_dtypes, *invars, **bind_params):
+        low = [x.astype(jnp.float8_e4m3fn) for x in invars]
+        return low, bind_params | {"preferred_element_type": compute_dtype}
+
+    rules = default_amp_rules | {"dot_general": rule}
+
+    def fun(x, w):
+        return jnp.tanh(x @ w)
+
+    assert ran(fun, X, W, primitive="tanh", rules=rules) == {BF16}
+    assert error(amp(fun, rules=rules)(X, W), fun(X, W)) < 0.1
+
+
+def returning(result):
+    return lambda compute_dtype, original_dtypes, *invars, **bind_params: result(
+        invars, bind_params
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "kind", "message"),
+    [
+        (lambda x, p: x, TypeError, r"rule of tanh returned .* expected a pair"),
+        (lambda x, p: None, TypeError, r"rule of tanh returned None, expected a pair"),
+        (lambda x, p: (x, None), TypeError, r"returned None for bind_params"),
+        (lambda x, p: (x * 2, p), ValueError, r"returned 2 inputs, expected 1"),
+        (
+            lambda x, p: ([x[0].astype(int)], p),
+            ValueError,
+            r"returned int32\[4,8\] for input 0, expected float32\[4,8\] or another",
+        ),
+        (
+            lambda x, p: ([x[0][0]], p),
+            ValueError,
+            r"returned float32\[8\] for input 0, expected float32\[4,8\]",
+        ),
+        (
+            lambda x, p: ([x[0].astype(jnp.float16)], p),
+            ValueError,
+            r"by its rule tanh returns float16, expected bfloat16 or float32",
+        ),
+    ],
+)
+def test_what_a_function_must_not_return(result, kind, message):
+    fun = amp(jnp.tanh, rules={"tanh": returning(result)})
+    with pytest.raises(kind, match=message):
+        fun(X)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("fun", [None, 3, "loss"])
+def test_amp_of_something_that_is_no_function(fun):
+    with pytest.raises(TypeError, match=f"`fun` is {fun!r}, expected a function"):
+        amp(fun)
+
+
+def test_amp_stop_of_something_that_is_no_function():
+    with pytest.raises(TypeError, match="`fun` is 3, expected a function, or nothing"):
+        amp_stop(3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", jnp.float64])
+def test_a_compute_dtype_that_has_not_16_bits(dtype):
+    with pytest.raises(ValueError, match="expected bfloat16 or float16"):
+        amp(jnp.sin, compute_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bf17", None])
+def test_a_compute_dtype_that_is_no_float(dtype):
+    with pytest.raises(ValueError, match="amp: `compute_dtype` is .* expected a float"):
+        amp(jnp.sin, compute_dtype=dtype)
+
+
+@pytest.mark.parametrize("rule", ["bf16", "F32", None, 16])
+def test_a_rule_that_is_no_word(rule):
+    with pytest.raises(ValueError, match="the rule of 'tanh' is .* one of low, f32"):
+        amp(jnp.sin, rules={"tanh": rule})
+
+
+def test_rules_that_are_no_mapping():
+    with pytest.raises(TypeError, match="`rules` is 'low', expected a mapping"):
+        amp(jnp.sin, rules="low")
+
+
+def test_a_rule_for_something_without_a_name():
+    with pytest.raises(TypeError, match="`rules` has the key .* expected a primitive"):
+        amp(jnp.sin, rules={jnp.tanh: "f32"})
+
+
+def test_a_name_that_is_neither_a_primitive_nor_a_scope():
+    fun = amp(lambda x: jnp.tanh(x), rules=default_amp_rules | {"tahn": "f32"})
+    with pytest.raises(ValueError, match="names 'tahn', .*did you mean .*'tanh'"):
+        fun(X)
+
+
+def test_a_scope_that_is_misspelt():
+    def fun(x):
+        with jax.named_scope("router"):
+            return x @ x.T
+
+    with pytest.raises(ValueError, match="names 'ruoter', .*did you mean 'router'"):
+        amp(fun, rules=default_amp_rules | {"ruoter": "f32"})(X)
+
+
+def test_a_failure_inside_names_the_primitive_and_the_line():
+    def rule(*args, **params):
+        raise RuntimeError("of the rule")
+
+    def fun(x):
+        return jax.jit(lambda x: jnp.tanh(x))(x)
+
+    with pytest.raises(RuntimeError, match="of the rule") as caught:
+        amp(fun, rules={"tanh": rule})(X)
+    notes = [note for note in caught.value.__notes__ if note.startswith("amp:")]
+    line = fun.__code__.co_firstlineno + 1
+    assert notes == [f"amp: in tanh, written at test_amp_rules.py:{line}"]
+
+
+def test_settings_go_by_partial():
+    half = functools.partial(optax_mp.amp, compute_dtype=jnp.float16)
+
+    @half
+    def fun(x):
+        """Say something."""
+        return x @ x.T
+
+    assert fun.__name__ == "fun" and fun.__doc__ == "Say something."
+    assert "f16[4,4] = dot_general" in str(jax.make_jaxpr(fun)(X))
