@@ -18,7 +18,7 @@ class Traced:
     Attributes:
         closed: the jaxpr, from the arrays among the inputs to those among the outputs.
         arrays: the arrays among the inputs.
-        outputs: the leaves that the function returned, stale where they are arrays.
+        outputs: the leaves that the function returned, of arrays shape and dtype.
         treedef: their structure.
     """
 
@@ -42,7 +42,7 @@ class Traced:
             for i, array in zip(dynamic, arrays, strict=True):
                 filled[i] = array
             returned, treedef = jax.tree.flatten(function(given_def.unflatten(filled)))
-            outputs.extend(returned)
+            outputs.extend(map(_described, returned))
             return [leaf for leaf in returned if is_dynamic(leaf)]
 
         arrays = [leaves[i] for i in dynamic]
@@ -58,6 +58,11 @@ class Traced:
 def is_dynamic(leaf: Any) -> bool:
     """Return whether a leaf is an array that a jaxpr can compute with."""
     return is_array(leaf) and leaf.dtype != jax.dtypes.float0
+
+
+def _described(leaf: Any) -> Any:
+    # A tracer that is kept would be a leak.
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_dynamic(leaf) else leaf
 
 
 def _as_jax(x: Any) -> Any:

@@ -37,6 +37,12 @@ class AmpOperation:
         own_error: the relative error that the operation adds, given exact inputs: the
             largest, by norm, or NaN where it was not measured.
         error: the relative error of its result, all before it included.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax_mp
+        >>> optax_mp.amp_report(jnp.exp, jnp.zeros(3)).operations[0].why
+        'rule'
     """
 
     primitive: str
@@ -56,6 +62,15 @@ class AmpReport:
         operations: what became of each operation, in the order of the function.
         error: the relative error of the function's outputs against float32.
         base_rules: the rules by which it ran.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax_mp
+        >>> report = optax_mp.amp_report(lambda x: x @ x - 0.5, jnp.eye(3) / 3)
+        >>> sorted({each.ran for each in report.operations}), report.error < 0.01
+        (['low'], True)
+        >>> print(str(report).splitlines()[-1][:30])
+        2 low, 0 f32, 0 as_written; er
     """
 
     operations: tuple[AmpOperation, ...]
