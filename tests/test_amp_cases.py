@@ -5,11 +5,14 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from amp_cases import (
     CASES,
     DERIVATIVES,
     ROUNDING,
+    SENSITIVE,
+    SENSITIVE_IN_FLOAT16,
     UNTOUCHED,
     compiled,
     error,
@@ -19,9 +22,42 @@ from amp_cases import (
     products,
     runs_in,
 )
+from jax import lax
 
 import optax_mp
 
+OPERATIONS = {
+    "acos": lax.acos,
+    "acosh": lax.acosh,
+    "asin": lax.asin,
+    "asinh": lax.asinh,
+    "atan": lax.atan,
+    "atanh": lax.atanh,
+    "cosh": lax.cosh,
+    "cumlogsumexp": lax.cumlogsumexp,
+    "cumprod": lax.cumprod,
+    "cumsum": lax.cumsum,
+    "digamma": lax.digamma,
+    "div": lambda x: 1.0 / x,
+    "erf_inv": lax.erf_inv,
+    "exp": lax.exp,
+    "exp2": lax.exp2,
+    "expm1": lax.expm1,
+    "integer_pow": lambda x: lax.integer_pow(x, 3),
+    "lgamma": lax.lgamma,
+    "log": lax.log,
+    "log1p": lax.log1p,
+    "pow": lambda x: lax.pow(x, 1.5),
+    "reduce_prod": lambda x: jnp.prod(x, axis=0),
+    "reduce_sum": lambda x: jnp.sum(x, axis=0),
+    "reduce_window_sum": lambda x: lax.reduce_window(
+        x, 0.0, lax.add, (2, 2), (1, 1), "VALID"
+    ),
+    "rsqrt": lax.rsqrt,
+    "sinh": lax.sinh,
+    "square": lax.square,
+    "tan": lax.tan,
+}
 DTYPES = ["bfloat16", "float16"]
 each = pytest.mark.parametrize("name", CASES)
 in_both = pytest.mark.parametrize("dtype", DTYPES)
@@ -110,6 +146,35 @@ def test_no_sensitive_operation_reads_the_compute_dtype(name, dtype, program):
     jaxpr, _ = traced(name, dtype, program)
     low = [o for o in operations(jaxpr) if is_sensitive(o, dtype)]
     assert not low, "\n".join(f"{o.scopes}: {o.equation}" for o in low)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    # bfloat16 has the range of float32.
+    [
+        (name, dtype)
+        for name in OPERATIONS
+        for dtype in DTYPES
+        if not (name in SENSITIVE_IN_FLOAT16 and dtype == "bfloat16")
+    ],
+)
+def test_a_sensitive_operation_on_a_low_product_runs_in_float32(name, dtype):
+    def fun(x, w):
+        # The product at the end keeps the result from being wanted in float32.
+        y = OPERATIONS[name](x @ w)
+        return jnp.atleast_2d(y) @ jnp.ones((y.shape[-1], 3))
+
+    jaxpr = jax.make_jaxpr(autocast(fun, dtype))(
+        np.ones((4, 8), "f"), np.eye(8, dtype="f")
+    )
+    found = [o for o in operations(jaxpr) if o.name == name]
+    assert found
+    for o in found:
+        assert set(map(jnp.dtype, o.inputs + o.outputs)) == {jnp.dtype("float32")}
+
+
+def test_every_sensitive_operation_is_tried():
+    assert set(OPERATIONS) == SENSITIVE | SENSITIVE_IN_FLOAT16 | {"div"}
 
 
 @in_both

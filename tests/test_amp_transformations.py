@@ -782,11 +782,12 @@ USES = {
 }
 
 
+@pytest.mark.parametrize("program", ["grad(amp)", "amp(grad)"])
 @pytest.mark.parametrize("use", USES)
-def test_gradients_of_the_uses_of_a_weight_add_up_in_float32(use):
+def test_gradients_of_the_uses_of_a_weight_add_up_in_float32(use, program):
     sums = [
         o
-        for o in operations(jax.make_jaxpr(PROGRAMS["grad(amp)"](USES[use]))(W, X))
+        for o in operations(jax.make_jaxpr(PROGRAMS[program](USES[use]))(W, X))
         if o.name == "add_any" and o.equation.outvars[0].aval.shape == W.shape
     ]
     assert sums

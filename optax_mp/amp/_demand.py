@@ -27,13 +27,15 @@ Wants = tuple[Want, ...]
 
 
 def sinks(equation: Equation, wants: Sequence[Want]) -> bool:
-    """Return whether an operation is better done in float32, for all want that of it.
-
-    Not a choice between values: that rounds nothing, and its derivative would keep
-    zeros in float32.
-    """
-    chooses = equation.primitive.name == "select_n"
-    return True in wants and False not in wants and not chooses
+    """Return whether an operation is better done in float32, as all want that of it."""
+    name = equation.primitive.name
+    if name == "add_any":
+        # The gradients of two uses, perhaps of a weight: added up in float32, unless
+        # something reads them on in 16 bits.
+        return False not in wants
+    # Not a choice between values: that rounds nothing, and its derivative would keep
+    # zeros in float32.
+    return True in wants and False not in wants and name != "select_n"
 
 
 class Demand:

@@ -44,7 +44,7 @@ class Interpreter:
     def plan(self, jaxpr: AnyJaxpr, states: States, scope: Rule | None = None) -> Plan:
         """Plan a jaxpr for inputs in these states; nothing is known of its readers."""
         jaxpr, _ = opened(jaxpr)
-        return self._planner.plan(jaxpr, states, (False,) * len(jaxpr.outvars), scope)
+        return self._planner.plan(jaxpr, states, (None,) * len(jaxpr.outvars), scope)
 
     def run(self, jaxpr: AnyJaxpr, plan: Plan, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of a jaxpr, in the states that the plan says."""
