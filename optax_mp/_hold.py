@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from optax_mp._dtypes import bits
 from optax_mp._jaxpr import evaluate, is_computed, rebind
-from optax_mp._traced import Traced, is_dynamic
+from optax_mp._traced import Traced, is_dynamic, is_output
 from optax_mp._tree import PyTree, all_hold, describe, is_array, is_inexact, place
 
 Choice = jax.Array | bool
@@ -165,7 +165,7 @@ class _TracedStep:
         before = [next(arrays) if is_dynamic(x) else x for x in jax.tree.leaves(state)]
         replaced = [None] * len(jax.tree.leaves(updates)) + before
         both = zip(traced.outputs, replaced, strict=True)
-        return cls(traced, [old for leaf, old in both if is_dynamic(leaf)])
+        return cls(traced, [old for leaf, old in both if is_output(leaf)])
 
     def held_updates(self) -> Any:
         """Return negative zeros in the place of the updates."""

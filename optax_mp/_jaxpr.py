@@ -4,19 +4,20 @@ What differs between versions of JAX in a jaxpr is said here and nowhere else.
 """
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import ShapedArray
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.extend.core import primitives as _primitives
 from jax.sharding import PartitionSpec
 
+_HERE = os.path.dirname(__file__)
 AnyJaxpr = Jaxpr | ClosedJaxpr
 Equation = Any  # a JaxprEqn, whose variables JAX types without dtype and shape
 Run = Callable[[Equation, list[Any]], Sequence[Any]]
@@ -102,28 +103,32 @@ def is_shaped(aval: Any) -> bool:
 
 def retyped(aval: Any, dtype: Any) -> Any:
     """Return an abstract value of another dtype, placed and varying as it was."""
-    return aval.update(dtype=np.dtype(dtype), weak_type=False)
+    # Of what is no number, such as a random key, the dtype stays.
+    return aval if aval.dtype == dtype else aval.update(dtype=dtype, weak_type=False)
 
 
 def aval_like(x: Any, dtype: Any) -> Any:
     """Return the abstract value of an array at another dtype."""
-    typeof = getattr(jax, "typeof", None)
-    if typeof is None:  # up to JAX 0.5, where a type holds no more than that
-        return jax.ShapeDtypeStruct(x.shape, dtype)
-    return retyped(typeof(x), dtype)
+    return retyped(jax.typeof(x), dtype)
 
 
-def scopes(equation: Equation) -> list[str]:
-    """Return the names that `jax.named_scope` gave an equation, outermost first.
+def scopes(equation: Equation) -> str:
+    """Return the names that `jax.named_scope` gave an equation, as JAX writes them.
 
-    Gradients write them as `transpose(jvp(name))`: those words are among the names.
+    Outermost first, as in `transpose(jvp(layer))/attention`.
     """
-    return re.findall(r"[^/()]+", str(equation.source_info.name_stack))
+    stack = equation.source_info.name_stack
+    return str(stack) if stack.stack else ""
 
 
 def source_line(equation: Equation) -> str:
-    """Return the user's line that an equation comes from, such as `model.py:12`."""
+    """Return the user's line that an equation comes from, such as `model.py:12`.
+
+    Where there is none, nothing.
+    """
     place = source_info_util.summarize(equation.source_info)
+    if place.startswith(_HERE):
+        return ""  # of a function of a library, that we are the first to call
     # A path, a line, perhaps a column, and a function in brackets.
     found = re.match(r"(?:.*[/\\])?([^:/\\]+:\d+)", place)
     return found[1] if found else place

@@ -42,7 +42,10 @@ class Traced:
             for i, array in zip(dynamic, arrays, strict=True):
                 filled[i] = array
             returned, treedef = jax.tree.flatten(function(given_def.unflatten(filled)))
-            outputs.extend(map(_described, returned))
+            # Not the tracers: kept, they would be a leak.
+            outputs.extend(
+                _OutputArray(x.shape, x.dtype) if is_dynamic(x) else x for x in returned
+            )
             return [leaf for leaf in returned if is_dynamic(leaf)]
 
         arrays = [leaves[i] for i in dynamic]
@@ -51,18 +54,31 @@ class Traced:
     def filled(self, values: Sequence[Any]) -> Any:
         """Return what the function returned, with these arrays in place of its own."""
         arrays = iter(values)
-        leaves = [next(arrays) if is_dynamic(x) else x for x in self.outputs]
+        leaves = [next(arrays) if is_output(x) else x for x in self.outputs]
         return self.treedef.unflatten(leaves)
 
 
+class _OutputArray(jax.ShapeDtypeStruct):
+    """The place of an array among the outputs."""
+
+
+def is_output(leaf: Any) -> bool:
+    """Return whether a leaf of `Traced.outputs` stands for an array."""
+    return isinstance(leaf, _OutputArray)
+
+
 def is_dynamic(leaf: Any) -> bool:
-    """Return whether a leaf is an array that a jaxpr can compute with."""
-    return is_array(leaf) and leaf.dtype != jax.dtypes.float0
+    """Return whether a leaf is an array that a jaxpr can compute with.
 
-
-def _described(leaf: Any) -> Any:
-    # A tracer that is kept would be a leak.
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_dynamic(leaf) else leaf
+    Not a description of one, an array of strings, or an object with like attributes.
+    """
+    if not is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+        return False
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return leaf.dtype != jax.dtypes.float0
 
 
 def _as_jax(x: Any) -> Any:

@@ -1,18 +1,19 @@
 """amp: any JAX function, with its matrix products in 16 bits."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._jaxpr import AnyJaxpr, evaluate, jaxprs_within, opened, rebind
-from optax_mp._traced import Traced
-from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules, unknown_places
+from optax_mp._jaxpr import evaluate, rebind
+from optax_mp.amp._call import planned
+from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
-from optax_mp.amp._states import Plan, written
+from optax_mp.amp._states import written
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -43,7 +44,8 @@ def amp(
         rules: how each operation runs, `default_amp_rules` or others. A key is a
             primitive (`jax.lax.tanh_p`, or its name `"tanh"`), the name of a
             `jax.named_scope`, or a source line such as `"model.py:12"`;
-            `"amp_default"` stands for primitives not listed. A value is a word:
+            `"amp_default"` stands for primitives not listed. The rule of a loop or a
+            `jit` is that of all inside it. A value is a word:
 
             - `"low"`: in the compute dtype;
             - `"f32"`: in float32, inputs and outputs (float64 stays float64);
@@ -51,7 +53,8 @@ def amp(
             - `"widest"`: in the widest dtype of the inputs; literals follow the others;
             - `"rounded"`: the same, and the result in the compute dtype;
             - `"own"`: each input, and the output that belongs to it, in its own dtype;
-            - `"as_written"`: as without amp;
+            - `"as_written"`: as without amp, as is in any case what has a function
+              among its parameters (scatters, reductions by a function, kernels);
 
             or a function `(compute_dtype, original_dtypes, *invars, **bind_params) ->
             (invars, bind_params)`, which returns what the primitive is bound with. A
@@ -99,48 +102,6 @@ def amp(
     return autocast  # pyright: ignore[reportReturnType]
 
 
-def planned(
-    interpreter: Interpreter, fun: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Traced, Plan]:
-    """Return a call of `fun`, traced, and what becomes of it."""
-    traced = Traced.of(lambda given: fun(*given[0], **given[1]), (args, kwargs))
-    jaxpr = traced.closed.jaxpr
-    named = interpreter.rules.named_places
-    if named and not named <= (seen := set(_places_in(jaxpr, interpreter.rules))):
-        seen.update(_places_in(_derivative(traced.closed), interpreter.rules))
-        if not named <= seen:
-            raise unknown_places(named - seen, seen)
-    return traced, interpreter.plan(jaxpr, written(jaxpr.invars))
-
-
-def _places_in(jaxpr: AnyJaxpr, rules: Rules) -> Iterator[str]:
-    for equation in opened(jaxpr)[0].eqns:
-        yield from rules.places(equation)
-        for inner in jaxprs_within(equation):
-            yield from _places_in(inner, rules)
-
-
-def _derivative(closed: Any) -> AnyJaxpr:
-    """Return the jaxpr of a gradient, where the scopes of derivative rules show."""
-    inputs, outputs = (
-        [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
-        for avals in (closed.in_avals, closed.out_avals)
-    )
-
-    def gradient(*args: Any) -> Any:
-        def call(*moved: Any) -> list[Any]:
-            filled = list(args)
-            for i, x in zip(inputs, moved, strict=True):
-                filled[i] = x
-            values = evaluate(closed, filled, rebind)
-            return [values[i] for i in outputs]
-
-        returned, pull = jax.vjp(call, *(args[i] for i in inputs))
-        return pull(returned)
-
-    return jax.make_jaxpr(gradient)(*closed.in_avals)
-
-
 def amp_stop(fun: Any = None) -> Any:
     """Leave a part of a function as it is written, in float32, under `amp`.
 
@@ -177,6 +138,11 @@ def amp_stop(fun: Any = None) -> Any:
         raise TypeError(
             f"amp_stop: `fun` is {fun!r}, expected a function, or nothing: as a "
             "decorator @amp_stop, as a context `with amp_stop():`."
+        )
+    if inspect.isgeneratorfunction(fun) or inspect.iscoroutinefunction(fun):
+        raise TypeError(
+            f"amp_stop: `fun` is {fun!r}, which runs after its call has returned, "
+            "expected a plain function; use `with amp_stop():` inside it."
         )
 
     @functools.wraps(fun, updated=())

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jaxpr import Equation, bind
+from optax_mp._jaxpr import Equation, bind, kind
 from optax_mp.amp._cast import cast
 
 Call = Callable[..., list[Any]]
@@ -53,11 +53,15 @@ def custom_vjp(
 ) -> Call:
     """Return `call`, that returns these dtypes, with the rule of a custom_vjp."""
     dtypes, floating = _inputs(equation)
+    # What the function closes over comes first. It is closed over again: JAX refuses to
+    # differentiate by it.
+    closed_over = equation.params["num_consts"]
+    floating = [i for i in floating if i >= closed_over]
     outputs_written = [var.aval for var in equation.outvars]
     inexact = [i for i, aval in enumerate(outputs_written) if _is_inexact(aval)]
-    function = jax.custom_vjp(call)
 
-    def forward(*inputs: Any) -> tuple[Any, Any]:
+    def forward(closed: Sequence[Any], *given: Any) -> tuple[Any, Any]:
+        inputs = (*closed, *given)
         pullback: Any = None
 
         def vjp(inputs: Sequence[Any]) -> Any:
@@ -71,11 +75,11 @@ def custom_vjp(
             return outputs, kept
 
         outputs, kept = interpret(vjp, (list(inputs),), (dtypes,))
-        given = _Dtypes(tuple(inputs[i].dtype for i in floating))
-        return list(map(cast, outputs, returned)), (kept, pullback, given)
+        as_given = _Dtypes(tuple(inputs[i].dtype for i in floating))
+        return list(map(cast, outputs, returned)), (kept, pullback, as_given)
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        kept, pullback, given = residuals
+        kept, pullback, as_given = residuals
 
         def pull(kept: Sequence[Any], moved: Sequence[Any]) -> Any:
             cotangents: list[Any] = [
@@ -90,12 +94,40 @@ def custom_vjp(
         pulled = interpret(pull, (kept, moved), as_written)
         # None for inputs that are no floats.
         gradients: list[Any] = [None] * len(dtypes)
-        for i, gradient, dtype in zip(floating, pulled, given.dtypes, strict=True):
+        for i, gradient, dtype in zip(floating, pulled, as_given.dtypes, strict=True):
             gradients[i] = cast(gradient, dtype)
-        return tuple(gradients)
+        return tuple(gradients[closed_over:])
 
-    function.defvjp(forward, backward)
-    return function
+    def call_closed(*inputs: Any) -> list[Any]:
+        closed, given = inputs[:closed_over], inputs[closed_over:]
+        function = jax.custom_vjp(lambda *given: call(*closed, *given))
+        function.defvjp(lambda *given: forward(closed, *given), backward)
+        return function(*given)
+
+    return call_closed
+
+
+def derivative_of(equation: Equation) -> Any:
+    """Return the jaxpr of the rule of a custom_jvp or custom_vjp, at its own types."""
+    _, floating = _inputs(equation)
+    if kind(equation) == "custom_vjp":
+        floating = [i for i in floating if i >= equation.params["num_consts"]]
+
+    def derivative(*inputs: Any) -> Any:
+        moved = [inputs[i] for i in floating]
+        of_floating = _of_floating(equation, floating, inputs)
+        if kind(equation) == "custom_jvp":
+            return jax.jvp(of_floating, moved, moved)
+        outputs, pull = jax.vjp(of_floating, *moved)
+        return pull(jax.tree.map(_cotangent, outputs))
+
+    return jax.make_jaxpr(derivative)(*(atom.aval for atom in equation.invars))
+
+
+def _cotangent(output: jax.Array) -> Any:
+    if _is_inexact(output):
+        return output
+    return np.zeros(output.shape, jax.dtypes.float0)
 
 
 @jax.tree_util.register_static

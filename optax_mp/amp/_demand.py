@@ -18,6 +18,7 @@ from optax_mp._jaxpr import (
     scan_counts,
     while_counts,
 )
+from optax_mp.amp._remembered import remembered
 from optax_mp.amp._rules import Rule, Rules
 from optax_mp.amp._states import takes_part
 
@@ -44,7 +45,7 @@ class Demand:
     def __init__(self, rules: Rules) -> None:
         """Find wants by `rules`."""
         self._rules = rules
-        self.within = functools.lru_cache(maxsize=1024)(self._within)
+        self.within = remembered(self._within)
 
     def _within(self, jaxpr: Jaxpr, outputs: Wants, scope: Rule | None) -> dict:
         """Return what is wanted of each variable of a jaxpr, given its outputs' wants.

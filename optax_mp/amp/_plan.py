@@ -1,6 +1,6 @@
 """Which precision each value of a jaxpr has: a dataflow, found without tracing."""
 
-import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,13 +16,16 @@ from optax_mp._jaxpr import (
     scan_counts,
     while_counts,
 )
+from optax_mp.amp._biases import Axes, Biases
 from optax_mp.amp._demand import Demand, Wants, sinks
 from optax_mp.amp._functions import states_by_function
 from optax_mp.amp._location import located
+from optax_mp.amp._remembered import remembered
 from optax_mp.amp._rules import Rule, Rules
 from optax_mp.amp._states import (
     FULL,
     LOW,
+    REPEATS,
     Inner,
     Plan,
     State,
@@ -32,16 +35,30 @@ from optax_mp.amp._states import (
     cast_to,
     literal_state,
     settled,
-    takes_part,
     widest,
     written,
 )
 
-# What returns the values that it is given, perhaps several times.
-_REPEATS = frozenset(
-    "broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p pvary "
-    "pbroadcast pcast stop_gradient convert_element_type".split()
-)
+
+@dataclass(frozen=True)
+class _Around:
+    """What is known of an equation from around it.
+
+    Attributes:
+        states: the states of its inputs.
+        axes: what is known of them as biases.
+        wants: what is wanted of its outputs.
+        scope: the rule of its scopes.
+    """
+
+    states: States
+    axes: Axes
+    wants: Wants
+    scope: Rule | None
+
+
+# The states of inputs and outputs, how the jaxprs inside are run, and what decided.
+_Inside = tuple[States, States, tuple[Inner, ...], str]
 
 
 class Planner:
@@ -53,16 +70,29 @@ class Planner:
         self._demand = Demand(rules)
         info = jnp.finfo(rules.compute_dtype)
         self._smallest, self._largest = float(info.tiny), float(info.max)
-        # Bounded, for eager calls bring new jaxprs each time.
-        self.plan = functools.lru_cache(maxsize=1024)(self._plan)
+        self._plan_inside = remembered(self._plan)
+
+    def plan_whole(
+        self, jaxpr: Jaxpr, inputs: States, axes: Axes, scope: Rule | None
+    ) -> Plan:
+        """Plan a jaxpr whose readers are not known.
+
+        Args:
+            jaxpr: the jaxpr.
+            inputs: the states of its inputs.
+            axes: what is known of them as biases.
+            scope: the rule of the scopes around.
+        """
+        return self._plan(jaxpr, inputs, axes, (None,) * len(jaxpr.outvars), scope)
 
     def _plan(
-        self, jaxpr: Jaxpr, inputs: States, wants: Wants, scope: Rule | None
+        self,
+        jaxpr: Jaxpr,
+        inputs: States,
+        axes: Axes,
+        wants: Wants,
+        scope: Rule | None,
     ) -> Plan:
-        """Plan a jaxpr for inputs in these states and readers with these wants.
-
-        `scope` is the rule of the scopes around.
-        """
         known = dict(zip(jaxpr.constvars, written(jaxpr.constvars), strict=True))
         known.update(zip(jaxpr.invars, inputs, strict=True))
 
@@ -70,29 +100,27 @@ class Planner:
             return literal_state(atom) if is_literal(atom) else known[atom]
 
         wanted = self._demand.within(jaxpr, wants, scope)
-        biases = _Biases(jaxpr)
+        biases = Biases(jaxpr, axes)
         steps, changed = [], LOW in inputs
         for equation in jaxpr.eqns:
-            states = tuple(map(state, equation.invars))
-            outs = tuple(map(wanted.get, equation.outvars))
-            step = self._step(equation, states, outs, scope, biases.added_by(equation))
+            around = _Around(
+                tuple(map(state, equation.invars)),
+                biases.of(equation),
+                tuple(map(wanted.get, equation.outvars)),
+                self.rules.in_scope(equation, scope),
+            )
+            step = self._step(equation, around, biases.added_by(equation))
             steps.append(step)
             known.update(zip(equation.outvars, step.outputs, strict=True))
+            biases.follow(equation)
             changed |= step.changed
         return Plan(inputs, tuple(steps), tuple(map(state, jaxpr.outvars)), changed)
 
-    def _step(
-        self,
-        equation: Equation,
-        states: States,
-        wants: Wants,
-        scope: Rule | None,
-        adds_bias: bool,
-    ) -> Step:
-        scope = self.rules.in_scope(equation, scope)
+    def _step(self, equation: Equation, around: _Around, adds_bias: bool) -> Step:
+        states, scope = around.states, around.scope
         if scope != "as_written":
             if kind(equation):
-                return self._around(equation, states, wants, scope)
+                return self._by_jaxprs_inside(equation, around)
             if equation.primitive.name == "convert_element_type":
                 return self._cast(equation, states, scope)
         rule, why = self.rules.of(equation, scope, adds_bias)
@@ -104,12 +132,12 @@ class Planner:
         if rule == "own":
             kept = settled(states)
             return Step("bind", kept, kept, rule, why, scope)
-        if rule == "widest" and equation.primitive.name in _REPEATS:
+        if rule == "widest" and equation.primitive.name in REPEATS:
             if isinstance(states[0], Weak):
                 return Step("bind", (FULL,), states, rule, "literal", scope)
         target = result = FULL
         if rule in ("low", "widest", "rounded"):
-            target, why = self._target(equation, rule, states, wants, why)
+            target, why = self._target(equation, rule, around, why)
             is_rounded = rule == "rounded" and LOW in states and why == "inputs"
             result = LOW if is_rounded else target
         inputs = cast_to(target, states)
@@ -118,19 +146,14 @@ class Planner:
         return Step("bind", inputs, outputs, rule, why, scope, params)
 
     def _target(
-        self,
-        equation: Equation,
-        rule: Rule,
-        states: States,
-        wants: Wants,
-        why: str,
+        self, equation: Equation, rule: Rule, around: _Around, why: str
     ) -> tuple[str, str]:
         """Return the state in which an operation is done, and why."""
-        if not self._fit(states):
+        if not self._fit(around.states):
             return FULL, "literal"
-        if rule != "low" and sinks(equation, wants):
+        if rule != "low" and sinks(equation, around.wants):
             return FULL, "sink"
-        if rule != "low" and widest(states) == FULL:
+        if rule != "low" and widest(around.states) == FULL:
             return FULL, "inputs"
         return LOW, why
 
@@ -161,100 +184,83 @@ class Planner:
             outputs = (Weak(),)  # 0 and 1 are exact in any dtype
         return Step("bind", settled(states), outputs, "as_written", "cast", scope)
 
-    def _around(
-        self, equation: Equation, states: States, wants: Wants, scope: Rule | None
-    ) -> Step:
-        """Plan an equation by the jaxprs inside it."""
+    def _by_jaxprs_inside(self, equation: Equation, around: _Around) -> Step:
         how = kind(equation) or ""
         plan = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        inputs, outputs, inner, why = plan.get(how, self._call)(
-            equation, states, wants, scope
-        )
+        inputs, outputs, inner, why = plan.get(how, self._call)(equation, around)
         if not any(each.plan.changed for each in inner):
-            how, inputs, outputs = "bind", cast_to(FULL, states), settled(outputs)
-        return Step(how, inputs, outputs, "inside", why, scope, inner=inner)
+            how, inputs, outputs = "bind", cast_to(FULL, inputs), settled(outputs)
+        return Step(how, inputs, outputs, "inside", why, around.scope, inner=inner)
 
-    def _call(self, equation, states, wants, scope):
+    def _call(self, equation: Equation, around: _Around) -> _Inside:
         jaxpr, _ = opened(inner_jaxprs(equation)[0])
-        plan = self.plan(jaxpr, states, wants, scope)
+        states, axes = around.states, around.axes
+        plan = self._plan_inside(jaxpr, states, axes, around.wants, around.scope)
         return states, plan.outputs, (Inner(plan, states, plan.outputs),), "inside"
 
-    def _scan(self, equation, states, wants, scope):
+    def _scan(self, equation: Equation, around: _Around) -> _Inside:
         jaxpr, _ = opened(inner_jaxprs(equation)[0])
-        wants = self._demand.of_body(equation, wants, scope)
         start, count = scan_counts(equation)
         stop = start + count
-        carry = settled(states[start:stop])
+        consts, begun, xs = _split(around.states, start, stop)
+        of_consts, _, of_xs = _split(around.axes, start, stop)
+        axes = (*of_consts, *(None,) * count, *of_xs)
+        wants = self._demand.of_body(equation, around.wants, around.scope)
+        carry = settled(begun)
         while True:
-            ins = (*states[:start], *carry, *states[stop:])
-            plan = self.plan(jaxpr, ins, wants, scope)
+            ins = (*consts, *carry, *xs)
+            plan = self._plan_inside(jaxpr, ins, axes, wants, around.scope)
             if (joined := _joined(carry, plan.outputs[:count])) == carry:
                 break
             carry = joined
         # A low constant goes in as written and is cast inside, so that what the turns
         # make of its gradient is added up in float32.
-        consts = tuple(x and FULL if x == LOW else x for x in states[:start])
-        given = (*consts, *carry, *states[stop:])
+        consts = tuple(FULL if state == LOW else state for state in consts)
+        given = (*consts, *carry, *xs)
         outputs = (*carry, *settled(plan.outputs[count:]))
-        why = _why_of_loop(states[start:stop], carry, plan.outputs)
+        why = _why_of_loop(begun, carry, plan.outputs)
         return given, outputs, (Inner(plan, given, outputs),), why
 
-    def _while(self, equation, states, wants, scope):
+    def _while(self, equation: Equation, around: _Around) -> _Inside:
         (test, _), (body, _) = map(opened, inner_jaxprs(equation))
-        wants = self._demand.of_body(equation, wants, scope)
         of_test, of_body = while_counts(equation)
         start = of_test + of_body
-        carry = settled(states[start:])
+        test_consts, consts, begun = _split(around.states, of_test, start)
+        test_axes, body_axes, _ = _split(around.axes, of_test, start)
+        of_carry = (None,) * len(begun)
+        wants = self._demand.of_body(equation, around.wants, around.scope)
+        carry = settled(begun)
         while True:
-            ins = (*states[of_test:start], *carry)
-            plan = self.plan(body, ins, wants, scope)
+            ins, axes = (*consts, *carry), (*body_axes, *of_carry)
+            plan = self._plan_inside(body, ins, axes, wants, around.scope)
             if (joined := _joined(carry, plan.outputs)) == carry:
                 break
             carry = joined
-        of_test_ins = (*states[:of_test], *carry)
-        test_plan = self.plan(test, of_test_ins, (None,), scope)
-        inner = (
-            Inner(test_plan, of_test_ins, test_plan.outputs),
-            Inner(plan, ins, carry),
-        )
-        why = _why_of_loop(states[start:], carry, plan.outputs)
-        return (*states[:start], *carry), carry, inner, why
+        test_ins, axes = (*test_consts, *carry), (*test_axes, *of_carry)
+        test_plan = self._plan_inside(test, test_ins, axes, (None,), around.scope)
+        of_test_run = Inner(test_plan, test_ins, test_plan.outputs)
+        inner = (of_test_run, Inner(plan, ins, carry))
+        why = _why_of_loop(begun, carry, plan.outputs)
+        return (*test_consts, *consts, *carry), carry, inner, why
 
-    def _cond(self, equation, states, wants, scope):
-        jaxprs = [opened(jaxpr)[0] for jaxpr in inner_jaxprs(equation)]
-        plans = [self.plan(jaxpr, states[1:], wants, scope) for jaxpr in jaxprs]
+    def _cond(self, equation: Equation, around: _Around) -> _Inside:
+        states, axes = around.states[1:], around.axes[1:]
+        plans = [
+            self._plan_inside(
+                opened(branch)[0], states, axes, around.wants, around.scope
+            )
+            for branch in inner_jaxprs(equation)
+        ]
         outputs = tuple(
             each[0] and (widest(each) if self._fit(each) else FULL)
             for each in zip(*(plan.outputs for plan in plans), strict=True)
         )
-        inner = tuple(Inner(plan, states[1:], outputs) for plan in plans)
-        return states, outputs, inner, "inside"
+        inner = tuple(Inner(plan, states, outputs) for plan in plans)
+        return around.states, outputs, inner, "inside"
 
 
-class _Biases:
-    """The inputs of a jaxpr that may be the bias of a layer: those with one axis."""
-
-    def __init__(self, jaxpr: Jaxpr) -> None:
-        inputs: Any = filter(takes_part, (*jaxpr.constvars, *jaxpr.invars))
-        # With what repeats them, and how many numbers they have.
-        self._sizes = {
-            var: var.aval.size
-            for var in inputs
-            if var.aval.ndim and var.aval.size == max(var.aval.shape)
-        }
-
-    def added_by(self, equation: Equation) -> bool:
-        """Return whether an equation adds a bias to something larger.
-
-        To be asked of each equation in turn.
-        """
-        name = equation.primitive.name
-        inputs = [atom for atom in equation.invars if not is_literal(atom)]
-        sizes = [self._sizes[var] for var in inputs if var in self._sizes]
-        if name in _REPEATS and sizes:
-            self._sizes[equation.outvars[0]] = sizes[0]
-        # One that is as large as the sum is no bias: it may be what is summed up.
-        return name == "add" and any(x < equation.outvars[0].aval.size for x in sizes)
+def _split(values: tuple, start: int, stop: int) -> tuple[tuple, tuple, tuple]:
+    return values[:start], values[start:stop], values[stop:]
 
 
 def _joined(carry: States, returned: States) -> States:

@@ -14,7 +14,7 @@ from optax_mp._jaxpr import (
     opened,
     source_line,
 )
-from optax_mp.amp._amp import planned
+from optax_mp.amp._call import planned
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
 from optax_mp.amp._shadow import shadow_errors

@@ -1,7 +1,7 @@
 """Which rule each operation follows: the table, and how a user's rules are read."""
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -14,25 +14,18 @@ from optax_mp._jaxpr import (
     Primitive,
     is_literal,
     jaxprs_within,
+    kind,
     primitive_names,
-    scopes,
-    source_line,
 )
+from optax_mp.amp._places import Places
 from optax_mp.amp._states import takes_part
 
 # Either a word or `(compute_dtype, original_dtypes, *invars, **bind_params)`, which
 # returns the inputs and parameters to bind.
 Rule = str | Callable[..., Any]
 
-WORDS = {
-    "low": "in the compute dtype",
-    "f32": "in float32, inputs and outputs (float64 stays float64)",
-    "f32_if_f16": "`f32` where the compute dtype is float16, else `widest`",
-    "widest": "in the widest dtype of the inputs that are not literals",
-    "rounded": "in the widest dtype, the result in the compute dtype",
-    "own": "each input and its output in the dtype that it has",
-    "as_written": "as it would be without amp",
-}
+# What they mean is in the docstring of `amp`.
+WORDS = ("low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written")
 # Keys that name no primitive.
 DEFAULT = "amp_default"
 STOP = "amp_stop"
@@ -102,22 +95,25 @@ class Rules:
         # is in a scope named "transpose".
         operations = {RECIPROCAL, BIAS_ADD, *default_amp_rules, *primitive_names()}
         operations |= {key.name for key in rules if isinstance(key, Primitive)}
-        self._by_scope = {STOP: "as_written"} | {
+        by_place = {
             name: rule for name, rule in self._by_name.items() if name not in operations
         }
-        self._has_lines = any(":" in name for name in self._by_scope)
+        self.names_to_find = set(by_place) - {STOP}
+        self._places = Places({STOP: "as_written"} | by_place)
 
     def in_scope(self, equation: Equation, around: Rule | None) -> Rule | None:
         """Return the rule of the outermost scope with one; `around` is outside all."""
         if around is not None:
             return around
-        rules = map(self._by_scope.get, self.places(equation))
-        return next((rule for rule in rules if rule is not None), None)
+        rule = self._places.rule_at(equation)
+        if rule is None and kind(equation):
+            # The rule of a loop, or of a jit, is that of all inside.
+            rule = self._by_name.get(equation.primitive.name)
+        return rule
 
-    def places(self, equation: Equation) -> list[str]:
-        """Return what a rule may call the place of an equation, outermost first."""
-        lines = [source_line(equation)] if self._has_lines else []
-        return scopes(equation) + lines
+    def names_at(self, equation: Equation) -> set[str]:
+        """Return the names of all rules that an equation or its place has."""
+        return self._places.names_at(equation) | {equation.primitive.name}
 
     def of(
         self, equation: Equation, scope: Rule | None, adds_bias: bool = False
@@ -132,6 +128,8 @@ class Rules:
         if jaxprs_within(equation) or params.get("out_dtype") is not None:
             return "as_written", "parameters"
         if rule == "low" and "preferred_element_type" in params:
+            if not all(map(self._can_be_low, equation.outvars)):
+                return "as_written", "parameters"
             if not _is_free(params.get("precision")):
                 return "as_written", "precision"
             if not all(map(self._can_be_low, equation.invars[:2])):
@@ -159,13 +157,8 @@ class Rules:
     def _can_be_low(self, atom: Any) -> bool:
         return takes_part(atom) or atom.aval.dtype == self.compute_dtype
 
-    @property
-    def named_places(self) -> set[str]:
-        """Return the scopes and lines that a user has rules for."""
-        return self._by_scope.keys() - {STOP}
 
-
-def unknown_places(names: set[str], seen: Iterable[str]) -> ValueError:
+def unknown_names(names: set[str], seen: set[str]) -> ValueError:
     """Return the error for rules that name nothing."""
     known = {*default_amp_rules, *primitive_names(), *seen}
     close = difflib.get_close_matches(min(names), known, n=3)
@@ -178,7 +171,7 @@ def unknown_places(names: set[str], seen: Iterable[str]) -> ValueError:
 
 
 def _is_free(precision: Any) -> bool:
-    """Return whether a product leaves it to the machine how exact it is."""
+    """Return whether a product may be done in 16 bits."""
     given = precision if isinstance(precision, tuple) else (precision,)
     return all(x in (None, Precision.DEFAULT, Precision.HIGH) for x in given)
 
@@ -190,15 +183,24 @@ def _name(key: Any) -> str:
         return key.name
     raise TypeError(
         f"amp: `rules` has the key {key!r}, expected a primitive such as "
-        "jax.lax.tanh_p, its name, or the name of a jax.named_scope."
+        "jax.lax.tanh_p, its name, the name of a jax.named_scope, or a source line "
+        "such as 'model.py:12'."
     )
 
 
 def _checked(key: Any, rule: Any) -> Rule:
-    if callable(rule) or (isinstance(rule, str) and rule in WORDS):
+    name = _name(key)
+    if name == "convert_element_type":
+        raise ValueError(
+            "amp: `rules` has a rule for convert_element_type, expected none: a change "
+            "of dtype is the function's own, and amp honours it."
+        )
+    if isinstance(rule, Hashable) and (
+        callable(rule) or (isinstance(rule, str) and rule in WORDS)
+    ):
         return rule
     raise ValueError(
-        f"amp: the rule of {_name(key)!r} is {rule!r}, expected one of "
-        f"{', '.join(WORDS)}, or a function (compute_dtype, original_dtypes, *invars, "
+        f"amp: the rule of {name!r} is {rule!r}, expected one of {', '.join(WORDS)}, "
+        "or a hashable function (compute_dtype, original_dtypes, *invars, "
         "**bind_params) -> (invars, bind_params)."
     )

@@ -1,6 +1,5 @@
 """Running a jaxpr by its plan: every equation bound again, with the casts it needs."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from optax_mp._jaxpr import (
     AnyJaxpr,
     ClosedJaxpr,
     Equation,
+    Jaxpr,
     aval_like,
     bind,
     bind_with,
@@ -21,11 +21,13 @@ from optax_mp._jaxpr import (
     shard_mapped,
     traced,
 )
+from optax_mp.amp._biases import axes_of_inputs
 from optax_mp.amp._cast import cast
 from optax_mp.amp._custom_rules import custom_jvp, custom_vjp
 from optax_mp.amp._functions import bind_by_function
 from optax_mp.amp._location import located
 from optax_mp.amp._plan import Planner
+from optax_mp.amp._remembered import remembered
 from optax_mp.amp._rules import Rule, Rules
 from optax_mp.amp._states import FULL, LOW, Inner, Plan, States, Step, written
 
@@ -39,12 +41,11 @@ class Interpreter:
         self._planner = Planner(rules)
         self._low = rules.compute_dtype
         # So that an eager call finds jaxprs inside that are compiled already.
-        self._converted = functools.lru_cache(maxsize=1024)(self._convert)
+        self._converted = remembered(self._convert)
 
-    def plan(self, jaxpr: AnyJaxpr, states: States, scope: Rule | None = None) -> Plan:
-        """Plan a jaxpr for inputs in these states; nothing is known of its readers."""
-        jaxpr, _ = opened(jaxpr)
-        return self._planner.plan(jaxpr, states, (None,) * len(jaxpr.outvars), scope)
+    def plan_call(self, jaxpr: Jaxpr, states: States) -> Plan:
+        """Plan a whole function, with inputs in these states."""
+        return self._planner.plan_whole(jaxpr, states, axes_of_inputs(jaxpr), None)
 
     def run(self, jaxpr: AnyJaxpr, plan: Plan, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of a jaxpr, in the states that the plan says."""
@@ -120,7 +121,9 @@ class Interpreter:
                 state and (LOW if x.dtype == self._low else FULL)
                 for state, x in zip(written(closed.jaxpr.invars), leaves, strict=True)
             )
-            values = self.run(closed, self.plan(closed, states, scope), leaves)
+            no_biases = (None,) * len(states)
+            plan = self._planner.plan_whole(closed.jaxpr, states, no_biases, scope)
+            values = self.run(closed, plan, leaves)
             return jax.tree.structure(returned).unflatten(values)
 
         return interpret

@@ -97,8 +97,9 @@ class _Shadow:
     ) -> tuple[list[Pair], Errors]:
         full_inputs = [pair.full for pair in pairs]
         full = rebind(equation, full_inputs)
-        if not step.changed and all(pair.full is pair.low for pair in pairs):
-            # Run once, for it may have effects.
+        same = not step.changed and all(pair.full is pair.low for pair in pairs)
+        if same or equation.effects:
+            # What has effects is run once, as written.
             return [Pair(x, x) for x in full], {id(step): (0.0, 0.0)}
         run = self._interpreter.run_step
         low = run(equation, step, [pair.low for pair in pairs])

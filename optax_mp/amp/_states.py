@@ -16,6 +16,12 @@ from optax_mp._jaxpr import is_shaped
 LOW = "low"
 FULL = "full"
 
+# What returns the value that it is given, perhaps several times.
+REPEATS = frozenset(
+    "broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p pvary "
+    "pbroadcast pcast stop_gradient".split()
+)
+
 
 class Weak(NamedTuple):
     """The state of a literal, and of what only repeats one; its value, if known."""

@@ -1,0 +1,53 @@
+"""Where an equation stands: in named scopes, and on a line of the source."""
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from optax_mp._jaxpr import Equation, scopes, source_line
+
+
+class Places:
+    """What holds in which scope and on which line."""
+
+    def __init__(self, rules: Mapping[str, Any]) -> None:
+        """Take rules by the names of scopes, and by lines such as `model.py:12`."""
+        self.names = set(rules)
+        self._by_line = {name: rule for name, rule in rules.items() if ":" in name}
+        self._by_scope = {_parts(name): (name, rule) for name, rule in rules.items()}
+        # Asked of every equation, where many stand in the same scopes.
+        self._in_scopes = functools.lru_cache(maxsize=1024)(self._look_up)
+
+    def rule_at(self, equation: Equation) -> Any:
+        """Return the rule of the outermost scope with one, or of the line, or None."""
+        found = self._in_scopes(scopes(equation))
+        if found:
+            return found[0][1]
+        return self._by_line.get(source_line(equation)) if self._by_line else None
+
+    def names_at(self, equation: Equation) -> set[str]:
+        """Return the names of all rules for the place of an equation."""
+        named = {name for name, _ in self._in_scopes(scopes(equation))}
+        return named | {source_line(equation)} & self.names
+
+    def _look_up(self, written: str) -> list[tuple[str, Any]]:
+        """Return names and rules of scopes, as JAX writes them, outermost first."""
+        parts = _parts(written)
+        return [
+            found
+            for start in range(len(parts))
+            for name, found in self._by_scope.items()
+            if parts[start : start + len(name)] == name
+        ]
+
+
+def words_at(equation: Equation) -> Iterator[str]:
+    """Yield what a rule for the place of an equation could be called."""
+    yield from _parts(scopes(equation))
+    yield source_line(equation)
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    """Return the names in `transpose(jvp(layer))/attention`, outermost first."""
+    return tuple(re.findall(r"[^/()]+", name))
