@@ -221,3 +221,20 @@ def test_a_report_refuses_what_amp_refuses():
         amp_report(jnp.sin, X, compute_dtype=jnp.float32)
     with pytest.raises(TypeError, match="amp_report: `fun` is 3, expected a function"):
         amp_report(3, X)
+
+
+def test_effects_that_amp_does_touch_happen_once():
+    seen = []
+
+    def fun(x, w):
+        jax.debug.callback(lambda total: seen.append(float(total)), (x @ w).sum())
+        return x @ w
+
+    amp_report(fun, X, W)
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
+def test_a_function_of_a_library_has_no_line_of_ours():
+    (product,) = amp_report(jnp.dot, X, W).operations
+    assert product.line == ""

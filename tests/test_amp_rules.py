@@ -454,3 +454,120 @@ def test_settings_go_by_partial():
 
     assert fun.__name__ == "fun" and fun.__doc__ == "Say something."
     assert "f16[4,4] = dot_general" in str(jax.make_jaxpr(fun)(X))
+
+
+def test_a_computed_vector_is_no_bias_wherever_it_is_added():
+    def fun(x, w, wrap):
+        computed = jnp.exp(x).sum(-1, keepdims=True)
+        return jnp.tanh(wrap(lambda a, b: a + b)(x @ w, computed))
+
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        program = lambda x, w: fun(x, w, wrap)  # noqa: B023, E731
+        assert ran(program, X, W, primitive="tanh") == {F32}
+
+
+def test_a_bias_is_one_in_a_jit_in_a_scan_and_among_stacked_params():
+    def layer(x, w, b):
+        return jnp.tanh(x @ w + b)
+
+    def scanned(x, w, bs):
+        return lax.scan(lambda x, b: (layer(x, w, b), None), x, bs)[0]
+
+    def sliced(x, w, bs):
+        return layer(x, w, bs[1])
+
+    bs = np.ones((3, 8), np.float32)
+    assert ran(jax.jit(layer), X, W, bs[0], primitive="tanh") == {BF16}
+    assert ran(scanned, X, W, bs, primitive="tanh") == {BF16}
+    assert ran(sliced, X, W, bs, primitive="tanh") == {BF16}
+
+
+@pytest.mark.parametrize("preferred", ["float16", "bfloat16"])
+@pytest.mark.parametrize("compute_dtype", [BF16, F16])
+def test_a_product_returns_the_16_bit_dtype_that_it_was_asked_for(
+    preferred, compute_dtype
+):
+    def fun(x, w):
+        return lax.dot(x, w, preferred_element_type=jnp.dtype(preferred))
+
+    assert amp(fun, compute_dtype=compute_dtype)(X, W).dtype == preferred
+
+
+def bounded(fun):
+    """Return a function with a rule for its derivative."""
+    with_rule = jax.custom_jvp(fun)
+    with_rule.defjvp(lambda primals, tangents: (fun(*primals), fun(*tangents)))
+    return with_rule
+
+
+@pytest.mark.parametrize(
+    ("key", "wrap"),
+    [
+        (
+            "scan",
+            lambda f: lambda x: lax.scan(lambda x, _: (f(x), None), x, None, 2)[0],
+        ),
+        ("custom_jvp_call", bounded),
+        (jax.jit(jnp.sin).trace(0.0).jaxpr.eqns[-1].primitive.name, None),
+        ("cond", lambda f: lambda x: lax.cond(x[0, 0] > 0, f, f, x)),
+    ],
+)
+def test_the_rule_of_what_holds_a_jaxpr_is_that_of_all_inside(key, wrap):
+    if wrap is None:
+        wrap, key = jax.jit, jax.make_jaxpr(jax.jit(jnp.sin))(X).eqns[0].primitive
+    fun = wrap(lambda x: x @ W)
+    for word in ("as_written", "f32"):
+        rules = default_amp_rules | {key: word}
+        jaxpr = jax.make_jaxpr(amp(fun, rules=rules))(X)
+        assert {jnp.dtype(each.outputs[0]) for each in products(jaxpr)} == {F32}
+
+
+def test_a_primitive_that_only_the_function_knows_has_a_name():
+    def fun(x):
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    rules = default_amp_rules | {"pure_callback": "as_written"}
+    assert error(amp(fun, rules=rules)(X), np.sin(X)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["encoder/attention", "layer(1)", "attention"])
+def test_a_scope_with_parts_is_found_by_all_of_them(name):
+    def fun(x, w):
+        scope = name if name != "attention" else "encoder/attention"
+        with jax.named_scope(scope):
+            return x @ w
+
+    rules = default_amp_rules | {name: "f32"}
+    assert ran(fun, X, W, primitive="dot_general", rules=rules) == {F32}
+    jaxpr = jax.make_jaxpr(jax.grad(lambda w: amp(fun, rules=rules)(X, w).sum()))(W)
+    assert {jnp.dtype(each.outputs[0]) for each in products(jaxpr)} == {F32}
+
+
+def test_a_misspelt_name_is_one_where_nothing_can_be_differentiated():
+    def fun(x):
+        return lax.while_loop(lambda x: x.sum() < 10, lambda x: x + 1, x)
+
+    with pytest.raises(ValueError, match="names 'exq', expected a primitive"):
+        amp(fun, rules=default_amp_rules | {"exq": "f32"})(X)
+
+
+def test_a_rule_for_casts_is_refused():
+    with pytest.raises(ValueError, match="a change of dtype is the function's own"):
+        amp(jnp.sin, rules={"convert_element_type": "f32"})
+
+
+def test_a_rule_that_cannot_be_compared_is_refused():
+    class Rule(list):
+        def __call__(self, *args, **params):
+            return args, params
+
+    with pytest.raises(ValueError, match="or a hashable function"):
+        amp(jnp.sin, rules={"tanh": Rule()})
+
+
+def test_amp_stop_of_a_generator_is_refused():
+    def parts(x):
+        yield x @ x.T
+
+    with pytest.raises(TypeError, match="runs after its call has returned"):
+        amp_stop(parts)

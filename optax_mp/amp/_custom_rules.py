@@ -53,16 +53,22 @@ def custom_vjp(
 ) -> Call:
     """Return `call`, that returns these dtypes, with the rule of a custom_vjp."""
     dtypes, floating = _inputs(equation)
-    # What the function closes over comes first. It is closed over again: JAX refuses to
-    # differentiate by it.
+    # What the function closes over comes first: its rule has no gradient for that.
     closed_over = equation.params["num_consts"]
     floating = [i for i in floating if i >= closed_over]
     outputs_written = [var.aval for var in equation.outvars]
     inexact = [i for i, aval in enumerate(outputs_written) if _is_inexact(aval)]
+    function = jax.custom_vjp(call)
 
-    def forward(closed: Sequence[Any], *given: Any) -> tuple[Any, Any]:
-        inputs = (*closed, *given)
+    def forward(*inputs: Any) -> tuple[Any, Any]:
         pullback: Any = None
+        if any(x.perturbed for x in inputs[:closed_over]):
+            raise TypeError(
+                "amp: a jax.custom_vjp function closes over a value by which it is "
+                "differentiated, expected its rule to know of that; make it an argument."
+            )
+        if closed_over:
+            inputs = tuple(x.value for x in inputs)
 
         def vjp(inputs: Sequence[Any]) -> Any:
             nonlocal pullback
@@ -89,22 +95,25 @@ def custom_vjp(
                 cotangents[i] = cotangent
             return list(jax.tree.unflatten(pullback.treedef, kept)(cotangents))
 
-        moved = [cotangents[i] for i in inexact]
+        moved = [_materialized(cotangents[i]) for i in inexact]
         as_written = (list(pullback.kept), [outputs_written[i].dtype for i in inexact])
         pulled = interpret(pull, (kept, moved), as_written)
         # None for inputs that are no floats.
         gradients: list[Any] = [None] * len(dtypes)
         for i, gradient, dtype in zip(floating, pulled, as_given.dtypes, strict=True):
             gradients[i] = cast(gradient, dtype)
-        return tuple(gradients[closed_over:])
+        return tuple(gradients)
 
-    def call_closed(*inputs: Any) -> list[Any]:
-        closed, given = inputs[:closed_over], inputs[closed_over:]
-        function = jax.custom_vjp(lambda *given: call(*closed, *given))
-        function.defvjp(lambda *given: forward(closed, *given), backward)
-        return function(*given)
+    # That the values in question are told from others needs symbolic zeros.
+    function.defvjp(forward, backward, symbolic_zeros=closed_over > 0)
+    return function
 
-    return call_closed
+
+def _materialized(cotangent: Any) -> Any:
+    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return cotangent
+    zero: Any = cotangent
+    return jnp.zeros(zero.shape, zero.dtype)
 
 
 def derivative_of(equation: Equation) -> Any:
