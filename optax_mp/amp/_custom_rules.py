@@ -65,7 +65,7 @@ def custom_vjp(
         if any(x.perturbed for x in inputs[:closed_over]):
             raise TypeError(
                 "amp: a jax.custom_vjp function closes over a value by which it is "
-                "differentiated, expected its rule to know of that; make it an argument."
+                "differentiated, expected one that its rule knows; make it an argument."
             )
         if closed_over:
             inputs = tuple(x.value for x in inputs)
