@@ -124,6 +124,15 @@ def test_what_only_float32_operations_read_is_computed_in_float32():
     assert ran(lambda x, w: jnp.exp(x @ w - 1.0), X, W, primitive="sub") == {F32}
 
 
+def test_a_log_softmax_of_low_logits_is_computed_in_float32():
+    fun = lambda x, w: jax.nn.log_softmax(x @ w + 1000.0)  # noqa: E731
+    jaxpr = jax.make_jaxpr(amp(fun))(X, W)
+    differences = [each for each in operations(jaxpr) if each.name == "sub"]
+    assert len(differences) == 2
+    assert {jnp.dtype(x) for each in differences for x in each.inputs} == {F32}
+    assert error(amp(fun)(X, W), fun(X, W)) < 1e-2
+
+
 def test_that_holds_across_the_border_of_a_jit():
     inner = jax.jit(lambda y: jnp.exp(y * 2.0))
     assert ran(lambda x, w: inner(x @ w - 1.0), X, W, primitive="sub") == {F32}

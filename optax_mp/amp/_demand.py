@@ -60,12 +60,31 @@ class Demand:
 
         for atom, want in zip(jaxpr.outvars, outputs, strict=True):
             read(atom, want)
+        full = self._made_in_float32(jaxpr, scope)
         for equation in reversed(jaxpr.eqns):
             outs = tuple(map(wants.get, equation.outvars))
             ins = self._of_inputs(equation, outs, scope)
+            if equation.primitive.name == "sub" and not full.isdisjoint(
+                atom for atom in equation.invars if not is_literal(atom)
+            ):
+                # A difference from float32, as in a log-softmax, is one in float32, and
+                # what it is taken of is better not rounded.
+                ins = (True,) * len(ins)
             for atom, want in zip(equation.invars, ins, strict=True):
                 read(atom, want)
         return wants
+
+    def _made_in_float32(self, jaxpr: Jaxpr, scope: Rule | None) -> set[Any]:
+        """Return the variables that are float32 by the rule of what makes them."""
+        made: set[Any] = set()
+        for equation in jaxpr.eqns:
+            within = self._rules.in_scope(equation, scope)
+            if not kind(equation):
+                rule, _ = self._rules.of(equation, within)
+                inputs = [atom for atom in equation.invars if not is_literal(atom)]
+                if rule == "f32" or (rule == "widest" and not made.isdisjoint(inputs)):
+                    made.update(equation.outvars)
+        return made
 
     def _of_inputs(self, equation: Equation, outs: Wants, scope: Rule | None) -> Wants:
         scope = self._rules.in_scope(equation, scope)
