@@ -226,7 +226,7 @@ def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:
 
 
 def _is_number(x: Any) -> bool:
-    return is_dynamic(x) and jnp.issubdtype(x.dtype, jnp.number)
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.number)
 
 
 def _check_stable(before: Any, after: Any) -> None:

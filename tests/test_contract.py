@@ -39,6 +39,15 @@ ROUNDED_OTHERWISE = (
     else ("nadam", "nadamw", "optimistic_adam", "muon", "novograd")
 )
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+# By default those that differ most from each other.
+DISTINCT = {"adamw", "sgd", "lion", "adafactor", "muon", "sam", "sophia", "noisy_sgd"}
+every_optimizer_or_a_few = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in DISTINCT else pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
 
 
 def step_function(name, tx):
@@ -165,7 +174,7 @@ def test_state_is_stable_and_the_step_compiles_once(name):
     assert len(traces) == 1
 
 
-@every_optimizer
+@every_optimizer_or_a_few
 def test_jit_eager_and_scan_agree(name):
     tx = wrapped(name)
     step = step_function(name, tx)
@@ -186,7 +195,7 @@ def test_jit_eager_and_scan_agree(name):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
-@every_optimizer
+@every_optimizer_or_a_few
 def test_vmap_over_an_ensemble_is_bit_equal_to_the_bare_optimizer(name):
     grads = first_gradients(name, 2)
     results = []
