@@ -40,7 +40,7 @@ def sinks(equation: Equation, wants: Sequence[Want]) -> bool:
 
 
 class Demand:
-    """Finds wants by one set of rules; what it has found it remembers."""
+    """Finds wants by one set of rules; those of one jaxpr, once."""
 
     def __init__(self, rules: Rules) -> None:
         """Find wants by `rules`."""

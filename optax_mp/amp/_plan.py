@@ -62,7 +62,7 @@ _Inside = tuple[States, States, tuple[Inner, ...], str]
 
 
 class Planner:
-    """Plans jaxprs by one set of rules; what it has planned it remembers."""
+    """Plans jaxprs by one set of rules; a jaxpr inside others, once."""
 
     def __init__(self, rules: Rules) -> None:
         """Plan by `rules`."""

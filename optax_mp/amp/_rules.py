@@ -36,7 +36,7 @@ _LOW = """
 dot_general conv_general_dilated ragged_dot ragged_dot_general
 """
 _F32 = """
-exp exp2 expm1 log log1p pow rsqrt tan sinh cosh
+exp exp2 expm1 log log2 log1p pow rsqrt tan sinh cosh
 asin acos atan atan2 asinh acosh atanh erf_inv lgamma digamma polygamma igamma igammac
 reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum
 """
@@ -61,7 +61,7 @@ default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
     # float32, so that its gradient is summed over the batch in float32.
     | {BIAS_ADD: "rounded"}
     # 256 squared is too much for float16; bfloat16 has the range of float32.
-    | dict.fromkeys(("integer_pow", "square"), "f32_if_f16")
+    | dict.fromkeys(("integer_pow", "square", "one_minus_square"), "f32_if_f16")
     | dict.fromkeys(_WIDEST.split(), "widest")
     | dict.fromkeys(("sort", "optimization_barrier"), "own")
     # Among what is not listed: scatters (a sum of many small gradients in one place),
