@@ -140,7 +140,7 @@ def test_masters_and_state_are_bit_equal_to_the_bare_optimizer(name, dtype):
         assert (miss <= np.abs(before.astype(np.float64)) * 2.0**-23).all()
 
 
-@every_optimizer
+@every_optimizer_or_a_few
 def test_eager_steps_are_bit_equal_to_the_bare_optimizer(name):
     carries = []
     for tx, dtype in ((OPTIMIZERS[name](), "float32"), (wrapped(name), "bfloat16")):
