@@ -236,5 +236,8 @@ def test_effects_that_amp_does_touch_happen_once():
 
 
 def test_a_function_of_a_library_has_no_line_of_ours():
-    (product,) = amp_report(jnp.dot, X, W).operations
+    report = amp_report(jnp.dot, X, W)
+    (product,) = report.operations
     assert product.line == ""
+    # So its rule goes by the primitive.
+    assert report.rules(above=0.0) == {**default_amp_rules, "dot_general": "f32"}

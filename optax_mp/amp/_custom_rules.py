@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_mp._jaxpr import Equation, bind, kind
+from optax_mp._tree import is_inexact
 from optax_mp.amp._cast import cast
 
 Call = Callable[..., list[Any]]
@@ -40,7 +41,7 @@ def custom_jvp(
         outputs = list(map(cast, outputs, returned))
         # Of what is no float, the tangent is none either, and stays as it is.
         moved = [
-            cast(tangent, x.dtype if _is_inexact(x) else None)
+            cast(tangent, x.dtype if is_inexact(x) else None)
             for tangent, x in zip(moved, outputs, strict=True)
         ]
         return outputs, moved
@@ -53,11 +54,9 @@ def custom_vjp(
 ) -> Call:
     """Return `call`, that returns these dtypes, with the rule of a custom_vjp."""
     dtypes, floating = _inputs(equation)
-    # What the function closes over comes first: its rule has no gradient for that.
-    closed_over = equation.params["num_consts"]
-    floating = [i for i in floating if i >= closed_over]
+    closed_over = _closed_over(equation)
     outputs_written = [var.aval for var in equation.outvars]
-    inexact = [i for i, aval in enumerate(outputs_written) if _is_inexact(aval)]
+    inexact = [i for i, aval in enumerate(outputs_written) if is_inexact(aval)]
     function = jax.custom_vjp(call)
 
     def forward(*inputs: Any) -> tuple[Any, Any]:
@@ -119,8 +118,6 @@ def _materialized(cotangent: Any) -> Any:
 def derivative_of(equation: Equation) -> Any:
     """Return the jaxpr of the rule of a custom_jvp or custom_vjp, at its own types."""
     _, floating = _inputs(equation)
-    if kind(equation) == "custom_vjp":
-        floating = [i for i in floating if i >= equation.params["num_consts"]]
 
     def derivative(*inputs: Any) -> Any:
         moved = [inputs[i] for i in floating]
@@ -134,7 +131,7 @@ def derivative_of(equation: Equation) -> Any:
 
 
 def _cotangent(output: jax.Array) -> Any:
-    if _is_inexact(output):
+    if is_inexact(output):
         return output
     return np.zeros(output.shape, jax.dtypes.float0)
 
@@ -157,7 +154,17 @@ class _Dtypes:
 def _inputs(equation: Equation) -> tuple[list[Any], list[int]]:
     """Return the dtypes of the inputs, and which of them can be differentiated."""
     avals = [atom.aval for atom in equation.invars]
-    return [x.dtype for x in avals], [i for i, x in enumerate(avals) if _is_inexact(x)]
+    start = _closed_over(equation)
+    floating = [i for i, x in enumerate(avals) if i >= start and is_inexact(x)]
+    return [x.dtype for x in avals], floating
+
+
+def _closed_over(equation: Equation) -> int:
+    """Return how many inputs, the first, a custom_vjp closes over.
+
+    Its rule has no gradients for them.
+    """
+    return equation.params["num_consts"] if kind(equation) == "custom_vjp" else 0
 
 
 def _of_floating(
@@ -172,7 +179,3 @@ def _of_floating(
         return bind(equation, filled)
 
     return call
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)

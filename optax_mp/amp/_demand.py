@@ -60,10 +60,11 @@ class Demand:
 
         for atom, want in zip(jaxpr.outvars, outputs, strict=True):
             read(atom, want)
-        full = self._made_in_float32(jaxpr, scope)
-        for equation in reversed(jaxpr.eqns):
+        scopes = [self._rules.in_scope(equation, scope) for equation in jaxpr.eqns]
+        full = self._made_in_float32(jaxpr, scopes)
+        for equation, within in reversed(list(zip(jaxpr.eqns, scopes, strict=True))):
             outs = tuple(map(wants.get, equation.outvars))
-            ins = self._of_inputs(equation, outs, scope)
+            ins = self._of_inputs(equation, outs, within)
             if equation.primitive.name == "sub" and not full.isdisjoint(
                 atom for atom in equation.invars if not is_literal(atom)
             ):
@@ -74,20 +75,18 @@ class Demand:
                 read(atom, want)
         return wants
 
-    def _made_in_float32(self, jaxpr: Jaxpr, scope: Rule | None) -> set[Any]:
+    def _made_in_float32(self, jaxpr: Jaxpr, scopes: Sequence[Rule | None]) -> set[Any]:
         """Return the variables that are float32 by the rule of what makes them."""
         made: set[Any] = set()
-        for equation in jaxpr.eqns:
-            within = self._rules.in_scope(equation, scope)
+        for equation, scope in zip(jaxpr.eqns, scopes, strict=True):
             if not kind(equation):
-                rule, _ = self._rules.of(equation, within)
+                rule, _ = self._rules.of(equation, scope)
                 inputs = [atom for atom in equation.invars if not is_literal(atom)]
                 if rule == "f32" or (rule == "widest" and not made.isdisjoint(inputs)):
                     made.update(equation.outvars)
         return made
 
     def _of_inputs(self, equation: Equation, outs: Wants, scope: Rule | None) -> Wants:
-        scope = self._rules.in_scope(equation, scope)
         count = len(equation.invars)
         if scope == "as_written":
             return (True,) * count

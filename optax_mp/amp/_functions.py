@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from optax_mp._jaxpr import Equation, bind, is_literal, retyped, traced
-from optax_mp._tree import describe, is_array
+from optax_mp._tree import describe, is_array, is_floating
 from optax_mp.amp._states import FULL, LOW, States, takes_part
 
 
@@ -43,12 +43,11 @@ def bind_by_function(
         )
     for i, (new, old) in enumerate(zip(invars, given, strict=True)):
         if not is_array(new) or not _may_replace(new, old):
+            may_change = "or another floating dtype of that shape"
             raise ValueError(
                 f"amp: the rule of {name} returned {describe(new)} for input {i}, "
-                f"expected {describe(old)} or another floating dtype of that shape."
-                if jnp.issubdtype(old.dtype, jnp.floating)
-                else f"amp: the rule of {name} returned {describe(new)} for input {i}, "
-                f"expected {describe(old)} as it was given."
+                f"expected {describe(old)} "
+                f"{may_change if is_floating(old) else 'as it was given'}."
             )
     return bind(equation, invars, params)
 

@@ -15,7 +15,10 @@ class Places:
         """Take rules by the names of scopes, and by lines such as `model.py:12`."""
         self.names = set(rules)
         self._by_line = {name: rule for name, rule in rules.items() if ":" in name}
-        self._by_scope = {_parts(name): (name, rule) for name, rule in rules.items()}
+        # A name without a part would be found everywhere.
+        self._by_scope = {
+            _parts(name): (name, rule) for name, rule in rules.items() if _parts(name)
+        }
         # Asked of every equation, where many stand in the same scopes.
         self._in_scopes = functools.lru_cache(maxsize=1024)(self._look_up)
 

@@ -7,13 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._jaxpr import (
-    AnyJaxpr,
-    Equation,
-    inner_jaxprs,
-    opened,
-    source_line,
-)
+from optax_mp._jaxpr import AnyJaxpr, Equation, inner_jaxprs, opened, source_line
 from optax_mp.amp._call import planned
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
@@ -80,13 +74,15 @@ class AmpReport:
     def rules(self, above: float) -> dict[Any, Rule]:
         """Return the rules of the report, and the lines that add more error in float32.
 
-        A rule goes by the source line, so it holds for this version of the code.
+        A rule goes by the source line, so it holds for this version of the code; by the
+        primitive where there is no line, as in functions of libraries.
 
         Args:
             above: the largest `own_error` that an operation may add.
         """
-        lines = {each.line for each in self.operations if each.own_error > above}
-        return {**self.base_rules, **dict.fromkeys(sorted(lines), "f32")}
+        worst = [each for each in self.operations if each.own_error > above]
+        names = sorted({each.line or each.primitive for each in worst})
+        return {**self.base_rules, **dict.fromkeys(names, "f32")}
 
     def by_primitive(self) -> tuple[AmpOperation, ...]:
         """Return the operations of one primitive, precision and reason together."""
@@ -132,7 +128,8 @@ def amp_report(
     report on `jax.grad(fun)`.
 
     Every value is computed both ways in one run, so it takes several times the memory
-    and time of the function. What runs inside a `shard_map` is not measured.
+    and time of the function; what has effects, such as a callback, runs once, as
+    written. What runs inside a `shard_map` is not measured.
 
     Args:
         fun: the function as written, not `amp(fun)`.

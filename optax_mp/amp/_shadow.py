@@ -117,18 +117,14 @@ class _Shadow:
             return self._alone(equation, step, pairs)
         inside = {"scan": self._scan, "while": self._while, "cond": self._cond}
         run = inside.get(how or "", self._call)
-        outputs, errors = run(equation, step.inner, inner_jaxprs(equation), pairs)
+        outputs, errors = run(equation, step, pairs)
         return outputs, errors | {id(step): (NOT_MEASURED, _largest_error(outputs))}
 
     def _call(
-        self,
-        equation: Equation,
-        inner: tuple[Inner, ...],
-        jaxprs: Sequence[AnyJaxpr],
-        pairs: list[Pair],
+        self, equation: Equation, step: Step, pairs: list[Pair]
     ) -> tuple[list[Pair], Errors]:
-        del equation
-        return self._returned(jaxprs[0], inner[0], pairs)
+        (jaxpr,), (inner,) = inner_jaxprs(equation), step.inner
+        return self._returned(jaxpr, inner, pairs)
 
     def _returned(
         self, jaxpr: AnyJaxpr, inner: Inner, pairs: Sequence[Pair]
@@ -143,20 +139,16 @@ class _Shadow:
         ], errors
 
     def _scan(
-        self,
-        equation: Equation,
-        inner: tuple[Inner, ...],
-        jaxprs: Sequence[AnyJaxpr],
-        pairs: list[Pair],
+        self, equation: Equation, step: Step, pairs: list[Pair]
     ) -> tuple[list[Pair], Errors]:
         start, count = scan_counts(equation)
         stop = start + count
-        given = self._cast(pairs, inner[0].given, jaxprs[0])
+        (jaxpr,), (inner,) = inner_jaxprs(equation), step.inner
+        given = self._cast(pairs, inner.given, jaxpr)
 
         def body(carry: list[Pair], xs: list[Pair]) -> Any:
-            outputs, errors = self._returned(
-                jaxprs[0], inner[0], [*given[:start], *carry, *xs]
-            )
+            inputs = [*given[:start], *carry, *xs]
+            outputs, errors = self._returned(jaxpr, inner, inputs)
             return outputs[:count], (outputs[count:], errors)
 
         params = equation.params
@@ -171,46 +163,39 @@ class _Shadow:
         return [*carry, *ys], largest
 
     def _while(
-        self,
-        equation: Equation,
-        inner: tuple[Inner, ...],
-        jaxprs: Sequence[AnyJaxpr],
-        pairs: list[Pair],
+        self, equation: Equation, step: Step, pairs: list[Pair]
     ) -> tuple[list[Pair], Errors]:
         of_test, of_body = while_counts(equation)
         start = of_test + of_body
+        (test_jaxpr, body_jaxpr), (_, inner) = inner_jaxprs(equation), step.inner
         consts = pairs[of_test:start]
         # Both take the turns that the function takes as written.
         test_consts = [pair.full for pair in pairs[:of_test]]
 
         def test(state: Any) -> Any:
             full = [pair.full for pair in state[0]]
-            return evaluate(jaxprs[0], [*test_consts, *full], rebind)[0]
+            return evaluate(test_jaxpr, [*test_consts, *full], rebind)[0]
+
+        def run(carry: list[Pair]) -> tuple[list[Pair], Errors]:
+            return self._returned(body_jaxpr, inner, [*consts, *carry])
 
         def body(state: Any) -> Any:
             carry, errors = state
-            outputs, found = self._returned(jaxprs[1], inner[1], [*consts, *carry])
+            outputs, found = run(carry)
             return outputs, jax.tree.map(jnp.maximum, errors, found)
 
-        given = self._cast([*consts, *pairs[start:]], inner[1].given, jaxprs[1])
+        given = self._cast([*consts, *pairs[start:]], inner.given, body_jaxpr)
         carry = given[of_body:]
-        shapes = jax.eval_shape(
-            lambda carry: self._returned(jaxprs[1], inner[1], [*consts, *carry]), carry
-        )
-        none = jax.tree.map(lambda x: jnp.full(x.shape, NOT_MEASURED), shapes[1])
+        shapes = jax.eval_shape(run, carry)[1]
+        none = jax.tree.map(lambda x: jnp.full(x.shape, NOT_MEASURED), shapes)
         return lax.while_loop(test, body, (carry, none))
 
     def _cond(
-        self,
-        equation: Equation,
-        inner: tuple[Inner, ...],
-        jaxprs: Sequence[AnyJaxpr],
-        pairs: list[Pair],
+        self, equation: Equation, step: Step, pairs: list[Pair]
     ) -> tuple[list[Pair], Errors]:
-        del equation
         branches = [
-            functools.partial(self._returned, jaxpr, each)
-            for jaxpr, each in zip(jaxprs, inner, strict=True)
+            functools.partial(self._returned, jaxpr, inner)
+            for jaxpr, inner in zip(inner_jaxprs(equation), step.inner, strict=True)
         ]
         keys = {key for run in branches for key in jax.eval_shape(run, pairs[1:])[1]}
         none = dict.fromkeys(keys, (jnp.float32(NOT_MEASURED),) * 2)
