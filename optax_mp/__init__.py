@@ -18,6 +18,7 @@ from optax_mp._scaled_gradients import (
     value_and_grad,
 )
 from optax_mp._scaling import LossScaleState, dynamic_loss_scale, static_loss_scale
+from optax_mp._split import Split
 from optax_mp._storage import FullCopy
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
 from optax_mp.amp import (
@@ -40,6 +41,7 @@ __all__ = [
     "MixedPrecisionState",
     "NoOpLossScale",
     "Policy",
+    "Split",
     "StaticLossScale",
     "all_finite",
     "amp",

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from optax_mp._dtypes import bits
 from optax_mp._leaves import is_absent
+from optax_mp._storage import Storage, storage_of
 from optax_mp._tree import describe, is_floating, is_inexact, place
 
 _PROMOTED = (
@@ -21,6 +22,7 @@ def check_param(
     kept: Any,
     master_dtype: jnp.dtype,
     declared: jnp.dtype | None,
+    storage: Storage,
 ) -> None:
     """Raise unless `param` is still what it was, by what the state keeps for it."""
     where = f"mixed_precision: param {place(path)} is {describe(param)}"
@@ -47,6 +49,13 @@ def check_param(
             f"floating or was as wide as {master_dtype.name}. Call `init` with params "
             "in the dtype they are trained in, or say which it will be with "
             "`param_dtype`."
+        )
+    if not is_absent(kept) and kept.dtype != storage.dtype(master_dtype):
+        raise ValueError(
+            f"mixed_precision: the state keeps {describe(kept)} as the master of param "
+            f"{place(path)}, expected {storage.dtype(master_dtype)} with the storage "
+            f"{storage}: the state was made with {storage_of(kept)}, or with another "
+            "`master_dtype`; convert it with `optax_mp.convert_opt_state`."
         )
     if not is_absent(kept) and kept.shape != param.shape:
         raise ValueError(

@@ -118,7 +118,7 @@ def replace_master_params(
             )
         if not isinstance(old, Tracer):
             new = jax.device_put(new, old.sharding)
-        return storage.encode(jnp.array(new, old.dtype, copy=True), param)[0]
+        return storage.encode(jnp.array(new, old.dtype, copy=True), param)
 
     def in_state(node: Any) -> Any:
         if not isinstance(node, MixedPrecisionState):

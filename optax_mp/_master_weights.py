@@ -15,7 +15,7 @@ from optax_mp._hold import Choice, is_marked, negative_zeros, step_if, unless_he
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._master_access import MixedPrecisionState
 from optax_mp._param_dtype import DeclaredDType, DTypeRule, declared_dtype
-from optax_mp._storage import FullCopy, Storage, check_storage
+from optax_mp._storage import FullCopy, Storage, check_storable, check_storage
 from optax_mp._transformation import as_transformation
 from optax_mp._tree import PyTree, is_array, is_floating, is_inexact
 
@@ -97,21 +97,23 @@ def mixed_precision(
         https://arxiv.org/abs/1710.03740
     """
     inner = as_transformation(inner, "mixed_precision")
-    check_storage(storage)
     master_dtype = floating_dtype(master_dtype, "mixed_precision: `master_dtype`")
     dtype_in_training = declared_dtype(param_dtype, "mixed_precision: `param_dtype`")
     if update_dtype is not None and update_dtype != "params":
         update_dtype = floating_dtype(
             update_dtype, 'mixed_precision: `update_dtype`, if not None or "params",'
         )
+    check_storage(storage, master_dtype, update_dtype)
 
     def init_fn(params: optax.Params) -> MixedPrecisionState:
         leaves = Leaves.of(params, caller="mixed_precision", name="`params`")
         wanted = jax.dtypes.canonicalize_dtype(master_dtype)
+        dtypes = list(map(dtype_in_training, leaves.paths, leaves.values))
+        has_master = [x is not None and bits(x) < bits(wanted) for x in dtypes]
+        check_storable(storage, leaves.paths, leaves.values, dtypes, has_master)
         stored, seen = [], []
-        for path, leaf in zip(leaves.paths, leaves.values, strict=True):
-            dtype = dtype_in_training(path, leaf)
-            if dtype is None or bits(dtype) >= bits(wanted):
+        for leaf, dtype, stores in zip(leaves.values, dtypes, has_master, strict=True):
+            if dtype is None or not stores:
                 own = leaf if dtype is None else leaf.astype(dtype)
                 stored.append(optax.MaskedNode())
                 seen.append(_own_master(own))
@@ -119,7 +121,7 @@ def mixed_precision(
             # A copy even where no cast is needed: the state must not alias the params.
             master = jnp.array(leaf, wanted, copy=True)
             param = round_to(master, dtype).astype(dtype)
-            stored.append(storage.encode(master, param)[0])
+            stored.append(storage.encode(master, param))
             seen.append(storage.decode(stored[-1], param))
         inner_state = inner.init(leaves.unflatten(seen))
         inner_state = _without_aliases(inner_state, (leaves.values, stored, seen))
@@ -131,7 +133,9 @@ def mixed_precision(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MixedPrecisionState]:
-        step = _Step.matched(updates, state, params, master_dtype, dtype_in_training)
+        step = _Step.matched(
+            updates, state, params, master_dtype, dtype_in_training, storage
+        )
         # Where no leaf has a master this is `inner` itself, and costs nothing.
         has_master = not all(map(is_absent, step.stored))
         marked = is_marked(updates) if has_master else False
@@ -192,6 +196,7 @@ class _Step:
         params: Any,
         master_dtype: jnp.dtype,
         dtype_in_training: DTypeRule,
+        storage: Storage,
     ) -> "_Step":
         if params is None:
             raise ValueError(
@@ -216,7 +221,8 @@ class _Step:
         for path, param, kept, grad in zip(
             leaves.paths, leaves.values, stored, grads, strict=True
         ):
-            check_param(path, param, kept, wanted, dtype_in_training(path, param))
+            declared = dtype_in_training(path, param)
+            check_param(path, param, kept, wanted, declared, storage)
             check_gradient(path, param, grad)
         return cls(leaves, stored, grads, is_lookahead)
 
@@ -285,12 +291,31 @@ class _Step:
         landed, stored = list(updates), list(self.stored)
         for i, update in enumerate(updates):
             if update is _FROM_MASTER:
-                param = self.leaves.values[i]
-                stored[i], landing = storage.encode(masters[i], param)
-                change = unless_held(proceed, landing - param.astype(landing.dtype))
+                param, kept = self.leaves.values[i], self.stored[i]
+                stored[i], change = _encoded(storage, masters[i], param)
+                change = unless_held(proceed, change)
                 update_dtype = _dtype_of_update(dtype, self.grads[i], param, False)
+                if stored[i] is not masters[i]:
+                    # It is half of the master: `update_dtype` may not round it.
+                    update_dtype = change.dtype
+                    if proceed is not True:
+                        stored[i] = jnp.where(proceed, stored[i], kept)
                 landed[i] = _cast_update(change, update_dtype)
         return landed, stored
+
+
+def _encoded(
+    storage: Storage, master: jax.Array, param: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return what to keep of a master, and the update that brings the param to it."""
+    target = storage.round(master, param.dtype)
+    before = param.astype(target.dtype)
+    # What is kept must fit what the param will be, which a float32 sum may miss.
+    landing = round_to(before + (target - before), param.dtype).astype(param.dtype)
+    settled = storage.decode(storage.encode(master, landing), landing)
+    if settled is not master:
+        target = storage.round(settled, param.dtype)
+    return storage.encode(settled, target.astype(param.dtype)), target - before
 
 
 def _own_master(param: Any) -> Any:

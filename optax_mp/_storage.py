@@ -1,38 +1,43 @@
 """How a master is kept between steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from optax_mp._dtypes import round_to
-from optax_mp._tree import describe, is_floating
+from optax_mp._split import Split
+from optax_mp._tree import describe, is_floating, is_inexact, place
 
 
 class Storage(Protocol):
     """The form in which a master lives in the optimizer state, leaf by leaf.
 
-    A storage may keep less than the master where the param holds the rest, so both
-    directions see the param, and `encode` also says what the param has to become.
+    A storage may keep less than the master where the param holds the rest, so both ways
+    go against the param. `decode(encode(master, param), param)` is the nearest to
+    `master` of all masters that `param` can be a part of: `master` itself, to the
+    storage's precision, where the param is `round(master, param.dtype)`.
     """
 
-    def encode(
-        self, master: jax.Array, param: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return what to keep, and the value that the param is to land on.
+    def dtype(self, master_dtype: jnp.dtype) -> jnp.dtype:
+        """Return the dtype of what is kept, by which storages are told apart."""
+        ...
 
-        Args:
-            master: the new master.
-            param: the param as it is now, in its own dtype.
+    def round(self, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Return what a param of `dtype` is to become, in the master's dtype or wider.
 
-        Returns:
-            The kept form, one array of the master's shape, and a value in the master's
-            dtype (or float32 if that is wider) that the param's dtype holds exactly.
+        A value that `dtype` holds exactly.
         """
         ...
 
+    def encode(self, master: jax.Array, param: jax.Array) -> jax.Array:
+        """Return what to keep beside `param`: one array of the master's shape."""
+        ...
+
     def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
-        """Return the master that `encode` was given, once the param has landed."""
+        """Return the master."""
         ...
 
 
@@ -46,11 +51,18 @@ class FullCopy:
         >>> tx = optax_mp.mixed_precision(optax.sgd(0.1), storage=optax_mp.FullCopy())
     """
 
-    def encode(
-        self, master: jax.Array, param: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return the master itself, and the master rounded to the param's dtype."""
-        return master, round_to(master, param.dtype)
+    def dtype(self, master_dtype: jnp.dtype) -> jnp.dtype:
+        """Return the dtype of masters."""
+        return master_dtype
+
+    def round(self, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Return the master rounded to nearest, ties to even."""
+        return round_to(master, dtype)
+
+    def encode(self, master: jax.Array, param: jax.Array) -> jax.Array:
+        """Return the master itself."""
+        del param
+        return master
 
     def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
         """Return the stored master; the param adds nothing."""
@@ -58,21 +70,82 @@ class FullCopy:
         return stored
 
 
-def check_storage(storage: Any) -> None:
-    """Raise unless `storage` is one, before anything runs."""
-    missing = not (hasattr(storage, "encode") and hasattr(storage, "decode"))
-    if missing or isinstance(storage, type):
+def check_storage(
+    storage: Any, master_dtype: jnp.dtype, update_dtype: jnp.dtype | str | None
+) -> None:
+    """Raise unless `storage` is one and goes with the dtypes, before anything runs."""
+    wanted = ("dtype", "round", "encode", "decode")
+    if isinstance(storage, type) or not all(hasattr(storage, x) for x in wanted):
         raise TypeError(
             f"mixed_precision: `storage` is {storage!r}, expected a storage object "
-            "such as `optax_mp.FullCopy()`."
+            "such as `optax_mp.FullCopy()` or `optax_mp.Split(bits=16)`."
+        )
+    if not isinstance(storage, Split):
+        return
+    if master_dtype != jnp.float32:
+        raise ValueError(
+            f"mixed_precision: `master_dtype` is {master_dtype}, expected float32 with "
+            f"the storage {storage}; use `optax_mp.FullCopy()` for other masters."
+        )
+    if update_dtype is not None and update_dtype != jnp.float32:
+        raise ValueError(
+            f"mixed_precision: `update_dtype` is {update_dtype}, expected float32 or "
+            f"None with the storage {storage}, whose params must land exactly; use "
+            "`optax_mp.FullCopy()` for updates in another dtype."
+        )
+
+
+def check_storable(
+    storage: Storage,
+    paths: Sequence[tuple[Any, ...]],
+    params: Sequence[Any],
+    dtypes: Sequence[jnp.dtype | None],
+    has_master: Sequence[bool],
+) -> None:
+    """Raise unless `storage` can keep the masters of these params.
+
+    Args:
+        storage: a storage.
+        paths: where each param is.
+        params: the params.
+        dtypes: the dtype of each in training, or None where it is not floating.
+        has_master: whether each is to have a master.
+    """
+    if not isinstance(storage, Split):
+        return
+    expected = (
+        f"expected bfloat16 or float16 with the storage {storage}, which keeps what "
+        "such a param lacks to be float32"
+    )
+    for path, param, dtype, stored in zip(
+        paths, params, dtypes, has_master, strict=True
+    ):
+        if stored and dtype not in (jnp.bfloat16, jnp.float16):
+            raise ValueError(
+                f"mixed_precision: param {place(path)} is {describe(param)}, in "
+                f"training {dtype}, {expected}; use `optax_mp.FullCopy()` for it."
+            )
+    # One float32 leaf among others is its own master; if all are, something is amiss.
+    inexact = [i for i, param in enumerate(params) if is_inexact(param)]
+    if inexact and not any(has_master):
+        path, param = paths[inexact[0]], params[inexact[0]]
+        raise ValueError(
+            f"mixed_precision: param {place(path)} is {describe(param)}, and no other "
+            f"is narrower than a master, {expected}. Cast the params with "
+            "`optax_mp.cast_floating`, or say with `param_dtype` what they will be "
+            "cast to; params that stay as they are need no storage."
         )
 
 
 def storage_of(stored: Any) -> Storage:
     """Return the storage that made a stored leaf; its dtype says which."""
+    for bits in (8, 16):
+        if getattr(stored, "dtype", None) == jnp.dtype(f"int{bits}"):
+            return Split(bits)
     if not is_floating(stored):
         raise TypeError(
             f"optax_mp: a stored master is {describe(stored)}, expected a floating "
-            "array; the state was not made by `optax_mp.mixed_precision`."
+            "array, or int16 or int8 remainders; the state was not made by "
+            "`optax_mp.mixed_precision`."
         )
     return FullCopy()
