@@ -1,14 +1,17 @@
 """Mixed-precision training for any optax optimizer."""
 
+from optax_mp._blocks import Quantized
 from optax_mp._diagnosis import check_loss_scale
 from optax_mp._dtypes import half_dtype
 from optax_mp._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from optax_mp._low_bit import LowBitState, low_bit_state
 from optax_mp._master_access import (
     MixedPrecisionState,
     master_params,
     replace_master_params,
 )
 from optax_mp._master_weights import mixed_precision
+from optax_mp._memory import MemoryReport, MemoryRow, memory_report
 from optax_mp._policy import Policy, get_policy
 from optax_mp._scaled_gradients import (
     dynamic_scale_grad,
@@ -19,6 +22,7 @@ from optax_mp._scaled_gradients import (
 )
 from optax_mp._scaling import LossScaleState, dynamic_loss_scale, static_loss_scale
 from optax_mp._split import Split
+from optax_mp._stochastic import StochasticRoundingState, stochastic_rounding
 from optax_mp._storage import FullCopy
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
 from optax_mp.amp import (
@@ -38,11 +42,16 @@ __all__ = [
     "DynamicLossScale",
     "FullCopy",
     "LossScaleState",
+    "LowBitState",
+    "MemoryReport",
+    "MemoryRow",
     "MixedPrecisionState",
     "NoOpLossScale",
     "Policy",
+    "Quantized",
     "Split",
     "StaticLossScale",
+    "StochasticRoundingState",
     "all_finite",
     "amp",
     "amp_report",
@@ -56,12 +65,15 @@ __all__ = [
     "get_policy",
     "half_dtype",
     "loss_scale",
+    "low_bit_state",
     "master_params",
+    "memory_report",
     "mixed_precision",
     "nonfinite_paths",
     "replace_master_params",
     "scale_loss",
     "select_tree",
     "static_loss_scale",
+    "stochastic_rounding",
     "value_and_grad",
 ]

@@ -64,11 +64,13 @@ def check_param(
         )
 
 
-def check_gradient(path: tuple[Any, ...], param: Any, grad: Any) -> None:
+def check_gradient(
+    path: tuple[Any, ...], param: Any, grad: Any, caller: str = "mixed_precision"
+) -> None:
     """Raise unless `grad` can be a gradient of `param`."""
     if is_absent(grad):
         return
-    where = f"mixed_precision: the gradient of {place(path)} is {describe(grad)}"
+    where = f"{caller}: the gradient of {place(path)} is {describe(grad)}"
     if not is_inexact(param):
         if is_inexact(grad):
             raise TypeError(
@@ -94,11 +96,17 @@ def check_gradient(path: tuple[Any, ...], param: Any, grad: Any) -> None:
         raise ValueError(f"{where}, expected the shape of the param {describe(param)}.")
 
 
-def check_step(path: tuple[Any, ...], param: Any, grad: Any, step: Any) -> None:
+def check_step(
+    path: tuple[Any, ...],
+    param: Any,
+    grad: Any,
+    step: Any,
+    caller: str = "mixed_precision",
+) -> None:
     """Raise unless `inner` made an update of the param's shape from the gradient."""
     if jnp.shape(step) != jnp.shape(param):
         raise ValueError(
-            f"mixed_precision: the gradient of {place(path)} is {describe(grad)}, of "
+            f"{caller}: the gradient of {place(path)} is {describe(grad)}, of "
             f"which `inner` made the update {describe(step)}; expected the shape of "
             f"the param {describe(param)}."
         )

@@ -96,6 +96,25 @@ def is_computed(atom: Any, jaxpr: Jaxpr) -> bool:
     return not is_literal(atom) and all(atom is not var for var in given)
 
 
+def depending_outputs(jaxpr: AnyJaxpr, inputs: Sequence[bool] = ()) -> list[bool]:
+    """Return which outputs of `jaxpr` are computed from its inputs, or some of them."""
+    jaxpr, _ = opened(jaxpr)
+    given = inputs or [True] * len(jaxpr.invars)
+    known: dict[Any, bool] = dict(zip(jaxpr.invars, given, strict=True))
+
+    def depends(atom: Any) -> bool:
+        return not is_literal(atom) and known.get(atom, False)
+
+    for equation in jaxpr.eqns:
+        sources = [depends(atom) for atom in equation.invars]
+        outputs = [any(sources)] * len(equation.outvars)
+        if kind(equation) == "jit" and any(sources):
+            outputs = depending_outputs(inner_jaxprs(equation)[0], sources)
+        known.update(zip(equation.outvars, outputs, strict=True))
+    outvars: Any = jaxpr.outvars
+    return [depends(atom) for atom in outvars]
+
+
 def is_shaped(aval: Any) -> bool:
     """Return whether an abstract value is a plain array: no token and no reference."""
     return isinstance(aval, ShapedArray)

@@ -12,12 +12,13 @@ from jax.typing import DTypeLike
 from optax_mp._drift import check_gradient, check_param, check_step
 from optax_mp._dtypes import bits, floating_dtype, round_to, saturating_cast
 from optax_mp._hold import Choice, is_marked, negative_zeros, step_if, unless_held
+from optax_mp._inner_view import in_precision_of, own_master, without_aliases
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._master_access import MixedPrecisionState
 from optax_mp._param_dtype import DeclaredDType, DTypeRule, declared_dtype
 from optax_mp._storage import FullCopy, Storage, check_storable, check_storage
 from optax_mp._transformation import as_transformation
-from optax_mp._tree import PyTree, is_array, is_floating, is_inexact
+from optax_mp._tree import is_floating, is_inexact
 
 UpdateDType = DTypeLike | Literal["params"] | None
 
@@ -116,7 +117,7 @@ def mixed_precision(
             if dtype is None or not stores:
                 own = leaf if dtype is None else leaf.astype(dtype)
                 stored.append(optax.MaskedNode())
-                seen.append(_own_master(own))
+                seen.append(own_master(own))
                 continue
             # A copy even where no cast is needed: the state must not alias the params.
             master = jnp.array(leaf, wanted, copy=True)
@@ -124,7 +125,7 @@ def mixed_precision(
             stored.append(storage.encode(master, param))
             seen.append(storage.decode(stored[-1], param))
         inner_state = inner.init(leaves.unflatten(seen))
-        inner_state = _without_aliases(inner_state, (leaves.values, stored, seen))
+        inner_state = without_aliases(inner_state, (leaves.values, stored, seen))
         return MixedPrecisionState(leaves.unflatten(stored), inner_state)
 
     def update_fn(
@@ -145,8 +146,8 @@ def mixed_precision(
         seen = step.seen_by_inner(masters)
         if extra_args.get("grad") is not None:
             grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
-            extra_args["grad"] = leaves.unflatten(map(_in_precision_of, seen, grad))
-        inner_grads = leaves.unflatten(map(_in_precision_of, seen, step.grads))
+            extra_args["grad"] = leaves.unflatten(map(in_precision_of, seen, grad))
+        inner_grads = leaves.unflatten(map(in_precision_of, seen, step.grads))
 
         def advance(before: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             masters, _, inner_state = before
@@ -236,7 +237,7 @@ class _Step:
     def seen_by_inner(self, masters: Sequence[Any]) -> list[Any]:
         """Return what `inner` gets in the place of each param."""
         return [
-            _own_master(param) if is_absent(master) else master
+            own_master(param) if is_absent(master) else master
             for param, master in zip(self.leaves.values, masters, strict=True)
         ]
 
@@ -318,31 +319,13 @@ def _encoded(
     return storage.encode(settled, target.astype(param.dtype)), target - before
 
 
-def _own_master(param: Any) -> Any:
-    """Return what `inner` sees of a leaf without a master: itself, or nothing."""
-    if not is_inexact(param):
-        return optax.MaskedNode()
-    # Moments made from a weakly typed value would turn strong at the first update.
-    is_weak = getattr(param, "weak_type", False)
-    return jnp.asarray(param, param.dtype) if is_weak else param
-
-
-def _in_precision_of(seen: Any, grad: Any) -> Any:
-    """Return the gradient in the dtype of what `inner` sees as its param."""
-    if is_absent(seen):
-        return seen
-    if is_absent(grad) or not (is_floating(grad) and is_floating(seen)):
-        return grad
-    return grad.astype(seen.dtype)
-
-
 def _dtype_of_update(
-    update_dtype: Any, grad: Any, param: Any, is_own_master: bool
+    update_dtype: Any, grad: Any, param: Any, isown_master: bool
 ) -> jnp.dtype:
     if update_dtype is None and is_floating(grad):
         return grad.dtype
     # By `is`, since NumPy holds float64 for equal to None.
-    if update_dtype is None or isinstance(update_dtype, str) or is_own_master:
+    if update_dtype is None or isinstance(update_dtype, str) or isown_master:
         return param.dtype
     return update_dtype
 
@@ -356,21 +339,3 @@ def _cast_update(change: Any, dtype: jnp.dtype) -> jax.Array:
     if jnp.finfo(dtype).nexp < jnp.finfo(change.dtype).nexp:
         return saturating_cast(change, dtype)
     return change.astype(dtype)
-
-
-def _without_aliases(state: PyTree, others: PyTree) -> PyTree:
-    """Copy what `state` shares with `others` or holds twice, so all can be donated.
-
-    Some optimizers keep the params given to `init`, or the same zeros in two places.
-    """
-    taken = {id(leaf) for leaf in jax.tree.leaves(others)}
-
-    def owned(leaf: Any) -> Any:
-        if not is_array(leaf):
-            return leaf
-        if id(leaf) in taken:
-            leaf = jnp.array(leaf, copy=True)
-        taken.add(id(leaf))
-        return leaf
-
-    return jax.tree.map(owned, state)

@@ -42,9 +42,9 @@ class MemoryRow:
     Example:
         >>> import jax.numpy as jnp
         >>> import optax
-        >>> from optax_mp._memory import memory_report
+        >>> import optax_mp
         >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
-        >>> row = memory_report(params, optax.adam(1e-3).init(params)).rows[2]
+        >>> row = optax_mp.memory_report(params, optax.adam(1e-3).init(params)).rows[2]
         >>> row.role, row.path, row.param, row.dtype, row.bytes, row.float32_bytes
         ('mu', "[0].mu['w']", "['w']", 'bfloat16', 8, 16)
     """
@@ -69,9 +69,9 @@ class MemoryReport:
     Example:
         >>> import jax.numpy as jnp
         >>> import optax
-        >>> from optax_mp._memory import memory_report
+        >>> import optax_mp
         >>> params = {"w": jnp.ones(1024)}
-        >>> report = memory_report(params, optax.sgd(0.1, momentum=0.9).init(params))
+        >>> report = optax_mp.memory_report(params, optax.sgd(0.1, momentum=0.9).init(params))
         >>> report.total_bytes, report.by_role(), report.by_dtype()
         (8192, {'params': 4096, 'trace': 4096}, {'float32': 8192})
         >>> report.by_leaf()
@@ -180,10 +180,10 @@ def memory_report(params: optax.Params, opt_state: optax.OptState) -> MemoryRepo
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optax_mp
-        >>> from optax_mp._memory import memory_report
+        >>> import optax_mp
         >>> params = {"w": jax.ShapeDtypeStruct((2**15, 2**20), jnp.bfloat16)}
         >>> tx = optax_mp.mixed_precision(optax.adamw(3e-4))
-        >>> print(memory_report(params, jax.eval_shape(tx.init, params)))
+        >>> print(optax_mp.memory_report(params, jax.eval_shape(tx.init, params)))
         role     dtype                        size  bytes a weight   share
         params   bfloat16                 64.0 GiB            2.00   14.3%
         masters  float32                 128.0 GiB            4.00   28.6%

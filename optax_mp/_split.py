@@ -92,14 +92,20 @@ class Split:
         largest = 2 ** (self.bits - 1) - 1
         if param.dtype == _BFLOAT16:
             unit = 1 << (16 - self.bits)
-            excess = _pattern(master) - _upper_half(param)
+            pattern, base = _pattern(master), _upper_half(param)
+            # Patterns count away from zero: of the other sign, the nearest is the least.
+            excess = jnp.where((pattern ^ base) < 0, -0x10000, pattern - base)
             remainder = (excess + unit // 2) >> (16 - self.bits)
-            remainder = lax.clamp(jnp.int32(-largest - 1), remainder, jnp.int32(largest))
+            remainder = lax.clamp(
+                jnp.int32(-largest - 1), remainder, jnp.int32(largest)
+            )
         else:
             base = param.astype(jnp.float32)
             excess = (master - base) / self._unit(base)
             remainder = lax.round(excess, lax.RoundingMethod.TO_NEAREST_EVEN)
-            remainder = lax.clamp(jnp.float32(-largest), remainder, jnp.float32(largest))
+            remainder = lax.clamp(
+                jnp.float32(-largest), remainder, jnp.float32(largest)
+            )
         return remainder.astype(self.dtype(jnp.dtype(jnp.float32)))
 
     def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
