@@ -16,6 +16,74 @@ def smallest_landing(param):
     return np.abs(param.astype(np.float64)) * 2.0**exponent
 
 
+def follow(master, dtype, bits):
+    """Return the param that a master with a remainder of `bits` has.
+
+    Nearest; for bfloat16 ties go away from zero, after those of 24 bits with bits = 8.
+    """
+    if np.dtype(dtype) != ml_dtypes.bfloat16:
+        return rounded(master, dtype)
+    pattern = master.view(np.uint32)
+    negative, size = (pattern >> 31).astype(np.uint16), pattern & 0x7FFFFFFF
+    finest = 2 ** (16 - bits)
+    places = (size + finest // 2) // finest
+    upper = (places + 2 ** (bits - 1)) // 2**bits
+    upper = np.minimum(upper, 0x7F7F).astype(np.uint16)  # the largest finite one
+    param = (upper | negative << 15).view(ml_dtypes.bfloat16)
+    return np.where(np.isnan(master), ml_dtypes.bfloat16(np.nan), param)
+
+
+def remainder(master, param, bits):
+    """Return how far `master` is from `param`, away from zero, in `bits`."""
+    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    if param.dtype == ml_dtypes.bfloat16:
+        excess = _position(master) - _position(param.astype(np.float32))
+        excess = np.where(np.signbit(param), -excess, excess)
+        finest = 2 ** (16 - bits)
+        places = (excess + finest // 2) // finest
+        return np.clip(places, lowest, highest).astype(f"int{bits}")
+    excess = master.astype(np.float64) - param.astype(np.float64)
+    places = np.rint(excess / _last_place(param) * 2**bits)
+    return np.clip(places, -highest, highest).astype(f"int{bits}")
+
+
+def join(param, stored):
+    """Return the float32 master that a finite param and its remainder are."""
+    bits = stored.dtype.itemsize * 8
+    if param.dtype == ml_dtypes.bfloat16:
+        size = np.abs(_position(param.astype(np.float32)))
+        size = np.maximum(size + stored.astype(np.int64) * 2 ** (16 - bits), 0)
+        negative = np.signbit(param).astype(np.int64) << 31
+        return (size | negative).astype(np.uint32).view(np.float32)
+    part = stored.astype(np.float64) * _last_place(param) / 2**bits
+    return (param.astype(np.float64) + part).astype(np.float32)
+
+
+def settle(master, before, bits):
+    """Return (param, master) after a step, where the param was `before`.
+
+    The param can only go where a float32 sum lands, and takes the master with it.
+    """
+    target = follow(master, before.dtype, bits).astype(np.float32)
+    start = before.astype(np.float32)
+    landing = rounded(start + (target - start), before.dtype)
+    settled = join(landing, remainder(master, landing, bits))
+    return follow(settled, before.dtype, bits), settled
+
+
+def _position(x):
+    """Return where a float32 is on the line of all of them, zeros at 0."""
+    pattern = x.view(np.uint32).astype(np.int64)
+    size = pattern & 0x7FFFFFFF
+    return np.where(pattern >> 31, -size, size)
+
+
+def _last_place(param):
+    """Return the unit in the last place of float16 values."""
+    size = np.maximum(np.abs(param.astype(np.float64)), 2.0**-14)
+    return np.ldexp(1.0, np.frexp(size)[1] - 11)
+
+
 def adamw_step(grad, mu, nu, weight, count, lr, b1=0.9, b2=0.999, eps=1e-8, decay=1e-4):
     """Return (mu, nu, weight) after one AdamW step, in float64."""
     mu = b1 * mu + (1 - b1) * grad
