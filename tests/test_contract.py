@@ -15,7 +15,7 @@ from optimizers import (
     example_params,
     extra_arguments,
 )
-from reference import rounded, smallest_landing
+from reference import follow, rounded, settle, smallest_landing
 
 import optax_mp
 
@@ -49,6 +49,38 @@ every_optimizer_or_a_few = pytest.mark.parametrize(
     ],
 )
 
+FULL_COPY, SPLIT_16, SPLIT_8 = (
+    optax_mp.FullCopy(),
+    optax_mp.Split(bits=16),
+    optax_mp.Split(bits=8),
+)
+
+
+def over_storages(by_default):
+    """Parametrise over optimizers and storages: by default as `by_default` says.
+
+    In the slow run over every optimizer with full copies, and with the others over those
+    that differ most.
+    """
+    return pytest.mark.parametrize(
+        ("name", "storage"),
+        [
+            pytest.param(
+                name,
+                storage,
+                id=f"{name}-{storage}",
+                marks=() if name in by_default.get(storage, ()) else pytest.mark.slow,
+            )
+            for storage, those in (
+                (FULL_COPY, OPTIMIZERS),
+                (SPLIT_16, DISTINCT),
+                (SPLIT_8, ("adamw", "adafactor")),
+            )
+            for name in OPTIMIZERS
+            if name in those
+        ],
+    )
+
 
 def step_function(name, tx):
     tx = optax.with_extra_args_support(tx)
@@ -68,8 +100,31 @@ def masters_of(carry):
     return optax_mp.master_params(state, params) if is_ours else params
 
 
-def trajectory(name, tx, params, grads):
-    """Return (masters at every step, params at every step, the last state)."""
+def settled(carry, before, storage):
+    """Return (params, carry) after a step of a bare optimizer, as `storage` has them.
+
+    Bare optax on weights that are rounded after each step to what `storage` keeps.
+    """
+    if storage == FULL_COPY:
+        return before, carry
+    pairs = jax.tree.map(
+        lambda master, param: settle(
+            np.asarray(master), np.asarray(param), storage.bits
+        ),
+        carry[0],
+        before,
+    )
+    low, masters = jax.tree.transpose(
+        jax.tree.structure(before), jax.tree.structure((0, 0)), pairs
+    )
+    return low, (masters, carry[1])
+
+
+def trajectory(name, tx, params, grads, low=None, storage=FULL_COPY):
+    """Return (masters at every step, params at every step, the last state).
+
+    With params `low`, of a bare optimizer on the weights that `storage` keeps.
+    """
     # One program a step, as training has it. Within a scan over stacked gradients XLA
     # fuses their slice into the rule, and bare optax itself is rounded otherwise.
     step = jax.jit(step_function(name, tx))
@@ -77,6 +132,7 @@ def trajectory(name, tx, params, grads):
     masters, followed = [], []
     for i in range(STEPS):
         carry = step(carry, jax.tree.map(operator.itemgetter(i), grads))
+        low, carry = settled(carry, low, storage)
         masters.append(jax.device_get(masters_of(carry)))
         followed.append(jax.device_get(carry[0]))
     return stacked(masters), stacked(followed), carry[1]
@@ -86,17 +142,23 @@ def stacked(trees):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
-def wrapped(name, dtype="bfloat16"):
+def wrapped(name, dtype="bfloat16", storage=FULL_COPY):
     # JAX does not add float32 to an 8-bit float: see the table in the README.
     update_dtype = "params" if dtype.startswith("float8") else None
-    return optax_mp.mixed_precision(OPTIMIZERS[name](), update_dtype=update_dtype)
+    return optax_mp.mixed_precision(
+        OPTIMIZERS[name](), update_dtype=update_dtype, storage=storage
+    )
+
+
+def all_gradients(name):
+    params = example_params(jnp.float32, name)
+    return jax.device_get(example_gradients(name, params, STEPS, jnp.float32))
 
 
 @functools.cache
 def bare_trajectory(name):
     params = example_params(jnp.float32, name)
-    grads = jax.device_get(example_gradients(name, params, STEPS, jnp.float32))
-    return trajectory(name, OPTIMIZERS[name](), params, grads)
+    return trajectory(name, OPTIMIZERS[name](), params, all_gradients(name))
 
 
 def assert_same_trajectory(name, ours, bare):
@@ -117,8 +179,8 @@ def first_gradients(name, steps=3):
 @pytest.mark.parametrize("dtype", LOW_DTYPES)
 def test_masters_and_state_are_bit_equal_to_the_bare_optimizer(name, dtype):
     params = example_params(dtype, name)
-    grads = jax.device_get(example_gradients(name, params, STEPS, jnp.float32))
-    masters, followed, state = trajectory(name, wrapped(name, dtype), params, grads)
+    tx, grads = wrapped(name, dtype), all_gradients(name)
+    masters, followed, state = trajectory(name, tx, params, grads)
     bare_masters, _, bare_state = bare_trajectory(name)
 
     assert_same_trajectory(name, masters, bare_masters)
@@ -141,22 +203,69 @@ def test_masters_and_state_are_bit_equal_to_the_bare_optimizer(name, dtype):
 
 
 @every_optimizer_or_a_few
-def test_eager_steps_are_bit_equal_to_the_bare_optimizer(name):
+def test_16_bits_split_off_are_bit_equal_to_the_bare_optimizer(name):
+    """Every step: masters, inner state, and params that are masters rounded."""
+    params = example_params("bfloat16", name)
+    tx, grads = wrapped(name, storage=SPLIT_16), all_gradients(name)
+    masters, followed, state = trajectory(name, tx, params, grads)
+    bare_masters, _, bare_state = bare_trajectory(name)
+    assert_same_trajectory(name, masters, bare_masters)
+    assert_same_trajectory(name, state.inner_state, bare_state)
+    assert avals(state.inner_state) == avals(bare_state)
+    for master, param in zip(*map(jax.tree.leaves, (masters, followed)), strict=True):
+        assert as_bits(param) == as_bits(follow(master, param.dtype, 16))
+
+
+# The weights that these keep are not quite those of the bare optimizer: 24 bits, and
+# of float16 under 2^-14 multiples of 2^-40. But it moves them all the same.
+ROUNDED_AFTER_EACH_STEP = [
+    pytest.param(name, dtype, storage, id=f"{name}-{dtype}-{storage}", marks=marks)
+    for name in OPTIMIZERS
+    for dtype, storage, marks in (
+        ("bfloat16", SPLIT_8, () if name == "adamw" else pytest.mark.slow),
+        ("float16", SPLIT_16, () if name == "lion" else pytest.mark.slow),
+        ("float16", SPLIT_8, pytest.mark.slow),
+    )
+    if name in DISTINCT
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "storage"), ROUNDED_AFTER_EACH_STEP)
+def test_what_is_kept_is_bit_equal_to_bare_steps_on_what_is_kept(name, dtype, storage):
+    params, grads = example_params(dtype, name), all_gradients(name)
+    tx = wrapped(name, dtype, storage)
+    masters, followed, state = trajectory(name, tx, params, grads)
+    weights = example_params("float32", name)
+    want, _, want_state = trajectory(
+        name, OPTIMIZERS[name](), weights, grads, params, storage
+    )
+    assert_same_trajectory(name, masters, want)
+    assert_same_trajectory(name, state.inner_state, want_state)
+    assert avals(state.inner_state) == avals(want_state)
+    for master, param in zip(*map(jax.tree.leaves, (masters, followed)), strict=True):
+        assert as_bits(param) == as_bits(follow(master, param.dtype, storage.bits))
+
+
+@over_storages({FULL_COPY: DISTINCT, SPLIT_16: {"adamw"}})
+def test_eager_steps_are_bit_equal_to_the_bare_optimizer(name, storage):
     carries = []
-    for tx, dtype in ((OPTIMIZERS[name](), "float32"), (wrapped(name), "bfloat16")):
-        params = example_params(dtype, name)
+    ours = wrapped(name, storage=storage)
+    for tx, dtype in ((OPTIMIZERS[name](), "float32"), (ours, "bfloat16")):
+        params, low = example_params(dtype, name), example_params("bfloat16", name)
         carry = (params, tx.init(params))
         for grads in first_gradients(name):
             carry = step_function(name, tx)(carry, grads)
+            if tx is not ours:
+                low, carry = settled(carry, low, storage)
         carries.append(carry)
     (bare_params, bare_state), ours = carries
     assert as_bits(masters_of(ours)) == as_bits(bare_params)
     assert as_bits(ours[1].inner_state) == as_bits(bare_state)
 
 
-@every_optimizer
-def test_state_is_stable_and_the_step_compiles_once(name):
-    tx = wrapped(name)
+@over_storages({FULL_COPY: OPTIMIZERS, SPLIT_16: {"adamw", "adafactor", "sophia"}})
+def test_state_is_stable_and_the_step_compiles_once(name, storage):
+    tx = wrapped(name, storage=storage)
     traces = []
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -174,9 +283,9 @@ def test_state_is_stable_and_the_step_compiles_once(name):
     assert len(traces) == 1
 
 
-@every_optimizer_or_a_few
-def test_jit_eager_and_scan_agree(name):
-    tx = wrapped(name)
+@over_storages({FULL_COPY: DISTINCT, SPLIT_16: {"adamw"}})
+def test_jit_eager_and_scan_agree(name, storage):
+    tx = wrapped(name, storage=storage)
     step = step_function(name, tx)
     params = example_params("bfloat16", name)
     start = (params, tx.init(params))
@@ -195,26 +304,33 @@ def test_jit_eager_and_scan_agree(name):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
-@every_optimizer_or_a_few
-def test_vmap_over_an_ensemble_is_bit_equal_to_the_bare_optimizer(name):
+def ensemble_of(params):
+    return jax.tree.map(lambda p: jnp.stack([p, p * 2, -p]), params)
+
+
+@over_storages({FULL_COPY: DISTINCT, SPLIT_16: {"adamw"}})
+def test_vmap_over_an_ensemble_is_bit_equal_to_the_bare_optimizer(name, storage):
     grads = first_gradients(name, 2)
     results = []
-    for tx, dtype in ((OPTIMIZERS[name](), "float32"), (wrapped(name), "bfloat16")):
-        params = example_params(dtype, name)
-        ensemble = jax.tree.map(lambda p: jnp.stack([p, p * 2, -p]), params)
+    ours = wrapped(name, storage=storage)
+    for tx, dtype in ((OPTIMIZERS[name](), "float32"), (ours, "bfloat16")):
+        ensemble = ensemble_of(example_params(dtype, name))
+        low = ensemble_of(example_params("bfloat16", name))
 
         # A program for each step, as in training: within one, XLA fuses across steps.
         step = jax.jit(jax.vmap(step_function(name, tx), in_axes=(0, None)))
         carry = (ensemble, jax.jit(jax.vmap(tx.init))(ensemble))
         for each in grads:
             carry = step(carry, each)
+            if tx is not ours:
+                low, carry = settled(carry, low, storage)
         results.append(jax.vmap(masters_of)(carry))
     assert_same_trajectory(name, *results)
 
 
-@every_optimizer
-def test_extra_arguments_are_accepted(name):
-    tx = wrapped(name)
+@over_storages({FULL_COPY: OPTIMIZERS, SPLIT_16: {"sophia"}})
+def test_extra_arguments_are_accepted(name, storage):
+    tx = wrapped(name, storage=storage)
     params = example_params("bfloat16", name)
     grads = first_gradients(name, 1)[0]
     extra = extra_arguments(name, grads)

@@ -10,7 +10,7 @@ import optax.contrib
 import pytest
 from conftest import as_bits, avals
 from optimizers import example_gradients, example_params
-from reference import rounded
+from reference import follow, rounded
 
 import optax_mp
 
@@ -40,9 +40,15 @@ def run(tx, dtype, *, grad_dtype="float32", wrap=lambda p: p, masters=True):
     return truth, params, state
 
 
-def assert_follows(masters, params):
+SPLIT = optax_mp.Split(bits=16)
+
+
+def assert_follows(masters, params, storage=None):
     for master, param in zip(*map(jax.tree.leaves, (masters, params)), strict=True):
-        want = rounded(master, np.asarray(param).dtype)
+        dtype = np.asarray(param).dtype
+        want = rounded(master, dtype)
+        if storage == SPLIT:
+            want = follow(np.asarray(master), dtype, 16)
         np.testing.assert_array_equal(np.asarray(param), want)
 
 
@@ -76,6 +82,25 @@ INSIDE = {
 }
 
 
+IN_SPLIT_BY_DEFAULT = ("inject_hyperparams", "masked", "partition", "MultiSteps")
+
+
+@pytest.mark.parametrize(
+    "nesting",
+    [
+        pytest.param(x, marks=() if x in IN_SPLIT_BY_DEFAULT else pytest.mark.slow)
+        for x in INSIDE
+    ],
+)
+def test_wrappers_inside_move_split_masters_as_they_move_float32(nesting):
+    bare, _, bare_state = run(INSIDE[nesting](), "float32", masters=False)
+    tx = optax_mp.mixed_precision(INSIDE[nesting](), storage=SPLIT)
+    masters, params, state = run(tx, "bfloat16")
+    assert as_bits(masters) == as_bits(bare)
+    assert as_bits(state.inner_state) == as_bits(bare_state)
+    assert_follows(masters, params, SPLIT)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("nesting", INSIDE)
 def test_wrappers_inside_move_masters_as_they_move_float32(nesting, dtype):
@@ -87,16 +112,17 @@ def test_wrappers_inside_move_masters_as_they_move_float32(nesting, dtype):
     assert_follows(masters, params)
 
 
-def test_lookahead_inside_keeps_masters_of_fast_and_slow_params():
+@pytest.mark.parametrize("storage", [optax_mp.FullCopy(), SPLIT])
+def test_lookahead_inside_keeps_masters_of_fast_and_slow_params(storage):
     def lookahead():
         return optax.lookahead(optax.adam(1e-2), sync_period=4, slow_step_size=0.5)
 
     synced = optax.LookaheadParams.init_synced
     bare, _, _ = run(lookahead(), "float32", wrap=synced, masters=False)
-    tx = optax_mp.mixed_precision(lookahead())
+    tx = optax_mp.mixed_precision(lookahead(), storage=storage)
     masters, params, _ = run(tx, "bfloat16", wrap=synced)
     assert as_bits(masters) == as_bits(bare)
-    assert_follows(masters, params)
+    assert_follows(masters, params, storage)
 
 
 OUTSIDE = {
@@ -142,6 +168,18 @@ def test_wrappers_outside_see_an_ordinary_optimizer(nesting, grad_dtype):
             np.testing.assert_allclose(
                 np.asarray(param, np.float32), master, rtol=2.0**-7, atol=1e-4
             )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nesting", OUTSIDE)
+def test_wrappers_outside_move_split_masters_as_they_move_full_copies(nesting):
+    results = []
+    for storage in (optax_mp.FullCopy(), SPLIT):
+        tx = optax_mp.mixed_precision(optax.adamw(1e-2), storage=storage)
+        masters, params, _ = run(OUTSIDE[nesting](tx), "bfloat16")
+        assert_follows(masters, params, storage)
+        results.append(as_bits(masters))
+    assert results[0] == results[1]
 
 
 def test_16_bit_misses_do_not_accumulate():

@@ -32,6 +32,10 @@ def from_patterns(*patterns):
     return np.array(patterns, np.uint32).view(np.float32)
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def same_bits(a, b):
     return as_bits(jax.device_get(a)) == as_bits(jax.device_get(b))
 
@@ -368,7 +372,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["adamw", slow("sgd with momentum"), slow("lion")])
 def test_1000_steps_are_bit_equal_to_those_of_full_copies(rule):
     weights = start(2000)
     last, stray = runs(RULES[rule], fused, weights, noise(2000, 1000))
@@ -380,29 +384,29 @@ def test_1000_steps_are_bit_equal_to_those_of_full_copies(rule):
 
 
 @pytest.mark.parametrize("programs", [in_two_programs, eager])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["adamw", slow("sgd with momentum"), slow("lion")])
 def test_however_the_step_is_compiled_it_is_bit_equal_to_full_copies(rule, programs):
     _, stray = runs(RULES[rule], programs, start(500), noise(500, 30))
     assert stray.mean() <= 0.01
 
 
-def shrinking(inner_steps, size, flip):
-    """Yield (gradient for sgd(1.0), weight before) that make weights tiny, and large."""
+def shrinking(steps, size, flip):
+    """Yield the factors that make weights tiny and large again, by turns."""
     rng = np.random.default_rng(3)
-    for step in range(inner_steps):
+    for step in range(steps):
         exponents = rng.uniform(10, 30, size) * (-1) ** (step + 1)
         signs = rng.choice([-1, 1], size) if flip else 1
         yield signs * 2.0**exponents
 
 
-def settled(inner, programs, bits, dtype, flip, steps=20, size=5000):
-    """Drive weights to where `shrinking` says; compare with the reference; count."""
-    tx = mixed(inner, bits)
+def count_of_strays(programs, bits, dtype, steps=20, size=5000):
+    """Drive weights across zero; return how often the master had to move."""
+    tx = mixed(optax.sgd(1.0), bits)
     step = programs(tx)
     param = follow((start(size) * 2.0**8).astype(np.float32), dtype, bits)
     params, state = {"w": jnp.asarray(param)}, tx.init({"w": jnp.asarray(param)})
     missed = 0
-    for factor in shrinking(steps, size, flip):
+    for factor in shrinking(steps, size, flip=True):
         master = np.asarray(optax_mp.master_params(state, params)["w"])
         before = np.asarray(params["w"])
         grad = (master - (master * factor).astype(np.float32)).astype(np.float32)
@@ -416,7 +420,6 @@ def settled(inner, programs, bits, dtype, flip, steps=20, size=5000):
         ours = np.asarray(optax_mp.master_params(state, params)["w"])
         np.testing.assert_array_equal(ours, want_master)
         np.testing.assert_array_equal(params["w"], want_param)
-        exact = join(want_param, remainder(wanted, want_param, bits))
         kept = follow(wanted, dtype, bits)
         exact = join(kept, remainder(wanted, kept, bits)).astype(np.float64)
         off = np.abs(ours - exact)
@@ -425,7 +428,7 @@ def settled(inner, programs, bits, dtype, flip, steps=20, size=5000):
     return missed
 
 
-@pytest.mark.parametrize("programs", [fused, in_two_programs, eager])
+@pytest.mark.parametrize("programs", [fused, slow(in_two_programs), slow(eager)])
 def test_weights_that_shrink_a_billionfold_are_bit_equal_to_full_copies(programs):
     """From 2^-10 to 2^-30 of what they were, without a change of sign, and back."""
     tx = optax_mp.mixed_precision(optax.sgd(1.0), param_dtype=BFLOAT16)
@@ -446,9 +449,9 @@ def test_weights_that_shrink_a_billionfold_are_bit_equal_to_full_copies(programs
 
 @BOTH
 @EITHER_DTYPE
-@pytest.mark.parametrize("programs", [fused, in_two_programs])
+@pytest.mark.parametrize("programs", [fused, slow(in_two_programs)])
 def test_steps_across_zero_land_where_a_float32_update_can(programs, dtype, bits):
-    missed = settled(optax.sgd(1.0), programs, bits, dtype, flip=True)
+    missed = count_of_strays(programs, bits, dtype)
     # Of float16, whose smallest are 2^-24, most land.
     assert missed > 0 or dtype == "float16"
 
@@ -470,7 +473,7 @@ def test_where_no_update_can_land_the_master_moves_with_the_param():
         assert abs(masters[0] - -(2.0**-23)) <= 2.0**-23 * 2.0
 
 
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("bits", [16, slow(8)])
 def test_any_step_leaves_param_and_master_that_belong_together(bits):
     """Masters and updates that have nothing to do with each other."""
     rng = np.random.default_rng(5)
@@ -557,10 +560,12 @@ def test_init_and_inner_see_the_master_that_is_kept():
 
 
 @BOTH
-@pytest.mark.parametrize("grad_dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("update_dtype", [None, jnp.float32])
+@pytest.mark.parametrize(
+    ("grad_dtype", "update_dtype"),
+    [("bfloat16", None), ("float16", None), ("float32", None), ("bfloat16", "f32")],
+)
 def test_updates_are_float32_whatever_gradients_are(bits, grad_dtype, update_dtype):
-    tx = mixed(optax.adam(1e-2), bits, update_dtype=update_dtype)
+    tx = mixed(optax.sgd(1e-2), bits, update_dtype=update_dtype)
     params = {"b": jnp.ones(3, jnp.bfloat16), "h": jnp.ones(3, jnp.float16)}
     grads = jax.tree.map(lambda p: jnp.ones(p.shape, grad_dtype), params)
     for update in (tx.update, jax.jit(tx.update)):
@@ -590,7 +595,7 @@ def test_leaves_of_every_kind_beside_split_ones():
              if hasattr(v, "dtype") and k != "int"}  # fmt: skip
     grads |= {"int": np.zeros(3, jax.dtypes.float0), "none": None, "static": None}
     grads |= {"masked": optax.MaskedNode()}
-    inner = optax.adamw(1e-2)
+    inner = optax.sgd(1e-2, momentum=0.9)
     results = {}
     for storage in (FULL, SIXTEEN):
         tx = optax_mp.mixed_precision(inner, storage=storage)
@@ -753,9 +758,17 @@ def masters_state(state):
     return [x for x in found if isinstance(x, optax_mp.MixedPrecisionState)]
 
 
-@pytest.mark.parametrize("bits", [16, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("programs", [fused, eager])
-@pytest.mark.parametrize("build", [scaled_wrapper, scaled_link])
+@pytest.mark.parametrize(
+    ("build", "programs", "bits"),
+    [
+        (scaled_wrapper, fused, 16),
+        (scaled_link, eager, 16),
+        slow(scaled_wrapper, eager, 16),
+        slow(scaled_link, fused, 16),
+        slow(scaled_wrapper, fused, 8),
+        slow(scaled_link, fused, 8),
+    ],
+)
 def test_a_skipped_step_moves_no_bit(build, programs, bits):
     """Not even of a remainder that belongs to no param any more."""
     tx = build(bits)
@@ -811,7 +824,7 @@ def test_a_run_with_skipped_steps_is_bitwise_the_run_without_them(build):
 
 
 def test_all_negative_zero_float32_gradients_hold_a_split_step():
-    tx = mixed(optax.adamw(1e-2))
+    tx = mixed(optax.sgd(1e-2, momentum=0.9))
     params = {"w": jnp.asarray(follow(start(100), BFLOAT16, 16))}
     params, state = fused(tx)(params, tx.init(params), {"w": jnp.ones(100)})
     for step in (fused(tx), eager(tx)):
