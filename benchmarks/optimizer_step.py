@@ -134,6 +134,11 @@ def contenders() -> list[Contender]:
     ours = optax_mp.mixed_precision(adamw)
     scaled = optax_mp.dynamic_loss_scale(ours)
     linked = optax.chain(optax_mp.dynamic_loss_scale(), ours)
+    low_bit = optax_mp.low_bit_state(adamw)
+    split16, split8, compact = (
+        optax_mp.mixed_precision(inner, storage=optax_mp.Split(bits))
+        for inner, bits in ((adamw, 16), (adamw, 8), (low_bit, 8))
+    )
     return [
         from_transform("plain optax, float32", f32, f32, adamw),
         from_transform("naive bf16", bf16, bf16, adamw),
@@ -157,6 +162,15 @@ def contenders() -> list[Contender]:
                        optax.chain(optax_mp.dynamic_loss_scale(), adamw)),
         from_transform("loss scale as a link, bf16, f32 gradients", bf16, f32, linked),
         from_transform("loss scale as a link, f16, f16 gradients", f16, f16, linked),
+        from_transform("Split(16), bf16, bf16 gradients", bf16, bf16, split16),
+        from_transform("Split(16), bf16, f32 gradients", bf16, f32, split16),
+        from_transform("Split(16), f16, f16 gradients", f16, f16, split16),
+        from_transform("Split(8), bf16, bf16 gradients", bf16, bf16, split8),
+        from_transform("Split(8), 8-bit state, bf16, bf16 gradients", bf16, bf16,
+                       compact),
+        from_transform("8-bit state, plain optax, float32", f32, f32, low_bit),
+        from_transform("stochastic rounding, bf16, bf16 gradients", bf16, bf16,
+                       optax_mp.stochastic_rounding(adamw)),
     ]  # fmt: skip
 
 

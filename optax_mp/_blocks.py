@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 from optax_mp._dither import chances, rounded_by_chance
 from optax_mp._dtypes import saturating_cast
 
-# As patterns of float32. CPUs take what is under 2^-126 for zero, so also the inverse of
-# what is over 2^126.
+# As patterns of float32. CPUs take what is under 2^-126 for zero, so also the inverse
+# of what is over 2^126.
 _LARGEST_SCALE = 0x7E800000
 _SMALLEST_SCALE = 0x00800000
 
@@ -59,8 +59,8 @@ def dequantized(quantized: Quantized) -> jax.Array:
     if scales is None:
         return codes.astype(jnp.float32)
     blocks = _Blocks(codes.shape, scales.shape)
-    roots = blocks.split(codes.astype(jnp.float32)) * (1 / _top(codes))
-    return blocks.joined(roots * jnp.abs(roots) * blocks.spread(scales))
+    roots = codes.astype(jnp.float32) * (1 / _top(codes))
+    return roots * jnp.abs(roots) * blocks.spread(scales.astype(jnp.float32))
 
 
 def quantized(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized:
@@ -79,9 +79,9 @@ def quantized(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized
     top = _top(like.codes)
     is_signed = jnp.issubdtype(like.codes.dtype, jnp.signedinteger)
     blocks = _Blocks(like.codes.shape, like.scales.shape)
-    values = blocks.split(x.astype(jnp.float32))
-    sizes = jnp.abs(values) if is_signed else values
-    scales = _scales(jnp.max(_pattern(sizes), axis=blocks.inner))
+    values = x.astype(jnp.float32)
+    sizes = jnp.abs(values)
+    scales = _scales(blocks.largest(_pattern(sizes)))
     inverse = jnp.where(scales == 0, 0, 1 / scales)
     squares = jnp.clip(sizes * blocks.spread(inverse), 0, 1) * (top * top)
     if key is None:
@@ -95,9 +95,8 @@ def quantized(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized
     if is_signed:
         codes = jnp.where(values < 0, -codes, codes)
     else:
-        codes = jnp.maximum(codes, (values > 0).astype(jnp.float32))
-    codes = blocks.joined(codes).astype(like.codes.dtype)
-    return Quantized(codes, scales.astype(jnp.bfloat16))
+        codes = jnp.maximum(codes, (squares > 0).astype(jnp.float32))
+    return Quantized(codes.astype(like.codes.dtype), scales.astype(jnp.bfloat16))
 
 
 def _top(codes: jax.Array) -> float:
@@ -127,30 +126,24 @@ class _Blocks:
         self.count = scales[self.axis]
         self.length = shape[self.axis]
         # A power of two by itself: ceil(length / size) blocks of another do not exist.
-        size = 1
-        while size * self.count < self.length:
-            size *= 2
-        self.size = size
-        self.inner = self.axis + 1
+        self.size = 1
+        while self.size * self.count < self.length:
+            self.size *= 2
 
-    def split(self, x: jax.Array) -> jax.Array:
-        """Return `x` with its axis as two: blocks, and values of a block."""
-        missing = self.count * self.size - self.length
-        if missing:
-            widths = [(0, 0)] * x.ndim
-            widths[self.axis] = (0, missing)
-            x = jnp.pad(x, widths)
-        shape = list(x.shape)
-        shape[self.axis : self.inner] = [self.count, self.size]
-        return x.reshape(shape)
+    def largest(self, values: jax.Array) -> jax.Array:
+        """Return the largest of each block of integers from 0 on."""
+        widths = [(0, 0)] * values.ndim
+        widths[self.axis] = (0, self.count * self.size - self.length)
+        shape = list(values.shape)
+        shape[self.axis : self.axis + 1] = [self.count, self.size]
+        return jnp.max(jnp.pad(values, widths).reshape(shape), axis=self.axis + 1)
 
     def spread(self, scales: jax.Array) -> jax.Array:
-        """Return the scales in float32, to be broadcast against `split` values."""
-        return jnp.expand_dims(scales.astype(jnp.float32), self.inner)
-
-    def joined(self, values: jax.Array) -> jax.Array:
-        """Return what `split` took, without what it added."""
-        shape = list(values.shape)
-        shape[self.axis : self.inner + 1] = [self.count * self.size]
-        joined = values.reshape(shape)
-        return lax.slice_in_dim(joined, 0, self.length, axis=self.axis)
+        """Return for each value the scale of its block."""
+        # Repeated, and not the values split into blocks: so XLA sees that the codes of
+        # a state are read and overwritten place by place.
+        shape = list(scales.shape)
+        shape.insert(self.axis + 1, self.size)
+        repeated = jnp.broadcast_to(jnp.expand_dims(scales, self.axis + 1), shape)
+        shape[self.axis : self.axis + 2] = [self.count * self.size]
+        return lax.slice_in_dim(repeated.reshape(shape), 0, self.length, axis=self.axis)

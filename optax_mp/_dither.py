@@ -6,6 +6,7 @@ rounded, where `jax.random` would write all random numbers to memory first.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,14 @@ def chance_key(*parts: int | jax.Array) -> jax.Array:
         part = part % 2**32 if isinstance(part, int) else part
         key = _mixed(key * jnp.uint32(31) + jnp.asarray(part).astype(jnp.uint32))
     return key
+
+
+def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
+    """Raise unless `seed` is an integer, or None where rounding to nearest is meant."""
+    if isinstance(seed, int) or (or_none and seed is None):
+        return
+    expected = "an integer" + (", or None to round to nearest" if or_none else "")
+    raise TypeError(f"{caller}: `seed` is {seed!r}, expected {expected}.")
 
 
 def chances(shape: tuple[int, ...], key: jax.Array) -> jax.Array:

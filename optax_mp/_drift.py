@@ -6,14 +6,21 @@ import jax.numpy as jnp
 
 from optax_mp._dtypes import bits
 from optax_mp._leaves import is_absent
-from optax_mp._storage import Storage, storage_of
+from optax_mp._storage import FullCopy, Storage, storage_of
 from optax_mp._tree import describe, is_floating, is_inexact, place
 
-_PROMOTED = (
-    "something promoted it since. If `equinox.apply_updates` did, which adds float32 "
-    'updates without casting back, build the transform with `update_dtype="params"`; '
-    "else cast the params back with `optax_mp.cast_floating`."
-)
+
+def _promoted(storage: Storage) -> str:
+    """Return what may have made a param wider, and what to do about it."""
+    if isinstance(storage, FullCopy):
+        remedy = 'build the transform with `update_dtype="params"`'
+    else:
+        remedy = "use `optax.apply_updates`, which does"
+    return (
+        "something promoted it since. If `equinox.apply_updates` did, which adds "
+        f"float32 updates without casting back, {remedy}; else cast the params back "
+        "with `optax_mp.cast_floating`."
+    )
 
 
 def check_param(
@@ -31,7 +38,7 @@ def check_param(
         raise ValueError(
             f"{where}, expected {declared} as `param_dtype` says; cast the params with "
             "`Policy.cast_to_param` or `optax_mp.cast_floating` before training. If "
-            f"they were cast, {_PROMOTED}"
+            f"they were cast, {_promoted(storage)}"
         )
     if not is_absent(kept) and not is_floating(param):
         raise ValueError(
@@ -41,7 +48,7 @@ def check_param(
     if not is_absent(kept) and not narrow:
         raise ValueError(
             f"{where}, expected a floating dtype narrower than its {master_dtype.name} "
-            f"master: it was at `init`, and {_PROMOTED}"
+            f"master: it was at `init`, and {_promoted(storage)}"
         )
     if is_absent(kept) and narrow:
         raise ValueError(

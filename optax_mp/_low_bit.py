@@ -9,19 +9,22 @@ from jax.tree_util import tree_flatten_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._blocks import Quantized, blank, dequantized, quantized
-from optax_mp._dither import chance_key
+from optax_mp._dither import chance_key, check_seed
 from optax_mp._dtypes import bits as bits_of
 from optax_mp._dtypes import floating_dtype
+from optax_mp._inner_view import without_aliases
 from optax_mp._jaxpr import depending_outputs
 from optax_mp._nonnegative import nonnegative_outputs
 from optax_mp._traced import Traced, is_dynamic
 from optax_mp._transformation import as_transformation
 from optax_mp._tree import PyTree, describe, is_floating, place
 
-# States, by name, whose arrays are no averages that later steps repair, but say where the
-# params are to be, or the curvature: differences of params (L-BFGS), and sums over the
-# whole run of which the params are read off (MADGRAD, COCOB).
+# States, by name, whose arrays are no averages that later steps repair, but say where
+# the params are to be, or the curvature: differences of params (L-BFGS), and sums over
+# the whole run of which the params are read off (MADGRAD, COCOB).
 _KEPT_WHOLE = {"ScaleByLBFGSState", "MadgradState", "COCOBState"}
+# Tells the chances from those of `stochastic_rounding` around with the same seed.
+_SALT = 1
 
 
 class LowBitState(NamedTuple):
@@ -61,9 +64,10 @@ def low_bit_state(
     every run and on any number of devices.
 
     Left as they are: arrays under `min_size` elements, so norms, biases and factored
-    moments of small matrices; counts and all else that is not floating; what starts from
-    the params, as masters, averages or anchors of them do; and the states of L-BFGS,
-    MADGRAD and COCOB, which say where the params are to be.
+    moments of small matrices; all that is not float32, so counts, but also the moments
+    of 16-bit params outside of `mixed_precision`; what starts
+    from the params, as masters, averages or anchors of them do; and the states of
+    L-BFGS, MADGRAD and COCOB, which say where the params are to be.
 
     Args:
         inner: any optax optimizer or chain.
@@ -97,6 +101,7 @@ def low_bit_state(
     """
     inner = as_transformation(inner, "low_bit_state")
     form = _Form.checked(bits, block_size, dtype)
+    check_seed(seed, "low_bit_state")
 
     def init_fn(params: optax.Params) -> LowBitState:
         state = inner.init(params)
@@ -106,6 +111,7 @@ def low_bit_state(
             if codes is not None:
                 like = blank(leaves[i], codes, form.block)
                 leaves[i] = quantized(leaves[i], like, None)
+        leaves = without_aliases(leaves, params)
         return LowBitState(jnp.zeros((), jnp.int32), treedef.unflatten(leaves))
 
     def update_fn(
@@ -127,9 +133,9 @@ def low_bit_state(
         leaves = jax.tree.structure(before).flatten_up_to(after)
         for i, like in enumerate(kept):
             if _is_quantized(like):
-                key = None if seed is None else chance_key(seed, i, state.step)
+                key = None if seed is None else chance_key(seed, _SALT, i, state.step)
                 leaves[i] = quantized(leaves[i], like, key)
-        step = optax.safe_increment(state.step)
+        step = jnp.asarray(optax.safe_increment(state.step))
         return updates, LowBitState(step, kept_def.unflatten(leaves))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -153,7 +159,7 @@ class _Form(NamedTuple):
                     "other setting, or no `dtype`, for codes in blocks."
                 )
             return cls(kept, kept, None)
-        if bits not in (8, 16):
+        if not isinstance(bits, int) or bits not in (8, 16):
             raise ValueError(f"low_bit_state: `bits` is {bits!r}, expected 8 or 16.")
         is_power = isinstance(block_size, int) and block_size > 0
         if not (is_power and block_size & (block_size - 1) == 0):
@@ -196,7 +202,7 @@ def _wanted_codes(
     positive = iter(_never_negative(inner, params, state, start))
     wanted: list[jnp.dtype | None] = []
     for leaf, is_whole in zip(jax.tree.leaves(state), _whole(state), strict=True):
-        keeps = is_whole or not _is_large(leaf, form, min_size)
+        keeps = is_whole or not _is_large(leaf, min_size)
         codes = None
         if is_dynamic(leaf):
             keeps = next(from_params) or keeps
@@ -205,11 +211,11 @@ def _wanted_codes(
     return wanted
 
 
-def _is_large(leaf: Any, form: _Form, min_size: int) -> bool:
+def _is_large(leaf: Any, min_size: int) -> bool:
     if not is_floating(leaf) or leaf.size < min_size or not leaf.ndim:
         return False
-    # Decoded values are float32, so what is wider would be rounded by that.
-    return 8 * form.signed.itemsize < bits_of(leaf.dtype) <= 32
+    # Decoded values are float32: in another dtype `inner` might not know its state.
+    return leaf.dtype == jnp.float32
 
 
 def _whole(state: optax.OptState) -> list[bool]:

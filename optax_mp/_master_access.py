@@ -58,7 +58,9 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         now = leaves.match(params, "`params`")
         so_far = leaves.match(result, "`params`")
         result = leaves.unflatten(
-            before if is_absent(kept) else storage_of(kept).decode(kept, param)
+            before
+            if is_absent(kept)
+            else storage_of(kept).decode(kept, param, param.dtype)
             for kept, param, before in zip(leaves.values, now, so_far, strict=True)
         )
     return result
@@ -104,7 +106,7 @@ def replace_master_params(
         if is_absent(kept):
             return kept
         storage = storage_of(kept)
-        old = storage.decode(kept, param)
+        old = storage.decode(kept, param, param.dtype)
         where = f"replace_master_params: `new_master` at {place(path)}"
         if not is_floating(new):
             raise TypeError(
@@ -118,7 +120,7 @@ def replace_master_params(
             )
         if not isinstance(old, Tracer):
             new = jax.device_put(new, old.sharding)
-        return storage.encode(jnp.array(new, old.dtype, copy=True), param)
+        return storage.encode(jnp.array(new, old.dtype, copy=True), param, param.dtype)
 
     def in_state(node: Any) -> Any:
         if not isinstance(node, MixedPrecisionState):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from optax_mp._drift import check_gradient, check_param, check_step
 from optax_mp._dtypes import bits, floating_dtype, round_to, saturating_cast
 from optax_mp._hold import Choice, is_marked, negative_zeros, step_if, unless_held
 from optax_mp._inner_view import in_precision_of, own_master, without_aliases
+from optax_mp._kernels import KernelEnds
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._master_access import MixedPrecisionState
 from optax_mp._param_dtype import DeclaredDType, DTypeRule, declared_dtype
@@ -100,11 +101,15 @@ def mixed_precision(
     inner = as_transformation(inner, "mixed_precision")
     master_dtype = floating_dtype(master_dtype, "mixed_precision: `master_dtype`")
     dtype_in_training = declared_dtype(param_dtype, "mixed_precision: `param_dtype`")
-    if update_dtype is not None and update_dtype != "params":
-        update_dtype = floating_dtype(
+    checked: jnp.dtype | str | None = "params"
+    if update_dtype is None:
+        checked = None
+    elif not (isinstance(update_dtype, str) and update_dtype == "params"):
+        checked = floating_dtype(
             update_dtype, 'mixed_precision: `update_dtype`, if not None or "params",'
         )
-    check_storage(storage, master_dtype, update_dtype)
+    check_storage(storage, master_dtype, checked)
+    settings = _Settings(master_dtype, dtype_in_training, checked, storage)
 
     def init_fn(params: optax.Params) -> MixedPrecisionState:
         leaves = Leaves.of(params, caller="mixed_precision", name="`params`")
@@ -122,8 +127,8 @@ def mixed_precision(
             # A copy even where no cast is needed: the state must not alias the params.
             master = jnp.array(leaf, wanted, copy=True)
             param = round_to(master, dtype).astype(dtype)
-            stored.append(storage.encode(master, param))
-            seen.append(storage.decode(stored[-1], param))
+            stored.append(storage.encode(master, param, dtype))
+            seen.append(storage.decode(stored[-1], param, dtype))
         inner_state = inner.init(leaves.unflatten(seen))
         inner_state = without_aliases(inner_state, (leaves.values, stored, seen))
         return MixedPrecisionState(leaves.unflatten(stored), inner_state)
@@ -134,43 +139,52 @@ def mixed_precision(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MixedPrecisionState]:
-        step = _Step.matched(
-            updates, state, params, master_dtype, dtype_in_training, storage
-        )
+        step = _Step.matched(updates, state, params, settings)
         # Where no leaf has a master this is `inner` itself, and costs nothing.
         has_master = not all(map(is_absent, step.stored))
         marked = is_marked(updates) if has_master else False
         proceed = True if marked is False else jnp.logical_not(marked)
-
-        leaves, masters = step.leaves, step.masters(storage)
-        seen = step.seen_by_inner(masters)
-        if extra_args.get("grad") is not None:
-            grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
-            extra_args["grad"] = leaves.unflatten(map(in_precision_of, seen, grad))
-        inner_grads = leaves.unflatten(map(in_precision_of, seen, step.grads))
+        leaves, ends = step.leaves, KernelEnds()
 
         def advance(before: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-            masters, _, inner_state = before
+            stored, _, inner_state = before
+            masters = step.masters(stored)
+            seen = step.seen_by_inner(masters)
+            inner_grads = leaves.unflatten(map(in_precision_of, seen, step.grads))
+            extra = dict(extra_args)
+            if extra.get("grad") is not None:
+                grad = leaves.match(extra["grad"], "the extra argument `grad`")
+                extra["grad"] = leaves.unflatten(map(in_precision_of, seen, grad))
             inner_updates, inner_state = inner.update(
                 inner_grads.fast if step.is_lookahead else inner_grads,
                 inner_state,
-                leaves.unflatten(step.seen_by_inner(masters)),
-                **extra_args,
+                leaves.unflatten(seen),
+                **extra,
             )
             changes = leaves.match(inner_updates, "the updates of `inner`")
-            return *step.moved(masters, changes, update_dtype), inner_state
+            masters, updates = step.moved(masters, changes)
+            stored, updates = step.encoded(proceed, masters, updates, ends)
+            return stored, updates, ends.after_all(inner_state)
 
         # The updates of leaves with a master are no part of the choice, but read off
-        # the master afterwards: so all that is chosen is overwritten in place.
-        held = () if proceed is True else step.held(masters, update_dtype)
-        before = masters, held, state.inner_state
-        masters, out, inner_state = step_if(proceed, advance, before)
-        out, stored = step.landed(proceed, masters, out, storage, update_dtype)
-        return leaves.unflatten(out), MixedPrecisionState(
+        # afterwards from what is: so all that is chosen is overwritten in place.
+        held = () if proceed is True else step.held()
+        before = step.stored, held, state.inner_state
+        stored, out, inner_state = step_if(proceed, advance, before)
+        return leaves.unflatten(step.landed(proceed, stored, out)), MixedPrecisionState(
             leaves.unflatten(stored), inner_state
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class _Settings(NamedTuple):
+    """What `mixed_precision` is told, checked."""
+
+    master_dtype: jnp.dtype
+    dtype_in_training: DTypeRule
+    update_dtype: jnp.dtype | str | None
+    storage: Storage
 
 
 @dataclass(frozen=True)
@@ -182,22 +196,18 @@ class _Step:
         stored: the stored master of each, or `MaskedNode()`.
         grads: the gradient of each, or None or `MaskedNode()`.
         is_lookahead: whether the gradients of one copy of the params move two.
+        settings: those of the transformation.
     """
 
     leaves: Leaves
-    stored: Sequence[Any]
+    stored: list[Any]
     grads: Sequence[Any]
     is_lookahead: bool
+    settings: _Settings
 
     @classmethod
     def matched(
-        cls,
-        updates: Any,
-        state: Any,
-        params: Any,
-        master_dtype: jnp.dtype,
-        dtype_in_training: DTypeRule,
-        storage: Storage,
+        cls, updates: Any, state: Any, params: Any, settings: _Settings
     ) -> "_Step":
         if params is None:
             raise ValueError(
@@ -218,20 +228,21 @@ class _Step:
         leaves = Leaves.of(params, caller="mixed_precision", name="`params`")
         stored = leaves.match(state.master_params, "the masters in the state")
         grads = leaves.match(updates, "the gradients")
-        wanted = jax.dtypes.canonicalize_dtype(master_dtype)
+        wanted = jax.dtypes.canonicalize_dtype(settings.master_dtype)
         for path, param, kept, grad in zip(
             leaves.paths, leaves.values, stored, grads, strict=True
         ):
-            declared = dtype_in_training(path, param)
-            check_param(path, param, kept, wanted, declared, storage)
+            declared = settings.dtype_in_training(path, param)
+            check_param(path, param, kept, wanted, declared, settings.storage)
             check_gradient(path, param, grad)
-        return cls(leaves, stored, grads, is_lookahead)
+        return cls(leaves, stored, grads, is_lookahead, settings)
 
-    def masters(self, storage: Storage) -> list[Any]:
+    def masters(self, stored: Sequence[Any]) -> list[Any]:
         """Return the master of each param that has one, else `MaskedNode()`."""
+        decode = self.settings.storage.decode
         return [
-            kept if is_absent(kept) else storage.decode(kept, param)
-            for param, kept in zip(self.leaves.values, self.stored, strict=True)
+            kept if is_absent(kept) else decode(kept, param, param.dtype)
+            for param, kept in zip(self.leaves.values, stored, strict=True)
         ]
 
     def seen_by_inner(self, masters: Sequence[Any]) -> list[Any]:
@@ -241,22 +252,22 @@ class _Step:
             for param, master in zip(self.leaves.values, masters, strict=True)
         ]
 
-    def held(self, masters: Sequence[Any], dtype: Any) -> list[Any]:
-        """Return the updates of a step that is not taken, as `moved` has them."""
+    def held(self) -> list[Any]:
+        """Return the updates of a step that is not taken, as `encoded` has them."""
         updates = list(self.grads)
-        for i, master in enumerate(masters):
+        for i, kept in enumerate(self.stored):
             param, grad = self.leaves.values[i], self.grads[i]
             if is_absent(grad) or not is_inexact(param):
                 continue
-            if is_absent(master):
-                own_dtype = _dtype_of_update(dtype, grad, param, True)
-                updates[i] = negative_zeros(param, own_dtype)
+            if is_absent(kept):
+                dtype = _dtype_of_update(self.settings.update_dtype, grad, param, True)
+                updates[i] = negative_zeros(param, dtype)
             else:
-                updates[i] = _FROM_MASTER
+                updates[i] = _FROM_MASTER if self._keeps_masters else param
         return updates
 
     def moved(
-        self, masters: Sequence[Any], changes: Sequence[Any], dtype: Any
+        self, masters: Sequence[Any], changes: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Return (masters, updates) once `inner` has said its `changes`.
 
@@ -273,50 +284,81 @@ class _Step:
                 continue
             check_step(self.leaves.paths[i], param, grad, change)
             if is_absent(masters[i]):
-                own_dtype = _dtype_of_update(dtype, grad, param, True)
-                updates[i] = _cast_update(change, own_dtype)
+                dtype = _dtype_of_update(self.settings.update_dtype, grad, param, True)
+                updates[i] = _cast_update(change, dtype)
             else:
                 moved[i] = optax.apply_updates(masters[i], change)
                 updates[i] = _FROM_MASTER
         return moved, updates
 
-    def landed(
+    def encoded(
         self,
         proceed: Choice,
-        masters: Sequence[Any],
-        updates: Sequence[Any],
-        storage: Storage,
-        dtype: Any,
+        masters: list[Any],
+        updates: list[Any],
+        ends: KernelEnds,
     ) -> tuple[list[Any], list[Any]]:
-        """Return (updates, stored masters), so that params become rounded masters."""
-        landed, stored = list(updates), list(self.stored)
+        """Return (stored masters, updates) once the masters have moved.
+
+        Where what is stored is not the master, the value that the param is to take
+        stands in the place of its update.
+        """
+        if self._keeps_masters:
+            return masters, updates
+        storage, stored, updates = (
+            self.settings.storage,
+            list(self.stored),
+            list(updates),
+        )
         for i, update in enumerate(updates):
-            if update is _FROM_MASTER:
-                param, kept = self.leaves.values[i], self.stored[i]
-                stored[i], change = _encoded(storage, masters[i], param)
-                change = unless_held(proceed, change)
-                update_dtype = _dtype_of_update(dtype, self.grads[i], param, False)
-                if stored[i] is not masters[i]:
-                    # It is half of the master: `update_dtype` may not round it.
-                    update_dtype = change.dtype
-                    if proceed is not True:
-                        stored[i] = jnp.where(proceed, stored[i], kept)
-                landed[i] = _cast_update(change, update_dtype)
-        return landed, stored
+            if update is not _FROM_MASTER:
+                continue
+            param = self.leaves.values[i]
+            settled = _settled(storage, masters[i], param)
+            settled = ends.written_out(settled, stored[i])
+            target = storage.round(settled, param.dtype)
+            stored[i] = storage.encode(settled, target, param.dtype)
+            ends.then(stored[i])
+            # In few bytes where a choice follows, which makes whole arrays of values.
+            updates[i] = target if proceed is True else target.astype(param.dtype)
+        return stored, updates
+
+    def landed(
+        self, proceed: Choice, stored: Sequence[Any], updates: Sequence[Any]
+    ) -> list[Any]:
+        """Return the updates that make params rounded masters."""
+        landed = list(updates)
+        for i, update in enumerate(updates):
+            param = self.leaves.values[i]
+            if is_absent(self.stored[i]) or is_absent(update):
+                continue
+            if self._keeps_masters:
+                target = self.settings.storage.round(stored[i], param.dtype)
+                dtype = _dtype_of_update(
+                    self.settings.update_dtype, self.grads[i], param, False
+                )
+            else:
+                # The param is half of the master: its update is not rounded.
+                target, dtype = update.astype(jnp.float32), jnp.dtype(jnp.float32)
+            change = unless_held(proceed, target - param.astype(target.dtype))
+            landed[i] = _cast_update(change, dtype)
+        return landed
+
+    @property
+    def _keeps_masters(self) -> bool:
+        return isinstance(self.settings.storage, FullCopy)
 
 
-def _encoded(
-    storage: Storage, master: jax.Array, param: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return what to keep of a master, and the update that brings the param to it."""
-    target = storage.round(master, param.dtype)
-    before = param.astype(target.dtype)
-    # What is kept must fit what the param will be, which a float32 sum may miss.
-    landing = round_to(before + (target - before), param.dtype).astype(param.dtype)
-    settled = storage.decode(storage.encode(master, landing), landing)
-    if settled is not master:
-        target = storage.round(settled, param.dtype)
-    return storage.encode(settled, target.astype(param.dtype)), target - before
+def _settled(storage: Storage, master: jax.Array, param: jax.Array) -> jax.Array:
+    """Return the master as it can be kept, once the param has taken its update.
+
+    What the param will be a float32 sum says, which can miss what was meant.
+    """
+    before = param.astype(jnp.float32)
+    change = storage.round(master, param.dtype) - before
+    landing = round_to(before + change, param.dtype)
+    stored = storage.encode(master, landing, param.dtype)
+    return storage.decode(stored, landing, param.dtype)
 
 
 def _dtype_of_update(

@@ -71,7 +71,8 @@ class MemoryReport:
         >>> import optax
         >>> import optax_mp
         >>> params = {"w": jnp.ones(1024)}
-        >>> report = optax_mp.memory_report(params, optax.sgd(0.1, momentum=0.9).init(params))
+        >>> state = optax.sgd(0.1, momentum=0.9).init(params)
+        >>> report = optax_mp.memory_report(params, state)
         >>> report.total_bytes, report.by_role(), report.by_dtype()
         (8192, {'params': 4096, 'trace': 4096}, {'float32': 8192})
         >>> report.by_leaf()

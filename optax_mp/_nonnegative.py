@@ -55,7 +55,7 @@ def nonnegative_outputs(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
             )
             results = [results[0] or one is two]
         for var, result in zip(equation.outvars, results, strict=True):
-            known[var] = result or _is_unsigned(var.aval)
+            known[var] = _is_unsigned(var.aval) or (result and _is_real(var.aval))
     outvars: Any = jaxpr.outvars
     return [holds(atom) for atom in outvars]
 
@@ -63,6 +63,8 @@ def nonnegative_outputs(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
 def _multiple_of(equation: Any, inputs: list[bool]) -> Any:
     """Return the variable that an equation multiplies by what is not negative."""
     name, atoms = equation.primitive.name, equation.invars
+    if not all(_is_real(var.aval) for var in (*atoms, *equation.outvars)):
+        return None
     if name == "mul" and any(inputs):
         found = atoms[1] if inputs[0] else atoms[0]
     elif name == "convert_element_type" or (name == "div" and inputs[1]):
@@ -98,8 +100,8 @@ def _arithmetic(equation: Any, inputs: list[bool]) -> bool:
             return all(inputs[1:])
         case "pow":
             return inputs[0]
-        case _:  # clamp: its least value, or all three
-            return inputs[0] or all(inputs)
+        case _:  # clamp: not by its least value alone, for the largest may be less
+            return inputs[2] and (inputs[0] or inputs[1])
 
 
 def _is_unsigned(aval: Any) -> bool:
@@ -107,6 +109,12 @@ def _is_unsigned(aval: Any) -> bool:
     return dtype is not None and (
         dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.unsignedinteger)
     )
+
+
+def _is_real(aval: Any) -> bool:
+    # Not an integer, of which a square or a sum wraps around.
+    dtype = getattr(aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _is_nonnegative(value: Any) -> bool:

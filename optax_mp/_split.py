@@ -19,29 +19,30 @@ _LARGEST = 0x7F7F0000
 class Split:
     """Keep what the param lacks to be its master: 2 bytes a weight, or 1.
 
-    A bfloat16 is the upper half of a float32. So a bfloat16 param and a 16-bit remainder
-    are a float32 master bit for bit, and with an 8-bit remainder a master of 24 bits,
-    at most 2^-16 (1.5e-5) of its size off: AdamW at 12 or 11 bytes a weight where
-    `FullCopy` has 14. For float16 params the remainder counts units in the last place
-    of the param: with 16 bits it is exact for weights from 2^-14 on and within 2^-40 of
-    those under that; with 8 bits it is within 1/256 of such a unit.
+    A bfloat16 is the upper half of a float32. So a bfloat16 param and a 16-bit
+    remainder are a float32 master bit for bit, and with an 8-bit remainder a master of
+    24 bits, at most 2^-16 (1.5e-5) of its size off: AdamW at 12 or 11 bytes a weight
+    where `FullCopy` has 14. For float16 params the remainder counts units in the last
+    place of the param: with 16 bits it is exact for weights from 2^-14 on and within
+    2^-40 of those under that; with 8 bits it is within 1/256 of such a unit.
 
     - Params are masters rounded to nearest, as always; but a bfloat16 param takes a
       master halfway between two values away from zero, where it otherwise goes to even:
-      remainders of -32768 to 32767 then suffice. A weight given to `init` that was
-      halfway and cast to even is kept one unit in the last place of float32 nearer its
-      param.
-    - The param is half of the master, so a param edited outside of the optimizer, by a
-      projection or by loading weights, *is* the new master but for the remainder: half a
-      unit in the last place of the param, at most. With `FullCopy` the master wins.
+      remainders of -32768 to 32767 then suffice. Where a float32 weight given to `init`
+      is cast to even instead, a remainder that does not fit is cut: one weight in
+      131072 is then kept one unit in the last place of float32 nearer its param, and
+      with 8 bits one in 512 is up to 2^-15 off.
+    - The param is half of the master. So a param edited outside of the optimizer, by a
+      projection or by loading weights, *is* the new master but for the remainder, which
+      is at most half a unit in its last place. With `FullCopy` the master wins.
     - Updates come in float32 whatever the gradients are in, since the param must land
-      exactly. Where no float32 update can make it (an update that shrinks a weight to
-      under 2^-15 of what it was, 2^-12 in float16, and is not itself a difference of
-      float32 weights), the master moves with the param: by at most 2^-23 of what the
-      weight was.
+      exactly. No float32 update can bring a weight to every value under 2^-15 of what
+      it was (float16: 2^-12). All differences of float32 weights can be reached but a
+      few across zero; not so what XLA makes of a multiplication and a sum in one. Such
+      a master moves with the param: by at most 2^-23 of what the weight was.
     - Masters over 3.396e38 (float16: 65520), infinite ones too, are kept as that,
-      because a param is never made infinite. NaN stays NaN, and an infinite param is its
-      own master.
+      because a param is never made infinite. NaN stays NaN, and an infinite param is
+      its own master.
 
     Attributes:
         bits: of the remainder, 16 or 8.
@@ -51,7 +52,8 @@ class Split:
         >>> import optax
         >>> import optax_mp
         >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
-        >>> tx = optax_mp.mixed_precision(optax.sgd(1.0), storage=optax_mp.Split(bits=16))
+        >>> storage = optax_mp.Split(bits=16)
+        >>> tx = optax_mp.mixed_precision(optax.sgd(1.0), storage=storage)
         >>> state = tx.init(params)
         >>> state.master_params["w"].dtype.name
         'int16'
@@ -87,55 +89,55 @@ class Split:
         rounded = _float(sign | ((size + 0x8000) & -0x10000))
         return jnp.where(jnp.isnan(master), master, rounded)
 
-    def encode(self, master: jax.Array, param: jax.Array) -> jax.Array:
+    def encode(
+        self, master: jax.Array, param: jax.Array, dtype: jnp.dtype
+    ) -> jax.Array:
         """Return the remainder of the master, as far as its width goes."""
         largest = 2 ** (self.bits - 1) - 1
-        if param.dtype == _BFLOAT16:
+        param = param.astype(jnp.float32)
+        if dtype == _BFLOAT16:
             unit = 1 << (16 - self.bits)
-            pattern, base = _pattern(master), _upper_half(param)
-            # Patterns count away from zero: of the other sign, the nearest is the least.
+            pattern, base = _pattern(master), _pattern(param)
+            # Patterns count away from zero: across it, the nearest is the least.
             excess = jnp.where((pattern ^ base) < 0, -0x10000, pattern - base)
             remainder = (excess + unit // 2) >> (16 - self.bits)
             remainder = lax.clamp(
                 jnp.int32(-largest - 1), remainder, jnp.int32(largest)
             )
         else:
-            base = param.astype(jnp.float32)
-            excess = (master - base) / self._unit(base)
+            excess = (master - param) / self._unit(param)
             remainder = lax.round(excess, lax.RoundingMethod.TO_NEAREST_EVEN)
             remainder = lax.clamp(
                 jnp.float32(-largest), remainder, jnp.float32(largest)
             )
         return remainder.astype(self.dtype(jnp.dtype(jnp.float32)))
 
-    def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
+    def decode(
+        self, stored: jax.Array, param: jax.Array, dtype: jnp.dtype
+    ) -> jax.Array:
         """Return the master that param and remainder are."""
-        if param.dtype == _BFLOAT16:
-            base = _upper_half(param)
+        param = param.astype(jnp.float32)
+        if dtype == _BFLOAT16:
+            base = _pattern(param)
             remainder = stored.astype(jnp.int32) << (16 - self.bits)
             # Under zero there are no patterns: a param set to zero may have had one.
             is_zero = (base & ~_SIGN) == 0
             remainder = jnp.where(is_zero, jnp.maximum(remainder, 0), remainder)
             is_finite = (base & ~_SIGN) < _INFINITY
             return _float(base + jnp.where(is_finite, remainder, 0))
-        base = param.astype(jnp.float32)
-        master = base + stored.astype(jnp.float32) * self._unit(base)
-        return jnp.where(jnp.isfinite(base), master, base)
+        master = param + stored.astype(jnp.float32) * self._unit(param)
+        return jnp.where(jnp.isfinite(param), master, param)
 
-    def _unit(self, base: jax.Array) -> jax.Array:
+    def _unit(self, param: jax.Array) -> jax.Array:
         """Return what a float16's remainder counts: a fraction of its last place."""
         info = jnp.finfo(jnp.float16)
-        power = _float(_pattern(base) & _INFINITY)
+        power = _float(_pattern(param) & _INFINITY)
         last_place = jnp.maximum(power, float(info.smallest_normal)) * float(info.eps)
         return last_place * 2.0**-self.bits
 
 
 def _pattern(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _upper_half(param: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(param, jnp.uint16).astype(jnp.int32) << 16
 
 
 def _float(pattern: jax.Array) -> jax.Array:

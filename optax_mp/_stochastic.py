@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._dither import chance_key, rounded_by_chance
+from optax_mp._dither import chance_key, check_seed, rounded_by_chance
 from optax_mp._drift import check_gradient, check_step
 from optax_mp._dtypes import bits
 from optax_mp._hold import is_marked, step_where
@@ -43,9 +43,9 @@ def stochastic_rounding(
     The chance is a hash of the place in the array, the step and `seed`: a run is
     reproduced, also from a checkpoint and on any number of devices. Leaves of 32 bits
     and more are updated as by `inner`; what is not floating is hidden from it. Updates
-    of 16-bit leaves are float32 whatever the gradients are, for in fewer bits they would
-    be rounded again. Float32 gradients that are all negative zero, the mark of a step
-    that a loss scale skips, move nothing.
+    of 16-bit leaves are float32 whatever the gradients are, for in fewer bits they
+    would be rounded again. Float32 gradients that are all negative zero, the mark of a
+    step that a loss scale skips, move nothing.
 
     Args:
         inner: any optax optimizer or chain.
@@ -76,6 +76,7 @@ def stochastic_rounding(
         https://arxiv.org/abs/2010.06192
     """
     inner = as_transformation(inner, "stochastic_rounding")
+    check_seed(seed, "stochastic_rounding", or_none=False)
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         leaves = Leaves.of(params, caller="stochastic_rounding", name="`params`")
@@ -132,10 +133,9 @@ def stochastic_rounding(
                 check_step(path, param, grads[i], change, "stochastic_rounding")
                 if _is_narrow(param):
                     key = chance_key(seed, i, state.step)
-                    target = optax.apply_updates(seen[i], change)
-                    target = rounded_by_chance(target, param.dtype, key)
-                    moved[i] = target - seen[i]
-            count = optax.safe_increment(state.step)
+                    target: Any = optax.apply_updates(seen[i], change)
+                    moved[i] = rounded_by_chance(target, param.dtype, key) - seen[i]
+            count = jnp.asarray(optax.safe_increment(state.step))
             return leaves.unflatten(moved), StochasticRoundingState(count, inner_state)
 
         marked = is_marked(updates) if any(map(_is_narrow, leaves.values)) else False

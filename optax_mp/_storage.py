@@ -16,9 +16,9 @@ class Storage(Protocol):
     """The form in which a master lives in the optimizer state, leaf by leaf.
 
     A storage may keep less than the master where the param holds the rest, so both ways
-    go against the param. `decode(encode(master, param), param)` is the nearest to
-    `master` of all masters that `param` can be a part of: `master` itself, to the
-    storage's precision, where the param is `round(master, param.dtype)`.
+    go against the param and its dtype. What is decoded again is the nearest to `master`
+    of all masters that `param` can be a part of: `master` itself, to the storage's
+    precision, where the param is `round(master, dtype)`.
     """
 
     def dtype(self, master_dtype: jnp.dtype) -> jnp.dtype:
@@ -32,11 +32,15 @@ class Storage(Protocol):
         """
         ...
 
-    def encode(self, master: jax.Array, param: jax.Array) -> jax.Array:
-        """Return what to keep beside `param`: one array of the master's shape."""
+    def encode(
+        self, master: jax.Array, param: jax.Array, dtype: jnp.dtype
+    ) -> jax.Array:
+        """Return what to keep beside a param of `dtype`: one array of its shape."""
         ...
 
-    def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
+    def decode(
+        self, stored: jax.Array, param: jax.Array, dtype: jnp.dtype
+    ) -> jax.Array:
         """Return the master."""
         ...
 
@@ -59,14 +63,18 @@ class FullCopy:
         """Return the master rounded to nearest, ties to even."""
         return round_to(master, dtype)
 
-    def encode(self, master: jax.Array, param: jax.Array) -> jax.Array:
+    def encode(
+        self, master: jax.Array, param: jax.Array, dtype: jnp.dtype
+    ) -> jax.Array:
         """Return the master itself."""
-        del param
+        del param, dtype
         return master
 
-    def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
+    def decode(
+        self, stored: jax.Array, param: jax.Array, dtype: jnp.dtype
+    ) -> jax.Array:
         """Return the stored master; the param adds nothing."""
-        del param
+        del param, dtype
         return stored
 
 
