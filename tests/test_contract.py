@@ -117,7 +117,8 @@ def settled(carry, before, storage):
     low, masters = jax.tree.transpose(
         jax.tree.structure(before), jax.tree.structure((0, 0)), pairs
     )
-    return low, (masters, carry[1])
+    # NumPy makes scalars of arrays without axes, which not every rule takes.
+    return low, (jax.tree.map(jnp.asarray, masters), carry[1])
 
 
 def trajectory(name, tx, params, grads, low=None, storage=FULL_COPY):

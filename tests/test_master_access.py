@@ -151,8 +151,8 @@ def test_new_masters_that_do_not_fit_are_named(new, error, message):
 
 
 def test_a_state_with_foreign_masters_is_an_error():
-    state = optax_mp.MixedPrecisionState({"w": jnp.ones(2, jnp.int16)}, ())
+    state = optax_mp.MixedPrecisionState({"w": jnp.ones(2, jnp.int32)}, ())
     with pytest.raises(
-        TypeError, match=r"a stored master is int16\[2\], expected a fl"
+        TypeError, match=r"a stored master is int32\[2\], expected a fl"
     ):
         optax_mp.master_params(state, {"w": jnp.ones(2, jnp.bfloat16)})
