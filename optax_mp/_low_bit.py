@@ -175,10 +175,9 @@ class _Form(NamedTuple):
         for path, leaf in leaves:
             if not _is_quantized(leaf):
                 continue
+            like = blank(leaf.codes, leaf.codes.dtype, self.block)
             has_form = leaf.codes.dtype in (self.signed, self.unsigned)
-            if has_form and self.block is not None:
-                scales = blank(leaf.codes, self.signed, self.block).scales
-                has_form = leaf.scales.shape == scales.shape
+            has_form = has_form and describe(leaf.scales) == describe(like.scales)
             if not has_form:
                 kept = "" if leaf.scales is None else f" and {describe(leaf.scales)}"
                 raise ValueError(

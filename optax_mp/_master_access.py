@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
+from optax_mp._dtypes import round_to
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._storage import storage_of
+from optax_mp._storage import Storage, storage_of
 from optax_mp._tree import describe, is_floating, place
 
 
@@ -72,7 +73,9 @@ def replace_master_params(
     """Return `opt_state` with other masters, such as weights loaded after `init`.
 
     Everything else in the state stays. The next update moves finite params to the new
-    masters; to have them there before, cast: `Policy.cast_to_param(new_master)`. Leaves
+    masters; to have them there before, cast: `Policy.cast_to_param(new_master)`. With
+    `Split`, whose masters are the params and what they lack, `params` must be those new
+    ones (outside of `jit` it is an error if they are not). Leaves
     that are their own master live in the params alone, so set those there. New masters
     take the sharding of the old.
 
@@ -120,7 +123,11 @@ def replace_master_params(
             )
         if not isinstance(old, Tracer):
             new = jax.device_put(new, old.sharding)
-        return storage.encode(jnp.array(new, old.dtype, copy=True), param, param.dtype)
+        new = jnp.array(new, old.dtype, copy=True)
+        encoded = storage.encode(new, param, param.dtype)
+        if encoded is not new:
+            _check_carried(storage, new, param, where)
+        return encoded
 
     def in_state(node: Any) -> Any:
         if not isinstance(node, MixedPrecisionState):
@@ -134,6 +141,26 @@ def replace_master_params(
         )
 
     return _map_states(in_state, opt_state)
+
+
+def _check_carried(storage: Storage, new: Any, param: Any, where: str) -> None:
+    """Raise if `param` is not what `new` is rounded to; traced values go unchecked."""
+    if isinstance(new, Tracer) or isinstance(param, Tracer):
+        return
+    value = param.astype(new.dtype)
+    # Rounded by the storage, or by a cast: they differ in ties.
+    carries = (value == storage.round(new, param.dtype)) | (
+        value == round_to(new, param.dtype)
+    )
+    if not bool((carries | jnp.isnan(value)).all()):
+        raise ValueError(
+            f"{where} is {describe(new)}, and its param in `params` {describe(param)} "
+            f"is not what it is rounded to, expected that with {storage}, which keeps "
+            "only what the param lacks. Cast first, with `new_params = "
+            "optax_mp.cast_floating(new_master, ...)`; then call "
+            "`replace_master_params(opt_state, new_params, new_master)` and go on with "
+            "`new_params`."
+        )
 
 
 def _masters_of(state: MixedPrecisionState, caller: str) -> Leaves:
@@ -152,7 +179,8 @@ def _map_states(function: Callable[[Any], Any], opt_state: optax.OptState) -> An
     )
 
 
-def _states_of(opt_state: optax.OptState, caller: str) -> list[MixedPrecisionState]:
+def mixed_precision_states(opt_state: optax.OptState) -> list[MixedPrecisionState]:
+    """Return every `MixedPrecisionState` in a state, at any depth."""
     found: list[MixedPrecisionState] = []
 
     def collect(node: Any) -> None:
@@ -161,6 +189,11 @@ def _states_of(opt_state: optax.OptState, caller: str) -> list[MixedPrecisionSta
             _map_states(collect, node.inner_state)
 
     _map_states(collect, opt_state)
+    return found
+
+
+def _states_of(opt_state: optax.OptState, caller: str) -> list[MixedPrecisionState]:
+    found = mixed_precision_states(opt_state)
     if not found:
         raise ValueError(
             f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state "
