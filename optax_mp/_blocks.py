@@ -67,9 +67,10 @@ def quantized(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized
     """Return `x` in the form of `like`.
 
     With a `key` a value becomes one of its two neighbours by chance, so that it is kept
-    on average; without, the nearest code. A positive value in unsigned codes never
-    becomes zero, since optimizers divide by its root. Where a value is infinite or NaN,
-    its block is NaN.
+    on average; without, the nearest code. A positive value does not become zero where
+    none was negative, since optimizers divide by its root: in unsigned codes, and in
+    blocks of signed codes that were positive throughout (a moment of either sign is
+    not, but in the first step). Where a value is infinite or NaN, its block is NaN.
     """
     if like.scales is None:
         if key is None:
@@ -92,10 +93,13 @@ def quantized(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized
         below = jnp.floor(jnp.sqrt(squares))
         gap = chances(squares.shape, key) * (2 * below + 1)
         codes = jnp.minimum(below + (squares - below * below > gap), top)
+    least = (squares > 0).astype(jnp.float32)
     if is_signed:
-        codes = jnp.where(values < 0, -codes, codes)
+        was_negative = blocks.largest((like.codes < 0).astype(jnp.int32))
+        least *= 1 - blocks.spread(was_negative.astype(jnp.float32))
+        codes = jnp.where(values < 0, -codes, jnp.maximum(codes, least))
     else:
-        codes = jnp.maximum(codes, (squares > 0).astype(jnp.float32))
+        codes = jnp.maximum(codes, least)
     return Quantized(codes.astype(like.codes.dtype), scales.astype(jnp.bfloat16))
 
 

@@ -21,8 +21,8 @@ def chance_key(*parts: int | jax.Array) -> jax.Array:
     key = jnp.uint32(0)
     for part in parts:
         # Added to a multiple, for (1, 2) and (2, 1) are to differ.
-        part = part % 2**32 if isinstance(part, int) else part
-        key = _mixed(key * jnp.uint32(31) + jnp.asarray(part).astype(jnp.uint32))
+        part = jnp.uint32(part % 2**32) if isinstance(part, int) else part
+        key = _mixed(key * jnp.uint32(31) + part.astype(jnp.uint32))
     return key
 
 
@@ -67,7 +67,7 @@ def rounded_by_chance(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.Arr
         multiple = x / spacing
         below = jnp.floor(multiple)
         rounded = (below + (chances(x.shape, key) < multiple - below)) * spacing
-    return jnp.where(jnp.isnan(x), x, saturate(rounded, dtype))
+    return jnp.where(jnp.isnan(x) | (x == 0), x, saturate(rounded, dtype))
 
 
 def _mixed(x: jax.Array) -> jax.Array:
