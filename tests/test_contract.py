@@ -224,7 +224,7 @@ ROUNDED_AFTER_EACH_STEP = [
     for name in OPTIMIZERS
     for dtype, storage, marks in (
         ("bfloat16", SPLIT_8, () if name == "adamw" else pytest.mark.slow),
-        ("float16", SPLIT_16, () if name == "lion" else pytest.mark.slow),
+        ("float16", SPLIT_16, pytest.mark.slow),
         ("float16", SPLIT_8, pytest.mark.slow),
     )
     if name in DISTINCT
@@ -247,7 +247,7 @@ def test_what_is_kept_is_bit_equal_to_bare_steps_on_what_is_kept(name, dtype, st
         assert as_bits(param) == as_bits(follow(master, param.dtype, storage.bits))
 
 
-@over_storages({FULL_COPY: DISTINCT, SPLIT_16: {"adamw"}})
+@over_storages({FULL_COPY: DISTINCT, SPLIT_16: {"sgd"}})
 def test_eager_steps_are_bit_equal_to_the_bare_optimizer(name, storage):
     carries = []
     ours = wrapped(name, storage=storage)
@@ -264,7 +264,7 @@ def test_eager_steps_are_bit_equal_to_the_bare_optimizer(name, storage):
     assert as_bits(ours[1].inner_state) == as_bits(bare_state)
 
 
-@over_storages({FULL_COPY: OPTIMIZERS, SPLIT_16: {"adamw", "adafactor", "sophia"}})
+@over_storages({FULL_COPY: OPTIMIZERS, SPLIT_16: {"adamw"}})
 def test_state_is_stable_and_the_step_compiles_once(name, storage):
     tx = wrapped(name, storage=storage)
     traces = []
@@ -309,7 +309,7 @@ def ensemble_of(params):
     return jax.tree.map(lambda p: jnp.stack([p, p * 2, -p]), params)
 
 
-@over_storages({FULL_COPY: DISTINCT, SPLIT_16: {"adamw"}})
+@over_storages({FULL_COPY: DISTINCT, SPLIT_16: {"sgd"}})
 def test_vmap_over_an_ensemble_is_bit_equal_to_the_bare_optimizer(name, storage):
     grads = first_gradients(name, 2)
     results = []

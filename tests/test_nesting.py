@@ -82,7 +82,7 @@ INSIDE = {
 }
 
 
-IN_SPLIT_BY_DEFAULT = ("inject_hyperparams", "masked", "partition", "MultiSteps")
+IN_SPLIT_BY_DEFAULT = ("partition", "MultiSteps")
 
 
 @pytest.mark.parametrize(
