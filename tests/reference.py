@@ -173,3 +173,52 @@ def scale_trace(rule, finite):
     dtypes = (np.float32, np.int32, np.int32, np.int32, np.int32)
     columns = zip(*rows, strict=True)
     return [np.array(c, d) for c, d in zip(columns, dtypes, strict=True)]
+
+
+def block_axis(shape, block_size):
+    """Return the axis along which an array is cut into blocks.
+
+    The last that fills one; else the longest, and of equals the last.
+    """
+    filled = [i for i, length in enumerate(shape) if length >= block_size]
+    return filled[-1] if filled else max(range(len(shape)), key=lambda i: (shape[i], i))
+
+
+def block_scales(x, block_size):
+    """Return (bfloat16 scales, the scale of each value in float64).
+
+    The largest size in each block, rounded up to bfloat16; none under 2^-126, where CPUs
+    see zero, and none over 2^126.
+    """
+    axis = block_axis(x.shape, block_size)
+    size = np.moveaxis(np.abs(np.asarray(x, np.float64)), axis, -1)
+    length = size.shape[-1]
+    starts = range(0, length, block_size)
+    largest = np.stack([size[..., i : i + block_size].max(-1) for i in starts], -1)
+    largest = np.where(largest < 2.0**-126, 0, np.minimum(largest, 2.0**126))
+    scales = largest.astype(ml_dtypes.bfloat16)
+    low = scales.astype(np.float64) < largest
+    scales = (scales.view(np.uint16) + low.astype(np.uint16)).view(ml_dtypes.bfloat16)
+    each = np.repeat(scales.astype(np.float64), block_size, -1)[..., :length]
+    return np.moveaxis(scales, -1, axis), np.moveaxis(each, -1, axis)
+
+
+def block_share(x, scale):
+    """Return the sizes of finite values as shares of the scales of their blocks."""
+    share = np.abs(np.asarray(x, np.float64)) / np.where(scale == 0, 1, scale)
+    return np.where(scale == 0, 0, np.minimum(share, 1))
+
+
+def block_codes(x, scale, dtype):
+    """Return the nearest codes: the root of the share, with the sign of the value."""
+    top = np.iinfo(dtype).max
+    codes = np.rint(np.sqrt(block_share(x, scale)) * top)
+    if np.issubdtype(dtype, np.signedinteger):
+        return np.copysign(codes, x).astype(dtype)
+    return np.maximum(codes, np.asarray(x) > 0).astype(dtype)
+
+
+def block_values(codes, scale):
+    """Return what codes stand for, in float64."""
+    roots = codes.astype(np.float64) / np.iinfo(codes.dtype).max
+    return roots * np.abs(roots) * scale
