@@ -195,7 +195,7 @@ def test_another_step_leaf_or_seed_rounds_otherwise_and_the_same_one_alike(dtype
 
 @BOTH
 def test_jit_eager_and_vmap_agree(dtype):
-    x = sample(dtype, 60).reshape(3, 20)
+    x = sample(dtype, 4096).reshape(4, 1024)
     key = chance_key(2)
     eager = rounded_by_chance(jnp.asarray(x), dtype, key)
     assert as_bits(round_by_chance(x, dtype, key)) == as_bits(eager)
@@ -237,7 +237,6 @@ for tx, dtype in (
     (optax_mp.low_bit_state(adam), "float32"),
     (optax_mp.low_bit_state(adam, dtype="bfloat16"), "float32"),
     (optax_mp.stochastic_rounding(adam), "bfloat16"),
-    (optax_mp.stochastic_rounding(adam), "float16"),
 ):
     alone = run(tx, dtype, one)
     print([run(tx, dtype, place) == alone for place in many])
@@ -264,4 +263,4 @@ def test_four_devices_round_as_one_does():
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:-1] == ["[True, True]"] * 4
+    assert done.stdout.split("\n")[:-1] == ["[True, True]"] * 3

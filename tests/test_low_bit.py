@@ -44,7 +44,6 @@ DISTINCT = (
     "sgd",
     "lion",
     "rmsprop",
-    "adagrad",
     "adafactor, whole",
     "adan",
     "muon",
@@ -52,7 +51,9 @@ DISTINCT = (
 every_optimizer_or_a_few = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in DISTINCT else pytest.mark.slow)
+        pytest.param(
+            name, marks=() if name in ("adamw", "lion", "muon") else pytest.mark.slow
+        )
         for name in EVERY
     ],
 )
@@ -237,7 +238,7 @@ TRAINS = [
     )
     for name in EVERY
     for form in ("8 bits", "16 bits", "bfloat16")
-    if form == "8 bits" or name in (*DISTINCT, "nadam", "radam", "adam")
+    if form == "8 bits" or name in (*DISTINCT, "adagrad", "nadam", "radam")
 ]
 
 
@@ -253,9 +254,7 @@ def test_it_trains_as_the_bare_optimizer(name, form):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=() if name in ("adam", "momo_adam") else pytest.mark.slow
-        )
+        pytest.param(name, marks=() if name == "momo_adam" else pytest.mark.slow)
         for name in (
             *("adam", "adafactor, whole", "rmsprop", "adagrad", "amsgrad", "radam"),
             *("yogi", "momo_adam", "sam", "simplified_ademamix", "sophia", "adopt"),
@@ -375,23 +374,24 @@ def test_small_leaves_counts_and_wide_ones_are_left():
         "small": jnp.ones((64, 63)),
         "s": jnp.ones(()),
     }
-    state = low_bit_state(optax.adam(1e-3)).init(params)
+    state = jax.eval_shape(low_bit_state(optax.adam(1e-3)).init, params)
     assert set(quantized_leaves(state)) == {
         "mu['large']",
         "nu['large']",
     }
     assert state.inner_state[0].count.dtype == jnp.int32
-    none = low_bit_state(optax.adam(1e-3), min_size=10**9).init(params)
+    none = jax.eval_shape(low_bit_state(optax.adam(1e-3), min_size=10**9).init, params)
     assert quantized_leaves(none) == {}
-    every = low_bit_state(optax.adam(1e-3), min_size=0).init(
-        params | {"none": jnp.zeros((0, 3))}
+    every = jax.eval_shape(
+        low_bit_state(optax.adam(1e-3), min_size=0).init,
+        params | {"none": jnp.zeros((0, 3))},
     )
     assert "mu['small']" in quantized_leaves(every)
 
 
 def test_float64_state_is_left(x64):
     params = {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 64), jnp.float32)}
-    state = low_bit_state(optax.adam(1e-3)).init(params)
+    state = jax.eval_shape(low_bit_state(optax.adam(1e-3)).init, params)
     assert set(quantized_leaves(state)) == {"mu['b']", "nu['b']"}
 
 
@@ -407,7 +407,7 @@ def test_the_init_of_adagrad_is_kept():
 def test_masters_inside_are_left():
     params = jnp.ones((64, 64), jnp.bfloat16)
     tx = low_bit_state(optax_mp.mixed_precision(optax.adam(1e-3)))
-    state = tx.init(params)
+    state = jax.eval_shape(tx.init, params)
     assert set(quantized_leaves(state)) == {"mu", "nu"}
     assert state.inner_state.master_params.dtype == jnp.float32
 
@@ -415,9 +415,9 @@ def test_masters_inside_are_left():
 def test_lookahead_is_around_and_its_slow_params_are_params():
     tx = low_bit_state(optax.lookahead(optax.adam(1e-2), 4, 0.5))
     params = optax.LookaheadParams.init_synced(jnp.ones((64, 64)))
-    state = tx.init(params)
+    state = jax.eval_shape(tx.init, params)
     assert set(quantized_leaves(state)) == {"mu", "nu"}
-    updates, _ = tx.update(params.fast, state, params)
+    updates, _ = jax.eval_shape(tx.update, params.fast, state, params)
     assert updates.slow.shape == (64, 64)
 
 
@@ -476,7 +476,6 @@ BY_DEFAULT = {
     "Split(8)",
     "a loss scale around mixed",
     "MultiSteps inside",
-    "partition outside",
     "inject_hyperparams inside",
 }
 
@@ -600,14 +599,15 @@ def test_a_run_resumed_from_a_checkpoint_has_the_same_bits(form):
 
 def test_another_seed_is_another_run_and_none_is_without_chance():
     runs = {}
-    for seed in (0, 1, -1, 2**31, None):
+    for seed in (0, -1, 2**31, None):
         tx = base(seed=seed)
         params = example()
-        state = tx.init(params)
+        state = jax.jit(tx.init)(params)
+        step = jax.jit(tx.update)
         for noise in first_noises(2):
-            _, state = tx.update(noise, state, params)
+            _, state = step(noise, state, params)
         runs[seed] = as_bits(quantized_leaves(state)["mu['w']"].codes)
-    assert len(set(map(str, runs.values()))) == 5
+    assert len(set(map(str, runs.values()))) == 4
 
 
 def test_optax_finds_fields_in_the_state():
