@@ -16,14 +16,19 @@ from jax.typing import DTypeLike
 from optax_mp._dtypes import saturate
 
 
-def chance_key(*parts: int | jax.Array) -> jax.Array:
-    """Return a uint32 scalar for a seed, a step and whatever else tells apart."""
-    key = jnp.uint32(0)
+def chance_keys(count: int, *parts: int | jax.Array) -> jax.Array:
+    """Return uint32 keys for `count` arrays, from a seed, a step and what else differs.
+
+    All at once, and sorted, which changes nothing but that XLA computes them before
+    anything else: of a scalar for each array it makes a kernel each, for seconds of
+    compilation.
+    """
+    keys = lax.iota(jnp.uint32, count)
     for part in parts:
         # Added to a multiple, for (1, 2) and (2, 1) are to differ.
         part = jnp.uint32(part % 2**32) if isinstance(part, int) else part
-        key = _mixed(key * jnp.uint32(31) + part.astype(jnp.uint32))
-    return key
+        keys = _mixed(keys * jnp.uint32(31) + part.astype(jnp.uint32))
+    return lax.sort(keys)
 
 
 def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:

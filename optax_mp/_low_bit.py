@@ -9,7 +9,7 @@ from jax.tree_util import tree_flatten_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._blocks import Quantized, blank, dequantized, quantized
-from optax_mp._dither import chance_key, check_seed
+from optax_mp._dither import chance_keys, check_seed
 from optax_mp._dtypes import bits as bits_of
 from optax_mp._dtypes import floating_dtype
 from optax_mp._inner_view import without_aliases
@@ -131,10 +131,10 @@ def low_bit_state(
         )
         updates, after = inner.update(updates, before, params, **extra_args)
         leaves = jax.tree.structure(before).flatten_up_to(after)
-        for i, like in enumerate(kept):
-            if _is_quantized(like):
-                key = None if seed is None else chance_key(seed, _SALT, i, state.step)
-                leaves[i] = quantized(leaves[i], like, key)
+        places = [i for i, like in enumerate(kept) if _is_quantized(like)]
+        keys = chance_keys(len(places), seed or 0, _SALT, state.step)
+        for i, key in zip(places, keys, strict=True):
+            leaves[i] = quantized(leaves[i], kept[i], None if seed is None else key)
         step = jnp.asarray(optax.safe_increment(state.step))
         return updates, LowBitState(step, kept_def.unflatten(leaves))
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._dither import chance_key, check_seed, rounded_by_chance
+from optax_mp._dither import chance_keys, check_seed, rounded_by_chance
 from optax_mp._drift import check_gradient, check_step
 from optax_mp._dtypes import bits
 from optax_mp._hold import is_marked, step_where
@@ -123,6 +123,7 @@ def stochastic_rounding(
             )
             moved = list(grads)
             changes = leaves.match(changes, "the updates of `inner`")
+            keys = chance_keys(len(changes), seed, state.step)
             for i, change in enumerate(changes):
                 path, param = leaves.paths[i], leaves.values[i]
                 if not is_inexact(param):
@@ -132,9 +133,8 @@ def stochastic_rounding(
                     continue
                 check_step(path, param, grads[i], change, "stochastic_rounding")
                 if _is_narrow(param):
-                    key = chance_key(seed, i, state.step)
                     target: Any = optax.apply_updates(seen[i], change)
-                    moved[i] = rounded_by_chance(target, param.dtype, key) - seen[i]
+                    moved[i] = rounded_by_chance(target, param.dtype, keys[i]) - seen[i]
             count = jnp.asarray(optax.safe_increment(state.step))
             return leaves.unflatten(moved), StochasticRoundingState(count, inner_state)
 
