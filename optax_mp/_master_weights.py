@@ -70,7 +70,9 @@ def mixed_precision(
             the step away from its master for one step. A floating dtype such as
             float32: updates in it, exact. `"params"`: each param's own dtype, for
             loops that add without casting back, such as `equinox.apply_updates`.
-        storage: how masters are kept.
+        storage: how masters are kept: `FullCopy()`, or `Split(bits=16)`, which is the
+            same in 2 bytes a weight less, or `Split(bits=8)`. With `Split` updates of
+            leaves with a master are float32 whatever the gradients are.
 
     Returns:
         The transformation. Extra arguments of `update` reach `inner`; `grad` is cast

@@ -181,7 +181,6 @@ def memory_report(params: optax.Params, opt_state: optax.OptState) -> MemoryRepo
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optax_mp
-        >>> import optax_mp
         >>> params = {"w": jax.ShapeDtypeStruct((2**15, 2**20), jnp.bfloat16)}
         >>> tx = optax_mp.mixed_precision(optax.adamw(3e-4))
         >>> print(optax_mp.memory_report(params, jax.eval_shape(tx.init, params)))
