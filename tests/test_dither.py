@@ -13,10 +13,15 @@ import numpy as np
 import pytest
 from conftest import as_bits
 
-from optax_mp._dither import chance_key, chances, rounded_by_chance
+from optax_mp._dither import chance_keys, chances, rounded_by_chance
+
 
 BOTH = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 round_by_chance = jax.jit(rounded_by_chance, static_argnums=1)
+
+
+def chance_key(*parts):
+    return chance_keys(1, *parts)[0]
 
 
 def mixed(x):
@@ -27,8 +32,8 @@ def mixed(x):
     return x ^ (x >> np.uint64(15))
 
 
-def key_of(*parts):
-    key = 0
+def key_of(*parts, leaf=0):
+    key = leaf
     for part in parts:
         key = int(mixed(key * 31 + part % 2**32))
     return key
@@ -78,9 +83,16 @@ def test_keys_of_traced_parts_are_those_of_numbers():
     assert int(traced) == int(chance_key(3, 1, 9)) == key_of(3, 1, 9)
 
 
+@pytest.mark.parametrize("count", [0, 1, 7, 300])
+def test_the_keys_of_many_arrays_are_those_of_the_reference_sorted(count):
+    got = jax.jit(lambda step: chance_keys(count, 5, step))(jnp.int32(3))
+    want = sorted(key_of(5, 3, leaf=leaf) for leaf in range(count))
+    assert [int(key) for key in got] == want
+
+
 def test_seeds_leaves_and_steps_have_keys_of_their_own():
     keys = {
-        key_of(seed, leaf, step)
+        key_of(seed, step, leaf=leaf)
         for seed in range(10)
         for leaf in range(30)
         for step in range(100)
@@ -89,11 +101,20 @@ def test_seeds_leaves_and_steps_have_keys_of_their_own():
     assert len(keys) >= 30000 - 3
 
 
+def test_sorted_keys_are_even_over_the_steps():
+    """The first of 300 arrays always has the least key: 5 standard errors, one seed."""
+    keys = jax.vmap(lambda step: chance_keys(300, 0, step))(jnp.arange(2000))
+    for leaf in (0, 150, 299):
+        rows = jax.vmap(lambda key: chances((64,), key))(keys[:, leaf])
+        mean = np.asarray(rows, np.float64).mean(0)
+        assert np.abs(mean - 0.5).max() < 5 * np.sqrt(1 / 12 / 2000)
+
+
 def test_chances_are_even_and_do_not_hang_together():
     """Bounds: 5 standard errors, seeds fixed."""
     count = 2**16
     rows = [chances_of(count, key_of(0, 1, step)) for step in range(8)]
-    other = [chances_of(count, key_of(0, leaf, 3)) for leaf in range(2, 5)]
+    other = [chances_of(count, key_of(0, 3, leaf=leaf)) for leaf in range(2, 5)]
     for row in rows + other:
         assert 0 <= row.min() and row.max() < 1
         shares = np.histogram(row, 64, (0, 1))[0] / count

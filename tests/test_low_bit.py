@@ -45,15 +45,12 @@ DISTINCT = (
     "lion",
     "rmsprop",
     "adafactor, whole",
-    "adan",
     "muon",
 )
 every_optimizer_or_a_few = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=() if name in ("adamw", "lion", "muon") else pytest.mark.slow
-        )
+        pytest.param(name, marks=() if name in ("adamw", "muon") else pytest.mark.slow)
         for name in EVERY
     ],
 )
@@ -238,7 +235,7 @@ TRAINS = [
     )
     for name in EVERY
     for form in ("8 bits", "16 bits", "bfloat16")
-    if form == "8 bits" or name in (*DISTINCT, "adagrad", "nadam", "radam")
+    if form == "8 bits" or name in (*DISTINCT, "adagrad", "adan", "nadam", "radam")
 ]
 
 
@@ -333,8 +330,6 @@ def test_an_8_bit_moment_stalls_unless_rounded_by_chance():
     # The codes next to 0.125^2, in a block with a 1, are 7% apart. A random walk of
     # such units, drawn back by 0.001 a step, in the mean of 64: 5 standard errors.
     np.testing.assert_allclose(moving, truth, rtol=0.05)
-    sixteen, _ = second_moment({"bits": 16})
-    np.testing.assert_allclose(sixteen, truth, rtol=0.001)
 
 
 def test_one_step_of_adamw_is_the_reference_encoded():
@@ -397,7 +392,7 @@ def test_float64_state_is_left(x64):
 
 def test_the_init_of_adagrad_is_kept():
     params = jnp.ones((64, 64))
-    state = low_bit_state(optax.adagrad(1e-3)).init(params)
+    state = jax.jit(low_bit_state(optax.adagrad(1e-3)).init)(params)
     kept = state.inner_state[0].sum_of_squares
     back = optax_mp._blocks.dequantized(kept)
     # 0.1 rounded up to bfloat16 is the scale; a nearest code is 1/127 away at most.
@@ -473,7 +468,6 @@ def as_transformation(tx):
 
 
 BY_DEFAULT = {
-    "Split(8)",
     "a loss scale around mixed",
     "MultiSteps inside",
     "inject_hyperparams inside",

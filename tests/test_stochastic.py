@@ -191,7 +191,7 @@ def test_it_compiles_once_and_can_be_donated_after_init():
     assert len(traces) == 1 and int(carry[1].step) == 3
 
 
-@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_negative_zeros_move_nothing(jit):
     tx = stochastic_rounding(optax.adamw(1e-2, weight_decay=0.1))
     params, state = run(tx, 2)
