@@ -12,7 +12,6 @@ from reference import block_axis, block_codes, block_scales, block_share, block_
 from optax_mp._blocks import blank, dequantized, quantized
 from optax_mp._dither import chance_keys
 
-
 EVERY_FORM = pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
 SHAPES = [
     (64,),

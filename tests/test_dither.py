@@ -15,7 +15,6 @@ from conftest import as_bits
 
 from optax_mp._dither import chance_keys, chances, rounded_by_chance
 
-
 BOTH = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 round_by_chance = jax.jit(rounded_by_chance, static_argnums=1)
 

@@ -127,14 +127,17 @@ def bare_loss(name):
     return fitted(name, EVERY[name]())[0]
 
 
+def is_quantized(node):
+    return isinstance(node, Quantized)
+
+
 def quantized_leaves(state):
     """Return what is kept in few bits, by the end of its path."""
-    is_ours = functools.partial(lambda node: isinstance(node, Quantized))
-    found = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_ours)[0]
+    found = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]
     return {
         jax.tree_util.keystr(path).split(".")[-1]: leaf
         for path, leaf in found
-        if is_ours(leaf)
+        if is_quantized(leaf)
     }
 
 
@@ -187,10 +190,9 @@ def test_what_is_kept_in_few_bits_and_with_which_codes(name):
     assert kinds(state) == KEPT[name]
     bare = jax.eval_shape(EVERY[name]().init, params)
     # All else as it is.
-    is_ours = functools.partial(lambda node: isinstance(node, Quantized))
-    ours = jax.tree.leaves(state.inner_state, is_leaf=is_ours)
+    ours = jax.tree.leaves(state.inner_state, is_leaf=is_quantized)
     for leaf, plain in zip(ours, jax.tree.leaves(bare), strict=True):
-        if isinstance(leaf, Quantized):
+        if is_quantized(leaf):
             assert leaf.codes.shape == plain.shape and plain.size >= 100
             assert leaf.scales.dtype == jnp.bfloat16
         else:
