@@ -18,7 +18,7 @@ from optax_mp._master_access import (
 )
 from optax_mp._scaling import LossScaleState
 from optax_mp._stochastic import StochasticRoundingState
-from optax_mp._storage import storage_of
+from optax_mp._storage import check_carrier, storage_of
 from optax_mp._traced import Traced
 from optax_mp._tree import PyTree, describe, is_array, is_floating, place
 
@@ -148,12 +148,14 @@ def _encoded(stored: PyTree, masters: tuple[PyTree, PyTree] | None) -> PyTree:
         stored, caller=_CALLER, name="the masters of `to_tx`", absent_too=True
     )
     truth, params = (kept.match(tree, "`params`") for tree in masters)
-    return kept.unflatten(
-        old
-        if is_absent(old)
-        else storage_of(old).encode(_as_master(master, old), param, param.dtype)
-        for old, master, param in zip(kept.values, truth, params, strict=True)
-    )
+    encoded = list(kept.values)
+    for i, (old, param) in enumerate(zip(kept.values, params, strict=True)):
+        if is_absent(old):
+            continue
+        storage = storage_of(old)
+        check_carrier(storage, param, f"{_CALLER}: param {place(kept.paths[i])}")
+        encoded[i] = storage.encode(_as_master(truth[i], old), param, param.dtype)
+    return kept.unflatten(encoded)
 
 
 def _as_master(master: jax.Array, stored: jax.Array) -> jax.Array:
@@ -163,7 +165,8 @@ def _as_master(master: jax.Array, stored: jax.Array) -> jax.Array:
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:
     traced = Traced.of(tx.init, params)
     expected = traced.treedef.unflatten(traced.outputs)
-    _matched(state, expected, "`state`", "a state of `from_tx`", dtypes_too=True)
+    # Not the dtype of floats, which some optimizers change at their first step.
+    _matched(state, expected, "`state`", "a state of `from_tx`", kinds_too=True)
 
 
 def _matched(
@@ -172,7 +175,7 @@ def _matched(
     name: str = "the optimizer's part of `state`",
     template_name: str = "that of `to_tx`",
     *,
-    dtypes_too: bool = False,
+    kinds_too: bool = False,
 ) -> list[Any]:
     """Return the leaves of `state`, once they are known to be like those of another."""
     expected = Leaves.of(template, caller=_CALLER, name=template_name)
@@ -181,7 +184,9 @@ def _matched(
         if not is_array(want):
             continue
         same = is_array(leaf) and leaf.shape == want.shape
-        if not same or (dtypes_too and leaf.dtype != want.dtype):
+        if same and kinds_too and not (is_floating(leaf) and is_floating(want)):
+            same = leaf.dtype == want.dtype
+        if not same:
             raise ValueError(
                 f"{_CALLER}: {name} is {describe(leaf)} at {place(path)}, expected "
                 f"{describe(want)} as {template_name} has it; both transformations "

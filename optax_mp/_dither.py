@@ -6,6 +6,7 @@ rounded, where `jax.random` would write all random numbers to memory first.
 """
 
 import math
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -23,17 +24,18 @@ def chance_keys(count: int, *parts: int | jax.Array) -> jax.Array:
     anything else: of a scalar for each array it makes a kernel each, for seconds of
     compilation.
     """
-    keys = lax.iota(jnp.uint32, count)
+    keys = _mixed(lax.iota(jnp.uint32, count))
     for part in parts:
         # Added to a multiple, for (1, 2) and (2, 1) are to differ.
-        part = jnp.uint32(part % 2**32) if isinstance(part, int) else part
-        keys = _mixed(keys * jnp.uint32(31) + part.astype(jnp.uint32))
+        is_array = isinstance(part, jax.Array)
+        part = part.astype(jnp.uint32) if is_array else jnp.uint32(int(part) % 2**32)
+        keys = _mixed(keys * jnp.uint32(31) + part)
     return lax.sort(keys)
 
 
 def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
     """Raise unless `seed` is an integer, or None where rounding to nearest is meant."""
-    if isinstance(seed, int) or (or_none and seed is None):
+    if isinstance(seed, Integral) or (or_none and seed is None):
         return
     expected = "an integer" + (", or None to round to nearest" if or_none else "")
     raise TypeError(f"{caller}: `seed` is {seed!r}, expected {expected}.")

@@ -47,7 +47,7 @@ def is_marked(updates: PyTree) -> Choice:
         return False
     # Under shard_map a rank could only say whether its own part is marked, and what is
     # the same on all ranks must not depend on that.
-    if not leaves or any(map(_varies, leaves)):
+    if not leaves or any(map(varies, leaves)):
         return False
     # The smallest leaf tells in almost every step; only after it are all of them read.
     smallest = min(leaves, key=lambda leaf: leaf.size)
@@ -61,7 +61,7 @@ def is_marked(updates: PyTree) -> Choice:
     return lax.cond(suspicious, look_at_all, lambda: suspicious)
 
 
-def _varies(x: Any) -> bool:
+def varies(x: Any) -> bool:
     """Return whether the type of `x` says that under shard_map it differs by rank."""
     aval = getattr(x, "aval", None)
     kind = getattr(aval, "manual_axis_type", None)  # JAX 0.10 and later

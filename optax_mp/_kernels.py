@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
+from optax_mp._hold import varies
 from optax_mp._tree import PyTree, is_array
 
 _SMALL = 2**16  # Elements of a leaf that is not worth it.
@@ -68,9 +68,11 @@ class KernelEnds:
 
 
 def _is_worth_it(x: jax.Array) -> bool:
-    # With several devices, waiting would mean to ask the others.
+    # With several devices, waiting would mean to ask the others. Of values that vmap or
+    # shard_map tell apart, one must not come to depend on another.
     is_one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
-    return is_one_cpu and isinstance(x, Tracer) and x.size >= _SMALL
+    is_plain = type(x).__name__ == "DynamicJaxprTracer" and not varies(x)
+    return is_one_cpu and is_plain and x.size >= _SMALL
 
 
 def _zeros(integers: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """low_bit_state: the large arrays of any optimizer's state in 8 or 16 bits."""
 
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,6 @@ from jax.typing import DTypeLike
 
 from optax_mp._blocks import Quantized, blank, dequantized, quantized
 from optax_mp._dither import chance_keys, check_seed
-from optax_mp._dtypes import bits as bits_of
 from optax_mp._dtypes import floating_dtype
 from optax_mp._inner_view import without_aliases
 from optax_mp._jaxpr import depending_outputs
@@ -73,7 +73,7 @@ def low_bit_state(
         inner: any optax optimizer or chain.
         bits: 8 or 16.
         block_size: how many values share a scale, which takes 2 bytes; a power of two.
-        dtype: bfloat16 or float16, to keep arrays in that instead of in blocks.
+        dtype: bfloat16, to keep arrays in that instead of in blocks.
         min_size: the least number of elements of an array that is kept so.
         seed: of the chance by which values are rounded; None rounds to nearest.
 
@@ -102,6 +102,10 @@ def low_bit_state(
     inner = as_transformation(inner, "low_bit_state")
     form = _Form.checked(bits, block_size, dtype)
     check_seed(seed, "low_bit_state")
+    if not isinstance(min_size, Integral):
+        raise TypeError(
+            f"low_bit_state: `min_size` is {min_size!r}, expected a number of elements."
+        )
 
     def init_fn(params: optax.Params) -> LowBitState:
         state = inner.init(params)
@@ -152,16 +156,17 @@ class _Form(NamedTuple):
     def checked(cls, bits: int, block_size: int, dtype: DTypeLike | None) -> "_Form":
         if dtype is not None:
             kept = floating_dtype(dtype, "low_bit_state: `dtype`")
-            if bits_of(kept) != 16 or (bits, block_size) != (8, 32):
+            # In float16 the second moment of a gradient of 1e-4 would be zero.
+            if kept != jnp.bfloat16 or (bits, block_size) != (8, 32):
                 raise ValueError(
                     f"low_bit_state: `dtype` is {kept} with bits={bits!r} and "
-                    f"block_size={block_size!r}, expected bfloat16 or float16 and no "
-                    "other setting, or no `dtype`, for codes in blocks."
+                    f"block_size={block_size!r}, expected bfloat16 and neither of the "
+                    "others, or no `dtype`, for codes in blocks."
                 )
             return cls(kept, kept, None)
-        if not isinstance(bits, int) or bits not in (8, 16):
+        if not isinstance(bits, Integral) or bits not in (8, 16):
             raise ValueError(f"low_bit_state: `bits` is {bits!r}, expected 8 or 16.")
-        is_power = isinstance(block_size, int) and block_size > 0
+        is_power = isinstance(block_size, Integral) and block_size > 0
         if not (is_power and block_size & (block_size - 1) == 0):
             raise ValueError(
                 f"low_bit_state: `block_size` is {block_size!r}, expected a power of "

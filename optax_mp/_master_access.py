@@ -10,7 +10,7 @@ from jax.core import Tracer
 
 from optax_mp._dtypes import round_to
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._storage import Storage, storage_of
+from optax_mp._storage import Storage, check_carrier, storage_of
 from optax_mp._tree import describe, is_floating, place
 
 
@@ -59,10 +59,10 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         now = leaves.match(params, "`params`")
         so_far = leaves.match(result, "`params`")
         result = leaves.unflatten(
-            before
-            if is_absent(kept)
-            else storage_of(kept).decode(kept, param, param.dtype)
-            for kept, param, before in zip(leaves.values, now, so_far, strict=True)
+            before if is_absent(kept) else _decoded(kept, param, path, "master_params")
+            for path, kept, param, before in zip(
+                leaves.paths, leaves.values, now, so_far, strict=True
+            )
         )
     return result
 
@@ -109,7 +109,7 @@ def replace_master_params(
         if is_absent(kept):
             return kept
         storage = storage_of(kept)
-        old = storage.decode(kept, param, param.dtype)
+        old = _decoded(kept, param, path, "replace_master_params")
         where = f"replace_master_params: `new_master` at {place(path)}"
         if not is_floating(new):
             raise TypeError(
@@ -141,6 +141,13 @@ def replace_master_params(
         )
 
     return _map_states(in_state, opt_state)
+
+
+def _decoded(kept: Any, param: Any, path: tuple[Any, ...], caller: str) -> jax.Array:
+    """Return the master of a param."""
+    storage = storage_of(kept)
+    check_carrier(storage, param, f"{caller}: param {place(path)}")
+    return storage.decode(kept, param, param.dtype)
 
 
 def _check_carried(storage: Storage, new: Any, param: Any, where: str) -> None:

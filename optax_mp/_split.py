@@ -1,6 +1,7 @@
 """A master as its 16-bit param and a remainder."""
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ class Split:
       it was (float16: 2^-12). All differences of float32 weights can be reached but a
       few across zero; not so what XLA makes of a multiplication and a sum in one. Such
       a master moves with the param: by at most 2^-23 of what the weight was.
+    - Derivatives stop at the bits: `jax.grad` through `tx.update` is zero.
     - Masters over 3.396e38 (float16: 65520), infinite ones too, are kept as that,
       because a param is never made infinite. NaN stays NaN, and an infinite param is
       its own master.
@@ -68,7 +70,7 @@ class Split:
 
     def __post_init__(self) -> None:
         """Check the width."""
-        if self.bits not in (8, 16):
+        if not isinstance(self.bits, Integral) or self.bits not in (8, 16):
             raise ValueError(f"Split: `bits` is {self.bits!r}, expected 8 or 16.")
 
     def dtype(self, master_dtype: jnp.dtype) -> jnp.dtype:

@@ -145,6 +145,23 @@ def check_storable(
         )
 
 
+def check_carrier(storage: Storage, param: Any, where: str) -> None:
+    """Raise unless `param` is one that what is stored belongs to.
+
+    Args:
+        storage: a storage.
+        param: a param.
+        where: what to call it, function first.
+    """
+    if isinstance(storage, Split) and param.dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f"{where} is {describe(param)}, expected bfloat16 or float16, of which the "
+            f"master is the other part with {storage}; cast the params as they are in "
+            "training, by `Policy.cast_to_param` or `optax_mp.cast_floating`, and give "
+            "those."
+        )
+
+
 def storage_of(stored: Any) -> Storage:
     """Return the storage that made a stored leaf; its dtype says which."""
     for bits in (8, 16):
