@@ -27,8 +27,10 @@ def chance_keys(count: int, *parts: int | jax.Array) -> jax.Array:
     keys = _mixed(lax.iota(jnp.uint32, count))
     for part in parts:
         # Added to a multiple, for (1, 2) and (2, 1) are to differ.
-        is_array = isinstance(part, jax.Array)
-        part = part.astype(jnp.uint32) if is_array else jnp.uint32(int(part) % 2**32)
+        if isinstance(part, jax.Array):
+            part = part.astype(jnp.uint32)
+        else:
+            part = jnp.uint32(int(part) % 2**32)
         keys = _mixed(keys * jnp.uint32(31) + part)
     return lax.sort(keys)
 
