@@ -1,5 +1,6 @@
 """Arrays in 8 or 16 bits a value: companded in blocks, or as a 16-bit float."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,8 @@ from jax.typing import DTypeLike
 
 from optax_mp._dither import chances, rounded_by_chance
 from optax_mp._dtypes import saturating_cast
+
+Reduction = Callable[..., jax.Array]
 
 # As patterns of float32. CPUs take what is under 2^-126 for zero, so also the inverse
 # of what is over 2^126.
@@ -82,9 +85,14 @@ def quantized(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized
     blocks = _Blocks(like.codes.shape, like.scales.shape)
     values = x.astype(jnp.float32)
     sizes = jnp.abs(values)
-    scales = _scales(blocks.largest(_pattern(sizes)))
+    scales = _scales(blocks.reduced(jnp.max, _pattern(sizes)))
     inverse = jnp.where(scales == 0, 0, 1 / scales)
-    squares = jnp.clip(sizes * blocks.spread(inverse), 0, 1) * (top * top)
+    if is_signed:
+        # As the sign of what is spread anyway, for to spread is what takes time.
+        was_negative = blocks.reduced(jnp.min, like.codes) < 0
+        inverse = jnp.where(was_negative, -inverse, inverse)
+    inverse = blocks.spread(inverse)
+    squares = jnp.clip(sizes * jnp.abs(inverse), 0, 1) * (top * top)
     if key is None:
         codes = jnp.round(jnp.sqrt(squares))
     else:
@@ -93,13 +101,8 @@ def quantized(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized
         below = jnp.floor(jnp.sqrt(squares))
         gap = chances(squares.shape, key) * (2 * below + 1)
         codes = jnp.minimum(below + (squares - below * below > gap), top)
-    least = (squares > 0).astype(jnp.float32)
-    if is_signed:
-        was_negative = blocks.largest((like.codes < 0).astype(jnp.int32))
-        least *= 1 - blocks.spread(was_negative.astype(jnp.float32))
-        codes = jnp.where(values < 0, -codes, jnp.maximum(codes, least))
-    else:
-        codes = jnp.maximum(codes, least)
+    least = ((squares > 0) & (inverse > 0)).astype(jnp.float32)
+    codes = jnp.where(values < 0, -codes, jnp.maximum(codes, least))
     return Quantized(codes.astype(like.codes.dtype), scales.astype(jnp.bfloat16))
 
 
@@ -134,13 +137,13 @@ class _Blocks:
         while self.size * self.count < self.length:
             self.size *= 2
 
-    def largest(self, values: jax.Array) -> jax.Array:
-        """Return the largest of each block of integers from 0 on."""
+    def reduced(self, reduction: Reduction, values: jax.Array) -> jax.Array:
+        """Return the reduction of each block, and of zero where one is not full."""
         widths = [(0, 0)] * values.ndim
         widths[self.axis] = (0, self.count * self.size - self.length)
         shape = list(values.shape)
         shape[self.axis : self.axis + 1] = [self.count, self.size]
-        return jnp.max(jnp.pad(values, widths).reshape(shape), axis=self.axis + 1)
+        return reduction(jnp.pad(values, widths).reshape(shape), axis=self.axis + 1)
 
     def spread(self, scales: jax.Array) -> jax.Array:
         """Return for each value the scale of its block."""

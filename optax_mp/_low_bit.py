@@ -61,7 +61,9 @@ def low_bit_state(
     Rounding goes up or down by chance, right on average: an average over a thousand
     steps moves by a thousandth a step, less than any code, and rounded to nearest would
     stand still. The chance is a hash of the place, the step and `seed`: the same in
-    every run and on any number of devices.
+    every run, and under `jit` on any number of devices (under `shard_map` each rank
+    counts the places of its own part). Where a moment is infinite or NaN, its block is
+    NaN: put a loss scale around, which skips what would make it so.
 
     Left as they are: arrays under `min_size` elements, so norms, biases and factored
     moments of small matrices; all that is not float32, so counts, but also the moments

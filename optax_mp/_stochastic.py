@@ -41,11 +41,11 @@ def stochastic_rounding(
     trajectory) but cost 1 to 4 bytes a weight more.
 
     The chance is a hash of the place in the array, the step and `seed`: a run is
-    reproduced, also from a checkpoint and on any number of devices. Leaves of 32 bits
-    and more are updated as by `inner`; what is not floating is hidden from it. Updates
-    of 16-bit leaves are float32 whatever the gradients are, for in fewer bits they
-    would be rounded again. Float32 gradients that are all negative zero, the mark of a
-    step that a loss scale skips, move nothing.
+    reproduced, also from a checkpoint and, under `jit`, on any number of devices.
+    Leaves of 32 bits and more are updated as by `inner`; what is not floating is hidden
+    from it. Updates of 16-bit leaves are float32 whatever the gradients are, for in
+    fewer bits they would be rounded again. Float32 gradients that are all negative
+    zero, the mark of a step that a loss scale skips, move nothing.
 
     Args:
         inner: any optax optimizer or chain.

@@ -26,11 +26,6 @@ pytestmark = [
 ]
 
 STEPS = 300
-LOW_DTYPES = (
-    "bfloat16",
-    "float16",
-    pytest.param("float8_e4m3fn", marks=pytest.mark.slow),
-)
 # On JAX 0.5 XLA rounds a few rules otherwise within the `lax.cond` by which float32
 # gradients enter, for they may carry the mark of a skipped step.
 ROUNDED_OTHERWISE = (
@@ -41,6 +36,17 @@ ROUNDED_OTHERWISE = (
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 # By default those that differ most from each other.
 DISTINCT = {"adamw", "sgd", "lion", "adafactor", "muon", "sam", "sophia", "noisy_sgd"}
+# By default all of them in bfloat16 and a few in float16; in CI all in all.
+EVERY_OPTIMIZER_IN_LOW_DTYPES = [
+    pytest.param(name, dtype, marks=() if is_default else pytest.mark.slow)
+    for name in OPTIMIZERS
+    for dtype, is_default in (
+        ("bfloat16", True),
+        ("float16", name in DISTINCT),
+        ("float8_e4m3fn", False),
+    )
+]
+FLOAT64_TOO = ("lion", "adafactor", "muon", "radam")
 every_optimizer_or_a_few = pytest.mark.parametrize(
     "name",
     [
@@ -176,8 +182,7 @@ def first_gradients(name, steps=3):
     return [jax.tree.map(operator.itemgetter(i), grads) for i in range(steps)]
 
 
-@every_optimizer
-@pytest.mark.parametrize("dtype", LOW_DTYPES)
+@pytest.mark.parametrize(("name", "dtype"), EVERY_OPTIMIZER_IN_LOW_DTYPES)
 def test_masters_and_state_are_bit_equal_to_the_bare_optimizer(name, dtype):
     params = example_params(dtype, name)
     tx, grads = wrapped(name, dtype), all_gradients(name)
@@ -346,7 +351,13 @@ def test_the_table_has_the_optimizers_that_every_release_has():
     assert len(OPTIMIZERS) >= 50
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon", "radam"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in FLOAT64_TOO),
+    ],
+)
 def test_float64_masters_are_bit_equal_to_float64_training(name, x64):
     grads = example_gradients(name, example_params("float64"), STEPS, jnp.float64)
     grads = jax.device_get(grads)

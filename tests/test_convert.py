@@ -28,7 +28,10 @@ FORMS = {
 IN_FLOAT32 = ("float32", "low-bit")
 EXACT = ("float32", "full copy", "split 16")
 PAIRS = list(itertools.product(FORMS, FORMS))
-SOME = set(itertools.product(EXACT, EXACT)) | {
+SOME = {
+    ("float32", "split 16"),
+    ("split 16", "float32"),
+    ("full copy", "split 16"),
     ("full copy", "5.1 bytes"),
     ("5.1 bytes", "full copy"),
     ("loss scale", "split 16"),

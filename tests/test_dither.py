@@ -32,7 +32,7 @@ def mixed(x):
 
 
 def key_of(*parts, leaf=0):
-    key = leaf
+    key = int(mixed(leaf))
     for part in parts:
         key = int(mixed(key * 31 + part % 2**32))
     return key
@@ -263,6 +263,7 @@ for tx, dtype in (
 """
 
 
+@pytest.mark.slow
 def test_four_devices_round_as_one_does():
     """Sharded arrays under jit, along each axis: all bits, of state and params."""
     done = subprocess.run(

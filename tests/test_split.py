@@ -487,7 +487,8 @@ def test_where_no_update_can_land_the_master_moves_with_the_param():
         assert abs(masters[0] - -(2.0**-23)) <= 2.0**-23 * 2.0
 
 
-@pytest.mark.parametrize("bits", [16, slow(8)])
+@pytest.mark.slow
+@BOTH
 def test_any_step_leaves_param_and_master_that_belong_together(bits):
     """Weights and steps that have nothing to do with each other."""
     rng = np.random.default_rng(5)
@@ -665,7 +666,7 @@ def test_a_missing_gradient_leaves_param_and_remainder_alone():
     assert not same_bits(after.master_params["b"], state.master_params["b"])
 
 
-@BOTH
+@pytest.mark.parametrize("bits", [16, slow(8)])
 def test_params_and_state_may_be_donated_right_after_init(bits):
     tx = mixed(optax.adam(1e-2), bits, param_dtype=BFLOAT16)
     weights = {"w": jnp.asarray(start(100))}
