@@ -1,8 +1,20 @@
 """Shared pieces of the suite."""
 
+import gc
+
 import jax
 import numpy as np
 import pytest
+
+# What is imported is not to be looked through at every collection of garbage.
+gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_module():
+    """Forget compiled programs after each module: thousands slow all others down."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -60,7 +60,9 @@ OPERATIONS = {
 }
 DTYPES = ["bfloat16", "float16"]
 each = pytest.mark.parametrize("name", CASES)
-in_both = pytest.mark.parametrize("dtype", DTYPES)
+in_both = pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+)
 
 
 def autocast(fun, dtype):

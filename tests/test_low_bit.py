@@ -647,6 +647,7 @@ def test_extra_arguments_reach_the_inner_optimizer():
     assert set(kinds(state)) == {"mu['w']", "nu['w']"}
 
 
+@pytest.mark.slow
 def test_vmap_over_an_ensemble_is_each_alone():
     tx = base()
     params = example()

@@ -433,6 +433,7 @@ def long_run(size, steps):
     return totals.tolist()
 
 
+@pytest.mark.slow
 def test_278011_weights_follow_float32_adamw_bit_for_bit():
     """Masters and params at every one of 1000 steps of random gradients."""
     assert long_run(278_011, 1000) == [0, 0, 0]
