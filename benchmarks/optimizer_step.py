@@ -15,7 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -166,9 +166,10 @@ def contenders() -> list[Contender]:
         from_transform("Split(16), bf16, f32 gradients", bf16, f32, split16),
         from_transform("Split(16), f16, f16 gradients", f16, f16, split16),
         from_transform("Split(8), bf16, bf16 gradients", bf16, bf16, split8),
-        from_transform("Split(8), 8-bit state, bf16, bf16 gradients", bf16, bf16,
-                       compact),
-        from_transform("8-bit state, plain optax, float32", f32, f32, low_bit),
+        replace(from_transform("Split(8), 8-bit state, bf16, bf16 gradients", bf16,
+                               bf16, compact), many_leaves=False),
+        replace(from_transform("8-bit state, plain optax, float32", f32, f32, low_bit),
+                many_leaves=False),
         from_transform("stochastic rounding, bf16, bf16 gradients", bf16, bf16,
                        optax_mp.stochastic_rounding(adamw)),
     ]  # fmt: skip
