@@ -20,7 +20,7 @@ from optax_mp._scaling import LossScaleState
 from optax_mp._stochastic import StochasticRoundingState
 from optax_mp._storage import check_carrier, storage_of
 from optax_mp._traced import Traced
-from optax_mp._tree import PyTree, describe, is_array, is_floating, place
+from optax_mp._tree import PyTree, cast_floating, describe, is_array, is_floating, place
 
 _CALLER = "convert_opt_state"
 _WRAPPERS = (MixedPrecisionState, LowBitState, StochasticRoundingState, LossScaleState)
@@ -43,7 +43,8 @@ def convert_opt_state(
     The params stay as they are, with two exceptions that are the caller's to make. From
     float32 params to 16-bit ones: convert first, with `param_dtype` in `to_tx` (so the
     masters keep every bit), then cast. To plain float32: go on with
-    `master_params(state, params)` as params.
+    `master_params(state, params)` as params, or from `stochastic_rounding`, which has
+    none, with the params cast.
 
     Args:
         state: of the run, made by `from_tx`.
@@ -75,14 +76,17 @@ def convert_opt_state(
     """
     _check_made_by(state, from_tx, params)
     has_masters = bool(mixed_precision_states(state))
+    wrappers = _wrappers(state)
     truth = master_params(state, params) if has_masters else params
+    if StochasticRoundingState in wrappers:
+        truth = cast_floating(truth, jnp.float32)  # as its optimizer saw them
     template = to_tx.init(params)
     if not mixed_precision_states(template):
         # The moments of a bare optimizer have the dtype of its params.
         template = to_tx.init(truth)
     values = _matched(_bare(state), _bare(template))
     masters = (truth, params) if has_masters else None
-    filled = _filled(template, iter(values), _wrappers(state), masters)
+    filled = _filled(template, iter(values), wrappers, masters)
     # What came from `state` or `params` as it was must not be donated twice.
     return without_aliases(filled, (state, params))
 
