@@ -223,7 +223,13 @@ def test_state_is_stable_compiles_once_and_can_be_donated_after_init(name):
 
 # By how much the loss may be off, where not 3%. What takes signs is chaotic: another
 # code now and then is another path.
-LOOSE = {"lion": 0.05, "signum": 0.05, "rprop": 0.3, "adadelta": 0.1}
+LOOSE = {
+    "lion": 0.05,
+    "signum": 0.05,
+    "rprop": 0.3,
+    "adadelta": 0.1,
+    "simplified_ademamix": 0.1,  # bare, too, it has not settled by then
+}
 TRAINS = [
     pytest.param(
         name,
