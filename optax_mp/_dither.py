@@ -1,8 +1,8 @@
 """Rounding up or down by chance, so that it is right on average.
 
 The chance is a hash of the place in the array, the step and a seed: the same in every
-run and on any number of devices, and a few integer operations that fuse with what is
-rounded, where `jax.random` would write all random numbers to memory first.
+run and, under `jit`, on any number of devices. It is a few integer operations that fuse
+with what is rounded, where `jax.random` would write all random numbers to memory first.
 """
 
 import math
