@@ -1,6 +1,7 @@
 """Mixed-precision training for any optax optimizer."""
 
 from optax_mp._blocks import Quantized
+from optax_mp._checkpoint import check_checkpoint
 from optax_mp._convert import convert_opt_state
 from optax_mp._diagnosis import check_loss_scale
 from optax_mp._dtypes import half_dtype
@@ -58,6 +59,7 @@ __all__ = [
     "amp_report",
     "amp_stop",
     "cast_floating",
+    "check_checkpoint",
     "check_loss_scale",
     "convert_opt_state",
     "default_amp_rules",

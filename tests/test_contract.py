@@ -26,12 +26,11 @@ pytestmark = [
 ]
 
 STEPS = 300
+IS_JAX_0_5 = not hasattr(jax, "shard_map")
 # On JAX 0.5 XLA rounds a few rules otherwise within the `lax.cond` by which float32
 # gradients enter, for they may carry the mark of a skipped step.
 ROUNDED_OTHERWISE = (
-    ()
-    if hasattr(jax, "shard_map")
-    else ("nadam", "nadamw", "optimistic_adam", "muon", "novograd")
+    ("nadam", "nadamw", "optimistic_adam", "muon", "novograd") if IS_JAX_0_5 else ()
 )
 # Where a master is put together within the program of the rule, XLA contracts a
 # multiplication and an addition of these otherwise: a unit in the last place a step.
@@ -40,6 +39,7 @@ CONTRACTED_WHEN_SPLIT = (
     "schedule_free",
     "schedule_free_adamw",
     "schedule_free_sgd",
+    *(("adafactor",) if IS_JAX_0_5 else ()),
 )
 # By default those that differ most from each other.
 DISTINCT = {"adamw", "sgd", "lion", "adafactor", "muon", "sam", "sophia", "noisy_sgd"}
