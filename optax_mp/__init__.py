@@ -15,6 +15,7 @@ from optax_mp._master_access import (
 from optax_mp._master_weights import mixed_precision
 from optax_mp._memory import MemoryReport, MemoryRow, memory_report
 from optax_mp._policy import Policy, get_policy
+from optax_mp._replicas import check_replicas
 from optax_mp._scaled_gradients import (
     dynamic_scale_grad,
     dynamic_scale_value_and_grad,
@@ -27,6 +28,7 @@ from optax_mp._split import Split
 from optax_mp._stochastic import StochasticRoundingState, stochastic_rounding
 from optax_mp._storage import FullCopy
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
+from optax_mp._zero1 import zero1
 from optax_mp.amp import (
     AmpOperation,
     AmpReport,
@@ -61,6 +63,7 @@ __all__ = [
     "cast_floating",
     "check_checkpoint",
     "check_loss_scale",
+    "check_replicas",
     "convert_opt_state",
     "default_amp_rules",
     "dynamic_loss_scale",
@@ -80,4 +83,5 @@ __all__ = [
     "static_loss_scale",
     "stochastic_rounding",
     "value_and_grad",
+    "zero1",
 ]

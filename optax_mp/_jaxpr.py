@@ -22,6 +22,9 @@ AnyJaxpr = Jaxpr | ClosedJaxpr
 Equation = Any  # a JaxprEqn, whose variables JAX types without dtype and shape
 Run = Callable[[Equation, list[Any]], Sequence[Any]]
 
+# The name of a jit whose first input is its output, whatever the others are.
+LAID_AS = "laid_as"
+
 # What an equation that has other jaxprs inside does with them.
 _KINDS = {
     "jit": "jit",
@@ -110,6 +113,8 @@ def depending_outputs(jaxpr: AnyJaxpr, inputs: Sequence[bool] = ()) -> list[bool
         outputs = [any(sources)] * len(equation.outvars)
         if kind(equation) == "jit" and any(sources):
             outputs = depending_outputs(inner_jaxprs(equation)[0], sources)
+            if equation.params["name"] == LAID_AS:
+                outputs = sources[:1]
         known.update(zip(equation.outvars, outputs, strict=True))
     outvars: Any = jaxpr.outvars
     return [depends(atom) for atom in outvars]

@@ -58,7 +58,8 @@ class Leaves:
             if not (expected or jax.tree_util.all_leaves([leaf])):
                 raise ValueError(
                     f"{self.caller}: {name} at {place(path)} is a "
-                    f"{type(leaf).__name__}, expected one leaf as in {self.name}."
+                    f"{type(leaf).__name__}, expected one leaf as in {self.name} (of "
+                    "Flax NNX give both as `nnx.as_pure` does)."
                 )
         return matched
 
@@ -69,7 +70,7 @@ class Leaves:
     def _mismatch(self, tree: PyTree, name: str) -> str:
         theirs = dict(_named_leaves(tree))
         own = {place(p): x for p, x in zip(self.paths, self.values, strict=True)}
-        where = "their containers differ"
+        where = "their containers differ (of Flax NNX give both as `nnx.as_pure` does)"
         for leaves, others, owner in ((own, theirs, self.name), (theirs, own, name)):
             alone = [path for path in leaves if path not in others]
             if alone:

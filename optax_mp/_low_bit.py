@@ -14,6 +14,7 @@ from optax_mp._dither import chance_keys, check_seed
 from optax_mp._dtypes import floating_dtype
 from optax_mp._inner_view import without_aliases
 from optax_mp._jaxpr import depending_outputs
+from optax_mp._layout import laid_as_params
 from optax_mp._nonnegative import nonnegative_outputs
 from optax_mp._traced import Traced, is_dynamic
 from optax_mp._transformation import as_transformation
@@ -110,7 +111,7 @@ def low_bit_state(
         )
 
     def init_fn(params: optax.Params) -> LowBitState:
-        state = inner.init(params)
+        state = laid_as_params(inner.init(params), params)
         wanted = _wanted_codes(inner, params, state, form, min_size)
         leaves, treedef = jax.tree.flatten(state)
         for i, codes in enumerate(wanted):

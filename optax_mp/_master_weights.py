@@ -14,6 +14,7 @@ from optax_mp._dtypes import bits, floating_dtype, round_to, saturating_cast
 from optax_mp._hold import Choice, is_marked, negative_zeros, step_if, unless_held
 from optax_mp._inner_view import in_precision_of, own_master, without_aliases
 from optax_mp._kernels import KernelEnds
+from optax_mp._layout import laid_as_params
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._master_access import MixedPrecisionState
 from optax_mp._param_dtype import DeclaredDType, DTypeRule, declared_dtype
@@ -131,7 +132,8 @@ def mixed_precision(
             param = round_to(master, dtype).astype(dtype)
             stored.append(storage.encode(master, param, dtype))
             seen.append(storage.decode(stored[-1], param, dtype))
-        inner_state = inner.init(leaves.unflatten(seen))
+        seen_by_inner = leaves.unflatten(seen)
+        inner_state = laid_as_params(inner.init(seen_by_inner), seen_by_inner)
         inner_state = without_aliases(inner_state, (leaves.values, stored, seen))
         return MixedPrecisionState(leaves.unflatten(stored), inner_state)
 

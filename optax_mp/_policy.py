@@ -37,7 +37,8 @@ class Policy:
         output_dtype: what it returns.
         keep_f32: leaves that stay float32 when cast to the param or compute dtype:
             patterns over paths such as `("*norm*", "*/bias")`, where a path reads
-            `layers/0/bias`, or a predicate of (path string, leaf).
+            `layers/0/bias`, with or without the `/value` that Flax's boxes end in, or a
+            predicate of (path string, leaf).
 
     Raises:
         ValueError: if a dtype is not floating.
@@ -106,7 +107,14 @@ class Policy:
         if callable(self.keep_f32):
             kept = is_floating(leaf) and self.keep_f32(path, leaf)
         else:
-            kept = any(fnmatch.fnmatchcase(path, each) for each in self.keep_f32)
+            # Boxes of Flax (NNX's Variables, Linen's Partitioned) hold their array in
+            # `value`, which `nnx.Optimizer` shows to `init`, but not to `update`.
+            names = (path, path.removesuffix("/value"))
+            kept = any(
+                fnmatch.fnmatchcase(name, each)
+                for name in names
+                for each in self.keep_f32
+            )
         return jnp.dtype(jnp.float32 if kept else dtype)
 
     def _cast(

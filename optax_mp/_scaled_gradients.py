@@ -66,7 +66,12 @@ def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
             f"{' and '.join(where for where, _ in found)}, expected one: a loss has "
             "one scale. Put a single dynamic_loss_scale around the whole optimizer."
         )
-    return found[0][1] if found else None
+    if not found:
+        return None
+    state = found[0][1]
+    # `nnx.Optimizer` keeps each array of a state in a box, which is a tree of one leaf.
+    names = [name for name in state._fields if name != "inner_state"]
+    return state._replace(**{n: jax.tree.leaves(getattr(state, n))[0] for n in names})
 
 
 def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:

@@ -11,6 +11,7 @@ from optax_mp._drift import check_gradient, check_step
 from optax_mp._dtypes import bits
 from optax_mp._hold import is_marked, step_where
 from optax_mp._inner_view import in_precision_of, own_master, without_aliases
+from optax_mp._layout import laid_as_params
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._transformation import as_transformation
 from optax_mp._tree import describe, is_floating, is_inexact, place
@@ -88,7 +89,8 @@ def stochastic_rounding(
                     "8-bit float; use `optax_mp.mixed_precision` with "
                     '`update_dtype="params"`.'
                 )
-        inner_state = inner.init(leaves.unflatten(map(_in_float32, leaves.values)))
+        seen = leaves.unflatten(map(_in_float32, leaves.values))
+        inner_state = laid_as_params(inner.init(seen), seen)
         inner_state = without_aliases(inner_state, leaves.values)
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner_state)
 

@@ -1,10 +1,7 @@
 """Rounding by chance: the hash, and two neighbours of 16 bits."""
 
 import functools
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import as_bits
+from forced_devices import run_on
 
 from optax_mp._dither import chance_keys, chances, rounded_by_chance
 
@@ -266,22 +264,5 @@ for tx, dtype in (
 @pytest.mark.slow
 def test_four_devices_round_as_one_does():
     """Sharded arrays under jit, along each axis: all bits, of state and params."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            FOUR_DEVICES,
-            pathlib.Path(__file__).parent,
-        ],
-        env=os.environ
-        | {
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-            "JAX_PLATFORMS": "cpu",
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:-1] == ["[True, True]"] * 3
+    printed = run_on(4, "-c", FOUR_DEVICES, pathlib.Path(__file__).parent)
+    assert printed.split("\n")[:-1] == ["[True, True]"] * 3

@@ -1,10 +1,7 @@
 """mixed_precision: what lands in the params, what is stored, and what is an error."""
 
 import functools
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import as_bits, avals
+from forced_devices import run_on
 from reference import adamw_step, rounded, smallest_landing
 
 import optax_mp
@@ -647,14 +645,4 @@ print("sharded", len(jax.devices()))
 
 
 def test_sharded_params_keep_masters_and_updates_where_they_are():
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SHARDED],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout == "sharded 4\n", done.stderr
+    assert run_on(4, "-c", SHARDED) == "sharded 4\n"

@@ -2,10 +2,6 @@
 
 import copy
 import operator
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +10,7 @@ import optax
 import optax.contrib
 import pytest
 from conftest import as_bits, avals
+from forced_devices import run_checks
 from four_devices import CHECKS
 from optimizers import (
     OPTIMIZERS,
@@ -614,22 +611,7 @@ def test_a_transformation_is_a_pytree_that_can_be_rebuilt(build):
 
 def test_four_devices():
     """shard_map and sharded arrays: see four_devices.py for each claim."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            pathlib.Path(__file__).with_name("four_devices.py"),
-        ],
-        env=os.environ
-        | {
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-            "JAX_PLATFORMS": "cpu",
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.split() == [check.__name__ for check in CHECKS], done.stderr
+    run_checks("four_devices", 4, CHECKS)
 
 
 # float8 leaves that are overwritten with their gradient, as flax has them.

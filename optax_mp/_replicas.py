@@ -1,0 +1,156 @@
+"""check_replicas: whether what should be the same on all devices is."""
+
+import zlib
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import multihost_utils
+from jax.tree_util import tree_flatten_with_path
+
+from optax_mp._tree import PyTree, describe, is_array, place
+
+
+class _Replica(NamedTuple):
+    """One copy of a part of a leaf; all are integers, to be sent.
+
+    Attributes:
+        leaf: the number of the leaf.
+        part: a checksum of which part of the leaf it is.
+        checksum: of its bytes.
+        process: that holds it.
+        device: on which it is; 0 for what is on none.
+    """
+
+    leaf: int
+    part: int
+    checksum: int
+    process: int
+    device: int
+
+
+def check_replicas(tree: PyTree) -> None:
+    """Raise unless all devices and processes hold the same bits of `tree`.
+
+    Ranks that start from other params, or went apart since, train on without an error,
+    each towards its own weights. Here each process takes checksums of what it holds,
+    and all compare them: of arrays that are replicated, or that each process has for
+    itself, every copy must be the same; of sharded ones, every copy of a shard.
+
+    Call it outside of `jit`, on all processes alike, after `init`, after loading a
+    checkpoint, or once in a thousand steps: it copies what it looks at to the host.
+
+    Args:
+        tree: params, an optimizer state, or both.
+
+    Raises:
+        TypeError: if called under `jit`.
+        ValueError: if copies differ, or the processes hold other trees: the same error
+            on every process.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> state = optax_mp.mixed_precision(optax.adamw(1e-3)).init(params)
+        >>> optax_mp.check_replicas((params, state))
+    """
+    leaves = [
+        (path, leaf) for path, leaf in tree_flatten_with_path(tree)[0] if is_array(leaf)
+    ]
+    for path, leaf in leaves:
+        if isinstance(leaf, Tracer):
+            raise TypeError(
+                f"check_replicas: leaf {place(path)} is traced ({describe(leaf)}), "
+                "expected concrete arrays; call it outside jit."
+            )
+    names = [f"{place(path)}, which is {describe(leaf)}," for path, leaf in leaves]
+    _check_same_tree(names)
+    copies = [r for i, (_, leaf) in enumerate(leaves) for r in _replicas(i, leaf)]
+    differing = _differing(_from_all_processes(copies))
+    if differing:
+        shown = [f"{names[leaf]} on {who}" for leaf, who in differing[:3]]
+        more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise ValueError(
+            f"check_replicas: not the same everywhere: {'; '.join(shown)}{more}. Make "
+            "them on all processes from one seed or one checkpoint, or send those of "
+            "one to all with jax.experimental.multihost_utils.broadcast_one_to_all."
+        )
+
+
+def _check_same_tree(names: list[str]) -> None:
+    own = np.array([_checksum("\n".join(names).encode()), len(names)], np.uint32)
+    found = _gather(own)
+    others = [i for i, seen in enumerate(found) if (seen != found[0]).any()]
+    if others:
+        raise ValueError(
+            f"check_replicas: processes {others} hold a tree of other leaves, dtypes "
+            f"or shapes than process 0. This process has {len(names)} arrays, the "
+            f"first {names[0] if names else 'none'}; expected the same on all."
+        )
+
+
+def _replicas(number: int, leaf: Any) -> list[_Replica]:
+    """Return the copies of a leaf, or of its shards, that this process holds."""
+    process = jax.process_index()
+    if not isinstance(leaf, jax.Array):
+        return [_Replica(number, 0, _checksum(np.asarray(leaf).tobytes()), process, 0)]
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return [
+        _Replica(
+            number,
+            _checksum(repr(_bounds(shard.index, leaf.shape)).encode()),
+            _checksum(np.asarray(shard.data).tobytes()),
+            process,
+            shard.device.id,
+        )
+        for shard in leaf.addressable_shards
+    ]
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[Any]:
+    return [part.indices(size) for part, size in zip(index, shape, strict=True)]
+
+
+def _checksum(data: bytes) -> int:
+    return zlib.crc32(data)
+
+
+def _from_all_processes(copies: list[_Replica]) -> list[_Replica]:
+    counts = _gather(np.array([len(copies)], np.uint32))[:, 0]
+    # All send arrays of one shape: empty rows, cut off again, make up for the rest.
+    own = np.zeros((max(counts), len(_Replica._fields)), np.uint32)
+    own[: len(copies)] = np.array(copies, np.uint32).reshape(-1, own.shape[1])
+    rows = zip(_gather(own), counts, strict=True)
+    return [_Replica(*map(int, row)) for sent, count in rows for row in sent[:count]]
+
+
+def _gather(own: np.ndarray) -> np.ndarray:
+    """Return what all processes hand in here, along a first axis."""
+    if jax.process_count() == 1:
+        return own[None]
+    return np.asarray(multihost_utils.process_allgather(own))
+
+
+def _differing(copies: list[_Replica]) -> list[tuple[int, str]]:
+    """Return the leaves whose copies differ, each with who has other bits than most."""
+    groups: dict[tuple[int, int], list[_Replica]] = defaultdict(list)
+    for copy in copies:
+        groups[copy.leaf, copy.part].append(copy)
+    found: dict[int, str] = {}
+    for (leaf, _), group in groups.items():
+        sums = [copy.checksum for copy in group]
+        # Of as many on either side, the first are right.
+        usual = max(dict.fromkeys(sums), key=sums.count)
+        odd = [copy for copy in group if copy.checksum != usual]
+        if odd:
+            where = sorted({(copy.process, copy.device) for copy in odd})
+            found.setdefault(
+                leaf, ", ".join(f"process {p} (device {d})" for p, d in where)
+            )
+    return sorted(found.items())

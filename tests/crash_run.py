@@ -1,0 +1,116 @@
+"""A training run that may be killed at any moment and started again; a script.
+
+It goes on from the last whole checkpoint in the directory that it is given, prints
+where it is, and leaves its last state in a file.
+"""
+
+import pathlib
+import pickle
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from any_orbax import ocp
+
+import optax_mp
+
+SAVE_EVERY = 10
+FINAL = "final.pickle"
+# So that the parent, which reads of a step and kills, is faster than the next ten.
+PAUSE = 0.003
+WIDTH = 8
+
+tx = optax_mp.dynamic_loss_scale(
+    optax_mp.mixed_precision(optax.adamw(optax.linear_schedule(1e-2, 1e-3, 500))),
+    growth_interval=7,
+)
+
+
+def is_bad(step):
+    """Return whether the gradients of a step are infinite; so do other steps count."""
+    return step % 11 == 4
+
+
+def loss(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w"]) * params["scale"] - x) ** 2)
+
+
+def start():
+    w = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH), jnp.bfloat16)
+    params = {"w": w, "scale": jnp.ones(WIDTH, jnp.bfloat16)}
+    return params, tx.init(params)
+
+
+@jax.jit
+def train_step(params, opt_state, x):
+    _, grads = optax_mp.value_and_grad(loss)(opt_state, params, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def resumed(manager, random):
+    """Return params, state and step of the last checkpoint; `random` goes back, too."""
+    step = manager.latest_step()
+    if step is None:
+        return *start(), 0
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    template = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
+        jax.eval_shape(start),
+    )
+    optax_mp.check_checkpoint(manager.item_metadata(step)["run"], template)
+    restored = manager.restore(
+        step,
+        args=ocp.args.Composite(
+            run=ocp.args.StandardRestore(template), random=ocp.args.JsonRestore()
+        ),
+    )
+    random.bit_generator.state = restored["random"]
+    return *restored["run"], step
+
+
+def save(manager, step, run, random):
+    print("saving", step, flush=True)
+    manager.save(
+        step,
+        args=ocp.args.Composite(
+            run=ocp.args.StandardSave(run),
+            random=ocp.args.JsonSave(random.bit_generator.state),
+        ),
+    )
+
+
+def main(directory, steps):
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=2, enable_async_checkpointing=True
+    )
+    # By them a new manager knows what is in the checkpoints that it finds.
+    handlers = {
+        "run": ocp.StandardCheckpointHandler(),
+        "random": ocp.JsonCheckpointHandler(),
+    }
+    random = np.random.default_rng(0)
+    with ocp.CheckpointManager(
+        directory / "checkpoints", options=options, item_handlers=handlers
+    ) as manager:
+        params, opt_state, step = resumed(manager, random)
+        print("resumed", step, flush=True)
+        while step < steps:
+            x = random.standard_normal((4, WIDTH), np.float32)
+            if is_bad(step):
+                x[0, 0] = np.inf
+            params, opt_state = train_step(params, opt_state, jnp.bfloat16(x))
+            step += 1
+            print("step", step, flush=True)
+            if step % SAVE_EVERY == 0:
+                save(manager, step, (params, opt_state), random)
+            time.sleep(PAUSE)
+    final = jax.device_get((params, opt_state)), random.bit_generator.state
+    (directory / FINAL).write_bytes(pickle.dumps(final))
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))

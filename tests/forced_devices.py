@@ -1,0 +1,33 @@
+"""Scripts that want several devices, run in a process of their own that has them."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+
+def run_on(devices, *command):
+    """Return what Python prints for `command`, on so many forced CPU devices."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *command],
+        env=os.environ
+        | {
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_PLATFORMS": "cpu",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def script(name):
+    return pathlib.Path(__file__).with_name(name)
+
+
+def run_checks(module, devices, checks):
+    """Run some of the `CHECKS` of a script, and look that all of them ran."""
+    names = [check.__name__ for check in checks]
+    printed = run_on(devices, script(f"{module}.py"), *names)
+    assert printed.split() == names

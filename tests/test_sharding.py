@@ -1,0 +1,128 @@
+"""Where states lie on many devices, with and without `zero1`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from eight_devices import CHECKS
+from forced_devices import run_checks
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_mp
+
+BY_DEFAULT = {
+    "params_are_gathered_in_their_own_dtype",
+    "leaves_that_do_not_divide_are_handled",
+    "float16_and_float8_and_extreme_params_land_as_without",
+    "params_that_lie_otherwise_than_said_are_an_error",
+    "a_run_goes_on_with_and_without_and_on_other_devices",
+    "explicitly_sharded_params_work",
+}
+ADAMW = optax.adamw(1e-2)
+PARAMS = {"w": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)}
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:1]), ("data",))
+
+
+def test_eight_devices():
+    """See eight_devices.py for each claim."""
+    run_checks("eight_devices", 8, [c for c in CHECKS if c.__name__ in BY_DEFAULT])
+
+
+@pytest.mark.slow
+def test_eight_devices_at_length():
+    others = [c for c in CHECKS if c.__name__ not in BY_DEFAULT]
+    assert len(others) == len(CHECKS) - len(BY_DEFAULT)
+    run_checks("eight_devices", 8, others)
+
+
+def test_a_mesh_without_the_axis_is_an_error():
+    with pytest.raises(ValueError, match=r"`axis` is 'dp', .* has \{'data': 1\}"):
+        optax_mp.zero1(ADAMW, mesh(), "dp")
+    with pytest.raises(ValueError, match="`axis` is .*'dp'.*, expected an axis of"):
+        optax_mp.zero1(ADAMW, mesh(), ("data", "dp"))
+    with pytest.raises(ValueError, match=r"`axis` is \(\), expected an axis of"):
+        optax_mp.zero1(ADAMW, mesh(), ())
+    with pytest.raises(TypeError, match="`mesh` is a list, expected a jax.*Mesh"):
+        optax_mp.zero1(ADAMW, jax.devices(), "data")
+    with pytest.raises(TypeError, match="zero1: `inner` is a"):
+        optax_mp.zero1(optax.adamw, mesh(), "data")
+
+
+def test_specs_that_do_not_fit_are_an_error():
+    for specs, message in (
+        ({"x": P()}, r"at \['x'\], where `params` has no leaf"),
+        ({"w": ("data",)}, r"is a str at \['w'\]\[0\], expected a PartitionSpec"),
+        ({"w": P(None, None, "data")}, r"\['w'\], which is bfloat16\[8,4\]"),
+        ({"w": P("model")}, r"'model'.*mesh, which has \{'data': 1\}"),
+    ):
+        tx = optax_mp.zero1(ADAMW, mesh(), "data", param_specs=specs)
+        with pytest.raises((ValueError, TypeError), match=message):
+            tx.init(PARAMS)
+
+
+def test_specs_may_be_a_prefix_and_shardings():
+    for specs in (None, P(), {"w": P(), "b": None}, NamedSharding(mesh(), P())):
+        tx = optax_mp.zero1(ADAMW, mesh(), "data", param_specs=specs)
+        assert jax.tree.leaves(tx.init(PARAMS))[1].shape == (4,)
+
+
+def test_update_without_params_is_an_error():
+    tx = optax_mp.zero1(ADAMW, mesh(), "data")
+    with pytest.raises(ValueError, match="`params` is None, expected the current"):
+        tx.update(PARAMS, tx.init(PARAMS))
+
+
+def test_a_state_of_other_params_is_an_error():
+    tx = optax_mp.zero1(optax_mp.mixed_precision(ADAMW), mesh(), "data")
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match="same structure"):
+        tx.update({"w": PARAMS["w"]}, state, PARAMS)
+
+
+def test_one_device_is_no_special_case():
+    bare = optax_mp.mixed_precision(ADAMW)
+    tx = optax_mp.zero1(bare, mesh(), ("data",))
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.5), PARAMS)
+    for step in (lambda f: f, jax.jit):
+        ours = step(tx.update)(grads, tx.init(PARAMS), PARAMS)
+        theirs = step(bare.update)(grads, bare.init(PARAMS), PARAMS)
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_extra_arguments_reach_the_optimizer():
+    tx = optax_mp.zero1(
+        optax_mp.mixed_precision(optax.lbfgs(memory_size=2)), mesh(), "data"
+    )
+
+    def loss(params):
+        return sum((p.astype(jnp.float32) ** 2).sum() for p in params.values())
+
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(3):
+        value, grad = jax.value_and_grad(loss)(params)
+        updates, state = tx.update(
+            grad, state, params, value=value, grad=grad, value_fn=loss
+        )
+        params = optax.apply_updates(params, updates)
+    assert float(loss(params)) < 1e-6
+
+
+def test_leaves_that_are_no_arrays_pass():
+    params = {"w": jnp.ones((8, 4), jnp.bfloat16), "name": "layer", "n": 3}
+    bare = optax_mp.mixed_precision(ADAMW)
+    state = optax_mp.zero1(bare, mesh(), "data").init(params)
+    assert jax.tree.structure(state) == jax.tree.structure(bare.init(params))
+
+
+def test_shard_map_over_the_axis_says_what_to_do():
+    if not hasattr(jax, "shard_map"):
+        pytest.skip("JAX before 0.6 does not say in which axes it is manual")
+    tx = optax_mp.zero1(ADAMW, mesh(), "data")
+    init = jax.shard_map(tx.init, mesh=mesh(), in_specs=P(), out_specs=P("data"))
+    with pytest.raises(ValueError, match="zero1: .*shard_map.*`data`"):
+        init(PARAMS)
