@@ -70,12 +70,13 @@ def varies(x: Any) -> bool:
 
 
 def _is_negative_zero(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
     if jnp.iscomplexobj(x):
         return _is_negative_zero(x.real) & _is_negative_zero(x.imag)
     # By its bits, since on CPU the smallest numbers compare equal to zero, too.
     unsigned = jnp.dtype(f"uint{bits(x.dtype)}")
     sign = unsigned.type(1 << (bits(x.dtype) - 1))
-    return (lax.bitcast_convert_type(jnp.asarray(x), unsigned) == sign).all()
+    return (lax.bitcast_convert_type(x, unsigned) == sign).all()
 
 
 def unless_held(proceed: Choice, value: Any) -> Any:

@@ -14,6 +14,8 @@ def own_master(param: Any) -> Any:
     """Return what `inner` sees of a leaf without a master: itself, or nothing."""
     if not is_inexact(param):
         return optax.MaskedNode()
+    # NumPy's float64 is float32 to JAX.
+    param = param if isinstance(param, jax.Array) else jnp.asarray(param)
     # Moments made from a weakly typed value would turn strong at the first update.
     is_weak = getattr(param, "weak_type", False)
     return jnp.asarray(param, param.dtype) if is_weak else param

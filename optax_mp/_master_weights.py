@@ -369,10 +369,10 @@ def _dtype_of_update(
     update_dtype: Any, grad: Any, param: Any, isown_master: bool
 ) -> jnp.dtype:
     if update_dtype is None and is_floating(grad):
-        return grad.dtype
+        return jax.dtypes.canonicalize_dtype(grad.dtype)
     # By `is`, since NumPy holds float64 for equal to None.
     if update_dtype is None or isinstance(update_dtype, str) or isown_master:
-        return param.dtype
+        return jax.dtypes.canonicalize_dtype(param.dtype)
     return update_dtype
 
 

@@ -46,7 +46,9 @@ def zero1(
 
     Each array is sharded along the first of its axes that N divides; one without such
     an axis stays as the params are, and so does what already is sharded over `axis`.
-    `init`, under `jit` or outside, makes for each device its part alone.
+    Where N is more than any axis of an array bears, make two mesh axes of it and name
+    both: they may then go along two axes of the array. `init`, under `jit` or outside,
+    makes for each device its part alone.
 
     For use under `jit` with shardings, automatic or explicit. Within `jax.shard_map`
     over `axis` every rank has its own state already.
@@ -127,17 +129,15 @@ def zero1(
 
 
 class _Part(NamedTuple):
-    """How the parts of a param's array lie.
+    """How the parts of an array lie, axis by axis; None where that is left as it is.
 
     Attributes:
-        dim: the axis of the array along which each device has its part.
-        whole: the mesh axes over which the param is sharded along it.
+        whole: the mesh axes over which the whole array is sharded.
         part: those over which its parts are.
     """
 
-    dim: int
-    whole: Names
-    part: Names
+    whole: tuple[Names | None, ...]
+    part: tuple[Names | None, ...]
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class _Parts:
         for i, owner in enumerate(owners(tree, self.leaves.paths)):
             part = self._part_of(values[i], owner)
             if part is not None:
-                values[i] = _laid(values[i], self.mesh, part.dim, part.part)
+                values[i] = _laid(values[i], self.mesh, part.part)
         return treedef.unflatten(values)
 
     def _part_of(self, x: Any, owner: int | None) -> _Part | None:
@@ -200,15 +200,12 @@ class _Parts:
             more = x.ndim - param.ndim if part else 0
             if part is None or more >= 0 and x.shape[more:] == param.shape:
                 # Of the param's own shape, or many of that.
-                return part and part._replace(dim=more + part.dim)
-            if more == 0 and x.shape[part.dim] % _count(self.mesh, part.part) == 0:
+                return part and _Part(*((None,) * more + names for names in part))
+            if more == 0 and _divides(self.mesh, part.part, x.shape):
                 return part  # with one value for each block along another axis, say
-        is_moment = is_floating(x)  # and no random key
-        return (
-            _chosen(self.mesh, self.axes, x.shape, PartitionSpec())
-            if is_moment
-            else None
-        )
+        if not is_floating(x):
+            return None  # a random key, say
+        return _chosen(self.mesh, self.axes, x.shape, PartitionSpec())
 
     def gathered(self, own: optax.Params, changes: optax.Updates) -> optax.Updates:
         """Return the updates of whole params, from those of their parts."""
@@ -228,8 +225,8 @@ class _Parts:
         def whole(x: jax.Array) -> jax.Array:
             # As bits, from end to end: CPUs gather 16-bit floats as float32.
             pattern = lax.bitcast_convert_type(x, _pattern_dtype(x))
-            pattern = _laid(pattern, self.mesh, part.dim, part.part)
-            return _laid(pattern, self.mesh, part.dim, part.whole)
+            pattern = _laid(pattern, self.mesh, part.part)
+            return _laid(pattern, self.mesh, part.whole)
 
         if bits(change.dtype) <= bits(param.dtype):
             return lax.bitcast_convert_type(whole(change), change.dtype)
@@ -332,15 +329,33 @@ def _is_explicit(mesh: Any) -> bool:
 def _chosen(
     mesh: Mesh, axes: Names, shape: tuple[int, ...], spec: PartitionSpec
 ) -> _Part | None:
-    """Return along which axis parts are taken: the first that divides."""
-    by_dim = [_names(spec, dim) for dim in range(len(shape))]
-    if any(name in names for names in by_dim for name in axes):
+    """Return how parts are taken: over each mesh axis along the first that divides."""
+    whole = [_names(spec, dim) for dim in range(len(shape))]
+    if any(name in names for names in whole for name in axes):
         return None
-    for dim, size in enumerate(shape):
-        names = by_dim[dim] + axes
-        if size and size % _count(mesh, names) == 0:
-            return _Part(dim, by_dim[dim], names)
-    return None
+    parts = list(whole)
+    for name in axes:
+        for dim, size in enumerate(shape):
+            if size and size % _count(mesh, (*parts[dim], name)) == 0:
+                parts[dim] = (*parts[dim], name)
+                break
+    if parts == whole:
+        return None
+    taken = [part != before for part, before in zip(parts, whole, strict=True)]
+
+    def where_taken(names: list[Names]) -> tuple[Names | None, ...]:
+        return tuple(
+            x if is_taken else None for x, is_taken in zip(names, taken, strict=True)
+        )
+
+    return _Part(where_taken(whole), where_taken(parts))
+
+
+def _divides(
+    mesh: Mesh, by_dim: tuple[Names | None, ...], shape: tuple[int, ...]
+) -> bool:
+    sizes = zip(by_dim, shape, strict=True)
+    return all(size % _count(mesh, names or ()) == 0 for names, size in sizes)
 
 
 def _names(spec: PartitionSpec, dim: int) -> Names:
@@ -354,16 +369,21 @@ def _count(mesh: Mesh, names: Names) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def _laid(x: jax.Array, mesh: Mesh, dim: int, names: Names) -> jax.Array:
-    """Return `x`, sharded along one axis over these, along the others as it was."""
+def _laid(x: jax.Array, mesh: Mesh, by_dim: tuple[Names | None, ...]) -> jax.Array:
+    """Return `x`, sharded over these mesh axes, and as it was where none are named."""
+    as_it_was: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
     if _is_explicit(mesh):
-        known = [*jax.typeof(x).sharding.spec]
-        known += [None] * (x.ndim - len(known))
-        known[dim] = names or None
-        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*known)))
-    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-    spec[dim] = names or None
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        known = tuple(jax.typeof(x).sharding.spec)
+        as_it_was = [*known, *[None] * (x.ndim - len(known))]
+    spec = PartitionSpec(
+        *(
+            before if names is None else names or None
+            for names, before in zip(by_dim, as_it_was, strict=True)
+        )
+    )
+    if _is_explicit(mesh):
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def _pattern_dtype(x: jax.Array) -> jnp.dtype:

@@ -1,0 +1,167 @@
+"""Bytes and traffic of each device in training runs that are only planned.
+
+    python benchmarks/scale_plan.py  # 1B to 1T weights on 8 to 4096 devices
+    python benchmarks/scale_plan.py --weights 70B --devices 64 512
+
+No device is asked and no array is made: everything is read off `jax.eval_shape`. Tests
+compare these numbers with compiled programs on eight devices.
+
+Of N devices in data parallelism, with P bytes of params, G of gradients and S of
+optimizer state, each device holds and sends a step (rings; what is sent is received by
+the next, so count it once):
+
+    replicated      P + G + S              all-reduce of G:         2 (N-1)/N G
+    zero1           P + G + S/N            reduce-scatter of G, gather of P:
+                                           (N-1)/N (G + P)
+    fully sharded   (P + G + S)/N          gather of P forward and backward, reduce-
+                                           scatter of G:            (N-1)/N (2 P + G)
+
+Where XLA makes no reduce-scatter (on CPU), zero1 sends 2 (N-1)/N G for it. An array of
+which no axis is divided by N is counted whole. Activations are not counted.
+"""
+
+import argparse
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_mp
+
+VOCABULARY = 32768
+# Name: (layers, width) of a transformer with 12 width^2 weights a layer.
+MODELS = {
+    "1B": (16, 2048),
+    "7B": (32, 4096),
+    "70B": (80, 8192),
+    "405B": (126, 16384),
+    "1T": (128, 25600),
+}
+DEVICES = (8, 64, 512, 4096)
+LAYOUTS = ("replicated", "zero1", "fully sharded")
+
+
+def adamw(form: str) -> optax.GradientTransformation:
+    """Return AdamW in one of the forms that a weight's bytes take."""
+    inner = optax.adamw(1e-3)
+    if form == "float32":
+        return inner
+    if form == "5.1 bytes":
+        return optax_mp.mixed_precision(
+            optax_mp.low_bit_state(inner), storage=optax_mp.Split(bits=8)
+        )
+    storage = {
+        "full copies": optax_mp.FullCopy(),
+        "split 16": optax_mp.Split(bits=16),
+        "split 8": optax_mp.Split(bits=8),
+    }[form]
+    return optax_mp.mixed_precision(inner, storage=storage)
+
+
+FORMS = ("float32", "full copies", "split 16", "split 8", "5.1 bytes")
+
+
+class Plan(NamedTuple):
+    """What one device holds and sends; all in bytes.
+
+    Attributes:
+        held: params, gradients and optimizer state.
+        sent: in a step.
+    """
+
+    held: float
+    sent: float
+
+
+def transformer(layers: int, width: int, dtype: Any) -> Any:
+    """Return the params of a decoder as shapes: layers stacked, as `scan` has them."""
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return {
+        "embedding": array(VOCABULARY, width),
+        "layers": {
+            "query_key_value": array(layers, width, 3 * width),
+            "attention_out": array(layers, width, width),
+            "up": array(layers, width, 4 * width),
+            "down": array(layers, 4 * width, width),
+            "norms": array(layers, 2, width),
+        },
+        "norm": array(width),
+        "head": array(width, VOCABULARY),
+    }
+
+
+def part_of(shape: tuple[int, ...], mesh: tuple[int, ...]) -> int:
+    """Return into how many parts an array is cut: each mesh axis where it divides."""
+    parts = [1] * len(shape)
+    for count in mesh:
+        for axis, size in enumerate(shape):
+            if size % (parts[axis] * count) == 0:
+                parts[axis] *= count
+                break
+    return math.prod(parts)
+
+
+def mesh_of(devices: int) -> tuple[int, ...]:
+    """Return the axes of data parallelism: two of them where one would be too long."""
+    return (devices,) if devices <= 64 else (devices // 64, 64)
+
+
+def size_of(tree: Any, mesh: tuple[int, ...] = ()) -> int:
+    """Return the bytes of a tree, or of one device's parts of it."""
+    return sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize // part_of(leaf.shape, mesh)
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def plan(params: Any, state: Any, devices: int, layout: str) -> Plan:
+    """Return what one device holds and sends, by the formula above."""
+    mesh, share = mesh_of(devices), (devices - 1) / devices
+    whole, grads = size_of(params), size_of(params)
+    if layout == "replicated":
+        return Plan(whole + grads + size_of(state), 2 * share * grads)
+    if layout == "zero1":
+        return Plan(whole + grads + size_of(state, mesh), share * (grads + whole))
+    held = 2 * size_of(params, mesh) + size_of(state, mesh)
+    return Plan(held, share * (2 * whole + grads))
+
+
+def state_of(params: Any, form: str) -> Any:
+    """Return the optimizer state of planned params."""
+    return jax.eval_shape(adamw(form).init, params)
+
+
+def in_gb(size: float) -> str:
+    """Return bytes as gigabytes, in three digits or more."""
+    return f"{size / 1e9:,.{max(0, 2 - int(math.log10(size / 1e9)))}f}"
+
+
+def main() -> None:
+    """Print a table for each model."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--weights", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES))
+    arguments = parser.parse_args()
+    print("GB that each device holds (params, gradients, state), GB it sends in a step")
+    for name in arguments.weights:
+        count = size_of(transformer(*MODELS[name], jnp.int8))
+        print(f"\n### {name}: {count / 1e9:.2f} billion weights\n")
+        print("| AdamW | layout | " + " | ".join(map(str, arguments.devices)) + " |")
+        print("|---" * (2 + len(arguments.devices)) + "|")
+        for form in FORMS:
+            dtype = jnp.float32 if form == "float32" else jnp.bfloat16
+            params = transformer(*MODELS[name], dtype)
+            state = state_of(params, form)
+            for layout in LAYOUTS:
+                plans = [plan(params, state, n, layout) for n in arguments.devices]
+                cells = [f"{in_gb(p.held)}, {in_gb(p.sent)}" for p in plans]
+                print(f"| {form} | {layout} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
