@@ -3,13 +3,13 @@
 import functools
 import math
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from conftest import as_bits, avals
+from forced_devices import run_named
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -463,8 +463,4 @@ CHECKS = (
 )
 
 if __name__ == "__main__":
-    assert len(jax.devices()) == 8
-    for check in CHECKS:
-        if check.__name__ in sys.argv[1:]:
-            check()
-            print(check.__name__)
+    run_named(CHECKS, 8)

@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+
 
 def run_on(devices, *command):
     """Return what Python prints for `command`, on so many forced CPU devices."""
@@ -31,3 +33,12 @@ def run_checks(module, devices, checks):
     names = [check.__name__ for check in checks]
     printed = run_on(devices, script(f"{module}.py"), *names)
     assert printed.split() == names
+
+
+def run_named(checks, devices):
+    """In such a script: run the checks that the command line names."""
+    assert jax.device_count() == devices
+    for check in checks:
+        if check.__name__ in sys.argv[1:]:
+            check()
+            print(check.__name__)

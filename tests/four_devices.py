@@ -1,7 +1,6 @@
 """Loss scaling over four devices; run as a script with four forced host devices."""
 
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 import optax
 from any_shard_map import shard_map, unchecked_before_types
 from conftest import as_bits
+from forced_devices import run_named
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -219,8 +219,4 @@ CHECKS = (
 )
 
 if __name__ == "__main__":
-    assert len(jax.devices()) == 4
-    for check in CHECKS:
-        if check.__name__ in sys.argv[1:]:
-            check()
-            print(check.__name__)
+    run_named(CHECKS, 4)

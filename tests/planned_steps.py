@@ -6,13 +6,13 @@ Run as a script with eight forced devices.
 import importlib.util
 import math
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from eight_devices import collectives, large
+from forced_devices import run_named
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -143,8 +143,4 @@ CHECKS = (
 )
 
 if __name__ == "__main__":
-    assert len(jax.devices()) == DEVICES
-    for check in CHECKS:
-        if check.__name__ in sys.argv[1:]:
-            check()
-            print(check.__name__)
+    run_named(CHECKS, 8)

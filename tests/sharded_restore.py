@@ -5,13 +5,13 @@ The arguments are the names of the checks to run.
 
 import functools
 import pathlib
-import sys
 import tempfile
 
 import jax
 import numpy as np
 from any_orbax import ocp
 from conftest import as_bits
+from forced_devices import run_named
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from trained_forms import start_of, template_of, train
@@ -97,8 +97,4 @@ CHECKS = (
 )
 
 if __name__ == "__main__":
-    assert len(jax.devices()) == 8
-    for check in CHECKS:
-        if check.__name__ in sys.argv[1:]:
-            check()
-            print(check.__name__)
+    run_named(CHECKS, 8)
