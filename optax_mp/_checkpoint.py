@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
@@ -101,11 +102,14 @@ def _unwrapped(saved: PyTree) -> PyTree:
 
 def _by_name(tree: PyTree) -> Named:
     """Return path and leaf of all numbers and arrays, by the names along the path."""
-    return {
-        tuple(keystr((entry,), simple=True) for entry in path): (path, leaf)
-        for path, leaf in tree_flatten_with_path(tree)[0]
-        if is_array(leaf) or isinstance(leaf, Number)
-    }
+    named = {}
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        names = tuple(keystr((entry,), simple=True) for entry in path)
+        # Flax's boxes hold their array in `value`; its pure trees have no boxes.
+        names = names[:-1] if names[-1:] == ("value",) else names
+        if is_array(leaf) or isinstance(leaf, Number):
+            named[names] = (path, leaf)
+    return named
 
 
 def _differing(found: Named, wanted: Named) -> list[str]:
@@ -146,13 +150,18 @@ def _is_number(leaf: Any, want: Any) -> bool:
     Orbax describes those in 64 bits; JAX takes them as its widest.
     """
     if not (is_array(leaf) and is_array(want)):
-        return True
+        return _kind(leaf) == _kind(want)
     if want.shape or not jnp.issubdtype(want.dtype, jnp.number):
         return False
     is_loose = jnp.issubdtype(want.dtype, jnp.integer) or getattr(
         want, "weak_type", False
     )
     return is_loose and jax.dtypes.canonicalize_dtype(leaf.dtype) == want.dtype
+
+
+def _kind(x: Any) -> str:
+    """Return whether a number is one of yes or no, whole, or broken."""
+    return (x.dtype if is_array(x) else np.asarray(x).dtype).kind.replace("u", "i")
 
 
 def _role(key: Key) -> str:

@@ -22,7 +22,7 @@ AnyJaxpr = Jaxpr | ClosedJaxpr
 Equation = Any  # a JaxprEqn, whose variables JAX types without dtype and shape
 Run = Callable[[Equation, list[Any]], Sequence[Any]]
 
-# The name of a jit whose first input is its output, whatever the others are.
+# The name of a jit (in `_layout`) whose first input is its output.
 LAID_AS = "laid_as"
 
 # What an equation that has other jaxprs inside does with them.

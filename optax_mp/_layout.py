@@ -9,7 +9,6 @@ from jax import lax
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._hold import varies
-from optax_mp._jaxpr import LAID_AS
 from optax_mp._tree import PyTree, is_array
 
 
@@ -50,13 +49,15 @@ def laid_as_params(state: PyTree, params: PyTree) -> PyTree:
     belongs = owners(state, [path for path, _ in paths_and_params])
     for i, owner in enumerate(belongs):
         if owner is not None and _can_follow(leaves[i], paths_and_params[owner][1]):
-            leaves[i] = _laid_as(leaves[i], paths_and_params[owner][1])
+            leaves[i] = laid_as(leaves[i], paths_and_params[owner][1])
     return treedef.unflatten(leaves)
 
 
 def _can_follow(leaf: Any, param: Any) -> bool:
-    if not (_is_traced(leaf) and _is_traced(param)) or leaf.shape != param.shape:
+    if not (_is_traced(leaf) and _is_traced(param)):
         return False
+    if leaf.shape[max(0, leaf.ndim - param.ndim) :] != param.shape:
+        return False  # neither of the param's shape, nor many of that
     is_number = jnp.issubdtype(leaf.dtype, jnp.number)
     # With explicit shardings zeros are made where their param is; nor are they moved.
     same_type = _sharding_in_type(leaf) == _sharding_in_type(param)
@@ -64,6 +65,7 @@ def _can_follow(leaf: Any, param: Any) -> bool:
 
 
 def _is_traced(x: Any) -> bool:
+    # By jit alone: a param under vmap would make a batch of what has none.
     return is_array(x) and type(x).__name__ == "DynamicJaxprTracer"
 
 
@@ -71,12 +73,10 @@ def _sharding_in_type(x: Any) -> Any:
     return getattr(getattr(jax.typeof(x), "sharding", None), "spec", None)
 
 
-def _laid_as(leaf: jax.Array, param: jax.Array) -> jax.Array:
+# Who reads a jaxpr knows by the name, `LAID_AS`, that the output does not depend on the
+# param.
+@jax.jit
+def laid_as(leaf: jax.Array, param: jax.Array) -> jax.Array:
     """Return `leaf`, which XLA takes for dependent on `param` until it is sharded."""
-    always = (param == param) | (param != param)
+    always = jnp.broadcast_to((param == param) | (param != param), leaf.shape)
     return lax.select(always, leaf, jnp.zeros_like(leaf))
-
-
-# By name, so that who reads the jaxpr knows that it depends on nothing.
-_laid_as.__name__ = LAID_AS
-_laid_as = jax.jit(_laid_as)

@@ -117,7 +117,10 @@ def low_bit_state(
         for i, codes in enumerate(wanted):
             if codes is not None:
                 like = blank(leaves[i], codes, form.block)
-                leaves[i] = quantized(leaves[i], like, None)
+                # Else XLA computes all those blocks of zeros while it compiles a jitted
+                # `init`: seconds for a million values.
+                leaf, like = jax.lax.optimization_barrier((leaves[i], like))
+                leaves[i] = quantized(leaf, like, None)
         leaves = without_aliases(leaves, params)
         return LowBitState(jnp.zeros((), jnp.int32), treedef.unflatten(leaves))
 

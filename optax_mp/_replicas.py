@@ -83,7 +83,7 @@ def check_replicas(tree: PyTree) -> None:
 
 
 def _check_same_tree(names: list[str]) -> None:
-    own = np.array([_checksum("\n".join(names).encode()), len(names)], np.uint32)
+    own = np.array([zlib.crc32("\n".join(names).encode()), len(names)], np.uint32)
     found = _gather(own)
     others = [i for i, seen in enumerate(found) if (seen != found[0]).any()]
     if others:
@@ -98,14 +98,14 @@ def _replicas(number: int, leaf: Any) -> list[_Replica]:
     """Return the copies of a leaf, or of its shards, that this process holds."""
     process = jax.process_index()
     if not isinstance(leaf, jax.Array):
-        return [_Replica(number, 0, _checksum(np.asarray(leaf).tobytes()), process, 0)]
+        return [_Replica(number, 0, _checksum(np.asarray(leaf)), process, 0)]
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return [
         _Replica(
             number,
-            _checksum(repr(_bounds(shard.index, leaf.shape)).encode()),
-            _checksum(np.asarray(shard.data).tobytes()),
+            _checksum(np.array(_bounds(shard.index, leaf.shape))),
+            _checksum(np.asarray(shard.data)),
             process,
             shard.device.id,
         )
@@ -117,8 +117,8 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[Any]:
     return [part.indices(size) for part, size in zip(index, shape, strict=True)]
 
 
-def _checksum(data: bytes) -> int:
-    return zlib.crc32(data)
+def _checksum(array: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _from_all_processes(copies: list[_Replica]) -> list[_Replica]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._dtypes import bits
@@ -36,13 +36,18 @@ def zero1(
 
     Of N devices that hold the same params each keeps, and updates, 1/N of masters and
     moments. Then the params are gathered, in their own dtype: 2 bytes a weight where
-    float32 updates would take 4. The results are those of `tx`, bit for bit where its
-    rule works element by element; where it adds up over a whole array (a norm, say),
-    the sum is taken in another order.
+    float32 updates would take 4.
+
+    The results are those of `tx`. They are bit for bit the same for params with a
+    master, where its rule works element by element. Where it adds up over a whole array
+    (a norm, say), the sum is taken in another order; and float32 params that are their
+    own master are a rounding off, since XLA contracts the last multiplication of a rule
+    with the sum that follows, if nothing is gathered in between.
 
     The state is that of `tx`, laid out otherwise: `master_params`, `loss_scale`,
     checkpoints and `convert_opt_state` know no difference, and a run may go on with
-    `zero1`, without it, or on another number of devices. Put it outermost.
+    `zero1`, without it, or on another number of devices. Put it outermost: what stands
+    around it has no part in the layout. Derivatives through `update` are zero.
 
     Each array is sharded along the first of its axes that N divides; one without such
     an axis stays as the params are, and so does what already is sharded over `axis`.
@@ -50,8 +55,12 @@ def zero1(
     both: they may then go along two axes of the array. `init`, under `jit` or outside,
     makes for each device its part alone.
 
-    For use under `jit` with shardings, automatic or explicit. Within `jax.shard_map`
-    over `axis` every rank has its own state already.
+    Where the axis of `low_bit_state`'s blocks is cut in parts that are no multiple of a
+    block, codes are gathered at each step: choose a `block_size` that divides them.
+
+    For use under `jit` with shardings, automatic or (rules that work element by
+    element) explicit. Within `jax.shard_map` over `axis` every rank has its own state
+    already.
 
     Args:
         tx: any optax optimizer, such as `dynamic_loss_scale(mixed_precision(adamw))`.
@@ -88,7 +97,7 @@ def zero1(
         Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
         Parameter Models, 2020, https://arxiv.org/abs/1910.02054
     """
-    tx = as_transformation(tx, "zero1")
+    tx = as_transformation(tx, "zero1", "tx")
     axes = _checked_axes(mesh, axis)
 
     def parts_of(params: optax.Params) -> "_Parts":
@@ -168,6 +177,7 @@ class _Parts:
             if not (is_dynamic(param) and is_floating(param)):
                 continue
             _check_spec(spec, mesh, param, place(path))
+            _check_placed(param, mesh, place(path))
             known = _known_spec(param)
             parts[-1] = _chosen(mesh, axes, param.shape, spec)
             if known is None or parts[-1] == _chosen(mesh, axes, param.shape, known):
@@ -197,12 +207,17 @@ class _Parts:
             return None
         if owner is not None:
             param, part = self.leaves.values[owner], self.parts[owner]
-            more = x.ndim - param.ndim if part else 0
-            if part is None or more >= 0 and x.shape[more:] == param.shape:
+            if part is None:
+                return None
+            more = x.ndim - param.ndim
+            if more >= 0 and x.shape[more:] == param.shape:
                 # Of the param's own shape, or many of that.
-                return part and _Part(*((None,) * more + names for names in part))
-            if more == 0 and _divides(self.mesh, part.part, x.shape):
-                return part  # with one value for each block along another axis, say
+                return _Part(*((None,) * more + names for names in part))
+            if more == 0:
+                # Scales of blocks, say: cut as the param is, or not at all. Cut
+                # otherwise they would be gathered where they meet it.
+                follows = _divides(self.mesh, part.part, x.shape)
+                return part if follows else _Part(part.whole, ((),) * x.ndim)
         if not is_floating(x):
             return None  # a random key, say
         return _chosen(self.mesh, self.axes, x.shape, PartitionSpec())
@@ -232,7 +247,7 @@ class _Parts:
             return lax.bitcast_convert_type(whole(change), change.dtype)
         # The param itself is fewer bytes than its update, which can be read off it: a
         # difference of two narrow floats that brings the one to the other.
-        landed = whole(jnp.asarray(optax.apply_updates(own, change)))
+        landed = whole((own.astype(change.dtype) + change).astype(param.dtype))
         difference = lax.bitcast_convert_type(landed, param.dtype).astype(
             change.dtype
         ) - param.astype(change.dtype)
@@ -249,11 +264,11 @@ def _checked_axes(mesh: Any, axis: Any) -> Names:
             'such as `jax.make_mesh((8,), ("data",))`.'
         )
     axes = (axis,) if isinstance(axis, str) else axis
-    is_tuple = isinstance(axes, tuple) and axes
+    is_tuple = isinstance(axes, tuple) and axes and len(set(axes)) == len(axes)
     if not (is_tuple and all(name in mesh.axis_names for name in axes)):
         raise ValueError(
             f"zero1: `axis` is {axis!r}, expected an axis of the mesh, which has "
-            f"{dict(mesh.shape)}, or a tuple of them."
+            f"{dict(mesh.shape)}, or a tuple of some of them."
         )
     return axes
 
@@ -276,7 +291,7 @@ def _declared(
     """Return the `PartitionSpec` of each param; replicated where nothing is said."""
 
     def is_spec(node: Any) -> bool:
-        return node is None or isinstance(node, PartitionSpec | NamedSharding)
+        return node is None or isinstance(node, PartitionSpec | Sharding)
 
     given = tree_flatten_with_path(param_specs, is_leaf=is_spec)[0]
     found: list[PartitionSpec] = [PartitionSpec() for _ in paths]
@@ -284,7 +299,7 @@ def _declared(
         if not is_spec(spec):
             raise TypeError(
                 f"zero1: `param_specs` is a {type(spec).__name__} at {place(path)}, "
-                "expected a PartitionSpec or a NamedSharding."
+                "expected a PartitionSpec or a sharding."
             )
         below = [i for i, at in enumerate(paths) if at[: len(path)] == path]
         if not below and spec is not None:
@@ -292,8 +307,8 @@ def _declared(
                 f"zero1: `param_specs` is {spec} at {place(path)}, where `params` has "
                 "no leaf; expected a tree like `params`, or a prefix of it."
             )
-        if isinstance(spec, NamedSharding):
-            spec = spec.spec
+        if isinstance(spec, Sharding):
+            spec = getattr(spec, "spec", None)
         for i in below:
             found[i] = spec or PartitionSpec()
     return found
@@ -309,15 +324,31 @@ def _check_spec(spec: PartitionSpec, mesh: Mesh, param: jax.Array, where: str) -
         )
 
 
+def _check_placed(param: Any, mesh: Mesh, where: str) -> None:
+    """Raise where a concrete array lies on other devices than those of the mesh."""
+    is_concrete = isinstance(param, jax.Array) and not isinstance(param, Tracer)
+    if not is_concrete or isinstance(mesh, AbstractMesh) or mesh.size == 1:
+        return
+    sharding = param.sharding
+    is_there = sharding.device_set == set(mesh.devices.flat)
+    if isinstance(sharding, NamedSharding):
+        is_there = is_there and sharding.mesh == mesh
+    if not is_there:
+        raise ValueError(
+            f"zero1: param {where}, which is {describe(param)}, lies on {sharding}, "
+            f"expected the mesh given to zero1, {mesh}. Put the params there first: "
+            "`jax.device_put(params, NamedSharding(mesh, PartitionSpec()))`."
+        )
+
+
 def _known_spec(param: jax.Array) -> PartitionSpec | None:
     """Return how a param lies, if the array or its type says so."""
-    sharding = getattr(param, "sharding", None)
-    if isinstance(param, Tracer):
-        sharding = getattr(jax.typeof(param), "sharding", None)
-        mesh = getattr(sharding, "mesh", None)
-        if mesh is None or not _is_explicit(mesh):
-            return None
-    return sharding.spec if isinstance(sharding, NamedSharding) else None
+    if not isinstance(param, Tracer):
+        return getattr(getattr(param, "sharding", None), "spec", None)
+    sharding = getattr(jax.typeof(param), "sharding", None)
+    if sharding is None or not _is_explicit(sharding.mesh):
+        return None
+    return sharding.spec
 
 
 def _is_explicit(mesh: Any) -> bool:

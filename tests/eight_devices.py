@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from conftest import as_bits, avals
 from forced_devices import run_named
 from jax.sharding import Mesh, NamedSharding
@@ -245,7 +246,8 @@ def leaves_that_do_not_divide_are_handled():
     params |= {"norm": jnp.ones(12), "count": jnp.int32(3), "nothing": None}
     params = jax.device_put(params, NamedSharding(mesh, P()))
     bare = FORMS["full copies"]()
-    tx = optax_mp.zero1(bare, mesh, "data")
+    where = jax.tree.map(lambda p: p.sharding, params | {"count": jnp.int32(3)})
+    tx = optax_mp.zero1(bare, mesh, "data", param_specs=where)
     grads = [g | {"count": None} for g in gradients(params, 3)]
     results = []
     for each in (bare, tx):
@@ -320,15 +322,34 @@ def two_axes_may_go_along_two_axes_of_an_array():
 
 def params_that_lie_otherwise_than_said_are_an_error():
     mesh = mesh_of()
-    params = jax.device_put(weights(), shardings(mesh, LAYOUTS["tensor"]))
     tx = optax_mp.zero1(ADAMW, mesh, "data")
-    try:
-        tx.init(params)
-    except ValueError as error:
-        assert "['v'], which is bfloat16[256,64], lies as" in str(error), error
-        assert "param_specs=jax.tree.map" in str(error), error
-    else:
-        raise AssertionError("no error")
+    other = Mesh(mesh.devices, ("x", "model"))
+    for params, message in (
+        (
+            jax.device_put(weights(), shardings(mesh, LAYOUTS["tensor"])),
+            r"\['v'\], which is bfloat16\[256,64\], lies as .*param_specs=jax.tree.map",
+        ),
+        (weights(), r"\['b'\], which is bfloat16\[64\], lies on .*device_put\(params"),
+        (
+            jax.device_put(weights(), NamedSharding(other, P())),
+            r"\['b'\], which is bfloat16\[64\], lies on .*device_put\(params",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tx.init(params)
+
+
+def a_low_bit_state_knows_its_signs_and_compiles_at_once():
+    mesh = mesh_of(8, 1)
+    tx = optax_mp.low_bit_state(optax_mp.zero1(optax.adamw(1e-2), mesh, "data"))
+    params = jax.device_put(weights(jnp.float32), NamedSharding(mesh, P()))
+    state = tx.init(params).inner_state[0]
+    assert state.nu["w"].codes.dtype == jnp.uint8
+    assert state.mu["w"].codes.dtype == jnp.int8
+
+    large = {"w": jnp.ones((4096, 2048), jnp.bfloat16)}
+    # XLA would say so if it computed all those zeros while it compiles, for minutes.
+    jax.jit(FORMS["5.1 bytes"]().init).lower(large).compile()
 
 
 def a_run_goes_on_with_and_without_and_on_other_devices():
@@ -455,6 +476,7 @@ CHECKS = (
     params_sharded_otherwise_keep_their_layout,
     two_axes_may_go_along_two_axes_of_an_array,
     params_that_lie_otherwise_than_said_are_an_error,
+    a_low_bit_state_knows_its_signs_and_compiles_at_once,
     a_run_goes_on_with_and_without_and_on_other_devices,
     wrappers_of_optax_work_inside,
     sums_over_whole_arrays_agree_to_rounding_and_compile_once,

@@ -176,14 +176,14 @@ def _run(test: unittest.TestCase, master_dtype: str) -> _Outcome:
 
 
 def _run_module(
-    name: str, master_dtype: str, prefix: str, shard: int, shards: int
+    name: str, master_dtype: str, prefixes: list[str], shard: int, shards: int
 ) -> dict[str, dict[str, Any]]:
     """Run every `shards`-th test of a module, and what fails also without masters."""
     module = importlib.import_module(name)
     tests = [
         test
         for test in _tests(unittest.defaultTestLoader.loadTestsFromModule(module))
-        if test.id().split(" ")[0].split(".")[-1].startswith(prefix)
+        if test.id().split(" ")[0].split(".")[-1].startswith(tuple(prefixes))
     ]
     results = {}
     for test in tests[shard::shards]:
@@ -215,7 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="+")
     parser.add_argument("--master-dtype", default="float32")
-    parser.add_argument("--only", default="test", metavar="PREFIX")
+    parser.add_argument("--only", nargs="+", default=["test"], metavar="PREFIX")
     parser.add_argument("--shard", default="0/1", metavar="I/N")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
