@@ -138,7 +138,7 @@ def wanted_dtype(scenario, param, grad):
     return jnp.dtype(scenario.update_dtype)
 
 
-@examples(15, 60)
+@examples(15, 40)
 @given(scenarios())
 def test_masters_move_as_the_bare_optimizer_does(scenario):
     tx, bare = scenario.transformation(), scenario.inner()
@@ -209,7 +209,7 @@ SKIPPERS = {
 }
 
 
-@examples(10, 40)
+@examples(10, 30)
 @given(scenarios(), st.sampled_from(sorted(SKIPPERS)), st.booleans())
 def test_a_skipped_step_changes_no_bit(scenario, skipper, under_jit):
     tx = SKIPPERS[skipper](scenario.transformation())
@@ -300,7 +300,7 @@ def is_near(param, master):
     return np.allclose(have, want, rtol=2 * spacing, atol=4 * spacing)
 
 
-@examples(7, 30)
+@examples(7, 20)
 @given(scenarios(insides=set(INSIDE) - {"low_bit_state"}), st.booleans())
 def test_conversion_there_and_back_keeps_every_bit(scenario, with_scale):
     tx = scenario.transformation()
@@ -320,7 +320,7 @@ def test_conversion_there_and_back_keeps_every_bit(scenario, with_scale):
     assert len(places) == len(set(places))
 
 
-@examples(7, 30)
+@examples(7, 20)
 @given(scenarios(hidden=()), st.sampled_from(["bfloat16", "float16"]))
 def test_conversion_from_float32_keeps_every_bit(scenario, dtype):
     bare = scenario.inner()
@@ -362,7 +362,7 @@ OUTSIDE = {
 }
 
 
-@examples(7, 30)
+@examples(7, 20)
 @given(scenarios(hidden=("MaskedNode",)), st.sampled_from(sorted(OUTSIDE)))
 def test_wrappers_outside_keep_params_on_their_masters(scenario, outside):
     assume(not any(x.dtype == "complex64" for x in leaves_of(scenario.tree)))
@@ -390,7 +390,7 @@ def test_wrappers_outside_keep_params_on_their_masters(scenario, outside):
             assert is_near(param, master)
 
 
-@examples(7, 30)
+@examples(7, 20)
 @given(scenarios())
 def test_stochastic_rounding_lands_on_a_neighbour(scenario):
     assume(not any(x.dtype.startswith("float8") for x in leaves_of(scenario.tree)))
