@@ -128,8 +128,8 @@ def test_8_bits_keep_24_at_the_edges_of_every_exponent():
 
 
 @pytest.mark.slow
-def test_8_bits_keep_24_of_all_floats():
-    assert_within_24_bits(ALL)
+def test_8_bits_keep_24_of_a_third_of_all_floats():
+    assert_within_24_bits(ALL[::3])
 
 
 def random_masters(dtype, size=300_000):
