@@ -17,7 +17,8 @@ the next, so count it once):
                                            scatter of G:            (N-1)/N (2 P + G)
 
 Where XLA makes no reduce-scatter (on CPU), zero1 sends 2 (N-1)/N G for it. An array of
-which no axis is divided by N is counted whole. Activations are not counted.
+which no axis is divided by N is counted whole. More than 64 devices are taken as two
+mesh axes, which may cut two axes of an array. Activations are not counted.
 """
 
 import argparse

@@ -135,7 +135,10 @@ def _consequence(leaf: Any, want: Any, key: Key) -> str:
     leaf, want = _without_key_type(leaf, want), _without_key_type(want, leaf)
     if tuple(getattr(leaf, "shape", ())) != tuple(getattr(want, "shape", ())):
         return "another shape"
-    if _is_number(leaf, want) or leaf.dtype == want.dtype:
+    if not (is_array(leaf) and is_array(want)):
+        is_like = _kind(leaf) == _kind(want)
+        return "" if is_like else "a restore would make another kind of number of it"
+    if leaf.dtype == want.dtype or _was_number(leaf, want):
         return ""
     if is_floating(leaf) and is_floating(want):
         if bits(leaf.dtype) < bits(want.dtype):
@@ -144,13 +147,11 @@ def _consequence(leaf: Any, want: Any, key: Key) -> str:
     return f"a restore would cast {_role(key)}, for they are kept in another form"
 
 
-def _is_number(leaf: Any, want: Any) -> bool:
-    """Return whether one of two scalars is a Python number, or was when it was saved.
+def _was_number(leaf: Any, want: Any) -> bool:
+    """Return whether a scalar may have been a Python number when it was saved.
 
     Orbax describes those in 64 bits; JAX takes them as its widest.
     """
-    if not (is_array(leaf) and is_array(want)):
-        return _kind(leaf) == _kind(want)
     if want.shape or not jnp.issubdtype(want.dtype, jnp.number):
         return False
     is_loose = jnp.issubdtype(want.dtype, jnp.integer) or getattr(
@@ -159,9 +160,11 @@ def _is_number(leaf: Any, want: Any) -> bool:
     return is_loose and jax.dtypes.canonicalize_dtype(leaf.dtype) == want.dtype
 
 
-def _kind(x: Any) -> str:
-    """Return whether a number is one of yes or no, whole, or broken."""
-    return (x.dtype if is_array(x) else np.asarray(x).dtype).kind.replace("u", "i")
+def _kind(x: Any) -> Any:
+    """Return what a number is, whatever its width; None for what is none."""
+    dtype = x.dtype if is_array(x) else np.asarray(x).dtype
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), None)
 
 
 def _role(key: Key) -> str:

@@ -179,17 +179,17 @@ class _Parts:
             _check_spec(spec, mesh, param, place(path))
             _check_placed(param, mesh, place(path))
             known = _known_spec(param)
+            if known is not None and _is_explicit(mesh):
+                spec = known
             parts[-1] = _chosen(mesh, axes, param.shape, spec)
             if known is None or parts[-1] == _chosen(mesh, axes, param.shape, known):
                 continue
-            if not _is_explicit(mesh):
-                raise ValueError(
-                    f"zero1: param {place(path)}, which is {describe(param)}, lies as "
-                    f"{known}, but `param_specs` says {spec}; without knowing how "
-                    "params are sharded, `update` under jit would move them. Give "
-                    "`param_specs=jax.tree.map(lambda p: p.sharding, params)`."
-                )
-            parts[-1] = _chosen(mesh, axes, param.shape, known)
+            raise ValueError(
+                f"zero1: param {place(path)}, which is {describe(param)}, lies as "
+                f"{known}, but `param_specs` says {spec}; without knowing how "
+                "params are sharded, `update` under jit would move them. Give "
+                "`param_specs=jax.tree.map(lambda p: p.sharding, params)`."
+            )
         return cls(leaves, mesh, axes, parts)
 
     def taken(self, tree: PyTree) -> PyTree:

@@ -372,3 +372,24 @@ def test_a_run_of_plain_adamw_goes_on_as_if_in_float32(storage, scaled):
         bare = optax_mp.convert_opt_state(state, tx, adamw, params)
         assert as_bits(bare) == as_bits(wanted_state)
     assert int(optax.tree.get(state, "count")) == 10
+
+
+@pytest.mark.parametrize(
+    ("saved", "template"),
+    [
+        (jnp.float32(1.5), 3),
+        (2.5, jnp.int32(3)),
+        (jnp.int32(3), 2.5),
+        (True, 1),
+    ],
+)
+def test_a_number_of_another_kind_is_refused(saved, template):
+    with pytest.raises(ValueError, match=r"\['x'\] was saved as .* number of it"):
+        optax_mp.check_checkpoint({"x": saved}, {"x": template})
+
+
+def test_numbers_and_boxes_of_the_same_kind_pass():
+    for saved, template in ((1, jnp.int32(3)), (2.5, jnp.bfloat16(1)), (1.5, 2.5)):
+        optax_mp.check_checkpoint({"x": saved}, {"x": template})
+    # As Flax's boxes and its pure trees have it.
+    optax_mp.check_checkpoint({"x": {"value": jnp.ones(2)}}, {"x": jnp.zeros(2)})
