@@ -5,6 +5,11 @@ from optax_mp._checkpoint import check_checkpoint
 from optax_mp._convert import convert_opt_state
 from optax_mp._diagnosis import check_loss_scale
 from optax_mp._dtypes import half_dtype
+from optax_mp._gradient_range import (
+    FormatRange,
+    GradientRangeReport,
+    gradient_range_report,
+)
 from optax_mp._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from optax_mp._low_bit import LowBitState, low_bit_state
 from optax_mp._master_access import (
@@ -44,7 +49,9 @@ __all__ = [
     "AmpOperation",
     "AmpReport",
     "DynamicLossScale",
+    "FormatRange",
     "FullCopy",
+    "GradientRangeReport",
     "LossScaleState",
     "LowBitState",
     "MemoryReport",
@@ -70,6 +77,7 @@ __all__ = [
     "dynamic_scale_grad",
     "dynamic_scale_value_and_grad",
     "get_policy",
+    "gradient_range_report",
     "half_dtype",
     "loss_scale",
     "low_bit_state",

@@ -15,6 +15,7 @@ from jax.tree_util import (
 )
 
 from optax_mp._blocks import Quantized
+from optax_mp._table import aligned
 from optax_mp._tree import PyTree, describe, is_array, is_floating, place
 
 _Path = tuple[Any, ...]
@@ -126,19 +127,11 @@ class MemoryReport:
         weights = f"{self.weights:,} weights"
         cells.append(("total", weights, *self._amounts(self.total_bytes)))
         cells = [(_short(a, 28), _short(b, 34), *rest) for a, b, *rest in cells]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if i > 1 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in cells
-        ]
         plain, times, _ = self._amounts(self.float32_bytes)
         ratio = _shown(_ratio(self.float32_bytes, self.total_bytes), ".2f")
         return "\n".join(
             [
-                *lines,
+                *aligned(cells, left=2),
                 f"plain float32: {plain}, {times} bytes a weight ({ratio} times as "
                 "much)",
             ]
@@ -164,13 +157,13 @@ def memory_report(params: optax.Params, opt_state: optax.OptState) -> MemoryRepo
     not counted.
 
     Args:
-        params: the params: arrays, NumPy arrays or `jax.ShapeDtypeStruct`s; leaves that
+        params: the params: arrays, NumPy arrays or `jax.ShapeDtypeStruct`; leaves that
             are no arrays take nothing.
         opt_state: the state of any optax optimizer for them, of the same kinds. Sharded
             arrays count whole, all devices together, and replicated ones once.
 
     Returns:
-        The report: data, and a table if printed.
+        The report, which is data, and prints as a table.
 
     Raises:
         ValueError: if `params` holds no array.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from any_shard_map import shard_map
 from conftest import as_bits, avals
 from forced_devices import run_named
 from jax.sharding import Mesh, NamedSharding
@@ -474,6 +475,32 @@ def explicitly_sharded_params_work():
             assert master.sharding.spec[0] == "data"
 
 
+def a_range_report_sends_its_counts_alone():
+    values = weights(jnp.float32)["w"]
+    expected = optax_mp.gradient_range_report(values)
+    for spec in (P("data"), P(None, "model"), P("model", "data"), P()):
+        placed = jax.device_put(values, NamedSharding(mesh_of(), spec))
+        program = jax.jit(optax_mp.gradient_range_report).lower(placed).compile()
+        found = {
+            (x[1], *ARRAY.findall(x[0])) for x in COLLECTIVE.findall(program.as_text())
+        }
+        sent = ("all-reduce", ("u32", str(expected.counts.size)))
+        assert found == ({sent} if any(spec) else set())
+        np.testing.assert_array_equal(program(placed).counts, expected.counts)
+
+
+def range_reports_of_ranks_add_up():
+    values = weights()["w"]
+    add_up = shard_map(
+        lambda part: jax.lax.psum(optax_mp.gradient_range_report(part), "data"),
+        mesh=mesh_of(8, 1),
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    expected = optax_mp.gradient_range_report(values)
+    np.testing.assert_array_equal(jax.jit(add_up)(values).counts, expected.counts)
+
+
 CHECKS = (
     state_lies_where_its_params_do_from_init_on,
     nothing_is_gathered_that_bare_optax_does_not_gather,
@@ -492,6 +519,8 @@ CHECKS = (
     sums_over_whole_arrays_agree_to_rounding_and_compile_once,
     eager_updates_and_donation_work,
     explicitly_sharded_params_work,
+    a_range_report_sends_its_counts_alone,
+    range_reports_of_ranks_add_up,
 )
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ BY_DEFAULT = {
     "params_that_lie_otherwise_than_said_are_an_error",
     "a_run_goes_on_with_and_without_and_on_other_devices",
     "explicitly_sharded_params_work",
+    "a_range_report_sends_its_counts_alone",
+    "range_reports_of_ranks_add_up",
 }
 ADAMW = optax.adamw(1e-2)
 PARAMS = {"w": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)}

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_mp._jaxpr import AnyJaxpr, Equation, inner_jaxprs, opened, source_line
+from optax_mp._table import aligned
 from optax_mp.amp._call import planned
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
@@ -97,20 +98,15 @@ class AmpReport:
             + (_shown(x.own_error), _shown(x.error))
             for x in rows
         ]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if i > 3 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in cells
-        ]
         counts = {"low": 0, "f32": 0, "as_written": 0}
         for row in rows:
             counts[row.ran] += row.count
         total = ", ".join(f"{count} {ran}" for ran, count in counts.items())
         return "\n".join(
-            [*lines, f"{total}; error of the outputs {_shown(self.error)}"]
+            [
+                *aligned(cells, left=4),
+                f"{total}; error of the outputs {_shown(self.error)}",
+            ]
         )
 
 
@@ -139,7 +135,7 @@ def amp_report(
         **kwargs: its keyword arguments.
 
     Returns:
-        The report: data, and a table if printed.
+        The report, which is data, and prints as a table.
 
     Raises:
         TypeError: as `amp`.
