@@ -30,6 +30,16 @@ class Quantized(NamedTuple):
             negative. Or the values in a 16-bit float.
         scales: bfloat16, the largest value of each block of neighbours along one axis,
             rounded up. None for a 16-bit float.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones((256, 256))}
+        >>> state = optax_mp.low_bit_state(optax.adam(1e-3)).init(params)
+        >>> nu = state.inner_state[0].nu["w"]
+        >>> nu.codes.dtype.name, nu.codes.shape, nu.scales.dtype.name, nu.scales.shape
+        ('uint8', (256, 256), 'bfloat16', (256, 8))
     """
 
     codes: jax.Array

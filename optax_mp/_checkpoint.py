@@ -50,6 +50,10 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
         >>> saved = tx.init(params)
         >>> template = jax.eval_shape(tx.init, params)
         >>> optax_mp.check_checkpoint(saved, template)
+        >>> plain = jax.eval_shape(optax.adamw(1e-3).init, params)
+        >>> optax_mp.check_checkpoint(saved[1], plain)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: check_checkpoint: ...
 
         With Orbax, where `path` is a checkpoint of such a state::
 

@@ -34,6 +34,10 @@ def check_loss_scale(
         >>> import optax_mp
         >>> state = optax_mp.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.ones(2))
         >>> optax_mp.check_loss_scale(state)
+        >>> state = state._replace(skipped_in_a_row=jnp.int32(31))
+        >>> optax_mp.check_loss_scale(state)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        FloatingPointError: check_loss_scale: 31 steps in a row ...
     """
     state = loss_scale_state(opt_state, "check_loss_scale")
     if state is None:

@@ -212,10 +212,14 @@ class _Scaling:
 class NoOpLossScale:
     """No loss scale, for code that is written for one.
 
+    What is scaled or unscaled comes back as it is, so the code computes what it would
+    without a loss scale.
+
     Example:
         >>> import optax_mp
-        >>> optax_mp.NoOpLossScale().scale(3.0)
-        3.0
+        >>> none = optax_mp.NoOpLossScale()
+        >>> none.scale(3.0), none.unscale(3.0), none.adjust(False) == none
+        (3.0, 3.0, True)
     """
 
     @property

@@ -31,11 +31,23 @@ _SALT = 1
 class LowBitState(NamedTuple):
     """State of `low_bit_state`.
 
+    Its structure, shapes and dtypes never change.
+
     Attributes:
         step: int32 scalar, how many updates were made; the chance of rounding hangs on
             it.
         inner_state: the state of the inner optimizer, with `Quantized` in the place of
             each large array.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones((256, 256)), "norm": jnp.ones(256)}
+        >>> state = optax_mp.low_bit_state(optax.adam(1e-3)).init(params)
+        >>> nu = state.inner_state[0].nu
+        >>> type(nu["w"]).__name__, nu["norm"].dtype.name
+        ('Quantized', 'float32')
     """
 
     step: jax.Array

@@ -17,10 +17,22 @@ from optax_mp._tree import describe, is_floating, place
 class MixedPrecisionState(NamedTuple):
     """State of `mixed_precision`.
 
+    Its structure, shapes and dtypes are the same at `init` and after every update, so
+    it can be the carry of a `jax.lax.scan` and the template of a checkpoint.
+
     Attributes:
         master_params: a tree like the params, with the stored master of each leaf that
             has one and `optax.MaskedNode()` for each leaf that is its own master.
         inner_state: the state of the inner optimizer, over masters.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
+        >>> state = optax_mp.mixed_precision(optax.sgd(0.1)).init(params)
+        >>> state.master_params["w"].dtype.name, state.master_params["norm"]
+        ('float32', MaskedNode())
     """
 
     master_params: optax.Params

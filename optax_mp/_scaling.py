@@ -32,6 +32,9 @@ Adjust = Callable[[ScaleCounters, jax.Array], ScaleCounters]
 class LossScaleState(NamedTuple):
     """State of `dynamic_loss_scale` and `static_loss_scale`.
 
+    The scale is always finite and within its bounds, and a power of two if it starts as
+    one and its factors are. Structure, shapes and dtypes never change.
+
     Attributes:
         scale: the loss scale, a float32 scalar.
         finite_steps: finite steps in a row, back to 0 when growth is due, an int32
@@ -41,6 +44,16 @@ class LossScaleState(NamedTuple):
         total_skipped: steps skipped since `init`, an int32 scalar.
         last_finite: whether the last step was finite, a bool scalar.
         inner_state: the state of the inner optimizer; empty for a link in a chain.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax_mp.dynamic_loss_scale(optax.sgd(0.1))
+        >>> state = tx.init(jnp.ones(2))
+        >>> updates, state = tx.update(jnp.array([jnp.inf, 0.0]), state, jnp.ones(2))
+        >>> float(state.scale), int(state.total_skipped), bool(state.last_finite)
+        (32768.0, 1, False)
     """
 
     scale: jax.Array

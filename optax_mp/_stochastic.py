@@ -20,9 +20,20 @@ from optax_mp._tree import describe, is_floating, is_inexact, place
 class StochasticRoundingState(NamedTuple):
     """State of `stochastic_rounding`.
 
+    Its structure, shapes and dtypes never change.
+
     Attributes:
         step: int32 scalar, how many updates were made; the chance hangs on it.
         inner_state: the state of the inner optimizer, over float32 params.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax_mp.stochastic_rounding(optax.adam(1e-3))
+        >>> state = tx.init({"w": jnp.ones(2, jnp.bfloat16)})
+        >>> int(state.step), state.inner_state[0].nu["w"].dtype.name
+        (0, 'float32')
     """
 
     step: jax.Array

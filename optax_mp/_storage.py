@@ -49,10 +49,18 @@ class Storage(Protocol):
 class FullCopy:
     """Keep every master as it is: 4 bytes a weight for float32 masters.
 
+    The default. It loses nothing, for any `master_dtype` and params of any floating
+    dtype. A param that is edited outside of the optimizer returns to its master at the
+    next update; see `replace_master_params`.
+
     Example:
+        >>> import jax.numpy as jnp
         >>> import optax
         >>> import optax_mp
         >>> tx = optax_mp.mixed_precision(optax.sgd(0.1), storage=optax_mp.FullCopy())
+        >>> state = tx.init({"w": jnp.ones(2, jnp.bfloat16)})
+        >>> state.master_params["w"].dtype.name, state.master_params["w"].nbytes
+        ('float32', 8)
     """
 
     def dtype(self, master_dtype: jnp.dtype) -> jnp.dtype:

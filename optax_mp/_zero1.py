@@ -67,7 +67,7 @@ def zero1(
         mesh: the mesh on which the params are.
         axis: the name of the axis of data parallelism, or several.
         param_specs: how the params are sharded over other axes, so that both go
-            together: a tree of `PartitionSpec`s or shardings like the params, or a
+            together: a tree of `PartitionSpec` or shardings like the params, or a
             prefix of one. By default they are replicated.
 
     Returns:

@@ -12,25 +12,17 @@ import pytest
 import optax_mp
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+# The blocks of docs/porting.md run in test_porting.py, which looks at what they do, too.
+PAGES = [ROOT / "README.md", ROOT / "docs" / "index.md"]
+PAGES += sorted((ROOT / "docs" / "guide").glob("*.md"))
+BLOCKS = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, block in enumerate(
+        re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    )
+]
 SOURCES = sorted((ROOT / "optax_mp").rglob("*.py"))
-
-
-def test_the_readme_lists_every_public_name():
-    section = README.split("## Names")[1].split("\n## ")[0]
-    cells = re.findall(r"^\| (`[^|]*) \|", section, flags=re.MULTILINE)
-    listed = {name for cell in cells for name in re.findall(r"`(\w+)[`(]", cell)}
-    assert listed == set(optax_mp.__all__)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in optax_mp.__all__ if callable(getattr(optax_mp, name))]
-)
-def test_every_public_name_has_a_docstring_and_functions_an_example(name):
-    thing = getattr(optax_mp, name)
-    assert thing.__doc__
-    is_state = isinstance(thing, type) and issubclass(thing, tuple)
-    assert is_state or ">>> " in thing.__doc__
 
 
 def test_private_parts_of_jax_are_used_nowhere():
@@ -51,6 +43,8 @@ def test_the_version_is_that_of_the_installed_package():
     assert importlib.metadata.version("optax_mp") == optax_mp.__version__
 
 
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
-def test_code_in_the_readme_runs(block):
+@pytest.mark.parametrize("block", BLOCKS)
+def test_code_in_the_readme_and_the_docs_runs(block):
+    for package in re.findall(r"^(?:import|from) (flax|haiku|orbax)", block, re.M):
+        pytest.importorskip(package)
     exec(compile(block, "README.md", "exec"), {})

@@ -80,8 +80,8 @@ def amp(
         True
 
     References:
-        Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740),
-        2018.
+        Micikevicius et al., Mixed Precision Training, 2018,
+        https://arxiv.org/abs/1710.03740
     """
     if not callable(fun):
         raise TypeError(

@@ -1,0 +1,109 @@
+"""How the documentation is built: without a network, warnings being errors.
+
+The command is `sphinx-build -W --keep-going -n -b html docs docs/_build`.
+"""
+
+import ast
+import inspect
+import shutil
+import textwrap
+from pathlib import Path
+
+from docutils import nodes
+
+import optax_mp
+
+HERE = Path(__file__).parent
+
+project = "optax_mp"
+author = "The optax_mp developers"
+copyright = author
+release = version = optax_mp.__version__
+
+extensions = [
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "myst_nb",
+]
+exclude_patterns = ["_build", "jupyter_execute", "**.ipynb_checkpoints"]
+
+# Docstrings are written with single backticks for code, as in Markdown.
+# As names of objects, those of this package become links; see `_other_name`.
+default_role = "py:obj"
+napoleon_numpy_docstring = False
+napoleon_attr_annotations = False
+napoleon_use_rtype = False
+autodoc_member_order = "bysource"
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+# Notebooks are committed with the outputs of the tests that run them.
+nb_execution_mode = "off"
+
+html_theme = "sphinx_book_theme"
+html_title = f"optax_mp {release}"
+html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
+html_show_sourcelink = False
+
+
+def _copy_notebooks() -> None:
+    """Put the notebooks where Sphinx looks for pages; the folder is in .gitignore.
+
+    Their links go from `notebooks` to other folders, and from the copies one more up.
+    """
+    copies = HERE / "notebooks"
+    shutil.rmtree(copies, ignore_errors=True)
+    copies.mkdir()
+    for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
+        text = notebook.read_text().replace("](../", "](../../")
+        (copies / notebook.name).write_text(text.replace("](../../docs/", "](../"))
+
+
+def _short_signature(app, what, name, obj, options, signature, returns):
+    """Return the signature of a function as its source has it, of a class untyped.
+
+    Evaluated, a `DTypeLike` is a union of a dozen types, and optax's types are shown
+    under the private modules that they come from.
+    """
+    del app, name, options
+    if what == "class":
+        untyped = [
+            parameter.replace(annotation=inspect.Parameter.empty)
+            for parameter in inspect.signature(obj).parameters.values()
+        ]
+        return str(inspect.Signature(untyped)), None
+    if what not in ("function", "method") or not inspect.isfunction(obj):
+        return signature, returns
+    written = ast.parse(textwrap.dedent(inspect.getsource(obj))).body[0]
+    if what == "method":
+        written.args.args = written.args.args[1:]
+    returned = written.returns and ast.unparse(written.returns)
+    return f"({ast.unparse(written.args)})", returned
+
+
+def _skip_fields(app, what, name, obj, skip, options):
+    """Leave the fields of a NamedTuple to the docstring, which says what they are."""
+    del app, what, name, options
+    return True if type(obj).__name__ == "_tuplegetter" else skip
+
+
+def _other_name(app, env, node, shown):
+    """Show a name that is not of this package as plain code, without a warning.
+
+    The docs of other projects are not fetched, so names of theirs have no target.
+    """
+    del app, env
+    if node["refdomain"] != "py" or node["reftarget"].startswith("optax_mp."):
+        return None
+    if isinstance(shown, nodes.literal):
+        shown["classes"] = []
+    return shown
+
+
+def setup(app):
+    """Register what is above."""
+    _copy_notebooks()
+    app.connect("autodoc-process-signature", _short_signature)
+    app.connect("autodoc-skip-member", _skip_fields)
+    app.connect("missing-reference", _other_name)
