@@ -3,7 +3,7 @@
     python benchmarks/amp.py                  # all tables, Markdown
     python benchmarks/amp.py --only model     # one of model, eager, reuse
     python benchmarks/amp.py --size gpt2      # the block of GPT-2 small: for a GPU
-    python benchmarks/amp.py --json reuse.json  # the weight-reuse curve, to plot
+    python benchmarks/amp.py --json FILE      # the tables as data, too
 
 The model is a transformer with biases and a causal mask. The contenders take turns, so
 that a slow moment of the machine hits all alike; times are medians over rounds. Errors
@@ -13,8 +13,6 @@ precision.
 
 import argparse
 import functools
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import record
 
 import optax_mp
 
@@ -37,6 +36,13 @@ class Size:
     heads: int
     vocabulary: int
     blocks: int
+
+    def in_words(self) -> str:
+        """Say what it is, for a title."""
+        return (
+            f"{self.blocks} blocks, width {self.width}, {self.heads} heads, "
+            f"vocabulary {self.vocabulary}, batch {self.batch} x {self.length}"
+        )
 
 
 SIZES = {
@@ -178,9 +184,8 @@ def medians(
     return [statistics.median(times[1:]) for times in seconds]
 
 
-def measure_model(name: str, rounds: int) -> None:
-    """Print casts, kept bytes, trace time, step time and error of a training step."""
-    size = SIZES[name]
+def measure_model(size: Size, rounds: int) -> list[record.Row]:
+    """Return casts, kept bytes, trace time, step time and error of a training step."""
     params, tokens = init(size), jnp.zeros((size.batch, size.length), jnp.int32)
     tokens = jax.random.randint(jax.random.key(1), tokens.shape, 0, size.vocabulary)
     entries = contenders(size)
@@ -196,21 +201,23 @@ def measure_model(name: str, rounds: int) -> None:
     )
     compiled = [jax.jit(x).lower(params, tokens).compile() for x in steps.values()]
     times = medians([lambda x=x: x(params, tokens) for x in compiled], rounds)
-    print(f"\n### A training step of a transformer: {size}\n")
-    print("| | casts | with gradient | kept MiB | trace | step ms | by hand | error |")
-    print("|---|---|---|---|---|---|---|---|")
-    for i, (key, fun) in enumerate(entries.items()):
-        print(
-            f"| {key} | {casts(fun, params, tokens)} "
-            f"| {casts(steps[key], params, tokens)} "
-            f"| {residual_mib(fun, params, tokens):.1f} "
-            f"| {tracing[i] / tracing[0]:.2f} | {times[i] * 1e3:.1f} "
-            f"| {times[i] / times[1]:.2f} | {errors[i]:.1e} |"
-        )
+    return [
+        {
+            "model": key,
+            "casts": casts(fun, params, tokens),
+            "with gradient": casts(steps[key], params, tokens),
+            "kept MiB": residual_mib(fun, params, tokens),
+            "trace": tracing[i] / tracing[0],
+            "step ms": times[i] * 1e3,
+            "by hand": times[i] / times[1],
+            "error": errors[i],
+        }
+        for i, (key, fun) in enumerate(entries.items())
+    ]
 
 
-def measure_eager(rounds: int) -> None:
-    """Print the time of eager calls, with functions of JAX and a scan inside."""
+def measure_eager(rounds: int) -> list[record.Row]:
+    """Return the time of eager calls, with functions of JAX and a scan inside."""
 
     def body(carry: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
         return jax.nn.relu(carry @ weight), None
@@ -222,13 +229,14 @@ def measure_eager(rounds: int) -> None:
     x, weights = jnp.ones((32, 64)), jnp.ones((4, 64, 64)) / 64
     entries = [fun, optax_mp.amp(fun)]
     times = medians([lambda f=f: f(x, weights) for f in entries], rounds)
-    print("\n### Eager calls\n\n| | ms | ratio |\n|---|---|---|")
-    for name, seconds in zip(("float32", "amp, bf16"), times, strict=True):
-        print(f"| {name} | {seconds * 1e3:.1f} | {seconds / times[0]:.2f} |")
+    return [
+        {"call": name, "eager ms": seconds * 1e3, "ratio": seconds / times[0]}
+        for name, seconds in zip(("float32", "amp, bf16"), times, strict=True)
+    ]
 
 
-def measure_reuse(longest: int, path: str | None) -> None:
-    """Print the error of the gradient of a weight that is used T times in a scan."""
+def measure_reuse(longest: int) -> list[record.Row]:
+    """Return the error of the gradient of a weight that is used T times in a scan."""
 
     def total(weight: jax.Array, xs: jax.Array) -> jax.Array:
         def use(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
@@ -249,15 +257,15 @@ def measure_reuse(longest: int, path: str | None) -> None:
             relative_error(exactly(jax.grad(fun), weight, xs), truth)
             for fun in (optax_mp.amp(total), hoisted)
         )
-        curve.append({"uses": turns, "amp": amp_error, "cast once": cast_error})
+        curve.append(
+            {
+                "uses": turns,
+                "amp: a cast for each use": amp_error,
+                "cast once": cast_error,
+            }
+        )
         turns *= 2
-    print("\n### A weight used T times in a scan: error of its gradient, bf16\n")
-    print("| T | amp: a cast for each use | cast once |\n|---|---|---|")
-    for row in curve:
-        print(f"| {row['uses']} | {row['amp']:.1e} | {row['cast once']:.1e} |")
-    if path:
-        with open(path, "w") as file:
-            json.dump(curve, file, indent=1)
+    return curve
 
 
 def main() -> None:
@@ -267,18 +275,26 @@ def main() -> None:
     parser.add_argument("--size", choices=tuple(SIZES), default="small")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--longest", type=int, default=8192, help="of the scans")
-    parser.add_argument("--json", help="where to write the weight-reuse curve")
+    record.add_option(parser)
     args = parser.parse_args()
-    print(
-        f"jax {jax.__version__}, {jax.devices()[0].device_kind} "
-        f"({platform.machine()}), {time.strftime('%Y-%m-%d')}"
-    )
-    if args.only in (None, "model"):
-        measure_model(args.size, args.rounds)
-    if args.only in (None, "eager"):
-        measure_eager(args.rounds)
-    if args.only in (None, "reuse"):
-        measure_reuse(args.longest, args.json)
+    size = SIZES[args.size]
+    measured = {
+        "model": lambda: measure_model(size, args.rounds),
+        "eager": lambda: measure_eager(args.rounds),
+        "reuse": lambda: measure_reuse(args.longest),
+    }
+    titles = {
+        "model": f"a training step of a transformer, {size.in_words()}",
+        "eager": "eager calls",
+        "reuse": "a weight used many times in a scan: error of its gradient, bf16",
+    }
+    devices = jax.devices()[:1]
+    print(record.heading(devices))
+    tables = {}
+    for part in measured if args.only is None else [args.only]:
+        rows = tables[titles[part]] = measured[part]()
+        print(f"\n### {titles[part]}\n\n{record.as_markdown(rows)}", flush=True)
+    record.finish(args.json, tables, record.machine_of(devices), ("jax",))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/collectives.py                # compiled for eight CPU devices
     python benchmarks/collectives.py --tpu v5e:2x4  # for TPUs, which need not be there
+    python benchmarks/collectives.py --json FILE    # the table as data, too
 
 For TPUs it wants the compiler that `pip install libtpu` brings, and no TPU. Batches of
 a two-layer model are split over the data axis; its params are replicated, in bfloat16.
@@ -15,21 +16,32 @@ import math
 import os
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
+
+import record
 
 COLLECTIVE = re.compile(
     r"= (\(?[^=]*?\)?) "
     r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
 )
 ARRAY = re.compile(r"\b(pred|[a-z]+[0-9]+)\[([0-9,]*)\]")
+CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 WIDTH, BATCH = 1024, 16384
 
 
 def collectives(program: str) -> Counter[tuple[str, str, int]]:
-    """Return how often each (kind, dtype, elements) is sent, by a program's text."""
+    """Return how often each (kind, dtype, elements) stands in a program's text.
+
+    One that computing goes on beside is written in several pieces, on one channel.
+    """
     found: Counter[tuple[str, str, int]] = Counter()
-    text = re.sub(r"/\*.*?\*/", "", program)
-    for match in COLLECTIVE.finditer(text):
+    seen: set[str] = set()
+    for line in re.sub(r"/\*.*?\*/", "", program).splitlines():
+        match, channel = COLLECTIVE.search(line), CHANNEL.search(line)
+        if match is None or (channel and channel[1] in seen):
+            continue
+        seen.update(channel.groups() if channel else ())
         arrays = ARRAY.findall(match[1])
         # What a start returns is what it is given, what it makes, and flags.
         for dtype, shape in arrays[1:2] if "-start(" in match[0] else arrays:
@@ -39,17 +51,18 @@ def collectives(program: str) -> Counter[tuple[str, str, int]]:
 
 
 def main() -> None:
-    """Print a table for each form of the optimizer."""
+    """Read the options and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tpu", metavar="TOPOLOGY", help="such as v5e:2x4")
-    topology = parser.parse_args().tpu
-    if topology is None:
+    record.add_option(parser)
+    args = parser.parse_args()
+    if args.tpu is None:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-    report(topology)
+    report(args.tpu, args.json)
 
 
-def report(topology: str | None) -> None:
+def report(topology: str | None, path: Path | None) -> None:
     """Compile and count, once the devices are chosen."""
     import jax
     import jax.numpy as jnp
@@ -82,9 +95,7 @@ def report(topology: str | None) -> None:
     masters = optax_mp.mixed_precision(optax.adamw(1e-3))
     split = optax_mp.mixed_precision(optax.adamw(1e-3), storage=optax_mp.Split(16))
     scaled = optax_mp.dynamic_loss_scale(masters)
-    print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}\n")
-    print("| AdamW, bf16 params | zero1 | times | kind | dtype | elements |")
-    print("|---|---|---|---|---|---|")
+    rows = []
     for name, bare in (
         ("plain optax", optax.adamw(1e-3)),
         ("mixed_precision", masters),
@@ -114,8 +125,22 @@ def report(topology: str | None) -> None:
             counted = collectives(compiled.compile().as_text())
             for (kind, dtype, elements), times in sorted(counted.items()):
                 if elements > 1:
-                    cells = f"{times} | {kind} | {dtype} | {elements:,}"
-                    print(f"| {name} | {'yes' if sharded else 'no'} | {cells} |")
+                    rows.append(
+                        {
+                            "AdamW, bf16 params": name,
+                            "zero1": "yes" if sharded else "no",
+                            "times": times,
+                            "kind": kind,
+                            "dtype": dtype,
+                            "elements": elements,
+                        }
+                    )
+    compiler = "XLA for CPU" if topology is None else f"XLA for TPU {topology}"
+    title = f"{compiler}, {len(devices)} x {devices[0].device_kind}"
+    print(f"{record.heading(devices)}\n\n### {title}\n\n{record.as_markdown(rows)}")
+    packages = ("jax", "jaxlib") if topology is None else ("jax", "libtpu")
+    machine = f"no machine: compiled for {record.machine_of(devices)}"
+    record.finish(path, {title: rows}, machine, packages)
 
 
 if __name__ == "__main__":

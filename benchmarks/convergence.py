@@ -1,7 +1,7 @@
 """Final held-out losses of every form of AdamW, against float32 over several seeds.
 
-    python benchmarks/convergence.py                    # all tasks, Markdown tables
-    python benchmarks/convergence.py --plot losses.png  # and a plot, by matplotlib
+    python benchmarks/convergence.py              # all tasks, Markdown tables
+    python benchmarks/convergence.py --json FILE  # the tables as data, too
     python benchmarks/convergence.py --steps-factor 0.05 --seeds 2 --tasks digits
 
 A form says in what dtype the params are, and how masters and moments are kept. Three
@@ -16,7 +16,6 @@ instead of 4096, so that all matrices but the tiniest are, and no norms and bias
 """
 
 import argparse
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -28,22 +27,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import record
 from sklearn.datasets import load_digits, make_friedman1
 
 import optax_mp
-from optax_mp._demo import (
-    DEFAULTS,
-    init_params,
-    make_adamw,
-    make_corpus,
-    make_loss,
-    read_text,
-)
-
-try:
-    from matplotlib import pyplot
-except ImportError:
-    pyplot = None
+from optax_mp._demo.model import init_params, make_loss
+from optax_mp._demo.settings import DEFAULTS
+from optax_mp._demo.text import make_corpus, read_text
+from optax_mp._demo.train import make_adamw
 
 MIN_SIZE = 256
 
@@ -152,12 +143,15 @@ def transformer() -> Task:
         shape = (DEFAULTS.batch_size, 1)
         return text[jax.random.randint(key, shape, 0, text.size - window.size) + window]
 
+    def loss(params: optax.Params, windows: jax.Array) -> jax.Array:
+        return make_loss(DEFAULTS, params["logits"].dtype)(params, windows)
+
     return Task(
         title="transformer on text, nats a character",
         steps=1200,
         init=lambda key: init_params(key, DEFAULTS),
         draw=draw,
-        loss=make_loss(DEFAULTS),
+        loss=loss,
         held_out=jnp.asarray(corpus.held_out),
     )
 
@@ -265,8 +259,8 @@ def final_losses(task: Task, form: Form, seeds: int) -> tuple[np.ndarray, float]
     return np.asarray(losses), report.bytes_per_weight
 
 
-def measure(task: Task, seeds: int) -> dict[str, np.ndarray]:
-    """Train in all forms and print the table; return the losses of each form."""
+def measure(task: Task, seeds: int) -> list[dict[str, Any]]:
+    """Train in all forms; return a row for each."""
 
     def train(form: Form) -> tuple[np.ndarray, float]:
         began = time.perf_counter()
@@ -278,73 +272,48 @@ def measure(task: Task, seeds: int) -> dict[str, np.ndarray]:
     # Models this small leave a second core idle; it takes another form.
     with ThreadPoolExecutor(max_workers=2) as pool:
         results = list(pool.map(train, FORMS))
-    losses = {form.name: x for form, (x, _) in zip(FORMS, results, strict=True)}
-    held = {form.name: x for form, (_, x) in zip(FORMS, results, strict=True)}
-    reference = next(iter(losses.values()))
-    print(f"\n### {task.title}, after {task.steps} steps\n")
-    print("| form | bytes a weight | loss | to float32's mean | in its spread |")
-    print("|---|---|---|---|---|")
-    for name, found in losses.items():
-        mean, deviation = found.mean(), found.std(ddof=min(1, seeds - 1))
-        unit = reference.mean()
-        print(
-            f"| {name} | {held[name]:.2f} | {mean:.4f} ± {deviation:.4f} "
-            f"| {mean / unit:.3f} ± {deviation / unit:.3f} "
-            f"| {'' if found is reference else place_in(reference, mean)} |",
-            flush=True,
-        )
-    return losses
+    reference = results[0][0]
+    return [
+        {
+            "form": form.name,
+            "bytes a weight": held,
+            "loss": float(losses.mean()),
+            "±": float(losses.std(ddof=min(1, seeds - 1))),
+            "to float32": float(losses.mean() / reference.mean()),
+            "in its spread": place_in(reference, losses),
+            "losses": losses.tolist(),
+        }
+        for form, (losses, held) in zip(FORMS, results, strict=True)
+    ]
 
 
-def place_in(reference: np.ndarray, mean: float) -> str:
-    """Say where a mean is, seen from the least and the largest of the reference."""
-    if mean < reference.min():
+def place_in(reference: np.ndarray, losses: np.ndarray) -> str:
+    """Say where the mean is, seen from the least and the largest of the reference."""
+    if losses is reference:
+        return ""
+    if losses.mean() < reference.min():
         return "under it"
-    return "yes" if mean <= reference.max() else "**above it**"
-
-
-def plot(path: str, results: dict[str, dict[str, np.ndarray]]) -> None:
-    """Draw a dot for each run, a panel for each task, the spread of float32 shaded."""
-    figure, panels = pyplot.subplots(
-        1, len(results), figsize=(2 + 4 * len(results), 4), sharey=True, squeeze=False
-    )
-    for panel, (title, losses) in zip(panels[0], results.items(), strict=True):
-        reference = next(iter(losses.values()))
-        panel.axvspan(reference.min(), reference.max(), color="0.9")
-        for row, found in enumerate(losses.values()):
-            panel.plot(found, np.full(found.size, row), "o", alpha=0.5, color="C0")
-            panel.plot(found.mean(), row, "|", markersize=16, color="C3")
-        panel.set_yticks(range(len(losses)), list(losses))
-        panel.set_title(title, fontsize="medium")
-        panel.set_xlabel("held-out loss")
-    panels[0, 0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    return "yes" if losses.mean() <= reference.max() else "**above it**"
 
 
 def main() -> None:
-    """Read the options, print all tables and draw the plot."""
+    """Read the options and print all tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps-factor", type=float, default=1.0, help="of all runs")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--plot", metavar="PATH", help="where to save the plot")
+    record.add_option(parser)
     args = parser.parse_args()
-    print(
-        f"jax {jax.__version__}, optax {optax.__version__}, "
-        f"{jax.devices()[0].device_kind} ({platform.machine()}), "
-        f"{time.strftime('%Y-%m-%d')}, {args.seeds} seeds: mean ± standard deviation; "
-        "the spread is from the least to the largest loss of float32"
-    )
-    results = {}
+    print(f"{record.heading(jax.devices())}, {args.seeds} seeds")
+    tables = {}
     for name in args.tasks:
         task = TASKS[name]()
         task = replace(task, steps=max(20, round(args.steps_factor * task.steps)))
-        results[task.title] = measure(task, args.seeds)
-    if args.plot and pyplot:
-        plot(args.plot, results)
-    elif args.plot:
-        print("\nNo plot: matplotlib is not installed.")
+        title = f"{task.title}, after {task.steps} steps"
+        tables[title] = measure(task, args.seeds)
+        print(f"\n### {title}\n\n{record.as_markdown(tables[title])}", flush=True)
+    packages = ("jax", "optax", "scikit-learn")
+    record.finish(args.json, tables, record.machine_of(jax.devices()), packages)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python benchmarks/optimizer_step.py             # both sizes, Markdown tables
     python benchmarks/optimizer_step.py --rounds 5  # quicker, noisier
     python benchmarks/optimizer_step.py --everything  # also what compiles for minutes
+    python benchmarks/optimizer_step.py --json FILE   # the tables as data, too
 
 Every contender is one jitted program with donated params and state:
 (gradients, params, state) -> (params, state), AdamW throughout. The contenders take
@@ -11,7 +12,6 @@ figures are medians over rounds, as ratios to plain float32 optax in the same ru
 """
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import record
 
 import optax_mp
 
@@ -238,10 +239,8 @@ def compile_medians(
     return [statistics.median(times) for times in seconds]
 
 
-def measure(
-    title: str, shapes: list[tuple[int, ...]], args: argparse.Namespace
-) -> None:
-    """Print one table."""
+def measure(shapes: list[tuple[int, ...]], args: argparse.Namespace) -> list[dict]:
+    """Return the rows of one table."""
     first, *others = contenders()
     entries = [first] + [
         entry
@@ -255,18 +254,31 @@ def measure(
         for each in running:
             each.run(args.steps)
     medians = [statistics.median(each.step_seconds[1:]) for each in running]
-    print(f"\n### {title}\n")
-    print(
-        "| AdamW step | ms | ratio | bytes a weight | temporaries | compile s | ratio |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    rows = []
     for each, step, compiling in zip(running, medians, compile_seconds, strict=True):
         held, temporary = each.bytes_a_weight()
-        print(
-            f"| {each.contender.name} | {step * 1e3:.2f} | {step / medians[0]:.2f} "
-            f"| {held:.2f} | {temporary:.2f} "
-            f"| {compiling:.2f} | {compiling / compile_seconds[0]:.2f} |"
+        rows.append(
+            {
+                "AdamW step": each.contender.name,
+                "ms": step * 1e3,
+                "ratio": step / medians[0],
+                "bytes a weight": held,
+                "temporaries": temporary,
+                "compile s": compiling,
+                "compile ratio": compiling / compile_seconds[0],
+            }
         )
+    return rows
+
+
+def measure_again(
+    rows: list[dict], shapes: list[tuple[int, ...]], args: argparse.Namespace
+) -> None:
+    """Add to each row the ratios that as many more whole runs give."""
+    others = [measure(shapes, args) for _ in range(args.runs - 1)]
+    for row, *again in zip(rows, *others, strict=True):
+        if again:
+            row["ratios of other runs"] = [other["ratio"] for other in again]
 
 
 def main() -> None:
@@ -275,18 +287,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--steps", type=int, default=3, help="steps in a row a round")
     parser.add_argument("--compile-rounds", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=1, help="whole runs, for a spread")
     parser.add_argument(
         "--everything", action="store_true", help="also what compiles for minutes"
     )
     parser.add_argument("--only", default="", help="rows whose name holds this text")
+    record.add_option(parser)
     args = parser.parse_args()
-    device = jax.devices()[0]
-    print(
-        f"jax {jax.__version__}, optax {optax.__version__}, {device.device_kind} "
-        f"({platform.machine()}), {time.strftime('%Y-%m-%d')}"
-    )
+    devices = jax.devices()[:1]
+    print(record.heading(devices))
+    tables = {}
     for title, shapes in SIZES.items():
-        measure(title, shapes, args)
+        tables[title] = measure(shapes, args)
+        measure_again(tables[title], shapes, args)
+        print(f"\n### {title}\n\n{record.as_markdown(tables[title])}", flush=True)
+    record.finish(args.json, tables, record.machine_of(devices))
 
 
 if __name__ == "__main__":

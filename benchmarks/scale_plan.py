@@ -2,6 +2,7 @@
 
     python benchmarks/scale_plan.py  # 1B to 1T weights on 8 to 4096 devices
     python benchmarks/scale_plan.py --weights 70B --devices 64 512
+    python benchmarks/scale_plan.py --json FILE  # the tables as data, too
 
 No device is asked and no array is made: everything is read off `jax.eval_shape`. Tests
 compare these numbers with compiled programs on eight devices.
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import record
 
 import optax_mp
 
@@ -137,9 +139,19 @@ def state_of(params: Any, form: str) -> Any:
     return jax.eval_shape(adamw(form).init, params)
 
 
-def in_gb(size: float) -> str:
-    """Return bytes as gigabytes, in three digits or more."""
-    return f"{size / 1e9:,.{max(0, 2 - int(math.log10(size / 1e9)))}f}"
+def table_of(name: str, device_counts: list[int]) -> list[record.Row]:
+    """Return a row for each form and layout: GB held and GB sent, by devices."""
+    rows = []
+    for form in FORMS:
+        dtype = jnp.float32 if form == "float32" else jnp.bfloat16
+        params = transformer(*MODELS[name], dtype)
+        state = state_of(params, form)
+        for layout in LAYOUTS:
+            plans = {n: plan(params, state, n, layout) for n in device_counts}
+            row = {"AdamW": form, "layout": layout}
+            gb = {str(n): [p.held / 1e9, p.sent / 1e9] for n, p in plans.items()}
+            rows.append(row | gb)
+    return rows
 
 
 def main() -> None:
@@ -147,21 +159,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--weights", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES))
+    record.add_option(parser)
     arguments = parser.parse_args()
     print("GB that each device holds (params, gradients, state), GB it sends in a step")
+    tables = {}
     for name in arguments.weights:
         count = size_of(transformer(*MODELS[name], jnp.int8))
-        print(f"\n### {name}: {count / 1e9:.2f} billion weights\n")
-        print("| AdamW | layout | " + " | ".join(map(str, arguments.devices)) + " |")
-        print("|---" * (2 + len(arguments.devices)) + "|")
-        for form in FORMS:
-            dtype = jnp.float32 if form == "float32" else jnp.bfloat16
-            params = transformer(*MODELS[name], dtype)
-            state = state_of(params, form)
-            for layout in LAYOUTS:
-                plans = [plan(params, state, n, layout) for n in arguments.devices]
-                cells = [f"{in_gb(p.held)}, {in_gb(p.sent)}" for p in plans]
-                print(f"| {form} | {layout} | " + " | ".join(cells) + " |")
+        title = f"{name}: {count / 1e9:.2f} billion weights"
+        rows = tables[title] = table_of(name, arguments.devices)
+        print(f"\n### {title}\n\n{record.as_markdown(rows)}")
+    record.finish(arguments.json, tables, "no machine: computed from shapes")
 
 
 if __name__ == "__main__":

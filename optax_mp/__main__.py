@@ -1,56 +1,62 @@
 """`python -m optax_mp`: train a small transformer in several precisions."""
 
 import argparse
-import json
-import math
-import shutil
+import platform
+import shlex
 import sys
+import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
+import optax
 
-from optax_mp._demo import (
-    DEFAULTS,
-    RUNS,
-    Corpus,
-    Report,
-    Result,
-    Settings,
-    make_corpus,
-    read_text,
-    train,
-)
+import optax_mp
+from optax_mp._demo.picture import as_html
+from optax_mp._demo.progress import make_progress
+from optax_mp._demo.report import as_json, as_table, verdict
+from optax_mp._demo.runs import DEFAULT_DTYPES, DTYPES, STORAGES, Run, runs_of
+from optax_mp._demo.settings import DEFAULTS, Settings
+from optax_mp._demo.text import Corpus, make_corpus, read_text
+from optax_mp._demo.train import Result, train
 
-BAR_WIDTH = 30
-# Losses this close count as the same. By default, float32 runs with other seeds end up
-# to 0.007 apart, and naive bfloat16 ends more than 0.06 above them.
-SAME_LOSS = 0.02
+DEFAULT_PICTURE = Path("optax_mp_demo.html")
 
 
 def main(argv: Sequence[str] | None = None, defaults: Settings = DEFAULTS) -> int:
     """Run the demo with the arguments of a command line; return the exit status."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
     parser = make_parser(defaults)
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     try:
+        runs = runs_of(options.dtype, options.storage)
         settings = replace(defaults, steps=options.steps, seed=options.seed)
         corpus = make_corpus(read_text(options.text), settings.context)
+        check_picture(options.picture, options.text)
     except ValueError as error:
         parser.error(str(error))
     stream = sys.stderr if options.json else sys.stdout
-    print(introduction(settings, corpus), file=stream, flush=True)
-    report = make_progress(stream, settings.steps)
+    about = introduction(settings, corpus, runs)
+    print(textwrap.fill(about, 79), file=stream, flush=True)
+    report = make_progress(stream, settings.steps, [run.name for run in runs])
+    results: list[Result] = []
     try:
-        results = [train(run, settings, corpus, report) for run in RUNS]
+        for run in runs:
+            results.append(train(run, settings, corpus, report))
     except KeyboardInterrupt:
-        print("\ninterrupted", file=stream)
+        finished = f"\n{as_table(results)}" if results else ""
+        print(f"\ninterrupted{finished}", file=stream)
         return 130
     if options.json:
-        print(as_json(settings, results))
+        print(as_json(settings, results, environment(options.picture)))
     else:
-        print(f"\n{as_table(results)}\n\n{verdict(results)}")
+        print(f"\n{as_table(results)}\n\n{textwrap.fill(verdict(results), 79)}")
+    if options.picture is not None:
+        command = shlex.join(["python", "-m", "optax_mp", *arguments])
+        options.picture.write_text(as_html(about, command, results), encoding="utf-8")
+        print(f"\nThe picture is in {options.picture.resolve()}", file=stream)
     return 0
 
 
@@ -59,7 +65,53 @@ def make_parser(defaults: Settings) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m optax_mp",
         description="Train a small transformer on characters, from the same weights, "
-        "on the same batches and with the same AdamW, in several precisions.",
+        "on the same batches and with the same AdamW, in several precisions, and "
+        "compare them with float32.",
+    )
+    add_run_options(parser, defaults)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the results and curves as JSON, and the progress to stderr",
+    )
+    picture = parser.add_mutually_exclusive_group()
+    picture.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        default=DEFAULT_PICTURE,
+        help="where to write the HTML page with the charts (default: %(default)s)",
+    )
+    picture.add_argument(
+        "--no-picture",
+        dest="picture",
+        action="store_const",
+        const=None,
+        help="write none",
+    )
+    return parser
+
+
+def add_run_options(parser: argparse.ArgumentParser, defaults: Settings) -> None:
+    """Add what decides which runs are made, and how."""
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=DTYPES,
+        metavar="DTYPE",
+        default=DEFAULT_DTYPES,
+        help="of params: bf16, f16 (with a loss scale), e4m3fn, e5m2 (float8, with a "
+        "model that computes in bfloat16); each also runs naively, in plain "
+        f"optax (default: {' '.join(DEFAULT_DTYPES)})",
+    )
+    parser.add_argument(
+        "--storage",
+        nargs="+",
+        choices=STORAGES,
+        metavar="STORAGE",
+        help="of masters: full (float32, 14 bytes a weight with AdamW), split16 (12), "
+        "split8 (11), compact (split8 and 8-bit moments, 5.1), stochastic (none, 10); "
+        "float8 takes full only (default: full, and compact for bf16)",
     )
     parser.add_argument(
         "--steps",
@@ -79,101 +131,61 @@ def make_parser(defaults: Settings) -> argparse.ArgumentParser:
         metavar="FILE",
         help="what to train on (default: the help texts of Python)",
     )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print the results as JSON, and the progress to stderr",
-    )
-    return parser
 
 
-def introduction(settings: Settings, corpus: Corpus) -> str:
-    """Return what is about to be done, in a line or two."""
+def check_picture(picture: Path | None, text: Path | None) -> None:
+    """Raise unless the picture can be written; leave nothing behind.
+
+    Raises:
+        ValueError: if not, or if it would overwrite the text.
+    """
+    if picture is None:
+        return
+    try:
+        existed = picture.exists()
+        if existed and text is not None and picture.samefile(text):
+            raise ValueError(
+                f"the picture would overwrite the text {text}; give another --picture."
+            )
+        with picture.open("a"):
+            pass
+        if not existed:
+            picture.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"the picture {picture} cannot be written ({error}); give another place "
+            "with --picture FILE, or --no-picture."
+        ) from error
+
+
+def introduction(settings: Settings, corpus: Corpus, runs: Sequence[Run]) -> str:
+    """Return what is about to be done."""
     return (
         f"Training a {settings.layer_count}-layer transformer on "
-        f"{corpus.train.size} characters, on {jax.default_backend()},\n"
-        f"{settings.steps} steps in each of {len(RUNS)} ways."
+        f"{corpus.train.size} characters on {device_name()}, {settings.steps} steps in "
+        f"each of {len(runs)} ways."
     )
 
 
-def make_progress(stream: TextIO, steps: int) -> Report:
-    """Return what shows the progress: a bar on a terminal, else a line each tenth."""
-    is_live = stream.isatty()
-    line_width = shutil.get_terminal_size().columns - 1
-    shown_tenth = 0
-
-    def report(name: str, step: int, loss: float | None) -> None:
-        nonlocal shown_tenth
-        status = "compiling" if loss is None else f"loss {loss:.3f}"
-        if is_live:
-            filled = BAR_WIDTH * step // steps
-            bar = "#" * filled + "." * (BAR_WIDTH - filled)
-            # Padded, since each line is to cover the one before it.
-            line = f"{name:<15} [{bar}] {step}/{steps} {status}".ljust(79)
-            end = "\n" if step == steps else ""
-            print("\r" + line[:line_width], end=end, file=stream, flush=True)
-            return
-        tenth = 10 * step // steps
-        if tenth != shown_tenth and loss is not None:
-            print(f"{name}: step {step}/{steps}, {status}", file=stream, flush=True)
-        shown_tenth = tenth
-
-    return report
+def device_name() -> str:
+    """Return the backend of JAX, and which device it is if that says more."""
+    backend, kind = jax.default_backend(), jax.devices()[0].device_kind
+    return backend if kind == backend else f"{backend} ({kind})"
 
 
-def as_table(results: Sequence[Result]) -> str:
-    """Return the results as a table for people."""
-    rows = [("run", "held-out loss", "bytes a weight", "ms a step", "skipped")]
-    rows += [
-        (
-            result.name,
-            f"{result.held_out_loss:.4f}",
-            f"{result.bytes_per_weight:.2f}",
-            f"{result.ms_per_step:.1f}",
-            "-" if result.skipped_steps is None else str(result.skipped_steps),
-        )
-        for result in results
-    ]
-    titles, *lines = (
-        f"{name:<15} {loss:>14} {size:>15} {speed:>10} {skipped:>8}"
-        for name, loss, size, speed, skipped in rows
-    )
-    return "\n".join([titles, "-" * len(titles), *lines])
-
-
-def verdict(results: Sequence[Result]) -> str:
-    """Return in one sentence how the runs compare with the first."""
-    first, *others = results
-
-    def compared(result: Result) -> str:
-        gap = result.held_out_loss - first.held_out_loss
-        if not math.isfinite(gap):
-            return f"{result.name} diverged"
-        if abs(gap) < SAME_LOSS:
-            return f"{result.name} matches it ({gap:+.3f})"
-        return f"{result.name} is {abs(gap):.3f} {'worse' if gap > 0 else 'better'}"
-
-    return f"Against {first.name}: {', '.join(map(compared, others))}."
-
-
-def as_json(settings: Settings, results: Sequence[Result]) -> str:
-    """Return settings and results for programs; a loss that is not finite is null."""
-
-    def row(result: Result) -> dict[str, Any]:
-        is_finite = math.isfinite(result.held_out_loss)
-        loss = result.held_out_loss if is_finite else None
-        return asdict(result) | {"held_out_loss": loss}
-
-    return json.dumps(
-        {
-            "settings": asdict(settings),
-            "backend": jax.default_backend(),
-            "runs": [row(result) for result in results],
-            "verdict": verdict(results),
+def environment(picture: Path | None) -> dict[str, Any]:
+    """Return what a reader of the results may ask about the machine."""
+    return {
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "optax": optax.__version__,
+            "optax_mp": optax_mp.__version__,
         },
-        indent=2,
-        allow_nan=False,
-    )
+        "picture": None if picture is None else str(picture.resolve()),
+    }
 
 
 if __name__ == "__main__":

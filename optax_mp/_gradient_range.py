@@ -217,7 +217,7 @@ class GradientRangeReport:
             height, end = top * (1.1 + 0.12 * row), min(overflow, right)
             axes.hlines(height, zero, end, color="#bbbbbb", linewidth=4)
             axes.hlines(height, normal, end, color="#228833", linewidth=4)
-            axes.text(right + 1, height, name, va="center", fontsize="small")
+            axes.text(right + 1, height, name, va="center", fontsize="x-small")
         axes.set_xlim(min(first, -28) - 2, right + 14)
         axes.set_ylim(0, top * (1.15 + 0.12 * len(_LIMITS)))
         axes.set_xlabel("exponent: log2 of the magnitude")

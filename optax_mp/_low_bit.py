@@ -132,7 +132,7 @@ def low_bit_state(
                 # Else XLA computes all those blocks of zeros while it compiles a jitted
                 # `init`: seconds for a million values.
                 leaf, like = jax.lax.optimization_barrier((leaves[i], like))
-                leaves[i] = quantized(leaf, like, None)
+                leaves[i] = _quantized_at_start(leaf, like)
         leaves = without_aliases(leaves, params)
         return LowBitState(jnp.zeros((), jnp.int32), treedef.unflatten(leaves))
 
@@ -280,6 +280,12 @@ def _never_negative(
         if kept == holds:
             return holds
         holds = kept
+
+
+# Compiled: eagerly each of its operations is compiled for each shape.
+@jax.jit
+def _quantized_at_start(leaf: jax.Array, like: Quantized) -> Quantized:
+    return quantized(leaf, like, None)
 
 
 def _is_quantized(node: Any) -> bool:

@@ -1,0 +1,184 @@
+"""docs/evidence.md and its plots, from the files of `benchmarks/results`.
+
+    python benchmarks/evidence.py            # the page, and the plots with matplotlib
+    python benchmarks/evidence.py --no-plots
+
+The text is `benchmarks/evidence_template.md`. A field in braces stands for a figure or
+the tables of a result: `{convergence.made}`, `{convergence.tables}`, and for a cell
+`{amp[0][amp, bf16][trace]}`: the number of the table, the row, the column.
+"""
+
+import argparse
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import record
+from record import Record, row_of
+
+try:
+    import plots
+except ImportError:  # Without matplotlib.
+    plots = None
+
+HERE = Path(__file__).parent
+TEMPLATE = HERE / "evidence_template.md"
+PAGE = HERE.parent / "docs" / "evidence.md"
+IMAGES = HERE.parent / "docs" / "images"
+
+Records = Mapping[str, Record]
+LARGE, MANY = "16.8M weights in 4 leaves", "1.6M weights in 400 leaves"
+TRANSFORMER = (
+    "a training step of a transformer, 4 blocks, width 256, 4 heads, vocabulary 1024, "
+    "batch 8 x 128"
+)
+# What the work on each part set out to reach: (what, result, table, row, column, most).
+WANTED = tuple(
+    (f"{column}, {row}", result, table, row, column, most)
+    for result, table, column, limits in (
+        ("optimizer_step", LARGE, "ratio", {
+            "mixed_precision, bf16, bf16 gradients": 1.15,
+            "mixed_precision, bf16, f32 gradients": 1.15,
+            "loss scale around, bf16, bf16 gradients": 1.3,
+            "loss scale around, bf16, f32 gradients": 1.3,
+            "loss scale as a link, bf16, f32 gradients": 1.5,
+        }),
+        ("optimizer_step", LARGE, "temporaries", {
+            "mixed_precision, bf16, bf16 gradients": 0,
+            "mixed_precision, bf16, f32 gradients": 0,
+            "loss scale around, bf16, bf16 gradients": 1,
+            "loss scale as a link, bf16, f32 gradients": 1,
+        }),
+        ("optimizer_step", MANY, "compile ratio", {
+            "mixed_precision, bf16, bf16 gradients": 1.5,
+            "mixed_precision, bf16, f32 gradients": 1.5,
+            "loss scale around, bf16, bf16 gradients": 1.5,
+        }),
+        ("split", LARGE, "ratio", {
+            "Split(16), bf16, bf16 gradients": 1.3,
+            "Split(8), bf16, bf16 gradients": 1.5,
+            "Split(8), 8-bit state, bf16, bf16 gradients": 2.5,
+        }),
+        ("split", LARGE, "temporaries", {
+            "Split(16), bf16, bf16 gradients": 2,
+            "Split(8), 8-bit state, bf16, bf16 gradients": 2,
+        }),
+        ("split", MANY, "temporaries", {"Split(16), bf16, bf16 gradients": 2}),
+        ("split", MANY, "compile ratio", {"Split(16), bf16, bf16 gradients": 2}),
+        ("amp", TRANSFORMER, "trace", {"amp, bf16": 3}),
+    )
+    for row, most in limits.items()
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the template can say of a record."""
+
+    record: Record
+
+    @property
+    def made(self) -> str:
+        """By what, when and on what."""
+        versions = ", ".join(f"{k} {v}" for k, v in self.record.versions.items())
+        made = f"`{self.record.command}`, {self.record.date}"
+        return f"Made by {made} ({self.record.machine}; {versions})."
+
+    @property
+    def tables(self) -> str:
+        """All tables, each under its title."""
+        return "\n\n".join(
+            f"### {title[0].upper()}{title[1:]}\n\n{record.as_markdown(rows)}"
+            for title, rows in self.record.tables.items()
+        )
+
+    def __getitem__(self, number: int) -> dict[str, dict[str, str]]:
+        """Return the cells of a table by the first cell of the row, and column."""
+        rows = list(self.record.tables.values())[number]
+        return {
+            next(iter(row.values())): {k: record.cell(k, v) for k, v in row.items()}
+            for row in rows
+        }
+
+
+def read_records() -> dict[str, Record]:
+    """Return all results by the names of their files."""
+    return {path.stem: record.read(path) for path in record.RESULTS.glob("*.json")}
+
+
+def render(template: str, records: Records) -> str:
+    """Return the page: the template with its fields filled in."""
+    sections = {name: Section(each) for name, each in records.items()}
+    return template.format(**sections, **figures(records))
+
+
+def figures(records: Records) -> dict[str, str]:
+    """Return what the text says that is not one cell of a table."""
+    forms = records["convergence"].rows
+    naive = [row for row in forms if row["form"] == "bf16, naive"]
+    others = [r for r in forms if r["form"] != "float32" and r not in naive]
+    naive_apart = [row["to float32"] - 1 for row in naive]
+    checks = next(iter(records["conformance"].tables.values()))
+    rates = records["demo_rates"].rows
+    wanted = wanted_rows(records)
+    return {
+        "forms_in_spread": share(row["in its spread"] == "yes" for row in others),
+        "naive_in_spread": share(row["in its spread"] == "yes" for row in naive),
+        "forms_apart": f"{max(abs(row['to float32'] - 1) for row in others):.1%}",
+        "naive_apart": f"{min(naive_apart):.0%} to {max(naive_apart):.0%}",
+        "naive_gap": spread(rates, "bf16 naive"),
+        "wanted": record.as_markdown(wanted),
+        "wanted_met": share(row["met"] == "yes" for row in wanted),
+        "checks": f"{sum(row['passed'] for row in checks):,}",
+        "checks_failed": f"{sum(row['failed'] for row in checks):,}",
+    }
+
+
+def share(claims: Iterable[bool]) -> str:
+    """Return how many of these are true."""
+    claims = list(claims)
+    return f"{sum(claims)} of {len(claims)}"
+
+
+def spread(rows: list[record.Row], run: str) -> str:
+    """Return how far over float32 a run ends, at least and at most, in all settings."""
+    gaps = [row["above float32"] for row in rows if row["run"] == run]
+    return f"{min(gaps):+.3f} to {max(gaps):+.3f}"
+
+
+def wanted_rows(records: Records) -> list[record.Row]:
+    """Return what was wanted beside what was measured."""
+    rows = []
+    for what, result, table, name, column, most in WANTED:
+        found = row_of(records[result], table, name)[column]
+        rows.append(
+            {
+                "what": what,
+                "of": table.split(",")[0],
+                "wanted at most": f"{most:g}",
+                "measured": record.cell(column, found),
+                "met": "yes" if found <= most else "**no**",
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Write the page, and the plots if matplotlib is here."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-plots", action="store_true", help="the page alone")
+    args = parser.parse_args()
+    records = read_records()
+    template = TEMPLATE.read_text(encoding="utf-8")
+    PAGE.write_text(render(template, records), encoding="utf-8")
+    if args.no_plots:
+        return
+    if plots is None:
+        parser.exit(1, "No plots: matplotlib is not installed.\n")
+    IMAGES.mkdir(exist_ok=True)
+    for name in plots.PLOTS:
+        print(plots.draw(name, records, IMAGES))
+
+
+if __name__ == "__main__":
+    main()

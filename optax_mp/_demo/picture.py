@@ -1,0 +1,215 @@
+"""The picture of the demo: one HTML file that needs nothing else."""
+
+import math
+from collections.abc import Sequence
+from xml.etree.ElementTree import Element, tostring
+
+from optax_mp._demo.chart import (
+    STYLE_COUNT,
+    Axis,
+    Series,
+    bar_chart,
+    exponent_axis,
+    line_chart,
+    line_style,
+    linear_axis,
+    log_axis,
+    node,
+)
+from optax_mp._demo.report import TITLES, cells_of, lost_at, verdict
+from optax_mp._demo.train import Result
+
+# Of each run, for light and dark backgrounds; the first is what others lie on.
+LIGHT = "#9a9a9a #c2410c #0b6bcb #0a7d55 #b0229c #6d4de0 #8a6d00 #0e7490".split()
+DARK = "#8a8a8a #ff8f5a #62b0ff #3ecf95 #f07be0 #a793ff #e0c04a #4fd0e0".split()
+STYLE = """
+:root { color-scheme: light dark; --text: #1a1a1a; --page: #ffffff; --grid: #dddddd;
+  LIGHT }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e8e8e8; --page: #16181c; --grid: #3a3d44; DARK } }
+body { background: var(--page); color: var(--text); max-width: 50rem; margin: 2rem auto;
+  padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 0.2rem 0.6rem;
+  border-bottom: 1px solid var(--grid); }
+th:first-child, td:first-child { text-align: left; }
+ul { list-style: none; padding: 0; }
+li { display: inline-block; margin-right: 1.2rem; }
+li svg { width: 40px; height: 12px; margin-right: 0.4rem; }
+.chart { width: 100%; height: auto; display: block; margin: 1.2rem 0; }
+.chart text { fill: var(--text); font-size: 12px; }
+.chart .heading { font-size: 14px; font-weight: 600; }
+.grid { stroke: var(--grid); }
+.axis { stroke: var(--text); }
+.line { fill: none; stroke-width: 2; }
+.wide { stroke-width: 5; }
+"""
+CURVE_POINTS = 300
+# The share of a run over which curves are averaged: batches are small.
+SMOOTHED_SHARE = 0.05
+
+
+def as_html(introduction: str, command: str, results: Sequence[Result]) -> str:
+    """Return the page: what was done, the verdict, the table, and four charts."""
+    title = "optax_mp: one model, trained in several precisions"
+    charts = [losses_chart(results), gaps_chart(results)]
+    if any(result.loss_scale is not None for result in results):
+        charts.append(scales_chart(results))
+    head = node(
+        "head",
+        node("meta", charset="utf-8"),
+        node("meta", name="viewport", content="width=device-width"),
+        node("title", title),
+        node("style", style()),
+    )
+    body = node(
+        "body",
+        node("h1", title),
+        node("p", introduction),
+        node("p", verdict(results)),
+        table(results),
+        legend(results),
+        *charts,
+        bytes_chart(results),
+        node("p", "Made by ", node("code", command)),
+    )
+    page = node("html", head, body, lang="en")
+    return "<!DOCTYPE html>\n" + tostring(page, encoding="unicode") + "\n"
+
+
+def style() -> str:
+    """Return the style sheet, with the colours of runs as variables."""
+
+    def variables(colors: Sequence[str]) -> str:
+        return " ".join(f"--run{i}: {color};" for i, color in enumerate(colors))
+
+    rules = [
+        f".line.run{i} {{ stroke: var(--run{i}); }}\n"
+        f".bar.run{i} {{ fill: var(--run{i}); }}\n"
+        for i in range(STYLE_COUNT)
+    ]
+    sheet = STYLE.replace("LIGHT", variables(LIGHT)).replace("DARK", variables(DARK))
+    return sheet + "".join(rules)
+
+
+def table(results: Sequence[Result]) -> Element:
+    """Return the table that the terminal shows, too."""
+    titles = node("tr", *(node("th", title, scope="col") for title in TITLES))
+    rows = [
+        node("tr", *(node("td", cell) for cell in cells_of(result)))
+        for result in results
+    ]
+    return node("table", node("thead", titles), node("tbody", *rows))
+
+
+def legend(results: Sequence[Result]) -> Element:
+    """Return the line of each run beside its name."""
+    items = []
+    for i, result in enumerate(results):
+        line = node("line", x1=0, y1=6, x2=40, y2=6, **line_style(i))
+        end = ending(result)
+        name = node("span", f"{result.name} ({end})" if end else result.name)
+        items.append(node("li", node("svg", line, viewBox="0 0 40 12"), name))
+    return node("ul", *items, class_="legend")
+
+
+def losses_chart(results: Sequence[Result]) -> Element:
+    """Return the chart of training losses."""
+    all_series = [
+        Series(
+            result.name,
+            i,
+            [
+                (step, math.log(max(loss, 1e-9)))
+                for step, loss in smoothed_losses(result)
+            ],
+            ending(result),
+        )
+        for i, result in enumerate(results)
+    ]
+    y = log_axis("nats a character", heights(all_series))
+    return line_chart("Training loss", steps_axis(results), y, all_series)
+
+
+def gaps_chart(results: Sequence[Result]) -> Element:
+    """Return the chart of what losses are above those of the first run.
+
+    All runs see the same batches, so that most of the noise cancels.
+    """
+    first = results[0]
+    base = dict(zip(first.curve.steps, first.curve.losses, strict=True))
+    all_series = []
+    for i, result in enumerate(results):
+        points = zip(result.curve.steps, result.curve.losses, strict=True)
+        # A first run that diverged has no loss to compare with after that.
+        gaps = [(step, loss - base[step]) for step, loss in points if step in base]
+        all_series.append(Series(result.name, i, smoothed(gaps), ending(result)))
+    y = linear_axis("nats a character", [0.0, *heights(all_series)], at_least=0.02)
+    title = f"Training loss above {first.name}, on the same batches"
+    return line_chart(title, steps_axis(results), y, all_series)
+
+
+def scales_chart(results: Sequence[Result]) -> Element:
+    """Return the chart of loss scales."""
+    all_series = [
+        Series(
+            result.name,
+            i,
+            [
+                (step, math.log2(scale))
+                for step, scale in zip(
+                    result.curve.steps, result.curve.loss_scales, strict=True
+                )
+            ],
+        )
+        for i, result in enumerate(results)
+        if result.curve.loss_scales is not None
+    ]
+    y = exponent_axis("loss scale", heights(all_series))
+    return line_chart("Loss scale", steps_axis(results), y, all_series)
+
+
+def bytes_chart(results: Sequence[Result]) -> Element:
+    """Return the chart of memory."""
+    bars = [
+        (result.name, i, result.bytes_per_weight) for i, result in enumerate(results)
+    ]
+    return bar_chart("Memory of params and optimizer state", "bytes a weight", bars)
+
+
+def steps_axis(results: Sequence[Result]) -> Axis:
+    """Return the axis of steps, from 0 to the last of any run."""
+    last = max(result.curve.steps[-1] for result in results)
+    return linear_axis("step", [0.0, float(last)], at_least=4.0)
+
+
+def heights(all_series: Sequence[Series]) -> list[float]:
+    """Return the vertical values of all points."""
+    return [value for series in all_series for _, value in series.points]
+
+
+def ending(result: Result) -> str:
+    """Return why a run ended before its time, or nothing."""
+    step = lost_at(result)
+    return "" if step is None else f"NaN by step {step}"
+
+
+def smoothed_losses(result: Result) -> list[tuple[float, float]]:
+    """Return steps and losses of a run, averaged over neighbours."""
+    return smoothed(list(zip(result.curve.steps, result.curve.losses, strict=True)))
+
+
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return means over neighbours, fewer near the ends, of what is finite.
+
+    The first and the last point have no neighbours on one side and stay as they are.
+    """
+    points = [point for point in points if math.isfinite(point[1])]
+    reach = int(len(points) * SMOOTHED_SHARE / 2)
+    means = []
+    for i in range(0, len(points), max(1, len(points) // CURVE_POINTS)):
+        near = min(reach, i, len(points) - 1 - i)
+        values = [value for _, value in points[i - near : i + near + 1]]
+        means.append((points[i][0], sum(values) / len(values)))
+    return means
