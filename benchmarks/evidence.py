@@ -1,9 +1,10 @@
-"""docs/evidence.md and its plots, from the files of `benchmarks/results`.
+"""docs/evidence.md, its plots and README's figures, from `benchmarks/results`.
 
     python benchmarks/evidence.py            # the page, and the plots with matplotlib
     python benchmarks/evidence.py --no-plots
 
-The text is `benchmarks/evidence_template.md`. A field in braces stands for a figure or
+The text is `benchmarks/evidence_template.md`; README's, between two comments there, is
+`benchmarks/readme_figures.md`. A field in braces stands for a figure or
 the tables of a result: `{convergence.made}`, `{convergence.tables}`, and for a cell
 `{amp[0][amp, bf16][trace]}`: the number of the table, the row, the column.
 """
@@ -25,6 +26,9 @@ HERE = Path(__file__).parent
 TEMPLATE = HERE / "evidence_template.md"
 PAGE = HERE.parent / "docs" / "evidence.md"
 IMAGES = HERE.parent / "docs" / "images"
+README = HERE.parent / "README.md"
+README_FIGURES = HERE / "readme_figures.md"
+MARKS = ("<!-- made by benchmarks/evidence.py from here -->", "<!-- to here -->")
 
 Records = Mapping[str, Record]
 LARGE, MANY = "16.8M weights in 4 leaves", "1.6M weights in 400 leaves"
@@ -112,6 +116,14 @@ def render(template: str, records: Records) -> str:
     return template.format(**sections, **figures(records))
 
 
+def with_figures(readme: str, template: str, records: Records) -> str:
+    """Return README with the figures between the two marks made anew."""
+    before, _, rest = readme.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    made = render(template, records)
+    return f"{before}{MARKS[0]}\n\n{made}\n{MARKS[1]}{after}"
+
+
 def figures(records: Records) -> dict[str, str]:
     """Return what the text says that is not one cell of a table."""
     forms = records["convergence"].rows
@@ -171,6 +183,9 @@ def main() -> None:
     records = read_records()
     template = TEMPLATE.read_text(encoding="utf-8")
     PAGE.write_text(render(template, records), encoding="utf-8")
+    readme = README.read_text(encoding="utf-8")
+    template = README_FIGURES.read_text(encoding="utf-8")
+    README.write_text(with_figures(readme, template, records), encoding="utf-8")
     if args.no_plots:
         return
     if plots is None:

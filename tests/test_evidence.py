@@ -55,6 +55,20 @@ def test_the_page_is_what_the_results_say(script):
     )
 
 
+def test_the_figures_of_the_readme_are_what_the_results_say(script):
+    evidence = script("evidence")
+    readme = evidence.README.read_text(encoding="utf-8")
+    template = evidence.README_FIGURES.read_text(encoding="utf-8")
+    records = evidence.read_records()
+    assert all(readme.count(mark) == 1 for mark in evidence.MARKS)
+    assert readme == evidence.with_figures(readme, template, records), (
+        "README's figures are not what the results say; run "
+        "`python benchmarks/evidence.py`, and edit benchmarks/readme_figures.md."
+    )
+    records["demo"].rows[1]["held-out loss"] = 9.876
+    assert "9.876" in evidence.with_figures(readme, template, records)
+
+
 def test_another_figure_in_a_result_is_another_figure_on_the_page(script):
     records = script("evidence").read_records()
     step = records["optimizer_step"]
