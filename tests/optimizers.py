@@ -78,6 +78,8 @@ def _discover() -> dict[str, Callable[[], optax.GradientTransformation]]:
 
 
 OPTIMIZERS = _discover()
+# By default, and in what is repeated for several dtypes: those that differ most.
+DISTINCT = {"adamw", "sgd", "lion", "adafactor", "muon", "sam", "sophia", "noisy_sgd"}
 # Takes a gradient for each example, along a leading axis.
 PER_EXAMPLE = ("dpsgd",)
 # optax's sm3 raises IndexError on scalars.

@@ -10,6 +10,7 @@ import optax
 import pytest
 from conftest import as_bits, avals
 from optimizers import (
+    DISTINCT,
     OPTIMIZERS,
     example_gradients,
     example_params,
@@ -41,8 +42,6 @@ CONTRACTED_WHEN_SPLIT = (
     "schedule_free_sgd",
     *(("adafactor",) if IS_JAX_0_5 else ()),
 )
-# By default those that differ most from each other.
-DISTINCT = {"adamw", "sgd", "lion", "adafactor", "muon", "sam", "sophia", "noisy_sgd"}
 # By default those in bfloat16, and one in float16; in CI all in bfloat16.
 EVERY_OPTIMIZER_IN_LOW_DTYPES = [
     pytest.param(name, dtype, marks=() if is_default else pytest.mark.slow)
