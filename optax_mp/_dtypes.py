@@ -12,7 +12,9 @@ from jax.typing import DTypeLike
 _ALIASES = {
     "bf16": "bfloat16",
     "f16": "float16",
+    "fp16": "float16",
     "f32": "float32",
+    "fp32": "float32",
     "full": "float32",
     "f64": "float64",
     "f8_e4m3fn": "float8_e4m3fn",
@@ -63,6 +65,12 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
             dtype = None if spec is None else jnp.dtype(spec)
         except TypeError:
             dtype = None
+    if hasattr(spec, "cast_to_param"):
+        raise ValueError(
+            f"{argument} is a Policy ({spec}), {expected}; a policy casts trees by "
+            "`policy.cast_to_param(tree)`, and goes to `mixed_precision` as "
+            "`param_dtype`."
+        )
     if dtype is None:
         raise ValueError(
             f"{argument} is {spec!r}, {expected}; short names are "

@@ -1,5 +1,6 @@
 """gradient_range_report: which low-precision formats the values of a tree fit into."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -168,7 +169,8 @@ class GradientRangeReport:
 
         It is the scale for these values. Gradients inside of the backward pass may be
         larger than those of params, and both change during training, which
-        `dynamic_loss_scale` follows.
+        `dynamic_loss_scale` follows. NaN where there is no finite value but 0. Values
+        that are infinite or NaN say nothing, so take gradients that did not overflow.
 
         Args:
             dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
@@ -181,7 +183,7 @@ class GradientRangeReport:
         counts = self._counts_of(None)
         (occupied,) = np.nonzero(counts[1:-1])
         if not occupied.size:
-            return 1.0
+            return math.nan
         limits = _limits_of(dtype)
         room = _values(limits.overflow) / (headroom * _UPPER[1 + occupied[-1]])
         scales = [2.0**exponent for exponent in range(-126, 128)]
@@ -230,14 +232,12 @@ class GradientRangeReport:
     def __str__(self) -> str:
         """Return the table."""
         names = [name.removeprefix("float8_") for name in _FORMATS]
-        rows = [("% of values", "values", "inf, NaN", "0", *names)]
+        rows = [("", "values", "inf, NaN", "0", *names)]
         rows += [self._row(path, path) for path in self.paths]
         if len(self.paths) > 1:
             rows.append(self._row("all", None))
-        lines = aligned(rows, left=1)
-        return "\n".join(
-            [*lines, "of a format: underflow / subnormal / overflow", *self._advice()]
-        )
+        legend = "% of values; of a format, that underflow / turn subnormal / overflow"
+        return "\n".join([legend, *aligned(rows, left=1), *self._advice()])
 
     def _row(self, title: str, path: str | None) -> tuple[str, ...]:
         counts = self._counts_of(path)
@@ -256,7 +256,11 @@ class GradientRangeReport:
         )
 
     def _advice(self) -> list[str]:
+        if math.isnan(self.best_loss_scale()):
+            return ["no loss scale fits: there is no finite value but 0"]
         lines = []
+        if self.not_finite():
+            lines.append("of the finite values (take gradients that did not overflow):")
         for name in _FORMATS[1:]:
             scale = self.best_loss_scale(name)
             before, after = (
@@ -336,9 +340,9 @@ def gradient_range_report(
         >>> for number in range(3):
         ...     w, report = step(number, w, report)
         >>> print(report)
-        % of values       values  inf, NaN  0  bfloat16  float16   e4m3fn      e5m2
+        % of values; of a format, that underflow / turn subnormal / overflow
+                          values  inf, NaN  0  bfloat16  float16   e4m3fn      e5m2
         (the whole tree)   1,000         0  0     0/0/0  57/28/0  100/0/0  77/7.4/0
-        of a format: underflow / subnormal / overflow
         float16: best loss scale 2**23; underflow 57% without it, 0% with it
         float8_e4m3fn: best loss scale 2**16; underflow 100% without it, 55% with it
         float8_e5m2: best loss scale 2**23; underflow 77% without it, 20% with it

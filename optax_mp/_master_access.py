@@ -217,6 +217,7 @@ def _states_of(opt_state: optax.OptState, caller: str) -> list[MixedPrecisionSta
     if not found:
         raise ValueError(
             f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state "
-            "of an optimizer with optax_mp.mixed_precision in it."
+            "of an optimizer with optax_mp.mixed_precision in it; without one, the "
+            "params are all that there is."
         )
     return found

@@ -20,7 +20,7 @@ from optax_mp._master_access import MixedPrecisionState
 from optax_mp._param_dtype import DeclaredDType, DTypeRule, declared_dtype
 from optax_mp._storage import FullCopy, Storage, check_storable, check_storage
 from optax_mp._transformation import as_transformation
-from optax_mp._tree import is_floating, is_inexact
+from optax_mp._tree import describe, is_floating, is_inexact, place
 
 UpdateDType = DTypeLike | Literal["params"] | None
 
@@ -81,7 +81,8 @@ def mixed_precision(
 
     Raises:
         TypeError: if `inner` is not a gradient transformation, or `storage` no storage.
-        ValueError: if a dtype is not floating.
+        ValueError: if a dtype is not floating; at `init`, if `master_dtype` has less
+            than 32 bits and no param has fewer.
 
     Example:
         >>> import jax.numpy as jnp
@@ -119,6 +120,7 @@ def mixed_precision(
         wanted = jax.dtypes.canonicalize_dtype(master_dtype)
         dtypes = list(map(dtype_in_training, leaves.paths, leaves.values))
         has_master = [x is not None and bits(x) < bits(wanted) for x in dtypes]
+        _check_use(wanted, leaves, has_master)
         check_storable(storage, leaves.paths, leaves.values, dtypes, has_master)
         stored, seen = [], []
         for leaf, dtype, stores in zip(leaves.values, dtypes, has_master, strict=True):
@@ -351,6 +353,20 @@ class _Step:
     @property
     def _keeps_masters(self) -> bool:
         return isinstance(self.settings.storage, FullCopy)
+
+
+def _check_use(master_dtype: jnp.dtype, leaves: Leaves, has_master: list[bool]) -> None:
+    """Raise where masters of less than 32 bits would be no wider than any param."""
+    if bits(master_dtype) >= 32 or any(has_master):
+        return
+    for path, leaf in zip(leaves.paths, leaves.values, strict=True):
+        if is_floating(leaf):
+            raise ValueError(
+                f"mixed_precision: `master_dtype` is {master_dtype}, no wider than any "
+                f"param (leaf {place(path)} is {describe(leaf)}), so that there would "
+                "be no masters; expected float32, the default. What params will be "
+                "cast to is said by `param_dtype`."
+            )
 
 
 def _settled(storage: Storage, master: jax.Array, param: jax.Array) -> jax.Array:

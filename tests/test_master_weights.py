@@ -646,3 +646,29 @@ print("sharded", len(jax.devices()))
 
 def test_sharded_params_keep_masters_and_updates_where_they_are():
     assert run_on(4, "-c", SHARDED) == "sharded 4\n"
+
+
+@pytest.mark.parametrize("master_dtype", ["bfloat16", "float16", "float8_e5m2"])
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
+def test_masters_no_wider_than_any_param_are_an_error(master_dtype, param_dtype):
+    tx = optax_mp.mixed_precision(optax.sgd(1.0), master_dtype)
+    params = {"n": jnp.int32(1), "w": jnp.ones(4, param_dtype)}
+    message = rf"`master_dtype` is {master_dtype}, no wider .* \['w'\] is {param_dtype}"
+    with pytest.raises(ValueError, match=message + r"\[4\].*said by `param_dtype`"):
+        tx.init(params)
+    tx.init({"n": jnp.int32(1)})  # Nothing to keep, nothing lost.
+
+
+def test_bfloat16_masters_of_float8_params_are_kept():
+    tx = optax_mp.mixed_precision(optax.sgd(1.0), "bfloat16", update_dtype="params")
+    params = {"w": jnp.ones(4, jnp.float8_e5m2), "b": jnp.ones(4, jnp.bfloat16)}
+    state = tx.init(params)
+    assert state.master_params["w"].dtype == jnp.bfloat16
+
+
+def test_a_policy_in_the_place_of_a_dtype_is_an_error_that_says_where_it_goes():
+    policy = optax_mp.get_policy("p=bf16")
+    with pytest.raises(ValueError, match="is a Policy .*mixed_precision` as `param_d"):
+        optax_mp.mixed_precision(optax.sgd(1.0), policy)
+    with pytest.raises(ValueError, match="is a Policy .*`policy.cast_to_param"):
+        optax_mp.cast_floating({"w": jnp.ones(1)}, policy)
