@@ -101,9 +101,17 @@ def _other_name(app, env, node, shown):
     return shown
 
 
+def _link_to_copies(app, docname, source):
+    """Lead links to the notebooks, right in the repository, to their copies."""
+    del app
+    if not docname.startswith("notebooks/"):
+        source[0] = source[0].replace("](../notebooks/", "](notebooks/")
+
+
 def setup(app):
     """Register what is above."""
     _copy_notebooks()
     app.connect("autodoc-process-signature", _short_signature)
     app.connect("autodoc-skip-member", _skip_fields)
+    app.connect("source-read", _link_to_copies)
     app.connect("missing-reference", _other_name)

@@ -1,6 +1,7 @@
 """`python -m optax_mp`: train a small transformer in several precisions."""
 
 import argparse
+import os
 import platform
 import shlex
 import sys
@@ -55,7 +56,12 @@ def main(argv: Sequence[str] | None = None, defaults: Settings = DEFAULTS) -> in
         print(f"\n{as_table(results)}\n\n{textwrap.fill(verdict(results), 79)}")
     if options.picture is not None:
         command = shlex.join(["python", "-m", "optax_mp", *arguments])
-        options.picture.write_text(as_html(about, command, results), encoding="utf-8")
+        page = as_html(about, command, results)
+        try:
+            options.picture.write_text(page, encoding="utf-8")
+        except OSError as error:
+            print(f"the picture cannot be written: {error}", file=sys.stderr)
+            return 1
         print(f"\nThe picture is in {options.picture.resolve()}", file=stream)
     return 0
 
@@ -142,6 +148,7 @@ def check_picture(picture: Path | None, text: Path | None) -> None:
     if picture is None:
         return
     try:
+        picture = picture.resolve()  # A link is not what is tried, and removed.
         existed = picture.exists()
         if existed and text is not None and picture.samefile(text):
             raise ValueError(
@@ -189,4 +196,9 @@ def environment(picture: Path | None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+    except BrokenPipeError:  # Whoever read this has gone, as `head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
+    sys.exit(status)

@@ -11,18 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.tree_util import register_dataclass, tree_leaves_with_path
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_mp._dtypes import floating_dtype
+from optax_mp._layout import is_explicit
 from optax_mp._table import aligned
-from optax_mp._tree import PyTree, describe, is_floating, place
+from optax_mp._tree import PyTree, describe, is_array, is_floating, place
 
 _FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _EXPONENT_BIT = 23  # The exponent of a float32 begins here.
 _INFINITY = 0xFF << _EXPONENT_BIT
 _MOST_VALUES = 2**32 - 1  # What a uint32 counts.
-_PATH_WIDTH = 25
+_TABLE_WIDTH, _LEAST_PATH_WIDTH = 80, 12
 
 
 class _Limits(NamedTuple):
@@ -80,9 +83,22 @@ def _counts(leaf: jax.Array, loss_scale: jax.Array | None) -> jax.Array:
     bins = magnitudes >> _EXPONENT_BIT
     for cut in _CUTS:
         bins += magnitudes >= jnp.uint32(cut)
+    # On an explicit mesh it has to be said that all devices get the sum.
+    mesh = _explicit_mesh(leaf)
+    where: dict[str, Any] = (
+        {} if mesh is None else {"out_sharding": NamedSharding(mesh, P())}
+    )
     # Without checks of bounds: they take longer to compile than the rest.
     empty = jnp.zeros(_BOUNDS.size, jnp.uint32)
-    return empty.at[bins].add(1, mode="promise_in_bounds")
+    return empty.at[bins].add(1, mode="promise_in_bounds", **where)
+
+
+def _explicit_mesh(leaf: jax.Array) -> Any:
+    """Return the mesh of an array whose type says how it is sharded, or None."""
+    if not hasattr(jax, "typeof"):  # JAX 0.5 has no such types.
+        return None
+    mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
+    return mesh if is_explicit(mesh) else None
 
 
 @dataclass(frozen=True)
@@ -114,8 +130,8 @@ class GradientRangeReport:
 
     A pytree of one array, so that it can be made under `jit`, carried by loops and
     returned. Reports of one tree add up: those that a `scan` stacks are read as one,
-    and `jax.tree.map(jnp.add, a, b)` and `jax.lax.psum` make one of several. Methods
-    read the values, so call them outside of `jit`.
+    and `jax.tree.map(jnp.add, a, b)` and `jax.lax.psum` make one of several, as long as
+    no bin comes to 2^32. Methods read the values, so call them outside of `jit`.
 
     Attributes:
         counts: uint32, an axis of leaves and one of bins: octaves, cut where a format
@@ -146,6 +162,7 @@ class GradientRangeReport:
             loss_scale: what the values are multiplied by before. Exact for 1, for
                 others to the octave.
         """
+        _check_loss_scale(loss_scale, "in_format")
         return _in_format(self._counts_of(path), _limits_of(dtype), loss_scale)
 
     def zeros(self, path: str | None = None) -> float:
@@ -165,7 +182,8 @@ class GradientRangeReport:
 
         Of the scales that leave `headroom` above the largest value, those by which the
         fewest values become 0, among them those by which the fewest become subnormal,
-        and of these the middle one.
+        and of these the middle one (the largest, if any becomes 0). Values are known to
+        the octave, so that a scale of twice the size may fit, too.
 
         It is the scale for these values. Gradients inside of the backward pass may be
         larger than those of params, and both change during training, which
@@ -195,7 +213,7 @@ class GradientRangeReport:
         ]
         least = min(losses)[:2]
         fitting = [scale for *loss, scale in losses if tuple(loss) == least]
-        return fitting[(len(fitting) - 1) // 2]
+        return fitting[-1 if least[0] else (len(fitting) - 1) // 2]
 
     def plot(self, axes: Any, path: str | None = None) -> None:
         """Draw the histogram of exponents, and the ranges of the formats above it.
@@ -219,13 +237,20 @@ class GradientRangeReport:
             height, end = top * (1.1 + 0.12 * row), min(overflow, right)
             axes.hlines(height, zero, end, color="#bbbbbb", linewidth=4)
             axes.hlines(height, normal, end, color="#228833", linewidth=4)
-            axes.text(right + 1, height, name, va="center", fontsize="x-small")
+            axes.text(
+                *(0.99, height, name),
+                transform=axes.get_yaxis_transform(),
+                ha="right",
+                va="center",
+                fontsize="x-small",
+            )
         axes.set_xlim(min(first, -28) - 2, right + 14)
         axes.set_ylim(0, top * (1.15 + 0.12 * len(_LIMITS)))
         axes.set_xlabel("exponent: log2 of the magnitude")
         axes.set_ylabel("% of values")
         axes.set_title(
-            f"{_percent(self.zeros(path))}% are 0; green: normal, grey: subnormal",
+            f"{_percent(self.zeros(path))}% are 0, {_percent(self.not_finite(path))}% "
+            "inf or NaN; green: normal, grey: subnormal",
             fontsize="medium",
         )
 
@@ -236,14 +261,15 @@ class GradientRangeReport:
         rows += [self._row(path, path) for path in self.paths]
         if len(self.paths) > 1:
             rows.append(self._row("all", None))
+        others = aligned([["", *cells] for _, *cells in rows], left=1)
+        width = max(_TABLE_WIDTH - max(map(len, others)), _LEAST_PATH_WIDTH)
+        rows = [(_cut(title, width), *cells) for title, *cells in rows]
         legend = "% of values; of a format, that underflow / turn subnormal / overflow"
         return "\n".join([legend, *aligned(rows, left=1), *self._advice()])
 
     def _row(self, title: str, path: str | None) -> tuple[str, ...]:
         counts = self._counts_of(path)
         shares = [_in_format(counts, limits, 1.0) for limits in _LIMITS.values()]
-        if len(title) > _PATH_WIDTH:
-            title = "..." + title[3 - _PATH_WIDTH :]
         return (
             title,
             f"{counts.sum():,}",
@@ -263,12 +289,13 @@ class GradientRangeReport:
             lines.append("of the finite values (take gradients that did not overflow):")
         for name in _FORMATS[1:]:
             scale = self.best_loss_scale(name)
-            before, after = (
-                self.in_format(name, loss_scale=x).underflow for x in (1.0, scale)
+            without, by = (
+                f"{_percent(fit.underflow)}/{_percent(fit.overflow)}%"
+                for fit in (self.in_format(name, loss_scale=x) for x in (1.0, scale))
             )
             lines.append(
-                f"{name}: best loss scale 2**{int(np.log2(scale))}; underflow "
-                f"{_percent(before)}% without it, {_percent(after)}% with it"
+                f"{name}: best loss scale 2**{int(np.log2(scale))}: under/overflow "
+                f"{without} -> {by}"
             )
         return lines
 
@@ -303,7 +330,8 @@ def gradient_range_report(
     The histogram of the mixed-precision paper, for your own model: which share of each
     leaf would become 0, subnormal or infinite in bfloat16, float16 and both 8-bit
     formats, and which loss scale would fit best. One pass over the values; under `jit`
-    take it every hundred steps or so, by `jax.lax.cond`, and it costs next to nothing.
+    take it every hundred steps or so, by `jax.lax.cond`. While it counts it takes 8
+    bytes a value on CPU, which a program reserves: for large models give a few leaves.
 
     Args:
         grads: gradients, or any other tree: weights, moments, activations. Leaves that
@@ -315,7 +343,8 @@ def gradient_range_report(
         The report: data, a table if printed, and a plot.
 
     Raises:
-        ValueError: if `grads` has no floating array, or one too large to count.
+        ValueError: if `grads` has no floating array, or one too large to count, or if
+            `loss_scale` is no positive finite scalar (unchecked where it is traced).
 
     References:
         Micikevicius et al., `Mixed Precision Training
@@ -343,10 +372,11 @@ def gradient_range_report(
         % of values; of a format, that underflow / turn subnormal / overflow
                           values  inf, NaN  0  bfloat16  float16   e4m3fn      e5m2
         (the whole tree)   1,000         0  0     0/0/0  57/28/0  100/0/0  77/7.4/0
-        float16: best loss scale 2**23; underflow 57% without it, 0% with it
-        float8_e4m3fn: best loss scale 2**16; underflow 100% without it, 55% with it
-        float8_e5m2: best loss scale 2**23; underflow 77% without it, 20% with it
+        float16: best loss scale 2**23: under/overflow 57/0% -> 0/0%
+        float8_e4m3fn: best loss scale 2**16: under/overflow 100/0% -> 55/0%
+        float8_e5m2: best loss scale 2**23: under/overflow 77/0% -> 20/0%
     """
+    _check_loss_scale(loss_scale, "gradient_range_report")
     leaves = [
         (place(path), leaf)
         for path, leaf in tree_leaves_with_path(grads)
@@ -363,8 +393,22 @@ def gradient_range_report(
                 f"gradient_range_report: leaf {path} is {describe(leaf)}, expected at "
                 f"most {_MOST_VALUES} values; give slices of it."
             )
-    counts = jnp.stack([_counts(jnp.asarray(leaf), loss_scale) for _, leaf in leaves])
+    # NumPy's float64 may hold what is infinite as float32, and counts so.
+    with np.errstate(over="ignore"):
+        arrays = [jnp.asarray(leaf) for _, leaf in leaves]
+    counts = jnp.stack([_counts(array, loss_scale) for array in arrays])
     return GradientRangeReport(counts, tuple(path for path, _ in leaves))
+
+
+def _check_loss_scale(loss_scale: Any, caller: str) -> None:
+    if loss_scale is None or (isinstance(loss_scale, Tracer) and not loss_scale.ndim):
+        return
+    is_number = isinstance(loss_scale, int | float | np.number) or is_array(loss_scale)
+    if not is_number or jnp.ndim(loss_scale) or not 0 < float(loss_scale) < math.inf:
+        given = describe(loss_scale) if jnp.ndim(loss_scale) else repr(loss_scale)
+        raise ValueError(
+            f"{caller}: `loss_scale` is {given}, expected a positive finite number."
+        )
 
 
 def _limits_of(dtype: DTypeLike) -> _Limits:
@@ -392,12 +436,17 @@ def _in_format(counts: np.ndarray, limits: _Limits, loss_scale: float) -> Format
     )
 
 
+def _cut(path: str, width: int) -> str:
+    """Return the end of a path that is longer than `width`."""
+    return path if len(path) <= width else "..." + path[3 - width :]
+
+
 def _share(part: Any, counts: np.ndarray) -> float:
     return float(part) / max(int(counts.sum()), 1)
 
 
 def _percent(share: float) -> str:
     """Return a share in percent: two digits, and 0 and 100 only for none and all."""
-    if 0 < share < 0.0005:
+    if 0 < share < 0.001:
         return "<.1"
     return ">99" if 0.995 <= share < 1 else f"{100 * share:.{2 if share < 1 else 3}g}"

@@ -12,6 +12,12 @@ from optax_mp._hold import varies
 from optax_mp._tree import PyTree, is_array
 
 
+def is_explicit(mesh: Any) -> bool:
+    """Return whether shardings on `mesh` are part of the types of arrays."""
+    kinds = getattr(mesh, "axis_types", None) or ()
+    return any("Explicit" in str(kind) for kind in kinds)
+
+
 def owners(tree: PyTree, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:
     """Return which param each leaf of `tree` belongs to, by the end of its path.
 

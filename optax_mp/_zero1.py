@@ -15,7 +15,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._dtypes import bits
 from optax_mp._jaxpr import bind, evaluate
-from optax_mp._layout import laid_as_params, owners
+from optax_mp._layout import is_explicit, laid_as_params, owners
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._traced import Traced, is_dynamic
 from optax_mp._transformation import as_transformation
@@ -179,7 +179,7 @@ class _Parts:
             _check_spec(spec, mesh, param, place(path))
             _check_placed(param, mesh, place(path))
             known = _known_spec(param)
-            if known is not None and _is_explicit(mesh):
+            if known is not None and is_explicit(mesh):
                 spec = known
             parts[-1] = _chosen(mesh, axes, param.shape, spec)
             if known is None or parts[-1] == _chosen(mesh, axes, param.shape, known):
@@ -346,15 +346,9 @@ def _known_spec(param: jax.Array) -> PartitionSpec | None:
     if not isinstance(param, Tracer):
         return getattr(getattr(param, "sharding", None), "spec", None)
     sharding = getattr(jax.typeof(param), "sharding", None)
-    if sharding is None or not _is_explicit(sharding.mesh):
+    if sharding is None or not is_explicit(sharding.mesh):
         return None
     return sharding.spec
-
-
-def _is_explicit(mesh: Any) -> bool:
-    """Return whether shardings on `mesh` are part of the types of arrays."""
-    kinds = getattr(mesh, "axis_types", None) or ()
-    return any("Explicit" in str(kind) for kind in kinds)
 
 
 def _chosen(
@@ -403,7 +397,7 @@ def _count(mesh: Mesh, names: Names) -> int:
 def _laid(x: jax.Array, mesh: Mesh, by_dim: tuple[Names | None, ...]) -> jax.Array:
     """Return `x`, sharded over these mesh axes, and as it was where none are named."""
     as_it_was: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-    if _is_explicit(mesh):
+    if is_explicit(mesh):
         known = tuple(jax.typeof(x).sharding.spec)
         as_it_was = [*known, *[None] * (x.ndim - len(known))]
     spec = PartitionSpec(
@@ -412,7 +406,7 @@ def _laid(x: jax.Array, mesh: Mesh, by_dim: tuple[Names | None, ...]) -> jax.Arr
             for names, before in zip(by_dim, as_it_was, strict=True)
         )
     )
-    if _is_explicit(mesh):
+    if is_explicit(mesh):
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 

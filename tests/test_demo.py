@@ -624,6 +624,21 @@ def test_bad_options_give_status_2_and_no_traceback():
     assert "Traceback" not in done.stderr
 
 
+def test_a_link_to_nowhere_is_left_as_it_is(tmp_path):
+    link = tmp_path / "link.html"
+    link.symlink_to("picture.html")
+    command_line.check_picture(link, None)
+    assert link.is_symlink() and list(tmp_path.iterdir()) == [link]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_picture_that_cannot_be_written_at_the_end_is_one_line(text_file, capsys):
+    status = main(["--text", str(text_file), "--picture", "/dev/full"], TINY)
+    printed = capsys.readouterr()
+    assert status == 1 and "held-out loss" in printed.out
+    assert printed.err.startswith("the picture cannot be written: ")
+
+
 @pytest.mark.slow
 def test_naive_runs_lose_and_masters_with_a_scale_for_float16_match_float32():
     report = json_report(["--no-picture"], demo.settings.DEFAULTS)

@@ -139,7 +139,9 @@ def test_what_a_loss_scale_would_do_is_known_to_the_octave(grads, dtype, loss_sc
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
-def test_the_best_loss_scale_loses_no_more_than_any_other(grads, dtype):
+def test_the_best_loss_scale_loses_no_more_than_any_that_is_safe_to_the_octave(
+    grads, dtype
+):
     report = optax_mp.gradient_range_report(grads)
     best = report.best_loss_scale(dtype, headroom=1)
     values = np.concatenate([np.ravel(grads["w"]), np.ravel(grads["b"])])
@@ -262,6 +264,27 @@ def test_bad_input_is_an_error_that_names_it(grads):
         jax.jit(lambda g: optax_mp.gradient_range_report(g).zeros())(grads)
 
 
+def test_where_all_scales_lose_something_the_largest_is_best():
+    values = np.concatenate([np.full(999, 1e-4), [1e5]]).astype(np.float32)
+    report = optax_mp.gradient_range_report(values)
+    assert report.best_loss_scale("float8_e5m2") == 2.0**-4
+    assert "0/0.1% -> >99/0%" in str(report).splitlines()[-1]
+
+
+@pytest.mark.parametrize("scale", [0, -2.0, np.nan, np.inf, "8", 1j, np.ones((2, 1))])
+def test_a_loss_scale_that_is_none_is_an_error(scale):
+    message = "`loss_scale` is .*, expected a positive finite number"
+    with pytest.raises(ValueError, match="gradient_range_report: " + message):
+        optax_mp.gradient_range_report(jnp.ones(3), loss_scale=scale)
+    with pytest.raises(ValueError, match="in_format: " + message):
+        optax_mp.gradient_range_report(jnp.ones(3)).in_format("f16", loss_scale=scale)
+
+
+def test_numpy_float64_over_what_float32_holds_counts_as_infinite():
+    report = optax_mp.gradient_range_report(np.array([1e300, 1.0]))
+    assert report.not_finite() == 0.5
+
+
 def test_the_table_never_rounds_some_to_none_or_all():
     values = jnp.ones(10_000).at[0].set(1e-9)
     row = str(optax_mp.gradient_range_report(values)).splitlines()[2]
@@ -272,9 +295,11 @@ def test_the_table_never_rounds_some_to_none_or_all():
 
 
 def test_long_paths_are_cut_at_their_beginning():
-    tree = {"a" * 50: {"kernel": jnp.ones(1)}}
-    row = str(optax_mp.gradient_range_report(tree)).splitlines()[2]
-    assert row.startswith("...") and "['kernel']  " in row and len(row) <= 80
+    spread = jnp.exp(8 * jax.random.normal(jax.random.key(0), (10_000,)))
+    tree = {"a" * 50: {"kernel": 1e-5 * spread}}
+    lines = str(optax_mp.gradient_range_report(tree)).splitlines()
+    assert lines[2].startswith("...") and "['kernel']  " in lines[2]
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_plot_shows_each_octave(grads):

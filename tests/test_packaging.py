@@ -33,6 +33,13 @@ def test_the_reference_has_every_public_name_once():
     assert sorted(documented_names()) == sorted(optax_mp.__all__)
 
 
+def test_the_reference_shows_every_public_name_at_a_glance():
+    page = (ROOT / "docs" / "api" / "index.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`[^|]*) \|", page, flags=re.MULTILINE)
+    listed = {name for cell in cells for name in re.findall(r"`(\w+)[`(]", cell)}
+    assert listed == set(optax_mp.__all__)
+
+
 def test_the_reference_lists_every_page():
     listed = (ROOT / "docs" / "api" / "index.md").read_text().split()
     assert {page.stem for page in PAGES} <= set(listed)
