@@ -147,10 +147,10 @@ def check_picture(picture: Path | None, text: Path | None) -> None:
     """
     if picture is None:
         return
+    target = picture.resolve()  # Where a link leads: it is not to be removed.
     try:
-        picture = picture.resolve()  # A link is not what is tried, and removed.
-        existed = picture.exists()
-        if existed and text is not None and picture.samefile(text):
+        existed = target.exists()
+        if existed and text is not None and target.samefile(text):
             raise ValueError(
                 f"the picture would overwrite the text {text}; give another --picture."
             )
