@@ -27,7 +27,9 @@ FORMS = {
 }
 IN_FLOAT32 = ("float32", "low-bit")
 EXACT = ("float32", "full copy", "split 16")
-PAIRS = list(itertools.product(FORMS, FORMS))
+# Each from and to full copies, and from each to the next.
+PAIRS = [*itertools.pairwise([*FORMS, *FORMS][: len(FORMS) + 1])]
+PAIRS += [pair for form in FORMS for pair in ((form, "full copy"), ("full copy", form))]
 SOME = {
     ("float32", "split 16"),
     ("split 16", "float32"),
@@ -38,7 +40,10 @@ SOME = {
 }
 every_pair = pytest.mark.parametrize(
     ("old", "new"),
-    [pytest.param(*p, marks=() if p in SOME else pytest.mark.slow) for p in PAIRS],
+    [
+        pytest.param(*pair, marks=() if pair in SOME else pytest.mark.slow)
+        for pair in dict.fromkeys([*SOME, *PAIRS])
+    ],
 )
 
 
