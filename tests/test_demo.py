@@ -641,12 +641,12 @@ def test_a_picture_that_cannot_be_written_at_the_end_is_one_line(text_file, caps
 
 @pytest.mark.slow
 def test_naive_runs_lose_and_masters_with_a_scale_for_float16_match_float32():
-    report = json_report(["--no-picture"], demo.settings.DEFAULTS)
+    # Fewer than by default, for time; the whole is in docs/evidence.md.
+    report = json_report(["--no-picture", "--steps", "1200"], demo.settings.DEFAULTS)
     loss = {run["name"]: run["held_out_loss"] for run in report["runs"]}
-    # With seeds 0 to 3 on JAX 0.10.2, and seed 0 on 0.5.3 and on 0.12 (whose Python 3.13
-    # has other help texts), naive ended 0.063 to 0.083 above float32, and masters from
-    # 0.009 below it to 0.008 above.
-    assert loss["bf16 naive"] - loss["float32"] > 0.04
+    # On JAX 0.10.2 naive ends 0.056 above float32, and the others from 0.006 below it to
+    # 0.001 above.
+    assert loss["bf16 naive"] - loss["float32"] > 0.035
     for name in ("bf16 + masters", "bf16 compact", "f16 + masters"):
         assert abs(loss[name] - loss["float32"]) < 0.02
         assert f"{name} matches it" in report["verdict"]

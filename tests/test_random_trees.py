@@ -138,7 +138,7 @@ def wanted_dtype(scenario, param, grad):
     return jnp.dtype(scenario.update_dtype)
 
 
-@examples(15, 40)
+@examples(10, 20)
 @given(scenarios())
 def test_masters_move_as_the_bare_optimizer_does(scenario):
     tx, bare = scenario.transformation(), scenario.inner()
@@ -209,7 +209,7 @@ SKIPPERS = {
 }
 
 
-@examples(10, 30)
+@examples(7, 20)
 @given(scenarios(), st.sampled_from(sorted(SKIPPERS)), st.booleans())
 def test_a_skipped_step_changes_no_bit(scenario, skipper, under_jit):
     tx = SKIPPERS[skipper](scenario.transformation())
