@@ -154,10 +154,10 @@ def check_picture(picture: Path | None, text: Path | None) -> None:
             raise ValueError(
                 f"the picture would overwrite the text {text}; give another --picture."
             )
-        with picture.open("a"):
+        with target.open("a"):
             pass
         if not existed:
-            picture.unlink()
+            target.unlink()
     except OSError as error:
         raise ValueError(
             f"the picture {picture} cannot be written ({error}); give another place "
