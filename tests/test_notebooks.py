@@ -9,7 +9,8 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-SECONDS = 60
+# A minute alone on two cores; here another test runs beside it, maybe on a busy machine.
+SECONDS = 150
 MOST_BYTES = 400_000
 MACHINE_PATH = re.compile(
     r"/(home|root|tmp|Users|private|opt|mnt|work)/|site-packages|[A-Z]:\\\\?Users"
@@ -45,7 +46,7 @@ def test_there_are_notebooks():
 
 @pytest.mark.slow
 @every_notebook
-def test_runs_in_a_minute_and_draws(path, tmp_path, monkeypatch):
+def test_runs_and_draws(path, tmp_path, monkeypatch):
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     for needed in ("ipykernel", "matplotlib", "sklearn"):
