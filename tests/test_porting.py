@@ -453,6 +453,15 @@ def test_split_is_two_bytes_a_weight_less_and_float32_has_no_second_copy():
 # torch.
 
 
+def scales_by(scaler, sequence):
+    """Return the scale of one of the scalers here after each step."""
+    found = []
+    for finite in sequence:
+        scaler.update(finite)
+        found.append(float(scaler.scale))
+    return found
+
+
 class TorchScaler:
     """GradScaler's numbers, after its kernel: a tracker, and no limits."""
 
@@ -469,19 +478,12 @@ class TorchScaler:
             self.scale = doubled if np.isfinite(doubled) else self.scale
             self.tracker = 0
 
-    def scales(self, sequence):
-        found = []
-        for finite in sequence:
-            self.update(finite)
-            found.append(float(self.scale))
-        return found
-
 
 def test_scale_moves_as_that_of_torch_within_the_limits():
     sequence = random_finite(2, 300, 0.06)
     scales, state = scales_of(sequence, growth_interval=8)
     torch = TorchScaler(interval=8)
-    assert scales == torch.scales(sequence)
+    assert scales == scales_by(torch, sequence)
     assert int(state.finite_steps) == torch.tracker
     assert len(set(scales)) > 3
 
@@ -489,14 +491,14 @@ def test_scale_moves_as_that_of_torch_within_the_limits():
 def test_defaults_are_those_of_torch():
     assert float(scaled().init(jnp.ones(1)).scale) == TorchScaler().scale
     scales, _ = scales_of([True, True, False], finite_steps=1998)
-    assert scales == TorchScaler(tracker=1998).scales([True, True, False])
+    assert scales == scales_by(TorchScaler(tracker=1998), [True, True, False])
     assert scales == [2.0**16, 2.0**17, 2.0**16]
 
 
 def test_scale_of_torch_alone_has_no_limits():
-    assert TorchScaler().scales([False] * 400)[-1] == 0
+    assert scales_by(TorchScaler(), [False] * 400)[-1] == 0
     assert scales_of([False] * 40, growth_interval=8)[0][-1] == 2.0**-14
-    assert TorchScaler(2.0**24, interval=1).scales([True]) == [2.0**25]
+    assert scales_by(TorchScaler(2.0**24, interval=1), [True]) == [2.0**25]
 
 
 def test_clipping_inside_sees_true_gradients():
@@ -549,33 +551,26 @@ def test_adamw_decays_less_than_that_of_torch_by_default():
 class ApexScaler:
     """LossScaler's numbers, after apex/amp/scaler.py: a ceiling, and no floor."""
 
-    def __init__(self, loss_scale=2.0**16, unskipped=0, window=2000):
-        self.loss_scale, self.unskipped, self.window = loss_scale, unskipped, window
+    def __init__(self, scale=2.0**16, unskipped=0, window=2000):
+        self.scale, self.unskipped, self.window = scale, unskipped, window
 
     def update(self, finite):
         if finite:
             self.unskipped += 1
         else:
-            self.loss_scale, self.unskipped = self.loss_scale / 2, 0
+            self.scale, self.unskipped = self.scale / 2, 0
         if self.unskipped == self.window:
-            self.loss_scale, self.unskipped = min(2.0**24, self.loss_scale * 2), 0
-
-    def scales(self, sequence):
-        found = []
-        for finite in sequence:
-            self.update(finite)
-            found.append(self.loss_scale)
-        return found
+            self.scale, self.unskipped = min(2.0**24, self.scale * 2), 0
 
 
 def test_scale_moves_as_that_of_apex_up_to_the_ceiling():
     sequence = random_finite(3, 300, 0.02)
     scales, state = scales_of(sequence, growth_interval=8)
     apex = ApexScaler(window=8)
-    assert scales == apex.scales(sequence)
+    assert scales == scales_by(apex, sequence)
     assert int(state.finite_steps) == apex.unskipped
     assert max(scales) == 2.0**24
-    assert ApexScaler().scales([False] * 40)[-1] < 2.0**-14
+    assert scales_by(ApexScaler(), [False] * 40)[-1] < 2.0**-14
 
 
 def test_static_scale_skips_too():
