@@ -1,6 +1,7 @@
 """Shared pieces of the suite."""
 
 import gc
+import os
 
 import jax
 import numpy as np
@@ -8,6 +9,21 @@ import pytest
 
 # What is imported is not to be looked through at every collection of garbage.
 gc.freeze()
+
+
+def pytest_configure(config):
+    """Keep compiled programs: most of the time of a first run is that of XLA.
+
+    Processes that a test starts keep theirs there, too. `--cache-clear` forgets them.
+    """
+    settings = {
+        "jax_compilation_cache_dir": str(config.cache.mkdir("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
 
 
 @pytest.fixture(autouse=True, scope="module")

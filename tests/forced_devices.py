@@ -16,6 +16,8 @@ def run_on(devices, *command):
         | {
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
             "JAX_PLATFORMS": "cpu",
+            # Else what XLA says below would be said the first time only.
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
         },
         capture_output=True,
         text=True,

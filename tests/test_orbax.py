@@ -1,13 +1,10 @@
 """Orbax: every form comes back bit for bit and goes on, wrong templates do not."""
 
-import gc
-import warnings
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from any_orbax import ocp, restores_keys
+from any_orbax import event_loops_left_open, ocp, restores_keys
 from conftest import as_bits, avals
 from forced_devices import run_checks
 from sharded_restore import CHECKS
@@ -34,11 +31,10 @@ every_form = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True, scope="module")
-def event_loops_left_open():
-    """Drop them here: before 0.11.24 Orbax does not close its own."""
+def none_reaches_other_tests():
     yield
-    with warnings.catch_warnings(action="ignore"):
-        gc.collect()
+    with event_loops_left_open():
+        pass
 
 
 def saved(path, name, steps=6):

@@ -1,5 +1,6 @@
 """What the package shows: names, examples, imports, and a README that runs."""
 
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -45,6 +46,12 @@ def test_the_version_is_that_of_the_installed_package():
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_code_in_the_readme_and_the_docs_runs(block):
-    for package in re.findall(r"^(?:import|from) (flax|haiku|orbax)", block, re.M):
+    packages = re.findall(r"^(?:import|from) (flax|haiku|orbax)", block, re.M)
+    for package in packages:
         pytest.importorskip(package)
-    exec(compile(block, "README.md", "exec"), {})
+    with contextlib.ExitStack() as stack:
+        if "orbax" in packages:
+            import any_orbax
+
+            stack.enter_context(any_orbax.event_loops_left_open())
+        exec(compile(block, "README.md", "exec"), {})
