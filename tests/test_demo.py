@@ -632,7 +632,11 @@ def test_a_link_to_nowhere_is_left_as_it_is(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
-def test_a_picture_that_cannot_be_written_at_the_end_is_one_line(text_file, capsys):
+def test_a_picture_that_cannot_be_written_at_the_end_is_one_line(
+    text_file, capsys, monkeypatch
+):
+    # What is trained before does not matter here.
+    monkeypatch.setattr(command_line, "train", lambda run, *_: result(run.name, 1.5))
     status = main(["--text", str(text_file), "--picture", "/dev/full"], TINY)
     printed = capsys.readouterr()
     assert status == 1 and "held-out loss" in printed.out

@@ -20,21 +20,16 @@ OFTEN = {
     "chance",
     "float8",
 }
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 every_form = pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in FORMS],
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def none_reaches_other_tests():
-    yield
+@pytest.fixture(autouse=True)
+def no_event_loop_reaches_other_tests():
     with event_loops_left_open():
-        pass
+        yield
 
 
 def saved(path, name, steps=6):
