@@ -1,6 +1,6 @@
 """Long runs on gradients with every fault, against the plain NumPy system in faults.py.
 
-After each of 5000 steps (100 000 in the slow run) all params, masters and counters are
+After each of 5000 steps (50 000 in the slow run) all params, masters and counters are
 bit for bit what the reference has, and every so often all moments; so nothing is lost,
 nothing is NaN, and a skipped step moves nothing.
 """
@@ -26,7 +26,7 @@ COUNT = LOW_COUNT + 3  # and a float32 leaf
 
 # In the default run and in the slow one.
 every_length = pytest.mark.parametrize(
-    "steps", [5 * CHUNK, pytest.param(100 * CHUNK, marks=pytest.mark.slow)]
+    "steps", [5 * CHUNK, pytest.param(50 * CHUNK, marks=pytest.mark.slow)]
 )
 
 

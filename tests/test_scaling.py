@@ -13,6 +13,7 @@ from conftest import as_bits, avals
 from forced_devices import run_checks
 from four_devices import CHECKS
 from optimizers import (
+    A_FEW,
     DISTINCT,
     OPTIMIZERS,
     PER_EXAMPLE,
@@ -93,7 +94,7 @@ def assert_negative_zero(updates):
     [
         pytest.param(
             *(name, build, dtype),
-            marks=() if dtype == "float16" and name in DISTINCT else pytest.mark.slow,
+            marks=() if dtype == "float16" and name in A_FEW else pytest.mark.slow,
         )
         for name in OPTIMIZERS
         for build, dtype in (
