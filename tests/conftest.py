@@ -17,6 +17,7 @@ def pytest_configure(config):
     Processes that a test starts keep theirs there, too. `--cache-clear` forgets them.
     """
     # What is kept is not always what was compiled on JAX 0.5.3: optax.lbfgs is not.
+    # And `-p no:cacheprovider` asks for nothing to be kept.
     if jax.__version_info__ < (0, 10) or not hasattr(config, "cache"):
         return
     settings = {

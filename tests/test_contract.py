@@ -43,7 +43,7 @@ CONTRACTED_WHEN_SPLIT = (
     "schedule_free_sgd",
     *(("adafactor",) if IS_JAX_0_5 else ()),
 )
-# By default those in bfloat16, and one in float16; in CI all in bfloat16.
+# By default a few in bfloat16, and one in float16; in CI all in bfloat16.
 EVERY_OPTIMIZER_IN_LOW_DTYPES = [
     pytest.param(name, dtype, marks=() if is_default else pytest.mark.slow)
     for name in OPTIMIZERS

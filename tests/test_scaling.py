@@ -88,7 +88,7 @@ def assert_negative_zero(updates):
         assert (leaf == 0).all() and np.signbit(leaf).all()
 
 
-# By default in float16, those that differ most; in CI all in float16.
+# By default in float16, a few; in CI all in float16.
 @pytest.mark.parametrize(
     ("name", "build", "dtype"),
     [
