@@ -43,7 +43,9 @@ Case = tuple[str, str]
 
 def pytest_arguments(everything: bool) -> list[str]:
     """Return the command line of a run over all files."""
-    files = [f"tests/{name}.py" for names in AREAS.values() for name in names]
+    names = {name for names in AREAS.values() for name in names}
+    found = sorted((HERE / "tests").rglob("test_*.py"))
+    files = [str(path.relative_to(HERE)) for path in found if path.stem in names]
     chosen = ["-m", ""] if everything else []
     return [sys.executable, "-m", "pytest", "-q", *chosen, *files]
 
@@ -75,7 +77,7 @@ def collect(arguments: list[str]) -> list[Case]:
         capture_output=True,
         text=True,
     )
-    return re.findall(r"^tests/(\w+)\.py::(.*)$", listing.stdout, re.MULTILINE)
+    return re.findall(r"^tests/(?:\w+/)*(\w+)\.py::(.*)$", listing.stdout, re.MULTILINE)
 
 
 def by_area(outcomes: dict[Case, str], cases: list[Case]) -> list[record.Row]:

@@ -1,39 +1,8 @@
 """Mixed-precision training for any optax optimizer."""
 
-from optax_mp._blocks import Quantized
-from optax_mp._checkpoint import check_checkpoint
-from optax_mp._convert import convert_opt_state
-from optax_mp._diagnosis import check_loss_scale
 from optax_mp._dtypes import half_dtype
-from optax_mp._gradient_range import (
-    FormatRange,
-    GradientRangeReport,
-    gradient_range_report,
-)
-from optax_mp._loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
-from optax_mp._low_bit import LowBitState, low_bit_state
-from optax_mp._master_access import (
-    MixedPrecisionState,
-    master_params,
-    replace_master_params,
-)
-from optax_mp._master_weights import mixed_precision
-from optax_mp._memory import MemoryReport, MemoryRow, memory_report
 from optax_mp._policy import Policy, get_policy
-from optax_mp._replicas import check_replicas
-from optax_mp._scaled_gradients import (
-    dynamic_scale_grad,
-    dynamic_scale_value_and_grad,
-    loss_scale,
-    scale_loss,
-    value_and_grad,
-)
-from optax_mp._scaling import LossScaleState, dynamic_loss_scale, static_loss_scale
-from optax_mp._split import Split
-from optax_mp._stochastic import StochasticRoundingState, stochastic_rounding
-from optax_mp._storage import FullCopy
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
-from optax_mp._zero1 import zero1
 from optax_mp.amp import (
     AmpOperation,
     AmpReport,
@@ -42,6 +11,41 @@ from optax_mp.amp import (
     amp_stop,
     default_amp_rules,
 )
+from optax_mp.checkpoints._check import check_checkpoint
+from optax_mp.checkpoints._convert import convert_opt_state
+from optax_mp.compact._blocks import Quantized
+from optax_mp.compact._low_bit import LowBitState, low_bit_state
+from optax_mp.compact._stochastic import StochasticRoundingState, stochastic_rounding
+from optax_mp.devices._replicas import check_replicas
+from optax_mp.devices._zero1 import zero1
+from optax_mp.loss_scale._check import check_loss_scale
+from optax_mp.loss_scale._gradients import (
+    dynamic_scale_grad,
+    dynamic_scale_value_and_grad,
+    loss_scale,
+    scale_loss,
+    value_and_grad,
+)
+from optax_mp.loss_scale._rule import DynamicLossScale, NoOpLossScale, StaticLossScale
+from optax_mp.loss_scale._transform import (
+    LossScaleState,
+    dynamic_loss_scale,
+    static_loss_scale,
+)
+from optax_mp.masters._access import (
+    MixedPrecisionState,
+    master_params,
+    replace_master_params,
+)
+from optax_mp.masters._transform import mixed_precision
+from optax_mp.masters.storage._contract import FullCopy
+from optax_mp.masters.storage._split import Split
+from optax_mp.reports._gradient_range import (
+    FormatRange,
+    GradientRangeReport,
+    gradient_range_report,
+)
+from optax_mp.reports._memory import MemoryReport, MemoryRow, memory_report
 
 __version__ = "0.1.0"
 

@@ -4,7 +4,6 @@ import gc
 import os
 
 import jax
-import numpy as np
 import pytest
 
 # What is imported is not to be looked through at every collection of garbage.
@@ -44,24 +43,3 @@ def x64():
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", before)
-
-
-def as_bits(tree):
-    """Return the bytes of every leaf with dtype and shape: equal means bit-equal."""
-    out = []
-    for leaf in jax.tree.leaves(tree):
-        if hasattr(leaf, "dtype") and jax.dtypes.issubdtype(
-            leaf.dtype, jax.dtypes.prng_key
-        ):
-            leaf = jax.random.key_data(leaf)
-        array = np.asarray(leaf)
-        out.append((array.dtype.name, array.shape, array.tobytes()))
-    return out
-
-
-def avals(tree):
-    """Return structure, dtypes, shapes and weak types: equal means no recompilation."""
-    return jax.tree.structure(tree), [
-        (leaf.dtype, leaf.shape, getattr(leaf, "weak_type", False))
-        for leaf in jax.tree.leaves(tree)
-    ]

@@ -12,7 +12,7 @@ import pytest
 
 import optax_mp
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 # The blocks of docs/porting.md run in test_porting.py, which looks at what they do, too.
 PAGES = [ROOT / "README.md", ROOT / "docs" / "index.md"]
 PAGES += sorted((ROOT / "docs" / "guide").glob("*.md"))
@@ -30,7 +30,7 @@ def test_private_parts_of_jax_are_used_nowhere():
     for source in SOURCES:
         text = source.read_text()
         assert "jax._src" not in text, source
-        assert "jax.extend" not in text or source.name == "_jaxpr.py", source
+        assert "jax.extend" not in text or source.parent.name == "_jax", source
 
 
 def test_importing_starts_no_backend():

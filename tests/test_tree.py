@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import as_bits
+from comparison import as_bits
 
 import optax_mp
 

@@ -16,8 +16,8 @@ from optax_mp._demo.model import init_params, make_loss, mean_loss
 from optax_mp._demo.runs import GradFunction, Run
 from optax_mp._demo.settings import Settings
 from optax_mp._demo.text import Corpus
-from optax_mp._scaled_gradients import loss_scale_state
 from optax_mp._tree import cast_floating
+from optax_mp.loss_scale._gradients import loss_scale_state
 
 # So that the host costs nothing next to the steps themselves, also on a GPU, where
 # these take some milliseconds.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._jaxpr import evaluate, rebind
+from optax_mp._jax._jaxpr import evaluate, rebind
 from optax_mp.amp._call import planned
 from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter

@@ -6,7 +6,7 @@ axes it had at the least; None stands for a value that is computed, and for a sc
 
 from typing import Any
 
-from optax_mp._jaxpr import Equation, Jaxpr, is_literal
+from optax_mp._jax._jaxpr import Equation, Jaxpr, is_literal
 from optax_mp.amp._states import REPEATS, takes_part
 
 Axes = tuple[int | None, ...]

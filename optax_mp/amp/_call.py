@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from optax_mp._jaxpr import AnyJaxpr, Equation, jaxprs_within, kind, opened
-from optax_mp._traced import Traced
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, jaxprs_within, kind, opened
+from optax_mp._jax._traced import Traced
 from optax_mp.amp._custom_rules import derivative_of
 from optax_mp.amp._places import words_at
 from optax_mp.amp._rules import Rules, unknown_names

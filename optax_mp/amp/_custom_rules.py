@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jaxpr import Equation, bind, kind
+from optax_mp._jax._jaxpr import Equation, bind, kind
 from optax_mp._tree import is_inexact
 from optax_mp.amp._cast import cast
 

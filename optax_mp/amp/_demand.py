@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from optax_mp._jaxpr import (
+from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
     inner_jaxprs,

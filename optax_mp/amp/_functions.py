@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_mp._jaxpr import Equation, bind, is_literal, retyped, traced
+from optax_mp._jax._jaxpr import Equation, bind, is_literal, retyped, traced
 from optax_mp._tree import describe, is_array, is_floating
 from optax_mp.amp._states import FULL, LOW, States, takes_part
 

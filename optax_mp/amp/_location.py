@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from optax_mp._jaxpr import Equation, source_line
+from optax_mp._jax._jaxpr import Equation, source_line
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from optax_mp._jaxpr import Equation, scopes, source_line
+from optax_mp._jax._jaxpr import Equation, scopes, source_line
 
 
 class Places:

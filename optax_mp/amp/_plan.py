@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jaxpr import (
+from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
     inner_jaxprs,

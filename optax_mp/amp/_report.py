@@ -7,13 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._jaxpr import AnyJaxpr, Equation, inner_jaxprs, opened, source_line
-from optax_mp._table import aligned
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, inner_jaxprs, opened, source_line
 from optax_mp.amp._call import planned
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
 from optax_mp.amp._shadow import shadow_errors
 from optax_mp.amp._states import LOW, Plan, Step, takes_part
+from optax_mp.reports._table import aligned
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jax.lax import Precision
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits, floating_dtype
-from optax_mp._jaxpr import (
+from optax_mp._jax._jaxpr import (
     Equation,
     Primitive,
     is_literal,

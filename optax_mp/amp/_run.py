@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from optax_mp._jaxpr import (
+from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     ClosedJaxpr,
     Equation,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._dtypes import at_least_float32
-from optax_mp._jaxpr import (
+from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
     evaluate,
@@ -20,7 +20,7 @@ from optax_mp._jaxpr import (
     scan_counts,
     while_counts,
 )
-from optax_mp._traced import Traced
+from optax_mp._jax._traced import Traced
 from optax_mp.amp._run import Interpreter
 from optax_mp.amp._states import Inner, Plan, Step
 

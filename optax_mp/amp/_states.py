@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_mp._jaxpr import is_shaped
+from optax_mp._jax._jaxpr import is_shaped
 
 LOW = "low"
 FULL = "full"

@@ -1,0 +1,88 @@
+"""Where arrays lie on devices: those of an optimizer's state with their params."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.tree_util import tree_flatten_with_path
+
+from optax_mp._jax._choose import varies
+from optax_mp._tree import PyTree, is_array
+
+
+def is_explicit(mesh: Any) -> bool:
+    """Return whether shardings on `mesh` are part of the types of arrays."""
+    kinds = getattr(mesh, "axis_types", None) or ()
+    return any("Explicit" in str(kind) for kind in kinds)
+
+
+def owners(tree: PyTree, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:
+    """Return which param each leaf of `tree` belongs to, by the end of its path.
+
+    A moment of `params["a"]["w"]` is at `[0].mu["a"]["w"]` of its state, codes in its
+    place one step below that.
+
+    Args:
+        tree: a state, or any tree with params' paths inside.
+        paths: where each param is.
+
+    Returns:
+        For each leaf an index into `paths`, or None.
+    """
+    by_path = {path: i for i, path in enumerate(paths)}
+
+    def owner(path: tuple[Any, ...]) -> int | None:
+        for end in (len(path), len(path) - 1):
+            for start in range(end + 1):
+                if path[start:end] in by_path:
+                    return by_path[path[start:end]]
+        return None
+
+    return [owner(path) for path, _ in tree_flatten_with_path(tree)[0]]
+
+
+def laid_as_params(state: PyTree, params: PyTree) -> PyTree:
+    """Return `state`, whose arrays lie where the params of their shapes do.
+
+    Under `jit` zeros depend on nothing: XLA would put all of a moment on every device,
+    whatever is sharded. Outside of it JAX makes them like the param that they are
+    zeros of.
+    """
+    paths_and_params = tree_flatten_with_path(params)[0]
+    leaves, treedef = jax.tree.flatten(state)
+    belongs = owners(state, [path for path, _ in paths_and_params])
+    for i, owner in enumerate(belongs):
+        if owner is not None and _can_follow(leaves[i], paths_and_params[owner][1]):
+            leaves[i] = laid_as(leaves[i], paths_and_params[owner][1])
+    return treedef.unflatten(leaves)
+
+
+def _can_follow(leaf: Any, param: Any) -> bool:
+    if not (_is_traced(leaf) and _is_traced(param)):
+        return False
+    if leaf.shape[max(0, leaf.ndim - param.ndim) :] != param.shape:
+        return False  # neither of the param's shape, nor many of that
+    is_number = jnp.issubdtype(leaf.dtype, jnp.number)
+    # With explicit shardings zeros are made where their param is; nor are they moved.
+    same_type = _sharding_in_type(leaf) == _sharding_in_type(param)
+    return is_number and param.ndim > 0 and same_type and not varies(param)
+
+
+def _is_traced(x: Any) -> bool:
+    # By jit alone: a param under vmap would make a batch of what has none.
+    return is_array(x) and type(x).__name__ == "DynamicJaxprTracer"
+
+
+def _sharding_in_type(x: Any) -> Any:
+    return getattr(getattr(jax.typeof(x), "sharding", None), "spec", None)
+
+
+# Who reads a jaxpr knows by the name, `LAID_AS`, that the output does not depend on the
+# param.
+@jax.jit
+def laid_as(leaf: jax.Array, param: jax.Array) -> jax.Array:
+    """Return `leaf`, which XLA takes for dependent on `param` until it is sharded."""
+    always = jnp.broadcast_to((param == param) | (param != param), leaf.shape)
+    return lax.select(always, leaf, jnp.zeros_like(leaf))

@@ -1,0 +1,1 @@
+"""Checkpoints: checked before a restore, and converted into another form."""

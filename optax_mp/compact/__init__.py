@@ -1,0 +1,1 @@
+"""Optimizer states and params in few bits."""

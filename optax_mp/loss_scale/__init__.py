@@ -1,0 +1,1 @@
+"""Loss scaling: the rule, the transform, loss scales as values, scaled gradients."""

@@ -1,0 +1,1 @@
+"""Masters: high-precision weights in the optimizer state, around any optimizer."""

@@ -1,0 +1,1 @@
+"""How a master is kept between steps."""

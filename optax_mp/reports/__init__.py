@@ -1,0 +1,1 @@
+"""What a model takes and would lose, as tables."""

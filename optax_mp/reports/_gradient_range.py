@@ -1,0 +1,452 @@
+"""gradient_range_report: which low-precision formats the values of a tree fit into."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import register_dataclass, tree_leaves_with_path
+from jax.typing import ArrayLike, DTypeLike
+
+from optax_mp._dtypes import floating_dtype
+from optax_mp._jax._placement import is_explicit
+from optax_mp._tree import PyTree, describe, is_array, is_floating, place
+from optax_mp.reports._table import aligned
+
+_FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_EXPONENT_BIT = 23  # The exponent of a float32 begins here.
+_INFINITY = 0xFF << _EXPONENT_BIT
+_MOST_VALUES = 2**32 - 1  # What a uint32 counts.
+_TABLE_WIDTH, _LEAST_PATH_WIDTH = 80, 12
+
+
+class _Limits(NamedTuple):
+    """The bits of the least positive float32 that rounds to each, to nearest even."""
+
+    nonzero: int
+    normal: int
+    overflow: int
+
+
+def _limits(name: str) -> _Limits:
+    dtype = jnp.dtype(name)
+    smallest_normal = np.float32(jnp.finfo(dtype).smallest_normal)
+
+    def first(claim: Callable[[np.ndarray], Any]) -> int:
+        def holds(pattern: int) -> bool:
+            value = np.uint32(pattern).view(np.float32).astype(dtype)
+            return bool(claim(value.astype(np.float32)))
+
+        with np.errstate(over="ignore"):
+            return bisect_left(range(_INFINITY), True, key=holds)
+
+    return _Limits(
+        nonzero=first(lambda rounded: rounded != 0),
+        normal=first(lambda rounded: ~(rounded < smallest_normal)),
+        overflow=first(lambda rounded: ~np.isfinite(rounded)),
+    )
+
+
+# The bits of a float's magnitude, read as an integer, are in the order of the floats.
+# So a bin is an octave, cut in pieces where the rounding of a format changes its kind.
+_LIMITS = {name: _limits(name) for name in _FORMATS}
+_CUTS = sorted({1, *(limit for limits in _LIMITS.values() for limit in limits)})
+_OCTAVES = [exponent << _EXPONENT_BIT for exponent in range(1, 256)]
+_BOUNDS = np.array(sorted([0, *_CUTS, *_OCTAVES]), np.uint32)
+
+
+def _values(patterns: Any) -> np.ndarray:
+    """Return the float32 numbers of these bits, as float64; of infinity, 2^128."""
+    values = np.asarray(patterns, np.uint32).view(np.float32).astype(np.float64)
+    return np.where(np.isinf(values), 2.0**128, values)
+
+
+# All bins but the last, of what is not finite: from _LOWER on and under _UPPER.
+_LOWER, _UPPER = _values(_BOUNDS[:-1]), _values(_BOUNDS[1:])
+
+
+@jax.jit
+def _counts(leaf: jax.Array, loss_scale: jax.Array | None) -> jax.Array:
+    """Return how many values of an array lie in each bin."""
+    values = leaf.astype(jnp.float32)
+    if loss_scale is not None:
+        values = values / loss_scale
+    magnitudes = lax.bitcast_convert_type(values, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+    bins = magnitudes >> _EXPONENT_BIT
+    for cut in _CUTS:
+        bins += magnitudes >= jnp.uint32(cut)
+    # On an explicit mesh it has to be said that all devices get the sum.
+    mesh = _explicit_mesh(leaf)
+    where: dict[str, Any] = (
+        {} if mesh is None else {"out_sharding": NamedSharding(mesh, P())}
+    )
+    # Without checks of bounds: they take longer to compile than the rest.
+    empty = jnp.zeros(_BOUNDS.size, jnp.uint32)
+    return empty.at[bins].add(1, mode="promise_in_bounds", **where)
+
+
+def _explicit_mesh(leaf: jax.Array) -> Any:
+    """Return the mesh of an array whose type says how it is sharded, or None."""
+    if not hasattr(jax, "typeof"):  # JAX 0.5 has no such types.
+        return None
+    mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
+    return mesh if is_explicit(mesh) else None
+
+
+@dataclass(frozen=True)
+class FormatRange:
+    """What becomes of values in a format, as shares of all of them.
+
+    Attributes:
+        underflow: become 0, and are not 0.
+        subnormal: become a subnormal number, which has fewer bits than others.
+        overflow: become infinite (in float8_e4m3fn NaN), and are finite.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax_mp
+        >>> report = optax_mp.gradient_range_report(jnp.array([1e-9, 1e-6, 1.0, 1e6]))
+        >>> report.in_format("float16")
+        FormatRange(underflow=0.25, subnormal=0.25, overflow=0.25)
+    """
+
+    underflow: float
+    subnormal: float
+    overflow: float
+
+
+# Compared by identity: arrays have no single answer to `==`.
+@dataclass(frozen=True, eq=False)
+class GradientRangeReport:
+    """How many values of each leaf have which magnitude; printed, a table in percent.
+
+    A pytree of one array, so that it can be made under `jit`, carried by loops and
+    returned. Reports of one tree add up: those that a `scan` stacks are read as one,
+    and `jax.tree.map(jnp.add, a, b)` and `jax.lax.psum` make one of several, as long as
+    no bin comes to 2^32. Methods read the values, so call them outside of `jit`.
+
+    Attributes:
+        counts: uint32, an axis of leaves and one of bins: octaves, cut where a format
+            rounds to 0, to a subnormal number, or to infinity.
+        paths: where each leaf is, as `jax.tree_util.keystr` writes it.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax_mp
+        >>> grads = {"w": jnp.array([0.0, 2e-8, 1e-3, 3e-2]), "b": jnp.full(4, 3e-6)}
+        >>> report = jax.jit(optax_mp.gradient_range_report)(grads)
+        >>> report.paths, report.zeros("['w']"), report.best_loss_scale("float16")
+        (("['b']", "['w']"), 0.25, 32768.0)
+    """
+
+    counts: jax.Array
+    paths: tuple[str, ...]
+
+    def in_format(
+        self, dtype: DTypeLike, path: str | None = None, *, loss_scale: float = 1.0
+    ) -> FormatRange:
+        """Return what becomes of the values in a format, if rounded to nearest.
+
+        Args:
+            dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
+            path: one of `paths`; without it, all leaves together.
+            loss_scale: what the values are multiplied by before. Exact for 1, for
+                others to the octave.
+        """
+        _check_loss_scale(loss_scale, "in_format")
+        return _in_format(self._counts_of(path), _limits_of(dtype), loss_scale)
+
+    def zeros(self, path: str | None = None) -> float:
+        """Return the share of values that are 0, of a leaf or of all."""
+        counts = self._counts_of(path)
+        return _share(counts[0], counts)
+
+    def not_finite(self, path: str | None = None) -> float:
+        """Return the share of values that are infinite or NaN, of a leaf or of all."""
+        counts = self._counts_of(path)
+        return _share(counts[-1], counts)
+
+    def best_loss_scale(
+        self, dtype: DTypeLike = jnp.float16, *, headroom: float = 4.0
+    ) -> float:
+        """Return the power of two by which a format loses least of the values.
+
+        Of the scales that leave `headroom` above the largest value, those by which the
+        fewest values become 0, among them those by which the fewest become subnormal,
+        and of these the middle one (the largest, if any becomes 0). Values are known to
+        the octave, so that a scale of twice the size may fit, too.
+
+        It is the scale for these values. Gradients inside of the backward pass may be
+        larger than those of params, and both change during training, which
+        `dynamic_loss_scale` follows. NaN where there is no finite value but 0. Values
+        that are infinite or NaN say nothing, so take gradients that did not overflow.
+
+        Args:
+            dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
+            headroom: by what factor values may grow before one overflows.
+        """
+        if not headroom >= 1:
+            raise ValueError(
+                f"best_loss_scale: `headroom` is {headroom!r}, expected at least 1."
+            )
+        counts = self._counts_of(None)
+        (occupied,) = np.nonzero(counts[1:-1])
+        if not occupied.size:
+            return math.nan
+        limits = _limits_of(dtype)
+        room = _values(limits.overflow) / (headroom * _UPPER[1 + occupied[-1]])
+        scales = [2.0**exponent for exponent in range(-126, 128)]
+        losses = [
+            (fit.underflow, fit.subnormal, scale)
+            for scale in scales
+            if scale <= room
+            for fit in [_in_format(counts, limits, scale)]
+        ]
+        least = min(losses)[:2]
+        fitting = [scale for *loss, scale in losses if tuple(loss) == least]
+        return fitting[-1 if least[0] else (len(fitting) - 1) // 2]
+
+    def plot(self, axes: Any, path: str | None = None) -> None:
+        """Draw the histogram of exponents, and the ranges of the formats above it.
+
+        Args:
+            axes: those of matplotlib, such as `pyplot.subplots()[1]`. (So that this
+                package needs no matplotlib.)
+            path: one of `paths`; without it, all leaves together.
+        """
+        counts = self._counts_of(path)
+        octaves = (_BOUNDS[1:-1] >> _EXPONENT_BIT).astype(int)
+        exponents = np.arange(255) - 127
+        shares = 100 * np.bincount(octaves, counts[1:-1]) / max(counts.sum(), 1)
+        axes.bar(exponents, shares, width=0.9, color="#4477aa")
+        (occupied,) = np.nonzero(shares)
+        first, last = exponents[occupied[[0, -1]]] if occupied.size else (0, 0)
+        right = max(last, 17) + 1
+        top = shares.max() or 1.0
+        for row, (name, limits) in enumerate(_LIMITS.items()):
+            zero, normal, overflow = np.log2(_values(limits))
+            height, end = top * (1.1 + 0.12 * row), min(overflow, right)
+            axes.hlines(height, zero, end, color="#bbbbbb", linewidth=4)
+            axes.hlines(height, normal, end, color="#228833", linewidth=4)
+            axes.text(
+                *(0.99, height, name),
+                transform=axes.get_yaxis_transform(),
+                ha="right",
+                va="center",
+                fontsize="x-small",
+            )
+        axes.set_xlim(min(first, -28) - 2, right + 14)
+        axes.set_ylim(0, top * (1.15 + 0.12 * len(_LIMITS)))
+        axes.set_xlabel("exponent: log2 of the magnitude")
+        axes.set_ylabel("% of values")
+        axes.set_title(
+            f"{_percent(self.zeros(path))}% are 0, {_percent(self.not_finite(path))}% "
+            "inf or NaN; green: normal, grey: subnormal",
+            fontsize="medium",
+        )
+
+    def __str__(self) -> str:
+        """Return the table."""
+        names = [name.removeprefix("float8_") for name in _FORMATS]
+        rows = [("", "values", "inf, NaN", "0", *names)]
+        rows += [self._row(path, path) for path in self.paths]
+        if len(self.paths) > 1:
+            rows.append(self._row("all", None))
+        others = aligned([["", *cells] for _, *cells in rows], left=1)
+        width = max(_TABLE_WIDTH - max(map(len, others)), _LEAST_PATH_WIDTH)
+        rows = [(_cut(title, width), *cells) for title, *cells in rows]
+        legend = "% of values; of a format, that underflow / turn subnormal / overflow"
+        return "\n".join([legend, *aligned(rows, left=1), *self._advice()])
+
+    def _row(self, title: str, path: str | None) -> tuple[str, ...]:
+        counts = self._counts_of(path)
+        shares = [_in_format(counts, limits, 1.0) for limits in _LIMITS.values()]
+        return (
+            title,
+            f"{counts.sum():,}",
+            _percent(self.not_finite(path)),
+            _percent(self.zeros(path)),
+            *(
+                f"{_percent(x.underflow)}/{_percent(x.subnormal)}/{_percent(x.overflow)}"
+                for x in shares
+            ),
+        )
+
+    def _advice(self) -> list[str]:
+        if math.isnan(self.best_loss_scale()):
+            return ["no loss scale fits: there is no finite value but 0"]
+        lines = []
+        if self.not_finite():
+            lines.append("of the finite values (take gradients that did not overflow):")
+        for name in _FORMATS[1:]:
+            scale = self.best_loss_scale(name)
+            without, by = (
+                f"{_percent(fit.underflow)}/{_percent(fit.overflow)}%"
+                for fit in (self.in_format(name, loss_scale=x) for x in (1.0, scale))
+            )
+            lines.append(
+                f"{name}: best loss scale 2**{int(np.log2(scale))}: under/overflow "
+                f"{without} -> {by}"
+            )
+        return lines
+
+    def _counts_of(self, path: str | None) -> np.ndarray:
+        """Return the counts of a leaf, or of all, over all that was stacked."""
+        if isinstance(self.counts, Tracer):
+            raise TypeError(
+                f"GradientRangeReport: `counts` is traced ({describe(self.counts)}), "
+                "expected concrete values; return the report from the jitted function, "
+                "and read it outside."
+            )
+        counts = np.asarray(self.counts).astype(np.int64)
+        counts = counts.reshape(-1, len(self.paths), _BOUNDS.size).sum(0)
+        if path is None:
+            return counts.sum(0)
+        if path not in self.paths:
+            raise ValueError(
+                f"GradientRangeReport: `path` is {path!r}, expected one of `paths`: "
+                f"{', '.join(self.paths)}."
+            )
+        return counts[self.paths.index(path)]
+
+
+register_dataclass(GradientRangeReport, ["counts"], ["paths"])
+
+
+def gradient_range_report(
+    grads: PyTree, *, loss_scale: ArrayLike | None = None
+) -> GradientRangeReport:
+    """Count the values of each leaf by magnitude, and so what low precision would lose.
+
+    The histogram of the mixed-precision paper, for your own model: which share of each
+    leaf would become 0, subnormal or infinite in bfloat16, float16 and both 8-bit
+    formats, and which loss scale would fit best. One pass over the values; under `jit`
+    take it every hundred steps or so, by `jax.lax.cond`. While it counts it takes 8
+    bytes a value on CPU, which a program reserves: for large models give a few leaves.
+
+    Args:
+        grads: gradients, or any other tree: weights, moments, activations. Leaves that
+            are not real floating arrays are left out. Values are looked at in float32.
+        loss_scale: what the gradients are scaled by, such as `loss_scale(opt_state)`
+            for those of `optax_mp.value_and_grad`; they are divided by it first.
+
+    Returns:
+        The report: data, a table if printed, and a plot.
+
+    Raises:
+        ValueError: if `grads` has no floating array, or one too large to count, or if
+            `loss_scale` is no positive finite scalar (unchecked where it is traced).
+
+    References:
+        Micikevicius et al., `Mixed Precision Training
+        <https://arxiv.org/abs/1710.03740>`_, 2018, figure 2b.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax_mp
+        >>> @jax.jit
+        ... def step(number, w, report):
+        ...     grads = jax.grad(lambda w: jnp.mean(jnp.tanh(w) ** 4))(w)
+        ...     report = jax.lax.cond(
+        ...         number % 100 == 0,
+        ...         optax_mp.gradient_range_report,
+        ...         lambda _: report,
+        ...         grads,
+        ...     )
+        ...     return w - grads, report
+        >>> w = jnp.logspace(-4, 0, 1000)
+        >>> report = optax_mp.gradient_range_report(jnp.zeros_like(w))
+        >>> for number in range(3):
+        ...     w, report = step(number, w, report)
+        >>> print(report)
+        % of values; of a format, that underflow / turn subnormal / overflow
+                          values  inf, NaN  0  bfloat16  float16   e4m3fn      e5m2
+        (the whole tree)   1,000         0  0     0/0/0  57/28/0  100/0/0  77/7.4/0
+        float16: best loss scale 2**23: under/overflow 57/0% -> 0/0%
+        float8_e4m3fn: best loss scale 2**16: under/overflow 100/0% -> 55/0%
+        float8_e5m2: best loss scale 2**23: under/overflow 77/0% -> 20/0%
+    """
+    _check_loss_scale(loss_scale, "gradient_range_report")
+    leaves = [
+        (place(path), leaf)
+        for path, leaf in tree_leaves_with_path(grads)
+        if is_floating(leaf)
+    ]
+    if not leaves:
+        raise ValueError(
+            f"gradient_range_report: `grads` is a {type(grads).__name__} without "
+            "floating arrays, expected a tree of gradients."
+        )
+    for path, leaf in leaves:
+        if leaf.size > _MOST_VALUES:
+            raise ValueError(
+                f"gradient_range_report: leaf {path} is {describe(leaf)}, expected at "
+                f"most {_MOST_VALUES} values; give slices of it."
+            )
+    # NumPy's float64 may hold what is infinite as float32, and counts so.
+    with np.errstate(over="ignore"):
+        arrays = [jnp.asarray(leaf) for _, leaf in leaves]
+    counts = jnp.stack([_counts(array, loss_scale) for array in arrays])
+    return GradientRangeReport(counts, tuple(path for path, _ in leaves))
+
+
+def _check_loss_scale(loss_scale: Any, caller: str) -> None:
+    if loss_scale is None or (isinstance(loss_scale, Tracer) and not loss_scale.ndim):
+        return
+    is_number = isinstance(loss_scale, int | float | np.number) or is_array(loss_scale)
+    if not is_number or jnp.ndim(loss_scale) or not 0 < float(loss_scale) < math.inf:
+        given = describe(loss_scale) if jnp.ndim(loss_scale) else repr(loss_scale)
+        raise ValueError(
+            f"{caller}: `loss_scale` is {given}, expected a positive finite number."
+        )
+
+
+def _limits_of(dtype: DTypeLike) -> _Limits:
+    name = floating_dtype(dtype, "GradientRangeReport: `dtype`").name
+    if name not in _LIMITS:
+        raise ValueError(
+            f"GradientRangeReport: `dtype` is {name}, expected one of "
+            f"{', '.join(_FORMATS)}."
+        )
+    return _LIMITS[name]
+
+
+def _in_format(counts: np.ndarray, limits: _Limits, loss_scale: float) -> FormatRange:
+    # With a scale of 1 no bin has a limit inside. With others the middle decides, which
+    # puts octaves where nearly all of their values are.
+    middles = loss_scale * (_LOWER + _UPPER)[1:] / 2
+    nonzero, normal, overflow = _values(limits)
+    finite = counts[1:-1]
+    return FormatRange(
+        underflow=_share(finite[middles < nonzero].sum(), counts),
+        subnormal=_share(
+            finite[(middles >= nonzero) & (middles < normal)].sum(), counts
+        ),
+        overflow=_share(finite[middles >= overflow].sum(), counts),
+    )
+
+
+def _cut(path: str, width: int) -> str:
+    """Return the end of a path that is longer than `width`."""
+    return path if len(path) <= width else "..." + path[3 - width :]
+
+
+def _share(part: Any, counts: np.ndarray) -> float:
+    return float(part) / max(int(counts.sum()), 1)
+
+
+def _percent(share: float) -> str:
+    """Return a share in percent: two digits, and 0 and 100 only for none and all."""
+    if 0 < share < 0.001:
+        return "<.1"
+    return ">99" if 0.995 <= share < 1 else f"{100 * share:.{2 if share < 1 else 3}g}"

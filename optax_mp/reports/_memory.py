@@ -1,0 +1,302 @@
+"""memory_report: the bytes of params and optimizer state, and what each is for."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+from jax.tree_util import (
+    DictKey,
+    GetAttrKey,
+    SequenceKey,
+    tree_flatten_with_path,
+    tree_leaves_with_path,
+)
+
+from optax_mp._tree import PyTree, describe, is_array, is_floating, place
+from optax_mp.compact._blocks import Quantized
+from optax_mp.reports._table import aligned
+
+_Path = tuple[Any, ...]
+_PARAMS, _SCALES, _REST = "params", "block scales", "rest"
+# Fields that hold the state of another transform and say nothing of what is in it.
+_WRAPPERS = ("inner_state", "inner_states", "inner_opt_state")
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """What one array of the params or of the optimizer state takes.
+
+    Attributes:
+        role: `"params"`; `"masters"` (full copies) or `"remainders"` (of `Split`); the
+            field of the optimizer's state, such as `"mu"`, `"nu"` or `"trace"`; `"block
+            scales"` of a low-bit state; or `"rest"`: counts, the loss scale, keys and
+            other scalars.
+        path: where it is, in the params or in the state.
+        param: the path of the param that it is of, or `""` where none is evident.
+        dtype: by name.
+        shape: of the whole array, if it is sharded.
+        bytes: what it takes.
+        float32_bytes: what stands for it in plain float32 training.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
+        >>> row = optax_mp.memory_report(params, optax.adam(1e-3).init(params)).rows[2]
+        >>> row.role, row.path, row.param, row.dtype, row.bytes, row.float32_bytes
+        ('mu', "[0].mu['w']", "['w']", 'bfloat16', 8, 16)
+    """
+
+    role: str
+    path: str
+    param: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    float32_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What `memory_report` counted; printed, a table of the roles.
+
+    Attributes:
+        rows: one for each array, params first.
+        weights: the number of elements of the floating params.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones(1024)}
+        >>> state = optax.sgd(0.1, momentum=0.9).init(params)
+        >>> report = optax_mp.memory_report(params, state)
+        >>> report.total_bytes, report.by_role(), report.by_dtype()
+        (8192, {'params': 4096, 'trace': 4096}, {'float32': 8192})
+        >>> report.by_leaf()
+        {"['w']": 8192}
+    """
+
+    rows: tuple[MemoryRow, ...]
+    weights: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all rows."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def float32_bytes(self) -> int:
+        """The bytes of plain float32 training with the same optimizer."""
+        return sum(row.float32_bytes for row in self.rows)
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """All bytes over all weights; NaN where no param is floating."""
+        return _ratio(self.total_bytes, self.weights)
+
+    def by_role(self) -> dict[str, int]:
+        """Return the bytes of each role: params first, block scales and rest last."""
+        last = {_SCALES: 1, _REST: 2}
+        found = self._summed(lambda row: row.role)
+        return dict(sorted(found.items(), key=lambda item: last.get(item[0], 0)))
+
+    def by_dtype(self) -> dict[str, int]:
+        """Return the bytes in each dtype."""
+        return self._summed(lambda row: row.dtype)
+
+    def by_leaf(self) -> dict[str, int]:
+        """Return the bytes of each param and its state; `""` has those of no param."""
+        return self._summed(lambda row: row.param)
+
+    def _summed(self, key: Callable[[MemoryRow], str]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for row in self.rows:
+            found[key(row)] = found.get(key(row), 0) + row.bytes
+        return found
+
+    def __str__(self) -> str:
+        """Return the table."""
+        cells = [("role", "dtype", "size", "bytes a weight", "share")]
+        for role, count in self.by_role().items():
+            dtypes = dict.fromkeys(row.dtype for row in self.rows if row.role == role)
+            cells.append((role, ", ".join(dtypes), *self._amounts(count)))
+        weights = f"{self.weights:,} weights"
+        cells.append(("total", weights, *self._amounts(self.total_bytes)))
+        cells = [(_short(a, 28), _short(b, 34), *rest) for a, b, *rest in cells]
+        plain, times, _ = self._amounts(self.float32_bytes)
+        ratio = _shown(_ratio(self.float32_bytes, self.total_bytes), ".2f")
+        return "\n".join(
+            [
+                *aligned(cells, left=2),
+                f"plain float32: {plain}, {times} bytes a weight ({ratio} times as "
+                "much)",
+            ]
+        )
+
+    def _amounts(self, count: int) -> tuple[str, str, str]:
+        return (
+            _binary(count),
+            _shown(_ratio(count, self.weights), ".2f"),
+            _shown(_ratio(count, self.total_bytes), ".1%"),
+        )
+
+
+def memory_report(params: optax.Params, opt_state: optax.OptState) -> MemoryReport:
+    """Count the bytes of params and optimizer state, by what they are for.
+
+    Shapes and dtypes are all it looks at, so the trees may come from `jax.eval_shape`
+    and a model be planned on a machine that could not hold it.
+
+    The comparison is plain float32 training with the same optimizer: every floating
+    array of params and state in float32, without masters, remainders and block scales.
+    Integers, keys and complex arrays count as they are. Gradients and activations are
+    not counted.
+
+    Args:
+        params: the params: arrays, NumPy arrays or `jax.ShapeDtypeStruct`; leaves that
+            are no arrays take nothing.
+        opt_state: the state of any optax optimizer for them, of the same kinds. Sharded
+            arrays count whole, all devices together, and replicated ones once.
+
+    Returns:
+        The report, which is data, and prints as a table.
+
+    Raises:
+        ValueError: if `params` holds no array.
+        TypeError: if `opt_state` is the optimizer itself.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jax.ShapeDtypeStruct((2**15, 2**20), jnp.bfloat16)}
+        >>> tx = optax_mp.mixed_precision(optax.adamw(3e-4))
+        >>> print(optax_mp.memory_report(params, jax.eval_shape(tx.init, params)))
+        role     dtype                        size  bytes a weight   share
+        params   bfloat16                 64.0 GiB            2.00   14.3%
+        masters  float32                 128.0 GiB            4.00   28.6%
+        mu       float32                 128.0 GiB            4.00   28.6%
+        nu       float32                 128.0 GiB            4.00   28.6%
+        rest     int32                         4 B            0.00    0.0%
+        total    34,359,738,368 weights  448.0 GiB           14.00  100.0%
+        plain float32: 384.0 GiB, 12.00 bytes a weight (0.86 times as much)
+    """
+    arrays = {path: x for path, x in tree_leaves_with_path(params) if is_array(x)}
+    if not arrays:
+        raise ValueError(
+            f"memory_report: `params` is a {type(params).__name__} without arrays, "
+            "expected a tree of arrays or of `jax.ShapeDtypeStruct`s; give what "
+            "`tx.init` gets, and the state second."
+        )
+    if isinstance(opt_state, optax.GradientTransformation):
+        raise TypeError(
+            f"memory_report: `opt_state` is a {type(opt_state).__name__}, expected an "
+            "optimizer state; give `tx.init(params)`, or "
+            "`jax.eval_shape(tx.init, params)` to allocate nothing."
+        )
+    rows = [_row(_PARAMS, path, path, x) for path, x in arrays.items()]
+    rows += _state_rows(opt_state, {path: x.shape for path, x in arrays.items()})
+    weights = sum(_size(x) for x in arrays.values() if is_floating(x))
+    return MemoryReport(tuple(rows), weights)
+
+
+def _state_rows(opt_state: PyTree, params: dict[_Path, Any]) -> Iterator[MemoryRow]:
+    leaves, _ = tree_flatten_with_path(
+        opt_state, is_leaf=lambda x: isinstance(x, Quantized)
+    )
+    for path, leaf in leaves:
+        if isinstance(leaf, Quantized):
+            before, param = _owner(path, leaf.codes.shape, params)
+            codes, scales = ((*path, GetAttrKey(name)) for name in Quantized._fields)
+            yield _row(_field(before), codes, param, leaf.codes, quantized=True)
+            if leaf.scales is not None:
+                yield _row(_SCALES, scales, param, leaf.scales)
+        elif is_array(leaf):
+            before, param = _owner(path, leaf.shape, params)
+            role = _field(before)
+            if role == "master_params":
+                role = "masters" if is_floating(leaf) else "remainders"
+            elif param is None and not leaf.shape:
+                role = _REST
+            yield _row(role, path, param, leaf)
+
+
+def _owner(
+    path: _Path, shape: Any, params: dict[_Path, Any]
+) -> tuple[_Path, _Path | None]:
+    """Return the part of a state's path before the path of a param, and the latter.
+
+    The longest that fits, after a name: the 0 of a chain's `[0]` is no param's.
+    """
+    ends = [len(path)]
+    if path and isinstance(path[-1], SequenceKey):
+        # Some, such as `optax.sm3`, keep a list for each param.
+        ends.append(len(path) - 1)
+    for end in ends:
+        for start in range(1, end + 1):
+            found = path[start:end]
+            fits = found in params and isinstance(path[start - 1], GetAttrKey | DictKey)
+            # The path of params that are one array is empty, and so fits everywhere.
+            if fits and (found or tuple(shape) == tuple(params[found])):
+                return path[:start], found
+    return path, None
+
+
+def _field(path: _Path) -> str:
+    """Return the field of a state that `path` leads to."""
+    fields, keys = [], []
+    for key in path:
+        if isinstance(key, GetAttrKey) and key.name in _WRAPPERS:
+            fields, keys = [], []
+        elif isinstance(key, GetAttrKey):
+            fields.append(key.name)
+        elif isinstance(key, DictKey):
+            keys.append(str(key.key))
+    name = (fields or keys or ["state"])[-1]
+    # L-BFGS and others keep old params, which are not the params.
+    return "params in state" if name == _PARAMS else name
+
+
+def _row(
+    role: str, path: _Path, param: _Path | None, leaf: Any, quantized: bool = False
+) -> MemoryRow:
+    count = _size(leaf) * leaf.dtype.itemsize
+    plain = 4 * _size(leaf) if quantized or is_floating(leaf) else count
+    return MemoryRow(
+        role=role,
+        path=place(path),
+        param="" if param is None else place(param),
+        dtype=describe(leaf).split("[")[0],
+        shape=tuple(leaf.shape),
+        bytes=count,
+        float32_bytes=0 if role in ("masters", "remainders", _SCALES) else plain,
+    )
+
+
+def _size(leaf: Any) -> int:
+    return math.prod(leaf.shape)
+
+
+def _ratio(a: int, b: int) -> float:
+    return a / b if b else math.nan
+
+
+def _shown(number: float, form: str) -> str:
+    return "-" if math.isnan(number) else format(number, form)
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _binary(count: int) -> str:
+    """Return bytes in the largest unit that they fill."""
+    if count < 1024:
+        return f"{count} B"
+    power = min((count.bit_length() - 1) // 10, 4)
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"

@@ -1,0 +1,328 @@
+"""Unmodified models of each framework under `amp`: as good as float32, in 16 bits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small_models
+from comparison import as_bits
+from jax import lax
+
+import optax_mp
+
+MODELS = [
+    f"{framework}_{kind}"
+    for framework in ("linen", "nnx", "equinox", "haiku")
+    for kind in ("transformer", "convolutions")
+]
+CONVOLUTIONS = [model for model in MODELS if "convolutions" in model]
+HALVES = ["bfloat16", "float16"]
+PRODUCTS = {"dot_general", "conv_general_dilated"}
+# What goes wrong in 16 bits: large results, small differences, long sums.
+SENSITIVE = {"exp", "log", "log1p", "expm1", "pow", "rsqrt", "reduce_sum", "cumsum"}
+LEARNING_RATE = 1e-2
+
+
+# In the default run each framework once, one of them in float16.
+DEFAULT = {
+    ("linen_transformer", "bfloat16"),
+    ("nnx_convolutions", "bfloat16"),
+    ("equinox_convolutions", "float16"),
+    ("haiku_convolutions", "bfloat16"),
+}
+COMBINATIONS = [
+    pytest.param(model, half, marks=() if default else pytest.mark.slow)
+    for model in MODELS
+    for half in HALVES
+    for default in [(model, half) in DEFAULT]
+]
+
+
+@functools.cache
+def problem_of(model):
+    return getattr(small_models, model)()
+
+
+def autocast(fun, dtype):
+    """Return the function under amp; in float32, the function."""
+    return fun if dtype == "float32" else optax_mp.amp(fun, compute_dtype=dtype)
+
+
+def trained(problem, tx, loss, params):
+    """Return the losses of all steps, and what params, state and optimizer became."""
+    loss_and_grads = optax_mp.value_and_grad(loss, has_aux=True)
+
+    def step(carry, batch):
+        params, state, opt_state = carry
+        (value, state), grads = loss_and_grads(opt_state, params, state, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), state, opt_state), value
+
+    @jax.jit
+    def run(carry):
+        return lax.scan(step, carry, problem.batches)
+
+    carry, losses = run((params, problem.state, tx.init(problem.params)))
+    return np.asarray(losses), *carry
+
+
+def trained_under_amp(problem, dtype):
+    tx = optax.adam(LEARNING_RATE)
+    if dtype == "float16":
+        tx = optax_mp.dynamic_loss_scale(tx)
+    return trained(problem, tx, autocast(problem.loss, dtype), problem.params)
+
+
+@functools.cache
+def training_of(model, dtype):
+    return trained_under_amp(problem_of(model), dtype)
+
+
+def last(losses):
+    return losses[-10:].astype(np.float32).mean()
+
+
+def first_batch(problem):
+    return jax.tree.map(lambda x: x[0], problem.batches)
+
+
+def state_after_a_step(problem, dtype):
+    loss = jax.jit(autocast(problem.loss, dtype))
+    return loss(problem.params, problem.state, first_batch(problem))[1]
+
+
+@functools.cache
+def gradient_equations(model, dtype, param_dtype="float32"):
+    """Return the equations of a loss with its gradient, those within others too."""
+    problem = problem_of(model)
+    params = optax_mp.cast_floating(problem.params, param_dtype)
+    function = jax.value_and_grad(autocast(problem.loss, dtype), has_aux=True)
+    jaxpr = jax.make_jaxpr(function)(params, problem.state, first_batch(problem))
+    return list(equations_of(jaxpr.jaxpr))
+
+
+def equations_of(jaxpr):
+    # Without what nobody uses: the tangent of a maximum counts ties, and logsumexp then
+    # stops it.
+    used = {atom for atom in jaxpr.outvars if not hasattr(atom, "val")}
+    for equation in reversed(jaxpr.eqns):
+        if used.isdisjoint(equation.outvars):
+            continue
+        used.update(atom for atom in equation.invars if not hasattr(atom, "val"))
+        yield equation
+        for param in equation.params.values():
+            for inner in param if isinstance(param, tuple | list) else (param,):
+                inner = getattr(inner, "jaxpr", inner)  # closed or open
+                if hasattr(inner, "eqns"):
+                    yield from equations_of(inner)
+
+
+def named(equations, names):
+    return [equation for equation in equations if equation.primitive.name in names]
+
+
+def floating_dtypes(atoms):
+    dtypes = [atom.aval.dtype for atom in atoms]
+    return {dtype.name for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
+
+
+def dtypes_of_products(equations):
+    """Return the dtypes that go into products and come out, and how many there are."""
+    products = [
+        equation
+        for equation in named(equations, PRODUCTS)
+        if "HIGHEST" not in str(equation.params["precision"])
+    ]
+    atoms = [atom for e in products for atom in (*e.invars, *e.outvars)]
+    return floating_dtypes(atoms), len(products)
+
+
+# Training
+
+
+@pytest.mark.parametrize("model, half", COMBINATIONS)
+def test_a_model_under_amp_trains_as_in_float32(model, half):
+    full = training_of(model, "float32")[0]
+    # Else a model that stands still would pass.
+    assert last(full) < 0.85 * full[:3].mean()
+    assert last(training_of(model, half)[0]) == pytest.approx(last(full), rel=0.01)
+
+
+@pytest.mark.parametrize("model, half", COMBINATIONS)
+def test_params_and_statistics_keep_their_dtypes_and_stay_finite(model, half):
+    problem = problem_of(model)
+    _, params, state, _ = training_of(model, half)
+    for start, end in ((problem.params, params), (problem.state, state)):
+        assert [x.dtype for x in jax.tree.leaves(end)] == [
+            x.dtype for x in jax.tree.leaves(start)
+        ]
+        assert optax_mp.all_finite(end)
+
+
+@pytest.mark.parametrize(
+    "model, half", [x for x in COMBINATIONS if x.values[1] == "float16"]
+)
+def test_a_loss_scale_skips_next_to_nothing(model, half):
+    assert training_of(model, half)[3].total_skipped <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [
+        "equinox_transformer",  # of float32 inputs: products are float32 as written
+        "linen_transformer",  # of integers: products are bfloat16 as written
+    ],
+)
+def test_masters_and_bfloat16_params_under_amp_train_as_in_float32(model):
+    problem = problem_of(model)
+    tx = optax_mp.mixed_precision(optax.adam(LEARNING_RATE), param_dtype="bf16")
+    params = optax_mp.cast_floating(problem.params, "bf16")
+    losses, params, *_ = trained(problem, tx, optax_mp.amp(problem.loss), params)
+    full = training_of(model, "float32")[0]
+    assert last(losses) == pytest.approx(last(full), rel=0.01)
+    assert {x.dtype.name for x in jax.tree.leaves(params)} == {"bfloat16"}
+
+
+# Precision
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_product_of_a_model_and_its_gradient_is_low(model, half):
+    written, number = dtypes_of_products(gradient_equations(model, "float32"))
+    assert written == {"float32"} and number >= 5
+    assert dtypes_of_products(gradient_equations(model, half)) == ({half}, number)
+
+
+def test_every_product_of_float32_inputs_and_bfloat16_params_is_low():
+    model = "equinox_transformer"
+    written, low = (
+        dtypes_of_products(gradient_equations(model, dtype, "bfloat16"))[0]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert "float32" in written and low == {"bfloat16"}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("model", MODELS)
+def test_no_sum_nor_exponential_of_a_model_and_its_gradient_is_low(model, half):
+    sensitive = named(gradient_equations(model, half), SENSITIVE)
+    atoms = [atom for e in sensitive for atom in (*e.invars, *e.outvars)]
+    assert floating_dtypes(atoms) == {"float32"}
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("model", MODELS)
+def test_loss_state_and_gradients_come_in_the_dtypes_of_float32(model, half):
+    problem = problem_of(model)
+    args = (problem.params, problem.state, first_batch(problem))
+    got, want = (
+        jax.eval_shape(
+            jax.value_and_grad(autocast(problem.loss, dtype), has_aux=True), *args
+        )
+        for dtype in (half, "float32")
+    )
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+
+
+def test_nnx_moves_its_dropout_keys_on_as_in_float32():
+    problem = problem_of("nnx_transformer")
+    got, want = (state_after_a_step(problem, dtype) for dtype in ("bf16", "float32"))
+    assert as_bits(got) == as_bits(want) != as_bits(problem.state)
+
+
+@pytest.mark.parametrize("model", CONVOLUTIONS)
+def test_batch_statistics_are_those_of_float32(model):
+    problem = problem_of(model)
+    got, want = (state_after_a_step(problem, dtype) for dtype in ("bf16", "float32"))
+    assert as_bits(want) != as_bits(problem.state)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        # Half a unit of bfloat16's last place, of the values that they are made of.
+        np.testing.assert_allclose(x, y, rtol=2**-8, atol=2**-8 * np.abs(y).max())
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("framework", ["linen", "nnx", "equinox", "haiku"])
+def test_dropout_drops_what_it_drops_in_float32(framework, half):
+    params, apply = getattr(small_models, f"{framework}_dropout")()
+    x = jax.random.normal(jax.random.key(0), (64, 8))
+    args = (params, x, jax.random.key(1))
+    got, want = (
+        np.asarray(jax.jit(autocast(apply, dtype))(*args)) == 0
+        for dtype in (half, "float32")
+    )
+    assert 0.3 < want.mean() < 0.7
+    np.testing.assert_array_equal(got, want)
+
+
+# Modules
+
+
+def test_an_equinox_module_goes_whole_through_amp():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(4, 4, 8, 2, activation=jax.nn.gelu, key=jax.random.key(0))
+
+    @eqx.filter_jit
+    def gradients(model, x, dtype):
+        loss = autocast(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), dtype)
+        return eqx.filter_value_and_grad(loss)(model, x)
+
+    x = jax.random.normal(jax.random.key(1), (8, 4))
+    got, want = (gradients(model, x, dtype) for dtype in ("bfloat16", "float32"))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, atol=2**-5 * np.abs(y).max())
+
+
+@pytest.mark.parametrize(
+    "model, name",
+    [
+        ("linen_transformer", "Dense_0"),
+        ("equinox_transformer", "eqx.nn.MultiheadAttention"),
+        ("haiku_transformer", "multi_head_attention"),
+    ],
+)
+def test_rules_may_name_a_module(model, name):
+    problem = problem_of(model)
+    rules = optax_mp.default_amp_rules | {name: "as_written"}
+    function = jax.value_and_grad(optax_mp.amp(problem.loss, rules=rules), has_aux=True)
+    args = (problem.params, problem.state, first_batch(problem))
+    equations = equations_of(jax.make_jaxpr(function)(*args).jaxpr)
+    by_dtype = {"bfloat16": 0, "float32": 0}
+    for product in named(equations, PRODUCTS):
+        by_dtype[product.outvars[0].aval.dtype.name] += 1
+        scopes = str(product.source_info.name_stack)
+        assert (name in scopes) == (product.outvars[0].aval.dtype == "float32"), scopes
+    assert min(by_dtype.values()) >= 3
+
+
+# Losses
+
+
+def test_every_loss_of_optax_is_trained():
+    public = {name for name in dir(optax.losses) if name[0] != "_"}
+    assert public == small_models.LOSSES.keys()
+
+
+# Their least is 0, where a relative error says nothing.
+DOWN_TO_ZERO = {"perceptron_loss", "multiclass_perceptron_loss"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The function convex_kl_divergence is deprecated")
+@pytest.mark.parametrize("loss", small_models.LOSSES)
+def test_a_loss_of_optax_under_amp_trains_as_in_float32(loss):
+    problem = small_models.perceptron(loss)
+    full = trained_under_amp(problem, "float32")[0]
+    start = full[:3].mean()
+    assert start - last(full) > 0.15 * abs(start)
+    scale = start if loss in DOWN_TO_ZERO else last(full)
+    got = trained_under_amp(problem, "bfloat16")[0]
+    assert abs(last(got) - last(full)) < 0.01 * abs(scale)

@@ -1,0 +1,1075 @@
+"""amp under, around and between JAX's transformations, and as a Python function."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from amp_cases import (
+    ROUNDING,
+    compiled,
+    error,
+    normal,
+    operations,
+    products,
+    runs_in,
+    shard_map,
+    weights,
+)
+from comparison import as_bits
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
+
+import optax_mp
+
+PARAMS = weights(w1=(8, 8), b=(8,), w2=(8, 8))
+X = normal(4, 8)
+W = PARAMS["w1"]
+in_both = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+
+
+def autocast(fun, dtype="bfloat16"):
+    return optax_mp.amp(fun, compute_dtype=jnp.dtype(dtype))
+
+
+def net(params, x):
+    return jnp.tanh(x @ params["w1"] + params["b"]) @ params["w2"]
+
+
+def named_net(params, x):
+    hidden = checkpoint_name(jnp.tanh(x @ params["w1"] + params["b"]), "hidden")
+    return hidden @ params["w2"]
+
+
+def mesh():
+    return jax.sharding.Mesh(jax.devices()[:1], ("data",))
+
+
+def shapes(tree):
+    return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+def scalar(fun):
+    return lambda *args: jnp.sum(jnp.sin(fun(*args)))
+
+
+def gradient(fun):
+    return jax.grad(scalar(fun))
+
+
+# Transformations on both sides: of what amp returns, and inside of what it is given
+
+
+def with_aux(fun):
+    def loss(params, x):
+        y = fun(params, x)
+        return jnp.sum(jnp.sin(y)), {"y": y, "count": 3}
+
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+def linearized(fun):
+    def both(params, x):
+        y, tangent = jax.linearize(fun, params, x)
+        return y, tangent(params, x)
+
+    return both
+
+
+def pulled_back(fun):
+    def both(params, x):
+        y, pull = jax.vjp(fun, params, x)
+        return y, pull(y)
+
+    return both
+
+
+def hessian(fun):
+    def of_bias(params, x):
+        def loss(b):
+            return scalar(fun)({**params, "b": b}, x)
+
+        return jax.hessian(loss)(params["b"])
+
+    return of_bias
+
+
+def hessian_product(fun):
+    def product(params, x):
+        def slope(params):
+            return gradient(fun)(params, x)
+
+        return jax.jvp(slope, (params,), (params,))[1]
+
+    return product
+
+
+def repeated(fun):
+    def scanned(params, x):
+        return lax.scan(lambda x, _: (fun(params, x), None), x, length=3)[0]
+
+    return scanned
+
+
+def looped(fun):
+    def loop(params, x):
+        body = lambda state: (state[0] + 1, fun(params, state[1]))  # noqa: E731
+        return lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1]
+
+    return loop
+
+
+def either(fun):
+    def chosen(params, x):
+        return lax.cond(x[0, 0] > 9, lambda *_: x, fun, params, x)
+
+    return chosen
+
+
+def sharded(fun):
+    specs = PartitionSpec(), PartitionSpec("data")
+    return shard_map(fun, mesh=mesh(), in_specs=specs, out_specs=PartitionSpec("data"))
+
+
+def with_own_rules(fun):
+    """Give `fun` a derivative rule that is the one of JAX."""
+    ruled = jax.custom_vjp(fun)
+    ruled.defvjp(lambda *args: jax.vjp(fun, *args), lambda pull, g: pull(g))
+    return ruled
+
+
+def over_rows(fun):
+    return jax.vmap(fun, (None, 0), axis_name="batch")
+
+
+def with_mean(params, x):
+    y = net(params, x)
+    total, count = lax.psum((y, 1), "batch")
+    return y + total / count
+
+
+def remat(fun, **settings):
+    return jax.grad(scalar(jax.checkpoint(fun, **settings)))
+
+
+def policy(name, *args):
+    chosen = getattr(jax.checkpoint_policies, name)
+    chosen = chosen(*args) if args else chosen
+    return named_net, functools.partial(remat, policy=chosen)
+
+
+# A function, and what is done with it.
+TRANSFORMED = {
+    "jit": (net, jax.jit),
+    "grad": (net, gradient),
+    "value_and_grad": (net, with_aux),
+    "vmap": (net, over_rows),
+    "vmap_with_psum": (with_mean, over_rows),
+    "grad_of_vmap_with_psum": (with_mean, lambda fun: gradient(over_rows(fun))),
+    "per_example_grad": (net, lambda fun: jax.vmap(gradient(fun), (None, 0))),
+    "jvp": (net, lambda fun: lambda *args: jax.jvp(fun, args, args)),
+    "linearize": (net, linearized),
+    "vjp": (net, pulled_back),
+    "jacfwd": (net, jax.jacfwd),
+    "jacrev": (net, jax.jacrev),
+    "hessian": (net, hessian),
+    "hessian_product": (net, hessian_product),
+    "scan": (net, repeated),
+    "grad_of_scan": (net, lambda fun: gradient(repeated(fun))),
+    "while_loop": (net, looped),
+    "cond": (net, either),
+    "grad_of_cond": (net, lambda fun: gradient(either(fun))),
+    "remat": (net, remat),
+    "remat_inside": (jax.checkpoint(net), gradient),
+    "nothing_saved": policy("nothing_saveable"),
+    "everything_saved": policy("everything_saveable"),
+    "dots_saved": policy("dots_with_no_batch_dims_saveable"),
+    "names_saved": policy("save_only_these_names", "hidden"),
+    "shard_map": (net, sharded),
+    "grad_of_shard_map": (net, lambda fun: gradient(sharded(fun))),
+    "custom_vjp": (net, lambda fun: gradient(with_own_rules(fun))),
+    "amp": (net, lambda fun: optax_mp.amp(fun)),
+}
+each = pytest.mark.parametrize("name", TRANSFORMED)
+SIDES = {
+    "outside": lambda name, cast: TRANSFORMED[name][1](cast(TRANSFORMED[name][0])),
+    "inside": lambda name, cast: cast(TRANSFORMED[name][1](TRANSFORMED[name][0])),
+}
+on_both_sides = pytest.mark.parametrize("side", SIDES)
+
+
+def built(name, side, dtype):
+    if name == "amp":
+        dtype = "bfloat16"  # as the one in the table
+    return SIDES[side](name, functools.partial(autocast, dtype=dtype))
+
+
+@functools.cache
+def traced(name, side, dtype):
+    """Return the jaxpr of a program, and the shapes that it returns."""
+    return jax.make_jaxpr(built(name, side, dtype), return_shape=True)(PARAMS, X)
+
+
+@on_both_sides
+@in_both
+@each
+def test_transformed_outputs_have_the_tree_shapes_and_dtypes_of_the_function(
+    name, dtype, side
+):
+    want = jax.eval_shape(SIDES["outside"](name, lambda fun: fun), PARAMS, X)
+    assert shapes(traced(name, side, dtype)[1]) == shapes(want)
+
+
+@on_both_sides
+@in_both
+@each
+def test_transformed_products_are_low(name, dtype, side):
+    dtype = "bfloat16" if name == "amp" else dtype
+    found = products(traced(name, side, dtype)[0])
+    assert len(found) >= 2
+    assert all(runs_in(o, dtype) for o in found)
+
+
+@pytest.mark.parametrize(
+    "name", ["grad", "grad_of_scan", "grad_of_cond", "grad_of_shard_map", "custom_vjp"]
+)
+def test_amp_of_grad_has_the_products_of_grad_of_amp(name):
+    found = [
+        sorted(
+            (str(o.inputs), str(o.outputs), str(o.equation.outvars[0].aval.shape))
+            for o in products(traced(name, side, "bfloat16")[0])
+        )
+        for side in SIDES
+    ]
+    assert found[0] == found[1]
+
+
+@functools.cache
+def in_float32(name):
+    plain = SIDES["outside"](name, lambda fun: fun)
+    return compiled(plain, PARAMS, X)(PARAMS, X)
+
+
+@on_both_sides
+@each
+def test_transformed_results_agree_with_float32(name, side):
+    got = compiled(built(name, side, "bfloat16"), PARAMS, X)(PARAMS, X)
+    # Second derivatives and three layers have more roundings to add up.
+    roundings = 16 if "hessian" in name or "scan" in name or "loop" in name else 5
+    assert error(got, in_float32(name)) < roundings * ROUNDING["bfloat16"]
+
+
+@on_both_sides
+@each
+def test_amp_stop_leaves_all_as_written_through_a_transformation(name, side):
+    fun, transform = TRANSFORMED[name]
+    stopped = optax_mp.amp_stop(fun)
+    if side == "outside":
+        program = transform(autocast(stopped))
+    else:
+        program = autocast(transform(stopped))
+    # The scalar that a gradient is of is not stopped, but has no products.
+    found = products(jax.make_jaxpr(program)(PARAMS, X))
+    assert len(found) >= 2
+    assert all(runs_in(o, jnp.float32) for o in found)
+
+
+@pytest.mark.parametrize("program", ["amp", "grad(amp)", "amp(grad)"])
+def test_amp_stop_is_a_context_too(program):
+    def fun(params, x):
+        with optax_mp.amp_stop():
+            hidden = x @ params["w1"]
+        return hidden @ params["w2"]
+
+    found = products(jax.make_jaxpr(PROGRAMS[program](fun))(PARAMS, X))
+    of_w1 = 1 if program == "amp" else 2  # X has no gradient
+    of_w2 = 1 if program == "amp" else 3
+    assert sum(runs_in(o, jnp.float32) for o in found) == of_w1
+    assert sum(runs_in(o, "bfloat16") for o in found) == of_w2
+
+
+# amp_stop where it covers a part
+
+
+@jax.custom_vjp
+def vjp_product(x, w):
+    return jnp.sin(x @ w)
+
+
+vjp_product.defvjp(
+    lambda x, w: (vjp_product(x, w), (x, w)),
+    lambda r, g: (g * jnp.cos(r[0] @ r[1]) @ r[1].T, r[0].T @ (g * r[0])),
+)
+
+
+@jax.custom_jvp
+def jvp_product(x, w):
+    return jnp.sin(x @ w)
+
+
+@jvp_product.defjvp
+def _jvp_product_rule(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return jvp_product(x, w), jnp.cos(x @ w) * (dx @ w + x @ dw)
+
+
+@jax.custom_gradient
+def gradient_product(x, w):
+    return jnp.sin(x @ w), lambda g: (g @ w.T, x.T @ g)
+
+
+def scan_product(x, w):
+    return lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, length=2)[0]
+
+
+def cond_product(x, w):
+    return lax.cond(x[0, 0] > 0, lambda x: jnp.sin(x @ w), lambda x: x @ w, x)
+
+
+def shard_product(x, w):
+    specs = PartitionSpec("data"), PartitionSpec()
+    f = shard_map(jnp.dot, mesh=mesh(), in_specs=specs, out_specs=specs[0])
+    return f(x, w)
+
+
+PARTS = {
+    "dot": jnp.dot,
+    "jit": jax.jit(lambda x, w: jnp.sin(x @ w)),
+    "remat": jax.checkpoint(lambda x, w: jnp.sin(x @ w)),
+    "scan": scan_product,
+    "cond": cond_product,
+    "vmap": jax.vmap(jnp.dot, (0, None)),
+    "shard_map": shard_product,
+    "custom_vjp": vjp_product,
+    "custom_jvp": jvp_product,
+    "custom_gradient": gradient_product,
+}
+PROGRAMS = {
+    "amp": lambda fun: autocast(fun),
+    "grad(amp)": lambda fun: gradient(autocast(fun)),
+    "amp(grad)": lambda fun: autocast(gradient(fun)),
+    "jvp(amp)": lambda fun: lambda *args: jax.jvp(autocast(fun), args, args),
+    "amp(jvp)": lambda fun: autocast(lambda *args: jax.jvp(fun, args, args)),
+    "vmap(grad(amp))": lambda fun: (
+        lambda p, x: jax.vmap(gradient(autocast(fun)), (None, 0))(p, x[None])
+    ),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("part", PARTS)
+def test_amp_stop_leaves_the_products_of_a_part_in_float32(part, program):
+    stopped = optax_mp.amp_stop(PARTS[part])
+
+    def partly(params, x):
+        return stopped(jnp.tanh(x @ params["w1"]), params["w2"]) @ params["w1"]
+
+    def count(fun, *args):
+        return len(products(jax.make_jaxpr(PROGRAMS[program](fun))(*args)))
+
+    found = products(jax.make_jaxpr(PROGRAMS[program](partly))(PARAMS, X))
+    high = [o for o in found if not runs_in(o, "bfloat16")]
+    # The two products around it are low: one and its derivatives each.
+    around = count(
+        lambda params, x: jnp.tanh(x @ params["w1"]) @ params["w1"], PARAMS, X
+    )
+    assert all(runs_in(o, jnp.float32) for o in high)
+    assert len(found) - len(high) == around
+
+
+def test_amp_stop_inside_derivative_rules_leaves_those_products_in_float32():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def backward(residuals, g):
+        x, w = residuals
+        with optax_mp.amp_stop():
+            to_x = g @ w.T
+        return to_x, x.T @ g
+
+    product.defvjp(lambda x, w: (product(x, w), (x, w)), backward)
+    for program in (
+        gradient(autocast(lambda w, x: product(jnp.sin(w) @ x, w))),
+        autocast(gradient(lambda w, x: product(jnp.sin(w) @ x, w))),
+    ):
+        found = products(jax.make_jaxpr(program)(W, normal(8, 8)))
+        high = [o for o in found if not runs_in(o, "bfloat16")]
+        assert len(high) == 1
+        assert runs_in(high[0], jnp.float32)
+
+
+def test_amp_stop_inside_a_jvp_rule_leaves_those_products_in_float32():
+    @jax.custom_jvp
+    def product(x, w):
+        return x @ w
+
+    @product.defjvp
+    def rule(primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        with optax_mp.amp_stop():
+            from_x = dx @ w
+        return product(x, w), from_x + x @ dw
+
+    for program in (
+        lambda *args: jax.jvp(autocast(product), args, args),
+        autocast(lambda *args: jax.jvp(product, args, args)),
+    ):
+        found = products(jax.make_jaxpr(program)(X, W))
+        assert sorted(runs_in(o, "bfloat16") for o in found) == [False, True, True]
+
+
+def test_amp_stop_without_amp_changes_no_bit():
+    assert as_bits(optax_mp.amp_stop(net)(PARAMS, X)) == as_bits(net(PARAMS, X))
+
+
+# Derivative rules with unusual arguments
+
+
+def grads_agree(fun, *args):
+    want = compiled(jax.grad(scalar(fun)), *args)(*args)
+    for dtype in ROUNDING:
+        for program in (
+            jax.grad(scalar(autocast(fun, dtype))),
+            autocast(jax.grad(scalar(fun)), dtype),
+        ):
+            got = compiled(program, *args)(*args)
+            assert shapes(got) == shapes(want)
+            assert error(got, want) < 5 * ROUNDING[dtype]
+            found = products(jax.make_jaxpr(program)(*args))
+            assert found
+            assert all(runs_in(o, dtype) for o in found)
+
+
+def test_symbolic_zeros_of_a_custom_vjp():
+    @jax.custom_vjp
+    def pair(x, w):
+        return x @ w, jnp.sin(x)
+
+    def forward(x, w):
+        return pair(x.value, w.value), (x.value, w.value)
+
+    def backward(residuals, g):
+        x, w = residuals
+        product, wave = (
+            jnp.zeros(c.shape, c.dtype)
+            if isinstance(c, jax.custom_derivatives.SymbolicZero)
+            else c
+            for c in g
+        )
+        return product @ w.T + wave * jnp.cos(x), x.T @ product
+
+    pair.defvjp(forward, backward, symbolic_zeros=True)
+    grads_agree(lambda w, x: pair(jnp.tanh(x @ w), w)[0], W, X)
+
+
+def test_custom_jvp_with_integer_and_keyword_arguments():
+    @jax.custom_jvp
+    def power(x, n, w):
+        return (x @ w) ** n
+
+    @power.defjvp
+    def rule(primals, tangents):
+        (x, n, w), (dx, _, dw) = primals, tangents
+        y = x @ w
+        return power(x, n, w), n * y ** (n - 1) * (dx @ w + x @ dw)
+
+    grads_agree(lambda w, x, n: power(x, w=w, n=n), W, X, jnp.int32(2))
+
+
+def test_custom_vjp_with_nondifferentiated_arguments():
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+    def apply(fun, x, name, w):
+        return fun(x @ w) if name == "on" else x @ w
+
+    def forward(fun, x, name, w):
+        return apply(fun, x, name, w), (x, w)
+
+    def backward(fun, name, residuals, g):
+        x, w = residuals
+        g = jax.vjp(fun, x @ w)[1](g)[0] if name == "on" else g
+        return g @ w.T, x.T @ g
+
+    apply.defvjp(forward, backward)
+    grads_agree(lambda w, x: apply(jnp.tanh, x, "on", w), W, X)
+
+
+def test_custom_jvp_with_nondifferentiated_arguments():
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def apply(fun, x, w):
+        return fun(x @ w)
+
+    @apply.defjvp
+    def rule(fun, primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        y, slope = jax.jvp(fun, (x @ w,), (dx @ w + x @ dw,))
+        return y, slope
+
+    grads_agree(lambda w, x: apply(jnp.tanh, x, w), W, X)
+
+
+def test_custom_vjp_with_integer_arguments_and_outputs():
+    @jax.custom_vjp
+    def top(x, ids, w):
+        y = x[ids] @ w
+        return y, y.argmax(-1)
+
+    def backward(residuals, g):
+        x, ids, w = residuals
+        return jnp.zeros_like(x).at[ids].add(g[0] @ w.T), None, x[ids].T @ g[0]
+
+    top.defvjp(lambda x, ids, w: (top(x, ids, w), (x, ids, w)), backward)
+    grads_agree(lambda w, x, ids: top(x, ids, w)[0], W, X, np.array([1, 1, 3]))
+
+
+def test_custom_gradient_with_residuals_in_a_closure():
+    grads_agree(lambda w, x: gradient_product(jnp.tanh(x @ w), w), W, X)
+
+
+@in_both
+def test_gradients_of_integers_are_float0(dtype):
+    def fun(arguments):
+        return jnp.sum(jnp.asarray(X)[arguments["ids"]] @ arguments["w"])
+
+    arguments = {"ids": np.array([1, 1, 3]), "w": W}
+    got = jax.grad(autocast(fun, dtype), allow_int=True)(arguments)
+    assert got["ids"].dtype == jax.dtypes.float0
+    assert got["w"].dtype == jnp.float32
+
+
+def test_weights_captured_from_an_outer_trace_get_their_gradient():
+    got = jax.jit(jax.grad(lambda w: autocast(lambda x: jnp.sum(jnp.sin(x @ w)))(X)))(W)
+    want = gradient(lambda w: X @ w)(W)
+    assert error(got, want) < 5 * ROUNDING["bfloat16"]
+
+
+def test_one_autocast_function_serves_several_traces():
+    cell = [None]
+    fun = autocast(lambda x: jnp.sin(x @ cell[0]))
+
+    def loss(w):
+        cell[0] = w
+        return jnp.sum(fun(X))
+
+    first, second = jax.jit(jax.grad(loss))(W), jax.jit(jax.grad(loss))(2 * W)
+    want = jax.grad(lambda w: jnp.sum(jnp.sin(X @ w)))
+    assert error((first, second), (want(W), want(2 * W))) < 5 * ROUNDING["bfloat16"]
+
+
+def test_no_tracer_is_left_behind():
+    fun = autocast(lambda w, x: jnp.sum(jax.nn.relu(scan_product(x, w))))
+    with jax.checking_leaks():
+        jax.make_jaxpr(jax.grad(fun))(W, X)
+
+
+# What survives of the equations that amp rebuilds
+
+
+def equation(jaxpr, *names):
+    return next(o.equation for o in operations(jaxpr) if o.name in names)
+
+
+@pytest.mark.parametrize(
+    ("fun", "names", "settings"),
+    [
+        pytest.param(
+            lambda x: jax.jit(jnp.dot, donate_argnums=0, inline=False)(x + 1, W),
+            ("jit", "pjit"),
+            ["name", "donated_invars", "in_shardings", "out_shardings", "keep_unused"],
+            id="jit",
+        ),
+        pytest.param(
+            lambda x: jax.checkpoint(
+                lambda x: jnp.sin(x @ W),
+                policy=jax.checkpoint_policies.dots_saveable,
+                prevent_cse=False,
+            )(x),
+            ("checkpoint", "remat", "remat2"),
+            ["policy", "prevent_cse", "differentiated"],
+            id="remat",
+        ),
+        pytest.param(
+            lambda x: lax.scan(
+                lambda c, w: (c @ w, c.sum()),
+                x,
+                jnp.stack([W, W, W, W]),
+                reverse=True,
+                unroll=2,
+            ),
+            ("scan",),
+            ["length", "reverse", "unroll", "_split_transpose"],
+            id="scan",
+        ),
+        pytest.param(
+            lambda x: lax.with_sharding_constraint(
+                x @ W, NamedSharding(mesh(), PartitionSpec("data"))
+            ),
+            ("sharding_constraint",),
+            ["sharding", "unconstrained_dims"],
+            id="sharding_constraint",
+        ),
+        pytest.param(
+            lambda x: sharded(lambda w, x: x @ w)(W, x),
+            ("shard_map",),
+            ["mesh", "in_names", "in_specs", "out_specs", "check_rep", "check_vma"],
+            id="shard_map",
+        ),
+    ],
+)
+def test_settings_survive(fun, names, settings):
+    before, after = (
+        equation(jax.make_jaxpr(f)(X), *names).params for f in (fun, autocast(fun))
+    )
+    kept = [key for key in settings if key in before]
+    assert kept
+    for key in kept:
+        # shard_map keeps its specs in a tuple or in a list.
+        listed = isinstance(before[key], list | tuple)
+        same = list(before[key]) == list(after[key]) if listed else None
+        assert same or before[key] == after[key], key
+
+
+def test_scopes_of_the_user_survive():
+    @jax.named_scope("head")
+    def fun(x):
+        return jax.jit(lambda x: x @ W)(x)
+
+    (found,) = products(jax.make_jaxpr(autocast(fun))(X))
+    assert "head" in found.scopes
+
+
+def test_callbacks_get_what_they_get_without_amp():
+    seen = []
+
+    def fun(x):
+        y = x @ W
+        jax.debug.callback(lambda y: seen.append(y.dtype), y, ordered=True)
+        shape = jax.ShapeDtypeStruct(y.shape, jnp.float32)
+        return jax.pure_callback(lambda y: np.asarray(y) + y.dtype.itemsize, shape, y)
+
+    got = jax.jit(autocast(fun))(X)
+    jax.effects_barrier()
+    assert seen == [jnp.float32]
+    assert error(got, X @ W + 4) < 2 * ROUNDING["bfloat16"]
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="no references in this JAX")
+@in_both
+def test_references_inside_a_function_stay_float32(dtype):
+    def fun(x):
+        ref = jax.new_ref(jnp.zeros((4, 8)))
+        for _ in range(2):
+            ref[...] += x @ W
+        return ref[...]
+
+    got, jaxpr = autocast(fun, dtype)(X), jax.make_jaxpr(autocast(fun, dtype))(X)
+    assert error(got, 2 * X @ W) < 2 * ROUNDING[dtype]
+    assert all(runs_in(o, dtype) for o in products(jaxpr))
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="no references in this JAX")
+def test_references_from_outside_are_written():
+    ref = jax.new_ref(jnp.zeros((4, 8)))
+
+    @autocast
+    def fun(x):
+        ref[...] += x @ W
+
+    fun(X)
+    jax.jit(fun)(X)
+    assert error(ref[...], 2 * X @ W) < 2 * ROUNDING["bfloat16"]
+
+
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="no explicit axes in this JAX")
+@pytest.mark.parametrize("program", ["amp", "grad(amp)", "amp(grad)"])
+def test_explicit_shardings_survive(program):
+    axes = (jax.sharding.AxisType.Explicit,)
+    explicit = jax.make_mesh((1,), ("data",), axes, devices=jax.devices()[:1])
+    sharding = NamedSharding(explicit, PartitionSpec("data", None))
+    x = jax.device_put(X, sharding)
+
+    def fun(x, w):
+        return jnp.tanh(lax.scan(lambda x, _: (x @ w, None), x, length=2)[0])
+
+    with jax.set_mesh(explicit):
+        w = jax.device_put(W, NamedSharding(explicit, PartitionSpec(None, None)))
+        plain = fun if program == "amp" else gradient(fun)
+        got = jax.eval_shape(PROGRAMS[program](fun), x, w)
+        want = jax.eval_shape(plain, x, w)
+        assert all(
+            runs_in(o, "bfloat16")
+            for o in products(jax.make_jaxpr(PROGRAMS[program](fun))(x, w))
+        )
+    assert shapes(got) == shapes(want)
+    assert got.sharding == want.sharding
+
+
+def test_a_donated_argument_is_used_up():
+    step = jax.jit(autocast(lambda w, x: w - x.T @ (x @ w)), donate_argnums=0)
+    w = jnp.array(W)
+    assert step(w, X).dtype == jnp.float32
+    assert w.is_deleted()
+
+
+def test_lowers_and_compiles_ahead_of_time():
+    program = jax.jit(autocast(net)).lower(PARAMS, X)
+    assert "bf16" in program.as_text()
+    assert as_bits(program.compile()(PARAMS, X)) == as_bits(
+        jax.jit(autocast(net))(PARAMS, X)
+    )
+
+
+# A weight that is used many times
+
+
+def reused(w, xs):
+    def step(total, x):
+        return total + jnp.sum(x @ w), None
+
+    return lax.scan(step, jnp.zeros(()), xs)[0]
+
+
+def reuse_errors(steps, dtype):
+    """Return the relative error of a gradient: by amp, and with the cast hoisted."""
+    xs = np.abs(normal(steps, 2, 8)) + np.float32(0.5)
+    want = xs.sum((0, 1), dtype=np.float64)[:, None] * np.ones((8, 8))
+
+    def hoisted(w, xs):
+        low = w.astype(dtype)
+
+        def step(total, x):
+            return total + jnp.sum((x.astype(dtype) @ low).astype("float32")), None
+
+        return lax.scan(step, jnp.zeros(()), xs)[0]
+
+    programs = jax.grad(autocast(reused, dtype)), jax.grad(hoisted)
+    return [error(compiled(f, W, xs)(W, xs), want) for f in programs]
+
+
+@pytest.mark.parametrize(
+    "steps", [64, 1024, pytest.param(8192, marks=pytest.mark.slow)]
+)
+@in_both
+def test_the_error_of_a_reused_weights_gradient_does_not_grow(dtype, steps):
+    assert reuse_errors(steps, dtype)[0] < 2 * ROUNDING[dtype]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "steps"),
+    [
+        ("bfloat16", 1024),
+        pytest.param("bfloat16", 8192, marks=pytest.mark.slow),
+        pytest.param("float16", 8192, marks=pytest.mark.slow),
+    ],
+)
+def test_a_hoisted_cast_of_a_reused_weight_would_fail(dtype, steps):
+    ours, hoisted = reuse_errors(steps, dtype)
+    assert hoisted > max(0.1, 20 * ours)
+
+
+USES = {
+    "unrolled": lambda w, x: jnp.sin(jnp.sin(x @ w) @ w) @ w,
+    "jit": lambda w, x: (f := jax.jit(jnp.dot))(f(x, w), w),
+    "scan": lambda w, x: scan_product(x, w),
+    "remat": lambda w, x: (f := jax.checkpoint(jnp.dot))(f(x, w), w),
+    "cond": lambda w, x: cond_product(cond_product(x, w), w),
+    "custom_vjp": lambda w, x: vjp_product(vjp_product(x, w), w),
+    "custom_jvp": lambda w, x: jvp_product(jvp_product(x, w), w),
+    "captured": lambda w, x: (f := autocast(lambda x: x @ w))(f(x)),
+}
+
+
+@pytest.mark.parametrize("program", ["grad(amp)", "amp(grad)"])
+@pytest.mark.parametrize("use", USES)
+def test_gradients_of_the_uses_of_a_weight_add_up_in_float32(use, program):
+    sums = [
+        o
+        for o in operations(jax.make_jaxpr(PROGRAMS[program](USES[use]))(W, X))
+        if o.name == "add_any" and o.equation.outvars[0].aval.shape == W.shape
+    ]
+    assert sums
+    assert all(o.outputs == [jnp.float32] for o in sums)
+
+
+# Numbers that 16 bits do not hold
+
+
+def squared_residual(w, x, target):
+    return jnp.mean((x @ w - target) ** 2)
+
+
+def cubes(w, x):
+    return jnp.mean((60.0 + x @ w) ** 3)
+
+
+def masked_softmax(w, x):
+    scores = jnp.where(np.tri(4, 8, -1, dtype=bool), x @ w, -1e30)  # row 0 has none
+    scores = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return jnp.sum(scores / scores.sum(-1, keepdims=True) * np.arange(8, dtype=w.dtype))
+
+
+def large_layer_norm(w, x):
+    y = 400.0 * (x @ w)
+    centred = y - y.mean(-1, keepdims=True)
+    variance = jnp.square(centred).mean(-1, keepdims=True)
+    return jnp.sum(centred * lax.rsqrt(variance + 1e-6) * x)
+
+
+def accumulated(w, xs):
+    def step(total, x):
+        return total + x @ w, None
+
+    return jnp.sum(lax.scan(step, jnp.zeros_like(xs[0] @ w), xs)[0])
+
+
+STRESS = {
+    "squared_residual": (squared_residual, (W, X, 300 + X)),
+    "cubes": (cubes, (W, X)),
+    "masked_softmax": (masked_softmax, (W, X)),
+    "large_layer_norm": (large_layer_norm, (W, X)),
+    "accumulated": (accumulated, (np.abs(W), np.abs(normal(4096, 8)))),
+}
+STRESS_FAILS = [(name, "float16") for name in STRESS] + [("accumulated", "bfloat16")]
+
+
+@functools.cache
+def stress(name, dtype=None, how=autocast):
+    fun, args = STRESS[name]
+    fun = how(fun, dtype) if dtype else fun
+    value, slope = compiled(jax.value_and_grad(fun), *args)(*args)
+    return np.float32(value), np.float32(slope)
+
+
+def with_cast_arguments(fun, dtype):
+    return lambda *args: fun(*(x.astype(dtype) for x in args)).astype("float32")
+
+
+@in_both
+@pytest.mark.parametrize("name", STRESS)
+def test_numbers_that_16_bits_do_not_hold_are_within_a_percent(name, dtype):
+    assert error(stress(name, dtype), stress(name)) < 0.01
+
+
+@pytest.mark.parametrize(("name", "dtype"), STRESS_FAILS)
+def test_cast_arguments_fail_on_numbers_that_16_bits_do_not_hold(name, dtype):
+    assert not error(stress(name, dtype, with_cast_arguments), stress(name)) < 0.1
+
+
+# As a Python function
+
+
+def test_keeps_name_documentation_and_signature():
+    def loss(params, x, *, scale=2.0):
+        """Return a loss."""
+
+    wrapped = autocast(loss)
+    assert (wrapped.__name__, wrapped.__doc__) == ("loss", "Return a loss.")
+    assert wrapped.__wrapped__ is loss
+    assert inspect.signature(wrapped) == inspect.signature(loss)
+
+
+def test_keyword_arguments_are_cast_like_others():
+    fun = autocast(lambda *, x, w: x @ w)
+    assert fun(x=X, w=W).dtype == jnp.float32
+    (found,) = products(jax.make_jaxpr(lambda x, w: fun(w=w, x=x))(X, W))
+    assert runs_in(found, "bfloat16")
+
+
+def test_what_is_no_array_is_handed_on():
+    class Settings:
+        activation = staticmethod(jnp.tanh)
+
+    settings, seen = Settings(), []
+
+    def fun(x, options, nothing=None):
+        seen.append((options["name"], options["settings"], options["fun"], nothing))
+        return options["settings"].activation(x @ options["w"])
+
+    options = {"name": "head", "settings": settings, "fun": jnp.sin, "w": W}
+    assert autocast(fun)(X, options).dtype == jnp.float32
+    assert seen[0] == ("head", settings, jnp.sin, None)
+
+
+def test_python_numbers_stay_python_numbers():
+    def fun(x, times, transpose):
+        for _ in range(times):
+            x = x @ (W.T if transpose else W)
+        return x
+
+    assert error(autocast(fun)(X, 2, True), X @ W.T @ W.T) < 3 * ROUNDING["bfloat16"]
+
+
+@pytest.mark.parametrize("scale", [2.0, np.float32(2), np.array(2, np.float32)])
+def test_scalars_do_not_change_the_output_dtype(scale):
+    fun = lambda x, scale: (x @ W * scale, scale * jnp.ones(3, "bfloat16"))  # noqa: E731
+    got, want = autocast(fun)(X, scale), fun(X, scale)
+    assert shapes(got) == shapes(want)
+
+
+def test_outputs_may_hold_what_is_no_array():
+    got = autocast(
+        lambda x: {"y": x @ W, "name": "head", "nothing": None, "f": jnp.sin}
+    )(X)
+    assert got.pop("y").dtype == jnp.float32
+    assert got == {"name": "head", "nothing": None, "f": jnp.sin}
+
+
+def test_returned_python_numbers_and_numpy_arrays_keep_their_value():
+    y, number, array = autocast(lambda x: (x @ W, 3, np.arange(2)))(X)
+    assert number == 3
+    np.testing.assert_array_equal(array, np.arange(2))
+
+
+def test_random_keys_pass():
+    def fun(key, x):
+        key, other = jax.random.split(key)
+        return key, x @ W + jax.random.normal(other, (4, 8))
+
+    key = jax.random.key(3)
+    got, want = autocast(fun)(key, X), fun(key, X)
+    assert as_bits(got[0]) == as_bits(want[0])
+    assert error(got[1], want[1]) < 2 * ROUNDING["bfloat16"]
+
+
+def test_random_numbers_are_those_of_the_function():
+    def fun(key, x):
+        return (
+            jax.random.normal(key, (4, 8)),
+            jax.random.bernoulli(key, 0.5, (4,)),
+            x @ W,
+        )
+
+    key = jax.random.key(3)
+    assert as_bits(autocast(fun)(key, X)[:2]) == as_bits(fun(key, X)[:2])
+
+
+def test_decorates_a_method():
+    class Model:
+        def __init__(self, w):
+            self.w = w
+
+        @optax_mp.amp
+        def __call__(self, x, *, scale=1.0):
+            return x @ self.w * scale
+
+    model = Model(W)
+    assert error(model(X, scale=2.0), 2 * X @ W) < 2 * ROUNDING["bfloat16"]
+    # The object is the same, what it holds is not.
+    model.w = 2 * W
+    assert error(model(X), 2 * X @ W) < 2 * ROUNDING["bfloat16"]
+
+
+def test_casts_of_the_user_are_honoured():
+    def fun(x):
+        return jnp.exp(x.astype("float16")), (x @ W).astype("bfloat16")
+
+    jaxpr, shape = jax.make_jaxpr(autocast(fun), return_shape=True)(X)
+    assert [s.dtype.name for s in shape] == ["float16", "bfloat16"]
+    assert equation(jaxpr, "exp").invars[0].aval.dtype == jnp.float16
+
+
+def test_errors_of_the_function_come_through():
+    def fun(x):
+        raise LookupError("no such layer")
+
+    with pytest.raises(LookupError, match="no such layer"):
+        autocast(fun)(X)
+
+
+# Eager calls
+
+
+@pytest.fixture(scope="module")
+def compilations():
+    """Return a list that grows by one with each compilation."""
+    seen = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return seen
+
+
+def scan_body(x, w):
+    return jnp.sin(x @ w), None
+
+
+@jax.jit
+def jitted(x, w):
+    return jnp.where(x > 0, x @ w, 0.0)
+
+
+EAGER = {
+    "relu": lambda w, x: jax.nn.relu(x @ w),
+    "where": lambda w, x: jnp.where(x > 0, x @ w, 0.0),
+    "scan": lambda w, x: lax.scan(scan_body, x, jnp.stack([w, w]))[0],
+    "closure_in_scan": lambda w, x: scan_product(x, w),
+    "nested_jit": lambda w, x: jitted(jitted(x, w), w),
+    "cond": lambda w, x: cond_product(x, w),
+    "while_loop": lambda w, x: looped(lambda w, x: x @ w)(w, x),
+    "remat": lambda w, x: PARTS["remat"](x, w),
+    "custom_vjp": lambda w, x: vjp_product(x, w),
+    "untouched": lambda w, x: jax.nn.silu(x) + jnp.where(x > 0, x, 0.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "differentiated"),
+    # A while loop has no reverse mode.
+    [(n, d) for n in EAGER for d in (False, True) if (n, d) != ("while_loop", True)],
+)
+def test_a_second_eager_call_compiles_no_more_than_the_function(
+    name, differentiated, compilations
+):
+    def in_a_second_call(fun):
+        fun = gradient(fun) if differentiated else fun
+        arrays = [(jnp.array(W), jnp.array(X)) for _ in range(2)]
+        fun(*arrays[0])
+        before = len(compilations)
+        fun(*arrays[1])
+        return len(compilations) - before
+
+    # JAX compiles branches and bodies again that are new functions in each call.
+    allowed = in_a_second_call(EAGER[name])
+    assert in_a_second_call(autocast(EAGER[name])) <= allowed
+
+
+def test_the_first_eager_call_compiles(compilations):
+    before = len(compilations)
+    jitted(jnp.ones((5, 8)), jnp.array(W)).block_until_ready()
+    assert len(compilations) > before
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, cell: x @ cell[0],
+        lambda x, cell: lax.scan(lambda x, _: (x @ cell[0], None), x, length=1)[0],
+        lambda x, cell: jax.checkpoint(lambda x: x @ cell[0])(x),
+        lambda x, cell: lax.cond(True, lambda x: x @ cell[0], lambda x: x, x),
+        lambda x, cell: jax.jit(lambda x: x @ cell[0])(x),
+    ],
+    ids=["dot", "scan", "remat", "cond", "jit"],
+)
+@pytest.mark.parametrize(
+    "kind", [np.array, jnp.array, lambda w: w[0, 0].item() * np.eye(8)]
+)
+def test_captured_values_are_read_at_each_call(fun, kind):
+    cell = [None]
+    wrapped = autocast(lambda x: fun(x, cell))
+    for factor in (1, 2, -1):
+        cell[0] = jnp.float32(kind(factor * W))
+        assert error(wrapped(X), X @ np.asarray(cell[0])) < 2 * ROUNDING["bfloat16"]
+
+
+def test_a_captured_python_number_is_read_at_each_call():
+    cell = [1.0]
+    wrapped = autocast(lambda x: x @ W * cell[0])
+    first = wrapped(X)
+    cell[0] = 2.0
+    np.testing.assert_array_equal(wrapped(X), 2 * first)

@@ -1,0 +1,395 @@
+"""Checkpoints: the forms told apart, files that keep every bit, runs that go on."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits, avals
+from trained_forms import FORMS, gradients, start_of, train
+
+import optax_mp
+
+adamw = optax.adamw(1e-2)
+bf16_params = {"w": jnp.ones((4, 32), jnp.bfloat16), "norm": jnp.ones(3)}
+
+
+def template(tx, params=bf16_params):
+    return jax.eval_shape(tx.init, params)
+
+
+def without_types(tree):
+    """Return nested dicts and lists by field name and index, as metadata has them."""
+    if hasattr(tree, "_fields"):
+        tree = tree._asdict()
+    if isinstance(tree, dict):
+        return {str(key): without_types(value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return [without_types(value) for value in tree]
+    return tree
+
+
+# What fits.
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_checkpoint_of_its_own_form_passes_with_and_without_types(name):
+    state = jax.eval_shape(lambda: start_of(name))
+    optax_mp.check_checkpoint(state, state)
+    optax_mp.check_checkpoint(without_types(state), state)
+    optax_mp.check_checkpoint(state, without_types(state))
+
+
+def test_empty_containers_may_be_there_or_not():
+    full = {"a": jnp.ones(1), "b": optax.EmptyState(), "c": None, "d": ()}
+    optax_mp.check_checkpoint({"a": jnp.ones(1)}, full)
+    optax_mp.check_checkpoint(full, {"a": jnp.ones(1), "e": optax.MaskedNode()})
+    optax_mp.check_checkpoint({}, {"c": None})
+    optax_mp.check_checkpoint(None, ())
+
+
+def test_python_numbers_fit_scalars_and_other_leaves_are_not_looked_at():
+    optax_mp.check_checkpoint({"n": np.int64(3)}, {"n": 3, "act": jax.nn.relu})
+    optax_mp.check_checkpoint({"n": 3, "name": "run"}, {"n": jnp.int32(3)})
+    traced = jax.eval_shape(lambda: {"n": 3, "x": 0.5})
+    optax_mp.check_checkpoint({"n": 3, "x": 0.5}, traced)
+    # Orbax describes them like this:
+    described = {"n": np.int64(3), "x": np.float64(0.5)}
+    optax_mp.check_checkpoint(described, traced)
+    with pytest.raises(ValueError, match=r"\['x'\] was saved as float64\[\].* round"):
+        optax_mp.check_checkpoint(described, {"n": 3, "x": jnp.float32(0.5)})
+    with pytest.raises(
+        ValueError, match=r"\['n'\] was saved as int32\[2\].* wants int"
+    ):
+        optax_mp.check_checkpoint({"n": jnp.arange(2)}, {"n": 3})
+
+
+def test_keys_of_random_numbers_are_like_their_data():
+    key = jax.random.key(0)
+    shape = jax.eval_shape(lambda: key)
+    for saved in (key, shape, jax.random.key_data(key)):
+        optax_mp.check_checkpoint({"key": saved}, {"key": shape})
+    optax_mp.check_checkpoint({"key": key}, {"key": jax.random.key_data(key)})
+    with pytest.raises(ValueError, match="another shape"):
+        optax_mp.check_checkpoint({"key": jnp.zeros(4, jnp.uint32)}, {"key": key})
+    with pytest.raises(ValueError, match="would cast"):
+        optax_mp.check_checkpoint({"key": jnp.zeros(2, jnp.int32)}, {"key": key})
+    other = jax.random.key(0, impl="rbg")
+    with pytest.raises(ValueError, match=r"key<fry>\[\].*key<rbg>\[\]"):
+        optax_mp.check_checkpoint({"key": key}, {"key": other})
+
+
+def test_what_stands_around_metadata_is_taken_off():
+    class StepMetadata:
+        item_metadata = {"w": jnp.ones(2)}
+
+    class NewerMetadata:
+        metadata = {"w": jnp.ones(2)}
+
+    for saved in (StepMetadata(), NewerMetadata()):
+        optax_mp.check_checkpoint(saved, {"w": jnp.ones(2)})
+        with pytest.raises(ValueError, match="would round"):
+            optax_mp.check_checkpoint(saved, {"w": jnp.ones(2, jnp.bfloat16)})
+
+
+# What does not.
+
+masters = optax_mp.mixed_precision(adamw)
+split16, split8 = (
+    optax_mp.mixed_precision(adamw, storage=optax_mp.Split(bits)) for bits in (16, 8)
+)
+in_bf16 = jax.eval_shape(
+    lambda: optax_mp.cast_floating(masters.init(bf16_params), "bfloat16")
+)
+MASTER = r"\.master_params\['w'\] was saved as "
+REFUSED = {
+    "rounded masters": (
+        template(masters),
+        in_bf16,
+        MASTER + r"float32\[4,32\], the template wants bfloat16\[4,32\]: "
+        "a restore would round the masters",
+    ),
+    "rounded to float16": (
+        {"mu": jnp.ones(2, jnp.bfloat16)},
+        {"mu": jnp.ones(2, jnp.float16)},
+        r"\['mu'\] was saved as bfloat16\[2\], the template wants float16\[2\]: a "
+        "restore would round the values",
+    ),
+    "widened": (
+        in_bf16,
+        template(masters),
+        MASTER + r"bfloat16\[4,32\], the template wants float32\[4,32\]: it lacks the "
+        "bits that are wanted",
+    ),
+    "masters for remainders": (
+        template(masters),
+        template(split16),
+        MASTER + r"float32\[4,32\], the template wants int16\[4,32\]: a restore would "
+        "cast the masters",
+    ),
+    "remainders for masters": (
+        template(split16),
+        template(masters),
+        MASTER + r"int16\[4,32\], the template wants float32\[4,32\]: a restore would "
+        "cast the masters",
+    ),
+    "wide remainders for short ones": (
+        template(split16),
+        template(split8),
+        MASTER
+        + r"int16\[4,32\], the template wants int8\[4,32\]: a restore would cast",
+    ),
+    "short remainders for wide ones": (
+        template(split8),
+        template(split16),
+        MASTER
+        + r"int8\[4,32\], the template wants int16\[4,32\]: a restore would cast",
+    ),
+    "codes of other signs": (
+        optax_mp.Quantized(jnp.ones(2, jnp.uint8), jnp.ones(1, jnp.bfloat16)),
+        optax_mp.Quantized(jnp.ones(2, jnp.int8), jnp.ones(1, jnp.bfloat16)),
+        r"\.codes was saved as uint8\[2\], the template wants int8\[2\]",
+    ),
+    "another shape": (
+        {"w": jnp.ones((2, 3))},
+        {"w": jnp.ones((3, 2))},
+        r"\['w'\] was saved as float32\[2,3\], the template wants float32\[3,2\]: "
+        "another shape",
+    ),
+    "a missing leaf": (
+        template(masters, {"norm": bf16_params["norm"]}),
+        template(masters),
+        r"\.master_params\['w'\] was not saved, the template wants float32\[4,32\]",
+    ),
+    "an additional leaf": (
+        template(masters),
+        template(masters, {"norm": bf16_params["norm"]}),
+        r"\.master_params\['w'\] was saved as float32\[4,32\], the template has no such",
+    ),
+    "a frozen leaf that had a master": (
+        template(masters),
+        template(optax.masked(masters, {"w": False, "norm": True})),
+        r"\.master_params\['w'\] was saved as float32\[4,32\], the template has no such",
+    ),
+    "a loss scale that was not there": (
+        template(masters),
+        template(optax_mp.dynamic_loss_scale(masters)),
+        r"\.scale was not saved, the template wants float32\[\]",
+    ),
+    "without arrays": (None, template(masters), "`saved` is a NoneType without arrays"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_another_form_is_refused(case):
+    saved, wanted, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as error:
+        optax_mp.check_checkpoint(saved, wanted)
+    assert str(error.value).startswith("check_checkpoint: ")
+    with pytest.raises(ValueError, match="^check_checkpoint: "):
+        optax_mp.check_checkpoint(without_types(saved), wanted)
+
+
+def test_a_few_leaves_of_each_kind_are_named_and_the_others_counted():
+    saved = {str(i): jnp.ones(i + 1) for i in range(9)}
+    wanted = {str(i): jnp.ones(1, jnp.bfloat16) for i in range(1, 15)}
+    with pytest.raises(ValueError, match="expected the same leaves") as error:
+        optax_mp.check_checkpoint(saved, wanted)
+    lines = str(error.value).splitlines()[1:-1]
+    assert [line.strip().split(": ")[0] for line in lines] == [
+        *(
+            f"['{i}'] was saved as float32[{i + 1}], the template wants bfloat16[1]"
+            for i in (1, 2, 3)
+        ),
+        "and 5 more like these",
+        *(
+            f"['{i}'] was not saved, the template wants bfloat16[1]"
+            for i in (10, 11, 12)
+        ),
+        "and 3 more like these",
+        "['0'] was saved as float32[1], the template has no such leaf",
+    ]
+
+
+def test_the_fix_in_the_message_works():
+    """Restore in the old form, then convert: the run goes on with the same masters."""
+    params, state = train("full copy", *start_of("full copy"), range(4))
+    wanted = jax.eval_shape(FORMS["split 16"].init, params)
+    with pytest.raises(ValueError, match=r"convert_opt_state\(state, tx, new_tx, par"):
+        optax_mp.check_checkpoint(state, wanted)
+    old, new = FORMS["full copy"], FORMS["split 16"]
+    optax_mp.check_checkpoint(state, jax.eval_shape(old.init, params))
+    converted = optax_mp.convert_opt_state(state, old, new, params)
+    optax_mp.check_checkpoint(converted, wanted)
+    there = train("split 16", params, converted, range(4, 8))
+    here = train("full copy", params, state, range(4, 8))
+    assert as_bits(optax_mp.master_params(there[1], there[0])) == as_bits(
+        optax_mp.master_params(here[1], here[0])
+    )
+
+
+# Files of other kinds.
+
+SEVERAL = ["scaled full copy", "scaled 5.1 bytes", "partition", "float8"]
+
+
+def goes_on(name, run, restored):
+    assert as_bits(restored) == as_bits(run)
+    assert jax.tree.structure(restored) == jax.tree.structure(run)
+    found = train(name, *restored, range(4, 6))
+    assert as_bits(found) == as_bits(train(name, *run, range(4, 6)))
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_pickle_keeps_every_bit(name):
+    run = train(name, *start_of(name), range(4))
+    restored = pickle.loads(pickle.dumps(jax.device_get(run)))
+    optax_mp.check_checkpoint(restored, run)
+    goes_on(name, run, restored)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_msgpack_of_flax_keeps_every_bit(name):
+    serialization = pytest.importorskip("flax.serialization")
+    run = train(name, *start_of(name), range(4))
+    saved = serialization.to_bytes(run)
+    empty = jax.tree.map(jnp.zeros_like, run)
+    optax_mp.check_checkpoint(serialization.msgpack_restore(saved), empty)
+    goes_on(name, run, serialization.from_bytes(empty, saved))
+
+
+def test_msgpack_of_flax_into_another_form_is_refused():
+    """The trap: flax itself takes whatever dtype and shape it finds."""
+    serialization = pytest.importorskip("flax.serialization")
+    state = masters.init(bf16_params)
+    saved = serialization.to_bytes(state)
+    narrow = {"w": bf16_params["w"][:1], "norm": bf16_params["norm"]}
+    for other in (split16.init(bf16_params), masters.init(narrow)):
+        restored = serialization.from_bytes(other, saved)
+        assert avals(restored.master_params) != avals(other.master_params)
+        with pytest.raises(ValueError, match=r"\.master_params\['w'\] was saved as fl"):
+            optax_mp.check_checkpoint(serialization.msgpack_restore(saved), other)
+
+
+@pytest.mark.parametrize("name", ["full copy", "split 16", "partition"])
+def test_safetensors_of_masters_are_float32_weights(name, tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    params, state = train(name, *start_of(name), range(4))
+    weights = optax_mp.cast_floating(
+        optax_mp.master_params(state, params), "float32"
+    )  # a frozen leaf has no master and is 16 bits
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(weights)[0]
+    }
+    safetensors.save_file(named, tmp_path / "model.safetensors")
+    loaded = safetensors.load_file(tmp_path / "model.safetensors")
+    assert {name: leaf.dtype for name, leaf in loaded.items()} == dict.fromkeys(
+        ("frozen", "norm", "w"), np.dtype(np.float32)
+    )
+    assert as_bits(loaded) == as_bits(weights)
+    # The weights have bits that the params have not, and are rounded to them.
+    as_params = jax.tree.map(lambda x, p: jnp.asarray(x, p.dtype), loaded, params)
+    assert as_bits(as_params) == as_bits(params)
+    assert as_bits(optax_mp.cast_floating(params, "float32")) != as_bits(loaded)
+
+
+# Runs that were something else before.
+
+
+def random_weights():
+    rng = np.random.default_rng(7)
+    return {
+        "w": rng.standard_normal((16, 32), np.float32),
+        "norm": rng.standard_normal(3, np.float32),
+    }
+
+
+def grads_of(step):
+    grads = gradients(step)
+    return {"w": grads["w"], "norm": grads["norm"]}
+
+
+def steps_of(tx, params, state, steps):
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for i in steps:
+        params, state = step(params, state, grads_of(i))
+    return params, state
+
+
+@pytest.mark.parametrize("storage", [optax_mp.FullCopy(), optax_mp.Split(16)], ids=str)
+def test_masters_hold_every_bit_of_a_float32_checkpoint(storage, tmp_path):
+    np.savez(tmp_path / "weights.npz", **random_weights())
+    with np.load(tmp_path / "weights.npz") as file:
+        weights = {name: file[name] for name in file.files}
+    policy = optax_mp.get_policy("p=bf16", keep_f32=("norm",))
+    tx = optax_mp.mixed_precision(adamw, param_dtype=policy, storage=storage)
+    state, params = tx.init(weights), policy.cast_to_param(weights)
+    optax_mp.check_checkpoint(template(tx, weights), state)
+    assert as_bits(optax_mp.master_params(state, params)) == as_bits(random_weights())
+    # And so it trains as the float32 run that starts from the same file.
+    params, state = steps_of(tx, params, state, range(5))
+    wanted, _ = steps_of(adamw, weights, adamw.init(weights), range(5))
+    assert as_bits(optax_mp.master_params(state, params)) == as_bits(wanted)
+
+
+@pytest.mark.parametrize("storage", [optax_mp.FullCopy(), optax_mp.Split(16)], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_run_of_plain_adamw_goes_on_as_if_in_float32(storage, scaled):
+    """The plain run is pickled, restored, converted; masters stay those of float32."""
+    before = steps_of(
+        adamw, *(lambda w: (w, adamw.init(w)))(random_weights()), range(5)
+    )
+    weights, plain = pickle.loads(pickle.dumps(jax.device_get(before)))
+    tx = optax_mp.mixed_precision(adamw, param_dtype="bfloat16", storage=storage)
+    if scaled:
+        tx = optax_mp.static_loss_scale(tx)
+    with pytest.raises(ValueError, match="is of another form"):
+        optax_mp.check_checkpoint(plain, template(tx, weights))
+    optax_mp.check_checkpoint(plain, template(adamw, weights))
+    state = optax_mp.convert_opt_state(plain, adamw, tx, weights)
+    params = optax_mp.cast_floating(weights, "bfloat16")
+    assert as_bits(optax_mp.master_params(state, params)) == as_bits(weights)
+
+    params, state = steps_of(tx, params, state, range(5, 10))
+    wanted, wanted_state = steps_of(adamw, *before, range(5, 10))
+    found = optax_mp.master_params(state, params)
+    if scaled:
+        # The division by the scale is fused into the rule: half a unit a step.
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8),
+            found,
+            wanted,
+        )
+    else:
+        assert as_bits(found) == as_bits(wanted)
+        bare = optax_mp.convert_opt_state(state, tx, adamw, params)
+        assert as_bits(bare) == as_bits(wanted_state)
+    assert int(optax.tree.get(state, "count")) == 10
+
+
+@pytest.mark.parametrize(
+    ("saved", "template"),
+    [
+        (jnp.float32(1.5), 3),
+        (2.5, jnp.int32(3)),
+        (jnp.int32(3), 2.5),
+        (True, 1),
+    ],
+)
+def test_a_number_of_another_kind_is_refused(saved, template):
+    with pytest.raises(ValueError, match=r"\['x'\] was saved as .* number of it"):
+        optax_mp.check_checkpoint({"x": saved}, {"x": template})
+
+
+def test_numbers_and_boxes_of_the_same_kind_pass():
+    for saved, template in ((1, jnp.int32(3)), (2.5, jnp.bfloat16(1)), (1.5, 2.5)):
+        optax_mp.check_checkpoint({"x": saved}, {"x": template})
+    # As Flax's boxes and its pure trees have it.
+    optax_mp.check_checkpoint({"x": {"value": jnp.ones(2)}}, {"x": jnp.zeros(2)})

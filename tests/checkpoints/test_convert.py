@@ -1,0 +1,187 @@
+"""A run goes on in another form, as if it had been in that form, or in none."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits, avals
+
+import optax_mp
+
+adamw = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 20))
+low_bit = optax_mp.low_bit_state(adamw, min_size=64)
+masters = functools.partial(optax_mp.mixed_precision, param_dtype=jnp.bfloat16)
+FORMS = {
+    "float32": lambda: adamw,
+    "full copy": lambda: masters(adamw),
+    "split 16": lambda: masters(adamw, storage=optax_mp.Split(16)),
+    "split 8": lambda: masters(adamw, storage=optax_mp.Split(8)),
+    "low-bit": lambda: low_bit,
+    "5.1 bytes": lambda: masters(low_bit, storage=optax_mp.Split(8)),
+    "loss scale": lambda: optax_mp.static_loss_scale(masters(adamw)),
+    "stochastic": lambda: optax_mp.stochastic_rounding(adamw),
+}
+IN_FLOAT32 = ("float32", "low-bit")
+EXACT = ("float32", "full copy", "split 16")
+# Each from and to full copies, and from each to the next.
+PAIRS = [*itertools.pairwise([*FORMS, *FORMS][: len(FORMS) + 1])]
+PAIRS += [pair for form in FORMS for pair in ((form, "full copy"), ("full copy", form))]
+SOME = {
+    ("float32", "split 16"),
+    ("split 16", "float32"),
+    ("full copy", "split 16"),
+    ("full copy", "5.1 bytes"),
+    ("5.1 bytes", "full copy"),
+    ("loss scale", "split 16"),
+}
+every_pair = pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param(*pair, marks=() if pair in SOME else pytest.mark.slow)
+        for pair in dict.fromkeys([*PAIRS, *sorted(SOME)])
+    ],
+)
+
+
+def gradients(step):
+    rng = np.random.default_rng(step)
+    return {
+        "w": rng.standard_normal((32, 32), np.float32),
+        "b": rng.standard_normal(3, np.float32),
+    }
+
+
+def start_of(name):
+    tx = FORMS[name]()
+    weights = np.random.default_rng(100).standard_normal((32, 32), np.float32)
+    params = {"w": jnp.asarray(weights), "b": jnp.zeros(3)}
+    state = tx.init(params)
+    if name not in IN_FLOAT32:
+        params = optax_mp.cast_floating(params, "bfloat16")
+    return tx, params, state
+
+
+def train(tx, params, state, steps):
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for i in steps:
+        params, state = step(params, state, gradients(i))
+    return params, state
+
+
+def truth(params, state):
+    try:
+        return optax_mp.master_params(state, params)
+    except ValueError:
+        return params
+
+
+@functools.cache
+def uninterrupted(name):
+    params, state = train(*start_of(name), range(20))
+    return truth(params, state), state
+
+
+def continued(old, new):
+    tx, params, state = start_of(old)
+    params, state = train(tx, params, state, range(10))
+    new_tx = FORMS[new]()
+    new_state = optax_mp.convert_opt_state(state, tx, new_tx, params)
+    if new in IN_FLOAT32:
+        params = optax_mp.cast_floating(truth(params, state), "float32")
+    else:
+        params = optax_mp.cast_floating(params, "bfloat16")
+    params, new_state = train(new_tx, params, new_state, range(10, 20))
+    return truth(params, new_state), new_state
+
+
+@every_pair
+def test_a_converted_run_goes_on(old, new):
+    found, state = continued(old, new)
+    wanted, _ = uninterrupted("float32")
+    if old in EXACT and new in EXACT:
+        assert as_bits(found) == as_bits(wanted)
+    # A walk of 20 steps of 1e-2 by chance in bfloat16; else codes of 8 bits.
+    bound = 0.1 if "stochastic" in (old, new) else 5e-3
+    difference = jax.tree.map(
+        lambda a, b: np.abs(np.asarray(a, np.float32) - b).max(), found, wanted
+    )
+    assert max(difference.values()) < bound
+    assert avals(state) == avals(FORMS[new]().init(start_of(new)[1]))
+    counts = optax.tree.get_all_with_path(state, "count")
+    assert {int(count) for _, count in counts} == {20}
+
+
+def test_moments_and_counts_are_bit_for_bit_those_of_the_old_form():
+    tx, params, state = start_of("split 16")
+    params, state = train(tx, params, state, range(10))
+    bare = optax_mp.convert_opt_state(state, tx, adamw, params)
+    assert as_bits(bare) == as_bits(state.inner_state)
+
+
+def test_a_scale_and_its_counters_go_over():
+    tx = optax_mp.dynamic_loss_scale(masters(adamw))
+    params = {"w": jnp.ones((32, 32), jnp.bfloat16)}
+    state = tx.init(params)
+    bad = {"w": jnp.full((32, 32), jnp.inf)}
+    _, state = tx.update(bad, state, params)
+    to_tx = optax_mp.dynamic_loss_scale(masters(adamw, storage=optax_mp.Split(8)))
+    found = optax_mp.convert_opt_state(state, tx, to_tx, params)
+    assert as_bits(found[:-1]) == as_bits(state[:-1])
+    assert int(found.total_skipped) == 1
+    assert found.inner_state.master_params["w"].dtype == jnp.int8
+
+
+def test_wrappers_inside_others_are_found():
+    def tx(inner):
+        return optax.chain(
+            optax.clip(1.0),
+            optax.partition(
+                {"a": optax_mp.mixed_precision(inner), "b": optax.sgd(0.1)},
+                {"w": "a", "b": "b"},
+            ),
+        )
+
+    params = {"w": jnp.ones((32, 32), jnp.bfloat16), "b": jnp.ones(3)}
+    state = tx(adamw).init(params)
+    found = optax_mp.convert_opt_state(state, tx(adamw), tx(low_bit), params)
+    assert avals(found) == avals(tx(low_bit).init(params))
+
+
+def test_the_state_shares_no_buffer_and_can_be_donated():
+    tx, params, state = start_of("full copy")
+    found = optax_mp.convert_opt_state(state, tx, FORMS["full copy"](), params)
+    jax.jit(lambda *trees: trees, donate_argnums=(0, 1, 2))(params, state, found)
+
+
+def test_a_state_of_something_else_is_an_error():
+    tx, params, state = start_of("split 16")
+    message = (
+        r"convert_opt_state: `state` is int16\[3\] at .*'b'\], expected "
+        r"float32\[3\] as a state of `from_tx`"
+    )
+    with pytest.raises(ValueError, match=message):
+        optax_mp.convert_opt_state(state, FORMS["full copy"](), tx, params)
+
+
+def test_another_optimizer_inside_is_an_error():
+    tx, params, state = start_of("split 16")
+    message = "convert_opt_state: the optimizer's part of `state` and that of `to_tx`"
+    with pytest.raises(ValueError, match=message):
+        optax_mp.convert_opt_state(state, tx, masters(optax.sgd(0.1)), params)
+
+
+def test_params_of_another_shape_are_an_error():
+    tx, params, state = start_of("full copy")
+    params["w"] = params["w"][:4]
+    with pytest.raises(
+        ValueError, match=r"float32\[32,32\] .*expected float32\[4,32\]"
+    ):
+        optax_mp.convert_opt_state(state, tx, FORMS["split 16"](), params)

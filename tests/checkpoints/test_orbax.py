@@ -1,0 +1,148 @@
+"""Orbax: every form comes back bit for bit and goes on, wrong templates do not."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from any_orbax import event_loops_left_open, ocp, restores_keys
+from comparison import as_bits, avals
+from forced_devices import run_checks
+from sharded_restore import CHECKS
+from trained_forms import FORMS, SCALED, start_of, step_of, template_of, train
+
+import optax_mp
+
+OFTEN = {
+    "scaled split 16",
+    "scaled 5.1 bytes",
+    "stochastic",
+    "partition",
+    "chance",
+    "float8",
+}
+every_form = pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in FORMS],
+)
+
+
+@pytest.fixture(autouse=True)
+def no_event_loop_reaches_other_tests():
+    with event_loops_left_open():
+        yield
+
+
+def saved(path, name, steps=6):
+    """Train, save, and return what was saved."""
+    run = train(name, *start_of(name), range(steps))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, run)
+    return run
+
+
+@every_form
+def test_a_restored_run_is_the_same_and_goes_on_as_if_never_stopped(tmp_path, name):
+    if "chance" in name and not restores_keys:
+        pytest.skip("this Orbax does not restore keys of random numbers")
+    run, template = saved(tmp_path / "checkpoint", name), template_of(name)
+    with ocp.StandardCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata(tmp_path / "checkpoint")
+        optax_mp.check_checkpoint(metadata, template)
+        restored = checkpointer.restore(tmp_path / "checkpoint", template)
+    assert as_bits(restored) == as_bits(run)
+    assert avals(restored) == avals(run)
+    found = train(name, *restored, range(6, 10))
+    assert as_bits(found) == as_bits(train(name, *start_of(name), range(10)))
+    if name in SCALED:
+        assert int(found[1].total_skipped) == 3
+
+
+def test_saves_in_the_background_hold_the_step_that_they_were_asked_at(tmp_path):
+    name = "scaled split 16"
+    step = jax.jit(step_of(name), donate_argnums=(0, 1))
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=2, enable_async_checkpointing=True
+    )
+    params, opt_state = start_of(name)
+    wanted = {}
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        for i in range(8):
+            # Donated: a save must have its copy before the next step takes the buffer.
+            grads = jax.tree.map(jnp.ones_like, params)
+            params, opt_state = step(params, opt_state, grads)
+            if i % 2 == 1:
+                wanted[i] = as_bits((params, opt_state))
+                manager.save(i, args=ocp.args.StandardSave((params, opt_state)))
+    handler = ocp.StandardCheckpointHandler()
+    with ocp.CheckpointManager(tmp_path, item_handlers=handler) as manager:
+        assert manager.all_steps() == [5, 7]
+        template = template_of(name)
+        for i in (5, 7):
+            optax_mp.check_checkpoint(manager.item_metadata(i), template)
+            restored = manager.restore(i, args=ocp.args.StandardRestore(template))
+            assert as_bits(restored) == wanted[i]
+
+
+def test_a_template_that_would_round_masters_is_refused(tmp_path):
+    """The trap: Orbax itself rounds them and says nothing."""
+    path = tmp_path / "checkpoint"
+    run = saved(path, "full copy", steps=0)
+    rounding = optax_mp.cast_floating(jax.tree.map(jnp.zeros_like, run), "bfloat16")
+    with ocp.StandardCheckpointer() as checkpointer:
+        _, state = checkpointer.restore(path, rounding)
+        assert state.master_params["w"].dtype == jnp.bfloat16
+        with pytest.raises(ValueError, match="restore would round the masters") as e:
+            optax_mp.check_checkpoint(checkpointer.metadata(path), rounding)
+    assert (
+        "[1].master_params['w'] was saved as float32[16,32], the template "
+        "wants bfloat16[16,32]" in str(e.value)
+    )
+    assert "optax_mp.convert_opt_state(state, tx, new_tx, params)" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("full copy", "split 16"), ("low-bit 8", "full copy")]
+)
+def test_another_form_is_refused_and_converted_after_the_restore(tmp_path, old, new):
+    path = tmp_path / "checkpoint"
+    params, _ = saved(path, old, steps=0)
+    with ocp.StandardCheckpointer() as checkpointer:
+        with pytest.raises(ValueError, match="is of another form than `template`"):
+            optax_mp.check_checkpoint(checkpointer.metadata(path), template_of(new))
+        _, state = checkpointer.restore(path, template_of(old))
+    converted = optax_mp.convert_opt_state(state, FORMS[old], FORMS[new], params)
+    assert avals(converted) == avals(FORMS[new].init(params))
+
+
+def test_a_manager_that_knows_no_items_is_told_apart_from_an_empty_checkpoint(tmp_path):
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.StandardSave({"w": jnp.ones(2)}))
+    with ocp.CheckpointManager(tmp_path) as manager:
+        metadata = manager.item_metadata(0)
+    assert metadata is None
+    with pytest.raises(ValueError, match="item_handlers=orbax.*StandardCheckpointHand"):
+        optax_mp.check_checkpoint(metadata, {"w": jnp.ones(2)})
+
+
+def test_metadata_of_the_newer_interface(tmp_path):
+    v1 = pytest.importorskip("orbax.checkpoint.experimental.v1")
+    save, metadata = (
+        getattr(v1, new, None) or getattr(v1, old)
+        for new, old in (("save", "save_pytree"), ("metadata", "pytree_metadata"))
+    )
+    tx = optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(optax.adamw(1e-3)))
+    state = tx.init({"w": jnp.ones(2, jnp.bfloat16)})
+    save(tmp_path / "checkpoint", state)
+    optax_mp.check_checkpoint(metadata(tmp_path / "checkpoint"), state)
+    with pytest.raises(ValueError, match="would round"):
+        optax_mp.check_checkpoint(
+            metadata(tmp_path / "checkpoint"), optax_mp.cast_floating(state, "bfloat16")
+        )
+
+
+@pytest.mark.parametrize(
+    "checks", [CHECKS[:1], pytest.param(CHECKS[1:], marks=pytest.mark.slow)]
+)
+def test_restored_onto_another_mesh(checks):
+    """Eight devices: see sharded_restore.py for each claim."""
+    run_checks("sharded_restore", 8, checks)

@@ -1,0 +1,342 @@
+"""Arrays in codes and scales, against a block quantiser in NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comparison import as_bits
+from reference import block_axis, block_codes, block_scales, block_share, block_values
+
+from optax_mp.compact._blocks import blank, dequantized, quantized
+from optax_mp.compact._dither import chance_keys
+
+EVERY_FORM = pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
+SHAPES = [
+    (64,),
+    (100,),  # a last block that is not full
+    (5,),  # less than a block
+    (1,),
+    (40, 64),
+    (40, 33),
+    (64, 5),  # only the first axis fills a block
+    (7, 5),  # none does: the longest
+    (7, 7),
+    (3, 3, 40, 2),  # convolutions: height, width, input, output
+    (3, 3, 8, 64),
+    (5, 5, 3, 4),
+    (1, 96),
+    (96, 1),
+    (1, 70, 1),
+    (1, 1),
+]
+
+
+def chance_key(*parts):
+    return chance_keys(1, *parts)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def encode(x, dtype, block_size=32, key=None):
+    return quantized(x, had_all_signs(blank(x, jnp.dtype(dtype), block_size)), key)
+
+
+def had_all_signs(form):
+    """Return the form as that of values which were negative in every block."""
+    if jnp.issubdtype(form.codes.dtype, jnp.unsignedinteger):
+        return form
+    return form._replace(codes=form.codes - 1)
+
+
+decode = jax.jit(dequantized)
+
+
+def values(shape, dtype="int8", seed=0, scale=1.0):
+    """Return random float32 values of many sizes, with sign if the codes have one."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * 10 ** rng.uniform(-6, 1, shape) * scale
+    x = np.abs(x) if dtype.startswith("u") else x
+    return x.astype(np.float32)
+
+
+def is_unsigned(dtype):
+    return dtype.startswith("u")
+
+
+def worst_error(x, scale, dtype, spread=0.5):
+    """Return how far a decoded value may be: a code is `spread` of a gap away.
+
+    Around the share s of the scale the roots are 1 / top apart, so that values are
+    2 sqrt(s) / top + 1 / top^2 apart. A few float32 roundings on top. The least positive
+    value in unsigned codes is that of code 1.
+    """
+    top = np.iinfo(dtype).max
+    share = block_share(x, scale)
+    gap = 2 * np.sqrt(share) / top * spread + (spread / top) ** 2
+    if is_unsigned(dtype):
+        gap = np.maximum(gap, np.where(x > 0, 1 / top**2, 0))
+    return (gap + share * 2.0**-20) * scale
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        pytest.param(
+            shape,
+            dtype,
+            id=f"{shape}-{dtype}",
+            marks=()
+            if dtype == "int8" or shape in ((40, 64), (3, 3, 40, 2))
+            else pytest.mark.slow,
+        )
+        for shape in SHAPES
+        for dtype in ("int8", "uint8", "int16", "uint16")
+    ],
+)
+def test_codes_and_scales_are_those_of_the_reference(shape, dtype):
+    x = values(shape, dtype)
+    got = jax.device_get(encode(x, dtype))
+    scales, each = block_scales(x, 32)
+    assert as_bits(got.scales) == as_bits(scales)
+    want = block_codes(x, each, dtype)
+    assert (got.codes.dtype, got.codes.shape) == (want.dtype, want.shape)
+    # Float32 against float64: a root next to the middle of two codes may fall either
+    # way, in about one of 2^24 / 2^16 values with 16 bits.
+    off = np.abs(got.codes.astype(int) - want.astype(int))
+    assert off.max() <= (1 if "16" in dtype else 0)
+    assert off.mean() <= 0.02
+    back = np.asarray(decode(got), np.float64)
+    np.testing.assert_allclose(back, block_values(got.codes, each), rtol=1e-6)
+    assert (np.abs(back - x) <= worst_error(x, each, dtype)).all()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 8, 64, 4096])
+@pytest.mark.parametrize("shape", [(100,), (3, 3, 40, 2)], ids=str)
+def test_other_block_sizes_are_those_of_the_reference(shape, block_size):
+    x = values(shape)
+    got = jax.device_get(encode(x, "int8", block_size))
+    scales, each = block_scales(x, block_size)
+    assert as_bits(got.scales) == as_bits(scales)
+    np.testing.assert_array_equal(got.codes, block_codes(x, each, "int8"))
+    np.testing.assert_allclose(decode(got), block_values(got.codes, each), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales"),
+    [
+        ((40, 64), (40, 2)),
+        ((64, 5), (2, 5)),
+        ((64, 31), (2, 31)),
+        ((7, 5), (1, 5)),
+        ((5, 7), (5, 1)),
+        ((7, 7), (7, 1)),
+        ((3, 3, 64, 2), (3, 3, 2, 2)),
+        ((100,), (4,)),
+        ((3,), (1,)),
+    ],
+    ids=str,
+)
+def test_blocks_lie_along_the_last_axis_that_fills_one(shape, scales):
+    assert blank(np.zeros(shape), jnp.int8, 32).scales.shape == scales
+    axis = block_axis(shape, 32)
+    assert scales[axis] == -(-shape[axis] // 32)
+
+
+@EVERY_FORM
+@pytest.mark.parametrize("size", [1e-12, 1e-30, 1e-37, 1.0, 1e30])
+def test_no_size_of_values_is_lost(size, dtype):
+    """float16 scales would be 0 under 6e-8."""
+    x = values((40, 64), dtype, scale=size)
+    _, each = block_scales(x, 32)
+    back = np.asarray(decode(encode(x, dtype)), np.float64)
+    # Under 2^-126 CPUs see zero.
+    assert (np.abs(back - x) <= worst_error(x, each, dtype) + 2.0**-126).all()
+    largest = np.abs(x).max()
+    assert abs(np.abs(back).max() / largest - 1) < 0.01
+
+
+@EVERY_FORM
+def test_blocks_of_zeros_stay_and_do_not_touch_others(dtype):
+    full = values((40, 64), dtype)
+    x = full.copy()
+    x[:, 32:] = 0
+    got = encode(x, dtype)
+    assert (np.asarray(got.scales)[:, 1] == 0).all()
+    back = np.asarray(decode(got))
+    assert (back[:, 32:] == 0).all()
+    assert as_bits(back[:, :32]) == as_bits(
+        np.asarray(decode(encode(full, dtype)))[:, :32]
+    )
+
+
+@EVERY_FORM
+def test_values_under_the_least_scale_become_zero(dtype):
+    x = np.full((40, 64), 2.0**-127, np.float32)
+    assert (np.asarray(decode(encode(x, dtype))) == 0).all()
+
+
+@EVERY_FORM
+def test_what_is_over_the_largest_scale_saturates(dtype):
+    x = np.full((40, 64), 2.0**20, np.float32)
+    x[:, :32] = np.finfo(np.float32).max
+    back = np.asarray(decode(encode(x, dtype)))
+    assert (back[:, :32] == 2.0**126).all() and (back[:, 32:] == 2.0**20).all()
+
+
+NAN_OF_X86 = np.array(0xFFC00000, np.uint32).view(np.float32)  # of inf - inf
+
+
+@EVERY_FORM
+@pytest.mark.parametrize("chance", [False, True])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, NAN_OF_X86], ids=str)
+def test_what_is_not_finite_makes_its_block_nan_and_no_other(bad, chance, dtype):
+    x = values((40, 64), dtype)
+    x[1, 40] = bad
+    key = chance_key(1) if chance else None
+    back = np.asarray(decode(encode(x, dtype, 32, key)))
+    assert np.isnan(back[1, 32:]).all()
+    assert np.isfinite(back[0]).all() and np.isfinite(back[1, :32]).all()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+@pytest.mark.parametrize("chance", [False, True])
+def test_positive_values_in_unsigned_codes_stay_positive(chance, dtype):
+    x = np.geomspace(1e-30, 1, 40 * 64, dtype=np.float32)
+    x = np.random.default_rng(0).permutation(x).reshape(40, 64)
+    x[:, ::7] = 0
+    key = chance_key(1) if chance else None
+    back = np.asarray(decode(encode(x, dtype, 32, key)))
+    np.testing.assert_array_equal(back > 0, x > 0)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+@pytest.mark.parametrize("chance", [False, True])
+def test_blocks_that_were_never_negative_stay_positive_in_signed_codes(chance, dtype):
+    """Second moments of which nothing was known: optimizers divide by their roots."""
+    x = np.geomspace(1e-30, 1, 40 * 64, dtype=np.float32)
+    x = np.random.default_rng(0).permutation(x).reshape(40, 64)
+    x[:, ::7] = 0
+    key = chance_key(1) if chance else None
+    never = blank(x, jnp.dtype(dtype), 32)
+    codes = np.zeros((40, 64), dtype)
+    codes[:, 40] = -1  # in the second block of each row
+    back = dequantized(quantized(x, never._replace(codes=codes), key))
+    back = np.asarray(back)
+    np.testing.assert_array_equal(back[:, :32] > 0, x[:, :32] > 0)
+    # The others are rounded as any: to zero, mostly.
+    assert (back[:, 32:] == 0).sum() > (x[:, 32:] == 0).sum() + 100
+
+
+@EVERY_FORM
+def test_nearest_codes_of_a_decoded_array_are_its_codes(dtype):
+    x = values((40, 64), dtype)
+    # Where the largest value is the scale itself; else its code is less than the
+    # largest one, and the next scale another.
+    x[:, ::32] = 2.0**5
+    once = encode(x, dtype)
+    assert as_bits(encode(decode(once), dtype)) == as_bits(once)
+
+
+@EVERY_FORM
+def test_nearest_codes_settle_and_do_not_shrink(dtype):
+    """Encoding again and again, as the state of a skipped step is."""
+    x = values((40, 64), dtype)
+    start = np.asarray(decode(encode(x, dtype)), np.float64)
+    back = x
+    for _ in range(20):
+        before, back = back, decode(encode(back, dtype))
+    np.testing.assert_array_equal(before, back)
+    _, each = block_scales(x, 32)
+    moved = np.abs(np.asarray(back, np.float64) - start)
+    assert (moved <= 3 * worst_error(start, each, dtype)).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("shape", [(100,), (40, 33), (100, 3)], ids=str)
+def test_padding_never_leaks(shape, dtype):
+    """The last block, which is not full, is that of its values alone."""
+    axis = block_axis(shape, 32)
+    x = np.moveaxis(values(shape, dtype), axis, -1)
+    full = x.shape[-1] // 32 * 32
+    # Of a size that any value from elsewhere would spoil.
+    x[..., full:] *= np.float32(1e-20)
+    got = jax.tree.map(np.asarray, encode(np.moveaxis(x, -1, axis), dtype))
+    codes, scales = (np.moveaxis(leaf, axis, -1) for leaf in got)
+    rest = x[..., full:]
+    for at in np.ndindex(rest.shape[:-1]):
+        want, each = block_scales(rest[at], 32)
+        assert as_bits(scales[at][-1:]) == as_bits(want)
+        np.testing.assert_array_equal(
+            codes[at][full:], block_codes(rest[at], each, dtype)
+        )
+
+
+@EVERY_FORM
+def test_rounding_by_chance_takes_one_of_two_neighbours(dtype):
+    x = values((40, 64), dtype)
+    _, each = block_scales(x, 32)
+    top = np.iinfo(dtype).max
+    exact = np.sqrt(block_share(x, each)) * top
+    codes = np.abs(
+        np.asarray(encode(x, dtype, 32, chance_key(3)).codes).astype(np.int64)
+    )
+    # In float32 a root of 16 bits is known to 2^-8 of a code.
+    room = 1e-4 if "8" in dtype else 2.0**-6
+    least = np.floor(exact - room)
+    if is_unsigned(dtype):
+        least = np.maximum(least, 0)
+    assert (codes >= least).all()
+    assert (codes <= np.maximum(np.ceil(exact + room), x > 0)).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+def test_rounding_by_chance_is_right_on_average(dtype):
+    """Seeds are fixed: 5 standard errors of 4000 independent roundings of 64 values."""
+    x = values((64,), dtype)
+    x[0] = 1.0 if is_unsigned(dtype) else -1.0
+    _, each = block_scales(x, 32)
+    if is_unsigned(dtype):
+        # A smaller one never becomes zero, and is too large on average.
+        x = np.maximum(x, 2 * each / np.iinfo(dtype).max ** 2).astype(np.float32)
+        _, each = block_scales(x, 32)
+    keys = jax.vmap(chance_key)(jnp.arange(4000))
+    encoded = jax.vmap(lambda key: encode(x, dtype, 32, key))(keys)
+    back = np.asarray(jax.vmap(dequantized)(encoded), np.float64)
+    error = 5 * back.std(0) / np.sqrt(len(back)) + 1e-6 * np.abs(x)
+    # What is next to a code leaves it in too few of the roundings for a deviation.
+    error += worst_error(x, each, dtype, 1.0) * 5 / len(back)
+    assert (np.abs(back.mean(0) - x) <= error).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_16_bit_float_has_no_scales(dtype):
+    x = values((40, 33))
+    x[0, :2] = [1e30, -1e30]
+    form = blank(x, jnp.dtype(dtype), None)
+    assert form.scales is None
+    got = quantized(jnp.asarray(x), form, None)
+    largest = float(jnp.finfo(dtype).max)
+    want = np.clip(x, -largest, largest).astype(jnp.dtype(dtype))
+    assert as_bits(got) == as_bits(want)
+    assert as_bits(decode(got)) == as_bits(want.astype(np.float32))
+    by_chance = quantized(jnp.asarray(x), form, chance_key(1))
+    assert by_chance.codes.dtype == jnp.dtype(dtype)
+    assert not np.array_equal(by_chance.codes, got.codes)
+    once = quantized(decode(got), form, chance_key(1))
+    np.testing.assert_array_equal(once.codes, got.codes)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16"])
+def test_vmap_encodes_each_as_alone(dtype):
+    x = values((3, 40, 33), dtype)
+    key = chance_key(5)
+
+    def alone(x):
+        form = blank(x, jnp.dtype(dtype), 32)
+        return quantized(x, had_all_signs(form), key)
+
+    together = jax.jit(jax.vmap(alone))(x)
+    for i in range(3):
+        one = jax.tree.map(lambda leaf, i=i: leaf[i], together)
+        assert as_bits(one) == as_bits(jax.jit(alone)(x[i]))

@@ -1,0 +1,270 @@
+"""Rounding by chance: the hash, and two neighbours of 16 bits."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from comparison import as_bits
+from forced_devices import run_on
+
+from optax_mp.compact._dither import chance_keys, chances, rounded_by_chance
+
+BOTH = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+round_by_chance = jax.jit(rounded_by_chance, static_argnums=1)
+
+
+def chance_key(*parts):
+    return chance_keys(1, *parts)[0]
+
+
+def mixed(x):
+    """The hash in NumPy, of integers that wrap at 2^32."""
+    x = np.asarray(x, np.uint64) & 0xFFFFFFFF
+    x = ((x ^ (x >> np.uint64(16))) * np.uint64(0x21F0AAAD)) & np.uint64(0xFFFFFFFF)
+    x = ((x ^ (x >> np.uint64(15))) * np.uint64(0xD35A2D97)) & np.uint64(0xFFFFFFFF)
+    return x ^ (x >> np.uint64(15))
+
+
+def key_of(*parts, leaf=0):
+    key = int(mixed(leaf))
+    for part in parts:
+        key = int(mixed(key * 31 + part % 2**32))
+    return key
+
+
+def chances_of(count, key):
+    return (mixed(np.arange(count, dtype=np.uint64) ^ np.uint64(key)) >> 8) / 2.0**24
+
+
+def neighbours(x, dtype):
+    """Return the largest value of `dtype` not over x, and the least not under it."""
+    nearest = x.astype(dtype)
+    exact = nearest.astype(np.float64) == x
+    # ml_dtypes has nextafter for its own types.
+    up = np.nextafter(nearest, np.array(np.inf, dtype))
+    down = np.nextafter(nearest, np.array(-np.inf, dtype))
+    over = nearest.astype(np.float64) > x
+    below = np.where(over, down, nearest).astype(np.float64)
+    above = np.where(over | exact, nearest, up).astype(np.float64)
+    return below, above
+
+
+def sample(dtype, count=4096):
+    """Return float32 values over the range of `dtype`, subnormals and exact ones too."""
+    rng = np.random.default_rng(0)
+    lowest = -24 if dtype == "float16" else -120
+    x = rng.choice([-1, 1], count) * 2.0 ** rng.uniform(lowest, 15, count)
+    x[: count // 8] = x[: count // 8].astype(
+        ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    )
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "parts", [(0,), (1, 2), (2, 1), (-1, 7, 2**31), (2**32 + 5, 3)]
+)
+def test_keys_and_chances_are_those_of_the_reference(parts):
+    key = chance_key(*parts)
+    assert (key.dtype, int(key)) == (jnp.uint32, key_of(*parts))
+    got = jax.jit(chances, static_argnums=0)((5, 7, 11), key)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(np.ravel(got), chances_of(5 * 7 * 11, int(key)))
+
+
+def test_keys_of_traced_parts_are_those_of_numbers():
+    traced = jax.jit(lambda step: chance_key(3, 1, step))(jnp.int32(9))
+    assert int(traced) == int(chance_key(3, 1, 9)) == key_of(3, 1, 9)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 300])
+def test_the_keys_of_many_arrays_are_those_of_the_reference_sorted(count):
+    got = jax.jit(lambda step: chance_keys(count, 5, step))(jnp.int32(3))
+    want = sorted(key_of(5, 3, leaf=leaf) for leaf in range(count))
+    assert [int(key) for key in got] == want
+
+
+def test_seeds_leaves_and_steps_have_keys_of_their_own():
+    keys = {
+        key_of(seed, step, leaf=leaf)
+        for seed in range(10)
+        for leaf in range(30)
+        for step in range(100)
+    }
+    # Of 30000 numbers of 32 bits by chance 0.1 pairs are equal.
+    assert len(keys) >= 30000 - 3
+
+
+def test_sorted_keys_are_even_over_the_steps():
+    """The first of 300 arrays always has the least key: 5 standard errors, one seed."""
+    keys = jax.vmap(lambda step: chance_keys(300, 0, step))(jnp.arange(2000))
+    for leaf in (0, 150, 299):
+        rows = jax.vmap(lambda key: chances((64,), key))(keys[:, leaf])
+        mean = np.asarray(rows, np.float64).mean(0)
+        assert np.abs(mean - 0.5).max() < 5 * np.sqrt(1 / 12 / 2000)
+
+
+def test_chances_are_even_and_do_not_hang_together():
+    """Bounds: 5 standard errors, seeds fixed."""
+    count = 2**16
+    rows = [chances_of(count, key_of(0, 1, step)) for step in range(8)]
+    other = [chances_of(count, key_of(0, 3, leaf=leaf)) for leaf in range(2, 5)]
+    for row in rows + other:
+        assert 0 <= row.min() and row.max() < 1
+        shares = np.histogram(row, 64, (0, 1))[0] / count
+        assert np.abs(shares - 1 / 64).max() < 5 * np.sqrt(1 / 64 / count)
+        # Of neighbours in the last axis and, in rows of 256, in the one before.
+        for lag in (1, 2, 16, 256):
+            assert abs(np.corrcoef(row[lag:], row[:-lag])[0, 1]) < 5 / np.sqrt(count)
+    correlation = np.corrcoef(rows + other) - np.eye(len(rows) + len(other))
+    assert np.abs(correlation).max() < 5 / np.sqrt(count)
+
+
+def test_chances_at_one_place_are_even_over_the_steps():
+    """What makes the average over a training run right, at every place."""
+    steps, places = 4000, 64
+    keys = jax.vmap(lambda step: chance_key(0, 2, step))(jnp.arange(steps))
+    rows = jax.vmap(lambda key: chances((places,), key))(keys)
+    mean = np.asarray(rows, np.float64).mean(0)
+    assert np.abs(mean - 0.5).max() < 5 * np.sqrt(1 / 12 / steps)
+    lagged = [np.corrcoef(r[1:], r[:-1])[0, 1] for r in np.asarray(rows).T]
+    assert np.abs(lagged).max() < 5 / np.sqrt(steps)
+
+
+@BOTH
+def test_a_value_becomes_one_of_its_two_neighbours(dtype):
+    x = sample(dtype)
+    low = jnp.dtype(dtype)
+    below, above = neighbours(x.astype(np.float64), low)
+    for step in range(5):
+        got = round_by_chance(x, dtype, chance_key(0, step))
+        assert got.dtype == jnp.float32
+        got = np.asarray(got, np.float64)
+        assert ((got == below) | (got == above)).all()
+        # Cast down it is exact.
+        np.testing.assert_array_equal(got, got.astype(low).astype(np.float64))
+
+
+@BOTH
+def test_the_side_is_that_of_the_reference(dtype):
+    """Away from zero for bfloat16, up for float16, where the chance is under the rest."""
+    x = sample(dtype)
+    size = np.abs(x) if dtype == "bfloat16" else x
+    below, above = neighbours(size.astype(np.float64), jnp.dtype(dtype))
+    rest = (size - below) / np.where(above == below, 1, above - below)
+    up = chances_of(len(x), key_of(7)) < rest
+    want = np.where(up, above, below)
+    want = np.copysign(want, x) if dtype == "bfloat16" else want
+    got = round_by_chance(x, dtype, chance_key(7))
+    np.testing.assert_array_equal(np.asarray(got, np.float64), want)
+
+
+@BOTH
+def test_the_mean_of_many_roundings_is_the_value(dtype):
+    """5 standard errors of `count` independent roundings; all seeds are fixed."""
+    x, count = sample(dtype, 512), 4000
+    keys = jax.vmap(lambda step: chance_key(1, 0, step))(jnp.arange(count))
+    draw = jax.jit(jax.vmap(functools.partial(rounded_by_chance, x, dtype)))
+    got = np.asarray(draw(keys), np.float64)
+    below, above = neighbours(x.astype(np.float64), jnp.dtype(dtype))
+    rest = (x - below) / np.where(above == below, 1, above - below)
+    error = np.sqrt(rest * (1 - rest) / count) + 1 / count
+    assert (np.abs(got.mean(0) - x) <= 5 * error * (above - below)).all()
+
+
+@BOTH
+def test_values_of_the_dtype_stay(dtype):
+    patterns = np.arange(2**16, dtype=np.uint16).view(jnp.dtype(dtype))
+    x = patterns.astype(np.float32)
+    x = x[np.isfinite(x)]
+    if dtype == "bfloat16":
+        x = x[(x == 0) | (np.abs(x) >= 2.0**-126)]  # CPUs see zero in smaller ones
+    got = np.asarray(round_by_chance(x, dtype, chance_key(4)))
+    np.testing.assert_array_equal(got, x)
+
+
+@BOTH
+def test_too_large_values_become_the_largest_and_nan_stays(dtype):
+    largest = float(jnp.finfo(dtype).max)
+    x = np.array([np.inf, -np.inf, 3.4e38, -3.4e38, np.nan, -np.nan], np.float32)
+    for step in range(20):
+        got = np.asarray(round_by_chance(x, dtype, chance_key(step)))
+        np.testing.assert_array_equal(
+            got, [largest, -largest, largest, -largest, np.nan, np.nan]
+        )
+
+
+@BOTH
+def test_another_step_leaf_or_seed_rounds_otherwise_and_the_same_one_alike(dtype):
+    x = np.float32(1) + np.random.default_rng(0).uniform(0, 1, 999).astype(np.float32)
+    runs = [
+        np.asarray(round_by_chance(x, dtype, chance_key(*parts)))
+        for parts in ((0, 1, 2), (0, 1, 3), (0, 2, 2), (1, 1, 2), (0, 1, 2))
+    ]
+    for i, one in enumerate(runs[:-1]):
+        for other in runs[i + 1 : -1]:
+            # As often as chance has it: a third, as two of three rests are alike.
+            assert 0.2 < (one != other).mean() < 0.5
+    assert as_bits(runs[0]) == as_bits(runs[-1])
+
+
+@BOTH
+def test_jit_eager_and_vmap_agree(dtype):
+    x = sample(dtype, 4096).reshape(4, 1024)
+    key = chance_key(2)
+    eager = rounded_by_chance(jnp.asarray(x), dtype, key)
+    assert as_bits(round_by_chance(x, dtype, key)) == as_bits(eager)
+    each = jax.vmap(lambda row: rounded_by_chance(row, dtype, key))(x)
+    for got, row in zip(each, x, strict=True):
+        assert as_bits(got) == as_bits(round_by_chance(row, dtype, key))
+
+
+FOUR_DEVICES = """
+import hashlib, sys
+sys.path.insert(0, sys.argv[1])
+import jax, jax.numpy as jnp, numpy as np, optax, optax_mp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from comparison import as_bits
+mesh = Mesh(np.array(jax.devices()), ("data",))
+
+def run(tx, dtype, place):
+    params = {"w": np.linspace(-1, 1, 16 * 256).reshape(16, 256), "b": np.ones(8)}
+    params = jax.tree.map(lambda x: place(jnp.asarray(x, dtype)), params)
+    grads = jax.tree.map(lambda p: jnp.sin(9 * p.astype(jnp.float32)), params)
+    state = jax.jit(tx.init)(params)
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+    for _ in range(3):
+        params, state = step(params, state)
+    return as_bits(jax.device_get((params, state)))
+
+one = lambda x: jax.device_put(x, jax.devices()[0])
+many = [
+    lambda x, spec=spec: jax.device_put(
+        x, NamedSharding(mesh, spec if x.ndim == 2 else P())
+    )
+    for spec in (P("data"), P(None, "data"))
+]
+adam = optax.adam(1e-2)
+for tx, dtype in (
+    (optax_mp.low_bit_state(adam), "float32"),
+    (optax_mp.low_bit_state(adam, dtype="bfloat16"), "float32"),
+    (optax_mp.stochastic_rounding(adam), "bfloat16"),
+):
+    alone = run(tx, dtype, one)
+    print([run(tx, dtype, place) == alone for place in many])
+"""
+
+
+@pytest.mark.slow
+def test_four_devices_round_as_one_does():
+    """Sharded arrays under jit, along each axis: all bits, of state and params."""
+    printed = run_on(
+        4, "-c", FOUR_DEVICES, pathlib.Path(__file__).parents[1] / "support"
+    )
+    assert printed.split("\n")[:-1] == ["[True, True]"] * 3

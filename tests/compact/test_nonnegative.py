@@ -1,0 +1,268 @@
+"""What is read off a jaxpr about signs: known cases, and random programs as judges."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from optax_mp.compact._signs import nonnegative_outputs
+
+
+def claimed(function, *given, known=()):
+    """Return what is said of the outputs; `known` are the inputs not negative."""
+    jaxpr = jax.make_jaxpr(function)(*given)
+    inputs = [i in known for i in range(len(jaxpr.in_avals))]
+    return nonnegative_outputs(jaxpr, inputs)
+
+
+X = np.float32(1.5)
+ROW = np.ones(4, np.float32)
+
+
+@jax.custom_jvp
+def custom_square(x):
+    return x * x
+
+
+custom_square.defjvp(lambda primals, tangents: (primals[0] ** 2, tangents[0]))
+
+
+@jax.custom_vjp
+def custom_cube(x):
+    return x * x * x
+
+
+custom_cube.defvjp(lambda x: (x, None), lambda _, g: (g,))
+
+NEVER_NEGATIVE = {
+    "abs": jnp.abs,
+    "square": jnp.square,
+    "a power of 4": lambda x: x**4,
+    "exp": jnp.exp,
+    "sqrt": jnp.sqrt,
+    "x x": lambda x: x * x,
+    "c x x": lambda x: 0.1 * x * x,
+    "x c x": lambda x: (x * 0.1) * x,
+    "c x d x": lambda x: (0.1 * x) * (0.2 * x),
+    "x x / c": lambda x: x * (x / 3.0),
+    "an average of squares": lambda x: 0.9 * jnp.abs(x) + 0.1 * x * x,
+    "max with 0": lambda x: jnp.maximum(x, 0.0),
+    "relu": jax.nn.relu,
+    "min of two squares": lambda x: jnp.minimum(x * x, jnp.abs(x)),
+    "where": lambda x: jnp.where(x > 0, x * x, 1.0),
+    "clip": lambda x: jnp.clip(x, 0.0, 1.0),
+    "zeros": jnp.zeros_like,
+    "comparison": lambda x: (x > 0).astype(jnp.float32),
+    "sum of squares": lambda x: jnp.sum(x * x),
+    "jit": lambda x: jax.jit(lambda y: y * y)(x),
+    "jit in jit": lambda x: jax.jit(jax.jit(jnp.abs))(x),
+    "cond": lambda x: lax.cond(x.sum() > 0, jnp.abs, jnp.square, x),
+    "custom_jvp": custom_square,
+    "remat": jax.checkpoint(lambda x: x * x),
+    "a cast": lambda x: (x * x).astype(jnp.bfloat16).astype(jnp.float32),
+    "shapes": lambda x: jnp.broadcast_to((x * x)[None], (2, *x.shape)).T.ravel(),
+    "a matrix product": lambda x: jnp.outer(x * x, jnp.abs(x)) @ (x * x),
+    "a root of a mean": lambda x: jnp.sqrt(jnp.mean(x * x)) / 2,
+}
+UNKNOWN = {
+    "itself": lambda x: x,
+    "a difference": lambda x: x * x - 1,
+    "a difference of itself": lambda x: x * x - x * x,
+    "minus": lambda x: -(x * x),
+    "a negative multiple": lambda x: -0.1 * x * x,
+    "x y": lambda x: x * jnp.sin(x),
+    "a cube": lambda x: x**3,
+    "sum": jnp.sum,
+    "log": lambda x: jnp.log(x * x),
+    "where": lambda x: jnp.where(x > 0, x * x, -1.0),
+    "max with -1": lambda x: jnp.maximum(x, -1.0),
+    "min with 0": lambda x: jnp.minimum(x, 0.0),
+    "clip": lambda x: jnp.clip(x, -1.0, 1.0),
+    "a cond with one branch": lambda x: lax.cond(x.sum() > 0, jnp.abs, jnp.sin, x),
+    "custom_vjp": custom_cube,
+    "jit": lambda x: jax.jit(jnp.sin)(x),
+    "a scan": lambda x: lax.scan(lambda c, _: (c * c, None), x, length=2)[0],
+    "a while": lambda x: lax.while_loop(lambda c: c.sum() > 9, jnp.sqrt, x),
+    "no multiple: a mask": lambda x: x * x.astype(bool).astype(jnp.float32),
+    "no multiple: bits": lambda x: x * x.astype(jnp.uint8).astype(jnp.float32),
+    "clamp to a negative": lambda x: lax.clamp(0.0, x, -1.0),
+    "of a complex number": lambda x: jnp.real(jnp.square(x * 1j)),
+}
+
+
+@pytest.mark.parametrize("name", NEVER_NEGATIVE)
+def test_never_negative(name):
+    assert claimed(NEVER_NEGATIVE[name], ROW) == [True]
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown(name):
+    assert claimed(UNKNOWN[name], ROW) == [False]
+
+
+@pytest.mark.parametrize(
+    ("function", "known", "want"),
+    [
+        (lambda x, y: x + y, (0, 1), True),
+        (lambda x, y: x + y, (0,), False),
+        (lambda x, y: x * y, (0, 1), True),
+        (lambda x, y: x * y, (1,), False),
+        (lambda x, y: x * y * x, (1,), True),
+        (lambda x, y: x / y * x, (1,), True),
+        (lambda x, y: x / y, (0, 1), True),
+        (lambda x, y: jnp.maximum(x, y), (1,), True),
+        (lambda x, y: jnp.minimum(x, y), (1,), False),
+        (lambda x, y: x**y, (0,), True),
+        (lambda x, y: x**y, (1,), False),
+        (lambda x, y: lax.clamp(x, y, 2.0), (0,), True),
+        (lambda x, y: jax.jit(jnp.add)(x, y), (0, 1), True),
+        (lambda x, y: x, (0,), True),
+        (lambda x, y: y, (0,), False),
+        (lambda x, y: 0.9 * x + 0.1 * y**2, (0,), True),
+        (lambda x, y: 0.9 * x + 0.1 * y**2, (), False),
+        (lambda x, y: jnp.maximum(0.9 * x, jnp.abs(y)), (), True),
+    ],
+)
+def test_what_is_known_of_inputs_is_followed(function, known, want):
+    assert claimed(function, X, X, known=known) == [want]
+
+
+def test_constants_and_several_outputs_are_judged_one_by_one():
+    positive, negative = np.arange(4.0), -np.arange(4.0)
+
+    def function(x):
+        return x * positive * x, x * negative * x, positive + 0 * x * x, negative, x
+
+    assert claimed(function, np.ones(4)) == [True, False, True, False, False]
+
+
+def test_a_random_key_is_no_number():
+    key = jax.random.key(0)
+    assert claimed(lambda x: (key, x * x), ROW) == [False, True]
+
+
+def test_averages_of_the_gradient_are_told_from_those_of_its_square():
+    def rule(grad, mu, nu, count):
+        mu = 0.9 * mu + 0.1 * grad
+        nu = 0.999 * nu + 0.001 * jnp.square(grad)
+        return mu / (1 - 0.9**count), mu, nu, jnp.maximum(nu, jnp.sqrt(nu))
+
+    assert claimed(rule, ROW, ROW, ROW, 3, known=(1, 2, 3)) == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+UNARY = [
+    jnp.abs,
+    jnp.square,
+    jnp.negative,
+    jnp.sign,
+    jnp.exp,
+    jnp.sqrt,
+    jnp.tanh,
+    jnp.sin,
+    jnp.log1p,
+    jnp.cbrt,
+    jnp.floor,
+    lambda x: x**3,
+    lambda x: x**-2,
+    lambda x: 0.5 * x,
+    lambda x: -0.5 * x,
+    lambda x: 1 - x,
+    lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
+    lambda x: x.astype(jnp.int32).astype(jnp.float32),
+    lambda x: x.astype(bool).astype(jnp.float32),
+    lambda x: x[::-1],
+    lambda x: x - x.mean(),
+    lambda x: jnp.cumsum(x),
+    lambda x: jnp.pad(x, 1, constant_values=-1.0)[:-2],
+    lambda x: jnp.pad(x, 1)[1:-1],
+    lambda x: jnp.full_like(x, x.max()),
+    lambda x: jnp.full_like(x, jnp.dot(x, x)),
+    jax.nn.relu,
+    jax.nn.silu,
+    jax.nn.softplus,
+    jax.nn.sigmoid,
+    jax.jit(lambda x: x * jnp.abs(x)),
+    custom_square,
+    custom_cube,
+    jax.checkpoint(lambda x: x * x * 0.5),
+    lambda x: lax.cond(x[0] > 0, jnp.abs, jnp.negative, x),
+    lambda x: lax.cond(x[0] > 0, jnp.abs, jnp.square, x),
+    lambda x: lax.scan(lambda c, y: (c + y, c * y), 0.0, x)[1],
+]
+BINARY = [
+    jnp.add,
+    jnp.subtract,
+    jnp.multiply,
+    jnp.multiply,
+    jnp.divide,
+    jnp.maximum,
+    jnp.minimum,
+    jnp.power,
+    jnp.arctan2,
+    lambda x, y: jnp.where(x > y, x, y),
+    lambda x, y: jnp.where(x > 0, x, y),
+    lambda x, y: lax.clamp(x, y, x + 1),
+    lambda x, y: lax.clamp(-1.0, x, y),
+    lambda x, y: lax.clamp(0.0, x, y),
+    lambda x, y: jnp.clip(x, y),
+    lambda x, y: jnp.concatenate([x[:2], y[:2]]),
+    lambda x, y: 0.9 * x + 0.1 * y * y,
+]
+
+
+def random_program(rng, length):
+    """Return a function of two rows that computes a few things from each other."""
+    steps = []
+    for i in range(length):
+        # Of the latest values, mostly.
+        one, two = (max(0, i + 2 - int(k)) for k in rng.geometric(0.4, 2))
+        one, two = min(one, i + 1), min(two, i + 1)
+        if rng.uniform() < 0.5:
+            steps.append((UNARY[rng.integers(len(UNARY))], (one,)))
+        else:
+            steps.append((BINARY[rng.integers(len(BINARY))], (one, two)))
+
+    def program(x, y):
+        values = [x, y]
+        for function, places in steps:
+            values.append(function(*(values[place] for place in places)))
+        return tuple(values[2:])
+
+    return program
+
+
+def assert_sound(seed, length=12):
+    rng = np.random.default_rng(seed)
+    program = random_program(rng, length)
+    x, y = rng.standard_normal((2, 40, 4)).astype(np.float32) * 2
+    y = np.abs(y)
+    claims = claimed(program, x[0], y[0], known=(1,))
+    # Op by op: nothing to compile, for programs that run once.
+    wrong = []
+    for values in zip(*map(np.asarray, (x[:8], y[:8])), strict=True):
+        outputs = program(*map(jnp.asarray, values))
+        wrong += [
+            i
+            for i, (claim, out) in enumerate(zip(claims, outputs, strict=True))
+            if claim and (np.asarray(out) < 0).any()
+        ]
+    assert not wrong, jax.make_jaxpr(program)(x[0], y[0])
+    return sum(claims)
+
+
+def test_random_programs_keep_the_claims_made_of_them():
+    claims = sum(assert_sound(seed) for seed in range(6))
+    assert claims >= 15  # so that there was something to refute
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 300, 50))
+def test_many_random_programs_keep_the_claims_made_of_them(first):
+    for seed in range(first, first + 50):
+        assert_sound(seed)

@@ -1,0 +1,322 @@
+"""stochastic_rounding: 16-bit params that follow float32 on average."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits, avals
+from reference import rounded
+
+import optax_mp
+from optax_mp import low_bit_state, stochastic_rounding
+
+BOTH = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+
+
+def trained(tx, params, grads, steps):
+    @jax.jit
+    def run(params):
+        def step(carry, _):
+            params, state = carry
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, tx.init(params)), length=steps)[0]
+
+    return run(params)
+
+
+def test_a_thousand_small_updates_of_ones_add_up_to_zero():
+    """The problem of the package: plain bfloat16 stays at 1.0 exactly."""
+    count = 4096
+    ones = jnp.ones(count, jnp.bfloat16)
+    grads = jnp.full(count, 1e-3, jnp.float32)
+    plain, _ = trained(optax.sgd(1.0), ones, grads.astype(jnp.bfloat16), 1000)
+    assert (plain == 1).all()
+    params, state = trained(stochastic_rounding(optax.sgd(1.0)), ones, grads, 1000)
+    params = np.asarray(params, np.float64)
+    # A step of u with units of q at a value goes a unit with chance u / q: a variance of
+    # u q at most. q is under 2^-8, and u 0.001: over 1000 steps 0.0039, or less.
+    deviation = np.sqrt(1000 * 1e-3 * 2.0**-8)
+    assert abs(params.mean()) < 5 * deviation / np.sqrt(count)
+    assert 0 < params.std() < deviation
+
+
+@BOTH
+def test_the_mean_of_updates_under_half_a_unit_is_the_update(dtype):
+    count, update = 4096, 2.0**-14
+    start = jnp.full(count, 1.5, dtype)
+    grads = jnp.full(count, -update, jnp.float32)
+    params, _ = trained(stochastic_rounding(optax.sgd(1.0)), start, grads, 300)
+    moved = np.asarray(params, np.float64) - 1.5
+    unit = float(jnp.finfo(dtype).eps)
+    deviation = np.sqrt(300 * update * unit)
+    assert abs(moved.mean() - 300 * update) < 5 * deviation / np.sqrt(count)
+
+
+@BOTH
+@pytest.mark.parametrize("grad_dtype", ["float32", "params"])
+def test_each_step_lands_on_a_neighbour_of_what_float32_has(dtype, grad_dtype):
+    low = jnp.dtype(dtype)
+    rng = np.random.default_rng(0)
+    tx, bare = stochastic_rounding(optax.adam(1e-3)), optax.adam(1e-3)
+    params = jnp.asarray(rng.standard_normal(2000), low)
+    state = tx.init(params)
+    bare_state = bare.init(params.astype(jnp.float32))
+    step, bare_step = jax.jit(tx.update), jax.jit(bare.update)
+    total, sides = 0.0, 0.0
+    for _ in range(5):
+        grads = rng.standard_normal(2000).astype(
+            low if grad_dtype == "params" else np.float32
+        )
+        updates, state = step(grads, state, params)
+        assert updates.dtype == jnp.float32
+        before = params.astype(jnp.float32)
+        change, bare_state = bare_step(grads.astype(np.float32), bare_state, before)
+        target = np.asarray(before, np.float64) + np.asarray(change, np.float64)
+        exact = np.asarray(before + updates)
+        # On a 16-bit value: the cast of `apply_updates` does not round again.
+        np.testing.assert_array_equal(exact, rounded(exact, low).astype(np.float32))
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_array_equal(np.asarray(params, np.float32), exact)
+        size = np.maximum(np.abs(target), float(jnp.finfo(low).smallest_normal))
+        unit = 2.0 ** np.floor(np.log2(size)) * float(jnp.finfo(low).eps)
+        miss = (exact - target) / unit
+        assert np.abs(miss).max() <= 1 + 1e-3
+        total, sides = total + miss.sum(), sides + (miss**2).sum()
+    # Unbiased: 5 standard errors.
+    assert abs(total) < 5 * np.sqrt(sides)
+    assert as_bits(state.inner_state[0].count) == as_bits(bare_state[0].count)
+
+
+def mixed_tree():
+    rng = np.random.default_rng(0)
+    return {
+        "b16": jnp.asarray(rng.standard_normal((8, 16)), jnp.bfloat16),
+        "f16": jnp.asarray(rng.standard_normal(16), jnp.float16),
+        "f32": jnp.asarray(rng.standard_normal((4, 4)), jnp.float32),
+        "count": jnp.arange(3),
+        "none": None,
+    }
+
+
+def mixed_gradients(params, step, dtype=None):
+    rng = np.random.default_rng(step + 1)
+
+    def gradient(p):
+        if not jnp.issubdtype(p.dtype, jnp.floating):
+            return jnp.zeros_like(p)
+        return jnp.asarray(rng.standard_normal(p.shape), dtype or p.dtype)
+
+    return jax.tree.map(gradient, params)
+
+
+def run(tx, steps, start=None, first=0):
+    params = mixed_tree()
+    carry = start or (params, tx.init(params))
+    step = jax.jit(tx.update)
+    for i in range(first, steps):
+        params, state = carry
+        updates, state = step(mixed_gradients(params, i), state, params)
+        carry = (optax.apply_updates(params, updates), state)
+    return carry
+
+
+def test_leaves_of_all_kinds_in_one_tree():
+    tx = stochastic_rounding(optax.adamw(1e-2))
+    params, state = run(tx, 5)
+    assert avals(state) == avals(tx.init(mixed_tree()))
+    assert avals(params) == avals(mixed_tree())
+    assert as_bits(params["count"]) == as_bits(mixed_tree()["count"])
+    # The float32 leaf is the bare optimizer's, bit for bit.
+    alone, bare = mixed_tree()["f32"], optax.adamw(1e-2)
+    bare_state = bare.init(alone)
+    update = jax.jit(bare.update)
+    for i in range(5):
+        grads = mixed_gradients(mixed_tree(), i)["f32"]
+        updates, bare_state = update(grads, bare_state, alone)
+        alone = optax.apply_updates(alone, updates)
+    np.testing.assert_allclose(params["f32"], alone, rtol=1e-6)
+    assert isinstance(state.inner_state[0].mu["count"], optax.MaskedNode)
+    moments = [x for x in jax.tree.leaves(state) if x.ndim]
+    assert {x.dtype.name for x in moments} == {"float32"}
+
+
+def test_a_run_is_reproduced_and_resumed_and_another_seed_differs():
+    tx = stochastic_rounding(optax.adamw(1e-2))
+    whole = run(tx, 6)
+    assert as_bits(run(tx, 6)) == as_bits(whole)
+    half = pickle.loads(pickle.dumps(jax.device_get(run(tx, 3))))
+    assert as_bits(run(tx, 6, half, 3)) == as_bits(whole)
+    other = run(stochastic_rounding(optax.adamw(1e-2), seed=1), 6)
+    assert as_bits(other[0]["b16"]) != as_bits(whole[0]["b16"])
+    assert as_bits(other[0]["f16"]) != as_bits(whole[0]["f16"])
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, 2**40])
+def test_any_integer_is_a_seed(seed):
+    params, _ = run(stochastic_rounding(optax.sgd(1e-2), seed=seed), 1)
+    assert params["b16"].dtype == jnp.bfloat16
+
+
+def test_leaves_that_are_alike_are_rounded_each_by_itself():
+    start = {name: jnp.ones(512, jnp.bfloat16) for name in "ab"}
+    grads = jax.tree.map(lambda p: jnp.full(512, 1e-3), start)
+    params, _ = trained(stochastic_rounding(optax.sgd(1.0)), start, grads, 3)
+    assert as_bits(params["a"]) != as_bits(params["b"])
+
+
+def test_it_compiles_once_and_can_be_donated_after_init():
+    tx = stochastic_rounding(optax.adamw(1e-2))
+    params = mixed_tree()
+    carry = (params, tx.init(params))
+    before = avals(carry)
+    assert avals(jax.eval_shape(tx.init, params)) == avals(carry[1])
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(carry, grads):
+        traces.append(1)
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for i in range(3):
+        carry = step(carry, mixed_gradients(params, i))
+        assert avals(carry) == before
+    assert len(traces) == 1 and int(carry[1].step) == 3
+
+
+@pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_negative_zeros_move_nothing(jit):
+    tx = stochastic_rounding(optax.adamw(1e-2, weight_decay=0.1))
+    params, state = run(tx, 2)
+    params = params | {"b16": params["b16"].at[0, 0].set(-0.0)}
+    held = mixed_gradients(params, 0, jnp.float32)
+    held = jax.tree.map(lambda g: jnp.full_like(g, -0.0), held)
+    update = jax.jit(tx.update) if jit else tx.update
+    updates, after = update(held, state, params)
+    assert as_bits(after) == as_bits(state)
+    assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
+    zeros = jax.tree.map(jnp.abs, held)
+    assert int(update(zeros, state, params)[1].step) == 3
+
+
+def test_a_loss_scale_around_skips_all_and_else_changes_nothing():
+    inner = stochastic_rounding(optax.adamw(1e-2))
+    tx = optax_mp.dynamic_loss_scale(inner, init_scale=8.0)
+    params = {"w": jnp.linspace(-1, 1, 64).astype(jnp.bfloat16)}
+    grads = {"w": jnp.sin(jnp.arange(64.0))}
+    state, bare_state = tx.init(params), inner.init(params)
+    scaled = {"w": 8 * grads["w"]}
+    updates, state = jax.jit(tx.update)(scaled, state, params)
+    want, bare_state = jax.jit(inner.update)(grads, bare_state, params)
+    assert as_bits(updates) == as_bits(want)
+    bad = {"w": scaled["w"].at[3].set(jnp.inf)}
+    updates, after = jax.jit(tx.update)(bad, state, params)
+    assert as_bits(after.inner_state) == as_bits(state.inner_state)
+    assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
+    assert float(after.scale) == 4.0
+
+
+def test_with_low_bit_state_inside_it_trains():
+    """5 bytes a weight without any master: params of 2, moments of 2."""
+    rng = np.random.default_rng(0)
+    inputs = jnp.asarray(rng.standard_normal((128, 16)), jnp.float32)
+    targets = inputs @ rng.standard_normal((16, 8)).astype(np.float32)
+
+    def loss(w):
+        return jnp.mean((inputs @ w.astype(jnp.float32) - targets) ** 2)
+
+    def final(tx, dtype):
+        params = jnp.zeros((16, 8), dtype)
+
+        @jax.jit
+        def run(params):
+            def step(carry, _):
+                params, state = carry
+                grads = jax.grad(loss)(params)
+                updates, state = tx.update(grads, state, params)
+                return (optax.apply_updates(params, updates), state), None
+
+            carry = (params, tx.init(params))
+            return loss(jax.lax.scan(step, carry, length=2000)[0][0])
+
+        return float(run(params))
+
+    inner = low_bit_state(optax.adam(2e-3), min_size=64)
+    compact = final(stochastic_rounding(inner), jnp.bfloat16)
+    naive = final(optax.adam(2e-3), jnp.bfloat16)
+    start = float(loss(jnp.zeros((16, 8))))
+    # Weights of about 1 in units of 2^-7, drawn back slowly: a few units of noise in
+    # each of 16 terms.
+    assert compact < 16 * (5 * 2.0**-7) ** 2
+    assert compact < naive and compact < start / 100
+
+
+def test_extra_arguments_reach_the_inner_optimizer_in_float32():
+    seen = {}
+
+    def update(updates, state, params=None, **extra):
+        seen.update(extra, updates=updates, params=params)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    tx = stochastic_rounding(inner)
+    params = jnp.ones(3, jnp.bfloat16)
+    tx.update(params, tx.init(params), params, value=1.0, grad=params)
+    assert seen["value"] == 1.0
+    assert {seen[k].dtype.name for k in ("grad", "updates", "params")} == {"float32"}
+
+
+def test_vmap_over_an_ensemble_is_each_alone():
+    tx = stochastic_rounding(optax.adam(1e-2))
+    params = jnp.linspace(-1, 1, 64).astype(jnp.bfloat16).reshape(2, 32)
+    grads = jnp.cos(jnp.arange(64.0)).reshape(2, 32)
+    states = jax.vmap(tx.init)(params)
+    updates, _ = jax.jit(jax.vmap(tx.update))(grads, states, params)
+    for i in range(2):
+        alone, _ = jax.jit(tx.update)(grads[i], tx.init(params[i]), params[i])
+        assert as_bits(updates[i]) == as_bits(alone)
+
+
+def test_params_are_wanted():
+    tx = stochastic_rounding(optax.sgd(1.0))
+    params = jnp.ones(3, jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"stochastic_rounding: `params` is None"):
+        tx.update(params, tx.init(params))
+
+
+def test_what_is_no_transformation_is_refused():
+    with pytest.raises(TypeError, match=r"stochastic_rounding: `inner` is a function"):
+        stochastic_rounding(optax.adam)
+
+
+def test_another_state_is_refused():
+    tx = stochastic_rounding(optax.adam(1.0))
+    params = jnp.ones(3, jnp.bfloat16)
+    with pytest.raises(TypeError, match=r"expected the StochasticRoundingState"):
+        tx.update(params, optax.adam(1.0).init(params), params)
+
+
+def test_8_bit_params_are_refused_by_name():
+    params = {"a": {"b": jnp.ones(3, jnp.float8_e4m3fn)}}
+    match = r"param \['a'\]\['b'\] is float8_e4m3fn\[3\], expected 16 bits or more"
+    with pytest.raises(ValueError, match=match):
+        stochastic_rounding(optax.adam(1.0)).init(params)
+
+
+def test_gradients_of_another_shape_or_structure_are_refused():
+    tx = stochastic_rounding(optax.adam(1.0))
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    state = tx.init(params)
+    with pytest.raises(
+        ValueError, match=r"gradient of \['w'\] is float32\[4\], expected"
+    ):
+        tx.update({"w": jnp.ones(4)}, state, params)
+    with pytest.raises(ValueError, match=r"must have the same structure"):
+        tx.update({"v": jnp.ones(3)}, state, params)

@@ -1,0 +1,743 @@
+"""dynamic_loss_scale and static_loss_scale: what a skipped step leaves, in any nesting."""
+
+import copy
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from comparison import as_bits, avals
+from forced_devices import run_checks
+from four_devices import CHECKS
+from optimizers import (
+    A_FEW,
+    DISTINCT,
+    OPTIMIZERS,
+    PER_EXAMPLE,
+    example_gradients,
+    example_params,
+    extra_arguments,
+)
+
+import optax_mp
+
+pytestmark = [
+    # optax's own: optimistic_adam announces its successor, MoMo its arguments.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+    pytest.mark.filterwarnings("ignore:.*optimistic_adam_v2.*"),
+]
+
+
+def wrapper(inner, init_scale=2.0**10):
+    return optax_mp.dynamic_loss_scale(inner, init_scale=init_scale)
+
+
+def wrapped_masters(inner, init_scale=2.0**10):
+    return wrapper(optax_mp.mixed_precision(inner), init_scale)
+
+
+def linked_masters(inner, init_scale=2.0**10):
+    return optax.chain(
+        optax_mp.dynamic_loss_scale(init_scale=init_scale),
+        optax.clip_by_global_norm(1.0),
+        optax_mp.mixed_precision(inner),
+    )
+
+
+def gradients_for(name, steps):
+    params = example_params("float32", name)
+    grads = jax.device_get(example_gradients(name, params, steps, jnp.float32))
+    return [jax.tree.map(operator.itemgetter(i), grads) for i in range(steps)]
+
+
+def spoiled(grads, value=np.nan):
+    """Return gradients of which one element is not finite."""
+    kernel = np.array(grads["kernel"])
+    kernel.flat[3] = value
+    return grads | {"kernel": kernel}
+
+
+def without_scale(state):
+    """Return what a skipped step must not move."""
+
+    def is_scale(node):
+        return isinstance(node, optax_mp.LossScaleState)
+
+    parts = jax.tree.leaves(state, is_leaf=is_scale)
+    return [part.inner_state if is_scale(part) else part for part in parts]
+
+
+def stepper(tx, name=""):
+    tx = optax.with_extra_args_support(tx)
+
+    def step(params, state, grads):
+        scale = optax_mp.loss_scale(state)
+        scaled = jax.tree.map(lambda g: g * scale, grads)
+        extra = extra_arguments(name, scaled)
+        updates, state = tx.update(scaled, state, params, **extra)
+        return optax.apply_updates(params, updates), state, updates
+
+    return step
+
+
+def assert_negative_zero(updates):
+    for leaf in map(np.asarray, jax.tree.leaves(updates)):
+        assert (leaf == 0).all() and np.signbit(leaf).all()
+
+
+# By default in float16, a few; in CI all in float16.
+@pytest.mark.parametrize(
+    ("name", "build", "dtype"),
+    [
+        pytest.param(
+            *(name, build, dtype),
+            marks=() if dtype == "float16" and name in A_FEW else pytest.mark.slow,
+        )
+        for name in OPTIMIZERS
+        for build, dtype in (
+            (wrapped_masters, "float16"),
+            (wrapper, "float32"),
+            (linked_masters, "bfloat16"),
+        )
+        if dtype == "float16" or name in DISTINCT
+    ],
+)
+def test_a_run_with_bad_steps_is_bitwise_the_run_without_them(name, build, dtype):
+    if build is linked_masters and name in PER_EXAMPLE:
+        pytest.skip("clipping before it, which knows nothing of examples")
+    tx = build(OPTIMIZERS[name]())
+    step = jax.jit(stepper(tx, name))
+    params = example_params(dtype, name)
+    good = clean = params, tx.init(params)
+    first, second, third = gradients_for(name, 3)
+    for grads in (first, second, third):
+        *clean, _ = step(*clean, grads)
+
+    for grads in (first, "bad", "bad", second, "bad", third):
+        if grads != "bad":
+            *good, _ = step(*good, grads)
+            continue
+        *after, updates = step(*good, spoiled(first, np.inf))
+        assert_negative_zero(updates)
+        assert as_bits(after[0]) == as_bits(good[0])
+        assert as_bits(without_scale(after[1])) == as_bits(without_scale(good[1]))
+        assert avals(after) == avals(good)
+        good = after
+    # The scale has changed between, and no result depends on it.
+    assert as_bits(good[0]) == as_bits(clean[0])
+    assert as_bits(without_scale(good[1])) == as_bits(without_scale(clean[1]))
+
+
+@pytest.mark.parametrize("name", sorted(DISTINCT))
+@pytest.mark.slow
+def test_eager_finite_steps_are_bit_equal_to_the_optimizer_without_a_scale(name):
+    results = []
+    for tx in (OPTIMIZERS[name](), wrapper(OPTIMIZERS[name]())):
+        params = example_params("float32", name)
+        carry = params, tx.init(params)
+        for grads in gradients_for(name, 2):
+            *carry, _ = stepper(tx, name)(*carry, grads)
+        results.append(carry)
+    (bare, bare_state), (params, state) = results
+    assert as_bits(params) == as_bits(bare)
+    assert as_bits(state.inner_state) == as_bits(bare_state)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor", "noisy_sgd"])
+@pytest.mark.parametrize("build", [wrapper, wrapped_masters])
+def test_jitted_finite_steps_differ_by_rounding_alone(name, build):
+    """The unscaling is fused into the rule, and contracted with it."""
+    results = []
+    for tx in (OPTIMIZERS[name](), build(OPTIMIZERS[name]())):
+        params = example_params("float32", name)
+        step = jax.jit(stepper(tx, name))
+        carry = params, tx.init(params)
+        for grads in gradients_for(name, 10):
+            *carry, _ = step(*carry, grads)
+        results.append(carry[0])
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "noisy_sgd", "sgd"])
+@pytest.mark.parametrize("build", [wrapper, wrapped_masters, linked_masters])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_an_eager_bad_step_moves_nothing(name, build, value):
+    tx = build(OPTIMIZERS[name]())
+    params = example_params("bfloat16", name)
+    params["kernel"] = params["kernel"].at[0, 0].set(-0.0)
+    state = tx.init(params)
+    bad = spoiled(gradients_for(name, 1)[0], value)
+    after, new_state, updates = stepper(tx, name)(params, state, bad)
+    assert_negative_zero(updates)
+    assert as_bits(after) == as_bits(params)
+    assert as_bits(without_scale(new_state)) == as_bits(without_scale(state))
+    assert float(optax_mp.loss_scale(new_state)) == 2.0**9
+
+
+@pytest.mark.parametrize("build", [wrapper, wrapped_masters, linked_masters])
+def test_a_param_of_negative_zero_stays_through_a_bad_jitted_step(build):
+    tx = build(optax.adamw(1e-2))
+    params = {"kernel": jnp.full((2, 2), -0.0, jnp.bfloat16)}
+    step = jax.jit(stepper(tx))
+    after, *_ = step(params, tx.init(params), spoiled({"kernel": np.ones((2, 2))}))
+    assert as_bits(after) == as_bits(params)
+
+
+# The nestings of the README's table.
+
+STEPS = 12
+
+
+def trained(tx, dtype="float16", bad=(), spoil=spoiled):
+    """Return (masters or params, state) after steps of which some are bad."""
+    params = example_params(dtype)
+    step = jax.jit(stepper(tx))
+    carry = params, tx.init(params)
+    for i, grads in enumerate(gradients_for("", STEPS)):
+        if i in bad:
+            *carry, _ = step(*carry, spoil(grads))
+        *carry, _ = step(*carry, grads)
+    params, state = carry
+    try:
+        return optax_mp.master_params(state, params), state
+    except ValueError:
+        return params, state
+
+
+def masters(inner):
+    return optax_mp.mixed_precision(inner)
+
+
+SKIPS = {
+    "masters": lambda: wrapper(masters(optax.adamw(1e-2))),
+    "no masters": lambda: wrapper(optax.adamw(1e-2)),
+    "schedule": lambda: wrapper(masters(optax.adamw(optax.linear_schedule(1, 0, 9)))),
+    "inject_hyperparams": lambda: wrapper(
+        masters(
+            optax.inject_hyperparams(optax.adamw)(
+                learning_rate=optax.cosine_decay_schedule(1e-2, STEPS)
+            )
+        )
+    ),
+    "MultiSteps of masters": lambda: wrapper(
+        optax.MultiSteps(masters(optax.adamw(1e-2)), 3)
+    ),
+    "masters of MultiSteps": lambda: wrapper(
+        masters(optax.MultiSteps(optax.adamw(1e-2), 3))
+    ),
+    "apply_if_finite inside": lambda: wrapper(
+        optax.apply_if_finite(masters(optax.adamw(1e-2)), 3)
+    ),
+    "apply_if_finite innermost": lambda: wrapper(
+        masters(optax.apply_if_finite(optax.adamw(1e-2), 3))
+    ),
+    "clipping and masters": lambda: wrapper(
+        optax.chain(optax.clip_by_global_norm(0.1), masters(optax.adamw(1e-2)))
+    ),
+    "masked": lambda: wrapper(
+        optax.masked(masters(optax.adamw(1e-2)), {"kernel": True, "layer": False,
+                                                  "scale": True})
+    ),
+    "partition": lambda: wrapper(
+        optax.partition(
+            {"a": masters(optax.adam(1e-2)), "b": masters(optax.sgd(1e-2))},
+            {"kernel": "a", "layer": [{"bias": "b"}], "scale": "b"},
+        )
+    ),
+    "schedule_free": lambda: wrapper(
+        masters(optax.contrib.schedule_free(optax.adam(1e-2), 1e-2))
+    ),
+    "the scale within masters": lambda: masters(wrapper(optax.adamw(1e-2))),
+    "link": lambda: linked_masters(optax.adamw(1e-2)),
+    "link, apply_if_finite": lambda: optax.chain(
+        optax_mp.dynamic_loss_scale(init_scale=2.0**10),
+        optax.apply_if_finite(masters(optax.adamw(1e-2)), 3),
+    ),
+    "static": lambda: optax_mp.static_loss_scale(masters(optax.adamw(1e-2)), 8.0),
+    "static link": lambda: optax.chain(
+        optax_mp.static_loss_scale(scale=8.0), masters(optax.adamw(1e-2))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("nesting", SKIPS)
+def test_bad_micro_batches_are_dropped_whole_in(nesting):
+    clean, clean_state = trained(SKIPS[nesting]())
+    # Also two in a row, and one in the midst of an accumulation.
+    dropped, state = trained(SKIPS[nesting](), bad=(0, 4, 5, 10))
+    assert as_bits(dropped) == as_bits(clean)
+    assert as_bits(without_scale(state)) == as_bits(without_scale(clean_state))
+    found = optax.tree.get_all_with_path(state, "total_skipped")
+    assert [int(count) for _, count in found] == [4]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(clean))
+
+
+def test_lookahead_inside_skips_both_copies():
+    def run(bad):
+        tx = wrapper(masters(optax.lookahead(optax.adam(1e-2), 3, 0.5)))
+        params = optax.LookaheadParams.init_synced(example_params("float16"))
+        step = jax.jit(stepper(tx))
+        carry = params, tx.init(params)
+        for i, grads in enumerate(gradients_for("", STEPS)):
+            if i in bad:
+                *carry, _ = step(*carry, spoiled(grads))
+            *carry, _ = step(*carry, grads)
+        return carry
+
+    (clean, clean_state), (params, state) = run(()), run((2, 3, 7))
+    assert as_bits(params) == as_bits(clean)
+    assert as_bits(state.inner_state) == as_bits(clean_state.inner_state)
+
+
+def test_apply_if_finite_outside_hides_the_overflow_from_the_scale():
+    tx = optax.apply_if_finite(wrapper(masters(optax.adamw(1e-2))), 100)
+    _, state = trained(tx, bad=range(STEPS))
+    assert float(optax_mp.loss_scale(state)) == 2.0**10
+    assert int(state.inner_state.total_skipped) == 0
+
+
+def test_multisteps_outside_is_poisoned_by_optax_before_the_scale_sees_it():
+    def infinite(grads):
+        return spoiled(grads, np.inf)
+
+    tx = optax.MultiSteps(wrapper(masters(optax.adamw(1e-2))), 3)
+    _, state = trained(tx, bad=(0,), spoil=infinite)
+    accumulated = np.asarray(state.acc_grads["kernel"])
+    assert np.isnan(accumulated).any()
+    assert int(state.inner_opt_state.total_skipped) >= 3
+
+
+def test_a_link_before_multisteps_counts_a_bad_micro_batch_as_zeros():
+    tx = optax.chain(
+        optax_mp.dynamic_loss_scale(init_scale=2.0**10),
+        optax.MultiSteps(masters(optax.sgd(1.0)), 2),
+    )
+    params = {"kernel": jnp.zeros((2, 2), jnp.float16)}
+    grads = {"kernel": np.ones((2, 2), np.float32)}
+    step = jax.jit(stepper(tx))
+    params, state, _ = step(params, tx.init(params), grads)
+    params, state, _ = step(params, state, spoiled(grads))
+    np.testing.assert_array_equal(params["kernel"], -0.5)
+
+
+def test_a_link_before_another_optimizer_hands_zeros_on():
+    tx = optax.chain(optax_mp.dynamic_loss_scale(), optax.trace(0.5))
+    params = {"kernel": jnp.ones((2, 2))}
+    state = tx.init(params)
+    ones = {"kernel": jnp.full((2, 2), 2.0**16)}
+    _, state = tx.update(ones, state, params)
+    updates, state = tx.update(spoiled(ones), state, params)
+    np.testing.assert_array_equal(updates["kernel"], 0.5)  # Its momentum goes on.
+
+
+def test_all_negative_zero_float32_gradients_hold_mixed_precision():
+    tx = optax_mp.mixed_precision(optax.adamw(1e-2))
+    params = example_params("bfloat16")
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, -0.0), params)
+    state = tx.init(params)
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, after = update(grads, state, params)
+        assert_negative_zero(updates)
+        assert as_bits(after) == as_bits(state)
+
+
+@pytest.mark.parametrize("leaf", ["kernel", "layer", "scale"])
+@pytest.mark.parametrize("value", [0.0, 1e-30, -1e-42, np.nan])
+def test_one_other_element_is_a_step_like_any(leaf, value):
+    tx = optax_mp.mixed_precision(optax.sgd(1.0, momentum=0.5))
+    params = example_params("bfloat16")
+    grads = jax.tree.map(lambda p: np.full(p.shape, -0.0, np.float32), params)
+    target = jax.tree.leaves(grads[leaf])[0]
+    target.flat[target.size - 1] = value
+    # A step moves the momentum, whatever the gradient; a held one does not.
+    moving = tx.update(jax.tree.map(jnp.ones_like, grads), tx.init(params), params)[1]
+    for update in (tx.update, jax.jit(tx.update)):
+        _, after = update(grads, moving, params)
+        assert as_bits(after) != as_bits(moving)
+
+
+def test_16_bit_gradients_carry_no_mark_and_are_not_looked_at():
+    tx = optax_mp.mixed_precision(optax.sgd(1.0, momentum=0.5))
+    params = example_params("bfloat16")
+    state = tx.init(params)
+    zeros = jax.tree.map(lambda p: jnp.full(p.shape, -0.0, p.dtype), params)
+    jaxpr = str(jax.make_jaxpr(tx.update)(zeros, state, params))
+    assert "cond" not in jaxpr and "bitcast" not in jaxpr
+
+
+# Unscaling, and what counts as an overflow.
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("link", [True, False])
+def test_gradients_are_unscaled_in_float32(dtype, link):
+    inner = None if link else optax.identity()
+    tx = optax_mp.dynamic_loss_scale(inner, init_scale=2.0**15)
+    grads = {"w": jnp.array([1.5, -3.0, 6e-5], dtype), "n": jnp.int32(3), "none": None}
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, _ = update(grads, tx.init({"w": jnp.ones(3, dtype), "n": 1}))
+        want = np.asarray(grads["w"], np.float32) / 2.0**15
+        assert updates["w"].dtype == jnp.float32
+        np.testing.assert_array_equal(updates["w"], want)
+        assert int(updates["n"]) == 3
+
+
+def test_unscaling_uses_the_scale_that_made_the_gradients():
+    tx = optax_mp.dynamic_loss_scale(
+        optax.identity(), init_scale=4.0, growth_interval=1
+    )
+    state = tx.init(jnp.ones(1))
+    for scale in (4.0, 8.0, 16.0):
+        assert float(state.scale) == scale
+        updates, state = tx.update(jnp.array([scale]), state)
+        assert float(updates[0]) == 1.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_that_overflows_only_when_unscaled_is_an_overflow(dtype):
+    tx = optax_mp.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0**-4)
+    params = {"w": jnp.ones(3, dtype)}
+    state = tx.init(params)
+    for update in (tx.update, jax.jit(tx.update)):
+        huge = {"w": jnp.array([1, 1e38, 1], dtype)}
+        updates, after = update(huge, state, params)
+        assert_negative_zero(updates)
+        assert not bool(after.last_finite)
+        large = {"w": jnp.array([1, 1e37, 1], dtype)}
+        assert bool(update(large, state, params)[1].last_finite)
+
+
+@pytest.mark.parametrize("build", [wrapper, wrapped_masters, linked_masters])
+def test_a_result_with_clipping_does_not_depend_on_the_scale(build):
+    results = []
+    for power in (0, 4, 15):
+        inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+        tx = build(inner, 2.0**power)
+        params = example_params("float16")
+        state = tx.init(params)
+        step = jax.jit(stepper(tx))
+        for grads in gradients_for("", 5):
+            params, state, _ = step(params, state, grads)
+        results.append(as_bits((params, without_scale(state))))
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_line_search_does_not_depend_on_the_scale():
+    """It compares the extra argument `grad` with the updates and the true value."""
+
+    def loss(params):
+        return jnp.sum((params["w"] - 0.3) ** 4)
+
+    results = []
+    for scale in (1.0, 2.0**16):
+        search = optax.scale_by_backtracking_linesearch(20)
+        tx = optax_mp.static_loss_scale(optax.chain(optax.sgd(1.0), search), scale)
+        params = {"w": jnp.ones(3)}
+        state = tx.init(params)
+        for _ in range(3):
+            value, grads = optax_mp.value_and_grad(loss)(state, params)
+            updates, state = tx.update(
+                grads, state, params, value=value, grad=grads, value_fn=loss
+            )
+            params = optax.apply_updates(params, updates)
+        results.append(np.asarray(params["w"]))
+    np.testing.assert_array_equal(*results)
+    assert (np.abs(results[0] - 0.3) < 0.6).all()
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_integer_updates_do_not_move_on_a_bad_step(link):
+    inner = None if link else optax.identity()
+    tx = optax_mp.dynamic_loss_scale(inner)
+    params = {"w": jnp.ones(2), "n": jnp.int32(5)}
+    bad = {"w": jnp.array([1, jnp.inf]), "n": jnp.int32(1)}
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, _ = update(bad, tx.init(params), params)
+        assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
+
+
+def test_updates_have_the_dtype_that_the_inner_optimizer_gives():
+    params = {"w": jnp.ones(3, jnp.float16)}
+    for inner, want in (
+        (optax_mp.mixed_precision(optax.sgd(0.1)), "float32"),
+        (optax_mp.mixed_precision(optax.sgd(0.1), update_dtype="params"), "float16"),
+        (optax.sgd(0.1), "float32"),
+    ):
+        tx = wrapper(inner)
+        for grads in (params, {"w": jnp.full(3, jnp.inf, jnp.float16)}):
+            updates, _ = tx.update(grads, tx.init(params), params)
+            assert updates["w"].dtype == want
+
+
+def test_complex_leaves_are_unscaled_and_skipped():
+    tx = wrapper(optax.sgd(1.0))
+    params = {"z": jnp.ones(2, jnp.complex64), "w": jnp.ones(2)}
+    state = tx.init(params)
+    grads = {"z": jnp.full(2, 1024 + 2048j, jnp.complex64), "w": jnp.ones(2)}
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, _ = update(grads, state, params)
+        np.testing.assert_array_equal(updates["z"], np.full(2, -1 - 2j))
+        bad = grads | {"z": jnp.array([1, complex(0, np.nan)], jnp.complex64)}
+        updates, after = update(bad, state, params)
+        assert int(after.total_skipped) == 1
+        after = optax.apply_updates(params, updates)
+        assert as_bits(after) == as_bits(params)
+
+
+def test_float64_gradients_stay_float64(x64):
+    tx = wrapper(optax.sgd(1.0))
+    params = {"w": jnp.ones(2, jnp.float64)}
+    updates, _ = tx.update({"w": jnp.full(2, 1024 / 3)}, tx.init(params), params)
+    assert updates["w"].dtype == jnp.float64
+    np.testing.assert_array_equal(updates["w"], -(1024 / 3) / 1024)
+
+
+# Stability, transformations, devices.
+
+
+@pytest.mark.parametrize(
+    ("build", "dtype"),
+    [(wrapper, "float32"), (wrapped_masters, "float16"), (linked_masters, "float16")],
+)
+def test_the_state_is_stable_and_the_step_compiles_once_with_donation(build, dtype):
+    tx = build(optax.adamw(1e-2))
+    traces = []
+
+    def step(params, state, grads):
+        traces.append(1)
+        return stepper(tx)(params, state, grads)[:2]
+
+    step = jax.jit(step, donate_argnums=(0, 1))
+    params = example_params(dtype)
+    carry = params, tx.init(params)
+    before = avals(carry)
+    for grads in gradients_for("", 3):
+        carry = step(*carry, grads)
+        carry = step(*carry, spoiled(grads))
+        assert avals(carry) == before
+    assert len(traces) == 1
+
+
+def test_a_scan_takes_the_same_steps():
+    tx = wrapped_masters(optax.adamw(1e-2))
+    params = example_params("float16")
+    every = gradients_for("", 4)
+    every = [every[0], spoiled(every[1]), every[2], every[3]]
+    stacked = jax.tree.map(lambda *g: jnp.stack(g), *every)
+    step = stepper(tx)
+    start = params, tx.init(params)
+    (_, state), _ = jax.lax.scan(
+        lambda carry, g: (step(*carry, g)[:2], None), start, stacked
+    )
+    for grads in every:
+        *start, _ = step(*start, grads)
+    assert avals(state) == avals(start[1])
+    assert float(state.scale) == float(start[1].scale) == 2.0**9
+    for a, b in zip(*map(jax.tree.leaves, (state, start[1])), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("build", [wrapper, wrapped_masters, linked_masters])
+def test_vmap_skips_each_member_for_itself(build):
+    tx = build(optax.adamw(1e-2))
+    params = {"kernel": jnp.ones((3, 2, 2), jnp.float16)}
+    state = jax.vmap(tx.init)(params)
+    grads = {"kernel": np.ones((3, 2, 2), np.float32)}
+    grads["kernel"][1, 0, 0] = np.inf
+    after, new_state, _ = jax.jit(jax.vmap(stepper(tx)))(params, state, grads)
+    moved = np.asarray(after["kernel"] != params["kernel"]).any(axis=(1, 2))
+    assert moved.tolist() == [True, False, True]
+    scales = jax.vmap(optax_mp.loss_scale)(new_state)
+    assert scales.tolist() == [1024, 512, 1024]
+
+
+def test_an_update_can_be_differentiated():
+    tx = wrapper(optax.sgd(0.5))
+    params = jnp.array([1.0, 2.0])
+
+    def after(rate):
+        updates, _ = tx.update(rate * params * 1024, tx.init(params), params)
+        return optax.apply_updates(params, updates).sum()
+
+    assert float(jax.grad(after)(1.0)) == float(jax.jit(jax.grad(after))(1.0)) == -1.5
+
+
+def test_static_leaves_in_an_inner_state_pass_through():
+    def init(params):
+        return {"name": "static", "count": jnp.int32(0)}
+
+    def update(updates, state, params=None):
+        return updates, state | {"count": state["count"] + 1}
+
+    tx = wrapper(optax.GradientTransformation(init, update))
+    state = tx.init(jnp.ones(2))
+
+    @jax.jit
+    def counts(grads):
+        _, after = tx.update(grads, state)
+        assert after.inner_state["name"] == "static"
+        return after.inner_state["count"]
+
+    assert int(counts(jnp.ones(2))) == 1
+    assert int(counts(jnp.full(2, jnp.nan))) == 0
+
+
+def test_plain_numbers_in_a_state_stay_on_an_eager_bad_step():
+    def update(updates, state, params=None):
+        return updates, {"count": state["count"] + 1}
+
+    tx = wrapper(optax.GradientTransformation(lambda params: {"count": 0}, update))
+    state = tx.init(jnp.ones(2))
+    _, state = tx.update(jnp.ones(2), state)
+    _, state = tx.update(jnp.full(2, jnp.nan), state)
+    assert state.inner_state == {"count": 1}
+
+
+def test_names_in_the_inner_optimizer_reach_the_program():
+    def update(updates, state, params=None):
+        with jax.named_scope("my_rule"):
+            return jax.tree.map(jnp.sin, updates), state
+
+    tx = wrapper(optax.GradientTransformation(lambda p: optax.EmptyState(), update))
+    params = jnp.ones(2)
+    compiled = jax.jit(tx.update).lower(params, tx.init(params)).compile()
+    assert "my_rule" in compiled.as_text()
+
+
+@pytest.mark.parametrize("build", [optax_mp.mixed_precision, wrapped_masters, wrapper])
+def test_a_transformation_is_a_pytree_that_can_be_rebuilt(build):
+    tx = jax.tree.map(lambda x: x, build(optax.adamw(1e-2)))
+    params = example_params("float32")
+    updates, _ = copy.copy(tx).update(params, tx.init(params), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
+def test_four_devices():
+    """shard_map and sharded arrays: see four_devices.py for each claim."""
+    run_checks("four_devices", 4, CHECKS)
+
+
+# float8 leaves that are overwritten with their gradient, as flax has them.
+
+
+def fp8_tree(weight, scale):
+    return {
+        "params": {"kernel": weight},
+        "_overwrite_with_gradient": {"dense": {"kernel_scale": scale}},
+    }
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_overwritten_leaves_become_their_gradient_or_stay(bad):
+    tx = wrapped_masters(optax.adamw(1e-2, weight_decay=0.5))
+    params = fp8_tree(jnp.ones((2, 2), jnp.float16), jnp.array([1.0, 448.0]))
+    state = tx.init(params)
+    held = optax.tree.get_all_with_path(state, "mu")[0][1]
+    assert len(jax.tree.leaves(held)) == 1
+    grad = jnp.full((2, 2), jnp.inf if bad else 1024.0)
+    grads = fp8_tree(grad, jnp.array([0.5, 0.25]))
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, after = update(grads, state, params)
+        new = optax.apply_updates(params, updates)
+        want = params if bad else grads
+        name = "_overwrite_with_gradient"
+        assert as_bits(new[name]) == as_bits(want[name])
+        assert bool(after.last_finite) is not bad
+        assert avals(after) == avals(state)
+
+
+# Training, diagnosis, errors.
+
+
+def test_float16_trains_with_a_scale_and_not_without():
+    """Gradients of 1e-9 are zero in float16; a scale of 2^16 brings them back."""
+    target = jnp.array([1.0, -2.0, 0.5, 3.0])
+
+    def loss(params, batch):
+        small = ((params["w"] - target.astype(batch.dtype)) * batch).astype(batch.dtype)
+        return jnp.sum(jnp.float16(1e-4) * small * jnp.float16(1e-3) * small)
+
+    def train(tx):
+        params = {"w": jnp.zeros(4, jnp.float16)}
+        state = tx.init(params)
+        gradient = optax_mp.value_and_grad(loss)
+
+        @jax.jit
+        def step(params, state):
+            _, grads = gradient(state, params, jnp.full(4, 0.1, jnp.float16))
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(300):
+            params, state = step(params, state)
+        return np.asarray(params["w"], np.float32)
+
+    inner = optax_mp.mixed_precision(optax.adam(0.05, eps=1e-20))
+    np.testing.assert_array_equal(train(inner), 0)
+    scaled = train(optax_mp.dynamic_loss_scale(inner))
+    np.testing.assert_allclose(scaled, target, rtol=0.02)
+
+
+def test_a_nan_of_the_model_is_not_taken_for_an_overflow():
+    tx = wrapped_masters(optax.adam(1e-2))
+    params = {"log": jnp.float16(-1.0), "fine": jnp.float16(1.0)}
+    state = tx.init(params)
+    gradient = optax_mp.value_and_grad(lambda p: jnp.log(p["log"]) + p["fine"] ** 2)
+    for _ in range(31):
+        _, grads = gradient(state, params)
+        grads["log"] = grads["log"] * jnp.nan
+        _, state = tx.update(grads, state, params)
+    with pytest.raises(FloatingPointError, match=r"31 steps.*NaN or inf.*\['log'\]"):
+        optax_mp.check_loss_scale(state, grads=grads)
+
+
+PARAMS = {"w": jnp.ones(3, jnp.float16), "b": jnp.ones(2)}
+
+
+@pytest.mark.parametrize("build", [wrapper, wrapped_masters, linked_masters])
+def test_gradients_of_another_structure_are_named(build):
+    tx = build(optax.adam(1e-2))
+    state = tx.init(PARAMS)
+    for update in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(
+            ValueError, match=r"dynamic_loss_scale: the gradients and `params`.*\['b'\]"
+        ):
+            update({"w": jnp.ones(3)}, state, PARAMS)
+
+
+def test_a_state_of_another_transform_is_named():
+    tx = wrapper(optax.adam(1e-2))
+    with pytest.raises(TypeError, match="`state` is a tuple, expected the LossScaleSt"):
+        tx.update(PARAMS, optax.adam(1e-2).init(PARAMS), PARAMS)
+
+
+def test_a_scale_in_the_place_of_the_optimizer_is_named():
+    with pytest.raises(TypeError, match=r"`inner` is a float, .*`scale=1024.0`"):
+        optax_mp.static_loss_scale(1024.0)
+
+
+def test_overwritten_leaves_need_params():
+    tx = wrapper(optax.sgd(0.1))
+    params = fp8_tree(jnp.ones(2), jnp.ones(1))
+    with pytest.raises(ValueError, match="`params` is None, .*_overwrite_with_gradien"):
+        tx.update(params, tx.init(params))
+
+
+def test_missing_params_are_named_by_who_needs_them():
+    tx = wrapped_masters(optax.adam(1e-2))
+    with pytest.raises(ValueError, match="mixed_precision: `params` is None"):
+        tx.update(PARAMS, tx.init(PARAMS))
+
+
+def test_an_inner_state_that_changes_its_shape_is_named():
+    def update(updates, state, params=None):
+        return updates, jnp.concatenate([state, state])
+
+    grow = optax.GradientTransformation(lambda params: jnp.ones(2), update)
+    tx = wrapper(grow)
+    with pytest.raises(ValueError, match=r"given float32\[2\] .*returned float32\[4\]"):
+        jax.jit(tx.update)(jnp.ones(2), tx.init(jnp.ones(2)))

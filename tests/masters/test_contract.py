@@ -1,0 +1,383 @@
+"""Every optimizer of optax, times every promise: the masters move as bare optax does."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits, avals
+from optimizers import (
+    A_FEW,
+    DISTINCT,
+    OPTIMIZERS,
+    example_gradients,
+    example_params,
+    extra_arguments,
+)
+from reference import follow, rounded, settle, smallest_landing
+
+import optax_mp
+
+pytestmark = [
+    # optax's own: optimistic_adam announces its successor, MoMo its arguments.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+    pytest.mark.filterwarnings("ignore:.*optimistic_adam_v2.*"),
+]
+
+STEPS = 300
+IS_JAX_0_5 = not hasattr(jax, "shard_map")
+# On JAX 0.5 XLA rounds a few rules otherwise within the `lax.cond` by which float32
+# gradients enter, for they may carry the mark of a skipped step.
+ROUNDED_OTHERWISE = (
+    ("nadam", "nadamw", "optimistic_adam", "muon", "novograd") if IS_JAX_0_5 else ()
+)
+# Where a master is put together within the program of the rule, XLA contracts a
+# multiplication and an addition of these otherwise: a unit in the last place a step.
+CONTRACTED_WHEN_SPLIT = (
+    "madgrad",
+    "schedule_free",
+    "schedule_free_adamw",
+    "schedule_free_sgd",
+    *(("adafactor",) if IS_JAX_0_5 else ()),
+)
+# By default a few in bfloat16, and one in float16; in CI all in bfloat16.
+EVERY_OPTIMIZER_IN_LOW_DTYPES = [
+    pytest.param(name, dtype, marks=() if is_default else pytest.mark.slow)
+    for name in OPTIMIZERS
+    for dtype, is_default in (
+        ("bfloat16", name in A_FEW),
+        ("float16", name == "adamw"),
+        ("float8_e4m3fn", False),
+    )
+    if dtype == "bfloat16" or name in DISTINCT
+]
+FLOAT64_TOO = ("lion", "adafactor", "muon", "radam")
+every_optimizer_or_a_few = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in A_FEW else pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
+
+FULL_COPY, SPLIT_16, SPLIT_8 = (
+    optax_mp.FullCopy(),
+    optax_mp.Split(bits=16),
+    optax_mp.Split(bits=8),
+)
+
+
+def over_storages(by_default, with_full_copies=tuple(OPTIMIZERS)):
+    """Parametrise over optimizers and storages: by default as `by_default` says.
+
+    In the slow run over every optimizer with full copies, or those that are given, and
+    with the other storages over those that differ most.
+    """
+    return pytest.mark.parametrize(
+        ("name", "storage"),
+        [
+            pytest.param(
+                name,
+                storage,
+                id=f"{name}-{storage}",
+                marks=() if name in by_default.get(storage, ()) else pytest.mark.slow,
+            )
+            for storage, those in (
+                (FULL_COPY, with_full_copies),
+                (SPLIT_16, DISTINCT),
+                (SPLIT_8, ("adamw", "adafactor")),
+            )
+            for name in OPTIMIZERS
+            if name in those
+        ],
+    )
+
+
+def step_function(name, tx):
+    tx = optax.with_extra_args_support(tx)
+
+    def step(carry, grads):
+        params, state = carry
+        extra = extra_arguments(name, grads)
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def masters_of(carry):
+    params, state = carry
+    is_ours = isinstance(state, optax_mp.MixedPrecisionState)
+    return optax_mp.master_params(state, params) if is_ours else params
+
+
+def settled(carry, before, storage):
+    """Return (params, carry) after a step of a bare optimizer, as `storage` has them.
+
+    Bare optax on weights that are rounded after each step to what `storage` keeps.
+    """
+    if storage == FULL_COPY:
+        return before, carry
+    pairs = jax.tree.map(
+        lambda master, param: settle(
+            np.asarray(master), np.asarray(param), storage.bits
+        ),
+        carry[0],
+        before,
+    )
+    low, masters = jax.tree.transpose(
+        jax.tree.structure(before), jax.tree.structure((0, 0)), pairs
+    )
+    # NumPy makes scalars of arrays without axes, which not every rule takes.
+    return low, (jax.tree.map(jnp.asarray, masters), carry[1])
+
+
+def trajectory(name, tx, params, grads, low=None, storage=FULL_COPY):
+    """Return (masters at every step, params at every step, the last state).
+
+    With params `low`, of a bare optimizer on the weights that `storage` keeps.
+    """
+    # One program a step, as training has it. Within a scan over stacked gradients XLA
+    # fuses their slice into the rule, and bare optax itself is rounded otherwise.
+    step = jax.jit(step_function(name, tx))
+    carry = (params, tx.init(params))
+    masters, followed = [], []
+    for i in range(STEPS):
+        carry = step(carry, jax.tree.map(operator.itemgetter(i), grads))
+        low, carry = settled(carry, low, storage)
+        masters.append(jax.device_get(masters_of(carry)))
+        followed.append(jax.device_get(carry[0]))
+    return stacked(masters), stacked(followed), carry[1]
+
+
+def stacked(trees):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+def wrapped(name, dtype="bfloat16", storage=FULL_COPY):
+    # JAX does not add float32 to an 8-bit float: see the table in the README.
+    update_dtype = "params" if dtype.startswith("float8") else None
+    return optax_mp.mixed_precision(
+        OPTIMIZERS[name](), update_dtype=update_dtype, storage=storage
+    )
+
+
+def all_gradients(name):
+    params = example_params(jnp.float32, name)
+    return jax.device_get(example_gradients(name, params, STEPS, jnp.float32))
+
+
+@functools.cache
+def bare_trajectory(name):
+    params = example_params(jnp.float32, name)
+    return trajectory(name, OPTIMIZERS[name](), params, all_gradients(name))
+
+
+def assert_same_trajectory(name, ours, bare):
+    if name not in ROUNDED_OTHERWISE:
+        assert as_bits(ours) == as_bits(bare)
+        return
+    for a, b in zip(*map(jax.tree.leaves, (ours, bare)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+def first_gradients(name, steps=3):
+    params = example_params(jnp.float32, name)
+    grads = example_gradients(name, params, steps, jnp.float32)
+    return [jax.tree.map(operator.itemgetter(i), grads) for i in range(steps)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), EVERY_OPTIMIZER_IN_LOW_DTYPES)
+def test_masters_and_state_are_bit_equal_to_the_bare_optimizer(name, dtype):
+    params = example_params(dtype, name)
+    tx, grads = wrapped(name, dtype), all_gradients(name)
+    masters, followed, state = trajectory(name, tx, params, grads)
+    bare_masters, _, bare_state = bare_trajectory(name)
+
+    assert_same_trajectory(name, masters, bare_masters)
+    assert_same_trajectory(name, state.inner_state, bare_state)
+    assert avals(state.inner_state) == avals(bare_state)
+    assert all(np.isfinite(m).all() for m in jax.tree.leaves(bare_masters))
+    if dtype.startswith("float8"):
+        return
+    # The params of step t - 1 say what a float32 update can land on at step t.
+    for master, param, start in zip(
+        *map(jax.tree.leaves, (masters, followed, params)), strict=True
+    ):
+        param, start = np.asarray(param), np.asarray(start)
+        before = np.concatenate([start[None], param[:-1]])
+        want = rounded(master, param.dtype)
+        exact = (want == 0) | (np.abs(want) >= smallest_landing(before))
+        np.testing.assert_array_equal(param[exact], want[exact])
+        miss = np.abs(param.astype(np.float64) - want.astype(np.float64))
+        assert (miss <= np.abs(before.astype(np.float64)) * 2.0**-23).all()
+
+
+@every_optimizer_or_a_few
+def test_16_bits_split_off_are_bit_equal_to_the_bare_optimizer(name):
+    """Every step: masters, inner state, and params that are masters rounded."""
+    params = example_params("bfloat16", name)
+    tx, grads = wrapped(name, storage=SPLIT_16), all_gradients(name)
+    masters, followed, state = trajectory(name, tx, params, grads)
+    bare_masters, _, bare_state = bare_trajectory(name)
+    if name in CONTRACTED_WHEN_SPLIT:
+        for a, b in zip(*map(jax.tree.leaves, (masters, bare_masters)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    else:
+        assert_same_trajectory(name, masters, bare_masters)
+        assert_same_trajectory(name, state.inner_state, bare_state)
+    assert avals(state.inner_state) == avals(bare_state)
+    for master, param in zip(*map(jax.tree.leaves, (masters, followed)), strict=True):
+        assert as_bits(param) == as_bits(follow(master, param.dtype, 16))
+
+
+# The weights that these keep are not quite those of the bare optimizer: 24 bits, and
+# of float16 under 2^-14 multiples of 2^-40. But it moves them all the same.
+ROUNDED_AFTER_EACH_STEP = [
+    pytest.param(name, dtype, storage, id=f"{name}-{dtype}-{storage}", marks=marks)
+    for name in OPTIMIZERS
+    for dtype, storage, marks in (
+        ("bfloat16", SPLIT_8, () if name == "adamw" else pytest.mark.slow),
+        ("float16", SPLIT_16, pytest.mark.slow),
+        ("float16", SPLIT_8, pytest.mark.slow),
+    )
+    if name in DISTINCT
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "storage"), ROUNDED_AFTER_EACH_STEP)
+def test_what_is_kept_is_bit_equal_to_bare_steps_on_what_is_kept(name, dtype, storage):
+    params, grads = example_params(dtype, name), all_gradients(name)
+    tx = wrapped(name, dtype, storage)
+    masters, followed, state = trajectory(name, tx, params, grads)
+    weights = example_params("float32", name)
+    want, _, want_state = trajectory(
+        name, OPTIMIZERS[name](), weights, grads, params, storage
+    )
+    assert_same_trajectory(name, masters, want)
+    assert_same_trajectory(name, state.inner_state, want_state)
+    assert avals(state.inner_state) == avals(want_state)
+    for master, param in zip(*map(jax.tree.leaves, (masters, followed)), strict=True):
+        assert as_bits(param) == as_bits(follow(master, param.dtype, storage.bits))
+
+
+@over_storages({FULL_COPY: A_FEW, SPLIT_16: {"sgd"}})
+def test_eager_steps_are_bit_equal_to_the_bare_optimizer(name, storage):
+    carries = []
+    ours = wrapped(name, storage=storage)
+    for tx, dtype in ((OPTIMIZERS[name](), "float32"), (ours, "bfloat16")):
+        params, low = example_params(dtype, name), example_params("bfloat16", name)
+        carry = (params, tx.init(params))
+        for grads in first_gradients(name):
+            carry = step_function(name, tx)(carry, grads)
+            if tx is not ours:
+                low, carry = settled(carry, low, storage)
+        carries.append(carry)
+    (bare_params, bare_state), ours = carries
+    assert as_bits(masters_of(ours)) == as_bits(bare_params)
+    assert as_bits(ours[1].inner_state) == as_bits(bare_state)
+
+
+@over_storages({FULL_COPY: A_FEW, SPLIT_16: {"adamw"}})
+def test_state_is_stable_and_the_step_compiles_once(name, storage):
+    tx = wrapped(name, storage=storage)
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(carry, grads):
+        traces.append(1)
+        return step_function(name, tx)(carry, grads)
+
+    params = example_params("bfloat16", name)
+    carry = (params, tx.init(params))
+    before = avals(carry)
+    for grads in first_gradients(name):
+        # Donating params and state straight after `init` is part of the test.
+        carry = step(carry, grads)
+        assert avals(carry) == before
+    assert len(traces) == 1
+
+
+@over_storages({FULL_COPY: A_FEW, SPLIT_16: {"adamw"}}, DISTINCT)
+def test_jit_eager_and_scan_agree(name, storage):
+    tx = wrapped(name, storage=storage)
+    step = step_function(name, tx)
+    params = example_params("bfloat16", name)
+    start = (params, tx.init(params))
+    eager = jitted = start
+    jit_step = jax.jit(step)
+    for grads in first_gradients(name):
+        eager, jitted = step(eager, grads), jit_step(jitted, grads)
+    stacked = jax.tree.map(lambda *g: jnp.stack(g), *first_gradients(name))
+    scanned, _ = jax.lax.scan(lambda c, g: (step(c, g), None), start, stacked)
+    assert avals(eager) == avals(jitted) == avals(scanned)
+    for other in (jitted, scanned):
+        for a, b in zip(
+            *map(jax.tree.leaves, map(masters_of, (eager, other))), strict=True
+        ):
+            # Programs that XLA fuses differently: a few units in the last place.
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def ensemble_of(params):
+    return jax.tree.map(lambda p: jnp.stack([p, p * 2, -p]), params)
+
+
+@over_storages({FULL_COPY: A_FEW, SPLIT_16: {"sgd"}}, DISTINCT)
+def test_vmap_over_an_ensemble_is_bit_equal_to_the_bare_optimizer(name, storage):
+    grads = first_gradients(name, 2)
+    results = []
+    ours = wrapped(name, storage=storage)
+    for tx, dtype in ((OPTIMIZERS[name](), "float32"), (ours, "bfloat16")):
+        ensemble = ensemble_of(example_params(dtype, name))
+        low = ensemble_of(example_params("bfloat16", name))
+
+        # A program for each step, as in training: within one, XLA fuses across steps.
+        step = jax.jit(jax.vmap(step_function(name, tx), in_axes=(0, None)))
+        carry = (ensemble, jax.jit(jax.vmap(tx.init))(ensemble))
+        for each in grads:
+            carry = step(carry, each)
+            if tx is not ours:
+                low, carry = settled(carry, low, storage)
+        results.append(jax.vmap(masters_of)(carry))
+    assert_same_trajectory(name, *results)
+
+
+@over_storages({FULL_COPY: A_FEW, SPLIT_16: {"sophia"}})
+def test_extra_arguments_are_accepted(name, storage):
+    tx = wrapped(name, storage=storage)
+    params = example_params("bfloat16", name)
+    grads = first_gradients(name, 1)[0]
+    extra = extra_arguments(name, grads)
+    if name != "sam":  # which rejects them in optax, too
+        extra |= {"nobody_expects_this": 1}
+    updates, _ = tx.update(grads, tx.init(params), params, **extra)
+    assert avals(updates)[1] == avals(params | grads)[1] or name == "dpsgd"
+
+
+def test_the_table_has_the_optimizers_that_every_release_has():
+    assert {"adamw", "lion", "adafactor", "muon", "prodigy", "sam"} <= set(OPTIMIZERS)
+    assert len(OPTIMIZERS) >= 50
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in FLOAT64_TOO),
+    ],
+)
+def test_float64_masters_are_bit_equal_to_float64_training(name, x64):
+    grads = example_gradients(name, example_params("float64"), STEPS, jnp.float64)
+    grads = jax.device_get(grads)
+    bare, _, bare_state = trajectory(
+        name, OPTIMIZERS[name](), example_params("float64"), grads
+    )
+    for dtype in ("bfloat16", "float32"):
+        tx = optax_mp.mixed_precision(OPTIMIZERS[name](), jnp.float64)
+        masters, _, state = trajectory(name, tx, example_params(dtype), grads)
+        assert_same_trajectory(name, masters, bare)
+        assert_same_trajectory(name, state.inner_state, bare_state)

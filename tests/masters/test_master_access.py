@@ -1,0 +1,158 @@
+"""master_params and replace_master_params through any nesting."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits, avals
+
+import optax_mp
+
+PARAMS = {
+    "a": jnp.full(3, 1.25, jnp.bfloat16),
+    "b": {"own": jnp.full(2, 3.0), "low": jnp.full((), 0.5, jnp.bfloat16)},
+    "i": jnp.arange(2),
+}
+LOADED = {
+    "a": jnp.array([1.001, 2.002, 3.003]),
+    "b": {"own": jnp.ones(2), "low": jnp.float32(0.7)},
+    "i": jnp.arange(2),
+}
+LABELS = {"a": "x", "b": "y", "i": "y"}
+
+
+def wrapped(nesting):
+    tx = optax_mp.mixed_precision(optax.adam(1e-2))
+    return {
+        "alone": lambda: tx,
+        "chain": lambda: optax.chain(optax.clip(1.0), tx),
+        "named_chain": lambda: optax.named_chain(("clip", optax.clip(1.0)), ("tx", tx)),
+        "inject": lambda: optax.inject_hyperparams(
+            lambda learning_rate: optax_mp.mixed_precision(optax.adam(learning_rate))
+        )(learning_rate=0.1),
+        "MultiSteps": lambda: optax.MultiSteps(tx, 2),
+        "apply_if_finite": lambda: optax.apply_if_finite(tx, 2),
+        "conditionally_mask": lambda: optax.conditionally_mask(
+            tx, lambda step: step < 2
+        ),
+        "masked": lambda: optax.masked(tx, {"a": True, "b": True, "i": False}),
+        "partition": lambda: optax.partition({"x": tx, "y": tx}, LABELS),
+        "deep": lambda: optax.apply_if_finite(
+            optax.chain(optax.MultiSteps(tx, 2).gradient_transformation()), 2
+        ),
+        "in a tuple of two": lambda: optax.chain(
+            optax.masked(tx, {"a": True, "b": False, "i": False}),
+            optax.masked(tx, {"a": False, "b": True, "i": False}),
+        ),
+    }[nesting]()
+
+
+NESTINGS = [
+    "alone", "chain", "named_chain", "inject", "MultiSteps", "apply_if_finite",
+    "conditionally_mask", "masked", "partition", "deep", "in a tuple of two",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_masters_are_found_and_replaced(nesting):
+    state = wrapped(nesting).init(PARAMS)
+    masters = optax_mp.master_params(state, PARAMS)
+    assert masters["a"].dtype == masters["b"]["low"].dtype == jnp.float32
+    assert masters["b"]["own"] is PARAMS["b"]["own"]
+    assert masters["i"] is PARAMS["i"]
+    np.testing.assert_array_equal(masters["a"], 1.25)
+
+    replaced = optax_mp.replace_master_params(state, PARAMS, LOADED)
+    assert avals(replaced) == avals(state)
+    after = optax_mp.master_params(replaced, PARAMS)
+    assert as_bits(after["a"]) == as_bits(LOADED["a"])
+    assert as_bits(after["b"]["low"]) == as_bits(LOADED["b"]["low"])
+    assert after["b"]["own"] is PARAMS["b"]["own"]
+    # Nothing else in the state has moved.
+    back = optax_mp.replace_master_params(replaced, PARAMS, masters)
+    assert as_bits(back) == as_bits(state)
+
+
+def test_params_go_to_replaced_masters_with_the_next_update():
+    tx = optax_mp.mixed_precision(optax.sgd(0.0))
+    state = optax_mp.replace_master_params(tx.init(PARAMS), PARAMS, LOADED)
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    zeros = jax.tree.map(
+        lambda z: z.astype(jnp.float32) if jnp.issubdtype(z.dtype, jnp.floating) else z,
+        zeros,
+    )
+    updates, state = tx.update(zeros, state, PARAMS)
+    params = optax.apply_updates(PARAMS, updates)
+    np.testing.assert_array_equal(params["a"], LOADED["a"].astype(jnp.bfloat16))
+
+
+def test_replaced_masters_share_no_buffer_with_what_was_given():
+    state = wrapped("alone").init(PARAMS)
+    state = optax_mp.replace_master_params(state, PARAMS, LOADED)
+    given = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(LOADED)}
+    held = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)}
+    assert not given & held
+
+
+def test_reading_and_replacing_work_under_jit():
+    tx = wrapped("chain")
+    state = tx.init(PARAMS)
+    replaced = jax.jit(optax_mp.replace_master_params)(state, PARAMS, LOADED)
+    masters = jax.jit(optax_mp.master_params)(replaced, PARAMS)
+    assert as_bits(masters["a"]) == as_bits(LOADED["a"])
+
+
+def test_half_precision_weights_can_be_loaded():
+    state = wrapped("alone").init(PARAMS)
+    half = optax_mp.cast_floating(LOADED, "bf16")
+    state = optax_mp.replace_master_params(state, PARAMS, half)
+    assert state.master_params["a"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("access", [
+    optax_mp.master_params,
+    lambda state, params: optax_mp.replace_master_params(state, params, params),
+])  # fmt: skip
+def test_a_state_without_masters_is_an_error(access):
+    state = optax.adam(1e-2).init(PARAMS["a"])
+    with pytest.raises(
+        ValueError, match="`opt_state` holds no MixedPrecisionState, exp"
+    ):
+        access(state, PARAMS["a"])
+
+
+def test_params_of_another_model_are_an_error():
+    state = wrapped("alone").init(PARAMS)
+    others = {"a": PARAMS["a"]}
+    message = r"`params` and the masters in `opt_state` must have the same structure"
+    with pytest.raises(ValueError, match=message):
+        optax_mp.master_params(state, others)
+    with pytest.raises(ValueError, match=r"`new_master` and .*\['b'\]\['low'\]"):
+        optax_mp.replace_master_params(state, PARAMS, others)
+
+
+@pytest.mark.parametrize(
+    ("new", "error", "message"),
+    [
+        (
+            jnp.ones(4),
+            ValueError,
+            r"\['a'\] is float32\[4\], expected the shape of .*\[3\]",
+        ),
+        (jnp.arange(3), TypeError, r"\['a'\] is int32\[3\], expected a floating array"),
+        (None, TypeError, r"\['a'\] is NoneType, expected a floating array"),
+    ],
+)
+def test_new_masters_that_do_not_fit_are_named(new, error, message):
+    state = wrapped("alone").init(PARAMS)
+    with pytest.raises(error, match=message):
+        optax_mp.replace_master_params(state, PARAMS, LOADED | {"a": new})
+
+
+def test_a_state_with_foreign_masters_is_an_error():
+    state = optax_mp.MixedPrecisionState({"w": jnp.ones(2, jnp.int32)}, ())
+    with pytest.raises(
+        TypeError, match=r"a stored master is int32\[2\], expected a fl"
+    ):
+        optax_mp.master_params(state, {"w": jnp.ones(2, jnp.bfloat16)})

@@ -1,0 +1,674 @@
+"""mixed_precision: what lands in the params, what is stored, and what is an error."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits, avals
+from forced_devices import run_on
+from reference import adamw_step, rounded, smallest_landing
+
+import optax_mp
+
+MIXED = {
+    "bf16": jnp.ones((2, 3), jnp.bfloat16),
+    "f16": jnp.ones(3, jnp.float16),
+    "f32": jnp.ones(4),
+    "complex": jnp.ones(2, jnp.complex64),
+    "int": jnp.arange(3),
+    "bool": jnp.array([True, False]),
+    "key": jax.random.key(0),
+    "none": None,
+    "masked": optax.MaskedNode(),
+    "static": "relu",
+    "eps": 1e-5,
+    "function": jax.nn.relu,
+    "empty": jnp.zeros((0, 2), jnp.bfloat16),
+    "scalar": jnp.ones((), jnp.bfloat16),
+}
+
+
+def mixed_gradients():
+    """Return what `jax.grad(..., allow_int=True)` and Equinox give for `MIXED`."""
+    grads = {k: v for k, v in MIXED.items() if hasattr(v, "dtype")}
+    grads = {
+        k: jnp.full(v.shape, 0.5, v.dtype)
+        if jnp.issubdtype(v.dtype, jnp.inexact)
+        else np.zeros(v.shape, jax.dtypes.float0)
+        for k, v in grads.items()
+    }
+    return grads | {
+        "none": None,
+        "masked": optax.MaskedNode(),
+        "static": None,
+        "eps": None,
+        "function": None,
+    }
+
+
+def sgd_to(target, master, param, **settings):
+    """Return the param after one float32-gradient step that moves `master` to there."""
+    tx = optax_mp.mixed_precision(optax.sgd(1.0), **settings)
+    params = {"w": param}
+    state = optax_mp.replace_master_params(tx.init(params), params, {"w": master})
+
+    @jax.jit
+    def step(params, state, target):
+        grads = {"w": state.master_params["w"] - target}
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = step(params, state, target)
+    return params["w"], state.master_params["w"]
+
+
+def test_small_updates_add_up_where_naive_bf16_stands_still():
+    def train(tx):
+        params = {"w": jnp.ones(4, jnp.bfloat16)}
+        state = tx.init(params)
+        for _ in range(1000):
+            grads = {"w": jnp.full(4, 0.001, jnp.bfloat16)}
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params["w"]
+
+    np.testing.assert_array_equal(train(optax.sgd(1.0)), 1.0)
+    step = float(jnp.bfloat16(0.001))
+    # The sum of 1000 float32 steps, near 0: relative to where it started.
+    np.testing.assert_allclose(
+        train(optax_mp.mixed_precision(optax.sgd(1.0))), 1 - 1000 * step, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_params_land_on_the_rounded_master_from_anywhere(dtype):
+    """Any param, any master: the two need not have anything to do with each other."""
+    rng = np.random.default_rng(0)
+    largest = float(jnp.finfo(dtype).max) * 0.49
+    size = 200_000
+    exponents = (-12, 4) if dtype == "float16" else (-60, 60)
+
+    def draw():
+        x = rng.normal(size=size) * 2.0 ** rng.integers(*exponents, size)
+        return np.clip(x, -largest, largest).astype(np.float32)
+
+    param, target = rounded(draw(), dtype), draw()
+    param[:500], target[500:1000] = 0, 0
+    got, master = map(
+        np.asarray, sgd_to(target, np.zeros_like(target), jnp.asarray(param))
+    )
+    want = rounded(master, dtype)
+    exact = (want == 0) | (np.abs(want) >= smallest_landing(param))
+    assert 0.3 < exact.mean() < 1
+    np.testing.assert_array_equal(got[exact], want[exact])
+    miss = np.abs(got.astype(np.float64) - want.astype(np.float64))
+    assert (miss <= 2.0**-23 * np.abs(param.astype(np.float64))).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_a_finite_master_never_makes_a_param_infinite(dtype):
+    huge = np.float32([3e38, -3e38, 1e6, -1e6, 500.0])
+    largest = float(jnp.finfo(dtype).max)
+    param = jnp.ones(5, dtype)
+    settings = {"update_dtype": "params"} if dtype.startswith("float8") else {}
+    got, _ = sgd_to(huge, np.ones(5, np.float32), param, **settings)
+    got = np.asarray(got).astype(np.float32)
+    assert np.isfinite(got).all()
+    np.testing.assert_array_equal(np.abs(got) <= largest, True)
+    if dtype != "bfloat16":
+        np.testing.assert_array_equal(np.abs(got[:4]), largest)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_a_step_from_end_to_end_of_the_range_stays_finite(dtype):
+    largest = jnp.finfo(dtype).max
+    param = jnp.array([largest, -largest], dtype)
+    target = -np.asarray(param).astype(np.float32)
+    got, _ = sgd_to(target, -target, param, update_dtype="params")
+    assert np.isfinite(np.asarray(got).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_float8_params_follow_their_masters(dtype):
+    tx = optax_mp.mixed_precision(optax.adam(1e-2), update_dtype="params")
+    params = {"w": jnp.linspace(-1, 1, 101).astype(dtype)}
+    state = tx.init(params)
+    step = jax.jit(tx.update)
+    for i in range(200):
+        grads = {"w": jax.random.normal(jax.random.key(i), (101,))}
+        updates, state = step(grads, state, params)
+        assert updates["w"].dtype == dtype
+        params = optax.apply_updates(params, updates)
+    got = np.asarray(params["w"]).astype(np.float32)
+    want = rounded(state.master_params["w"], dtype).astype(np.float32)
+    # The sum of two 8-bit floats rounds: a few elements miss by a unit for one step.
+    assert np.mean(got != want) < 0.05
+    np.testing.assert_allclose(got, want, rtol=0.26, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("grad_dtype", "update_dtype", "want"),
+    [
+        ("float32", None, "float32"),
+        ("bfloat16", None, "bfloat16"),
+        ("float16", None, "float16"),
+        ("bfloat16", jnp.float32, "float32"),
+        ("bfloat16", "f32", "float32"),
+        ("float32", "params", "bfloat16"),
+        ("float16", "params", "bfloat16"),
+        ("float32", jnp.float16, "float16"),
+    ],
+)
+def test_dtype_of_updates(grad_dtype, update_dtype, want):
+    tx = optax_mp.mixed_precision(optax.adam(1e-2), update_dtype=update_dtype)
+    params = {"w": jnp.ones(3, jnp.bfloat16), "own": jnp.ones(3)}
+    grads = jax.tree.map(lambda p: jnp.ones(p.shape, grad_dtype), params)
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, _ = update(grads, tx.init(params), params)
+        assert updates["w"].dtype == want
+        # A leaf that is its own master loses nothing to a narrower `update_dtype`.
+        own = grad_dtype if update_dtype is None else "float32"
+        assert updates["own"].dtype == own
+
+
+def test_leaves_without_a_master_pass_through():
+    tx = optax_mp.mixed_precision(optax.adamw(1e-2))
+    state = tx.init(MIXED)
+    held = {k for k, v in state.master_params.items() if hasattr(v, "dtype")}
+    assert held == {"bf16", "f16", "empty", "scalar"}
+    moments = jax.tree.leaves(state.inner_state[0].mu)
+    assert len(moments) == len(held) + len({"f32", "complex"})
+    grads = mixed_gradients()
+    updates, after = tx.update(grads, state, MIXED)
+    for name in ("int", "bool", "key"):
+        assert updates[name] is grads[name]
+    for name in ("none", "masked", "static", "function", "eps"):
+        assert updates[name] == grads[name]
+    bare = optax.adamw(1e-2)
+    own = {k: MIXED[k] for k in ("f32", "complex")}
+    own_grads = {k: grads[k] for k in own}
+    want, _ = bare.update(own_grads, bare.init(own), own)
+    assert as_bits({k: updates[k] for k in own}) == as_bits(want)
+    assert avals(after) == avals(state)
+
+
+def test_an_all_float32_model_costs_nothing():
+    params = {"a": jnp.ones(3), "b": [jnp.ones((2, 2))]}
+    bare = optax.adamw(1e-2)
+    tx = optax_mp.mixed_precision(bare)
+    assert jax.tree.leaves(tx.init(params).master_params) == []
+    assert as_bits(tx.init(params)) == as_bits(bare.init(params))
+    want = jax.make_jaxpr(bare.update)(params, bare.init(params), params)
+    got = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
+    assert str(got) == str(want)
+
+
+def test_a_missing_gradient_leaves_the_leaf_alone():
+    params = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
+    # Not with every rule: optax's adam itself takes no None.
+    inner = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(1e-2, momentum=0.9))
+    tx = optax_mp.mixed_precision(inner)
+    state = tx.init(params)
+    updates, after = tx.update({"a": None, "b": jnp.ones(3)}, state, params)
+    assert updates["a"] is None
+    assert as_bits(after.master_params["a"]) == as_bits(state.master_params["a"])
+    assert as_bits(after.master_params["b"]) != as_bits(state.master_params["b"])
+
+
+def test_state_shares_no_buffer_with_params_or_itself():
+    def keeps_params():
+        return optax.GradientTransformation(
+            lambda params: (params, params, jax.tree.map(jnp.asarray, params)),
+            lambda updates, state, params=None: (updates, state),
+        )
+
+    params = {"low": jnp.ones(8, jnp.bfloat16), "own": jnp.ones(8)}
+    pretrained = {"low": jnp.ones(8), "own": jnp.ones(8)}
+    for tree, settings in ((params, {}), (pretrained, {"param_dtype": "bf16"})):
+        tx = optax_mp.mixed_precision(keeps_params(), **settings)
+        for state in (tx.init(tree), jax.jit(tx.init)(tree)):
+            leaves = jax.tree.leaves((tree, state))
+            pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves]
+            assert len(set(pointers)) == len(pointers)
+
+
+def test_donating_params_and_state_right_after_init():
+    tx = optax_mp.mixed_precision(optax.adam(1e-2))
+    params = {"low": jnp.ones(8, jnp.bfloat16), "own": jnp.ones(8)}
+    state = tx.init(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = step(*step(params, state))
+    assert np.isfinite(state.master_params["low"]).all()
+
+
+PRETRAINED = {"kernel": jnp.array([1.001, -0.3337]), "norm": {"scale": jnp.ones(2)}}
+
+
+@pytest.mark.parametrize(
+    "param_dtype",
+    [
+        optax_mp.get_policy("p=bf16", keep_f32=("norm/*",)),
+        lambda path, leaf: None if path.startswith("norm") else "bf16",
+        lambda path, leaf: jnp.float32 if "scale" in path else jnp.bfloat16,
+    ],
+)
+def test_masters_keep_the_bits_of_float32_weights(param_dtype):
+    tx = optax_mp.mixed_precision(optax.adam(1e-3), param_dtype=param_dtype)
+    state = tx.init(PRETRAINED)
+    assert as_bits(state.master_params["kernel"]) == as_bits(PRETRAINED["kernel"])
+    assert state.master_params["norm"]["scale"] == optax.MaskedNode()
+    params = dict(PRETRAINED, kernel=PRETRAINED["kernel"].astype(jnp.bfloat16))
+    bare = optax.adam(1e-3)
+    want, _ = bare.update(PRETRAINED, bare.init(PRETRAINED), PRETRAINED)
+    want = optax.apply_updates(PRETRAINED, want)
+    updates, state = tx.update(PRETRAINED, state, params)
+    masters = optax_mp.master_params(state, optax.apply_updates(params, updates))
+    assert as_bits(masters) == as_bits(want)
+
+
+def test_a_plain_param_dtype_holds_for_every_floating_leaf():
+    tx = optax_mp.mixed_precision(optax.adam(1e-3), param_dtype="float16")
+    state = tx.init(PRETRAINED | {"step": jnp.arange(2)})
+    assert as_bits(state.master_params["kernel"]) == as_bits(PRETRAINED["kernel"])
+    assert len(jax.tree.leaves(state.master_params)) == 2
+
+
+def test_numpy_params_are_params():
+    params = {"w": np.ones(3, jnp.bfloat16), "own": np.ones(3, np.float32)}
+    tx = optax_mp.mixed_precision(optax.adam(1e-2))
+    updates, state = tx.update(params, tx.init(params), params)
+    assert as_bits(optax.apply_updates(params, updates)) != as_bits(params)
+
+
+def test_weakly_typed_params_keep_the_state_stable():
+    params = {"weak": jnp.asarray(1.0), "w": jnp.ones(2, jnp.bfloat16)}
+    assert params["weak"].weak_type
+    tx = optax_mp.mixed_precision(optax.adam(1e-2))
+    state = tx.init(params)
+    grads = {"weak": jnp.float32(1), "w": jnp.ones(2)}
+    _, after = tx.update(grads, state, params)
+    assert avals(after) == avals(state)
+
+
+def test_bf16_masters_of_float8_params():
+    tx = optax_mp.mixed_precision(optax.sgd(0.1), "bf16", update_dtype="params")
+    params = {"w": jnp.ones(3, jnp.float8_e4m3fn), "own": jnp.ones(3, jnp.bfloat16)}
+    state = tx.init(params)
+    assert state.master_params["w"].dtype == jnp.bfloat16
+    assert state.master_params["own"] == optax.MaskedNode()
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, state = tx.update(grads, state, params)
+    np.testing.assert_array_equal(state.master_params["w"], jnp.bfloat16(0.9))
+
+
+def test_policies_make_params_that_masters_can_follow():
+    """Weights over the range of the param dtype saturate, as round(master) does."""
+    policy = optax_mp.get_policy("e4m3fn")
+    tx = optax_mp.mixed_precision(
+        optax.sgd(0.0), param_dtype=policy, update_dtype="params"
+    )
+    weights = {"w": jnp.array([1000.0, -1e6, 1.0])}
+    params = policy.cast_to_param(weights)
+    updates, _ = tx.update({"w": jnp.zeros(3)}, tx.init(weights), params)
+    after = optax.apply_updates(params, updates)["w"]
+    assert as_bits(after) == as_bits(params["w"])
+    np.testing.assert_array_equal(np.asarray(after, np.float32), [448, -448, 1])
+
+
+def test_float64_updates_are_float64(x64):
+    tx = optax_mp.mixed_precision(optax.sgd(0.1), "f64", update_dtype="f64")
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["w"].dtype == jnp.float64
+
+
+@pytest.mark.parametrize("grad_dtype", ["bfloat16", "float32"])
+def test_leaves_that_are_their_own_master_move_as_without_the_wrapper(grad_dtype):
+    upcast = optax.stateless(lambda g, _: optax.tree.cast(g, jnp.float32))
+    params = {"low": jnp.ones(1000, jnp.bfloat16), "own": jnp.ones(1000)}
+    for inner in (optax.adamw(1e-2), optax.sgd(1e-2), optax.rmsprop(1e-2)):
+        results = []
+        for tx, start in (
+            (optax.chain(upcast, inner), optax.tree.cast(params, jnp.float32)),
+            (optax_mp.mixed_precision(inner), params),
+        ):
+
+            @jax.jit
+            def step(params, state, grads, tx=tx):
+                updates, state = tx.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
+            carry = (start, tx.init(start))
+            for key in jax.random.split(jax.random.key(0), 20):
+                noise = jax.random.normal(key, (1000,))
+                grads = {"low": noise.astype(grad_dtype), "own": noise * 2}
+                carry = step(*carry, grads)
+            results.append(carry)
+        (bare, bare_state), (ours, state) = results
+        assert as_bits(state.master_params["low"]) == as_bits(bare["low"])
+        assert as_bits(state.inner_state) == as_bits(bare_state[1])
+        if grad_dtype == "bfloat16":
+            assert as_bits(ours["own"]) == as_bits(bare["own"])
+        else:
+            # Float32 gradients may carry the mark of a skipped step. The updates then
+            # leave a `lax.cond` rounded, and are not contracted with the sum: half a
+            # unit a step.
+            atol = 20 * 2.0**-24 * np.abs(bare["own"]).max()
+            np.testing.assert_allclose(ours["own"], bare["own"], rtol=0, atol=atol)
+
+
+def test_float64_masters_without_x64_are_float32():
+    tx = optax_mp.mixed_precision(optax.sgd(0.1), jnp.float64)
+    params = {"w": jnp.ones(3, jnp.bfloat16), "own": jnp.ones(3)}
+    state = tx.init(params)
+    assert state.master_params["w"].dtype == jnp.float32
+    assert state.master_params["own"] == optax.MaskedNode()
+
+
+def test_adamw_against_numpy():
+    """Not against optax, which the package runs: the formula itself, in float64."""
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=50), jnp.bfloat16)}
+    tx = optax_mp.mixed_precision(optax.adamw(1e-2))
+    state = tx.init(params)
+    weight = np.asarray(params["w"]).astype(np.float64)
+    mu = nu = np.zeros(50)
+    for count in range(1, 101):
+        grad = np.asarray(rng.normal(size=50), np.float32)
+        updates, state = tx.update({"w": jnp.asarray(grad)}, state, params)
+        params = optax.apply_updates(params, updates)
+        mu, nu, weight = adamw_step(
+            grad.astype(np.float64), mu, nu, weight, count, 1e-2
+        )
+    np.testing.assert_allclose(state.master_params["w"], weight, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(
+        np.asarray(params["w"]), rounded(state.master_params["w"], jnp.bfloat16)
+    )
+
+
+def long_run(size, steps):
+    """Compare masters with plain float32 AdamW, and params, at every one of `steps`."""
+    bare, tx = optax.adamw(1e-3), optax_mp.mixed_precision(optax.adamw(1e-3))
+    start = (0.02 * jax.random.normal(jax.random.key(0), (size,))).astype(jnp.bfloat16)
+
+    # A program for each, as training has it: within one, XLA fuses across them.
+    @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+    def advance(tx, params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    @jax.jit
+    def compare(plain, master, before, param):
+        want = jax.lax.reduce_precision(master, 8, 7)
+        reachable = (want == 0) | (jnp.abs(want) >= 2.0**-15 * jnp.abs(before))
+        missed = (param.astype(jnp.float32) != want) & reachable
+        strayed = jnp.abs(param.astype(jnp.float32) - want) > 2.0**-23 * jnp.abs(before)
+        differs = jax.lax.bitcast_convert_type(
+            master, jnp.uint32
+        ) != jax.lax.bitcast_convert_type(plain, jnp.uint32)
+        return jnp.stack([differs.sum(), missed.sum(), (strayed & ~reachable).sum()])
+
+    draw = jax.jit(lambda key: jax.random.normal(key, (size,)))
+    plain, param = start.astype(jnp.float32), start.copy()
+    plain_state, state = bare.init(plain), tx.init(param)
+    totals = 0
+    for key in jax.random.split(jax.random.key(1), steps):
+        grads, before = draw(key), param.copy()
+        plain, plain_state = advance(bare, plain, plain_state, grads)
+        param, state = advance(tx, param, state, grads)
+        totals += compare(plain, state.master_params, before, param)
+    assert as_bits(state.inner_state) == as_bits(plain_state)
+    return totals.tolist()
+
+
+@pytest.mark.slow
+def test_278011_weights_follow_float32_adamw_bit_for_bit():
+    """Masters and params at every one of 1000 steps of random gradients."""
+    assert long_run(278_011, 1000) == [0, 0, 0]
+
+
+# Errors: each names the leaf or argument, what was expected, and the fix.
+
+PARAMS = {"layer": {"w": jnp.ones(3, jnp.bfloat16)}, "norm": jnp.ones(2)}
+GRADS = jax.tree.map(jnp.ones_like, PARAMS)
+
+
+def with_leaf(tree, value):
+    return {"layer": {"w": value}, "norm": tree["norm"]}
+
+
+def update_error(*, grads=GRADS, params=PARAMS, state=None, **settings):
+    tx = optax_mp.mixed_precision(optax.adam(1e-2), **settings)
+    state = tx.init(PARAMS) if state is None else state
+    for update in (tx.update, jax.jit(tx.update)):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            update(grads, state, params)
+    return f"{caught.type.__name__}: {caught.value}".split("\n")[0]
+
+
+W = r"\['layer'\]\['w'\]"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"params": None},
+            r"ValueError: mixed_precision: `params` is None, .*update\(grads, state, pa",
+        ),
+        (
+            {"params": with_leaf(PARAMS, jnp.ones(3))},
+            rf"ValueError: .* param {W} is float32\[3\], expected .* narrower than its "
+            'float32 master: .* promoted it .*`equinox.apply_updates`.*update_dtype="pa',
+        ),
+        (
+            {"params": dict(PARAMS, norm=jnp.ones(2, jnp.bfloat16))},
+            r"ValueError: .* param \['norm'\] is bfloat16\[2\], and the state holds no "
+            r"master .*`param_dtype`",
+        ),
+        (
+            {"params": with_leaf(PARAMS, jnp.ones((3, 1), jnp.bfloat16))},
+            rf"ValueError: .*{W} is bfloat16\[3,1\], .*float32\[3\], .*the same shape",
+        ),
+        (
+            {"params": with_leaf(PARAMS, jnp.ones(3, jnp.int32))},
+            rf"ValueError: .* param {W} is int32\[3\], but has a float32 master since",
+        ),
+        (
+            {"params": with_leaf(PARAMS, jnp.ones(3, jnp.float16)), "param_dtype": "bf16"},
+            rf"ValueError: .*{W} is float16\[3\], expected bfloat16 as `param_dtype` says",
+        ),
+        (
+            {"grads": with_leaf(GRADS, jnp.ones(4))},
+            rf"ValueError: .* gradient of {W} is float32\[4\], expected the shape .*\[3\]",
+        ),
+        (
+            {"grads": with_leaf(GRADS, jnp.ones((2, 3)))},
+            rf"ValueError: .* gradient of {W} is float32\[2,3\], .*expected the shape of",
+        ),
+        (
+            {"grads": with_leaf(GRADS, jnp.ones(3, jnp.int32))},
+            rf"TypeError: .* gradient of {W} is int32\[3\], expected a floating grad",
+        ),
+        (
+            {"grads": with_leaf(GRADS, jnp.ones(3, jnp.complex64))},
+            rf"TypeError: .* gradient of {W} is complex64\[3\], expected a real gradient",
+        ),
+        (
+            {"grads": {"layer": {}, "norm": jnp.ones(2)}},
+            r"ValueError: .*the gradients and `params` must have the same structure, but "
+            rf"leaf {W} \(bfloat16\[3\]\) is only in `params`",
+        ),
+        (
+            {"grads": GRADS | {"more": jnp.ones(1)}},
+            r"ValueError: .*but leaf \['more'\] \(float32\[1\]\) is only in the gradients",
+        ),
+        (
+            {"grads": with_leaf(GRADS, {"a": jnp.ones(3)})},
+            rf"ValueError: .*the gradients at {W} is a dict, expected one leaf",
+        ),
+        (
+            {"grads": [GRADS["layer"], GRADS["norm"]]},
+            r"ValueError: .*the gradients and `params` must have the same structure",
+        ),
+        (
+            {"params": PARAMS | {"more": jnp.ones(1)}},
+            r"ValueError: .*the masters in the state and `params` must have the same "
+            r"structure, but leaf \['more'\] \(float32\[1\]\) is only in `params`",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(given, message):
+    got = update_error(**given)
+    assert re.search(message, got), got
+
+
+def test_an_integer_param_with_a_gradient_is_named():
+    params = {"i": jnp.arange(3)}
+    tx = optax_mp.mixed_precision(optax.adam(1e-2))
+    message = r"gradient of \['i'\] is float32\[3\], but the param is int32\[3\], which"
+    with pytest.raises(TypeError, match=message):
+        tx.update({"i": jnp.ones(3)}, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"master_dtype": jnp.int32},
+            ValueError,
+            "`master_dtype` is int32, expected a",
+        ),
+        (
+            {"master_dtype": "f33"},
+            ValueError,
+            "`master_dtype` is 'f33', expected a flo",
+        ),
+        ({"update_dtype": "param"}, ValueError, "not None or \"params\", is 'param'"),
+        ({"update_dtype": jnp.int8}, ValueError, 'not None or "params", is int8, exp'),
+        ({"param_dtype": jnp.int8}, ValueError, "`param_dtype` is int8, expected a fl"),
+        ({"param_dtype": "half precision"}, ValueError, "`param_dtype` is 'half prec"),
+    ],
+)
+def test_wrong_settings_are_named_before_anything_runs(settings, error, message):
+    with pytest.raises(error, match=message):
+        optax_mp.mixed_precision(optax.sgd(0.1), **settings)
+
+
+def test_a_param_dtype_function_that_says_nonsense_is_named_with_the_leaf():
+    tx = optax_mp.mixed_precision(optax.sgd(0.1), param_dtype=lambda path, leaf: "int8")
+    with pytest.raises(ValueError, match=rf"`param_dtype` for {W} is 'int8', expected"):
+        tx.init(PARAMS)
+
+
+@pytest.mark.parametrize("storage", [optax_mp.FullCopy, "full", None])
+def test_storage_must_be_a_storage(storage):
+    with pytest.raises(
+        TypeError, match="`storage` is .*expected a storage object such"
+    ):
+        optax_mp.mixed_precision(optax.sgd(0.1), storage=storage)
+
+
+def test_a_state_of_another_transform_is_named():
+    tx = optax_mp.mixed_precision(optax.adam(1e-2))
+    with pytest.raises(
+        TypeError, match="`state` is a tuple, expected the MixedPrecisio"
+    ):
+        tx.update(GRADS, optax.adam(1e-2).init(PARAMS), PARAMS)
+
+
+def test_forgetting_to_cast_the_params_is_named():
+    tx = optax_mp.mixed_precision(optax.sgd(0.1), param_dtype="bf16")
+    message = r"\['w'\] is float32\[2\], expected bfloat16 as `param_dtype` says; cast"
+    with pytest.raises(ValueError, match=message):
+        tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}), {"w": jnp.ones(2)})
+
+
+@pytest.mark.parametrize("inner", [optax.adam, None, 1e-3])
+def test_inner_must_be_a_transformation(inner):
+    with pytest.raises(TypeError, match="`inner` is a .*call its factory first"):
+        optax_mp.mixed_precision(inner)
+
+
+def test_a_failed_update_changes_nothing():
+    tx = optax_mp.mixed_precision(optax.adam(1e-2))
+    state = tx.init(PARAMS)
+    before = as_bits((state, PARAMS))
+    with pytest.raises(ValueError, match="expected the shape"):
+        tx.update(with_leaf(GRADS, jnp.ones(4)), state, PARAMS)
+    assert as_bits((state, PARAMS)) == before
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np, optax, optax_mp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.experimental.shard_map import shard_map
+
+# Before JAX 0.7 the check of replication fails for float32 gradients: see the README.
+checked = hasattr(jax, "shard_map")
+mesh = Mesh(np.array(jax.devices()), ("d",))
+sharding = NamedSharding(mesh, P("d"))
+params = {"w": jax.device_put(jnp.ones(16, jnp.bfloat16), sharding)}
+grads = {"w": jax.device_put(jnp.arange(16.0), sharding)}
+tx = optax_mp.mixed_precision(optax.adamw(1e-2))
+state = tx.init(params)
+assert state.master_params["w"].sharding == sharding
+updates, after = jax.jit(tx.update)(grads, state, params)
+assert after.master_params["w"].sharding.is_equivalent_to(sharding, 1)
+loaded = {"w": np.ones(16, np.float32)}
+replaced = optax_mp.replace_master_params(state, params, loaded)
+assert replaced.master_params["w"].sharding == sharding
+
+specs = jax.tree.map(lambda x: P("d") if x.ndim else P(), state)
+mapped = shard_map(
+    lambda g, s, p: (*tx.update(g, s, p), optax_mp.all_finite(g)[None]),
+    mesh=mesh,
+    in_specs=(P("d"), specs, P("d")),
+    out_specs=(P("d"), specs, P("d")),
+    check_rep=checked,
+)
+got = jax.jit(mapped)(grads, state, params)
+np.testing.assert_array_equal(got[0]["w"], updates["w"])
+assert got[2].all()
+print("sharded", len(jax.devices()))
+"""
+
+
+def test_sharded_params_keep_masters_and_updates_where_they_are():
+    assert run_on(4, "-c", SHARDED) == "sharded 4\n"
+
+
+@pytest.mark.parametrize("master_dtype", ["bfloat16", "float16", "float8_e5m2"])
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
+def test_masters_no_wider_than_any_param_are_an_error(master_dtype, param_dtype):
+    tx = optax_mp.mixed_precision(optax.sgd(1.0), master_dtype)
+    params = {"n": jnp.int32(1), "w": jnp.ones(4, param_dtype)}
+    message = rf"`master_dtype` is {master_dtype}, no wider .* \['w'\] is {param_dtype}"
+    with pytest.raises(ValueError, match=message + r"\[4\].*said by `param_dtype`"):
+        tx.init(params)
+    tx.init({"n": jnp.int32(1)})  # Nothing to keep, nothing lost.
+
+
+def test_bfloat16_masters_of_float8_params_are_kept():
+    tx = optax_mp.mixed_precision(optax.sgd(1.0), "bfloat16", update_dtype="params")
+    params = {"w": jnp.ones(4, jnp.float8_e5m2), "b": jnp.ones(4, jnp.bfloat16)}
+    state = tx.init(params)
+    assert state.master_params["w"].dtype == jnp.bfloat16
+
+
+def test_a_policy_in_the_place_of_a_dtype_is_an_error_that_says_where_it_goes():
+    policy = optax_mp.get_policy("p=bf16")
+    with pytest.raises(ValueError, match="is a Policy .*mixed_precision` as `param_d"):
+        optax_mp.mixed_precision(optax.sgd(1.0), policy)
+    with pytest.raises(ValueError, match="is a Policy .*`policy.cast_to_param"):
+        optax_mp.cast_floating({"w": jnp.ones(1)}, policy)

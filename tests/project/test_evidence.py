@@ -1,0 +1,221 @@
+"""docs/evidence.md is what the files of results say, and scripts write such files."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parents[2]
+BENCHMARKS = HERE / "benchmarks"
+PAGE = HERE / "docs" / "evidence.md"
+# What goes into an experiment, and does not come out of it.
+GIVEN = {"1.0", "0.001"}
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.test_contract" name="test_it_runs[adam-bfloat16]" />
+<testcase classname="tests.test_contract" name="test_it_runs[adam-float16]" />
+<testcase classname="tests.test_contract" name="test_it_runs[sgd]"><failure /></testcase>
+<testcase classname="tests.test_contract" name="test_it_runs[sam]"><error /></testcase>
+<testcase classname="tests.test_scaling" name="test_one"><skipped /></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Return the function that imports a script with its folder on the path."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+@pytest.fixture
+def run(script, monkeypatch, tmp_path):
+    """Return the function that runs a script, and returns the record it writes."""
+
+    def run(name, *arguments):
+        path = tmp_path / "result.json"
+        command = [f"{name}.py", *arguments, "--json", str(path)]
+        monkeypatch.setattr(sys, "argv", command)
+        script(name).main()
+        return script("record").read(path)
+
+    return run
+
+
+def rendered(script, records):
+    evidence = script("evidence")
+    return evidence.render(evidence.TEMPLATE.read_text(encoding="utf-8"), records)
+
+
+def test_the_page_is_what_the_results_say(script):
+    page = rendered(script, script("evidence").read_records())
+    assert PAGE.read_text(encoding="utf-8") == page, (
+        "docs/evidence.md is not what the results say; run "
+        "`python benchmarks/evidence.py`, and edit benchmarks/evidence_template.md."
+    )
+
+
+def test_the_figures_of_the_readme_are_what_the_results_say(script):
+    evidence = script("evidence")
+    readme = evidence.README.read_text(encoding="utf-8")
+    template = evidence.README_FIGURES.read_text(encoding="utf-8")
+    records = evidence.read_records()
+    assert all(readme.count(mark) == 1 for mark in evidence.MARKS)
+    assert readme == evidence.with_figures(readme, template, records), (
+        "README's figures are not what the results say; run "
+        "`python benchmarks/evidence.py`, and edit benchmarks/readme_figures.md."
+    )
+    records["demo"].rows[1]["held-out loss"] = 9.876
+    assert "9.876" in evidence.with_figures(readme, template, records)
+
+
+def test_another_figure_in_a_result_is_another_figure_on_the_page(script):
+    records = script("evidence").read_records()
+    step = records["optimizer_step"]
+    row = script("record").row_of(step, "16.8M weights in 4 leaves", "naive bf16")
+    row["ratio"] = 4321.0
+    assert rendered(script, records).count("4321.00") == 1
+    (gaps,) = records["demo_rates"].tables.values()
+    gaps.append(gaps[-1] | {"run": "bf16 naive", "above float32": 7.0})
+    assert "to +7.000 nats at the rates" in rendered(script, records)
+
+
+def test_a_limit_that_is_not_kept_is_shown(script):
+    records = script("evidence").read_records()
+    before = rendered(script, records).count("**no**")
+    row = script("record").row_of(
+        records["optimizer_step"],
+        "16.8M weights in 4 leaves",
+        "mixed_precision, bf16, bf16 gradients",
+    )
+    assert row["ratio"] <= 1.15
+    row["ratio"] = 1.16
+    assert rendered(script, records).count("**no**") == before + 1
+
+
+def test_every_result_is_on_the_page_with_command_date_and_machine(script):
+    page = PAGE.read_text(encoding="utf-8")
+    for name, record in script("evidence").read_records().items():
+        for said in (record.command, record.date, record.machine):
+            assert said and said in page, name
+        for title in record.tables:
+            assert title[1:] in page, (name, title)
+
+
+def test_the_text_holds_no_measured_figure_that_is_typed():
+    text = (BENCHMARKS / "evidence_template.md").read_text(encoding="utf-8")
+    typed = re.sub(r"\{[^}]*\}", "", text)
+    assert set(re.findall(r"\d+\.\d+|\d+ ?%", typed)) <= GIVEN
+
+
+def test_images_of_the_page_are_there():
+    page = PAGE.read_text(encoding="utf-8")
+    images = re.findall(r"!\[.+?\]\((.+?)\)", page)
+    assert images
+    for image in images:
+        assert (PAGE.parent / image).is_file(), image
+
+
+def test_results_are_as_their_scripts_write_them(script, tmp_path):
+    record = script("record")
+    for path in record.RESULTS.glob("*.json"):
+        found = record.read(path)
+        record.write(tmp_path / path.name, found)
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
+        command = re.fullmatch(r"python (benchmarks/\w+\.py)( .*)?", found.command)
+        assert command and (HERE / command[1]).is_file(), found.command
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", found.date)
+        assert re.match(r"\d+ CPU cores|\d+ x |no machine: ", found.machine)
+        assert found.versions and all(found.tables.values())
+
+
+def test_commands_leave_out_where_they_write(script, monkeypatch):
+    record = script("record")
+    given = ["/a/b/amp.py", "--json", "/c/d.json", "--only", "a b", "--json=e"]
+    monkeypatch.setattr(sys, "argv", given)
+    assert record.this_command() == "python benchmarks/amp.py --only 'a b'"
+
+
+def test_tables_have_a_column_for_each_key_and_blanks(script):
+    record = script("record")
+    rows = [
+        {"form": "a", "ratio": 1.0, "losses": [1.0]},
+        {"form": "b", "bytes": 12345, "8": [1234.5, 0.02615]},
+    ]
+    assert record.as_markdown(rows) == (
+        "| form | ratio | bytes | 8 |\n|---|---|---|---|\n"
+        "| a | 1.00 |  |  |\n| b |  | 12,345 | 1,234, 0.026 |"
+    )
+
+
+def test_what_is_not_finite_is_written_as_text(script, tmp_path):
+    record = script("record")
+    tables = {"t": [{"loss": float("nan"), "curve": [[1, 2], [0.5, float("nan")]]}]}
+    made = record.Record("2026-01-01", "2 CPU cores", {"jax": "1"}, "python x", tables)
+    record.write(tmp_path / "r.json", made)
+    row = record.read(tmp_path / "r.json").rows[0]
+    assert row == {"loss": "NaN", "curve": [[1, 2], [0.5, "NaN"]]}
+    assert record.as_markdown([row]) == "| loss |\n|---|\n| NaN |"
+
+
+def test_the_planner_gives_the_figures_of_the_page(run, script):
+    committed = script("evidence").read_records()["scale_plan"]
+    found = run("scale_plan", "--weights", "7B")
+    assert found.command == "python benchmarks/scale_plan.py --weights 7B"
+    (title,) = found.tables
+    assert found.tables[title] == committed.tables[title]
+
+
+def test_a_thousand_updates_give_the_figures_of_the_page(run, script):
+    committed = script("evidence").read_records()["stall"]
+    assert run("stall").tables == committed.tables
+
+
+def test_the_step_benchmark_writes_what_the_page_reads(run, script, monkeypatch):
+    committed = script("evidence").read_records()["optimizer_step"]
+    (title, before), _ = committed.tables.items()
+    monkeypatch.setattr(script("optimizer_step"), "SIZES", {title: [(8, 8)]})
+    found = run(
+        "optimizer_step", "--only", "naive", "--rounds", "2", "--compile-rounds", "1"
+    )
+    (rows,) = found.tables.values()
+    assert [row["AdamW step"] for row in rows] == ["plain optax, float32", "naive bf16"]
+    assert list(found.tables) == [title] and rows[0].keys() == before[0].keys()
+    assert rows[0]["ratio"] == rows[0]["compile ratio"] == 1
+    assert [round(row["bytes a weight"]) for row in rows] == [12, 6]
+
+
+@pytest.mark.slow
+def test_the_amp_benchmark_writes_what_the_page_reads(run, script):
+    *_, (title, committed) = script("evidence").read_records()["amp"].tables.items()
+    found = run("amp", "--only", "reuse", "--longest", "32")
+    assert list(found.tables) == [title]
+    for row, before in zip(found.tables[title], committed[:2], strict=True):
+        assert row.keys() == before.keys()
+        for column in row:
+            # Products in bfloat16 are added in another order on other machines.
+            assert row[column] == pytest.approx(before[column], rel=0.2)
+
+
+def test_checks_of_a_report_are_counted_by_area_and_by_optimizer(script, tmp_path):
+    conformance = script("conformance")
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT)
+    outcomes = dict(conformance.outcomes_in(report))
+    cases = [*outcomes, ("test_contract", "test_it_runs[lion-bfloat16]")]
+    areas = [list(row.values())[1:] for row in conformance.by_area(outcomes, cases)]
+    assert [row for row in areas if sum(row)] == [[2, 2, 0, 1], [0, 0, 1, 0]]
+    (row,) = conformance.by_check(outcomes, cases)
+    assert list(row.values()) == ["it runs", 1, 4]
+
+
+@pytest.mark.slow
+def test_plots_draw_and_are_the_same_twice(script, tmp_path):
+    pytest.importorskip("matplotlib")
+    plots, records = script("plots"), script("evidence").read_records()
+    page = PAGE.read_text(encoding="utf-8")
+    for name in plots.PLOTS:
+        assert f"(images/{name}.png)" in page
+        first = plots.draw(name, records, tmp_path).read_bytes()
+        assert len(first) > 10_000
+        assert plots.draw(name, records, tmp_path).read_bytes() == first

@@ -1,0 +1,584 @@
+"""The examples train as float32 does, and as mixed precision written by hand does."""
+
+import functools
+import importlib.util
+import pickle
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits, avals
+
+import optax_mp
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FRAMEWORKS = {
+    "plain_jax": None,
+    "flax_linen": "flax",
+    "flax_nnx": "flax",
+    "equinox_mlp": "equinox",
+    "haiku_mlp": "haiku",
+}
+# Of one shape: `FORMS` and `train(dtype, tx, batches)`.
+LOOPS = [*FRAMEWORKS, "lookahead", "schedule_free"]
+HALVES = ["bfloat16", "float16"]
+STEPS, BAD_STEP = 8, 5
+
+
+def combinations(forms, default):
+    """Return names with forms; those that are not to run by default marked as slow."""
+    return [
+        pytest.param(
+            name, form, marks=() if (name, form) in default else pytest.mark.slow
+        )
+        for name in LOOPS
+        for form in forms
+        if form != "compact" or name in FRAMEWORKS
+    ]
+
+
+@functools.cache
+def example(name):
+    """Import an example by its path, or skip the test without what it is for."""
+    if FRAMEWORKS.get(name):
+        pytest.importorskip(FRAMEWORKS[name])
+    if name == "flax_nnx" and not hasattr(nnx(), "as_pure"):
+        pytest.skip("this Flax has another `nnx.Optimizer`; the example is for 0.12")
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def nnx():
+    return pytest.importorskip("flax.nnx")
+
+
+def equinox():
+    return pytest.importorskip("equinox")
+
+
+def pure(tree):
+    """Return an NNX tree with arrays in the place of Variables."""
+    if hasattr(nnx(), "as_pure"):
+        return nnx().as_pure(tree)
+    boxes = (nnx().Variable, nnx().VariableState)  # Flax 0.10
+    return jax.tree.map(lambda x: x.value, tree, is_leaf=lambda x: isinstance(x, boxes))
+
+
+# Training
+
+
+def trained(name, form, batches):
+    """Return (params, opt_state, losses) of an example, whatever it holds them in."""
+    module = example(name)
+    dtype, tx = module.FORMS[form]
+    *run, losses = module.train(dtype, tx, batches)
+    if name == "flax_linen":
+        params, opt_state = run[0].params, run[0].opt_state
+    else:
+        params, opt_state = run
+    if name == "flax_nnx":
+        params = pure(nnx().state(params, nnx().Param))
+        opt_state = pure(opt_state.opt_state)
+    if name == "equinox_mlp":
+        params = equinox().filter(params, equinox().is_inexact_array)
+    return params, opt_state, np.array(losses, np.float32)
+
+
+def loss_of(name, dtype):
+    """Return the loss of an example as a function of params as `trained` has them."""
+    module = example(name)
+    if name == "flax_linen":
+        apply = module.MLP(dtype).apply
+        return lambda params, x, y: module.loss(params, apply, x, y)
+    if name == "flax_nnx":
+
+        def loss(params, x, y):
+            model = module.MLP(dtype, nnx().Rngs(0))
+            nnx().update(model, params)
+            return module.loss(model, x, y)
+
+        return loss
+    if name == "equinox_mlp":
+        eqx = equinox()
+        model = eqx.nn.MLP(4, "scalar", 64, 1, jnp.tanh, key=jax.random.key(0))
+        static = eqx.filter(model, eqx.is_inexact_array, inverse=True)
+        return lambda params, x, y: module.loss(eqx.combine(params, static), x, y)
+    return module.loss
+
+
+def fast(params):
+    """Return the params that are differentiated."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def batches_of(name, form):
+    """Return a few batches; for a loss scale one of them is infinite."""
+    x, y = example(name).data(STEPS)
+    if form == "float16":
+        x[BAD_STEP] = np.inf
+    return x, y
+
+
+@functools.cache
+def short_run(name, form, steps=STEPS):
+    batches = (array[:steps] for array in batches_of(name, form))
+    return trained(name, form, tuple(batches))
+
+
+@functools.cache
+def run_by_hand(name, form):
+    """Return masters, losses, scale and skipped steps, all without the library."""
+    tx, dtype = example(name).FORMS["float32"][1], jnp.dtype(form)
+    loss = loss_of(name, dtype)
+    scales = form == "float16"
+
+    @jax.jit
+    def scaled(params, x, y, scale):
+        value, grads = jax.value_and_grad(
+            lambda p: loss(p, x, y) * (scale if scales else 1)
+        )(params)
+        # Cast within: XLA may leave out the rounding of what it casts back at once.
+        return value, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+    update = jax.jit(lambda grads, state, params: tx.update(grads, state, params))
+    scale = 2.0**16 if scales else 1.0
+    masters = jax.tree.map(lambda p: p.astype(jnp.float32), short_run(name, form, 0)[0])
+    state, losses, skipped = tx.init(masters), [], 0
+    for x, y in zip(*batches_of(name, form), strict=True):
+        params = jax.tree.map(lambda m: m.astype(dtype), fast(masters))
+        value, grads = scaled(params, x, y, scale)
+        losses.append(value / scale)
+        grads = jax.tree.map(lambda g, by=scale: g / by, grads)
+        if not all(np.isfinite(g).all() for g in jax.tree.leaves(grads)):
+            scale, skipped = scale / 2, skipped + 1
+            continue
+        updates, state = update(grads, state, masters)
+        masters = jax.tree.map(jnp.add, masters, updates)
+    return masters, np.array(losses), scale, skipped
+
+
+def difference(tree, other):
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    return max(np.abs(a.astype(np.float32) - b).max() for a, b in pairs)
+
+
+# In the default run each once; all else takes longer.
+DEFAULT = {
+    ("plain_jax", "float16"),
+    ("flax_linen", "float16"),
+    ("flax_nnx", "float16"),
+    ("equinox_mlp", "bfloat16"),
+    ("haiku_mlp", "float16"),
+    ("schedule_free", "float16"),
+}
+HALF_RUNS = combinations(HALVES, DEFAULT)
+FLOAT16_RUNS = [each for each in HALF_RUNS if each.values[1] == "float16"]
+
+
+@pytest.mark.parametrize("name, form", HALF_RUNS)
+def test_masters_are_those_of_mixed_precision_by_hand(name, form):
+    params, opt_state, losses = short_run(name, form)
+    masters = optax_mp.master_params(opt_state, params)
+    expected, expected_losses, _, _ = run_by_hand(name, form)
+    # Programs that XLA compiled apart: they differ in the last place.
+    assert difference(masters, expected) < 1e-6
+    np.testing.assert_allclose(losses, expected_losses, atol=1e-6)
+    # What the bound is to tell from masters: they are further off when rounded.
+    assert difference(params, expected) > 1e-4
+
+
+@pytest.mark.parametrize("name, form", FLOAT16_RUNS)
+def test_the_loss_scale_is_that_of_mixed_precision_by_hand(name, form):
+    _, opt_state, losses = short_run(name, form)
+    _, _, scale, skipped = run_by_hand(name, form)
+    assert skipped >= 1 and np.isnan(losses[BAD_STEP])
+    assert float(optax_mp.loss_scale(opt_state)) == scale
+    assert opt_state.total_skipped == skipped
+    assert opt_state.last_finite and opt_state.skipped_in_a_row == 0
+    assert opt_state.finite_steps == STEPS - 1 - BAD_STEP
+
+
+@pytest.mark.parametrize("name, form", HALF_RUNS)
+def test_params_are_rounded_masters(name, form):
+    params, opt_state, _ = short_run(name, form)
+    masters = optax_mp.master_params(opt_state, params)
+    assert {x.dtype.name for x in jax.tree.leaves(masters)} == {"float32"}
+    assert as_bits(optax_mp.cast_floating(masters, form)) == as_bits(params)
+
+
+@pytest.mark.parametrize("name, form", HALF_RUNS)
+def test_nothing_changes_its_structure_or_dtype(name, form):
+    start, end = short_run(name, form, 0), short_run(name, form)
+    assert avals(end[:2]) == avals(start[:2])
+    assert as_bits(end[0]) != as_bits(start[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "flax_nnx" else pytest.mark.slow)
+        for name in LOOPS
+    ],
+)
+def test_an_infinite_input_changes_nothing_but_the_loss_scale(name):
+    params, opt_state, losses = short_run(name, "float16", BAD_STEP + 1)
+    before, opt_state_before, losses_before = short_run(name, "float16", BAD_STEP)
+    assert as_bits(params) == as_bits(before)
+    assert as_bits(opt_state.inner_state) == as_bits(opt_state_before.inner_state)
+    assert opt_state.scale == opt_state_before.scale / 2
+    assert opt_state.total_skipped == opt_state_before.total_skipped + 1
+    assert opt_state.skipped_in_a_row == 1
+    assert opt_state.finite_steps == 0 and not opt_state.last_finite
+    assert as_bits(losses[:-1]) == as_bits(losses_before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flax_linen", "flax_nnx", "equinox_mlp", "haiku_mlp"])
+def test_split_masters_are_those_of_a_full_copy(name):
+    runs = [short_run(name, form) for form in ("bfloat16", "compact")]
+    full, split = (optax_mp.master_params(state, params) for params, state, _ in runs)
+    assert as_bits(split) == as_bits(full)
+    bfloat16 = optax_mp.cast_floating(full, "bfloat16")
+    assert as_bits(bfloat16) == as_bits(runs[0][0]) == as_bits(runs[1][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, form", combinations([*HALVES, "compact"], ()))
+def test_the_loss_falls_as_in_float32(name, form):
+    batches = example(name).data()
+    losses, full = (trained(name, each, batches)[2] for each in (form, "float32"))
+    assert full[-20:].mean() < 0.3 * full[:3].mean()
+    assert losses[-20:].mean() == pytest.approx(full[-20:].mean(), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_an_example_runs_as_a_script(name, capsys):
+    example(name).main()
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+
+
+# Each framework's own way of an update, against the bare optimizer in float32
+
+
+def gradients(params, dtype, steps=3):
+    """Return gradients like the params for each step."""
+    random = np.random.default_rng(0)
+    return [
+        jax.tree.map(lambda p: jnp.asarray(random.normal(size=p.shape), dtype), params)
+        for _ in range(steps)
+    ]
+
+
+def small_weights(dtype=jnp.bfloat16):
+    random = np.random.default_rng(1)
+    shapes = {"kernel": (4, 3), "bias": (3,)}
+    return {k: jnp.asarray(random.normal(size=s), dtype) for k, s in shapes.items()}
+
+
+def test_a_train_state_is_bit_for_bit_that_of_float32():
+    state_of = pytest.importorskip("flax.training.train_state").TrainState
+
+    @jax.jit
+    def step(state, grads):
+        return state.apply_gradients(grads=grads)
+
+    low = state_of.create(
+        apply_fn=None,
+        params=small_weights(),
+        tx=optax_mp.mixed_precision(optax.adamw(0.1)),
+    )
+    full = state_of.create(
+        apply_fn=None,
+        params=optax_mp.cast_floating(low.params, "float32"),
+        tx=optax.adamw(0.1),
+    )
+    for grads in gradients(low.params, jnp.float32):
+        low, full = step(low, grads), step(full, grads)
+    masters = optax_mp.master_params(low.opt_state, low.params)
+    assert as_bits(masters) == as_bits(full.params)
+    assert as_bits(low.opt_state.inner_state) == as_bits(full.opt_state)
+    assert as_bits(low.params) == as_bits(optax_mp.cast_floating(masters, "bf16"))
+
+
+def test_a_train_state_is_donated():
+    module = example("flax_linen")
+    state, _ = module.train(*module.FORMS["float16"], module.data(1))
+    held = jax.tree.leaves((state.params, state.opt_state))
+    module.step(state, *(array[0] for array in module.data(1)))
+    # All but scalars, of which one is not read and so stays.
+    assert all(leaf.is_deleted() for leaf in held if leaf.ndim)
+
+
+def test_a_train_state_with_masters_is_pickled_and_serialized():
+    serialization = pytest.importorskip("flax.serialization")
+    module = example("flax_linen")
+    state, _ = module.train(*module.FORMS["float16"], module.data(3))
+    arrays = (state.step, state.params, state.opt_state)
+    assert as_bits(pickle.loads(pickle.dumps(arrays))) == as_bits(arrays)
+    fresh, _ = module.train(*module.FORMS["float16"], module.data(0))
+    assert as_bits(fresh) != as_bits(state)
+    read = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    assert as_bits(read) == as_bits(state)
+    assert jax.tree.structure(read.opt_state) == jax.tree.structure(state.opt_state)
+
+
+@pytest.mark.parametrize("update_dtype", [None, "params"])
+def test_equinox_apply_updates_with_masters_is_bit_for_bit_float32(update_dtype):
+    eqx = equinox()
+    low = eqx.nn.Linear(4, 3, key=jax.random.key(0), dtype=jnp.bfloat16)
+    full = optax_mp.cast_floating(low, "float32")
+
+    @eqx.filter_jit
+    def step(model, grads, tx, opt_state, dtype=None):
+        updates, opt_state = tx.update(grads, opt_state, model)
+        model = eqx.apply_updates(model, updates)
+        return (optax_mp.cast_floating(model, dtype) if dtype else model), opt_state
+
+    bare = optax.adamw(0.1)
+    tx = optax_mp.mixed_precision(bare, update_dtype=update_dtype)
+    low_state, full_state = tx.init(low), bare.init(full)
+    cast_back = None if update_dtype else "bfloat16"
+    for grads in gradients(low, jnp.float32):
+        low, low_state = step(low, grads, tx, low_state, cast_back)
+        full, full_state = step(full, grads, bare, full_state)
+    masters = optax_mp.master_params(low_state, low)
+    assert as_bits(masters) == as_bits(full)
+    assert as_bits(low_state.inner_state) == as_bits(full_state)
+    rounded = optax_mp.cast_floating(masters, "bfloat16")
+    if update_dtype is None:
+        assert as_bits(low) == as_bits(rounded)
+    else:
+        # As the README has it: half a unit in the last place of the step.
+        assert low.weight.dtype == jnp.bfloat16
+        assert difference(low, rounded) <= 2**-9 * 0.2
+
+
+def test_equinox_serialises_model_and_masters(tmp_path):
+    eqx = equinox()
+    module = example("equinox_mlp")
+    run = module.train(*module.FORMS["float16"], module.data(3))[:2]
+    fresh = module.train(*module.FORMS["float16"], module.data(0))[:2]
+    assert as_bits(eqx.filter(fresh, eqx.is_array)) != as_bits(
+        eqx.filter(run, eqx.is_array)
+    )
+    eqx.tree_serialise_leaves(tmp_path / "run.eqx", run)
+    read = eqx.tree_deserialise_leaves(tmp_path / "run.eqx", fresh)
+    assert as_bits(eqx.filter(read, eqx.is_array)) == as_bits(
+        eqx.filter(run, eqx.is_array)
+    )
+    assert jax.tree.structure(read) == jax.tree.structure(run)
+
+
+# NNX, also of Flax 0.10, whose optimizer holds the model
+
+
+def nnx_linear(dtype):
+    flax_nnx = nnx()
+    model = flax_nnx.Linear(4, 3, rngs=flax_nnx.Rngs(0))
+    weights = optax_mp.cast_floating(flax_nnx.state(model, flax_nnx.Param), "bf16")
+    flax_nnx.update(model, optax_mp.cast_floating(weights, dtype))
+    return model
+
+
+def nnx_update(optimizer, model, grads):
+    if hasattr(nnx(), "as_pure"):
+        optimizer.update(model, grads)
+    else:
+        optimizer.update(grads)
+
+
+def nnx_run(dtype, tx, steps=3):
+    """Return model and optimizer after some updates under `nnx.jit`."""
+    model = nnx_linear(dtype)
+    optimizer = nnx().Optimizer(model, tx, wrt=nnx().Param)
+    update = nnx().jit(nnx_update)
+    for grads in gradients(nnx().state(model, nnx().Param), jnp.float32, steps):
+        update(optimizer, model, grads)
+    return model, optimizer
+
+
+def nnx_trees(model, optimizer):
+    return pure(nnx().state(model, nnx().Param)), pure(optimizer.opt_state)
+
+
+def test_an_nnx_optimizer_is_bit_for_bit_that_of_float32():
+    params, opt_state = nnx_trees(
+        *nnx_run("bf16", optax_mp.mixed_precision(optax.adamw(0.1)))
+    )
+    full, full_state = nnx_trees(*nnx_run("float32", optax.adamw(0.1)))
+    masters = optax_mp.master_params(opt_state, params)
+    assert as_bits(masters) == as_bits(full)
+    assert as_bits(opt_state.inner_state) == as_bits(full_state)
+    assert as_bits(params) == as_bits(optax_mp.cast_floating(masters, "bf16"))
+
+
+def test_masters_survive_split_merge_and_update_of_nnx():
+    tx = optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(optax.adamw(0.1)))
+    run = nnx_run("float16", tx)
+    graph, state = nnx().split(run)
+    # A copy: `merge` of Flax 0.12 takes the Variables that it is given, those of `run`.
+    merged = nnx().merge(graph, jax.tree.map(lambda x: x, state))
+    assert merged[0].kernel is not run[0].kernel
+    updated = nnx_run("float16", tx, steps=0)
+    assert as_bits(nnx_trees(*updated)) != as_bits(nnx_trees(*run))
+    nnx().update(updated, nnx().state(run))
+    for model, optimizer in (run, merged, updated):
+        (grads,) = gradients(nnx().state(model, nnx().Param), jnp.float32, 1)
+        nnx_update(optimizer, model, grads)
+    expected = as_bits(nnx_trees(*run))
+    assert as_bits(nnx_trees(*merged)) == expected
+    assert as_bits(nnx_trees(*updated)) == expected
+
+
+def test_leaves_of_nnx_stay_float32_where_a_policy_says_so():
+    policy = optax_mp.get_policy("bf16", keep_f32=("*bias*",))
+    flax_nnx = nnx()
+    model = nnx_linear("float32")
+    tx = optax_mp.mixed_precision(optax.adamw(0.1), param_dtype=policy)
+    optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
+    params = policy.cast_to_param(flax_nnx.state(model, flax_nnx.Param))
+    flax_nnx.update(model, params)
+    (grads,) = gradients(params, jnp.float32, 1)
+    flax_nnx.jit(nnx_update)(optimizer, model, grads)
+    now, opt_state = nnx_trees(model, optimizer)
+    assert now["bias"].dtype == jnp.float32 and now["kernel"].dtype == jnp.bfloat16
+    assert len(jax.tree.leaves(opt_state.master_params)) == 1
+
+
+def test_a_model_of_nnx_is_differentiated_functionally():
+    flax_nnx = nnx()
+    graph, params = flax_nnx.split(nnx_linear("float16"), flax_nnx.Param)[:2]
+    tx = optax_mp.dynamic_loss_scale(
+        optax_mp.mixed_precision(optax.sgd(0.1)), init_scale=2.0**10
+    )
+    x = jnp.ones((2, 4), jnp.float16)
+
+    def loss(params):
+        return flax_nnx.merge(graph, jax.tree.map(lambda x: x, params))(x).sum()
+
+    opt_state = tx.init(params)
+    value, grads = jax.jit(optax_mp.value_and_grad(loss))(opt_state, params)
+    assert value == loss(params)
+    for grad in jax.tree.leaves(grads):  # of two rows of ones, times the scale
+        np.testing.assert_array_equal(grad, np.full_like(grad, 2.0**11))
+    updates, opt_state = tx.update(grads, opt_state, params)
+    start = pure(params)["bias"]
+    moved = pure(optax.apply_updates(params, updates))["bias"]
+    np.testing.assert_allclose(moved, start - 0.2, rtol=1e-3)
+    assert opt_state.total_skipped == 0
+
+
+# LoRA
+
+
+@functools.cache
+def lora_run(way, steps=20):
+    module = example("lora")
+    if way == "adapters only":
+        return module.train_adapters_only(module.data(steps))
+    return module.train(module.FORMS[way], module.data(steps))
+
+
+LORA = ["partition", "masked", "adapters only"]
+
+
+@pytest.mark.parametrize("way", LORA)
+def test_frozen_weights_have_neither_master_nor_moments(way):
+    params, opt_state, _ = lora_run(way)
+    tree = params
+    if way == "adapters only":
+        assert "frozen" not in opt_state.master_params
+        # The paths of a state of adapters begin within them.
+        tree = {"frozen": params["frozen"]} | params["adapters"]
+    by_leaf = optax_mp.memory_report(tree, opt_state).by_leaf()
+    frozen = by_leaf.pop("['frozen']['weight']")
+    assert frozen == params["frozen"]["weight"].nbytes == 2 * 32 * 32
+    by_leaf.pop("")  # the count
+    assert len(by_leaf) == 2
+    assert set(by_leaf.values()) == {2 * 32 * (2 + 4 + 4 + 4)}
+
+
+@pytest.mark.parametrize("way", LORA)
+def test_frozen_weights_keep_every_bit(way):
+    params, _, _ = lora_run(way)
+    assert as_bits(params["frozen"]) == as_bits(example("lora").init()["frozen"])
+    assert as_bits(params["adapters"]) != as_bits(example("lora").init()["adapters"])
+
+
+@pytest.mark.parametrize("way", LORA[1:])
+def test_adapters_are_the_same_in_each_way(way):
+    runs = [lora_run(each) for each in ("partition", way)]
+    first, second = (
+        optax_mp.master_params(state, params)["adapters"]
+        if each != "adapters only"
+        else optax_mp.master_params(state, params["adapters"])
+        for each, (params, state, _) in zip(("partition", way), runs, strict=True)
+    )
+    assert difference(first, second) < 1e-6
+    assert first["up"].dtype == jnp.float32
+
+
+def test_adapters_learn_the_change():
+    losses = lora_run("adapters only", 150)[2]
+    assert losses[-1] < 0.01 * losses[0]
+
+
+# Averages
+
+
+def test_the_params_of_schedule_free_to_evaluate_are_those_of_float32():
+    module = example("schedule_free")
+    params, opt_state, _ = short_run("schedule_free", "float16")
+    weights = module.eval_params(opt_state, params)
+    masters, *_ = run_by_hand("schedule_free", "float16")
+    state = opt_state.inner_state.inner_state
+    # x = y / b1 + z (1 - 1 / b1), of the masters.
+    by_hand = jax.tree.map(
+        lambda y, z: np.float64(y) / 0.9 + np.float64(z) * (1 - 1 / 0.9),
+        masters,
+        state.z,
+    )
+    assert difference(weights, by_hand) < 1e-5
+    of_params = optax.contrib.schedule_free_eval_params(state, params)
+    assert difference(of_params, by_hand) > 1e-4
+
+
+@functools.cache
+def averages():
+    module = example("ema_of_params")
+    start = optax_mp.cast_floating(module.init(), jnp.bfloat16)
+    ema, history = module.train(module.data(200))
+    return ema, history, module.errors(ema, history, start)
+
+
+def test_only_an_average_of_masters_is_right():
+    _, _, errors = averages()
+    assert errors["masters"] < 1e-3
+    assert errors["params"] > 3e-3
+    assert errors["params in bfloat16"] > 0.5
+
+
+def test_ema_of_optax_is_right_on_masters_only():
+    _, history, _ = averages()
+    ema = optax.ema(0.999)
+
+    def averaged(dtype):
+        state = ema.init(optax_mp.cast_floating(history[0], dtype))
+        update = jax.jit(ema.update)
+        for weights in history:
+            out, state = update(optax_mp.cast_floating(weights, dtype), state)
+        return out
+
+    exact = jax.tree.map(np.zeros_like, history[0])
+    exact = jax.tree.map(np.float64, exact)
+    for weights in history:
+        exact = jax.tree.map(lambda e, w: 0.999 * e + 0.001 * w, exact, weights)
+    exact = jax.tree.map(lambda e: e / (1 - 0.999 ** len(history)), exact)
+    assert difference(averaged("float32"), exact) < 1e-4
+    assert difference(averaged("bfloat16"), exact) > 0.05

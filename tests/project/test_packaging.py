@@ -1,0 +1,110 @@
+"""What is released: reference pages, metadata, and what a distribution holds."""
+
+import ast
+import doctest
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import optax_mp
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "api").glob("*.rst"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CITATION = (ROOT / "CITATION.cff").read_text()
+
+
+def citation_field(name):
+    """Return a field of the top level, which the file keeps on a line of its own."""
+    (value,) = re.findall(rf"^{name}: (.+)$", CITATION, flags=re.MULTILINE)
+    return value.strip("\"'")
+
+
+def documented_names():
+    directive = r"^\.\. (?:autofunction|autoclass|py:data):: (\w+)$"
+    text = "\n".join(page.read_text() for page in PAGES)
+    return re.findall(directive, text, flags=re.MULTILINE)
+
+
+def test_the_reference_has_every_public_name_once():
+    assert sorted(documented_names()) == sorted(optax_mp.__all__)
+
+
+def test_the_reference_shows_every_public_name_at_a_glance():
+    page = (ROOT / "docs" / "api" / "index.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| (`[^|]*) \|", page, flags=re.MULTILINE)
+    listed = {name for cell in cells for name in re.findall(r"`(\w+)[`(]", cell)}
+    assert listed == set(optax_mp.__all__)
+
+
+def test_the_reference_lists_every_page():
+    listed = (ROOT / "docs" / "api" / "index.md").read_text().split()
+    assert {page.stem for page in PAGES} <= set(listed)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_examples_in_the_reference_run(page):
+    assert doctest.testfile(str(page), module_relative=False).failed == 0
+
+
+@pytest.mark.parametrize("name", optax_mp.__all__)
+def test_every_public_name_has_an_example(name):
+    # A mapping has no docstring of its own; its example is in the reference.
+    if callable(getattr(optax_mp, name)):
+        text = inspect.getdoc(getattr(optax_mp, name))
+    else:
+        reference = "\n".join(page.read_text() for page in PAGES)
+        text = reference.split(f".. py:data:: {name}\n")[1].split("\n.. ")[0]
+    assert "\n    >>> " in text or "\n   >>> " in text, text
+
+
+def test_every_public_field_is_described():
+    for name in optax_mp.__all__:
+        thing = getattr(optax_mp, name)
+        fields = getattr(thing, "_fields", ())
+        fields += tuple(getattr(thing, "__dataclass_fields__", ()))
+        text = inspect.getdoc(thing) or ""
+        described = re.findall(r"^    (\w+): ", text, re.MULTILINE)
+        assert set(fields) <= set(described), name
+
+
+def test_the_citation_is_of_this_version():
+    assert citation_field("cff-version") == "1.2.0"
+    assert citation_field("version") == optax_mp.__version__
+    assert citation_field("license") == PROJECT["project"]["license"]
+    assert citation_field("title").startswith("optax_mp: ")
+    assert citation_field("message")
+    assert "\nauthors:\n  - name: The optax_mp developers\n" in CITATION
+
+
+def test_the_version_stands_in_one_place():
+    assert "version" in PROJECT["project"]["dynamic"]
+    # Setuptools reads a literal without importing JAX, and imports if it is none.
+    tree = ast.parse((ROOT / "optax_mp" / "__init__.py").read_text())
+    (value,) = [
+        node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "__version__"
+    ]
+    assert value == optax_mp.__version__
+
+
+def test_every_module_is_in_a_package_that_is_shipped():
+    for source in (ROOT / "optax_mp").rglob("*.py"):
+        assert (source.parent / "__init__.py").exists(), source
+
+
+def test_what_contributing_points_at_exists():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`(\.?\w+(?:/[\w.]+)+)`", text)
+    assert paths
+    for path in paths:
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("name", ["bug_report", "feature_request", "config"])
+def test_issue_templates_are_there(name):
+    assert (ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text().strip()

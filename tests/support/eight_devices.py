@@ -1,0 +1,535 @@
+"""Shardings and zero1 over eight devices; run as a script with eight forced devices."""
+
+import functools
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from any_shard_map import shard_map
+from comparison import as_bits, avals
+from forced_devices import run_named
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_mp
+
+ADAMW = optax.adamw(1e-2)
+FORMS = {
+    "full copies": lambda: optax_mp.mixed_precision(ADAMW),
+    "split 16": lambda: optax_mp.mixed_precision(ADAMW, storage=optax_mp.Split(16)),
+    "5.1 bytes": lambda: optax_mp.mixed_precision(
+        optax_mp.low_bit_state(ADAMW), storage=optax_mp.Split(8)
+    ),
+    "scaled": lambda: optax_mp.dynamic_loss_scale(
+        optax_mp.mixed_precision(ADAMW), init_scale=8.0
+    ),
+    "by chance": lambda: optax_mp.stochastic_rounding(ADAMW),
+}
+LAYOUTS = {
+    "data": {"w": P(), "v": P(), "b": P()},
+    "tensor": {"w": P(None, "model"), "v": P("model"), "b": P()},
+    "fully sharded": {"w": P("data"), "v": P("data"), "b": P("data")},
+    "both": {"w": P("data", "model"), "v": P("model", "data"), "b": P("data")},
+}
+# In what form the step is compared with bare optax; that of 5.1 bytes where the layout
+# does not cut its blocks of 32.
+COMPARED = {
+    "data": ("split 16", "5.1 bytes"),
+    "tensor": ("full copies", "5.1 bytes"),
+    "fully sharded": ("split 16", "scaled"),
+    "both": ("full copies", "split 16", "scaled"),
+}
+COLLECTIVE = re.compile(
+    r"= (\(?[^=]*?\)?) "
+    r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+)
+ARRAY = re.compile(r"\b(pred|[a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]")
+
+
+def mesh_of(data=4, model=2):
+    devices = np.array(jax.devices()[: data * model])
+    return Mesh(devices.reshape(data, model), ("data", "model"))
+
+
+def shardings(mesh, specs):
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def weights(dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return {
+        "w": jax.random.normal(keys[0], (64, 256), dtype),
+        "v": jax.random.normal(keys[1], (256, 64), dtype),
+        "b": jax.random.normal(keys[2], (64,), dtype),
+    }
+
+
+def loss(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"]) ** 2)
+
+
+def gradients(params, steps, dtype=jnp.float32):
+    """Return gradients of several sizes, the same on any mesh."""
+    numbers = np.random.default_rng(0)
+
+    def like(param, size):
+        return jnp.asarray(numbers.normal(size=param.shape) * size, dtype)
+
+    sizes = [4.0**-i for i in range(steps)]
+    return [jax.tree.map(lambda p, size=size: like(p, size), params) for size in sizes]
+
+
+def collectives(compiled):
+    """Return (kind, dtype, elements) of each array that a program sends, sorted."""
+    found = []
+    program = re.sub(r"/\*.*?\*/", "", compiled.as_text())
+    for arrays, kind in COLLECTIVE.findall(program):
+        for dtype, shape in ARRAY.findall(arrays):
+            elements = math.prod(int(n) for n in shape.split(",") if n)
+            found.append((kind, dtype, elements))
+    return sorted(found)
+
+
+def large(sent):
+    return [(kind, dtype, n) for kind, dtype, n in sent if n > 1]
+
+
+def compiled_step(tx, params, mesh):
+    """Return a training step, compiled for these shardings."""
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    x = jax.device_put(jnp.ones((32, 64), jnp.bfloat16), NamedSharding(mesh, P("data")))
+    state = jax.jit(tx.init)(params)
+    return jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x).compile()
+
+
+def run(tx, params, grads, state=None):
+    """Return (params, state, the step) after these gradients."""
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params) if state is None else state
+    for grad in grads:
+        params, state = step(params, state, grad)
+    return params, state, step
+
+
+def lies_as(leaf, sharding):
+    return leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def bytes_on_each_device(tree):
+    held = dict.fromkeys(jax.devices(), 0)
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    return [n for n in held.values() if n]
+
+
+# Without zero1: the state follows its params.
+
+
+def state_lies_where_its_params_do_from_init_on():
+    mesh = mesh_of()
+    for name, specs in LAYOUTS.items():
+        where = shardings(mesh, specs)
+        params = jax.device_put(weights(), where)
+        forms = FORMS if name == "both" else ("split 16", "5.1 bytes")
+        for tx in (FORMS[form]() for form in forms):
+            for state in (tx.init(params), jax.jit(tx.init)(params)):
+                seen = 0
+                for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+                    names = [key.key for key in path if hasattr(key, "key")]
+                    if not names:
+                        assert leaf.ndim == 0
+                        continue
+                    seen += 1
+                    # Scales lie along the blocks of their codes, as far as they go.
+                    spec, shape = list(specs[names[-1]]), leaf.shape
+                    if shape != params[names[-1]].shape:
+                        spec = [
+                            axis if axis and n % mesh.shape[axis] == 0 else None
+                            for axis, n in zip(spec, shape, strict=False)
+                        ]
+                    wanted = NamedSharding(mesh, P(*spec))
+                    assert lies_as(leaf, wanted), (path, leaf.sharding, wanted)
+                assert seen >= 6
+
+
+def nothing_is_gathered_that_bare_optax_does_not_gather():
+    mesh = mesh_of()
+    for name, specs in LAYOUTS.items():
+        params = jax.device_put(weights(), shardings(mesh, specs))
+        bare = large(collectives(compiled_step(ADAMW, params, mesh)))
+        for form in COMPARED[name]:
+            ours = large(collectives(compiled_step(FORMS[form](), params, mesh)))
+            assert ours == bare, (name, form, ours, bare)
+
+
+# With zero1.
+
+
+def results_are_bit_equal_to_the_unsharded():
+    mesh = mesh_of(8, 1)
+    for name, form in FORMS.items():
+        params = jax.device_put(weights(), NamedSharding(mesh, P()))
+        for dtype in (jnp.float32, jnp.bfloat16):
+            if name != "full copies" and dtype == jnp.bfloat16:
+                continue
+            bare = form()
+            tx = optax_mp.zero1(bare, mesh, "data")
+            grads = gradients(params, 4, dtype)
+            if name == "scaled" and dtype == jnp.float32:
+                grads[2]["w"] = grads[2]["w"].at[3, 5].set(jnp.inf)
+            expected, expected_state, _ = run(bare, params, grads)
+            got, state, step = run(tx, params, grads)
+            assert as_bits(got) == as_bits(expected), name
+            assert as_bits(state) == as_bits(expected_state), name
+            assert avals(state) == avals(tx.init(params)), name
+            assert step._cache_size() == 1, name
+            assert all(lies_as(p, NamedSharding(mesh, P())) for p in got.values())
+
+
+def each_device_holds_its_part_of_the_state():
+    for count in (1, 2, 4, 8):
+        mesh = mesh_of(count, 1)
+        params = jax.device_put(weights(), NamedSharding(mesh, P()))
+        others = ("split 16", "5.1 bytes") if count == 8 else ()
+        for name in ("full copies", *others):
+            tx = optax_mp.zero1(FORMS[name](), mesh, "data")
+            whole = sum(x.nbytes for x in jax.tree.leaves(FORMS[name]().init(params)))
+            scalars = sum(
+                x.nbytes for x in jax.tree.leaves(tx.init(params)) if not x.ndim
+            )
+            for state in (tx.init(params), jax.jit(tx.init)(params)):
+                held = bytes_on_each_device(state)
+                assert len(held) == count
+                assert set(held) == {(whole - scalars) // count + scalars}, name
+
+
+def params_are_gathered_in_their_own_dtype():
+    mesh = mesh_of(8, 1)
+    sizes = sorted(p.size for p in weights().values())
+    for dtype, bits in ((jnp.bfloat16, "u16"), (jnp.float32, "u32")):
+        params = jax.device_put(weights(dtype), NamedSharding(mesh, P()))
+        for form in ("full copies", "scaled") if bits == "u16" else ("full copies",):
+            tx = optax_mp.zero1(FORMS[form](), mesh, "data")
+            sent = large(collectives(compiled_step(tx, params, mesh)))
+            gathered = [(d, n) for kind, d, n in sent if kind == "all-gather"]
+            assert gathered == [(bits, n) for n in sizes], gathered
+            others = {kind for kind, _, _ in sent} - {"all-gather"}
+            assert others <= {"all-reduce", "reduce-scatter"}, sent
+
+
+def a_step_with_float32_updates_gathers_16_bits_too():
+    mesh = mesh_of(8, 1)
+    params = jax.device_put(weights(), NamedSharding(mesh, P()))
+    for form in ("full copies", "split 16"):
+        tx = optax_mp.zero1(FORMS[form](), mesh, "data")
+        state, grads = tx.init(params), gradients(params, 1)[0]
+
+        def step(grads, state, params, tx=tx):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        sent = large(collectives(jax.jit(step).lower(grads, state, params).compile()))
+        assert [x[:2] for x in sent] == [("all-gather", "u16")] * 3, sent
+
+
+def leaves_that_do_not_divide_are_handled():
+    mesh = mesh_of(8, 1)
+    shapes = {"odd": (3, 5), "second": (7, 16), "none": (0, 8), "scalar": ()}
+    params = {k: jnp.ones(s, jnp.bfloat16) for k, s in shapes.items()}
+    params |= {"norm": jnp.ones(12), "count": jnp.int32(3), "nothing": None}
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    bare = FORMS["full copies"]()
+    where = jax.tree.map(lambda p: p.sharding, params | {"count": jnp.int32(3)})
+    tx = optax_mp.zero1(bare, mesh, "data", param_specs=where)
+    grads = [g | {"count": None} for g in gradients(params, 3)]
+    results = []
+    for each in (bare, tx):
+        state, step = each.init(params), jax.jit(each.update)
+        for grad in grads:
+            updates, state = step(grad, state, params)
+        results.append((updates, state))
+    assert as_bits(results[0]) == as_bits(results[1])
+    masters = results[1][1].master_params
+    assert lies_as(masters["second"], NamedSharding(mesh, P(None, "data")))
+    assert lies_as(masters["odd"], NamedSharding(mesh, P()))
+
+
+def float16_and_float8_and_extreme_params_land_as_without():
+    mesh = mesh_of(8, 1)
+    extreme = [-0.0, 0.0, 1e-30, -1e30, 3e38, jnp.inf, jnp.nan, 1.0]
+    for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
+        params = {"x": jnp.tile(jnp.asarray(extreme, dtype), 8)}
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        update_dtype = "params" if dtype.startswith("float8") else None
+        inner = optax_mp.mixed_precision(optax.sgd(1.0), update_dtype=update_dtype)
+        bare = optax_mp.dynamic_loss_scale(inner, init_scale=1.0)
+        values = np.random.default_rng(1).normal(size=(4, 64)) * 1e-3
+        grads = [{"x": jnp.asarray(v, jnp.float32)} for v in values]
+        grads[1]["x"] = grads[1]["x"].at[0].set(jnp.nan)  # a skipped step
+        expected, expected_state, _ = run(bare, params, grads)
+        tx = optax_mp.zero1(bare, mesh, "data")
+        got, state, _ = run(tx, params, grads)
+        assert as_bits(got) == as_bits(expected), dtype
+        assert as_bits(state) == as_bits(expected_state), dtype
+
+
+def params_sharded_otherwise_keep_their_layout():
+    mesh = mesh_of()
+    for layout in ("tensor", "fully sharded", "both"):
+        specs = LAYOUTS[layout]
+        where = shardings(mesh, specs)
+        params = jax.device_put(weights(), where)
+        tx = optax_mp.zero1(FORMS["full copies"](), mesh, "data", param_specs=where)
+        grads = gradients(params, 3)
+        expected, expected_state, _ = run(FORMS["full copies"](), params, grads)
+        got, state, step = run(tx, params, grads)
+        assert as_bits((got, state)) == as_bits((expected, expected_state))
+        assert step._cache_size() == 1
+        for name, param in got.items():
+            assert lies_as(param, where[name])
+        masters = {k: m.sharding.spec for k, m in state.master_params.items()}
+        if layout == "tensor":
+            assert masters["w"] == P("data", "model")
+            assert masters["v"] in (P(("model", "data")), P(("model", "data"), None))
+        else:
+            assert all(lies_as(state.master_params[k], where[k]) for k in params)
+        sent = collectives(compiled_step(tx, params, mesh))
+        assert "all-to-all" not in {k for k, _, _ in sent} or layout != "tensor"
+
+
+def two_axes_may_go_along_two_axes_of_an_array():
+    mesh = mesh_of()
+    params = {"w": jnp.ones((4, 6), jnp.bfloat16), "v": jnp.ones((16, 3), jnp.bfloat16)}
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    bare = FORMS["full copies"]()
+    tx = optax_mp.zero1(bare, mesh, ("data", "model"))
+    grads = gradients(params, 3)
+    expected, expected_state, _ = run(bare, params, grads)
+    got, state, _ = run(tx, params, grads)
+    assert as_bits((got, state)) == as_bits((expected, expected_state))
+    for tree in (state.master_params, state.inner_state[0].nu):
+        assert lies_as(tree["w"], NamedSharding(mesh, P("data", "model")))
+        assert lies_as(tree["v"], NamedSharding(mesh, P(("data", "model"))))
+    assert all(lies_as(p, NamedSharding(mesh, P())) for p in got.values())
+
+
+def params_that_lie_otherwise_than_said_are_an_error():
+    mesh = mesh_of()
+    tx = optax_mp.zero1(ADAMW, mesh, "data")
+    other = Mesh(mesh.devices, ("x", "model"))
+    for params, message in (
+        (
+            jax.device_put(weights(), shardings(mesh, LAYOUTS["tensor"])),
+            r"\['v'\], which is bfloat16\[256,64\], lies as .*param_specs=jax.tree.map",
+        ),
+        (weights(), r"\['b'\], which is bfloat16\[64\], lies on .*device_put\(params"),
+        (
+            jax.device_put(weights(), NamedSharding(other, P())),
+            r"\['b'\], which is bfloat16\[64\], lies on .*device_put\(params",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tx.init(params)
+
+
+def a_low_bit_state_knows_its_signs_and_compiles_at_once():
+    mesh = mesh_of(8, 1)
+    tx = optax_mp.low_bit_state(optax_mp.zero1(optax.adamw(1e-2), mesh, "data"))
+    params = jax.device_put(weights(jnp.float32), NamedSharding(mesh, P()))
+    state = tx.init(params).inner_state[0]
+    assert state.nu["w"].codes.dtype == jnp.uint8
+    assert state.mu["w"].codes.dtype == jnp.int8
+
+    large = {"w": jnp.ones((4096, 2048), jnp.bfloat16)}
+    # XLA would say so if it computed all those zeros while it compiles, for minutes.
+    jax.jit(FORMS["5.1 bytes"]().init).lower(large).compile()
+
+
+def a_run_goes_on_with_and_without_and_on_other_devices():
+    grads = gradients(weights(), 6)
+    bare = FORMS["scaled"]()
+    mesh = mesh_of(8, 1)
+    params = jax.device_put(weights(), NamedSharding(mesh, P()))
+    expected, expected_state, _ = run(bare, params, grads)
+
+    tx = optax_mp.zero1(bare, mesh, "data")
+    params, state, _ = run(tx, params, grads[:2])
+    params, state, _ = run(bare, params, grads[2:4], state)
+    other = mesh_of(4, 1)
+    params, state = jax.device_put((params, state), NamedSharding(other, P()))
+    tx = optax_mp.zero1(bare, other, "data")
+    params, state, _ = run(tx, params, grads[4:], state)
+    if hasattr(jax, "shard_map"):
+        assert as_bits((params, state)) == as_bits((expected, expected_state))
+    else:  # JAX 0.5 contracts a multiplication and a sum otherwise on four devices
+        both = zip(*map(jax.tree.leaves, (state, expected_state)), strict=True)
+        for a, b in both:
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    assert lies_as(
+        state.inner_state.master_params["w"], NamedSharding(other, P("data"))
+    )
+    masters = optax_mp.master_params(state, params)
+    assert as_bits(masters) == as_bits(state.inner_state.master_params)
+    assert float(optax_mp.loss_scale(state)) == 8.0
+
+
+def wrappers_of_optax_work_inside():
+    mesh = mesh_of(8, 1)
+    params = jax.device_put(weights(), NamedSharding(mesh, P()))
+    grads = gradients(params, 4)
+    labels = {"w": "a", "v": "b", "b": "a"}
+    parts = {"a": optax_mp.mixed_precision(ADAMW), "b": optax.set_to_zero()}
+    mixed = optax_mp.mixed_precision
+    for bare in (
+        optax.MultiSteps(mixed(ADAMW), 2).gradient_transformation(),
+        mixed(optax.MultiSteps(ADAMW, 2).gradient_transformation()),
+        optax.partition(parts, labels),
+        mixed(optax.inject_hyperparams(optax.adamw)(1e-2)),
+        optax.chain(optax_mp.dynamic_loss_scale(init_scale=1.0), mixed(ADAMW)),
+    ):
+        expected, expected_state, _ = run(bare, params, grads)
+        got, state, step = run(optax_mp.zero1(bare, mesh, "data"), params, grads)
+        assert as_bits((got, state)) == as_bits((expected, expected_state))
+        assert step._cache_size() == 1
+        for leaf in jax.tree.leaves(state):
+            assert leaf.ndim == 0 or lies_as(leaf, NamedSharding(mesh, P("data")))
+
+
+def sums_over_whole_arrays_agree_to_rounding_and_compile_once():
+    mesh = mesh_of(8, 1)
+    params = jax.device_put(weights(), NamedSharding(mesh, P()))
+    grads = gradients(params, 4)
+    for inner in (
+        optax.chain(optax.clip_by_global_norm(1.0), ADAMW),
+        optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    ):
+        bare = optax_mp.mixed_precision(inner)
+        _, expected, _ = run(bare, params, grads)
+        _, state, step = run(optax_mp.zero1(bare, mesh, "data"), params, grads)
+        for a, b in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+        assert step._cache_size() == 1
+
+
+def eager_updates_and_donation_work():
+    mesh = mesh_of(8, 1)
+    params = jax.device_put(weights(), NamedSharding(mesh, P()))
+    bare = FORMS["full copies"]()
+    tx = optax_mp.zero1(bare, mesh, "data")
+    grads = gradients(params, 2)
+    eager = []
+    for each in (bare, tx):
+        got, state = params, each.init(params)
+        for grad in grads:
+            updates, state = each.update(grad, state, got)
+            got = optax.apply_updates(got, updates)
+        eager.append(as_bits((got, state)))
+    assert eager[0] == eager[1]
+
+    expected, expected_state, _ = run(tx, params, grads)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    got = jax.tree.map(jnp.copy, params)
+    state = tx.init(got)
+    for grad in grads:
+        got, state = step(got, state, grad)
+    assert as_bits((got, state)) == as_bits((expected, expected_state))
+
+
+def explicitly_sharded_params_work():
+    if not (hasattr(jax, "set_mesh") and hasattr(jax.sharding, "reshard")):
+        return  # before explicit sharding
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    with jax.set_mesh(mesh):
+        for layout in ("data", "tensor"):
+            where = shardings(mesh, LAYOUTS[layout])
+            params = jax.device_put(weights(), where)
+            grads = [jax.device_put(g, where) for g in gradients(params, 3)]
+            bare = FORMS["scaled"]()
+            expected, expected_state, _ = run(bare, params, grads)
+            tx = optax_mp.zero1(bare, mesh, "data")
+            got, state, _ = run(tx, params, grads)
+            assert as_bits((got, state)) == as_bits((expected, expected_state))
+            assert all(lies_as(got[k], where[k]) for k in params)
+            master = state.inner_state.master_params["w"]
+            assert master.sharding.spec[0] == "data"
+
+
+def a_range_report_sends_its_counts_alone():
+    values = weights(jnp.float32)["w"]
+    expected = optax_mp.gradient_range_report(values)
+    meshes = [mesh_of()]
+    if hasattr(jax, "shard_map"):  # Older JAX knows no explicit sharding.
+        kinds = (jax.sharding.AxisType.Explicit,) * 2
+        meshes += [jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)]
+    specs = (P("data"), P(None, "model"), P("model", "data"), P())
+    for mesh, spec in itertools.product(meshes, specs):
+        placed = jax.device_put(values, NamedSharding(mesh, spec))
+        eager = optax_mp.gradient_range_report(placed)
+        np.testing.assert_array_equal(eager.counts, expected.counts)
+        program = jax.jit(optax_mp.gradient_range_report).lower(placed).compile()
+        found = {
+            (x[1], *ARRAY.findall(x[0])) for x in COLLECTIVE.findall(program.as_text())
+        }
+        sent = ("all-reduce", ("u32", str(expected.counts.size)))
+        assert found == ({sent} if any(spec) else set())
+        np.testing.assert_array_equal(program(placed).counts, expected.counts)
+
+
+def range_reports_of_ranks_add_up():
+    values = weights()["w"]
+    add_up = shard_map(
+        lambda part: jax.lax.psum(optax_mp.gradient_range_report(part), "data"),
+        mesh=mesh_of(8, 1),
+        in_specs=P("data"),
+        out_specs=P(),
+    )
+    expected = optax_mp.gradient_range_report(values)
+    np.testing.assert_array_equal(jax.jit(add_up)(values).counts, expected.counts)
+
+
+CHECKS = (
+    state_lies_where_its_params_do_from_init_on,
+    nothing_is_gathered_that_bare_optax_does_not_gather,
+    results_are_bit_equal_to_the_unsharded,
+    each_device_holds_its_part_of_the_state,
+    params_are_gathered_in_their_own_dtype,
+    a_step_with_float32_updates_gathers_16_bits_too,
+    leaves_that_do_not_divide_are_handled,
+    float16_and_float8_and_extreme_params_land_as_without,
+    params_sharded_otherwise_keep_their_layout,
+    two_axes_may_go_along_two_axes_of_an_array,
+    params_that_lie_otherwise_than_said_are_an_error,
+    a_low_bit_state_knows_its_signs_and_compiles_at_once,
+    a_run_goes_on_with_and_without_and_on_other_devices,
+    wrappers_of_optax_work_inside,
+    sums_over_whole_arrays_agree_to_rounding_and_compile_once,
+    eager_updates_and_donation_work,
+    explicitly_sharded_params_work,
+    a_range_report_sends_its_counts_alone,
+    range_reports_of_ranks_add_up,
+)
+
+if __name__ == "__main__":
+    run_named(CHECKS, 8)

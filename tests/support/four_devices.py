@@ -1,0 +1,222 @@
+"""Loss scaling over four devices; run as a script with four forced host devices."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from any_shard_map import shard_map, unchecked_before_types
+from comparison import as_bits
+from forced_devices import run_named
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_mp
+
+MESH = Mesh(np.array(jax.devices()), ("data",))
+PARAMS = {"w": jnp.ones(8, jnp.float16), "norm": jnp.ones(2)}
+
+
+def transform(axis_name=None):
+    inner = optax_mp.mixed_precision(optax.adamw(1e-2))
+    return optax_mp.dynamic_loss_scale(inner, init_scale=8.0, axis_name=axis_name)
+
+
+def gradients(bad_rank=None):
+    """Return one gradient for each rank, along a leading axis."""
+    grads = jax.tree.map(lambda p: jnp.ones((4, *p.shape)), PARAMS)
+    if bad_rank is not None:
+        grads["norm"] = grads["norm"].at[bad_rank, 1].set(jnp.inf)
+    return grads
+
+
+def update_on_each_rank(tx, params, state):
+    """Return a step in which each rank has its own gradient of replicated params."""
+
+    def step(grads, state, params):
+        updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
+        per_rank = jax.tree.map(lambda x: x[None], (updates, state))
+        return per_rank
+
+    return jax.jit(
+        shard_map(
+            step,
+            mesh=MESH,
+            in_specs=(P("data"), P(), P()),
+            out_specs=P("data"),
+        )
+    )
+
+
+def an_inf_on_one_rank_makes_all_skip():
+    tx = transform("data")
+    state = tx.init(PARAMS)
+    step = update_on_each_rank(tx, PARAMS, state)
+    updates, after = step(gradients(bad_rank=2), state, PARAMS)
+    np.testing.assert_array_equal(after.scale, [4.0] * 4)
+    np.testing.assert_array_equal(after.total_skipped, [1] * 4)
+    for rank in range(4):
+        own = jax.tree.map(lambda x, rank=rank: np.asarray(x)[rank], after)
+        assert as_bits(own.inner_state) == as_bits(state.inner_state)
+    assert all((np.asarray(u) == 0).all() for u in jax.tree.leaves(updates))
+
+
+def finite_gradients_move_all_ranks():
+    tx = transform("data")
+    state = tx.init(PARAMS)
+    _, after = update_on_each_rank(tx, PARAMS, state)(gradients(), state, PARAMS)
+    np.testing.assert_array_equal(after.scale, [8.0] * 4)
+    np.testing.assert_array_equal(after.finite_steps, [1] * 4)
+
+
+def ranks_agree_by_one_collective_of_one_scalar():
+    tx = transform("data")
+    state = tx.init(PARAMS)
+    step = update_on_each_rank(tx, PARAMS, state)
+    hlo = step.lower(gradients(), state, PARAMS).compile().as_text()
+    collectives = re.findall(
+        r"= (\S+) (?:all-reduce|all-gather|reduce-scatter|collective-permute)\(", hlo
+    )
+    assert len(collectives) == 1, collectives
+    assert re.fullmatch(r"s32\[\](\{\})?", collectives[0]), collectives
+
+
+def without_an_axis_name_a_rank_decides_for_itself():
+    tx = transform()
+    state = tx.init(PARAMS)
+    step = update_on_each_rank(tx, PARAMS, state)
+    _, after = step(gradients(bad_rank=2), state, PARAMS)
+    np.testing.assert_array_equal(after.scale, [8.0, 8.0, 4.0, 8.0])
+
+
+def sharded_gradients_under_jit_need_nothing():
+    tx = transform()
+    sharding = {
+        "w": NamedSharding(MESH, P("data")),
+        "norm": NamedSharding(MESH, P()),
+    }
+    params = jax.device_put(PARAMS, sharding)
+    state = tx.init(params)
+    grads = jax.device_put(
+        {"w": jnp.ones(8).at[5].set(jnp.nan), "norm": jnp.ones(2)}, sharding
+    )
+    updates, after = jax.jit(tx.update)(grads, state, params)
+    assert as_bits(after.inner_state) == as_bits(state.inner_state)
+    assert float(after.scale) == 4.0
+    masters = after.inner_state.master_params["w"]
+    assert masters.sharding.is_equivalent_to(sharding["w"], 1)
+    assert updates["w"].sharding.is_equivalent_to(sharding["w"], 1)
+
+
+def sharded_params_in_shard_map_skip_together():
+    """Each rank holds a part of the params, and only one of them sees the overflow."""
+    tx = transform("data")
+    params = {"w": jnp.ones(8, jnp.float16)}
+    state = tx.init(params)
+    specs = jax.tree.map(lambda x: P("data") if x.ndim else P(), state)
+    step = jax.jit(
+        shard_map(
+            tx.update,
+            mesh=MESH,
+            in_specs=(P("data"), specs, P("data")),
+            out_specs=(P("data"), specs),
+        )
+    )
+    _, after = step({"w": jnp.ones(8).at[0].set(jnp.inf)}, state, params)
+    assert as_bits(after.inner_state) == as_bits(state.inner_state)
+    assert float(after.scale) == 4.0
+    updates, after = step({"w": jnp.ones(8)}, state, params)
+    plain, _ = jax.jit(transform().update)({"w": jnp.ones(8)}, state, params)
+    np.testing.assert_allclose(updates["w"], plain["w"], rtol=1e-6)
+
+
+def a_link_before_mixed_precision_holds_on_averaged_gradients():
+    tx = optax.chain(
+        optax_mp.dynamic_loss_scale(init_scale=8.0),
+        optax_mp.mixed_precision(optax.adamw(1e-2)),
+    )
+    state = tx.init(PARAMS)
+
+    def step(grads, state, params):
+        grads = jax.tree.map(lambda g: jax.lax.pmean(g[0], "data"), grads)
+        return tx.update(grads, state, params)
+
+    step = jax.jit(
+        unchecked_before_types(
+            step, mesh=MESH, in_specs=(P("data"), P(), P()), out_specs=(P(), P())
+        )
+    )
+    _, after = step(gradients(bad_rank=1), state, PARAMS)
+    assert as_bits(after[1]) == as_bits(state[1])
+    assert float(after[0].scale) == 4.0
+
+
+def leaves_over_different_axes_pass_the_replication_check():
+    """Float32 gradients without any loss scale: nothing is looked for across ranks."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+    tx = optax_mp.mixed_precision(optax.adamw(1e-2))
+    params = {name: jnp.ones(8, jnp.bfloat16) for name in "abc"}
+    specs = {"a": P(), "b": P("x"), "c": P("y")}
+    state = tx.init(params)
+    state_specs = jax.tree_util.tree_map_with_path(
+        lambda path, _: specs.get(getattr(path[-1], "key", None), P()), state
+    )
+    step = unchecked_before_types(
+        tx.update,
+        mesh=mesh,
+        in_specs=(specs, state_specs, specs),
+        out_specs=(specs, state_specs),
+    )
+    grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
+    updates, _ = jax.jit(step)(grads, state, params)
+    plain, _ = jax.jit(tx.update)(grads, state, params)
+    for name in params:
+        np.testing.assert_allclose(updates[name], plain[name], rtol=1e-6)
+
+
+def explicitly_sharded_arrays_work():
+    if not (hasattr(jax, "set_mesh") and hasattr(jax.sharding, "AxisType")):
+        return  # before explicit sharding
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=explicit)
+    with jax.set_mesh(mesh):
+        sharding = {
+            "w": NamedSharding(mesh, P("data")),
+            "norm": NamedSharding(mesh, P()),
+        }
+        params = jax.device_put(PARAMS, sharding)
+        grads = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        bad = grads | {"norm": grads["norm"] * jnp.nan}
+        inner = optax_mp.mixed_precision(optax.adamw(1e-2))
+        link = optax_mp.dynamic_loss_scale(init_scale=8.0)
+        for tx in (
+            inner,
+            optax_mp.dynamic_loss_scale(optax.adamw(1e-2)),
+            transform(),
+            optax.chain(link, inner),
+        ):
+            state = jax.jit(tx.init)(params)
+            updates, after = jax.jit(tx.update)(grads, state, params)
+            assert updates["w"].sharding == sharding["w"]
+            if tx is inner:
+                continue
+            _, held = jax.jit(tx.update)(bad, after, params)
+            count = optax.tree.get_all_with_path(held, "count")
+            assert [int(x) for _, x in count] == [1]
+
+
+CHECKS = (
+    an_inf_on_one_rank_makes_all_skip,
+    finite_gradients_move_all_ranks,
+    ranks_agree_by_one_collective_of_one_scalar,
+    without_an_axis_name_a_rank_decides_for_itself,
+    sharded_gradients_under_jit_need_nothing,
+    sharded_params_in_shard_map_skip_together,
+    a_link_before_mixed_precision_holds_on_averaged_gradients,
+    leaves_over_different_axes_pass_the_replication_check,
+    explicitly_sharded_arrays_work,
+)
+
+if __name__ == "__main__":
+    run_named(CHECKS, 4)

@@ -1,0 +1,150 @@
+"""What `benchmarks/scale_plan.py` says, against compiled steps on eight devices.
+
+Run as a script with eight forced devices.
+"""
+
+import importlib.util
+import math
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from eight_devices import collectives, large
+from forced_devices import run_named
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_mp
+
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+DEVICES, LAYERS, WIDTH = 8, 2, 64
+BYTES = {"u8": 1, "u16": 2, "bf16": 2, "u32": 4, "f32": 4}
+
+
+def planner():
+    # A copy of its own, for it is changed.
+    path = BENCHMARKS / "scale_plan.py"
+    spec = importlib.util.spec_from_file_location("small_scale_plan", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(BENCHMARKS))
+    spec.loader.exec_module(module)
+    module.VOCABULARY = 256
+    return module
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()), ("data",))
+
+
+def cut(leaf):
+    """Return the sharding of an array that is cut where eight divides it."""
+    for axis, size in enumerate(leaf.shape):
+        if size % DEVICES == 0:
+            return NamedSharding(mesh(), P(*[None] * axis, "data"))
+    return NamedSharding(mesh(), P())
+
+
+def placed(tree, sharding):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x)), tree
+    )
+
+
+def replicated(leaf):
+    del leaf
+    return NamedSharding(mesh(), P())
+
+
+def compiled_step(scale_plan, form, layout):
+    """Return (params, state, the optimizer's step, compiled) from shapes alone."""
+    dtype = jnp.float32 if form == "float32" else jnp.bfloat16
+    params = scale_plan.transformer(LAYERS, WIDTH, dtype)
+    tx, state = scale_plan.adamw(form), scale_plan.state_of(params, form)
+    of_params = cut if layout == "fully sharded" else replicated
+    if layout == "zero1":
+        tx = optax_mp.zero1(tx, mesh(), "data")
+
+    def step(params, grads, state):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    given = (
+        placed(params, of_params),
+        placed(params, of_params),
+        placed(state, replicated if layout == "replicated" else cut),
+    )
+    return params, state, jax.jit(step).lower(*given).compile()
+
+
+def devices_hold_what_is_planned():
+    scale_plan = planner()
+    for form in scale_plan.FORMS:
+        for layout in scale_plan.LAYOUTS:
+            params, state, step = compiled_step(scale_plan, form, layout)
+            plan = scale_plan.plan(params, state, DEVICES, layout)
+            held = step.memory_analysis().argument_size_in_bytes
+            assert held == plan.held, (form, layout, held, plan.held)
+
+
+def zero1_gathers_what_is_planned():
+    """The gather is the optimizer's; the gradients' sum is the model's, below."""
+    scale_plan = planner()
+    for form in scale_plan.FORMS:
+        params, state, step = compiled_step(scale_plan, form, "zero1")
+        sent = large(collectives(step))
+        assert {kind for kind, _, _ in sent} == {"all-gather"}, sent
+        gathered = sum(BYTES[dtype] * n for _, dtype, n in sent)
+        share = (DEVICES - 1) / DEVICES
+        plan = scale_plan.plan(params, state, DEVICES, "zero1")
+        # By plan the reduce-scatter of gradients sends as much again.
+        assert 2 * share * gathered == plan.sent, (form, gathered, plan.sent)
+
+
+def gradients_are_summed_as_planned():
+    """Each weight's gradient goes once into a sum, whatever CPUs send it as."""
+    scale_plan = planner()
+    params = scale_plan.transformer(LAYERS, WIDTH, jnp.float32)
+
+    def loss(params, tokens):
+        x = params["embedding"][tokens]
+
+        def layer(x, w):
+            y = x * w["norms"][0]
+            q, k, v = jnp.split(y @ w["query_key_value"], 3, axis=-1)
+            scores = jax.nn.softmax(q @ k.swapaxes(-1, -2) / math.sqrt(WIDTH))
+            x = x + scores @ v @ w["attention_out"]
+            y = jnp.tanh(x * w["norms"][1] @ w["up"])
+            return x + y @ w["down"], None
+
+        x, _ = jax.lax.scan(layer, x, params["layers"])
+        logits = x * params["norm"] @ params["head"]
+        return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+
+    tokens = jax.ShapeDtypeStruct((16, 8), jnp.int32, sharding=cut_rows())
+    step = jax.jit(jax.grad(loss), out_shardings=replicated(None))
+    sent = large(collectives(step.lower(placed(params, replicated), tokens).compile()))
+    assert {kind for kind, _, _ in sent} == {"all-reduce"}, sent
+    # A scan sums the gradients of a layer in each step, stacked ones or one at a time.
+    stacked = sum(n for _, _, n in sent)
+    plan = scale_plan.plan(params, {}, DEVICES, "replicated")
+    weights = scale_plan.size_of(params) // 4
+    by_layer = scale_plan.size_of(params["layers"]) // 4 // LAYERS
+    assert stacked in (weights, weights - (LAYERS - 1) * by_layer), (stacked, weights)
+    assert plan.sent == 2 * (DEVICES - 1) / DEVICES * 4 * weights
+
+
+def cut_rows():
+    return NamedSharding(mesh(), P("data"))
+
+
+CHECKS = (
+    devices_hold_what_is_planned,
+    zero1_gathers_what_is_planned,
+    gradients_are_summed_as_planned,
+)
+
+if __name__ == "__main__":
+    run_named(CHECKS, 8)

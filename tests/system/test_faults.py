@@ -1,0 +1,311 @@
+"""Long runs on gradients with every fault, against the plain NumPy system in faults.py.
+
+After each of 5000 steps (50 000 in the slow run) all params, masters and counters are
+bit for bit what the reference has, and every so often all moments; so nothing is lost,
+nothing is NaN, and a skipped step moves nothing.
+"""
+
+import functools
+
+import faults
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import avals
+from forced_devices import run_on, script
+from reference import LossScaleRule, rounded
+
+import optax_mp
+
+CHUNK = 1000
+KERNEL = 5
+LOW_COUNT = KERNEL + 1  # and a scalar
+COUNT = LOW_COUNT + 3  # and a float32 leaf
+
+# In the default run and in the slow one.
+every_length = pytest.mark.parametrize(
+    "steps", [5 * CHUNK, pytest.param(50 * CHUNK, marks=pytest.mark.slow)]
+)
+
+
+def as_tree(flat, dtype=jnp.float32):
+    """Return params or gradients of which `flat` has all numbers."""
+    return {
+        "kernel": flat[:KERNEL].astype(dtype),
+        "scalar": flat[KERNEL].astype(dtype),
+        "empty": jnp.zeros((0, 3), dtype),
+        "norm": flat[LOW_COUNT:],
+        "none": None,
+    }
+
+
+def as_flat(tree):
+    """Return the numbers of params, masters or moments in float32."""
+    parts = (tree["kernel"], tree["scalar"], tree["norm"])
+    return jnp.concatenate([jnp.ravel(x).astype(jnp.float32) for x in parts])
+
+
+def momentum():
+    limit = float(faults.LIMIT)
+    return optax.chain(
+        optax.clip(limit),
+        optax.trace(0.5),
+        optax.add_decayed_weights(0.25),
+        optax.scale(-(2.0**-4)),
+    )
+
+
+def adamw():
+    limit = float(faults.LIMIT)
+    rule = optax.adamw(2.0**-4, b1=0.5, b2=0.5, eps=2.0**-20, weight_decay=2.0**-4)
+    return optax.chain(optax.clip(limit), rule)
+
+
+def accumulated():
+    return optax.MultiSteps(momentum(), 2)
+
+
+dynamic = functools.partial(
+    optax_mp.dynamic_loss_scale, init_scale=2.0**10, **faults.LIVELY
+)
+static = optax_mp.static_loss_scale
+SPLIT = optax_mp.Split(bits=16)
+
+
+def around(scaling, inner, **settings):
+    return scaling(optax_mp.mixed_precision(inner, **settings))
+
+
+def link(inner):
+    return optax.chain(dynamic(), optax_mp.mixed_precision(inner))
+
+
+# What is tested, the dtype of params and of gradients, and what the reference is told.
+CASES = {
+    "bfloat16": (lambda: around(dynamic, momentum()), "bfloat16", "float32", {}),
+    "bfloat16, adamw": (
+        lambda: around(dynamic, adamw()),
+        "bfloat16",
+        "float32",
+        {"rule": faults.AdamW},
+    ),
+    "float16, adamw": (
+        lambda: around(dynamic, adamw()),
+        "float16",
+        "float16",
+        {"rule": faults.AdamW},
+    ),
+    "bfloat16, split": (
+        lambda: around(dynamic, momentum(), storage=SPLIT),
+        "bfloat16",
+        "bfloat16",
+        {"split_bits": 16},
+    ),
+    "float16, split": (
+        lambda: around(dynamic, momentum(), storage=SPLIT),
+        "float16",
+        "float16",
+        {"split_bits": 16},
+    ),
+    "MultiSteps inside": (
+        lambda: around(dynamic, accumulated()),
+        "float16",
+        "float16",
+        {"every": 2},
+    ),
+    "MultiSteps between": (
+        lambda: dynamic(optax.MultiSteps(optax_mp.mixed_precision(momentum()), 2)),
+        "bfloat16",
+        "bfloat16",
+        {"every": 2},
+    ),
+    "a link": (lambda: link(momentum()), "bfloat16", "float32", {"is_link": True}),
+    "static": (
+        lambda: around(static, momentum()),
+        "bfloat16",
+        "bfloat16",
+        {"is_static": True},
+    ),
+}
+
+
+def first_weights(told):
+    rng = np.random.default_rng(1)
+    weights = rng.standard_normal(COUNT).astype(np.float32)
+    # MultiSteps adds zero times the update, of whatever sign that is.
+    weights[0] = 0.5 if "every" in told else -0.0
+    return weights
+
+
+def first_params(told, dtype):
+    return as_tree(jnp.asarray(first_weights(told)), dtype)
+
+
+def reference_system(dtype, grad_dtype, told):
+    rule = told.get("rule", faults.Momentum)
+    if "every" in told:
+        rule = functools.partial(faults.Accumulated, rule, told["every"])
+    scaling = LossScaleRule(2.0**10, **faults.LIVELY)
+    if told.get("is_static"):
+        scaling = faults.StaticRule(1.0)
+    return faults.System(
+        weights=first_weights(told),
+        low_count=LOW_COUNT,
+        dtype=jnp.dtype(dtype),
+        rule=rule(COUNT),
+        scaling=scaling,
+        grad_dtype=jnp.dtype(grad_dtype),
+        split_bits=told.get("split_bits"),
+        is_link=told.get("is_link", False),
+    )
+
+
+def scale_state(state):
+    """Return the state of the loss scale, around or a link."""
+    return state if isinstance(state, optax_mp.LossScaleState) else state[0]
+
+
+def without_scale(state):
+    """Return the rest of the state."""
+    is_around = isinstance(state, optax_mp.LossScaleState)
+    return state.inner_state if is_around else state[1]
+
+
+def no_bit_differs(old, new):
+    """Return whether two trees are the same, also in zeros and denormal numbers."""
+
+    def bits_of(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    same = [(bits_of(a) == bits_of(b)).all() for a, b in pairs]
+    return jnp.stack(same).all()
+
+
+def scan_over(tx, grad_dtype):
+    """Return a scan over gradients and faults, with what is seen after each step."""
+
+    def step(carry, given):
+        params, state = carry
+        raw, is_fault, fault = given
+        scale = scale_state(state).scale
+        scaled = jnp.where(is_fault, fault, raw * scale)
+        scaled = scaled.astype(grad_dtype).astype(jnp.float32)
+        # The float32 leaf has float32 gradients, of the same values.
+        grads = as_tree(scaled, grad_dtype)
+        updates, new_state = tx.update(grads, state, params)
+        moved = optax.apply_updates(params, updates)
+        scaling, inner = scale_state(new_state), without_scale(new_state)
+        masters = optax_mp.master_params(new_state, moved)
+        counters = jnp.stack([jnp.float32(x) for x in scaling[:5]])
+        is_still = no_bit_differs((params, without_scale(state)), (moved, inner))
+        is_sound = optax_mp.all_finite((moved, masters, new_state))
+        seen = as_flat(moved), as_flat(masters), counters, scaling.last_finite
+        return (moved, new_state), (*seen, is_still, is_sound)
+
+    return jax.jit(functools.partial(jax.lax.scan, step))
+
+
+def start_late(state):
+    """Return the state with the count at which the reference starts AdamW."""
+    if not optax.tree.get_all_with_path(state, "mu"):
+        return state
+    return optax.tree.set(state, count=jnp.asarray(faults.AdamW.START))
+
+
+def run(tx, grad_dtype, params, given):
+    """Yield (params and state, what was seen at each step) after each chunk.
+
+    What holds for every transformation is looked at here.
+    """
+    scan = scan_over(tx, grad_dtype)
+    carry = params, start_late(tx.init(params))
+    start = avals(carry)
+    for i in range(0, len(given[0]), CHUNK):
+        carry, seen = scan(carry, tuple(x[i : i + CHUNK] for x in given))
+        *seen, is_still, is_sound = map(np.asarray, seen)
+        assert avals(carry) == start
+        assert is_sound.all()
+        assert (is_still | seen[-1]).all()
+        # Not because nothing ever moves.
+        assert is_still.mean() < 0.5
+        yield carry, seen
+
+
+def reference_run(system, given):
+    """Return what `run` shows, from the reference."""
+    rows = []
+    for raw, is_fault, fault in zip(*given, strict=True):
+        finite = system.step(raw, is_fault, fault)
+        params = system.weights.copy()
+        params[: system.low_count] = system.low
+        rows.append((params, system.weights, system.counters(), finite))
+    return [np.array(x) for x in zip(*rows, strict=True)]
+
+
+def assert_same_steps(seen, wanted):
+    names = ("params", "masters", "counters", "finite")[-len(seen) :]
+    for name, have, want in zip(names, seen, wanted, strict=True):
+        have, want = have.astype(np.float32), want.astype(np.float32)
+        differs = have.view(np.uint32) != want.view(np.uint32)
+        differs = differs.reshape(len(have), -1)
+        assert not differs.any(), (
+            f"{name} differ first at step {differs.any(1).argmax()}: "
+            f"{have[differs.any(1).argmax()]} {want[differs.any(1).argmax()]}"
+        )
+
+
+def assert_same_moments(state, reference):
+    for name, want in reference.items():
+        # AdamW's own count comes before that of a schedule.
+        _, have = optax.tree.get_all_with_path(state, name)[0]
+        have = np.asarray(as_flat(have) if isinstance(have, dict) else have)
+        assert have.dtype == want.dtype, name
+        assert have.tobytes() == want.tobytes(), name
+
+
+@every_length
+@pytest.mark.parametrize("case", CASES)
+def test_faults_leave_what_the_reference_has(case, steps):
+    build, dtype, grad_dtype, told = CASES[case]
+    given = faults.make_faults(len(case), steps, COUNT)
+    system = reference_system(dtype, grad_dtype, told)
+    chunks = run(build(), grad_dtype, first_params(told, dtype), given)
+    for i, (carry, seen) in enumerate(chunks):
+        part = tuple(x[i * CHUNK : (i + 1) * CHUNK] for x in given)
+        assert_same_steps(seen, reference_run(system, part))
+        assert_same_moments(carry[1], system.state)
+    assert 0.03 * steps < system.scaling.total_skipped < 0.9 * steps
+    if not told.get("is_static"):
+        assert all(system.scaling.events.values()), system.scaling.events
+
+
+@every_length
+@pytest.mark.parametrize("storage", [optax_mp.FullCopy(), optax_mp.Split(bits=8)])
+def test_faults_leave_low_bit_moments_sound(storage, steps):
+    inner = optax_mp.low_bit_state(adamw(), min_size=KERNEL)
+    tx = around(dynamic, inner, storage=storage)
+    params = first_params({}, "bfloat16")
+    dtypes = {x.dtype.name for x in jax.tree.leaves(tx.init(params))}
+    assert {"int8", "uint8"} <= dtypes
+    given = faults.make_faults(5, steps, COUNT)
+    system = reference_system("bfloat16", "bfloat16", {})
+    for i, (_, seen) in enumerate(run(tx, "bfloat16", params, given)):
+        part = tuple(x[i * CHUNK : (i + 1) * CHUNK] for x in given)
+        # The masters are others, but not what is skipped.
+        want = reference_run(system, part)
+        assert_same_steps(seen[2:], want[2:])
+        followed = rounded(seen[1][:, :LOW_COUNT], jnp.bfloat16).astype(np.float32)
+        followed_by = seen[0][:, :LOW_COUNT]
+        np.testing.assert_allclose(followed_by, followed, rtol=2.0**-7, atol=2.0**-20)
+
+
+@every_length
+def test_faults_on_one_rank_leave_what_the_reference_has_on_all(steps):
+    """shard_map over four devices: see faults_on_ranks.py."""
+    printed = run_on(4, script("faults_on_ranks.py"), str(steps))
+    assert len(printed.splitlines()) == 4
