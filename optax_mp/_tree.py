@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import at_least_float32, bits, floating_dtype
+from optax_mp._jax._arrays import is_traced
 
 PyTree = Any
 
@@ -230,7 +230,7 @@ def nonfinite_paths(tree: PyTree) -> list[str]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     suspects = [(path, leaf) for path, leaf in leaves if is_inexact(leaf)]
     for path, leaf in suspects:
-        if isinstance(leaf, Tracer):
+        if is_traced(leaf):
             raise TypeError(
                 f"nonfinite_paths: leaf {keystr(path)} is traced ({describe(leaf)}), "
                 "expected concrete arrays; call it outside jit, or use "

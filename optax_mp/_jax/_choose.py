@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
 
 from optax_mp._dtypes import bits
+from optax_mp._jax._arrays import is_traced, varies
 from optax_mp._jax._jaxpr import evaluate, is_computed, rebind
 from optax_mp._jax._traced import Traced, is_dynamic, is_output
 from optax_mp._tree import PyTree, all_hold, describe, is_array, is_inexact, place
@@ -56,17 +56,9 @@ def is_marked(updates: PyTree) -> Choice:
     def look_at_all() -> jax.Array:
         return all_hold([_is_negative_zero(leaf) for leaf in leaves])
 
-    if not isinstance(suspicious, Tracer):
+    if not is_traced(suspicious):
         return suspicious and look_at_all()
     return lax.cond(suspicious, look_at_all, lambda: suspicious)
-
-
-def varies(x: Any) -> bool:
-    """Return whether the type of `x` says that under shard_map it differs by rank."""
-    aval = getattr(x, "aval", None)
-    kind = getattr(aval, "manual_axis_type", None)  # JAX 0.10 and later
-    axes = getattr(aval, "vma", ()) if kind is None else kind.varying
-    return bool(axes)
 
 
 def _is_negative_zero(x: Any) -> jax.Array:
@@ -107,7 +99,7 @@ def step_where(proceed: Choice, step: Step, state: Any) -> tuple[Any, Any]:
     The choice is made inside the step, value by value: no copies, and no control flow
     for an accelerator to wait for. But values are rounded as XLA then fuses them.
     """
-    if isinstance(proceed, Tracer):
+    if is_traced(proceed):
         return _TracedStep.of(step, state).where(proceed)
     if proceed:
         return step(state)
@@ -120,7 +112,7 @@ def step_if(proceed: Choice, step: Callable[[Any], Any], state: Any) -> Any:
     Within it values are rounded as they are without a choice. Gradients become whole
     arrays at its border; the state is overwritten in place.
     """
-    if not isinstance(proceed, Tracer):
+    if not is_traced(proceed):
         # An eager `lax.cond` would be compiled anew at every call.
         return step(state) if proceed else state
     step_traced = _TracedStep.of(lambda state: ((), step(state)), state)

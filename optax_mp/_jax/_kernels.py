@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_mp._jax._choose import varies
+from optax_mp._jax._arrays import is_traced_by_jit, varies
 from optax_mp._tree import PyTree, is_array
 
 _SMALL = 2**16  # Elements of a leaf that is not worth it.
@@ -71,7 +71,7 @@ def _is_worth_it(x: jax.Array) -> bool:
     # With several devices, waiting would mean to ask the others. Of values that vmap or
     # shard_map tell apart, one must not come to depend on another.
     is_one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
-    is_plain = type(x).__name__ == "DynamicJaxprTracer" and not varies(x)
+    is_plain = is_traced_by_jit(x) and not varies(x)
     return is_one_cpu and is_plain and x.size >= _SMALL
 
 

@@ -8,14 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import tree_flatten_with_path
 
-from optax_mp._jax._choose import varies
-from optax_mp._tree import PyTree, is_array
-
-
-def is_explicit(mesh: Any) -> bool:
-    """Return whether shardings on `mesh` are part of the types of arrays."""
-    kinds = getattr(mesh, "axis_types", None) or ()
-    return any("Explicit" in str(kind) for kind in kinds)
+from optax_mp._jax._arrays import is_traced_by_jit, spec_in_type, varies
+from optax_mp._tree import PyTree
 
 
 def owners(tree: PyTree, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:
@@ -60,23 +54,15 @@ def laid_as_params(state: PyTree, params: PyTree) -> PyTree:
 
 
 def _can_follow(leaf: Any, param: Any) -> bool:
-    if not (_is_traced(leaf) and _is_traced(param)):
+    # By jit alone: a param under vmap would make a batch of what has none.
+    if not (is_traced_by_jit(leaf) and is_traced_by_jit(param)):
         return False
     if leaf.shape[max(0, leaf.ndim - param.ndim) :] != param.shape:
         return False  # neither of the param's shape, nor many of that
     is_number = jnp.issubdtype(leaf.dtype, jnp.number)
     # With explicit shardings zeros are made where their param is; nor are they moved.
-    same_type = _sharding_in_type(leaf) == _sharding_in_type(param)
+    same_type = spec_in_type(leaf) == spec_in_type(param)
     return is_number and param.ndim > 0 and same_type and not varies(param)
-
-
-def _is_traced(x: Any) -> bool:
-    # By jit alone: a param under vmap would make a batch of what has none.
-    return is_array(x) and type(x).__name__ == "DynamicJaxprTracer"
-
-
-def _sharding_in_type(x: Any) -> Any:
-    return getattr(getattr(jax.typeof(x), "sharding", None), "spec", None)
 
 
 # Who reads a jaxpr knows by the name, `LAID_AS`, that the output does not depend on the

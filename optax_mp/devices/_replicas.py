@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.tree_util import tree_flatten_with_path
 
+from optax_mp._jax._arrays import is_traced
 from optax_mp._tree import PyTree, describe, is_array, place
 
 
@@ -63,7 +63,7 @@ def check_replicas(tree: PyTree) -> None:
         (path, leaf) for path, leaf in tree_flatten_with_path(tree)[0] if is_array(leaf)
     ]
     for path, leaf in leaves:
-        if isinstance(leaf, Tracer):
+        if is_traced(leaf):
             raise TypeError(
                 f"check_replicas: leaf {place(path)} is traced ({describe(leaf)}), "
                 "expected concrete arrays; call it outside jit."

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._dtypes import bits
+from optax_mp._jax._arrays import has_explicit_axes, is_traced
 from optax_mp._jax._jaxpr import bind, evaluate
-from optax_mp._jax._placement import is_explicit, laid_as_params, owners
+from optax_mp._jax._placement import laid_as_params, owners
 from optax_mp._jax._traced import Traced, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._transformation import as_transformation
@@ -179,7 +179,7 @@ class _Parts:
             _check_spec(spec, mesh, param, place(path))
             _check_placed(param, mesh, place(path))
             known = _known_spec(param)
-            if known is not None and is_explicit(mesh):
+            if known is not None and has_explicit_axes(mesh):
                 spec = known
             parts[-1] = _chosen(mesh, axes, param.shape, spec)
             if known is None or parts[-1] == _chosen(mesh, axes, param.shape, known):
@@ -326,7 +326,7 @@ def _check_spec(spec: PartitionSpec, mesh: Mesh, param: jax.Array, where: str) -
 
 def _check_placed(param: Any, mesh: Mesh, where: str) -> None:
     """Raise where a concrete array lies on other devices than those of the mesh."""
-    is_concrete = isinstance(param, jax.Array) and not isinstance(param, Tracer)
+    is_concrete = isinstance(param, jax.Array) and not is_traced(param)
     if not is_concrete or isinstance(mesh, AbstractMesh) or mesh.size == 1:
         return
     sharding = param.sharding
@@ -343,10 +343,10 @@ def _check_placed(param: Any, mesh: Mesh, where: str) -> None:
 
 def _known_spec(param: jax.Array) -> PartitionSpec | None:
     """Return how a param lies, if the array or its type says so."""
-    if not isinstance(param, Tracer):
+    if not is_traced(param):
         return getattr(getattr(param, "sharding", None), "spec", None)
     sharding = getattr(jax.typeof(param), "sharding", None)
-    if sharding is None or not is_explicit(sharding.mesh):
+    if sharding is None or not has_explicit_axes(sharding.mesh):
         return None
     return sharding.spec
 
@@ -397,7 +397,7 @@ def _count(mesh: Mesh, names: Names) -> int:
 def _laid(x: jax.Array, mesh: Mesh, by_dim: tuple[Names | None, ...]) -> jax.Array:
     """Return `x`, sharded over these mesh axes, and as it was where none are named."""
     as_it_was: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-    if is_explicit(mesh):
+    if has_explicit_axes(mesh):
         known = tuple(jax.typeof(x).sharding.spec)
         as_it_was = [*known, *[None] * (x.ndim - len(known))]
     spec = PartitionSpec(
@@ -406,7 +406,7 @@ def _laid(x: jax.Array, mesh: Mesh, by_dim: tuple[Names | None, ...]) -> jax.Arr
             for names, before in zip(by_dim, as_it_was, strict=True)
         )
     )
-    if is_explicit(mesh):
+    if has_explicit_axes(mesh):
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from optax_mp._dtypes import at_least_float32
+from optax_mp._jax._arrays import is_traced
 from optax_mp._tree import PyTree, describe, is_inexact
 
 _FLOAT32 = jnp.finfo(jnp.float32)
@@ -307,9 +307,9 @@ class DynamicLossScale(_Scaling):
         """Check the settings once and bring everything to its dtype."""
         rule = self._rule()
         _set_scale(self, "DynamicLossScale")
-        if not isinstance(self.loss_scale, Tracer):
+        if not is_traced(self.loss_scale):
             rule.check_start("loss_scale", float(self.loss_scale))
-        if not isinstance(self.counter, Tracer):
+        if not is_traced(self.counter):
             as_number("DynamicLossScale", "counter", self.counter)
         object.__setattr__(self, "counter", jnp.asarray(self.counter, jnp.int32))
         settings = (("period", int), ("factor", float), ("min_loss_scale", float))
@@ -371,7 +371,7 @@ _register(DynamicLossScale, "loss_scale", "counter")
 
 def _set_scale(value: Any, caller: str) -> None:
     scale = value.loss_scale
-    if not isinstance(scale, Tracer):
+    if not is_traced(scale):
         check_scale(caller, "loss_scale", scale)
     object.__setattr__(value, "loss_scale", jnp.asarray(scale, jnp.float32))
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 from optax_mp._dtypes import round_to
+from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import describe, is_floating, place
 from optax_mp.masters.storage._contract import Storage, check_carrier, storage_of
@@ -133,7 +133,7 @@ def replace_master_params(
                 f"{where} is {describe(new)}, expected the shape of the master "
                 f"{describe(old)}."
             )
-        if not isinstance(old, Tracer):
+        if not is_traced(old):
             new = jax.device_put(new, old.sharding)
         new = jnp.array(new, old.dtype, copy=True)
         encoded = storage.encode(new, param, param.dtype)
@@ -164,7 +164,7 @@ def _decoded(kept: Any, param: Any, path: tuple[Any, ...], caller: str) -> jax.A
 
 def _check_carried(storage: Storage, new: Any, param: Any, where: str) -> None:
     """Raise if `param` is not what `new` is rounded to; traced values go unchecked."""
-    if isinstance(new, Tracer) or isinstance(param, Tracer):
+    if is_traced(new) or is_traced(param):
         return
     value = param.astype(new.dtype)
     # Rounded by the storage, or by a cast: they differ in ties.

@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import register_dataclass, tree_leaves_with_path
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_mp._dtypes import floating_dtype
-from optax_mp._jax._placement import is_explicit
+from optax_mp._jax._arrays import has_explicit_axes, is_traced
 from optax_mp._tree import PyTree, describe, is_array, is_floating, place
 from optax_mp.reports._table import aligned
 
@@ -98,7 +97,7 @@ def _explicit_mesh(leaf: jax.Array) -> Any:
     if not hasattr(jax, "typeof"):  # JAX 0.5 has no such types.
         return None
     mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
-    return mesh if is_explicit(mesh) else None
+    return mesh if has_explicit_axes(mesh) else None
 
 
 @dataclass(frozen=True)
@@ -301,7 +300,7 @@ class GradientRangeReport:
 
     def _counts_of(self, path: str | None) -> np.ndarray:
         """Return the counts of a leaf, or of all, over all that was stacked."""
-        if isinstance(self.counts, Tracer):
+        if is_traced(self.counts):
             raise TypeError(
                 f"GradientRangeReport: `counts` is traced ({describe(self.counts)}), "
                 "expected concrete values; return the report from the jitted function, "
@@ -401,7 +400,7 @@ def gradient_range_report(
 
 
 def _check_loss_scale(loss_scale: Any, caller: str) -> None:
-    if loss_scale is None or (isinstance(loss_scale, Tracer) and not loss_scale.ndim):
+    if loss_scale is None or (is_traced(loss_scale) and not loss_scale.ndim):
         return
     is_number = isinstance(loss_scale, int | float | np.number) or is_array(loss_scale)
     if not is_number or jnp.ndim(loss_scale) or not 0 < float(loss_scale) < math.inf:

@@ -1,0 +1,35 @@
+"""What JAX knows of one array: whether it is traced, and what its type says."""
+
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+
+def is_traced(x: Any) -> bool:
+    """Return whether `x` is a value of a trace, which has no numbers yet."""
+    return isinstance(x, Tracer)
+
+
+def is_traced_by_jit(x: Any) -> bool:
+    """Return whether `x` is traced by `jit` alone, not by `vmap` or `grad`, too."""
+    return type(x).__name__ == "DynamicJaxprTracer"
+
+
+def varies(x: Any) -> bool:
+    """Return whether the type of `x` says that under shard_map it differs by rank."""
+    aval = getattr(x, "aval", None)
+    kind = getattr(aval, "manual_axis_type", None)  # JAX 0.10 and later
+    axes = getattr(aval, "vma", ()) if kind is None else kind.varying
+    return bool(axes)
+
+
+def spec_in_type(x: Any) -> Any:
+    """Return the `PartitionSpec` in the type of an array, or None without one."""
+    return getattr(getattr(jax.typeof(x), "sharding", None), "spec", None)
+
+
+def has_explicit_axes(mesh: Any) -> bool:
+    """Return whether shardings on `mesh` are part of the types of arrays."""
+    kinds = getattr(mesh, "axis_types", None) or ()
+    return any("Explicit" in str(kind) for kind in kinds)
