@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._inner_view import without_aliases
+from optax_mp._inner import without_aliases
 from optax_mp._jax._traced import Traced
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import PyTree, cast_floating, describe, is_array, is_floating, place

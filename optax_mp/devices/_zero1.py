@@ -18,7 +18,7 @@ from optax_mp._jax._jaxpr import bind, evaluate
 from optax_mp._jax._placement import laid_as_params, owners
 from optax_mp._jax._traced import Traced, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._transformation import as_transformation
+from optax_mp._inner import as_transformation
 from optax_mp._tree import PyTree, describe, is_floating, place
 
 # The names of mesh axes over which one axis of an array is sharded.
