@@ -110,7 +110,9 @@ def measure(form: str, device: Any, side: int) -> record.Row:
         )
 
     def tree(dtype: str) -> Any:
-        return {f"w{i}": jax.ShapeDtypeStruct((side, side), dtype) for i in range(LEAVES)}
+        return {
+            f"w{i}": jax.ShapeDtypeStruct((side, side), dtype) for i in range(LEAVES)
+        }
 
     tx = make()
     params, grads = tree(param_dtype), tree(grad_dtype)

@@ -10,17 +10,19 @@ import optax
 from optax_mp._inner import without_aliases
 from optax_mp._jax._traced import Traced
 from optax_mp._leaves import Leaves, is_absent
+from optax_mp._states import find_states
 from optax_mp._tree import PyTree, cast_floating, describe, is_array, is_floating, place
 from optax_mp.compact._blocks import Quantized, dequantized, quantized
 from optax_mp.compact._low_bit import LowBitState
 from optax_mp.compact._stochastic import StochasticRoundingState
 from optax_mp.loss_scale._transform import LossScaleState
 from optax_mp.masters._access import (
-    MixedPrecisionState,
+    check_param_is_trained,
     master_params,
-    mixed_precision_states,
+    match_stored,
+    replace_stored,
 )
-from optax_mp.masters.storage._contract import check_carrier, storage_of
+from optax_mp.masters._state import MixedPrecisionState
 
 _CALLER = "convert_opt_state"
 _WRAPPERS = (MixedPrecisionState, LowBitState, StochasticRoundingState, LossScaleState)
@@ -75,13 +77,13 @@ def convert_opt_state(
         'int8'
     """
     _check_made_by(state, from_tx, params)
-    has_masters = bool(mixed_precision_states(state))
+    has_masters = bool(find_states(state, MixedPrecisionState))
     wrappers = _wrappers(state)
     truth = master_params(state, params) if has_masters else params
     if StochasticRoundingState in wrappers:
         truth = cast_floating(truth, jnp.float32)  # as its optimizer saw them
     template = to_tx.init(params)
-    if not mixed_precision_states(template):
+    if not find_states(template, MixedPrecisionState):
         # The moments of a bare optimizer have the dtype of its params.
         template = to_tx.init(truth)
     values = _matched(_bare(state), _bare(template))
@@ -135,7 +137,7 @@ def _filled(
             return value.astype(node.dtype) if is_floating(value) else value
         own = node
         if isinstance(node, MixedPrecisionState):
-            own = node._replace(master_params=_encoded(node.master_params, masters))
+            own = _encode_masters(node, masters)
         elif type(node) in wrappers:
             own = wrappers[type(node)]
         inner_state = _filled(node.inner_state, values, wrappers, masters)
@@ -144,26 +146,27 @@ def _filled(
     return jax.tree.map(fill, template, is_leaf=_is_wrapped)
 
 
-def _encoded(stored: PyTree, masters: tuple[PyTree, PyTree] | None) -> PyTree:
-    """Return masters in the form of `stored`; without any, as `init` made them."""
+def _encode_masters(
+    template: MixedPrecisionState, masters: tuple[PyTree, PyTree] | None
+) -> MixedPrecisionState:
+    """Return a state with masters as its storage keeps them; none: as `init` does."""
     if masters is None:
-        return stored
-    kept = Leaves.of(
-        stored, caller=_CALLER, name="the masters of `to_tx`", absent_too=True
-    )
-    truth, params = (kept.match(tree, "`params`") for tree in masters)
-    encoded = list(kept.values)
-    for i, (old, param) in enumerate(zip(kept.values, params, strict=True)):
-        if is_absent(old):
+        return template
+    truth, params = masters
+    leaves = Leaves.of(params, caller=_CALLER, name="`params`")
+    encoded = match_stored(leaves, template)
+    for i, (master, stored) in enumerate(
+        zip(leaves.match(truth, "the masters"), encoded, strict=True)
+    ):
+        if is_absent(stored):
             continue
-        storage = storage_of(old)
-        check_carrier(storage, param, f"{_CALLER}: param {place(kept.paths[i])}")
-        encoded[i] = storage.encode(_as_master(truth[i], old), param, param.dtype)
-    return kept.unflatten(encoded)
-
-
-def _as_master(master: jax.Array, stored: jax.Array) -> jax.Array:
-    return master.astype(stored.dtype if is_floating(stored) else jnp.float32)
+        storage, param = template.storage, leaves.values[i]
+        if storage.param_is_part:
+            where = f"{_CALLER}: param {place(leaves.paths[i])}"
+            check_param_is_trained(storage, param, where)
+        dtype = jax.eval_shape(storage.decode, stored, param).dtype
+        encoded[i] = storage.encode(master.astype(dtype), param)
+    return replace_stored(leaves, template, encoded)
 
 
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:

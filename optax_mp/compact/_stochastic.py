@@ -7,11 +7,15 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._dtypes import bits
-from optax_mp._inner import in_precision_of, own_master, without_aliases
+from optax_mp._inner import (
+    as_transformation,
+    in_precision_of,
+    own_master,
+    without_aliases,
+)
 from optax_mp._jax._choose import choose_step
 from optax_mp._jax._placement import laid_as_params
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._inner import as_transformation
 from optax_mp._tree import describe, is_floating, is_inexact, place
 from optax_mp.compact._dither import chance_keys, check_seed, rounded_by_chance
 from optax_mp.loss_scale._mark import is_unmarked

@@ -13,12 +13,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._dtypes import bits
+from optax_mp._inner import as_transformation
 from optax_mp._jax._arrays import has_explicit_axes, is_traced
 from optax_mp._jax._jaxpr import bind, evaluate
 from optax_mp._jax._placement import laid_as_params, owners
 from optax_mp._jax._traced import Traced, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._inner import as_transformation
 from optax_mp._tree import PyTree, describe, is_floating, place
 
 # The names of mesh axes over which one axis of an array is sharded.

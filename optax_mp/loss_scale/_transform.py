@@ -10,9 +10,9 @@ from jax import lax
 from jax.tree_util import DictKey, GetAttrKey, tree_map_with_path
 
 from optax_mp._dtypes import at_least_float32
+from optax_mp._inner import as_transformation
 from optax_mp._jax._choose import choose_step, or_negative_zeros
 from optax_mp._leaves import Leaves
-from optax_mp._inner import as_transformation
 from optax_mp._tree import finite_quotients, is_floating
 from optax_mp.loss_scale._mark import mark_skipped, register_link
 from optax_mp.loss_scale._rule import (

@@ -108,7 +108,7 @@ def replace_master_params(
                 if storage.param_is_part:
                     _check_param_carries(storage, new, param, where)
                 kept[i] = storage.encode(new, param)
-        return state._replace(master_params=leaves.unflatten(kept))
+        return replace_stored(leaves, state, kept)
 
     return map_states(replace, opt_state, MixedPrecisionState)
 
@@ -118,6 +118,19 @@ def match_stored(params: Leaves, state: MixedPrecisionState) -> list[Any]:
     # Under `optax.partition` one `MaskedNode` can stand for a whole branch of params.
     stored = expand_absent(state.master_params, params.unflatten(params.values))
     return params.match_subtrees(stored, "the masters in `opt_state`")
+
+
+def replace_stored(
+    params: Leaves, state: MixedPrecisionState, values: list[Any]
+) -> MixedPrecisionState:
+    """Return a state that stores other values for its params: see `match_stored`."""
+    stored = jax.tree.map(
+        lambda old, new: old if is_absent(old) else new,
+        state.master_params,
+        params.unflatten(values),
+        is_leaf=is_absent,
+    )
+    return state._replace(master_params=stored)
 
 
 def decode_master(storage: Storage, stored: Any, param: Any, where: str) -> jax.Array:

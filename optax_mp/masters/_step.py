@@ -127,9 +127,7 @@ class Step:
                 new_stored[i], updates[i] = self._advance_leaf(i, stored[i], master)
         return new_stored, updates
 
-    def _advance_leaf(
-        self, i: int, stored: Any, master: Any
-    ) -> tuple[Any, jax.Array]:
+    def _advance_leaf(self, i: int, stored: Any, master: Any) -> tuple[Any, jax.Array]:
         storage, param = self.settings.storage, self.params.values[i]
         new_stored, target = storage.advance(stored, param, master)
         check_kept(storage, new_stored, stored, f"param {place(self.params.paths[i])}")

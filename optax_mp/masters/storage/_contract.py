@@ -92,7 +92,9 @@ def check_storage(
             "expected a frozen dataclass, as it becomes part of the state's type."
         ) from error
     narrower = [d for d in _ASKED if bits(d) < bits(master_dtype)]
-    if narrower and not any(storage.takes(jnp.dtype(d), master_dtype) for d in narrower):
+    if narrower and not any(
+        storage.takes(jnp.dtype(d), master_dtype) for d in narrower
+    ):
         raise ValueError(
             f"mixed_precision: `master_dtype` is {master_dtype}, which the storage "
             f"{storage} does not keep; expected float32, or use "

@@ -120,7 +120,7 @@ class Split:
         self, stored: jax.Array, param: jax.Array, master: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return the remainder, and the param that it belongs to."""
-        del stored
+        master = _write_out_on_cpu(master, stored)
         # The param moves by a float32 sum, which cannot reach every value. So the
         # remainder is taken against the value that this sum will land on.
         before = param.astype(jnp.float32)
@@ -147,6 +147,19 @@ class Split:
         power = _to_float(_to_pattern(param) & _INFINITY)
         last_place = jnp.maximum(power, float(info.smallest_normal)) * float(info.eps)
         return last_place * 2.0**-self.bits
+
+
+def _write_out_on_cpu(master: jax.Array, stored: jax.Array) -> jax.Array:
+    """Return `master`, computed once for all that reads it, where XLA is for CPUs.
+
+    XLA's CPU kernels have one output each. Both outputs of a step, the param and the
+    remainder, overwrite what both are computed from: XLA would compute the master twice
+    and copy all that it is made of. It never computes a division twice. This one is by
+    one, as only we know; other hardware does it on the way.
+    """
+    beyond = 2**17  # No remainder of 16 bits comes near it.
+    ones = lax.max(stored.astype(jnp.int32), jnp.int32(beyond)) - (beyond - 1)
+    return master / ones.astype(jnp.float32)
 
 
 def _to_pattern(x: jax.Array) -> jax.Array:
