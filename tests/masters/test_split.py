@@ -919,7 +919,7 @@ def test_what_is_no_storage_is_named(storage):
         (
             {"a": jnp.ones(2, jnp.complex64), "i": jnp.arange(2)},
             {},
-            r"needs params of bfloat16 or float16, .*\['a'\] is complex64\[2\]",
+            r".* needs params of bfloat16 or float16, .*\['a'\] is complex64\[2\]",
         ),
         (
             {"a": jnp.ones(2, jnp.bfloat16), "b": [jnp.ones(4, jnp.float8_e4m3fn)]},
