@@ -91,7 +91,7 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
             "the same leaves, shapes and dtypes.\n  " + "\n  ".join(lines) + "\n"
             "Restore into `jax.eval_shape(tx.init, params)` with the `tx` and with "
             "params as they were when it was saved; then change the form by "
-            "`optax_mp.convert_opt_state(state, tx, new_tx, params)`, and the dtype of "
+            "`optax_mp.convert_opt_state(state, params, tx, new_tx)`, and the dtype of "
             "params by `optax_mp.cast_floating`."
         )
 

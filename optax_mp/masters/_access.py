@@ -1,6 +1,5 @@
 """Reading and replacing masters, wherever a state holds them."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +9,7 @@ import optax
 from optax_mp._dtypes import round_to
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import Leaves, is_absent
+from optax_mp._states import find_states, map_states
 from optax_mp._tree import describe, is_floating, place
 from optax_mp.masters.storage._contract import Storage, check_carrier, storage_of
 
@@ -141,18 +141,14 @@ def replace_master_params(
             _check_carried(storage, new, param, where)
         return encoded
 
-    def in_state(node: Any) -> Any:
-        if not isinstance(node, MixedPrecisionState):
-            return node
+    def in_state(node: MixedPrecisionState) -> MixedPrecisionState:
         leaves = _masters_of(node, "replace_master_params")
         now = leaves.match(params, "`params`")
         given = leaves.match(new_master, "`new_master`")
-        return MixedPrecisionState(
-            leaves.unflatten(map(replaced, leaves.paths, leaves.values, now, given)),
-            _map_states(in_state, node.inner_state),
-        )
+        masters = map(replaced, leaves.paths, leaves.values, now, given)
+        return node._replace(master_params=leaves.unflatten(masters))
 
-    return _map_states(in_state, opt_state)
+    return map_states(in_state, opt_state, MixedPrecisionState)
 
 
 def _decoded(kept: Any, param: Any, path: tuple[Any, ...], caller: str) -> jax.Array:
@@ -193,27 +189,8 @@ def _masters_of(state: MixedPrecisionState, caller: str) -> Leaves:
     )
 
 
-def _map_states(function: Callable[[Any], Any], opt_state: optax.OptState) -> Any:
-    return jax.tree.map(
-        function, opt_state, is_leaf=lambda x: isinstance(x, MixedPrecisionState)
-    )
-
-
-def mixed_precision_states(opt_state: optax.OptState) -> list[MixedPrecisionState]:
-    """Return every `MixedPrecisionState` in a state, at any depth."""
-    found: list[MixedPrecisionState] = []
-
-    def collect(node: Any) -> None:
-        if isinstance(node, MixedPrecisionState):
-            found.append(node)
-            _map_states(collect, node.inner_state)
-
-    _map_states(collect, opt_state)
-    return found
-
-
 def _states_of(opt_state: optax.OptState, caller: str) -> list[MixedPrecisionState]:
-    found = mixed_precision_states(opt_state)
+    found = [state for _, state in find_states(opt_state, MixedPrecisionState)]
     if not found:
         raise ValueError(
             f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state "

@@ -221,7 +221,7 @@ def test_the_fix_in_the_message_works():
         optax_mp.check_checkpoint(state, wanted)
     old, new = FORMS["full copy"], FORMS["split 16"]
     optax_mp.check_checkpoint(state, jax.eval_shape(old.init, params))
-    converted = optax_mp.convert_opt_state(state, old, new, params)
+    converted = optax_mp.convert_opt_state(state, params, old, new)
     optax_mp.check_checkpoint(converted, wanted)
     there = train("split 16", params, converted, range(4, 8))
     here = train("full copy", params, state, range(4, 8))
@@ -353,7 +353,7 @@ def test_a_run_of_plain_adamw_goes_on_as_if_in_float32(storage, scaled):
     with pytest.raises(ValueError, match="is of another form"):
         optax_mp.check_checkpoint(plain, template(tx, weights))
     optax_mp.check_checkpoint(plain, template(adamw, weights))
-    state = optax_mp.convert_opt_state(plain, adamw, tx, weights)
+    state = optax_mp.convert_opt_state(plain, weights, adamw, tx)
     params = optax_mp.cast_floating(weights, "bfloat16")
     assert as_bits(optax_mp.master_params(state, params)) == as_bits(weights)
 
@@ -369,7 +369,7 @@ def test_a_run_of_plain_adamw_goes_on_as_if_in_float32(storage, scaled):
         )
     else:
         assert as_bits(found) == as_bits(wanted)
-        bare = optax_mp.convert_opt_state(state, tx, adamw, params)
+        bare = optax_mp.convert_opt_state(state, params, tx, adamw)
         assert as_bits(bare) == as_bits(wanted_state)
     assert int(optax.tree.get(state, "count")) == 10
 
