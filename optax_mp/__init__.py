@@ -1,5 +1,6 @@
 """Mixed-precision training for any optax optimizer."""
 
+from optax_mp import _first_edition  # noqa: F401, lets old pickles load
 from optax_mp._dtypes import half_dtype
 from optax_mp._policy import Policy, get_policy
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
@@ -13,6 +14,7 @@ from optax_mp.amp import (
 )
 from optax_mp.checkpoints._check import check_checkpoint
 from optax_mp.checkpoints._convert import convert_opt_state
+from optax_mp.checkpoints._upgrade import upgrade_checkpoint
 from optax_mp.compact._blocks import Quantized
 from optax_mp.compact._low_bit import LowBitState, low_bit_state
 from optax_mp.compact._stochastic import StochasticRoundingState, stochastic_rounding
@@ -96,6 +98,7 @@ __all__ = [
     "select_tree",
     "static_loss_scale",
     "stochastic_rounding",
+    "upgrade_checkpoint",
     "value_and_grad",
     "zero1",
 ]

@@ -65,7 +65,7 @@ def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) ->
 
 
 def owners(
-    tree: PyTree, param_paths: Sequence[Path], shapes: Sequence[tuple[int, ...]]
+    tree: PyTree, param_paths: Sequence[Path], params: Sequence[Any]
 ) -> list[int | None]:
     """Return which param each leaf of `tree` belongs to.
 
@@ -77,8 +77,8 @@ def owners(
     Args:
         tree: a state, or any tree with trees like the params in it.
         param_paths: where each param is in the params.
-        shapes: of the params. They decide where the params are a single array, whose
-            path fits everywhere.
+        params: the param at each path, an array or what has its shape. Shapes decide
+            if the params are a single array, whose path is empty and fits everywhere.
 
     Returns:
         For each leaf an index into `param_paths`, or None.
@@ -92,7 +92,7 @@ def owners(
         if _MASTERS in path[:depth]:
             return _owner_of_master(path[depth:], by_path)
         owner = _owner(path[depth:], by_path)
-        if owner is None or param_paths[owner] or _fits(path, leaf, shapes[owner]):
+        if owner is None or param_paths[owner] or _fits(path, leaf, params[owner]):
             return owner
         return None
 
@@ -101,7 +101,9 @@ def owners(
         # A scalar for each param is something of the param. One for some of them is a
         # count, say, of a state whose field is called as one of the params is.
         has_scalars = any(
-            owner is not None and shapes[owner] and not _shape(leaves[number][1])
+            owner is not None
+            and _shape(params[owner])
+            and not _shape(leaves[number][1])
             for number, owner in zip(numbers, claims, strict=True)
         )
         is_of_all = len(set(claims)) == len(by_path)
@@ -140,15 +142,27 @@ def _owner_of_master(path: Path, by_path: dict[Path, int]) -> int | None:
     return next((by_path[start] for start in starts if start in by_path), None)
 
 
-def _fits(path: Path, leaf: Any, shape: tuple[int, ...]) -> bool:
+def _fits(path: Path, leaf: Any, param: Any) -> bool:
     """Return whether a leaf has the shape of its param, or many of that."""
-    own, shape = _shape(leaf), tuple(shape)
+    own, shape = _shape(leaf), _shape(param)
     is_many = bool(shape) and own[max(0, len(own) - len(shape)) :] == shape
     return own == shape or is_many or path[-1:] == _CODES_AND_SCALES[1]
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(getattr(leaf, "shape", ()))
+
+
+def holds_state(tree: PyTree) -> bool:
+    """Return whether the state of an optimizer, of whatever kind, is in `tree`.
+
+    By the name that optax gives its own: the params may be NamedTuples, too.
+    """
+
+    def is_state(node: Any) -> bool:
+        return hasattr(node, "_fields") and type(node).__name__.endswith("State")
+
+    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
 def _is_of(kind: Kind) -> Callable[[Any], bool]:

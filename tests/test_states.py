@@ -75,13 +75,13 @@ OTHERS = {
 
 def owners_of(tx, params):
     state = jax.eval_shape(tx.init, params)
-    paths, shapes = described(params)
-    return state, owners(state, paths, shapes)
+    paths, arrays = described(params)
+    return state, owners(state, paths, arrays)
 
 
 def described(params):
     leaves = tree_flatten_with_path(params)[0]
-    return [path for path, _ in leaves], [leaf.shape for _, leaf in leaves]
+    return [path for path, _ in leaves], [leaf for _, leaf in leaves]
 
 
 def owners_by_name(state):
@@ -119,8 +119,8 @@ def test_a_bare_array_owns_what_has_its_shape(name, wrapper):
 
 def test_params_own_themselves():
     for make in [*CONTAINERS.values(), lambda x: x[0]]:
-        paths, shapes = described(make(ARRAYS))
-        assert owners(make(ARRAYS), paths, shapes) == list(range(len(paths)))
+        paths, arrays = described(make(ARRAYS))
+        assert owners(make(ARRAYS), paths, arrays) == list(range(len(paths)))
 
 
 def test_no_leaves_have_no_owners():

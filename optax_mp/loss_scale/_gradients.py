@@ -10,6 +10,7 @@ from jax import lax
 from jax.tree_util import keystr
 
 from optax_mp._dtypes import at_least_float32
+from optax_mp._states import find_states
 from optax_mp._tree import (
     all_finite,
     describe,
@@ -47,24 +48,13 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
 
 def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
     """Return the one loss-scale state in `opt_state`, or None."""
-    found: list[tuple[str, LossScaleState]] = []
-
-    def collect(tree: Any, prefix: str) -> None:
-        nodes = jax.tree_util.tree_flatten_with_path(
-            tree, is_leaf=lambda x: isinstance(x, LossScaleState)
-        )[0]
-        for path, node in nodes:
-            if isinstance(node, LossScaleState):
-                where = prefix + keystr(path)
-                found.append((where, node))
-                collect(node.inner_state, where + ".inner_state")
-
-    collect(opt_state, "opt_state")
+    found = find_states(opt_state, LossScaleState)
     if len(found) > 1:
+        where = " and ".join("opt_state" + keystr(path) for path, _ in found)
         raise ValueError(
-            f"{caller}: `opt_state` holds {len(found)} loss scales, at "
-            f"{' and '.join(where for where, _ in found)}, expected one: a loss has "
-            "one scale. Put a single dynamic_loss_scale around the whole optimizer."
+            f"{caller}: `opt_state` holds {len(found)} loss scales, at {where}, "
+            "expected one: a loss has one scale. Put a single dynamic_loss_scale "
+            "around the whole optimizer."
         )
     if not found:
         return None

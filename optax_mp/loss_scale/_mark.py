@@ -1,13 +1,13 @@
 """The mark by which a loss scale in a chain tells later links that a step is skipped.
 
 A link of `optax.chain` cannot stop those that follow. It hands them negative zeros:
-numerically zero to every rule, and hardly ever a gradient by itself. A `mixed_precision`
-further on that finds nothing but negative zeros skips the step.
+numerically zero to every rule, and hardly ever a gradient by itself. If a
+`mixed_precision` further on finds nothing but negative zeros, it skips the step.
 
-To find them, all gradients are read once more. So they are looked for only while there
-is a link: an optimizer with `dynamic_loss_scale()` or `static_loss_scale()` in a chain.
-That one was made is what counts, not that it ran before in the same trace: its update
-may be compiled apart from that of the optimizer which follows.
+To find them, it has to read all gradients once more. So it looks for them only while a
+link exists in this process, that is a `dynamic_loss_scale()` or `static_loss_scale()`
+without `inner`. That one was made is what counts, not that it ran earlier in the same
+trace, because a link may be compiled apart from the optimizer that follows it.
 """
 
 import weakref

@@ -104,7 +104,7 @@ class Step:
         ]
 
     def show_gradients(self, seen: Sequence[Any], grads: Sequence[Any]) -> Any:
-        """Return the tree of gradients that `inner` sees, in the precision of `seen`."""
+        """Return the gradients for `inner`, in the precision of the params it sees."""
         return self.params.unflatten(map(in_precision_of, seen, grads))
 
     def advance(
