@@ -7,7 +7,7 @@
 A step updates the params by AdamW, params and state donated, gradients given. Its time
 on a TPU or GPU is the bytes that it moves over the memory's bandwidth. XLA compiles for
 hardware that is not there and says how many those are: `pip install libtpu`, and for
-GPUs `jax-cuda12-pjrt`, `jax-cuda12-plugin` (of jax's version, both with `--no-deps`) and
+GPUs `jax-cuda12-pjrt` and `jax-cuda12-plugin` of jax's version, with `--no-deps`, and
 `nvidia-cuda-nvcc-cu12`. Nothing here is run, and nothing is timed.
 
 "limit" counts each array of the step once where it is read and once where it is
@@ -57,35 +57,44 @@ def clipped() -> optax.GradientTransformation:
     return masters(optax_mp.low_bit_state(chain), storage=optax_mp.Split(bits=8))
 
 
+def scaled(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return `inner` with a loss scale around it."""
+    return optax_mp.dynamic_loss_scale(inner)
+
+
+def linked(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return `inner` with a loss scale in front of it, in a chain."""
+    return optax.chain(optax_mp.dynamic_loss_scale(), inner)
+
+
+def split(bits: int) -> optax.GradientTransformation:
+    """Return AdamW with split masters."""
+    return masters(adamw(), storage=optax_mp.Split(bits))
+
+
+def unmastered() -> optax.GradientTransformation:
+    """Return AdamW at 4.1 bytes per weight."""
+    return optax_mp.stochastic_rounding(optax_mp.low_bit_state(adamw()))
+
+
 # Form: (transformation, dtype of params, of gradients, bytes per weight at the least).
 FORMS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
     "float32": (adamw, F32, F32, 28),
-    "apply_if_finite, float32": (lambda: optax.apply_if_finite(adamw(), 9), F32, F32, 32),
+    "apply_if_finite": (lambda: optax.apply_if_finite(adamw(), 9), F32, F32, 32),
     "masters": (lambda: masters(adamw()), BF16, BF16, 30),
     "masters, float32 gradients": (lambda: masters(adamw()), BF16, F32, 32),
-    "loss scale": (lambda: optax_mp.dynamic_loss_scale(masters(adamw())), BF16, BF16, 32),
-    "loss scale, float32 gradients": (
-        lambda: optax_mp.dynamic_loss_scale(masters(adamw())), BF16, F32, 36,
-    ),
-    "loss scale as a link": (
-        lambda: optax.chain(optax_mp.dynamic_loss_scale(), masters(adamw())), BF16, BF16, 32,
-    ),
-    "link, float32 gradients": (
-        lambda: optax.chain(optax_mp.dynamic_loss_scale(), masters(adamw())), BF16, F32, 36,
-    ),
-    "Split(16)": (lambda: masters(adamw(), storage=optax_mp.Split(16)), BF16, BF16, 26),
-    "Split(8)": (lambda: masters(adamw(), storage=optax_mp.Split(8)), BF16, BF16, 24),
-    "8-bit state, float32": (lambda: optax_mp.low_bit_state(adamw()), F32, F32, 16.25),
+    "loss scale": (lambda: scaled(masters(adamw())), BF16, BF16, 32),
+    "loss scale, float32 gradients": (lambda: scaled(masters(adamw())), BF16, F32, 36),
+    "link": (lambda: linked(masters(adamw())), BF16, BF16, 32),
+    "link, float32 gradients": (lambda: linked(masters(adamw())), BF16, F32, 36),
+    "Split(16)": (lambda: split(16), BF16, BF16, 26),
+    "Split(8)": (lambda: split(8), BF16, BF16, 24),
+    "8-bit state": (lambda: optax_mp.low_bit_state(adamw()), F32, F32, 16.25),
     "5.1 bytes": (compact, BF16, BF16, 12.25),
     "5.1 bytes, clipped": (clipped, BF16, BF16, 14.25),
-    "5.1 bytes, loss scale": (
-        lambda: optax_mp.dynamic_loss_scale(compact()), BF16, BF16, 14.25,
-    ),
-    "stochastic rounding, 8-bit state": (
-        lambda: optax_mp.stochastic_rounding(optax_mp.low_bit_state(adamw())),
-        BF16, BF16, 10.25,
-    ),
-}  # fmt: skip
+    "5.1 bytes, loss scale": (lambda: scaled(compact()), BF16, BF16, 14.25),
+    "stochastic rounding": (unmastered, BF16, BF16, 10.25),
+}
 
 
 def device_of(target: str) -> Any:

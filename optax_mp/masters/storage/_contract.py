@@ -1,8 +1,8 @@
 """The contract of a storage: how a master is kept between steps.
 
-A storage is a frozen, hashable object. It is part of the type of the optimizer state, so
-that whoever reads a state (`master_params`, `convert_opt_state`, `memory_report`, ...)
-asks the state's own storage and never guesses.
+A storage is a frozen, hashable object. It is part of the type of the optimizer state,
+so that everything that reads a state (`master_params`, `convert_opt_state`,
+`memory_report`, ...) asks the state's own storage and never guesses.
 """
 
 from typing import Any, Protocol
