@@ -86,7 +86,7 @@ class _TracedStep:
         ]
         return self.traced.filled(values)[0]
 
-    def choose(self, proceed: jax.Array) -> Any:
+    def choose(self, proceed: Choice) -> Any:
         """Return (updates, state), chosen value by value.
 
         A choice after the step would need the old state and the new one at once, for
