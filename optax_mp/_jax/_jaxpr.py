@@ -6,7 +6,7 @@ What differs between versions of JAX in a jaxpr is said here and nowhere else.
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -164,22 +164,44 @@ def primitive_names() -> set[str]:
     return {value.name for value in values if isinstance(value, Primitive)}
 
 
-def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run) -> list[Any]:
-    """Return the outputs of `jaxpr` for `args`; `run` says what an equation does.
+def bind(
+    equation: Equation, inputs: Sequence[Any], params: dict[str, Any] | None = None
+) -> list[Any]:
+    """Return the outputs of an equation as it is written, or with other parameters."""
+    params = equation.params if params is None else params
+    bound: Any = equation.primitive.get_bind_params(params)
+    # Up to JAX 0.9.0, the functions among the parameters come apart.
+    functions, bound = bound if isinstance(bound, tuple) else ((), bound)
+    outputs = equation.primitive.bind(*functions, *inputs, **bound)
+    return list(outputs) if equation.primitive.multiple_results else [outputs]
 
-    It gets the equation and the values of its inputs, and returns those of its outputs.
+
+def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]:
+    """Return the outputs of `jaxpr` for `args`.
+
+    Every equation runs where it is written: in its named scopes, with its source line
+    and its configuration.
+
+    Args:
+        jaxpr: the jaxpr.
+        args: the values of its inputs.
+        run: returns the outputs of an equation, given the equation and its inputs.
     """
     jaxpr, consts = opened(jaxpr)
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, args, strict=True))
-
-    def value(atom: Any) -> Any:
-        return atom.val if is_literal(atom) else known[atom]
-
-    for equation in jaxpr.eqns:
-        outputs = run(equation, [value(atom) for atom in equation.invars])
-        known.update(zip(equation.outvars, outputs, strict=True))
-    # As arrays, though a literal is a plain number.
+    with _Location() as location:
+        for equation in jaxpr.eqns:
+            # A literal is told apart here, not in a function: this loop runs for every
+            # equation of every step that is traced.
+            inputs = [
+                atom.val if isinstance(atom, Literal) else known[atom]
+                for atom in equation.invars
+            ]
+            with location.of(equation):
+                outputs = run(equation, inputs)
+            known.update(zip(equation.outvars, outputs, strict=True))
+    # A literal is a plain number, but the outputs are arrays.
     outvars: Any = jaxpr.outvars
     return [
         jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else known[atom]
@@ -187,32 +209,38 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run) -> list[Any]:
     ]
 
 
-def bind(
-    equation: Equation, inputs: Sequence[Any], params: dict[str, Any] | None = None
-) -> list[Any]:
-    """Return the outputs of an equation as it is written, or with other parameters."""
-    params = equation.params if params is None else params
-    bound: Any = equation.primitive.get_bind_params(params)
-    # Up to JAX 0.9.0 with the functions among the parameters apart.
-    functions, bound = bound if isinstance(bound, tuple) else ((), bound)
-    outputs = equation.primitive.bind(*functions, *inputs, **bound)
-    return list(outputs) if equation.primitive.multiple_results else [outputs]
+class _Location:
+    """Where one equation after another is written.
 
+    To enter all of JAX's contexts for each equation takes a fifth of the time of
+    tracing. So the configuration, which hardly ever changes, stays entered from one
+    equation to the next, and the names are put together once for each scope.
+    """
 
-@contextlib.contextmanager
-def placed_as(equation: Equation) -> Iterator[None]:
-    """Trace what is inside where, named and configured as the equation is."""
-    source = equation.source_info
-    names = source_info_util.current_name_stack() + source.name_stack
-    context = source_info_util.user_context(source.traceback, name_stack=names)
-    with context, equation.ctx.manager:
-        yield
+    def __init__(self) -> None:
+        self._outer = source_info_util.current_name_stack()
+        self._configured = contextlib.ExitStack()
+        self._configuration: Any = None
+        self._inner: Any = None
+        self._names: Any = None
 
+    def __enter__(self) -> "_Location":
+        return self
 
-def rebind(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of an equation as it is written, where it is written."""
-    with placed_as(equation):
-        return bind(equation, inputs)
+    def __exit__(self, *error: Any) -> None:
+        self._configured.__exit__(*error)
+
+    def of(self, equation: Equation) -> Any:
+        """Return the context of the names and the source line of an equation."""
+        if equation.ctx is not self._configuration:
+            self._configured.close()
+            self._configured.enter_context(equation.ctx.manager)
+            self._configuration = equation.ctx
+        source = equation.source_info
+        if source.name_stack is not self._inner:
+            self._inner = source.name_stack
+            self._names = self._outer + self._inner
+        return source_info_util.user_context(source.traceback, name_stack=self._names)
 
 
 def bind_with(
@@ -238,7 +266,7 @@ def _with_consts_as_inputs(closed: ClosedJaxpr) -> Jaxpr:
 
     def run(*args: Any) -> list[Any]:
         filled = ClosedJaxpr(closed.jaxpr, args[: len(consts)])
-        return evaluate(filled, args[len(consts) :], rebind)
+        return evaluate(filled, args[len(consts) :])
 
     return traced(run, [var.aval for var in (*consts, *closed.jaxpr.invars)]).jaxpr
 

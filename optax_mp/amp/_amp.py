@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._jax._jaxpr import evaluate, rebind
+from optax_mp._jax._jaxpr import evaluate
 from optax_mp.amp._call import planned
 from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
@@ -94,7 +94,7 @@ def amp(
     def autocast(*args: Any, **kwargs: Any) -> Any:
         traced, plan = planned(interpreter, fun, args, kwargs)
         if not plan.changed:
-            return traced.filled(evaluate(traced.closed, traced.arrays, rebind))
+            return traced.filled(evaluate(traced.closed, traced.arrays))
         values = interpreter.run(traced.closed, plan, traced.arrays)
         outvars = traced.closed.jaxpr.outvars
         return traced.filled(interpreter.cast_all(values, written(outvars), outvars))

@@ -16,7 +16,6 @@ from optax_mp._jax._jaxpr import (
     evaluate,
     inner_jaxprs,
     opened,
-    placed_as,
     retyped,
     shard_mapped,
     traced,
@@ -60,7 +59,7 @@ class Interpreter:
         self, equation: Equation, step: Step, inputs: Sequence[Any]
     ) -> Sequence[Any]:
         """Return the outputs of one equation as its step says."""
-        with located(equation), placed_as(equation):
+        with located(equation):
             cast = self.cast_all(inputs, step.inputs, equation.invars)
             return self._run_cast(equation, step, cast)
 

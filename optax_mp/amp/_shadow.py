@@ -12,11 +12,11 @@ from optax_mp._dtypes import at_least_float32
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
+    bind,
     evaluate,
     inner_jaxprs,
     kind,
     opened,
-    rebind,
     scan_counts,
     while_counts,
 )
@@ -96,7 +96,7 @@ class _Shadow:
         self, equation: Equation, step: Step, pairs: list[Pair]
     ) -> tuple[list[Pair], Errors]:
         full_inputs = [pair.full for pair in pairs]
-        full = rebind(equation, full_inputs)
+        full = bind(equation, full_inputs)
         same = not step.changed and all(pair.full is pair.low for pair in pairs)
         if same or equation.effects:
             # What has effects is run once, as written.
@@ -174,7 +174,7 @@ class _Shadow:
 
         def test(state: Any) -> Any:
             full = [pair.full for pair in state[0]]
-            return evaluate(test_jaxpr, [*test_consts, *full], rebind)[0]
+            return evaluate(test_jaxpr, [*test_consts, *full])[0]
 
         def run(carry: list[Pair]) -> tuple[list[Pair], Errors]:
             return self._returned(body_jaxpr, inner, [*consts, *carry])
