@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from optax_mp._dtypes import floating_dtype
 from optax_mp._inner import as_transformation, without_aliases
-from optax_mp._jax._jaxpr import depending_outputs
+from optax_mp._jax._dependence import depending_outputs
 from optax_mp._jax._placement import laid_as_params
 from optax_mp._jax._traced import Traced, is_dynamic
 from optax_mp._tree import PyTree, describe, is_floating, place
