@@ -11,7 +11,7 @@ from optax_mp._inner_view import without_aliases
 from optax_mp._jax._traced import Traced
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import PyTree, cast_floating, describe, is_array, is_floating, place
-from optax_mp.compact._blocks import Quantized, dequantized, quantized
+from optax_mp.compact._blocks import Quantized, dequantize, quantize
 from optax_mp.compact._low_bit import LowBitState
 from optax_mp.compact._stochastic import StochasticRoundingState
 from optax_mp.loss_scale._transform import LossScaleState
@@ -100,7 +100,7 @@ def _bare(state: optax.OptState) -> PyTree:
 
     def unwrapped(node: Any) -> Any:
         if isinstance(node, Quantized):
-            return dequantized(node)
+            return dequantize(node)
         return _bare(node.inner_state) if isinstance(node, _WRAPPERS) else node
 
     return jax.tree.map(unwrapped, state, is_leaf=_is_wrapped)
@@ -129,7 +129,7 @@ def _filled(
 
     def fill(node: Any) -> Any:
         if isinstance(node, Quantized):
-            return quantized(next(values), node, None)
+            return quantize(next(values), node, None)
         if not isinstance(node, _WRAPPERS):
             value = next(values)
             return value.astype(node.dtype) if is_floating(value) else value
