@@ -12,7 +12,7 @@ from optax_mp._jax._traced import Traced
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import find_states, map_states
 from optax_mp._tree import PyTree, cast_floating, describe, is_array, is_floating, place
-from optax_mp.compact._blocks import Quantized, dequantized, quantized
+from optax_mp.compact._blocks import Quantized, dequantize, quantize
 from optax_mp.compact._low_bit import LowBitState
 from optax_mp.compact._stochastic import StochasticRoundingState
 from optax_mp.loss_scale._transform import LossScaleState
@@ -108,7 +108,7 @@ def _unwrap(state: optax.OptState) -> PyTree:
 
     def unwrap(node: Any) -> Any:
         if isinstance(node, Quantized):
-            return dequantized(node)
+            return dequantize(node)
         return node.inner_state
 
     return map_states(unwrap, state, (*_WRAPPERS, Quantized))
@@ -124,7 +124,7 @@ def _filled(
 
     def fill(node: Any) -> Any:
         if isinstance(node, Quantized):
-            return quantized(next(values), node, None)
+            return quantize(next(values), node, None)
         if not isinstance(node, _WRAPPERS):
             value = next(values)
             return value.astype(node.dtype) if is_floating(value) else value
