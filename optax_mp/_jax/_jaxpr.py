@@ -22,8 +22,8 @@ AnyJaxpr = Jaxpr | ClosedJaxpr
 Equation = Any  # a JaxprEqn, whose variables JAX types without dtype and shape
 Run = Callable[[Equation, list[Any]], Sequence[Any]]
 
-# The name of a jit (in `_layout`) whose first input is its output.
-LAID_AS = "laid_as"
+# The name of a jit (in `_placement`) whose first input is its output.
+PLACE_LIKE = "place_like"
 
 # What an equation that has other jaxprs inside does with them.
 _KINDS = {
@@ -113,7 +113,7 @@ def depending_outputs(jaxpr: AnyJaxpr, inputs: Sequence[bool] = ()) -> list[bool
         outputs = [any(sources)] * len(equation.outvars)
         if kind(equation) == "jit" and any(sources):
             outputs = depending_outputs(inner_jaxprs(equation)[0], sources)
-            if equation.params["name"] == LAID_AS:
+            if equation.params["name"] == PLACE_LIKE:
                 outputs = sources[:1]
         known.update(zip(equation.outvars, outputs, strict=True))
     outvars: Any = jaxpr.outvars

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from optax_mp._dtypes import floating_dtype
 from optax_mp._inner_view import without_aliases
 from optax_mp._jax._jaxpr import depending_outputs
-from optax_mp._jax._placement import laid_as_params
+from optax_mp._jax._placement import place_like_params
 from optax_mp._jax._traced import Traced, is_dynamic
 from optax_mp._transformation import as_transformation
 from optax_mp._tree import PyTree, describe, is_floating, place
@@ -123,7 +123,7 @@ def low_bit_state(
         )
 
     def init_fn(params: optax.Params) -> LowBitState:
-        state = laid_as_params(inner.init(params), params)
+        state = place_like_params(inner.init(params), params)
         wanted = _wanted_codes(inner, params, state, form, min_size)
         leaves, treedef = jax.tree.flatten(state)
         for i, codes in enumerate(wanted):

@@ -9,7 +9,7 @@ import optax
 from optax_mp._dtypes import bits
 from optax_mp._inner_view import in_precision_of, own_master, without_aliases
 from optax_mp._jax._choose import is_marked, step_where
-from optax_mp._jax._placement import laid_as_params
+from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._transformation import as_transformation
 from optax_mp._tree import describe, is_floating, is_inexact, place
@@ -101,7 +101,7 @@ def stochastic_rounding(
                     '`update_dtype="params"`.'
                 )
         seen = leaves.unflatten(map(_in_float32, leaves.values))
-        inner_state = laid_as_params(inner.init(seen), seen)
+        inner_state = place_like_params(inner.init(seen), seen)
         inner_state = without_aliases(inner_state, leaves.values)
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner_state)
 

@@ -19,7 +19,7 @@ from optax_mp._jax._choose import (
     unless_held,
 )
 from optax_mp._jax._kernels import KernelEnds
-from optax_mp._jax._placement import laid_as_params
+from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._transformation import as_transformation
 from optax_mp._tree import describe, is_floating, is_inexact, place
@@ -146,7 +146,7 @@ def mixed_precision(
             stored.append(storage.encode(master, param, dtype))
             seen.append(storage.decode(stored[-1], param, dtype))
         seen_by_inner = leaves.unflatten(seen)
-        inner_state = laid_as_params(inner.init(seen_by_inner), seen_by_inner)
+        inner_state = place_like_params(inner.init(seen_by_inner), seen_by_inner)
         inner_state = without_aliases(inner_state, (leaves.values, stored, seen))
         return MixedPrecisionState(leaves.unflatten(stored), inner_state)
 
