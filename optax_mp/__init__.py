@@ -34,14 +34,15 @@ from optax_mp.loss_scale._transform import (
     dynamic_loss_scale,
     static_loss_scale,
 )
-from optax_mp.masters._access import (
+from optax_mp.masters import (
+    FullCopy,
     MixedPrecisionState,
+    Split,
+    Storage,
     master_params,
+    mixed_precision,
     replace_master_params,
 )
-from optax_mp.masters._transform import mixed_precision
-from optax_mp.masters.storage._contract import FullCopy
-from optax_mp.masters.storage._split import Split
 from optax_mp.reports._gradient_range import (
     FormatRange,
     GradientRangeReport,
@@ -69,6 +70,7 @@ __all__ = [
     "Split",
     "StaticLossScale",
     "StochasticRoundingState",
+    "Storage",
     "all_finite",
     "amp",
     "amp_report",

@@ -160,7 +160,8 @@ def holds_state(tree: PyTree) -> bool:
     """
 
     def is_state(node: Any) -> bool:
-        return hasattr(node, "_fields") and type(node).__name__.endswith("State")
+        names = (kind.__name__ for kind in type(node).__mro__)
+        return hasattr(node, "_fields") and any(x.endswith("State") for x in names)
 
     return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 

@@ -7,18 +7,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._inner_view import without_aliases
+from optax_mp._inner import as_transformation, without_aliases
 from optax_mp._jax._traced import Traced
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import find_states, map_states
-from optax_mp._transformation import as_transformation
 from optax_mp._tree import PyTree, cast_floating, describe, is_array, is_floating, place
 from optax_mp.compact._blocks import Quantized, dequantized, quantized
 from optax_mp.compact._low_bit import LowBitState
 from optax_mp.compact._stochastic import StochasticRoundingState
 from optax_mp.loss_scale._transform import LossScaleState
-from optax_mp.masters._access import MixedPrecisionState, master_params
-from optax_mp.masters.storage._contract import check_carrier, storage_of
+from optax_mp.masters._access import (
+    check_param_is_trained,
+    master_params,
+    match_stored,
+    replace_stored,
+)
+from optax_mp.masters._state import MixedPrecisionState, check_storage_known
 
 _CALLER = "convert_opt_state"
 _WRAPPERS = (MixedPrecisionState, LowBitState, StochasticRoundingState, LossScaleState)
@@ -126,7 +130,7 @@ def _filled(
             return value.astype(node.dtype) if is_floating(value) else value
         own = node
         if isinstance(node, MixedPrecisionState):
-            own = node._replace(master_params=_encoded(node.master_params, masters))
+            own = _encode_masters(node, masters)
         elif type(node) in wrappers:
             own = wrappers[type(node)]
         inner_state = _filled(node.inner_state, values, wrappers, masters)
@@ -136,31 +140,48 @@ def _filled(
     return jax.tree.map(fill, template, is_leaf=lambda node: isinstance(node, kinds))
 
 
-def _encoded(stored: PyTree, masters: tuple[PyTree, PyTree] | None) -> PyTree:
-    """Return masters in the form of `stored`; without any, as `init` made them."""
+def _encode_masters(
+    template: MixedPrecisionState, masters: tuple[PyTree, PyTree] | None
+) -> MixedPrecisionState:
+    """Return the masters as the storage of `template` keeps them.
+
+    Without any they stay as `init` made them, from the params.
+    """
     if masters is None:
-        return stored
-    kept = Leaves.of(
-        stored, caller=_CALLER, name="the masters of `to_tx`", absent_too=True
-    )
-    truth, params = (kept.match(tree, "`params`") for tree in masters)
-    encoded = list(kept.values)
-    for i, (old, param) in enumerate(zip(kept.values, params, strict=True)):
-        if is_absent(old):
+        return template
+    truth, params = masters
+    storage = check_storage_known(template, _CALLER)
+    leaves = Leaves.of(params, caller=_CALLER, name="`params`")
+    values = leaves.match(truth, "the masters")
+    encoded = match_stored(leaves, template)
+    for i, stored in enumerate(encoded):
+        if is_absent(stored):
             continue
-        storage = storage_of(old)
-        check_carrier(storage, param, f"{_CALLER}: param {place(kept.paths[i])}")
-        encoded[i] = storage.encode(_as_master(truth[i], old), param, param.dtype)
-    return kept.unflatten(encoded)
-
-
-def _as_master(master: jax.Array, stored: jax.Array) -> jax.Array:
-    return master.astype(stored.dtype if is_floating(stored) else jnp.float32)
+        param = leaves.values[i]
+        if storage.param_is_part:
+            where = f"{_CALLER}: param {place(leaves.paths[i])}"
+            check_param_is_trained(storage, param, where)
+        dtype = jax.eval_shape(storage.decode, stored, param).dtype
+        encoded[i] = storage.encode(values[i].astype(dtype), param)
+    return replace_stored(leaves, template, encoded)
 
 
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:
     traced = Traced.of(tx.init, params)
     expected = traced.treedef.unflatten(traced.outputs)
+    made_by, wanted = (
+        [
+            check_storage_known(node, _CALLER)
+            for _, node in find_states(tree, MixedPrecisionState)
+        ]
+        for tree in (state, expected)
+    )
+    if made_by != wanted:
+        raise ValueError(
+            f"{_CALLER}: the masters in `opt_state` were stored by {made_by or None}, "
+            f"expected {wanted or None}, the storage of `from_tx`; pass as `from_tx` "
+            "the transformation that made `opt_state`."
+        )
     # Not the dtype of floats, which some optimizers change at their first step.
     _matched(state, expected, "`opt_state`", "a state of `from_tx`", kinds_too=True)
 

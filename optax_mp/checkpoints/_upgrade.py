@@ -22,7 +22,7 @@ from optax_mp.checkpoints._compare import (
 from optax_mp.compact._low_bit import LowBitState
 from optax_mp.compact._stochastic import StochasticRoundingState
 from optax_mp.loss_scale._transform import LossScaleState
-from optax_mp.masters._access import MixedPrecisionState
+from optax_mp.masters._state import MixedPrecisionState
 
 # What fields were called in the first edition.
 _OLD_FIELDS: dict[type, dict[str, str]] = {

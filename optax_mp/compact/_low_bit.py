@@ -10,11 +10,10 @@ from jax.tree_util import tree_flatten_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import floating_dtype
-from optax_mp._inner_view import without_aliases
+from optax_mp._inner import as_transformation, without_aliases
 from optax_mp._jax._jaxpr import depending_outputs
 from optax_mp._jax._placement import place_like_params
 from optax_mp._jax._traced import Traced, is_dynamic
-from optax_mp._transformation import as_transformation
 from optax_mp._tree import PyTree, describe, is_floating, place
 from optax_mp.compact._blocks import Quantized, blank, dequantized, quantized
 from optax_mp.compact._dither import chance_keys, check_seed

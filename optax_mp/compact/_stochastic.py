@@ -7,14 +7,19 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._dtypes import bits
-from optax_mp._inner_view import in_precision_of, own_master, without_aliases
-from optax_mp._jax._choose import is_marked, step_where
+from optax_mp._inner import (
+    as_transformation,
+    in_precision_of,
+    own_master,
+    without_aliases,
+)
+from optax_mp._jax._choose import choose_step
 from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._transformation import as_transformation
 from optax_mp._tree import describe, is_floating, is_inexact, place
 from optax_mp.compact._dither import chance_keys, check_seed, rounded_by_chance
-from optax_mp.masters._checks import check_gradient, check_step
+from optax_mp.loss_scale._mark import is_unmarked
+from optax_mp.masters._checks import check_gradient, check_update
 
 
 class StochasticRoundingState(NamedTuple):
@@ -144,16 +149,14 @@ def stochastic_rounding(
                 moved[i] = change
                 if is_absent(change):
                     continue
-                check_step(path, param, grads[i], change, "stochastic_rounding")
+                check_update(path, param, grads[i], change, "stochastic_rounding")
                 if _is_narrow(param):
                     target: Any = optax.apply_updates(seen[i], change)
                     moved[i] = rounded_by_chance(target, param.dtype, keys[i]) - seen[i]
             count = jnp.asarray(optax.safe_increment(state.step))
             return leaves.unflatten(moved), StochasticRoundingState(count, inner_state)
 
-        marked = is_marked(updates) if any(map(_is_narrow, leaves.values)) else False
-        proceed = True if marked is False else jnp.logical_not(marked)
-        return step_where(proceed, step, state)
+        return choose_step(is_unmarked(updates), step, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -10,13 +10,13 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from optax_mp._dtypes import bits
+from optax_mp._inner import as_transformation
 from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._jaxpr import bind, evaluate
 from optax_mp._jax._placement import place_like_params
 from optax_mp._jax._traced import Traced, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import owners
-from optax_mp._transformation import as_transformation
 from optax_mp._tree import PyTree, describe, is_floating, place
 from optax_mp.devices._cut import Cut, Names, choose_cut, divides, shard
 from optax_mp.devices._param_specs import (

@@ -10,10 +10,11 @@ from jax import lax
 from jax.tree_util import DictKey, GetAttrKey, tree_map_with_path
 
 from optax_mp._dtypes import at_least_float32
-from optax_mp._jax._choose import decided_outside, step_where, unless_held
+from optax_mp._inner import as_transformation
+from optax_mp._jax._choose import choose_step, or_negative_zeros
 from optax_mp._leaves import Leaves
-from optax_mp._transformation import as_transformation
 from optax_mp._tree import finite_quotients, is_floating
+from optax_mp.loss_scale._mark import mark_skipped, register_link
 from optax_mp.loss_scale._rule import (
     ScaleCounters,
     ScaleRule,
@@ -236,7 +237,7 @@ def _scaling(
             finite = lax.pmin(finite.astype(jnp.int32), axis_name) == 1
         grads = divided(scaled, state.scale)
         if wrapped is None:
-            out = jax.tree.map(lambda grad: unless_held(finite, grad), grads)
+            out = mark_skipped(finite, grads)
             inner_state = state.inner_state
         else:
             if extra_args.get("grad") is not None:
@@ -247,8 +248,7 @@ def _scaling(
             def step(inner_state: Any, update: Any = wrapped.update) -> Any:
                 return update(grads, inner_state, trained, **extra_args)
 
-            with decided_outside():
-                out, inner_state = step_where(finite, step, state.inner_state)
+            out, inner_state = choose_step(finite, step, state.inner_state)
             out = _overwrite(out, finite, updates, params)
         counters = ScaleCounters(state.scale, state.finite_steps, state.hysteresis_left)
         return out, LossScaleState(
@@ -261,6 +261,8 @@ def _scaling(
             inner_state=inner_state,
         )
 
+    if wrapped is None:
+        register_link(update_fn)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
@@ -307,5 +309,5 @@ def _overwrite(out: Any, finite: jax.Array, grads: Any, params: Any) -> Any:
         if _is_overwritten(path):
             wide = at_least_float32(grad.dtype) if is_floating(grad) else grad.dtype
             change = jnp.asarray(grad, wide) - jnp.asarray(params[i], wide)
-            filled[i] = unless_held(finite, change)
+            filled[i] = or_negative_zeros(finite, change)
     return leaves.unflatten(filled)

@@ -12,7 +12,7 @@ from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 from optax_mp._states import find_states, holds_state, owners
 from optax_mp._tree import PyTree, describe, is_array, is_floating, place
 from optax_mp.compact._blocks import Quantized
-from optax_mp.masters._access import MixedPrecisionState
+from optax_mp.masters._state import MixedPrecisionState
 from optax_mp.reports._table import align_columns
 
 _Path = tuple[Any, ...]
@@ -238,7 +238,7 @@ def _state_rows(
     found = owners(opt_state, [path for path, _ in params], [x for _, x in params])
     quantized = {path for path, _ in find_states(opt_state, Quantized)}
     masters = {
-        (*path, GetAttrKey("master_params")): state
+        (*path, GetAttrKey("master_params")): _role_of_masters(state)
         for path, state in find_states(opt_state, MixedPrecisionState)
     }
     for (path, leaf), owner in zip(leaves, found, strict=True):
@@ -249,13 +249,19 @@ def _state_rows(
         is_codes = path[:-1] in quantized and path[-1] == _CODES
         if path[:-1] in quantized and not is_codes:
             role = _SCALES
-        elif any(start in masters for start in above):
-            role = "masters" if is_floating(leaf) else "remainders"
+        elif roles := [masters[start] for start in above if start in masters]:
+            role = roles[-1]
         elif param is None and not leaf.shape:
             role = _REST
         else:
             role = _field(_before_param(path[:-1] if is_codes else path, param))
         yield _row(role, path, param, leaf, quantized=is_codes)
+
+
+def _role_of_masters(state: MixedPrecisionState) -> str:
+    # A state of the first edition does not name its storage.
+    is_part = state.storage is not None and state.storage.param_is_part
+    return "remainders" if is_part else "masters"
 
 
 def _before_param(path: _Path, param: _Path | None) -> _Path:
