@@ -94,7 +94,7 @@ def convert_opt_state(
         truth = cast_floating(truth, jnp.float32)  # as the inner optimizer saw them
     template = to_tx.init(params)
     if not find_states(template, MixedPrecisionState):
-        # The moments of a bare optimizer have the dtype of its params.
+        # Without masters the moments have the dtype of the params that `init` is given.
         template = to_tx.init(truth)
     values = _match(
         _unwrap(opt_state),
@@ -139,6 +139,7 @@ def _fill(
         if isinstance(node, Quantized):
             return quantized(next(values), node, None)
         if not isinstance(node, _WRAPPERS):
+            # `map` visits leaves in their order, which is also that of `values`.
             value = next(values)
             return value.astype(node.dtype) if is_floating(value) else value
         own = node
@@ -174,12 +175,14 @@ def _encode_masters(
         if storage.param_is_part:
             where = f"{_CALLER}: param {place(leaves.paths[i])}"
             check_param_is_trained(storage, param, where)
+        # What is stored need not have the dtype of the master: only `decode` knows it.
         dtype = jax.eval_shape(storage.decode, stored, param).dtype
         encoded[i] = storage.encode(values[i].astype(dtype), param)
     return replace_stored(leaves, template, encoded)
 
 
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:
+    # Traced, since `init` would allocate a second state.
     traced = Traced.of(tx.init, params)
     expected = traced.treedef.unflatten(traced.outputs)
     made_by, wanted = (

@@ -41,10 +41,12 @@ def choose_cut(
         `axes` already.
     """
     whole = [axis_names(spec, dim) for dim in range(len(shape))]
+    # Sharded over data parallelism already (FSDP): nothing is left to save.
     if any(name in names for names in whole for name in axes):
         return None
     part = list(whole)
     for name in axes:
+        # The first dimension that divides, because its parts are contiguous.
         for dim, size in enumerate(shape):
             if size and size % _count(mesh, (*part[dim], name)) == 0:
                 part[dim] = (*part[dim], name)
@@ -83,6 +85,8 @@ def _count(mesh: Mesh, names: Names) -> int:
 
 def shard(x: jax.Array, mesh: Mesh, by_dim: tuple[Names | None, ...]) -> jax.Array:
     """Shard an array over these mesh axes; where they are None, as it was."""
+    # Dimensions that are not cut stay sharded as they are. Under automatic sharding only
+    # XLA knows how that is; with explicit axes the type of the array says it.
     if has_explicit_axes(mesh):
         known = tuple(jax.typeof(x).sharding.spec)
         now: list[Any] = [*known, *[None] * (x.ndim - len(known))]

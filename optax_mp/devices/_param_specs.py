@@ -39,6 +39,7 @@ def specs_of_params(
                 "no leaf; expected a tree like `params`, or a prefix of it."
             )
         if isinstance(spec, Sharding):
+            # Only a NamedSharding has a spec.
             spec = getattr(spec, "spec", None)
         for i in below:
             found[i] = spec or PartitionSpec()
@@ -47,6 +48,7 @@ def specs_of_params(
 
 def known_spec(param: jax.Array) -> PartitionSpec | None:
     """Return how a param is sharded, if the array or its type says so."""
+    # The spec of a traced array is only known with explicit sharding.
     if not is_traced(param):
         return getattr(getattr(param, "sharding", None), "spec", None)
     sharding = getattr(jax.typeof(param), "sharding", None)

@@ -84,6 +84,8 @@ def check_replicas(tree: PyTree) -> None:
 
 
 def _check_same_tree(names: list[str]) -> None:
+    # Before the copies are gathered: processes with different trees would compare the
+    # wrong leaves, or wait for each other forever.
     own = np.array([zlib.crc32("\n".join(names).encode()), len(names)], np.uint32)
     found = _gather(own)
     others = [i for i, seen in enumerate(found) if (seen != found[0]).any()]
@@ -119,6 +121,7 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[Any]:
 
 
 def _checksum(array: np.ndarray) -> int:
+    # Of the bits, so that NaN equals itself and 0.0 differs from -0.0.
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 

@@ -37,6 +37,8 @@ def _count(leaf: jax.Array, loss_scale: jax.Array | None) -> jax.Array:
     values = leaf.astype(jnp.float32)
     if loss_scale is not None:
         values = values / loss_scale
+    # Bits of magnitudes are integers in the order of the floats, so the exponent is the
+    # bin, plus the number of cuts that the value has passed.
     magnitudes = lax.bitcast_convert_type(values, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
     bins = magnitudes >> EXPONENT_BIT
     for cut in cuts():

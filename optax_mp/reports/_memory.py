@@ -252,6 +252,7 @@ def _state_rows(
         elif roles := [masters[start] for start in above if start in masters]:
             role = roles[-1]
         elif param is None and not leaf.shape:
+            # Counts, scales and keys: too small for roles of their own.
             role = _REST
         else:
             role = _field(_before_param(path[:-1] if is_codes else path, param))
