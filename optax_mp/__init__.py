@@ -12,14 +12,15 @@ from optax_mp.amp import (
     amp_stop,
     default_amp_rules,
 )
-from optax_mp.checkpoints._check import check_checkpoint
-from optax_mp.checkpoints._convert import convert_opt_state
-from optax_mp.checkpoints._upgrade import upgrade_checkpoint
+from optax_mp.checkpoints import (
+    check_checkpoint,
+    convert_opt_state,
+    upgrade_checkpoint,
+)
 from optax_mp.compact._blocks import Quantized
 from optax_mp.compact._low_bit import LowBitState, low_bit_state
 from optax_mp.compact._stochastic import StochasticRoundingState, stochastic_rounding
-from optax_mp.devices._replicas import check_replicas
-from optax_mp.devices._zero1 import zero1
+from optax_mp.devices import check_replicas, zero1
 from optax_mp.loss_scale._check import check_loss_scale
 from optax_mp.loss_scale._gradients import (
     dynamic_scale_grad,
@@ -43,12 +44,14 @@ from optax_mp.masters import (
     mixed_precision,
     replace_master_params,
 )
-from optax_mp.reports._gradient_range import (
+from optax_mp.reports import (
     FormatRange,
     GradientRangeReport,
+    MemoryReport,
+    MemoryRow,
     gradient_range_report,
+    memory_report,
 )
-from optax_mp.reports._memory import MemoryReport, MemoryRow, memory_report
 
 __version__ = "0.1.0"
 

@@ -14,7 +14,7 @@ from optax_mp.amp._precision import LOW, takes_part
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
 from optax_mp.amp._shadow import shadow_errors
-from optax_mp.reports._table import aligned
+from optax_mp.reports._table import align_columns
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class AmpReport:
         total = ", ".join(f"{count} {ran}" for ran, count in counts.items())
         return "\n".join(
             [
-                *aligned(cells, left=4),
+                *align_columns(cells, left=4),
                 f"{total}; error of the outputs {_shown(self.error)}",
             ]
         )

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from optax_mp._dtypes import bits, floating_dtype, round_to
 from optax_mp._inner import as_transformation, own_master, without_aliases
 from optax_mp._jax._choose import choose_step
-from optax_mp._jax._placement import laid_as_params
+from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves
 from optax_mp._tree import place
 from optax_mp.loss_scale._mark import is_unmarked
@@ -126,7 +126,7 @@ def mixed_precision(
             seen.append(storage.decode(stored[-1], param))
             check_decoded(storage, seen[-1], master, f"param {place(leaves.paths[i])}")
         seen_by_inner = leaves.unflatten(seen)
-        inner_state = laid_as_params(inner.init(seen_by_inner), seen_by_inner)
+        inner_state = place_like_params(inner.init(seen_by_inner), seen_by_inner)
         inner_state = without_aliases(inner_state, (leaves.values, stored, seen))
         return state_of_storage(leaves.unflatten(stored), inner_state)
 
