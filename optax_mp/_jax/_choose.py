@@ -133,7 +133,7 @@ def step_if(proceed: Choice, step: Callable[[Any], Any], state: Any) -> Any:
         lambda: typed(evaluate(traced.closed, traced.arrays)),
         lambda: typed(held),
     )
-    return traced.filled(chosen)[1]
+    return traced.unflatten(chosen)[1]
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class _TracedStep:
             else old
             for old, aval in zip(self.held, self.traced.closed.out_avals, strict=True)
         ]
-        return self.traced.filled(values)[0]
+        return self.traced.unflatten(values)[0]
 
     def where(self, proceed: jax.Array) -> Any:
         """Return (updates, state), chosen value by value.
@@ -210,7 +210,7 @@ class _TracedStep:
         for i, var in enumerate(jaxpr.outvars):
             if not is_computed(var, jaxpr) or owner.get(var) != i:
                 values[i] = choose(i, values[i])
-        return self.traced.filled(values)
+        return self.traced.unflatten(values)
 
 
 def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:

@@ -112,7 +112,7 @@ def zero1(
             lambda given: parts.taken(laid_as_params(tx.init(given), given)), params
         )
         program = jax.jit(lambda arrays: evaluate(traced.closed, arrays))
-        return traced.filled(program(traced.arrays))
+        return traced.unflatten(program(traced.arrays))
 
     def update_fn(
         updates: optax.Updates,
