@@ -8,7 +8,7 @@ from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, open_jaxpr
 
 # The name of a jit (in `_placement`) whose output is its first input, and which only
 # seems to read the second.
-PLACE_LIKE = "laid_as"
+PLACE_LIKE = "place_like"
 
 
 def depending_outputs(

@@ -117,7 +117,7 @@ def zero1(
         # One program, so that no device ever holds more than its part.
         traced = Traced.of(init_parts, params)
         program = jax.jit(lambda arrays: evaluate(traced.closed, arrays))
-        return traced.filled(program(traced.arrays))
+        return traced.unflatten(program(traced.arrays))
 
     def update_fn(
         updates: optax.Updates,
