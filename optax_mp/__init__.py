@@ -18,19 +18,19 @@ from optax_mp.compact._low_bit import LowBitState, low_bit_state
 from optax_mp.compact._stochastic import StochasticRoundingState, stochastic_rounding
 from optax_mp.devices._replicas import check_replicas
 from optax_mp.devices._zero1 import zero1
-from optax_mp.loss_scale._check import check_loss_scale
-from optax_mp.loss_scale._gradients import (
+from optax_mp.loss_scale import (
+    DynamicLossScale,
+    LossScaleState,
+    NoOpLossScale,
+    StaticLossScale,
+    check_loss_scale,
+    dynamic_loss_scale,
     dynamic_scale_grad,
     dynamic_scale_value_and_grad,
     loss_scale,
     scale_loss,
-    value_and_grad,
-)
-from optax_mp.loss_scale._rule import DynamicLossScale, NoOpLossScale, StaticLossScale
-from optax_mp.loss_scale._transform import (
-    LossScaleState,
-    dynamic_loss_scale,
     static_loss_scale,
+    value_and_grad,
 )
 from optax_mp.masters._access import (
     MixedPrecisionState,

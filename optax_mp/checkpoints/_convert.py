@@ -14,7 +14,7 @@ from optax_mp._tree import PyTree, cast_floating, describe, is_array, is_floatin
 from optax_mp.compact._blocks import Quantized, dequantized, quantized
 from optax_mp.compact._low_bit import LowBitState
 from optax_mp.compact._stochastic import StochasticRoundingState
-from optax_mp.loss_scale._transform import LossScaleState
+from optax_mp.loss_scale._state import LossScaleState
 from optax_mp.masters._access import (
     MixedPrecisionState,
     master_params,

@@ -490,7 +490,7 @@ def test_training_in_a_scan_equals_training_without_a_scale(dtype):
     (_, state), losses = train(256.0)
     (_, _), plain = train(1.0)
     assert losses[-1] < losses[0]
-    assert state.total_skipped == 0
+    assert state.total_skipped_count == 0
     # A power of two changes no mantissa unless small cotangents round in float16.
     rtol = 2e-3 if dtype == "float16" else 1e-6
     np.testing.assert_allclose(
@@ -867,14 +867,14 @@ def skipped(times, tx=None, after_finite=0):
 @pytest.mark.parametrize("times", [0, 1, 3])
 def test_check_passes_up_to_max_skipped(times):
     state, grads = skipped(times)
-    assert state.skipped_in_a_row == times
+    assert state.skipped_count == times
     assert optax_mp.check_loss_scale(state, max_skipped=3, grads=grads) is None
 
 
 def test_check_raises_past_max_skipped_with_the_counters():
     state, _ = skipped(4)
     expected = (
-        r"^check_loss_scale: 4 steps in a row .* \(allowed: 3; 4 in all\), .* come to "
+        r"^check_loss_scale: 4 steps in a row .* \(allowed: 3; skipped since `init`: 4\), .* down to "
         r"64\. .*NaN or infinity of the model .* optax_mp.nonfinite_paths\(grads\)"
     )
     with pytest.raises(FloatingPointError, match=expected):
@@ -883,16 +883,18 @@ def test_check_raises_past_max_skipped_with_the_counters():
 
 def test_check_tells_the_total_apart():
     state, _ = skipped(2)
-    state = state._replace(total_skipped=jnp.int32(7))
-    with pytest.raises(FloatingPointError, match="2 steps in a row.*allowed: 1; 7 in"):
+    state = state._replace(total_skipped_count=jnp.int32(7))
+    with pytest.raises(
+        FloatingPointError, match="2 steps in a row.*allowed: 1; skipped .*: 7"
+    ):
         optax_mp.check_loss_scale(state, max_skipped=1)
 
 
 def test_check_allows_thirty_by_default():
     state, _ = skipped(1)
-    optax_mp.check_loss_scale(state._replace(skipped_in_a_row=jnp.int32(30)))
+    optax_mp.check_loss_scale(state._replace(skipped_count=jnp.int32(30)))
     with pytest.raises(FloatingPointError, match=r"31 steps .*allowed: 30"):
-        optax_mp.check_loss_scale(state._replace(skipped_in_a_row=jnp.int32(31)))
+        optax_mp.check_loss_scale(state._replace(skipped_count=jnp.int32(31)))
 
 
 def test_thirty_skips_take_the_default_scale_to_its_floor():
@@ -905,7 +907,7 @@ def test_check_passes_after_a_finite_step():
     state, _ = skipped(4, tx)
     state = tx.update(jax.tree.map(jnp.ones_like, PARAMS), state, PARAMS)[1]
     optax_mp.check_loss_scale(state, max_skipped=0)
-    assert state.total_skipped == 4
+    assert state.total_skipped_count == 4
 
 
 def test_check_names_the_leaves_of_grads():
@@ -935,7 +937,7 @@ def test_check_sees_the_skips_of(nesting):
     # Not those that hide a bad step from what they wrap, or see none yet.
     state, grads = skipped(2, NESTINGS[nesting]())
     optax_mp.check_loss_scale(state, max_skipped=2)
-    with pytest.raises(FloatingPointError, match=r"2 steps .* come to 1024.*\['a'\]"):
+    with pytest.raises(FloatingPointError, match=r"2 steps .* down to 1024.*\['a'\]"):
         optax_mp.check_loss_scale(state, max_skipped=1, grads=grads)
 
 

@@ -271,7 +271,7 @@ def test_bad_micro_batches_are_dropped_whole_in(nesting):
     dropped, state = trained(SKIPS[nesting](), bad=(0, 4, 5, 10))
     assert as_bits(dropped) == as_bits(clean)
     assert as_bits(without_scale(state)) == as_bits(without_scale(clean_state))
-    found = optax.tree.get_all_with_path(state, "total_skipped")
+    found = optax.tree.get_all_with_path(state, "total_skipped_count")
     assert [int(count) for _, count in found] == [4]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(clean))
 
@@ -297,7 +297,7 @@ def test_apply_if_finite_outside_hides_the_overflow_from_the_scale():
     tx = optax.apply_if_finite(wrapper(masters(optax.adamw(1e-2))), 100)
     _, state = trained(tx, bad=range(STEPS))
     assert float(optax_mp.loss_scale(state)) == 2.0**10
-    assert int(state.inner_state.total_skipped) == 0
+    assert int(state.inner_state.total_skipped_count) == 0
 
 
 def test_multisteps_outside_is_poisoned_by_optax_before_the_scale_sees_it():
@@ -308,7 +308,7 @@ def test_multisteps_outside_is_poisoned_by_optax_before_the_scale_sees_it():
     _, state = trained(tx, bad=(0,), spoil=infinite)
     accumulated = np.asarray(state.acc_grads["kernel"])
     assert np.isnan(accumulated).any()
-    assert int(state.inner_opt_state.total_skipped) >= 3
+    assert int(state.inner_opt_state.total_skipped_count) >= 3
 
 
 def test_a_link_before_multisteps_counts_a_bad_micro_batch_as_zeros():
@@ -483,7 +483,7 @@ def test_complex_leaves_are_unscaled_and_skipped():
         np.testing.assert_array_equal(updates["z"], np.full(2, -1 - 2j))
         bad = grads | {"z": jnp.array([1, complex(0, np.nan)], jnp.complex64)}
         updates, after = update(bad, state, params)
-        assert int(after.total_skipped) == 1
+        assert int(after.total_skipped_count) == 1
         after = optax.apply_updates(params, updates)
         assert as_bits(after) == as_bits(params)
 
