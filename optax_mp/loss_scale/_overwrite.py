@@ -18,7 +18,7 @@ from jax.tree_util import (
     tree_map_with_path,
 )
 
-from optax_mp._dtypes import at_least_float32, bits
+from optax_mp._dtypes import at_least_float32
 from optax_mp._leaves import Leaves
 from optax_mp._tree import PyTree, is_floating
 
@@ -68,29 +68,25 @@ def change_to(target: Any, param: Any) -> jax.Array:
     """Return the update after which `param` is `target`, as nearly as a sum can be.
 
     The sum is that of `optax.apply_updates`, in float32 or wider. A target that is not
-    0 is never brought to 0, because flax divides by these values.
+    0 never becomes 0, because flax divides by these values.
     """
     target, param = jnp.asarray(target), jnp.asarray(param)
     if not is_floating(target):
         return target - param
-    own_wide = at_least_float32(param.dtype)
-    wide = jnp.promote_types(at_least_float32(target.dtype), own_wide)
-    # By its bits, because CPUs take subnormal numbers for 0.
-    unsigned = f"uint{bits(target.dtype)}"
-    is_zero = lax.bitcast_convert_type(lax.abs(target), unsigned) == 0
+    wide = jnp.promote_types(
+        at_least_float32(target.dtype), at_least_float32(param.dtype)
+    )
     start, goal = param.astype(wide), target.astype(wide)
-    # What the param's dtype would round to 0 becomes the least that it can hold. (CPUs
-    # flush float32 numbers that are not normal; float16 is added in float32.)
-    info, wide_info = jnp.finfo(param.dtype), jnp.finfo(own_wide)
-    least = max(float(info.smallest_subnormal), float(wide_info.smallest_normal))
+    # A float16 param would round a float32 target of 1e-9 to 0.
+    least = wide.type(jnp.finfo(param.dtype).smallest_subnormal)
+    is_zero = goal == 0
     goal = jnp.where(is_zero, goal, jnp.copysign(jnp.maximum(abs(goal), least), goal))
     change = goal - start
-    # From 1.0 to 1e-9 the change is -1.0 in float32, and the sum 0: the next number
-    # brings the param as near to the target as it can get, on its side of 0.
-    beside_zero = lax.nextafter(
-        -start, jnp.copysign(jnp.full_like(goal, jnp.inf), goal)
-    )
-    return jnp.where((change == -start) & ~is_zero, beside_zero, change)
+    # From 1.0 to 1e-9 the change is -1.0 in float32, and the sum 0. The number next to
+    # -1.0 brings the param as near to the target as it can get, on its side of 0.
+    side = jnp.copysign(jnp.full_like(goal, jnp.inf), goal)
+    next_to_zero = lax.nextafter(-start, side)
+    return jnp.where((change == -start) & ~is_zero, next_to_zero, change)
 
 
 def _has_overwritten(tree: PyTree) -> bool:

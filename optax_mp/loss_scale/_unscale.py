@@ -9,7 +9,14 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_mp._dtypes import at_least_float32, bits
-from optax_mp._tree import PyTree, all_hold, is_floating, is_inexact, leaf_finite
+from optax_mp._tree import (
+    PyTree,
+    all_hold,
+    is_floating,
+    is_inexact,
+    isfinite_everywhere,
+    leaf_finite,
+)
 
 
 def multiply(tree: PyTree, factor: ArrayLike) -> PyTree:
@@ -37,13 +44,14 @@ def unscale(grads: PyTree, scale: jax.Array) -> tuple[PyTree, jax.Array]:
 
 
 def _finite(grad: Any, quotient: jax.Array, scale: jax.Array) -> jax.Array:
-    if is_floating(grad) and bits(grad.dtype) >= 32:
-        # A division for the check alone. XLA's CPU backend would store `quotient` if
-        # it were summed here: 4 bytes per weight, and half of the step's time again.
-        grad = jnp.asarray(grad)
-        return leaf_finite(lax.div(grad, jnp.asarray(scale, grad.dtype)))
-    # From 16 bits, a sum of `quotient` would be stored as well, and this is not.
-    return jnp.isfinite(quotient).all()
+    if not is_floating(grad):
+        return leaf_finite(quotient)  # complex
+    if bits(grad.dtype) < 32:
+        return isfinite_everywhere(quotient)
+    # A division for the check alone: XLA's CPU backend would store `quotient` if it
+    # were summed here, which takes 4 bytes per weight and half of a step's time.
+    grad = jnp.asarray(grad)
+    return leaf_finite(lax.div(grad, lax.convert_element_type(scale, grad.dtype)))
 
 
 def _multiply(tree: PyTree, factor_as: Callable[[jnp.dtype], jax.Array]) -> PyTree:
@@ -58,6 +66,6 @@ def _multiply(tree: PyTree, factor_as: Callable[[jnp.dtype], jax.Array]) -> PyTr
         wide = at_least_float32(array.dtype)
         if wide not in factors:
             factors[wide] = factor_as(wide)
-        return array.astype(wide) * factors[wide]
+        return lax.mul(array.astype(wide), factors[wide])
 
     return jax.tree.map(product, tree)

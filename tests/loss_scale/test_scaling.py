@@ -621,35 +621,6 @@ def test_four_devices():
     run_checks("four_devices", 4, CHECKS)
 
 
-# float8 leaves that are overwritten with their gradient, as flax has them.
-
-
-def fp8_tree(weight, scale):
-    return {
-        "params": {"kernel": weight},
-        "_overwrite_with_gradient": {"dense": {"kernel_scale": scale}},
-    }
-
-
-@pytest.mark.parametrize("bad", [False, True])
-def test_overwritten_leaves_become_their_gradient_or_stay(bad):
-    tx = wrapped_masters(optax.adamw(1e-2, weight_decay=0.5))
-    params = fp8_tree(jnp.ones((2, 2), jnp.float16), jnp.array([1.0, 448.0]))
-    state = tx.init(params)
-    held = optax.tree.get_all_with_path(state, "mu")[0][1]
-    assert len(jax.tree.leaves(held)) == 1
-    grad = jnp.full((2, 2), jnp.inf if bad else 1024.0)
-    grads = fp8_tree(grad, jnp.array([0.5, 0.25]))
-    for update in (tx.update, jax.jit(tx.update)):
-        updates, after = update(grads, state, params)
-        new = optax.apply_updates(params, updates)
-        want = params if bad else grads
-        name = "_overwrite_with_gradient"
-        assert as_bits(new[name]) == as_bits(want[name])
-        assert bool(after.last_finite) is not bad
-        assert avals(after) == avals(state)
-
-
 # Training, diagnosis, errors.
 
 
@@ -718,13 +689,6 @@ def test_a_state_of_another_transform_is_named():
 def test_a_scale_in_the_place_of_the_optimizer_is_named():
     with pytest.raises(TypeError, match=r"`inner` is a float, .*`scale=1024.0`"):
         optax_mp.static_loss_scale(1024.0)
-
-
-def test_overwritten_leaves_need_params():
-    tx = wrapper(optax.sgd(0.1))
-    params = fp8_tree(jnp.ones(2), jnp.ones(1))
-    with pytest.raises(ValueError, match="`params` is None, .*_overwrite_with_gradien"):
-        tx.update(params, tx.init(params))
 
 
 def test_missing_params_are_named_by_who_needs_them():
