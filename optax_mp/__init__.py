@@ -1,5 +1,6 @@
 """Mixed-precision training for any optax optimizer."""
 
+from optax_mp import _first_edition  # noqa: F401, lets old pickles load
 from optax_mp._dtypes import half_dtype
 from optax_mp._policy import Policy, get_policy
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
@@ -13,6 +14,7 @@ from optax_mp.amp import (
 )
 from optax_mp.checkpoints._check import check_checkpoint
 from optax_mp.checkpoints._convert import convert_opt_state
+from optax_mp.checkpoints._upgrade import upgrade_checkpoint
 from optax_mp.compact._blocks import Quantized
 from optax_mp.compact._low_bit import LowBitState, low_bit_state
 from optax_mp.compact._stochastic import StochasticRoundingState, stochastic_rounding
@@ -32,14 +34,15 @@ from optax_mp.loss_scale import (
     static_loss_scale,
     value_and_grad,
 )
-from optax_mp.masters._access import (
+from optax_mp.masters import (
+    FullCopy,
     MixedPrecisionState,
+    Split,
+    Storage,
     master_params,
+    mixed_precision,
     replace_master_params,
 )
-from optax_mp.masters._transform import mixed_precision
-from optax_mp.masters.storage._contract import FullCopy
-from optax_mp.masters.storage._split import Split
 from optax_mp.reports._gradient_range import (
     FormatRange,
     GradientRangeReport,
@@ -67,6 +70,7 @@ __all__ = [
     "Split",
     "StaticLossScale",
     "StochasticRoundingState",
+    "Storage",
     "all_finite",
     "amp",
     "amp_report",
@@ -94,6 +98,7 @@ __all__ = [
     "select_tree",
     "static_loss_scale",
     "stochastic_rounding",
+    "upgrade_checkpoint",
     "value_and_grad",
     "zero1",
 ]

@@ -1,6 +1,5 @@
 """Where arrays lie on devices: those of an optimizer's state with their params."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,32 +8,8 @@ from jax import lax
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._jax._arrays import is_traced_by_jit, spec_in_type, varies
+from optax_mp._states import owners
 from optax_mp._tree import PyTree
-
-
-def owners(tree: PyTree, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:
-    """Return which param each leaf of `tree` belongs to, by the end of its path.
-
-    A moment of `params["a"]["w"]` is at `[0].mu["a"]["w"]` of its state, codes in its
-    place one step below that.
-
-    Args:
-        tree: a state, or any tree with params' paths inside.
-        paths: where each param is.
-
-    Returns:
-        For each leaf an index into `paths`, or None.
-    """
-    by_path = {path: i for i, path in enumerate(paths)}
-
-    def owner(path: tuple[Any, ...]) -> int | None:
-        for end in (len(path), len(path) - 1):
-            for start in range(end + 1):
-                if path[start:end] in by_path:
-                    return by_path[path[start:end]]
-        return None
-
-    return [owner(path) for path, _ in tree_flatten_with_path(tree)[0]]
 
 
 def laid_as_params(state: PyTree, params: PyTree) -> PyTree:
@@ -45,11 +20,12 @@ def laid_as_params(state: PyTree, params: PyTree) -> PyTree:
     zeros of.
     """
     paths_and_params = tree_flatten_with_path(params)[0]
+    paths = [path for path, _ in paths_and_params]
+    arrays = [param for _, param in paths_and_params]
     leaves, treedef = jax.tree.flatten(state)
-    belongs = owners(state, [path for path, _ in paths_and_params])
-    for i, owner in enumerate(belongs):
-        if owner is not None and _can_follow(leaves[i], paths_and_params[owner][1]):
-            leaves[i] = laid_as(leaves[i], paths_and_params[owner][1])
+    for i, owner in enumerate(owners(state, paths, arrays)):
+        if owner is not None and _can_follow(leaves[i], arrays[owner]):
+            leaves[i] = laid_as(leaves[i], arrays[owner])
     return treedef.unflatten(leaves)
 
 

@@ -13,12 +13,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._dtypes import bits
+from optax_mp._inner import as_transformation
 from optax_mp._jax._arrays import has_explicit_axes, is_traced
-from optax_mp._jax._jaxpr import bind, evaluate
-from optax_mp._jax._placement import laid_as_params, owners
+from optax_mp._jax._jaxpr import evaluate
+from optax_mp._jax._placement import laid_as_params
 from optax_mp._jax._traced import Traced, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._transformation import as_transformation
+from optax_mp._states import owners
 from optax_mp._tree import PyTree, describe, is_floating, place
 
 # The names of mesh axes over which one axis of an array is sharded.
@@ -26,25 +27,25 @@ Names = tuple[str, ...]
 
 
 def zero1(
-    tx: optax.GradientTransformation,
+    inner: optax.GradientTransformation,
     mesh: Mesh,
     axis: str | tuple[str, ...],
     *,
     param_specs: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Shard the state of `tx` over a mesh axis along which the params are replicated.
+    """Shard the state of `inner` over a mesh axis on which params are replicated.
 
     Of N devices that hold the same params each keeps, and updates, 1/N of masters and
     moments. Then the params are gathered, in their own dtype: 2 bytes a weight where
     float32 updates would take 4.
 
-    The results are those of `tx`. They are bit for bit the same for params with a
+    The results are those of `inner`. They are bit for bit the same for params with a
     master, where its rule works element by element. Where it adds up over a whole array
     (a norm, say), the sum is taken in another order; and float32 params that are their
     own master are a rounding off, since XLA contracts the last multiplication of a rule
     with the sum that follows, if nothing is gathered in between.
 
-    The state is that of `tx`, laid out otherwise: `master_params`, `loss_scale`,
+    The state is that of `inner`, laid out otherwise: `master_params`, `loss_scale`,
     checkpoints and `convert_opt_state` know no difference, and a run may go on with
     `zero1`, without it, or on another number of devices. Put it outermost: what stands
     around it has no part in the layout. Derivatives through `update` are zero.
@@ -63,7 +64,7 @@ def zero1(
     already.
 
     Args:
-        tx: any optax optimizer, such as `dynamic_loss_scale(mixed_precision(adamw))`.
+        inner: any optax optimizer: `dynamic_loss_scale(mixed_precision(adamw))`.
         mesh: the mesh on which the params are.
         axis: the name of the axis of data parallelism, or several.
         param_specs: how the params are sharded over other axes, so that both go
@@ -74,7 +75,7 @@ def zero1(
         The transformation.
 
     Raises:
-        TypeError: if `tx` is not a gradient transformation or `mesh` no mesh.
+        TypeError: if `inner` is not a gradient transformation or `mesh` no mesh.
         ValueError: if the mesh has no such axis, or `param_specs` does not fit.
 
     Example:
@@ -97,7 +98,7 @@ def zero1(
         Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion
         Parameter Models, 2020, https://arxiv.org/abs/1910.02054
     """
-    tx = as_transformation(tx, "zero1", "tx")
+    inner = as_transformation(inner, "zero1")
     axes = _checked_axes(mesh, axis)
 
     def parts_of(params: optax.Params) -> "_Parts":
@@ -109,9 +110,9 @@ def zero1(
         parts = parts_of(params)
         # As one program, so that no device ever holds more than its part.
         traced = Traced.of(
-            lambda given: parts.taken(laid_as_params(tx.init(given), given)), params
+            lambda given: parts.taken(laid_as_params(inner.init(given), given)), params
         )
-        program = jax.jit(lambda arrays: evaluate(traced.closed, arrays, bind))
+        program = jax.jit(lambda arrays: evaluate(traced.closed, arrays))
         return traced.filled(program(traced.arrays))
 
     def update_fn(
@@ -129,7 +130,7 @@ def zero1(
         if extra_args.get("grad") is not None:
             extra_args["grad"] = parts.taken(extra_args["grad"])
         own = parts.taken(params)
-        changes, state = tx.update(
+        changes, state = inner.update(
             parts.taken(updates), parts.taken(state), own, **extra_args
         )
         return parts.gathered(own, changes), parts.taken(state)
@@ -195,7 +196,8 @@ class _Parts:
     def taken(self, tree: PyTree) -> PyTree:
         """Return `tree`, of whose arrays that belong to params there are only parts."""
         values, treedef = jax.tree.flatten(tree)
-        for i, owner in enumerate(owners(tree, self.leaves.paths)):
+        found = owners(tree, self.leaves.paths, self.leaves.values)
+        for i, owner in enumerate(found):
             part = self._part_of(values[i], owner)
             if part is not None:
                 values[i] = _laid(values[i], self.mesh, part.part)
@@ -225,7 +227,7 @@ class _Parts:
     def gathered(self, own: optax.Params, changes: optax.Updates) -> optax.Updates:
         """Return the updates of whole params, from those of their parts."""
         parts = self.leaves.match(own, "`params`")
-        updates = self.leaves.match(changes, "the updates of `tx`")
+        updates = self.leaves.match(changes, "the updates of `inner`")
         for i, part in enumerate(self.parts):
             if part is None or is_absent(updates[i]) or not is_floating(updates[i]):
                 continue
@@ -281,7 +283,7 @@ def _check_not_manual(axes: Names) -> None:
         raise ValueError(
             f"zero1: called within shard_map over `{manual[0]}`, where each rank has "
             "its own state already; use it under jit with shardings, or call "
-            "`lax.psum_scatter` and `lax.all_gather` around `tx` yourself."
+            "`lax.psum_scatter` and `lax.all_gather` around `inner` yourself."
         )
 
 

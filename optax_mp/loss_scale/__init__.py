@@ -11,6 +11,7 @@ The names below are the public ones. One module each:
 - `_state`: `LossScaleState`, and how to find it in any optimizer state.
 - `_transform`: `dynamic_loss_scale` and `static_loss_scale`, for optax.
 - `_overwrite`: leaves that are set to their gradient, as flax's fp8 layers have them.
+- `_mark`: how a link in a chain tells later links that a step is skipped.
 - `_gradients`: gradients of a scaled loss, for loops with an optimizer state.
 - `_values`, `_retries`: the same rule for loops without an optimizer state.
 - `_check`: `check_loss_scale`, for a person who watches a run.

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
 
-_RENAMED = {
+from optax_mp._states import find_states
+
+# What fields were called in the first edition, and their names now.
+RENAMED_FIELDS = {
     "finite_steps": "finite_count",
     "skipped_in_a_row": "skipped_count",
     "total_skipped": "total_skipped_count",
@@ -50,9 +53,9 @@ class LossScaleState(NamedTuple):
 
     def __getattr__(self, name: str) -> NoReturn:
         """Name the new field where an old one is read."""
-        if name in _RENAMED:
+        if name in RENAMED_FIELDS:
             raise AttributeError(
-                f"LossScaleState: `{name}` is now called `{_RENAMED[name]}`; read that."
+                f"LossScaleState: `{name}` is now called `{RENAMED_FIELDS[name]}`."
             )
         raise AttributeError(f"LossScaleState has no attribute {name!r}.")
 
@@ -83,13 +86,13 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
 
 def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
     """Return the one loss-scale state in `opt_state`, or None."""
-    found = _find_states(opt_state, "opt_state")
+    found = find_states(opt_state, LossScaleState)
     if len(found) > 1:
+        places = " and ".join("opt_state" + keystr(path) for path, _ in found)
         raise ValueError(
-            f"{caller}: `opt_state` holds {len(found)} loss scales, at "
-            f"{' and '.join(where for where, _ in found)}, expected one, because a "
-            "loss is multiplied by one scale; put a single dynamic_loss_scale around "
-            "the whole optimizer."
+            f"{caller}: `opt_state` holds {len(found)} loss scales, at {places}, "
+            "expected one, because a loss is multiplied by one scale; put a single "
+            "dynamic_loss_scale around the whole optimizer."
         )
     if not found:
         return None
@@ -97,17 +100,3 @@ def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
     # `nnx.Optimizer` keeps each array of a state in a box, which is a tree of one leaf.
     names = [name for name in state._fields if name != "inner_state"]
     return state._replace(**{n: jax.tree.leaves(getattr(state, n))[0] for n in names})
-
-
-def _find_states(tree: Any, prefix: str) -> list[tuple[str, LossScaleState]]:
-    """Return the loss-scale states in a tree, also those within others."""
-    nodes = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda x: isinstance(x, LossScaleState)
-    )[0]
-    found = []
-    for path, node in nodes:
-        if isinstance(node, LossScaleState):
-            where = prefix + keystr(path)
-            found.append((where, node))
-            found += _find_states(node.inner_state, where + ".inner_state")
-    return found

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_mp._jax._choose import decided_outside, step_where, unless_held
+from optax_mp._inner import as_transformation
+from optax_mp._jax._choose import choose_step
 from optax_mp._leaves import Leaves
-from optax_mp._transformation import as_transformation
+from optax_mp.loss_scale._mark import mark_skipped, register_link
 from optax_mp.loss_scale._overwrite import (
     hide_overwritten,
     overwrite,
@@ -239,8 +240,7 @@ def _transform(
         if axis_name is not None:
             finite = lax.pmin(finite.astype(jnp.int32), axis_name) == 1
         if wrapped is None:
-            out = jax.tree.map(lambda grad: unless_held(finite, grad), grads)
-            out = restore_overwritten(out, updates)
+            out = restore_overwritten(mark_skipped(finite, grads), updates)
             inner_state = state.inner_state
         else:
             if extra_args.get("grad") is not None:
@@ -252,8 +252,7 @@ def _transform(
                 out, inner_state = update(grads, inner_state, trained, **extra_args)
                 return overwrite(out, updates, params, caller), inner_state
 
-            with decided_outside():
-                out, inner_state = step_where(finite, step, state.inner_state)
+            out, inner_state = choose_step(finite, step, state.inner_state)
         counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
         total = state.total_skipped_count
         return out, LossScaleState(
@@ -264,6 +263,8 @@ def _transform(
             inner_state=inner_state,
         )
 
+    if wrapped is None:
+        register_link(update_fn)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 

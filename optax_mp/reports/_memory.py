@@ -5,21 +5,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import optax
-from jax.tree_util import (
-    DictKey,
-    GetAttrKey,
-    SequenceKey,
-    tree_flatten_with_path,
-    tree_leaves_with_path,
-)
+from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
+from optax_mp._states import find_states, holds_state, owners
 from optax_mp._tree import PyTree, describe, is_array, is_floating, place
 from optax_mp.compact._blocks import Quantized
+from optax_mp.masters._state import MixedPrecisionState
 from optax_mp.reports._table import aligned
 
 _Path = tuple[Any, ...]
 _PARAMS, _SCALES, _REST = "params", "block scales", "rest"
+_CODES = GetAttrKey("codes")
 # Fields that hold the state of another transform and say nothing of what is in it.
 _WRAPPERS = ("inner_state", "inner_states", "inner_opt_state")
 
@@ -45,7 +43,7 @@ class MemoryRow:
         >>> import optax
         >>> import optax_mp
         >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
-        >>> row = optax_mp.memory_report(params, optax.adam(1e-3).init(params)).rows[2]
+        >>> row = optax_mp.memory_report(optax.adam(1e-3).init(params), params).rows[2]
         >>> row.role, row.path, row.param, row.dtype, row.bytes, row.float32_bytes
         ('mu', "[0].mu['w']", "['w']", 'bfloat16', 8, 16)
     """
@@ -73,7 +71,7 @@ class MemoryReport:
         >>> import optax_mp
         >>> params = {"w": jnp.ones(1024)}
         >>> state = optax.sgd(0.1, momentum=0.9).init(params)
-        >>> report = optax_mp.memory_report(params, state)
+        >>> report = optax_mp.memory_report(state, params)
         >>> report.total_bytes, report.by_role(), report.by_dtype()
         (8192, {'params': 4096, 'trace': 4096}, {'float32': 8192})
         >>> report.by_leaf()
@@ -120,7 +118,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Return the table."""
-        cells = [("role", "dtype", "size", "bytes a weight", "share")]
+        cells = [("role", "dtype", "size", "bytes per weight", "share")]
         for role, count in self.by_role().items():
             dtypes = dict.fromkeys(row.dtype for row in self.rows if row.role == role)
             cells.append((role, ", ".join(dtypes), *self._amounts(count)))
@@ -132,7 +130,7 @@ class MemoryReport:
         return "\n".join(
             [
                 *aligned(cells, left=2),
-                f"plain float32: {plain}, {times} bytes a weight ({ratio} times as "
+                f"plain float32: {plain}, {times} bytes per weight ({ratio} times as "
                 "much)",
             ]
         )
@@ -145,29 +143,31 @@ class MemoryReport:
         )
 
 
-def memory_report(params: optax.Params, opt_state: optax.OptState) -> MemoryReport:
-    """Count the bytes of params and optimizer state, by what they are for.
+def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryReport:
+    """Count the bytes of optimizer state and params, by what they are for.
 
-    Shapes and dtypes are all it looks at, so the trees may come from `jax.eval_shape`
-    and a model be planned on a machine that could not hold it.
+    Only shapes and dtypes are read. With trees from `jax.eval_shape` you can plan a
+    model on a machine that could not hold it.
 
-    The comparison is plain float32 training with the same optimizer: every floating
-    array of params and state in float32, without masters, remainders and block scales.
-    Integers, keys and complex arrays count as they are. Gradients and activations are
-    not counted.
+    The report compares with plain float32 training by the same optimizer: every
+    floating array of params and state in float32, without masters, remainders and block
+    scales. Integers, keys and complex arrays count as they are. Gradients and
+    activations are not counted.
 
     Args:
-        params: the params: arrays, NumPy arrays or `jax.ShapeDtypeStruct`; leaves that
-            are no arrays take nothing.
-        opt_state: the state of any optax optimizer for them, of the same kinds. Sharded
-            arrays count whole, all devices together, and replicated ones once.
+        opt_state: the state of any optax optimizer for `params`: arrays, NumPy arrays
+            or `jax.ShapeDtypeStruct`. Sharded arrays count whole, all devices together,
+            and replicated ones once.
+        params: the params, of the same kinds. Leaves that are not arrays count as
+            nothing.
 
     Returns:
-        The report, which is data, and prints as a table.
+        The report. Printed, it is a table.
 
     Raises:
         ValueError: if `params` holds no array.
-        TypeError: if `opt_state` is the optimizer itself.
+        TypeError: if `opt_state` is the optimizer itself, or the params and `params`
+            the state.
 
     Example:
         >>> import jax
@@ -176,75 +176,95 @@ def memory_report(params: optax.Params, opt_state: optax.OptState) -> MemoryRepo
         >>> import optax_mp
         >>> params = {"w": jax.ShapeDtypeStruct((2**15, 2**20), jnp.bfloat16)}
         >>> tx = optax_mp.mixed_precision(optax.adamw(3e-4))
-        >>> print(optax_mp.memory_report(params, jax.eval_shape(tx.init, params)))
-        role     dtype                        size  bytes a weight   share
-        params   bfloat16                 64.0 GiB            2.00   14.3%
-        masters  float32                 128.0 GiB            4.00   28.6%
-        mu       float32                 128.0 GiB            4.00   28.6%
-        nu       float32                 128.0 GiB            4.00   28.6%
-        rest     int32                         4 B            0.00    0.0%
-        total    34,359,738,368 weights  448.0 GiB           14.00  100.0%
-        plain float32: 384.0 GiB, 12.00 bytes a weight (0.86 times as much)
+        >>> print(optax_mp.memory_report(jax.eval_shape(tx.init, params), params))
+        role     dtype                        size  bytes per weight   share
+        params   bfloat16                 64.0 GiB              2.00   14.3%
+        masters  float32                 128.0 GiB              4.00   28.6%
+        mu       float32                 128.0 GiB              4.00   28.6%
+        nu       float32                 128.0 GiB              4.00   28.6%
+        rest     int32                         4 B              0.00    0.0%
+        total    34,359,738,368 weights  448.0 GiB             14.00  100.0%
+        plain float32: 384.0 GiB, 12.00 bytes per weight (0.86 times as much)
     """
-    arrays = {path: x for path, x in tree_leaves_with_path(params) if is_array(x)}
-    if not arrays:
-        raise ValueError(
-            f"memory_report: `params` is a {type(params).__name__} without arrays, "
-            "expected a tree of arrays or of `jax.ShapeDtypeStruct`s; give what "
-            "`tx.init` gets, and the state second."
-        )
-    if isinstance(opt_state, optax.GradientTransformation):
-        raise TypeError(
-            f"memory_report: `opt_state` is a {type(opt_state).__name__}, expected an "
-            "optimizer state; give `tx.init(params)`, or "
-            "`jax.eval_shape(tx.init, params)` to allocate nothing."
-        )
-    rows = [_row(_PARAMS, path, path, x) for path, x in arrays.items()]
-    rows += _state_rows(opt_state, {path: x.shape for path, x in arrays.items()})
-    weights = sum(_size(x) for x in arrays.values() if is_floating(x))
+    _check_arguments(opt_state, params)
+    arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
+    rows = [_row(_PARAMS, path, path, x) for path, x in arrays]
+    rows += _state_rows(opt_state, arrays)
+    weights = sum(_size(x) for _, x in arrays if is_floating(x))
     return MemoryReport(tuple(rows), weights)
 
 
-def _state_rows(opt_state: PyTree, params: dict[_Path, Any]) -> Iterator[MemoryRow]:
-    leaves, _ = tree_flatten_with_path(
-        opt_state, is_leaf=lambda x: isinstance(x, Quantized)
-    )
-    for path, leaf in leaves:
-        if isinstance(leaf, Quantized):
-            before, param = _owner(path, leaf.codes.shape, params)
-            codes, scales = ((*path, GetAttrKey(name)) for name in Quantized._fields)
-            yield _row(_field(before), codes, param, leaf.codes, quantized=True)
-            if leaf.scales is not None:
-                yield _row(_SCALES, scales, param, leaf.scales)
-        elif is_array(leaf):
-            before, param = _owner(path, leaf.shape, params)
-            role = _field(before)
-            if role == "master_params":
-                role = "masters" if is_floating(leaf) else "remainders"
-            elif param is None and not leaf.shape:
-                role = _REST
-            yield _row(role, path, param, leaf)
+def _check_arguments(opt_state: Any, params: Any) -> None:
+    for tree in (opt_state, params):
+        if isinstance(tree, optax.GradientTransformation):
+            raise TypeError(
+                f"memory_report: `opt_state` is a {type(tree).__name__}, expected an "
+                "optimizer state; pass `tx.init(params)`, or "
+                "`jax.eval_shape(tx.init, params)` to allocate nothing."
+            )
+    if _are_swapped(opt_state, params):
+        raise TypeError(
+            f"memory_report: `params` is a {type(params).__name__} that holds the "
+            "optimizer state, expected the state first and the params second; "
+            "`memory_report(params, opt_state)` is now "
+            "`memory_report(opt_state, params)`."
+        )
+    if not any(map(is_array, jax.tree.leaves(params))):
+        raise ValueError(
+            f"memory_report: `params` is a {type(params).__name__} without arrays, "
+            "expected a tree of arrays or of `jax.ShapeDtypeStruct`s; pass what "
+            "`tx.init` gets."
+        )
 
 
-def _owner(
-    path: _Path, shape: Any, params: dict[_Path, Any]
-) -> tuple[_Path, _Path | None]:
-    """Return the part of a state's path before the path of a param, and the latter.
+def _are_swapped(opt_state: Any, params: Any) -> bool:
+    if holds_state(opt_state) or holds_state(params):
+        return not holds_state(opt_state)
+    # A state that names no state of optax's. It has trees like the params in it, and
+    # they none like it; one without arrays says nothing.
+    return _has_trees_like(opt_state, params) and not _has_trees_like(params, opt_state)
 
-    The longest that fits, after a name: the 0 of a chain's `[0]` is no param's.
-    """
-    ends = [len(path)]
-    if path and isinstance(path[-1], SequenceKey):
-        # Some, such as `optax.sm3`, keep a list for each param.
-        ends.append(len(path) - 1)
-    for end in ends:
-        for start in range(1, end + 1):
-            found = path[start:end]
-            fits = found in params and isinstance(path[start - 1], GetAttrKey | DictKey)
-            # The path of params that are one array is empty, and so fits everywhere.
-            if fits and (found or tuple(shape) == tuple(params[found])):
-                return path[:start], found
-    return path, None
+
+def _has_trees_like(params: Any, tree: Any) -> bool:
+    arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
+    found = owners(tree, [path for path, _ in arrays], [x for _, x in arrays])
+    return any(owner is not None for owner in found)
+
+
+def _state_rows(
+    opt_state: PyTree, params: list[tuple[_Path, Any]]
+) -> Iterator[MemoryRow]:
+    leaves = tree_leaves_with_path(opt_state)
+    found = owners(opt_state, [path for path, _ in params], [x for _, x in params])
+    quantized = {path for path, _ in find_states(opt_state, Quantized)}
+    masters = {
+        (*path, GetAttrKey("master_params")): state
+        for path, state in find_states(opt_state, MixedPrecisionState)
+    }
+    for (path, leaf), owner in zip(leaves, found, strict=True):
+        if not is_array(leaf):
+            continue
+        param = None if owner is None else params[owner][0]
+        above = [path[:end] for end in range(len(path) + 1)]
+        is_codes = path[:-1] in quantized and path[-1] == _CODES
+        if path[:-1] in quantized and not is_codes:
+            role = _SCALES
+        elif states := [masters[start] for start in above if start in masters]:
+            is_part = states[-1].storage and states[-1].storage.param_is_part
+            role = "remainders" if is_part else "masters"
+        elif param is None and not leaf.shape:
+            role = _REST
+        else:
+            role = _field(_before_param(path[:-1] if is_codes else path, param))
+        yield _row(role, path, param, leaf, quantized=is_codes)
+
+
+def _before_param(path: _Path, param: _Path | None) -> _Path:
+    """Return the part of a state's path that comes before that of a param."""
+    if not param:
+        return path
+    starts = range(len(path) - len(param), -1, -1)
+    return next(path[:i] for i in starts if path[i : i + len(param)] == param)
 
 
 def _field(path: _Path) -> str:

@@ -95,9 +95,9 @@ def test_a_template_that_would_round_masters_is_refused(tmp_path):
             optax_mp.check_checkpoint(checkpointer.metadata(path), rounding)
     assert (
         "[1].master_params['w'] was saved as float32[16,32], the template "
-        "wants bfloat16[16,32]" in str(e.value)
+        "expects bfloat16[16,32]" in str(e.value)
     )
-    assert "optax_mp.convert_opt_state(state, tx, new_tx, params)" in str(e.value)
+    assert "optax_mp.convert_opt_state(opt_state, params, tx, new_tx)" in str(e.value)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_another_form_is_refused_and_converted_after_the_restore(tmp_path, old, 
     path = tmp_path / "checkpoint"
     params, _ = saved(path, old, steps=0)
     with ocp.StandardCheckpointer() as checkpointer:
-        with pytest.raises(ValueError, match="is of another form than `template`"):
+        with pytest.raises(ValueError, match="does not match `template`"):
             optax_mp.check_checkpoint(checkpointer.metadata(path), template_of(new))
         _, state = checkpointer.restore(path, template_of(old))
-    converted = optax_mp.convert_opt_state(state, FORMS[old], FORMS[new], params)
+    converted = optax_mp.convert_opt_state(state, params, FORMS[old], FORMS[new])
     assert avals(converted) == avals(FORMS[new].init(params))
 
 

@@ -53,7 +53,7 @@ def test_a_mesh_without_the_axis_is_an_error():
             optax_mp.zero1(ADAMW, mesh(), axes)
     with pytest.raises(TypeError, match="`mesh` is a list, expected a jax.*Mesh"):
         optax_mp.zero1(ADAMW, jax.devices(), "data")
-    with pytest.raises(TypeError, match="zero1: `tx` is a function"):
+    with pytest.raises(TypeError, match="zero1: `inner` is a function"):
         optax_mp.zero1(optax.adamw, mesh(), "data")
 
 

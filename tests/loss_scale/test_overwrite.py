@@ -188,6 +188,18 @@ def test_a_link_needs_no_params_for_overwritten_leaves():
     assert updates["params"]["kernel"].tolist() == [1, 1]
 
 
+def test_mixed_precision_knows_a_skipped_step_by_the_other_leaves():
+    adamw = optax_mp.mixed_precision(optax.adamw(1e-2))
+    tx = optax.chain(optax_mp.dynamic_loss_scale(), adamw)
+    params = tree(jnp.ones((2, 2), jnp.bfloat16), jnp.array([1.0, 448.0]))
+    grads = tree(jnp.full((2, 2), np.nan), jnp.array([2.0, 0.5]))
+    state = tx.init(params)
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, after = update(grads, state, params)
+        assert as_bits(after[1]) == as_bits(state[1])
+        assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
+
+
 @pytest.mark.parametrize("link", [False, True])
 @pytest.mark.parametrize("bad", [False, True])
 def test_overwritten_leaves_can_be_replaced_in_the_loop(bad, link):

@@ -1,6 +1,7 @@
 """dynamic_loss_scale and static_loss_scale: what a skipped step leaves, in any nesting."""
 
 import copy
+import gc
 import operator
 
 import jax
@@ -334,20 +335,44 @@ def test_a_link_before_another_optimizer_hands_zeros_on():
     np.testing.assert_array_equal(updates["kernel"], 0.5)  # Its momentum goes on.
 
 
-def test_all_negative_zero_float32_gradients_hold_mixed_precision():
+def test_negative_zeros_are_a_skipped_step_where_there_is_a_link():
     tx = optax_mp.mixed_precision(optax.adamw(1e-2))
     params = example_params("bfloat16")
     grads = jax.tree.map(lambda p: jnp.full(p.shape, -0.0), params)
     state = tx.init(params)
+    link = optax_mp.dynamic_loss_scale()
     for update in (tx.update, jax.jit(tx.update)):
         updates, after = update(grads, state, params)
         assert_negative_zero(updates)
         assert as_bits(after) == as_bits(state)
+    del link
+
+
+def test_without_a_link_no_mark_is_looked_for():
+    gc.collect()
+    tx = optax_mp.mixed_precision(optax.adamw(1e-2))
+    params = example_params("bfloat16")
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, -0.0), params)
+    args = grads, tx.init(params), params
+
+    def program():
+        # Not that of `tx.update`, which JAX would remember.
+        return str(jax.make_jaxpr(lambda *args: tx.update(*args))(*args))
+
+    without = program()
+    assert "reduce_max" not in without and "cond" not in without
+    assert int(tx.update(*args)[1].inner_state[0].count) == 1
+    chain = optax.chain(optax_mp.static_loss_scale(), optax.identity())
+    assert "reduce_max" in program() and "cond" not in program()
+    del chain
+    gc.collect()
+    assert program() == without
 
 
 @pytest.mark.parametrize("leaf", ["kernel", "layer", "scale"])
 @pytest.mark.parametrize("value", [0.0, 1e-30, -1e-42, np.nan])
 def test_one_other_element_is_a_step_like_any(leaf, value):
+    link = optax_mp.dynamic_loss_scale()
     tx = optax_mp.mixed_precision(optax.sgd(1.0, momentum=0.5))
     params = example_params("bfloat16")
     grads = jax.tree.map(lambda p: np.full(p.shape, -0.0, np.float32), params)
@@ -358,6 +383,7 @@ def test_one_other_element_is_a_step_like_any(leaf, value):
     for update in (tx.update, jax.jit(tx.update)):
         _, after = update(grads, moving, params)
         assert as_bits(after) != as_bits(moving)
+    del link
 
 
 def test_16_bit_gradients_carry_no_mark_and_are_not_looked_at():

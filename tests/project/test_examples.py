@@ -496,7 +496,7 @@ def test_frozen_weights_have_neither_master_nor_moments(way):
         assert "frozen" not in opt_state.master_params
         # The paths of a state of adapters begin within them.
         tree = {"frozen": params["frozen"]} | params["adapters"]
-    by_leaf = optax_mp.memory_report(tree, opt_state).by_leaf()
+    by_leaf = optax_mp.memory_report(opt_state, tree).by_leaf()
     frozen = by_leaf.pop("['frozen']['weight']")
     assert frozen == params["frozen"]["weight"].nbytes == 2 * 32 * 32
     by_leaf.pop("")  # the count

@@ -1,0 +1,35 @@
+"""The modules of the first edition, by which its pickles name their classes."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+# Every class that could be in a pickle was public, and is so still; only the private
+# modules that pickles name are gone.
+_OLD_MODULES = (
+    "_blocks",  # Quantized
+    "_gradient_range",  # GradientRangeReport, FormatRange
+    "_loss_scale",  # NoOpLossScale, StaticLossScale, DynamicLossScale
+    "_low_bit",  # LowBitState
+    "_master_access",  # MixedPrecisionState
+    "_memory",  # MemoryReport, MemoryRow
+    "_scaling",  # LossScaleState
+    "_split",  # Split
+    "_stochastic",  # StochasticRoundingState
+    "_storage",  # FullCopy
+)
+
+
+def _public_name(name: str) -> Any:
+    package = sys.modules["optax_mp"]
+    if name not in package.__all__:
+        raise AttributeError(f"optax_mp has no public name {name!r}")
+    return getattr(package, name)
+
+
+# In `sys.modules`, since that is where an unpickler looks for the module of a class.
+# Names are looked up when they are asked for, when the whole package is imported.
+for _name in _OLD_MODULES:
+    _module = ModuleType(f"optax_mp.{_name}", "A module of the first edition.")
+    _module.__dict__["__getattr__"] = _public_name
+    sys.modules[_module.__name__] = _module
