@@ -266,7 +266,7 @@ SKIPS = {
 
 
 @pytest.mark.parametrize("nesting", SKIPS)
-def test_bad_micro_batches_are_dropped_whole_in(nesting):
+def test_bad_micro_batches_are_dropped_entirely_in(nesting):
     clean, clean_state = trained(SKIPS[nesting]())
     # Also two in a row, and one in the midst of an accumulation.
     dropped, state = trained(SKIPS[nesting](), bad=(0, 4, 5, 10))
