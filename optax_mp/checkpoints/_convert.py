@@ -15,7 +15,7 @@ from optax_mp._tree import PyTree, cast_floating, describe, is_array, is_floatin
 from optax_mp.compact._blocks import Quantized, dequantize, quantize
 from optax_mp.compact._low_bit import LowBitState
 from optax_mp.compact._stochastic import StochasticRoundingState
-from optax_mp.loss_scale._transform import LossScaleState
+from optax_mp.loss_scale import LossScaleState
 from optax_mp.masters._access import (
     check_param_is_trained,
     master_params,

@@ -21,18 +21,15 @@ from optax_mp.checkpoints._compare import (
 )
 from optax_mp.compact._low_bit import LowBitState
 from optax_mp.compact._stochastic import StochasticRoundingState
-from optax_mp.loss_scale._transform import LossScaleState
+from optax_mp.loss_scale import LossScaleState
+from optax_mp.loss_scale._state import RENAMED_FIELDS
 from optax_mp.masters._state import MixedPrecisionState
 
 # What fields were called in the first edition.
 _OLD_FIELDS: dict[type, dict[str, str]] = {
     LowBitState: {"step_count": "step"},
     StochasticRoundingState: {"step_count": "step"},
-    LossScaleState: {
-        "finite_count": "finite_steps",
-        "skipped_count": "skipped_in_a_row",
-        "total_skipped_count": "total_skipped",
-    },
+    LossScaleState: {new: old for old, new in RENAMED_FIELDS.items()},
 }
 
 
