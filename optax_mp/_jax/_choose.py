@@ -12,7 +12,7 @@ from jax import lax
 
 from optax_mp._dtypes import bits
 from optax_mp._jax._arrays import is_traced, varies
-from optax_mp._jax._jaxpr import evaluate, is_computed, rebind
+from optax_mp._jax._jaxpr import bind, evaluate, is_computed
 from optax_mp._jax._traced import Traced, is_dynamic, is_output
 from optax_mp._tree import PyTree, all_hold, describe, is_array, is_inexact, place
 
@@ -130,7 +130,7 @@ def step_if(proceed: Choice, step: Callable[[Any], Any], state: Any) -> Any:
 
     chosen = lax.cond(
         proceed,
-        lambda: typed(evaluate(traced.closed, traced.arrays, rebind)),
+        lambda: typed(evaluate(traced.closed, traced.arrays)),
         lambda: typed(held),
     )
     return traced.filled(chosen)[1]
@@ -193,7 +193,7 @@ class _TracedStep:
             return value if value is old else _select(proceed, value, old)
 
         def run(equation: Any, inputs: list[Any]) -> list[Any]:
-            values = rebind(equation, inputs)
+            values = bind(equation, inputs)
             for at, (var, value) in enumerate(
                 zip(equation.outvars, values, strict=True)
             ):

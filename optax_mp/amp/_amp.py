@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._jax._jaxpr import evaluate, rebind
-from optax_mp.amp._call import planned
+from optax_mp._jax._jaxpr import evaluate
+from optax_mp.amp._precision import full_precisions
 from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
-from optax_mp.amp._states import written
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -92,12 +91,13 @@ def amp(
 
     @functools.wraps(fun, updated=())
     def autocast(*args: Any, **kwargs: Any) -> Any:
-        traced, plan = planned(interpreter, fun, args, kwargs)
-        if not plan.changed:
-            return traced.filled(evaluate(traced.closed, traced.arrays, rebind))
+        traced, plan = interpreter.trace(fun, args, kwargs)
+        if not plan.is_changed:
+            return traced.filled(evaluate(traced.closed, traced.arrays))
         values = interpreter.run(traced.closed, plan, traced.arrays)
         outvars = traced.closed.jaxpr.outvars
-        return traced.filled(interpreter.cast_all(values, written(outvars), outvars))
+        values = interpreter.cast_all(values, full_precisions(outvars), outvars)
+        return traced.filled(values)
 
     return autocast  # pyright: ignore[reportReturnType]
 

@@ -7,12 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._jax._jaxpr import AnyJaxpr, Equation, inner_jaxprs, opened, source_line
-from optax_mp.amp._call import planned
+from optax_mp._jax._control_flow import wiring_of
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr, source_line
+from optax_mp.amp._plan import Action, Plan
+from optax_mp.amp._precision import LOW, takes_part
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
 from optax_mp.amp._shadow import shadow_errors
-from optax_mp.amp._states import LOW, Plan, Step, takes_part
 from optax_mp.reports._table import aligned
 
 
@@ -156,43 +157,46 @@ def amp_report(
             f"amp_report: `fun` is {fun!r}, expected a function; its arguments follow."
         )
     interpreter = Interpreter(Rules(rules, compute_dtype))
-    traced, plan = planned(interpreter, fun, args, kwargs)
-    by_step, error = shadow_errors(interpreter, traced, plan)
+    traced, plan = interpreter.trace(fun, args, kwargs)
+    errors, error = shadow_errors(interpreter, traced, plan)
     operations = (
         AmpOperation(
             equation.primitive.name,
             line,
-            _how_it_ran(step),
-            step.why,
+            _how_it_ran(action),
+            action.why,
             1,
-            *by_step.get(id(step), (float("nan"), float("nan"))),
+            *errors.get(id(action), (float("nan"), float("nan"))),
         )
-        for equation, step, line in _operations(traced.closed, plan, "")
+        for equation, action, line in _operations(traced.closed, plan, "")
     )
     return AmpReport(_merged(operations), error, rules)
 
 
 def _operations(
     jaxpr: AnyJaxpr, plan: Plan, around: str
-) -> Iterator[tuple[Equation, Step, str]]:
+) -> Iterator[tuple[Equation, Action, str]]:
     """Yield the equations that amp has a say in, what became of them, and their lines.
 
     What has no line of its own, inside a function of JAX, has the line `around`.
     """
-    for equation, step in zip(opened(jaxpr)[0].eqns, plan.steps, strict=True):
+    for equation, action in zip(open_jaxpr(jaxpr)[0].eqns, plan.actions, strict=True):
         line = source_line(equation) or around
-        if step.inner:
-            for inner, each in zip(inner_jaxprs(equation), step.inner, strict=True):
-                yield from _operations(inner, each.plan, line)
-        listed = step.how != "same" and (not step.inner or step.why == "fix-point")
-        if listed and any(map(takes_part, (*equation.invars, *equation.outvars))):
-            yield equation, step, line
+        if action.regions:
+            regions = wiring_of(equation).regions
+            for region, each in zip(regions, action.regions, strict=True):
+                yield from _operations(region.jaxpr, each.plan, line)
+        # Of an equation with regions, only what its own carry costs.
+        if action.how == "same" or (action.regions and action.why != "fix-point"):
+            continue
+        if any(map(takes_part, (*equation.invars, *equation.outvars))):
+            yield equation, action, line
 
 
-def _how_it_ran(step: Step) -> str:
-    if LOW in step.inputs or (step.how == "function" and LOW in step.outputs):
+def _how_it_ran(action: Action) -> str:
+    if LOW in action.inputs or (action.how == "function" and LOW in action.outputs):
         return "low"
-    return "as_written" if step.rule == "as_written" else "f32"
+    return "as_written" if action.rule == "as_written" else "f32"
 
 
 def _merged(operations: Any) -> tuple[AmpOperation, ...]:

@@ -9,16 +9,16 @@ from jax.lax import Precision
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits, floating_dtype
+from optax_mp._jax._control_flow import has_regions
 from optax_mp._jax._jaxpr import (
     Equation,
     Primitive,
     is_literal,
     jaxprs_within,
-    kind,
     primitive_names,
 )
 from optax_mp.amp._places import Places
-from optax_mp.amp._states import takes_part
+from optax_mp.amp._precision import takes_part
 
 # Either a word or `(compute_dtype, original_dtypes, *invars, **bind_params)`, which
 # returns the inputs and parameters to bind.
@@ -106,7 +106,7 @@ class Rules:
         if around is not None:
             return around
         rule = self._places.rule_at(equation)
-        if rule is None and kind(equation):
+        if rule is None and has_regions(equation):
             # The rule of a loop, or of a jit, is that of all inside.
             rule = self._by_name.get(equation.primitive.name)
         return rule

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._jax._jaxpr import depending_outputs
+from optax_mp._jax._dependence import depending_outputs
 from optax_mp._jax._traced import Traced, is_dynamic
 from optax_mp._tree import is_floating
 from optax_mp.compact._code_format import CodeFormat

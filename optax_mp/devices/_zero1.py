@@ -14,7 +14,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._dtypes import bits
 from optax_mp._jax._arrays import has_explicit_axes, is_traced
-from optax_mp._jax._jaxpr import bind, evaluate
+from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._placement import laid_as_params, owners
 from optax_mp._jax._traced import Traced, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
@@ -111,7 +111,7 @@ def zero1(
         traced = Traced.of(
             lambda given: parts.taken(laid_as_params(tx.init(given), given)), params
         )
-        program = jax.jit(lambda arrays: evaluate(traced.closed, arrays, bind))
+        program = jax.jit(lambda arrays: evaluate(traced.closed, arrays))
         return traced.filled(program(traced.arrays))
 
     def update_fn(

@@ -1,13 +1,13 @@
-"""Rules that are functions: called, and what they return checked."""
+"""Rules that are functions of the user's: calling them, and checking the result."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from optax_mp._jax._jaxpr import Equation, bind, is_literal, retyped, traced
+from optax_mp._jax._jaxpr import Equation, bind, is_literal, trace_jaxpr, with_dtype
 from optax_mp._tree import describe, is_array, is_floating
-from optax_mp.amp._states import FULL, LOW, States, takes_part
+from optax_mp.amp._precision import FULL, LOW, Precision, Precisions, takes_part
 
 
 def bind_by_function(
@@ -57,26 +57,31 @@ def _may_replace(new: Any, old: Any) -> bool:
     return new.shape == old.shape and (floating or new.dtype == old.dtype)
 
 
-def states_by_function(
-    rule: Callable[..., Any], compute_dtype: Any, equation: Equation, states: States
-) -> States:
-    """Return the states of the outputs of an equation bound by a user's function."""
+def precisions_by_function(
+    rule: Callable[..., Any],
+    compute_dtype: Any,
+    equation: Equation,
+    precisions: Precisions,
+) -> Precisions:
+    """Return the precisions of the outputs of an equation that a function binds."""
     avals = [
-        retyped(atom.aval, compute_dtype) if state == LOW else atom.aval
-        for atom, state in zip(equation.invars, states, strict=True)
+        with_dtype(atom.aval, compute_dtype) if precision == LOW else atom.aval
+        for atom, precision in zip(equation.invars, precisions, strict=True)
     ]
 
-    def bound(*inputs: Any) -> list[Any]:
+    def run(*inputs: Any) -> list[Any]:
         return bind_by_function(rule, compute_dtype, equation, inputs)
 
-    outputs = traced(bound, avals).out_avals
+    outputs = trace_jaxpr(run, avals).out_avals
     return tuple(
-        _state(equation, atom, aval.dtype, compute_dtype)
+        _precision(equation, atom, aval.dtype, compute_dtype)
         for atom, aval in zip(equation.outvars, outputs, strict=True)
     )
 
 
-def _state(equation: Equation, atom: Any, dtype: Any, compute_dtype: Any) -> Any:
+def _precision(
+    equation: Equation, atom: Any, dtype: Any, compute_dtype: Any
+) -> Precision:
     if dtype == atom.aval.dtype:
         return FULL if takes_part(atom) else None
     if takes_part(atom) and dtype == compute_dtype:
