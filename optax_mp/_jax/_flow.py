@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_mp._jax._jaxpr import AnyJaxpr, inner_jaxprs, is_literal, kind, opened
+from optax_mp._jax._control_flow import has_regions, wiring_of
+from optax_mp._jax._jaxpr import AnyJaxpr, is_literal, open_jaxpr
 
 # These move the entries of their first input, or leave some of them out.
 _MOVES = {
@@ -20,9 +21,6 @@ _MOVES = {
 }  # fmt: skip
 # These put entries of several inputs into one array.
 _JOINS = {"concatenate", "dynamic_update_slice", "scatter"}
-_TRANSPARENT = {"jit", "remat", "inline", "custom_jvp", "custom_vjp", "shard_map"}
-
-
 _NONE: frozenset[int] = frozenset()
 
 
@@ -54,7 +52,7 @@ def flows(jaxpr: AnyJaxpr, inputs: Sequence[Flow] = ()) -> list[Flow]:
         jaxpr: of any function.
         inputs: how other inputs reach those; by default they are the inputs meant.
     """
-    jaxpr, consts = opened(jaxpr)
+    jaxpr, consts = open_jaxpr(jaxpr)
     inputs = inputs or [
         _without_scalars(Flow(frozenset({i}), copied=frozenset({i})), var)
         for i, var in enumerate(jaxpr.invars)
@@ -74,15 +72,14 @@ def flows(jaxpr: AnyJaxpr, inputs: Sequence[Flow] = ()) -> list[Flow]:
 
 
 def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
-    name, within, count = equation.primitive.name, kind(equation), len(equation.outvars)
-    if within == "cond":
-        branches = [flows(x, inputs[1:]) for x in inner_jaxprs(equation)]
-        return [_either(each) for each in zip(*branches, strict=True)]
-    if within in _TRANSPARENT:
-        inner = inner_jaxprs(equation)[0]
-        # In some versions of JAX, constants of a custom rule are no inputs of it.
-        if len(opened(inner)[0].invars) == len(inputs):
-            return flows(inner, inputs)
+    name, count = equation.primitive.name, len(equation.outvars)
+    if has_regions(equation):
+        # What decides which region runs is a single number, which is left out.
+        return (
+            wiring_of(equation)
+            .forward(inputs, lambda region, given: flows(region.jaxpr, given), _either)
+            .outputs
+        )
     if name == "select_n":
         return [_either(inputs[1:])]
     if name in _MOVES:
