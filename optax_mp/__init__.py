@@ -1,40 +1,14 @@
-"""Mixed-precision training for any optax optimizer."""
+"""Mixed-precision training for any optax optimizer.
 
-from optax_mp import _first_edition  # noqa: F401, lets old pickles load
-from optax_mp._dtypes import half_dtype
-from optax_mp._policy import Policy, get_policy
-from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
-from optax_mp.amp import (
-    AmpOperation,
-    AmpReport,
-    amp,
-    amp_report,
-    amp_stop,
-    default_amp_rules,
-)
-from optax_mp.checkpoints import (
-    check_checkpoint,
-    convert_opt_state,
-    upgrade_checkpoint,
-)
-from optax_mp.compact._blocks import Quantized
-from optax_mp.compact._low_bit import LowBitState, low_bit_state
-from optax_mp.compact._stochastic import StochasticRoundingState, stochastic_rounding
-from optax_mp.devices import check_replicas, zero1
-from optax_mp.loss_scale._check import check_loss_scale
-from optax_mp.loss_scale._gradients import (
-    dynamic_scale_grad,
-    dynamic_scale_value_and_grad,
-    loss_scale,
-    scale_loss,
-    value_and_grad,
-)
-from optax_mp.loss_scale._rule import DynamicLossScale, NoOpLossScale, StaticLossScale
-from optax_mp.loss_scale._transform import (
-    LossScaleState,
-    dynamic_loss_scale,
-    static_loss_scale,
-)
+The public names, in the order in which a newcomer meets them. Each group comes from one
+folder, or module, which is where to read on.
+"""
+
+# isort: off
+# Old pickles name modules that are gone.
+from optax_mp import _first_edition  # noqa: F401
+
+# High-precision weights in the optimizer state, and how they are kept.
 from optax_mp.masters import (
     FullCopy,
     MixedPrecisionState,
@@ -44,6 +18,62 @@ from optax_mp.masters import (
     mixed_precision,
     replace_master_params,
 )
+
+# Float16: scale the loss, skip what overflows.
+from optax_mp.loss_scale import (
+    LossScaleState,
+    check_loss_scale,
+    dynamic_loss_scale,
+    loss_scale,
+    scale_loss,
+    static_loss_scale,
+    value_and_grad,
+)
+
+# The same for loops that hold no optimizer state.
+from optax_mp.loss_scale import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    dynamic_scale_grad,
+    dynamic_scale_value_and_grad,
+)
+
+# Which dtype params, computation and outputs have; casts and checks of trees.
+from optax_mp._policy import Policy, get_policy
+from optax_mp._dtypes import half_dtype
+from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
+
+# Run a function that is written for float32 in mixed precision.
+from optax_mp.amp import (
+    AmpOperation,
+    AmpReport,
+    amp,
+    amp_report,
+    amp_stop,
+    default_amp_rules,
+)
+
+# Optimizer states in few bits, and training without masters.
+from optax_mp.compact import (
+    LowBitState,
+    Quantized,
+    StochasticRoundingState,
+    low_bit_state,
+    stochastic_rounding,
+)
+
+# Many devices.
+from optax_mp.devices import check_replicas, zero1
+
+# Saved states, and other forms of the same state.
+from optax_mp.checkpoints import (
+    check_checkpoint,
+    convert_opt_state,
+    upgrade_checkpoint,
+)
+
+# What a model takes, and what low precision would lose of its gradients.
 from optax_mp.reports import (
     FormatRange,
     GradientRangeReport,
@@ -52,6 +82,7 @@ from optax_mp.reports import (
     gradient_range_report,
     memory_report,
 )
+# isort: on
 
 __version__ = "0.1.0"
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._jax._arrays import is_traced
-from optax_mp._jax._jaxpr import evaluate, is_computed, rebind
+from optax_mp._jax._jaxpr import bind, evaluate, is_literal
 from optax_mp._jax._traced import Traced, is_dynamic, is_output
 from optax_mp._tree import describe, is_array, place
 
@@ -84,9 +84,9 @@ class _TracedStep:
             else old
             for old, aval in zip(self.previous, avals, strict=True)
         ]
-        return self.traced.filled(values)[0]
+        return self.traced.unflatten(values)[0]
 
-    def choose(self, proceed: jax.Array) -> Any:
+    def choose(self, proceed: Choice) -> Any:
         """Return (updates, state), chosen value by value.
 
         A choice after the step would need the old state and the new one at once, for
@@ -97,11 +97,13 @@ class _TracedStep:
         jaxpr = self.traced.closed.jaxpr
         # The output that a variable is. The state comes first: a value that is both a
         # state and an update is read on as the state.
+        given = {*jaxpr.invars, *jaxpr.constvars}
         output_of: dict[Any, int] = {}
         count = len(self.previous)
         for i in sorted(range(count), key=lambda i: self.previous[i] is None):
-            if is_computed(jaxpr.outvars[i], jaxpr):
-                output_of.setdefault(jaxpr.outvars[i], i)
+            var = jaxpr.outvars[i]
+            if not is_literal(var) and var not in given:
+                output_of.setdefault(var, i)
 
         def choose_output(i: int, new: Any) -> Any:
             old = self.previous[i]
@@ -110,7 +112,7 @@ class _TracedStep:
             return new if new is old else _select(proceed, new, old)
 
         def run(equation: Any, inputs: list[Any]) -> list[Any]:
-            values = rebind(equation, inputs)
+            values = bind(equation, inputs)
             for at, var in enumerate(equation.outvars):
                 if var not in output_of:
                     continue
@@ -125,9 +127,9 @@ class _TracedStep:
 
         values = evaluate(self.traced.closed, self.traced.arrays, run)
         for i, var in enumerate(jaxpr.outvars):
-            if not is_computed(var, jaxpr) or output_of.get(var) != i:
+            if is_literal(var) or output_of.get(var) != i:
                 values[i] = choose_output(i, values[i])
-        return self.traced.filled(values)
+        return self.traced.unflatten(values)
 
 
 def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:

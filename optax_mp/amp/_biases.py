@@ -1,13 +1,13 @@
-"""Which sums add a bias: one axis, given to the function, to a larger array.
+"""Which additions add a bias: an argument with one axis, to a larger array.
 
-Of each value that is given to the function, or repeats what is, we know how many long
-axes it had at the least; None stands for a value that is computed, and for a scalar.
+For each value that is an argument of the function, or repeats one, we know the least
+number of long axes that it has had; None stands for a computed value and for a scalar.
 """
 
 from typing import Any
 
 from optax_mp._jax._jaxpr import Equation, Jaxpr, is_literal
-from optax_mp.amp._states import REPEATS, takes_part
+from optax_mp.amp._precision import REPEATS, takes_part
 
 Axes = tuple[int | None, ...]
 
@@ -15,16 +15,16 @@ _FOLLOWED = REPEATS | {"convert_element_type", "slice", "dynamic_slice"}
 
 
 def axes_of_inputs(jaxpr: Jaxpr) -> Axes:
-    """Return the axes of what is given to a whole function."""
-    return tuple(map(_given, jaxpr.invars))
+    """Return the axes of the arguments of a whole function."""
+    return tuple(map(_argument_axes, jaxpr.invars))
 
 
 class Biases:
-    """The given values of one jaxpr, followed through it."""
+    """The arguments among the values of one jaxpr, followed through it."""
 
     def __init__(self, jaxpr: Jaxpr, axes: Axes) -> None:
         """Begin with the axes of its inputs, as its caller knows them."""
-        self._axes = {var: _given(var) for var in jaxpr.constvars}
+        self._axes = {var: _argument_axes(var) for var in jaxpr.constvars}
         for var, count in zip(jaxpr.invars, axes, strict=True):
             self._axes[var] = _least(count, var)
 
@@ -36,7 +36,7 @@ class Biases:
         )
 
     def follow(self, equation: Equation) -> None:
-        """Note the outputs of an equation."""
+        """Record the outputs of an equation."""
         if equation.primitive.name in _FOLLOWED:
             (output,) = equation.outvars
             self._axes[output] = _least(self.of(equation)[0], output)
@@ -44,7 +44,7 @@ class Biases:
     def added_by(self, equation: Equation) -> bool:
         """Return whether an equation adds a bias to something larger.
 
-        One as large as the sum is none: it may be what is summed up.
+        An argument as large as the sum is no bias: it may be what is summed up.
         """
         if equation.primitive.name != "add":
             return False
@@ -53,7 +53,7 @@ class Biases:
         return any(count <= 1 and count < result for count in counts)
 
 
-def _given(var: Any) -> int | None:
+def _argument_axes(var: Any) -> int | None:
     return _long_axes(var) if takes_part(var) and var.aval.ndim else None
 
 
@@ -62,5 +62,5 @@ def _least(count: int | None, var: Any) -> int | None:
 
 
 def _long_axes(var: Any) -> int:
-    # A size may be symbolic: it can be compared for equality, and no more.
+    # Nothing but equality: a size may be symbolic.
     return sum(size != 1 for size in var.aval.shape)

@@ -1,97 +1,95 @@
-"""What those that read a value want of it: where all compute in float32, so can it.
+"""What the readers of a value want: where all compute in float32, it stays float32.
 
-The subtraction in a softmax is read by an `exp`, which runs in float32: to round the
+The subtraction in a softmax is read by an `exp`, which runs in float32: rounding the
 difference to 16 bits first would save nothing.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
+from optax_mp._jax._control_flow import Region, has_regions, wiring_of
 from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
-    inner_jaxprs,
+    cache_by_jaxpr,
     is_literal,
-    kind,
-    opened,
-    scan_counts,
-    while_counts,
+    open_jaxpr,
 )
-from optax_mp.amp._remembered import remembered
+from optax_mp.amp._precision import takes_part
 from optax_mp.amp._rules import Rule, Rules
-from optax_mp.amp._states import takes_part
 
-# Whether all that read a value compute in float32; None if none cares.
+# Whether all readers of a value compute in float32; None if no reader cares.
 Want = bool | None
 Wants = tuple[Want, ...]
 
 
-def sinks(equation: Equation, wants: Sequence[Want]) -> bool:
-    """Return whether an operation is better done in float32, as all want that of it."""
+def is_better_full(equation: Equation, wants: Sequence[Want]) -> bool:
+    """Return whether an operation is better done in float32, for its readers' sake."""
     name = equation.primitive.name
     if name == "add_any":
-        # The gradients of two uses, perhaps of a weight: added up in float32, unless
-        # something reads them on in 16 bits.
+        # It sums the gradients of two uses, perhaps of a weight: in float32, unless
+        # something reads the sum in 16 bits.
         return False not in wants
-    # Not a choice between values: that rounds nothing, and its derivative would keep
+    # Not a choice between values: it rounds nothing, and its derivative would keep
     # zeros in float32.
     return True in wants and False not in wants and name != "select_n"
 
 
 class Demand:
-    """Finds wants by one set of rules; those of one jaxpr, once."""
+    """Finds wants by one set of rules, once for each jaxpr."""
 
     def __init__(self, rules: Rules) -> None:
         """Find wants by `rules`."""
         self._rules = rules
-        self.within = remembered(self._within)
+        self.within = cache_by_jaxpr(self._within)
 
-    def _within(self, jaxpr: Jaxpr, outputs: Wants, scope: Rule | None) -> dict:
+    def _within(
+        self, jaxpr: Jaxpr, outputs: Wants, scope_rule: Rule | None
+    ) -> dict[Any, Want]:
         """Return what is wanted of each variable of a jaxpr, given its outputs' wants.
 
-        A variable that nothing reads, or nothing that cares, is not among them.
+        A variable is missing if nothing reads it, or no reader cares.
         """
         wants: dict[Any, Want] = {}
 
         def read(atom: Any, want: Want) -> None:
             if not is_literal(atom) and want is not None:
-                wants[atom] = _both(wants.get(atom), want)
+                wants[atom] = _of_all([wants.get(atom), want])
 
         for atom, want in zip(jaxpr.outvars, outputs, strict=True):
             read(atom, want)
-        scopes = [self._rules.in_scope(equation, scope) for equation in jaxpr.eqns]
-        full = self._made_in_float32(jaxpr, scopes)
-        for equation, within in reversed(list(zip(jaxpr.eqns, scopes, strict=True))):
+        scopes = [self._rules.in_scope(x, scope_rule) for x in jaxpr.eqns]
+        full = self._float32_results(jaxpr, scopes)
+        for equation, scope in reversed(list(zip(jaxpr.eqns, scopes, strict=True))):
             outs = tuple(map(wants.get, equation.outvars))
-            ins = self._of_inputs(equation, outs, within)
+            ins = self._of_inputs(equation, outs, scope)
             if equation.primitive.name == "sub" and not full.isdisjoint(
                 atom for atom in equation.invars if not is_literal(atom)
             ):
-                # A difference from float32, as in a log-softmax, is one in float32, and
-                # what it is taken of is better not rounded.
+                # A difference from a float32 value, as in a log-softmax, is computed in
+                # float32; the other value had better not be rounded.
                 ins = (True,) * len(ins)
             for atom, want in zip(equation.invars, ins, strict=True):
                 read(atom, want)
         return wants
 
-    def _made_in_float32(self, jaxpr: Jaxpr, scopes: Sequence[Rule | None]) -> set[Any]:
-        """Return the variables that are float32 by the rule of what makes them."""
-        made: set[Any] = set()
+    def _float32_results(self, jaxpr: Jaxpr, scopes: Sequence[Rule | None]) -> set[Any]:
+        """Return the variables that are float32 because of what computes them."""
+        full: set[Any] = set()
         for equation, scope in zip(jaxpr.eqns, scopes, strict=True):
-            if not kind(equation):
+            if not has_regions(equation):
                 rule, _ = self._rules.of(equation, scope)
                 inputs = [atom for atom in equation.invars if not is_literal(atom)]
-                if rule == "f32" or (rule == "widest" and not made.isdisjoint(inputs)):
-                    made.update(equation.outvars)
-        return made
+                if rule == "f32" or (rule == "widest" and not full.isdisjoint(inputs)):
+                    full.update(equation.outvars)
+        return full
 
     def _of_inputs(self, equation: Equation, outs: Wants, scope: Rule | None) -> Wants:
         count = len(equation.invars)
         if scope == "as_written":
             return (True,) * count
-        if kind(equation):
-            return self._through(equation, outs, scope)
+        if has_regions(equation):
+            return self.through(equation, outs, scope)[0]
         if equation.primitive.name == "convert_element_type":
             atoms = (*equation.invars, *equation.outvars)
             same = len({atom.aval.dtype for atom in atoms}) == 1
@@ -100,55 +98,30 @@ class Demand:
         if rule in ("f32", "as_written"):
             return (True,) * count
         if rule in ("widest", "own"):
-            # A comparison returns nothing that could be rounded: it does not care.
+            # A comparison does not care: its result is no float that could be rounded.
             cares = any(map(takes_part, equation.outvars))
-            return (sinks(equation, outs) if cares else None,) * count
+            return (is_better_full(equation, outs) if cares else None,) * count
         return (False,) * count
 
-    def _through(self, equation: Equation, outs: Wants, scope: Rule | None) -> Wants:
-        """Return the wants of inputs that go into jaxprs inside."""
-        jaxprs = [opened(jaxpr)[0] for jaxpr in inner_jaxprs(equation)]
-        if kind(equation) == "cond":
-            branches = [self._inputs(jaxpr, outs, scope) for jaxpr in jaxprs]
-            return (
-                None,
-                *(
-                    functools.reduce(_both, each)
-                    for each in zip(*branches, strict=True)
-                ),
-            )
-        if kind(equation) == "while":
-            of_test, of_body = while_counts(equation)
-            outs = self.of_body(equation, outs, scope)
-            test = self._inputs(jaxprs[0], (None,), scope)
-            body = self._inputs(jaxprs[1], outs, scope)
-            carry = tuple(map(_both, test[of_test:], body[of_body:]))
-            return (*test[:of_test], *body[:of_body], *carry)
-        if kind(equation) == "scan":
-            outs = self.of_body(equation, outs, scope)
-        return self._inputs(jaxprs[0], outs, scope)
+    def through(
+        self, equation: Equation, outs: Wants, scope: Rule | None
+    ) -> tuple[Wants, Wants]:
+        """Return the wants of the inputs and outputs of an equation with regions.
 
-    def of_body(self, equation: Equation, outs: Wants, scope: Rule | None) -> Wants:
-        """Return the wants of what a loop's body returns.
-
-        Of the carry, which the next turn reads, the greatest fix-point.
+        Those of its outputs count the next turn of a loop among their readers.
         """
-        body = opened(inner_jaxprs(equation)[-1])[0]
-        if kind(equation) == "scan":
-            start, count = scan_counts(equation)
-        else:
-            start, count = while_counts(equation)[1], len(outs)
-        while True:
-            read = self._inputs(body, outs, scope)[start : start + count]
-            carry = tuple(map(_both, outs[:count], read))
-            if carry == outs[:count]:
-                return outs
-            outs = (*carry, *outs[count:])
 
-    def _inputs(self, jaxpr: Jaxpr, outs: Wants, scope: Rule | None) -> Wants:
-        wants = self.within(jaxpr, outs, scope)
-        return tuple(map(wants.get, jaxpr.invars))
+        def region_inputs(region: Region, wanted: Wants) -> Wants:
+            jaxpr, _ = open_jaxpr(region.jaxpr)
+            wants = self.within(jaxpr, wanted, scope)
+            return tuple(map(wants.get, jaxpr.invars))
+
+        wiring = wiring_of(equation)
+        ins, outs_in_loop = wiring.backward(outs, region_inputs, _of_all, None)
+        return tuple(ins), tuple(outs_in_loop)
 
 
-def _both(a: Want, b: Want) -> Want:
-    return b if a is None else a if b is None else a and b
+def _of_all(wants: Sequence[Want]) -> Want:
+    """Return what several readers want together."""
+    caring = [want for want in wants if want is not None]
+    return all(caring) if caring else None

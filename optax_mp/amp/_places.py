@@ -1,5 +1,6 @@
 """Where an equation stands: in named scopes, and on a line of the source."""
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from optax_mp._jax._jaxpr import Equation, scopes, source_line
 
 
 class Places:
-    """What holds in which scope and on which line."""
+    """The rules of scopes and lines."""
 
     def __init__(self, rules: Mapping[str, Any]) -> None:
         """Take rules by the names of scopes, and by lines such as `model.py:12`."""
@@ -19,7 +20,7 @@ class Places:
         self._by_scope = {
             _parts(name): (name, rule) for name, rule in rules.items() if _parts(name)
         }
-        # Asked of every equation, where many stand in the same scopes.
+        # Cached, because many equations stand in the same scopes.
         self._in_scopes = functools.lru_cache(maxsize=1024)(self._look_up)
 
     def rule_at(self, equation: Equation) -> Any:
@@ -34,9 +35,9 @@ class Places:
         named = {name for name, _ in self._in_scopes(scopes(equation))}
         return named | {source_line(equation)} & self.names
 
-    def _look_up(self, written: str) -> list[tuple[str, Any]]:
+    def _look_up(self, stack: str) -> list[tuple[str, Any]]:
         """Return names and rules of scopes, as JAX writes them, outermost first."""
-        parts = _parts(written)
+        parts = _parts(stack)
         return [
             found
             for start in range(len(parts))
@@ -49,6 +50,22 @@ def words_at(equation: Equation) -> Iterator[str]:
     """Yield what a rule for the place of an equation could be called."""
     yield from _parts(scopes(equation))
     yield source_line(equation)
+
+
+@contextlib.contextmanager
+def name_in_errors(equation: Equation) -> Iterator[None]:
+    """Add to an error raised inside which operation it comes from.
+
+    Only the innermost operation is named.
+    """
+    try:
+        yield
+    except Exception as error:
+        notes = getattr(error, "__notes__", ())
+        if not any(note.startswith("amp:") for note in notes):
+            name = equation.primitive.name
+            error.add_note(f"amp: in {name}, written at {source_line(equation)}")
+        raise
 
 
 def _parts(name: str) -> tuple[str, ...]:

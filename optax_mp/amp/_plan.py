@@ -1,68 +1,125 @@
-"""Which precision each value of a jaxpr has: a dataflow, found without tracing."""
+"""Which precision each value of a jaxpr has: a dataflow analysis, without tracing."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from optax_mp._jax._control_flow import Region, Wiring, has_regions, wiring_of
 from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
-    inner_jaxprs,
+    cache_by_jaxpr,
     is_literal,
-    kind,
-    opened,
-    scan_counts,
-    while_counts,
+    open_jaxpr,
 )
 from optax_mp.amp._biases import Axes, Biases
-from optax_mp.amp._demand import Demand, Wants, sinks
-from optax_mp.amp._functions import states_by_function
-from optax_mp.amp._location import located
-from optax_mp.amp._remembered import remembered
-from optax_mp.amp._rules import Rule, Rules
-from optax_mp.amp._states import (
+from optax_mp.amp._demand import Demand, Wants, is_better_full
+from optax_mp.amp._function_rules import precisions_by_function
+from optax_mp.amp._places import name_in_errors
+from optax_mp.amp._precision import (
     FULL,
     LOW,
     REPEATS,
-    Inner,
-    Plan,
-    State,
-    States,
-    Step,
+    Precision,
+    Precisions,
     Weak,
-    cast_to,
-    literal_state,
-    settled,
+    full_precisions,
+    literal_precision,
+    set_all,
     widest,
-    written,
+    without_weak,
 )
+from optax_mp.amp._rules import Rule, Rules
 
 
 @dataclass(frozen=True)
-class _Around:
-    """What is known of an equation from around it.
+class RegionPlan:
+    """How a region of an equation runs. Equal ones share one converted jaxpr.
 
     Attributes:
-        states: the states of its inputs.
-        axes: what is known of them as biases.
-        wants: what is wanted of its outputs.
-        scope: the rule of its scopes.
+        plan: what becomes of its equations.
+        given: the precisions in which its inputs come; they are cast inside to those
+            that the plan begins with.
+        returned: the precisions to which its outputs are cast.
     """
 
-    states: States
+    plan: "Plan"
+    given: Precisions
+    returned: Precisions
+
+
+@dataclass(frozen=True, eq=False)
+class Action:
+    """What becomes of one equation.
+
+    Attributes:
+        how: "bind", its inputs are cast and it is bound; "same", it returns its input;
+            "function", a user's function binds it; "regions", its regions change.
+        inputs: the precision to which each input is cast.
+        outputs: the precisions of its outputs.
+        rule: the rule that it follows.
+        why: what decided.
+        scope_rule: the rule of the scope that it stands in.
+        params: its parameters, where they change.
+        regions: how its regions run.
+    """
+
+    how: str
+    inputs: Precisions
+    outputs: Precisions
+    rule: Any
+    why: str
+    scope_rule: Any = None
+    params: dict[str, Any] | None = None
+    regions: tuple[RegionPlan, ...] = ()
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether anything is other than as written."""
+        changed_inside = any(region.plan.is_changed for region in self.regions)
+        changed_here = LOW in self.inputs or LOW in self.outputs
+        return self.how == "function" or changed_here or changed_inside
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What becomes of one jaxpr.
+
+    Attributes:
+        inputs: the precisions of its inputs.
+        actions: an action for each equation.
+        outputs: the precisions of its outputs.
+        is_changed: whether anything is other than as written.
+    """
+
+    inputs: Precisions
+    actions: tuple[Action, ...]
+    outputs: Precisions
+    is_changed: bool
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What is known of an equation from the equations around it.
+
+    Attributes:
+        precisions: those of its inputs.
+        axes: what is known of its inputs as biases.
+        wants: what is wanted of its outputs.
+        scope_rule: the rule of the scope that it stands in.
+    """
+
+    precisions: Precisions
     axes: Axes
     wants: Wants
-    scope: Rule | None
-
-
-# The states of inputs and outputs, how the jaxprs inside are run, and what decided.
-_Inside = tuple[States, States, tuple[Inner, ...], str]
+    scope_rule: Rule | None
 
 
 class Planner:
-    """Plans jaxprs by one set of rules; a jaxpr inside others, once."""
+    """Plans jaxprs by one set of rules, each region once."""
 
     def __init__(self, rules: Rules) -> None:
         """Plan by `rules`."""
@@ -70,96 +127,103 @@ class Planner:
         self._demand = Demand(rules)
         info = jnp.finfo(rules.compute_dtype)
         self._smallest, self._largest = float(info.tiny), float(info.max)
-        self._plan_inside = remembered(self._plan)
+        # A loop in a loop is planned anew in every turn of the outer search.
+        self._plan_cached = cache_by_jaxpr(self._plan)
 
     def plan_whole(
-        self, jaxpr: Jaxpr, inputs: States, axes: Axes, scope: Rule | None
+        self, jaxpr: Jaxpr, inputs: Precisions, axes: Axes, scope_rule: Rule | None
     ) -> Plan:
         """Plan a jaxpr whose readers are not known.
 
         Args:
             jaxpr: the jaxpr.
-            inputs: the states of its inputs.
-            axes: what is known of them as biases.
-            scope: the rule of the scopes around.
+            inputs: the precisions of its inputs.
+            axes: what is known of its inputs as biases.
+            scope_rule: the rule of the scopes around.
         """
-        return self._plan(jaxpr, inputs, axes, (None,) * len(jaxpr.outvars), scope)
+        wants = (None,) * len(jaxpr.outvars)
+        return self._plan(jaxpr, inputs, axes, wants, scope_rule)
 
     def _plan(
         self,
         jaxpr: Jaxpr,
-        inputs: States,
+        inputs: Precisions,
         axes: Axes,
         wants: Wants,
-        scope: Rule | None,
+        scope_rule: Rule | None,
     ) -> Plan:
-        known = dict(zip(jaxpr.constvars, written(jaxpr.constvars), strict=True))
+        known = dict(
+            zip(jaxpr.constvars, full_precisions(jaxpr.constvars), strict=True)
+        )
         known.update(zip(jaxpr.invars, inputs, strict=True))
 
-        def state(atom: Any) -> State:
-            return literal_state(atom) if is_literal(atom) else known[atom]
+        def precision(atom: Any) -> Precision:
+            return literal_precision(atom) if is_literal(atom) else known[atom]
 
-        wanted = self._demand.within(jaxpr, wants, scope)
+        wanted = self._demand.within(jaxpr, wants, scope_rule)
         biases = Biases(jaxpr, axes)
-        steps, changed = [], LOW in inputs
+        actions: list[Action] = []
         for equation in jaxpr.eqns:
-            around = _Around(
-                tuple(map(state, equation.invars)),
+            context = _Context(
+                tuple(map(precision, equation.invars)),
                 biases.of(equation),
                 tuple(map(wanted.get, equation.outvars)),
-                self.rules.in_scope(equation, scope),
+                self.rules.in_scope(equation, scope_rule),
             )
-            step = self._step(equation, around, biases.added_by(equation))
-            steps.append(step)
-            known.update(zip(equation.outvars, step.outputs, strict=True))
+            action = self._action(equation, context, biases.added_by(equation))
+            actions.append(action)
+            known.update(zip(equation.outvars, action.outputs, strict=True))
             biases.follow(equation)
-            changed |= step.changed
-        return Plan(inputs, tuple(steps), tuple(map(state, jaxpr.outvars)), changed)
+        is_changed = LOW in inputs or any(action.is_changed for action in actions)
+        outputs = tuple(map(precision, jaxpr.outvars))
+        return Plan(inputs, tuple(actions), outputs, is_changed)
 
-    def _step(self, equation: Equation, around: _Around, adds_bias: bool) -> Step:
-        states, scope = around.states, around.scope
-        if scope != "as_written":
-            if kind(equation):
-                return self._by_jaxprs_inside(equation, around)
+    def _action(self, equation: Equation, context: _Context, adds_bias: bool) -> Action:
+        precisions, scope_rule = context.precisions, context.scope_rule
+        if scope_rule != "as_written":
+            if has_regions(equation):
+                return self._plan_regions(equation, context)
             if equation.primitive.name == "convert_element_type":
-                return self._cast(equation, states, scope)
-        rule, why = self.rules.of(equation, scope, adds_bias)
+                return self._plan_cast(equation, precisions, scope_rule)
+        rule, why = self.rules.of(equation, scope_rule, adds_bias)
         if callable(rule):
             low = self.rules.compute_dtype
-            with located(equation):
-                outputs = states_by_function(rule, low, equation, states)
-            return Step("function", states, outputs, rule, why, scope)
+            with name_in_errors(equation):
+                outputs = precisions_by_function(rule, low, equation, precisions)
+            return Action("function", precisions, outputs, rule, why, scope_rule)
         if rule == "own":
-            kept = settled(states)
-            return Step("bind", kept, kept, rule, why, scope)
+            own = without_weak(precisions)
+            return Action("bind", own, own, rule, why, scope_rule)
         if rule == "widest" and equation.primitive.name in REPEATS:
-            if isinstance(states[0], Weak):
-                return Step("bind", (FULL,), states, rule, "literal", scope)
+            # A repeated literal stays weak, so that what it is combined with decides.
+            if isinstance(precisions[0], Weak):
+                return Action("bind", (FULL,), precisions, rule, "literal", scope_rule)
         target = result = FULL
         if rule in ("low", "widest", "rounded"):
-            target, why = self._target(equation, rule, around, why)
-            is_rounded = rule == "rounded" and LOW in states and why == "inputs"
+            target, why = self._target(equation, rule, context, why)
+            # The sum with a float32 bias is float32 only until it is rounded.
+            is_rounded = rule == "rounded" and LOW in precisions and why == "inputs"
             result = LOW if is_rounded else target
-        inputs = cast_to(target, states)
-        outputs = cast_to(result, written(equation.outvars))
+        inputs = set_all(target, precisions)
+        outputs = set_all(result, full_precisions(equation.outvars))
         params = self._low_params(equation) if target == LOW else None
-        return Step("bind", inputs, outputs, rule, why, scope, params)
+        return Action("bind", inputs, outputs, rule, why, scope_rule, params)
 
     def _target(
-        self, equation: Equation, rule: Rule, around: _Around, why: str
+        self, equation: Equation, rule: Rule, context: _Context, why: str
     ) -> tuple[str, str]:
-        """Return the state in which an operation is done, and why."""
-        if not self._fit(around.states):
+        """Return the precision in which an operation is done, and why."""
+        if not self._fit(context.precisions):
             return FULL, "literal"
-        if rule != "low" and sinks(equation, around.wants):
+        if rule != "low" and is_better_full(equation, context.wants):
             return FULL, "sink"
-        if rule != "low" and widest(around.states) == FULL:
+        if rule != "low" and widest(context.precisions) == FULL:
             return FULL, "inputs"
         return LOW, why
 
-    def _fit(self, states: States) -> bool:
-        """Return whether the compute dtype can hold the literals, if roughly."""
-        values = [state.value for state in states if isinstance(state, Weak)]
+    def _fit(self, precisions: Sequence[Precision]) -> bool:
+        """Return whether the range of the compute dtype holds all literals."""
+        values = [x.value for x in precisions if isinstance(x, Weak)]
         sizes = [abs(x) for x in values if x and np.isfinite(x)]
         return all(self._smallest <= size <= self._largest for size in sizes)
 
@@ -171,106 +235,86 @@ class Planner:
         low = self.rules.compute_dtype
         return equation.params | {"preferred_element_type": low}
 
-    def _cast(self, equation: Equation, states: States, scope: Rule | None) -> Step:
-        """Plan a change of dtype: the user's, and honoured."""
+    def _plan_cast(
+        self, equation: Equation, precisions: Precisions, scope_rule: Rule | None
+    ) -> Action:
+        """Plan a change of dtype: it is the user's, and honoured."""
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
-        outputs = written(equation.outvars)
-        if old == new and states[0] is not None:
-            # It makes a weak type strong, or the other way round.
-            return Step("same", states, states, "own", "cast", scope)
-        if states[0] == LOW and new == self.rules.compute_dtype:
-            return Step("same", states, outputs, "own", "cast", scope)
+        outputs = full_precisions(equation.outvars)
+        if old == new and precisions[0] is not None:
+            # It only makes a weak type strong, or a strong one weak.
+            return Action("same", precisions, precisions, "own", "cast", scope_rule)
+        if precisions[0] == LOW and new == self.rules.compute_dtype:
+            return Action("same", precisions, outputs, "own", "cast", scope_rule)
         if old == np.bool_ and outputs[0]:
             outputs = (Weak(),)  # 0 and 1 are exact in any dtype
-        return Step("bind", settled(states), outputs, "as_written", "cast", scope)
+        inputs = without_weak(precisions)
+        return Action("bind", inputs, outputs, "as_written", "cast", scope_rule)
 
-    def _by_jaxprs_inside(self, equation: Equation, around: _Around) -> Step:
-        how = kind(equation) or ""
-        plan = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        inputs, outputs, inner, why = plan.get(how, self._call)(equation, around)
-        if not any(each.plan.changed for each in inner):
-            how, inputs, outputs = "bind", cast_to(FULL, inputs), settled(outputs)
-        return Step(how, inputs, outputs, "inside", why, around.scope, inner=inner)
-
-    def _call(self, equation: Equation, around: _Around) -> _Inside:
-        jaxpr, _ = opened(inner_jaxprs(equation)[0])
-        states, axes = around.states, around.axes
-        plan = self._plan_inside(jaxpr, states, axes, around.wants, around.scope)
-        return states, plan.outputs, (Inner(plan, states, plan.outputs),), "inside"
-
-    def _scan(self, equation: Equation, around: _Around) -> _Inside:
-        jaxpr, _ = opened(inner_jaxprs(equation)[0])
-        start, count = scan_counts(equation)
-        stop = start + count
-        consts, begun, xs = _split(around.states, start, stop)
-        of_consts, _, of_xs = _split(around.axes, start, stop)
-        axes = (*of_consts, *(None,) * count, *of_xs)
-        wants = self._demand.of_body(equation, around.wants, around.scope)
-        carry = settled(begun)
-        while True:
-            ins = (*consts, *carry, *xs)
-            plan = self._plan_inside(jaxpr, ins, axes, wants, around.scope)
-            if (joined := _joined(carry, plan.outputs[:count])) == carry:
-                break
-            carry = joined
-        # A low constant goes in as written and is cast inside, so that what the turns
-        # make of its gradient is added up in float32.
-        consts = tuple(FULL if state == LOW else state for state in consts)
-        given = (*consts, *carry, *xs)
-        outputs = (*carry, *settled(plan.outputs[count:]))
-        why = _why_of_loop(begun, carry, plan.outputs)
-        return given, outputs, (Inner(plan, given, outputs),), why
-
-    def _while(self, equation: Equation, around: _Around) -> _Inside:
-        (test, _), (body, _) = map(opened, inner_jaxprs(equation))
-        of_test, of_body = while_counts(equation)
-        start = of_test + of_body
-        test_consts, consts, begun = _split(around.states, of_test, start)
-        test_axes, body_axes, _ = _split(around.axes, of_test, start)
-        of_carry = (None,) * len(begun)
-        wants = self._demand.of_body(equation, around.wants, around.scope)
-        carry = settled(begun)
-        while True:
-            ins, axes = (*consts, *carry), (*body_axes, *of_carry)
-            plan = self._plan_inside(body, ins, axes, wants, around.scope)
-            if (joined := _joined(carry, plan.outputs)) == carry:
-                break
-            carry = joined
-        test_ins, axes = (*test_consts, *carry), (*test_axes, *of_carry)
-        test_plan = self._plan_inside(test, test_ins, axes, (None,), around.scope)
-        of_test_run = Inner(test_plan, test_ins, test_plan.outputs)
-        inner = (of_test_run, Inner(plan, ins, carry))
-        why = _why_of_loop(begun, carry, plan.outputs)
-        return (*test_consts, *consts, *carry), carry, inner, why
-
-    def _cond(self, equation: Equation, around: _Around) -> _Inside:
-        states, axes = around.states[1:], around.axes[1:]
-        plans = [
-            self._plan_inside(
-                opened(branch)[0], states, axes, around.wants, around.scope
-            )
-            for branch in inner_jaxprs(equation)
+    def _plan_regions(self, equation: Equation, context: _Context) -> Action:
+        wiring, scope_rule = wiring_of(equation), context.scope_rule
+        carried = {i for _, i in wiring.carry}
+        # A turn returns computed values: as carry they are neither literals nor biases.
+        begun = [
+            FULL if i in carried and isinstance(x, Weak) else x
+            for i, x in enumerate(context.precisions)
         ]
-        outputs = tuple(
-            each[0] and (widest(each) if self._fit(each) else FULL)
-            for each in zip(*(plan.outputs for plan in plans), strict=True)
+        axes = [None if i in carried else x for i, x in enumerate(context.axes)]
+        _, wants = self._demand.through(equation, context.wants, scope_rule)
+
+        def plan(region: Region, inputs: Precisions) -> Plan:
+            wanted = tuple(None if i is None else wants[i] for i in region.outputs)
+            jaxpr, _ = open_jaxpr(region.jaxpr)
+            own_axes = region.read(axes)
+            return self._plan_cached(jaxpr, inputs, own_axes, wanted, scope_rule)
+
+        def outputs_of(region: Region, inputs: Precisions) -> Precisions:
+            outputs = plan(region, inputs).outputs
+            return without_weak(outputs) if wiring.repeats else outputs
+
+        flow = wiring.forward(begun, outputs_of, self._join)
+        plans = [plan(region, region.read(flow.inputs)) for region in wiring.regions]
+        # A low constant of a loop goes in as written and is cast in every turn, so that
+        # the turns' shares of its gradient are summed in float32.
+        given = tuple(
+            FULL if i in wiring.summed and x == LOW else x
+            for i, x in enumerate(flow.inputs)
         )
-        inner = tuple(Inner(plan, states, outputs) for plan in plans)
-        return around.states, outputs, inner, "inside"
+        regions = tuple(
+            RegionPlan(each, region.read(given), _returned(region, each, flow.outputs))
+            for region, each in zip(wiring.regions, plans, strict=True)
+        )
+        why = _why(wiring, context.precisions, flow.inputs, plans)
+        how, outputs = "regions", tuple(flow.outputs)
+        if not any(each.is_changed for each in plans):
+            how, given, outputs = "bind", set_all(FULL, given), without_weak(outputs)
+        return Action(how, given, outputs, "inside", why, scope_rule, regions=regions)
+
+    def _join(self, precisions: Sequence[Precision]) -> Precision:
+        """Return the precision of a value that is one of several."""
+        if precisions[0] is None:
+            return None
+        return widest(precisions) if self._fit(precisions) else FULL
 
 
-def _split(values: tuple, start: int, stop: int) -> tuple[tuple, tuple, tuple]:
-    return values[:start], values[start:stop], values[stop:]
+def _returned(region: Region, plan: Plan, outputs: Sequence[Precision]) -> Precisions:
+    """Return the precisions in which a region returns what the equation does."""
+    return tuple(
+        own if i is None else outputs[i]
+        for i, own in zip(region.outputs, plan.outputs, strict=True)
+    )
 
 
-def _joined(carry: States, returned: States) -> States:
-    """Return the states of a carry that is low where it begins and comes back so."""
-    pairs = zip(carry, returned, strict=True)
-    return tuple(a and (LOW if (a, b) == (LOW, LOW) else FULL) for a, b in pairs)
-
-
-def _why_of_loop(begun: States, carry: States, returned: States) -> str:
-    """Return whether a carry is full only because one of its two ends is."""
-    ends = zip(carry, begun, returned[: len(carry)], strict=True)
-    widened = any(state == FULL and LOW in (a, b) for state, a, b in ends)
-    return "fix-point" if widened else "inside"
+def _why(
+    wiring: Wiring,
+    begun: Precisions,
+    inputs: Sequence[Precision],
+    plans: Sequence[Plan],
+) -> str:
+    """Return "fix-point" if a carry is full only because one of its two ends is."""
+    for region, plan in zip(wiring.regions, plans, strict=True):
+        returned = dict(zip(region.outputs, plan.outputs, strict=True))
+        for output, i in wiring.carry:
+            if inputs[i] == FULL and LOW in (begun[i], returned.get(output)):
+                return "fix-point"
+    return "inside"

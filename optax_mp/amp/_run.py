@@ -1,142 +1,175 @@
-"""Running a jaxpr by its plan: every equation bound again, with the casts it needs."""
+"""Running a jaxpr by its plan: every equation is bound again, with the casts it needs.
 
-from collections.abc import Callable, Sequence
+Nothing is cast ahead of its use, and no cast is shared: a weight that is used twice is
+cast twice, so that the gradients of its uses are summed in float32.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
+from optax_mp._jax._control_flow import bind_with, derivative_rule, wiring_of
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     ClosedJaxpr,
     Equation,
-    Jaxpr,
     aval_like,
     bind,
-    bind_with,
+    cache_by_jaxpr,
     evaluate,
-    inner_jaxprs,
-    opened,
-    placed_as,
-    retyped,
-    shard_mapped,
-    traced,
+    jaxprs_within,
+    open_jaxpr,
+    trace_jaxpr,
+    with_dtype,
 )
+from optax_mp._jax._traced import Traced
 from optax_mp.amp._biases import axes_of_inputs
-from optax_mp.amp._cast import cast
-from optax_mp.amp._custom_rules import custom_jvp, custom_vjp
-from optax_mp.amp._functions import bind_by_function
-from optax_mp.amp._location import located
-from optax_mp.amp._plan import Planner
-from optax_mp.amp._remembered import remembered
-from optax_mp.amp._rules import Rule, Rules
-from optax_mp.amp._states import FULL, LOW, Inner, Plan, States, Step, written
+from optax_mp.amp._derivatives import custom_jvp, custom_vjp, derivative_jaxpr
+from optax_mp.amp._function_rules import bind_by_function
+from optax_mp.amp._places import name_in_errors, words_at
+from optax_mp.amp._plan import Action, Plan, Planner, RegionPlan
+from optax_mp.amp._precision import FULL, LOW, Precisions, cast, full_precisions
+from optax_mp.amp._rules import Rule, Rules, unknown_names
 
 
 class Interpreter:
-    """Runs jaxprs by one set of rules."""
+    """Plans and runs functions by one set of rules."""
 
     def __init__(self, rules: Rules) -> None:
         """Run by `rules`."""
-        self.rules = rules
+        self._rules = rules
         self._planner = Planner(rules)
         self._low = rules.compute_dtype
-        # So that an eager call finds jaxprs inside that are compiled already.
-        self._converted = remembered(self._convert)
+        # JAX compiles a jaxpr once for each object: without the cache, every eager call
+        # of the function would compile the regions inside it again.
+        self._converted = cache_by_jaxpr(self._convert)
 
-    def plan_call(self, jaxpr: Jaxpr, states: States) -> Plan:
-        """Plan a whole function, with inputs in these states."""
-        return self._planner.plan_whole(jaxpr, states, axes_of_inputs(jaxpr), None)
+    def trace(
+        self, fun: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Traced, Plan]:
+        """Return a call of `fun`, traced, and what becomes of it."""
+        traced = Traced.of(lambda given: fun(*given[0], **given[1]), (args, kwargs))
+        jaxpr = traced.closed.jaxpr
+        _check_names(self._rules, jaxpr)
+        inputs, axes = full_precisions(jaxpr.invars), axes_of_inputs(jaxpr)
+        return traced, self._planner.plan_whole(jaxpr, inputs, axes, None)
 
     def run(self, jaxpr: AnyJaxpr, plan: Plan, args: Sequence[Any]) -> list[Any]:
-        """Return the outputs of a jaxpr, in the states that the plan says."""
-        steps = iter(plan.steps)
+        """Return the outputs of a jaxpr, in the precisions that the plan says."""
+        actions = iter(plan.actions)
 
         def run_next(equation: Equation, inputs: list[Any]) -> Sequence[Any]:
-            return self.run_step(equation, next(steps), inputs)
+            return self.run_equation(equation, next(actions), inputs)
 
         return evaluate(jaxpr, args, run_next)
 
-    def run_step(
-        self, equation: Equation, step: Step, inputs: Sequence[Any]
+    def run_equation(
+        self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return the outputs of one equation as its step says."""
-        with located(equation), placed_as(equation):
-            cast = self.cast_all(inputs, step.inputs, equation.invars)
-            return self._run_cast(equation, step, cast)
+        """Return the outputs of one equation, as its action says."""
+        with name_in_errors(equation):
+            inputs = self.cast_all(inputs, action.inputs, equation.invars)
+            match action.how:
+                case "same":
+                    return inputs
+                case "bind":
+                    outputs = bind(equation, inputs, action.params)
+                    return self.cast_all(outputs, action.outputs, equation.outvars)
+                case "function":
+                    return bind_by_function(action.rule, self._low, equation, inputs)
+            if derivative_rule(equation):
+                return self._run_with_derivative(equation, action, inputs)
+            return bind_with(equation, inputs, lambda: self._regions(equation, action))
 
-    def _run_cast(
-        self, equation: Equation, step: Step, inputs: list[Any]
-    ) -> Sequence[Any]:
-        match step.how:
-            case "same":
-                return inputs
-            case "bind":
-                outputs = bind(equation, inputs, step.params)
-                return self.cast_all(outputs, step.outputs, equation.outvars)
-            case "function":
-                return bind_by_function(step.rule, self._low, equation, inputs)
-        jaxprs = inner_jaxprs(equation)
-        if step.how in ("jit", "remat", "scan", "while", "cond"):
-            pairs = zip(jaxprs, step.inner, strict=True)
-            return bind_with(equation, inputs, [self._converted(*x) for x in pairs])
+    def _regions(self, equation: Equation, action: Action) -> list[ClosedJaxpr]:
+        regions = zip(wiring_of(equation).regions, action.regions, strict=True)
+        return [self._converted(region.jaxpr, plan) for region, plan in regions]
 
-        def call(*args: Any) -> list[Any]:
-            return self.run(jaxprs[0], step.inner[0].plan, args)
-
-        if step.how in ("custom_jvp", "custom_vjp"):
-            rule = custom_jvp if step.how == "custom_jvp" else custom_vjp
-            returned = self._dtypes(step.outputs, equation.outvars)
-            call = rule(equation, call, returned, self._interpreter(step.scope))
-        elif step.how == "shard_map":
-            call = shard_mapped(equation, call)
-        return call(*inputs)
-
-    def _convert(self, jaxpr: AnyJaxpr, inner: Inner) -> ClosedJaxpr:
-        """Return a jaxpr inside an equation as its plan says."""
-        opened_jaxpr, _ = opened(jaxpr)
+    def _convert(self, jaxpr: AnyJaxpr, region: RegionPlan) -> ClosedJaxpr:
+        """Return a jaxpr inside an equation, changed as its plan says."""
+        old, _ = open_jaxpr(jaxpr)
 
         def run(*args: Any) -> list[Any]:
-            cast = self.cast_all(args, inner.plan.inputs, opened_jaxpr.invars)
-            outputs = self.run(jaxpr, inner.plan, cast)
-            return self.cast_all(outputs, inner.returned, opened_jaxpr.outvars)
+            inputs = self.cast_all(args, region.plan.inputs, old.invars)
+            outputs = self.run(jaxpr, region.plan, inputs)
+            return self.cast_all(outputs, region.returned, old.outvars)
 
         avals = [
-            retyped(atom.aval, self._low) if state == LOW else atom.aval
-            for atom, state in zip(opened_jaxpr.invars, inner.given, strict=True)
+            with_dtype(atom.aval, self._low) if precision == LOW else atom.aval
+            for atom, precision in zip(old.invars, region.given, strict=True)
         ]
-        return traced(run, avals)
+        return trace_jaxpr(run, avals)
 
-    def _interpreter(self, scope: Rule | None) -> Callable[..., Any]:
-        """Return the interpreter of functions as they are written in a scope.
+    def _run_with_derivative(
+        self, equation: Equation, action: Action, inputs: Sequence[Any]
+    ) -> list[Any]:
+        """Run a function with a derivative rule of its own, and the rule, by plans."""
+        (region,), (planned,) = wiring_of(equation).regions, action.regions
 
-        It runs `function(*given)`, where each array in `given` is low or of the dtype
+        def call(*args: Any) -> list[Any]:
+            return self.run(region.jaxpr, planned.plan, args)
+
+        make = custom_jvp if derivative_rule(equation) == "jvp" else custom_vjp
+        dtypes = self._dtypes(action.outputs, equation.outvars)
+        interpret = self._interpret_in(action.scope_rule)
+        return make(equation, call, dtypes, interpret)(*inputs)
+
+    def _interpret_in(self, scope_rule: Rule | None) -> Callable[..., Any]:
+        """Return the interpreter of functions that are called in a scope.
+
+        It runs `function(*given)`, where each array in `given` is low, or of the dtype
         in `dtypes` for which the function is written.
         """
 
         def interpret(function: Callable[..., Any], given: Any, dtypes: Any) -> Any:
             avals = jax.tree.map(aval_like, given, dtypes)
             closed, returned = jax.make_jaxpr(function, return_shape=True)(*avals)
-            leaves = jax.tree.leaves(given)
-            states = tuple(
-                state and (LOW if x.dtype == self._low else FULL)
-                for state, x in zip(written(closed.jaxpr.invars), leaves, strict=True)
+            jaxpr, leaves = closed.jaxpr, jax.tree.leaves(given)
+            precisions = tuple(
+                full and (LOW if x.dtype == self._low else FULL)
+                for full, x in zip(full_precisions(jaxpr.invars), leaves, strict=True)
             )
-            no_biases = (None,) * len(states)
-            plan = self._planner.plan_whole(closed.jaxpr, states, no_biases, scope)
+            no_biases = (None,) * len(precisions)
+            plan = self._planner.plan_whole(jaxpr, precisions, no_biases, scope_rule)
             values = self.run(closed, plan, leaves)
             return jax.tree.structure(returned).unflatten(values)
 
         return interpret
 
     def cast_all(
-        self, values: Sequence[Any], states: States, atoms: Sequence[Any]
+        self, values: Sequence[Any], precisions: Precisions, atoms: Sequence[Any]
     ) -> list[Any]:
-        """Return values in these states; what is weak or takes no part stays."""
-        return list(map(cast, values, self._dtypes(states, atoms)))
+        """Return values in these precisions.
 
-    def _dtypes(self, states: States, atoms: Sequence[Any]) -> list[Any]:
-        """Return the dtypes that states stand for, None for what is to stay."""
+        A value that is weak, or takes no part, stays as it is.
+        """
+        return list(map(cast, values, self._dtypes(precisions, atoms)))
+
+    def _dtypes(self, precisions: Precisions, atoms: Sequence[Any]) -> list[Any]:
+        """Return the dtypes of values in these precisions, None for those that stay."""
         return [
-            self._low if state == LOW else atom.aval.dtype if state == FULL else None
-            for state, atom in zip(states, atoms, strict=True)
+            self._low if x == LOW else atom.aval.dtype if x == FULL else None
+            for x, atom in zip(precisions, atoms, strict=True)
         ]
+
+
+def _check_names(rules: Rules, jaxpr: AnyJaxpr) -> None:
+    """Raise if a name in the rules is nowhere in a jaxpr."""
+    missing = rules.names_to_find
+    for equation in _equations(jaxpr) if missing else ():
+        missing = missing - rules.names_at(equation)
+    if missing:
+        seen = {word for each in _equations(jaxpr) for word in words_at(each)}
+        raise unknown_names(missing, seen)
+
+
+def _equations(jaxpr: AnyJaxpr, in_derivatives: bool = True) -> Iterator[Equation]:
+    """Yield all equations, also those in regions and in derivative rules."""
+    for equation in open_jaxpr(jaxpr)[0].eqns:
+        yield equation
+        for inner in jaxprs_within(equation):
+            yield from _equations(inner, in_derivatives)
+        if in_derivatives and derivative_rule(equation):
+            # Not in the derivatives of those: that might never end.
+            yield from _equations(derivative_jaxpr(equation), in_derivatives=False)

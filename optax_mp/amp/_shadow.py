@@ -1,31 +1,27 @@
-"""A run in two precisions at once, which measures the error of every operation."""
+"""A run in two precisions at once, which measures the error of every operation.
+
+Each value is a pair: as written, and as under amp. Both are computed in one program, so
+that loops take the same turns and branches go the same way for both.
+"""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from optax_mp._dtypes import at_least_float32
-from optax_mp._jax._jaxpr import (
-    AnyJaxpr,
-    Equation,
-    evaluate,
-    inner_jaxprs,
-    kind,
-    opened,
-    rebind,
-    scan_counts,
-    while_counts,
-)
+from optax_mp._jax._control_flow import replay, wiring_of
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, evaluate, open_jaxpr
 from optax_mp._jax._traced import Traced
+from optax_mp.amp._plan import Action, Plan, RegionPlan
+from optax_mp.amp._precision import Precisions
 from optax_mp.amp._run import Interpreter
-from optax_mp.amp._states import Inner, Plan, Step
 
-# Of each step, by its id: the error that it adds, and the error of its result.
+# For each action, by its id: the error that it adds, and the error of its result.
 Errors = dict[int, tuple[Any, Any]]
+# Less than any error, so that the larger of two is the one that was measured.
 NOT_MEASURED = -1.0
 
 
@@ -39,9 +35,9 @@ class Pair(NamedTuple):
 def shadow_errors(
     interpreter: Interpreter, traced: Traced, plan: Plan
 ) -> tuple[dict[int, tuple[float, float]], float]:
-    """Return the errors of each step of a plan, and that of the outputs.
+    """Return the errors of each action of a plan, by its id, and that of the outputs.
 
-    The relative error of an array is that of its norm; NaN if not measured.
+    The relative error of an array is that of its norm, or NaN if it was not measured.
     """
     shadow = _Shadow(interpreter)
 
@@ -54,14 +50,14 @@ def shadow_errors(
     options: Any = {"xla_allow_excess_precision": False}
     compiled = jax.jit(run).lower(traced.arrays).compile(compiler_options=options)
     errors, total = jax.device_get(compiled(traced.arrays))
-    by_step = {
-        step: (_measured(own), _measured(result))
-        for step, (own, result) in errors.items()
+    by_action = {
+        action: (_nan_if_not_measured(own), _nan_if_not_measured(result))
+        for action, (own, result) in errors.items()
     }
-    return by_step, float(total)
+    return by_action, float(total)
 
 
-def _measured(error: Any) -> float:
+def _nan_if_not_measured(error: Any) -> float:
     return float("nan") if error == NOT_MEASURED else float(error)
 
 
@@ -74,153 +70,99 @@ class _Shadow:
     ) -> tuple[list[Pair], Errors]:
         """Return the outputs of a jaxpr both ways, and the errors inside."""
         errors: Errors = {}
-        steps = iter(plan.steps)
+        actions = iter(plan.actions)
 
-        def run_step(equation: Equation, values: list[Any]) -> list[Pair]:
-            step, pairs = next(steps), list(map(_paired, values))
-            run = self._inside if step.inner else self._alone
-            outputs, found = run(equation, step, pairs)
-            for key, error in found.items():
-                errors[key] = _larger(errors.get(key, error), error)
+        def run_both(equation: Equation, values: list[Any]) -> list[Pair]:
+            action, pairs = next(actions), list(map(_as_pair, values))
+            # The errors inside a shard_map would be those of one shard each.
+            inside = action.regions and not wiring_of(equation).is_sharded
+            run = self._run_regions if inside else self._run_whole
+            outputs, found = run(equation, action, pairs)
+            # The same action twice: a jaxpr may be called in several places.
+            errors.update(_larger(errors, found))
             return outputs
 
-        outputs = evaluate(jaxpr, self._cast(inputs, plan.inputs, jaxpr), run_step)
-        return list(map(_paired, outputs)), errors
+        invars = open_jaxpr(jaxpr)[0].invars
+        outputs = evaluate(jaxpr, self._cast(inputs, plan.inputs, invars), run_both)
+        return list(map(_as_pair, outputs)), errors
 
-    def _cast(self, pairs: Sequence[Pair], states: Any, jaxpr: AnyJaxpr) -> list[Pair]:
+    def _cast(
+        self, pairs: Sequence[Pair], precisions: Precisions, atoms: Sequence[Any]
+    ) -> list[Pair]:
+        """Return pairs whose second values are in these precisions."""
         low = [pair.low for pair in pairs]
-        low = self._interpreter.cast_all(low, states, opened(jaxpr)[0].invars)
+        low = self._interpreter.cast_all(low, precisions, atoms)
         return [Pair(pair.full, x) for pair, x in zip(pairs, low, strict=True)]
 
-    def _alone(
-        self, equation: Equation, step: Step, pairs: list[Pair]
+    def _run_whole(
+        self, equation: Equation, action: Action, pairs: list[Pair]
     ) -> tuple[list[Pair], Errors]:
         full_inputs = [pair.full for pair in pairs]
-        full = rebind(equation, full_inputs)
-        same = not step.changed and all(pair.full is pair.low for pair in pairs)
+        full = bind(equation, full_inputs)
+        same = not action.is_changed and all(pair.full is pair.low for pair in pairs)
         if same or equation.effects:
-            # What has effects is run once, as written.
-            return [Pair(x, x) for x in full], {id(step): (0.0, 0.0)}
-        run = self._interpreter.run_step
-        low = run(equation, step, [pair.low for pair in pairs])
-        own = run(equation, step, full_inputs)
+            # What has effects, such as a callback, must happen once: as written.
+            return [Pair(x, x) for x in full], {id(action): (0.0, 0.0)}
+        run = self._interpreter.run_equation
+        low = run(equation, action, [pair.low for pair in pairs])
+        own = run(equation, action, full_inputs)
         own_error = _largest_error(map(Pair, full, own))
         outputs = list(map(Pair, full, low))
-        return outputs, {id(step): (own_error, _largest_error(outputs))}
+        return outputs, {id(action): (own_error, _largest_error(outputs))}
 
-    def _inside(
-        self, equation: Equation, step: Step, pairs: list[Pair]
+    def _run_regions(
+        self, equation: Equation, action: Action, pairs: list[Pair]
     ) -> tuple[list[Pair], Errors]:
-        """Run the jaxprs inside an equation both ways."""
-        how = kind(equation)
-        if how == "shard_map":
-            return self._alone(equation, step, pairs)
-        inside = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        run = inside.get(how or "", self._call)
-        outputs, errors = run(equation, step, pairs)
-        return outputs, errors | {id(step): (NOT_MEASURED, _largest_error(outputs))}
-
-    def _call(
-        self, equation: Equation, step: Step, pairs: list[Pair]
-    ) -> tuple[list[Pair], Errors]:
-        (jaxpr,), (inner,) = inner_jaxprs(equation), step.inner
-        return self._returned(jaxpr, inner, pairs)
-
-    def _returned(
-        self, jaxpr: AnyJaxpr, inner: Inner, pairs: Sequence[Pair]
-    ) -> tuple[list[Pair], Errors]:
-        """Return the outputs of a jaxpr inside as it returns them, and the errors."""
-        outputs, errors = self.run(jaxpr, inner.plan, pairs)
-        low = [pair.low for pair in outputs]
-        outvars = opened(jaxpr)[0].outvars
-        low = self._interpreter.cast_all(low, inner.returned, outvars)
-        return [
-            Pair(pair.full, x) for pair, x in zip(outputs, low, strict=True)
-        ], errors
-
-    def _scan(
-        self, equation: Equation, step: Step, pairs: list[Pair]
-    ) -> tuple[list[Pair], Errors]:
-        start, count = scan_counts(equation)
-        stop = start + count
-        (jaxpr,), (inner,) = inner_jaxprs(equation), step.inner
-        given = self._cast(pairs, inner.given, jaxpr)
-
-        def body(carry: list[Pair], xs: list[Pair]) -> Any:
-            inputs = [*given[:start], *carry, *xs]
-            outputs, errors = self._returned(jaxpr, inner, inputs)
-            return outputs[:count], (outputs[count:], errors)
-
-        params = equation.params
-        carry, (ys, errors) = lax.scan(
-            body,
-            given[start:stop],
-            given[stop:],
-            length=params["length"],
-            reverse=params["reverse"],
-        )
-        largest = jax.tree.map(functools.partial(jnp.max, initial=NOT_MEASURED), errors)
-        return [*carry, *ys], largest
-
-    def _while(
-        self, equation: Equation, step: Step, pairs: list[Pair]
-    ) -> tuple[list[Pair], Errors]:
-        of_test, of_body = while_counts(equation)
-        start = of_test + of_body
-        (test_jaxpr, body_jaxpr), (_, inner) = inner_jaxprs(equation), step.inner
-        consts = pairs[of_test:start]
-        # Both take the turns that the function takes as written.
-        test_consts = [pair.full for pair in pairs[:of_test]]
-
-        def test(state: Any) -> Any:
-            full = [pair.full for pair in state[0]]
-            return evaluate(test_jaxpr, [*test_consts, *full], rebind)[0]
-
-        def run(carry: list[Pair]) -> tuple[list[Pair], Errors]:
-            return self._returned(body_jaxpr, inner, [*consts, *carry])
-
-        def body(state: Any) -> Any:
-            carry, errors = state
-            outputs, found = run(carry)
-            return outputs, jax.tree.map(jnp.maximum, errors, found)
-
-        given = self._cast([*consts, *pairs[start:]], inner.given, body_jaxpr)
-        carry = given[of_body:]
-        shapes = jax.eval_shape(run, carry)[1]
-        none = jax.tree.map(lambda x: jnp.full(x.shape, NOT_MEASURED), shapes)
-        return lax.while_loop(test, body, (carry, none))
-
-    def _cond(
-        self, equation: Equation, step: Step, pairs: list[Pair]
-    ) -> tuple[list[Pair], Errors]:
-        branches = [
-            functools.partial(self._returned, jaxpr, inner)
-            for jaxpr, inner in zip(inner_jaxprs(equation), step.inner, strict=True)
+        runs = [
+            functools.partial(self._run_region, region.jaxpr, planned)
+            for region, planned in zip(
+                wiring_of(equation).regions, action.regions, strict=True
+            )
         ]
-        keys = {key for run in branches for key in jax.eval_shape(run, pairs[1:])[1]}
-        none = dict.fromkeys(keys, (jnp.float32(NOT_MEASURED),) * 2)
+        pairs = self._cast(pairs, action.inputs, equation.invars)
+        # A loop hands on errors of all that may be measured inside, from the beginning.
+        errors: Errors = {
+            id(each): (jnp.float32(NOT_MEASURED), jnp.float32(NOT_MEASURED))
+            for planned in action.regions
+            for each in _actions(planned.plan)
+        }
+        # Both ways go as the function goes as written.
+        outputs, errors = replay(equation, pairs, runs, errors, lambda pair: pair.full)
+        return outputs, errors | {id(action): (NOT_MEASURED, _largest_error(outputs))}
 
-        def with_all_keys(run: Callable[..., Any]) -> Callable[..., Any]:
-            def branch(pairs: list[Pair]) -> Any:
-                outputs, errors = run(pairs)
-                errors = jax.tree.map(jnp.float32, errors)
-                return outputs, none | errors
+    def _run_region(
+        self,
+        jaxpr: AnyJaxpr,
+        planned: RegionPlan,
+        pairs: Sequence[Pair],
+        errors: Errors,
+    ) -> tuple[list[Pair], Errors]:
+        """Return the outputs of a region, and the largest errors until now."""
+        outputs, found = self.run(jaxpr, planned.plan, pairs)
+        outvars = open_jaxpr(jaxpr)[0].outvars
+        outputs = self._cast(outputs, planned.returned, outvars)
+        return outputs, errors | _larger(errors, found)
 
-            return branch
 
-        runs = list(map(with_all_keys, branches))
-        return lax.switch(pairs[0].full, runs, pairs[1:])
+def _actions(plan: Plan) -> Iterator[Action]:
+    """Yield the actions of a plan, and those of all regions inside."""
+    for action in plan.actions:
+        yield action
+        for region in action.regions:
+            yield from _actions(region.plan)
 
 
-def _paired(value: Any) -> Pair:
+def _as_pair(value: Any) -> Pair:
     return value if isinstance(value, Pair) else Pair(value, value)
 
 
-def _larger(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
-    return jnp.maximum(a[0], b[0]), jnp.maximum(a[1], b[1])
+def _larger(errors: Errors, found: Errors) -> Errors:
+    """Return the errors found, or those that were there if they are larger."""
+    old = {key: errors.get(key, each) for key, each in found.items()}
+    return jax.tree.map(lambda a, b: jnp.float32(jnp.maximum(a, b)), old, found)
 
 
-def _largest_error(pairs: Any) -> Any:
+def _largest_error(pairs: Iterable[Pair]) -> Any:
     errors = [_error(pair) for pair in pairs]
     return functools.reduce(jnp.maximum, errors, jnp.float32(0))
 

@@ -12,10 +12,9 @@ from optax_mp._jax._traced import Traced
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import find_states, map_states
 from optax_mp._tree import PyTree, cast_floating, describe, is_array, is_floating, place
-from optax_mp.compact._blocks import Quantized, dequantized, quantized
-from optax_mp.compact._low_bit import LowBitState
-from optax_mp.compact._stochastic import StochasticRoundingState
-from optax_mp.loss_scale._transform import LossScaleState
+from optax_mp.compact._blocks import Quantized, dequantize, quantize
+from optax_mp.compact import LowBitState, StochasticRoundingState
+from optax_mp.loss_scale import LossScaleState
 from optax_mp.masters._access import (
     check_param_is_trained,
     master_params,
@@ -114,7 +113,7 @@ def _unwrap(state: optax.OptState) -> PyTree:
 
     def unwrap(node: Any) -> Any:
         if isinstance(node, Quantized):
-            return dequantized(node)
+            return dequantize(node)
         return node.inner_state
 
     return map_states(unwrap, state, (*_WRAPPERS, Quantized))
@@ -137,7 +136,7 @@ def _fill(
 
     def fill(node: Any) -> Any:
         if isinstance(node, Quantized):
-            return quantized(next(values), node, None)
+            return quantize(next(values), node, None)
         if not isinstance(node, _WRAPPERS):
             # `map` visits leaves in their order, which is also that of `values`.
             value = next(values)

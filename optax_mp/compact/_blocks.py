@@ -1,4 +1,4 @@
-"""Arrays in 8 or 16 bits a value: companded in blocks, or as a 16-bit float."""
+"""Block quantization: arrays in 8 or 16 bits per value, or as a 16-bit float."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,26 +9,28 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import saturating_cast
-from optax_mp.compact._dither import chances, rounded_by_chance
+from optax_mp.compact._random_numbers import uniform_numbers
+from optax_mp.compact._rounding import round_stochastically
 
 Reduction = Callable[..., jax.Array]
 
-# As patterns of float32. CPUs take what is under 2^-126 for zero, so also the inverse
-# of what is over 2^126.
+# Limits of the scales, as bit patterns of float32. CPUs flush values under 2^-126 to
+# zero, and so the inverse of a scale over 2^126.
 _LARGEST_SCALE = 0x7E800000
 _SMALLEST_SCALE = 0x00800000
 
 
 class Quantized(NamedTuple):
-    """An array in few bits, as `low_bit_state` keeps it.
+    """A quantized array, as `low_bit_state` stores it.
 
-    With scales, a code c stands for scale * (c / largest code)^2, with the sign of c:
-    the root spends the codes on small values, where relative precision is lost first.
+    With scales, a code c stands for scale * (c / largest code)^2, with the sign of c.
+    The square spends most codes on small values, where relative precision is lost
+    first.
 
     Attributes:
-        codes: of the array's shape. int8 or int16; uint8 or uint16 where no value is
-            negative. Or the values in a 16-bit float.
-        scales: bfloat16, the largest value of each block of neighbours along one axis,
+        codes: of the array's shape. int8 or int16; uint8 or uint16 if no value is
+            negative. Without scales, the values in a 16-bit float.
+        scales: bfloat16, the largest size in each block of neighbours along one axis,
             rounded up. None for a 16-bit float.
 
     Example:
@@ -46,88 +48,111 @@ class Quantized(NamedTuple):
     scales: jax.Array | None
 
 
-def blank(x: Any, dtype: DTypeLike, block_size: int | None) -> Quantized:
+def is_quantized(node: Any) -> bool:
+    """Return whether a node of a state stands for a quantized array."""
+    return isinstance(node, Quantized)
+
+
+def quantized_zeros(x: Any, dtype: DTypeLike, block_size: int | None) -> Quantized:
     """Return zeros of the shape of `x`, with codes of `dtype`.
 
     Args:
         x: an array, or a description of one.
         dtype: an integer dtype, or a floating one for a form without scales.
-        block_size: how many values have one scale; a power of two, or None.
+        block_size: how many values share a scale; a power of two, or None.
     """
     codes = jnp.zeros_like(x, dtype)
     if block_size is None:
         return Quantized(codes, None)
-    shape = list(x.shape)
-    # Neighbours in the last axis belong together most, as of one row of an embedding.
+    return Quantized(codes, jnp.zeros(scales_shape(x.shape, block_size), jnp.bfloat16))
+
+
+def scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
+    """Return the shape of the scales of an array: `shape`, shorter along one axis."""
+    # Neighbours along the last axis are most alike, as in one row of an embedding.
     axis = max(range(len(shape)), key=lambda i: (shape[i] >= block_size, i))
     if shape[axis] < block_size:
         axis = max(range(len(shape)), key=lambda i: (shape[i], i))
-    shape[axis] = -(-shape[axis] // block_size)
-    return Quantized(codes, jnp.zeros(shape, jnp.bfloat16))
+    return (*shape[:axis], -(-shape[axis] // block_size), *shape[axis + 1 :])
 
 
-def dequantized(quantized: Quantized) -> jax.Array:
+# Both directions are jitted so that arrays of one shape and dtype are traced once: a
+# step with 400 of them then has 400 equations, not 20000. XLA inlines the calls.
+@jax.jit
+def dequantize(quantized: Quantized) -> jax.Array:
     """Return the values in float32."""
     codes, scales = quantized
     if scales is None:
         return codes.astype(jnp.float32)
     blocks = _Blocks(codes.shape, scales.shape)
-    roots = codes.astype(jnp.float32) * (1 / _top(codes))
+    roots = codes.astype(jnp.float32) * (1 / _largest_code(codes))
     return roots * jnp.abs(roots) * blocks.spread(scales.astype(jnp.float32))
 
 
-def quantized(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized:
+@jax.jit
+def quantize(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized:
     """Return `x` in the form of `like`.
 
-    With a `key` a value becomes one of its two neighbours by chance, so that it is kept
-    on average; without, the nearest code. A positive value does not become zero where
-    none was negative, since optimizers divide by its root: in unsigned codes, and in
-    blocks of signed codes that were positive throughout (a moment of either sign is
-    not, but in the first step). Where a value is infinite or NaN, its block is NaN.
+    A positive value never becomes zero where no value was negative, because optimizers
+    divide by its root: in unsigned codes, and in blocks without a negative code in
+    `like`. (Moments of either sign have negative codes from the second step on.) An
+    infinite or NaN value makes its block NaN.
+
+    Args:
+        x: the values.
+        like: the same array before the step.
+        key: for stochastic rounding to one of the two neighbouring codes, right on
+            average; None rounds to the nearest.
     """
     if like.scales is None:
-        if key is None:
-            return Quantized(saturating_cast(x, like.codes.dtype), None)
-        rounded = rounded_by_chance(x, like.codes.dtype, key)
-        return Quantized(rounded.astype(like.codes.dtype), None)
-    top = _top(like.codes)
-    is_signed = jnp.issubdtype(like.codes.dtype, jnp.signedinteger)
+        return Quantized(_round(x, like.codes.dtype, key), None)
     blocks = _Blocks(like.codes.shape, like.scales.shape)
     values = x.astype(jnp.float32)
     sizes = jnp.abs(values)
-    scales = _scales(blocks.reduced(jnp.max, _pattern(sizes)))
+    scales = _round_scales_up(blocks.reduced(jnp.max, _pattern(sizes)))
     inverse = jnp.where(scales == 0, 0, 1 / scales)
-    if is_signed:
-        # As the sign of what is spread anyway, for to spread is what takes time.
+    if jnp.issubdtype(like.codes.dtype, jnp.signedinteger):
+        # Passed on as a sign of the inverse, because broadcasting dominates the cost.
         was_negative = blocks.reduced(jnp.min, like.codes) < 0
         inverse = jnp.where(was_negative, -inverse, inverse)
     inverse = blocks.spread(inverse)
+    top = _largest_code(like.codes)
     squares = jnp.clip(sizes * jnp.abs(inverse), 0, 1) * (top * top)
-    if key is None:
-        codes = jnp.round(jnp.sqrt(squares))
-    else:
-        # Between two codes by the distance of their squares: right on average of the
-        # values, not of their roots.
-        below = jnp.floor(jnp.sqrt(squares))
-        gap = chances(squares.shape, key) * (2 * below + 1)
-        codes = jnp.minimum(below + (squares - below * below > gap), top)
+    codes = _round_roots(squares, top, key)
     least = ((squares > 0) & (inverse > 0)).astype(jnp.float32)
     codes = jnp.where(values < 0, -codes, jnp.maximum(codes, least))
     return Quantized(codes.astype(like.codes.dtype), scales.astype(jnp.bfloat16))
 
 
-def _top(codes: jax.Array) -> float:
+def _round(x: jax.Array, dtype: DTypeLike, key: jax.Array | None) -> jax.Array:
+    if key is None:
+        return saturating_cast(x, dtype)
+    return round_stochastically(x, dtype, key).astype(dtype)
+
+
+def _round_roots(squares: jax.Array, top: float, key: jax.Array | None) -> jax.Array:
+    """Return the roots of numbers from 0 to `top` squared, rounded to integers."""
+    if key is None:
+        return jnp.round(jnp.sqrt(squares))
+    # The probability is the distance between the squares, not between the roots: so
+    # values, not their roots, are right on average.
+    below = jnp.floor(jnp.sqrt(squares))
+    threshold = uniform_numbers(squares.shape, key) * (2 * below + 1)
+    return jnp.minimum(below + (squares - below * below > threshold), top)
+
+
+def _largest_code(codes: jax.Array) -> float:
     return float(jnp.iinfo(codes.dtype).max)
 
 
 def _pattern(sizes: jax.Array) -> jax.Array:
-    # Patterns of floats that are not negative are ordered as the floats are, and a
-    # maximum of integers is vectorised on CPU, where one of floats is not (NaN).
+    # Bit patterns of non-negative floats are ordered as the floats are, and CPUs
+    # vectorize a maximum of integers, but not one of floats (because of NaN).
     return lax.bitcast_convert_type(sizes, jnp.int32)
 
 
-def _scales(largest: jax.Array) -> jax.Array:
-    """Return the scales in float32, given patterns: rounded up to bfloat16."""
+def _round_scales_up(largest: jax.Array) -> jax.Array:
+    """Return scales in float32 that bfloat16 holds, given patterns of sizes."""
     raised = (jnp.minimum(largest, _LARGEST_SCALE) + 0xFFFF) & -0x10000
     raised = jnp.where(largest < _SMALLEST_SCALE, 0, raised)
     scales = lax.bitcast_convert_type(raised, jnp.float32)
@@ -142,13 +167,14 @@ class _Blocks:
         self.axis = axes[0] if axes else len(shape) - 1
         self.count = scales[self.axis]
         self.length = shape[self.axis]
-        # A power of two by itself: ceil(length / size) blocks of another do not exist.
+        # The block size is the only power of two with ceil(length / size) == count, or
+        # any larger one if there is one block.
         self.size = 1
         while self.size * self.count < self.length:
             self.size *= 2
 
     def reduced(self, reduction: Reduction, values: jax.Array) -> jax.Array:
-        """Return the reduction of each block, and of zero where one is not full."""
+        """Return the reduction of each block; the last one is filled up with zeros."""
         widths = [(0, 0)] * values.ndim
         widths[self.axis] = (0, self.count * self.size - self.length)
         shape = list(values.shape)
@@ -157,8 +183,8 @@ class _Blocks:
 
     def spread(self, scales: jax.Array) -> jax.Array:
         """Return for each value the scale of its block."""
-        # Repeated, and not the values split into blocks: so XLA sees that the codes of
-        # a state are read and overwritten place by place.
+        # Scales are repeated, instead of splitting the values into blocks, so that XLA
+        # sees each code read and overwritten in place.
         shape = list(scales.shape)
         shape.insert(self.axis + 1, self.size)
         repeated = jnp.broadcast_to(jnp.expand_dims(scales, self.axis + 1), shape)

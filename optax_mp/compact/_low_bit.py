@@ -6,24 +6,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import tree_flatten_with_path
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import floating_dtype
 from optax_mp._inner import as_transformation, without_aliases
-from optax_mp._jax._jaxpr import depending_outputs
 from optax_mp._jax._placement import place_like_params
-from optax_mp._jax._traced import Traced, is_dynamic
-from optax_mp._tree import PyTree, describe, is_floating, place
-from optax_mp.compact._blocks import Quantized, blank, dequantized, quantized
-from optax_mp.compact._dither import chance_keys, check_seed
-from optax_mp.compact._signs import nonnegative_outputs
+from optax_mp._tree import PyTree
+from optax_mp.compact._blocks import (
+    dequantize,
+    is_quantized,
+    quantize,
+    quantized_zeros,
+)
+from optax_mp.compact._code_choice import choose_codes
+from optax_mp.compact._code_format import CodeFormat
+from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
+from optax_mp.compact._renamed import renamed_field
 
-# States, by name, whose arrays are no averages that later steps repair, but say where
-# the params are to be, or the curvature: differences of params (L-BFGS), and sums over
-# the whole run of which the params are read off (MADGRAD, COCOB).
-_KEPT_WHOLE = {"ScaleByLBFGSState", "MadgradState", "COCOBState"}
-# Tells the chances from those of `stochastic_rounding` around with the same seed.
+# Makes the random numbers differ from those of a `stochastic_rounding` around this with
+# the same seed.
 _SALT = 1
 
 
@@ -33,9 +33,9 @@ class LowBitState(NamedTuple):
     Its structure, shapes and dtypes never change.
 
     Attributes:
-        step: int32 scalar, how many updates were made; the chance of rounding hangs on
-            it.
-        inner_state: the state of the inner optimizer, with `Quantized` in the place of
+        step_count: int32 scalar, the number of updates; stochastic rounding draws other
+            random numbers at each of them.
+        inner_state: the state of the inner optimizer, with a `Quantized` in place of
             each large array.
 
     Example:
@@ -49,8 +49,10 @@ class LowBitState(NamedTuple):
         ('Quantized', 'float32')
     """
 
-    step: jax.Array
+    step_count: jax.Array
     inner_state: optax.OptState
+
+    __getattr__ = renamed_field("step", "step_count")
 
 
 def low_bit_state(
@@ -62,41 +64,49 @@ def low_bit_state(
     min_size: int = 4096,
     seed: int | None = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep the large float arrays of `inner`'s state in few bits.
+    """Quantize the large float32 arrays of `inner`'s state.
 
-    Moments, traces and accumulators are decoded before the inner update and encoded
-    after it, so that `inner` may be any optimizer, and runs in float32. Values are kept
-    as the root of their share of the largest one in a block of `block_size` neighbours;
-    what is never negative, such as a second moment, has codes without a sign, and stays
-    positive. Which arrays those are is read off the optimizer's own update.
+    Moments, traces and accumulators are dequantized before the inner update and
+    quantized after it, so `inner` can be any optimizer and computes in float32. A value
+    is stored as the square root of its share of the largest value in a block of
+    `block_size` neighbours. Arrays that are never negative, such as second moments, get
+    unsigned codes and stay positive; they are found by tracing the optimizer's update.
 
-    Rounding goes up or down by chance, right on average: an average over a thousand
-    steps moves by a thousandth a step, less than any code, and rounded to nearest would
-    stand still. The chance is a hash of the place, the step and `seed`: the same in
-    every run, and under `jit` on any number of devices (under `shard_map` each rank
-    counts the places of its own part). Where a moment is infinite or NaN, its block is
-    NaN: put a loss scale around, which skips what would make it so.
+    Rounding is stochastic: up or down at random, right on average. A moving average
+    over a thousand steps changes by a thousandth per step, less than the distance
+    between two codes, and would stand still if it were rounded to nearest. The random
+    numbers are a hash of position, step and `seed`, so a run can be reproduced, under
+    `jit` on any number of devices. (Under `shard_map` each rank counts positions in its
+    own part.) An infinite or NaN value makes its block NaN: put a loss scale around,
+    which skips such a step.
 
-    Left as they are: arrays under `min_size` elements, so norms, biases and factored
-    moments of small matrices; all that is not float32, so counts, but also the moments
-    of 16-bit params outside of `mixed_precision`; what starts
-    from the params, as masters, averages or anchors of them do; and the states of
-    L-BFGS, MADGRAD and COCOB, which say where the params are to be.
+    These arrays are not quantized:
+
+    - arrays of fewer than `min_size` elements: norms, biases, factored moments of small
+      matrices;
+    - arrays that are not float32, such as counts, or the moments of 16-bit params
+      outside of `mixed_precision`;
+    - arrays that start as the params, such as masters and averages of the params;
+    - arrays that an optimizer computes the params from, instead of a step, and
+      histories of params or gradients: the states of MADGRAD, COCOB and L-BFGS. They
+      are found by tracing the update, too, whatever an optimizer is called.
 
     Args:
         inner: any optax optimizer or chain.
         bits: 8 or 16.
-        block_size: how many values share a scale, which takes 2 bytes; a power of two.
-        dtype: bfloat16, to keep arrays in that instead of in blocks.
-        min_size: the least number of elements of an array that is kept so.
-        seed: of the chance by which values are rounded; None rounds to nearest.
+        block_size: how many values share a scale of 2 bytes; a power of two.
+        dtype: bfloat16, to store arrays in that instead of in blocks.
+        min_size: the number of elements from which on an array is quantized.
+        seed: for stochastic rounding; None rounds to nearest.
 
     Returns:
-        The transformation, for use within `mixed_precision` or by itself.
+        The transformation, for use inside `mixed_precision` or alone.
 
     Raises:
-        TypeError: if `inner` is not a gradient transformation.
-        ValueError: if a setting is none of those.
+        TypeError: if `inner` is not a gradient transformation, or `min_size` or `seed`
+            is not an integer.
+        ValueError: if `bits`, `block_size` or `dtype` is none of the above; by `init`,
+            if the state may hold such a history, but the update cannot be traced.
 
     Example:
         >>> import jax.numpy as jnp
@@ -114,7 +124,7 @@ def low_bit_state(
         https://arxiv.org/abs/2110.02861
     """
     inner = as_transformation(inner, "low_bit_state")
-    form = _Form.checked(bits, block_size, dtype)
+    code_format = CodeFormat.from_settings(bits, block_size, dtype)
     check_seed(seed, "low_bit_state")
     if not isinstance(min_size, Integral):
         raise TypeError(
@@ -123,15 +133,15 @@ def low_bit_state(
 
     def init_fn(params: optax.Params) -> LowBitState:
         state = place_like_params(inner.init(params), params)
-        wanted = _wanted_codes(inner, params, state, form, min_size)
+        chosen = choose_codes(inner, params, state, code_format, min_size)
         leaves, treedef = jax.tree.flatten(state)
-        for i, codes in enumerate(wanted):
+        for i, codes in enumerate(chosen):
             if codes is not None:
-                like = blank(leaves[i], codes, form.block)
-                # Else XLA computes all those blocks of zeros while it compiles a jitted
-                # `init`: seconds for a million values.
-                leaf, like = jax.lax.optimization_barrier((leaves[i], like))
-                leaves[i] = _quantized_at_start(leaf, like)
+                zeros = quantized_zeros(leaves[i], codes, code_format.block_size)
+                # Without the barrier XLA evaluates all of these constants while it
+                # compiles a jitted `init`: seconds for a million values.
+                leaf, zeros = jax.lax.optimization_barrier((leaves[i], zeros))
+                leaves[i] = quantize(leaf, zeros, None)
         leaves = without_aliases(leaves, params)
         return LowBitState(jnp.zeros((), jnp.int32), treedef.unflatten(leaves))
 
@@ -144,148 +154,37 @@ def low_bit_state(
                 "LowBitState that `init` of this transform returns; convert a state "
                 "of the bare optimizer with `optax_mp.convert_opt_state`."
             )
-        form.check(state.inner_state)
-        kept, kept_def = tree_flatten_with_path(state.inner_state, _is_quantized)
-        kept = [leaf for _, leaf in kept]
-        before = kept_def.unflatten(
-            dequantized(x) if _is_quantized(x) else x for x in kept
+        code_format.check(state.inner_state)
+        before = jax.tree.map(
+            lambda x: dequantize(x) if is_quantized(x) else x,
+            state.inner_state,
+            is_leaf=is_quantized,
         )
         updates, after = inner.update(updates, before, params, **extra_args)
-        leaves = jax.tree.structure(before).flatten_up_to(after)
-        places = [i for i, like in enumerate(kept) if _is_quantized(like)]
-        keys = chance_keys(len(places), seed or 0, _SALT, state.step)
-        for i, key in zip(places, keys, strict=True):
-            leaves[i] = quantized(leaves[i], kept[i], None if seed is None else key)
-        step = jnp.asarray(optax.safe_increment(state.step))
-        return updates, LowBitState(step, kept_def.unflatten(leaves))
+        inner_state = _quantize_again(after, before, state, seed)
+        count = jnp.asarray(optax.safe_increment(state.step_count))
+        return updates, LowBitState(count, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-class _Form(NamedTuple):
-    """What arrays are kept as: codes of some width, with or without blocks."""
+def _quantize_again(
+    after: PyTree, before: PyTree, state: LowBitState, seed: int | None
+) -> PyTree:
+    """Return the new inner state, quantized where that in `state` is.
 
-    signed: jnp.dtype
-    unsigned: jnp.dtype
-    block: int | None
-
-    @classmethod
-    def checked(cls, bits: int, block_size: int, dtype: DTypeLike | None) -> "_Form":
-        if dtype is not None:
-            kept = floating_dtype(dtype, "low_bit_state: `dtype`")
-            # In float16 the second moment of a gradient of 1e-4 would be zero.
-            if kept != jnp.bfloat16 or (bits, block_size) != (8, 32):
-                raise ValueError(
-                    f"low_bit_state: `dtype` is {kept} with bits={bits!r} and "
-                    f"block_size={block_size!r}, expected bfloat16 and neither of the "
-                    "others, or no `dtype`, for codes in blocks."
-                )
-            return cls(kept, kept, None)
-        if not isinstance(bits, Integral) or bits not in (8, 16):
-            raise ValueError(f"low_bit_state: `bits` is {bits!r}, expected 8 or 16.")
-        is_power = isinstance(block_size, Integral) and block_size > 0
-        if not (is_power and block_size & (block_size - 1) == 0):
-            raise ValueError(
-                f"low_bit_state: `block_size` is {block_size!r}, expected a power of "
-                "two such as 32."
-            )
-        return cls(jnp.dtype(f"int{bits}"), jnp.dtype(f"uint{bits}"), block_size)
-
-    def check(self, inner_state: PyTree) -> None:
-        """Raise unless all that is quantised in a state has this form."""
-        leaves = tree_flatten_with_path(inner_state, _is_quantized)[0]
-        for path, leaf in leaves:
-            if not _is_quantized(leaf):
-                continue
-            like = blank(leaf.codes, leaf.codes.dtype, self.block)
-            has_form = leaf.codes.dtype in (self.signed, self.unsigned)
-            has_form = has_form and describe(leaf.scales) == describe(like.scales)
-            if not has_form:
-                kept = "" if leaf.scales is None else f" and {describe(leaf.scales)}"
-                raise ValueError(
-                    f"low_bit_state: the state holds {describe(leaf.codes)}{kept} at "
-                    f"{place(path)}, expected codes of {self.signed} or "
-                    f"{self.unsigned}, {self.block or 'not'} in a block: it was made "
-                    "with other settings; convert it with `optax_mp.convert_opt_state`."
-                )
-
-
-def _wanted_codes(
-    inner: optax.GradientTransformationExtraArgs,
-    params: optax.Params,
-    state: optax.OptState,
-    form: _Form,
-    min_size: int,
-) -> list[jnp.dtype | None]:
-    """Return the dtype of codes for each leaf of `inner`'s state; None to keep it."""
-    start = Traced.of(inner.init, params)
-    from_params = iter(depending_outputs(start.closed))
-    positive = iter(_never_negative(inner, params, state, start))
-    wanted: list[jnp.dtype | None] = []
-    for leaf, is_whole in zip(jax.tree.leaves(state), _whole(state), strict=True):
-        keeps = is_whole or not _is_large(leaf, min_size)
-        codes = None
-        if is_dynamic(leaf):
-            keeps = next(from_params) or keeps
-            codes = form.unsigned if next(positive) else form.signed
-        wanted.append(None if keeps else codes)
-    return wanted
-
-
-def _is_large(leaf: Any, min_size: int) -> bool:
-    if not is_floating(leaf) or leaf.size < min_size or not leaf.ndim:
-        return False
-    # Decoded values are float32: in another dtype `inner` might not know its state.
-    return leaf.dtype == jnp.float32
-
-
-def _whole(state: optax.OptState) -> list[bool]:
-    """Return for each leaf whether it belongs to a state that is kept whole."""
-
-    def is_kept(node: Any) -> bool:
-        return type(node).__name__ in _KEPT_WHOLE
-
-    def spread(node: Any) -> Any:
-        return jax.tree.map(lambda _: is_kept(node), node)
-
-    return jax.tree.leaves(jax.tree.map(spread, state, is_leaf=is_kept))
-
-
-def _never_negative(
-    inner: optax.GradientTransformationExtraArgs,
-    params: optax.Params,
-    state: optax.OptState,
-    start: Traced,
-) -> list[bool]:
-    """Return for each array of `inner`'s state whether it never is negative."""
-    holds = nonnegative_outputs(start.closed, [False] * len(start.arrays))
-
-    def new_state(given: Any) -> Any:
-        gradients, state, params = given
-        return inner.update(gradients, state, params)[1]
-
-    try:
-        step = Traced.of(new_state, (params, state, params))
-    except Exception:
-        # It wants more than gradients, such as the loss. Signed codes serve as well.
-        return [False] * len(holds)
-    others = [False] * len(start.arrays)
-    while True:
-        inputs = [*others, *holds, *others]
-        if len(inputs) != len(step.arrays):
-            return [False] * len(holds)
-        after = nonnegative_outputs(step.closed, inputs)
-        kept = [a and b for a, b in zip(holds, after, strict=True)]
-        if kept == holds:
-            return holds
-        holds = kept
-
-
-# Compiled: eagerly each of its operations is compiled for each shape.
-@jax.jit
-def _quantized_at_start(leaf: jax.Array, like: Quantized) -> Quantized:
-    return quantized(leaf, like, None)
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, Quantized)
+    Args:
+        after: the new inner state.
+        before: the old one, dequantized, for its structure.
+        state: the old one, quantized.
+        seed: of `low_bit_state`.
+    """
+    leaves = jax.tree.structure(before).flatten_up_to(after)
+    old, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_quantized)
+    quantized = [i for i, leaf in enumerate(old) if is_quantized(leaf)]
+    keys = [None] * len(quantized)
+    if seed is not None:
+        keys = split_keys(rounding_keys(len(quantized), seed, _SALT, state.step_count))
+    for i, key in zip(quantized, keys, strict=True):
+        leaves[i] = quantize(leaves[i], old[i], key)
+    return treedef.unflatten(leaves)

@@ -1,4 +1,4 @@
-"""stochastic_rounding: 16-bit params without masters, right on average."""
+"""stochastic_rounding: train 16-bit params without masters."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,9 @@ from optax_mp._jax._choose import choose_step
 from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import describe, is_floating, is_inexact, place
-from optax_mp.compact._dither import chance_keys, check_seed, rounded_by_chance
+from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
+from optax_mp.compact._renamed import renamed_field
+from optax_mp.compact._rounding import round_stochastically
 from optax_mp.loss_scale._mark import is_unmarked
 from optax_mp.masters._checks import check_gradient, check_update
 
@@ -28,8 +30,9 @@ class StochasticRoundingState(NamedTuple):
     Its structure, shapes and dtypes never change.
 
     Attributes:
-        step: int32 scalar, how many updates were made; the chance hangs on it.
-        inner_state: the state of the inner optimizer, over float32 params.
+        step_count: int32 scalar, the number of updates; rounding draws other random
+            numbers at each of them.
+        inner_state: the state of the inner optimizer, made for float32 params.
 
     Example:
         >>> import jax.numpy as jnp
@@ -37,42 +40,45 @@ class StochasticRoundingState(NamedTuple):
         >>> import optax_mp
         >>> tx = optax_mp.stochastic_rounding(optax.adam(1e-3))
         >>> state = tx.init({"w": jnp.ones(2, jnp.bfloat16)})
-        >>> int(state.step), state.inner_state[0].nu["w"].dtype.name
+        >>> int(state.step_count), state.inner_state[0].nu["w"].dtype.name
         (0, 'float32')
     """
 
-    step: jax.Array
+    step_count: jax.Array
     inner_state: optax.OptState
+
+    __getattr__ = renamed_field("step", "step_count")
 
 
 def stochastic_rounding(
     inner: optax.GradientTransformation, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """Train 16-bit params without masters, rounding each update up or down by chance.
+    """Train 16-bit params without masters, rounding them stochastically.
 
-    The inner optimizer sees params, gradients and state in float32. What it makes of a
-    param is rounded to one of the two neighbours in the param's dtype, the nearer one
-    more often, so that the expectation is what float32 would have: an update of a
+    The inner optimizer sees params, gradients and state in float32. The param that it
+    asks for is rounded to one of the two neighbours in the param's dtype. The nearer
+    one is more likely, so that the expectation is the float32 param: an update of a
     hundredth of a unit in the last place moves the param by a whole unit in one of a
-    hundred steps. Masters are more exact (a param here makes a random walk about its
-    trajectory) but cost 1 to 4 bytes a weight more.
+    hundred steps. Masters are more exact, since params rounded this way walk randomly
+    about their trajectory, but cost 1 to 4 more bytes per weight.
 
-    The chance is a hash of the place in the array, the step and `seed`: a run is
-    reproduced, also from a checkpoint and, under `jit`, on any number of devices.
-    Leaves of 32 bits and more are updated as by `inner`; what is not floating is hidden
-    from it. Updates of 16-bit leaves are float32 whatever the gradients are, for in
-    fewer bits they would be rounded again. Float32 gradients that are all negative
-    zero, the mark of a step that a loss scale skips, move nothing.
+    The random numbers are a hash of position, step and `seed`: a run can be reproduced,
+    also from a checkpoint and, under `jit`, on any number of devices. Leaves of 32 bits
+    and more are updated as by `inner`, and leaves that are not floating are hidden from
+    it. Updates of 16-bit leaves are float32 whatever the gradients are, because fewer
+    bits would round them again. Float32 gradients that are all negative zero, the mark
+    of a step that a loss scale skips, change nothing.
 
     Args:
         inner: any optax optimizer or chain.
-        seed: another one for another run.
+        seed: for other random numbers.
 
     Returns:
-        The transformation; extra arguments of `update` reach `inner`.
+        The transformation. Extra arguments of `update` are passed to `inner`.
 
     Raises:
-        TypeError: if `inner` is not a gradient transformation.
+        TypeError: if `inner` is not a gradient transformation, or `seed` not an
+        integer.
 
     Example:
         >>> import jax.numpy as jnp
@@ -141,7 +147,7 @@ def stochastic_rounding(
             )
             moved = list(grads)
             changes = leaves.match(changes, "the updates of `inner`")
-            keys = chance_keys(len(changes), seed, state.step)
+            keys = split_keys(rounding_keys(len(changes), seed, state.step_count))
             for i, change in enumerate(changes):
                 path, param = leaves.paths[i], leaves.values[i]
                 if not is_inexact(param):
@@ -152,13 +158,18 @@ def stochastic_rounding(
                 check_update(path, param, grads[i], change, "stochastic_rounding")
                 if _is_narrow(param):
                     target: Any = optax.apply_updates(seen[i], change)
-                    moved[i] = rounded_by_chance(target, param.dtype, keys[i]) - seen[i]
-            count = jnp.asarray(optax.safe_increment(state.step))
+                    rounded = _round(target, param.dtype, keys[i])
+                    moved[i] = rounded - seen[i]
+            count = jnp.asarray(optax.safe_increment(state.step_count))
             return leaves.unflatten(moved), StochasticRoundingState(count, inner_state)
 
         return choose_step(is_unmarked(updates), step, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+# Jitted so that params of one shape and dtype are traced once.
+_round = jax.jit(round_stochastically, static_argnums=1)
 
 
 def _is_narrow(param: Any) -> bool:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation
 from optax_mp._jax._arrays import has_explicit_axes
-from optax_mp._jax._jaxpr import bind, evaluate
+from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._placement import place_like_params
 from optax_mp._jax._traced import Traced, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
@@ -116,8 +116,8 @@ def zero1(
 
         # One program, so that no device ever holds more than its part.
         traced = Traced.of(init_parts, params)
-        program = jax.jit(lambda arrays: evaluate(traced.closed, arrays, bind))
-        return traced.filled(program(traced.arrays))
+        program = jax.jit(lambda arrays: evaluate(traced.closed, arrays))
+        return traced.unflatten(program(traced.arrays))
 
     def update_fn(
         updates: optax.Updates,

@@ -22,6 +22,7 @@ from optax_mp._dtypes import bits
 from optax_mp._jax._arrays import varies
 from optax_mp._jax._choose import Choice, or_negative_zeros
 from optax_mp._tree import PyTree, all_hold, is_inexact
+from optax_mp.loss_scale._overwrite import hide_overwritten
 
 # The `update` functions of all links that are still in use.
 _links: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
@@ -43,6 +44,8 @@ def is_unmarked(grads: PyTree) -> Choice:
     Only float32 and wider gradients can carry the mark, because a loss scale makes
     float32 of them: where one has 16 bits, nothing is looked at.
     """
+    # A link hands gradients of overwritten leaves on as they are, in skipped steps too.
+    grads = hide_overwritten(grads)
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
     if not _links or not leaves or any(bits(leaf.dtype) < 32 for leaf in leaves):
         return True

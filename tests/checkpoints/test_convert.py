@@ -135,7 +135,7 @@ def test_a_scale_and_its_counters_go_over():
     to_tx = optax_mp.dynamic_loss_scale(masters(adamw, storage=optax_mp.Split(8)))
     found = optax_mp.convert_opt_state(state, params, tx, to_tx)
     assert as_bits(found[:-1]) == as_bits(state[:-1])
-    assert int(found.total_skipped) == 1
+    assert int(found.total_skipped_count) == 1
     assert found.inner_state.master_params["w"].dtype == jnp.int8
 
 

@@ -54,7 +54,7 @@ def test_a_restored_run_is_the_same_and_goes_on_as_if_never_stopped(tmp_path, na
     found = train(name, *restored, range(6, 10))
     assert as_bits(found) == as_bits(train(name, *start_of(name), range(10)))
     if name in SCALED:
-        assert int(found[1].total_skipped) == 3
+        assert int(found[1].total_skipped_count) == 3
 
 
 def test_saves_in_the_background_hold_the_step_that_they_were_asked_at(tmp_path):

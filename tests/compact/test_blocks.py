@@ -9,8 +9,8 @@ import pytest
 from comparison import as_bits
 from reference import block_axis, block_codes, block_scales, block_share, block_values
 
-from optax_mp.compact._blocks import blank, dequantized, quantized
-from optax_mp.compact._dither import chance_keys
+from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
+from optax_mp.compact._random_numbers import rounding_keys
 
 EVERY_FORM = pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
 SHAPES = [
@@ -33,13 +33,15 @@ SHAPES = [
 ]
 
 
-def chance_key(*parts):
-    return chance_keys(1, *parts)[0]
+def rounding_key(*parts):
+    return rounding_keys(1, *parts)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def encode(x, dtype, block_size=32, key=None):
-    return quantized(x, had_all_signs(blank(x, jnp.dtype(dtype), block_size)), key)
+    return quantize(
+        x, had_all_signs(quantized_zeros(x, jnp.dtype(dtype), block_size)), key
+    )
 
 
 def had_all_signs(form):
@@ -49,7 +51,7 @@ def had_all_signs(form):
     return form._replace(codes=form.codes - 1)
 
 
-decode = jax.jit(dequantized)
+decode = jax.jit(dequantize)
 
 
 def values(shape, dtype="int8", seed=0, scale=1.0):
@@ -138,7 +140,7 @@ def test_other_block_sizes_are_those_of_the_reference(shape, block_size):
     ids=str,
 )
 def test_blocks_lie_along_the_last_axis_that_fills_one(shape, scales):
-    assert blank(np.zeros(shape), jnp.int8, 32).scales.shape == scales
+    assert quantized_zeros(np.zeros(shape), jnp.int8, 32).scales.shape == scales
     axis = block_axis(shape, 32)
     assert scales[axis] == -(-shape[axis] // 32)
 
@@ -193,7 +195,7 @@ NAN_OF_X86 = np.array(0xFFC00000, np.uint32).view(np.float32)  # of inf - inf
 def test_what_is_not_finite_makes_its_block_nan_and_no_other(bad, chance, dtype):
     x = values((40, 64), dtype)
     x[1, 40] = bad
-    key = chance_key(1) if chance else None
+    key = rounding_key(1) if chance else None
     back = np.asarray(decode(encode(x, dtype, 32, key)))
     assert np.isnan(back[1, 32:]).all()
     assert np.isfinite(back[0]).all() and np.isfinite(back[1, :32]).all()
@@ -205,7 +207,7 @@ def test_positive_values_in_unsigned_codes_stay_positive(chance, dtype):
     x = np.geomspace(1e-30, 1, 40 * 64, dtype=np.float32)
     x = np.random.default_rng(0).permutation(x).reshape(40, 64)
     x[:, ::7] = 0
-    key = chance_key(1) if chance else None
+    key = rounding_key(1) if chance else None
     back = np.asarray(decode(encode(x, dtype, 32, key)))
     np.testing.assert_array_equal(back > 0, x > 0)
 
@@ -217,11 +219,11 @@ def test_blocks_that_were_never_negative_stay_positive_in_signed_codes(chance, d
     x = np.geomspace(1e-30, 1, 40 * 64, dtype=np.float32)
     x = np.random.default_rng(0).permutation(x).reshape(40, 64)
     x[:, ::7] = 0
-    key = chance_key(1) if chance else None
-    never = blank(x, jnp.dtype(dtype), 32)
+    key = rounding_key(1) if chance else None
+    never = quantized_zeros(x, jnp.dtype(dtype), 32)
     codes = np.zeros((40, 64), dtype)
     codes[:, 40] = -1  # in the second block of each row
-    back = dequantized(quantized(x, never._replace(codes=codes), key))
+    back = dequantize(quantize(x, never._replace(codes=codes), key))
     back = np.asarray(back)
     np.testing.assert_array_equal(back[:, :32] > 0, x[:, :32] > 0)
     # The others are rounded as any: to zero, mostly.
@@ -279,7 +281,7 @@ def test_rounding_by_chance_takes_one_of_two_neighbours(dtype):
     top = np.iinfo(dtype).max
     exact = np.sqrt(block_share(x, each)) * top
     codes = np.abs(
-        np.asarray(encode(x, dtype, 32, chance_key(3)).codes).astype(np.int64)
+        np.asarray(encode(x, dtype, 32, rounding_key(3)).codes).astype(np.int64)
     )
     # In float32 a root of 16 bits is known to 2^-8 of a code.
     room = 1e-4 if "8" in dtype else 2.0**-6
@@ -300,9 +302,9 @@ def test_rounding_by_chance_is_right_on_average(dtype):
         # A smaller one never becomes zero, and is too large on average.
         x = np.maximum(x, 2 * each / np.iinfo(dtype).max ** 2).astype(np.float32)
         _, each = block_scales(x, 32)
-    keys = jax.vmap(chance_key)(jnp.arange(4000))
+    keys = jax.vmap(rounding_key)(jnp.arange(4000))
     encoded = jax.vmap(lambda key: encode(x, dtype, 32, key))(keys)
-    back = np.asarray(jax.vmap(dequantized)(encoded), np.float64)
+    back = np.asarray(jax.vmap(dequantize)(encoded), np.float64)
     error = 5 * back.std(0) / np.sqrt(len(back)) + 1e-6 * np.abs(x)
     # What is next to a code leaves it in too few of the roundings for a deviation.
     error += worst_error(x, each, dtype, 1.0) * 5 / len(back)
@@ -313,28 +315,28 @@ def test_rounding_by_chance_is_right_on_average(dtype):
 def test_a_16_bit_float_has_no_scales(dtype):
     x = values((40, 33))
     x[0, :2] = [1e30, -1e30]
-    form = blank(x, jnp.dtype(dtype), None)
+    form = quantized_zeros(x, jnp.dtype(dtype), None)
     assert form.scales is None
-    got = quantized(jnp.asarray(x), form, None)
+    got = quantize(jnp.asarray(x), form, None)
     largest = float(jnp.finfo(dtype).max)
     want = np.clip(x, -largest, largest).astype(jnp.dtype(dtype))
     assert as_bits(got) == as_bits(want)
     assert as_bits(decode(got)) == as_bits(want.astype(np.float32))
-    by_chance = quantized(jnp.asarray(x), form, chance_key(1))
+    by_chance = quantize(jnp.asarray(x), form, rounding_key(1))
     assert by_chance.codes.dtype == jnp.dtype(dtype)
     assert not np.array_equal(by_chance.codes, got.codes)
-    once = quantized(decode(got), form, chance_key(1))
+    once = quantize(decode(got), form, rounding_key(1))
     np.testing.assert_array_equal(once.codes, got.codes)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint16"])
 def test_vmap_encodes_each_as_alone(dtype):
     x = values((3, 40, 33), dtype)
-    key = chance_key(5)
+    key = rounding_key(5)
 
     def alone(x):
-        form = blank(x, jnp.dtype(dtype), 32)
-        return quantized(x, had_all_signs(form), key)
+        form = quantized_zeros(x, jnp.dtype(dtype), 32)
+        return quantize(x, had_all_signs(form), key)
 
     together = jax.jit(jax.vmap(alone))(x)
     for i in range(3):

@@ -216,7 +216,7 @@ def test_state_is_stable_compiles_once_and_can_be_donated_after_init(name):
     for i, noise in enumerate(first_noises(3)):
         carry = step(carry, noise)
         assert avals(carry) == before
-        assert int(carry[1].step) == i + 1
+        assert int(carry[1].step_count) == i + 1
     assert len(traces) == 1
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(carry[0]))
 
@@ -300,7 +300,7 @@ def second_moment(settings, steps=3000, b2=0.999):
         return jax.lax.scan(update, state, length=steps)[0]
 
     nu = run(tx.init(params)).inner_state[0].nu
-    nu = nu.codes if nu.scales is None else optax_mp.compact._blocks.dequantized(nu)
+    nu = nu.codes if nu.scales is None else optax_mp.compact._blocks.dequantize(nu)
     truth = 0.0
     for _ in range(steps):
         _, truth, _ = adamw_step(1.0, 0.0, truth, 0.0, 1, 0.0, b2=b2)
@@ -402,7 +402,7 @@ def test_the_init_of_adagrad_is_kept():
     params = jnp.ones((64, 64))
     state = jax.jit(low_bit_state(optax.adagrad(1e-3)).init)(params)
     kept = state.inner_state[0].sum_of_squares
-    back = optax_mp.compact._blocks.dequantized(kept)
+    back = optax_mp.compact._blocks.dequantize(kept)
     # 0.1 rounded up to bfloat16 is the scale; a nearest code is 1/127 away at most.
     np.testing.assert_allclose(back, 0.1, rtol=1 / 127)
 
@@ -543,7 +543,7 @@ def test_a_skipped_step_leaves_every_bit(nesting):
         [s for s in jax.tree.leaves(x, is_leaf=is_state) if is_state(s)]
         for x in (state, after)
     ]
-    assert len(found[0]) == 1 and int(found[0][0].step) == 2
+    assert len(found[0]) == 1 and int(found[0][0].step_count) == 2
     assert as_bits(found[0]) == as_bits(found[1])
     assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
 
@@ -622,7 +622,7 @@ def test_optax_finds_fields_in_the_state():
     low = optax_mp.cast_floating(params, "bfloat16")
     state = tx.init(low)
     _, state = tx.update(params, state, low)
-    assert int(optax.tree.get(state, "step")) == 1
+    assert int(optax.tree.get(state, "step_count")) == 1
     assert isinstance(optax.tree.get(state, "nu")["w"], Quantized)
     assert float(optax.tree.get(state, "learning_rate")) == np.float32(1e-2)
     state = optax.tree.set(state, learning_rate=0.5)
@@ -711,12 +711,12 @@ def test_a_state_of_something_else_is_refused(bare):
     [
         ({"bits": 16}, {}, r"holds int16\[20,12\] and bfloat16\[1,12\] at .*mu\['w'\]"),
         ({}, {"bits": 16}, r"holds int8\[20,12\] .* expected codes of int16 or uint16"),
-        ({}, {"dtype": jnp.bfloat16}, r"expected codes of bfloat16 .* not in a block"),
-        ({"dtype": jnp.bfloat16}, {}, r"holds bfloat16\[20,12\] at .*, 32 in a block"),
+        ({}, {"dtype": jnp.bfloat16}, r"expected codes of bfloat16 without scales"),
+        ({"dtype": jnp.bfloat16}, {}, r"holds bfloat16\[20,12\] at .* in blocks of 32"),
         (
             {},
             {"block_size": 8},
-            r"int8 or uint8, 8 in a block.*made with other settings",
+            r"int8 or uint8 in blocks of 8.*made with other settings",
         ),
     ],
 )

@@ -188,7 +188,7 @@ def test_it_compiles_once_and_can_be_donated_after_init():
     for i in range(3):
         carry = step(carry, mixed_gradients(params, i))
         assert avals(carry) == before
-    assert len(traces) == 1 and int(carry[1].step) == 3
+    assert len(traces) == 1 and int(carry[1].step_count) == 3
 
 
 @pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -203,7 +203,7 @@ def test_negative_zeros_move_nothing(jit):
     assert as_bits(after) == as_bits(state)
     assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
     zeros = jax.tree.map(jnp.abs, held)
-    assert int(update(zeros, state, params)[1].step) == 3
+    assert int(update(zeros, state, params)[1].step_count) == 3
 
 
 def test_a_loss_scale_around_skips_all_and_else_changes_nothing():

@@ -101,7 +101,7 @@ def replicated_params_under_jit(rank, mesh):
             name,
             scales=scales,
             held=held,
-            skipped=int(state.total_skipped),
+            skipped=int(state.total_skipped_count),
             params=[data.hex() for data in own_bytes(params)],
             state_bytes=sum(map(len, own_bytes(state))),
             finite=bool(optax_mp.all_finite(params)),
@@ -136,7 +136,7 @@ def own_params_under_shard_map(rank, mesh):
         "shard_map",
         scales=scales,
         held=held,
-        skipped=int(state.total_skipped),
+        skipped=int(state.total_skipped_count),
         finite=bool(optax_mp.all_finite(params)),
     )
 

@@ -1,8 +1,8 @@
 """Functions with derivative rules of their own, run by amp together with those rules.
 
-How a rule is kept in a jaxpr differs between versions of JAX, and it is written for
-float32. So JAX itself is asked for the derivative of the one equation, as it is
-written; the trace of that is interpreted, in a new function with a new rule.
+A rule is written for float32, and how a jaxpr holds it differs between versions of JAX.
+So we let JAX differentiate the one equation, as it is written, trace that, and
+interpret the trace in a new function with a new rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jax._jaxpr import Equation, bind, kind
+from optax_mp._jax._control_flow import derivative_rule
+from optax_mp._jax._jaxpr import Equation, bind
 from optax_mp._tree import is_inexact
-from optax_mp.amp._cast import cast
+from optax_mp.amp._precision import cast
 
 Call = Callable[..., list[Any]]
 # interpret(function, arguments, the dtypes that the function is written for)
@@ -25,7 +26,7 @@ Interpret = Callable[[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]], Any
 def custom_jvp(
     equation: Equation, call: Call, returned: Sequence[Any], interpret: Interpret
 ) -> Call:
-    """Return `call`, that returns these dtypes, with the rule of a custom_jvp."""
+    """Return `call`, which returns these dtypes, with the rule of a custom_jvp."""
     dtypes, floating = _inputs(equation)
     function = jax.custom_jvp(call)
 
@@ -39,7 +40,7 @@ def custom_jvp(
         as_written = (dtypes, [dtypes[i] for i in floating])
         outputs, moved = interpret(jvp, given, as_written)
         outputs = list(map(cast, outputs, returned))
-        # Of what is no float, the tangent is none either, and stays as it is.
+        # The tangent of an integer is no float either, and stays as it is.
         moved = [
             cast(tangent, x.dtype if is_inexact(x) else None)
             for tangent, x in zip(moved, outputs, strict=True)
@@ -52,7 +53,7 @@ def custom_jvp(
 def custom_vjp(
     equation: Equation, call: Call, returned: Sequence[Any], interpret: Interpret
 ) -> Call:
-    """Return `call`, that returns these dtypes, with the rule of a custom_vjp."""
+    """Return `call`, which returns these dtypes, with the rule of a custom_vjp."""
     dtypes, floating = _inputs(equation)
     closed_over = _closed_over(equation)
     outputs_written = [var.aval for var in equation.outvars]
@@ -63,8 +64,9 @@ def custom_vjp(
         pullback: Any = None
         if any(x.perturbed for x in inputs[:closed_over]):
             raise TypeError(
-                "amp: a jax.custom_vjp function closes over a value by which it is "
-                "differentiated, expected one that its rule knows; make it an argument."
+                "amp: a jax.custom_vjp function closes over a value that is "
+                "differentiated, expected one that is an argument, so that the "
+                "function's rule has a gradient for it; make it an argument."
             )
         if closed_over:
             inputs = tuple(x.value for x in inputs)
@@ -74,63 +76,65 @@ def custom_vjp(
             moved = [inputs[i] for i in floating]
             of_floating = _of_floating(equation, floating, inputs)
             outputs, pull = jax.vjp(of_floating, *moved)
-            # What jax.vjp returns is a pytree: of arrays, and the code around them.
-            kept, treedef = jax.tree.flatten(pull)
-            pullback = _Pullback(treedef, tuple(x.dtype for x in kept))
-            return outputs, kept
+            # The function that jax.vjp returns is a pytree: its leaves are arrays, its
+            # structure is code.
+            residuals, treedef = jax.tree.flatten(pull)
+            pullback = _Pullback(treedef, tuple(x.dtype for x in residuals))
+            return outputs, residuals
 
-        outputs, kept = interpret(vjp, (list(inputs),), (dtypes,))
+        outputs, residuals = interpret(vjp, (list(inputs),), (dtypes,))
         as_given = _Dtypes(tuple(inputs[i].dtype for i in floating))
-        return list(map(cast, outputs, returned)), (kept, pullback, as_given)
+        return list(map(cast, outputs, returned)), (residuals, pullback, as_given)
 
-    def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        kept, pullback, as_given = residuals
+    def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        residuals, pullback, as_given = saved
 
-        def pull(kept: Sequence[Any], moved: Sequence[Any]) -> Any:
+        def pull(residuals: Sequence[Any], moved: Sequence[Any]) -> Any:
             cotangents: list[Any] = [
                 np.zeros(aval.shape, jax.dtypes.float0) for aval in outputs_written
             ]
             for i, cotangent in zip(inexact, moved, strict=True):
                 cotangents[i] = cotangent
-            return list(jax.tree.unflatten(pullback.treedef, kept)(cotangents))
+            return list(jax.tree.unflatten(pullback.treedef, residuals)(cotangents))
 
-        moved = [_materialized(cotangents[i]) for i in inexact]
-        as_written = (list(pullback.kept), [outputs_written[i].dtype for i in inexact])
-        pulled = interpret(pull, (kept, moved), as_written)
+        moved = [_materialize(cotangents[i]) for i in inexact]
+        of_outputs = [outputs_written[i].dtype for i in inexact]
+        as_written = (list(pullback.dtypes), of_outputs)
+        pulled = interpret(pull, (residuals, moved), as_written)
         # None for inputs that are no floats.
         gradients: list[Any] = [None] * len(dtypes)
         for i, gradient, dtype in zip(floating, pulled, as_given.dtypes, strict=True):
             gradients[i] = cast(gradient, dtype)
         return tuple(gradients)
 
-    # That the values in question are told from others needs symbolic zeros.
+    # Only symbolic zeros tell which of the values closed over are differentiated.
     function.defvjp(forward, backward, symbolic_zeros=closed_over > 0)
     return function
 
 
-def _materialized(cotangent: Any) -> Any:
+def _materialize(cotangent: Any) -> Any:
     if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return cotangent
     zero: Any = cotangent
     return jnp.zeros(zero.shape, zero.dtype)
 
 
-def derivative_of(equation: Equation) -> Any:
-    """Return the jaxpr of the rule of a custom_jvp or custom_vjp, at its own types."""
+def derivative_jaxpr(equation: Equation) -> Any:
+    """Return the jaxpr of the rule of a custom_jvp or custom_vjp, as written."""
     _, floating = _inputs(equation)
 
     def derivative(*inputs: Any) -> Any:
         moved = [inputs[i] for i in floating]
         of_floating = _of_floating(equation, floating, inputs)
-        if kind(equation) == "custom_jvp":
+        if derivative_rule(equation) == "jvp":
             return jax.jvp(of_floating, moved, moved)
         outputs, pull = jax.vjp(of_floating, *moved)
-        return pull(jax.tree.map(_cotangent, outputs))
+        return pull(jax.tree.map(_cotangent_like, outputs))
 
     return jax.make_jaxpr(derivative)(*(atom.aval for atom in equation.invars))
 
 
-def _cotangent(output: jax.Array) -> Any:
+def _cotangent_like(output: jax.Array) -> Any:
     if is_inexact(output):
         return output
     return np.zeros(output.shape, jax.dtypes.float0)
@@ -139,15 +143,17 @@ def _cotangent(output: jax.Array) -> Any:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Pullback:
-    """What a pullback is but for the arrays it keeps, and the dtypes of those."""
+    """The code of a pullback, and the dtypes that its residuals have as written."""
 
     treedef: Any
-    kept: tuple[Any, ...]
+    dtypes: tuple[Any, ...]
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Dtypes:
+    """Dtypes that are handed from the forward to the backward pass."""
+
     dtypes: tuple[Any, ...]
 
 
@@ -160,11 +166,11 @@ def _inputs(equation: Equation) -> tuple[list[Any], list[int]]:
 
 
 def _closed_over(equation: Equation) -> int:
-    """Return how many inputs, the first, a custom_vjp closes over.
+    """Return how many inputs, which come first, a custom_vjp closes over.
 
     Its rule has no gradients for them.
     """
-    return equation.params["num_consts"] if kind(equation) == "custom_vjp" else 0
+    return equation.params["num_consts"] if derivative_rule(equation) == "vjp" else 0
 
 
 def _of_floating(

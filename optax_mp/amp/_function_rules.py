@@ -1,13 +1,13 @@
-"""Rules that are functions: called, and what they return checked."""
+"""Rules that are functions: calling them, and checking what they return."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from optax_mp._jax._jaxpr import Equation, bind, is_literal, retyped, traced
+from optax_mp._jax._jaxpr import Equation, bind, is_literal, trace_jaxpr, with_dtype
 from optax_mp._tree import describe, is_array, is_floating
-from optax_mp.amp._states import FULL, LOW, States, takes_part
+from optax_mp.amp._precision import FULL, LOW, Precision, Precisions, takes_part
 
 
 def bind_by_function(
@@ -26,28 +26,28 @@ def bind_by_function(
     returned = rule(compute_dtype, originals, *given, **equation.params)
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
         raise TypeError(
-            f"amp: the rule of {name} returned {returned!r}, expected a pair (invars, "
-            "bind_params)."
+            f"amp: the rule of {name} returned {returned!r}, expected a pair; return "
+            "(invars, bind_params)."
         )
     invars, params = returned
     if not isinstance(params, dict):
         raise TypeError(
-            f"amp: the rule of {name} returned {params!r} for bind_params, expected a "
-            "dictionary such as the one that it was given."
+            f"amp: the rule of {name} returned {params!r} as bind_params, expected a "
+            "dictionary; return the one that it was given, or a changed copy."
         )
     if not isinstance(invars, tuple | list) or len(invars) != len(given):
         count = len(invars) if isinstance(invars, tuple | list) else repr(invars)
         raise ValueError(
-            f"amp: the rule of {name} returned {count} inputs, expected {len(given)}, "
-            "as many as it was given."
+            f"amp: the rule of {name} returned {count} inputs, expected {len(given)}; "
+            "return as many as it was given."
         )
     for i, (new, old) in enumerate(zip(invars, given, strict=True)):
         if not is_array(new) or not _may_replace(new, old):
-            may_change = "or another floating dtype of that shape"
+            fix = "change nothing but its floating dtype"
             raise ValueError(
-                f"amp: the rule of {name} returned {describe(new)} for input {i}, "
-                f"expected {describe(old)} "
-                f"{may_change if is_floating(old) else 'as it was given'}."
+                f"amp: the rule of {name} returned {describe(new)} as input {i}, "
+                f"expected {describe(old)}; "
+                f"{fix if is_floating(old) else 'return it as it was given'}."
             )
     return bind(equation, invars, params)
 
@@ -57,33 +57,38 @@ def _may_replace(new: Any, old: Any) -> bool:
     return new.shape == old.shape and (floating or new.dtype == old.dtype)
 
 
-def states_by_function(
-    rule: Callable[..., Any], compute_dtype: Any, equation: Equation, states: States
-) -> States:
-    """Return the states of the outputs of an equation bound by a user's function."""
+def precisions_by_function(
+    rule: Callable[..., Any],
+    compute_dtype: Any,
+    equation: Equation,
+    precisions: Precisions,
+) -> Precisions:
+    """Return the precisions of the outputs of an equation that a function binds."""
     avals = [
-        retyped(atom.aval, compute_dtype) if state == LOW else atom.aval
-        for atom, state in zip(equation.invars, states, strict=True)
+        with_dtype(atom.aval, compute_dtype) if precision == LOW else atom.aval
+        for atom, precision in zip(equation.invars, precisions, strict=True)
     ]
 
-    def bound(*inputs: Any) -> list[Any]:
+    def run(*inputs: Any) -> list[Any]:
         return bind_by_function(rule, compute_dtype, equation, inputs)
 
-    outputs = traced(bound, avals).out_avals
+    outputs = trace_jaxpr(run, avals).out_avals
     return tuple(
-        _state(equation, atom, aval.dtype, compute_dtype)
+        _precision(equation, atom, aval.dtype, compute_dtype)
         for atom, aval in zip(equation.outvars, outputs, strict=True)
     )
 
 
-def _state(equation: Equation, atom: Any, dtype: Any, compute_dtype: Any) -> Any:
+def _precision(
+    equation: Equation, atom: Any, dtype: Any, compute_dtype: Any
+) -> Precision:
     if dtype == atom.aval.dtype:
         return FULL if takes_part(atom) else None
     if takes_part(atom) and dtype == compute_dtype:
         return LOW
     expected = {jnp.dtype(atom.aval.dtype).name, jnp.dtype(compute_dtype).name}
     raise ValueError(
-        f"amp: by its rule {equation.primitive.name} returns {jnp.dtype(dtype).name}, "
+        f"amp: {equation.primitive.name} returns {jnp.dtype(dtype).name} by its rule, "
         f"expected {' or '.join(sorted(expected))}; set `preferred_element_type` among "
         "the bind_params, or cast the inputs to one of them."
     )

@@ -1,4 +1,4 @@
-"""What is read off a jaxpr about signs: known cases, and random programs as judges."""
+"""Sign analysis of jaxprs: known cases, and random programs that may refute it."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from optax_mp.compact._signs import nonnegative_outputs
 
 
 def claimed(function, *given, known=()):
-    """Return what is said of the outputs; `known` are the inputs not negative."""
+    """Return what is claimed of the outputs; inputs in `known` are not negative."""
     jaxpr = jax.make_jaxpr(function)(*given)
     inputs = [i in known for i in range(len(jaxpr.in_avals))]
     return nonnegative_outputs(jaxpr, inputs)
@@ -59,6 +59,15 @@ NEVER_NEGATIVE = {
     "jit in jit": lambda x: jax.jit(jax.jit(jnp.abs))(x),
     "cond": lambda x: lax.cond(x.sum() > 0, jnp.abs, jnp.square, x),
     "custom_jvp": custom_square,
+    "a scan": lambda x: lax.scan(lambda c, y: (c + y * y, y * y), 0.0, x)[0],
+    "what a scan stacks": lambda x: lax.scan(lambda c, y: (c + y, y * y), 0.0, x)[1],
+    "a while": lambda x: lax.while_loop(lambda c: c.sum() > 9, jnp.sqrt, x * x),
+    "a scan in a cond": lambda x: lax.cond(
+        x.sum() > 0,
+        lambda x: lax.scan(lambda c, _: (c * c, c), x, length=2)[0] ** 2,
+        jnp.abs,
+        x,
+    ),
     "remat": jax.checkpoint(lambda x: x * x),
     "a cast": lambda x: (x * x).astype(jnp.bfloat16).astype(jnp.float32),
     "shapes": lambda x: jnp.broadcast_to((x * x)[None], (2, *x.shape)).T.ravel(),
@@ -82,8 +91,15 @@ UNKNOWN = {
     "a cond with one branch": lambda x: lax.cond(x.sum() > 0, jnp.abs, jnp.sin, x),
     "custom_vjp": custom_cube,
     "jit": lambda x: jax.jit(jnp.sin)(x),
-    "a scan": lambda x: lax.scan(lambda c, _: (c * c, None), x, length=2)[0],
-    "a while": lambda x: lax.while_loop(lambda c: c.sum() > 9, jnp.sqrt, x),
+    "a scan that may take no turn": lambda x: lax.scan(
+        lambda c, _: (c * c, None), x, length=2
+    )[0],
+    "a while that may take no turn": lambda x: lax.while_loop(
+        lambda c: c.sum() > 9, jnp.sqrt, x
+    ),
+    "a carry that turns after two turns": lambda x: lax.scan(
+        lambda c, _: ((c[1], c[2], x), None), (x * x, x * x, x * x), length=3
+    )[0][0],
     "no multiple: a mask": lambda x: x * x.astype(bool).astype(jnp.float32),
     "no multiple: bits": lambda x: x * x.astype(jnp.uint8).astype(jnp.float32),
     "clamp to a negative": lambda x: lax.clamp(0.0, x, -1.0),
@@ -142,7 +158,7 @@ def test_a_random_key_is_no_number():
     assert claimed(lambda x: (key, x * x), ROW) == [False, True]
 
 
-def test_averages_of_the_gradient_are_told_from_those_of_its_square():
+def test_averages_of_gradients_differ_from_those_of_squares():
     def rule(grad, mu, nu, count):
         mu = 0.9 * mu + 0.1 * grad
         nu = 0.999 * nu + 0.001 * jnp.square(grad)
@@ -194,6 +210,8 @@ UNARY = [
     lambda x: lax.cond(x[0] > 0, jnp.abs, jnp.negative, x),
     lambda x: lax.cond(x[0] > 0, jnp.abs, jnp.square, x),
     lambda x: lax.scan(lambda c, y: (c + y, c * y), 0.0, x)[1],
+    lambda x: lax.scan(lambda c, y: (c + jnp.abs(y), c * y), 0.0, x)[1],
+    lambda x: lax.while_loop(lambda c: c.sum() > 9, jnp.sqrt, x),
 ]
 BINARY = [
     jnp.add,
@@ -220,7 +238,7 @@ def random_program(rng, length):
     """Return a function of two rows that computes a few things from each other."""
     steps = []
     for i in range(length):
-        # Of the latest values, mostly.
+        # Mostly among the latest values.
         one, two = (max(0, i + 2 - int(k)) for k in rng.geometric(0.4, 2))
         one, two = min(one, i + 1), min(two, i + 1)
         if rng.uniform() < 0.5:

@@ -11,14 +11,15 @@ import pytest
 from comparison import as_bits
 from forced_devices import run_on
 
-from optax_mp.compact._dither import chance_keys, chances, rounded_by_chance
+from optax_mp.compact._random_numbers import rounding_keys, uniform_numbers
+from optax_mp.compact._rounding import round_stochastically
 
 BOTH = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-round_by_chance = jax.jit(rounded_by_chance, static_argnums=1)
+round_by_chance = jax.jit(round_stochastically, static_argnums=1)
 
 
-def chance_key(*parts):
-    return chance_keys(1, *parts)[0]
+def rounding_key(*parts):
+    return rounding_keys(1, *parts)[0]
 
 
 def mixed(x):
@@ -36,7 +37,7 @@ def key_of(*parts, leaf=0):
     return key
 
 
-def chances_of(count, key):
+def uniform_numbers_of(count, key):
     return (mixed(np.arange(count, dtype=np.uint64) ^ np.uint64(key)) >> 8) / 2.0**24
 
 
@@ -68,21 +69,23 @@ def sample(dtype, count=4096):
     "parts", [(0,), (1, 2), (2, 1), (-1, 7, 2**31), (2**32 + 5, 3)]
 )
 def test_keys_and_chances_are_those_of_the_reference(parts):
-    key = chance_key(*parts)
+    key = rounding_key(*parts)
     assert (key.dtype, int(key)) == (jnp.uint32, key_of(*parts))
-    got = jax.jit(chances, static_argnums=0)((5, 7, 11), key)
+    got = jax.jit(uniform_numbers, static_argnums=0)((5, 7, 11), key)
     assert got.dtype == jnp.float32
-    np.testing.assert_array_equal(np.ravel(got), chances_of(5 * 7 * 11, int(key)))
+    np.testing.assert_array_equal(
+        np.ravel(got), uniform_numbers_of(5 * 7 * 11, int(key))
+    )
 
 
 def test_keys_of_traced_parts_are_those_of_numbers():
-    traced = jax.jit(lambda step: chance_key(3, 1, step))(jnp.int32(9))
-    assert int(traced) == int(chance_key(3, 1, 9)) == key_of(3, 1, 9)
+    traced = jax.jit(lambda step: rounding_key(3, 1, step))(jnp.int32(9))
+    assert int(traced) == int(rounding_key(3, 1, 9)) == key_of(3, 1, 9)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 300])
 def test_the_keys_of_many_arrays_are_those_of_the_reference_sorted(count):
-    got = jax.jit(lambda step: chance_keys(count, 5, step))(jnp.int32(3))
+    got = jax.jit(lambda step: rounding_keys(count, 5, step))(jnp.int32(3))
     want = sorted(key_of(5, 3, leaf=leaf) for leaf in range(count))
     assert [int(key) for key in got] == want
 
@@ -100,9 +103,9 @@ def test_seeds_leaves_and_steps_have_keys_of_their_own():
 
 def test_sorted_keys_are_even_over_the_steps():
     """The first of 300 arrays always has the least key: 5 standard errors, one seed."""
-    keys = jax.vmap(lambda step: chance_keys(300, 0, step))(jnp.arange(2000))
+    keys = jax.vmap(lambda step: rounding_keys(300, 0, step))(jnp.arange(2000))
     for leaf in (0, 150, 299):
-        rows = jax.vmap(lambda key: chances((64,), key))(keys[:, leaf])
+        rows = jax.vmap(lambda key: uniform_numbers((64,), key))(keys[:, leaf])
         mean = np.asarray(rows, np.float64).mean(0)
         assert np.abs(mean - 0.5).max() < 5 * np.sqrt(1 / 12 / 2000)
 
@@ -110,8 +113,8 @@ def test_sorted_keys_are_even_over_the_steps():
 def test_chances_are_even_and_do_not_hang_together():
     """Bounds: 5 standard errors, seeds fixed."""
     count = 2**16
-    rows = [chances_of(count, key_of(0, 1, step)) for step in range(8)]
-    other = [chances_of(count, key_of(0, 3, leaf=leaf)) for leaf in range(2, 5)]
+    rows = [uniform_numbers_of(count, key_of(0, 1, step)) for step in range(8)]
+    other = [uniform_numbers_of(count, key_of(0, 3, leaf=leaf)) for leaf in range(2, 5)]
     for row in rows + other:
         assert 0 <= row.min() and row.max() < 1
         shares = np.histogram(row, 64, (0, 1))[0] / count
@@ -126,8 +129,8 @@ def test_chances_are_even_and_do_not_hang_together():
 def test_chances_at_one_place_are_even_over_the_steps():
     """What makes the average over a training run right, at every place."""
     steps, places = 4000, 64
-    keys = jax.vmap(lambda step: chance_key(0, 2, step))(jnp.arange(steps))
-    rows = jax.vmap(lambda key: chances((places,), key))(keys)
+    keys = jax.vmap(lambda step: rounding_key(0, 2, step))(jnp.arange(steps))
+    rows = jax.vmap(lambda key: uniform_numbers((places,), key))(keys)
     mean = np.asarray(rows, np.float64).mean(0)
     assert np.abs(mean - 0.5).max() < 5 * np.sqrt(1 / 12 / steps)
     lagged = [np.corrcoef(r[1:], r[:-1])[0, 1] for r in np.asarray(rows).T]
@@ -140,7 +143,7 @@ def test_a_value_becomes_one_of_its_two_neighbours(dtype):
     low = jnp.dtype(dtype)
     below, above = neighbours(x.astype(np.float64), low)
     for step in range(5):
-        got = round_by_chance(x, dtype, chance_key(0, step))
+        got = round_by_chance(x, dtype, rounding_key(0, step))
         assert got.dtype == jnp.float32
         got = np.asarray(got, np.float64)
         assert ((got == below) | (got == above)).all()
@@ -155,10 +158,10 @@ def test_the_side_is_that_of_the_reference(dtype):
     size = np.abs(x) if dtype == "bfloat16" else x
     below, above = neighbours(size.astype(np.float64), jnp.dtype(dtype))
     rest = (size - below) / np.where(above == below, 1, above - below)
-    up = chances_of(len(x), key_of(7)) < rest
+    up = uniform_numbers_of(len(x), key_of(7)) < rest
     want = np.where(up, above, below)
     want = np.copysign(want, x) if dtype == "bfloat16" else want
-    got = round_by_chance(x, dtype, chance_key(7))
+    got = round_by_chance(x, dtype, rounding_key(7))
     np.testing.assert_array_equal(np.asarray(got, np.float64), want)
 
 
@@ -166,8 +169,8 @@ def test_the_side_is_that_of_the_reference(dtype):
 def test_the_mean_of_many_roundings_is_the_value(dtype):
     """5 standard errors of `count` independent roundings; all seeds are fixed."""
     x, count = sample(dtype, 512), 4000
-    keys = jax.vmap(lambda step: chance_key(1, 0, step))(jnp.arange(count))
-    draw = jax.jit(jax.vmap(functools.partial(rounded_by_chance, x, dtype)))
+    keys = jax.vmap(lambda step: rounding_key(1, 0, step))(jnp.arange(count))
+    draw = jax.jit(jax.vmap(functools.partial(round_stochastically, x, dtype)))
     got = np.asarray(draw(keys), np.float64)
     below, above = neighbours(x.astype(np.float64), jnp.dtype(dtype))
     rest = (x - below) / np.where(above == below, 1, above - below)
@@ -182,7 +185,7 @@ def test_values_of_the_dtype_stay(dtype):
     x = x[np.isfinite(x)]
     if dtype == "bfloat16":
         x = x[(x == 0) | (np.abs(x) >= 2.0**-126)]  # CPUs see zero in smaller ones
-    got = np.asarray(round_by_chance(x, dtype, chance_key(4)))
+    got = np.asarray(round_by_chance(x, dtype, rounding_key(4)))
     np.testing.assert_array_equal(got, x)
 
 
@@ -191,7 +194,7 @@ def test_too_large_values_become_the_largest_and_nan_stays(dtype):
     largest = float(jnp.finfo(dtype).max)
     x = np.array([np.inf, -np.inf, 3.4e38, -3.4e38, np.nan, -np.nan], np.float32)
     for step in range(20):
-        got = np.asarray(round_by_chance(x, dtype, chance_key(step)))
+        got = np.asarray(round_by_chance(x, dtype, rounding_key(step)))
         np.testing.assert_array_equal(
             got, [largest, -largest, largest, -largest, np.nan, np.nan]
         )
@@ -201,7 +204,7 @@ def test_too_large_values_become_the_largest_and_nan_stays(dtype):
 def test_another_step_leaf_or_seed_rounds_otherwise_and_the_same_one_alike(dtype):
     x = np.float32(1) + np.random.default_rng(0).uniform(0, 1, 999).astype(np.float32)
     runs = [
-        np.asarray(round_by_chance(x, dtype, chance_key(*parts)))
+        np.asarray(round_by_chance(x, dtype, rounding_key(*parts)))
         for parts in ((0, 1, 2), (0, 1, 3), (0, 2, 2), (1, 1, 2), (0, 1, 2))
     ]
     for i, one in enumerate(runs[:-1]):
@@ -214,10 +217,10 @@ def test_another_step_leaf_or_seed_rounds_otherwise_and_the_same_one_alike(dtype
 @BOTH
 def test_jit_eager_and_vmap_agree(dtype):
     x = sample(dtype, 4096).reshape(4, 1024)
-    key = chance_key(2)
-    eager = rounded_by_chance(jnp.asarray(x), dtype, key)
+    key = rounding_key(2)
+    eager = round_stochastically(jnp.asarray(x), dtype, key)
     assert as_bits(round_by_chance(x, dtype, key)) == as_bits(eager)
-    each = jax.vmap(lambda row: rounded_by_chance(row, dtype, key))(x)
+    each = jax.vmap(lambda row: round_stochastically(row, dtype, key))(x)
     for got, row in zip(each, x, strict=True):
         assert as_bits(got) == as_bits(round_by_chance(row, dtype, key))
 

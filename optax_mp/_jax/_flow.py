@@ -1,0 +1,113 @@
+"""How the inputs of a jaxpr reach its outputs, array by array.
+
+`depending_outputs` says that an output depends on an input. This says how: whether the
+input fades on the way, as in an average, and whether its entries arrive unchanged.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optax_mp._jax._control_flow import has_regions, wiring_of
+from optax_mp._jax._jaxpr import AnyJaxpr, is_literal, open_jaxpr
+
+# These move the entries of their first input, or leave some of them out.
+_MOVES = {
+    "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "device_put",
+    "dynamic_slice", "expand_dims", "gather", "optimization_barrier", "pad",
+    "reduce_precision", "reshape", "reshard", "rev", "sharding_constraint", "slice",
+    "split", "squeeze", "transpose",
+}  # fmt: skip
+# These put entries of several inputs into one array.
+_JOINS = {"concatenate", "dynamic_update_slice", "scatter"}
+_NONE: frozenset[int] = frozenset()
+
+
+class Flow(NamedTuple):
+    """Which inputs of a jaxpr one of its values is computed from, by their indices.
+
+    What passes through a single number, such as the norm of all gradients, is left out.
+
+    Attributes:
+        reached_by: every input that the value depends on.
+        faded: those multiplied on some way by a constant smaller than 1, as the old
+            value of a moving average is.
+        copied: those with entries that arrive unchanged.
+        joined: those with entries that arrive unchanged beside entries of others.
+        shrinks: whether the value itself is a constant smaller than 1.
+    """
+
+    reached_by: frozenset[int] = _NONE
+    faded: frozenset[int] = _NONE
+    copied: frozenset[int] = _NONE
+    joined: frozenset[int] = _NONE
+    shrinks: bool = False
+
+
+def flows(jaxpr: AnyJaxpr, inputs: Sequence[Flow] = ()) -> list[Flow]:
+    """Return how the inputs of `jaxpr` reach each of its outputs.
+
+    Args:
+        jaxpr: of any function.
+        inputs: how other inputs reach those; by default they are the inputs meant.
+    """
+    jaxpr, consts = open_jaxpr(jaxpr)
+    inputs = inputs or [
+        _without_scalars(Flow(frozenset({i}), copied=frozenset({i})), var)
+        for i, var in enumerate(jaxpr.invars)
+    ]
+    given = [*map(_constant, consts), *inputs]
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
+
+    def flow(atom: Any) -> Flow:
+        return _constant(atom.val) if is_literal(atom) else known[atom]
+
+    for equation in jaxpr.eqns:
+        results = _results(equation, [flow(atom) for atom in equation.invars])
+        for var, result in zip(equation.outvars, results, strict=True):
+            known[var] = _without_scalars(result, var)
+    outvars: Any = jaxpr.outvars
+    return [flow(atom) for atom in outvars]
+
+
+def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
+    name, count = equation.primitive.name, len(equation.outvars)
+    if has_regions(equation):
+        # What decides which region runs is a single number, which is left out.
+        return (
+            wiring_of(equation)
+            .forward(inputs, lambda region, given: flows(region.jaxpr, given), _either)
+            .outputs
+        )
+    if name == "select_n":
+        return [_either(inputs[1:])]
+    if name in _MOVES:
+        return inputs[:count] if name == "optimization_barrier" else inputs[:1] * count
+    union = _either(inputs)
+    if name in _JOINS:
+        return [union._replace(joined=union.copied)]
+    if name == "mul" and any(each.shrinks for each in inputs):
+        return [Flow(union.reached_by, faded=union.reached_by)]
+    return [Flow(union.reached_by, union.faded)] * count
+
+
+def _either(each: Iterable[Flow]) -> Flow:
+    """Return the flow of a value that may be any of these, or is made of all."""
+    union = Flow()
+    for flow in each:
+        pairs = zip(union[:4], flow[:4], strict=True)
+        union = Flow(*(a | b for a, b in pairs), shrinks=False)
+    return union
+
+
+def _without_scalars(flow: Flow, var: Any) -> Flow:
+    is_array = getattr(var.aval, "size", 0) > 1
+    return flow if is_array else Flow(shrinks=flow.shrinks)
+
+
+def _constant(value: Any) -> Flow:
+    try:
+        return Flow(shrinks=bool(np.all(np.abs(np.asarray(value)) < 1)))
+    except TypeError:  # no number, such as a random key, or a traced value
+        return Flow()

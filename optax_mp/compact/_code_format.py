@@ -1,0 +1,77 @@
+"""The settings of `low_bit_state`: how wide the codes are, and how large the blocks."""
+
+from dataclasses import dataclass
+from numbers import Integral
+
+import jax.numpy as jnp
+from jax.tree_util import tree_flatten_with_path
+from jax.typing import DTypeLike
+
+from optax_mp._dtypes import floating_dtype
+from optax_mp._tree import PyTree, describe, place
+from optax_mp.compact._blocks import Quantized, is_quantized, scales_shape
+
+
+@dataclass(frozen=True)
+class CodeFormat:
+    """What arrays are quantized to.
+
+    Attributes:
+        signed: dtype of the codes.
+        unsigned: dtype of the codes of arrays that never are negative.
+        block_size: how many values share a scale; None for a 16-bit float.
+    """
+
+    signed: jnp.dtype
+    unsigned: jnp.dtype
+    block_size: int | None
+
+    @classmethod
+    def from_settings(
+        cls, bits: int, block_size: int, dtype: DTypeLike | None
+    ) -> "CodeFormat":
+        """Check the arguments of `low_bit_state`."""
+        if dtype is not None:
+            floating = floating_dtype(dtype, "low_bit_state: `dtype`")
+            # In float16 the second moment of a gradient of 1e-4 would be zero.
+            if floating != jnp.bfloat16 or (bits, block_size) != (8, 32):
+                raise ValueError(
+                    f"low_bit_state: `dtype` is {floating} with bits={bits!r} and "
+                    f"block_size={block_size!r}, expected bfloat16 and neither of the "
+                    "others, or no `dtype`, for codes in blocks."
+                )
+            return cls(floating, floating, None)
+        if not isinstance(bits, Integral) or bits not in (8, 16):
+            raise ValueError(f"low_bit_state: `bits` is {bits!r}, expected 8 or 16.")
+        is_positive = isinstance(block_size, Integral) and block_size > 0
+        if not is_positive or block_size & (block_size - 1) != 0:
+            raise ValueError(
+                f"low_bit_state: `block_size` is {block_size!r}, expected a power of "
+                "two such as 32."
+            )
+        return cls(jnp.dtype(f"int{bits}"), jnp.dtype(f"uint{bits}"), block_size)
+
+    def __str__(self) -> str:
+        if self.block_size is None:
+            return f"{self.signed} without scales"
+        return f"{self.signed} or {self.unsigned} in blocks of {self.block_size}"
+
+    def check(self, inner_state: PyTree) -> None:
+        """Raise unless every quantized array of a state has this format."""
+        for path, leaf in tree_flatten_with_path(inner_state, is_quantized)[0]:
+            if not is_quantized(leaf) or self._fits(leaf):
+                continue
+            scales = "" if leaf.scales is None else f" and {describe(leaf.scales)}"
+            raise ValueError(
+                f"low_bit_state: the state holds {describe(leaf.codes)}{scales} at "
+                f"{place(path)}, expected codes of {self}; the state was made with "
+                "other settings: convert it with `optax_mp.convert_opt_state`."
+            )
+
+    def _fits(self, leaf: Quantized) -> bool:
+        if leaf.codes.dtype not in (self.signed, self.unsigned):
+            return False
+        if leaf.scales is None or self.block_size is None:
+            return leaf.scales is None and self.block_size is None
+        has_shape = leaf.scales.shape == scales_shape(leaf.codes.shape, self.block_size)
+        return has_shape and leaf.scales.dtype == jnp.bfloat16

@@ -1,0 +1,117 @@
+"""Which arrays of an optimizer's state must stay in full precision.
+
+Quantization changes every value a little at every step. In a moment the change fades,
+or makes one step a little longer or shorter. In three kinds of arrays it does more
+harm. All can be told from a trace of the update, whatever an optimizer is called:
+
+- A *history*: a step replaces some of its entries and copies the others, as L-BFGS does
+  with its differences of params and of gradients. Copies would be rounded again at each
+  step, and the new entries are small differences, which need all bits of their terms.
+- A *position*: a sum over the run from which the params are computed anew, as MADGRAD
+  and COCOB do: the new params are the initial ones plus a function of such sums. An
+  error in the sum moves the params, however small the learning rate is. Such a state
+  has an *anchor*: the params at the start, or at some step.
+- A *record*: an array from which no update is computed. It is there for someone else,
+  as the gradient that a line search hands to the next
+  `optax.value_and_grad_from_state`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import tree_flatten_with_path
+
+from optax_mp._jax._flow import Flow, flows
+from optax_mp._jax._traced import Traced, is_dynamic
+from optax_mp._tree import describe, is_array, place
+from optax_mp.compact._traced_update import TracedUpdate
+
+
+def in_full_precision(start: Traced, update: TracedUpdate) -> list[bool]:
+    """Return for each array of a state whether it must stay in full precision.
+
+    Args:
+        start: `inner.init`, from the params to the state.
+        update: `inner.update`.
+    """
+    updates, new_state = update.split_outputs(flows(update.closed))
+    at = update.state_inputs
+    new = dict(zip(at, new_state, strict=True))
+    # An average fades. A sum or a maximum lasts; so does a copy of the last params or
+    # gradient, until the next step.
+    lasting = {i for i in at if i not in new[i].faded}
+    exact = _histories(new, lasting) | _records(updates, new, lasting)
+    for anchor in _anchors(start, update, new):
+        for flow in updates:
+            if anchor in flow.reached_by:
+                exact |= {
+                    i for i in lasting & flow.reached_by if i in new[i].reached_by
+                }
+    return [i in exact for i in at]
+
+
+def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:
+    """Return the histories, and the arrays that their entries are made of."""
+    found: set[int] = set()
+    for i, flow in new.items():
+        # A history may also be several arrays, each of which is handed on to the next.
+        handed_on = flow.copied & new.keys() - {i}
+        if handed_on or i in flow.joined:
+            found |= {i} | handed_on
+    while True:
+        sources = {j for i in found for j in new[i].reached_by & lasting}
+        if sources <= found:
+            return found
+        found |= sources
+
+
+def _records(updates: list[Flow], new: dict[int, Flow], lasting: set[int]) -> set[int]:
+    """Return the arrays that nothing else is computed from."""
+    others = [(None, flow) for flow in updates] + [*new.items()]
+    read = {j for i, flow in others for j in flow.reached_by if j != i}
+    return lasting - read
+
+
+def _anchors(start: Traced, update: TracedUpdate, new: dict[int, Flow]) -> set[int]:
+    """Return the arrays that are, or become at some step, the params."""
+    begins = dict(zip(new, flows(start.closed), strict=True))
+    params = {*update.params_inputs}
+    return {
+        i for i in new if begins[i].reached_by and new[i].reached_by <= params | {i}
+    }
+
+
+def check_without_update(
+    start: Traced, large: Sequence[bool], state: Any, params: Any, error: Exception
+) -> None:
+    """Raise if a state may have such arrays, but its update could not be traced.
+
+    Args:
+        start: `inner.init`.
+        large: for each array of its state whether it might be quantized.
+        state: what `init` returned.
+        params: what it was given.
+        error: why the update could not be traced.
+    """
+    biggest = max((x.size for x in jax.tree.leaves(params) if is_array(x)), default=0)
+    leaves = tree_flatten_with_path(state)[0]
+    arrays = [(path, leaf) for path, leaf in leaves if is_dynamic(leaf)]
+    for (path, leaf), is_large, begin in zip(
+        arrays, large, flows(start.closed), strict=True
+    ):
+        if not is_large or not (begin.copied or leaf.size > biggest):
+            continue
+        what = (
+            "starts as a copy of a param"
+            if begin.copied
+            else "is larger than any param"
+        )
+        raise ValueError(
+            f"low_bit_state: the state holds {describe(leaf)} at {place(path)}, which "
+            f"{what}, as in optimizers that need a part of their state in full "
+            "precision (MADGRAD, L-BFGS). Expected an update that can be traced, which "
+            "tells that part, but `inner.update(grads, state, params)` raised "
+            f"{type(error).__name__}: {error}; give its other arguments defaults, or "
+            "put `low_bit_state` around the other parts of the chain."
+        )

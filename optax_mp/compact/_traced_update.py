@@ -1,0 +1,98 @@
+"""One update of an optimizer as a jaxpr, for what is found out at `init`."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_mp._jax._traced import Traced, is_dynamic, is_output
+from optax_mp._tree import is_floating
+
+
+class TracedUpdate(NamedTuple):
+    """One update, from (gradients, state, params) to (updates, new state).
+
+    Attributes:
+        closed: the jaxpr.
+        param_count: how many arrays the gradients have, and the params.
+        state_count: how many arrays the state has.
+        is_exact: False if the update was given a made-up loss, so that dependences are
+            those of any update, but signs may be others.
+    """
+
+    closed: Any
+    param_count: int
+    state_count: int
+    is_exact: bool
+
+    @property
+    def state_inputs(self) -> range:
+        """Where the state is among the inputs."""
+        return range(self.param_count, self.param_count + self.state_count)
+
+    @property
+    def params_inputs(self) -> range:
+        """Where the params are among the inputs."""
+        return range(self.state_inputs.stop, self.state_inputs.stop + self.param_count)
+
+    def split_outputs(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the values for the updates and those for the new state."""
+        at = len(values) - self.state_count
+        return values[:at], values[at:]
+
+
+def trace_update(
+    inner: optax.GradientTransformationExtraArgs,
+    params: optax.Params,
+    state: optax.OptState,
+) -> TracedUpdate | Exception:
+    """Trace `inner.update`, or return the error that it raised.
+
+    An optimizer that needs more than gradients is given the extra arguments that optax
+    has names for. Others are known to the caller of `update` alone.
+    """
+    try:
+        return _traced(inner, params, state, {})
+    except Exception as error:  # of any type: it comes from a user's code
+        try:
+            return _traced(inner, params, state, _made_up_arguments(params))
+        except Exception:
+            return error
+
+
+def _traced(
+    inner: optax.GradientTransformationExtraArgs,
+    params: optax.Params,
+    state: optax.OptState,
+    extra_args: dict[str, Any],
+) -> TracedUpdate:
+    def update(given: Any) -> Any:
+        gradients, state, params = given
+        return inner.update(gradients, state, params, **extra_args)
+
+    traced = Traced.of(update, (params, state, params))
+    new_state = traced.treedef.unflatten(traced.outputs)[1]
+    param_count = sum(map(is_dynamic, jax.tree.leaves(params)))
+    state_count = sum(map(is_dynamic, jax.tree.leaves(state)))
+    if sum(map(is_output, jax.tree.leaves(new_state))) != state_count:
+        raise ValueError("its new state has another structure")
+    return TracedUpdate(traced.closed, param_count, state_count, not extra_args)
+
+
+def _made_up_arguments(params: optax.Params) -> dict[str, Any]:
+    # Optax's line searches refuse an argument that their `value_fn` does not name.
+    def loss(params: Any, *_: Any, obj_fn: Any = None, grad_fn: Any = None) -> Any:
+        leaves = [x for x in jax.tree.leaves(params) if is_floating(x)]
+        return sum((jnp.sum(jnp.square(x)) for x in leaves), jnp.zeros(()))
+
+    def gradient(params: Any, *_: Any) -> Any:
+        return params
+
+    return {
+        "value": jnp.zeros(()),
+        "grad": params,
+        "value_fn": loss,
+        "obj_fn": loss,
+        "grad_fn": gradient,
+    }

@@ -1,0 +1,78 @@
+"""Jaxprs run equation by equation: the same numbers, written in the same place."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from optax_mp._jax._jaxpr import bind, evaluate, scopes, source_line
+
+X = jnp.arange(4.0)
+
+
+def named(x):
+    with jax.named_scope("outer"):
+        y = jnp.sin(x)
+        with jax.named_scope("inner"):
+            y = y * 2.0
+        y = y + 1.0
+    return jnp.cos(y), 3.0
+
+
+def traced_again(function, *args):
+    """Return the jaxpr of a function, and that of its evaluation."""
+    closed = jax.make_jaxpr(function)(*args)
+    return closed, jax.make_jaxpr(lambda *args: evaluate(closed, args))(*args)
+
+
+def test_evaluation_gives_the_outputs_of_the_function():
+    closed = jax.make_jaxpr(named)(X)
+    outputs = evaluate(closed, [X])
+    assert all(isinstance(x, jax.Array) for x in outputs)
+    assert jnp.array_equal(outputs[0], named(X)[0]) and outputs[1] == 3.0
+
+
+def test_each_equation_keeps_its_scopes_and_its_source_line():
+    first, again = traced_again(named, X)
+    assert [scopes(x) for x in first.eqns] == ["outer", "outer/inner", "outer", ""]
+    for old, new in zip(first.eqns, again.eqns, strict=True):
+        assert (scopes(old), source_line(old)) == (scopes(new), source_line(new))
+
+
+def test_the_scopes_around_an_evaluation_come_first():
+    closed = jax.make_jaxpr(named)(X)
+
+    def around(x):
+        with jax.named_scope("around"):
+            return evaluate(closed, [x])
+
+    expected = ["around/outer", "around/outer/inner", "around/outer", "around"]
+    assert [scopes(x) for x in jax.make_jaxpr(around)(X).eqns] == expected
+
+
+def partly_partitionable(x):
+    x = jnp.sin(x)
+    with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        x = jnp.cos(x)
+    return jnp.tan(x)
+
+
+def test_each_equation_keeps_its_configuration():
+    first, again = traced_again(partly_partitionable, X)
+    set_in = [[x.ctx.threefry_partitionable for x in y.eqns] for y in (first, again)]
+    assert set_in[0] == set_in[1] and len(set(set_in[0])) == 2
+
+
+def test_a_failing_equation_leaves_the_configuration_as_it_was():
+    closed = jax.make_jaxpr(partly_partitionable)(X)
+    before = jax.config.jax_threefry_partitionable
+
+    def fail_at_cos(equation, inputs):
+        if equation.primitive.name == "cos":
+            raise FloatingPointError("cos")
+        return bind(equation, inputs)
+
+    with pytest.raises(FloatingPointError, match="cos"):
+        evaluate(closed, [X], fail_at_cos)
+    assert jax.config.jax_threefry_partitionable == before
+    assert scopes(jax.make_jaxpr(lax.sin)(X).eqns[0]) == ""
