@@ -4,8 +4,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-# Every class that could be in a pickle was public, and is so still; only the private
-# modules that pickles name are gone.
+# Every class that can be in a pickle was public and still is. Only the private modules
+# that pickles name are gone.
 _OLD_MODULES = (
     "_blocks",  # Quantized
     "_gradient_range",  # GradientRangeReport, FormatRange
@@ -27,8 +27,8 @@ def _public_name(name: str) -> Any:
     return getattr(package, name)
 
 
-# In `sys.modules`, since that is where an unpickler looks for the module of a class.
-# Names are looked up when they are asked for, when the whole package is imported.
+# An unpickler looks for modules in `sys.modules`. Names are looked up when they are
+# used, because the classes are not imported yet.
 for _name in _OLD_MODULES:
     _module = ModuleType(f"optax_mp.{_name}", "A module of the first edition.")
     _module.__dict__["__getattr__"] = _public_name

@@ -12,9 +12,8 @@ from optax_mp._jax._traced import Traced
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import find_states, map_states
 from optax_mp._tree import PyTree, cast_floating, describe, is_array, is_floating, place
+from optax_mp.compact import LowBitState, StochasticRoundingState
 from optax_mp.compact._blocks import Quantized, dequantize, quantize
-from optax_mp.compact._low_bit import LowBitState
-from optax_mp.compact._stochastic import StochasticRoundingState
 from optax_mp.loss_scale import LossScaleState
 from optax_mp.masters._access import (
     check_param_is_trained,

@@ -19,13 +19,12 @@ from optax_mp.checkpoints._compare import (
     names_of,
     unwrap_metadata,
 )
-from optax_mp.compact._low_bit import LowBitState
-from optax_mp.compact._stochastic import StochasticRoundingState
+from optax_mp.compact import LowBitState, StochasticRoundingState
 from optax_mp.loss_scale import LossScaleState
 from optax_mp.loss_scale._state import RENAMED_FIELDS
-from optax_mp.masters._state import MixedPrecisionState
+from optax_mp.masters import MixedPrecisionState
 
-# What fields were called in the first edition.
+# The names of fields in the first edition, by those of today.
 _OLD_FIELDS: dict[type, dict[str, str]] = {
     LowBitState: {"step_count": "step"},
     StochasticRoundingState: {"step_count": "step"},
@@ -36,25 +35,25 @@ _OLD_FIELDS: dict[type, dict[str, str]] = {
 def upgrade_checkpoint(saved: PyTree, template: PyTree) -> PyTree:
     """Return a checkpoint of the first edition in the form of this edition.
 
-    The first edition called counters otherwise, and its states did not name the storage
-    that made them. Leaves are matched by their names along the path, with the old names
-    of those counters; nothing is rounded, cast or reshaped. Restore the checkpoint
-    without a template first:
+    The first edition had other names for counters, and its states did not name the
+    storage that made them. Leaves are matched by the names along their paths, with the
+    old names of the counters. Nothing is rounded, cast or reshaped. Restore the
+    checkpoint without a template first:
 
     - a pickle: what `pickle.load` returns;
     - `flax.serialization`: what `msgpack_restore(encoded_bytes)` returns;
     - Orbax: what `orbax.checkpoint.PyTreeCheckpointer().restore(path)` returns.
 
-    Save the result, and load it from then on as any other checkpoint.
+    Save the result: from then on it is restored like any other checkpoint.
 
     Args:
         saved: the restored checkpoint: the state, or params and state.
-        template: the same in this edition, as arrays or from `jax.eval_shape`, made by
-            the transformation of the run.
+        template: the same tree in this edition, made by the transformation of the run,
+            as arrays or from `jax.eval_shape`.
 
     Returns:
-        The structure of `template` with the saved values, as JAX arrays. They have the
-        shardings of `template`, if its leaves have one.
+        The structure of `template` with the saved values, as JAX arrays. If a leaf of
+        `template` has a sharding, its array gets it.
 
     Raises:
         TypeError: if `saved` describes arrays instead of holding them.
@@ -110,25 +109,23 @@ def is_of_first_edition(saved: PyTree, template: optax.OptState) -> bool:
         names not in found and old_names in found
         for names, old_names in _old_names(template).items()
     )
-    # Its states do not say which storage made them.
-    lacks_storage = None in _storages(saved) and any(_storages(template))
-    return has_old_names or lacks_storage
+    # Unpickled states have the names of today, but do not say which storage made them.
+    is_named = any(storage is not None for storage in _storages(template))
+    return has_old_names or (is_named and None in _storages(saved))
 
 
 def _storages(tree: PyTree) -> list[Any]:
     """Return the storage that each state of masters names, or None."""
-    states = find_states(tree, MixedPrecisionState)
-    return [getattr(state, "storage", None) for _, state in states]
+    return [state.storage for _, state in find_states(tree, MixedPrecisionState)]
 
 
 def _old_names(template: PyTree) -> dict[Names, Names]:
-    """Return what the leaves that have another name today were called."""
+    """Return the old names of the leaves that have new ones, by their new names."""
     renamed: dict[Names, Names] = {}
     for path, state in find_states(template, tuple(_OLD_FIELDS)):
         above = names_of(path)
         for field, old_field in _OLD_FIELDS[type(state)].items():
-            if field in state._fields:
-                renamed[(*above, field)] = (*above, old_field)
+            renamed[(*above, field)] = (*above, old_field)
     return renamed
 
 
@@ -146,7 +143,7 @@ def _fill(path_and_leaf: tuple[Any, Any], want: Any) -> Any:
     if is_key(want) and not is_key(leaf):
         key_data = jnp.asarray(leaf)
         leaf = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(want))
-    # Not a cast: a number, or an array of this dtype, as `differences` made sure.
+    # This is no cast: `differences` has compared the dtypes of arrays.
     array = leaf if is_key(leaf) else jnp.asarray(leaf, want.dtype)
     sharding = getattr(want, "sharding", None)
     return array if sharding is None else jax.device_put(array, sharding)

@@ -84,9 +84,9 @@ def _count(mesh: Mesh, names: Names) -> int:
 
 
 def shard(x: jax.Array, mesh: Mesh, by_dim: tuple[Names | None, ...]) -> jax.Array:
-    """Shard an array over these mesh axes; where they are None, as it was."""
-    # Dimensions that are not cut stay sharded as they are. With explicit axes the type
-    # of the array says how that is; under automatic sharding only XLA knows.
+    """Shard an array over these mesh axes; a dimension with None stays as it is."""
+    # Under automatic sharding only XLA knows how a dimension is sharded now; with
+    # explicit axes the type of the array says it.
     if has_explicit_axes(mesh):
         known = tuple(jax.typeof(x).sharding.spec)
         now: list[Any] = [*known, *[None] * (x.ndim - len(known))]

@@ -121,7 +121,7 @@ class GradientRangeReport:
                 other factors to the octave.
         """
         _check_loss_scale(loss_scale, "in_format")
-        return _in_format(self._counts_of(path), _checked_limits(dtype), loss_scale)
+        return _in_format(self._counts_of(path), _limits_for(dtype), loss_scale)
 
     def zeros(self, path: str | None = None) -> float:
         """Return the share of values that are 0, of a leaf or of all."""
@@ -160,7 +160,7 @@ class GradientRangeReport:
         (occupied,) = np.nonzero(counts[1:-1])
         if not occupied.size:
             return math.nan
-        limits = _checked_limits(dtype)
+        limits = _limits_for(dtype)
         largest = values_of(bounds()[2 + occupied[-1]])
         room = values_of(limits.overflow) / (headroom * largest)
         scales = [2.0**exponent for exponent in range(-126, 128)]
@@ -222,8 +222,8 @@ class GradientRangeReport:
             rows.append(self._row("all", None))
         others = align_columns([["", *cells] for _, *cells in rows], left=1)
         width = max(_TABLE_WIDTH - max(map(len, others)), _LEAST_PATH_WIDTH)
-        rows = [(_cut(title, width), *cells) for title, *cells in rows]
-        legend = "% of values; of a format, that underflow / turn subnormal / overflow"
+        rows = [(_shorten_path(title, width), *cells) for title, *cells in rows]
+        legend = "% of values; for each format: underflow / subnormal / overflow"
         return "\n".join([legend, *align_columns(rows, left=1), *self._advice()])
 
     def _row(self, title: str, path: str | None) -> tuple[str, ...]:
@@ -328,7 +328,7 @@ def gradient_range_report(
         >>> for number in range(3):
         ...     w, report = step(number, w, report)
         >>> print(report)
-        % of values; of a format, that underflow / turn subnormal / overflow
+        % of values; for each format: underflow / subnormal / overflow
                           values  inf, NaN  0  bfloat16  float16   e4m3fn      e5m2
         (the whole tree)   1,000         0  0     0/0/0  57/28/0  100/0/0  77/7.4/0
         float16: best loss scale 2**23: under/overflow 57/0% -> 0/0%
@@ -370,7 +370,7 @@ def _check_loss_scale(loss_scale: Any, caller: str) -> None:
         )
 
 
-def _checked_limits(dtype: DTypeLike) -> Limits:
+def _limits_for(dtype: DTypeLike) -> Limits:
     name = floating_dtype(dtype, "GradientRangeReport: `dtype`").name
     if name not in FORMATS:
         raise ValueError(
@@ -396,7 +396,7 @@ def _in_format(counts: np.ndarray, limits: Limits, loss_scale: float) -> FormatR
     )
 
 
-def _cut(path: str, width: int) -> str:
+def _shorten_path(path: str, width: int) -> str:
     """Return the end of a path that is longer than `width`."""
     return path if len(path) <= width else "..." + path[3 - width :]
 

@@ -99,18 +99,18 @@ class MemoryReport:
     def by_role(self) -> dict[str, int]:
         """Return the bytes of each role: params first, block scales and rest last."""
         last = {_SCALES: 1, _REST: 2}
-        found = self._summed(lambda row: row.role)
+        found = self._sum_by(lambda row: row.role)
         return dict(sorted(found.items(), key=lambda item: last.get(item[0], 0)))
 
     def by_dtype(self) -> dict[str, int]:
         """Return the bytes in each dtype."""
-        return self._summed(lambda row: row.dtype)
+        return self._sum_by(lambda row: row.dtype)
 
     def by_leaf(self) -> dict[str, int]:
         """Return the bytes of each param and its state; of no param under `""`."""
-        return self._summed(lambda row: row.param)
+        return self._sum_by(lambda row: row.param)
 
-    def _summed(self, key: Callable[[MemoryRow], str]) -> dict[str, int]:
+    def _sum_by(self, key: Callable[[MemoryRow], str]) -> dict[str, int]:
         found: dict[str, int] = {}
         for row in self.rows:
             found[key(row)] = found.get(key(row), 0) + row.bytes
@@ -124,9 +124,9 @@ class MemoryReport:
             cells.append((role, ", ".join(dtypes), *self._amounts(count)))
         weights = f"{self.weights:,} weights"
         cells.append(("total", weights, *self._amounts(self.total_bytes)))
-        cells = [(_short(a, 28), _short(b, 34), *rest) for a, b, *rest in cells]
+        cells = [(_shorten(a, 28), _shorten(b, 34), *rest) for a, b, *rest in cells]
         plain, times, _ = self._amounts(self.float32_bytes)
-        ratio = _shown(_ratio(self.float32_bytes, self.total_bytes), ".2f")
+        ratio = _format(_ratio(self.float32_bytes, self.total_bytes), ".2f")
         return "\n".join(
             [
                 *align_columns(cells, left=2),
@@ -137,9 +137,9 @@ class MemoryReport:
 
     def _amounts(self, count: int) -> tuple[str, str, str]:
         return (
-            _binary(count),
-            _shown(_ratio(count, self.weights), ".2f"),
-            _shown(_ratio(count, self.total_bytes), ".1%"),
+            _format_bytes(count),
+            _format(_ratio(count, self.weights), ".2f"),
+            _format(_ratio(count, self.total_bytes), ".1%"),
         )
 
 
@@ -166,8 +166,7 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
 
     Raises:
         ValueError: if `params` holds no array.
-        TypeError: if `opt_state` is the optimizer itself, or the params and `params`
-            the state.
+        TypeError: if `opt_state` is the optimizer itself, or if the state comes second.
 
     Example:
         >>> import jax
@@ -220,8 +219,8 @@ def _check_arguments(opt_state: Any, params: Any) -> None:
 def _are_swapped(opt_state: Any, params: Any) -> bool:
     if holds_state(opt_state) or holds_state(params):
         return not holds_state(opt_state)
-    # A state that names no state of optax's. It has trees like the params in it, and
-    # they none like it; one without arrays says nothing.
+    # Neither has a NamedTuple of optax's, as with a state that is a dict. Such a state
+    # contains trees like the params, and the params contain no tree like the state.
     return _has_trees_like(opt_state, params) and not _has_trees_like(params, opt_state)
 
 
@@ -266,7 +265,7 @@ def _role_of_masters(state: MixedPrecisionState) -> str:
 
 
 def _before_param(path: _Path, param: _Path | None) -> _Path:
-    """Return the part of a state's path that comes before that of a param."""
+    """Return the path within a state up to where the path of a param begins."""
     if not param:
         return path
     starts = range(len(path) - len(param), -1, -1)
@@ -284,7 +283,7 @@ def _field(path: _Path) -> str:
         elif isinstance(key, DictKey):
             keys.append(str(key.key))
     name = (fields or keys or ["state"])[-1]
-    # L-BFGS and others keep old params, which are not the params.
+    # L-BFGS and others keep previous params in their state.
     return "params in state" if name == _PARAMS else name
 
 
@@ -312,15 +311,15 @@ def _ratio(a: int, b: int) -> float:
     return a / b if b else math.nan
 
 
-def _shown(number: float, form: str) -> str:
+def _format(number: float, form: str) -> str:
     return "-" if math.isnan(number) else format(number, form)
 
 
-def _short(text: str, width: int) -> str:
+def _shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def _binary(count: int) -> str:
+def _format_bytes(count: int) -> str:
     """Return bytes in the largest unit that they fill."""
     if count < 1024:
         return f"{count} B"
