@@ -1,4 +1,4 @@
-"""Optimizer states as trees: find ours, map them, and tell which param a leaf is of."""
+"""Optimizer states as trees: find and map states, and find the param of each leaf."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,10 +12,9 @@ Path = tuple[Any, ...]
 Kind = type | tuple[type, ...]
 
 _INNER_STATE = GetAttrKey("inner_state")
-# Below this field of `mixed_precision`'s state a storage may keep any small pytree in
-# the place of a param.
+# Below this field a storage may keep any small pytree in the place of a param.
 _MASTERS = GetAttrKey("master_params")
-# The fields of `Quantized`, which is in the place of one array.
+# The fields of `Quantized`, which stands for one array.
 _CODES_AND_SCALES = (GetAttrKey("codes"),), (GetAttrKey("scales"),)
 
 
@@ -24,8 +23,8 @@ def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
 
     Args:
         opt_state: an optimizer state, or a tree of several.
-        kind: the type of the states to find, or a tuple of types. States within the
-            `inner_state` of one that was found are found as well.
+        kind: the type of the states to find, or a tuple of types. The `inner_state` of
+            a state that was found is searched as well.
 
     Returns:
         Pairs of a path, as `jax.tree_util.keystr` takes it, and the state there.
@@ -44,11 +43,10 @@ def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
 
 
 def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) -> PyTree:
-    """Return `opt_state` with `function(state)` in the place of each state of `kind`.
+    """Return `opt_state` with each state of `kind` replaced by `function(state)`.
 
     Args:
-        function: gets a state in whose `inner_state` those of `kind` are already
-            replaced.
+        function: takes a state whose `inner_state` is mapped already.
         opt_state: an optimizer state, or a tree of several.
         kind: a type, or a tuple of types.
     """
@@ -69,19 +67,19 @@ def owners(
 ) -> list[int | None]:
     """Return which param each leaf of `tree` belongs to.
 
-    The outermost subtree whose leaves all lie at the paths of params, such as
-    `[0].mu`, is read like the params. What stands for one array may be one step further
-    down (codes and scales, a list for each param as `optax.sm3` keeps), and stored
-    masters any number of steps.
+    The outermost subtrees whose leaves are all at the paths of params, such as
+    `[0].mu`, are read like the params. Instead of one array there may be several one
+    step further down (codes and scales, or a list for each param as in `optax.sm3`),
+    and below `master_params` any small pytree.
 
     Args:
-        tree: a state, or any tree with trees like the params in it.
-        param_paths: where each param is in the params.
-        params: the param at each path, an array or what has its shape. Shapes decide
-            if the params are a single array, whose path is empty and fits everywhere.
+        tree: a state, or any tree that contains trees like the params.
+        param_paths: the path of each param in the params.
+        params: the param at each path, or anything with its shape. Shapes decide if the
+            params are a single array, whose path is empty and fits everywhere.
 
     Returns:
-        For each leaf an index into `param_paths`, or None.
+        For each leaf of `tree` an index into `param_paths`, or None.
     """
     leaves = tree_flatten_with_path(tree)[0]
     by_path = {path: i for i, path in enumerate(param_paths)}
@@ -96,18 +94,22 @@ def owners(
             return owner
         return None
 
-    def visit(numbers: list[int], depth: int) -> None:
-        claims = [claim(number, depth) for number in numbers]
-        # A scalar for each param is something of the param. One for some of them is a
-        # count, say, of a state whose field is called as one of the params is.
+    def is_like_params(numbers: list[int], claims: list[int | None]) -> bool:
+        if None in claims:
+            return False
+        # One scalar for every param belongs to the params. A scalar for some of them is
+        # a count, say, in a field that has the name of a param by accident.
         has_scalars = any(
             owner is not None
             and _shape(params[owner])
             and not _shape(leaves[number][1])
             for number, owner in zip(numbers, claims, strict=True)
         )
-        is_of_all = len(set(claims)) == len(by_path)
-        if None not in claims and (is_of_all or not has_scalars):
+        return not has_scalars or len(set(claims)) == len(by_path)
+
+    def visit(numbers: list[int], depth: int) -> None:
+        claims = [claim(number, depth) for number in numbers]
+        if is_like_params(numbers, claims):
             for number, owner in zip(numbers, claims, strict=True):
                 found[number] = owner
             return
@@ -123,14 +125,14 @@ def owners(
 
 
 def _owner(path: Path, by_path: dict[Path, int]) -> int | None:
-    """Return the param at a path within a tree like the params, or one step above."""
+    """Return the param at a path in a tree like the params, or one step above it."""
     if path[-1:] in _CODES_AND_SCALES:
         path = path[:-1]
     if path in by_path or not path:
         return by_path.get(path)
     *above, last = path
-    # The `count` at `[0].count` of a chain's state is not one of the first param of a
-    # list, so below an index there can only be another.
+    # In the state of a chain, `[0].count` does not belong to the first of a list of
+    # params. So a step below an index must be an index.
     is_below_name = bool(above) and not isinstance(above[-1], SequenceKey)
     if is_below_name or isinstance(last, SequenceKey):
         return by_path.get(tuple(above))
@@ -143,7 +145,7 @@ def _owner_of_master(path: Path, by_path: dict[Path, int]) -> int | None:
 
 
 def _fits(path: Path, leaf: Any, param: Any) -> bool:
-    """Return whether a leaf has the shape of its param, or many of that."""
+    """Return whether a leaf has the shape of its param, or stacks arrays of it."""
     own, shape = _shape(leaf), _shape(param)
     is_many = bool(shape) and own[max(0, len(own) - len(shape)) :] == shape
     return own == shape or is_many or path[-1:] == _CODES_AND_SCALES[1]
@@ -154,13 +156,14 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 
 
 def holds_state(tree: PyTree) -> bool:
-    """Return whether the state of an optimizer, of whatever kind, is in `tree`.
+    """Return whether `tree` contains the state of an optimizer, ours or of optax.
 
-    By the name that optax gives its own: the params may be NamedTuples, too.
+    Only the name of its class tells a state from params that are NamedTuples.
     """
 
     def is_state(node: Any) -> bool:
-        return hasattr(node, "_fields") and type(node).__name__.endswith("State")
+        names = (kind.__name__ for kind in type(node).__mro__)
+        return hasattr(node, "_fields") and any(x.endswith("State") for x in names)
 
     return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 

@@ -84,7 +84,7 @@ class _TracedStep:
             else old
             for old, aval in zip(self.previous, avals, strict=True)
         ]
-        return self.traced.filled(values)[0]
+        return self.traced.unflatten(values)[0]
 
     def choose(self, proceed: Choice) -> Any:
         """Return (updates, state), chosen value by value.
@@ -129,7 +129,7 @@ class _TracedStep:
         for i, var in enumerate(jaxpr.outvars):
             if is_literal(var) or output_of.get(var) != i:
                 values[i] = choose_output(i, values[i])
-        return self.traced.filled(values)
+        return self.traced.unflatten(values)
 
 
 def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:

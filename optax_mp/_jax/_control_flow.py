@@ -149,7 +149,7 @@ class Wiring:
             inputs = [join(read) if read else unread for read in reads]
             before = list(outputs)
             for output, i in self.carry:
-                outputs[output] = join([outputs[output], inputs[i]])
+                outputs[output] = inputs[i] = join([outputs[output], inputs[i]])
             if outputs == before:
                 return inputs, outputs
 
@@ -448,6 +448,7 @@ _KINDS = {
     "remat": _CALL,
     "remat2": _CALL,
     "closed_call": _INLINE,
+    "eval_jaxpr": _INLINE,  # the former, from JAX 0.12
     "core_call": _INLINE,
     "custom_jvp_call": _CALL,
     "custom_vjp_call": _CALL,

@@ -94,8 +94,11 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
 
 def _either(each: Iterable[Flow]) -> Flow:
     """Return the flow of a value that may be any of these, or is made of all."""
-    groups = [flow[:4] for flow in each]
-    return Flow(*(_NONE.union(*sets) for sets in zip(*groups, strict=True)))
+    union = Flow()
+    for flow in each:
+        pairs = zip(union[:4], flow[:4], strict=True)
+        union = Flow(*(a | b for a, b in pairs), shrinks=False)
+    return union
 
 
 def _without_scalars(flow: Flow, var: Any) -> Flow:

@@ -34,6 +34,8 @@ def names_of(path: Path) -> Names:
     return names[:-1] if names[-1:] == ("value",) else names
 
 
+# By name and not by path: metadata and state dicts have dicts and lists where states
+# have NamedTuples and tuples.
 def leaves_by_name(tree: PyTree) -> NamedLeaves:
     """Return path and leaf of every number and array, by the names along the path."""
     return {

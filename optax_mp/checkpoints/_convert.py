@@ -1,4 +1,4 @@
-"""convert_opt_state: a live run's state for another form of the same optimizer."""
+"""convert_opt_state: a run's state for another form of the same optimizer."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -36,17 +36,18 @@ def convert_opt_state(
 ) -> optax.OptState:
     """Return a run's optimizer state in the form that another transformation keeps.
 
-    Between plain optax in float32, `mixed_precision` with any storage, `low_bit_state`,
-    `stochastic_rounding` and a loss scale around, whichever side has which: counts and
-    moments go over, masters and moments are encoded anew. Both transformations must
-    have the same optimizer inside. What only the new form has (a scale, say) starts as
-    its `init` has it; what only the old one had is dropped.
+    Both transformations must have the same optimizer inside. Around it either may have
+    `mixed_precision` with any storage, `low_bit_state`, `stochastic_rounding` and a
+    loss scale, or none of them. Counts are copied, masters and moments are encoded
+    again. What only the new form has, such as a loss scale, starts as in its `init`;
+    what only the old form had is dropped.
 
-    The params stay as they are, with two exceptions that are the caller's to make. From
-    float32 params to 16-bit ones: convert first, with `param_dtype` in `to_tx` (so the
-    masters keep every bit), then cast. To plain float32: go on with
-    `master_params(state, params)` as params, or from `stochastic_rounding`, which has
-    none, with the params cast.
+    This function does not change the params. Two conversions need it afterwards:
+
+    - from float32 params to 16-bit params: pass `param_dtype` in `to_tx`, so that the
+      masters keep every bit, convert, then cast the params;
+    - to plain float32: continue with `master_params(opt_state, params)` as the params,
+      or after `stochastic_rounding`, which has no masters, with the params cast.
 
     Args:
         opt_state: the state of the run, made by `from_tx`.
@@ -90,16 +91,21 @@ def convert_opt_state(
     has_masters = bool(wrappers[MixedPrecisionState])
     truth = master_params(opt_state, params) if has_masters else params
     if wrappers[StochasticRoundingState]:
-        truth = cast_floating(truth, jnp.float32)  # as its optimizer saw them
+        truth = cast_floating(truth, jnp.float32)  # as the inner optimizer saw them
     template = to_tx.init(params)
     if not find_states(template, MixedPrecisionState):
-        # The moments of a bare optimizer have the dtype of its params.
+        # Without masters the moments have the dtype of the params that `init` is given.
         template = to_tx.init(truth)
-    values = _matched(_unwrap(opt_state), _unwrap(template))
+    values = _match(
+        _unwrap(opt_state),
+        _unwrap(template),
+        "the optimizer's part of `opt_state`",
+        "that of `to_tx`",
+    )
     own = {kind: found[0][1] for kind, found in wrappers.items() if found}
     masters = (truth, params) if has_masters else None
-    filled = _filled(template, iter(values), own, masters)
-    # What came from `opt_state` or `params` as it was must not be donated twice.
+    filled = _fill(template, iter(values), own, masters)
+    # Arrays that were not changed are copied, so that all three can be donated.
     return without_aliases(filled, (opt_state, params))
 
 
@@ -114,18 +120,26 @@ def _unwrap(state: optax.OptState) -> PyTree:
     return map_states(unwrap, state, (*_WRAPPERS, Quantized))
 
 
-def _filled(
+def _fill(
     template: PyTree,
     values: Iterator[Any],
     wrappers: dict[type, Any],
     masters: tuple[PyTree, PyTree] | None,
 ) -> Any:
-    """Return the template with `values` in the place of the bare optimizer's leaves."""
+    """Return the template with `values` for the leaves of the bare optimizer.
+
+    Args:
+        template: a state of the new form.
+        values: the leaves of the bare optimizer's state, in order.
+        wrappers: the states of our wrappers in the old form, by their type.
+        masters: the masters and the params of the run, if it had masters.
+    """
 
     def fill(node: Any) -> Any:
         if isinstance(node, Quantized):
             return quantize(next(values), node, None)
         if not isinstance(node, _WRAPPERS):
+            # `map` visits leaves in their order, which is also that of `values`.
             value = next(values)
             return value.astype(node.dtype) if is_floating(value) else value
         own = node
@@ -133,7 +147,7 @@ def _filled(
             own = _encode_masters(node, masters)
         elif type(node) in wrappers:
             own = wrappers[type(node)]
-        inner_state = _filled(node.inner_state, values, wrappers, masters)
+        inner_state = _fill(node.inner_state, values, wrappers, masters)
         return own._replace(inner_state=inner_state)
 
     kinds = (*_WRAPPERS, Quantized)
@@ -143,9 +157,9 @@ def _filled(
 def _encode_masters(
     template: MixedPrecisionState, masters: tuple[PyTree, PyTree] | None
 ) -> MixedPrecisionState:
-    """Return the masters as the storage of `template` keeps them.
+    """Return `template` with the masters of the run, if it had any.
 
-    Without any they stay as `init` made them, from the params.
+    Without masters `init` has made them from the params.
     """
     if masters is None:
         return template
@@ -161,27 +175,50 @@ def _encode_masters(
         if storage.param_is_part:
             where = f"{_CALLER}: param {place(leaves.paths[i])}"
             check_param_is_trained(storage, param, where)
+        # What is stored need not have the dtype of the master: only `decode` knows it.
         dtype = jax.eval_shape(storage.decode, stored, param).dtype
         encoded[i] = storage.encode(values[i].astype(dtype), param)
     return replace_stored(leaves, template, encoded)
 
 
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:
+    # Traced, since `init` would allocate a second state.
     traced = Traced.of(tx.init, params)
     expected = traced.treedef.unflatten(traced.outputs)
-    # Not the dtype of floats, which some optimizers change at their first step.
-    _matched(state, expected, "`opt_state`", "a state of `from_tx`", kinds_too=True)
+    made_by, wanted = (
+        [
+            check_storage_known(node, _CALLER)
+            for _, node in find_states(tree, MixedPrecisionState)
+        ]
+        for tree in (state, expected)
+    )
+    if made_by != wanted:
+        raise ValueError(
+            f"{_CALLER}: the masters in `opt_state` were stored by {made_by or None}, "
+            f"expected {wanted or None}, the storage of `from_tx`; pass as `from_tx` "
+            "the transformation that made `opt_state`."
+        )
+    # Float dtypes may differ: some optimizers change them at their first step.
+    _match(state, expected, "`opt_state`", "a state of `from_tx`", kinds_too=True)
 
 
-def _matched(
+def _match(
     state: PyTree,
     template: PyTree,
-    name: str = "the optimizer's part of `opt_state`",
-    template_name: str = "that of `to_tx`",
+    name: str,
+    template_name: str,
     *,
     kinds_too: bool = False,
 ) -> list[Any]:
-    """Return the leaves of `state`, once they are known to be like those of another."""
+    """Return the leaves of `state`; raise if they do not fit those of `template`.
+
+    Args:
+        state: a state.
+        template: a state, or a description of one.
+        name: what an error calls `state`.
+        template_name: what an error calls `template`.
+        kinds_too: whether integers must stay integers of the same dtype, and so on.
+    """
     expected = Leaves.of(template, caller=_CALLER, name=template_name)
     found = expected.match(state, name)
     for path, want, leaf in zip(expected.paths, expected.values, found, strict=True):

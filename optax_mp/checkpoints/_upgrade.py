@@ -76,6 +76,7 @@ def upgrade_checkpoint(saved: PyTree, template: PyTree) -> PyTree:
     """
     saved = unwrap_metadata(saved)
     found, expected = leaves_by_name(saved), leaves_by_name(template)
+    # An unpickled state has the names of today, because pickles hold no field names.
     for names, old_names in _old_names(template).items():
         if names not in found and old_names in found:
             found[names] = found.pop(old_names)

@@ -51,28 +51,27 @@ class CodeFormat:
             )
         return cls(jnp.dtype(f"int{bits}"), jnp.dtype(f"uint{bits}"), block_size)
 
+    def __str__(self) -> str:
+        if self.block_size is None:
+            return f"{self.signed} without scales"
+        return f"{self.signed} or {self.unsigned} in blocks of {self.block_size}"
+
     def check(self, inner_state: PyTree) -> None:
         """Raise unless every quantized array of a state has this format."""
         for path, leaf in tree_flatten_with_path(inner_state, is_quantized)[0]:
             if not is_quantized(leaf) or self._fits(leaf):
                 continue
             scales = "" if leaf.scales is None else f" and {describe(leaf.scales)}"
-            in_blocks = (
-                f"in blocks of {self.block_size}"
-                if self.block_size
-                else "without blocks"
-            )
             raise ValueError(
                 f"low_bit_state: the state holds {describe(leaf.codes)}{scales} at "
-                f"{place(path)}, expected codes of {self.signed} or {self.unsigned} "
-                f"{in_blocks}; the state was made with other settings: convert it with "
-                "`optax_mp.convert_opt_state`."
+                f"{place(path)}, expected codes of {self}; the state was made with "
+                "other settings: convert it with `optax_mp.convert_opt_state`."
             )
 
     def _fits(self, leaf: Quantized) -> bool:
         if leaf.codes.dtype not in (self.signed, self.unsigned):
             return False
-        if self.block_size is None or leaf.scales is None:
+        if leaf.scales is None or self.block_size is None:
             return leaf.scales is None and self.block_size is None
         has_shape = leaf.scales.shape == scales_shape(leaf.codes.shape, self.block_size)
         return has_shape and leaf.scales.dtype == jnp.bfloat16

@@ -1,17 +1,19 @@
 """Which arrays of an optimizer's state must stay in full precision.
 
 Quantization changes every value a little at every step. In a moment the change fades,
-or makes one step a little longer or shorter. There are two kinds of arrays in which it
-does more harm, and both can be told from a trace of the update:
+or makes one step a little longer or shorter. In three kinds of arrays it does more
+harm. All can be told from a trace of the update, whatever an optimizer is called:
 
 - A *history*: a step replaces some of its entries and copies the others, as L-BFGS does
-  with its differences of params and of gradients. Copies would be rounded again at
-  every step, and the new entries are small differences of arrays that need their
-  precision.
+  with its differences of params and of gradients. Copies would be rounded again at each
+  step, and the new entries are small differences, which need all bits of their terms.
 - A *position*: a sum over the run from which the params are computed anew, as MADGRAD
   and COCOB do: the new params are the initial ones plus a function of such sums. An
-  error in the sum moves the params themselves, however small the learning rate is. Such
-  a state has an *anchor*, the initial or an earlier value of the params.
+  error in the sum moves the params, however small the learning rate is. Such a state
+  has an *anchor*: the params at the start, or at some step.
+- A *record*: an array from which no update is computed. It is there for someone else,
+  as the gradient that a line search hands to the next
+  `optax.value_and_grad_from_state`.
 """
 
 from collections.abc import Sequence
@@ -39,7 +41,7 @@ def in_full_precision(start: Traced, update: TracedUpdate) -> list[bool]:
     # An average fades. A sum or a maximum lasts; so does a copy of the last params or
     # gradient, until the next step.
     lasting = {i for i in at if i not in new[i].faded}
-    exact = _histories(new, lasting)
+    exact = _histories(new, lasting) | _records(updates, new, lasting)
     for anchor in _anchors(start, update, new):
         for flow in updates:
             if anchor in flow.reached_by:
@@ -54,10 +56,21 @@ def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:
     found: set[int] = set()
     for i, flow in new.items():
         # A history may also be several arrays, each of which is handed on to the next.
-        sources = flow.copied & new.keys() - {i}
-        if sources or i in flow.joined:
-            found |= {i} | sources | flow.reached_by & lasting
-    return found
+        handed_on = flow.copied & new.keys() - {i}
+        if handed_on or i in flow.joined:
+            found |= {i} | handed_on
+    while True:
+        sources = {j for i in found for j in new[i].reached_by & lasting}
+        if sources <= found:
+            return found
+        found |= sources
+
+
+def _records(updates: list[Flow], new: dict[int, Flow], lasting: set[int]) -> set[int]:
+    """Return the arrays that nothing else is computed from."""
+    others = [(None, flow) for flow in updates] + [*new.items()]
+    read = {j for i, flow in others for j in flow.reached_by if j != i}
+    return lasting - read
 
 
 def _anchors(start: Traced, update: TracedUpdate, new: dict[int, Flow]) -> set[int]:

@@ -9,7 +9,7 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_mp._inner import as_transformation, without_aliases
-from optax_mp._jax._placement import laid_as_params
+from optax_mp._jax._placement import place_like_params
 from optax_mp._tree import PyTree
 from optax_mp.compact._blocks import (
     dequantize,
@@ -132,7 +132,7 @@ def low_bit_state(
         )
 
     def init_fn(params: optax.Params) -> LowBitState:
-        state = laid_as_params(inner.init(params), params)
+        state = place_like_params(inner.init(params), params)
         chosen = choose_codes(inner, params, state, code_format, min_size)
         leaves, treedef = jax.tree.flatten(state)
         for i, codes in enumerate(chosen):

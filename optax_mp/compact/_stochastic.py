@@ -14,7 +14,7 @@ from optax_mp._inner import (
     without_aliases,
 )
 from optax_mp._jax._choose import choose_step
-from optax_mp._jax._placement import laid_as_params
+from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import describe, is_floating, is_inexact, place
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
@@ -112,7 +112,7 @@ def stochastic_rounding(
                     '`update_dtype="params"`.'
                 )
         seen = leaves.unflatten(map(_in_float32, leaves.values))
-        inner_state = laid_as_params(inner.init(seen), seen)
+        inner_state = place_like_params(inner.init(seen), seen)
         inner_state = without_aliases(inner_state, leaves.values)
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner_state)
 

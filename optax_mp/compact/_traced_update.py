@@ -81,7 +81,8 @@ def _traced(
 
 
 def _made_up_arguments(params: optax.Params) -> dict[str, Any]:
-    def loss(params: Any, *_: Any, **__: Any) -> jax.Array:
+    # Optax's line searches refuse an argument that their `value_fn` does not name.
+    def loss(params: Any, *_: Any, obj_fn: Any = None, grad_fn: Any = None) -> Any:
         leaves = [x for x in jax.tree.leaves(params) if is_floating(x)]
         return sum((jnp.sum(jnp.square(x)) for x in leaves), jnp.zeros(()))
 

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from optax_mp._dtypes import bits, floating_dtype, round_to
 from optax_mp._inner import as_transformation, own_master, without_aliases
 from optax_mp._jax._choose import choose_step
-from optax_mp._jax._placement import laid_as_params
+from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves
 from optax_mp._tree import place
 from optax_mp.loss_scale._mark import is_unmarked
@@ -35,51 +35,53 @@ def mixed_precision(
     """Run `inner` on high-precision masters of low-precision params.
 
     A bfloat16 weight of 1.0 that receives a thousand updates of -0.001 is still 1.0,
-    since each is less than half a unit in its last place. Here the updates add up in
-    the master, which the optimizer state holds, and the param follows as the master
-    rounded to its dtype. The inner optimizer sees masters, gradients and state in
-    `master_dtype`, so its trajectory is bit for bit that of float32 training on the
-    same gradients.
+    because each update is less than half a unit in its last place. With this transform
+    the updates add up in a float32 master, which the optimizer state holds, and the
+    param follows it as the master rounded to the param's dtype. The inner optimizer
+    sees masters, gradients and state in `master_dtype`. So, given the same gradients,
+    its trajectory is bit for bit that of float32 training.
 
-    A leaf at least as wide as `master_dtype` is its own master. Complex leaves are run
-    by `inner` as they are. Integers, flags, keys, None and other leaves that are no
-    floating arrays are hidden from `inner`, and their gradients come back untouched.
-
-    The update of a leaf is `round(master) - param`, so after `optax.apply_updates` the
-    param is the rounded master whatever finite value it had before. (An infinite or NaN
-    param stays so, whatever is added: cast it anew from `master_params`.) Transforms
-    that change updates afterwards act on this rounded difference: put them inside, or
-    wrap `mixed_precision` last.
-
-    Where all gradients are float32 negative zeros nothing moves: so a loss scale that
-    is an earlier link of a chain marks a step to be skipped. (Not looked for in 16-bit
-    gradients, where no leaf has a master, and under `shard_map` where gradients differ
-    among ranks.)
+    - A leaf at least as wide as `master_dtype` is its own master: no copy is made.
+      Complex leaves are passed to `inner` unchanged. Integers, bools, keys, None and
+      other leaves that are not floating arrays are hidden from `inner`, and their
+      gradients are returned unchanged.
+    - The update of a leaf is `round(master) - param`. After `optax.apply_updates` the
+      param is the rounded master, whatever finite value it had before. Infinite or NaN
+      params stay that way; cast them anew from `master_params`.
+    - Put this transform last in a chain, or around the chain. A later transform would
+      change the rounded difference, and the next step would undo it.
+    - If a loss scale is an earlier link of the same chain, a step that it skips is
+      skipped here entirely, too. The link marks such a step by handing on float32
+      gradients that are negative zero everywhere. The mark is not seen in 16-bit
+      gradients, nor under `shard_map` if gradients differ among ranks.
 
     Args:
         inner: any optax optimizer or chain.
         master_dtype: the floating dtype of masters.
-        param_dtype: what a float32 tree given to `init` will be cast to before
-            training: a dtype, a `Policy`, or a function of (path string, leaf). By
-            default each leaf's own. Calling `init` before the cast keeps the bits of
-            pretrained weights in the masters; for random weights the order is free.
-        update_dtype: the dtype of updates. None: that of the incoming gradients, as
-            optax has it; from 16-bit gradients a param can then land half a unit of
-            the step away from its master for one step. A floating dtype such as
-            float32: updates in it, exact. `"params"`: each param's own dtype, for
-            loops that add without casting back, such as `equinox.apply_updates`.
-        storage: how masters are kept: `FullCopy()`, or `Split(bits=16)`, which is the
-            same in 2 bytes a weight less, or `Split(bits=8)`. With `Split` updates of
-            leaves with a master are float32 whatever the gradients are.
+        param_dtype: pass this if you give `init` a float32 tree and cast it later: what
+            you will cast it to. A dtype, a `Policy`, or a function of (path string,
+            leaf); by default each leaf's own dtype. Calling `init` before the cast
+            keeps the bits of pretrained weights in the masters.
+        update_dtype: the dtype of updates. None, the default, is that of the incoming
+            gradients, as for every optax optimizer; with 16-bit gradients a param can
+            then be half a unit of its step away from its master for one step. With a
+            floating dtype such as float32 updates are exact. With `"params"` each
+            update has its param's dtype, for loops that add without casting back, such
+            as `equinox.apply_updates`.
+        storage: how masters are kept: `FullCopy()`; `Split(bits=16)`, lossless for
+            bfloat16 params with 2 bytes per weight less; `Split(bits=8)`; or an object
+            of your own with the members of `Storage`. With `Split`, updates of leaves
+            with a master are always float32.
 
     Returns:
-        The transformation. Extra arguments of `update` reach `inner`; `grad` is cast
-        as the gradients are.
+        The transformation. Extra arguments of `update` are forwarded to `inner`; `grad`
+        is cast as the gradients are.
 
     Raises:
-        TypeError: if `inner` is not a gradient transformation, or `storage` no storage.
-        ValueError: if a dtype is not floating; at `init`, if `master_dtype` has less
-            than 32 bits and no param has fewer.
+        TypeError: if `inner` is not a gradient transformation, or `storage` lacks a
+            member of `Storage`.
+        ValueError: if a dtype is not floating; at `init`, if the storage cannot keep
+            the masters of a param.
 
     Example:
         >>> import jax.numpy as jnp
@@ -124,7 +126,7 @@ def mixed_precision(
             seen.append(storage.decode(stored[-1], param))
             check_decoded(storage, seen[-1], master, f"param {place(leaves.paths[i])}")
         seen_by_inner = leaves.unflatten(seen)
-        inner_state = laid_as_params(inner.init(seen_by_inner), seen_by_inner)
+        inner_state = place_like_params(inner.init(seen_by_inner), seen_by_inner)
         inner_state = without_aliases(inner_state, (leaves.values, stored, seen))
         return state_of_storage(leaves.unflatten(stored), inner_state)
 

@@ -1,4 +1,4 @@
-"""memory_report: the bytes of params and optimizer state, and what each is for."""
+"""memory_report: the bytes of optimizer state and params, and what they are for."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,30 +13,30 @@ from optax_mp._states import find_states, holds_state, owners
 from optax_mp._tree import PyTree, describe, is_array, is_floating, place
 from optax_mp.compact._blocks import Quantized
 from optax_mp.masters._state import MixedPrecisionState
-from optax_mp.reports._table import aligned
+from optax_mp.reports._table import align_columns
 
 _Path = tuple[Any, ...]
 _PARAMS, _SCALES, _REST = "params", "block scales", "rest"
 _CODES = GetAttrKey("codes")
-# Fields that hold the state of another transform and say nothing of what is in it.
+# Fields that hold the state of another transform and do not describe what is in it.
 _WRAPPERS = ("inner_state", "inner_states", "inner_opt_state")
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """What one array of the params or of the optimizer state takes.
+    """The memory of one array of the params or of the optimizer state.
 
     Attributes:
-        role: `"params"`; `"masters"` (full copies) or `"remainders"` (of `Split`); the
-            field of the optimizer's state, such as `"mu"`, `"nu"` or `"trace"`; `"block
-            scales"` of a low-bit state; or `"rest"`: counts, the loss scale, keys and
-            other scalars.
-        path: where it is, in the params or in the state.
-        param: the path of the param that it is of, or `""` where none is evident.
-        dtype: by name.
-        shape: of the whole array, if it is sharded.
-        bytes: what it takes.
-        float32_bytes: what stands for it in plain float32 training.
+        role: `"params"`; `"masters"`, or `"remainders"` where the param holds the rest
+            of its master; the field of the optimizer's state, such as `"mu"`, `"nu"` or
+            `"trace"`; `"block scales"` of a low-bit state; or `"rest"`: counts, the
+            loss scale, keys and other scalars.
+        path: the path of the array in the params or in the state.
+        param: the path of the param that it belongs to, or `""` if it belongs to none.
+        dtype: the name of the dtype.
+        shape: the shape of the whole array, if it is sharded.
+        bytes: the size of the array.
+        float32_bytes: the size of its counterpart in plain float32 training.
 
     Example:
         >>> import jax.numpy as jnp
@@ -59,10 +59,10 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What `memory_report` counted; printed, a table of the roles.
+    """What `memory_report` counted. Printed, it is a table of the roles.
 
     Attributes:
-        rows: one for each array, params first.
+        rows: one row for each array, params first.
         weights: the number of elements of the floating params.
 
     Example:
@@ -93,7 +93,7 @@ class MemoryReport:
 
     @property
     def bytes_per_weight(self) -> float:
-        """All bytes over all weights; NaN where no param is floating."""
+        """All bytes divided by all weights; NaN if no param is floating."""
         return _ratio(self.total_bytes, self.weights)
 
     def by_role(self) -> dict[str, int]:
@@ -107,7 +107,7 @@ class MemoryReport:
         return self._summed(lambda row: row.dtype)
 
     def by_leaf(self) -> dict[str, int]:
-        """Return the bytes of each param and its state; `""` has those of no param."""
+        """Return the bytes of each param and its state; of no param under `""`."""
         return self._summed(lambda row: row.param)
 
     def _summed(self, key: Callable[[MemoryRow], str]) -> dict[str, int]:
@@ -129,7 +129,7 @@ class MemoryReport:
         ratio = _shown(_ratio(self.float32_bytes, self.total_bytes), ".2f")
         return "\n".join(
             [
-                *aligned(cells, left=2),
+                *align_columns(cells, left=2),
                 f"plain float32: {plain}, {times} bytes per weight ({ratio} times as "
                 "much)",
             ]
@@ -238,7 +238,7 @@ def _state_rows(
     found = owners(opt_state, [path for path, _ in params], [x for _, x in params])
     quantized = {path for path, _ in find_states(opt_state, Quantized)}
     masters = {
-        (*path, GetAttrKey("master_params")): state
+        (*path, GetAttrKey("master_params")): _role_of_masters(state)
         for path, state in find_states(opt_state, MixedPrecisionState)
     }
     for (path, leaf), owner in zip(leaves, found, strict=True):
@@ -249,14 +249,20 @@ def _state_rows(
         is_codes = path[:-1] in quantized and path[-1] == _CODES
         if path[:-1] in quantized and not is_codes:
             role = _SCALES
-        elif states := [masters[start] for start in above if start in masters]:
-            is_part = states[-1].storage and states[-1].storage.param_is_part
-            role = "remainders" if is_part else "masters"
+        elif roles := [masters[start] for start in above if start in masters]:
+            role = roles[-1]
         elif param is None and not leaf.shape:
+            # Counts, scales and keys: too small for roles of their own.
             role = _REST
         else:
             role = _field(_before_param(path[:-1] if is_codes else path, param))
         yield _row(role, path, param, leaf, quantized=is_codes)
+
+
+def _role_of_masters(state: MixedPrecisionState) -> str:
+    # A state of the first edition does not name its storage.
+    is_part = state.storage is not None and state.storage.param_is_part
+    return "remainders" if is_part else "masters"
 
 
 def _before_param(path: _Path, param: _Path | None) -> _Path:

@@ -163,12 +163,22 @@ def test_the_state_shares_no_buffer_and_can_be_donated():
 
 def test_a_state_of_something_else_is_an_error():
     tx, params, state = start_of("split 16")
-    message = (
-        r"convert_opt_state: `opt_state` is int16\[3\] at .*'b'\], expected "
-        r"float32\[3\] as a state of `from_tx`"
-    )
+    for other, message in [
+        ("full copy", r"stored by \[Split\(bits=16\)\], expected \[FullCopy\(\)\]"),
+        ("float32", r"stored by \[Split\(bits=16\)\], expected None, the storage of"),
+        ("loss scale", r"stored by \[Split\(bits=16\)\], expected \[FullCopy\(\)\]"),
+    ]:
+        with pytest.raises(
+            ValueError, match="convert_opt_state: the masters .*" + message
+        ):
+            optax_mp.convert_opt_state(state, params, FORMS[other](), tx)
+    scaled = optax_mp.static_loss_scale(tx)
+    message = "convert_opt_state: `opt_state` and a state of `from_tx` must have the"
     with pytest.raises(ValueError, match=message):
-        optax_mp.convert_opt_state(state, params, FORMS["full copy"](), tx)
+        optax_mp.convert_opt_state(state, params, scaled, tx)
+    message = r"`opt_state` is int16\[32,32\] at .*'w'\], expected int16\[3,32\] as "
+    with pytest.raises(ValueError, match=message):
+        optax_mp.convert_opt_state(state, params | {"w": params["w"][:3]}, tx, tx)
 
 
 def test_the_old_order_of_arguments_is_refused():

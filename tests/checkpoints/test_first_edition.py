@@ -85,6 +85,19 @@ def test_an_unpickled_state_without_a_storage_is_recognised(name):
         optax_mp.check_checkpoint(restored(name, "pickle"), template(name))
 
 
+def test_an_unpickled_state_is_upgraded_before_it_is_used():
+    name = "full_copy"
+    saved, tx = restored(name, "pickle"), FORMS[name]
+    params, opt_state = saved["params"], saved["opt_state"]
+    for use in (
+        lambda: optax_mp.convert_opt_state(opt_state, params, tx, tx),
+        lambda: optax_mp.master_params(opt_state, params),
+    ):
+        with pytest.raises(ValueError, match="`optax_mp.upgrade_checkpoint"):
+            use()
+    assert "masters" in optax_mp.memory_report(opt_state, params).by_role()
+
+
 @every_form
 def test_a_checkpoint_of_this_edition_is_not_taken_for_one_of_the_first(name):
     saved = {"params": start(), "opt_state": FORMS[name].init(start())}

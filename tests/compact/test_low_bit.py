@@ -711,12 +711,12 @@ def test_a_state_of_something_else_is_refused(bare):
     [
         ({"bits": 16}, {}, r"holds int16\[20,12\] and bfloat16\[1,12\] at .*mu\['w'\]"),
         ({}, {"bits": 16}, r"holds int8\[20,12\] .* expected codes of int16 or uint16"),
-        ({}, {"dtype": jnp.bfloat16}, r"expected codes of bfloat16 .* not in a block"),
-        ({"dtype": jnp.bfloat16}, {}, r"holds bfloat16\[20,12\] at .*, 32 in a block"),
+        ({}, {"dtype": jnp.bfloat16}, r"expected codes of bfloat16 without scales"),
+        ({"dtype": jnp.bfloat16}, {}, r"holds bfloat16\[20,12\] at .* in blocks of 32"),
         (
             {},
             {"block_size": 8},
-            r"int8 or uint8, 8 in a block.*made with other settings",
+            r"int8 or uint8 in blocks of 8.*made with other settings",
         ),
     ],
 )

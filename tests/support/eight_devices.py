@@ -336,12 +336,12 @@ def params_that_lie_otherwise_than_said_are_an_error():
     for params, message in (
         (
             jax.device_put(weights(), shardings(mesh, LAYOUTS["tensor"])),
-            r"\['v'\], which is bfloat16\[256,64\], lies as .*param_specs=jax.tree.map",
+            r"\['v'\], which is bfloat16\[256,64\], is sharded as .*param_specs=jax.tree.map",
         ),
-        (weights(), r"\['b'\], which is bfloat16\[64\], lies on .*device_put\(params"),
+        (weights(), r"\['b'\], which is bfloat16\[64\], is on .*device_put\(params"),
         (
             jax.device_put(weights(), NamedSharding(other, P())),
-            r"\['b'\], which is bfloat16\[64\], lies on .*device_put\(params",
+            r"\['b'\], which is bfloat16\[64\], is on .*device_put\(params",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -18,36 +18,38 @@ _LARGEST = 0x7F7F0000
 
 @dataclass(frozen=True)
 class Split:
-    """Keep what the param lacks to be its master: 2 bytes a weight, or 1.
+    """Keep only what the param lacks to be its master: 2 bytes per weight, or 1.
 
     A bfloat16 is the upper half of a float32. So a bfloat16 param and a 16-bit
-    remainder are a float32 master bit for bit, and with an 8-bit remainder a master of
-    24 bits, at most 2^-16 (1.5e-5) of its size off: AdamW at 12 or 11 bytes a weight
-    where `FullCopy` has 14. For float16 params the remainder counts units in the last
-    place of the param: with 16 bits it is exact for weights from 2^-14 on and within
-    2^-40 of those under that; with 8 bits it is within 1/256 of such a unit.
+    remainder are a float32 master, bit for bit. With an 8-bit remainder the master has
+    24 bits: a relative error of at most 2^-16 (1.5e-5). AdamW then takes 12 or 11 bytes
+    per weight, where it takes 14 with `FullCopy`.
 
-    - Params are masters rounded to nearest, as always; but a bfloat16 param takes a
-      master halfway between two values away from zero, where it otherwise goes to even:
-      remainders of -32768 to 32767 then suffice. Where a float32 weight given to `init`
-      is cast to even instead, a remainder that does not fit is cut: one weight in
-      131072 is then kept one unit in the last place of float32 nearer its param, and
-      with 8 bits one in 512 is up to 2^-15 off.
-    - The param is half of the master. So a param edited outside of the optimizer, by a
-      projection or by loading weights, *is* the new master but for the remainder, which
-      is at most half a unit in its last place. With `FullCopy` the master wins.
-    - Updates come in float32 whatever the gradients are in, since the param must land
-      exactly. No float32 update can bring a weight to every value under 2^-15 of what
-      it was (float16: 2^-12). All differences of float32 weights can be reached but a
-      few across zero; not so what XLA makes of a multiplication and a sum in one. Such
-      a master moves with the param: by at most 2^-23 of what the weight was.
-    - Derivatives stop at the bits: `jax.grad` through `tx.update` is zero.
-    - Masters over 3.396e38 (float16: 65520), infinite ones too, are kept as that,
-      because a param is never made infinite. NaN stays NaN, and an infinite param is
-      its own master.
+    For float16 params the remainder is a fraction of the param's last place. With 16
+    bits it is exact for weights of 2^-14 and more, and within 2^-40 for smaller ones.
+    With 8 bits it is within 1/256 of a unit in the last place.
+
+    What is different from `FullCopy`:
+
+    - Updates are float32 whatever the gradients are, because the param must land
+      exactly.
+    - The param is half of the master. If you edit a param outside of the optimizer, by
+      a projection or by loading weights, the edited param *is* the new master, up to a
+      remainder of at most half a unit in its last place.
+    - A master halfway between two bfloat16 values is rounded away from zero, not to
+      even, so that remainders fit into int16. Weights given to `init` are rounded to
+      even by the cast, and a remainder that does not fit is cut: one weight in 131072
+      is then one unit in the last place of float32 nearer to its param. With 8 bits,
+      one in 512 is up to 2^-15 off.
+    - No float32 update can bring a weight to every value below 2^-15 of what it was
+      (float16: 2^-12). Where an update misses, the master moves with the param, by at
+      most 2^-23 of what the weight was.
+    - Finite masters above 3.396e38 (float16: 65520) and infinite ones are kept as the
+      largest finite value. NaN stays NaN, and an infinite param is its own master.
+    - `jax.grad` through `tx.update` is zero.
 
     Attributes:
-        bits: of the remainder, 16 or 8.
+        bits: the width of the remainder, 16 or 8.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,0 +1,386 @@
+"""Which arrays stay in full precision, whatever an optimizer is called."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from comparison import as_bits
+from optimizers import OPTIMIZERS, extra_arguments
+
+import optax_mp
+from optax_mp import Quantized, low_bit_state
+
+pytestmark = [
+    # optax's own: optimistic_adam announces its successor, MoMo its arguments.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+    pytest.mark.filterwarnings("ignore:.*optimistic_adam_v2.*"),
+]
+
+
+def is_quantized(node):
+    return isinstance(node, Quantized)
+
+
+def example():
+    rng = np.random.default_rng(0)
+    params = {"w": rng.standard_normal((20, 12)) * 0.1, "b": np.full(12, 0.1)}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+
+
+def codes_of(tx, min_size=100):
+    """Return for each leaf of the state the dtype of its codes, or None."""
+    state = jax.eval_shape(low_bit_state(tx, min_size=min_size).init, example())
+    leaves = jax.tree.leaves(state.inner_state, is_leaf=is_quantized)
+    return [x.codes.dtype.name if is_quantized(x) else None for x in leaves]
+
+
+def quantized_names(tx, min_size=100):
+    """Return the path of each quantized array, such as `mu['w']`."""
+    state = jax.eval_shape(low_bit_state(tx, min_size=min_size).init, example())
+    found = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_quantized)[0]
+    return {
+        jax.tree_util.keystr(path).split(".")[-1]
+        for path, leaf in found
+        if is_quantized(leaf)
+    }
+
+
+def with_other_names(tx):
+    """Return `tx` with another class in place of every NamedTuple of its state."""
+    types = {}
+
+    def hide(node):
+        if isinstance(node, tuple) and hasattr(node, "_fields"):
+            fields = [f"field{i}" for i in range(len(node))]
+            name = f"Anonymous{len(types)}"
+            types.setdefault(type(node), collections.namedtuple(name, fields))
+            return types[type(node)](*map(hide, node))
+        return through_containers(hide, node)
+
+    def show(node):
+        for original, anonymous in types.items():
+            if type(node) is anonymous:
+                return original(*map(show, node))
+        return through_containers(show, node)
+
+    def through_containers(function, node):
+        if isinstance(node, dict):
+            return {key: function(value) for key, value in node.items()}
+        return type(node)(map(function, node)) if type(node) in (list, tuple) else node
+
+    tx = optax.with_extra_args_support(tx)
+
+    def update(grads, state, params=None, **extra):
+        updates, state = tx.update(grads, show(state), params, **extra)
+        return updates, hide(state)
+
+    return optax.GradientTransformationExtraArgs(lambda p: hide(tx.init(p)), update)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_names_of_states_do_not_matter(name):
+    make = OPTIMIZERS[name]
+    for min_size in (100, 1):
+        assert codes_of(with_other_names(make()), min_size) == codes_of(
+            make(), min_size
+        )
+
+
+# The same methods in other words: dicts, loops over lists, another order.
+
+
+def madgrad(learning_rate, decay):
+    """Return MADGRAD with a factor before its sums, which may be 1."""
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return {"start": params, "sums": (zeros, zeros), "k": jnp.zeros((), jnp.int32)}
+
+    def update(grads, state, params):
+        factor = learning_rate * jnp.sqrt(state["k"] + 1.0)
+        first, second = state["sums"]
+        first = jax.tree.map(lambda s, g: decay * s + factor * g, first, grads)
+        second = jax.tree.map(lambda s, g: decay * s + factor * g * g, second, grads)
+        new = jax.tree.map(
+            lambda x, s, v: x - s / (jnp.cbrt(v) + 1e-6), state["start"], first, second
+        )
+        state = {"start": state["start"], "sums": (first, second), "k": state["k"] + 1}
+        return jax.tree.map(jnp.subtract, new, params), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def cocob(alpha=100.0):
+    """Return COCOB with one tuple of arrays for each param."""
+
+    def init(params):
+        def each(x):
+            zeros = jnp.zeros_like(x)
+            return (x, jnp.full_like(x, 1e-8), zeros, zeros, zeros)
+
+        return jax.tree.map(each, params)
+
+    def update(grads, state, params):
+        leaves, treedef = jax.tree.flatten(params)
+        updates, states = [], []
+        for x, g, (start, scale, total, size, reward) in zip(
+            leaves,
+            jax.tree.leaves(grads),
+            treedef.flatten_up_to(state),
+            strict=True,
+        ):
+            scale = jnp.where(jnp.abs(g) > scale, jnp.abs(g), scale)
+            size, total = size + jnp.abs(g), total - g
+            reward = jax.nn.relu(reward - g * (x - start))
+            width = scale * jnp.maximum(size + scale, alpha * scale)
+            updates.append(start - x + total * (scale + reward) / width)
+            states.append((start, scale, total, size, reward))
+        return treedef.unflatten(updates), treedef.unflatten(states)
+
+    return optax.GradientTransformation(init, update)
+
+
+def lbfgs(as_list, memory=3):
+    """Return L-BFGS with histories as lists of trees, or rolled along an axis."""
+
+    def push(history, new):
+        if as_list:
+            return [new, *history[:-1]]
+        shifted = lambda h, x: jnp.concatenate([x[None], h[:-1]])  # noqa: E731
+        return jax.tree.map(shifted, history, new)
+
+    def entries(history):
+        if as_list:
+            return history
+        return [jax.tree.map(lambda h, i=i: h[i], history) for i in range(memory)]
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        history = [zeros] * memory
+        if not as_list:
+            history = jax.tree.map(lambda *x: jnp.stack(x), *history)
+        return zeros, zeros, history, history
+
+    def update(grads, state, params):
+        last_params, last_grads, steps, changes = state
+        steps = push(steps, jax.tree.map(jnp.subtract, params, last_params))
+        changes = push(changes, jax.tree.map(jnp.subtract, grads, last_grads))
+        direction, factors = grads, []
+        dot = optax.tree.vdot
+        for s, y in zip(entries(steps), entries(changes), strict=True):
+            weight = 1 / (dot(s, y) + 1e-12)
+            factors.append((weight, weight * dot(s, direction)))
+            direction = optax.tree.add_scale(direction, -factors[-1][1], y)
+        for s, y, (weight, a) in reversed(
+            list(zip(entries(steps), entries(changes), factors, strict=True))
+        ):
+            b = weight * dot(y, direction)
+            direction = optax.tree.add_scale(direction, a - b, s)
+        updates = optax.tree.scale(-0.1, direction)
+        return updates, (params, grads, steps, changes)
+
+    return optax.GradientTransformation(init, update)
+
+
+POSITIONS_AND_HISTORIES = {
+    "madgrad": lambda: optax.contrib.madgrad(1e-2),
+    "madgrad without momentum": lambda: optax.contrib.madgrad(1e-2, momentum=0.0),
+    "madgrad, renamed": lambda: with_other_names(optax.contrib.madgrad(1e-2)),
+    "madgrad, rewritten": lambda: madgrad(1e-2, 1.0),
+    "madgrad, rewritten, with a traced factor": lambda: madgrad(1e-2, jnp.asarray(1.0)),
+    "cocob": optax.contrib.cocob,
+    "cocob, renamed": lambda: with_other_names(optax.contrib.cocob()),
+    "cocob, rewritten": cocob,
+    "lbfgs": lambda: optax.lbfgs(1e-2, linesearch=None),
+    "lbfgs with a line search": optax.lbfgs,
+    "lbfgs, renamed": lambda: with_other_names(optax.lbfgs(1e-2, linesearch=None)),
+    "lbfgs, rewritten, lists": lambda: lbfgs(as_list=True),
+    "lbfgs, rewritten, rolled": lambda: lbfgs(as_list=False),
+}
+AROUND = {
+    "nothing": lambda tx: tx,
+    "a chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "a jit": lambda tx: optax.GradientTransformationExtraArgs(
+        tx.init, jax.jit(optax.with_extra_args_support(tx).update)
+    ),
+    "a loss scale": lambda tx: optax_mp.dynamic_loss_scale(tx),
+    "mixed_precision": lambda tx: optax_mp.mixed_precision(tx),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", POSITIONS_AND_HISTORIES)
+def test_positions_and_histories_stay(name, around):
+    if "line search" in name and around in ("apply_if_finite", "a jit", "masked"):
+        pytest.skip("optax itself cannot: functions, or gradients of all params")
+    tx = AROUND[around](POSITIONS_AND_HISTORIES[name]())
+    assert quantized_names(tx) == set()
+
+
+@pytest.mark.parametrize("name", POSITIONS_AND_HISTORIES)
+def test_in_multi_steps_they_stay_too(name):
+    if "line search" in name:
+        pytest.skip("optax.MultiSteps passes no function on to `lax.cond`")
+    tx = optax.MultiSteps(POSITIONS_AND_HISTORIES[name](), 2)
+    assert quantized_names(tx) <= {"acc_grads['w']"}
+
+
+@pytest.mark.parametrize("name", ["madgrad, rewritten", "cocob, rewritten"])
+def test_a_run_without_quantized_arrays_is_that_of_the_bare_optimizer(name):
+    tx = POSITIONS_AND_HISTORIES[name]()
+    low = low_bit_state(tx, min_size=1)
+    params = example()
+    carries = {"bare": (params, tx.init(params)), "low": (params, low.init(params))}
+    for i in range(3):
+        for key, made_by in (("bare", tx), ("low", low)):
+            params, state = carries[key]
+            grads = jax.tree.map(lambda p, i=i: jnp.sin(p + i), params)
+            updates, state = jax.jit(made_by.update)(grads, state, params)
+            carries[key] = optax.apply_updates(params, updates), state
+    assert as_bits(carries["low"][0]) == as_bits(carries["bare"][0])
+    assert as_bits(carries["low"][1].inner_state) == as_bits(carries["bare"][1])
+
+
+def decay_to_the_start(rate):
+    def update(updates, state, params):
+        pull = lambda u, p, start: u + rate * (p - start)  # noqa: E731
+        return jax.tree.map(pull, updates, params, state), state
+
+    return optax.GradientTransformation(lambda params: params, update)
+
+
+MOMENTS = {
+    "adam pulled to the start": (
+        lambda: optax.chain(decay_to_the_start(0.1), optax.adam(1e-2)),
+        {"mu['w']", "nu['w']"},
+    ),
+    "adam before L-BFGS": (
+        lambda: optax.chain(optax.scale_by_adam(), optax.scale_by_lbfgs(3)),
+        {"mu['w']", "nu['w']"},
+    ),
+    "madgrad that forgets": (
+        lambda: madgrad(1e-2, 0.9),
+        {"inner_state['sums'][0]['w']", "inner_state['sums'][1]['w']"},
+    ),
+    "groups": (
+        lambda: optax.partition(
+            {"a": optax.contrib.madgrad(1e-2), "b": optax.adam(1e-2)},
+            {"w": "b", "b": "a"},
+        ),
+        {"mu['w']", "nu['w']"},
+    ),
+    "one flat vector": (
+        lambda: optax.flatten(optax.adam(1e-2)),
+        {"mu", "nu"},
+    ),
+    "averages of averages": (
+        lambda: optax.chain(optax.trace(0.9), optax.ema(0.9), optax.sgd(1e-2)),
+        {"trace['w']", "ema['w']"},
+    ),
+    "mechanize around a loop": (
+        lambda: optax.contrib.mechanize(optax.apply_if_finite(optax.adam(1e-2), 3)),
+        {"mu['w']", "nu['w']"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_moments_beside_them_are_quantized(name):
+    make, want = MOMENTS[name]
+    assert quantized_names(make()) == want
+
+
+def wants_more(tx):
+    """Return `tx` with an update that needs an argument that only its caller knows."""
+
+    def update(grads, state, params=None, *, temperature, **extra):
+        return tx.update(grads, state, params)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "what"),
+    [
+        ("madgrad", r"float32\[20,12\] at .*x0\['w'\]", "starts as a copy of a param"),
+        ("cocob, rewritten", r"float32\[20,12\] at \['w'\]\[0\]", "copy of a param"),
+        ("lbfgs", r"float32\[10,20,12\] at .*memory\['w'\]", "larger than any param"),
+    ],
+)
+def test_in_doubt_init_raises_and_names_the_array(name, place, what):
+    tx = low_bit_state(wants_more(POSITIONS_AND_HISTORIES[name]()), min_size=100)
+    match = (
+        rf"low_bit_state: the state holds {place}.*{what}.*raised TypeError.*tempera"
+    )
+    with pytest.raises(ValueError, match=match):
+        tx.init(example())
+    # What the message says to do.
+    part = optax.chain(
+        low_bit_state(optax.trace(0.9), min_size=100),
+        wants_more(POSITIONS_AND_HISTORIES[name]()),
+    )
+    part.init(example())
+
+
+def test_an_update_that_cannot_be_traced_is_no_error_for_moments():
+    tx = wants_more(optax.adam(1e-2))
+    # Signs are unknown, so the codes have one.
+    assert [c for c in codes_of(tx) if c] == ["int8", "int8"]
+
+
+def test_signs_are_not_taken_from_a_made_up_loss():
+    """Hutchinson's estimate of a Hessian may be negative, not that of a square."""
+
+    def hutchinson(grads, state, params=None, *, obj_fn, **_):
+        ones = jax.tree.map(jnp.ones_like, params)
+        _, hessian = jax.jvp(jax.grad(obj_fn), (params,), (ones,))
+        new = jax.tree.map(lambda h, x: 0.9 * h + 0.1 * x, state, hessian)
+        return grads, new
+
+    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
+    tx = optax.GradientTransformationExtraArgs(zeros, hutchinson)
+    assert set(codes_of(tx)) == {None, "int8"}
+
+
+def test_optimizers_that_need_a_loss_are_traced_with_one():
+    params = example()
+    for name in ("momo_adam", "sophia", "lbfgs"):
+        tx = low_bit_state(OPTIMIZERS[name](), min_size=100)
+        extra = extra_arguments(name, params)
+        _, state = jax.jit(
+            lambda p, tx=tx, extra=extra: tx.update(p, tx.init(p), p, **extra)
+        )(params)
+        assert int(state.step_count) == 1
+
+
+def test_the_gradient_that_a_line_search_keeps_serves_the_next_step():
+    params = example()
+
+    def loss(params):
+        return jnp.sum((params["w"] - 0.5) ** 2) + jnp.sum(params["b"] ** 2)
+
+    def run(tx):
+        value_and_grad = optax.value_and_grad_from_state(loss)
+
+        @jax.jit
+        def step(carry):
+            params, state = carry
+            value, grads = value_and_grad(params, state=state)
+            updates, state = tx.update(
+                grads, state, params, value=value, grad=grads, value_fn=loss
+            )
+            return optax.apply_updates(params, updates), state
+
+        carry = (params, tx.init(params))
+        for _ in range(3):
+            carry = step(carry)
+        return carry[0]
+
+    low = low_bit_state(optax.lbfgs(), min_size=100)
+    assert as_bits(run(low)) == as_bits(run(optax.lbfgs()))
