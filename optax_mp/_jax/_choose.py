@@ -42,7 +42,7 @@ def or_negative_zeros(proceed: Choice, value: Any) -> Any:
     """
     if proceed is True or not _is_number(value):
         return value
-    return _select(proceed, value, jnp.full_like(value, _negative_zero(value.dtype)))
+    return _select(proceed, value, lax.full_like(value, _negative_zero(value.dtype)))
 
 
 def _negative_zero(dtype: Any) -> complex:
@@ -133,8 +133,9 @@ class _TracedStep:
 
 
 def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:
-    new = jnp.asarray(new)
-    return lax.select(jnp.asarray(proceed), new, jnp.asarray(old, new.dtype))
+    if new.dtype != old.dtype:
+        old = old.astype(new.dtype)
+    return lax.select(proceed, new, old)
 
 
 def _is_number(x: Any) -> bool:
