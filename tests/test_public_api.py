@@ -32,7 +32,7 @@ def test_private_parts_of_jax_are_used_nowhere():
 
 
 @pytest.mark.parametrize(
-    "word", ["jax.extend", "jax.core", "Tracer", "manual_axis_type", r"\.vma\b"]
+    "word", ["jax.extend", "jax.core", "Tracer", "manual_axis_type", '"vma"']
 )
 def test_only_one_folder_knows_the_inside_of_jax(word):
     using = [x for x in SOURCES if re.search(word, x.read_text())]
