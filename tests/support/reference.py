@@ -41,6 +41,8 @@ def remainder(master, param, bits):
         excess = np.where(np.signbit(param), -excess, excess)
         finest = 2 ** (16 - bits)
         places = (excess + finest // 2) // finest
+        # Nothing lies between zero and what is under it.
+        places = np.where(param == 0, np.maximum(places, 0), places)
         return np.clip(places, lowest, highest).astype(f"int{bits}")
     excess = master.astype(np.float64) - param.astype(np.float64)
     places = np.rint(excess / _last_place(param) * 2**bits)

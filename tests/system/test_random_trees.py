@@ -266,9 +266,9 @@ def test_params_and_state_can_be_donated_and_compile_once(scenario):
     report = optax_mp.memory_report
     if any(hasattr(x, "dtype") for x in jax.tree.leaves(params)):
         total = sum(len(data) for _, _, data in as_bits((params, state)))
-        assert report(params, state).total_bytes == total
+        assert report(state, params).total_bytes == total
         planned = jax.eval_shape(lambda: params)
-        planned = report(planned, jax.eval_shape(tx.init, planned))
+        planned = report(jax.eval_shape(tx.init, planned), planned)
         assert planned.total_bytes == total
     grads = scenario.gradients(0)
     start = avals((params, state))

@@ -95,11 +95,14 @@ class Split:
             # Patterns count away from zero on both sides of it. A master on the other
             # side is nearest to the least remainder that there is.
             excess = jnp.where((pattern ^ base) < 0, -0x10000, pattern - base)
-            remainder = (excess + unit // 2) >> (16 - self.bits)
+            remainder = _drop_meaningless(
+                (excess + unit // 2) >> (16 - self.bits), base
+            )
             low, high = jnp.int32(-largest - 1), jnp.int32(largest)
         else:
             excess = (master - wide) / self._unit_of(wide)
             remainder = lax.round(excess, lax.RoundingMethod.TO_NEAREST_EVEN)
+            remainder = jnp.where(jnp.isfinite(wide), remainder, 0)
             low, high = jnp.float32(-largest), jnp.float32(largest)
         return lax.clamp(low, remainder, high).astype(f"int{self.bits}")
 
@@ -109,12 +112,7 @@ class Split:
         if param.dtype == _BFLOAT16:
             base = _to_pattern(wide)
             remainder = stored.astype(jnp.int32) << (16 - self.bits)
-            # There are no patterns below that of zero. A param that was set to zero by
-            # hand may have had a negative remainder.
-            is_zero = (base & ~_SIGN) == 0
-            remainder = jnp.where(is_zero, jnp.maximum(remainder, 0), remainder)
-            is_finite = (base & ~_SIGN) < _INFINITY
-            return _to_float(base + jnp.where(is_finite, remainder, 0))
+            return _to_float(base + _drop_meaningless(remainder, base))
         master = wide + stored.astype(jnp.float32) * self._unit_of(wide)
         return jnp.where(jnp.isfinite(wide), master, wide)
 
@@ -149,6 +147,17 @@ class Split:
         power = _to_float(_to_pattern(param) & _INFINITY)
         last_place = jnp.maximum(power, float(info.smallest_normal)) * float(info.eps)
         return last_place * 2.0**-self.bits
+
+
+def _drop_meaningless(remainder: jax.Array, base: jax.Array) -> jax.Array:
+    """Return remainders, or 0 where the pattern of a param allows none.
+
+    There are no patterns below that of zero, and no masters between infinity and NaN.
+    An edit of the param can leave such a remainder behind.
+    """
+    size = base & ~_SIGN
+    remainder = jnp.where(size == 0, jnp.maximum(remainder, 0), remainder)
+    return jnp.where(size < _INFINITY, remainder, 0)
 
 
 def _write_out_on_cpu(master: jax.Array, stored: jax.Array) -> jax.Array:
