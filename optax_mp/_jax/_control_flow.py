@@ -49,7 +49,7 @@ class Region:
         return tuple(values[i] for i in self.inputs)
 
 
-class Flow(NamedTuple):
+class ForwardResult(NamedTuple):
     """What `Wiring.forward` finds.
 
     Attributes:
@@ -92,7 +92,7 @@ class Wiring:
         inputs: Sequence[T],
         through: Callable[[Region, tuple[T, ...]], Sequence[T]],
         join: Callable[[list[T]], T],
-    ) -> Flow:
+    ) -> ForwardResult:
         """Follow what is known of values from the inputs to the outputs.
 
         What holds of a carry must hold where the loop begins and after every turn, so
@@ -118,7 +118,7 @@ class Wiring:
                 # The loop may return this, too: it may take no turn at all.
                 inputs[i] = outputs[output] = join([inputs[i], outputs[output]])
             if inputs == before:
-                return Flow(inputs, outputs, decisions)
+                return ForwardResult(inputs, outputs, decisions)
 
     def backward(
         self,
