@@ -255,14 +255,14 @@ def _wire_while(equation: Equation) -> Wiring:
     test, body = _jaxprs_of(equation)
     of_test, of_body = _while_counts(equation)
     start = of_test + of_body
-    state = range(start, len(equation.invars))
+    carried = range(start, len(equation.invars))
     outputs = range(len(equation.outvars))
-    # Both read the whole carry; the constants come first, those of the test before.
+    # The constants of the test, then those of the body, then the carry for both.
     regions = (
-        Region(test, (*range(of_test), *state), (None,)),
-        Region(body, (*range(of_test, start), *state), tuple(outputs)),
+        Region(test, (*range(of_test), *carried), (None,)),
+        Region(body, (*range(of_test, start), *carried), tuple(outputs)),
     )
-    carry = tuple(zip(outputs, state, strict=True))
+    carry = tuple(zip(outputs, carried, strict=True))
     return Wiring(equation, regions, carry, repeats=True)
 
 
