@@ -49,7 +49,7 @@ class Region:
         return tuple(values[i] for i in self.inputs)
 
 
-class Flow(NamedTuple):
+class ForwardResult(NamedTuple):
     """What `Wiring.forward` finds.
 
     Attributes:
@@ -92,7 +92,7 @@ class Wiring:
         inputs: Sequence[T],
         through: Callable[[Region, tuple[T, ...]], Sequence[T]],
         join: Callable[[list[T]], T],
-    ) -> Flow:
+    ) -> ForwardResult:
         """Follow what is known of values from the inputs to the outputs.
 
         What holds of a carry must hold where the loop begins and after every turn, so
@@ -118,7 +118,7 @@ class Wiring:
                 # The loop may return this, too: it may take no turn at all.
                 inputs[i] = outputs[output] = join([inputs[i], outputs[output]])
             if inputs == before:
-                return Flow(inputs, outputs, decisions)
+                return ForwardResult(inputs, outputs, decisions)
 
     def backward(
         self,
@@ -255,14 +255,14 @@ def _wire_while(equation: Equation) -> Wiring:
     test, body = _jaxprs_of(equation)
     of_test, of_body = _while_counts(equation)
     start = of_test + of_body
-    state = range(start, len(equation.invars))
+    carried = range(start, len(equation.invars))
     outputs = range(len(equation.outvars))
-    # Both read the whole carry; the constants come first, those of the test before.
+    # The constants of the test, then those of the body, then the carry for both.
     regions = (
-        Region(test, (*range(of_test), *state), (None,)),
-        Region(body, (*range(of_test, start), *state), tuple(outputs)),
+        Region(test, (*range(of_test), *carried), (None,)),
+        Region(body, (*range(of_test, start), *carried), tuple(outputs)),
     )
-    carry = tuple(zip(outputs, state, strict=True))
+    carry = tuple(zip(outputs, carried, strict=True))
     return Wiring(equation, regions, carry, repeats=True)
 
 

@@ -46,12 +46,6 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, Literal)
 
 
-def is_computed(atom: Any, jaxpr: Jaxpr) -> bool:
-    """Return whether an output of `jaxpr` comes from one of its equations."""
-    given = (*jaxpr.invars, *jaxpr.constvars)
-    return not is_literal(atom) and all(atom is not var for var in given)
-
-
 def is_shaped(aval: Any) -> bool:
     """Return whether an abstract value is a plain array: no token and no reference."""
     return isinstance(aval, ShapedArray)

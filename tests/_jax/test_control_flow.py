@@ -25,7 +25,7 @@ TURNS = 6  # more than any carry here is long
 NAMES = "abcdn"
 
 
-class Traced:
+class JaxOperations:
     """The operations, as JAX's; `wave` is the one that a test replaces."""
 
     def __init__(self, wave=jnp.sin):
@@ -80,7 +80,7 @@ class Traced:
         return lax.switch(jnp.int32(index), branches, *args)
 
 
-class Sources:
+class SetOperations:
     """The operations, on sets of names."""
 
     def __init__(self, decisions):
@@ -227,14 +227,14 @@ in_each = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 
 
 def jaxpr_of(program):
-    closed = jax.make_jaxpr(functools.partial(program, Traced()))(*INPUTS)
+    closed = jax.make_jaxpr(functools.partial(program, JaxOperations()))(*INPUTS)
     assert any(map(has_regions, closed.jaxpr.eqns))
     return closed
 
 
 def sources_of(program, decisions):
     names = map(frozenset, NAMES)
-    return program(Sources(decisions), *names)
+    return program(SetOperations(decisions), *names)
 
 
 @in_each
@@ -369,7 +369,7 @@ def test_replay_runs_two_inputs_at_once_in_the_turns_of_the_first(name, turns):
     second = (0.1, -0.2, 0.3, 0.4, 2.0)
     outputs, counted = run_both(jaxpr_of(program), list(map(Pair, INPUTS, second)))
     for i, inputs in enumerate((INPUTS, second)):
-        want = program(Traced(), *inputs)
+        want = program(JaxOperations(), *inputs)
         np.testing.assert_allclose([x[i] for x in outputs], want, rtol=1e-6)
     assert counted == turns
 
@@ -395,8 +395,8 @@ def with_cosines(jaxpr, args):
 @in_each
 def test_an_equation_is_bound_with_other_jaxprs_inside(program):
     found = with_cosines(jaxpr_of(program), list(map(jnp.float32, INPUTS)))
-    want = program(Traced(wave=jnp.cos), *INPUTS)
+    want = program(JaxOperations(wave=jnp.cos), *INPUTS)
     np.testing.assert_allclose(found, want, rtol=1e-6)
-    assert not np.allclose(found, program(Traced(), *INPUTS)) or (
+    assert not np.allclose(found, program(JaxOperations(), *INPUTS)) or (
         program in (scan_without_turns, switch)
     )
