@@ -20,8 +20,8 @@ _IF_ALL = {
     "convert_element_type", "copy", "copy_p", "cummax", "cumsum", "div", "dot_general",
     "dynamic_slice", "dynamic_update_slice", "expand_dims", "log1p", "min", "mul",
     "optimization_barrier", "pad", "pvary", "reduce_max", "reduce_min",
-    "reduce_precision", "reduce_sum", "reshape", "reshard", "rev", "sharding_constraint",
-    "sign", "slice", "squeeze", "transpose",
+    "reduce_precision", "reduce_sum", "reshape", "reshard", "rev",
+    "sharding_constraint", "sign", "slice", "squeeze", "transpose",
 }  # fmt: skip
 
 
