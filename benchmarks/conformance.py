@@ -28,7 +28,7 @@ AREAS = {
     "masters move as bare optax moves float32": (CONTRACT,),
     "optax's own test modules, with masters": ("test_optax_suite",),
     "nesting with optax's wrappers": ("test_nesting",),
-    "loss scale": ("test_loss_scale", "test_scaling"),
+    "loss scale": ("test_rule", "test_values", "test_transform", "test_overwrite"),
     "bad steps, against a NumPy system": ("test_faults",),
     "rounding to all formats": ("test_dtypes",),
     "split masters": ("test_split",),

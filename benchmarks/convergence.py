@@ -255,7 +255,8 @@ def final_losses(task: Task, form: Form, seeds: int) -> tuple[np.ndarray, float]
         return task.loss(params, task.held_out)
 
     losses = jax.jit(lambda all_seeds: jax.lax.map(run, all_seeds))(jnp.arange(seeds))
-    report = optax_mp.memory_report(*jax.jit(start)(0))
+    params, opt_state = jax.jit(start)(0)
+    report = optax_mp.memory_report(opt_state, params)
     return np.asarray(losses), report.bytes_per_weight
 
 

@@ -103,7 +103,7 @@ def main():
         print(f"{name}: loss {losses[0]:.4f} to {losses[-1]:.4f}")
     params, opt_state, losses = train_adapters_only(data())
     print(f"adapters only: loss {losses[0]:.4f} to {losses[-1]:.4f}")
-    print(optax_mp.memory_report(params, opt_state))
+    print(optax_mp.memory_report(opt_state, params))
 
 
 if __name__ == "__main__":

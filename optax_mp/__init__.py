@@ -1,8 +1,50 @@
-"""Mixed-precision training for any optax optimizer."""
+"""Mixed-precision training for any optax optimizer.
 
-from optax_mp._dtypes import half_dtype
+The public names, in the order in which a newcomer meets them. Each group comes from one
+folder, or module, which is where to read on.
+"""
+
+# isort: off
+# Old pickles name modules that are gone.
+from optax_mp import _first_edition  # noqa: F401
+
+# High-precision weights in the optimizer state, and how they are kept.
+from optax_mp.masters import (
+    FullCopy,
+    MixedPrecisionState,
+    Split,
+    Storage,
+    master_params,
+    mixed_precision,
+    replace_master_params,
+)
+
+# Float16: scale the loss, skip what overflows.
+from optax_mp.loss_scale import (
+    LossScaleState,
+    check_loss_scale,
+    dynamic_loss_scale,
+    loss_scale,
+    scale_loss,
+    static_loss_scale,
+    value_and_grad,
+)
+
+# The same for loops that hold no optimizer state.
+from optax_mp.loss_scale import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    dynamic_scale_grad,
+    dynamic_scale_value_and_grad,
+)
+
+# Which dtype params, computation and outputs have; casts and checks of trees.
 from optax_mp._policy import Policy, get_policy
+from optax_mp._dtypes import half_dtype
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
+
+# Run a function that is written for float32 in mixed precision.
 from optax_mp.amp import (
     AmpOperation,
     AmpReport,
@@ -11,41 +53,36 @@ from optax_mp.amp import (
     amp_stop,
     default_amp_rules,
 )
-from optax_mp.checkpoints._check import check_checkpoint
-from optax_mp.checkpoints._convert import convert_opt_state
-from optax_mp.compact._blocks import Quantized
-from optax_mp.compact._low_bit import LowBitState, low_bit_state
-from optax_mp.compact._stochastic import StochasticRoundingState, stochastic_rounding
-from optax_mp.devices._replicas import check_replicas
-from optax_mp.devices._zero1 import zero1
-from optax_mp.loss_scale._check import check_loss_scale
-from optax_mp.loss_scale._gradients import (
-    dynamic_scale_grad,
-    dynamic_scale_value_and_grad,
-    loss_scale,
-    scale_loss,
-    value_and_grad,
+
+# Optimizer states in few bits, and training without masters.
+from optax_mp.compact import (
+    LowBitState,
+    Quantized,
+    StochasticRoundingState,
+    low_bit_state,
+    stochastic_rounding,
 )
-from optax_mp.loss_scale._rule import DynamicLossScale, NoOpLossScale, StaticLossScale
-from optax_mp.loss_scale._transform import (
-    LossScaleState,
-    dynamic_loss_scale,
-    static_loss_scale,
+
+# Many devices.
+from optax_mp.devices import check_replicas, zero1
+
+# Saved states, and other forms of the same state.
+from optax_mp.checkpoints import (
+    check_checkpoint,
+    convert_opt_state,
+    upgrade_checkpoint,
 )
-from optax_mp.masters._access import (
-    MixedPrecisionState,
-    master_params,
-    replace_master_params,
-)
-from optax_mp.masters._transform import mixed_precision
-from optax_mp.masters.storage._contract import FullCopy
-from optax_mp.masters.storage._split import Split
-from optax_mp.reports._gradient_range import (
+
+# What a model takes, and what low precision would lose of its gradients.
+from optax_mp.reports import (
     FormatRange,
     GradientRangeReport,
+    MemoryReport,
+    MemoryRow,
     gradient_range_report,
+    memory_report,
 )
-from optax_mp.reports._memory import MemoryReport, MemoryRow, memory_report
+# isort: on
 
 __version__ = "0.1.0"
 
@@ -67,6 +104,7 @@ __all__ = [
     "Split",
     "StaticLossScale",
     "StochasticRoundingState",
+    "Storage",
     "all_finite",
     "amp",
     "amp_report",
@@ -94,6 +132,7 @@ __all__ = [
     "select_tree",
     "static_loss_scale",
     "stochastic_rounding",
+    "upgrade_checkpoint",
     "value_and_grad",
     "zero1",
 ]

@@ -16,6 +16,21 @@ def is_absent(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, optax.MaskedNode)
 
 
+def expand_absent(tree: PyTree, like: PyTree) -> PyTree:
+    """Return `tree` with each absent node repeated for all leaves of `like` there."""
+    if is_absent(tree):
+        return jax.tree.map(lambda _: tree, like)
+    children, treedef = _flatten_one_level(tree)
+    models, model_def = _flatten_one_level(like)
+    if treedef != model_def or jax.tree_util.all_leaves([like]):
+        return tree
+    return treedef.unflatten(map(expand_absent, children, models))
+
+
+def _flatten_one_level(tree: PyTree) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree, is_leaf=lambda node: node is not tree)
+
+
 @dataclass(frozen=True)
 class Leaves:
     """The leaves of one tree, to which others are matched.
@@ -49,10 +64,7 @@ class Leaves:
 
     def match(self, tree: PyTree, name: str) -> list[Any]:
         """Return what `tree` has at each leaf: a leaf, None or a `MaskedNode`."""
-        try:
-            matched = self.treedef.flatten_up_to(tree)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(self._mismatch(tree, name)) from error
+        matched = self.match_subtrees(tree, name)
         for path, own, leaf in zip(self.paths, self.values, matched, strict=True):
             expected = is_absent(own) or is_absent(leaf)
             if not (expected or jax.tree_util.all_leaves([leaf])):
@@ -63,11 +75,18 @@ class Leaves:
                 )
         return matched
 
+    def match_subtrees(self, tree: PyTree, name: str) -> list[Any]:
+        """Return the subtree that `tree` has at each leaf, whatever it holds."""
+        try:
+            return self.treedef.flatten_up_to(tree)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(self._describe_mismatch(tree, name)) from error
+
     def unflatten(self, values: Iterable[Any]) -> PyTree:
         """Return a tree of this structure."""
         return self.treedef.unflatten(values)
 
-    def _mismatch(self, tree: PyTree, name: str) -> str:
+    def _describe_mismatch(self, tree: PyTree, name: str) -> str:
         theirs = dict(_named_leaves(tree))
         own = {place(p): x for p, x in zip(self.paths, self.values, strict=True)}
         where = "their containers differ (of Flax NNX give both as `nnx.as_pure` does)"

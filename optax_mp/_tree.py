@@ -9,7 +9,7 @@ from jax import lax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import at_least_float32, bits, floating_dtype
+from optax_mp._dtypes import bits, floating_dtype
 from optax_mp._jax._arrays import is_traced
 
 PyTree = Any
@@ -104,24 +104,28 @@ def all_finite(tree: PyTree) -> jax.Array:
     return all_hold([leaf_finite(x) for x in jax.tree.leaves(tree) if is_inexact(x)])
 
 
-def finite_quotients(tree: PyTree, divisor: jax.Array) -> jax.Array:
-    """Return whether `tree`, divided in float32 or wider, is finite everywhere."""
-    leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-    return all_hold([leaf_finite(x, divisor) for x in leaves])
-
-
-def leaf_finite(leaf: Any, divisor: jax.Array | None = None) -> jax.Array:
-    """Return whether all of one array, divided in float32 if asked, is finite."""
+def leaf_finite(leaf: Any) -> jax.Array:
+    """Return whether all of one floating or complex array is finite."""
     leaf = jnp.asarray(leaf)
-    quotient = leaf
-    if divisor is not None:
-        quotient = leaf.astype(at_least_float32(leaf.dtype)) / divisor
-    if not is_floating(leaf) or bits(leaf.dtype) < 32:
-        return jnp.isfinite(quotient).all()
-    # `isfinite(x).all()` writes a bool array on CPU. x - x is 0, or NaN where x is not
-    # finite, and its sum takes one pass without one. (Not so from 16 bits: XLA would
-    # keep the float32 form of the whole array, which others read as well.)
-    return jnp.sum(quotient - quotient) == 0
+    if not is_floating(leaf):
+        return leaf_finite(leaf.real) & leaf_finite(leaf.imag)
+    if bits(leaf.dtype) < 32:
+        return isfinite_everywhere(leaf)
+    # |x| - |x| is 0, or NaN where x is not finite: its sum takes one pass and writes no
+    # array. (Not from 16 bits: XLA would store the array in float32.) Not x - x: where
+    # x is a product, a GPU may fuse this to a multiply-add, which gives the rounding
+    # error of the product. And `lax`, for `jnp` takes twice as long to trace.
+    size = lax.abs(leaf)
+    total = lax.reduce_sum(lax.sub(size, size), tuple(range(leaf.ndim)))
+    return lax.eq(total, total.dtype.type(0))
+
+
+def isfinite_everywhere(x: jax.Array) -> jax.Array:
+    """Return whether all of one floating array is finite, by an array of bools on CPU.
+
+    For expressions that others read as well: summed, XLA would store them whole.
+    """
+    return lax.reduce_and(lax.is_finite(x), tuple(range(x.ndim)))
 
 
 def all_hold(claims: Sequence[jax.Array]) -> jax.Array:

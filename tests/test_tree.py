@@ -69,6 +69,12 @@ def test_what_is_no_float_counts_as_finite():
     assert optax_mp.nonfinite_paths(mixed_tree()) == []
 
 
+def test_all_finite_is_no_rounding_error_of_what_it_is_compiled_with():
+    x, y = jnp.linspace(0.1, 3, 1000), jnp.linspace(7, 0.3, 1000)
+    assert bool(jax.jit(lambda x, y: optax_mp.all_finite(x * y))(x, y))
+    assert not bool(jax.jit(lambda x, y: optax_mp.all_finite(x * y / 0))(x, y))
+
+
 def test_all_finite_is_exact_on_random_patterns():
     bits = np.random.default_rng(0).integers(0, 2**16, (400, 8), dtype=np.uint16)
     for dtype in ("bfloat16", "float16"):

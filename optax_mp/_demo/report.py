@@ -9,7 +9,7 @@ from typing import Any
 from optax_mp._demo.progress import power_of_two
 from optax_mp._demo.settings import Settings
 from optax_mp._demo.train import Result
-from optax_mp.reports._table import aligned
+from optax_mp.reports._table import align_columns
 
 TITLES = ("run", "held-out loss", "bytes a weight", "ms a step", "scale", "skipped")
 # Losses this close count as the same. By default, float32 runs with other seeds end up
@@ -32,7 +32,7 @@ def cells_of(result: Result) -> tuple[str, ...]:
 
 def as_table(results: Sequence[Result]) -> str:
     """Return the results as a table for people, within 80 columns."""
-    titles, *lines = aligned([TITLES, *map(cells_of, results)], left=1)
+    titles, *lines = align_columns([TITLES, *map(cells_of, results)], left=1)
     return "\n".join([titles, "-" * len(titles), *lines])
 
 

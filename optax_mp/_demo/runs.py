@@ -11,10 +11,8 @@ from optax_mp._demo.model import LossFunction
 from optax_mp._tree import cast_floating
 from optax_mp.compact._low_bit import low_bit_state
 from optax_mp.compact._stochastic import stochastic_rounding
-from optax_mp.loss_scale._gradients import value_and_grad
-from optax_mp.loss_scale._transform import dynamic_loss_scale
-from optax_mp.masters._transform import mixed_precision
-from optax_mp.masters.storage._split import Split
+from optax_mp.loss_scale import dynamic_loss_scale, value_and_grad
+from optax_mp.masters import Split, mixed_precision
 
 Transform = Callable[[optax.GradientTransformation], optax.GradientTransformation]
 GradFunction = Callable[

@@ -17,7 +17,7 @@ from optax_mp._demo.runs import GradFunction, Run
 from optax_mp._demo.settings import Settings
 from optax_mp._demo.text import Corpus
 from optax_mp._tree import cast_floating
-from optax_mp.loss_scale._gradients import loss_scale_state
+from optax_mp.loss_scale._state import loss_scale_state
 
 # So that the host costs nothing next to the steps themselves, also on a GPU, where
 # these take some milliseconds.
@@ -208,7 +208,7 @@ def moment_of(step: int, loss: jax.Array, opt_state: optax.OptState) -> Moment:
     state = loss_scale_state(opt_state, "demo")
     if state is None:
         return Moment(step, float(loss))
-    values = jax.device_get((loss, state.scale, state.total_skipped))
+    values = jax.device_get((loss, state.scale, state.total_skipped_count))
     return Moment(step, float(values[0]), float(values[1]), int(values[2]))
 
 

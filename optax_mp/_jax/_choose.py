@@ -1,8 +1,6 @@
-"""Doing a step or nothing at all: the choice, and the mark that hands it on."""
+"""Take a step or leave everything as it is: one mechanism for all who skip steps."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,81 +8,41 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp._dtypes import bits
-from optax_mp._jax._arrays import is_traced, varies
-from optax_mp._jax._jaxpr import bind, evaluate, is_computed
+from optax_mp._jax._arrays import is_traced
+from optax_mp._jax._jaxpr import bind, evaluate, is_literal
 from optax_mp._jax._traced import Traced, is_dynamic, is_output
-from optax_mp._tree import PyTree, all_hold, describe, is_array, is_inexact, place
+from optax_mp._tree import describe, is_array, place
 
+# Whether to take a step: a plain True where that is known before anything runs.
 Choice = jax.Array | bool
 # From the state before to (updates, state after).
 Step = Callable[[Any], tuple[Any, Any]]
 
 
-# Whether a loss scale around decides what is skipped, so that no mark need be sought.
-_decided_outside: ContextVar[bool] = ContextVar("decided_outside", default=False)
+def choose_step(proceed: Choice, step: Step, state: Any) -> tuple[Any, Any]:
+    """Return `step(state)`, or negative zeros as updates and the state as it was.
 
-
-@contextlib.contextmanager
-def decided_outside() -> Iterator[None]:
-    """Spare what runs inside the look for the mark."""
-    token = _decided_outside.set(True)
-    try:
-        yield
-    finally:
-        _decided_outside.reset(token)
-
-
-def is_marked(updates: PyTree) -> Choice:
-    """Return whether `updates` are a skipped step: negative zero everywhere.
-
-    That is how a loss scale that is a link in a chain hands it on: zero to every rule,
-    and hardly ever a gradient by itself. Only float32 and wider can carry the mark: for
-    gradients with 16-bit leaves, or without any, the answer is a plain False.
+    The choice is made value by value within the step, without a `lax.cond`: a TPU or
+    GPU reads old values anyway, so that choosing costs nothing, where a `lax.cond`
+    copies what goes through it. Only the order in which XLA fuses may differ from the
+    step alone, and with it a rounding.
     """
-    leaves = [x for x in jax.tree.leaves(updates) if is_inexact(x) and x.size]
-    if _decided_outside.get() or any(bits(leaf.dtype) < 32 for leaf in leaves):
-        return False
-    # Under shard_map a rank could only say whether its own part is marked, and what is
-    # the same on all ranks must not depend on that.
-    if not leaves or any(map(varies, leaves)):
-        return False
-    # The smallest leaf tells in almost every step; only after it are all of them read.
-    smallest = min(leaves, key=lambda leaf: leaf.size)
-    suspicious = _is_negative_zero(smallest)
-
-    def look_at_all() -> jax.Array:
-        return all_hold([_is_negative_zero(leaf) for leaf in leaves])
-
-    if not is_traced(suspicious):
-        return suspicious and look_at_all()
-    return lax.cond(suspicious, look_at_all, lambda: suspicious)
+    if is_traced(proceed):
+        return _TracedStep.of(step, state).choose(proceed)
+    if proceed:
+        return step(state)
+    return _TracedStep.of(step, state).skipped_updates(), state
 
 
-def _is_negative_zero(x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    if jnp.iscomplexobj(x):
-        return _is_negative_zero(x.real) & _is_negative_zero(x.imag)
-    # By its bits, since on CPU the smallest numbers compare equal to zero, too.
-    unsigned = jnp.dtype(f"uint{bits(x.dtype)}")
-    sign = unsigned.type(1 << (bits(x.dtype) - 1))
-    return (lax.bitcast_convert_type(x, unsigned) == sign).all()
+def or_negative_zeros(proceed: Choice, value: Any) -> Any:
+    """Return an update, or negative zeros where the step is skipped.
 
-
-def unless_held(proceed: Choice, value: Any) -> Any:
-    """Return an update, or negative zeros where the step is held.
-
-    Added to a param, negative zero leaves even a param of -0.0 as it is. (An integer
-    has one zero; what is no number is returned in any case.)
+    Added to a param, negative zero leaves even a param of -0.0 as it is. Integers have
+    one zero. What is no number is returned in any case.
     """
     if proceed is True or not _is_number(value):
         return value
-    return _select(proceed, value, negative_zeros(value))
-
-
-def negative_zeros(like: Any, dtype: Any = None) -> jax.Array:
-    """Return negative zeros of the shape of `like`, placed as it is."""
-    return jnp.full_like(like, _negative_zero(dtype or like.dtype), dtype)
+    return _select(proceed, value, lax.full_like(value, _negative_zero(value.dtype)))
 
 
 def _negative_zero(dtype: Any) -> complex:
@@ -93,61 +51,18 @@ def _negative_zero(dtype: Any) -> complex:
     return complex(-0.0, -0.0) if is_complex else -0.0 if is_real else 0
 
 
-def step_where(proceed: Choice, step: Step, state: Any) -> tuple[Any, Any]:
-    """Return `step(state)`, or negative zeros for updates and the state as it was.
-
-    The choice is made inside the step, value by value: no copies, and no control flow
-    for an accelerator to wait for. But values are rounded as XLA then fuses them.
-    """
-    if is_traced(proceed):
-        return _TracedStep.of(step, state).where(proceed)
-    if proceed:
-        return step(state)
-    return _TracedStep.of(step, state).held_updates(), state
-
-
-def step_if(proceed: Choice, step: Callable[[Any], Any], state: Any) -> Any:
-    """Return `step(state)`, or the state as it was: by a `lax.cond` around the step.
-
-    Within it values are rounded as they are without a choice. Gradients become whole
-    arrays at its border; the state is overwritten in place.
-    """
-    if not is_traced(proceed):
-        # An eager `lax.cond` would be compiled anew at every call.
-        return step(state) if proceed else state
-    step_traced = _TracedStep.of(lambda state: ((), step(state)), state)
-    traced, held = step_traced.traced, step_traced.held
-    avals = traced.closed.out_avals
-    same_types = [old.aval for old in held] == list(avals)
-
-    def typed(values: Iterable[Any]) -> list[Any]:
-        if same_types:
-            return list(values)
-        # Under shard_map a value may be the same on all ranks in one branch only. A
-        # choice by `proceed`, even of one thing, differs among ranks as that does.
-        cast = [jnp.asarray(x, a.dtype) for x, a in zip(values, avals, strict=True)]
-        return [_select(proceed, x, x) for x in cast]
-
-    chosen = lax.cond(
-        proceed,
-        lambda: typed(evaluate(traced.closed, traced.arrays)),
-        lambda: typed(held),
-    )
-    return traced.filled(chosen)[1]
-
-
 @dataclass(frozen=True)
 class _TracedStep:
-    """One step as a jaxpr, with what each of its outputs is where it is not taken.
+    """One step as a jaxpr, and what each of its outputs is if the step is skipped.
 
     Attributes:
         traced: the step, from the state to (updates, state).
-        held: for each array among the outputs the array of the state that it replaces,
-            or None for an update.
+        previous: for each array among the outputs the array of the state that it
+            replaces, or None for an update.
     """
 
     traced: Traced
-    held: list[Any]
+    previous: list[Any]
 
     @classmethod
     def of(cls, step: Step, state: Any) -> "_TracedStep":
@@ -160,62 +75,67 @@ class _TracedStep:
         both = zip(traced.outputs, replaced, strict=True)
         return cls(traced, [old for leaf, old in both if is_output(leaf)])
 
-    def held_updates(self) -> Any:
+    def skipped_updates(self) -> Any:
         """Return negative zeros in the place of the updates."""
+        avals = self.traced.closed.out_avals
         values = [
             jnp.full(aval.shape, _negative_zero(aval.dtype), aval.dtype)
             if old is None and _is_number(aval)
             else old
-            for old, aval in zip(self.held, self.traced.closed.out_avals, strict=True)
+            for old, aval in zip(self.previous, avals, strict=True)
         ]
-        return self.traced.filled(values)[0]
+        return self.traced.unflatten(values)[0]
 
-    def where(self, proceed: jax.Array) -> Any:
+    def choose(self, proceed: Choice) -> Any:
         """Return (updates, state), chosen value by value.
 
-        A choice after the step would need the old state and the new one at once. It is
-        made right where a new value is computed: what follows in the step reads the
-        chosen value, so that the old one can be overwritten.
+        A choice after the step would need the old state and the new one at once, for
+        which XLA's CPU kernels, with one output each, copy the old state. So each value
+        is chosen where it is computed: what follows in the step reads the chosen value,
+        and the old one can be overwritten.
         """
         jaxpr = self.traced.closed.jaxpr
-        # Which output a variable is, where it is computed; the state comes first, as a
-        # value that is both a state and an update is read on as the state.
-        owner: dict[Any, int] = {}
-        order = sorted(range(len(self.held)), key=lambda i: self.held[i] is None)
-        for i in order:
-            if is_computed(jaxpr.outvars[i], jaxpr):
-                owner.setdefault(jaxpr.outvars[i], i)
+        # The output that a variable is. The state comes first: a value that is both a
+        # state and an update is read on as the state.
+        given = {*jaxpr.invars, *jaxpr.constvars}
+        output_of: dict[Any, int] = {}
+        count = len(self.previous)
+        for i in sorted(range(count), key=lambda i: self.previous[i] is None):
+            var = jaxpr.outvars[i]
+            if not is_literal(var) and var not in given:
+                output_of.setdefault(var, i)
 
-        def choose(i: int, value: Any) -> Any:
-            old = self.held[i]
+        def choose_output(i: int, new: Any) -> Any:
+            old = self.previous[i]
             if old is None:
-                return unless_held(proceed, value)
-            return value if value is old else _select(proceed, value, old)
+                return or_negative_zeros(proceed, new)
+            return new if new is old else _select(proceed, new, old)
 
         def run(equation: Any, inputs: list[Any]) -> list[Any]:
             values = bind(equation, inputs)
-            for at, (var, value) in enumerate(
-                zip(equation.outvars, values, strict=True)
-            ):
-                if var in owner:
-                    values[at] = choose(owner[var], value)
-                    if values[at].aval != value.aval:
-                        # Under shard_map the choice may differ from rank to rank, where
-                        # what follows expects the same value: choose at the end.
-                        values[at] = value
-                        del owner[var]
+            for at, var in enumerate(equation.outvars):
+                if var not in output_of:
+                    continue
+                chosen = choose_output(output_of[var], values[at])
+                if chosen.aval == values[at].aval:
+                    values[at] = chosen
+                else:
+                    # Under shard_map the choice may differ from rank to rank, where
+                    # what follows expects the same value: choose at the end.
+                    del output_of[var]
             return values
 
         values = evaluate(self.traced.closed, self.traced.arrays, run)
         for i, var in enumerate(jaxpr.outvars):
-            if not is_computed(var, jaxpr) or owner.get(var) != i:
-                values[i] = choose(i, values[i])
-        return self.traced.filled(values)
+            if is_literal(var) or output_of.get(var) != i:
+                values[i] = choose_output(i, values[i])
+        return self.traced.unflatten(values)
 
 
 def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:
-    new = jnp.asarray(new)
-    return lax.select(jnp.asarray(proceed), new, jnp.asarray(old, new.dtype))
+    if new.dtype != old.dtype:
+        old = old.astype(new.dtype)
+    return lax.select(proceed, new, old)
 
 
 def _is_number(x: Any) -> bool:

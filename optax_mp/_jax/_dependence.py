@@ -8,7 +8,7 @@ from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, open_jaxpr
 
 # The name of a jit (in `_placement`) whose output is its first input, and which only
 # seems to read the second.
-LAID_AS = "laid_as"
+PLACE_LIKE = "place_like"
 
 
 def depending_outputs(
@@ -40,7 +40,7 @@ def depending_outputs(
 def _through(equation: Equation, sources: list[bool]) -> list[bool]:
     if not (has_regions(equation) and any(sources)):
         return [any(sources)] * len(equation.outvars)
-    if equation.params.get("name") == LAID_AS:
+    if equation.params.get("name") == PLACE_LIKE:
         return sources[:1]
     flow = wiring_of(equation).forward(
         sources, lambda region, given: depending_outputs(region.jaxpr, given), any

@@ -1,6 +1,5 @@
-"""Where arrays lie on devices: those of an optimizer's state with their params."""
+"""Where arrays are on devices: those of an optimizer's state with their params."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,66 +8,46 @@ from jax import lax
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._jax._arrays import is_traced_by_jit, spec_in_type, varies
+from optax_mp._states import owners
 from optax_mp._tree import PyTree
 
 
-def owners(tree: PyTree, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:
-    """Return which param each leaf of `tree` belongs to, by the end of its path.
+def place_like_params(state: PyTree, params: PyTree) -> PyTree:
+    """Return `state` with its arrays on the devices where their params are.
 
-    A moment of `params["a"]["w"]` is at `[0].mu["a"]["w"]` of its state, codes in its
-    place one step below that.
-
-    Args:
-        tree: a state, or any tree with params' paths inside.
-        paths: where each param is.
-
-    Returns:
-        For each leaf an index into `paths`, or None.
-    """
-    by_path = {path: i for i, path in enumerate(paths)}
-
-    def owner(path: tuple[Any, ...]) -> int | None:
-        for end in (len(path), len(path) - 1):
-            for start in range(end + 1):
-                if path[start:end] in by_path:
-                    return by_path[path[start:end]]
-        return None
-
-    return [owner(path) for path, _ in tree_flatten_with_path(tree)[0]]
-
-
-def laid_as_params(state: PyTree, params: PyTree) -> PyTree:
-    """Return `state`, whose arrays lie where the params of their shapes do.
-
-    Under `jit` zeros depend on nothing: XLA would put all of a moment on every device,
-    whatever is sharded. Outside of it JAX makes them like the param that they are
-    zeros of.
+    Under `jit` zeros depend on nothing, so XLA would put a whole moment on every
+    device, however the params are sharded. Outside `jit` JAX places zeros like the
+    param that they are made for.
     """
     paths_and_params = tree_flatten_with_path(params)[0]
+    paths = [path for path, _ in paths_and_params]
+    arrays = [param for _, param in paths_and_params]
     leaves, treedef = jax.tree.flatten(state)
-    belongs = owners(state, [path for path, _ in paths_and_params])
-    for i, owner in enumerate(belongs):
-        if owner is not None and _can_follow(leaves[i], paths_and_params[owner][1]):
-            leaves[i] = laid_as(leaves[i], paths_and_params[owner][1])
+    for i, owner in enumerate(owners(state, paths, arrays)):
+        if owner is not None and _can_follow(leaves[i], arrays[owner]):
+            leaves[i] = place_like(leaves[i], arrays[owner])
     return treedef.unflatten(leaves)
 
 
 def _can_follow(leaf: Any, param: Any) -> bool:
-    # By jit alone: a param under vmap would make a batch of what has none.
+    # Only under `jit`: a param under `vmap` would give a batch axis to what has none.
     if not (is_traced_by_jit(leaf) and is_traced_by_jit(param)):
         return False
     if leaf.shape[max(0, leaf.ndim - param.ndim) :] != param.shape:
         return False  # neither of the param's shape, nor many of that
     is_number = jnp.issubdtype(leaf.dtype, jnp.number)
-    # With explicit shardings zeros are made where their param is; nor are they moved.
-    same_type = spec_in_type(leaf) == spec_in_type(param)
-    return is_number and param.ndim > 0 and same_type and not varies(param)
+    # With explicit sharding zeros are made where their param is, and are not moved.
+    has_same_spec = spec_in_type(leaf) == spec_in_type(param)
+    return is_number and param.ndim > 0 and has_same_spec and not varies(param)
 
 
-# Who reads a jaxpr knows by the name, `LAID_AS`, that the output does not depend on the
-# param.
+# `depending_outputs` knows by the name of this jit, `PLACE_LIKE`, that its output does
+# not depend on `param`.
 @jax.jit
-def laid_as(leaf: jax.Array, param: jax.Array) -> jax.Array:
-    """Return `leaf`, which XLA takes for dependent on `param` until it is sharded."""
+def place_like(leaf: jax.Array, param: jax.Array) -> jax.Array:
+    """Return `leaf`, made to depend on `param` as far as sharding is concerned.
+
+    XLA propagates the sharding of `param` to the select before it simplifies it away.
+    """
     always = jnp.broadcast_to((param == param) | (param != param), leaf.shape)
     return lax.select(always, leaf, jnp.zeros_like(leaf))

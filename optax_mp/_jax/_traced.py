@@ -1,4 +1,4 @@
-"""A function of pytrees as a jaxpr of their arrays."""
+"""A call of a function of pytrees, as a jaxpr of their arrays."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,14 @@ from optax_mp._tree import PyTree, is_array
 
 @dataclass(frozen=True)
 class Traced:
-    """One call of a function, traced; leaves that are no arrays stay what they are.
+    """A traced call; leaves that are not arrays are passed through.
 
     Attributes:
         closed: the jaxpr, from the arrays among the inputs to those among the outputs.
         arrays: the arrays among the inputs.
-        outputs: the leaves that the function returned, of arrays shape and dtype.
-        treedef: their structure.
+        outputs: the leaves that the function returned; for an array, an object with its
+            shape and dtype, for which `is_output` holds.
+        treedef: the structure of what the function returned.
     """
 
     closed: Any
@@ -42,7 +43,7 @@ class Traced:
             for i, array in zip(dynamic, arrays, strict=True):
                 filled[i] = array
             returned, treedef = jax.tree.flatten(function(given_def.unflatten(filled)))
-            # Not the tracers: kept, they would be a leak.
+            # Not the tracers themselves: they must not outlive the trace.
             outputs.extend(
                 _OutputArray(x.shape, x.dtype) if is_dynamic(x) else x for x in returned
             )
@@ -51,15 +52,15 @@ class Traced:
         arrays = [leaves[i] for i in dynamic]
         return cls(jax.make_jaxpr(flat)(arrays), arrays, outputs, treedef)
 
-    def filled(self, values: Sequence[Any]) -> Any:
-        """Return what the function returned, with these arrays in place of its own."""
+    def unflatten(self, values: Sequence[Any]) -> Any:
+        """Return what the function returned, with these values for its arrays."""
         arrays = iter(values)
         leaves = [next(arrays) if is_output(x) else x for x in self.outputs]
         return self.treedef.unflatten(leaves)
 
 
 class _OutputArray(jax.ShapeDtypeStruct):
-    """The place of an array among the outputs."""
+    """Stands for an array among the outputs."""
 
 
 def is_output(leaf: Any) -> bool:
@@ -70,7 +71,8 @@ def is_output(leaf: Any) -> bool:
 def is_dynamic(leaf: Any) -> bool:
     """Return whether a leaf is an array that a jaxpr can compute with.
 
-    Not a description of one, an array of strings, or an object with like attributes.
+    A `ShapeDtypeStruct`, an array of strings, or any other object with a shape and a
+    dtype is none.
     """
     if not is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return False
@@ -82,5 +84,5 @@ def is_dynamic(leaf: Any) -> bool:
 
 
 def _as_jax(x: Any) -> Any:
-    # Not of what JAX knows: a mutable reference to an array must stay one.
+    # Only NumPy's: a mutable reference (`jax.Ref`) must not become an array.
     return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x

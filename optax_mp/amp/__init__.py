@@ -1,4 +1,25 @@
-"""Autocast: any JAX function with its matrix products in 16 bits."""
+"""Autocast: any JAX function, with its matrix products in 16 bits.
+
+Public:
+
+- `amp`: run a function in mixed precision.
+- `amp_stop`: keep amp out of a part of a function.
+- `amp_report`, which returns an `AmpReport` of `AmpOperation`s: what ran in which
+  precision, why, and what error that adds.
+- `default_amp_rules`: how each operation runs.
+
+A call is traced to a jaxpr, planned and run. In this order, read:
+
+- `_rules`: which rule an operation follows; `_places`: rules for scopes and lines.
+- `_precision`: the precision of a value.
+- `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`,
+  tells a bias by `_biases` and asks a user's function by `_function_rules`.
+- `_run`: each equation bound again, as planned; `_derivatives`: those with derivative
+  rules of their own.
+- `_shadow`: a run with and without amp at once, for `_report`.
+
+What JAX does with jaxprs inside equations is known to `optax_mp._jax` alone.
+"""
 
 from optax_mp.amp._amp import amp, amp_stop
 from optax_mp.amp._report import AmpOperation, AmpReport, amp_report

@@ -26,45 +26,47 @@ def amp(
     """Run a function that is written for float32 in mixed precision.
 
     Matrix products and convolutions run in the compute dtype, forward and backward;
-    exponentials, logarithms, norms and sums in float32; what is between follows its
-    inputs. Like `jax.jit` and `jax.vmap` it takes a function and returns one with the
-    same signature, output dtypes and gradient dtypes, and composes with them. Params
-    stay float32: each use of a weight has a cast of its own, so that the gradients of
-    its uses add up in float32.
+    exponentials, logarithms, norms and sums run in float32; other operations follow
+    their inputs. Like `jax.jit` and `jax.vmap`, `amp` takes a function and returns one
+    with the same signature, output dtypes and gradient dtypes, and composes with them.
 
-    Casts that the function makes itself are honoured, as is `precision=HIGHEST`; what
-    amp does not know runs as written. A function with nothing to change is left alone.
+    Params stay float32. Every use of a weight casts it anew, so that the gradients of
+    its uses are summed in float32. Casts in the function itself are honoured, and so is
+    `precision=HIGHEST`. Operations that amp does not know run as written. A function
+    with nothing to change is left alone.
 
     Args:
-        fun: any function that JAX can trace. As under `jax.vmap`, arrays among its
-            arguments are traced, and everything else is handed on.
-        compute_dtype: bfloat16, or float16; for that scale the loss
+        fun: any function that JAX can trace. Arrays among its arguments are traced;
+            everything else is passed through.
+        compute_dtype: bfloat16 or float16. With float16, scale the loss
             (`optax_mp.dynamic_loss_scale`).
-        rules: how each operation runs, `default_amp_rules` or others. A key is a
-            primitive (`jax.lax.tanh_p`, or its name `"tanh"`), the name of a
-            `jax.named_scope`, or a source line such as `"model.py:12"`;
-            `"amp_default"` stands for primitives not listed. The rule of a loop or a
-            `jit` is that of all inside it. A value is a word:
+        rules: how each operation runs: a mapping that replaces `default_amp_rules`, or
+            extends them by `|`. A key is a primitive (`jax.lax.tanh_p`, or its name
+            `"tanh"`), the name of a `jax.named_scope`, or a source line such as
+            `"model.py:12"`; `"amp_default"` stands for primitives that are not listed.
+            The rule of a loop or a `jit` applies to everything inside it. A value is
+            one of these words:
 
             - `"low"`: in the compute dtype;
             - `"f32"`: in float32, inputs and outputs (float64 stays float64);
-            - `"f32_if_f16"`: as `"f32"` for float16, as `"widest"` for bfloat16;
+            - `"f32_if_f16"`: `"f32"` for float16, `"widest"` for bfloat16;
             - `"widest"`: in the widest dtype of the inputs; literals follow the others;
-            - `"rounded"`: the same, and the result in the compute dtype;
+            - `"rounded"`: as `"widest"`, with the result in the compute dtype;
             - `"own"`: each input, and the output that belongs to it, in its own dtype;
-            - `"as_written"`: as without amp, as is in any case what has a function
-              among its parameters (scatters, reductions by a function, kernels);
+            - `"as_written"`: as without amp. Operations with a function among their
+              parameters (scatters, reductions by a function, kernels) always are;
 
             or a function `(compute_dtype, original_dtypes, *invars, **bind_params) ->
-            (invars, bind_params)`, which returns what the primitive is bound with. A
-            scope's rule wins over an operation's, the outermost scope's over others.
+            (invars, bind_params)`, which returns what the primitive is bound with. The
+            rule of a scope wins over that of an operation, and the rule of the
+            outermost scope over those of others.
 
     Returns:
         The function in mixed precision.
 
     Raises:
-        TypeError: if `fun` is not callable, or `rules` not a mapping of such keys.
-        ValueError: if `compute_dtype` is not a 16-bit float, or a rule not known; when
+        TypeError: if `fun` is not callable, or `rules` is not a mapping of such keys.
+        ValueError: if `compute_dtype` is not a 16-bit float, or a rule is unknown; when
             called, if a name in `rules` is neither a primitive nor a place in `fun`.
 
     Example:
@@ -93,24 +95,24 @@ def amp(
     def autocast(*args: Any, **kwargs: Any) -> Any:
         traced, plan = interpreter.trace(fun, args, kwargs)
         if not plan.is_changed:
-            return traced.filled(evaluate(traced.closed, traced.arrays))
+            return traced.unflatten(evaluate(traced.closed, traced.arrays))
         values = interpreter.run(traced.closed, plan, traced.arrays)
         outvars = traced.closed.jaxpr.outvars
         values = interpreter.cast_all(values, full_precisions(outvars), outvars)
-        return traced.filled(values)
+        return traced.unflatten(values)
 
     return autocast  # pyright: ignore[reportReturnType]
 
 
 def amp_stop(fun: Any = None) -> Any:
-    """Leave a part of a function as it is written, in float32, under `amp`.
+    """Keep `amp` out of a part of a function, which then runs as written, in float32.
 
-    The mark is a `jax.named_scope`: it reaches into everything called inside, and into
-    the backward pass. Without `amp` around it does nothing.
+    It is a `jax.named_scope`, so it applies to everything called inside, and to the
+    backward pass. Without `amp` it has no effect.
 
     Args:
-        fun: the function to leave alone. Without one, `with amp_stop():` leaves a block
-            alone.
+        fun: the function that amp leaves alone. Without one, `with amp_stop():` is for
+            a block of code.
 
     Returns:
         The function, or a context manager.
@@ -136,12 +138,12 @@ def amp_stop(fun: Any = None) -> Any:
         return jax.named_scope(STOP)
     if not callable(fun):
         raise TypeError(
-            f"amp_stop: `fun` is {fun!r}, expected a function, or nothing: as a "
-            "decorator @amp_stop, as a context `with amp_stop():`."
+            f"amp_stop: `fun` is {fun!r}, expected a function, or no argument; use it "
+            "as a decorator, @amp_stop, or as a context, `with amp_stop():`."
         )
     if inspect.isgeneratorfunction(fun) or inspect.iscoroutinefunction(fun):
         raise TypeError(
-            f"amp_stop: `fun` is {fun!r}, which runs after its call has returned, "
+            f"amp_stop: `fun` is {fun!r}, whose body runs after its call has returned, "
             "expected a plain function; use `with amp_stop():` inside it."
         )
 

@@ -1,4 +1,4 @@
-"""Rules that are functions of the user's: calling them, and checking the result."""
+"""Rules that are functions: calling them, and checking what they return."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +18,7 @@ def bind_by_function(
 ) -> list[Any]:
     """Return the outputs of an equation, bound as a user's function says."""
     originals = tuple(atom.aval.dtype for atom in equation.invars)
+    # A rule may ask any input for its dtype, which a literal, a plain number, lacks.
     given = [
         jnp.asarray(x, atom.aval.dtype) if is_literal(atom) else x
         for x, atom in zip(inputs, equation.invars, strict=True)
@@ -26,30 +27,38 @@ def bind_by_function(
     returned = rule(compute_dtype, originals, *given, **equation.params)
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
         raise TypeError(
-            f"amp: the rule of {name} returned {returned!r}, expected a pair (invars, "
-            "bind_params)."
+            f"amp: the rule of {name} returned {returned!r}, expected a pair; return "
+            "(invars, bind_params)."
         )
     invars, params = returned
+    _check_params(name, params)
+    _check_inputs(name, invars, given)
+    return bind(equation, invars, params)
+
+
+def _check_params(name: str, params: Any) -> None:
     if not isinstance(params, dict):
         raise TypeError(
-            f"amp: the rule of {name} returned {params!r} for bind_params, expected a "
-            "dictionary such as the one that it was given."
+            f"amp: the rule of {name} returned {params!r} as bind_params, expected a "
+            "dictionary; return the one that it was given, or a changed copy."
         )
+
+
+def _check_inputs(name: str, invars: Any, given: Sequence[Any]) -> None:
     if not isinstance(invars, tuple | list) or len(invars) != len(given):
         count = len(invars) if isinstance(invars, tuple | list) else repr(invars)
         raise ValueError(
-            f"amp: the rule of {name} returned {count} inputs, expected {len(given)}, "
-            "as many as it was given."
+            f"amp: the rule of {name} returned {count} inputs, expected {len(given)}; "
+            "return as many as it was given."
         )
     for i, (new, old) in enumerate(zip(invars, given, strict=True)):
         if not is_array(new) or not _may_replace(new, old):
-            may_change = "or another floating dtype of that shape"
+            fix = "change nothing but its floating dtype"
             raise ValueError(
-                f"amp: the rule of {name} returned {describe(new)} for input {i}, "
-                f"expected {describe(old)} "
-                f"{may_change if is_floating(old) else 'as it was given'}."
+                f"amp: the rule of {name} returned {describe(new)} as input {i}, "
+                f"expected {describe(old)}; "
+                f"{fix if is_floating(old) else 'return it as it was given'}."
             )
-    return bind(equation, invars, params)
 
 
 def _may_replace(new: Any, old: Any) -> bool:
@@ -72,6 +81,7 @@ def precisions_by_function(
     def run(*inputs: Any) -> list[Any]:
         return bind_by_function(rule, compute_dtype, equation, inputs)
 
+    # The only way to know what a user's function does is to call it.
     outputs = trace_jaxpr(run, avals).out_avals
     return tuple(
         _precision(equation, atom, aval.dtype, compute_dtype)
@@ -88,7 +98,7 @@ def _precision(
         return LOW
     expected = {jnp.dtype(atom.aval.dtype).name, jnp.dtype(compute_dtype).name}
     raise ValueError(
-        f"amp: by its rule {equation.primitive.name} returns {jnp.dtype(dtype).name}, "
+        f"amp: {equation.primitive.name} returns {jnp.dtype(dtype).name} by its rule, "
         f"expected {' or '.join(sorted(expected))}; set `preferred_element_type` among "
         "the bind_params, or cast the inputs to one of them."
     )

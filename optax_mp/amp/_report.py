@@ -1,4 +1,4 @@
-"""amp_report: what ran in which precision, why, and how much that costs."""
+"""amp_report: what ran in which precision, why, and what error that adds."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from optax_mp.amp._precision import LOW, takes_part
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
 from optax_mp.amp._shadow import shadow_errors
-from optax_mp.reports._table import aligned
+from optax_mp.reports._table import align_columns
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,14 @@ class AmpOperation:
         line: where it is written.
         ran: `"low"`, `"f32"` or `"as_written"`.
         why: what decided: `"rule"`, `"scope"`, `"inputs"` (one is float32, or none is),
-            `"literal"` (the compute dtype cannot hold it), `"sink"` (all that read it
-            compute in float32), `"fix-point"` (a loop's carry that is low at one end
-            only), `"precision"`, `"parameters"` or `"cast"` (as the user wrote it).
-        count: how many equations those are; a loop's body is counted once.
-        own_error: the relative error that the operation adds, given exact inputs: the
-            largest, by norm, or NaN where it was not measured.
-        error: the relative error of its result, all before it included.
+            `"literal"` (the compute dtype cannot hold it), `"sink"` (everything that
+            reads it computes in float32), `"fix-point"` (a loop's carry that is low
+            only where the loop begins, or only after a turn), `"precision"`,
+            `"parameters"` or `"cast"` (as the user wrote it).
+        count: the number of such equations; the body of a loop counts once.
+        own_error: the relative error, by norm, that the operation adds to exact inputs;
+            the largest of all such equations, or NaN if it was not measured.
+        error: the relative error of its result, that of its inputs included.
 
     Example:
         >>> import jax.numpy as jnp
@@ -52,12 +53,12 @@ class AmpOperation:
 
 @dataclass(frozen=True)
 class AmpReport:
-    """What `amp_report` found; printed, a table with the largest errors first.
+    """What `amp_report` found; it prints as a table with the largest errors first.
 
     Attributes:
         operations: what became of each operation, in the order of the function.
-        error: the relative error of the function's outputs against float32.
-        base_rules: the rules by which it ran.
+        error: the relative error of the function's outputs, compared with float32.
+        base_rules: the rules of this run.
 
     Example:
         >>> import jax.numpy as jnp
@@ -74,10 +75,10 @@ class AmpReport:
     base_rules: Mapping[Any, Rule]
 
     def rules(self, above: float) -> dict[Any, Rule]:
-        """Return the rules of the report, and the lines that add more error in float32.
+        """Return the rules of this run, with float32 for what adds more error.
 
-        A rule goes by the source line, so it holds for this version of the code; by the
-        primitive where there is no line, as in functions of libraries.
+        A new rule names a source line, so it is for this version of the code. Where no
+        line is known, as in a library's functions, it names the primitive.
 
         Args:
             above: the largest `own_error` that an operation may add.
@@ -87,8 +88,8 @@ class AmpReport:
         return {**self.base_rules, **dict.fromkeys(names, "f32")}
 
     def by_primitive(self) -> tuple[AmpOperation, ...]:
-        """Return the operations of one primitive, precision and reason together."""
-        return _merged(replace(each, line="") for each in self.operations)
+        """Return the operations, merged over all lines of the source."""
+        return _merge(replace(each, line="") for each in self.operations)
 
     def __str__(self) -> str:
         """Return the table."""
@@ -96,7 +97,7 @@ class AmpReport:
         cells = [("primitive", "line", "ran", "why", "count", "own error", "error")]
         cells += [
             (x.primitive, x.line, x.ran, x.why, str(x.count))
-            + (_shown(x.own_error), _shown(x.error))
+            + (_format_error(x.own_error), _format_error(x.error))
             for x in rows
         ]
         counts = {"low": 0, "f32": 0, "as_written": 0}
@@ -105,8 +106,8 @@ class AmpReport:
         total = ", ".join(f"{count} {ran}" for ran, count in counts.items())
         return "\n".join(
             [
-                *aligned(cells, left=4),
-                f"{total}; error of the outputs {_shown(self.error)}",
+                *align_columns(cells, left=4),
+                f"{total}; error of the outputs {_format_error(self.error)}",
             ]
         )
 
@@ -118,15 +119,15 @@ def amp_report(
     rules: Mapping[Any, Rule] = default_amp_rules,
     **kwargs: Any,
 ) -> AmpReport:
-    """Run a function on these arguments as written and under `amp`, and compare.
+    """Compare a function as written with the same under `amp`, on these arguments.
 
-    To see which operation to put into `amp_stop`: for each one how it ran, why, and
-    what relative error it has against the function as written. For the backward pass
-    report on `jax.grad(fun)`.
+    The report says for each operation how it ran, why, and its relative error, and so
+    which operations to put into `amp_stop`. For the backward pass, report on
+    `jax.grad(fun)`.
 
-    Every value is computed both ways in one run, so it takes several times the memory
-    and time of the function; what has effects, such as a callback, runs once, as
-    written. What runs inside a `shard_map` is not measured.
+    Every value is computed both ways in one run, which takes several times the memory
+    and time of the function. An operation with side effects, such as a callback, runs
+    once, as written. Operations inside a `shard_map` are listed but not measured.
 
     Args:
         fun: the function as written, not `amp(fun)`.
@@ -136,7 +137,7 @@ def amp_report(
         **kwargs: its keyword arguments.
 
     Returns:
-        The report, which is data, and prints as a table.
+        The report.
 
     Raises:
         TypeError: as `amp`.
@@ -154,7 +155,8 @@ def amp_report(
     """
     if not callable(fun):
         raise TypeError(
-            f"amp_report: `fun` is {fun!r}, expected a function; its arguments follow."
+            f"amp_report: `fun` is {fun!r}, expected a function; call it as "
+            "amp_report(fun, *args)."
         )
     interpreter = Interpreter(Rules(rules, compute_dtype))
     traced, plan = interpreter.trace(fun, args, kwargs)
@@ -170,15 +172,15 @@ def amp_report(
         )
         for equation, action, line in _operations(traced.closed, plan, "")
     )
-    return AmpReport(_merged(operations), error, rules)
+    return AmpReport(_merge(operations), error, rules)
 
 
 def _operations(
     jaxpr: AnyJaxpr, plan: Plan, around: str
 ) -> Iterator[tuple[Equation, Action, str]]:
-    """Yield the equations that amp has a say in, what became of them, and their lines.
+    """Yield the equations that amp decides on, their actions, and their lines.
 
-    What has no line of its own, inside a function of JAX, has the line `around`.
+    An equation without a line of its own, as in a function of JAX, has that `around`.
     """
     for equation, action in zip(open_jaxpr(jaxpr)[0].eqns, plan.actions, strict=True):
         line = source_line(equation) or around
@@ -186,7 +188,7 @@ def _operations(
             regions = wiring_of(equation).regions
             for region, each in zip(regions, action.regions, strict=True):
                 yield from _operations(region.jaxpr, each.plan, line)
-        # Of an equation with regions, only what its own carry costs.
+        # Of an equation with regions itself, only the cast of its carry is listed.
         if action.how == "same" or (action.regions and action.why != "fix-point"):
             continue
         if any(map(takes_part, (*equation.invars, *equation.outvars))):
@@ -199,8 +201,8 @@ def _how_it_ran(action: Action) -> str:
     return "as_written" if action.rule == "as_written" else "f32"
 
 
-def _merged(operations: Any) -> tuple[AmpOperation, ...]:
-    """Return operations with those together that differ in nothing but their errors."""
+def _merge(operations: Any) -> tuple[AmpOperation, ...]:
+    """Return operations, those merged that differ only in their errors."""
     merged: dict[tuple[str, ...], AmpOperation] = {}
     for each in operations:
         key = (each.primitive, each.line, each.ran, each.why)
@@ -225,5 +227,5 @@ def _own_error(operation: AmpOperation) -> float:
     return operation.own_error if operation.own_error == operation.own_error else -1.0
 
 
-def _shown(error: float) -> str:
+def _format_error(error: float) -> str:
     return "-" if error != error else f"{error:.1e}"

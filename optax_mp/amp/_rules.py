@@ -1,4 +1,4 @@
-"""Which rule each operation follows: the table, and how a user's rules are read."""
+"""Which rule each operation follows: the default table, and the rules of a user."""
 
 import difflib
 from collections.abc import Callable, Hashable, Mapping
@@ -26,7 +26,7 @@ Rule = str | Callable[..., Any]
 
 # What they mean is in the docstring of `amp`.
 WORDS = ("low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written")
-# Keys that name no primitive.
+# Keys that do not name a primitive.
 DEFAULT = "amp_default"
 STOP = "amp_stop"
 RECIPROCAL = "reciprocal"
@@ -57,15 +57,16 @@ default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
     | dict.fromkeys(_F32.split(), "f32")
     # 1 / x, where a small x is a large result.
     | {RECIPROCAL: "f32"}
-    # x @ w + b, where a float32 b would make all that follows float32. It is added in
+    # x @ w + b: a float32 b would make everything that follows float32. It is added in
     # float32, so that its gradient is summed over the batch in float32.
     | {BIAS_ADD: "rounded"}
-    # 256 squared is too much for float16; bfloat16 has the range of float32.
+    # 256 squared overflows float16; bfloat16 has the range of float32.
     | dict.fromkeys(("integer_pow", "square", "one_minus_square"), "f32_if_f16")
     | dict.fromkeys(_WIDEST.split(), "widest")
     | dict.fromkeys(("sort", "optimization_barrier"), "own")
-    # Among what is not listed: scatters (a sum of many small gradients in one place),
-    # reductions by any function, random bits, fft, linear algebra, kernels, callbacks.
+    # Not listed are, among others: scatters, which may sum many small gradients in one
+    # place; reductions by any function; random bits, fft, linear algebra, kernels and
+    # callbacks, which have no 16-bit form that is known to be safe.
     | {DEFAULT: "as_written"}
 )
 
@@ -79,8 +80,8 @@ class Rules:
         if bits(dtype) != 16:
             raise ValueError(
                 f"amp: `compute_dtype` is {dtype.name}, expected bfloat16 or float16; "
-                "wider is what the function does without amp, and 8-bit floats need "
-                "a scale for each tensor."
+                "for a wider dtype call the function without amp; 8-bit floats need a "
+                "scale for each tensor, which amp does not have."
             )
         if not isinstance(rules, Mapping):
             raise TypeError(
@@ -90,9 +91,9 @@ class Rules:
         self.compute_dtype = dtype
         self._by_name: dict[str, Rule] = {DEFAULT: "as_written"}
         for key, rule in rules.items():
-            self._by_name[_name(key)] = _checked(key, rule)
-        # The name of a primitive means the primitive: the backward pass of everything
-        # is in a scope named "transpose".
+            self._by_name[_name(key)] = _check_rule(key, rule)
+        # The name of a primitive is no name of a scope: the whole backward pass is in a
+        # scope named "transpose".
         operations = {RECIPROCAL, BIAS_ADD, *default_amp_rules, *primitive_names()}
         operations |= {key.name for key in rules if isinstance(key, Primitive)}
         by_place = {
@@ -102,17 +103,20 @@ class Rules:
         self._places = Places({STOP: "as_written"} | by_place)
 
     def in_scope(self, equation: Equation, around: Rule | None) -> Rule | None:
-        """Return the rule of the outermost scope with one; `around` is outside all."""
+        """Return the rule of the scopes of an equation; `around` is that outside them.
+
+        The outermost scope with a rule decides.
+        """
         if around is not None:
             return around
         rule = self._places.rule_at(equation)
         if rule is None and has_regions(equation):
-            # The rule of a loop, or of a jit, is that of all inside.
+            # The rule of a loop or a jit applies to everything inside.
             rule = self._by_name.get(equation.primitive.name)
         return rule
 
     def names_at(self, equation: Equation) -> set[str]:
-        """Return the names of all rules that an equation or its place has."""
+        """Return the names of all rules for an equation and for its place."""
         return self._places.names_at(equation) | {equation.primitive.name}
 
     def of(
@@ -139,15 +143,15 @@ class Rules:
     def _named(
         self, equation: Equation, scope: Rule | None, adds_bias: bool
     ) -> tuple[Rule, str]:
-        """Return the rule by name, of the scope or of the primitive."""
+        """Return the rule of the scope or the primitive, and which of them decided."""
         name = equation.primitive.name
         own, why = self._by_name.get(name, self._by_name[DEFAULT]), "rule"
-        # Unless the user has another rule for all that have the name.
+        # A user's own rule for the primitive, unlike the default, has no exceptions.
         if own == "widest" and name == "div" and is_literal(equation.invars[0]):
             own = self._by_name.get(RECIPROCAL, own)
         if own == "widest" and adds_bias:
             own = self._by_name.get(BIAS_ADD, own)
-        # A scope's word is about what amp can choose: an fft has no 16-bit form.
+        # A scope decides only where amp has a choice: an fft has no 16-bit form.
         if scope is not None and (own != "as_written" or callable(scope)):
             own, why = scope, "scope"
         if own == "f32_if_f16":
@@ -159,19 +163,19 @@ class Rules:
 
 
 def unknown_names(names: set[str], seen: set[str]) -> ValueError:
-    """Return the error for rules that name nothing."""
+    """Return the error for rules whose names are found nowhere."""
     known = {*default_amp_rules, *primitive_names(), *seen}
     close = difflib.get_close_matches(min(names), known, n=3)
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
     return ValueError(
         f"amp: `rules` names {', '.join(map(repr, sorted(names)))}, expected a "
-        "primitive of JAX, or a `jax.named_scope` or source line of what the function "
-        "does in this call" + hint
+        "primitive of JAX, or a `jax.named_scope` or source line that the function "
+        "passes in this call" + hint
     )
 
 
 def _is_free(precision: Any) -> bool:
-    """Return whether a product may be done in 16 bits."""
+    """Return whether a product of this `precision` may run in 16 bits."""
     given = precision if isinstance(precision, tuple) else (precision,)
     return all(x in (None, Precision.DEFAULT, Precision.HIGH) for x in given)
 
@@ -188,12 +192,12 @@ def _name(key: Any) -> str:
     )
 
 
-def _checked(key: Any, rule: Any) -> Rule:
+def _check_rule(key: Any, rule: Any) -> Rule:
     name = _name(key)
     if name == "convert_element_type":
         raise ValueError(
-            "amp: `rules` has a rule for convert_element_type, expected none: a change "
-            "of dtype is the function's own, and amp honours it."
+            "amp: `rules` has a rule for convert_element_type, expected none, because "
+            "amp honours the function's own casts; remove the rule."
         )
     if isinstance(rule, Hashable) and (
         callable(rule) or (isinstance(rule, str) and rule in WORDS)

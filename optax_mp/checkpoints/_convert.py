@@ -1,4 +1,4 @@
-"""convert_opt_state: a live run's state for another form of the same optimizer."""
+"""convert_opt_state: a run's state for another form of the same optimizer."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,57 +7,60 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._inner_view import without_aliases
+from optax_mp._inner import as_transformation, without_aliases
 from optax_mp._jax._traced import Traced
 from optax_mp._leaves import Leaves, is_absent
+from optax_mp._states import find_states, map_states
 from optax_mp._tree import PyTree, cast_floating, describe, is_array, is_floating, place
+from optax_mp.compact import LowBitState, StochasticRoundingState
 from optax_mp.compact._blocks import Quantized, dequantize, quantize
-from optax_mp.compact._low_bit import LowBitState
-from optax_mp.compact._stochastic import StochasticRoundingState
-from optax_mp.loss_scale._transform import LossScaleState
+from optax_mp.loss_scale import LossScaleState
 from optax_mp.masters._access import (
-    MixedPrecisionState,
+    check_param_is_trained,
     master_params,
-    mixed_precision_states,
+    match_stored,
+    replace_stored,
 )
-from optax_mp.masters.storage._contract import check_carrier, storage_of
+from optax_mp.masters._state import MixedPrecisionState, check_storage_known
 
 _CALLER = "convert_opt_state"
 _WRAPPERS = (MixedPrecisionState, LowBitState, StochasticRoundingState, LossScaleState)
 
 
 def convert_opt_state(
-    state: optax.OptState,
+    opt_state: optax.OptState,
+    params: optax.Params,
     from_tx: optax.GradientTransformation,
     to_tx: optax.GradientTransformation,
-    params: optax.Params,
 ) -> optax.OptState:
     """Return a run's optimizer state in the form that another transformation keeps.
 
-    Between plain optax in float32, `mixed_precision` with any storage, `low_bit_state`,
-    `stochastic_rounding` and a loss scale around, whichever side has which: counts and
-    moments go over, masters and moments are encoded anew. Both transformations must
-    have the same optimizer inside. What only the new form has (a scale, say) starts as
-    its `init` has it; what only the old one had is dropped.
+    Both transformations must have the same optimizer inside. Around it either may have
+    `mixed_precision` with any storage, `low_bit_state`, `stochastic_rounding` and a
+    loss scale, or none of them. Counts are copied, masters and moments are encoded
+    again. What only the new form has, such as a loss scale, starts as in its `init`;
+    what only the old form had is dropped.
 
-    The params stay as they are, with two exceptions that are the caller's to make. From
-    float32 params to 16-bit ones: convert first, with `param_dtype` in `to_tx` (so the
-    masters keep every bit), then cast. To plain float32: go on with
-    `master_params(state, params)` as params, or from `stochastic_rounding`, which has
-    none, with the params cast.
+    This function does not change the params. Two conversions need it afterwards:
+
+    - from float32 params to 16-bit params: pass `param_dtype` in `to_tx`, so that the
+      masters keep every bit, convert, then cast the params;
+    - to plain float32: continue with `master_params(opt_state, params)` as the params,
+      or after `stochastic_rounding`, which has no masters, with the params cast.
 
     Args:
-        state: of the run, made by `from_tx`.
-        from_tx: the transformation that the run had until now.
-        to_tx: the one that it is to go on with.
-        params: the params that belong to `state`.
+        opt_state: the state of the run, made by `from_tx`.
+        params: the params that belong to `opt_state`.
+        from_tx: the transformation that the run has used so far.
+        to_tx: the transformation to continue with.
 
     Returns:
-        A state of `to_tx`; it shares no buffer with `state` or `params`.
+        A state of `to_tx`. It shares no buffer with `opt_state` or `params`.
 
     Raises:
-        ValueError: if `state` is not one of `from_tx`, or if the two transformations
-            have not the same optimizer inside.
+        TypeError: if `params` or a transformation is of another kind.
+        ValueError: if `opt_state` is not a state of `from_tx`, or if the two
+            transformations have different optimizers inside.
 
     Example:
         >>> import jax.numpy as jnp
@@ -70,118 +73,151 @@ def convert_opt_state(
         >>> after = optax_mp.mixed_precision(
         ...     optax_mp.low_bit_state(adamw), storage=optax_mp.Split(bits=8)
         ... )
-        >>> state = optax_mp.convert_opt_state(state, before, after, params)
+        >>> state = optax_mp.convert_opt_state(state, params, before, after)
         >>> state.master_params["w"].dtype.name
         'int8'
     """
-    _check_made_by(state, from_tx, params)
-    has_masters = bool(mixed_precision_states(state))
-    wrappers = _wrappers(state)
-    truth = master_params(state, params) if has_masters else params
-    if StochasticRoundingState in wrappers:
-        truth = cast_floating(truth, jnp.float32)  # as its optimizer saw them
+    if isinstance(params, optax.GradientTransformation):
+        raise TypeError(
+            f"{_CALLER}: `params` is a {type(params).__name__}, expected the params; "
+            "`convert_opt_state(state, from_tx, to_tx, params)` is now "
+            "`convert_opt_state(opt_state, params, from_tx, to_tx)`."
+        )
+    from_tx = as_transformation(from_tx, _CALLER, "from_tx")
+    to_tx = as_transformation(to_tx, _CALLER, "to_tx")
+    _check_made_by(opt_state, from_tx, params)
+    wrappers = {kind: find_states(opt_state, kind) for kind in _WRAPPERS}
+    has_masters = bool(wrappers[MixedPrecisionState])
+    truth = master_params(opt_state, params) if has_masters else params
+    if wrappers[StochasticRoundingState]:
+        truth = cast_floating(truth, jnp.float32)  # as the inner optimizer saw them
     template = to_tx.init(params)
-    if not mixed_precision_states(template):
-        # The moments of a bare optimizer have the dtype of its params.
+    if not find_states(template, MixedPrecisionState):
+        # Without masters the moments have the dtype of the params that `init` is given.
         template = to_tx.init(truth)
-    values = _matched(_bare(state), _bare(template))
+    values = _match(
+        _unwrap(opt_state),
+        _unwrap(template),
+        "the optimizer's part of `opt_state`",
+        "that of `to_tx`",
+    )
+    own = {kind: found[0][1] for kind, found in wrappers.items() if found}
     masters = (truth, params) if has_masters else None
-    filled = _filled(template, iter(values), wrappers, masters)
-    # What came from `state` or `params` as it was must not be donated twice.
-    return without_aliases(filled, (state, params))
+    filled = _fill(template, iter(values), own, masters)
+    # Arrays that were not changed are copied, so that all three can be donated.
+    return without_aliases(filled, (opt_state, params))
 
 
-def _is_wrapped(node: Any) -> bool:
-    return isinstance(node, _WRAPPERS) or isinstance(node, Quantized)
-
-
-def _bare(state: optax.OptState) -> PyTree:
+def _unwrap(state: optax.OptState) -> PyTree:
     """Return the state of the optimizer inside, without our wrappers and codes."""
 
-    def unwrapped(node: Any) -> Any:
+    def unwrap(node: Any) -> Any:
         if isinstance(node, Quantized):
             return dequantize(node)
-        return _bare(node.inner_state) if isinstance(node, _WRAPPERS) else node
+        return node.inner_state
 
-    return jax.tree.map(unwrapped, state, is_leaf=_is_wrapped)
-
-
-def _wrappers(state: optax.OptState) -> dict[type, Any]:
-    """Return the wrappers in a state, by their type."""
-    found: dict[type, Any] = {}
-
-    def collect(node: Any) -> None:
-        if isinstance(node, _WRAPPERS):
-            found.setdefault(type(node), node)
-            jax.tree.map(collect, node.inner_state, is_leaf=_is_wrapped)
-
-    jax.tree.map(collect, state, is_leaf=_is_wrapped)
-    return found
+    return map_states(unwrap, state, (*_WRAPPERS, Quantized))
 
 
-def _filled(
+def _fill(
     template: PyTree,
     values: Iterator[Any],
     wrappers: dict[type, Any],
     masters: tuple[PyTree, PyTree] | None,
 ) -> Any:
-    """Return the template with `values` in the place of the bare optimizer's leaves."""
+    """Return the template with `values` for the leaves of the bare optimizer.
+
+    Args:
+        template: a state of the new form.
+        values: the leaves of the bare optimizer's state, in order.
+        wrappers: the states of our wrappers in the old form, by their type.
+        masters: the masters and the params of the run, if it had masters.
+    """
 
     def fill(node: Any) -> Any:
         if isinstance(node, Quantized):
             return quantize(next(values), node, None)
         if not isinstance(node, _WRAPPERS):
+            # `map` visits leaves in their order, which is also that of `values`.
             value = next(values)
             return value.astype(node.dtype) if is_floating(value) else value
         own = node
         if isinstance(node, MixedPrecisionState):
-            own = node._replace(master_params=_encoded(node.master_params, masters))
+            own = _encode_masters(node, masters)
         elif type(node) in wrappers:
             own = wrappers[type(node)]
-        inner_state = _filled(node.inner_state, values, wrappers, masters)
+        inner_state = _fill(node.inner_state, values, wrappers, masters)
         return own._replace(inner_state=inner_state)
 
-    return jax.tree.map(fill, template, is_leaf=_is_wrapped)
+    kinds = (*_WRAPPERS, Quantized)
+    return jax.tree.map(fill, template, is_leaf=lambda node: isinstance(node, kinds))
 
 
-def _encoded(stored: PyTree, masters: tuple[PyTree, PyTree] | None) -> PyTree:
-    """Return masters in the form of `stored`; without any, as `init` made them."""
+def _encode_masters(
+    template: MixedPrecisionState, masters: tuple[PyTree, PyTree] | None
+) -> MixedPrecisionState:
+    """Return `template` with the masters of the run, if it had any.
+
+    Without masters `init` has made them from the params.
+    """
     if masters is None:
-        return stored
-    kept = Leaves.of(
-        stored, caller=_CALLER, name="the masters of `to_tx`", absent_too=True
-    )
-    truth, params = (kept.match(tree, "`params`") for tree in masters)
-    encoded = list(kept.values)
-    for i, (old, param) in enumerate(zip(kept.values, params, strict=True)):
-        if is_absent(old):
+        return template
+    truth, params = masters
+    storage = check_storage_known(template, _CALLER)
+    leaves = Leaves.of(params, caller=_CALLER, name="`params`")
+    values = leaves.match(truth, "the masters")
+    encoded = match_stored(leaves, template)
+    for i, stored in enumerate(encoded):
+        if is_absent(stored):
             continue
-        storage = storage_of(old)
-        check_carrier(storage, param, f"{_CALLER}: param {place(kept.paths[i])}")
-        encoded[i] = storage.encode(_as_master(truth[i], old), param, param.dtype)
-    return kept.unflatten(encoded)
-
-
-def _as_master(master: jax.Array, stored: jax.Array) -> jax.Array:
-    return master.astype(stored.dtype if is_floating(stored) else jnp.float32)
+        param = leaves.values[i]
+        if storage.param_is_part:
+            where = f"{_CALLER}: param {place(leaves.paths[i])}"
+            check_param_is_trained(storage, param, where)
+        # What is stored need not have the dtype of the master: only `decode` knows it.
+        dtype = jax.eval_shape(storage.decode, stored, param).dtype
+        encoded[i] = storage.encode(values[i].astype(dtype), param)
+    return replace_stored(leaves, template, encoded)
 
 
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:
+    # Traced, since `init` would allocate a second state.
     traced = Traced.of(tx.init, params)
     expected = traced.treedef.unflatten(traced.outputs)
-    # Not the dtype of floats, which some optimizers change at their first step.
-    _matched(state, expected, "`state`", "a state of `from_tx`", kinds_too=True)
+    made_by, wanted = (
+        [
+            check_storage_known(node, _CALLER)
+            for _, node in find_states(tree, MixedPrecisionState)
+        ]
+        for tree in (state, expected)
+    )
+    if made_by != wanted:
+        raise ValueError(
+            f"{_CALLER}: the masters in `opt_state` were stored by {made_by or None}, "
+            f"expected {wanted or None}, the storage of `from_tx`; pass as `from_tx` "
+            "the transformation that made `opt_state`."
+        )
+    # Float dtypes may differ: some optimizers change them at their first step.
+    _match(state, expected, "`opt_state`", "a state of `from_tx`", kinds_too=True)
 
 
-def _matched(
+def _match(
     state: PyTree,
     template: PyTree,
-    name: str = "the optimizer's part of `state`",
-    template_name: str = "that of `to_tx`",
+    name: str,
+    template_name: str,
     *,
     kinds_too: bool = False,
 ) -> list[Any]:
-    """Return the leaves of `state`, once they are known to be like those of another."""
+    """Return the leaves of `state`; raise if they do not fit those of `template`.
+
+    Args:
+        state: a state.
+        template: a state, or a description of one.
+        name: what an error calls `state`.
+        template_name: what an error calls `template`.
+        kinds_too: whether integers must stay integers of the same dtype, and so on.
+    """
     expected = Leaves.of(template, caller=_CALLER, name=template_name)
     found = expected.match(state, name)
     for path, want, leaf in zip(expected.paths, expected.values, found, strict=True):
@@ -194,7 +230,7 @@ def _matched(
             raise ValueError(
                 f"{_CALLER}: {name} is {describe(leaf)} at {place(path)}, expected "
                 f"{describe(want)} as {template_name} has it; both transformations "
-                "must have the same optimizer inside, and `from_tx` and `params` be "
-                "those that `state` belongs to."
+                "must have the same optimizer inside, and `opt_state` must belong "
+                "to `from_tx` and `params`."
             )
     return found

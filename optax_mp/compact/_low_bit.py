@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from optax_mp._inner_view import without_aliases
-from optax_mp._jax._placement import laid_as_params
-from optax_mp._transformation import as_transformation
+from optax_mp._first_edition import name_new_field
+from optax_mp._inner import as_transformation, without_aliases
+from optax_mp._jax._placement import place_like_params
 from optax_mp._tree import PyTree
 from optax_mp.compact._blocks import (
     dequantize,
@@ -21,7 +21,6 @@ from optax_mp.compact._blocks import (
 from optax_mp.compact._code_choice import choose_codes
 from optax_mp.compact._code_format import CodeFormat
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
-from optax_mp.compact._renamed import renamed_field
 
 # Makes the random numbers differ from those of a `stochastic_rounding` around this with
 # the same seed.
@@ -53,7 +52,7 @@ class LowBitState(NamedTuple):
     step_count: jax.Array
     inner_state: optax.OptState
 
-    __getattr__ = renamed_field("step", "step_count")
+    __getattr__ = name_new_field
 
 
 def low_bit_state(
@@ -118,7 +117,7 @@ def low_bit_state(
         >>> adamw = optax_mp.low_bit_state(optax.adamw(1e-3))
         >>> tx = optax_mp.mixed_precision(adamw, storage=optax_mp.Split(bits=8))
         >>> params = {"w": jnp.ones((256, 256), jnp.bfloat16)}
-        >>> report = optax_mp.memory_report(params, tx.init(params))
+        >>> report = optax_mp.memory_report(tx.init(params), params)
         >>> round(report.bytes_per_weight, 3)
         5.125
 
@@ -135,7 +134,7 @@ def low_bit_state(
         )
 
     def init_fn(params: optax.Params) -> LowBitState:
-        state = laid_as_params(inner.init(params), params)
+        state = place_like_params(inner.init(params), params)
         chosen = choose_codes(inner, params, state, code_format, min_size)
         leaves, treedef = jax.tree.flatten(state)
         for i, codes in enumerate(chosen):

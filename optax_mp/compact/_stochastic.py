@@ -7,16 +7,21 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._dtypes import bits
-from optax_mp._inner_view import in_precision_of, own_master, without_aliases
-from optax_mp._jax._choose import is_marked, step_where
-from optax_mp._jax._placement import laid_as_params
+from optax_mp._first_edition import name_new_field
+from optax_mp._inner import (
+    as_transformation,
+    in_precision_of,
+    own_master,
+    without_aliases,
+)
+from optax_mp._jax._choose import choose_step
+from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._transformation import as_transformation
 from optax_mp._tree import describe, is_floating, is_inexact, place
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
-from optax_mp.compact._renamed import renamed_field
 from optax_mp.compact._rounding import round_stochastically
-from optax_mp.masters._checks import check_gradient, check_step
+from optax_mp.loss_scale._mark import is_unmarked
+from optax_mp.masters._checks import check_gradient, check_update
 
 
 class StochasticRoundingState(NamedTuple):
@@ -42,7 +47,7 @@ class StochasticRoundingState(NamedTuple):
     step_count: jax.Array
     inner_state: optax.OptState
 
-    __getattr__ = renamed_field("step", "step_count")
+    __getattr__ = name_new_field
 
 
 def stochastic_rounding(
@@ -107,7 +112,7 @@ def stochastic_rounding(
                     '`update_dtype="params"`.'
                 )
         seen = leaves.unflatten(map(_in_float32, leaves.values))
-        inner_state = laid_as_params(inner.init(seen), seen)
+        inner_state = place_like_params(inner.init(seen), seen)
         inner_state = without_aliases(inner_state, leaves.values)
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner_state)
 
@@ -150,7 +155,7 @@ def stochastic_rounding(
                 moved[i] = change
                 if is_absent(change):
                     continue
-                check_step(path, param, grads[i], change, "stochastic_rounding")
+                check_update(path, param, grads[i], change, "stochastic_rounding")
                 if _is_narrow(param):
                     target: Any = optax.apply_updates(seen[i], change)
                     rounded = _round(target, param.dtype, keys[i])
@@ -158,9 +163,7 @@ def stochastic_rounding(
             count = jnp.asarray(optax.safe_increment(state.step_count))
             return leaves.unflatten(moved), StochasticRoundingState(count, inner_state)
 
-        marked = is_marked(updates) if any(map(_is_narrow, leaves.values)) else False
-        proceed = True if marked is False else jnp.logical_not(marked)
-        return step_where(proceed, step, state)
+        return choose_step(is_unmarked(updates), step, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -1,4 +1,4 @@
-"""check_replicas: whether what should be the same on all devices is."""
+"""check_replicas: whether all devices hold the same values."""
 
 import zlib
 from collections import defaultdict
@@ -15,14 +15,14 @@ from optax_mp._tree import PyTree, describe, is_array, place
 
 
 class _Replica(NamedTuple):
-    """One copy of a part of a leaf; all are integers, to be sent.
+    """One copy of a leaf or of one of its shards, in integers that can be sent.
 
     Attributes:
-        leaf: the number of the leaf.
-        part: a checksum of which part of the leaf it is.
-        checksum: of its bytes.
-        process: that holds it.
-        device: on which it is; 0 for what is on none.
+        leaf: the index of the leaf.
+        part: a checksum of the bounds of the shard.
+        checksum: a checksum of the values.
+        process: the process that holds the copy.
+        device: the device that holds it; 0 for an array on the host.
     """
 
     leaf: int
@@ -35,21 +35,21 @@ class _Replica(NamedTuple):
 def check_replicas(tree: PyTree) -> None:
     """Raise unless all devices and processes hold the same bits of `tree`.
 
-    Ranks that start from other params, or went apart since, train on without an error,
-    each towards its own weights. Here each process takes checksums of what it holds,
-    and all compare them: of arrays that are replicated, or that each process has for
-    itself, every copy must be the same; of sharded ones, every copy of a shard.
+    Ranks that start from different params, or that drift apart later, train without any
+    error, each towards its own weights. This function compares checksums between all
+    processes: every copy of a replicated array must be the same, and every copy of a
+    shard.
 
-    Call it outside of `jit`, on all processes alike, after `init`, after loading a
-    checkpoint, or once in a thousand steps: it copies what it looks at to the host.
+    Call it outside `jit`, on every process, after `init`, after loading a checkpoint,
+    or every thousand steps. It copies all arrays to the host.
 
     Args:
         tree: params, an optimizer state, or both.
 
     Raises:
         TypeError: if called under `jit`.
-        ValueError: if copies differ, or the processes hold other trees: the same error
-            on every process.
+        ValueError: if copies differ, or if the processes hold different trees. Every
+            process raises the same error.
 
     Example:
         >>> import jax.numpy as jnp
@@ -70,31 +70,34 @@ def check_replicas(tree: PyTree) -> None:
             )
     names = [f"{place(path)}, which is {describe(leaf)}," for path, leaf in leaves]
     _check_same_tree(names)
-    copies = [r for i, (_, leaf) in enumerate(leaves) for r in _replicas(i, leaf)]
-    differing = _differing(_from_all_processes(copies))
+    copies = [r for i, (_, leaf) in enumerate(leaves) for r in _replicas_of(i, leaf)]
+    differing = _find_differing(_gather_replicas(copies))
     if differing:
         shown = [f"{names[leaf]} on {who}" for leaf, who in differing[:3]]
         more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise ValueError(
-            f"check_replicas: not the same everywhere: {'; '.join(shown)}{more}. Make "
-            "them on all processes from one seed or one checkpoint, or send those of "
-            "one to all with jax.experimental.multihost_utils.broadcast_one_to_all."
+            f"check_replicas: copies differ: {'; '.join(shown)}{more}, expected the "
+            "same bits everywhere. Make them on all processes from one seed or one "
+            "checkpoint, or send those of one process to the others with "
+            "jax.experimental.multihost_utils.broadcast_one_to_all."
         )
 
 
 def _check_same_tree(names: list[str]) -> None:
+    # Before the copies are gathered: processes with different trees would compare the
+    # wrong leaves, or wait for each other forever.
     own = np.array([zlib.crc32("\n".join(names).encode()), len(names)], np.uint32)
     found = _gather(own)
     others = [i for i, seen in enumerate(found) if (seen != found[0]).any()]
     if others:
         raise ValueError(
-            f"check_replicas: processes {others} hold a tree of other leaves, dtypes "
-            f"or shapes than process 0. This process has {len(names)} arrays, the "
-            f"first {names[0] if names else 'none'}; expected the same on all."
+            f"check_replicas: processes {others} hold other leaves, dtypes or shapes "
+            f"than process 0. This process has {len(names)} arrays, the first "
+            f"{names[0] if names else 'none'}; expected the same tree on every process."
         )
 
 
-def _replicas(number: int, leaf: Any) -> list[_Replica]:
+def _replicas_of(number: int, leaf: Any) -> list[_Replica]:
     """Return the copies of a leaf, or of its shards, that this process holds."""
     process = jax.process_index()
     if not isinstance(leaf, jax.Array):
@@ -118,12 +121,13 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[Any]:
 
 
 def _checksum(array: np.ndarray) -> int:
+    # Of the bits, so that NaN equals itself and 0.0 differs from -0.0.
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def _from_all_processes(copies: list[_Replica]) -> list[_Replica]:
+def _gather_replicas(copies: list[_Replica]) -> list[_Replica]:
     counts = _gather(np.array([len(copies)], np.uint32))[:, 0]
-    # All send arrays of one shape: empty rows, cut off again, make up for the rest.
+    # All processes must send arrays of one shape: pad with rows, and cut them off.
     own = np.zeros((max(counts), len(_Replica._fields)), np.uint32)
     own[: len(copies)] = np.array(copies, np.uint32).reshape(-1, own.shape[1])
     rows = zip(_gather(own), counts, strict=True)
@@ -131,21 +135,21 @@ def _from_all_processes(copies: list[_Replica]) -> list[_Replica]:
 
 
 def _gather(own: np.ndarray) -> np.ndarray:
-    """Return what all processes hand in here, along a first axis."""
+    """Return the arrays of all processes, stacked along a new first axis."""
     if jax.process_count() == 1:
         return own[None]
     return np.asarray(multihost_utils.process_allgather(own))
 
 
-def _differing(copies: list[_Replica]) -> list[tuple[int, str]]:
-    """Return the leaves whose copies differ, each with who has other bits than most."""
+def _find_differing(copies: list[_Replica]) -> list[tuple[int, str]]:
+    """Return each leaf whose copies differ, and which copies differ from most."""
     groups: dict[tuple[int, int], list[_Replica]] = defaultdict(list)
     for copy in copies:
         groups[copy.leaf, copy.part].append(copy)
     found: dict[int, str] = {}
     for (leaf, _), group in groups.items():
         sums = [copy.checksum for copy in group]
-        # Of as many on either side, the first are right.
+        # If two values are equally common, the first one counts as right.
         usual = max(dict.fromkeys(sums), key=sums.count)
         odd = [copy for copy in group if copy.checksum != usual]
         if odd:

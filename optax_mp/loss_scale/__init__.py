@@ -1,1 +1,48 @@
-"""Loss scaling: the rule, the transform, loss scales as values, scaled gradients."""
+"""Loss scaling: keep small float16 gradients from becoming 0.
+
+The loss is multiplied by a factor, the loss scale, before it is differentiated, and the
+gradients are divided by it before they reach the optimizer. A step with a non-finite
+gradient is skipped and lowers the scale; a long run of finite steps raises it.
+
+The names below are the public ones. One module each:
+
+- `_rule`: how the scale grows and shrinks, as a pure function of three counters.
+- `_unscale`: multiply and divide trees by a scale in float32, and check them.
+- `_state`: `LossScaleState`, and how to find it in any optimizer state.
+- `_transform`: `dynamic_loss_scale` and `static_loss_scale`, for optax.
+- `_overwrite`: leaves that are set to their gradient, as flax's fp8 layers have them.
+- `_mark`: how a link in a chain tells later links that a step is skipped.
+- `_gradients`: gradients of a scaled loss, for loops with an optimizer state.
+- `_values`, `_retries`: the same rule for loops without an optimizer state.
+- `_check`: `check_loss_scale`, for a person who watches a run.
+- `_settings`: checks of the numbers that a user gives.
+"""
+
+from optax_mp.loss_scale._check import check_loss_scale
+from optax_mp.loss_scale._gradients import scale_loss, value_and_grad
+from optax_mp.loss_scale._retries import (
+    dynamic_scale_grad,
+    dynamic_scale_value_and_grad,
+)
+from optax_mp.loss_scale._state import LossScaleState, loss_scale
+from optax_mp.loss_scale._transform import dynamic_loss_scale, static_loss_scale
+from optax_mp.loss_scale._values import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+)
+
+__all__ = [
+    "DynamicLossScale",
+    "LossScaleState",
+    "NoOpLossScale",
+    "StaticLossScale",
+    "check_loss_scale",
+    "dynamic_loss_scale",
+    "dynamic_scale_grad",
+    "dynamic_scale_value_and_grad",
+    "loss_scale",
+    "scale_loss",
+    "static_loss_scale",
+    "value_and_grad",
+]

@@ -1,4 +1,4 @@
-"""Checks for a person who watches a run, outside of jit."""
+"""A check for a person who watches a run, outside of jit."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 import optax
 
 from optax_mp._tree import nonfinite_paths
-from optax_mp.loss_scale._gradients import loss_scale_state
+from optax_mp.loss_scale._state import loss_scale_state
 
 
 def check_loss_scale(
@@ -14,18 +14,18 @@ def check_loss_scale(
 ) -> None:
     """Raise if too many steps in a row were skipped.
 
-    An overflow goes away as the scale falls; a NaN of the model's own does not. With
-    the defaults, 30 skipped steps take the scale from 65536 to its floor. This waits
-    for the values, so call it every now and then, outside of `jit`.
+    Call it every hundred steps or so, outside `jit`, because it waits for the values.
+    Overflows end as the scale falls; a NaN that the model itself makes does not. With
+    the defaults, 30 skipped steps take the scale from 65536 down to `min_scale`.
 
     Args:
         opt_state: a state with a loss scale in it, at any depth of wrappers.
-        max_skipped: how many skipped steps in a row are all right.
+        max_skipped: how many skipped steps in a row are accepted.
         grads: the last gradients, to name the leaves that are not finite.
 
     Raises:
         FloatingPointError: if more than `max_skipped` steps in a row were skipped; with
-            the counters, the leaves, and what is likely wrong.
+            the counters, the leaves, and the likely cause.
         ValueError: if the state holds no loss scale.
 
     Example:
@@ -34,7 +34,7 @@ def check_loss_scale(
         >>> import optax_mp
         >>> state = optax_mp.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.ones(2))
         >>> optax_mp.check_loss_scale(state)
-        >>> state = state._replace(skipped_in_a_row=jnp.int32(31))
+        >>> state = state._replace(skipped_count=jnp.int32(31))
         >>> optax_mp.check_loss_scale(state)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         FloatingPointError: check_loss_scale: 31 steps in a row ...
@@ -46,15 +46,16 @@ def check_loss_scale(
             "an optimizer with optax_mp.dynamic_loss_scale in it."
         )
     state = jax.device_get(state._replace(inner_state=()))
-    if state.skipped_in_a_row <= max_skipped:
+    if state.skipped_count <= max_skipped:
         return
-    found = " Find the leaves with optax_mp.nonfinite_paths(grads)."
+    leaves = "Find the leaves with optax_mp.nonfinite_paths(grads)."
     if grads is not None:
-        found = f" Leaves: {', '.join(nonfinite_paths(grads)) or 'none in `grads`'}."
+        leaves = f"Leaves: {', '.join(nonfinite_paths(grads)) or 'none in `grads`'}."
     raise FloatingPointError(
-        f"check_loss_scale: {state.skipped_in_a_row} steps in a row had non-finite "
-        f"gradients and were skipped (allowed: {max_skipped}; {state.total_skipped} in "
-        f"all), and the loss scale has come to {state.scale:g}. An overflow would have "
-        "gone away as the scale fell: this is a NaN or infinity of the model or its "
-        "data, such as a division by zero or the log of a negative number." + found
+        f"check_loss_scale: {state.skipped_count} steps in a row had non-finite "
+        f"gradients and were skipped (allowed: {max_skipped}; skipped since `init`: "
+        f"{state.total_skipped_count}), and the loss scale is down to {state.scale:g}. "
+        "An overflow would have ended as the scale fell, so this is a NaN or infinity "
+        "of the model or its data, such as a division by zero or the log of a negative "
+        f"number. {leaves}"
     )

@@ -1,68 +1,40 @@
 """Loss scaling as an optax transform, around an optimizer or as a link in a chain."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.tree_util import DictKey, GetAttrKey, tree_map_with_path
 
-from optax_mp._dtypes import at_least_float32
-from optax_mp._jax._choose import decided_outside, step_where, unless_held
+from optax_mp._inner import as_transformation
+from optax_mp._jax._choose import choose_step
 from optax_mp._leaves import Leaves
-from optax_mp._transformation import as_transformation
-from optax_mp._tree import finite_quotients, is_floating
+from optax_mp.loss_scale._mark import mark_skipped, register_link
+from optax_mp.loss_scale._overwrite import (
+    hide_overwritten,
+    overwrite,
+    restore_overwritten,
+)
 from optax_mp.loss_scale._rule import (
     ScaleCounters,
     ScaleRule,
-    adjusted,
+    adjust,
     count_up,
-    divided,
     start_counters,
 )
+from optax_mp.loss_scale._settings import (
+    check_count,
+    check_growth_factor,
+    check_number,
+    check_scale,
+)
+from optax_mp.loss_scale._state import LossScaleState
+from optax_mp.loss_scale._unscale import divide, unscale
 
-# Where flax keeps the scales and histories of its fp8 layers.
-_OVERWRITE = "_overwrite_with_gradient"
-
+# From the counters and whether the gradients were finite to the next counters.
 Adjust = Callable[[ScaleCounters, jax.Array], ScaleCounters]
-
-
-class LossScaleState(NamedTuple):
-    """State of `dynamic_loss_scale` and `static_loss_scale`.
-
-    The scale is always finite and within its bounds, and a power of two if it starts as
-    one and its factors are. Structure, shapes and dtypes never change.
-
-    Attributes:
-        scale: the loss scale, a float32 scalar.
-        finite_steps: finite steps in a row, back to 0 when growth is due, an int32
-            scalar.
-        hysteresis_left: overflows until the scale shrinks, an int32 scalar.
-        skipped_in_a_row: steps skipped since the last finite one, an int32 scalar.
-        total_skipped: steps skipped since `init`, an int32 scalar.
-        last_finite: whether the last step was finite, a bool scalar.
-        inner_state: the state of the inner optimizer; empty for a link in a chain.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import optax_mp
-        >>> tx = optax_mp.dynamic_loss_scale(optax.sgd(0.1))
-        >>> state = tx.init(jnp.ones(2))
-        >>> updates, state = tx.update(jnp.array([jnp.inf, 0.0]), state, jnp.ones(2))
-        >>> float(state.scale), int(state.total_skipped), bool(state.last_finite)
-        (32768.0, 1, False)
-    """
-
-    scale: jax.Array
-    finite_steps: jax.Array
-    hysteresis_left: jax.Array
-    skipped_in_a_row: jax.Array
-    total_skipped: jax.Array
-    last_finite: jax.Array
-    inner_state: optax.OptState
 
 
 def dynamic_loss_scale(
@@ -79,31 +51,34 @@ def dynamic_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Unscale gradients, skip steps with non-finite ones, and adapt the scale.
 
-    Float16 gradients under 6e-8 are lost, so the loss is multiplied by a scale (see
-    `value_and_grad` and `scale_loss`) and the gradients are divided by it here, in
-    float32 and by the scale that made them. Where a gradient is infinite or NaN, also
-    one that only unscaling makes so, nothing moves: params, the whole inner state and
-    its counts and keys are bitwise what they were, and the scale shrinks. After
+    For float16, where gradients under 6e-8 become 0. Put it around the optimizer, and
+    take gradients of the scaled loss, with `value_and_grad` or `scale_loss`. Each
+    update divides them by the scale, in float32. If one of them is infinite or NaN, or
+    becomes so when it is divided, the step is skipped entirely: params, inner state,
+    counts and PRNG keys keep their bits, and the scale shrinks. After
     `growth_interval` finite steps in a row the scale grows.
 
-    With `inner`, all of this holds for any optimizer. Without, this is a link for
-    `optax.chain`, which can only hand zeros on: they are negative zeros, by which a
-    `mixed_precision` further on knows a skipped step and stands still, too. Other
-    optimizers see zeros, on which moments decay and counts go on, and so does a
-    `mixed_precision` that finds no master to hold, all params being float32. So
-    wrapping is the stronger form, and the one for params that are sharded under
-    `shard_map`, where no rank can see the whole mark.
+    Without `inner` this is a link for `optax.chain`, which is weaker: it can only hand
+    zeros on. A `mixed_precision` after it knows a skipped step by them (they are
+    negative zeros) and skips it as well. Any other optimizer takes a step with zero
+    gradients, in which moments decay and counts go on. Under `shard_map` with sharded
+    params use the wrapper: no rank sees the gradients of the others.
+
+    Leaves under flax's `_overwrite_with_gradient` (fp8 scales) are neither unscaled nor
+    checked nor optimized: the wrapper's update brings each of them to its gradient, as
+    nearly as one addition can. A link hands their gradients on as they are, so hide
+    these leaves from the optimizer after it, and replace them in the training loop.
 
     Args:
-        inner: the optimizer; or None for a link in a chain.
+        inner: the optimizer; None for a link in a chain.
         init_scale: the scale to start from.
         growth_interval: finite steps in a row after which the scale grows.
-        growth_factor: by what it grows, over 1.
-        backoff_factor: by what it shrinks, under 1.
-        min_scale: where it stops to shrink; may be under 1.
-        max_scale: growth that would pass this is not taken.
-        hysteresis: overflows before it shrinks, from there on at each. Refilled when
-            the scale grows, as in Megatron-LM, not by every finite step.
+        growth_factor: the factor by which it grows, greater than 1.
+        backoff_factor: the factor by which it shrinks, less than 1.
+        min_scale: its lower bound; may be less than 1.
+        max_scale: its upper bound; growth that would pass it does not happen.
+        hysteresis: overflows until the scale shrinks; from then on it shrinks at each.
+            Refilled when growth is due, as in Megatron-LM, not by every finite step.
         axis_name: the mapped axes over which ranks must agree, under `shard_map` or
             `pmap`. Under plain `jit` sharded gradients need nothing.
 
@@ -127,7 +102,7 @@ def dynamic_loss_scale(
         ...     loss, grads = grad(state, params)
         ...     updates, state = tx.update(grads, state, params)
         ...     params = optax.apply_updates(params, updates)
-        >>> int(state.total_skipped), float(state.scale), float(params["w"][0])
+        >>> int(state.total_skipped_count), float(state.scale), float(params["w"][0])
         (3, 8192.0, 1.0)
 
     References:
@@ -135,7 +110,6 @@ def dynamic_loss_scale(
         https://arxiv.org/abs/1710.03740
     """
     rule = ScaleRule(
-        "dynamic_loss_scale",
         growth_interval,
         growth_factor,
         backoff_factor,
@@ -143,12 +117,19 @@ def dynamic_loss_scale(
         max_scale,
         hysteresis,
     )
-    rule.check_start("init_scale", init_scale)
+    _check_settings(rule, init_scale)
 
-    def adjust(counters: ScaleCounters, finite: jax.Array) -> ScaleCounters:
-        return adjusted(rule, counters, finite)
+    def adjust_by_rule(counters: ScaleCounters, finite: jax.Array) -> ScaleCounters:
+        return adjust(rule, counters, finite)
 
-    return _scaling(inner, rule, init_scale, adjust, axis_name)
+    return _loss_scaling(
+        inner,
+        "dynamic_loss_scale",
+        init_scale,
+        hysteresis,
+        adjust_by_rule,
+        axis_name,
+    )
 
 
 def static_loss_scale(
@@ -159,10 +140,10 @@ def static_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Unscale gradients by a constant and skip steps with non-finite ones.
 
-    `dynamic_loss_scale` with a scale that stays; with the default of 1 it just skips.
+    `dynamic_loss_scale` with a scale that stays. With the default of 1 it only skips.
 
     Args:
-        inner: the optimizer; or None for a link in a chain.
+        inner: the optimizer; None for a link in a chain.
         scale: the loss scale.
         axis_name: the mapped axes over which ranks must agree.
 
@@ -181,44 +162,69 @@ def static_loss_scale(
         >>> params = {"w": jnp.ones(2)}
         >>> state = tx.init(params)
         >>> updates, state = tx.update({"w": jnp.array([jnp.nan, 0])}, state, params)
-        >>> updates["w"].tolist(), int(state.total_skipped)
+        >>> updates["w"].tolist(), int(state.total_skipped_count)
         ([-0.0, -0.0], 1)
     """
     if isinstance(inner, (int, float)):
         raise TypeError(
             f"static_loss_scale: `inner` is a {type(inner).__name__}, expected an "
-            "optax gradient transformation; a scale goes by keyword: "
+            "optax gradient transformation; give the scale by keyword: "
             f"`scale={inner!r}`."
         )
-    rule = ScaleRule(
-        "static_loss_scale",
-        min_scale=scale,
-        max_scale=scale,
-        names=(("min_scale", "scale"), ("max_scale", "scale")),
+    check_scale("static_loss_scale: `scale`", scale)
+
+    def only_count(counters: ScaleCounters, finite: jax.Array) -> ScaleCounters:
+        finite_count = jnp.where(finite, count_up(counters.finite_count), 0)
+        return counters._replace(finite_count=finite_count)
+
+    return _loss_scaling(inner, "static_loss_scale", scale, 1, only_count, axis_name)
+
+
+def _check_settings(rule: ScaleRule, init_scale: Any) -> None:
+    """Raise an error that names the first setting that is out of range."""
+    argument = "dynamic_loss_scale: `{}`".format
+    check_count(argument("growth_interval"), rule.growth_interval)
+    check_count(argument("hysteresis"), rule.hysteresis)
+    check_growth_factor(argument("growth_factor"), rule.growth_factor)
+    check_number(
+        argument("backoff_factor"),
+        rule.backoff_factor,
+        "a number between 0 and 1",
+        lambda factor: 0 < factor < 1,
+    )
+    low = check_scale(argument("min_scale"), rule.min_scale)
+    high = check_scale(argument("max_scale"), rule.max_scale)
+    check_number(
+        argument("min_scale"),
+        rule.min_scale,
+        f"at most `max_scale`, which is {high}",
+        lambda scale: scale <= high,
+    )
+    check_number(
+        argument("init_scale"),
+        check_scale(argument("init_scale"), init_scale),
+        f"a scale from `min_scale` {low} to `max_scale` {high}; change one of these",
+        lambda scale: low <= scale <= high,
     )
 
-    def stay(counters: ScaleCounters, finite: jax.Array) -> ScaleCounters:
-        steps = jnp.where(finite, count_up(counters.finite_steps), 0)
-        return counters._replace(finite_steps=steps)
 
-    return _scaling(inner, rule, scale, stay, axis_name)
-
-
-def _scaling(
+def _loss_scaling(
     inner: optax.GradientTransformation | None,
-    rule: ScaleRule,
+    caller: str,
     init_scale: float,
-    adjust: Adjust,
+    hysteresis: int,
+    adjust_counters: Adjust,
     axis_name: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    wrapped = None if inner is None else as_transformation(inner, rule.caller)
+    wrapped = None if inner is None else as_transformation(inner, caller)
 
     def init_fn(params: optax.Params) -> LossScaleState:
-        trained = _hide_overwritten(params)
+        # Moments of what is never optimized would be wasted.
+        trained = hide_overwritten(params)
         return LossScaleState(
-            *start_counters(rule, init_scale),
-            skipped_in_a_row=jnp.int32(0),
-            total_skipped=jnp.int32(0),
+            *start_counters(init_scale, hysteresis),
+            skipped_count=jnp.int32(0),
+            total_skipped_count=jnp.int32(0),
             last_finite=jnp.array(True),
             inner_state=wrapped.init(trained) if wrapped else optax.EmptyState(),
         )
@@ -229,39 +235,46 @@ def _scaling(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
-        _check_arguments(rule.caller, updates, state, params)
-        scaled = _hide_overwritten(updates) if wrapped else updates
-        finite = finite_quotients(scaled, state.scale)
+        _check_arguments(caller, updates, state, params)
+        # By the scale that made the gradients. By the next one, a step after which the
+        # scale grows would have half its size.
+        grads, finite = unscale(hide_overwritten(updates), state.scale)
         if axis_name is not None:
+            # A rank that skipped a step alone would have other params from then on.
             finite = lax.pmin(finite.astype(jnp.int32), axis_name) == 1
-        grads = divided(scaled, state.scale)
         if wrapped is None:
-            out = jax.tree.map(lambda grad: unless_held(finite, grad), grads)
-            inner_state = state.inner_state
-        else:
-            if extra_args.get("grad") is not None:
-                hidden = _hide_overwritten(extra_args["grad"])
-                extra_args["grad"] = divided(hidden, state.scale)
-            trained = _hide_overwritten(params)
+            out = restore_overwritten(mark_skipped(finite, grads), updates)
+            return out, _next_state(state, finite, adjust_counters, state.inner_state)
+        if extra_args.get("grad") is not None:
+            # A line search compares it with the updates and the true loss.
+            hidden = hide_overwritten(extra_args["grad"])
+            extra_args["grad"] = divide(hidden, state.scale)
+        trained = hide_overwritten(params)
 
-            def step(inner_state: Any, update: Any = wrapped.update) -> Any:
-                return update(grads, inner_state, trained, **extra_args)
+        def step(inner_state: Any, update: Any = wrapped.update) -> Any:
+            out, inner_state = update(grads, inner_state, trained, **extra_args)
+            return overwrite(out, updates, params, caller), inner_state
 
-            with decided_outside():
-                out, inner_state = step_where(finite, step, state.inner_state)
-            out = _overwrite(out, finite, updates, params)
-        counters = ScaleCounters(state.scale, state.finite_steps, state.hysteresis_left)
-        return out, LossScaleState(
-            *adjust(counters, finite),
-            skipped_in_a_row=jnp.where(finite, 0, count_up(state.skipped_in_a_row)),
-            total_skipped=jnp.where(
-                finite, state.total_skipped, count_up(state.total_skipped)
-            ),
-            last_finite=finite,
-            inner_state=inner_state,
-        )
+        out, inner_state = choose_step(finite, step, state.inner_state)
+        return out, _next_state(state, finite, adjust_counters, inner_state)
 
+    if wrapped is None:
+        register_link(update_fn)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _next_state(
+    state: LossScaleState, finite: jax.Array, adjust_counters: Adjust, inner_state: Any
+) -> LossScaleState:
+    counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
+    total = state.total_skipped_count
+    return LossScaleState(
+        *adjust_counters(counters, finite),
+        skipped_count=jnp.where(finite, 0, count_up(state.skipped_count)),
+        total_skipped_count=jnp.where(finite, total, count_up(total)),
+        last_finite=finite,
+        inner_state=inner_state,
+    )
 
 
 def _check_arguments(caller: str, updates: Any, state: Any, params: Any) -> None:
@@ -274,38 +287,3 @@ def _check_arguments(caller: str, updates: Any, state: Any, params: Any) -> None
     if params is not None and not isinstance(params, optax.LookaheadParams):
         leaves = Leaves.of(params, caller=caller, name="`params`")
         leaves.match(updates, "the gradients")
-
-
-def _is_overwritten(path: tuple[Any, ...]) -> bool:
-    return any(
-        _OVERWRITE in (getattr(key, "key", None), getattr(key, "name", None))
-        for key in path
-        if isinstance(key, (DictKey, GetAttrKey))
-    )
-
-
-def _hide_overwritten(tree: Any) -> Any:
-    return tree_map_with_path(
-        lambda path, leaf: optax.MaskedNode() if _is_overwritten(path) else leaf, tree
-    )
-
-
-def _overwrite(out: Any, finite: jax.Array, grads: Any, params: Any) -> Any:
-    """Fill in the updates that put the gradient in the place of the param."""
-    leaves = Leaves.of(grads, caller="dynamic_loss_scale", name="the gradients")
-    if not any(map(_is_overwritten, leaves.paths)):
-        return out
-    if params is None:
-        raise ValueError(
-            "dynamic_loss_scale: `params` is None, expected the current params, since "
-            f"leaves under {_OVERWRITE!r} are to be overwritten; call "
-            "`tx.update(grads, state, params)`."
-        )
-    filled = leaves.match(out, "the updates of `inner`")
-    params = leaves.match(params, "`params`")
-    for i, (path, grad) in enumerate(zip(leaves.paths, leaves.values, strict=True)):
-        if _is_overwritten(path):
-            wide = at_least_float32(grad.dtype) if is_floating(grad) else grad.dtype
-            change = jnp.asarray(grad, wide) - jnp.asarray(params[i], wide)
-            filled[i] = unless_held(finite, change)
-    return leaves.unflatten(filled)

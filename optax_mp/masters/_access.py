@@ -1,7 +1,6 @@
-"""Reading and replacing masters, wherever a state holds them."""
+"""Read and replace masters, wherever a state holds them."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,45 +8,23 @@ import optax
 
 from optax_mp._dtypes import round_to
 from optax_mp._jax._arrays import is_traced
-from optax_mp._leaves import Leaves, is_absent
+from optax_mp._leaves import Leaves, expand_absent, is_absent
+from optax_mp._states import find_states, map_states
 from optax_mp._tree import describe, is_floating, place
-from optax_mp.masters.storage._contract import Storage, check_carrier, storage_of
-
-
-class MixedPrecisionState(NamedTuple):
-    """State of `mixed_precision`.
-
-    Its structure, shapes and dtypes are the same at `init` and after every update, so
-    it can be the carry of a `jax.lax.scan` and the template of a checkpoint.
-
-    Attributes:
-        master_params: a tree like the params, with the stored master of each leaf that
-            has one and `optax.MaskedNode()` for each leaf that is its own master.
-        inner_state: the state of the inner optimizer, over masters.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import optax_mp
-        >>> params = {"w": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
-        >>> state = optax_mp.mixed_precision(optax.sgd(0.1)).init(params)
-        >>> state.master_params["w"].dtype.name, state.master_params["norm"]
-        ('float32', MaskedNode())
-    """
-
-    master_params: optax.Params
-    inner_state: optax.OptState
+from optax_mp.masters._state import MixedPrecisionState, check_storage_known
+from optax_mp.masters.storage import Storage
+from optax_mp.masters.storage._contract import dtypes_taken
 
 
 def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
     """Return the params in high precision: the masters, wherever the state holds them.
 
-    What to evaluate, average, export or checkpoint as the true weights. Leaves without
-    a master are returned as they are in `params`.
+    Evaluate, average and export these as the weights. Leaves without a master are
+    returned as they are in `params`.
 
     Args:
-        opt_state: a state with `mixed_precision` in it, at any depth of wrappers; its
-            parts may each hold some of the leaves, as under `optax.partition`.
+        opt_state: a state with `mixed_precision` in it, at any depth of wrappers. Under
+            `optax.partition` it may hold several, each with some of the leaves.
         params: the current params.
 
     Returns:
@@ -65,18 +42,16 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         >>> optax_mp.master_params(tx.init(params), params)["w"].dtype.name
         'float32'
     """
-    result = params
-    for state in _states_of(opt_state, "master_params"):
-        leaves = _masters_of(state, "master_params")
-        now = leaves.match(params, "`params`")
-        so_far = leaves.match(result, "`params`")
-        result = leaves.unflatten(
-            before if is_absent(kept) else _decoded(kept, param, path, "master_params")
-            for path, kept, param, before in zip(
-                leaves.paths, leaves.values, now, so_far, strict=True
-            )
-        )
-    return result
+    caller = "master_params"
+    leaves = Leaves.of(params, caller=caller, name="`params`")
+    result = list(leaves.values)
+    for state in _find_masters(opt_state, caller):
+        storage = check_storage_known(state, caller)
+        for i, stored in enumerate(match_stored(leaves, state)):
+            if not is_absent(stored):
+                where = f"{caller}: param {place(leaves.paths[i])}"
+                result[i] = decode_master(storage, stored, leaves.values[i], where)
+    return leaves.unflatten(result)
 
 
 def replace_master_params(
@@ -85,11 +60,12 @@ def replace_master_params(
     """Return `opt_state` with other masters, such as weights loaded after `init`.
 
     Everything else in the state stays. The next update moves finite params to the new
-    masters; to have them there before, cast: `Policy.cast_to_param(new_master)`. With
-    `Split`, whose masters are the params and what they lack, `params` must be those new
-    ones (outside of `jit` it is an error if they are not). Leaves
-    that are their own master live in the params alone, so set those there. New masters
-    take the sharding of the old.
+    masters. To move them now, cast the params: `Policy.cast_to_param(new_master)`.
+
+    With `Split`, where the param is part of the master, `params` must be the cast new
+    masters (outside of `jit` it is an error if they are not). Leaves that are their own
+    master live in the params alone, so set those there. New masters take the sharding
+    of the old ones.
 
     Args:
         opt_state: a state with `mixed_precision` in it, at any depth of wrappers.
@@ -97,7 +73,7 @@ def replace_master_params(
         new_master: a tree like `params`, in any floating dtype.
 
     Returns:
-        The new state; it shares no buffer with `new_master`.
+        The new state. It shares no buffer with `new_master`.
 
     Raises:
         ValueError: if the state holds no `MixedPrecisionState`, or if a structure or
@@ -115,109 +91,110 @@ def replace_master_params(
         >>> optax_mp.master_params(state, params)["w"].tolist() == loaded["w"].tolist()
         True
     """
-    _states_of(opt_state, "replace_master_params")
+    caller = "replace_master_params"
+    _find_masters(opt_state, caller)
+    leaves = Leaves.of(params, caller=caller, name="`params`")
+    given = leaves.match(new_master, "`new_master`")
 
-    def replaced(path: Any, kept: Any, param: Any, new: Any) -> Any:
-        if is_absent(kept):
-            return kept
-        storage = storage_of(kept)
-        old = _decoded(kept, param, path, "replace_master_params")
-        where = f"replace_master_params: `new_master` at {place(path)}"
-        if not is_floating(new):
-            raise TypeError(
-                f"{where} is {describe(new)}, expected a floating array like the "
-                f"master {describe(old)}."
-            )
-        if new.shape != old.shape:
-            raise ValueError(
-                f"{where} is {describe(new)}, expected the shape of the master "
-                f"{describe(old)}."
-            )
-        if not is_traced(old):
-            new = jax.device_put(new, old.sharding)
-        new = jnp.array(new, old.dtype, copy=True)
-        encoded = storage.encode(new, param, param.dtype)
-        if encoded is not new:
-            _check_carried(storage, new, param, where)
-        return encoded
+    def replace(state: MixedPrecisionState) -> MixedPrecisionState:
+        storage = check_storage_known(state, caller)
+        kept = match_stored(leaves, state)
+        for i, stored in enumerate(kept):
+            if not is_absent(stored):
+                at, param = place(leaves.paths[i]), leaves.values[i]
+                old = decode_master(storage, stored, param, f"{caller}: param {at}")
+                where = f"{caller}: `new_master` at {at}"
+                new = _like_old_master(given[i], old, where)
+                if storage.param_is_part:
+                    _check_param_carries(storage, new, param, where)
+                kept[i] = storage.encode(new, param)
+        return replace_stored(leaves, state, kept)
 
-    def in_state(node: Any) -> Any:
-        if not isinstance(node, MixedPrecisionState):
-            return node
-        leaves = _masters_of(node, "replace_master_params")
-        now = leaves.match(params, "`params`")
-        given = leaves.match(new_master, "`new_master`")
-        return MixedPrecisionState(
-            leaves.unflatten(map(replaced, leaves.paths, leaves.values, now, given)),
-            _map_states(in_state, node.inner_state),
+    return map_states(replace, opt_state, MixedPrecisionState)
+
+
+def match_stored(params: Leaves, state: MixedPrecisionState) -> list[Any]:
+    """Return what a state stores for each param; absent where it stores nothing."""
+    # Under `optax.partition` one `MaskedNode` can stand for a whole branch of params.
+    stored = expand_absent(state.master_params, params.unflatten(params.values))
+    return params.match_subtrees(stored, "the masters in `opt_state`")
+
+
+def replace_stored(
+    params: Leaves, state: MixedPrecisionState, values: list[Any]
+) -> MixedPrecisionState:
+    """Return a state that stores other values for its params: see `match_stored`."""
+    stored = jax.tree.map(
+        lambda old, new: old if is_absent(old) else new,
+        state.master_params,
+        params.unflatten(values),
+        is_leaf=is_absent,
+    )
+    return state._replace(master_params=stored)
+
+
+def decode_master(storage: Storage, stored: Any, param: Any, where: str) -> jax.Array:
+    """Return the master of a param; `where` names the caller and the param."""
+    if storage.param_is_part:
+        check_param_is_trained(storage, param, where)
+    return storage.decode(stored, param)
+
+
+def check_param_is_trained(storage: Storage, param: Any, where: str) -> None:
+    """Raise unless a param that is part of its master has a dtype for that."""
+    if is_floating(param) and storage.takes(param.dtype, jnp.dtype(jnp.float32)):
+        return
+    raise ValueError(
+        f"{where} is {describe(param)}, expected "
+        f"{dtypes_taken(storage, jnp.dtype(jnp.float32))}, since with {storage} the "
+        "param is part of its master. Give the params as they are in training: cast "
+        "them by `Policy.cast_to_param` or `optax_mp.cast_floating`."
+    )
+
+
+def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:
+    """Return a copy of a new master in the dtype and the place of the old one."""
+    if not is_floating(new):
+        raise TypeError(
+            f"{where} is {describe(new)}, expected a floating array like the master "
+            f"{describe(old)}."
         )
+    if new.shape != old.shape:
+        raise ValueError(
+            f"{where} is {describe(new)}, expected the shape of the master "
+            f"{describe(old)}."
+        )
+    if not is_traced(old):
+        new = jax.device_put(new, old.sharding)
+    return jnp.array(new, old.dtype, copy=True)
 
-    return _map_states(in_state, opt_state)
 
-
-def _decoded(kept: Any, param: Any, path: tuple[Any, ...], caller: str) -> jax.Array:
-    """Return the master of a param."""
-    storage = storage_of(kept)
-    check_carrier(storage, param, f"{caller}: param {place(path)}")
-    return storage.decode(kept, param, param.dtype)
-
-
-def _check_carried(storage: Storage, new: Any, param: Any, where: str) -> None:
+def _check_param_carries(storage: Storage, new: Any, param: Any, where: str) -> None:
     """Raise if `param` is not what `new` is rounded to; traced values go unchecked."""
     if is_traced(new) or is_traced(param):
         return
     value = param.astype(new.dtype)
-    # Rounded by the storage, or by a cast: they differ in ties.
-    carries = (value == storage.round(new, param.dtype)) | (
-        value == round_to(new, param.dtype)
-    )
+    # The storage may round ties in another way than a cast does: take either.
+    _, target = storage.advance(storage.encode(new, param), param, new)
+    carries = (value == target) | (value == round_to(new, param.dtype))
     # An infinite param or NaN is its own master.
     if not bool((carries | ~jnp.isfinite(value)).all()):
         raise ValueError(
             f"{where} is {describe(new)}, and its param in `params` {describe(param)} "
-            f"is not what it is rounded to, expected that with {storage}, which keeps "
-            "only what the param lacks. Cast first, with `new_params = "
+            f"is not what it is rounded to, expected that with {storage}, where the "
+            "param is part of the master. Cast first, with `new_params = "
             "optax_mp.cast_floating(new_master, ...)`; then call "
             "`replace_master_params(opt_state, new_params, new_master)` and go on with "
             "`new_params`."
         )
 
 
-def _masters_of(state: MixedPrecisionState, caller: str) -> Leaves:
-    # Under `optax.partition` one `MaskedNode` can stand for a whole branch of params.
-    return Leaves.of(
-        state.master_params,
-        caller=caller,
-        name="the masters in `opt_state`",
-        absent_too=True,
-    )
-
-
-def _map_states(function: Callable[[Any], Any], opt_state: optax.OptState) -> Any:
-    return jax.tree.map(
-        function, opt_state, is_leaf=lambda x: isinstance(x, MixedPrecisionState)
-    )
-
-
-def mixed_precision_states(opt_state: optax.OptState) -> list[MixedPrecisionState]:
-    """Return every `MixedPrecisionState` in a state, at any depth."""
-    found: list[MixedPrecisionState] = []
-
-    def collect(node: Any) -> None:
-        if isinstance(node, MixedPrecisionState):
-            found.append(node)
-            _map_states(collect, node.inner_state)
-
-    _map_states(collect, opt_state)
-    return found
-
-
-def _states_of(opt_state: optax.OptState, caller: str) -> list[MixedPrecisionState]:
-    found = mixed_precision_states(opt_state)
+def _find_masters(opt_state: optax.OptState, caller: str) -> list[MixedPrecisionState]:
+    found = [state for _, state in find_states(opt_state, MixedPrecisionState)]
     if not found:
         raise ValueError(
             f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state "
-            "of an optimizer with optax_mp.mixed_precision in it; without one, the "
-            "params are all that there is."
+            "of an optimizer with optax_mp.mixed_precision in it. This optimizer keeps "
+            "no masters; use `params`."
         )
     return found

@@ -1,1 +1,23 @@
-"""What a model takes and would lose, as tables."""
+"""Reports for people: data that prints as a table.
+
+`memory_report` (`_memory.py`) counts the bytes of params and optimizer state, also of a
+model that is only planned. `gradient_range_report` (`_gradient_range.py`) counts
+gradients by magnitude, and says what each low-precision format (`_formats.py`) would
+lose. `_table.py` aligns columns for all tables of the package.
+"""
+
+from optax_mp.reports._gradient_range import (
+    FormatRange,
+    GradientRangeReport,
+    gradient_range_report,
+)
+from optax_mp.reports._memory import MemoryReport, MemoryRow, memory_report
+
+__all__ = [
+    "FormatRange",
+    "GradientRangeReport",
+    "MemoryReport",
+    "MemoryRow",
+    "gradient_range_report",
+    "memory_report",
+]

@@ -1,10 +1,8 @@
 """gradient_range_report: which low-precision formats the values of a tree fit into."""
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,96 +16,57 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._arrays import has_explicit_axes, is_traced
 from optax_mp._tree import PyTree, describe, is_array, is_floating, place
-from optax_mp.reports._table import aligned
+from optax_mp.reports._formats import (
+    EXPONENT_BIT,
+    FORMATS,
+    Limits,
+    bounds,
+    cuts,
+    limits_of,
+    values_of,
+)
+from optax_mp.reports._table import align_columns
 
-_FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-_EXPONENT_BIT = 23  # The exponent of a float32 begins here.
-_INFINITY = 0xFF << _EXPONENT_BIT
 _MOST_VALUES = 2**32 - 1  # What a uint32 counts.
 _TABLE_WIDTH, _LEAST_PATH_WIDTH = 80, 12
 
 
-class _Limits(NamedTuple):
-    """The bits of the least positive float32 that rounds to each, to nearest even."""
-
-    nonzero: int
-    normal: int
-    overflow: int
-
-
-def _limits(name: str) -> _Limits:
-    dtype = jnp.dtype(name)
-    smallest_normal = np.float32(jnp.finfo(dtype).smallest_normal)
-
-    def first(claim: Callable[[np.ndarray], Any]) -> int:
-        def holds(pattern: int) -> bool:
-            value = np.uint32(pattern).view(np.float32).astype(dtype)
-            return bool(claim(value.astype(np.float32)))
-
-        with np.errstate(over="ignore"):
-            return bisect_left(range(_INFINITY), True, key=holds)
-
-    return _Limits(
-        nonzero=first(lambda rounded: rounded != 0),
-        normal=first(lambda rounded: ~(rounded < smallest_normal)),
-        overflow=first(lambda rounded: ~np.isfinite(rounded)),
-    )
-
-
-# The bits of a float's magnitude, read as an integer, are in the order of the floats.
-# So a bin is an octave, cut in pieces where the rounding of a format changes its kind.
-_LIMITS = {name: _limits(name) for name in _FORMATS}
-_CUTS = sorted({1, *(limit for limits in _LIMITS.values() for limit in limits)})
-_OCTAVES = [exponent << _EXPONENT_BIT for exponent in range(1, 256)]
-_BOUNDS = np.array(sorted([0, *_CUTS, *_OCTAVES]), np.uint32)
-
-
-def _values(patterns: Any) -> np.ndarray:
-    """Return the float32 numbers of these bits, as float64; of infinity, 2^128."""
-    values = np.asarray(patterns, np.uint32).view(np.float32).astype(np.float64)
-    return np.where(np.isinf(values), 2.0**128, values)
-
-
-# All bins but the last, of what is not finite: from _LOWER on and under _UPPER.
-_LOWER, _UPPER = _values(_BOUNDS[:-1]), _values(_BOUNDS[1:])
-
-
 @jax.jit
-def _counts(leaf: jax.Array, loss_scale: jax.Array | None) -> jax.Array:
+def _count(leaf: jax.Array, loss_scale: jax.Array | None) -> jax.Array:
     """Return how many values of an array lie in each bin."""
     values = leaf.astype(jnp.float32)
     if loss_scale is not None:
         values = values / loss_scale
+    # Bits of magnitudes are integers in the order of the floats, so the exponent is the
+    # bin, plus the number of cuts that the value has passed.
     magnitudes = lax.bitcast_convert_type(values, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
-    bins = magnitudes >> _EXPONENT_BIT
-    for cut in _CUTS:
+    bins = magnitudes >> EXPONENT_BIT
+    for cut in cuts():
         bins += magnitudes >= jnp.uint32(cut)
-    # On an explicit mesh it has to be said that all devices get the sum.
+    # On an explicit mesh JAX wants to be told that all devices get the sum.
     mesh = _explicit_mesh(leaf)
     where: dict[str, Any] = (
         {} if mesh is None else {"out_sharding": NamedSharding(mesh, P())}
     )
-    # Without checks of bounds: they take longer to compile than the rest.
-    empty = jnp.zeros(_BOUNDS.size, jnp.uint32)
+    # Without bounds checks, which take longer to compile than the rest.
+    empty = jnp.zeros(len(bounds()), jnp.uint32)
     return empty.at[bins].add(1, mode="promise_in_bounds", **where)
 
 
 def _explicit_mesh(leaf: jax.Array) -> Any:
     """Return the mesh of an array whose type says how it is sharded, or None."""
-    if not hasattr(jax, "typeof"):  # JAX 0.5 has no such types.
-        return None
     mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
     return mesh if has_explicit_axes(mesh) else None
 
 
 @dataclass(frozen=True)
 class FormatRange:
-    """What becomes of values in a format, as shares of all of them.
+    """What happens to values that are cast to a format, as shares of all values.
 
     Attributes:
-        underflow: become 0, and are not 0.
-        subnormal: become a subnormal number, which has fewer bits than others.
-        overflow: become infinite (in float8_e4m3fn NaN), and are finite.
+        underflow: the share that is not 0 and becomes 0.
+        subnormal: the share that becomes a subnormal number, which has fewer bits.
+        overflow: the share that is finite and becomes infinite (in float8_e4m3fn, NaN).
 
     Example:
         >>> import jax.numpy as jnp
@@ -125,17 +84,17 @@ class FormatRange:
 # Compared by identity: arrays have no single answer to `==`.
 @dataclass(frozen=True, eq=False)
 class GradientRangeReport:
-    """How many values of each leaf have which magnitude; printed, a table in percent.
+    """Histograms of the magnitudes in each leaf. Printed, it is a table in percent.
 
-    A pytree of one array, so that it can be made under `jit`, carried by loops and
-    returned. Reports of one tree add up: those that a `scan` stacks are read as one,
-    and `jax.tree.map(jnp.add, a, b)` and `jax.lax.psum` make one of several, as long as
-    no bin comes to 2^32. Methods read the values, so call them outside of `jit`.
+    The report is a pytree of one array: make it under `jit`, carry it through loops,
+    return it. Reports of the same tree add up. Those that a `scan` stacks are read as
+    one, and `jax.tree.map(jnp.add, a, b)` or `jax.lax.psum` adds several, as long as no
+    bin reaches 2^32. The methods read the values, so call them outside `jit`.
 
     Attributes:
-        counts: uint32, an axis of leaves and one of bins: octaves, cut where a format
+        counts: uint32, shape (leaves, bins). A bin is an octave, cut where a format
             rounds to 0, to a subnormal number, or to infinity.
-        paths: where each leaf is, as `jax.tree_util.keystr` writes it.
+        paths: the path of each leaf, as `jax.tree_util.keystr` writes it.
 
     Example:
         >>> import jax
@@ -153,16 +112,16 @@ class GradientRangeReport:
     def in_format(
         self, dtype: DTypeLike, path: str | None = None, *, loss_scale: float = 1.0
     ) -> FormatRange:
-        """Return what becomes of the values in a format, if rounded to nearest.
+        """Return what happens to the values when they are rounded to a format.
 
         Args:
             dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
-            path: one of `paths`; without it, all leaves together.
-            loss_scale: what the values are multiplied by before. Exact for 1, for
-                others to the octave.
+            path: one of `paths`; by default, all leaves together.
+            loss_scale: a factor for the values. The result is exact for 1, and for
+                other factors to the octave.
         """
         _check_loss_scale(loss_scale, "in_format")
-        return _in_format(self._counts_of(path), _limits_of(dtype), loss_scale)
+        return _in_format(self._counts_of(path), _limits_for(dtype), loss_scale)
 
     def zeros(self, path: str | None = None) -> float:
         """Return the share of values that are 0, of a leaf or of all."""
@@ -177,21 +136,21 @@ class GradientRangeReport:
     def best_loss_scale(
         self, dtype: DTypeLike = jnp.float16, *, headroom: float = 4.0
     ) -> float:
-        """Return the power of two by which a format loses least of the values.
+        """Return the power of two with which a format loses the fewest values.
 
-        Of the scales that leave `headroom` above the largest value, those by which the
-        fewest values become 0, among them those by which the fewest become subnormal,
-        and of these the middle one (the largest, if any becomes 0). Values are known to
-        the octave, so that a scale of twice the size may fit, too.
+        It considers the scales that leave `headroom` above the largest value. It
+        prefers those that make the fewest values 0, then those that make the fewest
+        subnormal, and returns the middle one of the rest (the largest, if any value
+        becomes 0). Magnitudes are known to the octave, so twice the scale may fit, too.
 
-        It is the scale for these values. Gradients inside of the backward pass may be
-        larger than those of params, and both change during training, which
-        `dynamic_loss_scale` follows. NaN where there is no finite value but 0. Values
-        that are infinite or NaN say nothing, so take gradients that did not overflow.
+        The scale is for these values only. Gradients within the backward pass can be
+        larger than those of the params, and both change during training;
+        `dynamic_loss_scale` follows them. Infinite values and NaN tell nothing, so use
+        gradients that did not overflow. The result is NaN if every finite value is 0.
 
         Args:
             dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
-            headroom: by what factor values may grow before one overflows.
+            headroom: the factor by which values may grow before one overflows.
         """
         if not headroom >= 1:
             raise ValueError(
@@ -201,8 +160,9 @@ class GradientRangeReport:
         (occupied,) = np.nonzero(counts[1:-1])
         if not occupied.size:
             return math.nan
-        limits = _limits_of(dtype)
-        room = _values(limits.overflow) / (headroom * _UPPER[1 + occupied[-1]])
+        limits = _limits_for(dtype)
+        largest = values_of(bounds()[2 + occupied[-1]])
+        room = values_of(limits.overflow) / (headroom * largest)
         scales = [2.0**exponent for exponent in range(-126, 128)]
         losses = [
             (fit.underflow, fit.subnormal, scale)
@@ -218,12 +178,12 @@ class GradientRangeReport:
         """Draw the histogram of exponents, and the ranges of the formats above it.
 
         Args:
-            axes: those of matplotlib, such as `pyplot.subplots()[1]`. (So that this
-                package needs no matplotlib.)
-            path: one of `paths`; without it, all leaves together.
+            axes: Matplotlib axes, such as `pyplot.subplots()[1]`. (This package does
+                not depend on Matplotlib.)
+            path: one of `paths`; by default, all leaves together.
         """
         counts = self._counts_of(path)
-        octaves = (_BOUNDS[1:-1] >> _EXPONENT_BIT).astype(int)
+        octaves = [bound >> EXPONENT_BIT for bound in bounds()[1:-1]]
         exponents = np.arange(255) - 127
         shares = 100 * np.bincount(octaves, counts[1:-1]) / max(counts.sum(), 1)
         axes.bar(exponents, shares, width=0.9, color="#4477aa")
@@ -231,8 +191,8 @@ class GradientRangeReport:
         first, last = exponents[occupied[[0, -1]]] if occupied.size else (0, 0)
         right = max(last, 17) + 1
         top = shares.max() or 1.0
-        for row, (name, limits) in enumerate(_LIMITS.items()):
-            zero, normal, overflow = np.log2(_values(limits))
+        for row, name in enumerate(FORMATS):
+            zero, normal, overflow = np.log2(values_of(limits_of(name)))
             height, end = top * (1.1 + 0.12 * row), min(overflow, right)
             axes.hlines(height, zero, end, color="#bbbbbb", linewidth=4)
             axes.hlines(height, normal, end, color="#228833", linewidth=4)
@@ -244,7 +204,7 @@ class GradientRangeReport:
                 fontsize="x-small",
             )
         axes.set_xlim(min(first, -28) - 2, right + 14)
-        axes.set_ylim(0, top * (1.15 + 0.12 * len(_LIMITS)))
+        axes.set_ylim(0, top * (1.15 + 0.12 * len(FORMATS)))
         axes.set_xlabel("exponent: log2 of the magnitude")
         axes.set_ylabel("% of values")
         axes.set_title(
@@ -255,20 +215,20 @@ class GradientRangeReport:
 
     def __str__(self) -> str:
         """Return the table."""
-        names = [name.removeprefix("float8_") for name in _FORMATS]
+        names = [name.removeprefix("float8_") for name in FORMATS]
         rows = [("", "values", "inf, NaN", "0", *names)]
         rows += [self._row(path, path) for path in self.paths]
         if len(self.paths) > 1:
             rows.append(self._row("all", None))
-        others = aligned([["", *cells] for _, *cells in rows], left=1)
+        others = align_columns([["", *cells] for _, *cells in rows], left=1)
         width = max(_TABLE_WIDTH - max(map(len, others)), _LEAST_PATH_WIDTH)
-        rows = [(_cut(title, width), *cells) for title, *cells in rows]
-        legend = "% of values; of a format, that underflow / turn subnormal / overflow"
-        return "\n".join([legend, *aligned(rows, left=1), *self._advice()])
+        rows = [(_shorten_path(title, width), *cells) for title, *cells in rows]
+        legend = "% of values; for each format: underflow / subnormal / overflow"
+        return "\n".join([legend, *align_columns(rows, left=1), *self._advice()])
 
     def _row(self, title: str, path: str | None) -> tuple[str, ...]:
         counts = self._counts_of(path)
-        shares = [_in_format(counts, limits, 1.0) for limits in _LIMITS.values()]
+        shares = [_in_format(counts, limits_of(name), 1.0) for name in FORMATS]
         return (
             title,
             f"{counts.sum():,}",
@@ -282,11 +242,11 @@ class GradientRangeReport:
 
     def _advice(self) -> list[str]:
         if math.isnan(self.best_loss_scale()):
-            return ["no loss scale fits: there is no finite value but 0"]
+            return ["no loss scale fits: there is no finite value other than 0"]
         lines = []
         if self.not_finite():
-            lines.append("of the finite values (take gradients that did not overflow):")
-        for name in _FORMATS[1:]:
+            lines.append("of the finite values (use gradients that did not overflow):")
+        for name in FORMATS[1:]:
             scale = self.best_loss_scale(name)
             without, by = (
                 f"{_percent(fit.underflow)}/{_percent(fit.overflow)}%"
@@ -303,11 +263,11 @@ class GradientRangeReport:
         if is_traced(self.counts):
             raise TypeError(
                 f"GradientRangeReport: `counts` is traced ({describe(self.counts)}), "
-                "expected concrete values; return the report from the jitted function, "
+                "expected concrete values; return the report from the jitted function "
                 "and read it outside."
             )
         counts = np.asarray(self.counts).astype(np.int64)
-        counts = counts.reshape(-1, len(self.paths), _BOUNDS.size).sum(0)
+        counts = counts.reshape(-1, len(self.paths), len(bounds())).sum(0)
         if path is None:
             return counts.sum(0)
         if path not in self.paths:
@@ -324,26 +284,26 @@ register_dataclass(GradientRangeReport, ["counts"], ["paths"])
 def gradient_range_report(
     grads: PyTree, *, loss_scale: ArrayLike | None = None
 ) -> GradientRangeReport:
-    """Count the values of each leaf by magnitude, and so what low precision would lose.
+    """Count the values of each leaf by magnitude: what would low precision lose?
 
-    The histogram of the mixed-precision paper, for your own model: which share of each
-    leaf would become 0, subnormal or infinite in bfloat16, float16 and both 8-bit
-    formats, and which loss scale would fit best. One pass over the values; under `jit`
-    take it every hundred steps or so, by `jax.lax.cond`. While it counts it takes 8
-    bytes a value on CPU, which a program reserves: for large models give a few leaves.
+    The report tells which share of each leaf would become 0, subnormal or infinite in
+    bfloat16, float16 and two 8-bit formats, and which loss scale would fit best, as in
+    the histogram of the mixed-precision paper. It takes one pass over the values. Under
+    `jit` make it every hundred steps or so, with `jax.lax.cond`. On CPU counting needs
+    8 bytes per value, which the program reserves: for a large model pass a few leaves.
 
     Args:
         grads: gradients, or any other tree: weights, moments, activations. Leaves that
-            are not real floating arrays are left out. Values are looked at in float32.
-        loss_scale: what the gradients are scaled by, such as `loss_scale(opt_state)`
-            for those of `optax_mp.value_and_grad`; they are divided by it first.
+            are not real floating arrays are left out. Values are cast to float32.
+        loss_scale: the scale of the gradients, such as `loss_scale(opt_state)` for
+            those of `optax_mp.value_and_grad`. They are divided by it first.
 
     Returns:
-        The report: data, a table if printed, and a plot.
+        The report. Print it for a table, or call its `plot`.
 
     Raises:
         ValueError: if `grads` has no floating array, or one too large to count, or if
-            `loss_scale` is no positive finite scalar (unchecked where it is traced).
+            `loss_scale` is not a positive finite scalar (unchecked if traced).
 
     References:
         Micikevicius et al., `Mixed Precision Training
@@ -368,7 +328,7 @@ def gradient_range_report(
         >>> for number in range(3):
         ...     w, report = step(number, w, report)
         >>> print(report)
-        % of values; of a format, that underflow / turn subnormal / overflow
+        % of values; for each format: underflow / subnormal / overflow
                           values  inf, NaN  0  bfloat16  float16   e4m3fn      e5m2
         (the whole tree)   1,000         0  0     0/0/0  57/28/0  100/0/0  77/7.4/0
         float16: best loss scale 2**23: under/overflow 57/0% -> 0/0%
@@ -390,12 +350,12 @@ def gradient_range_report(
         if leaf.size > _MOST_VALUES:
             raise ValueError(
                 f"gradient_range_report: leaf {path} is {describe(leaf)}, expected at "
-                f"most {_MOST_VALUES} values; give slices of it."
+                f"most {_MOST_VALUES} values; pass slices of it."
             )
-    # NumPy's float64 may hold what is infinite as float32, and counts so.
+    # A NumPy float64 can be infinite as float32, and is counted as that.
     with np.errstate(over="ignore"):
         arrays = [jnp.asarray(leaf) for _, leaf in leaves]
-    counts = jnp.stack([_counts(array, loss_scale) for array in arrays])
+    counts = jnp.stack([_count(array, loss_scale) for array in arrays])
     return GradientRangeReport(counts, tuple(path for path, _ in leaves))
 
 
@@ -410,21 +370,22 @@ def _check_loss_scale(loss_scale: Any, caller: str) -> None:
         )
 
 
-def _limits_of(dtype: DTypeLike) -> _Limits:
+def _limits_for(dtype: DTypeLike) -> Limits:
     name = floating_dtype(dtype, "GradientRangeReport: `dtype`").name
-    if name not in _LIMITS:
+    if name not in FORMATS:
         raise ValueError(
             f"GradientRangeReport: `dtype` is {name}, expected one of "
-            f"{', '.join(_FORMATS)}."
+            f"{', '.join(FORMATS)}."
         )
-    return _LIMITS[name]
+    return limits_of(name)
 
 
-def _in_format(counts: np.ndarray, limits: _Limits, loss_scale: float) -> FormatRange:
-    # With a scale of 1 no bin has a limit inside. With others the middle decides, which
-    # puts octaves where nearly all of their values are.
-    middles = loss_scale * (_LOWER + _UPPER)[1:] / 2
-    nonzero, normal, overflow = _values(limits)
+def _in_format(counts: np.ndarray, limits: Limits, loss_scale: float) -> FormatRange:
+    # With a scale of 1 no bin has a limit inside. With others the middle of a bin
+    # decides, which is right for nearly all values of an octave.
+    edges = values_of(bounds()[1:])
+    middles = loss_scale * (edges[:-1] + edges[1:]) / 2
+    nonzero, normal, overflow = values_of(limits)
     finite = counts[1:-1]
     return FormatRange(
         underflow=_share(finite[middles < nonzero].sum(), counts),
@@ -435,7 +396,7 @@ def _in_format(counts: np.ndarray, limits: _Limits, loss_scale: float) -> Format
     )
 
 
-def _cut(path: str, width: int) -> str:
+def _shorten_path(path: str, width: int) -> str:
     """Return the end of a path that is longer than `width`."""
     return path if len(path) <= width else "..." + path[3 - width :]
 

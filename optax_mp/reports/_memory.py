@@ -1,51 +1,49 @@
-"""memory_report: the bytes of params and optimizer state, and what each is for."""
+"""memory_report: the bytes of optimizer state and params, and what they are for."""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import optax
-from jax.tree_util import (
-    DictKey,
-    GetAttrKey,
-    SequenceKey,
-    tree_flatten_with_path,
-    tree_leaves_with_path,
-)
+from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
+from optax_mp._states import find_states, holds_state, owners
 from optax_mp._tree import PyTree, describe, is_array, is_floating, place
 from optax_mp.compact._blocks import Quantized
-from optax_mp.reports._table import aligned
+from optax_mp.masters._state import MixedPrecisionState
+from optax_mp.reports._table import align_columns
 
 _Path = tuple[Any, ...]
 _PARAMS, _SCALES, _REST = "params", "block scales", "rest"
-# Fields that hold the state of another transform and say nothing of what is in it.
+_CODES = GetAttrKey("codes")
+# Fields that hold the state of another transform and do not describe what is in it.
 _WRAPPERS = ("inner_state", "inner_states", "inner_opt_state")
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """What one array of the params or of the optimizer state takes.
+    """The memory of one array of the params or of the optimizer state.
 
     Attributes:
-        role: `"params"`; `"masters"` (full copies) or `"remainders"` (of `Split`); the
-            field of the optimizer's state, such as `"mu"`, `"nu"` or `"trace"`; `"block
-            scales"` of a low-bit state; or `"rest"`: counts, the loss scale, keys and
-            other scalars.
-        path: where it is, in the params or in the state.
-        param: the path of the param that it is of, or `""` where none is evident.
-        dtype: by name.
-        shape: of the whole array, if it is sharded.
-        bytes: what it takes.
-        float32_bytes: what stands for it in plain float32 training.
+        role: `"params"`; `"masters"`, or `"remainders"` where the param holds the rest
+            of its master; the field of the optimizer's state, such as `"mu"`, `"nu"` or
+            `"trace"`; `"block scales"` of a low-bit state; or `"rest"`: counts, the
+            loss scale, keys and other scalars.
+        path: the path of the array in the params or in the state.
+        param: the path of the param that it belongs to, or `""` if it belongs to none.
+        dtype: the name of the dtype.
+        shape: the shape of the whole array, if it is sharded.
+        bytes: the size of the array.
+        float32_bytes: the size of its counterpart in plain float32 training.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optax_mp
         >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
-        >>> row = optax_mp.memory_report(params, optax.adam(1e-3).init(params)).rows[2]
+        >>> row = optax_mp.memory_report(optax.adam(1e-3).init(params), params).rows[2]
         >>> row.role, row.path, row.param, row.dtype, row.bytes, row.float32_bytes
         ('mu', "[0].mu['w']", "['w']", 'bfloat16', 8, 16)
     """
@@ -61,10 +59,10 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What `memory_report` counted; printed, a table of the roles.
+    """What `memory_report` counted. Printed, it is a table of the roles.
 
     Attributes:
-        rows: one for each array, params first.
+        rows: one row for each array, params first.
         weights: the number of elements of the floating params.
 
     Example:
@@ -73,7 +71,7 @@ class MemoryReport:
         >>> import optax_mp
         >>> params = {"w": jnp.ones(1024)}
         >>> state = optax.sgd(0.1, momentum=0.9).init(params)
-        >>> report = optax_mp.memory_report(params, state)
+        >>> report = optax_mp.memory_report(state, params)
         >>> report.total_bytes, report.by_role(), report.by_dtype()
         (8192, {'params': 4096, 'trace': 4096}, {'float32': 8192})
         >>> report.by_leaf()
@@ -95,24 +93,24 @@ class MemoryReport:
 
     @property
     def bytes_per_weight(self) -> float:
-        """All bytes over all weights; NaN where no param is floating."""
+        """All bytes divided by all weights; NaN if no param is floating."""
         return _ratio(self.total_bytes, self.weights)
 
     def by_role(self) -> dict[str, int]:
         """Return the bytes of each role: params first, block scales and rest last."""
         last = {_SCALES: 1, _REST: 2}
-        found = self._summed(lambda row: row.role)
+        found = self._sum_by(lambda row: row.role)
         return dict(sorted(found.items(), key=lambda item: last.get(item[0], 0)))
 
     def by_dtype(self) -> dict[str, int]:
         """Return the bytes in each dtype."""
-        return self._summed(lambda row: row.dtype)
+        return self._sum_by(lambda row: row.dtype)
 
     def by_leaf(self) -> dict[str, int]:
-        """Return the bytes of each param and its state; `""` has those of no param."""
-        return self._summed(lambda row: row.param)
+        """Return the bytes of each param and its state; of no param under `""`."""
+        return self._sum_by(lambda row: row.param)
 
-    def _summed(self, key: Callable[[MemoryRow], str]) -> dict[str, int]:
+    def _sum_by(self, key: Callable[[MemoryRow], str]) -> dict[str, int]:
         found: dict[str, int] = {}
         for row in self.rows:
             found[key(row)] = found.get(key(row), 0) + row.bytes
@@ -120,54 +118,55 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Return the table."""
-        cells = [("role", "dtype", "size", "bytes a weight", "share")]
+        cells = [("role", "dtype", "size", "bytes per weight", "share")]
         for role, count in self.by_role().items():
             dtypes = dict.fromkeys(row.dtype for row in self.rows if row.role == role)
             cells.append((role, ", ".join(dtypes), *self._amounts(count)))
         weights = f"{self.weights:,} weights"
         cells.append(("total", weights, *self._amounts(self.total_bytes)))
-        cells = [(_short(a, 28), _short(b, 34), *rest) for a, b, *rest in cells]
+        cells = [(_shorten(a, 28), _shorten(b, 34), *rest) for a, b, *rest in cells]
         plain, times, _ = self._amounts(self.float32_bytes)
-        ratio = _shown(_ratio(self.float32_bytes, self.total_bytes), ".2f")
+        ratio = _format(_ratio(self.float32_bytes, self.total_bytes), ".2f")
         return "\n".join(
             [
-                *aligned(cells, left=2),
-                f"plain float32: {plain}, {times} bytes a weight ({ratio} times as "
+                *align_columns(cells, left=2),
+                f"plain float32: {plain}, {times} bytes per weight ({ratio} times as "
                 "much)",
             ]
         )
 
     def _amounts(self, count: int) -> tuple[str, str, str]:
         return (
-            _binary(count),
-            _shown(_ratio(count, self.weights), ".2f"),
-            _shown(_ratio(count, self.total_bytes), ".1%"),
+            _format_bytes(count),
+            _format(_ratio(count, self.weights), ".2f"),
+            _format(_ratio(count, self.total_bytes), ".1%"),
         )
 
 
-def memory_report(params: optax.Params, opt_state: optax.OptState) -> MemoryReport:
-    """Count the bytes of params and optimizer state, by what they are for.
+def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryReport:
+    """Count the bytes of optimizer state and params, by what they are for.
 
-    Shapes and dtypes are all it looks at, so the trees may come from `jax.eval_shape`
-    and a model be planned on a machine that could not hold it.
+    Only shapes and dtypes are read. With trees from `jax.eval_shape` you can plan a
+    model on a machine that could not hold it.
 
-    The comparison is plain float32 training with the same optimizer: every floating
-    array of params and state in float32, without masters, remainders and block scales.
-    Integers, keys and complex arrays count as they are. Gradients and activations are
-    not counted.
+    The report compares with plain float32 training by the same optimizer: every
+    floating array of params and state in float32, without masters, remainders and block
+    scales. Integers, keys and complex arrays count as they are. Gradients and
+    activations are not counted.
 
     Args:
-        params: the params: arrays, NumPy arrays or `jax.ShapeDtypeStruct`; leaves that
-            are no arrays take nothing.
-        opt_state: the state of any optax optimizer for them, of the same kinds. Sharded
-            arrays count whole, all devices together, and replicated ones once.
+        opt_state: the state of any optax optimizer for `params`: arrays, NumPy arrays
+            or `jax.ShapeDtypeStruct`. Sharded arrays count whole, all devices together,
+            and replicated ones once.
+        params: the params, of the same kinds. Leaves that are not arrays count as
+            nothing.
 
     Returns:
-        The report, which is data, and prints as a table.
+        The report. Printed, it is a table.
 
     Raises:
         ValueError: if `params` holds no array.
-        TypeError: if `opt_state` is the optimizer itself.
+        TypeError: if `opt_state` is the optimizer itself, or if the state comes second.
 
     Example:
         >>> import jax
@@ -176,75 +175,101 @@ def memory_report(params: optax.Params, opt_state: optax.OptState) -> MemoryRepo
         >>> import optax_mp
         >>> params = {"w": jax.ShapeDtypeStruct((2**15, 2**20), jnp.bfloat16)}
         >>> tx = optax_mp.mixed_precision(optax.adamw(3e-4))
-        >>> print(optax_mp.memory_report(params, jax.eval_shape(tx.init, params)))
-        role     dtype                        size  bytes a weight   share
-        params   bfloat16                 64.0 GiB            2.00   14.3%
-        masters  float32                 128.0 GiB            4.00   28.6%
-        mu       float32                 128.0 GiB            4.00   28.6%
-        nu       float32                 128.0 GiB            4.00   28.6%
-        rest     int32                         4 B            0.00    0.0%
-        total    34,359,738,368 weights  448.0 GiB           14.00  100.0%
-        plain float32: 384.0 GiB, 12.00 bytes a weight (0.86 times as much)
+        >>> print(optax_mp.memory_report(jax.eval_shape(tx.init, params), params))
+        role     dtype                        size  bytes per weight   share
+        params   bfloat16                 64.0 GiB              2.00   14.3%
+        masters  float32                 128.0 GiB              4.00   28.6%
+        mu       float32                 128.0 GiB              4.00   28.6%
+        nu       float32                 128.0 GiB              4.00   28.6%
+        rest     int32                         4 B              0.00    0.0%
+        total    34,359,738,368 weights  448.0 GiB             14.00  100.0%
+        plain float32: 384.0 GiB, 12.00 bytes per weight (0.86 times as much)
     """
-    arrays = {path: x for path, x in tree_leaves_with_path(params) if is_array(x)}
-    if not arrays:
-        raise ValueError(
-            f"memory_report: `params` is a {type(params).__name__} without arrays, "
-            "expected a tree of arrays or of `jax.ShapeDtypeStruct`s; give what "
-            "`tx.init` gets, and the state second."
-        )
-    if isinstance(opt_state, optax.GradientTransformation):
-        raise TypeError(
-            f"memory_report: `opt_state` is a {type(opt_state).__name__}, expected an "
-            "optimizer state; give `tx.init(params)`, or "
-            "`jax.eval_shape(tx.init, params)` to allocate nothing."
-        )
-    rows = [_row(_PARAMS, path, path, x) for path, x in arrays.items()]
-    rows += _state_rows(opt_state, {path: x.shape for path, x in arrays.items()})
-    weights = sum(_size(x) for x in arrays.values() if is_floating(x))
+    _check_arguments(opt_state, params)
+    arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
+    rows = [_row(_PARAMS, path, path, x) for path, x in arrays]
+    rows += _state_rows(opt_state, arrays)
+    weights = sum(_size(x) for _, x in arrays if is_floating(x))
     return MemoryReport(tuple(rows), weights)
 
 
-def _state_rows(opt_state: PyTree, params: dict[_Path, Any]) -> Iterator[MemoryRow]:
-    leaves, _ = tree_flatten_with_path(
-        opt_state, is_leaf=lambda x: isinstance(x, Quantized)
-    )
-    for path, leaf in leaves:
-        if isinstance(leaf, Quantized):
-            before, param = _owner(path, leaf.codes.shape, params)
-            codes, scales = ((*path, GetAttrKey(name)) for name in Quantized._fields)
-            yield _row(_field(before), codes, param, leaf.codes, quantized=True)
-            if leaf.scales is not None:
-                yield _row(_SCALES, scales, param, leaf.scales)
-        elif is_array(leaf):
-            before, param = _owner(path, leaf.shape, params)
-            role = _field(before)
-            if role == "master_params":
-                role = "masters" if is_floating(leaf) else "remainders"
-            elif param is None and not leaf.shape:
-                role = _REST
-            yield _row(role, path, param, leaf)
+def _check_arguments(opt_state: Any, params: Any) -> None:
+    for tree in (opt_state, params):
+        if isinstance(tree, optax.GradientTransformation):
+            raise TypeError(
+                f"memory_report: `opt_state` is a {type(tree).__name__}, expected an "
+                "optimizer state; pass `tx.init(params)`, or "
+                "`jax.eval_shape(tx.init, params)` to allocate nothing."
+            )
+    if _are_swapped(opt_state, params):
+        raise TypeError(
+            f"memory_report: `params` is a {type(params).__name__} that holds the "
+            "optimizer state, expected the state first and the params second; "
+            "`memory_report(params, opt_state)` is now "
+            "`memory_report(opt_state, params)`."
+        )
+    if not any(map(is_array, jax.tree.leaves(params))):
+        raise ValueError(
+            f"memory_report: `params` is a {type(params).__name__} without arrays, "
+            "expected a tree of arrays or of `jax.ShapeDtypeStruct`s; pass what "
+            "`tx.init` gets."
+        )
 
 
-def _owner(
-    path: _Path, shape: Any, params: dict[_Path, Any]
-) -> tuple[_Path, _Path | None]:
-    """Return the part of a state's path before the path of a param, and the latter.
+def _are_swapped(opt_state: Any, params: Any) -> bool:
+    if holds_state(opt_state) or holds_state(params):
+        return not holds_state(opt_state)
+    # Neither has a NamedTuple of optax's, as with a state that is a dict. Such a state
+    # contains trees like the params, and the params contain no tree like the state.
+    return _has_trees_like(opt_state, params) and not _has_trees_like(params, opt_state)
 
-    The longest that fits, after a name: the 0 of a chain's `[0]` is no param's.
-    """
-    ends = [len(path)]
-    if path and isinstance(path[-1], SequenceKey):
-        # Some, such as `optax.sm3`, keep a list for each param.
-        ends.append(len(path) - 1)
-    for end in ends:
-        for start in range(1, end + 1):
-            found = path[start:end]
-            fits = found in params and isinstance(path[start - 1], GetAttrKey | DictKey)
-            # The path of params that are one array is empty, and so fits everywhere.
-            if fits and (found or tuple(shape) == tuple(params[found])):
-                return path[:start], found
-    return path, None
+
+def _has_trees_like(params: Any, tree: Any) -> bool:
+    arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
+    found = owners(tree, [path for path, _ in arrays], [x for _, x in arrays])
+    return any(owner is not None for owner in found)
+
+
+def _state_rows(
+    opt_state: PyTree, params: list[tuple[_Path, Any]]
+) -> Iterator[MemoryRow]:
+    leaves = tree_leaves_with_path(opt_state)
+    found = owners(opt_state, [path for path, _ in params], [x for _, x in params])
+    quantized = {path for path, _ in find_states(opt_state, Quantized)}
+    masters = {
+        (*path, GetAttrKey("master_params")): _role_of_masters(state)
+        for path, state in find_states(opt_state, MixedPrecisionState)
+    }
+    for (path, leaf), owner in zip(leaves, found, strict=True):
+        if not is_array(leaf):
+            continue
+        param = None if owner is None else params[owner][0]
+        above = [path[:end] for end in range(len(path) + 1)]
+        is_codes = path[:-1] in quantized and path[-1] == _CODES
+        if path[:-1] in quantized and not is_codes:
+            role = _SCALES
+        elif roles := [masters[start] for start in above if start in masters]:
+            role = roles[-1]
+        elif param is None and not leaf.shape:
+            # Counts, scales and keys: too small for roles of their own.
+            role = _REST
+        else:
+            role = _field(_before_param(path[:-1] if is_codes else path, param))
+        yield _row(role, path, param, leaf, quantized=is_codes)
+
+
+def _role_of_masters(state: MixedPrecisionState) -> str:
+    # A state of the first edition does not name its storage.
+    is_part = state.storage is not None and state.storage.param_is_part
+    return "remainders" if is_part else "masters"
+
+
+def _before_param(path: _Path, param: _Path | None) -> _Path:
+    """Return the path within a state up to where the path of a param begins."""
+    if not param:
+        return path
+    starts = range(len(path) - len(param), -1, -1)
+    return next(path[:i] for i in starts if path[i : i + len(param)] == param)
 
 
 def _field(path: _Path) -> str:
@@ -258,7 +283,7 @@ def _field(path: _Path) -> str:
         elif isinstance(key, DictKey):
             keys.append(str(key.key))
     name = (fields or keys or ["state"])[-1]
-    # L-BFGS and others keep old params, which are not the params.
+    # L-BFGS and others keep previous params in their state.
     return "params in state" if name == _PARAMS else name
 
 
@@ -286,15 +311,15 @@ def _ratio(a: int, b: int) -> float:
     return a / b if b else math.nan
 
 
-def _shown(number: float, form: str) -> str:
+def _format(number: float, form: str) -> str:
     return "-" if math.isnan(number) else format(number, form)
 
 
-def _short(text: str, width: int) -> str:
+def _shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def _binary(count: int) -> str:
+def _format_bytes(count: int) -> str:
     """Return bytes in the largest unit that they fill."""
     if count < 1024:
         return f"{count} B"

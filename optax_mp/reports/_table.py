@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Return rows of cells as lines; the first `left` columns are flush left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

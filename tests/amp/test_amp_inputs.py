@@ -25,7 +25,7 @@ def with_rule(w):
     return fun
 
 
-def test_a_derivative_rule_may_hold_arrays():
+def test_a_derivative_rule_may_close_over_arrays():
     def loss(x, wrap):
         return wrap(with_rule(jnp.asarray(W)))(x).sum()
 
@@ -33,13 +33,13 @@ def test_a_derivative_rule_may_hold_arrays():
     assert error(jax.grad(loss)(X, amp), want) < 2e-2
 
 
-def test_by_what_a_derivative_rule_holds_none_can_differentiate():
+def test_a_gradient_of_what_a_derivative_rule_closes_over_is_refused():
     def loss(w, x):
         return with_rule(w)(x).sum()
 
     with pytest.raises(Exception, match="closed-over value"):
         jax.grad(jax.jit(loss))(W, X)
-    with pytest.raises(TypeError, match="closes over a value by which it is"):
+    with pytest.raises(TypeError, match="closes over a value that is diff"):
         jax.grad(amp(loss))(W, X)
 
 
@@ -86,7 +86,7 @@ class Layer:
 
 
 @pytest.mark.parametrize("static", [np.float32, STRINGS, Layer(), "name", None, 3])
-def test_what_is_no_array_is_handed_on_and_back(static):
+def test_leaves_that_are_not_arrays_pass_through(static):
     got, same = amp(lambda x, thing: (x @ W, thing))(X, static)
     assert same is static
     assert got.dtype == jnp.float32
@@ -96,7 +96,7 @@ def test_an_object_with_a_shape_can_be_called():
     assert error(amp(lambda layer, x: layer(x))(Layer(), X), X @ W) < 2e-2
 
 
-def test_the_description_of_an_array_is_handed_on_and_back():
+def test_a_shape_dtype_struct_passes_through():
     described = jax.ShapeDtypeStruct((2,), jnp.float32)
     assert amp(lambda x, d: (x @ W, d))(X, described)[1] == described
 
@@ -109,9 +109,9 @@ def test_the_description_of_an_array_is_handed_on_and_back():
         lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, length=2)[0],
     ],
 )
-def test_what_a_function_held_is_not_kept(use):
-    held = {}
-    fun = amp(lambda x: use(x, held["w"]))
+def test_captured_arrays_are_freed(use):
+    captured = {}
+    fun = amp(lambda x: use(x, captured["w"]))
 
     def count():
         gc.collect()
@@ -121,8 +121,8 @@ def test_what_a_function_held_is_not_kept(use):
     fun_of_nothing(X)
     before = count()
     for step in range(8):
-        held["w"] = jnp.asarray(W + step)
+        captured["w"] = jnp.asarray(W + step)
         fun(X)
-    held.clear()
+    captured.clear()
     # What plain JAX keeps for the same calls is a few, not one for each.
     assert count() - before < 6

@@ -56,7 +56,7 @@ def test_a_loop_whose_carry_is_low_at_one_end_only_says_so():
     assert "scan" not in said(start_low, X, W)
 
 
-def test_equal_operations_of_a_line_are_counted_together():
+def test_equal_operations_of_a_line_are_merged():
     def fun(x, w):
         for _ in range(3):
             x = jnp.tanh(x @ w)
@@ -71,7 +71,7 @@ def test_equal_operations_of_a_line_are_counted_together():
     assert {each.line for each in operations} == {f"test_amp_report.py:{line}"}
 
 
-def test_operations_of_several_lines_can_be_put_together():
+def test_operations_of_several_lines_can_be_merged():
     def fun(x, w):
         x = x @ w
         return x @ w

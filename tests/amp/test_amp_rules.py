@@ -133,7 +133,7 @@ def test_a_log_softmax_of_low_logits_is_computed_in_float32():
     assert error(amp(fun)(X, W), fun(X, W)) < 1e-2
 
 
-def test_that_holds_across_the_border_of_a_jit():
+def test_float32_readers_in_a_jit_are_seen_from_outside():
     inner = jax.jit(lambda y: jnp.exp(y * 2.0))
     assert ran(lambda x, w: inner(x @ w - 1.0), X, W, primitive="sub") == {F32}
     outer = jax.jit(lambda y: y - 1.0)
@@ -375,22 +375,26 @@ def returning(result):
     [
         (lambda x, p: x, TypeError, r"rule of tanh returned .* expected a pair"),
         (lambda x, p: None, TypeError, r"rule of tanh returned None, expected a pair"),
-        (lambda x, p: (x, None), TypeError, r"returned None for bind_params"),
+        (
+            lambda x, p: (x, None),
+            TypeError,
+            r"returned None as bind_params, expected a dict",
+        ),
         (lambda x, p: (x * 2, p), ValueError, r"returned 2 inputs, expected 1"),
         (
             lambda x, p: ([x[0].astype(int)], p),
             ValueError,
-            r"returned int32\[4,8\] for input 0, expected float32\[4,8\] or another",
+            r"returned int32\[4,8\] as input 0, expected float32\[4,8\]; change",
         ),
         (
             lambda x, p: ([x[0][0]], p),
             ValueError,
-            r"returned float32\[8\] for input 0, expected float32\[4,8\]",
+            r"returned float32\[8\] as input 0, expected float32\[4,8\]",
         ),
         (
             lambda x, p: ([x[0].astype(jnp.float16)], p),
             ValueError,
-            r"by its rule tanh returns float16, expected bfloat16 or float32",
+            r"tanh returns float16 by its rule, expected bfloat16 or float32",
         ),
     ],
 )
@@ -404,51 +408,53 @@ def test_what_a_function_must_not_return(result, kind, message):
 
 
 @pytest.mark.parametrize("fun", [None, 3, "loss"])
-def test_amp_of_something_that_is_no_function(fun):
+def test_amp_refuses_what_is_not_a_function(fun):
     with pytest.raises(TypeError, match=f"`fun` is {fun!r}, expected a function"):
         amp(fun)
 
 
-def test_amp_stop_of_something_that_is_no_function():
-    with pytest.raises(TypeError, match="`fun` is 3, expected a function, or nothing"):
+def test_amp_stop_refuses_what_is_not_a_function():
+    with pytest.raises(
+        TypeError, match="`fun` is 3, expected a function, or no argument"
+    ):
         amp_stop(3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", jnp.float64])
-def test_a_compute_dtype_that_has_not_16_bits(dtype):
+def test_a_compute_dtype_must_have_16_bits(dtype):
     with pytest.raises(ValueError, match="expected bfloat16 or float16"):
         amp(jnp.sin, compute_dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bf17", None])
-def test_a_compute_dtype_that_is_no_float(dtype):
+def test_a_compute_dtype_must_be_a_float(dtype):
     with pytest.raises(ValueError, match="amp: `compute_dtype` is .* expected a float"):
         amp(jnp.sin, compute_dtype=dtype)
 
 
 @pytest.mark.parametrize("rule", ["bf16", "F32", None, 16])
-def test_a_rule_that_is_no_word(rule):
+def test_an_unknown_rule_is_refused(rule):
     with pytest.raises(ValueError, match="the rule of 'tanh' is .* one of low, f32"):
         amp(jnp.sin, rules={"tanh": rule})
 
 
-def test_rules_that_are_no_mapping():
+def test_rules_must_be_a_mapping():
     with pytest.raises(TypeError, match="`rules` is 'low', expected a mapping"):
         amp(jnp.sin, rules="low")
 
 
-def test_a_rule_for_something_without_a_name():
+def test_a_key_without_a_name_is_refused():
     with pytest.raises(TypeError, match="`rules` has the key .* expected a primitive"):
         amp(jnp.sin, rules={jnp.tanh: "f32"})
 
 
-def test_a_name_that_is_neither_a_primitive_nor_a_scope():
+def test_an_unknown_name_is_refused():
     fun = amp(lambda x: jnp.tanh(x), rules=default_amp_rules | {"tahn": "f32"})
     with pytest.raises(ValueError, match="names 'tahn', .*did you mean .*'tanh'"):
         fun(X)
 
 
-def test_a_scope_that_is_misspelt():
+def test_a_misspelt_scope_is_refused():
     def fun(x):
         with jax.named_scope("router"):
             return x @ x.T
@@ -539,7 +545,7 @@ def bounded(fun):
         ("cond", lambda f: lambda x: lax.cond(x[0, 0] > 0, f, f, x)),
     ],
 )
-def test_the_rule_of_what_holds_a_jaxpr_is_that_of_all_inside(key, wrap):
+def test_the_rule_of_a_loop_or_a_jit_applies_to_everything_inside(key, wrap):
     if key == "jit":  # its name is another up to JAX 0.6
         key = jax.make_jaxpr(jax.jit(jnp.sin))(X).eqns[0].primitive
     fun = wrap(lambda x: x @ W)
@@ -549,7 +555,7 @@ def test_the_rule_of_what_holds_a_jaxpr_is_that_of_all_inside(key, wrap):
         assert {jnp.dtype(each.outputs[0]) for each in products(jaxpr)} == {F32}
 
 
-def test_a_primitive_that_only_the_function_knows_has_a_name():
+def test_a_primitive_outside_the_default_rules_can_be_named():
     def fun(x):
         return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
@@ -570,7 +576,7 @@ def test_a_scope_with_parts_is_found_by_all_of_them(name):
     assert {jnp.dtype(each.outputs[0]) for each in products(jaxpr)} == {F32}
 
 
-def test_a_misspelt_name_is_one_where_nothing_can_be_differentiated():
+def test_a_misspelt_name_is_refused_where_no_gradient_exists():
     def fun(x):
         return lax.while_loop(lambda x: x.sum() < 10, lambda x: x + 1, x)
 
@@ -579,7 +585,9 @@ def test_a_misspelt_name_is_one_where_nothing_can_be_differentiated():
 
 
 def test_a_rule_for_casts_is_refused():
-    with pytest.raises(ValueError, match="a change of dtype is the function's own"):
+    with pytest.raises(
+        ValueError, match="because amp honours the function.s own casts"
+    ):
         amp(jnp.sin, rules={"convert_element_type": "f32"})
 
 
@@ -601,7 +609,7 @@ def test_amp_stop_of_a_generator_is_refused():
 
 
 @pytest.mark.parametrize("name", ["", "/", "()"])
-def test_a_name_without_a_letter_is_that_of_nothing(name):
+def test_a_name_without_a_letter_is_unknown(name):
     def fun(x):
         with jax.named_scope("layer"):
             return x @ x.T

@@ -878,7 +878,7 @@ def test_keyword_arguments_are_cast_like_others():
     assert runs_in(found, "bfloat16")
 
 
-def test_what_is_no_array_is_handed_on():
+def test_arguments_that_are_not_arrays_pass_through():
     class Settings:
         activation = staticmethod(jnp.tanh)
 
@@ -909,7 +909,7 @@ def test_scalars_do_not_change_the_output_dtype(scale):
     assert shapes(got) == shapes(want)
 
 
-def test_outputs_may_hold_what_is_no_array():
+def test_outputs_may_contain_what_is_not_an_array():
     got = autocast(
         lambda x: {"y": x @ W, "name": "head", "nothing": None, "f": jnp.sin}
     )(X)
@@ -923,7 +923,7 @@ def test_returned_python_numbers_and_numpy_arrays_keep_their_value():
     np.testing.assert_array_equal(array, np.arange(2))
 
 
-def test_random_keys_pass():
+def test_random_keys_pass_through():
     def fun(key, x):
         key, other = jax.random.split(key)
         return key, x @ W + jax.random.normal(other, (4, 8))

@@ -61,7 +61,7 @@ def test_python_numbers_fit_scalars_and_other_leaves_are_not_looked_at():
     with pytest.raises(ValueError, match=r"\['x'\] was saved as float64\[\].* round"):
         optax_mp.check_checkpoint(described, {"n": 3, "x": jnp.float32(0.5)})
     with pytest.raises(
-        ValueError, match=r"\['n'\] was saved as int32\[2\].* wants int"
+        ValueError, match=r"\['n'\] was saved as int32\[2\].* expects int"
     ):
         optax_mp.check_checkpoint({"n": jnp.arange(2)}, {"n": 3})
 
@@ -108,60 +108,62 @@ REFUSED = {
     "rounded masters": (
         template(masters),
         in_bf16,
-        MASTER + r"float32\[4,32\], the template wants bfloat16\[4,32\]: "
+        MASTER + r"float32\[4,32\], the template expects bfloat16\[4,32\]: "
         "a restore would round the masters",
     ),
     "rounded to float16": (
         {"mu": jnp.ones(2, jnp.bfloat16)},
         {"mu": jnp.ones(2, jnp.float16)},
-        r"\['mu'\] was saved as bfloat16\[2\], the template wants float16\[2\]: a "
+        r"\['mu'\] was saved as bfloat16\[2\], the template expects float16\[2\]: a "
         "restore would round the values",
     ),
     "widened": (
         in_bf16,
         template(masters),
-        MASTER + r"bfloat16\[4,32\], the template wants float32\[4,32\]: it lacks the "
-        "bits that are wanted",
+        MASTER + r"bfloat16\[4,32\], the template expects float32\[4,32\]: saved in "
+        "a narrower dtype than the template",
     ),
     "masters for remainders": (
         template(masters),
         template(split16),
-        MASTER + r"float32\[4,32\], the template wants int16\[4,32\]: a restore would "
+        MASTER
+        + r"float32\[4,32\], the template expects int16\[4,32\]: a restore would "
         "cast the masters",
     ),
     "remainders for masters": (
         template(split16),
         template(masters),
-        MASTER + r"int16\[4,32\], the template wants float32\[4,32\]: a restore would "
+        MASTER
+        + r"int16\[4,32\], the template expects float32\[4,32\]: a restore would "
         "cast the masters",
     ),
     "wide remainders for short ones": (
         template(split16),
         template(split8),
         MASTER
-        + r"int16\[4,32\], the template wants int8\[4,32\]: a restore would cast",
+        + r"int16\[4,32\], the template expects int8\[4,32\]: a restore would cast",
     ),
     "short remainders for wide ones": (
         template(split8),
         template(split16),
         MASTER
-        + r"int8\[4,32\], the template wants int16\[4,32\]: a restore would cast",
+        + r"int8\[4,32\], the template expects int16\[4,32\]: a restore would cast",
     ),
     "codes of other signs": (
         optax_mp.Quantized(jnp.ones(2, jnp.uint8), jnp.ones(1, jnp.bfloat16)),
         optax_mp.Quantized(jnp.ones(2, jnp.int8), jnp.ones(1, jnp.bfloat16)),
-        r"\.codes was saved as uint8\[2\], the template wants int8\[2\]",
+        r"\.codes was saved as uint8\[2\], the template expects int8\[2\]",
     ),
     "another shape": (
         {"w": jnp.ones((2, 3))},
         {"w": jnp.ones((3, 2))},
-        r"\['w'\] was saved as float32\[2,3\], the template wants float32\[3,2\]: "
+        r"\['w'\] was saved as float32\[2,3\], the template expects float32\[3,2\]: "
         "another shape",
     ),
     "a missing leaf": (
         template(masters, {"norm": bf16_params["norm"]}),
         template(masters),
-        r"\.master_params\['w'\] was not saved, the template wants float32\[4,32\]",
+        r"\.master_params\['w'\] was not saved, the template expects float32\[4,32\]",
     ),
     "an additional leaf": (
         template(masters),
@@ -176,7 +178,7 @@ REFUSED = {
     "a loss scale that was not there": (
         template(masters),
         template(optax_mp.dynamic_loss_scale(masters)),
-        r"\.scale was not saved, the template wants float32\[\]",
+        r"\.scale was not saved, the template expects float32\[\]",
     ),
     "without arrays": (None, template(masters), "`saved` is a NoneType without arrays"),
 }
@@ -200,12 +202,12 @@ def test_a_few_leaves_of_each_kind_are_named_and_the_others_counted():
     lines = str(error.value).splitlines()[1:-1]
     assert [line.strip().split(": ")[0] for line in lines] == [
         *(
-            f"['{i}'] was saved as float32[{i + 1}], the template wants bfloat16[1]"
+            f"['{i}'] was saved as float32[{i + 1}], the template expects bfloat16[1]"
             for i in (1, 2, 3)
         ),
         "and 5 more like these",
         *(
-            f"['{i}'] was not saved, the template wants bfloat16[1]"
+            f"['{i}'] was not saved, the template expects bfloat16[1]"
             for i in (10, 11, 12)
         ),
         "and 3 more like these",
@@ -217,11 +219,13 @@ def test_the_fix_in_the_message_works():
     """Restore in the old form, then convert: the run goes on with the same masters."""
     params, state = train("full copy", *start_of("full copy"), range(4))
     wanted = jax.eval_shape(FORMS["split 16"].init, params)
-    with pytest.raises(ValueError, match=r"convert_opt_state\(state, tx, new_tx, par"):
+    with pytest.raises(
+        ValueError, match=r"convert_opt_state\(opt_state, params, tx, new_tx"
+    ):
         optax_mp.check_checkpoint(state, wanted)
     old, new = FORMS["full copy"], FORMS["split 16"]
     optax_mp.check_checkpoint(state, jax.eval_shape(old.init, params))
-    converted = optax_mp.convert_opt_state(state, old, new, params)
+    converted = optax_mp.convert_opt_state(state, params, old, new)
     optax_mp.check_checkpoint(converted, wanted)
     there = train("split 16", params, converted, range(4, 8))
     here = train("full copy", params, state, range(4, 8))
@@ -350,10 +354,10 @@ def test_a_run_of_plain_adamw_goes_on_as_if_in_float32(storage, scaled):
     tx = optax_mp.mixed_precision(adamw, param_dtype="bfloat16", storage=storage)
     if scaled:
         tx = optax_mp.static_loss_scale(tx)
-    with pytest.raises(ValueError, match="is of another form"):
+    with pytest.raises(ValueError, match="does not match"):
         optax_mp.check_checkpoint(plain, template(tx, weights))
     optax_mp.check_checkpoint(plain, template(adamw, weights))
-    state = optax_mp.convert_opt_state(plain, adamw, tx, weights)
+    state = optax_mp.convert_opt_state(plain, weights, adamw, tx)
     params = optax_mp.cast_floating(weights, "bfloat16")
     assert as_bits(optax_mp.master_params(state, params)) == as_bits(weights)
 
@@ -369,7 +373,7 @@ def test_a_run_of_plain_adamw_goes_on_as_if_in_float32(storage, scaled):
         )
     else:
         assert as_bits(found) == as_bits(wanted)
-        bare = optax_mp.convert_opt_state(state, tx, adamw, params)
+        bare = optax_mp.convert_opt_state(state, params, tx, adamw)
         assert as_bits(bare) == as_bits(wanted_state)
     assert int(optax.tree.get(state, "count")) == 10
 
@@ -384,7 +388,7 @@ def test_a_run_of_plain_adamw_goes_on_as_if_in_float32(storage, scaled):
     ],
 )
 def test_a_number_of_another_kind_is_refused(saved, template):
-    with pytest.raises(ValueError, match=r"\['x'\] was saved as .* number of it"):
+    with pytest.raises(ValueError, match=r"\['x'\] was saved as .* kind of number"):
         optax_mp.check_checkpoint({"x": saved}, {"x": template})
 
 

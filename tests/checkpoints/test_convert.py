@@ -93,7 +93,7 @@ def continued(old, new):
     tx, params, state = start_of(old)
     params, state = train(tx, params, state, range(10))
     new_tx = FORMS[new]()
-    new_state = optax_mp.convert_opt_state(state, tx, new_tx, params)
+    new_state = optax_mp.convert_opt_state(state, params, tx, new_tx)
     if new in IN_FLOAT32:
         params = optax_mp.cast_floating(truth(params, state), "float32")
     else:
@@ -122,7 +122,7 @@ def test_a_converted_run_goes_on(old, new):
 def test_moments_and_counts_are_bit_for_bit_those_of_the_old_form():
     tx, params, state = start_of("split 16")
     params, state = train(tx, params, state, range(10))
-    bare = optax_mp.convert_opt_state(state, tx, adamw, params)
+    bare = optax_mp.convert_opt_state(state, params, tx, adamw)
     assert as_bits(bare) == as_bits(state.inner_state)
 
 
@@ -133,9 +133,9 @@ def test_a_scale_and_its_counters_go_over():
     bad = {"w": jnp.full((32, 32), jnp.inf)}
     _, state = tx.update(bad, state, params)
     to_tx = optax_mp.dynamic_loss_scale(masters(adamw, storage=optax_mp.Split(8)))
-    found = optax_mp.convert_opt_state(state, tx, to_tx, params)
+    found = optax_mp.convert_opt_state(state, params, tx, to_tx)
     assert as_bits(found[:-1]) == as_bits(state[:-1])
-    assert int(found.total_skipped) == 1
+    assert int(found.total_skipped_count) == 1
     assert found.inner_state.master_params["w"].dtype == jnp.int8
 
 
@@ -151,31 +151,59 @@ def test_wrappers_inside_others_are_found():
 
     params = {"w": jnp.ones((32, 32), jnp.bfloat16), "b": jnp.ones(3)}
     state = tx(adamw).init(params)
-    found = optax_mp.convert_opt_state(state, tx(adamw), tx(low_bit), params)
+    found = optax_mp.convert_opt_state(state, params, tx(adamw), tx(low_bit))
     assert avals(found) == avals(tx(low_bit).init(params))
 
 
 def test_the_state_shares_no_buffer_and_can_be_donated():
     tx, params, state = start_of("full copy")
-    found = optax_mp.convert_opt_state(state, tx, FORMS["full copy"](), params)
+    found = optax_mp.convert_opt_state(state, params, tx, FORMS["full copy"]())
     jax.jit(lambda *trees: trees, donate_argnums=(0, 1, 2))(params, state, found)
 
 
 def test_a_state_of_something_else_is_an_error():
     tx, params, state = start_of("split 16")
-    message = (
-        r"convert_opt_state: `state` is int16\[3\] at .*'b'\], expected "
-        r"float32\[3\] as a state of `from_tx`"
-    )
+    for other, message in [
+        ("full copy", r"stored by \[Split\(bits=16\)\], expected \[FullCopy\(\)\]"),
+        ("float32", r"stored by \[Split\(bits=16\)\], expected None, the storage of"),
+        ("loss scale", r"stored by \[Split\(bits=16\)\], expected \[FullCopy\(\)\]"),
+    ]:
+        with pytest.raises(
+            ValueError, match="convert_opt_state: the masters .*" + message
+        ):
+            optax_mp.convert_opt_state(state, params, FORMS[other](), tx)
+    scaled = optax_mp.static_loss_scale(tx)
+    message = "convert_opt_state: `opt_state` and a state of `from_tx` must have the"
     with pytest.raises(ValueError, match=message):
-        optax_mp.convert_opt_state(state, FORMS["full copy"](), tx, params)
+        optax_mp.convert_opt_state(state, params, scaled, tx)
+    message = r"`opt_state` is int16\[32,32\] at .*'w'\], expected int16\[3,32\] as "
+    with pytest.raises(ValueError, match=message):
+        optax_mp.convert_opt_state(state, params | {"w": params["w"][:3]}, tx, tx)
+
+
+def test_the_old_order_of_arguments_is_refused():
+    tx, params, state = start_of("split 16")
+    message = (
+        r"convert_opt_state: `params` is a GradientTransformationExtraArgs, expected "
+        r".* is now `convert_opt_state\(opt_state, params, from_tx, to_tx\)`"
+    )
+    with pytest.raises(TypeError, match=message):
+        optax_mp.convert_opt_state(state, tx, FORMS["full copy"](), params)
+
+
+def test_something_else_in_the_place_of_a_transformation_is_refused():
+    tx, params, state = start_of("split 16")
+    with pytest.raises(TypeError, match="convert_opt_state: `to_tx` is a dict"):
+        optax_mp.convert_opt_state(state, params, tx, params)
 
 
 def test_another_optimizer_inside_is_an_error():
     tx, params, state = start_of("split 16")
-    message = "convert_opt_state: the optimizer's part of `state` and that of `to_tx`"
+    message = (
+        "convert_opt_state: the optimizer's part of `opt_state` and that of `to_tx`"
+    )
     with pytest.raises(ValueError, match=message):
-        optax_mp.convert_opt_state(state, tx, masters(optax.sgd(0.1)), params)
+        optax_mp.convert_opt_state(state, params, tx, masters(optax.sgd(0.1)))
 
 
 def test_params_of_another_shape_are_an_error():
@@ -184,4 +212,4 @@ def test_params_of_another_shape_are_an_error():
     with pytest.raises(
         ValueError, match=r"float32\[32,32\] .*expected float32\[4,32\]"
     ):
-        optax_mp.convert_opt_state(state, tx, FORMS["split 16"](), params)
+        optax_mp.convert_opt_state(state, params, tx, FORMS["split 16"]())

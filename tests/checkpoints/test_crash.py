@@ -129,6 +129,6 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, kills):
     assert as_bits(opt_state) == as_bits(wanted_state)
     assert random_state == wanted_random
     skipped = sum(map(is_bad, range(steps)))
-    assert int(opt_state.total_skipped) == skipped > 0
+    assert int(opt_state.total_skipped_count) == skipped > 0
     counts = {int(part.count) for part in opt_state.inner_state.inner_state if part}
     assert counts == {steps - skipped}

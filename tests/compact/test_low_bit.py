@@ -680,7 +680,7 @@ def test_the_compact_form_is_5_and_an_eighth_bytes_a_weight():
         f"layer{i}": jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16) for i in "ab"
     }
     state = jax.eval_shape(tx.init, params)
-    report = optax_mp.memory_report(params, state)
+    report = optax_mp.memory_report(state, params)
     # Two bytes of param, one of remainder, two of codes, two scales of 2 for 32 weights.
     assert report.bytes_per_weight == pytest.approx(2 + 1 + 2 + 4 / 32, rel=1e-4)
 

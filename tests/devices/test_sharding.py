@@ -53,7 +53,7 @@ def test_a_mesh_without_the_axis_is_an_error():
             optax_mp.zero1(ADAMW, mesh(), axes)
     with pytest.raises(TypeError, match="`mesh` is a list, expected a jax.*Mesh"):
         optax_mp.zero1(ADAMW, jax.devices(), "data")
-    with pytest.raises(TypeError, match="zero1: `tx` is a function"):
+    with pytest.raises(TypeError, match="zero1: `inner` is a function"):
         optax_mp.zero1(optax.adamw, mesh(), "data")
 
 
@@ -62,7 +62,7 @@ def test_specs_that_do_not_fit_are_an_error():
         ({"x": P()}, r"at \['x'\], where `params` has no leaf"),
         ({"w": ("data",)}, r"is a str at \['w'\]\[0\], expected a PartitionSpec"),
         ({"w": P(None, None, "data")}, r"\['w'\], which is bfloat16\[8,4\]"),
-        ({"w": P("model")}, r"'model'.*mesh, which has \{'data': 1\}"),
+        ({"w": P("model")}, r"'model'.*the mesh has \{'data': 1\}"),
     ):
         tx = optax_mp.zero1(ADAMW, mesh(), "data", param_specs=specs)
         with pytest.raises((ValueError, TypeError), match=message):

@@ -198,9 +198,9 @@ def test_the_loss_scale_is_that_of_mixed_precision_by_hand(name, form):
     _, _, scale, skipped = run_by_hand(name, form)
     assert skipped >= 1 and np.isnan(losses[BAD_STEP])
     assert float(optax_mp.loss_scale(opt_state)) == scale
-    assert opt_state.total_skipped == skipped
-    assert opt_state.last_finite and opt_state.skipped_in_a_row == 0
-    assert opt_state.finite_steps == STEPS - 1 - BAD_STEP
+    assert opt_state.total_skipped_count == skipped
+    assert opt_state.last_finite and opt_state.skipped_count == 0
+    assert opt_state.finite_count == STEPS - 1 - BAD_STEP
 
 
 @pytest.mark.parametrize("name, form", HALF_RUNS)
@@ -231,9 +231,9 @@ def test_an_infinite_input_changes_nothing_but_the_loss_scale(name):
     assert as_bits(params) == as_bits(before)
     assert as_bits(opt_state.inner_state) == as_bits(opt_state_before.inner_state)
     assert opt_state.scale == opt_state_before.scale / 2
-    assert opt_state.total_skipped == opt_state_before.total_skipped + 1
-    assert opt_state.skipped_in_a_row == 1
-    assert opt_state.finite_steps == 0 and not opt_state.last_finite
+    assert opt_state.total_skipped_count == opt_state_before.total_skipped_count + 1
+    assert opt_state.skipped_count == 1
+    assert opt_state.finite_count == 0 and not opt_state.last_finite
     assert as_bits(losses[:-1]) == as_bits(losses_before)
 
 
@@ -471,7 +471,7 @@ def test_a_model_of_nnx_is_differentiated_functionally():
     start = pure(params)["bias"]
     moved = pure(optax.apply_updates(params, updates))["bias"]
     np.testing.assert_allclose(moved, start - 0.2, rtol=1e-3)
-    assert opt_state.total_skipped == 0
+    assert opt_state.total_skipped_count == 0
 
 
 # LoRA
@@ -496,7 +496,7 @@ def test_frozen_weights_have_neither_master_nor_moments(way):
         assert "frozen" not in opt_state.master_params
         # The paths of a state of adapters begin within them.
         tree = {"frozen": params["frozen"]} | params["adapters"]
-    by_leaf = optax_mp.memory_report(tree, opt_state).by_leaf()
+    by_leaf = optax_mp.memory_report(opt_state, tree).by_leaf()
     frozen = by_leaf.pop("['frozen']['weight']")
     assert frozen == params["frozen"]["weight"].nbytes == 2 * 32 * 32
     by_leaf.pop("")  # the count

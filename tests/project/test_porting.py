@@ -64,10 +64,10 @@ def jitted_update(**settings):
     return jax.jit(scaled(**settings).update)
 
 
-def scales_of(sequence, scale=2.0**16, finite_steps=0, **settings):
+def scales_of(sequence, scale=2.0**16, finite_count=0, **settings):
     """Return the scale after each step of a transform, and its last state."""
     params, update = jnp.ones(2), jitted_update(**settings)
-    state = carried(scaled(**settings), params, scale, finite_steps)
+    state = carried(scaled(**settings), params, scale, finite_count)
     scales = []
     for finite in sequence:
         grads = np.full(2, 1.0 if finite else np.nan, np.float32)
@@ -76,10 +76,10 @@ def scales_of(sequence, scale=2.0**16, finite_steps=0, **settings):
     return scales, state
 
 
-def carried(tx, params, scale, finite_steps):
+def carried(tx, params, scale, finite_count):
     """Return a state with the scale and the count of an old run, as the page has it."""
     return tx.init(params)._replace(
-        scale=jnp.float32(scale), finite_steps=jnp.int32(finite_steps)
+        scale=jnp.float32(scale), finite_count=jnp.int32(finite_count)
     )
 
 
@@ -284,7 +284,7 @@ def test_what_ten_tries_do_not_mend_is_skipped_by_a_static_scale():
     assert float(scale.loss_scale) == 2.0 ** (15 - 11)
     updates, after = names["update"](grads, state, params)
     assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
-    assert int(after.total_skipped) == int(state.total_skipped) + 1
+    assert int(after.total_skipped_count) == int(state.total_skipped_count) + 1
 
 
 def test_amp_enters_jit_and_multiplies_in_the_widest_dtype_of_its_inputs():
@@ -484,13 +484,13 @@ def test_scale_moves_as_that_of_torch_within_the_limits():
     scales, state = scales_of(sequence, growth_interval=8)
     torch = TorchScaler(interval=8)
     assert scales == scales_by(torch, sequence)
-    assert int(state.finite_steps) == torch.tracker
+    assert int(state.finite_count) == torch.tracker
     assert len(set(scales)) > 3
 
 
 def test_defaults_are_those_of_torch():
     assert float(scaled().init(jnp.ones(1)).scale) == TorchScaler().scale
-    scales, _ = scales_of([True, True, False], finite_steps=1998)
+    scales, _ = scales_of([True, True, False], finite_count=1998)
     assert scales == scales_by(TorchScaler(tracker=1998), [True, True, False])
     assert scales == [2.0**16, 2.0**17, 2.0**16]
 
@@ -568,7 +568,7 @@ def test_scale_moves_as_that_of_apex_up_to_the_ceiling():
     scales, state = scales_of(sequence, growth_interval=8)
     apex = ApexScaler(window=8)
     assert scales == scales_by(apex, sequence)
-    assert int(state.finite_steps) == apex.unskipped
+    assert int(state.finite_count) == apex.unskipped
     assert max(scales) == 2.0**24
     assert scales_by(ApexScaler(), [False] * 40)[-1] < 2.0**-14
 
@@ -691,9 +691,9 @@ def test_scale_is_set_by_name_in_any_nesting():
     link = optax_mp.dynamic_loss_scale()
     tx = optax.chain(link, optax_mp.mixed_precision(optax.adam(1e-3)))
     state = tx.init({"w": jnp.ones(2, jnp.float16)})
-    moved = optax.tree.set(state, scale=jnp.float32(8), finite_steps=jnp.int32(3))
+    moved = optax.tree.set(state, scale=jnp.float32(8), finite_count=jnp.int32(3))
     assert float(optax_mp.loss_scale(moved)) == 8
-    assert int(moved[0].finite_steps) == 3
+    assert int(moved[0].finite_count) == 3
     assert kinds(moved) == kinds(state)
     assert as_bits(moved[1:]) == as_bits(state[1:])
 
@@ -729,7 +729,7 @@ def test_run_with_torch_goes_on():
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
         assert float(state.scale) == torch.scale
-        assert int(state.finite_steps) == torch.tracker
+        assert int(state.finite_count) == torch.tracker
     np.testing.assert_allclose(params["w"], old[0], rtol=1e-5)
     assert np.abs(old[0] - 1).max() > 1e-3
     assert int(optax.tree.get(state, "count")) == old[3] == 7197

@@ -186,7 +186,7 @@ def test_from_no_finite_value_comes_no_loss_scale(values):
     report = optax_mp.gradient_range_report(jnp.array(values, jnp.float32))
     assert np.isnan(report.best_loss_scale())
     assert str(report).splitlines()[3:] == [
-        "no loss scale fits: there is no finite value but 0"
+        "no loss scale fits: there is no finite value other than 0"
     ]
 
 

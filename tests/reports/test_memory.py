@@ -41,7 +41,7 @@ def nbytes(*trees):
 
 
 def planned(tx, params):
-    return memory_report(params, jax.eval_shape(tx.init, params))
+    return memory_report(jax.eval_shape(tx.init, params), params)
 
 
 def owners(report, role):
@@ -100,7 +100,7 @@ def test_plain_float32_is_12_bytes_a_weight_and_its_own_baseline():
 def test_the_total_is_that_of_all_leaves_each_counted_once(name, wrapper):
     tx, params = WRAPPERS[wrapper](OPTIMIZERS[name]), numpy_params()
     state = tx.init(jax.tree.map(jnp.asarray, params))
-    report = memory_report(params, state)
+    report = memory_report(state, params)
     assert report.total_bytes == nbytes(params, state)
     assert len(report.rows) == len(jax.tree.leaves((params, state)))
     for parts in (report.by_role(), report.by_dtype(), report.by_leaf()):
@@ -121,9 +121,9 @@ def test_arrays_numpy_arrays_and_structs_give_equal_reports(name):
     arrays = jax.tree.map(jnp.asarray, params)
     state = tx.init(arrays)
     abstract = planned(tx, structs())
-    assert memory_report(arrays, state) == abstract
+    assert memory_report(state, arrays) == abstract
     if name != "noise":  # NumPy has no keys.
-        assert memory_report(params, jax.tree.map(np.asarray, state)) == abstract
+        assert memory_report(jax.tree.map(np.asarray, state), params) == abstract
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_roles_do_not_depend_on_how_params_are_kept(params, name):
 def test_states_that_are_dicts_have_their_keys_as_roles():
     params = structs()
     state = {"inner": ({"moment": params, "count": np.int32(0)},)}
-    report = memory_report(params, state)
+    report = memory_report(state, params)
     assert report.by_role() == {"params": 4352, "moment": 4352, "rest": 4}
 
 
@@ -249,7 +249,7 @@ def test_codes_count_under_their_field_and_scales_apart():
         mu={"w": quantized((64, 96)), "b": np.zeros(8, F32)},
         nu={"w": quantized((64, 96), jnp.uint8), "b": np.zeros(8, F32)},
     )
-    report = memory_report(params, (adam_state, optax.EmptyState()))
+    report = memory_report((adam_state, optax.EmptyState()), params)
     n = 64 * 96
     assert report.by_role() == {
         "params": 2 * (n + 8),
@@ -267,7 +267,7 @@ def test_codes_count_under_their_field_and_scales_apart():
 def test_codes_that_are_16_bit_floats_have_no_scales():
     params = {"w": np.ones((64, 96), BF16)}
     state = {"mu": {"w": Quantized(np.zeros((64, 96), np.float16), None)}}
-    report = memory_report(params, state)
+    report = memory_report(state, params)
     assert report.by_role() == {"params": 2 * 64 * 96, "mu": 2 * 64 * 96}
     assert report.float32_bytes == 8 * 64 * 96
 
@@ -278,7 +278,7 @@ def test_adamw_with_8_bit_remainders_and_state_is_about_5_bytes_a_weight():
     state = jax.tree.map(
         lambda x: quantized(x.shape) if x.dtype == F32 and x.shape else x, state
     )
-    assert memory_report(params, state).bytes_per_weight == pytest.approx(5.125)
+    assert memory_report(state, params).bytes_per_weight == pytest.approx(5.125)
 
 
 def test_float32_leaves_have_no_master_and_each_dtype_is_counted():
@@ -305,7 +305,7 @@ def test_leaves_that_are_not_floating_arrays_count_as_they_are_or_not_at_all():
         "function": jnp.tanh,
         "float0": np.zeros(4, jax.dtypes.float0),
     }
-    report = memory_report(params, (params, None, 3, "static"))
+    report = memory_report((params, None, 3, "static"), params)
     own = 3 * 8 + 5 + 2 * 4 + 3 * 4 * 4
     assert report.weights == 8
     assert report.total_bytes == 2 * (16 + own)
@@ -326,14 +326,14 @@ def test_wide_floats_count_as_float32_in_the_baseline(x64):
     "params", [{"i": np.zeros(3, np.int32)}, {"w": np.zeros((0, 4), BF16)}]
 )
 def test_no_weights_are_shown_as_a_dash(params):
-    report = memory_report(params, ())
+    report = memory_report((), params)
     assert report.weights == 0
     assert np.isnan(report.bytes_per_weight)
     assert " -" in str(report).splitlines()[1]
 
 
 def test_an_empty_state_leaves_the_params():
-    assert memory_report(structs(), ()).by_role() == {"params": 2 * WEIGHTS}
+    assert memory_report((), structs()).by_role() == {"params": 2 * WEIGHTS}
 
 
 def llama_70b(dtype):
@@ -377,7 +377,7 @@ def test_a_70b_model_is_planned_without_allocating_it():
         ["68,976,648,192", "weights", "899.4", "GiB", "14.00", "100.0%"]
     )
     assert lines[-1] == (
-        "plain float32: 770.9 GiB, 12.00 bytes a weight (0.86 times as much)"
+        "plain float32: 770.9 GiB, 12.00 bytes per weight (0.86 times as much)"
     )
 
 
@@ -392,14 +392,14 @@ def test_a_70b_model_is_planned_without_allocating_it():
     ],
 )
 def test_sizes_are_shown_in_the_largest_unit_that_they_fill(count, shown):
-    report = memory_report({"w": jax.ShapeDtypeStruct((count,), jnp.int8)}, ())
+    report = memory_report((), {"w": jax.ShapeDtypeStruct((count,), jnp.int8)})
     assert shown in str(report).splitlines()[1]
 
 
 def test_the_table_is_at_most_100_columns():
     narrow = ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32")
     params = {str(i): jax.ShapeDtypeStruct((2**30,), x) for i, x in enumerate(narrow)}
-    report = memory_report(params, {"a name for a moment " * 5: params})
+    report = memory_report({"a name for a moment " * 5: params}, params)
     assert max(map(len, str(report).splitlines())) <= 100
 
 
@@ -414,15 +414,36 @@ def test_params_without_arrays_are_refused(params):
     with pytest.raises(
         ValueError,
         match=rf"memory_report: `params` is a {type(params).__name__} without arrays, "
-        r"expected .* give what",
+        r"expected .* pass what",
     ):
-        memory_report(params, ())
+        memory_report((), params)
 
 
 def test_an_optimizer_in_the_place_of_its_state_is_refused():
     with pytest.raises(
         TypeError,
         match=r"memory_report: `opt_state` is a GradientTransformationExtraArgs, "
-        r"expected an optimizer state; give `tx.init\(params\)`",
+        r"expected an optimizer state; pass `tx.init\(params\)`",
     ):
-        memory_report(structs(), adam())
+        memory_report(adam(), structs())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_old_order_of_arguments_is_refused(name):
+    params = structs()
+    with pytest.raises(
+        TypeError,
+        match=r"memory_report: `params` is a .* holds the optimizer state, expected .*"
+        r"`memory_report\(params, opt_state\)` is now `memory_report\(opt_state, para",
+    ):
+        memory_report(params, jax.eval_shape(OPTIMIZERS[name].init, params))
+
+
+@pytest.mark.parametrize("make", [dict, tuple, list])
+def test_the_old_order_is_refused_for_states_without_names(make):
+    params = make({"a": np.ones(3), "b": np.ones((2, 2))}.items())
+    params = jax.tree.map(lambda x: np.ones(3) if isinstance(x, str) else x, params)
+    state = {"moment": params, "step": np.int32(0)}
+    assert memory_report(state, params).by_role()["moment"] > 0
+    with pytest.raises(TypeError, match="memory_report: `params` is a dict that holds"):
+        memory_report(params, state)

@@ -32,7 +32,7 @@ class Case(NamedTuple):
     arguments: tuple[Any, ...]
     # Products that stay in float32 although their precision is free: in the function,
     # and in its gradient (which has those of the function and their transposes).
-    kept: tuple[int, int] = (0, 0)
+    float32_products: tuple[int, int] = (0, 0)
     # Errors that are allowed, in units of roundings to the compute dtype (2**-8 in
     # bfloat16, 2**-11 in float16), relative, by norm: of outputs, and of the gradient
     # of each param.
@@ -102,7 +102,7 @@ def dot_product_attention(params, x):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-def normalized(x, scale, bias):
+def normalize(x, scale, bias):
     mean = x.mean(-1, keepdims=True)
     variance = jnp.square(x - mean).mean(-1, keepdims=True)
     return (x - mean) * lax.rsqrt(variance + 1e-6) * scale + bias
@@ -110,7 +110,7 @@ def normalized(x, scale, bias):
 
 @case(weights(w1=(8, 8), scale=(8,), bias=(8,), w2=(8, 8)), X)
 def layer_norm(params, x):
-    x = normalized(x @ params["w1"], params["scale"], params["bias"])
+    x = normalize(x @ params["w1"], params["scale"], params["bias"])
     return x @ params["w2"]
 
 
@@ -161,7 +161,7 @@ def wide_output(params, x):
     return jnp.dot(x, params["w2"], preferred_element_type=jnp.float32)
 
 
-@case(weights(w1=(8, 8), router=(8, 4), w2=(8, 8)), X, kept=(1, 3))
+@case(weights(w1=(8, 8), router=(8, 4), w2=(8, 8)), X, float32_products=(1, 3))
 def stopped_router(params, x):
     x = x @ params["w1"]
     with optax_mp.amp_stop():
@@ -378,17 +378,17 @@ def _double_kernel(x, out):
 
 
 @jax.custom_vjp
-def doubled(x):
+def double(x):
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return pl.pallas_call(_double_kernel, out_shape=shape, interpret=True)(x)
 
 
-doubled.defvjp(lambda x: (doubled(x), None), lambda _, g: (doubled(g),))
+double.defvjp(lambda x: (double(x), None), lambda _, g: (double(g),))
 
 
 @case(weights(w1=(8, 8), w2=(8, 8)), X)
 def pallas(params, x):
-    return doubled(x @ params["w1"]) @ params["w2"]
+    return double(x @ params["w1"]) @ params["w2"]
 
 
 # What runs as written, between products

@@ -1,4 +1,4 @@
-"""Orbax where there is one that can save; else whoever imports this is skipped."""
+"""Orbax, if one is installed that can save; otherwise importing this skips tests."""
 
 import contextlib
 import gc
@@ -10,7 +10,7 @@ import pytest
 ocp = pytest.importorskip("orbax.checkpoint")
 release = tuple(int(part) for part in ocp.__version__.split(".")[:3])
 
-# pip takes 0.11.24 for JAX 0.5.3, as its metadata allow, but it calls what came later.
+# pip installs 0.11.24 for JAX 0.5.3, as its metadata allow, but it needs a later JAX.
 if release >= (0, 11, 24) and not hasattr(jax.monitoring, "record_scalar"):
     pytest.skip(
         "orbax-checkpoint of 0.11.24 or later saves nothing with this JAX: "
@@ -23,7 +23,7 @@ restores_keys = release >= (0, 11, 24)
 
 @contextlib.contextmanager
 def event_loops_left_open():
-    """Drop them without a word: before 0.11.24 Orbax does not close its own."""
+    """Ignore event loops that Orbax before 0.11.24 does not close."""
     if release >= (0, 11, 24):
         yield
         return

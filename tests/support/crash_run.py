@@ -19,7 +19,7 @@ import optax_mp
 
 SAVE_EVERY = 10
 FINAL = "final.pickle"
-# So that the parent, which reads of a step and kills, is faster than the next ten.
+# The parent reads a step and kills this process within the next ten steps.
 PAUSE = 0.003
 WIDTH = 8
 
@@ -30,7 +30,7 @@ tx = optax_mp.dynamic_loss_scale(
 
 
 def is_bad(step):
-    """Return whether the gradients of a step are infinite; so do other steps count."""
+    """Return whether the gradients of a step are infinite, so that it is skipped."""
     return step % 11 == 4
 
 
@@ -52,7 +52,7 @@ def train_step(params, opt_state, x):
 
 
 def resumed(manager, random):
-    """Return params, state and step of the last checkpoint; `random` goes back, too."""
+    """Return params, state and step of the last checkpoint, and rewind `random`."""
     step = manager.latest_step()
     if step is None:
         return *start(), 0
@@ -87,7 +87,7 @@ def main(directory, steps):
     options = ocp.CheckpointManagerOptions(
         max_to_keep=2, enable_async_checkpointing=True
     )
-    # By them a new manager knows what is in the checkpoints that it finds.
+    # A new manager needs them to describe the checkpoints that it finds.
     handlers = {
         "run": ocp.StandardCheckpointHandler(),
         "random": ocp.JsonCheckpointHandler(),

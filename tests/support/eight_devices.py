@@ -36,8 +36,8 @@ LAYOUTS = {
     "fully sharded": {"w": P("data"), "v": P("data"), "b": P("data")},
     "both": {"w": P("data", "model"), "v": P("model", "data"), "b": P("data")},
 }
-# In what form the step is compared with bare optax; that of 5.1 bytes where the layout
-# does not cut its blocks of 32.
+# The forms in which the step is compared with bare optax; "5.1 bytes" only where the
+# layout does not cut its blocks of 32.
 COMPARED = {
     "data": ("split 16", "5.1 bytes"),
     "tensor": ("full copies", "5.1 bytes"),
@@ -113,7 +113,7 @@ def compiled_step(tx, params, mesh):
 
 
 def run(tx, params, grads, state=None):
-    """Return (params, state, the step) after these gradients."""
+    """Return (params, state, compiled step) after these gradients."""
 
     @jax.jit
     def step(params, state, grads):
@@ -156,7 +156,7 @@ def state_lies_where_its_params_do_from_init_on():
                         assert leaf.ndim == 0
                         continue
                     seen += 1
-                    # Scales lie along the blocks of their codes, as far as they go.
+                    # Scales are sharded like their codes where they can be divided.
                     spec, shape = list(specs[names[-1]]), leaf.shape
                     if shape != params[names[-1]].shape:
                         spec = [
@@ -336,12 +336,12 @@ def params_that_lie_otherwise_than_said_are_an_error():
     for params, message in (
         (
             jax.device_put(weights(), shardings(mesh, LAYOUTS["tensor"])),
-            r"\['v'\], which is bfloat16\[256,64\], lies as .*param_specs=jax.tree.map",
+            r"\['v'\], which is bfloat16\[256,64\], is sharded as .*param_specs=jax.tree.map",
         ),
-        (weights(), r"\['b'\], which is bfloat16\[64\], lies on .*device_put\(params"),
+        (weights(), r"\['b'\], which is bfloat16\[64\], is on .*device_put\(params"),
         (
             jax.device_put(weights(), NamedSharding(other, P())),
-            r"\['b'\], which is bfloat16\[64\], lies on .*device_put\(params",
+            r"\['b'\], which is bfloat16\[64\], is on .*device_put\(params",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -357,7 +357,7 @@ def a_low_bit_state_knows_its_signs_and_compiles_at_once():
     assert state.mu["w"].codes.dtype == jnp.int8
 
     large = {"w": jnp.ones((4096, 2048), jnp.bfloat16)}
-    # XLA would say so if it computed all those zeros while it compiles, for minutes.
+    # XLA would warn if it computed all those zeros for minutes while it compiles.
     jax.jit(FORMS["5.1 bytes"]().init).lower(large).compile()
 
 
@@ -377,7 +377,7 @@ def a_run_goes_on_with_and_without_and_on_other_devices():
     params, state, _ = run(tx, params, grads[4:], state)
     if hasattr(jax, "shard_map"):
         assert as_bits((params, state)) == as_bits((expected, expected_state))
-    else:  # JAX 0.5 contracts a multiplication and a sum otherwise on four devices
+    else:  # JAX 0.5 contracts multiplications with sums differently on four devices
         both = zip(*map(jax.tree.leaves, (state, expected_state)), strict=True)
         for a, b in both:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
@@ -480,7 +480,7 @@ def a_range_report_sends_its_counts_alone():
     values = weights(jnp.float32)["w"]
     expected = optax_mp.gradient_range_report(values)
     meshes = [mesh_of()]
-    if hasattr(jax, "shard_map"):  # Older JAX knows no explicit sharding.
+    if hasattr(jax, "shard_map"):  # Older JAX has no explicit sharding.
         kinds = (jax.sharding.AxisType.Explicit,) * 2
         meshes += [jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)]
     specs = (P("data"), P(None, "model"), P("model", "data"), P())

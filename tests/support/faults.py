@@ -109,13 +109,13 @@ class StaticRule(LossScaleRule):
     """A loss scale that stays, and counts."""
 
     def _after_finite(self):
-        self.skipped_in_a_row = 0
-        self.finite_steps += 1
+        self.skipped_count = 0
+        self.finite_count += 1
 
     def _after_overflow(self):
-        self.skipped_in_a_row += 1
-        self.total_skipped += 1
-        self.finite_steps = 0
+        self.skipped_count += 1
+        self.total_skipped_count += 1
+        self.finite_count = 0
 
 
 @dataclasses.dataclass

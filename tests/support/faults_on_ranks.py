@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from any_shard_map import shard_map
+from faulty_runs import CHUNK, SPLIT, adamw, around, dynamic, momentum, start_late
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from reference import LossScaleRule
-from test_faults import CHUNK, SPLIT, adamw, around, dynamic, momentum, start_late
 
 import optax_mp
 

@@ -1,4 +1,4 @@
-"""Scripts that want several devices, run in a process of their own that has them."""
+"""Run scripts that need several devices in a process that has them."""
 
 import os
 import pathlib
@@ -9,21 +9,21 @@ import jax
 
 
 def run_on(devices, *command):
-    """Return what Python prints for `command`, on so many forced CPU devices."""
+    """Return what Python prints for `command` with this many forced CPU devices."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         env=os.environ
         | {
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
             "JAX_PLATFORMS": "cpu",
-            # Else what XLA says below would be said the first time only.
+            # With the cache XLA would warn, as checked below, the first time only.
             "JAX_ENABLE_COMPILATION_CACHE": "false",
         },
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    # XLA says so when it computes for long what a program should.
+    # XLA warns so when it computes for long what the program should compute.
     assert "Constant folding" not in done.stderr, done.stderr
     return done.stdout
 
@@ -33,14 +33,14 @@ def script(name):
 
 
 def run_checks(module, devices, checks):
-    """Run some of the `CHECKS` of a script, and look that all of them ran."""
+    """Run some of the `CHECKS` of a script, and check that all of them ran."""
     names = [check.__name__ for check in checks]
     printed = run_on(devices, script(f"{module}.py"), *names)
     assert printed.split() == names
 
 
 def run_named(checks, devices):
-    """In such a script: run the checks that the command line names."""
+    """Run the checks that the command line names; called by such a script."""
     assert jax.device_count() == devices
     for check in checks:
         if check.__name__ in sys.argv[1:]:

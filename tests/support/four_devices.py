@@ -55,7 +55,7 @@ def an_inf_on_one_rank_makes_all_skip():
     step = update_on_each_rank(tx, PARAMS, state)
     updates, after = step(gradients(bad_rank=2), state, PARAMS)
     np.testing.assert_array_equal(after.scale, [4.0] * 4)
-    np.testing.assert_array_equal(after.total_skipped, [1] * 4)
+    np.testing.assert_array_equal(after.total_skipped_count, [1] * 4)
     for rank in range(4):
         own = jax.tree.map(lambda x, rank=rank: np.asarray(x)[rank], after)
         assert as_bits(own.inner_state) == as_bits(state.inner_state)
@@ -67,7 +67,7 @@ def finite_gradients_move_all_ranks():
     state = tx.init(PARAMS)
     _, after = update_on_each_rank(tx, PARAMS, state)(gradients(), state, PARAMS)
     np.testing.assert_array_equal(after.scale, [8.0] * 4)
-    np.testing.assert_array_equal(after.finite_steps, [1] * 4)
+    np.testing.assert_array_equal(after.finite_count, [1] * 4)
 
 
 def ranks_agree_by_one_collective_of_one_scalar():

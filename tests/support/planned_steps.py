@@ -25,7 +25,7 @@ BYTES = {"u8": 1, "u16": 2, "bf16": 2, "u32": 4, "f32": 4}
 
 
 def planner():
-    # A copy of its own, for it is changed.
+    # A copy, because it is changed.
     path = BENCHMARKS / "scale_plan.py"
     spec = importlib.util.spec_from_file_location("small_scale_plan", path)
     module = importlib.util.module_from_spec(spec)
@@ -40,7 +40,7 @@ def mesh():
 
 
 def cut(leaf):
-    """Return the sharding of an array that is cut where eight divides it."""
+    """Return the sharding of an array along a dimension that eight divides."""
     for axis, size in enumerate(leaf.shape):
         if size % DEVICES == 0:
             return NamedSharding(mesh(), P(*[None] * axis, "data"))
@@ -90,7 +90,7 @@ def devices_hold_what_is_planned():
 
 
 def zero1_gathers_what_is_planned():
-    """The gather is the optimizer's; the gradients' sum is the model's, below."""
+    """The optimizer gathers params; the model sums gradients, as checked below."""
     scale_plan = planner()
     for form in scale_plan.FORMS:
         params, state, step = compiled_step(scale_plan, form, "zero1")
@@ -99,12 +99,12 @@ def zero1_gathers_what_is_planned():
         gathered = sum(BYTES[dtype] * n for _, dtype, n in sent)
         share = (DEVICES - 1) / DEVICES
         plan = scale_plan.plan(params, state, DEVICES, "zero1")
-        # By plan the reduce-scatter of gradients sends as much again.
+        # In the plan the reduce-scatter of gradients sends as much again.
         assert 2 * share * gathered == plan.sent, (form, gathered, plan.sent)
 
 
 def gradients_are_summed_as_planned():
-    """Each weight's gradient goes once into a sum, whatever CPUs send it as."""
+    """Each weight's gradient is summed once, in whatever dtype CPUs send it."""
     scale_plan = planner()
     params = scale_plan.transformer(LAYERS, WIDTH, jnp.float32)
 
@@ -127,7 +127,7 @@ def gradients_are_summed_as_planned():
     step = jax.jit(jax.grad(loss), out_shardings=replicated(None))
     sent = large(collectives(step.lower(placed(params, replicated), tokens).compile()))
     assert {kind for kind, _, _ in sent} == {"all-reduce"}, sent
-    # A scan sums the gradients of a layer in each step, stacked ones or one at a time.
+    # A scan sums a layer's gradients in each step, stacked or one at a time.
     stacked = sum(n for _, _, n in sent)
     plan = scale_plan.plan(params, {}, DEVICES, "replicated")
     weights = scale_plan.size_of(params) // 4

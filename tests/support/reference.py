@@ -112,10 +112,10 @@ class LossScaleRule:
         self.min_scale = np.float32(min_scale)
         self.max_scale = np.float32(max_scale)
         self.hysteresis = hysteresis
-        self.finite_steps = 0
+        self.finite_count = 0
         self.hysteresis_left = hysteresis
-        self.skipped_in_a_row = 0
-        self.total_skipped = 0
+        self.skipped_count = 0
+        self.total_skipped_count = 0
         # What has happened, for tests to know that they saw everything.
         self.events = dict.fromkeys(("grew", "capped", "held", "shrank", "floored"), 0)
 
@@ -127,24 +127,24 @@ class LossScaleRule:
             self._after_overflow()
 
     def _after_finite(self):
-        self.skipped_in_a_row = 0
-        self.finite_steps += 1
-        if self.finite_steps < self.growth_interval:
+        self.skipped_count = 0
+        self.finite_count += 1
+        if self.finite_count < self.growth_interval:
             return
-        self.finite_steps = 0
+        self.finite_count = 0
+        self.hysteresis_left = self.hysteresis
         with np.errstate(over="ignore"):
             grown = self.scale * self.growth_factor
         if grown > self.max_scale:
             self.events["capped"] += 1
             return
         self.scale = grown
-        self.hysteresis_left = self.hysteresis
         self.events["grew"] += 1
 
     def _after_overflow(self):
-        self.skipped_in_a_row += 1
-        self.total_skipped += 1
-        self.finite_steps = 0
+        self.skipped_count += 1
+        self.total_skipped_count += 1
+        self.finite_count = 0
         self.hysteresis_left = max(self.hysteresis_left - 1, 0)
         if self.hysteresis_left:
             self.events["held"] += 1
@@ -157,10 +157,10 @@ class LossScaleRule:
         """Return every field that moves, in the order of the library's state."""
         return (
             self.scale,
-            self.finite_steps,
+            self.finite_count,
             self.hysteresis_left,
-            self.skipped_in_a_row,
-            self.total_skipped,
+            self.skipped_count,
+            self.total_skipped_count,
         )
 
 

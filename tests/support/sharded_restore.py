@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 def shardings(layout, tree):
-    """Return a sharding for each leaf: whatever has the shape of `w` is split up."""
+    """Return a sharding for each leaf: leaves of the shape of `w` are sharded."""
     shape, names, spec = LAYOUTS[layout]
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
     mesh = Mesh(devices, names)

@@ -1,4 +1,4 @@
-"""Runs in every form of params and state, to be saved and to go on."""
+"""Runs with every form of params and state, to be saved and continued."""
 
 import functools
 
@@ -84,7 +84,7 @@ def template_of(name, shardings_of=None):
 
 
 def gradients(step, scale=1.0):
-    """Return float32 gradients that hang on the step alone; every fourth is bad."""
+    """Return float32 gradients that depend only on the step; every fourth is bad."""
     rng = np.random.default_rng(step)
     grads = {
         "w": rng.standard_normal((16, 32), np.float32) * scale,

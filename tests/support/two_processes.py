@@ -41,7 +41,7 @@ def transformation(axis_name=None):
 
 
 def batches(rank):
-    """Yield this rank's part of each batch: the bad ones are so on rank 1 alone."""
+    """Yield this rank's part of each batch; bad batches are bad on rank 1 only."""
     numbers = np.random.default_rng(rank)
     for i in range(STEPS):
         part = numbers.normal(size=(BATCH // 2, WIDTH)).astype(np.float16)
@@ -57,7 +57,7 @@ def everywhere(mesh, spec, own):
 
 
 def trained(rank, mesh, step, params, state):
-    """Return (params, state, scales at each step, whether each step moved nothing)."""
+    """Return (params, state, scale at each step, whether each step was skipped)."""
     scales, held = [], []
     for part in batches(rank):
         before = own_bytes((params, state.inner_state))
@@ -101,7 +101,7 @@ def replicated_params_under_jit(rank, mesh):
             name,
             scales=scales,
             held=held,
-            skipped=int(state.total_skipped),
+            skipped=int(state.total_skipped_count),
             params=[data.hex() for data in own_bytes(params)],
             state_bytes=sum(map(len, own_bytes(state))),
             finite=bool(optax_mp.all_finite(params)),
@@ -109,7 +109,7 @@ def replicated_params_under_jit(rank, mesh):
 
 
 def own_params_under_shard_map(rank, mesh):
-    """Each rank has params and gradients of its own; what they share is the scale."""
+    """Each rank has its own params and gradients; only the scale is shared."""
     tx = transformation("data")
 
     def step(params, state, x):
@@ -136,7 +136,7 @@ def own_params_under_shard_map(rank, mesh):
         "shard_map",
         scales=scales,
         held=held,
-        skipped=int(state.total_skipped),
+        skipped=int(state.total_skipped_count),
         finite=bool(optax_mp.all_finite(params)),
     )
 

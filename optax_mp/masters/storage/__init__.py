@@ -1,1 +1,11 @@
-"""How a master is kept between steps."""
+"""Storages: how the masters of `mixed_precision` are kept between steps.
+
+`Storage` in `_contract.py` says what a storage must do. Each storage has a file of its
+own: `FullCopy` keeps the master as it is, `Split` what a 16-bit param lacks to be it.
+"""
+
+from optax_mp.masters.storage._contract import Storage
+from optax_mp.masters.storage._full_copy import FullCopy
+from optax_mp.masters.storage._split import Split
+
+__all__ = ["FullCopy", "Split", "Storage"]

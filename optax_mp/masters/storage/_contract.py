@@ -1,109 +1,107 @@
-"""How a master is kept between steps."""
+"""The contract of a storage: how a master is kept between steps.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+A storage is a frozen, hashable object. It is part of the type of the optimizer state,
+so that everything that reads a state (`master_params`, `convert_opt_state`,
+`memory_report`, ...) asks the state's own storage and never guesses.
+"""
+
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from optax_mp._dtypes import round_to
-from optax_mp._tree import describe, is_floating, is_inexact, place
-from optax_mp.masters.storage._split import Split
+from optax_mp._dtypes import bits
+from optax_mp._tree import PyTree, describe, is_floating
+
+_METHODS = ("takes", "encode", "decode", "advance")
+# Params that a storage is asked about, to say in an error what it takes.
+_ASKED = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
 
 
 class Storage(Protocol):
-    """The form in which a master lives in the optimizer state, leaf by leaf.
+    """How the masters of some params are kept in the optimizer state.
 
-    A storage may keep less than the master where the param holds the rest, so both ways
-    go against the param and its dtype. What is decoded again is the nearest to `master`
-    of all masters that `param` can be a part of: `master` itself, to the storage's
-    precision, where the param is `round(master, dtype)`.
+    Write a frozen dataclass with these members, and give an instance of it to
+    `mixed_precision(..., storage=...)`. It works leaf by leaf and must only use
+    operations that JAX can trace.
+
+    Attributes:
+        param_is_part: whether `decode` reads the param: the param and what is stored
+            are the master together. Then updates are always float32, so that params
+            land exactly, and functions that read masters insist on the params that
+            belong to the state.
     """
 
-    def dtype(self, master_dtype: jnp.dtype) -> jnp.dtype:
-        """Return the dtype of what is kept, by which storages are told apart."""
+    @property
+    def param_is_part(self) -> bool:
+        """Whether `decode` reads the param."""
         ...
 
-    def round(self, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Return what a param of `dtype` is to become, in the master's dtype or wider.
+    def takes(self, param_dtype: jnp.dtype, master_dtype: jnp.dtype) -> bool:
+        """Return whether masters of `master_dtype` can be kept for such params."""
+        ...
 
-        A value that `dtype` holds exactly.
+    def encode(self, master: jax.Array, param: jax.Array) -> PyTree:
+        """Return what is stored for `master`, beside `param`.
+
+        One array, or a small pytree of arrays, whose last axes are those of the param:
+        only then can they be sharded as the param is. For `param == round(master)`,
+        `decode` gives the master back, as precisely as the storage promises.
         """
         ...
 
-    def encode(
-        self, master: jax.Array, param: jax.Array, dtype: jnp.dtype
-    ) -> jax.Array:
-        """Return what to keep beside a param of `dtype`: one array of its shape."""
-        ...
-
-    def decode(
-        self, stored: jax.Array, param: jax.Array, dtype: jnp.dtype
-    ) -> jax.Array:
+    def decode(self, stored: PyTree, param: jax.Array) -> jax.Array:
         """Return the master."""
         ...
 
+    def advance(
+        self, stored: PyTree, param: jax.Array, master: jax.Array
+    ) -> tuple[PyTree, jax.Array]:
+        """Return (stored, target) for a step that brings the master to `master`.
 
-@dataclass(frozen=True)
-class FullCopy:
-    """Keep every master as it is: 4 bytes a weight for float32 masters.
-
-    The default. It loses nothing, for any `master_dtype` and params of any floating
-    dtype. A param that is edited outside of the optimizer returns to its master at the
-    next update; see `replace_master_params`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import optax_mp
-        >>> tx = optax_mp.mixed_precision(optax.sgd(0.1), storage=optax_mp.FullCopy())
-        >>> state = tx.init({"w": jnp.ones(2, jnp.bfloat16)})
-        >>> state.master_params["w"].dtype.name, state.master_params["w"].nbytes
-        ('float32', 8)
-    """
-
-    def dtype(self, master_dtype: jnp.dtype) -> jnp.dtype:
-        """Return the dtype of masters."""
-        return master_dtype
-
-    def round(self, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Return the master rounded to nearest, ties to even."""
-        return round_to(master, dtype)
-
-    def encode(
-        self, master: jax.Array, param: jax.Array, dtype: jnp.dtype
-    ) -> jax.Array:
-        """Return the master itself."""
-        del param, dtype
-        return master
-
-    def decode(
-        self, stored: jax.Array, param: jax.Array, dtype: jnp.dtype
-    ) -> jax.Array:
-        """Return the stored master; the param adds nothing."""
-        del param, dtype
-        return stored
+        `stored` and `param` are those before the step. `target` is the value that the
+        param is to take; the nearest value of the param's dtype to it is what the param
+        becomes. What is returned has the structure, shapes and dtypes of `stored`.
+        """
+        ...
 
 
 def check_storage(
     storage: Any, master_dtype: jnp.dtype, update_dtype: jnp.dtype | str | None
 ) -> None:
     """Raise unless `storage` is one and goes with the dtypes, before anything runs."""
-    wanted = ("dtype", "round", "encode", "decode")
-    if isinstance(storage, type) or not all(hasattr(storage, x) for x in wanted):
+    example = "such as `optax_mp.FullCopy()` or `optax_mp.Split(bits=16)`"
+    if isinstance(storage, type):
         raise TypeError(
-            f"mixed_precision: `storage` is {storage!r}, expected a storage object "
-            "such as `optax_mp.FullCopy()` or `optax_mp.Split(bits=16)`."
+            f"mixed_precision: `storage` is the class {storage.__name__}, expected an "
+            f"object {example}; call the class first."
         )
-    if not isinstance(storage, Split):
-        return
-    if master_dtype != jnp.float32:
+    missing = [name for name in _METHODS if not callable(getattr(storage, name, None))]
+    missing += [] if hasattr(storage, "param_is_part") else ["param_is_part"]
+    if missing:
+        raise TypeError(
+            f"mixed_precision: `storage` is {storage!r}, which has no "
+            f"`{'`, `'.join(missing)}`; expected a storage object {example}, with all "
+            "members of `optax_mp.Storage`."
+        )
+    try:
+        hash(storage)
+    except TypeError as error:
+        raise TypeError(
+            f"mixed_precision: `storage` is {storage!r}, which is not hashable; "
+            "expected a frozen dataclass, as it becomes part of the state's type."
+        ) from error
+    narrower = [d for d in _ASKED if bits(d) < bits(master_dtype)]
+    if narrower and not any(
+        storage.takes(jnp.dtype(d), master_dtype) for d in narrower
+    ):
         raise ValueError(
-            f"mixed_precision: `master_dtype` is {master_dtype}, expected float32 with "
-            f"the storage {storage}; use `optax_mp.FullCopy()` for other masters."
+            f"mixed_precision: `master_dtype` is {master_dtype}, which the storage "
+            f"{storage} does not keep; expected float32, or use "
+            "`optax_mp.FullCopy()`, which keeps any master."
         )
-    if update_dtype is not None and update_dtype != jnp.float32:
+    is_exact = update_dtype is None or update_dtype == jnp.float32
+    if storage.param_is_part and not is_exact:
         raise ValueError(
             f"mixed_precision: `update_dtype` is {update_dtype}, expected float32 or "
             f"None with the storage {storage}, whose params must land exactly; use "
@@ -111,74 +109,35 @@ def check_storage(
         )
 
 
-def check_storable(
-    storage: Storage,
-    paths: Sequence[tuple[Any, ...]],
-    params: Sequence[Any],
-    dtypes: Sequence[jnp.dtype | None],
-    has_master: Sequence[bool],
-) -> None:
-    """Raise unless `storage` can keep the masters of these params.
+def dtypes_taken(storage: Storage, master_dtype: jnp.dtype) -> str:
+    """Return which params a storage takes, in the words of an error."""
+    taken = [d for d in _ASKED if storage.takes(jnp.dtype(d), master_dtype)]
+    return " or ".join(taken) or "no param"
 
-    Args:
-        storage: a storage.
-        paths: where each param is.
-        params: the params.
-        dtypes: the dtype of each in training, or None where it is not floating.
-        has_master: whether each is to have a master.
-    """
-    if not isinstance(storage, Split):
-        return
-    expected = (
-        f"expected bfloat16 or float16 with the storage {storage}, which keeps what "
-        "such a param lacks to be float32"
+
+def check_kept(storage: Storage, stored: Any, like: Any, where: str) -> None:
+    """Raise unless what a storage returns in a step is of the types that it had."""
+    before, treedef = jax.tree.flatten(like)
+    after, new_treedef = jax.tree.flatten(stored)
+    same = treedef == new_treedef and all(
+        a.shape == b.shape and a.dtype == b.dtype
+        for a, b in zip(before, after, strict=True)
     )
-    for path, param, dtype, stored in zip(
-        paths, params, dtypes, has_master, strict=True
-    ):
-        if stored and dtype not in (jnp.bfloat16, jnp.float16):
-            raise ValueError(
-                f"mixed_precision: param {place(path)} is {describe(param)}, in "
-                f"training {dtype}, {expected}; use `optax_mp.FullCopy()` for it."
-            )
-    # One float32 leaf among others is its own master; if all are, something is amiss.
-    inexact = [i for i, param in enumerate(params) if is_inexact(param)]
-    if inexact and not any(has_master):
-        path, param = paths[inexact[0]], params[inexact[0]]
-        raise ValueError(
-            f"mixed_precision: param {place(path)} is {describe(param)}, and no other "
-            f"is narrower than a master, {expected}. Cast the params with "
-            "`optax_mp.cast_floating`, or say with `param_dtype` what they will be "
-            "cast to; params that stay as they are need no storage."
-        )
-
-
-def check_carrier(storage: Storage, param: Any, where: str) -> None:
-    """Raise unless `param` is one that what is stored belongs to.
-
-    Args:
-        storage: a storage.
-        param: a param.
-        where: what to call it, function first.
-    """
-    if isinstance(storage, Split) and param.dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(
-            f"{where} is {describe(param)}, expected bfloat16 or float16, of which the "
-            f"master is the other part with {storage}; cast the params as they are in "
-            "training, by `Policy.cast_to_param` or `optax_mp.cast_floating`, and give "
-            "those."
-        )
-
-
-def storage_of(stored: Any) -> Storage:
-    """Return the storage that made a stored leaf; its dtype says which."""
-    for bits in (8, 16):
-        if getattr(stored, "dtype", None) == jnp.dtype(f"int{bits}"):
-            return Split(bits)
-    if not is_floating(stored):
+    if not same:
+        shown = [", ".join(map(describe, leaves)) for leaves in (after, before)]
         raise TypeError(
-            f"optax_mp: a stored master is {describe(stored)}, expected a floating "
-            "array, or int16 or int8 remainders; the state was not made by "
-            "`optax_mp.mixed_precision`."
+            f"mixed_precision: `advance` of the storage {storage} returned {shown[0]} "
+            f"for {where}, expected {shown[1]}, as before the step; a state must keep "
+            "its structure, shapes and dtypes."
         )
-    return FullCopy()
+
+
+def check_decoded(storage: Storage, master: Any, like: Any, where: str) -> None:
+    """Raise unless a storage gives back masters of the shape and dtype it was given."""
+    is_master = is_floating(master) and master.shape == like.shape
+    if not (is_master and master.dtype == like.dtype):
+        raise TypeError(
+            f"mixed_precision: `decode` of the storage {storage} returned "
+            f"{describe(master)} for {where}, expected {describe(like)}, the master "
+            "that `encode` was given."
+        )

@@ -18,36 +18,38 @@ _LARGEST = 0x7F7F0000
 
 @dataclass(frozen=True)
 class Split:
-    """Keep what the param lacks to be its master: 2 bytes a weight, or 1.
+    """Keep only what the param lacks to be its master: 2 bytes per weight, or 1.
 
     A bfloat16 is the upper half of a float32. So a bfloat16 param and a 16-bit
-    remainder are a float32 master bit for bit, and with an 8-bit remainder a master of
-    24 bits, at most 2^-16 (1.5e-5) of its size off: AdamW at 12 or 11 bytes a weight
-    where `FullCopy` has 14. For float16 params the remainder counts units in the last
-    place of the param: with 16 bits it is exact for weights from 2^-14 on and within
-    2^-40 of those under that; with 8 bits it is within 1/256 of such a unit.
+    remainder are a float32 master, bit for bit. With an 8-bit remainder the master has
+    24 bits: a relative error of at most 2^-16 (1.5e-5). AdamW then takes 12 or 11 bytes
+    per weight, where it takes 14 with `FullCopy`.
 
-    - Params are masters rounded to nearest, as always; but a bfloat16 param takes a
-      master halfway between two values away from zero, where it otherwise goes to even:
-      remainders of -32768 to 32767 then suffice. Where a float32 weight given to `init`
-      is cast to even instead, a remainder that does not fit is cut: one weight in
-      131072 is then kept one unit in the last place of float32 nearer its param, and
-      with 8 bits one in 512 is up to 2^-15 off.
-    - The param is half of the master. So a param edited outside of the optimizer, by a
-      projection or by loading weights, *is* the new master but for the remainder, which
-      is at most half a unit in its last place. With `FullCopy` the master wins.
-    - Updates come in float32 whatever the gradients are in, since the param must land
-      exactly. No float32 update can bring a weight to every value under 2^-15 of what
-      it was (float16: 2^-12). All differences of float32 weights can be reached but a
-      few across zero; not so what XLA makes of a multiplication and a sum in one. Such
-      a master moves with the param: by at most 2^-23 of what the weight was.
-    - Derivatives stop at the bits: `jax.grad` through `tx.update` is zero.
-    - Masters over 3.396e38 (float16: 65520), infinite ones too, are kept as that,
-      because a param is never made infinite. NaN stays NaN, and an infinite param is
-      its own master.
+    For float16 params the remainder is a fraction of the param's last place. With 16
+    bits it is exact for weights of 2^-14 and more, and within 2^-40 for smaller ones.
+    With 8 bits it is within 1/256 of a unit in the last place.
+
+    What is different from `FullCopy`:
+
+    - Updates are float32 whatever the gradients are, because the param must land
+      exactly.
+    - The param is half of the master. If you edit a param outside of the optimizer, by
+      a projection or by loading weights, the edited param *is* the new master, up to a
+      remainder of at most half a unit in its last place.
+    - A master halfway between two bfloat16 values is rounded away from zero, not to
+      even, so that remainders fit into int16. Weights given to `init` are rounded to
+      even by the cast, and a remainder that does not fit is cut: one weight in 131072
+      is then one unit in the last place of float32 nearer to its param. With 8 bits,
+      one in 512 is up to 2^-15 off.
+    - No float32 update can bring a weight to every value below 2^-15 of what it was
+      (float16: 2^-12). Where an update misses, the master moves with the param, by at
+      most 2^-23 of what the weight was.
+    - Finite masters above 3.396e38 (float16: 65520) and infinite ones are kept as the
+      largest finite value. NaN stays NaN, and an infinite param is its own master.
+    - `jax.grad` through `tx.update` is zero.
 
     Attributes:
-        bits: of the remainder, 16 or 8.
+        bits: the width of the remainder, 16 or 8.
 
     Example:
         >>> import jax.numpy as jnp
@@ -73,74 +75,98 @@ class Split:
         if not isinstance(self.bits, Integral) or self.bits not in (8, 16):
             raise ValueError(f"Split: `bits` is {self.bits!r}, expected 8 or 16.")
 
-    def dtype(self, master_dtype: jnp.dtype) -> jnp.dtype:
-        """Return int16 or int8."""
-        del master_dtype
-        return jnp.dtype(f"int{self.bits}")
+    @property
+    def param_is_part(self) -> bool:
+        """True: the param is the upper half of its master."""
+        return True
 
-    def round(self, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Return the master rounded to the param's dtype; ties of bfloat16 go away."""
-        if dtype != _BFLOAT16:
-            return round_to(master, dtype)
-        # As integers, since a carry of the mantissa is to go on into the exponent, and
-        # since CPUs take the smallest floats for zero.
-        pattern = _pattern(master)
-        sign, size = pattern & _SIGN, pattern & ~_SIGN
-        unit = 1 << (16 - self.bits)
-        size = (jnp.minimum(size, _LARGEST) + unit // 2) & -unit
-        rounded = _float(sign | ((size + 0x8000) & -0x10000))
-        return jnp.where(jnp.isnan(master), master, rounded)
+    def takes(self, param_dtype: jnp.dtype, master_dtype: jnp.dtype) -> bool:
+        """Return whether it is a 16-bit param of a float32 master."""
+        is_half = param_dtype in (jnp.bfloat16, jnp.float16)
+        return is_half and master_dtype == jnp.float32
 
-    def encode(
-        self, master: jax.Array, param: jax.Array, dtype: jnp.dtype
-    ) -> jax.Array:
-        """Return the remainder of the master, as far as its width goes."""
+    def encode(self, master: jax.Array, param: jax.Array) -> jax.Array:
+        """Return the remainder of the master, cut to the width of `bits`."""
         largest = 2 ** (self.bits - 1) - 1
-        param = param.astype(jnp.float32)
-        if dtype == _BFLOAT16:
+        wide = param.astype(jnp.float32)
+        if param.dtype == _BFLOAT16:
             unit = 1 << (16 - self.bits)
-            pattern, base = _pattern(master), _pattern(param)
-            # Patterns count away from zero: across it, the nearest is the least.
+            pattern, base = _to_pattern(master), _to_pattern(wide)
+            # Patterns count away from zero on both sides of it. A master on the other
+            # side is nearest to the least remainder that there is.
             excess = jnp.where((pattern ^ base) < 0, -0x10000, pattern - base)
             remainder = (excess + unit // 2) >> (16 - self.bits)
-            remainder = lax.clamp(
-                jnp.int32(-largest - 1), remainder, jnp.int32(largest)
-            )
+            low, high = jnp.int32(-largest - 1), jnp.int32(largest)
         else:
-            excess = (master - param) / self._unit(param)
+            excess = (master - wide) / self._unit_of(wide)
             remainder = lax.round(excess, lax.RoundingMethod.TO_NEAREST_EVEN)
-            remainder = lax.clamp(
-                jnp.float32(-largest), remainder, jnp.float32(largest)
-            )
-        return remainder.astype(self.dtype(jnp.dtype(jnp.float32)))
+            low, high = jnp.float32(-largest), jnp.float32(largest)
+        return lax.clamp(low, remainder, high).astype(f"int{self.bits}")
 
-    def decode(
-        self, stored: jax.Array, param: jax.Array, dtype: jnp.dtype
-    ) -> jax.Array:
-        """Return the master that param and remainder are."""
-        param = param.astype(jnp.float32)
-        if dtype == _BFLOAT16:
-            base = _pattern(param)
+    def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
+        """Return the master that the param and the remainder are."""
+        wide = param.astype(jnp.float32)
+        if param.dtype == _BFLOAT16:
+            base = _to_pattern(wide)
             remainder = stored.astype(jnp.int32) << (16 - self.bits)
-            # Under zero there are no patterns: a param set to zero may have had one.
+            # There are no patterns below that of zero. A param that was set to zero by
+            # hand may have had a negative remainder.
             is_zero = (base & ~_SIGN) == 0
             remainder = jnp.where(is_zero, jnp.maximum(remainder, 0), remainder)
             is_finite = (base & ~_SIGN) < _INFINITY
-            return _float(base + jnp.where(is_finite, remainder, 0))
-        master = param + stored.astype(jnp.float32) * self._unit(param)
-        return jnp.where(jnp.isfinite(param), master, param)
+            return _to_float(base + jnp.where(is_finite, remainder, 0))
+        master = wide + stored.astype(jnp.float32) * self._unit_of(wide)
+        return jnp.where(jnp.isfinite(wide), master, wide)
 
-    def _unit(self, param: jax.Array) -> jax.Array:
+    def advance(
+        self, stored: jax.Array, param: jax.Array, master: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the remainder, and the param that it belongs to."""
+        master = _write_out_on_cpu(master, stored)
+        # The param moves by a float32 sum, which cannot reach every value. So the
+        # remainder is taken against the value that this sum will land on.
+        before = param.astype(jnp.float32)
+        change = self._round(master, param.dtype) - before
+        landing = round_to(before + change, param.dtype)
+        return self.encode(master, landing.astype(param.dtype)), landing
+
+    def _round(self, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Return the master rounded to the dtype; ties of bfloat16 away from zero."""
+        if dtype != _BFLOAT16:
+            return round_to(master, dtype)
+        # As integers, because a carry of the mantissa must go on into the exponent, and
+        # because CPUs flush the smallest floats to zero.
+        pattern = _to_pattern(master)
+        sign, size = pattern & _SIGN, pattern & ~_SIGN
+        unit = 1 << (16 - self.bits)
+        size = (jnp.minimum(size, _LARGEST) + unit // 2) & -unit
+        rounded = _to_float(sign | ((size + 0x8000) & -0x10000))
+        return jnp.where(jnp.isnan(master), master, rounded)
+
+    def _unit_of(self, param: jax.Array) -> jax.Array:
         """Return what a float16's remainder counts: a fraction of its last place."""
         info = jnp.finfo(jnp.float16)
-        power = _float(_pattern(param) & _INFINITY)
+        power = _to_float(_to_pattern(param) & _INFINITY)
         last_place = jnp.maximum(power, float(info.smallest_normal)) * float(info.eps)
         return last_place * 2.0**-self.bits
 
 
-def _pattern(x: jax.Array) -> jax.Array:
+def _write_out_on_cpu(master: jax.Array, stored: jax.Array) -> jax.Array:
+    """Return `master`, computed once for all that reads it, where XLA is for CPUs.
+
+    XLA's CPU kernels have one output each. Both outputs of a step, the param and the
+    remainder, overwrite what both are computed from: XLA would compute the master twice
+    and copy all that it is made of. It never computes a division twice. This one is by
+    one, as only we know; other hardware does it on the way.
+    """
+    beyond = 2**17  # No remainder of 16 bits comes near it.
+    ones = lax.max(stored.astype(jnp.int32), jnp.int32(beyond)) - (beyond - 1)
+    return master / ones.astype(jnp.float32)
+
+
+def _to_pattern(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _float(pattern: jax.Array) -> jax.Array:
+def _to_float(pattern: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(pattern, jnp.float32)

@@ -1,6 +1,7 @@
 """dynamic_loss_scale and static_loss_scale: what a skipped step leaves, in any nesting."""
 
 import copy
+import gc
 import operator
 
 import jax
@@ -265,13 +266,13 @@ SKIPS = {
 
 
 @pytest.mark.parametrize("nesting", SKIPS)
-def test_bad_micro_batches_are_dropped_whole_in(nesting):
+def test_bad_micro_batches_are_dropped_entirely_in(nesting):
     clean, clean_state = trained(SKIPS[nesting]())
     # Also two in a row, and one in the midst of an accumulation.
     dropped, state = trained(SKIPS[nesting](), bad=(0, 4, 5, 10))
     assert as_bits(dropped) == as_bits(clean)
     assert as_bits(without_scale(state)) == as_bits(without_scale(clean_state))
-    found = optax.tree.get_all_with_path(state, "total_skipped")
+    found = optax.tree.get_all_with_path(state, "total_skipped_count")
     assert [int(count) for _, count in found] == [4]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(clean))
 
@@ -297,7 +298,7 @@ def test_apply_if_finite_outside_hides_the_overflow_from_the_scale():
     tx = optax.apply_if_finite(wrapper(masters(optax.adamw(1e-2))), 100)
     _, state = trained(tx, bad=range(STEPS))
     assert float(optax_mp.loss_scale(state)) == 2.0**10
-    assert int(state.inner_state.total_skipped) == 0
+    assert int(state.inner_state.total_skipped_count) == 0
 
 
 def test_multisteps_outside_is_poisoned_by_optax_before_the_scale_sees_it():
@@ -308,7 +309,7 @@ def test_multisteps_outside_is_poisoned_by_optax_before_the_scale_sees_it():
     _, state = trained(tx, bad=(0,), spoil=infinite)
     accumulated = np.asarray(state.acc_grads["kernel"])
     assert np.isnan(accumulated).any()
-    assert int(state.inner_opt_state.total_skipped) >= 3
+    assert int(state.inner_opt_state.total_skipped_count) >= 3
 
 
 def test_a_link_before_multisteps_counts_a_bad_micro_batch_as_zeros():
@@ -334,20 +335,44 @@ def test_a_link_before_another_optimizer_hands_zeros_on():
     np.testing.assert_array_equal(updates["kernel"], 0.5)  # Its momentum goes on.
 
 
-def test_all_negative_zero_float32_gradients_hold_mixed_precision():
+def test_negative_zeros_are_a_skipped_step_where_there_is_a_link():
     tx = optax_mp.mixed_precision(optax.adamw(1e-2))
     params = example_params("bfloat16")
     grads = jax.tree.map(lambda p: jnp.full(p.shape, -0.0), params)
     state = tx.init(params)
+    link = optax_mp.dynamic_loss_scale()
     for update in (tx.update, jax.jit(tx.update)):
         updates, after = update(grads, state, params)
         assert_negative_zero(updates)
         assert as_bits(after) == as_bits(state)
+    del link
+
+
+def test_without_a_link_no_mark_is_looked_for():
+    gc.collect()
+    tx = optax_mp.mixed_precision(optax.adamw(1e-2))
+    params = example_params("bfloat16")
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, -0.0), params)
+    args = grads, tx.init(params), params
+
+    def program():
+        # Not that of `tx.update`, which JAX would remember.
+        return str(jax.make_jaxpr(lambda *args: tx.update(*args))(*args))
+
+    without = program()
+    assert "reduce_max" not in without and "cond" not in without
+    assert int(tx.update(*args)[1].inner_state[0].count) == 1
+    chain = optax.chain(optax_mp.static_loss_scale(), optax.identity())
+    assert "reduce_max" in program() and "cond" not in program()
+    del chain
+    gc.collect()
+    assert program() == without
 
 
 @pytest.mark.parametrize("leaf", ["kernel", "layer", "scale"])
 @pytest.mark.parametrize("value", [0.0, 1e-30, -1e-42, np.nan])
 def test_one_other_element_is_a_step_like_any(leaf, value):
+    link = optax_mp.dynamic_loss_scale()
     tx = optax_mp.mixed_precision(optax.sgd(1.0, momentum=0.5))
     params = example_params("bfloat16")
     grads = jax.tree.map(lambda p: np.full(p.shape, -0.0, np.float32), params)
@@ -358,6 +383,7 @@ def test_one_other_element_is_a_step_like_any(leaf, value):
     for update in (tx.update, jax.jit(tx.update)):
         _, after = update(grads, moving, params)
         assert as_bits(after) != as_bits(moving)
+    del link
 
 
 def test_16_bit_gradients_carry_no_mark_and_are_not_looked_at():
@@ -483,7 +509,7 @@ def test_complex_leaves_are_unscaled_and_skipped():
         np.testing.assert_array_equal(updates["z"], np.full(2, -1 - 2j))
         bad = grads | {"z": jnp.array([1, complex(0, np.nan)], jnp.complex64)}
         updates, after = update(bad, state, params)
-        assert int(after.total_skipped) == 1
+        assert int(after.total_skipped_count) == 1
         after = optax.apply_updates(params, updates)
         assert as_bits(after) == as_bits(params)
 
@@ -621,35 +647,6 @@ def test_four_devices():
     run_checks("four_devices", 4, CHECKS)
 
 
-# float8 leaves that are overwritten with their gradient, as flax has them.
-
-
-def fp8_tree(weight, scale):
-    return {
-        "params": {"kernel": weight},
-        "_overwrite_with_gradient": {"dense": {"kernel_scale": scale}},
-    }
-
-
-@pytest.mark.parametrize("bad", [False, True])
-def test_overwritten_leaves_become_their_gradient_or_stay(bad):
-    tx = wrapped_masters(optax.adamw(1e-2, weight_decay=0.5))
-    params = fp8_tree(jnp.ones((2, 2), jnp.float16), jnp.array([1.0, 448.0]))
-    state = tx.init(params)
-    held = optax.tree.get_all_with_path(state, "mu")[0][1]
-    assert len(jax.tree.leaves(held)) == 1
-    grad = jnp.full((2, 2), jnp.inf if bad else 1024.0)
-    grads = fp8_tree(grad, jnp.array([0.5, 0.25]))
-    for update in (tx.update, jax.jit(tx.update)):
-        updates, after = update(grads, state, params)
-        new = optax.apply_updates(params, updates)
-        want = params if bad else grads
-        name = "_overwrite_with_gradient"
-        assert as_bits(new[name]) == as_bits(want[name])
-        assert bool(after.last_finite) is not bad
-        assert avals(after) == avals(state)
-
-
 # Training, diagnosis, errors.
 
 
@@ -718,13 +715,6 @@ def test_a_state_of_another_transform_is_named():
 def test_a_scale_in_the_place_of_the_optimizer_is_named():
     with pytest.raises(TypeError, match=r"`inner` is a float, .*`scale=1024.0`"):
         optax_mp.static_loss_scale(1024.0)
-
-
-def test_overwritten_leaves_need_params():
-    tx = wrapper(optax.sgd(0.1))
-    params = fp8_tree(jnp.ones(2), jnp.ones(1))
-    with pytest.raises(ValueError, match="`params` is None, .*_overwrite_with_gradien"):
-        tx.update(params, tx.init(params))
 
 
 def test_missing_params_are_named_by_who_needs_them():

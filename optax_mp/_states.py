@@ -1,0 +1,172 @@
+"""Optimizer states as trees: find and map states, and find the param of each leaf."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import GetAttrKey, SequenceKey, tree_flatten_with_path
+
+from optax_mp._tree import PyTree
+
+Path = tuple[Any, ...]
+Kind = type | tuple[type, ...]
+
+_INNER_STATE = GetAttrKey("inner_state")
+# Below this field a storage may keep any small pytree in the place of a param.
+_MASTERS = GetAttrKey("master_params")
+# The fields of `Quantized`, which stands for one array.
+_CODES_AND_SCALES = (GetAttrKey("codes"),), (GetAttrKey("scales"),)
+
+
+def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
+    """Return every state of `kind` in `opt_state`, outermost first, with its path.
+
+    Args:
+        opt_state: an optimizer state, or a tree of several.
+        kind: the type of the states to find, or a tuple of types. The `inner_state` of
+            a state that was found is searched as well.
+
+    Returns:
+        Pairs of a path, as `jax.tree_util.keystr` takes it, and the state there.
+    """
+    found: list[tuple[Path, Any]] = []
+
+    def collect(tree: PyTree, prefix: Path) -> None:
+        for path, node in tree_flatten_with_path(tree, is_leaf=_is_of(kind))[0]:
+            if isinstance(node, kind):
+                found.append((prefix + path, node))
+                if hasattr(node, "inner_state"):
+                    collect(node.inner_state, (*prefix, *path, _INNER_STATE))
+
+    collect(opt_state, ())
+    return found
+
+
+def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) -> PyTree:
+    """Return `opt_state` with each state of `kind` replaced by `function(state)`.
+
+    Args:
+        function: takes a state whose `inner_state` is mapped already.
+        opt_state: an optimizer state, or a tree of several.
+        kind: a type, or a tuple of types.
+    """
+
+    def replace(node: Any) -> Any:
+        if not isinstance(node, kind):
+            return node
+        if hasattr(node, "inner_state"):
+            mapped = map_states(function, node.inner_state, kind)
+            node = node._replace(inner_state=mapped)
+        return function(node)
+
+    return jax.tree.map(replace, opt_state, is_leaf=_is_of(kind))
+
+
+def owners(
+    tree: PyTree, param_paths: Sequence[Path], params: Sequence[Any]
+) -> list[int | None]:
+    """Return which param each leaf of `tree` belongs to.
+
+    The outermost subtrees whose leaves are all at the paths of params, such as
+    `[0].mu`, are read like the params. Instead of one array there may be several one
+    step further down (codes and scales, or a list for each param as in `optax.sm3`),
+    and below `master_params` any small pytree.
+
+    Args:
+        tree: a state, or any tree that contains trees like the params.
+        param_paths: the path of each param in the params.
+        params: the param at each path, or anything with its shape. Shapes decide if the
+            params are a single array, whose path is empty and fits everywhere.
+
+    Returns:
+        For each leaf of `tree` an index into `param_paths`, or None.
+    """
+    leaves = tree_flatten_with_path(tree)[0]
+    by_path = {path: i for i, path in enumerate(param_paths)}
+    found: list[int | None] = [None] * len(leaves)
+
+    def claim(number: int, depth: int) -> int | None:
+        path, leaf = leaves[number]
+        if _MASTERS in path[:depth]:
+            return _owner_of_master(path[depth:], by_path)
+        owner = _owner(path[depth:], by_path)
+        if owner is None or param_paths[owner] or _fits(path, leaf, params[owner]):
+            return owner
+        return None
+
+    def is_like_params(numbers: list[int], claims: list[int | None]) -> bool:
+        if None in claims:
+            return False
+        # One scalar for every param belongs to the params. A scalar for some of them is
+        # a count, say, in a field that has the name of a param by accident.
+        has_scalars = any(
+            owner is not None
+            and _shape(params[owner])
+            and not _shape(leaves[number][1])
+            for number, owner in zip(numbers, claims, strict=True)
+        )
+        return not has_scalars or len(set(claims)) == len(by_path)
+
+    def visit(numbers: list[int], depth: int) -> None:
+        claims = [claim(number, depth) for number in numbers]
+        if is_like_params(numbers, claims):
+            for number, owner in zip(numbers, claims, strict=True):
+                found[number] = owner
+            return
+        children: dict[Any, list[int]] = {}
+        for number in numbers:
+            if len(leaves[number][0]) > depth:
+                children.setdefault(leaves[number][0][depth], []).append(number)
+        for child in children.values():
+            visit(child, depth + 1)
+
+    visit(list(range(len(leaves))), 0)
+    return found
+
+
+def _owner(path: Path, by_path: dict[Path, int]) -> int | None:
+    """Return the param at a path in a tree like the params, or one step above it."""
+    if path[-1:] in _CODES_AND_SCALES:
+        path = path[:-1]
+    if path in by_path or not path:
+        return by_path.get(path)
+    *above, last = path
+    # In the state of a chain, `[0].count` does not belong to the first of a list of
+    # params. So a step below an index must be an index.
+    is_below_name = bool(above) and not isinstance(above[-1], SequenceKey)
+    if is_below_name or isinstance(last, SequenceKey):
+        return by_path.get(tuple(above))
+    return None
+
+
+def _owner_of_master(path: Path, by_path: dict[Path, int]) -> int | None:
+    starts = (path[:end] for end in range(len(path) + 1))
+    return next((by_path[start] for start in starts if start in by_path), None)
+
+
+def _fits(path: Path, leaf: Any, param: Any) -> bool:
+    """Return whether a leaf has the shape of its param, or stacks arrays of it."""
+    own, shape = _shape(leaf), _shape(param)
+    is_many = bool(shape) and own[max(0, len(own) - len(shape)) :] == shape
+    return own == shape or is_many or path[-1:] == _CODES_AND_SCALES[1]
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(getattr(leaf, "shape", ()))
+
+
+def holds_state(tree: PyTree) -> bool:
+    """Return whether `tree` contains the state of an optimizer, ours or of optax.
+
+    Only the name of its class tells a state from params that are NamedTuples.
+    """
+
+    def is_state(node: Any) -> bool:
+        names = (kind.__name__ for kind in type(node).__mro__)
+        return hasattr(node, "_fields") and any(x.endswith("State") for x in names)
+
+    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+
+
+def _is_of(kind: Kind) -> Callable[[Any], bool]:
+    return lambda node: isinstance(node, kind)

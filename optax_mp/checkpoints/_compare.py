@@ -1,0 +1,126 @@
+"""The leaves of a checkpoint compared with those of a template, name by name."""
+
+from numbers import Number
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
+
+from optax_mp._dtypes import bits
+from optax_mp._tree import PyTree, describe, is_array, is_floating, place
+
+Path = tuple[Any, ...]
+# The names along a path, without the types of the containers.
+Names = tuple[str, ...]
+NamedLeaves = dict[Names, tuple[Path, Any]]
+
+_SHOWN = 3  # problems of each kind
+
+
+def unwrap_metadata(saved: PyTree) -> PyTree:
+    """Return the tree in what Orbax has around it: `item_metadata`, or `metadata`."""
+    for name in ("item_metadata", "metadata"):
+        if all_leaves([saved]) and not is_array(saved):
+            saved = getattr(saved, name, saved)
+    return saved
+
+
+def names_of(path: Path) -> Names:
+    """Return the names along a path."""
+    names = tuple(keystr((entry,), simple=True) for entry in path)
+    # Flax's boxes hold their array in `value`; its pure trees have no boxes.
+    return names[:-1] if names[-1:] == ("value",) else names
+
+
+# By name and not by path: metadata and state dicts have dicts and lists where states
+# have NamedTuples and tuples.
+def leaves_by_name(tree: PyTree) -> NamedLeaves:
+    """Return path and leaf of every number and array, by the names along the path."""
+    return {
+        names_of(path): (path, leaf)
+        for path, leaf in tree_flatten_with_path(tree)[0]
+        if is_array(leaf) or isinstance(leaf, Number)
+    }
+
+
+def differences(found: NamedLeaves, expected: NamedLeaves) -> list[str]:
+    """Return what keeps a checkpoint from a template, a line each."""
+    missing = [
+        f"{place(path)} was not saved, the template expects {describe(leaf)}"
+        for names, (path, leaf) in expected.items()
+        if names not in found
+    ]
+    additional = [
+        f"{place(path)} was saved as {describe(leaf)}, the template has no such leaf"
+        for names, (path, leaf) in found.items()
+        if names not in expected
+    ]
+    unlike = []
+    for names in (names for names in expected if names in found):
+        (path, want), (_, leaf) = expected[names], found[names]
+        consequence = _consequence(leaf, want, names)
+        if consequence:
+            unlike.append(
+                f"{place(path)} was saved as {describe(leaf)}, the template expects "
+                f"{describe(want)}: {consequence}"
+            )
+    return [*_first(unlike), *_first(missing), *_first(additional)]
+
+
+def _first(lines: list[str]) -> list[str]:
+    rest = len(lines) - _SHOWN
+    return lines[:_SHOWN] + ([f"and {rest} more like these"] if rest > 0 else [])
+
+
+def _consequence(leaf: Any, want: Any, names: Names) -> str:
+    """Return what is wrong with a saved leaf; an empty string if nothing is."""
+    leaf, want = _without_key_type(leaf, want), _without_key_type(want, leaf)
+    if tuple(getattr(leaf, "shape", ())) != tuple(getattr(want, "shape", ())):
+        return "another shape"
+    if not (is_array(leaf) and is_array(want)):
+        is_like = _kind(leaf) == _kind(want)
+        return "" if is_like else "a restore would change the kind of number"
+    if leaf.dtype == want.dtype or _was_number(leaf, want):
+        return ""
+    whose = "the masters" if "master_params" in names else "the values"
+    if not (is_floating(leaf) and is_floating(want)):
+        return f"a restore would cast {whose}, which are stored in another form"
+    if bits(leaf.dtype) < bits(want.dtype):
+        return "saved in a narrower dtype than the template"
+    return f"a restore would round {whose}"
+
+
+def _was_number(leaf: Any, want: Any) -> bool:
+    """Return whether a scalar may have been a Python number when it was saved.
+
+    Orbax describes those in 64 bits, where JAX uses its widest dtype.
+    """
+    if want.shape or not jnp.issubdtype(want.dtype, jnp.number):
+        return False
+    is_loose = jnp.issubdtype(want.dtype, jnp.integer) or getattr(
+        want, "weak_type", False
+    )
+    return is_loose and jax.dtypes.canonicalize_dtype(leaf.dtype) == want.dtype
+
+
+def _kind(x: Any) -> Any:
+    """Return the kind of a number, whatever its width; None for anything else."""
+    dtype = x.dtype if is_array(x) else np.asarray(x).dtype
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), None)
+
+
+def is_key(x: Any) -> bool:
+    """Return whether `x` is an array of typed PRNG keys."""
+    return is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _without_key_type(leaf: Any, other: Any) -> Any:
+    """Return the data of a PRNG key if the other leaf is not a key."""
+    return (
+        jax.eval_shape(jax.random.key_data, leaf)
+        if is_key(leaf) > is_key(other)
+        else leaf
+    )

@@ -1,0 +1,101 @@
+"""Leaves that are overwritten with their gradient: the scales of flax's fp8 layers.
+
+An fp8 layer of flax returns the next value of its scales and histories in the place of
+their gradients. These are no gradients: unscaling, checking or optimizing them would
+be wrong.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.tree_util import (
+    DictKey,
+    GetAttrKey,
+    tree_flatten_with_path,
+    tree_map_with_path,
+)
+
+from optax_mp._dtypes import at_least_float32
+from optax_mp._leaves import Leaves
+from optax_mp._tree import PyTree, is_floating
+
+# The collection that these are in, `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`.
+_COLLECTION = "_overwrite_with_gradient"
+
+
+def hide_overwritten(tree: PyTree) -> PyTree:
+    """Return `tree` with `optax.MaskedNode()` for each leaf that is overwritten."""
+    return tree_map_with_path(
+        lambda path, leaf: optax.MaskedNode() if _is_overwritten(path) else leaf, tree
+    )
+
+
+def restore_overwritten(tree: PyTree, original: PyTree) -> PyTree:
+    """Return `tree` with the leaves of `original` that were hidden in it."""
+    if not _has_overwritten(original):
+        return tree
+    return jax.tree.map(
+        lambda own, other: other if isinstance(own, optax.MaskedNode) else own,
+        tree,
+        original,
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+
+
+def overwrite(updates: PyTree, grads: PyTree, params: PyTree, caller: str) -> PyTree:
+    """Fill in the updates that bring hidden params to their gradients."""
+    if not _has_overwritten(grads):
+        return updates
+    leaves = Leaves.of(grads, caller=caller, name="the gradients")
+    if params is None:
+        raise ValueError(
+            f"{caller}: `params` is None, expected the current params, because leaves "
+            f"under {_COLLECTION!r} are overwritten; call "
+            "`tx.update(grads, state, params)`."
+        )
+    filled = leaves.match(updates, "the updates of `inner`")
+    params = leaves.match(params, "`params`")
+    for i, (path, grad) in enumerate(zip(leaves.paths, leaves.values, strict=True)):
+        if _is_overwritten(path):
+            filled[i] = change_to(grad, params[i])
+    return leaves.unflatten(filled)
+
+
+def change_to(target: Any, param: Any) -> jax.Array:
+    """Return the update after which `param` is `target`, as nearly as a sum can be.
+
+    The sum is that of `optax.apply_updates`, in float32 or wider. A target that is not
+    0 never becomes 0, because flax divides by these values.
+    """
+    target, param = jnp.asarray(target), jnp.asarray(param)
+    if not is_floating(target):
+        return target - param
+    wide = jnp.promote_types(
+        at_least_float32(target.dtype), at_least_float32(param.dtype)
+    )
+    start, goal = param.astype(wide), target.astype(wide)
+    # A float16 param would round a float32 target of 1e-9 to 0.
+    least = wide.type(jnp.finfo(param.dtype).smallest_subnormal)
+    is_zero = goal == 0
+    goal = jnp.where(is_zero, goal, jnp.copysign(jnp.maximum(abs(goal), least), goal))
+    change = goal - start
+    # From 1.0 to 1e-9 the change is -1.0 in float32, and the sum 0. The number next to
+    # -1.0 brings the param as near to the target as it can get, on its side of 0.
+    side = jnp.copysign(jnp.full_like(goal, jnp.inf), goal)
+    next_to_zero = lax.nextafter(-start, side)
+    return jnp.where((change == -start) & ~is_zero, next_to_zero, change)
+
+
+def _has_overwritten(tree: PyTree) -> bool:
+    return any(_is_overwritten(path) for path, _ in tree_flatten_with_path(tree)[0])
+
+
+def _is_overwritten(path: tuple[Any, ...]) -> bool:
+    return any(
+        _COLLECTION in (getattr(key, "key", None), getattr(key, "name", None))
+        for key in path
+        if isinstance(key, (DictKey, GetAttrKey))
+    )

@@ -1,0 +1,61 @@
+"""Checks of the numbers that a loss scale is made with.
+
+`argument` is the caller and the name of its argument, as errors begin with:
+"dynamic_loss_scale: `growth_factor`".
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from optax_mp._tree import describe, is_array
+
+# Between these both a scale and its reciprocal are normal float32 numbers: CPUs flush
+# smaller ones to zero.
+SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
+LARGEST_SCALE = 1 / SMALLEST_SCALE
+
+
+def check_number(
+    argument: str, value: Any, expected: str, accept: Callable[[float], bool]
+) -> float:
+    """Return `value` as a float, or raise an error that says what is `expected`."""
+    is_scalar = not is_array(value) or value.shape == ()
+    if isinstance(value, str) or not hasattr(value, "__float__") or not is_scalar:
+        raise TypeError(f"{argument} is {describe(value)}, expected {expected}.")
+    number = float(value)
+    if not accept(number):
+        raise ValueError(f"{argument} is {value}, expected {expected}.")
+    return number
+
+
+def check_scale(argument: str, value: Any) -> float:
+    """Return a loss scale as a float; it and its reciprocal must be float32 numbers."""
+    return check_number(
+        argument,
+        value,
+        f"a positive finite float32 from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}",
+        lambda scale: SMALLEST_SCALE <= scale <= LARGEST_SCALE,
+    )
+
+
+def check_count(argument: str, value: Any) -> float:
+    """Return a count of steps; a whole float such as 2000.0 will do."""
+    return check_number(
+        argument,
+        value,
+        "an integer greater than 0",
+        lambda count: 1 <= count < math.inf and count == int(count),
+    )
+
+
+def check_growth_factor(argument: str, value: Any) -> float:
+    """Return a factor by which a scale grows."""
+    return check_number(
+        argument,
+        value,
+        "a finite number greater than 1",
+        lambda factor: 1 < factor < math.inf,
+    )

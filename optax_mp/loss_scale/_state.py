@@ -1,0 +1,90 @@
+"""The state of a loss scale, and how to find it in an optimizer state."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import keystr
+
+from optax_mp._first_edition import name_new_field
+from optax_mp._states import find_states
+
+
+class LossScaleState(NamedTuple):
+    """State of `dynamic_loss_scale` and `static_loss_scale`.
+
+    The scale is always finite and within its bounds, and a power of two if it starts as
+    one and its factors are. Structure, shapes and dtypes never change.
+
+    Attributes:
+        scale: the loss scale, a float32 scalar.
+        finite_count: finite steps in a row since growth was last due, an int32 scalar.
+        hysteresis_left: overflows until the scale shrinks, an int32 scalar.
+        skipped_count: steps skipped since the last finite one, an int32 scalar.
+        total_skipped_count: steps skipped since `init`, an int32 scalar.
+        last_finite: whether the last step was finite, a bool scalar.
+        inner_state: the state of the inner optimizer; empty for a link in a chain.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax_mp.dynamic_loss_scale(optax.sgd(0.1))
+        >>> state = tx.init(jnp.ones(2))
+        >>> updates, state = tx.update(jnp.array([jnp.inf, 0.0]), state, jnp.ones(2))
+        >>> float(state.scale), int(state.total_skipped_count), bool(state.last_finite)
+        (32768.0, 1, False)
+    """
+
+    scale: jax.Array
+    finite_count: jax.Array
+    hysteresis_left: jax.Array
+    skipped_count: jax.Array
+    total_skipped_count: jax.Array
+    last_finite: jax.Array
+    inner_state: optax.OptState
+
+    __getattr__ = name_new_field
+
+
+def loss_scale(opt_state: optax.OptState) -> jax.Array:
+    """Return the loss scale in an optimizer state, at any depth of wrappers.
+
+    Args:
+        opt_state: any optimizer state.
+
+    Returns:
+        A float32 scalar; 1 if the state holds no loss scale.
+
+    Raises:
+        ValueError: if the state holds several loss scales.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> tx = optax.chain(optax_mp.dynamic_loss_scale(), optax.sgd(0.1))
+        >>> float(optax_mp.loss_scale(tx.init(jnp.ones(2))))
+        65536.0
+    """
+    state = loss_scale_state(opt_state, "loss_scale")
+    return jnp.float32(1) if state is None else state.scale
+
+
+def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
+    """Return the one loss-scale state in `opt_state`, or None."""
+    found = find_states(opt_state, LossScaleState)
+    if len(found) > 1:
+        places = " and ".join("opt_state" + keystr(path) for path, _ in found)
+        raise ValueError(
+            f"{caller}: `opt_state` holds {len(found)} loss scales, at {places}, "
+            "expected one, because a loss is multiplied by one scale; put a single "
+            "dynamic_loss_scale around the whole optimizer."
+        )
+    if not found:
+        return None
+    state = found[0][1]
+    # `nnx.Optimizer` keeps each array of a state in a box, which is a tree of one leaf.
+    names = [name for name in state._fields if name != "inner_state"]
+    return state._replace(**{n: jax.tree.leaves(getattr(state, n))[0] for n in names})

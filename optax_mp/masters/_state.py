@@ -1,0 +1,78 @@
+"""The state of `mixed_precision`, whose type says which storage made it."""
+
+import functools
+from typing import Any, NamedTuple
+
+import optax
+
+from optax_mp.masters.storage import Storage
+
+
+class MixedPrecisionState(NamedTuple):
+    """State of `mixed_precision`.
+
+    Its structure, shapes and dtypes are the same at `init` and after every update, so
+    it can be the carry of a `jax.lax.scan` and the template of a checkpoint.
+
+    The storage is part of the state's type: `type(state)` is a subclass of this one,
+    and states of two storages have different tree structures. So no function has to
+    guess how masters are kept, and `jax.tree.map` over two such states is an error.
+
+    Attributes:
+        master_params: a tree like the params, with what is stored of each leaf that has
+            a master and `optax.MaskedNode()` for each leaf that is its own master.
+        inner_state: the state of the inner optimizer, over masters.
+        storage: the storage that made the state; a class attribute, not a leaf. None
+            for a state that was pickled by the first edition.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
+        >>> state = optax_mp.mixed_precision(optax.sgd(0.1)).init(params)
+        >>> state.master_params["w"].dtype.name, state.master_params["norm"]
+        ('float32', MaskedNode())
+        >>> state.storage
+        FullCopy()
+    """
+
+    master_params: optax.Params
+    inner_state: optax.OptState
+    # Not annotated: an annotation would make a field of it, and so a leaf.
+    storage = None
+
+    def __reduce__(self) -> Any:
+        """Pickle by the storage: the subclass has no name that could be imported."""
+        if self.storage is None:
+            return MixedPrecisionState, tuple(self)
+        return _restore, (self.storage, *self)
+
+
+@functools.cache
+def state_type(storage: Storage) -> type[MixedPrecisionState]:
+    """Return the type of states that a storage makes; always the same for equal ones.
+
+    A subclass for each storage, and not a field: as a leaf the storage would end up in
+    checkpoints, and JAX, Orbax and Flax all treat a NamedTuple's subclass as one.
+    """
+    members = {"storage": storage, "__slots__": (), "__doc__": "See the base class."}
+    name = f"{MixedPrecisionState.__name__}[{storage}]"
+    return type(name, (MixedPrecisionState,), members)
+
+
+def _restore(
+    storage: Storage, master_params: optax.Params, inner_state: optax.OptState
+) -> MixedPrecisionState:
+    return state_type(storage)(master_params, inner_state)
+
+
+def check_storage_known(state: MixedPrecisionState, caller: str) -> Storage:
+    """Return the storage of a state; raise for a state of the first edition."""
+    if state.storage is None:
+        raise ValueError(
+            f"{caller}: the MixedPrecisionState does not say which storage made it, "
+            "expected one that `init` returned; a state that was saved by optax_mp 0.1 "
+            "goes through `optax_mp.upgrade_checkpoint(state, tx.init(params))` first."
+        )
+    return state.storage

@@ -1,0 +1,402 @@
+"""Control flow of jaxprs against the same programs in plain Python.
+
+Each program is written once, on a few operations that exist twice: as JAX's, and in
+plain Python on sets of names, in which every value is the set of the inputs that it is
+computed from.
+"""
+
+import functools
+from collections import namedtuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from any_shard_map import shard_map
+from jax import lax
+from jax.extend.core import primitives
+from jax.sharding import Mesh, PartitionSpec
+
+from optax_mp._jax._control_flow import bind_with, has_regions, replay, wiring_of
+from optax_mp._jax._dependence import depending_outputs
+from optax_mp._jax._jaxpr import bind, evaluate, is_literal, open_jaxpr, trace_jaxpr
+
+TURNS = 6  # more than any carry here is long
+NAMES = "abcdn"
+
+
+class Traced:
+    """The operations, as JAX's; `wave` is the one that a test replaces."""
+
+    def __init__(self, wave=jnp.sin):
+        self.wave = wave
+        self.one = 1.0
+
+    def mix(self, *values):
+        return functools.reduce(jnp.add, values)
+
+    def less(self, a, b):
+        return a < b
+
+    def jit(self, fun, *args):
+        return jax.jit(fun)(*args)
+
+    def remat(self, fun, *args):
+        return jax.checkpoint(fun)(*args)
+
+    def custom_jvp(self, fun, *args):
+        function = jax.custom_jvp(fun)
+        function.defjvp(lambda primals, tangents: (fun(*primals), fun(*tangents)))
+        return function(*args)
+
+    def custom_vjp(self, fun, *args):
+        function = jax.custom_vjp(fun)
+        function.defvjp(lambda *args: (fun(*args), None), lambda _, ct: ct)
+        return function(*args)
+
+    def closed_call(self, fun, *args):
+        primitive, closed = primitives.closed_call_p, jax.make_jaxpr(fun)(*args)
+        params = primitive.get_bind_params({"call_jaxpr": closed})
+        functions, params = params if isinstance(params, tuple) else ((), params)
+        return primitive.bind(*functions, *args, **params)
+
+    def shard_map(self, fun, *args):
+        mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+        spec = PartitionSpec()
+        return shard_map(fun, mesh=mesh, in_specs=spec, out_specs=spec)(*args)
+
+    def scan(self, body, carry, x, length=TURNS):
+        xs = jnp.full(length, x)
+        carry, ys = lax.scan(lambda carry, x: body(*carry, x), carry, xs)
+        return (*carry, *(y.sum() for y in ys))
+
+    def while_loop(self, test, body, carry):
+        return lax.while_loop(lambda x: test(*x), lambda x: body(*x), carry)
+
+    def cond(self, pred, yes, no, *args):
+        return lax.cond(pred, yes, no, *args)
+
+    def switch(self, index, branches, *args):
+        return lax.switch(jnp.int32(index), branches, *args)
+
+
+class Sources:
+    """The operations, on sets of names."""
+
+    def __init__(self, decisions):
+        """Count what decides how a value is computed among its sources, or not."""
+        self.decisions = decisions
+        self.one = frozenset()
+
+    def mix(self, *values):
+        return frozenset().union(*values)
+
+    wave = less = mix
+
+    def call(self, fun, *args):
+        return fun(*args)
+
+    jit = remat = custom_jvp = custom_vjp = closed_call = shard_map = call
+
+    def scan(self, body, carry, x, length=TURNS):
+        seen, stacked = [carry], []
+        for _ in range(TURNS):
+            carry, ys = body(*carry, x)
+            seen.append(carry)
+            stacked.append(ys)
+        return (*self.union(seen), *self.union(stacked))
+
+    def while_loop(self, test, body, carry):
+        seen, tests = [carry], []
+        for _ in range(TURNS):
+            tests.append(test(*carry))
+            carry = body(*carry)
+            seen.append(carry)
+        return self.decided(tests, self.union(seen))
+
+    def cond(self, pred, yes, no, *args):
+        return self.switch(pred, [yes, no], *args)
+
+    def switch(self, index, branches, *args):
+        outputs = self.union([branch(*args) for branch in branches])
+        return self.decided([index], outputs)
+
+    def union(self, rows):
+        return tuple(self.mix(*values) for values in zip(*rows, strict=True))
+
+    def decided(self, by, outputs):
+        return tuple(self.mix(x, *(by if self.decisions else ())) for x in outputs)
+
+
+def call(kind):
+    def program(ops, a, b, c, d, n):
+        return getattr(ops, kind)(lambda a, b: (ops.wave(a), b, ops.mix(a, b)), a, c)
+
+    return program
+
+
+def scan(ops, a, b, c, d, n, length=TURNS):
+    def body(x, y, d):
+        return (ops.mix(x, b), ops.wave(y)), (d, ops.mix(y, d))
+
+    return ops.scan(body, (a, c), d, length)
+
+
+def scan_without_turns(ops, a, b, c, d, n):
+    return scan(ops, a, b, c, d, n, length=0)
+
+
+def slow_scan(ops, a, b, c, d, n):
+    """What is known of the last carry reaches the first after three turns."""
+
+    def body(x, y, z, d):
+        return (y, z, ops.mix(ops.wave(z), b)), (x,)
+
+    return ops.scan(body, (a, a, c), d)
+
+
+def while_loop(ops, a, b, c, d, n):
+    def test(i, x, y):
+        return ops.less(ops.mix(i, c), n)
+
+    def body(i, x, y):
+        return ops.mix(i, ops.one), ops.wave(y), ops.mix(y, b)
+
+    return ops.while_loop(test, body, (d, a, d))
+
+
+def decision_in_the_carry(ops, a, b, c, d, n):
+    """A carry that the condition alone reads."""
+
+    def body(i, x):
+        return ops.mix(i, ops.one), ops.wave(x)
+
+    return ops.while_loop(lambda i, x: ops.less(i, n), body, (d, a))[1:]
+
+
+def cond(ops, a, b, c, d, n):
+    return ops.cond(
+        ops.less(a, n),
+        lambda b, c: (ops.wave(b), c),
+        lambda b, c: (b, ops.mix(b, d)),
+        *(b, c),
+    )
+
+
+def switch(ops, a, b, c, d, n):
+    branches = [lambda x: (ops.wave(x),), lambda x: (c,), lambda x: (d,)]
+    return ops.switch(n, branches, b)
+
+
+def scan_in_while_in_cond(ops, a, b, c, d, n):
+    def body(i, x, y):
+        x, y, z = slow_scan(ops, x, ops.mix(y, a), y, c, n)[:3]
+        return ops.mix(i, ops.one), y, ops.mix(x, z)
+
+    def loop(b, c):
+        return ops.while_loop(lambda i, x, y: ops.less(i, n), body, (d, b, b))
+
+    return ops.cond(ops.less(a, n), loop, lambda b, c: (b, c, c), b, c)
+
+
+def while_in_jit_in_scan(ops, a, b, c, d, n):
+    def body(x, y, d):
+        _, x, y = ops.jit(lambda x, y, d: while_loop(ops, x, y, d, d, n), x, y, d)
+        return (y, x), ()
+
+    return ops.scan(body, (a, b), c)
+
+
+CALLS = ("jit", "remat", "custom_jvp", "custom_vjp", "closed_call", "shard_map")
+PROGRAMS = {kind: call(kind) for kind in CALLS} | {
+    program.__name__: program
+    for program in (
+        scan,
+        scan_without_turns,
+        slow_scan,
+        while_loop,
+        decision_in_the_carry,
+        cond,
+        switch,
+        scan_in_while_in_cond,
+        while_in_jit_in_scan,
+    )
+}
+INPUTS = (0.1, 0.2, 0.3, 0.4, 2.0)
+in_each = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+
+
+def jaxpr_of(program):
+    closed = jax.make_jaxpr(functools.partial(program, Traced()))(*INPUTS)
+    assert any(map(has_regions, closed.jaxpr.eqns))
+    return closed
+
+
+def sources_of(program, decisions):
+    names = map(frozenset, NAMES)
+    return program(Sources(decisions), *names)
+
+
+@in_each
+def test_outputs_depend_on_what_they_are_computed_from_in_plain_python(program):
+    closed = jaxpr_of(program)
+    found = [
+        {name for name, depends in zip(NAMES, row, strict=True) if depends}
+        for row in zip(
+            *(depending_outputs(closed, [x == name for x in NAMES]) for name in NAMES),
+            strict=True,
+        )
+    ]
+    assert found == list(map(set, sources_of(program, decisions=True)))
+
+
+def forward(jaxpr, inputs):
+    """Return the sources of the outputs of a jaxpr, without what decides."""
+    jaxpr, _ = open_jaxpr(jaxpr)
+    known = dict.fromkeys(jaxpr.constvars, frozenset())
+    known.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def join(sets):
+        return frozenset().union(*sets)
+
+    def sources(atom):
+        return frozenset() if is_literal(atom) else known[atom]
+
+    for equation in jaxpr.eqns:
+        given = list(map(sources, equation.invars))
+        outputs = [join(given)] * len(equation.outvars)
+        if has_regions(equation):
+            wiring = wiring_of(equation)
+            flow = wiring.forward(given, lambda x, ins: forward(x.jaxpr, ins), join)
+            outputs = flow.outputs
+        known.update(zip(equation.outvars, outputs, strict=True))
+    return list(map(sources, jaxpr.outvars))
+
+
+def backward(jaxpr, outputs):
+    """Return for each input which names among those of the outputs it feeds."""
+    jaxpr, _ = open_jaxpr(jaxpr)
+    read = {}
+
+    def join(sets):
+        return frozenset().union(*sets)
+
+    def note(atoms, names):
+        for atom, each in zip(atoms, names, strict=True):
+            if not is_literal(atom):
+                read[atom] = read.get(atom, frozenset()) | each
+
+    note(jaxpr.outvars, outputs)
+    for equation in reversed(jaxpr.eqns):
+        outs = [read.get(var, frozenset()) for var in equation.outvars]
+        ins = [join(outs)] * len(equation.invars)
+        if has_regions(equation):
+            ins, _ = wiring_of(equation).backward(
+                outs, lambda x, outs: backward(x.jaxpr, outs), join, frozenset()
+            )
+        note(equation.invars, ins)
+    return [read.get(var, frozenset()) for var in jaxpr.invars]
+
+
+@in_each
+def test_forward_finds_the_sources_of_plain_python(program):
+    found = forward(jaxpr_of(program), map(frozenset, NAMES))
+    assert found == list(sources_of(program, decisions=False))
+
+
+@in_each
+def test_backward_finds_the_same_from_the_other_end(program):
+    sources = sources_of(program, decisions=False)
+    outputs = [frozenset([i]) for i in range(len(sources))]
+    found = backward(jaxpr_of(program), outputs)
+    assert found == [
+        {i for i, names in enumerate(sources) if name in names} for name in NAMES
+    ]
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+def run_both(jaxpr, pairs):
+    """Return the outputs of a jaxpr on two inputs at once, and the turns it takes."""
+    turns = jnp.int32(0)
+
+    def as_pair(x):
+        return x if isinstance(x, Pair) else Pair(x, x)
+
+    def run(equation, values):
+        nonlocal turns
+        pairs = list(map(as_pair, values))
+        if not has_regions(equation):
+            outputs = (bind(equation, values) for values in zip(*pairs, strict=True))
+            return list(map(Pair, *outputs))
+
+        def replacement(region):
+            def run_region(pairs, log):
+                outputs, inside = run_both(region.jaxpr, pairs)
+                return outputs, log + 1 + inside
+
+            return run_region
+
+        runs = list(map(replacement, wiring_of(equation).regions))
+        outputs, turns = replay(equation, pairs, runs, turns, lambda x: x.first)
+        return outputs
+
+    outputs = evaluate(jaxpr, pairs, run)
+    return list(map(as_pair, outputs)), turns
+
+
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        ("jit", 1),
+        ("remat", 1),
+        ("custom_jvp", 1),
+        ("custom_vjp", 1),
+        ("closed_call", 1),
+        ("scan", TURNS),
+        ("scan_without_turns", 0),
+        ("slow_scan", TURNS),
+        ("while_loop", 2),
+        ("cond", 1),
+        ("switch", 1),
+        ("scan_in_while_in_cond", 1 + 2 * (1 + TURNS)),
+        ("while_in_jit_in_scan", TURNS * (1 + 1 + 2)),
+    ],
+)
+def test_replay_runs_two_inputs_at_once_in_the_turns_of_the_first(name, turns):
+    program = PROGRAMS[name]
+    second = (0.1, -0.2, 0.3, 0.4, 2.0)
+    outputs, counted = run_both(jaxpr_of(program), list(map(Pair, INPUTS, second)))
+    for i, inputs in enumerate((INPUTS, second)):
+        want = program(Traced(), *inputs)
+        np.testing.assert_allclose([x[i] for x in outputs], want, rtol=1e-6)
+    assert counted == turns
+
+
+def with_cosines(jaxpr, args):
+    """Return the outputs of a jaxpr that has cosines for sines, at every depth."""
+
+    def run(equation, inputs):
+        if equation.primitive.name == "sin":
+            return [jnp.cos(*inputs)]
+        if not has_regions(equation):
+            return bind(equation, inputs)
+        regions = wiring_of(equation).regions
+        return bind_with(equation, inputs, lambda: list(map(convert, regions)))
+
+    def convert(region):
+        avals = [var.aval for var in open_jaxpr(region.jaxpr)[0].invars]
+        return trace_jaxpr(lambda *args: with_cosines(region.jaxpr, args), avals)
+
+    return evaluate(jaxpr, args, run)
+
+
+@in_each
+def test_an_equation_is_bound_with_other_jaxprs_inside(program):
+    found = with_cosines(jaxpr_of(program), list(map(jnp.float32, INPUTS)))
+    want = program(Traced(wave=jnp.cos), *INPUTS)
+    np.testing.assert_allclose(found, want, rtol=1e-6)
+    assert not np.allclose(found, program(Traced(), *INPUTS)) or (
+        program in (scan_without_turns, switch)
+    )

@@ -1,0 +1,463 @@
+"""scale_loss and value_and_grad: gradients of a scaled loss."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits, avals
+from jax import lax
+from scaled_losses import (
+    BAD_LOSSES,
+    BATCH,
+    HALVES,
+    NESTINGS,
+    NO_SCALE,
+    PARAMS,
+    VECTOR,
+    assert_close_trees,
+    network,
+    network_params,
+    quadratic,
+    reference_gradients,
+    state_with,
+)
+
+import optax_mp
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_scale_loss_and_value_and_grad_find_the_scale_in(nesting):
+    state = NESTINGS[nesting]().init(PARAMS)
+    assert optax_mp.scale_loss(jnp.float32(2), state) == 2048
+    loss, grads = optax_mp.value_and_grad(quadratic)(state, PARAMS)
+    assert loss == quadratic(PARAMS)
+    assert_close_trees(grads, jax.tree.map(lambda x: 2048 * x, PARAMS))
+
+
+# scale_loss
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, "float32"])
+def test_scale_loss_is_a_float32_product(dtype):
+    loss = jnp.array(60000.0, dtype)
+    scaled = optax_mp.scale_loss(loss, state_with(2.0**16))
+    assert scaled.dtype == jnp.float32
+    assert float(scaled) == float(loss) * 2.0**16
+
+
+@pytest.mark.usefixtures("x64")
+def test_scale_loss_keeps_float64():
+    loss = jnp.float64(1 + 2.0**-40)
+    scaled = optax_mp.scale_loss(loss, state_with(4.0))
+    assert scaled.dtype == jnp.float64
+    assert float(scaled) == 4 + 2.0**-38
+
+
+def test_scale_loss_takes_a_python_float():
+    assert float(optax_mp.scale_loss(3.0, state_with(8.0))) == 24
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, "float32"])
+def test_scale_loss_returns_the_loss_without_a_scale(dtype):
+    loss = jnp.array(1.5, dtype)
+    assert optax_mp.scale_loss(loss, NO_SCALE) is loss
+
+
+def equations(fun, *args):
+    return str(jax.make_jaxpr(fun)(*args).jaxpr)
+
+
+def test_scale_loss_without_a_scale_adds_no_equation():
+    plain = equations(jax.grad(quadratic), PARAMS)
+    scaled = equations(
+        jax.grad(lambda p: optax_mp.scale_loss(quadratic(p), NO_SCALE)), PARAMS
+    )
+    assert scaled == plain
+
+
+def test_value_and_grad_without_a_scale_adds_no_equation():
+    plain = equations(jax.value_and_grad(quadratic), PARAMS)
+    ours = equations(lambda p: optax_mp.value_and_grad(quadratic)(NO_SCALE, p), PARAMS)
+    assert ours == plain
+
+
+def test_value_and_grad_without_a_scale_only_adds_casts_of_16_bit_gradients():
+    half = optax_mp.cast_floating(PARAMS, "bfloat16")
+
+    def primitives(fun):
+        return [eqn.primitive.name for eqn in jax.make_jaxpr(fun)(half).jaxpr.eqns]
+
+    plain = primitives(jax.value_and_grad(quadratic))
+    ours = primitives(lambda p: optax_mp.value_and_grad(quadratic)(NO_SCALE, p))
+    casts = ["convert_element_type"] * len(PARAMS)
+    assert sorted(ours) == sorted(plain + casts)
+
+
+def test_with_a_scale_there_are_equations_more():
+    # So that the comparisons above can fail.
+    plain = equations(jax.value_and_grad(quadratic), PARAMS)
+    state = state_with(8.0)
+    assert plain != equations(
+        lambda p: optax_mp.value_and_grad(quadratic)(state, p), PARAMS
+    )
+
+
+BAD_LOSS = pytest.mark.parametrize("name", BAD_LOSSES)
+
+
+@BAD_LOSS
+def test_scale_loss_names_a_loss_that_is_no_floating_scalar(name):
+    make, shown = BAD_LOSSES[name]
+    expected = f"^scale_loss: the loss is {shown}, expected a floating scalar"
+    with pytest.raises(ValueError, match=expected):
+        optax_mp.scale_loss(make(VECTOR), state_with(8.0))
+
+
+@BAD_LOSS
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_value_and_grad_names_a_loss_that_is_no_floating_scalar(name, has_aux):
+    make, shown = BAD_LOSSES[name]
+    expected = f"^value_and_grad: the loss is {shown}, expected a floating scalar"
+    fun = (lambda x: (make(x), 1)) if has_aux else make
+    with pytest.raises(ValueError, match=expected):
+        optax_mp.value_and_grad(fun, has_aux=has_aux)(state_with(8.0), VECTOR)
+
+
+def test_has_aux_of_a_bare_loss_says_so():
+    f = optax_mp.value_and_grad(lambda x: x.sum(), has_aux=True)
+    with pytest.raises((TypeError, ValueError), match="value_and_grad: .*has_aux"):
+        f(state_with(8.0), VECTOR)
+
+
+# value_and_grad
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, "float32"])
+def test_gradients_are_float32_and_scaled(dtype):
+    params, x = network_params(dtype), jnp.asarray(BATCH, dtype)
+    f = jax.jit(optax_mp.value_and_grad(network))
+    loss, grads = f(state_with(1024.0), params, x)
+    wide = optax_mp.cast_floating(params, "float32")
+    want_loss, want = reference_gradients(wide, x.astype(jnp.float32))
+
+    assert loss.dtype == dtype
+    assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
+    # The forward pass runs in `dtype`; some of its roundings add up.
+    rtol = {"float32": 1e-6, "float16": 0.005, "bfloat16": 0.04}[dtype]
+    np.testing.assert_allclose(loss, want_loss, rtol=rtol)
+    for name, grad in grads.items():
+        error = np.abs(grad / 1024 - want[name]).max()
+        assert error <= rtol * np.abs(want[name]).max(), name
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_without_a_scale_gradients_are_those_of_jax_in_float32(dtype):
+    params, x = network_params(dtype), jnp.asarray(BATCH, dtype)
+    loss, grads = optax_mp.value_and_grad(network)(NO_SCALE, params, x)
+    want_loss, want = jax.value_and_grad(network)(params, x)
+    assert as_bits(loss) == as_bits(want_loss)
+    assert as_bits(grads) == as_bits(optax_mp.cast_floating(want, "float32"))
+
+
+def test_gradients_that_float16_loses_are_kept_by_the_scale():
+    weight = jnp.ones(2, jnp.float16)
+
+    def tiny(w):
+        return jnp.sum(w * jnp.float16(2.0**-14)) * jnp.float16(2.0**-14)
+
+    # Cotangents of 2^-28 underflow float16, whose smallest number is 2^-24.
+    _, lost = optax_mp.value_and_grad(tiny)(NO_SCALE, weight)
+    assert lost.tolist() == [0, 0]
+    _, kept = optax_mp.value_and_grad(tiny)(state_with(2.0**12), weight)
+    assert kept.tolist() == [2.0**-16] * 2
+
+
+def test_a_float16_loss_past_65504_when_scaled_is_right():
+    weight = jnp.array([200.0], jnp.float16)
+    f = optax_mp.value_and_grad(lambda w: (w * w).sum())
+    loss, grads = f(state_with(64.0), weight)
+    assert float(loss) == 40000.0
+    assert loss.dtype == jnp.float16
+    assert grads.tolist() == [2 * 200 * 64.0]
+
+
+def test_a_float16_loss_that_overflows_by_itself_is_reported_as_it_is():
+    weight = jnp.array([300.0], jnp.float16)
+    loss, _ = optax_mp.value_and_grad(lambda w: (w * w).sum())(state_with(2.0), weight)
+    assert float(loss) == float("inf")
+    wide = optax_mp.value_and_grad(lambda w: (w.astype(jnp.float32) ** 2).sum())
+    loss, grads = wide(state_with(2.0), weight)
+    assert float(loss) == 90000.0
+    assert grads.tolist() == [1200.0]
+
+
+def test_the_loss_at_the_largest_float16_is_finite():
+    weight = jnp.array([1.0], jnp.float16)
+    f = optax_mp.value_and_grad(lambda w: (w * jnp.float16(65504)).sum())
+    loss, _ = f(state_with(2.0**16), weight)
+    assert float(loss) == 65504.0
+    assert float(optax_mp.scale_loss(loss, state_with(2.0**16))) == 65504.0 * 65536
+
+
+def three(x, y, z):
+    return jnp.sum(x * y**2 * z["w"])
+
+
+@pytest.mark.parametrize("argnums", [0, 1, 2, -1, -3, (0,), (0, 1), (2, 0), [1, -1]])
+def test_argnums_choose_as_for_jax(argnums):
+    args = (jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0]), {"w": jnp.array([5.0, 6.0])})
+    loss, grads = optax_mp.value_and_grad(three, argnums)(state_with(8.0), *args)
+    listed = tuple(argnums) if isinstance(argnums, list) else argnums
+    want_loss, want = jax.value_and_grad(three, listed)(*args)
+    assert loss == want_loss
+    assert type(grads) is type(want)
+    # Powers of two scale without rounding.
+    assert_close_trees(grads, jax.tree.map(lambda g: 8 * g, want))
+
+
+@pytest.mark.parametrize("argnums", [2, -3, (0, 5)])
+def test_argnums_out_of_range_are_named(argnums):
+    f = optax_mp.value_and_grad(jnp.dot, argnums)
+    expected = (
+        r"^value_and_grad: `argnums` has (2|-3|5), but 2 positional arguments were "
+        r"given after `opt_state`; call as f\(opt_state, params, ...\)"
+    )
+    with pytest.raises(ValueError, match=expected):
+        f(state_with(8.0), VECTOR, VECTOR)
+
+
+def test_keyword_arguments_reach_the_function():
+    def fun(w, *, power, offset=0.0):
+        return jnp.sum(w**power) + offset
+
+    loss, grads = optax_mp.value_and_grad(fun)(
+        state_with(4.0), jnp.array([3.0]), power=2, offset=1.0
+    )
+    assert (float(loss), grads.tolist()) == (10.0, [24.0])
+
+
+def test_aux_comes_back_unscaled_and_as_it_is():
+    def fun(w):
+        return jnp.sum(w**2), {"sum": jnp.sum(w), "name": "aux", "none": None}
+
+    f = optax_mp.value_and_grad(fun, has_aux=True)
+    (loss, aux), grads = f(state_with(4.0), jnp.array([3.0], jnp.float16))
+    assert float(loss) == 9
+    assert aux == {"sum": 3.0, "name": "aux", "none": None}
+    assert aux["sum"].dtype == jnp.float16
+    assert grads.tolist() == [24.0]
+
+
+def test_a_nan_in_aux_leaves_the_gradients():
+    f = optax_mp.value_and_grad(lambda w: (jnp.sum(w), jnp.log(-w)), has_aux=True)
+    (_, aux), grads = f(state_with(4.0), jnp.ones(2))
+    assert np.isnan(aux).all()
+    assert grads.tolist() == [4, 4]
+
+
+def test_leaves_that_are_no_floats_get_none():
+    tree = {
+        "w": jnp.array([2.0], jnp.bfloat16),
+        "count": jnp.int32(3),
+        "flag": jnp.array(True),
+        "key": jax.random.key(0),
+        "activation": jnp.tanh,
+        "name": "layer",
+        "python": 1e-5,
+        "none": None,
+    }
+
+    def fun(tree):
+        assert tree["name"] == "layer"
+        return jnp.sum(tree["activation"](tree["w"]) * tree["count"])
+
+    _, grads = optax_mp.value_and_grad(fun)(state_with(8.0), tree)
+    others = {k: v for k, v in grads.items() if k != "w"}
+    assert others == dict.fromkeys(others)
+    assert others.keys() == tree.keys() - {"w"}
+    assert grads["w"].dtype == jnp.float32
+
+
+def test_an_argument_without_floats_has_no_gradient():
+    f = optax_mp.value_and_grad(lambda n, w: jnp.sum(w) * n, argnums=(0, 1))
+    _, grads = f(state_with(8.0), jnp.int32(3), jnp.ones(2))
+    assert grads[0] is None
+    assert grads[1].tolist() == [24, 24]
+
+
+def test_numpy_arrays_are_differentiated():
+    _, grads = optax_mp.value_and_grad(quadratic)(
+        state_with(8.0), {"a": np.array([1.0, 2.0], np.float16)}
+    )
+    assert grads["a"].dtype == jnp.float32
+    assert grads["a"].tolist() == [16, 32]
+
+
+def test_a_python_float_is_differentiated_as_by_jax():
+    _, grad = optax_mp.value_and_grad(lambda x: x**2)(state_with(8.0), 3.0)
+    assert float(grad) == 48
+
+
+def test_complex_leaves_are_differentiated_as_by_jax():
+    w = jnp.array([1 + 2j, -3j], jnp.complex64)
+
+    def fun(w):
+        return jnp.sum(jnp.abs(w) ** 2)
+
+    loss, grads = optax_mp.value_and_grad(fun)(state_with(8.0), w)
+    want_loss, want = jax.value_and_grad(fun)(w)
+    assert loss == want_loss
+    assert grads.dtype == jnp.complex64
+    np.testing.assert_array_equal(grads, 8 * want)
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64_gradients_stay_float64():
+    loss, grads = optax_mp.value_and_grad(jnp.sum)(
+        state_with(8.0), jnp.ones(2, jnp.float64)
+    )
+    assert loss.dtype == grads.dtype == jnp.float64
+    assert grads.tolist() == [8, 8]
+
+
+def test_gradients_are_the_same_under_jit():
+    params, x = network_params("float32"), jnp.asarray(BATCH, "float32")
+    f = optax_mp.value_and_grad(network)
+    eager, compiled = (g(state_with(8.0), params, x) for g in (f, jax.jit(f)))
+    assert avals(compiled) == avals(eager)
+    # XLA sums in another order when it compiles the whole.
+    for got, want in zip(*map(jax.tree.leaves, (compiled, eager)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_under_vmap_use_the_scale_of_each():
+    state = state_with(8.0)
+    stack = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), state)
+    w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    loss, grads = jax.vmap(optax_mp.value_and_grad(quadratic))(stack, w)
+    assert loss.tolist() == [5, 25]
+    assert grads.tolist() == [[16, 32], [96, 128]]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_training_in_a_scan_equals_training_without_a_scale(dtype):
+    x = jnp.asarray(BATCH, dtype)
+
+    def train(scale):
+        tx = optax_mp.static_loss_scale(
+            optax_mp.mixed_precision(optax.sgd(0.1, momentum=0.9)), scale
+        )
+        params = network_params(dtype)
+
+        def step(carry, _):
+            params, state = carry
+            loss, grads = optax_mp.value_and_grad(network)(state, params, x)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), loss
+
+        carry = (params, tx.init(params))
+        return jax.jit(lambda c: lax.scan(step, c, None, length=5))(carry)
+
+    (_, state), losses = train(256.0)
+    (_, _), plain = train(1.0)
+    assert losses[-1] < losses[0]
+    assert state.total_skipped_count == 0
+    # A power of two changes no mantissa unless small cotangents round in float16.
+    rtol = 2e-3 if dtype == "float16" else 1e-6
+    np.testing.assert_allclose(
+        losses.astype(jnp.float32), plain.astype(jnp.float32), rtol=rtol
+    )
+
+
+def test_value_and_grad_can_be_differentiated_through():
+    def outer(w):
+        _, grads = optax_mp.value_and_grad(lambda v: jnp.sum(v**3))(state_with(4.0), w)
+        return jnp.sum(grads)
+
+    np.testing.assert_allclose(jax.grad(outer)(jnp.array([2.0])), [4 * 6 * 2.0])
+
+
+# Equinox
+
+
+@pytest.fixture
+def model():
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+        head: eqx.nn.MLP
+        steps: jax.Array
+        key: jax.Array
+        eps: float
+        name: str = eqx.field(static=True)
+
+        def __call__(self, x):
+            hidden = self.head.activation(self.linear(x))
+            return self.head(hidden) * (1 + self.eps) + self.steps
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    return Model(
+        linear=eqx.nn.Linear(4, 4, key=keys[0]),
+        head=eqx.nn.MLP(4, 1, 8, 1, activation=jax.nn.gelu, key=keys[1]),
+        steps=jnp.int32(0),
+        key=jax.random.key(7),
+        eps=1e-5,
+        name="net",
+    )
+
+
+def model_loss(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+def test_gradients_of_an_equinox_module_are_those_of_equinox(model):
+    x = jnp.asarray(BATCH, jnp.float32)
+    f = eqx.filter_jit(optax_mp.value_and_grad(model_loss))
+    loss, grads = f(state_with(16.0), model, x)
+    want_loss, want = eqx.filter_jit(eqx.filter_value_and_grad(model_loss))(model, x)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    assert (grads.steps, grads.key, grads.eps) == (None, None, None)
+    assert grads.head.activation is None
+    assert grads.name == "net"
+    got = jax.tree.map(lambda g: g / 16, eqx.filter(grads, eqx.is_array))
+    assert_close_trees(got, eqx.filter(want, eqx.is_array), rtol=1e-4)
+
+
+def test_an_equinox_module_trains_under_filter_jit(model):
+    dtype = jnp.float16
+    model = optax_mp.cast_floating(model, dtype)
+    tx = optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(optax.adam(1e-2)))
+    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    x = jnp.asarray(BATCH, dtype)
+
+    @eqx.filter_jit
+    def step(model, state, x):
+        loss, grads = optax_mp.value_and_grad(model_loss)(state, model, x)
+        weights = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = tx.update(grads, state, weights)
+        weights = optax.apply_updates(weights, updates)
+        return loss, eqx.combine(weights, model), state
+
+    losses = []
+    for _ in range(20):
+        loss, model, state = step(model, state, x)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] / 2
+    assert model.linear.weight.dtype == dtype
+    assert model.steps.dtype == jnp.int32
+    assert model.head.activation is jax.nn.gelu
+
+
+def test_dynamic_scale_grad_takes_an_equinox_module(model):
+    x = jnp.asarray(BATCH, jnp.float32)
+    f = optax_mp.dynamic_scale_grad(model_loss, redo_on_nan=2)
+    scale = optax_mp.DynamicLossScale(16.0, period=5)
+    new, grads = eqx.filter_jit(lambda m: f(m, x, loss_scale=scale))(model)
+    want = eqx.filter_jit(eqx.filter_grad(model_loss))(model, x)
+    assert grads.head.activation is None
+    assert grads.steps is None
+    assert new.counter == 1
+    assert_close_trees(
+        eqx.filter(grads, eqx.is_array), eqx.filter(want, eqx.is_array), rtol=1e-4
+    )

@@ -1,0 +1,229 @@
+"""Leaves that are overwritten with their gradient, as flax's fp8 layers have them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits, avals
+
+import optax_mp
+
+NAME = "_overwrite_with_gradient"
+SIGNS = [1.0, -1.0]
+
+
+def tree(weight, scale):
+    return {"params": {"kernel": weight}, NAME: {"dense": {"kernel_scale": scale}}}
+
+
+def scale_of(tree):
+    return tree[NAME]["dense"]["kernel_scale"]
+
+
+def wrapper(inner):
+    return optax_mp.dynamic_loss_scale(inner, init_scale=2.0**10)
+
+
+def not_overwritten(params):
+    return {name: name != NAME for name in params}
+
+
+def land(params, grads):
+    """Return overwritten leaves after a step, the same eager and in one jit."""
+    tx = wrapper(optax.sgd(0.1))
+
+    def step(param, grad):
+        params, grads = tree(jnp.ones(1), param), tree(jnp.ones(1), grad)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return scale_of(optax.apply_updates(params, updates))
+
+    eager, jitted = step(params, grads), jax.jit(step)(params, grads)
+    assert as_bits(eager) == as_bits(jitted)
+    assert eager.dtype == params.dtype
+    return np.asarray(eager, np.float32)
+
+
+def assert_exact_in_16_bits(found, params, grads):
+    """Where a float32 sum is fine enough for the leaf's dtype, it is exact."""
+    if params.dtype != jnp.float32:
+        params, grads = np.asarray(params, np.float32), np.asarray(grads, np.float32)
+        fine = np.abs(grads) >= 2.0**-12 * np.abs(params)
+        np.testing.assert_array_equal(found[fine], grads[fine])
+
+
+# The wrapper
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_overwritten_leaves_become_their_gradient_or_stay(bad):
+    tx = wrapper(optax_mp.mixed_precision(optax.adamw(1e-2, weight_decay=0.5)))
+    params = tree(jnp.ones((2, 2), jnp.float16), jnp.array([1.0, 448.0]))
+    state = tx.init(params)
+    moments = optax.tree.get_all_with_path(state, "mu")[0][1]
+    assert len(jax.tree.leaves(moments)) == 1
+    weight_grad = jnp.full((2, 2), jnp.inf if bad else 1024.0)
+    grads = tree(weight_grad, jnp.array([0.5, 0.25]))
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, after = update(grads, state, params)
+        new = optax.apply_updates(params, updates)
+        want = params if bad else grads
+        assert as_bits(new[NAME]) == as_bits(want[NAME])
+        assert bool(after.last_finite) is not bad
+        assert avals(after) == avals(state)
+
+
+def test_overwritten_leaves_are_not_checked():
+    tx = wrapper(optax.sgd(0.1))
+    params = tree(jnp.ones(2), jnp.ones(2))
+    grads = tree(jnp.ones(2), jnp.array([jnp.inf, 2.0]))
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert bool(state.last_finite)
+    assert scale_of(optax.apply_updates(params, updates)).tolist() == [np.inf, 2.0]
+
+
+@pytest.mark.parametrize(
+    "make", [optax_mp.dynamic_loss_scale, optax_mp.static_loss_scale]
+)
+def test_overwritten_leaves_need_params(make):
+    tx = make(optax.sgd(0.1))
+    params = tree(jnp.ones(2), jnp.ones(1))
+    expected = f"^{make.__name__}: `params` is None, .*{NAME}"
+    with pytest.raises(ValueError, match=expected):
+        tx.update(params, tx.init(params))
+
+
+# Where the leaf lands
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+@pytest.mark.parametrize("param", [0.0, 1e-9, 0.1, 1.0, -1.0, 448.0, -3e4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_no_gradient_but_zero_brings_a_leaf_to_zero(dtype, param, sign):
+    """Over all magnitudes of the dtype; CPUs take subnormal float32 numbers for 0."""
+    powers = np.arange(-24, 16) if dtype == "float16" else np.arange(-126, 127)
+    grads = jnp.asarray(sign * 2.0**powers, dtype)
+    params = jnp.full(grads.shape, param, dtype)
+    found, want = land(params, grads), np.asarray(grads, np.float32)
+    assert (np.sign(found) == sign).all()
+    # No sum is finer than a unit in the last place of its larger term.
+    size = np.maximum(np.abs(np.asarray(params, np.float32)), np.abs(want))
+    assert (np.abs(found - want) <= 2.0**-22 * size).all()
+    assert_exact_in_16_bits(found, params, grads)
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_a_leaf_lands_on_the_nearest_value_that_is_not_zero(sign):
+    # From 1.0 a float32 sum reaches 2^-24 above 0, and 2^-23 below.
+    nearest = {1.0: 2.0**-24, -1.0: -(2.0**-23)}[sign]
+    assert land(jnp.array([1.0]), jnp.array([sign * 1e-9])) == [nearest]
+    assert land(jnp.array([-1.0]), jnp.array([-sign * 1e-9])) == [-nearest]
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_a_gradient_that_float16_would_round_to_zero_lands_on_its_least_number(sign):
+    tiny = jnp.array([sign * 1e-9], jnp.float32)
+    for param in (0.0, 0.5, -0.25):
+        assert land(jnp.array([param], jnp.float16), tiny) == [sign * 2.0**-24]
+
+
+@pytest.mark.parametrize("param", [0.0, -0.0, 1.0, -1.0, 3e4, 6e-8])
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_gradient_of_zero_brings_a_leaf_to_zero(dtype, zero, param):
+    assert land(jnp.array([param], dtype), jnp.array([zero], dtype)) == [0.0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_random_leaves_land_on_their_gradients(dtype):
+    rng = np.random.default_rng(0)
+
+    def draw():
+        values = rng.normal(size=2000) * 2.0 ** rng.uniform(-5, 5, 2000)
+        return jnp.asarray(values, dtype)
+
+    params, grads = draw(), draw()
+    found, want = land(params, grads), np.asarray(grads, np.float32)
+    size = np.maximum(np.abs(np.asarray(params, np.float32)), np.abs(want))
+    assert (np.abs(found - want) <= 2.0**-23 * size).all()
+    assert_exact_in_16_bits(found, params, grads)
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64_leaves_land_in_float64():
+    params, grads = jnp.array([1.0, 0.0, 2.0]), jnp.array([1e-30, 1e-100, 1 / 3])
+    assert params.dtype == jnp.float64
+    tx = wrapper(optax.sgd(0.1))
+    params, grads = tree(jnp.ones(1), params), tree(jnp.ones(1), grads)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    found = scale_of(optax.apply_updates(params, updates)).tolist()
+    assert found == [2.0**-53, 1e-100, pytest.approx(1 / 3, rel=2.0**-50)]
+
+
+# The link
+
+
+@pytest.mark.parametrize("value", [1.0, np.inf, np.nan])
+def test_a_link_hands_overwritten_gradients_on_as_they_are(value):
+    """Neither unscaled nor checked, and not zeroed on a skipped step."""
+    tx = optax_mp.dynamic_loss_scale(init_scale=2.0**10)
+    params = tree(jnp.ones(2), jnp.ones(2))
+    state = tx.init(params)
+    scale = jnp.array([0.5, value], jnp.bfloat16)
+    for update in (tx.update, jax.jit(tx.update)):
+        for weight, finite in ((1024.0, True), (np.inf, False)):
+            grads = tree(jnp.full(2, weight), scale)
+            updates, after = update(grads, state, params)
+            assert as_bits(updates[NAME]) == as_bits(grads[NAME])
+            assert bool(after.last_finite) is finite
+            want = 1.0 if finite else -0.0
+            kernel = updates["params"]["kernel"]
+            assert as_bits(kernel) == as_bits(jnp.full(2, want))
+
+
+def test_a_link_needs_no_params_for_overwritten_leaves():
+    tx = optax_mp.dynamic_loss_scale(init_scale=2.0)
+    grads = tree(jnp.full(2, 2.0), jnp.ones(1))
+    updates, _ = tx.update(grads, tx.init(grads))
+    assert updates["params"]["kernel"].tolist() == [1, 1]
+
+
+def test_mixed_precision_knows_a_skipped_step_by_the_other_leaves():
+    adamw = optax_mp.mixed_precision(optax.adamw(1e-2))
+    tx = optax.chain(optax_mp.dynamic_loss_scale(), adamw)
+    params = tree(jnp.ones((2, 2), jnp.bfloat16), jnp.array([1.0, 448.0]))
+    grads = tree(jnp.full((2, 2), np.nan), jnp.array([2.0, 0.5]))
+    state = tx.init(params)
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, after = update(grads, state, params)
+        assert as_bits(after[1]) == as_bits(state[1])
+        assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("bad", [False, True])
+def test_overwritten_leaves_can_be_replaced_in_the_loop(bad, link):
+    """What the docs say to do: hide them from the optimizer, and set them exactly."""
+    adamw = optax_mp.mixed_precision(optax.adamw(1e-2))
+    tx = wrapper(adamw)
+    if link:
+        tx = optax.chain(
+            optax_mp.dynamic_loss_scale(init_scale=2.0**10),
+            optax.masked(adamw, not_overwritten),
+        )
+    params = tree(jnp.ones((2, 2), jnp.bfloat16), jnp.array([1.0, 448.0]))
+    grads = tree(jnp.full((2, 2), np.nan if bad else 1024.0), jnp.array([1e-9, 1e-3]))
+
+    @jax.jit
+    def step(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        finite = optax.tree.get(opt_state, "last_finite")
+        new = optax.apply_updates(params, updates)
+        new[NAME] = optax_mp.select_tree(finite, grads[NAME], params[NAME])
+        return new, opt_state
+
+    new, state = step(params, tx.init(params), grads)
+    moments = optax.tree.get_all_with_path(state, "mu")[0][1]
+    assert len(jax.tree.leaves(moments)) == 1
+    assert as_bits(new[NAME]) == as_bits((params if bad else grads)[NAME])
+    assert (as_bits(new["params"]) == as_bits(params["params"])) is bad

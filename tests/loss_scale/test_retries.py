@@ -1,0 +1,289 @@
+"""dynamic_scale_grad and dynamic_scale_value_and_grad: gradients with retries."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comparison import as_bits
+from jax import lax
+from scaled_losses import (
+    BAD_LOSSES,
+    BATCH,
+    HALVES,
+    VECTOR,
+    network,
+    network_params,
+    quadratic,
+    reference_gradients,
+)
+
+import optax_mp
+
+BAD_LOSS = pytest.mark.parametrize("name", BAD_LOSSES)
+
+
+@BAD_LOSS
+@pytest.mark.parametrize(
+    "function", ["dynamic_scale_grad", "dynamic_scale_value_and_grad"]
+)
+def test_dynamic_scale_names_a_loss_that_is_no_floating_scalar(function, name):
+    make, shown = BAD_LOSSES[name]
+    expected = f"^{function}: the loss is {shown}, expected a floating scalar"
+    with pytest.raises(ValueError, match=expected):
+        getattr(optax_mp, function)(make)(
+            VECTOR, loss_scale=optax_mp.StaticLossScale(8.0)
+        )
+
+
+def overflowing(limit):
+    """Return a loss whose float16 gradient overflows from a scale of `limit` on."""
+    slope = 2.0**16 / limit
+
+    def fun(w):
+        return jnp.sum(w * jnp.float16(slope))
+
+    return fun, slope
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("redo", "end", "finite"),
+    [(0, 128, False), (1, 64, False), (2, 32, False), (3, 32, True), (9, 32, True)],
+)
+def test_the_batch_is_tried_again_up_to_redo_on_nan_times(redo, end, finite, jit):
+    # Fails at 256, 128 and 64, holds at 32.
+    fun, slope = overflowing(64.0)
+    f = optax_mp.dynamic_scale_value_and_grad(fun, redo_on_nan=redo)
+    call = jax.jit(lambda w, s: f(w, loss_scale=s)) if jit else None
+    scale = optax_mp.DynamicLossScale(256.0)
+    weight = jnp.ones(2, jnp.float16)
+    new, (loss, grads) = call(weight, scale) if jit else f(weight, loss_scale=scale)
+    assert float(new.loss_scale) == end
+    assert float(loss) == 2 * slope
+    assert bool(optax_mp.all_finite(grads)) is finite
+    if finite:
+        assert grads.tolist() == [slope] * 2
+        assert new.counter == 1
+
+
+@pytest.mark.parametrize("redo", [0, 1, 4])
+def test_a_nan_that_stays_is_tried_exactly_redo_on_nan_times_more(redo):
+    tries = []
+
+    def fun(w):
+        jax.debug.callback(lambda: tries.append(1))
+        return jnp.sum(w) * jnp.nan
+
+    f = optax_mp.dynamic_scale_grad(fun, redo_on_nan=redo)
+    new, grads = f(jnp.ones(2), loss_scale=optax_mp.DynamicLossScale(1024.0))
+    jax.effects_barrier()
+    assert len(tries) == 1 + redo
+    assert new.loss_scale == 1024 / 2 ** (1 + redo)
+    assert np.isnan(grads).all()
+
+
+@pytest.mark.parametrize("redo", [0, 4])
+def test_a_finite_batch_is_tried_once(redo):
+    tries = []
+
+    def fun(w):
+        jax.debug.callback(lambda: tries.append(1))
+        return jnp.sum(w)
+
+    f = optax_mp.dynamic_scale_grad(fun, redo_on_nan=redo)
+    f(jnp.ones(2), loss_scale=optax_mp.DynamicLossScale(8.0))
+    jax.effects_barrier()
+    assert len(tries) == 1
+
+
+@pytest.mark.parametrize("redo", [0, 3])
+def test_a_nan_in_aux_does_not_shrink_the_scale(redo):
+    f = optax_mp.dynamic_scale_value_and_grad(
+        lambda w: (jnp.sum(w), jnp.log(-w)), has_aux=True, redo_on_nan=redo
+    )
+    scale = optax_mp.DynamicLossScale(8.0)
+    new, ((loss, aux), grads) = f(jnp.ones(2), loss_scale=scale)
+    assert np.isnan(aux).all()
+    assert (float(new.loss_scale), int(new.counter)) == (8, 1)
+    assert (float(loss), grads.tolist()) == (2, [1, 1])
+
+
+def test_a_loss_that_is_not_finite_shrinks_the_scale():
+    # The gradient is finite.
+    f = optax_mp.dynamic_scale_grad(lambda w: jnp.sum(w) + jnp.inf)
+    new, grads = f(jnp.ones(2), loss_scale=optax_mp.DynamicLossScale(8.0))
+    assert grads.tolist() == [1, 1]
+    assert new.loss_scale == 4
+
+
+def test_a_gradient_that_is_not_finite_shrinks_the_scale():
+    # sqrt is finite at 0, its slope is not.
+    f = optax_mp.dynamic_scale_value_and_grad(lambda w: jnp.sum(jnp.sqrt(w)))
+    new, (loss, _) = f(jnp.zeros(2), loss_scale=optax_mp.DynamicLossScale(8.0))
+    assert loss == 0
+    assert new.loss_scale == 4
+
+
+@pytest.mark.parametrize("redo", [0, 2])
+def test_gradients_of_a_growth_step_are_divided_by_the_scale_that_made_them(redo):
+    f = optax_mp.dynamic_scale_grad(quadratic, redo_on_nan=redo)
+    scale = optax_mp.DynamicLossScale(8.0, period=1)
+    for _ in range(3):
+        before = scale.loss_scale
+        scale, grads = f(jnp.array([3.0]), loss_scale=scale)
+        assert scale.loss_scale == 2 * before
+        assert grads.tolist() == [6.0]
+
+
+VALUES = {
+    "none": optax_mp.NoOpLossScale(),
+    "static": optax_mp.StaticLossScale(1024.0),
+    "dynamic": optax_mp.DynamicLossScale(1024.0, period=3),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("redo", [0, 2])
+@pytest.mark.parametrize("kind", VALUES)
+def test_every_kind_of_loss_scale_gives_the_gradients_of_jax(kind, redo, jit):
+    params, x = network_params("float32"), jnp.asarray(BATCH, jnp.float32)
+    f = optax_mp.dynamic_scale_value_and_grad(network, redo_on_nan=redo)
+
+    def call(params, x, scale):
+        return f(params, x, loss_scale=scale)
+
+    scale = VALUES[kind]
+    new, (loss, grads) = (jax.jit(call) if jit else call)(params, x, scale)
+    want_loss, want = reference_gradients(params, x)
+    assert jax.tree.structure(new) == jax.tree.structure(scale)
+    assert new.loss_scale == scale.loss_scale
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    for name, grad in grads.items():
+        # Sums in another order where XLA fuses.
+        np.testing.assert_allclose(grad, want[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, "float32"])
+@pytest.mark.parametrize("kind", VALUES)
+def test_gradients_from_any_dtype_are_float32(kind, dtype):
+    params = {"w": jnp.array([1.5, -2.0], dtype)}
+    _, grads = optax_mp.dynamic_scale_grad(quadratic)(params, loss_scale=VALUES[kind])
+    assert grads["w"].dtype == jnp.float32
+    assert grads["w"].tolist() == [3, -4]
+
+
+@pytest.mark.parametrize("kind", ["none", "static"])
+def test_a_scale_that_stays_comes_back_after_an_overflow(kind):
+    f = optax_mp.dynamic_scale_grad(lambda w: jnp.sum(w) * jnp.nan, redo_on_nan=2)
+    new, grads = f(jnp.ones(2), loss_scale=VALUES[kind])
+    assert as_bits(new) == as_bits(VALUES[kind])
+    assert np.isnan(grads).all()
+
+
+@pytest.mark.parametrize("redo", [0, 2])
+def test_gradients_of_leaves_that_are_no_floats_are_none(redo):
+    tree = {"w": jnp.array([2.0]), "n": jnp.int32(3), "f": jnp.tanh, "s": "name"}
+    f = optax_mp.dynamic_scale_grad(
+        lambda t: jnp.sum(t["w"] * t["n"]), redo_on_nan=redo
+    )
+    _, grads = f(tree, loss_scale=optax_mp.DynamicLossScale(8.0))
+    assert grads["w"].tolist() == [3.0]
+    assert (grads["n"], grads["f"], grads["s"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("redo", [0, 2])
+def test_other_arguments_and_keywords_reach_the_function(redo):
+    def fun(w, x, *, power):
+        return jnp.sum((w * x) ** power), "aux" if redo == 0 else x
+
+    f = optax_mp.dynamic_scale_grad(fun, has_aux=True, redo_on_nan=redo)
+    _, (grads, aux) = f(
+        jnp.array([3.0]), 2.0, power=2, loss_scale=optax_mp.DynamicLossScale(8.0)
+    )
+    assert grads.tolist() == [24.0]
+    assert aux == ("aux" if redo == 0 else 2.0)
+
+
+def test_aux_of_the_last_try_comes_back():
+    def fun(w):
+        loss = jnp.sum(w * jnp.float16(1024))
+        return loss, {"loss": loss, "name": jnp.int32(3)}
+
+    f = optax_mp.dynamic_scale_value_and_grad(fun, has_aux=True, redo_on_nan=9)
+    scale = optax_mp.DynamicLossScale(256.0)
+    new, ((loss, aux), grads) = f(jnp.ones(1, jnp.float16), loss_scale=scale)
+    assert new.loss_scale == 32
+    assert (float(loss), float(aux["loss"]), int(aux["name"])) == (1024, 1024, 3)
+    assert grads.tolist() == [1024.0]
+
+
+def test_aux_that_is_no_array_works_with_retries_as_without():
+    results = []
+    for redo in (0, 2):
+        f = optax_mp.dynamic_scale_value_and_grad(
+            lambda w: (jnp.sum(w), {"name": "aux"}), has_aux=True, redo_on_nan=redo
+        )
+        _, ((_, aux), _) = f(jnp.ones(1), loss_scale=optax_mp.DynamicLossScale(8.0))
+        results.append(aux)
+    assert results == [{"name": "aux"}] * 2
+
+
+def test_retries_stop_at_the_floor():
+    f = optax_mp.dynamic_scale_grad(lambda w: jnp.sum(w) * jnp.nan, redo_on_nan=50)
+    scale = optax_mp.DynamicLossScale(8.0, min_loss_scale=2.0**-3)
+    new, _ = f(jnp.ones(1), loss_scale=scale)
+    assert new.loss_scale == 2.0**-3
+    assert new.min_loss_scale == 2.0**-3
+
+
+def test_a_loop_in_a_scan_finds_its_scale_and_keeps_the_params_finite():
+    fun, slope = overflowing(64.0)
+    f = optax_mp.dynamic_scale_grad(fun)
+
+    def step(carry, _):
+        weight, scale = carry
+        scale, grads = f(weight, loss_scale=scale)
+        new = weight - (1e-4 * grads).astype(jnp.float16)
+        weight = optax_mp.select_tree(optax_mp.all_finite(grads), new, weight)
+        return (weight, scale), scale.loss_scale
+
+    carry = (jnp.ones(2, jnp.float16), optax_mp.DynamicLossScale(256.0))
+    (weight, _), scales = jax.jit(lambda c: lax.scan(step, c, None, length=5))(carry)
+    assert scales.tolist() == [128, 64, 32, 32, 32]
+    # Two steps were good.
+    np.testing.assert_allclose(weight, 1 - 2 * 1e-4 * slope, rtol=2e-3)
+
+
+@pytest.mark.parametrize("redo", [0, 3])
+def test_a_stack_of_scales_under_vmap_is_tried_again_each_by_itself(redo):
+    fun, slope = overflowing(64.0)
+    f = optax_mp.dynamic_scale_grad(fun, redo_on_nan=redo)
+    stack = jax.vmap(optax_mp.DynamicLossScale)(jnp.array([256.0, 32.0]))
+    weights = jnp.ones((2, 1), jnp.float16)
+    new, grads = jax.vmap(lambda w, s: f(w, loss_scale=s))(weights, stack)
+    assert new.loss_scale.tolist() == [128 if redo == 0 else 32, 32]
+    assert new.counter.tolist() == [0 if redo == 0 else 1, 1]
+    assert grads[1].tolist() == [slope]
+
+
+@pytest.mark.parametrize("bad", [-1, -10])
+@pytest.mark.parametrize(
+    "function", ["dynamic_scale_grad", "dynamic_scale_value_and_grad"]
+)
+def test_a_negative_redo_on_nan_is_named(function, bad):
+    expected = f"{function}: `redo_on_nan` is {bad}, expected how often to try again"
+    with pytest.raises(ValueError, match=f"^{expected}"):
+        getattr(optax_mp, function)(quadratic, redo_on_nan=bad)
+
+
+@pytest.mark.parametrize("bad", ["3", None, 1.5])
+def test_a_redo_on_nan_that_is_no_integer_is_named(bad):
+    with pytest.raises((ValueError, TypeError), match="`redo_on_nan` is "):
+        optax_mp.dynamic_scale_value_and_grad(quadratic, redo_on_nan=bad)
+
+
+@pytest.mark.parametrize("bad", [1024.0, None, jnp.float32(8)])
+def test_a_loss_scale_that_is_no_value_is_named(bad):
+    f = optax_mp.dynamic_scale_grad(quadratic)
+    with pytest.raises(TypeError, match="dynamic_scale_grad: `loss_scale` is "):
+        f(jnp.ones(2), loss_scale=bad)

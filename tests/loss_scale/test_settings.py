@@ -1,0 +1,189 @@
+"""Errors for the numbers that a loss scale is made with."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import avals
+from scale_traces import run_link
+
+import optax_mp
+
+NAN, INF = float("nan"), float("inf")
+POSITIVE = "expected a positive finite float32"
+WHOLE = "expected an integer greater than 0"
+
+
+def makers():
+    """Return every way to give a scale: caller, name of the argument, function."""
+    return [
+        ("dynamic_loss_scale", "init_scale", optax_mp.dynamic_loss_scale),
+        ("dynamic_loss_scale", "min_scale", optax_mp.dynamic_loss_scale),
+        ("dynamic_loss_scale", "max_scale", optax_mp.dynamic_loss_scale),
+        ("static_loss_scale", "scale", optax_mp.static_loss_scale),
+        ("StaticLossScale", "loss_scale", optax_mp.StaticLossScale),
+        ("DynamicLossScale", "loss_scale", optax_mp.DynamicLossScale),
+        (
+            "DynamicLossScale",
+            "min_loss_scale",
+            lambda **kwargs: optax_mp.DynamicLossScale(8.0, **kwargs),
+        ),
+    ]
+
+
+MAKERS = pytest.mark.parametrize(
+    ("caller", "name", "make"), makers(), ids=[f"{c}-{n}" for c, n, _ in makers()]
+)
+
+
+@MAKERS
+@pytest.mark.parametrize("bad", [0, 0.0, -1.0, NAN, INF, -INF, 1e39, 1e-39])
+def test_a_scale_that_is_no_normal_float32_is_named(caller, name, make, bad):
+    with pytest.raises(ValueError, match=f"^{caller}: `{name}` is .*{POSITIVE}"):
+        make(**{name: bad})
+
+
+@MAKERS
+@pytest.mark.parametrize("bad", [np.float32(NAN), jnp.float32(0), np.float16(0)])
+def test_a_bad_scale_that_is_an_array_is_named(caller, name, make, bad):
+    with pytest.raises(ValueError, match=f"^{caller}: `{name}` is .*{POSITIVE}"):
+        make(**{name: bad})
+
+
+NUMBERS_BY_NAME = [
+    *makers(),
+    *[
+        ("dynamic_loss_scale", name, optax_mp.dynamic_loss_scale)
+        for name in (
+            "growth_interval",
+            "growth_factor",
+            "backoff_factor",
+            "hysteresis",
+        )
+    ],
+    *[
+        (
+            "DynamicLossScale",
+            name,
+            lambda **kwargs: optax_mp.DynamicLossScale(8.0, **kwargs),
+        )
+        for name in ("counter", "period", "factor")
+    ],
+]
+
+
+NO_NUMBERS = {
+    "string": "8.0",
+    "None": None,
+    "array": np.array([2.0, 4.0]),
+    "list": [2.0],
+    "complex": 2j,
+}
+
+
+@pytest.mark.parametrize("bad", NO_NUMBERS)
+@pytest.mark.parametrize(
+    ("caller", "name", "make"),
+    NUMBERS_BY_NAME,
+    ids=[f"{c}-{n}" for c, n, _ in NUMBERS_BY_NAME],
+)
+def test_what_is_no_number_is_named(caller, name, make, bad):
+    with pytest.raises((ValueError, TypeError), match=f"{caller}: `{name}` is "):
+        make(**{name: NO_NUMBERS[bad]})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(growth_interval=0), f"`growth_interval` is 0, {WHOLE}"),
+        (dict(growth_interval=-5), f"`growth_interval` is -5, {WHOLE}"),
+        (dict(growth_interval=2.5), f"`growth_interval` is 2.5, {WHOLE}"),
+        (dict(growth_interval=NAN), f"`growth_interval` is nan, {WHOLE}"),
+        (dict(growth_interval=INF), f"`growth_interval` is inf, {WHOLE}"),
+        (dict(hysteresis=0), f"`hysteresis` is 0, {WHOLE}"),
+        (dict(hysteresis=-1), f"`hysteresis` is -1, {WHOLE}"),
+        (dict(hysteresis=1.5), f"`hysteresis` is 1.5, {WHOLE}"),
+        (dict(hysteresis=INF), f"`hysteresis` is inf, {WHOLE}"),
+        (dict(growth_factor=1), "`growth_factor` is 1, expected a finite number greater than 1"),
+        (dict(growth_factor=0.5), "`growth_factor` is 0.5, expected a finite"),
+        (dict(growth_factor=INF), "`growth_factor` is inf, expected a finite"),
+        (dict(growth_factor=NAN), "`growth_factor` is nan, expected a finite"),
+        (dict(backoff_factor=1), "`backoff_factor` is 1, expected a number between 0 "),
+        (dict(backoff_factor=0), "`backoff_factor` is 0, expected a number between 0 "),
+        (dict(backoff_factor=2.0), "`backoff_factor` is 2.0, expected a number betwee"),
+        (dict(backoff_factor=-0.5), "`backoff_factor` is -0.5, expected a number betw"),
+        (dict(backoff_factor=NAN), "`backoff_factor` is nan, expected a number betwee"),
+        (
+            dict(min_scale=4.0, max_scale=2.0),
+            "`min_scale` is 4.0, expected at most `max_scale`, which is 2.0",
+        ),
+        (
+            dict(init_scale=2.0**25),
+            r"`init_scale` is 33554432.0, expected a scale from `min_scale` "
+            r"6.1\S* to `max_scale` 16777216.0; change",
+        ),
+        (
+            dict(init_scale=0.25, min_scale=0.5),
+            "`init_scale` is 0.25, expected a scale from `min_scale` 0.5 to ",
+        ),
+    ],
+)  # fmt: skip
+def test_a_setting_out_of_range_is_named(settings, message):
+    with pytest.raises(ValueError, match=f"^dynamic_loss_scale: {message}"):
+        optax_mp.dynamic_loss_scale(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(period=0), f"`period` is 0, {WHOLE}"),
+        (dict(period=-5), f"`period` is -5, {WHOLE}"),
+        (dict(period=2.5), f"`period` is 2.5, {WHOLE}"),
+        (dict(period=NAN), f"`period` is nan, {WHOLE}"),
+        (dict(period=INF), f"`period` is inf, {WHOLE}"),
+        (dict(factor=1.0), "`factor` is 1.0, expected a finite number greater than 1"),
+        (dict(factor=0.0), "`factor` is 0.0, expected a finite number greater than 1"),
+        (dict(factor=0.5), "`factor` is 0.5, expected a finite number greater than 1"),
+        (dict(factor=INF), "`factor` is inf, expected a finite number greater than 1"),
+        (dict(factor=NAN), "`factor` is nan, expected a finite number greater than 1"),
+        (
+            dict(min_loss_scale=16.0),
+            "`loss_scale` is 8.0, expected at least `min_loss_scale`, which is 16.0",
+        ),
+    ],
+)
+def test_a_setting_of_a_value_out_of_range_is_named(settings, message):
+    with pytest.raises(ValueError, match=f"^DynamicLossScale: {message}"):
+        optax_mp.DynamicLossScale(8.0, **settings)
+
+
+@pytest.mark.parametrize("name", ["growth_interval", "hysteresis"])
+def test_a_whole_float_is_an_integer(name):
+    settings = {name: 2.0, "init_scale": 8.0}
+    state = run_link(optax_mp.dynamic_loss_scale(**settings), np.array([False, True]))
+    assert avals(state)[1][:5] == avals(
+        run_link(optax_mp.dynamic_loss_scale(), np.array([False, True]))
+    )[1][:5]  # fmt: skip
+    assert state.scale[0] == (8 if name == "hysteresis" else 4)
+
+
+def test_an_interval_past_int32_never_grows():
+    tx = optax_mp.dynamic_loss_scale(growth_interval=2**40)
+    assert run_link(tx, np.ones(3, bool)).scale.tolist() == [2.0**16] * 3
+
+
+@pytest.mark.parametrize("factory", ["dynamic_loss_scale", "static_loss_scale"])
+@pytest.mark.parametrize("inner", [0.1, "adam", optax.adam, 8])
+def test_an_inner_that_is_no_transformation_is_named(factory, inner):
+    expected = f"^{factory}: `inner` is a .*, expected an optax gradient transformation"
+    with pytest.raises(TypeError, match=expected):
+        getattr(optax_mp, factory)(inner)
+
+
+@pytest.mark.parametrize("factory", ["dynamic_loss_scale", "static_loss_scale"])
+def test_a_state_of_another_optimizer_is_named(factory):
+    tx = getattr(optax_mp, factory)(optax.sgd(0.1))
+    with pytest.raises(
+        TypeError, match=f"{factory}: `state` is a .* expected the Loss"
+    ):
+        tx.update(jnp.ones(2), optax.sgd(0.1).init(jnp.ones(2)), jnp.ones(2))

@@ -1,0 +1,126 @@
+"""LossScaleState, and finding the loss scale in any optimizer state."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from comparison import as_bits
+from scaled_losses import (
+    LABELS,
+    NESTINGS,
+    NO_SCALE,
+    PARAMS,
+    quadratic,
+    scaler,
+    state_with,
+)
+
+import optax_mp
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_loss_scale_is_found_in(nesting):
+    state = NESTINGS[nesting]().init(PARAMS)
+    scale = optax_mp.loss_scale(state)
+    assert scale == 1024
+    assert (scale.dtype, scale.shape) == (jnp.float32, ())
+
+
+def test_loss_scale_is_the_one_after_the_step():
+    tx = optax.chain(optax_mp.dynamic_loss_scale(init_scale=8.0), optax.sgd(0.1))
+    state = tx.update({"a": jnp.array([jnp.inf])}, tx.init({"a": jnp.ones(1)}))[1]
+    assert optax_mp.loss_scale(state) == 4
+
+
+@pytest.mark.parametrize("state", [NO_SCALE, (), None, {"a": jnp.ones(2)}])
+def test_loss_scale_is_one_without_any(state):
+    scale = optax_mp.loss_scale(state)
+    assert scale == 1
+    assert scale.dtype == jnp.float32
+
+
+def test_loss_scale_under_jit_and_vmap():
+    state = state_with(8.0)
+    assert jax.jit(optax_mp.loss_scale)(state) == 8
+    stack = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), state)
+    assert jax.vmap(optax_mp.loss_scale)(stack).tolist() == [8, 16]
+
+
+CALLS = {
+    "loss_scale": optax_mp.loss_scale,
+    "scale_loss": lambda s: optax_mp.scale_loss(jnp.float32(1), s),
+    "value_and_grad": lambda s: optax_mp.value_and_grad(quadratic)(s, PARAMS),
+    "check_loss_scale": optax_mp.check_loss_scale,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_two_loss_scales_side_by_side_are_named(call):
+    tx = optax.partition({"x": scaler(8.0), "y": scaler(4.0)}, LABELS)
+    expected = (
+        rf"^{call}: `opt_state` holds 2 loss scales, at opt_state\S*\['x'\]\S* and "
+        r"opt_state\S*\['y'\]\S*, expected one"
+    )
+    with pytest.raises(ValueError, match=expected):
+        CALLS[call](tx.init(PARAMS))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_loss_scale_inside_another_is_named(call):
+    tx = optax.chain(optax_mp.static_loss_scale(scaler(4.0), 8.0))
+    expected = (
+        rf"^{call}: `opt_state` holds 2 loss scales, at opt_state\[0\] and "
+        r"opt_state\[0\].inner_state, expected one"
+    )
+    with pytest.raises(ValueError, match=expected):
+        CALLS[call](tx.init(PARAMS))
+
+
+# The state
+
+
+RENAMED = {
+    "finite_steps": "finite_count",
+    "skipped_in_a_row": "skipped_count",
+    "total_skipped": "total_skipped_count",
+}
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_reading_an_old_field_names_the_new_one(old):
+    state = state_with(8.0)
+    expected = f"LossScaleState: `{old}` is now called `{RENAMED[old]}`"
+    with pytest.raises(AttributeError, match=expected):
+        getattr(state, old)
+    assert not hasattr(state, old)
+
+
+def test_reading_what_never_was_a_field_is_an_error():
+    with pytest.raises(AttributeError, match="object has no attribute 'growth_factor'"):
+        _ = state_with(8.0).growth_factor
+
+
+@pytest.mark.parametrize("trip", [copy.copy, copy.deepcopy, pickle])
+def test_a_state_can_be_copied_and_pickled(trip):
+    state = state_with(8.0)
+    back = pickle.loads(pickle.dumps(state)) if trip is pickle else trip(state)
+    assert isinstance(back, optax_mp.LossScaleState)
+    assert as_bits(back) == as_bits(state)
+
+
+def test_the_name_of_this_room_stays_the_function():
+    """`optax_mp.loss_scale` is a package and a function; whatever is imported first."""
+    room = Path(optax_mp.__file__).parent / "loss_scale"
+    names = sorted(
+        f"optax_mp.loss_scale.{path.stem}" for path in room.glob("_[a-z]*.py")
+    )
+    assert "optax_mp.loss_scale._rule" in names
+    lines = [f"import {name}" for name in ["optax_mp.loss_scale", *names]]
+    lines += ["import optax_mp", "assert float(optax_mp.loss_scale(())) == 1"]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

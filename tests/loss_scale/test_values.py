@@ -1,0 +1,326 @@
+"""Loss scales as plain values."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comparison import as_bits, avals
+from jax import lax
+from reference import LossScaleRule, scale_trace
+from scale_traces import LARGEST, SMALLEST, random_finite, run_values
+
+import optax_mp
+
+# No field is at its default, and the floor is under 1.
+CHANGED = {
+    "static": optax_mp.StaticLossScale(0.75),
+    "dynamic": optax_mp.DynamicLossScale(
+        24.0, counter=3, period=7, factor=3.0, min_loss_scale=2.0**-10
+    ),
+}
+
+
+FIELDS = ("loss_scale", "counter", "period", "factor", "min_loss_scale")
+
+
+def fields(value):
+    """Return every field of a loss scale as Python numbers."""
+    return {n: float(getattr(value, n)) for n in FIELDS if hasattr(value, n)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_fuzzed_values_equal_the_rule_in_plain_numpy(seed):
+    rng = np.random.default_rng(100 + seed)
+    period = int([1, 2000, *rng.integers(2, 60, 4)][seed])
+    factor = float([2, 4, 3, 2, rng.uniform(1.1, 5), 7][seed])
+    floor = 2.0 ** int(rng.integers(-30, 3))
+    start = floor * 2.0 ** int(rng.integers(0, 30))
+    finite = random_finite(rng, 20_000, period)
+    rule = LossScaleRule(
+        start, period, factor, 1 / factor, min_scale=floor, max_scale=LARGEST
+    )
+    want = scale_trace(rule, finite)
+    scale = optax_mp.DynamicLossScale(
+        start, period=period, factor=factor, min_loss_scale=floor
+    )
+    scales, counters = run_values(scale, finite)
+    assert rule.events["grew"]
+    assert rule.events["floored"]
+    np.testing.assert_array_equal(scales, want[0])
+    np.testing.assert_array_equal(counters, want[1])
+
+
+@pytest.mark.parametrize("floor", [2.0**-14, 1.0, SMALLEST])
+def test_400_bad_steps_bring_a_value_to_the_floor(floor):
+    scale = optax_mp.DynamicLossScale(2.0**16, min_loss_scale=floor)
+    scales, _ = run_values(scale, np.zeros(400, bool))
+    assert scales[-1] == np.float32(floor)
+    assert scales.min() > 0
+
+
+def test_400_growths_of_a_value_stay_finite_and_invertible():
+    scale = optax_mp.DynamicLossScale(2.0**16, period=1)
+    scales, _ = run_values(scale, np.ones(400, bool))
+    assert scales[-1] == np.float32(LARGEST)
+    assert (1 / scales > 0).all()
+
+
+# No field is lost
+
+
+def through_scan(value):
+    return lax.scan(lambda c, _: (c, None), value, None, length=2)[0]
+
+
+ROUND_TRIPS = {
+    "jit": lambda v: jax.jit(lambda x: x)(v),
+    "scan": through_scan,
+    "while_loop": lambda v: lax.while_loop(lambda _: False, lambda x: x, v),
+    "cond": lambda v: lax.cond(True, lambda x: x, lambda x: x, v),
+    "tree_map": lambda v: jax.tree.map(lambda x: x, v),
+    "flatten": lambda v: jax.tree.structure(v).unflatten(jax.tree.leaves(v)),
+    "device_get": jax.device_get,
+    "pickle": lambda v: pickle.loads(pickle.dumps(v)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "vmap": lambda v: jax.tree.map(
+        lambda x: x[1],
+        jax.vmap(lambda x: x)(jax.tree.map(lambda x: jnp.stack([x, x]), v)),
+    ),
+}
+
+
+@pytest.mark.parametrize("trip", ROUND_TRIPS)
+@pytest.mark.parametrize("kind", CHANGED)
+def test_no_field_is_lost_on_the_way_through(kind, trip):
+    value = CHANGED[kind]
+    back = ROUND_TRIPS[trip](value)
+    assert type(back) is type(value)
+    assert fields(back) == fields(value)
+    assert as_bits(back) == as_bits(value)
+
+
+@pytest.mark.parametrize("trip", ROUND_TRIPS)
+def test_the_value_for_no_scaling_goes_through(trip):
+    value = optax_mp.NoOpLossScale()
+    if trip == "vmap":
+        pytest.skip("it has no arrays to map over")
+    assert ROUND_TRIPS[trip](value) == value
+
+
+@pytest.mark.parametrize("trip", ROUND_TRIPS)
+def test_a_floor_under_one_still_holds_after(trip):
+    value = ROUND_TRIPS[trip](CHANGED["dynamic"])
+    scales, _ = run_values(value, np.zeros(40, bool))
+    assert scales[-1] == 2.0**-10
+
+
+def test_adjust_keeps_the_settings():
+    adjusted = CHANGED["dynamic"].adjust(False)
+    assert fields(adjusted) == dict(
+        fields(CHANGED["dynamic"]), loss_scale=8.0, counter=0.0
+    )
+
+
+@pytest.mark.parametrize("name", ["tree_map", "eval_shape"])
+def test_leaves_may_be_replaced_by_anything(name):
+    value = CHANGED["dynamic"]
+    if name == "tree_map":
+        other = jax.tree.map(lambda _: "any", value)
+        assert (other.loss_scale, other.counter) == ("any", "any")
+    else:
+        other = jax.eval_shape(lambda x: x, value)
+        assert other.loss_scale.dtype == jnp.float32
+    assert other.min_loss_scale == 2.0**-10
+
+
+def test_settings_are_static_so_that_only_arrays_are_leaves():
+    shapes = [(x.dtype.name, x.shape) for x in jax.tree.leaves(CHANGED["dynamic"])]
+    assert shapes == [("float32", ()), ("int32", ())]
+    assert len(jax.tree.leaves(CHANGED["static"])) == 1
+    assert jax.tree.leaves(optax_mp.NoOpLossScale()) == []
+
+
+def test_adjust_does_not_recompile():
+    traces = 0
+
+    @jax.jit
+    def step(scale, finite):
+        nonlocal traces
+        traces += 1
+        return scale.adjust(finite)
+
+    scale = optax_mp.DynamicLossScale(8.0, period=2)
+    for finite in (True, True, False):
+        scale = step(scale, jnp.array(finite))
+    assert traces == 1
+    assert scale.loss_scale == 8
+
+
+# Scaling and unscaling
+
+
+@pytest.mark.parametrize("direction", ["scale", "unscale"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e5m2"])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_floats_are_scaled_in_float32(kind, dtype, direction):
+    value = {
+        "static": optax_mp.StaticLossScale(2.0**16),
+        "dynamic": optax_mp.DynamicLossScale(2.0**16),
+    }[kind]
+    leaf = jnp.array([0.5, -3.0, 1.75], dtype)
+    out = getattr(value, direction)({"a": [leaf]})["a"][0]
+    factor = 2.0**16 if direction == "scale" else 2.0**-16
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out, np.array([0.5, -3, 1.75], np.float32) * factor)
+
+
+@pytest.mark.usefixtures("x64")
+def test_float64_is_scaled_in_float64():
+    scale = optax_mp.StaticLossScale(2.0**10)
+    exact = 1 + 2.0**-40
+    up, down = scale.scale(jnp.float64(exact)), scale.unscale(jnp.float64(exact))
+    assert up.dtype == down.dtype == jnp.float64
+    assert float(up) == exact * 2.0**10
+    assert float(down) == exact * 2.0**-10
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_scale_is_float32_with_64_bit_types_on():
+    scale = optax_mp.DynamicLossScale(jnp.float64(8), counter=jnp.int64(1), period=2)
+    after = scale.adjust(True)
+    for value in (scale, after):
+        assert value.loss_scale.dtype == jnp.float32
+        assert value.counter.dtype == jnp.int32
+    assert after.loss_scale == 16
+
+
+def test_complex_is_scaled():
+    out = optax_mp.StaticLossScale(8.0).scale(jnp.array([1 + 2j], jnp.complex64))
+    assert out.dtype == jnp.complex64
+    assert out.tolist() == [8 + 16j]
+
+
+def test_what_is_no_float_passes_through():
+    tree = {
+        "int": jnp.arange(3),
+        "key": jax.random.key(0),
+        "bool": jnp.array([True]),
+        "none": None,
+        "string": "name",
+        "function": jax.nn.relu,
+    }
+    scale = optax_mp.StaticLossScale(8.0)
+    for out in (scale.scale(tree), scale.unscale(tree)):
+        assert out.keys() == tree.keys()
+        assert all(out[name] is tree[name] for name in tree)
+
+
+def test_numpy_arrays_and_scalars_are_scaled():
+    scale = optax_mp.StaticLossScale(8.0)
+    out = scale.scale([np.ones(2, np.float16), np.float32(3)])
+    assert [x.dtype for x in out] == [jnp.float32] * 2
+    assert out[0].tolist() == [8, 8]
+    assert float(out[1]) == 24
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_python_float_is_scaled(kind):
+    # jmp and flax scale them; to return it unscaled would be a silent error.
+    scale = {"static": optax_mp.StaticLossScale, "dynamic": optax_mp.DynamicLossScale}
+    assert float(scale[kind](8.0).scale(3.0)) == 24
+    assert float(scale[kind](8.0).unscale(24.0)) == 3
+
+
+def test_the_largest_float16_times_65536_is_finite():
+    loss = jnp.float16(65504)
+    scale = optax_mp.DynamicLossScale(2.0**16)
+    assert float(scale.scale(loss)) == 65504 * 65536
+    assert float(scale.unscale(scale.scale(loss))) == 65504
+
+
+@pytest.mark.parametrize("factor", [3.0, 0.1, 2.0**16, SMALLEST, LARGEST])
+def test_unscale_takes_scale_back(factor):
+    scale = optax_mp.StaticLossScale(factor)
+    x = jnp.array([1.0, -1.7, 1.2345])
+    back = scale.unscale(scale.scale(x))
+    # Two roundings, of the product and of the reciprocal; none for powers of two.
+    exact = np.frexp(factor)[0] == 0.5
+    np.testing.assert_allclose(back, x, rtol=0 if exact else 3e-7)
+
+
+def test_no_scaling_returns_the_tree_itself():
+    value, tree = optax_mp.NoOpLossScale(), {"a": jnp.ones(2, jnp.float16), "b": 3}
+    assert value.scale(tree) is tree
+    assert value.unscale(tree) is tree
+    assert value.adjust(jnp.array(False)) is value
+    assert value.loss_scale == 1
+
+
+def test_a_static_value_stays_at_an_overflow():
+    assert float(optax_mp.StaticLossScale(8.0).adjust(False).loss_scale) == 8
+
+
+NUMBERS = {
+    "float16": np.float16(1024),
+    "float64": np.float64(1024),
+    "int": 1024,
+    "int32": np.int32(1024),
+    "jax float16": jnp.float16(1024),
+    "jax bfloat16": jnp.bfloat16(1024),
+    "jax int": jnp.int32(1024),
+    "0-d array": np.array(1024.0),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("cls", [optax_mp.StaticLossScale, optax_mp.DynamicLossScale])
+def test_a_factor_of_any_dtype_becomes_float32(cls, name):
+    value = cls(NUMBERS[name])
+    plain = cls(1024.0)
+    assert value.loss_scale.dtype == jnp.float32
+    assert avals(value) == avals(plain)
+    assert as_bits(value.adjust(False)) == as_bits(plain.adjust(False))
+
+
+def test_a_float16_factor_grows_past_float16():
+    scale = optax_mp.DynamicLossScale(np.float16(2.0**15), period=1)
+    scales, _ = run_values(scale, np.ones(3, bool))
+    assert scales.tolist() == [2.0**16, 2.0**17, 2.0**18]
+
+
+@pytest.mark.parametrize("name", ["float16", "int", "jax bfloat16"])
+def test_init_scale_of_any_dtype_becomes_float32(name):
+    state = optax_mp.dynamic_loss_scale(init_scale=NUMBERS[name]).init(jnp.ones(2))
+    assert avals(state) == avals(optax_mp.dynamic_loss_scale().init(jnp.ones(2)))
+    assert state.scale == 1024
+
+
+def test_a_value_may_be_made_under_jit():
+    made = jax.jit(lambda x: optax_mp.DynamicLossScale(x, period=1).adjust(True))(8)
+    assert made.loss_scale.dtype == jnp.float32
+    assert made.loss_scale == 16
+
+
+@pytest.mark.parametrize("finite", [True, False, np.bool_(True), jnp.array(False)])
+def test_adjust_takes_any_bool(finite):
+    scale = optax_mp.DynamicLossScale(8.0, period=1)
+    want = 16 if finite else 4
+    assert scale.adjust(finite).loss_scale == want
+    assert jax.jit(lambda s, f: s.adjust(f))(scale, finite).loss_scale == want
+
+
+def test_a_stack_of_loss_scales_under_vmap_moves_each_by_itself():
+    stack = jax.vmap(
+        lambda x: optax_mp.DynamicLossScale(x, period=1, min_loss_scale=0.5)
+    )(jnp.array([1.0, 8.0, 64.0, 0.5]))
+    finite = jnp.array([True, False, True, False])
+    after = jax.vmap(lambda s, f: s.adjust(f))(stack, finite)
+    assert after.loss_scale.tolist() == [2, 4, 128, 0.5]
+    scaled = jax.vmap(lambda s, x: s.scale(x))(stack, jnp.full(4, 3.0, jnp.float16))
+    assert scaled.tolist() == [3, 24, 192, 1.5]
+    unscaled = jax.vmap(lambda s, x: s.unscale(x))(stack, scaled)
+    assert unscaled.tolist() == [3] * 4

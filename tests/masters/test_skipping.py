@@ -1,0 +1,134 @@
+"""Skipped steps, behind a link and inside a loss scale: nothing moves, in any form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits
+from own_storages import TwoBfloat16
+
+import optax_mp
+
+PARAMS = {
+    "w": jnp.linspace(-2, 2, 12).reshape(3, 4).astype(jnp.bfloat16),
+    "scale": jnp.full((), -0.0, jnp.bfloat16),
+    "norm": jnp.linspace(0.5, 1, 4),
+}
+IN_FLOAT32 = jax.tree.map(lambda x: x.astype(jnp.float32), PARAMS)
+LABELS = {"w": "low", "scale": "low", "norm": "own"}
+adamw = optax.adamw(1e-2, weight_decay=0.1)
+
+
+def mixed(inner=adamw, **settings):
+    return optax_mp.mixed_precision(inner, **settings)
+
+
+# What stands behind the loss scale, and the params that it gets.
+FORMS = {
+    "full copies": (mixed, PARAMS),
+    "split 16": (lambda: mixed(storage=optax_mp.Split(16)), PARAMS),
+    "split 8": (lambda: mixed(storage=optax_mp.Split(8)), PARAMS),
+    "own storage": (lambda: mixed(storage=TwoBfloat16()), PARAMS),
+    "all float32": (mixed, IN_FLOAT32),
+    "narrow masters": (lambda: mixed(master_dtype=jnp.bfloat16), PARAMS),
+    "5.1 bytes": (
+        lambda: mixed(
+            optax_mp.low_bit_state(adamw, min_size=1), storage=optax_mp.Split(8)
+        ),
+        PARAMS,
+    ),
+    "groups": (
+        lambda: optax.partition({"low": mixed(), "own": mixed(optax.sgd(0.1))}, LABELS),
+        PARAMS,
+    ),
+    "masked": (lambda: optax.masked(mixed(), {k: k != "norm" for k in PARAMS}), PARAMS),
+    "clipped in between": (
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), mixed()),
+        PARAMS,
+    ),
+    "MultiSteps between": (lambda: optax.MultiSteps(mixed(), 2), PARAMS),
+    "hyperparameters": (
+        lambda: optax.inject_hyperparams(lambda rate: mixed(optax.adam(rate)))(1e-2),
+        PARAMS,
+    ),
+    "stochastic rounding": (lambda: optax_mp.stochastic_rounding(adamw), PARAMS),
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def scaled_gradients(params, scale, bad=None):
+    rng = np.random.default_rng(0)
+    grads = {
+        name: rng.standard_normal(p.shape).astype(np.float32) * float(scale)
+        for name, p in params.items()
+    }
+    if bad is not None:
+        grads["norm"][-1] = bad
+    return jax.tree.map(jnp.asarray, grads)
+
+
+def start(tx, params, update):
+    """Return params and state after one good step."""
+    state = tx.init(params)
+    grads = scaled_gradients(params, optax_mp.loss_scale(state))
+    updates, state = update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+# MultiSteps outside of a `mixed_precision` counts the zeros of a link as a step.
+@pytest.mark.parametrize("form", [x for x in FORMS if "MultiSteps" not in x])
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_behind_a_link_nothing_moves(form, jitted, bad):
+    build, params = FORMS[form]
+    tx = optax.chain(optax_mp.dynamic_loss_scale(), build())
+    update = jax.jit(tx.update) if jitted else tx.update
+    params, (scale, *rest) = start(tx, params, update)
+    grads = scaled_gradients(params, scale.scale, bad)
+    updates, (new_scale, *after) = update(grads, (scale, *rest), params)
+    assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
+    if form == "hyperparameters":  # whose own count goes on: it is no optimizer of ours
+        rest, after = rest[0].inner_state, after[0].inner_state
+    assert as_bits(after) == as_bits(rest)
+    assert float(new_scale.scale) == float(scale.scale) / 2
+
+
+@every_form
+@pytest.mark.parametrize("jitted", [True, False])
+def test_inside_a_loss_scale_nothing_moves(form, jitted):
+    build, params = FORMS[form]
+    tx = optax_mp.dynamic_loss_scale(build())
+    update = jax.jit(tx.update) if jitted else tx.update
+    params, state = start(tx, params, update)
+    grads = scaled_gradients(params, state.scale, np.nan)
+    updates, after = update(grads, state, params)
+    assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
+    assert as_bits(after.inner_state) == as_bits(state.inner_state)
+
+
+def primitives(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner)
+
+
+@pytest.mark.parametrize("form", [x for x in FORMS if "MultiSteps" not in x])
+@pytest.mark.parametrize("where", ["alone", "behind a link", "inside"])
+@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16"])
+def test_no_step_has_a_conditional(form, where, grad_dtype):
+    build, params = FORMS[form]
+    tx = {
+        "alone": lambda: build(),
+        "behind a link": lambda: optax.chain(optax_mp.dynamic_loss_scale(), build()),
+        "inside": lambda: optax_mp.dynamic_loss_scale(build()),
+    }[where]()
+    grads = jax.tree.map(lambda p: jnp.ones(p.shape, grad_dtype), params)
+    jaxpr = jax.make_jaxpr(tx.update)(grads, tx.init(params), params).jaxpr
+    found = set(primitives(jaxpr))
+    assert found and found.isdisjoint({"cond", "while", "switch"})

@@ -1,0 +1,93 @@
+"""Losses, params and optimizer states with a loss scale in them, for several tests."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_mp
+
+PARAMS = {"a": jnp.array([1.0, -2.0, 0.5]), "b": jnp.float32(3.0)}
+LABELS = {"a": "x", "b": "y"}
+HALVES = ["float16", "bfloat16"]
+
+
+def scaler(scale=1024.0):
+    return optax_mp.static_loss_scale(optax.adam(1e-2), scale)
+
+
+def state_with(scale, params=PARAMS):
+    return scaler(scale).init(params)
+
+
+NO_SCALE = optax.adam(1e-2).init(PARAMS)
+
+
+def quadratic(params):
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+
+
+def assert_close_trees(got, want, rtol=0.0):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol)
+
+
+NESTINGS = {
+    "alone": scaler,
+    "a link": lambda: optax.chain(
+        optax_mp.static_loss_scale(scale=1024.0), optax.adam(1e-2)
+    ),
+    "chain": lambda: optax.chain(optax.clip(1.0), scaler()),
+    "named_chain": lambda: optax.named_chain(("clip", optax.clip(1.0)), ("s", scaler())),
+    "MultiSteps": lambda: optax.MultiSteps(scaler(), 2),
+    "masked": lambda: optax.masked(scaler(), {"a": True, "b": False}),
+    "apply_if_finite": lambda: optax.apply_if_finite(scaler(), 2),
+    "partition": lambda: optax.partition({"x": scaler(), "y": optax.sgd(0.1)}, LABELS),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(
+        lambda learning_rate: optax_mp.static_loss_scale(
+            optax.adam(learning_rate), 1024.0
+        )
+    )(learning_rate=0.1),
+    "conditionally_mask": lambda: optax.conditionally_mask(scaler(), lambda i: i < 2),
+    "mixed_precision": lambda: optax_mp.mixed_precision(scaler()),
+    "deep": lambda: optax.chain(
+        optax.apply_if_finite(
+            optax.chain(optax.MultiSteps(scaler(), 2).gradient_transformation()), 2
+        )
+    ),
+}  # fmt: skip
+
+
+BAD_LOSSES = {
+    "vector": (lambda x: x, r"float32\[3\]"),
+    "one element": (lambda x: x[:1], r"float32\[1\]"),
+    "int": (lambda x: jnp.int32(3), r"int32\[\]"),
+    "bool": (lambda x: x.sum() > 0, r"bool\[\]"),
+    "complex": (lambda x: x.sum() * 1j, r"complex64\[\]"),
+    "Python int": (lambda x: 3, "int"),
+    "tuple": (lambda x: (x.sum(), x), "tuple"),
+    "dict": (lambda x: {"loss": x.sum()}, "dict"),
+    "None": (lambda x: None, "NoneType"),
+    "string": (lambda x: "loss", "str"),
+}
+
+
+VECTOR = jnp.arange(3.0)
+
+
+def network(params, x):
+    hidden = jnp.tanh(x @ params["in"] + params["bias"])
+    return jnp.mean((hidden @ params["out"]) ** 2)
+
+
+def network_params(dtype):
+    rng = np.random.default_rng(0)
+    shapes = {"in": (4, 8), "bias": (8,), "out": (8, 2)}
+    return {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in shapes.items()}
+
+
+reference_gradients = jax.jit(jax.value_and_grad(network))
+
+
+BATCH = np.random.default_rng(1).normal(size=(16, 4))
