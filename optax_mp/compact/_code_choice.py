@@ -30,20 +30,24 @@ def choose_codes(
     leaves = jax.tree.leaves(state)
     large = [_is_large(leaf, min_size) for leaf in leaves if is_dynamic(leaf)]
     # Masters, averages and other copies of the params are no moments.
-    excluded = depending_outputs(start.closed)
+    chosen = _and_not(large, depending_outputs(start.closed))
     if isinstance(update, TracedUpdate):
-        exact = in_full_precision(start, update)
-        excluded = [a or b for a, b in zip(excluded, exact, strict=True)]
-    else:
+        chosen = _and_not(chosen, in_full_precision(start, update))
+    elif any(chosen):
         check_without_update(start, large, state, params, update)
-    arrays = zip(large, excluded, _never_negative(start, update), strict=True)
     codes = iter(
-        (code_format.unsigned if is_unsigned else code_format.signed)
-        if is_large and not is_excluded
+        (code_format.unsigned if never_negative else code_format.signed)
+        if is_chosen
         else None
-        for is_large, is_excluded, is_unsigned in arrays
+        for is_chosen, never_negative in zip(
+            chosen, _never_negative(start, update), strict=True
+        )
     )
     return [next(codes) if is_dynamic(leaf) else None for leaf in leaves]
+
+
+def _and_not(claims: list[bool], others: list[bool]) -> list[bool]:
+    return [a and not b for a, b in zip(claims, others, strict=True)]
 
 
 def _is_large(leaf: Any, min_size: int) -> bool:

@@ -14,6 +14,10 @@ harm. All can be told from a trace of the update, whatever an optimizer is calle
 - A *record*: an array from which no update is computed. It is there for someone else,
   as the gradient that a line search hands to the next
   `optax.value_and_grad_from_state`.
+
+Where a trace leaves it open, the array stays in full precision: that costs memory,
+which `memory_report` shows, where the opposite would silently cost accuracy. So does
+Adagrad's sum in a chain that also pulls the params to where they started.
 """
 
 from collections.abc import Sequence
@@ -42,12 +46,7 @@ def in_full_precision(start: Traced, update: TracedUpdate) -> list[bool]:
     # gradient, until the next step.
     lasting = {i for i in at if i not in new[i].faded}
     exact = _histories(new, lasting) | _records(updates, new, lasting)
-    for anchor in _anchors(start, update, new):
-        for flow in updates:
-            if anchor in flow.reached_by:
-                exact |= {
-                    i for i in lasting & flow.reached_by if i in new[i].reached_by
-                }
+    exact |= _positions(updates, new, lasting, _anchors(start, update, new))
     return [i in exact for i in at]
 
 
@@ -66,6 +65,15 @@ def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:
         found |= sources
 
 
+def _positions(
+    updates: list[Flow], new: dict[int, Flow], lasting: set[int], anchors: set[int]
+) -> set[int]:
+    """Return the sums from which an update is computed together with an anchor."""
+    sums = {i for i in lasting if i in new[i].reached_by}
+    anchored = [flow.reached_by for flow in updates if flow.reached_by & anchors]
+    return {i for read in anchored for i in read & sums}
+
+
 def _records(updates: list[Flow], new: dict[int, Flow], lasting: set[int]) -> set[int]:
     """Return the arrays that nothing else is computed from."""
     others = [(None, flow) for flow in updates] + [*new.items()]
@@ -74,7 +82,7 @@ def _records(updates: list[Flow], new: dict[int, Flow], lasting: set[int]) -> se
 
 
 def _anchors(start: Traced, update: TracedUpdate, new: dict[int, Flow]) -> set[int]:
-    """Return the arrays that are, or become at some step, the params."""
+    """Return the arrays that start as the params and are never anything else."""
     begins = dict(zip(new, flows(start.closed), strict=True))
     params = {*update.params_inputs}
     return {

@@ -87,9 +87,10 @@ def low_bit_state(
     - arrays that are not float32, such as counts, or the moments of 16-bit params
       outside of `mixed_precision`;
     - arrays that start as the params, such as masters and averages of the params;
-    - arrays that an optimizer computes the params from, instead of a step, and
-      histories of params or gradients: the states of MADGRAD, COCOB and L-BFGS. They
-      are found by tracing the update, too, whatever an optimizer is called.
+    - arrays from which an optimizer computes the params themselves, instead of a step;
+      histories of params or gradients; and arrays that only others read: the states of
+      MADGRAD, COCOB and L-BFGS, and the gradient that a line search keeps. Tracing the
+      update finds these as well, whatever an optimizer is called.
 
     Args:
         inner: any optax optimizer or chain.
@@ -105,8 +106,9 @@ def low_bit_state(
     Raises:
         TypeError: if `inner` is not a gradient transformation, or `min_size` or `seed`
             is not an integer.
-        ValueError: if `bits`, `block_size` or `dtype` is none of the above; by `init`,
-            if the state may hold such a history, but the update cannot be traced.
+        ValueError: if `bits`, `block_size` or `dtype` is none of the above. `init`
+            raises it if the state may hold a history, but the update needs arguments
+            that optax does not know, so that it cannot be traced.
 
     Example:
         >>> import jax.numpy as jnp

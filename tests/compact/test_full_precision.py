@@ -260,6 +260,10 @@ MOMENTS = {
         lambda: optax.chain(decay_to_the_start(0.1), optax.adam(1e-2)),
         {"mu['w']", "nu['w']"},
     ),
+    "adagrad pulled to the start, in doubt": (
+        lambda: optax.chain(decay_to_the_start(0.1), optax.adagrad(1e-2)),
+        set(),
+    ),
     "adam before L-BFGS": (
         lambda: optax.chain(optax.scale_by_adam(), optax.scale_by_lbfgs(3)),
         {"mu['w']", "nu['w']"},
@@ -320,6 +324,8 @@ def test_in_doubt_init_raises_and_names_the_array(name, place, what):
     )
     with pytest.raises(ValueError, match=match):
         tx.init(example())
+    # No array is in doubt where all are small.
+    low_bit_state(wants_more(POSITIONS_AND_HISTORIES[name]())).init(example())
     # What the message says to do.
     part = optax.chain(
         low_bit_state(optax.trace(0.9), min_size=100),
