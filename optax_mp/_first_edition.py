@@ -1,8 +1,8 @@
-"""The modules of the first edition, by which its pickles name their classes."""
+"""What the first edition called things: modules that pickles name, fields of states."""
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 # Every class that can be in a pickle was public and still is. Only the private modules
 # that pickles name are gone.
@@ -33,3 +33,19 @@ for _name in _OLD_MODULES:
     _module = ModuleType(f"optax_mp.{_name}", "A module of the first edition.")
     _module.__dict__["__getattr__"] = _public_name
     sys.modules[_module.__name__] = _module
+
+# Counters, by their old names.
+RENAMED_FIELDS = {
+    "finite_steps": "finite_count",
+    "skipped_in_a_row": "skipped_count",
+    "step": "step_count",
+    "total_skipped": "total_skipped_count",
+}
+
+
+def name_new_field(state: Any, name: str) -> NoReturn:
+    """Raise the error for a field that a state lacks: as `__getattr__` of its class."""
+    kind, new = type(state).__name__, RENAMED_FIELDS.get(name)
+    if new in state._fields:
+        raise AttributeError(f"{kind}: `{name}` is now called `{new}`.")
+    raise AttributeError(f"{kind!r} object has no attribute {name!r}")

@@ -16,15 +16,17 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
-from optax_mp._jax._jaxpr import (
-    AnyJaxpr,
-    Equation,
-    bind,
-    evaluate,
-    trace_jaxpr,
-)
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, evaluate, trace_jaxpr
 
 T = TypeVar("T")
+Values = list[Any]
+# Returns the new jaxpr of each region.
+Convert = Callable[[], Sequence[ClosedJaxpr]]
+# Returns the outputs of a region, and the log with whatever it adds.
+Run = Callable[[Values, Any], tuple[Values, Any]]
+Runs = Sequence[Run]
+# Returns the array by which a value decides what runs.
+Decide = Callable[[Any], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class Wiring:
             outputs = [x[0] if len(x) == 1 else join(x) for x in found]
             before = list(inputs)
             for output, i in self.carry:
-                # The output, too: a loop may end before its first turn.
+                # The loop may return this, too: it may take no turn at all.
                 inputs[i] = outputs[output] = join([inputs[i], outputs[output]])
             if inputs == before:
                 return Flow(inputs, outputs, decisions)
@@ -169,11 +171,7 @@ def derivative_rule(equation: Equation) -> str | None:
     return _DERIVATIVE_RULES.get(equation.primitive.name)
 
 
-def bind_with(
-    equation: Equation,
-    inputs: Sequence[Any],
-    convert: Callable[[], Sequence[ClosedJaxpr]],
-) -> list[Any]:
+def bind_with(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Values:
     """Return the outputs of an equation with other jaxprs inside, all else the same.
 
     Args:
@@ -185,23 +183,15 @@ def bind_with(
     return _KINDS[equation.primitive.name].bind(equation, inputs, convert)
 
 
-# Returns the outputs of a region, and the log with whatever it adds.
-Replacement = Callable[[list[Any], Any], tuple[list[Any], Any]]
-
-
 def replay(
-    equation: Equation,
-    inputs: Sequence[Any],
-    replacements: Sequence[Replacement],
-    log: Any,
-    decide: Callable[[Any], jax.Array],
-) -> tuple[list[Any], Any]:
+    equation: Equation, inputs: Sequence[Any], runs: Runs, log: Any, decide: Decide
+) -> tuple[Values, Any]:
     """Run an equation on other values, with a function in place of each region.
 
     Args:
         equation: an equation that `has_regions`, and is not sharded.
         inputs: a pytree for each input.
-        replacements: a function for each region.
+        runs: a function for each region.
         log: a pytree of arrays that is handed from one function, and from one turn, to
             the next. What a loop's condition adds to it is lost.
         decide: returns the array by which a pytree decides which region runs.
@@ -209,8 +199,8 @@ def replay(
     Returns:
         A pytree for each output, and the log.
     """
-    run = _KINDS[equation.primitive.name].replay
-    return run(equation, list(inputs), replacements, log, decide)
+    kind = _KINDS[equation.primitive.name]
+    return kind.replay(equation, list(inputs), runs, log, decide)
 
 
 def _jaxprs_of(equation: Equation) -> list[AnyJaxpr]:
@@ -267,6 +257,7 @@ def _wire_while(equation: Equation) -> Wiring:
     start = of_test + of_body
     state = range(start, len(equation.invars))
     outputs = range(len(equation.outvars))
+    # Both read the whole carry; the constants come first, those of the test before.
     regions = (
         Region(test, (*range(of_test), *state), (None,)),
         Region(body, (*range(of_test, start), *state), tuple(outputs)),
@@ -282,11 +273,7 @@ def _wire_cond(equation: Equation) -> Wiring:
     return Wiring(equation, regions, deciding=(0,))
 
 
-def _bind_same(
-    equation: Equation,
-    inputs: Sequence[Any],
-    convert: Callable[[], Sequence[ClosedJaxpr]],
-) -> list[Any]:
+def _bind_same(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Values:
     """Bind the same primitive: shardings, donation, names and policies survive."""
     params, inputs, rest = dict(equation.params), list(inputs), iter(convert())
     for name in _HOLDERS:
@@ -296,6 +283,7 @@ def _bind_same(
         elif isinstance(old, ClosedJaxpr):
             params[name] = next(rest)
         elif isinstance(old, Jaxpr):
+            # It has no room for constants, so they become inputs.
             new = next(rest)
             params[name] = _with_consts_as_inputs(new) if new.consts else new.jaxpr
             inputs = [*new.consts, *inputs]
@@ -313,20 +301,14 @@ def _with_consts_as_inputs(closed: ClosedJaxpr) -> Jaxpr:
     return trace_jaxpr(run, avals).jaxpr
 
 
-def _bind_inline(
-    equation: Equation,
-    inputs: Sequence[Any],
-    convert: Callable[[], Sequence[ClosedJaxpr]],
-) -> list[Any]:
+def _bind_inline(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Values:
     (closed,) = convert()
     return evaluate(closed, inputs)
 
 
 def _bind_shard_map(
-    equation: Equation,
-    inputs: Sequence[Any],
-    convert: Callable[[], Sequence[ClosedJaxpr]],
-) -> list[Any]:
+    equation: Equation, inputs: Sequence[Any], convert: Convert
+) -> Values:
     """Map a function of the new jaxpr: its parameters differ too much to be edited."""
     params = equation.params
 
@@ -362,24 +344,16 @@ def _bind_shard_map(
 
 
 def _replay_call(
-    equation: Equation,
-    inputs: list[Any],
-    replacements: Sequence[Replacement],
-    log: Any,
-    decide: Any,
-) -> tuple[list[Any], Any]:
-    (run,) = replacements
+    equation: Equation, inputs: Values, runs: Runs, log: Any, decide: Decide
+) -> tuple[Values, Any]:
+    (run,) = runs
     return run(inputs, log)
 
 
 def _replay_scan(
-    equation: Equation,
-    inputs: list[Any],
-    replacements: Sequence[Replacement],
-    log: Any,
-    decide: Any,
-) -> tuple[list[Any], Any]:
-    (run,) = replacements
+    equation: Equation, inputs: Values, runs: Runs, log: Any, decide: Decide
+) -> tuple[Values, Any]:
+    (run,) = runs
     start, count = _scan_counts(equation)
     consts, carry, xs = _split(inputs, start, start + count)
 
@@ -394,18 +368,15 @@ def _replay_scan(
 
 
 def _replay_while(
-    equation: Equation,
-    inputs: list[Any],
-    replacements: Sequence[Replacement],
-    log: Any,
-    decide: Callable[[Any], jax.Array],
-) -> tuple[list[Any], Any]:
-    run_test, run_body = replacements
+    equation: Equation, inputs: Values, runs: Runs, log: Any, decide: Decide
+) -> tuple[Values, Any]:
+    run_test, run_body = runs
     of_test, of_body = _while_counts(equation)
     test_consts, consts, carry = _split(inputs, of_test, of_test + of_body)
 
     def test(carry_and_log: Any) -> jax.Array:
         carry, log = carry_and_log
+        # The condition returns nothing but a boolean, so what it logs is lost.
         (goes_on,), _ = run_test([*test_consts, *carry], log)
         return decide(goes_on)
 
@@ -417,26 +388,22 @@ def _replay_while(
 
 
 def _replay_cond(
-    equation: Equation,
-    inputs: list[Any],
-    replacements: Sequence[Replacement],
-    log: Any,
-    decide: Callable[[Any], jax.Array],
-) -> tuple[list[Any], Any]:
+    equation: Equation, inputs: Values, runs: Runs, log: Any, decide: Decide
+) -> tuple[Values, Any]:
     index, *operands = inputs
-    return lax.switch(decide(index), replacements, operands, log)
+    return lax.switch(decide(index), runs, operands, log)
 
 
-def _split(values: list[T], start: int, stop: int) -> tuple[list[T], list[T], list[T]]:
+def _split(values: Values, start: int, stop: int) -> tuple[Values, Values, Values]:
     return values[:start], values[start:stop], values[stop:]
 
 
 class _Kind(NamedTuple):
-    """How one primitive with regions is wired, bound and replayed."""
+    """How a primitive with regions is wired, bound and replayed."""
 
     wire: Callable[[Equation], Wiring]
-    bind: Callable[..., list[Any]] = _bind_same
-    replay: Callable[..., tuple[list[Any], Any]] = _replay_call
+    bind: Callable[[Equation, Sequence[Any], Convert], Values] = _bind_same
+    replay: Callable[..., tuple[Values, Any]] = _replay_call
 
 
 _CALL = _Kind(_wire_call)
@@ -450,6 +417,7 @@ _KINDS = {
     "closed_call": _INLINE,
     "eval_jaxpr": _INLINE,  # the former, from JAX 0.12
     "core_call": _INLINE,
+    # Bound with other jaxprs, these keep their derivative rules as written.
     "custom_jvp_call": _CALL,
     "custom_vjp_call": _CALL,
     "custom_vjp_call_jaxpr": _CALL,  # up to JAX 0.5

@@ -15,7 +15,7 @@ from optax_mp._jax._jaxpr import AnyJaxpr, is_literal, open_jaxpr
 # These move the entries of their first input, or leave some of them out.
 _MOVES = {
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "device_put",
-    "dynamic_slice", "expand_dims", "gather", "optimization_barrier", "pad",
+    "dynamic_slice", "expand_dims", "gather", "optimization_barrier", "pad", "pvary",
     "reduce_precision", "reshape", "reshard", "rev", "sharding_constraint", "slice",
     "split", "squeeze", "transpose",
 }  # fmt: skip
@@ -94,11 +94,13 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
 
 def _either(each: Iterable[Flow]) -> Flow:
     """Return the flow of a value that may be any of these, or is made of all."""
-    union = Flow()
-    for flow in each:
-        pairs = zip(union[:4], flow[:4], strict=True)
-        union = Flow(*(a | b for a, b in pairs), shrinks=False)
-    return union
+    each = list(each)
+    return Flow(
+        reached_by=_NONE.union(*(flow.reached_by for flow in each)),
+        faded=_NONE.union(*(flow.faded for flow in each)),
+        copied=_NONE.union(*(flow.copied for flow in each)),
+        joined=_NONE.union(*(flow.joined for flow in each)),
+    )
 
 
 def _without_scalars(flow: Flow, var: Any) -> Flow:

@@ -54,14 +54,32 @@ def custom_vjp(
     equation: Equation, call: Call, returned: Sequence[Any], interpret: Interpret
 ) -> Call:
     """Return `call`, which returns these dtypes, with the rule of a custom_vjp."""
-    dtypes, floating = _inputs(equation)
-    closed_over = _closed_over(equation)
-    outputs_written = [var.aval for var in equation.outvars]
-    inexact = [i for i, aval in enumerate(outputs_written) if is_inexact(aval)]
+    rule = _VjpRule(equation, returned, interpret)
     function = jax.custom_vjp(call)
+    # Only symbolic zeros tell which of the values closed over are differentiated.
+    symbolic_zeros = _closed_over(equation) > 0
+    function.defvjp(rule.forward, rule.backward, symbolic_zeros=symbolic_zeros)
+    return function
 
-    def forward(*inputs: Any) -> tuple[Any, Any]:
+
+@dataclass(frozen=True)
+class _VjpRule:
+    """The rule of a custom_vjp, interpreted.
+
+    Attributes:
+        equation: the custom_vjp.
+        returned: the dtypes of its outputs.
+        interpret: the interpreter.
+    """
+
+    equation: Equation
+    returned: Sequence[Any]
+    interpret: Interpret
+
+    def forward(self, *inputs: Any) -> tuple[Any, Any]:
+        equation, (dtypes, floating) = self.equation, _inputs(self.equation)
         pullback: Any = None
+        closed_over = _closed_over(equation)
         if any(x.perturbed for x in inputs[:closed_over]):
             raise TypeError(
                 "amp: a jax.custom_vjp function closes over a value that is "
@@ -82,34 +100,34 @@ def custom_vjp(
             pullback = _Pullback(treedef, tuple(x.dtype for x in residuals))
             return outputs, residuals
 
-        outputs, residuals = interpret(vjp, (list(inputs),), (dtypes,))
+        outputs, residuals = self.interpret(vjp, (list(inputs),), (dtypes,))
         as_given = _Dtypes(tuple(inputs[i].dtype for i in floating))
-        return list(map(cast, outputs, returned)), (residuals, pullback, as_given)
+        return list(map(cast, outputs, self.returned)), (residuals, pullback, as_given)
 
-    def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    def backward(self, saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         residuals, pullback, as_given = saved
+        avals = [var.aval for var in self.equation.outvars]
+        inexact = [i for i, aval in enumerate(avals) if is_inexact(aval)]
 
         def pull(residuals: Sequence[Any], moved: Sequence[Any]) -> Any:
             cotangents: list[Any] = [
-                np.zeros(aval.shape, jax.dtypes.float0) for aval in outputs_written
+                np.zeros(aval.shape, jax.dtypes.float0) for aval in avals
             ]
             for i, cotangent in zip(inexact, moved, strict=True):
                 cotangents[i] = cotangent
             return list(jax.tree.unflatten(pullback.treedef, residuals)(cotangents))
 
         moved = [_materialize(cotangents[i]) for i in inexact]
-        of_outputs = [outputs_written[i].dtype for i in inexact]
-        as_written = (list(pullback.dtypes), of_outputs)
-        pulled = interpret(pull, (residuals, moved), as_written)
+        as_written = (list(pullback.dtypes), [avals[i].dtype for i in inexact])
+        pulled = self.interpret(pull, (residuals, moved), as_written)
+        dtypes, floating = _inputs(self.equation)
         # None for inputs that are no floats.
         gradients: list[Any] = [None] * len(dtypes)
         for i, gradient, dtype in zip(floating, pulled, as_given.dtypes, strict=True):
+            # In the dtype of the input, which may be low: a gradient of another one
+            # would be refused.
             gradients[i] = cast(gradient, dtype)
         return tuple(gradients)
-
-    # Only symbolic zeros tell which of the values closed over are differentiated.
-    function.defvjp(forward, backward, symbolic_zeros=closed_over > 0)
-    return function
 
 
 def _materialize(cotangent: Any) -> Any:

@@ -18,6 +18,7 @@ def bind_by_function(
 ) -> list[Any]:
     """Return the outputs of an equation, bound as a user's function says."""
     originals = tuple(atom.aval.dtype for atom in equation.invars)
+    # A rule may ask any input for its dtype, which a literal, a plain number, lacks.
     given = [
         jnp.asarray(x, atom.aval.dtype) if is_literal(atom) else x
         for x, atom in zip(inputs, equation.invars, strict=True)
@@ -30,11 +31,20 @@ def bind_by_function(
             "(invars, bind_params)."
         )
     invars, params = returned
+    _check_params(name, params)
+    _check_inputs(name, invars, given)
+    return bind(equation, invars, params)
+
+
+def _check_params(name: str, params: Any) -> None:
     if not isinstance(params, dict):
         raise TypeError(
             f"amp: the rule of {name} returned {params!r} as bind_params, expected a "
             "dictionary; return the one that it was given, or a changed copy."
         )
+
+
+def _check_inputs(name: str, invars: Any, given: Sequence[Any]) -> None:
     if not isinstance(invars, tuple | list) or len(invars) != len(given):
         count = len(invars) if isinstance(invars, tuple | list) else repr(invars)
         raise ValueError(
@@ -49,7 +59,6 @@ def bind_by_function(
                 f"expected {describe(old)}; "
                 f"{fix if is_floating(old) else 'return it as it was given'}."
             )
-    return bind(equation, invars, params)
 
 
 def _may_replace(new: Any, old: Any) -> bool:
@@ -72,6 +81,7 @@ def precisions_by_function(
     def run(*inputs: Any) -> list[Any]:
         return bind_by_function(rule, compute_dtype, equation, inputs)
 
+    # The only way to know what a user's function does is to call it.
     outputs = trace_jaxpr(run, avals).out_avals
     return tuple(
         _precision(equation, atom, aval.dtype, compute_dtype)

@@ -180,6 +180,7 @@ class Planner:
 
     def _action(self, equation: Equation, context: _Context, adds_bias: bool) -> Action:
         precisions, scope_rule = context.precisions, context.scope_rule
+        # An equation that a scope leaves alone is bound whole, with its regions.
         if scope_rule != "as_written":
             if has_regions(equation):
                 return self._plan_regions(equation, context)
@@ -215,6 +216,7 @@ class Planner:
         """Return the precision in which an operation is done, and why."""
         if not self._fit(context.precisions):
             return FULL, "literal"
+        # A product is low even then: that is where the time goes.
         if rule != "low" and is_better_full(equation, context.wants):
             return FULL, "sink"
         if rule != "low" and widest(context.precisions) == FULL:
@@ -224,6 +226,7 @@ class Planner:
     def _fit(self, precisions: Sequence[Precision]) -> bool:
         """Return whether the range of the compute dtype holds all literals."""
         values = [x.value for x in precisions if isinstance(x, Weak)]
+        # 0 and infinity fit any dtype; less than `tiny` may be flushed to 0.
         sizes = [abs(x) for x in values if x and np.isfinite(x)]
         return all(self._smallest <= size <= self._largest for size in sizes)
 
@@ -272,6 +275,7 @@ class Planner:
             outputs = plan(region, inputs).outputs
             return without_weak(outputs) if wiring.repeats else outputs
 
+        # The plans of the last turn of the search come from the cache.
         flow = wiring.forward(begun, outputs_of, self._join)
         plans = [plan(region, region.read(flow.inputs)) for region in wiring.regions]
         # A low constant of a loop goes in as written and is cast in every turn, so that

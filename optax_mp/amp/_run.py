@@ -49,6 +49,7 @@ class Interpreter:
         self, fun: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Traced, Plan]:
         """Return a call of `fun`, traced, and what becomes of it."""
+        # Anew for each call, for what the function captures may have changed.
         traced = Traced.of(lambda given: fun(*given[0], **given[1]), (args, kwargs))
         jaxpr = traced.closed.jaxpr
         _check_names(self._rules, jaxpr)
@@ -90,6 +91,8 @@ class Interpreter:
         """Return a jaxpr inside an equation, changed as its plan says."""
         old, _ = open_jaxpr(jaxpr)
 
+        # A value that comes full and is planned low, such as a constant of a loop, is
+        # cast in here, and so in every turn.
         def run(*args: Any) -> list[Any]:
             inputs = self.cast_all(args, region.plan.inputs, old.invars)
             outputs = self.run(jaxpr, region.plan, inputs)
@@ -105,6 +108,8 @@ class Interpreter:
         self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> list[Any]:
         """Run a function with a derivative rule of its own, and the rule, by plans."""
+        # Bound with another jaxpr, the equation would keep its rule, which is written
+        # for float32 and would return float32.
         (region,), (planned,) = wiring_of(equation).regions, action.regions
 
         def call(*args: Any) -> list[Any]:
@@ -123,6 +128,7 @@ class Interpreter:
         """
 
         def interpret(function: Callable[..., Any], given: Any, dtypes: Any) -> Any:
+            # Traced at the dtypes that it is written for; the plan says which are low.
             avals = jax.tree.map(aval_like, given, dtypes)
             closed, returned = jax.make_jaxpr(function, return_shape=True)(*avals)
             jaxpr, leaves = closed.jaxpr, jax.tree.leaves(given)

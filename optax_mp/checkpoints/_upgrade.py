@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax.tree_util import tree_flatten_with_path
 
+from optax_mp._first_edition import RENAMED_FIELDS
 from optax_mp._states import find_states
 from optax_mp._tree import PyTree, place
 from optax_mp.checkpoints._compare import (
@@ -21,15 +22,10 @@ from optax_mp.checkpoints._compare import (
 )
 from optax_mp.compact import LowBitState, StochasticRoundingState
 from optax_mp.loss_scale import LossScaleState
-from optax_mp.loss_scale._state import RENAMED_FIELDS
 from optax_mp.masters import MixedPrecisionState
 
 # The names of fields in the first edition, by those of today.
-_OLD_FIELDS: dict[type, dict[str, str]] = {
-    LowBitState: {"step_count": "step"},
-    StochasticRoundingState: {"step_count": "step"},
-    LossScaleState: {new: old for old, new in RENAMED_FIELDS.items()},
-}
+_RENAMED_STATES = (LossScaleState, LowBitState, StochasticRoundingState)
 
 
 def upgrade_checkpoint(saved: PyTree, template: PyTree) -> PyTree:
@@ -122,9 +118,9 @@ def _storages(tree: PyTree) -> list[Any]:
 def _old_names(template: PyTree) -> dict[Names, Names]:
     """Return the old names of the leaves that have new ones, by their new names."""
     renamed: dict[Names, Names] = {}
-    for path, state in find_states(template, tuple(_OLD_FIELDS)):
+    for path, _ in find_states(template, _RENAMED_STATES):
         above = names_of(path)
-        for field, old_field in _OLD_FIELDS[type(state)].items():
+        for old_field, field in RENAMED_FIELDS.items():
             renamed[(*above, field)] = (*above, old_field)
     return renamed
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from optax_mp._first_edition import name_new_field
 from optax_mp._inner import as_transformation, without_aliases
 from optax_mp._jax._placement import place_like_params
 from optax_mp._tree import PyTree
@@ -20,7 +21,6 @@ from optax_mp.compact._blocks import (
 from optax_mp.compact._code_choice import choose_codes
 from optax_mp.compact._code_format import CodeFormat
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
-from optax_mp.compact._renamed import renamed_field
 
 # Makes the random numbers differ from those of a `stochastic_rounding` around this with
 # the same seed.
@@ -52,7 +52,7 @@ class LowBitState(NamedTuple):
     step_count: jax.Array
     inner_state: optax.OptState
 
-    __getattr__ = renamed_field("step", "step_count")
+    __getattr__ = name_new_field
 
 
 def low_bit_state(

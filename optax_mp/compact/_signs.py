@@ -19,9 +19,9 @@ _IF_ALL = {
     "add", "add_any", "broadcast_in_dim", "cbrt", "concatenate",
     "convert_element_type", "copy", "copy_p", "cummax", "cumsum", "div", "dot_general",
     "dynamic_slice", "dynamic_update_slice", "expand_dims", "log1p", "min", "mul",
-    "optimization_barrier", "pad", "reduce_max", "reduce_min", "reduce_precision",
-    "reduce_sum", "reshape", "reshard", "rev", "sharding_constraint", "sign", "slice",
-    "squeeze", "transpose",
+    "optimization_barrier", "pad", "pvary", "reduce_max", "reduce_min",
+    "reduce_precision", "reduce_sum", "reshape", "reshard", "rev",
+    "sharding_constraint", "sign", "slice", "squeeze", "transpose",
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._dtypes import bits
+from optax_mp._first_edition import name_new_field
 from optax_mp._inner import (
     as_transformation,
     in_precision_of,
@@ -18,7 +19,6 @@ from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import describe, is_floating, is_inexact, place
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
-from optax_mp.compact._renamed import renamed_field
 from optax_mp.compact._rounding import round_stochastically
 from optax_mp.loss_scale._mark import is_unmarked
 from optax_mp.masters._checks import check_gradient, check_update
@@ -47,7 +47,7 @@ class StochasticRoundingState(NamedTuple):
     step_count: jax.Array
     inner_state: optax.OptState
 
-    __getattr__ = renamed_field("step", "step_count")
+    __getattr__ = name_new_field
 
 
 def stochastic_rounding(

@@ -112,8 +112,10 @@ def differentiate(
         loss = _loss_of(value, has_aux, caller)
         return loss if factor is None else multiply(loss, factor), value
 
+    # Not `jax.value_and_grad`: its value would be the scaled loss.
     gradient = jax.grad(scaled_loss, has_aux=True)
     found, value = gradient([leaves[i] for i in moving])
+    # Unscaled or accumulated in 16 bits, small ones would be lost after all.
     wide = [g.astype(at_least_float32(g.dtype)) if is_floating(g) else g for g in found]
     grads = treedef.unflatten(_replace_at(moving, wide, [None] * len(leaves)))
     return value, grads[0] if isinstance(argnums, int) else tuple(grads)

@@ -1,20 +1,14 @@
 """The state of a loss scale, and how to find it in an optimizer state."""
 
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
 
+from optax_mp._first_edition import name_new_field
 from optax_mp._states import find_states
-
-# What fields were called in the first edition, and their names now.
-RENAMED_FIELDS = {
-    "finite_steps": "finite_count",
-    "skipped_in_a_row": "skipped_count",
-    "total_skipped": "total_skipped_count",
-}
 
 
 class LossScaleState(NamedTuple):
@@ -51,13 +45,7 @@ class LossScaleState(NamedTuple):
     last_finite: jax.Array
     inner_state: optax.OptState
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Name the new field where an old one is read."""
-        if name in RENAMED_FIELDS:
-            raise AttributeError(
-                f"LossScaleState: `{name}` is now called `{RENAMED_FIELDS[name]}`."
-            )
-        raise AttributeError(f"LossScaleState has no attribute {name!r}.")
+    __getattr__ = name_new_field
 
 
 def loss_scale(opt_state: optax.OptState) -> jax.Array:

@@ -122,7 +122,7 @@ def dynamic_loss_scale(
     def adjust_by_rule(counters: ScaleCounters, finite: jax.Array) -> ScaleCounters:
         return adjust(rule, counters, finite)
 
-    return _transform(
+    return _loss_scaling(
         inner,
         "dynamic_loss_scale",
         init_scale,
@@ -177,7 +177,7 @@ def static_loss_scale(
         finite_count = jnp.where(finite, count_up(counters.finite_count), 0)
         return counters._replace(finite_count=finite_count)
 
-    return _transform(inner, "static_loss_scale", scale, 1, only_count, axis_name)
+    return _loss_scaling(inner, "static_loss_scale", scale, 1, only_count, axis_name)
 
 
 def _check_settings(rule: ScaleRule, init_scale: Any) -> None:
@@ -208,7 +208,7 @@ def _check_settings(rule: ScaleRule, init_scale: Any) -> None:
     )
 
 
-def _transform(
+def _loss_scaling(
     inner: optax.GradientTransformation | None,
     caller: str,
     init_scale: float,
@@ -219,6 +219,7 @@ def _transform(
     wrapped = None if inner is None else as_transformation(inner, caller)
 
     def init_fn(params: optax.Params) -> LossScaleState:
+        # Moments of what is never optimized would be wasted.
         trained = hide_overwritten(params)
         return LossScaleState(
             *start_counters(init_scale, hysteresis),
@@ -235,37 +236,45 @@ def _transform(
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
         _check_arguments(caller, updates, state, params)
-        # By the scale that made the gradients: the next one may be another.
+        # By the scale that made the gradients. By the next one, a step after which the
+        # scale grows would have half its size.
         grads, finite = unscale(hide_overwritten(updates), state.scale)
         if axis_name is not None:
+            # A rank that skipped a step alone would have other params from then on.
             finite = lax.pmin(finite.astype(jnp.int32), axis_name) == 1
         if wrapped is None:
             out = restore_overwritten(mark_skipped(finite, grads), updates)
-            inner_state = state.inner_state
-        else:
-            if extra_args.get("grad") is not None:
-                hidden = hide_overwritten(extra_args["grad"])
-                extra_args["grad"] = divide(hidden, state.scale)
-            trained = hide_overwritten(params)
+            return out, _next_state(state, finite, adjust_counters, state.inner_state)
+        if extra_args.get("grad") is not None:
+            # A line search compares it with the updates and the true loss.
+            hidden = hide_overwritten(extra_args["grad"])
+            extra_args["grad"] = divide(hidden, state.scale)
+        trained = hide_overwritten(params)
 
-            def step(inner_state: Any, update: Any = wrapped.update) -> Any:
-                out, inner_state = update(grads, inner_state, trained, **extra_args)
-                return overwrite(out, updates, params, caller), inner_state
+        def step(inner_state: Any, update: Any = wrapped.update) -> Any:
+            out, inner_state = update(grads, inner_state, trained, **extra_args)
+            return overwrite(out, updates, params, caller), inner_state
 
-            out, inner_state = choose_step(finite, step, state.inner_state)
-        counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
-        total = state.total_skipped_count
-        return out, LossScaleState(
-            *adjust_counters(counters, finite),
-            skipped_count=jnp.where(finite, 0, count_up(state.skipped_count)),
-            total_skipped_count=jnp.where(finite, total, count_up(total)),
-            last_finite=finite,
-            inner_state=inner_state,
-        )
+        out, inner_state = choose_step(finite, step, state.inner_state)
+        return out, _next_state(state, finite, adjust_counters, inner_state)
 
     if wrapped is None:
         register_link(update_fn)
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _next_state(
+    state: LossScaleState, finite: jax.Array, adjust_counters: Adjust, inner_state: Any
+) -> LossScaleState:
+    counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
+    total = state.total_skipped_count
+    return LossScaleState(
+        *adjust_counters(counters, finite),
+        skipped_count=jnp.where(finite, 0, count_up(state.skipped_count)),
+        total_skipped_count=jnp.where(finite, total, count_up(total)),
+        last_finite=finite,
+        inner_state=inner_state,
+    )
 
 
 def _check_arguments(caller: str, updates: Any, state: Any, params: Any) -> None:

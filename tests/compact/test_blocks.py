@@ -1,4 +1,4 @@
-"""Arrays in codes and scales, against a block quantiser in NumPy."""
+"""Codes and scales, against a block quantizer in NumPy."""
 
 import functools
 
@@ -190,36 +190,38 @@ NAN_OF_X86 = np.array(0xFFC00000, np.uint32).view(np.float32)  # of inf - inf
 
 
 @EVERY_FORM
-@pytest.mark.parametrize("chance", [False, True])
+@pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, NAN_OF_X86], ids=str)
-def test_what_is_not_finite_makes_its_block_nan_and_no_other(bad, chance, dtype):
+def test_what_is_not_finite_makes_its_block_nan_and_no_other(bad, stochastic, dtype):
     x = values((40, 64), dtype)
     x[1, 40] = bad
-    key = rounding_key(1) if chance else None
+    key = rounding_key(1) if stochastic else None
     back = np.asarray(decode(encode(x, dtype, 32, key)))
     assert np.isnan(back[1, 32:]).all()
     assert np.isfinite(back[0]).all() and np.isfinite(back[1, :32]).all()
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-@pytest.mark.parametrize("chance", [False, True])
-def test_positive_values_in_unsigned_codes_stay_positive(chance, dtype):
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_positive_values_in_unsigned_codes_stay_positive(stochastic, dtype):
     x = np.geomspace(1e-30, 1, 40 * 64, dtype=np.float32)
     x = np.random.default_rng(0).permutation(x).reshape(40, 64)
     x[:, ::7] = 0
-    key = rounding_key(1) if chance else None
+    key = rounding_key(1) if stochastic else None
     back = np.asarray(decode(encode(x, dtype, 32, key)))
     np.testing.assert_array_equal(back > 0, x > 0)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16"])
-@pytest.mark.parametrize("chance", [False, True])
-def test_blocks_that_were_never_negative_stay_positive_in_signed_codes(chance, dtype):
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_blocks_that_were_never_negative_stay_positive_in_signed_codes(
+    stochastic, dtype
+):
     """Second moments of which nothing was known: optimizers divide by their roots."""
     x = np.geomspace(1e-30, 1, 40 * 64, dtype=np.float32)
     x = np.random.default_rng(0).permutation(x).reshape(40, 64)
     x[:, ::7] = 0
-    key = rounding_key(1) if chance else None
+    key = rounding_key(1) if stochastic else None
     never = quantized_zeros(x, jnp.dtype(dtype), 32)
     codes = np.zeros((40, 64), dtype)
     codes[:, 40] = -1  # in the second block of each row
@@ -275,7 +277,7 @@ def test_padding_never_leaks(shape, dtype):
 
 
 @EVERY_FORM
-def test_rounding_by_chance_takes_one_of_two_neighbours(dtype):
+def test_stochastic_rounding_takes_one_of_two_neighbours(dtype):
     x = values((40, 64), dtype)
     _, each = block_scales(x, 32)
     top = np.iinfo(dtype).max
@@ -293,7 +295,7 @@ def test_rounding_by_chance_takes_one_of_two_neighbours(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
-def test_rounding_by_chance_is_right_on_average(dtype):
+def test_stochastic_rounding_is_right_on_average(dtype):
     """Seeds are fixed: 5 standard errors of 4000 independent roundings of 64 values."""
     x = values((64,), dtype)
     x[0] = 1.0 if is_unsigned(dtype) else -1.0
@@ -322,9 +324,9 @@ def test_a_16_bit_float_has_no_scales(dtype):
     want = np.clip(x, -largest, largest).astype(jnp.dtype(dtype))
     assert as_bits(got) == as_bits(want)
     assert as_bits(decode(got)) == as_bits(want.astype(np.float32))
-    by_chance = quantize(jnp.asarray(x), form, rounding_key(1))
-    assert by_chance.codes.dtype == jnp.dtype(dtype)
-    assert not np.array_equal(by_chance.codes, got.codes)
+    stochastic = quantize(jnp.asarray(x), form, rounding_key(1))
+    assert stochastic.codes.dtype == jnp.dtype(dtype)
+    assert not np.array_equal(stochastic.codes, got.codes)
     once = quantize(decode(got), form, rounding_key(1))
     np.testing.assert_array_equal(once.codes, got.codes)
 

@@ -1,4 +1,4 @@
-"""Rounding by chance: the hash, and two neighbours of 16 bits."""
+"""Random numbers from a hash, and stochastic rounding to 16-bit floats."""
 
 import functools
 import pathlib
@@ -15,7 +15,7 @@ from optax_mp.compact._random_numbers import rounding_keys, uniform_numbers
 from optax_mp.compact._rounding import round_stochastically
 
 BOTH = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-round_by_chance = jax.jit(round_stochastically, static_argnums=1)
+round_jitted = jax.jit(round_stochastically, static_argnums=1)
 
 
 def rounding_key(*parts):
@@ -68,7 +68,7 @@ def sample(dtype, count=4096):
 @pytest.mark.parametrize(
     "parts", [(0,), (1, 2), (2, 1), (-1, 7, 2**31), (2**32 + 5, 3)]
 )
-def test_keys_and_chances_are_those_of_the_reference(parts):
+def test_keys_and_random_numbers_are_those_of_the_reference(parts):
     key = rounding_key(*parts)
     assert (key.dtype, int(key)) == (jnp.uint32, key_of(*parts))
     got = jax.jit(uniform_numbers, static_argnums=0)((5, 7, 11), key)
@@ -97,7 +97,7 @@ def test_seeds_leaves_and_steps_have_keys_of_their_own():
         for leaf in range(30)
         for step in range(100)
     }
-    # Of 30000 numbers of 32 bits by chance 0.1 pairs are equal.
+    # Of 30000 random numbers of 32 bits, 0.1 pairs are equal on average.
     assert len(keys) >= 30000 - 3
 
 
@@ -110,7 +110,7 @@ def test_sorted_keys_are_even_over_the_steps():
         assert np.abs(mean - 0.5).max() < 5 * np.sqrt(1 / 12 / 2000)
 
 
-def test_chances_are_even_and_do_not_hang_together():
+def test_random_numbers_are_uniform_and_uncorrelated():
     """Bounds: 5 standard errors, seeds fixed."""
     count = 2**16
     rows = [uniform_numbers_of(count, key_of(0, 1, step)) for step in range(8)]
@@ -126,7 +126,7 @@ def test_chances_are_even_and_do_not_hang_together():
     assert np.abs(correlation).max() < 5 / np.sqrt(count)
 
 
-def test_chances_at_one_place_are_even_over_the_steps():
+def test_random_numbers_at_one_place_are_uniform_over_the_steps():
     """What makes the average over a training run right, at every place."""
     steps, places = 4000, 64
     keys = jax.vmap(lambda step: rounding_key(0, 2, step))(jnp.arange(steps))
@@ -143,7 +143,7 @@ def test_a_value_becomes_one_of_its_two_neighbours(dtype):
     low = jnp.dtype(dtype)
     below, above = neighbours(x.astype(np.float64), low)
     for step in range(5):
-        got = round_by_chance(x, dtype, rounding_key(0, step))
+        got = round_jitted(x, dtype, rounding_key(0, step))
         assert got.dtype == jnp.float32
         got = np.asarray(got, np.float64)
         assert ((got == below) | (got == above)).all()
@@ -153,7 +153,7 @@ def test_a_value_becomes_one_of_its_two_neighbours(dtype):
 
 @BOTH
 def test_the_side_is_that_of_the_reference(dtype):
-    """Away from zero for bfloat16, up for float16, where the chance is under the rest."""
+    """Away from zero for bfloat16, up for float16, where the random number is under the rest."""
     x = sample(dtype)
     size = np.abs(x) if dtype == "bfloat16" else x
     below, above = neighbours(size.astype(np.float64), jnp.dtype(dtype))
@@ -161,7 +161,7 @@ def test_the_side_is_that_of_the_reference(dtype):
     up = uniform_numbers_of(len(x), key_of(7)) < rest
     want = np.where(up, above, below)
     want = np.copysign(want, x) if dtype == "bfloat16" else want
-    got = round_by_chance(x, dtype, rounding_key(7))
+    got = round_jitted(x, dtype, rounding_key(7))
     np.testing.assert_array_equal(np.asarray(got, np.float64), want)
 
 
@@ -185,7 +185,7 @@ def test_values_of_the_dtype_stay(dtype):
     x = x[np.isfinite(x)]
     if dtype == "bfloat16":
         x = x[(x == 0) | (np.abs(x) >= 2.0**-126)]  # CPUs see zero in smaller ones
-    got = np.asarray(round_by_chance(x, dtype, rounding_key(4)))
+    got = np.asarray(round_jitted(x, dtype, rounding_key(4)))
     np.testing.assert_array_equal(got, x)
 
 
@@ -194,7 +194,7 @@ def test_too_large_values_become_the_largest_and_nan_stays(dtype):
     largest = float(jnp.finfo(dtype).max)
     x = np.array([np.inf, -np.inf, 3.4e38, -3.4e38, np.nan, -np.nan], np.float32)
     for step in range(20):
-        got = np.asarray(round_by_chance(x, dtype, rounding_key(step)))
+        got = np.asarray(round_jitted(x, dtype, rounding_key(step)))
         np.testing.assert_array_equal(
             got, [largest, -largest, largest, -largest, np.nan, np.nan]
         )
@@ -204,12 +204,12 @@ def test_too_large_values_become_the_largest_and_nan_stays(dtype):
 def test_another_step_leaf_or_seed_rounds_otherwise_and_the_same_one_alike(dtype):
     x = np.float32(1) + np.random.default_rng(0).uniform(0, 1, 999).astype(np.float32)
     runs = [
-        np.asarray(round_by_chance(x, dtype, rounding_key(*parts)))
+        np.asarray(round_jitted(x, dtype, rounding_key(*parts)))
         for parts in ((0, 1, 2), (0, 1, 3), (0, 2, 2), (1, 1, 2), (0, 1, 2))
     ]
     for i, one in enumerate(runs[:-1]):
         for other in runs[i + 1 : -1]:
-            # As often as chance has it: a third, as two of three rests are alike.
+            # About a third: two roundings differ in less than half of the values.
             assert 0.2 < (one != other).mean() < 0.5
     assert as_bits(runs[0]) == as_bits(runs[-1])
 
@@ -219,10 +219,10 @@ def test_jit_eager_and_vmap_agree(dtype):
     x = sample(dtype, 4096).reshape(4, 1024)
     key = rounding_key(2)
     eager = round_stochastically(jnp.asarray(x), dtype, key)
-    assert as_bits(round_by_chance(x, dtype, key)) == as_bits(eager)
+    assert as_bits(round_jitted(x, dtype, key)) == as_bits(eager)
     each = jax.vmap(lambda row: round_stochastically(row, dtype, key))(x)
     for got, row in zip(each, x, strict=True):
-        assert as_bits(got) == as_bits(round_by_chance(row, dtype, key))
+        assert as_bits(got) == as_bits(round_jitted(row, dtype, key))
 
 
 FOUR_DEVICES = """

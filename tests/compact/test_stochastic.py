@@ -39,7 +39,7 @@ def test_a_thousand_small_updates_of_ones_add_up_to_zero():
     assert (plain == 1).all()
     params, state = trained(stochastic_rounding(optax.sgd(1.0)), ones, grads, 1000)
     params = np.asarray(params, np.float64)
-    # A step of u with units of q at a value goes a unit with chance u / q: a variance of
+    # A step of u with units of q goes up a unit with probability u / q: a variance of
     # u q at most. q is under 2^-8, and u 0.001: over 1000 steps 0.0039, or less.
     deviation = np.sqrt(1000 * 1e-3 * 2.0**-8)
     assert abs(params.mean()) < 5 * deviation / np.sqrt(count)
@@ -148,13 +148,13 @@ def test_leaves_of_all_kinds_in_one_tree():
 
 def test_a_run_is_reproduced_and_resumed_and_another_seed_differs():
     tx = stochastic_rounding(optax.adamw(1e-2))
-    whole = run(tx, 6)
-    assert as_bits(run(tx, 6)) == as_bits(whole)
+    at_once = run(tx, 6)
+    assert as_bits(run(tx, 6)) == as_bits(at_once)
     half = pickle.loads(pickle.dumps(jax.device_get(run(tx, 3))))
-    assert as_bits(run(tx, 6, half, 3)) == as_bits(whole)
+    assert as_bits(run(tx, 6, half, 3)) == as_bits(at_once)
     other = run(stochastic_rounding(optax.adamw(1e-2), seed=1), 6)
-    assert as_bits(other[0]["b16"]) != as_bits(whole[0]["b16"])
-    assert as_bits(other[0]["f16"]) != as_bits(whole[0]["f16"])
+    assert as_bits(other[0]["b16"]) != as_bits(at_once[0]["b16"])
+    assert as_bits(other[0]["f16"]) != as_bits(at_once[0]["f16"])
 
 
 @pytest.mark.parametrize("seed", [-1, 2**31, 2**40])
@@ -192,7 +192,8 @@ def test_it_compiles_once_and_can_be_donated_after_init():
 
 
 @pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_negative_zeros_move_nothing(jit):
+def test_behind_a_link_negative_zeros_move_nothing(jit):
+    link = optax_mp.dynamic_loss_scale()
     tx = stochastic_rounding(optax.adamw(1e-2, weight_decay=0.1))
     params, state = run(tx, 2)
     params = params | {"b16": params["b16"].at[0, 0].set(-0.0)}
@@ -204,6 +205,7 @@ def test_negative_zeros_move_nothing(jit):
     assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
     zeros = jax.tree.map(jnp.abs, held)
     assert int(update(zeros, state, params)[1].step_count) == 3
+    del link
 
 
 def test_a_loss_scale_around_skips_all_and_else_changes_nothing():
@@ -284,7 +286,7 @@ def test_vmap_over_an_ensemble_is_each_alone():
         assert as_bits(updates[i]) == as_bits(alone)
 
 
-def test_params_are_wanted():
+def test_params_are_required():
     tx = stochastic_rounding(optax.sgd(1.0))
     params = jnp.ones(3, jnp.bfloat16)
     with pytest.raises(ValueError, match=r"stochastic_rounding: `params` is None"):
@@ -320,3 +322,22 @@ def test_gradients_of_another_shape_or_structure_are_refused():
         tx.update({"w": jnp.ones(4)}, state, params)
     with pytest.raises(ValueError, match=r"must have the same structure"):
         tx.update({"v": jnp.ones(3)}, state, params)
+
+
+def test_params_of_one_shape_are_traced_once():
+    def counted(count):
+        tx = stochastic_rounding(optax.sgd(1e-2))
+        params = {f"w{i}": jnp.ones((4, 4), jnp.bfloat16) for i in range(count)}
+        grads = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        state = tx.init(params)
+        return len(jax.make_jaxpr(tx.update)(grads, state, params).eqns)
+
+    # Casts, the step, its choice and one call for the rounding.
+    assert counted(6) - counted(5) <= 20
+
+
+def test_the_old_name_of_the_count_names_the_new_one():
+    state = stochastic_rounding(optax.sgd(1.0)).init(jnp.ones(3, jnp.bfloat16))
+    match = r"StochasticRoundingState: `step` .* `step_count`"
+    with pytest.raises(AttributeError, match=match):
+        _ = state.step

@@ -217,6 +217,17 @@ def test_argnums_choose_as_for_jax(argnums):
     assert_close_trees(grads, jax.tree.map(lambda g: 8 * g, want))
 
 
+@pytest.mark.parametrize("argnums", [2, -3, (0, 5)])
+def test_argnums_out_of_range_are_named(argnums):
+    f = optax_mp.value_and_grad(jnp.dot, argnums)
+    expected = (
+        r"^value_and_grad: `argnums` has (2|-3|5), but 2 positional arguments were "
+        r"given after `opt_state`; call as f\(opt_state, params, ...\)"
+    )
+    with pytest.raises(ValueError, match=expected):
+        f(state_with(8.0), VECTOR, VECTOR)
+
+
 def test_keyword_arguments_reach_the_function():
     def fun(w, *, power, offset=0.0):
         return jnp.sum(w**power) + offset
