@@ -82,7 +82,7 @@ WRAPPERS = {
         (mixed_precision(optax.sgd(0.1)), 6),
     ],
 )
-def test_bytes_a_weight_of_known_set_ups(tx, total):
+def test_bytes_per_weight_of_known_set_ups(tx, total):
     report = planned(tx, structs())
     rest = report.by_role().get("rest", 0)
     assert report.weights == WEIGHTS
@@ -90,7 +90,7 @@ def test_bytes_a_weight_of_known_set_ups(tx, total):
     assert report.bytes_per_weight == (total * WEIGHTS + rest) / WEIGHTS
 
 
-def test_plain_float32_is_12_bytes_a_weight_and_its_own_baseline():
+def test_plain_float32_is_12_bytes_per_weight_and_its_own_baseline():
     report = planned(adam(), structs(F32))
     assert report.total_bytes == report.float32_bytes == 12 * WEIGHTS + 4
 
@@ -272,7 +272,7 @@ def test_codes_that_are_16_bit_floats_have_no_scales():
     assert report.float32_bytes == 8 * 64 * 96
 
 
-def test_adamw_with_8_bit_remainders_and_state_is_about_5_bytes_a_weight():
+def test_adamw_with_8_bit_remainders_and_state_is_about_5_bytes_per_weight():
     params = {"w": jax.ShapeDtypeStruct((4096, 4096), BF16)}
     state = jax.eval_shape(mixed_precision(adam(), storage=Split(8)).init, params)
     state = jax.tree.map(

@@ -15,6 +15,7 @@ from comparison import as_bits, avals
 from forced_devices import run_named
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from own_storages import Negated, TwoBfloat16
 
 import optax_mp
 
@@ -329,6 +330,20 @@ def two_axes_may_go_along_two_axes_of_an_array():
     assert all(lies_as(p, NamedSharding(mesh, P())) for p in got.values())
 
 
+def lists_of_params_and_masters_that_are_small_trees_are_cut():
+    mesh = mesh_of(8, 1)
+    params = jax.device_put(list(weights().values()), NamedSharding(mesh, P()))
+    for storage in (Negated(), TwoBfloat16()):
+        bare = optax.chain(optax_mp.mixed_precision(ADAMW, storage=storage))
+        tx = optax_mp.zero1(bare, mesh, "data")
+        grads = gradients(params, 3)
+        expected, expected_state, _ = run(bare, params, grads)
+        got, state, _ = run(tx, params, grads)
+        assert as_bits((got, state)) == as_bits((expected, expected_state))
+        for leaf in jax.tree.leaves(state):
+            assert leaf.ndim == 0 or lies_as(leaf, NamedSharding(mesh, P("data")))
+
+
 def params_that_lie_otherwise_than_said_are_an_error():
     mesh = mesh_of()
     tx = optax_mp.zero1(ADAMW, mesh, "data")
@@ -520,6 +535,7 @@ CHECKS = (
     float16_and_float8_and_extreme_params_land_as_without,
     params_sharded_otherwise_keep_their_layout,
     two_axes_may_go_along_two_axes_of_an_array,
+    lists_of_params_and_masters_that_are_small_trees_are_cut,
     params_that_lie_otherwise_than_said_are_an_error,
     a_low_bit_state_knows_its_signs_and_compiles_at_once,
     a_run_goes_on_with_and_without_and_on_other_devices,
