@@ -1,5 +1,6 @@
 """Finding and mapping states, and telling which param a leaf belongs to."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,8 @@ import optax
 import optax.contrib
 import pytest
 from jax.tree_util import DictKey, keystr, tree_flatten_with_path
-from optimizers import OPTIMIZERS
+from optimizers import A_FEW, OPTIMIZERS
+from slow_cases import mostly_slow
 
 from optax_mp import (
     LossScaleState,
@@ -94,10 +96,16 @@ def owners_by_name(state):
     return found
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *OTHERS])
+# By default a few in the form with the most states, and one in every form.
+@mostly_slow(
+    ("name", "wrapper"),
+    itertools.product([*OPTIMIZERS, *OTHERS], WRAPPERS),
+    lambda name, wrapper: (
+        name == "adamw" or (wrapper == "compact" and name in A_FEW | set(OTHERS))
+    ),
+)
 def test_owners_do_not_depend_on_the_container_of_the_params(name, wrapper):
-    tx = wrapper((OPTIMIZERS | OTHERS)[name]())
+    tx = WRAPPERS[wrapper]((OPTIMIZERS | OTHERS)[name]())
     state, expected = owners_of(tx, dict(zip(NAMES, ARRAYS, strict=True)))
     assert expected == owners_by_name(state)
     for container, make in CONTAINERS.items():
@@ -105,8 +113,11 @@ def test_owners_do_not_depend_on_the_container_of_the_params(name, wrapper):
         assert found == expected, (container, jax.tree.structure(state))
 
 
-@pytest.mark.parametrize("wrapper", ["bare", "compact"])
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *OTHERS])
+@mostly_slow(
+    ("name", "wrapper"),
+    itertools.product([*OPTIMIZERS, *OTHERS], ["bare", "compact"]),
+    lambda name, wrapper: wrapper == "compact" and name in A_FEW | set(OTHERS),
+)
 def test_a_bare_array_owns_what_has_its_shape(name, wrapper):
     tx = WRAPPERS[wrapper]((OPTIMIZERS | OTHERS)[name]())
     _, in_dict = owners_of(tx, {"p0": ARRAYS[1]})

@@ -34,8 +34,11 @@ STEPS = 3
 EXAMPLES = int(os.environ.get("OPTAX_MP_EXAMPLES", "0"))
 
 
-def examples(count, many):
-    """Return decorators for a test with `count` examples, and a slow one with `many`."""
+def examples(count, many, *drawn):
+    """Return a decorator for a test of what is `drawn`, `count` times.
+
+    And `many` times, slowly.
+    """
 
     def parametrized(test):
         limits = settings(
@@ -50,7 +53,8 @@ def examples(count, many):
         @pytest.mark.parametrize("size", sizes)
         @functools.wraps(test)
         def run(size):
-            settings(limits, max_examples=EXAMPLES or size)(test)()
+            # Settings are applied to a function once, so each size has its own.
+            settings(limits, max_examples=EXAMPLES or size)(given(*drawn)(test))()
 
         del run.__wrapped__
         return run
@@ -138,8 +142,7 @@ def wanted_dtype(scenario, param, grad):
     return jnp.dtype(scenario.update_dtype)
 
 
-@examples(10, 20)
-@given(scenarios())
+@examples(10, 20, scenarios())
 def test_masters_move_as_the_bare_optimizer_does(scenario):
     tx, bare = scenario.transformation(), scenario.inner()
     params = scenario.params()
@@ -209,8 +212,7 @@ SKIPPERS = {
 }
 
 
-@examples(7, 20)
-@given(scenarios(), st.sampled_from(sorted(SKIPPERS)), st.booleans())
+@examples(7, 20, scenarios(), st.sampled_from(sorted(SKIPPERS)), st.booleans())
 def test_a_skipped_step_changes_no_bit(scenario, skipper, under_jit):
     tx = SKIPPERS[skipper](scenario.transformation())
     params = scenario.params()
@@ -255,8 +257,7 @@ def buffers(tree):
     return out
 
 
-@examples(5, 20)
-@given(scenarios(max_leaves=4))
+@examples(5, 20, scenarios(max_leaves=4))
 def test_params_and_state_can_be_donated_and_compile_once(scenario):
     tx = scenario.transformation()
     params = scenario.params()
@@ -300,8 +301,7 @@ def is_near(param, master):
     return np.allclose(have, want, rtol=2 * spacing, atol=4 * spacing)
 
 
-@examples(7, 20)
-@given(scenarios(insides=set(INSIDE) - {"low_bit_state"}), st.booleans())
+@examples(7, 20, scenarios(insides=set(INSIDE) - {"low_bit_state"}), st.booleans())
 def test_conversion_there_and_back_keeps_every_bit(scenario, with_scale):
     tx = scenario.transformation()
     other = optax_mp.mixed_precision(scenario.inner())
@@ -320,8 +320,7 @@ def test_conversion_there_and_back_keeps_every_bit(scenario, with_scale):
     assert len(places) == len(set(places))
 
 
-@examples(7, 20)
-@given(scenarios(hidden=()), st.sampled_from(["bfloat16", "float16"]))
+@examples(7, 20, scenarios(hidden=()), st.sampled_from(["bfloat16", "float16"]))
 def test_conversion_from_float32_keeps_every_bit(scenario, dtype):
     bare = scenario.inner()
     weights = in_float32(scenario.params())
@@ -362,8 +361,7 @@ OUTSIDE = {
 }
 
 
-@examples(7, 20)
-@given(scenarios(hidden=("MaskedNode",)), st.sampled_from(sorted(OUTSIDE)))
+@examples(7, 20, scenarios(hidden=("MaskedNode",)), st.sampled_from(sorted(OUTSIDE)))
 def test_wrappers_outside_keep_params_on_their_masters(scenario, outside):
     assume(not any(x.dtype == "complex64" for x in leaves_of(scenario.tree)))
     # JAX adds float32 updates, which a loss scale makes, to no float8.
@@ -390,8 +388,7 @@ def test_wrappers_outside_keep_params_on_their_masters(scenario, outside):
             assert is_near(param, master)
 
 
-@examples(7, 20)
-@given(scenarios())
+@examples(7, 20, scenarios())
 def test_stochastic_rounding_lands_on_a_neighbour(scenario):
     assume(not any(x.dtype.startswith("float8") for x in leaves_of(scenario.tree)))
     tx, bare = optax_mp.stochastic_rounding(scenario.inner(), 3), scenario.inner()
