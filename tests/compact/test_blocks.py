@@ -1,6 +1,7 @@
 """Codes and scales, against a block quantizer in NumPy."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from comparison import as_bits
 from reference import block_axis, block_codes, block_scales, block_share, block_values
+from slow_cases import mostly_slow
 
 from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
 from optax_mp.compact._random_numbers import rounding_keys
@@ -89,7 +91,9 @@ def worst_error(x, scale, dtype, spread=0.5):
             dtype,
             id=f"{shape}-{dtype}",
             marks=()
-            if dtype == "int8" or shape in ((40, 64), (3, 3, 40, 2))
+            if shape == (40, 64)
+            or (dtype == "int8" and shape in ((100,), (5,), (64, 5), (3, 3, 40, 2)))
+            or (dtype == "uint16" and shape in ((40, 33), (7, 7)))
             else pytest.mark.slow,
         )
         for shape in SHAPES
@@ -113,8 +117,11 @@ def test_codes_and_scales_are_those_of_the_reference(shape, dtype):
     assert (np.abs(back - x) <= worst_error(x, each, dtype)).all()
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 8, 64, 4096])
-@pytest.mark.parametrize("shape", [(100,), (3, 3, 40, 2)], ids=str)
+@mostly_slow(
+    ("shape", "block_size"),
+    itertools.product([(100,), (3, 3, 40, 2)], [1, 2, 8, 64, 4096]),
+    lambda shape, block_size: len(shape) == 4 and block_size in (1, 8, 4096),
+)
 def test_other_block_sizes_are_those_of_the_reference(shape, block_size):
     x = values(shape)
     got = jax.device_get(encode(x, "int8", block_size))

@@ -1,6 +1,7 @@
 """Which arrays stay in full precision, whatever an optimizer is called."""
 
 import collections
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import optax.contrib
 import pytest
 from comparison import as_bits
 from optimizers import OPTIMIZERS, extra_arguments
+from slow_cases import mostly_slow
 
 import optax_mp
 from optax_mp import Quantized, low_bit_state
@@ -81,7 +83,12 @@ def with_other_names(tx):
     return optax.GradientTransformationExtraArgs(lambda p: hide(tx.init(p)), update)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@mostly_slow(
+    "name",
+    OPTIMIZERS,
+    # Moments, positions, factors, averages within another, and a history.
+    lambda name: name in ("adamw", "madgrad", "adafactor", "mechanize", "lbfgs"),
+)
 def test_the_names_of_states_do_not_matter(name):
     make = OPTIMIZERS[name]
     for min_size in (100, 1):
@@ -214,8 +221,11 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("name", POSITIONS_AND_HISTORIES)
+@mostly_slow(
+    ("name", "around"),
+    itertools.product(POSITIONS_AND_HISTORIES, AROUND),
+    lambda name, around: around == "nothing" or name == "madgrad, rewritten",
+)
 def test_positions_and_histories_stay(name, around):
     if "line search" in name and around in ("apply_if_finite", "a jit", "masked"):
         pytest.skip("optax itself cannot: functions, or gradients of all params")

@@ -1,5 +1,7 @@
 """dynamic_scale_grad and dynamic_scale_value_and_grad: gradients with retries."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from scaled_losses import (
     quadratic,
     reference_gradients,
 )
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -45,10 +48,20 @@ def overflowing(limit):
     return fun, slope
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize(
-    ("redo", "end", "finite"),
-    [(0, 128, False), (1, 64, False), (2, 32, False), (3, 32, True), (9, 32, True)],
+@mostly_slow(
+    ("redo", "end", "finite", "jit"),
+    [
+        (*case, jit)
+        for case in [
+            (0, 128, False),
+            (1, 64, False),
+            (2, 32, False),
+            (3, 32, True),
+            (9, 32, True),
+        ]
+        for jit in (False, True)
+    ],
+    lambda redo, end, finite, jit: jit or redo == 3,
 )
 def test_the_batch_is_tried_again_up_to_redo_on_nan_times(redo, end, finite, jit):
     # Fails at 256, 128 and 64, holds at 32.
@@ -142,9 +155,11 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("redo", [0, 2])
-@pytest.mark.parametrize("kind", VALUES)
+@mostly_slow(
+    ("kind", "redo", "jit"),
+    itertools.product(VALUES, [0, 2], [False, True]),
+    lambda kind, redo, jit: jit and (redo == 2 or kind == "dynamic"),
+)
 def test_every_kind_of_loss_scale_gives_the_gradients_of_jax(kind, redo, jit):
     params, x = network_params("float32"), jnp.asarray(BATCH, jnp.float32)
     f = optax_mp.dynamic_scale_value_and_grad(network, redo_on_nan=redo)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import operator
 
 import jax
@@ -14,7 +15,6 @@ from comparison import as_bits, avals
 from forced_devices import run_checks
 from four_devices import CHECKS
 from optimizers import (
-    A_FEW,
     DISTINCT,
     OPTIMIZERS,
     PER_EXAMPLE,
@@ -22,6 +22,7 @@ from optimizers import (
     example_params,
     extra_arguments,
 )
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -89,14 +90,11 @@ def assert_negative_zero(updates):
         assert (leaf == 0).all() and np.signbit(leaf).all()
 
 
-# By default in float16, a few; in CI all in float16.
-@pytest.mark.parametrize(
+# By default in float16, two; in CI all in float16.
+@mostly_slow(
     ("name", "build", "dtype"),
     [
-        pytest.param(
-            *(name, build, dtype),
-            marks=() if dtype == "float16" and name in A_FEW else pytest.mark.slow,
-        )
+        (name, build, dtype)
         for name in OPTIMIZERS
         for build, dtype in (
             (wrapped_masters, "float16"),
@@ -105,6 +103,9 @@ def assert_negative_zero(updates):
         )
         if dtype == "float16" or name in DISTINCT
     ],
+    lambda name, build, dtype: (
+        dtype == "float16" and name in ("adafactor", "noisy_sgd")
+    ),
 )
 def test_a_run_with_bad_steps_is_bitwise_the_run_without_them(name, build, dtype):
     if build is linked_masters and name in PER_EXAMPLE:
@@ -147,8 +148,13 @@ def test_eager_finite_steps_are_bit_equal_to_the_optimizer_without_a_scale(name)
     assert as_bits(state.inner_state) == as_bits(bare_state)
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor", "noisy_sgd"])
-@pytest.mark.parametrize("build", [wrapper, wrapped_masters])
+@mostly_slow(
+    ("name", "build"),
+    itertools.product(
+        ["adamw", "lion", "muon", "adafactor", "noisy_sgd"], [wrapper, wrapped_masters]
+    ),
+    lambda name, build: name == "adamw" and build is wrapped_masters,
+)
 def test_jitted_finite_steps_differ_by_rounding_alone(name, build):
     """The unscaling is fused into the rule, and contracted with it."""
     results = []
@@ -163,9 +169,17 @@ def test_jitted_finite_steps_differ_by_rounding_alone(name, build):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["adamw", "noisy_sgd", "sgd"])
-@pytest.mark.parametrize("build", [wrapper, wrapped_masters, linked_masters])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@mostly_slow(
+    ("name", "build", "value"),
+    itertools.product(
+        ["adamw", "noisy_sgd", "sgd"],
+        [wrapper, wrapped_masters, linked_masters],
+        [np.nan, np.inf, -np.inf],
+    ),
+    lambda name, build, value: (
+        name == "adamw" and (build is linked_masters or value is np.nan)
+    ),
+)
 def test_an_eager_bad_step_moves_nothing(name, build, value):
     tx = build(OPTIMIZERS[name]())
     params = example_params("bfloat16", name)
@@ -193,10 +207,10 @@ def test_a_param_of_negative_zero_stays_through_a_bad_jitted_step(build):
 STEPS = 12
 
 
-def trained(tx, dtype="float16", bad=(), spoil=spoiled):
+def trained(tx, bad=(), spoil=spoiled, step=None):
     """Return (masters or params, state) after steps of which some are bad."""
-    params = example_params(dtype)
-    step = jax.jit(stepper(tx))
+    params = example_params("float16")
+    step = step or jax.jit(stepper(tx))
     carry = params, tx.init(params)
     for i, grads in enumerate(gradients_for("", STEPS)):
         if i in bad:
@@ -265,11 +279,25 @@ SKIPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("nesting", SKIPS)
+# By default what accumulates, what has groups, and each kind of scale.
+SKIPS_BY_DEFAULT = {
+    "inject_hyperparams",
+    "MultiSteps of masters",
+    "masters of MultiSteps",
+    "partition",
+    "the scale within masters",
+    "link, apply_if_finite",
+    "static link",
+}
+
+
+@mostly_slow("nesting", SKIPS, lambda nesting: nesting in SKIPS_BY_DEFAULT)
 def test_bad_micro_batches_are_dropped_entirely_in(nesting):
-    clean, clean_state = trained(SKIPS[nesting]())
+    tx = SKIPS[nesting]()
+    step = jax.jit(stepper(tx))
+    clean, clean_state = trained(tx, step=step)
     # Also two in a row, and one in the midst of an accumulation.
-    dropped, state = trained(SKIPS[nesting](), bad=(0, 4, 5, 10))
+    dropped, state = trained(tx, bad=(0, 4, 5, 10), step=step)
     assert as_bits(dropped) == as_bits(clean)
     assert as_bits(without_scale(state)) == as_bits(without_scale(clean_state))
     found = optax.tree.get_all_with_path(state, "total_skipped_count")
@@ -278,10 +306,11 @@ def test_bad_micro_batches_are_dropped_entirely_in(nesting):
 
 
 def test_lookahead_inside_skips_both_copies():
+    tx = wrapper(masters(optax.lookahead(optax.adam(1e-2), 3, 0.5)))
+    step = jax.jit(stepper(tx))
+
     def run(bad):
-        tx = wrapper(masters(optax.lookahead(optax.adam(1e-2), 3, 0.5)))
         params = optax.LookaheadParams.init_synced(example_params("float16"))
-        step = jax.jit(stepper(tx))
         carry = params, tx.init(params)
         for i, grads in enumerate(gradients_for("", STEPS)):
             if i in bad:
@@ -369,8 +398,11 @@ def test_without_a_link_no_mark_is_looked_for():
     assert program() == without
 
 
-@pytest.mark.parametrize("leaf", ["kernel", "layer", "scale"])
-@pytest.mark.parametrize("value", [0.0, 1e-30, -1e-42, np.nan])
+@mostly_slow(
+    ("value", "leaf"),
+    itertools.product([0.0, 1e-30, -1e-42, np.nan], ["kernel", "layer", "scale"]),
+    lambda value, leaf: value == 0 or leaf == "kernel",
+)
 def test_one_other_element_is_a_step_like_any(leaf, value):
     link = optax_mp.dynamic_loss_scale()
     tx = optax_mp.mixed_precision(optax.sgd(1.0, momentum=0.5))
@@ -437,7 +469,11 @@ def test_a_gradient_that_overflows_only_when_unscaled_is_an_overflow(dtype):
         assert bool(update(large, state, params)[1].last_finite)
 
 
-@pytest.mark.parametrize("build", [wrapper, wrapped_masters, linked_masters])
+@mostly_slow(
+    "build",
+    [wrapper, wrapped_masters, linked_masters],
+    lambda build: build is wrapped_masters,
+)
 def test_a_result_with_clipping_does_not_depend_on_the_scale(build):
     results = []
     for power in (0, 4, 15):

@@ -1,5 +1,6 @@
 """mixed_precision inside and outside of optax's wrappers, against bare float32 optax."""
 
+import itertools
 import operator
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from comparison import as_bits, avals
 from optimizers import example_gradients, example_params
 from reference import follow, rounded
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -82,16 +84,7 @@ INSIDE = {
 }
 
 
-IN_SPLIT_BY_DEFAULT = ("partition", "MultiSteps")
-
-
-@pytest.mark.parametrize(
-    "nesting",
-    [
-        pytest.param(x, marks=() if x in IN_SPLIT_BY_DEFAULT else pytest.mark.slow)
-        for x in INSIDE
-    ],
-)
+@mostly_slow("nesting", INSIDE, lambda nesting: nesting == "MultiSteps")
 def test_wrappers_inside_move_split_masters_as_they_move_float32(nesting):
     bare, _, bare_state = run(INSIDE[nesting](), "float32", masters=False)
     tx = optax_mp.mixed_precision(INSIDE[nesting](), storage=SPLIT)
@@ -105,8 +98,20 @@ def test_wrappers_inside_move_split_masters_as_they_move_float32(nesting):
     assert_follows(masters, params, SPLIT)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("nesting", INSIDE)
+INSIDE_BY_DEFAULT = {
+    ("inject_hyperparams", "bfloat16"),
+    ("partition", "float16"),
+    ("MultiSteps", "bfloat16"),
+    ("schedule_free", "bfloat16"),
+    ("flatten", "float16"),
+}
+
+
+@mostly_slow(
+    ("nesting", "dtype"),
+    itertools.product(INSIDE, ["bfloat16", "float16"]),
+    lambda *case: case in INSIDE_BY_DEFAULT,
+)
 def test_wrappers_inside_move_masters_as_they_move_float32(nesting, dtype):
     bare, _, bare_state = run(INSIDE[nesting](), "float32", masters=False)
     tx = optax_mp.mixed_precision(INSIDE[nesting]())
@@ -116,7 +121,7 @@ def test_wrappers_inside_move_masters_as_they_move_float32(nesting, dtype):
     assert_follows(masters, params)
 
 
-@pytest.mark.parametrize("storage", [optax_mp.FullCopy(), SPLIT])
+@mostly_slow("storage", [optax_mp.FullCopy(), SPLIT], lambda storage: storage == SPLIT)
 def test_lookahead_inside_keeps_masters_of_fast_and_slow_params(storage):
     def lookahead():
         return optax.lookahead(optax.adam(1e-2), sync_period=4, slow_step_size=0.5)
@@ -143,8 +148,19 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("nesting", OUTSIDE)
+OUTSIDE_BY_DEFAULT = {
+    ("chain", "float32"),
+    ("partition", "float32"),
+    ("MultiSteps", "bfloat16"),
+    ("apply_if_finite", "bfloat16"),
+}
+
+
+@mostly_slow(
+    ("nesting", "grad_dtype"),
+    itertools.product(OUTSIDE, ["float32", "bfloat16"]),
+    lambda *case: case in OUTSIDE_BY_DEFAULT,
+)
 def test_wrappers_outside_see_an_ordinary_optimizer(nesting, grad_dtype):
     wrap = OUTSIDE[nesting]
     # What the wrapper does to 16-bit gradients is its own affair (clipping rounds its

@@ -1,5 +1,7 @@
 """Skipped steps, behind a link and inside a loss scale: nothing moves, in any form."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 from comparison import as_bits
 from own_storages import TwoBfloat16
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -54,7 +57,8 @@ FORMS = {
     ),
     "stochastic rounding": (lambda: optax_mp.stochastic_rounding(adamw), PARAMS),
 }
-every_form = pytest.mark.parametrize("form", FORMS)
+# By default what differs most, and eager only the one that has the most parts.
+A_FEW = {"5.1 bytes", "own storage", "groups", "stochastic rounding"}
 
 
 def scaled_gradients(params, scale, bad=None):
@@ -76,10 +80,17 @@ def start(tx, params, update):
     return optax.apply_updates(params, updates), state
 
 
-# MultiSteps outside of a `mixed_precision` counts the zeros of a link as a step.
-@pytest.mark.parametrize("form", [x for x in FORMS if "MultiSteps" not in x])
-@pytest.mark.parametrize("jitted", [True, False])
-@pytest.mark.parametrize("bad", [np.inf, np.nan])
+@mostly_slow(
+    ("form", "jitted", "bad"),
+    # MultiSteps outside of a `mixed_precision` counts the zeros of a link as a step.
+    itertools.product(
+        [x for x in FORMS if "MultiSteps" not in x], [True, False], [np.inf, np.nan]
+    ),
+    lambda form, jitted, bad: (
+        (form in A_FEW and jitted and bad is np.nan)
+        or (form == "5.1 bytes" and bad is np.inf)
+    ),
+)
 def test_behind_a_link_nothing_moves(form, jitted, bad):
     build, params = FORMS[form]
     tx = optax.chain(optax_mp.dynamic_loss_scale(), build())
@@ -94,8 +105,13 @@ def test_behind_a_link_nothing_moves(form, jitted, bad):
     assert float(new_scale.scale) == float(scale.scale) / 2
 
 
-@every_form
-@pytest.mark.parametrize("jitted", [True, False])
+@mostly_slow(
+    ("form", "jitted"),
+    itertools.product(FORMS, [True, False]),
+    lambda form, jitted: (
+        form == "5.1 bytes" or (jitted and form in A_FEW | {"MultiSteps between"})
+    ),
+)
 def test_inside_a_loss_scale_nothing_moves(form, jitted):
     build, params = FORMS[form]
     tx = optax_mp.dynamic_loss_scale(build())

@@ -78,10 +78,10 @@ def _discover() -> dict[str, Callable[[], optax.GradientTransformation]]:
 
 
 OPTIMIZERS = _discover()
-# By default: moments, none, factored ones, curvature now and then, chance.
-A_FEW = {"adamw", "sgd", "adafactor", "sophia", "noisy_sgd"}
+# By default: moments, factored ones, curvature now and then, chance.
+A_FEW = {"adamw", "adafactor", "sophia", "noisy_sgd"}
 # In what the slow run repeats for several dtypes: those that differ most.
-DISTINCT = A_FEW | {"lion", "muon", "sam"}
+DISTINCT = A_FEW | {"sgd", "lion", "muon", "sam"}
 # Takes a gradient for each example, along a leading axis.
 PER_EXAMPLE = ("dpsgd",)
 # optax's sm3 raises IndexError on scalars.
