@@ -25,12 +25,6 @@ class Storage(Protocol):
     `mixed_precision(..., storage=...)`. It works leaf by leaf and must only use
     operations that JAX can trace.
 
-    Attributes:
-        param_is_part: whether `decode` reads the param: the param and what is stored
-            are the master together. Then updates are always float32, so that params
-            land exactly, and functions that read masters insist on the params that
-            belong to the state.
-
     Example:
         >>> import dataclasses
         >>> import jax.numpy as jnp
@@ -58,7 +52,11 @@ class Storage(Protocol):
 
     @property
     def param_is_part(self) -> bool:
-        """Whether `decode` reads the param."""
+        """Whether `decode` reads the param: it and what is stored are the master.
+
+        If so, updates are always float32, so that params land exactly, and functions
+        that read masters insist on the params that belong to the state.
+        """
         ...
 
     def takes(self, param_dtype: jnp.dtype, master_dtype: jnp.dtype) -> bool:
