@@ -59,7 +59,7 @@ def without_aliases(state: PyTree, others: PyTree) -> PyTree:
     """
     taken = {id(leaf) for leaf in jax.tree.leaves(others)}
 
-    def owned(leaf: Any) -> Any:
+    def own(leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
         if id(leaf) in taken:
@@ -67,4 +67,4 @@ def without_aliases(state: PyTree, others: PyTree) -> PyTree:
         taken.add(id(leaf))
         return leaf
 
-    return jax.tree.map(owned, state)
+    return jax.tree.map(own, state)

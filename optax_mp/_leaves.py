@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.tree_util import tree_flatten_with_path
 
-from optax_mp._tree import PyTree, describe, place
+from optax_mp._tree import PyTree, describe, spell
 
 
 def is_absent(leaf: Any) -> bool:
@@ -69,7 +69,7 @@ class Leaves:
             expected = is_absent(own) or is_absent(leaf)
             if not (expected or jax.tree_util.all_leaves([leaf])):
                 raise ValueError(
-                    f"{self.caller}: {name} at {place(path)} is a "
+                    f"{self.caller}: {name} at {spell(path)} is a "
                     f"{type(leaf).__name__}, expected one leaf as in {self.name} (of "
                     "Flax NNX give both as `nnx.as_pure` does)."
                 )
@@ -88,7 +88,7 @@ class Leaves:
 
     def _describe_mismatch(self, tree: PyTree, name: str) -> str:
         theirs = dict(_named_leaves(tree))
-        own = {place(p): x for p, x in zip(self.paths, self.values, strict=True)}
+        own = {spell(p): x for p, x in zip(self.paths, self.values, strict=True)}
         where = "their containers differ (of Flax NNX give both as `nnx.as_pure` does)"
         for leaves, others, owner in ((own, theirs, self.name), (theirs, own, name)):
             alone = [path for path in leaves if path not in others]
@@ -105,4 +105,4 @@ class Leaves:
 
 def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     leaves = tree_flatten_with_path(tree, is_leaf=is_absent)[0]
-    return [(place(path), leaf) for path, leaf in leaves]
+    return [(spell(path), leaf) for path, leaf in leaves]

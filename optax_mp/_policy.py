@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import floating_dtype, saturating_cast
-from optax_mp._tree import PyTree, cast_floating, is_floating, slashed
+from optax_mp._tree import PyTree, cast_floating, is_floating, slash_path
 
 _KEYS = {
     "params": "param_dtype",
@@ -123,7 +123,7 @@ class Policy:
         def cast_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
             if not is_floating(leaf):
                 return leaf
-            return cast(leaf, self._unless_kept(dtype, slashed(path), leaf))
+            return cast(leaf, self._unless_kept(dtype, slash_path(path), leaf))
 
         return jax.tree_util.tree_map_with_path(cast_leaf, tree)
 

@@ -38,12 +38,12 @@ def describe(leaf: Any) -> str:
     return type(leaf).__name__
 
 
-def place(path: tuple[Any, ...]) -> str:
-    """Return a tree path as `jax.tree_util.keystr`; words for the root."""
+def spell(path: tuple[Any, ...]) -> str:
+    """Spell a tree path as `jax.tree_util.keystr` does, and the root in words."""
     return keystr(path) or "(the whole tree)"
 
 
-def slashed(path: tuple[Any, ...]) -> str:
+def slash_path(path: tuple[Any, ...]) -> str:
     """Return a tree path such as `layers/0/bias`, the form that patterns match."""
     return keystr(path, simple=True, separator="/")
 

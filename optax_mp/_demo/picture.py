@@ -120,10 +120,7 @@ def losses_chart(results: Sequence[Result]) -> Element:
         Series(
             result.name,
             i,
-            [
-                (step, math.log(max(loss, 1e-9)))
-                for step, loss in smoothed_losses(result)
-            ],
+            [(step, math.log(max(loss, 1e-9))) for step, loss in smooth_losses(result)],
             ending(result),
         )
         for i, result in enumerate(results)
@@ -144,7 +141,7 @@ def gaps_chart(results: Sequence[Result]) -> Element:
         points = zip(result.curve.steps, result.curve.losses, strict=True)
         # A first run that diverged has no loss to compare with after that.
         gaps = [(step, loss - base[step]) for step, loss in points if step in base]
-        all_series.append(Series(result.name, i, smoothed(gaps), ending(result)))
+        all_series.append(Series(result.name, i, smooth(gaps), ending(result)))
     y = linear_axis("nats a character", [0.0, *heights(all_series)], at_least=0.02)
     title = f"Training loss above {first.name}, on the same batches"
     return line_chart(title, steps_axis(results), y, all_series)
@@ -195,12 +192,12 @@ def ending(result: Result) -> str:
     return "" if step is None else f"NaN by step {step}"
 
 
-def smoothed_losses(result: Result) -> list[tuple[float, float]]:
+def smooth_losses(result: Result) -> list[tuple[float, float]]:
     """Return steps and losses of a run, averaged over neighbours."""
-    return smoothed(list(zip(result.curve.steps, result.curve.losses, strict=True)))
+    return smooth(list(zip(result.curve.steps, result.curve.losses, strict=True)))
 
 
-def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return means over neighbours, fewer near the ends, of what is finite.
 
     The first and the last point have no neighbours on one side and stay as they are.

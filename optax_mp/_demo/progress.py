@@ -28,7 +28,7 @@ def live_progress(stream: TextIO, steps: int, names: Sequence[str]) -> Report:
     def report(name: str, moment: Moment) -> None:
         # The last column stays free: some terminals break the line after it.
         width = columns(stream) - 1
-        start = f"{place(name, names)} {name:<{name_width}}"
+        start = f"{spell(name, names)} {name:<{name_width}}"
         end = f"{moment.step}/{steps}  {status(moment)}"
         # Padded, since each line is to cover the one before it.
         line = with_bar(start, end, moment.step / steps, min(width, 79)).ljust(79)
@@ -46,7 +46,7 @@ def plain_progress(stream: TextIO, steps: int, names: Sequence[str]) -> Report:
         nonlocal shown_tenth
         tenth = 10 * moment.step // steps
         if is_last(moment, steps) or tenth != shown_tenth and moment.step:
-            where = f"{place(name, names)} {name}: step {moment.step}/{steps}"
+            where = f"{spell(name, names)} {name}: step {moment.step}/{steps}"
             print(f"{where}, {status(moment)}", file=stream, flush=True)
         shown_tenth = tenth
 
@@ -61,7 +61,7 @@ def columns(terminal: TextIO) -> int:
         return 80
 
 
-def place(name: str, names: Sequence[str]) -> str:
+def spell(name: str, names: Sequence[str]) -> str:
     """Return which of the runs one is, as `2/6`."""
     return f"{list(names).index(name) + 1}/{len(names)}"
 

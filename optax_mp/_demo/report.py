@@ -41,7 +41,7 @@ def verdict(results: Sequence[Result]) -> str:
     first, *others = results
     if not math.isfinite(first.held_out_loss):
         return f"{first.name} itself diverged: there is nothing to compare with."
-    sentence = ", ".join(compared(result, first) for result in others)
+    sentence = ", ".join(compare_losses(result, first) for result in others)
     start = f"Against {first.name} ({first.held_out_loss:.3f}): {sentence}."
     leanest = min(
         (result for result in others if matches(result, first)),
@@ -57,7 +57,7 @@ def verdict(results: Sequence[Result]) -> str:
     )
 
 
-def compared(result: Result, first: Result) -> str:
+def compare_losses(result: Result, first: Result) -> str:
     """Return how the loss of a run compares with that of the first."""
     gap = result.held_out_loss - first.held_out_loss
     if not math.isfinite(gap):

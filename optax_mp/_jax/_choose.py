@@ -11,7 +11,7 @@ from jax import lax
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._jaxpr import bind, evaluate, is_literal
 from optax_mp._jax._traced import Traced, is_dynamic, is_output
-from optax_mp._tree import describe, is_array, place
+from optax_mp._tree import describe, is_array, spell
 
 # Whether to take a step: a plain True where that is known before anything runs.
 Choice = jax.Array | bool
@@ -157,6 +157,6 @@ def _check_stable(before: Any, after: Any) -> None:
         if is_array(a) and is_array(b) and a.shape != b.shape:
             raise ValueError(
                 f"optax_mp: `inner` was given {describe(a)} in its state at "
-                f"{place(path)} and returned {describe(b)}, expected the same shape; "
+                f"{spell(path)} and returned {describe(b)}, expected the same shape; "
                 "call `init` again with the params that the gradients belong to."
             )

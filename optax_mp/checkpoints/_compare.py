@@ -9,7 +9,7 @@ import numpy as np
 from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
 from optax_mp._dtypes import bits
-from optax_mp._tree import PyTree, describe, is_array, is_floating, place
+from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 
 Path = tuple[Any, ...]
 # The names along a path, without the types of the containers.
@@ -48,12 +48,12 @@ def leaves_by_name(tree: PyTree) -> NamedLeaves:
 def differences(found: NamedLeaves, expected: NamedLeaves) -> list[str]:
     """Return what keeps a checkpoint from a template, a line each."""
     missing = [
-        f"{place(path)} was not saved, the template expects {describe(leaf)}"
+        f"{spell(path)} was not saved, the template expects {describe(leaf)}"
         for names, (path, leaf) in expected.items()
         if names not in found
     ]
     additional = [
-        f"{place(path)} was saved as {describe(leaf)}, the template has no such leaf"
+        f"{spell(path)} was saved as {describe(leaf)}, the template has no such leaf"
         for names, (path, leaf) in found.items()
         if names not in expected
     ]
@@ -63,7 +63,7 @@ def differences(found: NamedLeaves, expected: NamedLeaves) -> list[str]:
         consequence = _consequence(leaf, want, names)
         if consequence:
             unlike.append(
-                f"{place(path)} was saved as {describe(leaf)}, the template expects "
+                f"{spell(path)} was saved as {describe(leaf)}, the template expects "
                 f"{describe(want)}: {consequence}"
             )
     return [*_first(unlike), *_first(missing), *_first(additional)]

@@ -11,7 +11,14 @@ from optax_mp._inner import as_transformation, without_aliases
 from optax_mp._jax._traced import Traced
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import find_states, map_states
-from optax_mp._tree import PyTree, cast_floating, describe, is_array, is_floating, place
+from optax_mp._tree import (
+    PyTree,
+    cast_floating,
+    describe,
+    is_array,
+    is_floating,
+    spell,
+)
 from optax_mp.compact import LowBitState, StochasticRoundingState
 from optax_mp.compact._blocks import Quantized, dequantize, quantize
 from optax_mp.loss_scale import LossScaleState
@@ -172,7 +179,7 @@ def _encode_masters(
             continue
         param = leaves.values[i]
         if storage.param_is_part:
-            where = f"{_CALLER}: param {place(leaves.paths[i])}"
+            where = f"{_CALLER}: param {spell(leaves.paths[i])}"
             check_param_is_trained(storage, param, where)
         # What is stored need not have the dtype of the master: only `decode` knows it.
         dtype = jax.eval_shape(storage.decode, stored, param).dtype
@@ -228,7 +235,7 @@ def _match(
             same = leaf.dtype == want.dtype
         if not same:
             raise ValueError(
-                f"{_CALLER}: {name} is {describe(leaf)} at {place(path)}, expected "
+                f"{_CALLER}: {name} is {describe(leaf)} at {spell(path)}, expected "
                 f"{describe(want)} as {template_name} has it; both transformations "
                 "must have the same optimizer inside, and `opt_state` must belong "
                 "to `from_tx` and `params`."

@@ -11,7 +11,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._first_edition import RENAMED_FIELDS
 from optax_mp._states import find_states
-from optax_mp._tree import PyTree, place
+from optax_mp._tree import PyTree, spell
 from optax_mp.checkpoints._compare import (
     Names,
     differences,
@@ -131,7 +131,7 @@ def _fill(path_and_leaf: tuple[Any, Any], want: Any) -> Any:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | Number):
         raise TypeError(
             f"upgrade_checkpoint: `saved` has a {type(leaf).__name__} at "
-            f"{place(path)}, expected an array with values; restore the checkpoint "
+            f"{spell(path)}, expected an array with values; restore the checkpoint "
             "without a template first."
         )
     if isinstance(want, Number):

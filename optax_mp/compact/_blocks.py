@@ -109,11 +109,11 @@ def quantize(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized:
     blocks = _Blocks(like.codes.shape, like.scales.shape)
     values = x.astype(jnp.float32)
     sizes = jnp.abs(values)
-    scales = _round_scales_up(blocks.reduced(jnp.max, _pattern(sizes)))
+    scales = _round_scales_up(blocks.reduce(jnp.max, _pattern(sizes)))
     inverse = jnp.where(scales == 0, 0, 1 / scales)
     if jnp.issubdtype(like.codes.dtype, jnp.signedinteger):
         # Passed on as a sign of the inverse, because broadcasting dominates the cost.
-        was_negative = blocks.reduced(jnp.min, like.codes) < 0
+        was_negative = blocks.reduce(jnp.min, like.codes) < 0
         inverse = jnp.where(was_negative, -inverse, inverse)
     inverse = blocks.spread(inverse)
     top = _largest_code(like.codes)
@@ -173,7 +173,7 @@ class _Blocks:
         while self.size * self.count < self.length:
             self.size *= 2
 
-    def reduced(self, reduction: Reduction, values: jax.Array) -> jax.Array:
+    def reduce(self, reduction: Reduction, values: jax.Array) -> jax.Array:
         """Return the reduction of each block; the last one is filled up with zeros."""
         widths = [(0, 0)] * values.ndim
         widths[self.axis] = (0, self.count * self.size - self.length)

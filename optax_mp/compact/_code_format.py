@@ -8,7 +8,7 @@ from jax.tree_util import tree_flatten_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import floating_dtype
-from optax_mp._tree import PyTree, describe, place
+from optax_mp._tree import PyTree, describe, spell
 from optax_mp.compact._blocks import Quantized, is_quantized, scales_shape
 
 
@@ -64,7 +64,7 @@ class CodeFormat:
             scales = "" if leaf.scales is None else f" and {describe(leaf.scales)}"
             raise ValueError(
                 f"low_bit_state: the state holds {describe(leaf.codes)}{scales} at "
-                f"{place(path)}, expected codes of {self}; the state was made with "
+                f"{spell(path)}, expected codes of {self}; the state was made with "
                 "other settings: convert it with `optax_mp.convert_opt_state`."
             )
 

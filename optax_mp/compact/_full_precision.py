@@ -28,7 +28,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._jax._flow import Flow, flows
 from optax_mp._jax._traced import Traced, is_dynamic
-from optax_mp._tree import describe, is_array, place
+from optax_mp._tree import describe, is_array, spell
 from optax_mp.compact._traced_update import TracedUpdate
 
 
@@ -116,7 +116,7 @@ def check_without_update(
             else "is larger than any param"
         )
         raise ValueError(
-            f"low_bit_state: the state holds {describe(leaf)} at {place(path)}, which "
+            f"low_bit_state: the state holds {describe(leaf)} at {spell(path)}, which "
             f"{what}, as in optimizers that need a part of their state in full "
             "precision (MADGRAD, L-BFGS). Expected an update that can be traced, which "
             "tells that part, but `inner.update(grads, state, params)` raised "

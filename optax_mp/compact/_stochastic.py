@@ -17,7 +17,7 @@ from optax_mp._inner import (
 from optax_mp._jax._choose import choose_step
 from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._tree import describe, is_floating, is_inexact, place
+from optax_mp._tree import describe, is_floating, is_inexact, spell
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
 from optax_mp.compact._rounding import round_stochastically
 from optax_mp.loss_scale._mark import is_unmarked
@@ -106,7 +106,7 @@ def stochastic_rounding(
         for path, leaf in zip(leaves.paths, leaves.values, strict=True):
             if is_floating(leaf) and bits(leaf.dtype) < 16:
                 raise ValueError(
-                    f"stochastic_rounding: param {place(path)} is {describe(leaf)}, "
+                    f"stochastic_rounding: param {spell(path)} is {describe(leaf)}, "
                     "expected 16 bits or more, since JAX adds no float32 update to an "
                     "8-bit float; use `optax_mp.mixed_precision` with "
                     '`update_dtype="params"`.'

@@ -53,15 +53,15 @@ def trace_update(
     has names for. Others are known to the caller of `update` alone.
     """
     try:
-        return _traced(inner, params, state, {})
+        return _trace(inner, params, state, {})
     except Exception as error:  # of any type: it comes from a user's code
         try:
-            return _traced(inner, params, state, _made_up_arguments(params))
+            return _trace(inner, params, state, _made_up_arguments(params))
         except Exception:
             return error
 
 
-def _traced(
+def _trace(
     inner: optax.GradientTransformationExtraArgs,
     params: optax.Params,
     state: optax.OptState,

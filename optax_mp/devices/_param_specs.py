@@ -7,7 +7,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._jax._arrays import has_explicit_axes, is_traced
-from optax_mp._tree import PyTree, describe, place
+from optax_mp._tree import PyTree, describe, spell
 from optax_mp.devices._cut import axis_names
 
 
@@ -29,13 +29,13 @@ def specs_of_params(
     for path, spec in given:
         if not is_spec(spec):
             raise TypeError(
-                f"zero1: `param_specs` is a {type(spec).__name__} at {place(path)}, "
+                f"zero1: `param_specs` is a {type(spec).__name__} at {spell(path)}, "
                 "expected a PartitionSpec or a sharding."
             )
         below = [i for i, at in enumerate(paths) if at[: len(path)] == path]
         if not below and spec is not None:
             raise ValueError(
-                f"zero1: `param_specs` is {spec} at {place(path)}, where `params` has "
+                f"zero1: `param_specs` is {spec} at {spell(path)}, where `params` has "
                 "no leaf; expected a tree like `params`, or a prefix of it."
             )
         if isinstance(spec, Sharding):

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._jax._arrays import is_traced
-from optax_mp._tree import PyTree, describe, is_array, place
+from optax_mp._tree import PyTree, describe, is_array, spell
 
 
 class _Replica(NamedTuple):
@@ -65,10 +65,10 @@ def check_replicas(tree: PyTree) -> None:
     for path, leaf in leaves:
         if is_traced(leaf):
             raise TypeError(
-                f"check_replicas: leaf {place(path)} is traced ({describe(leaf)}), "
+                f"check_replicas: leaf {spell(path)} is traced ({describe(leaf)}), "
                 "expected concrete arrays; call it outside jit."
             )
-    names = [f"{place(path)}, which is {describe(leaf)}," for path, leaf in leaves]
+    names = [f"{spell(path)}, which is {describe(leaf)}," for path, leaf in leaves]
     _check_same_tree(names)
     copies = [r for i, (_, leaf) in enumerate(leaves) for r in _replicas_of(i, leaf)]
     differing = _find_differing(_gather_replicas(copies))

@@ -17,7 +17,7 @@ from optax_mp._jax._placement import place_like_params
 from optax_mp._jax._traced import Traced, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import owners
-from optax_mp._tree import PyTree, describe, is_floating, place
+from optax_mp._tree import PyTree, describe, is_floating, spell
 from optax_mp.devices._cut import Cut, Names, choose_cut, divides, shard
 from optax_mp.devices._param_specs import (
     check_on_mesh,
@@ -167,8 +167,8 @@ class _Cuts:
             by_param.append(None)
             if not (is_dynamic(param) and is_floating(param)):
                 continue
-            check_spec(spec, mesh, param, place(path))
-            check_on_mesh(param, mesh, place(path))
+            check_spec(spec, mesh, param, spell(path))
+            check_on_mesh(param, mesh, spell(path))
             known = known_spec(param)
             if known is not None and has_explicit_axes(mesh):
                 spec = known
@@ -177,7 +177,7 @@ class _Cuts:
                 continue
             if by_param[-1] != choose_cut(mesh, axes, param.shape, known):
                 raise ValueError(
-                    f"zero1: param {place(path)}, which is {describe(param)}, is "
+                    f"zero1: param {spell(path)}, which is {describe(param)}, is "
                     f"sharded as {known}, but `param_specs` says {spec}, so that "
                     "`update` under jit would move it. Pass "
                     "`param_specs=jax.tree.map(lambda p: p.sharding, params)`."

@@ -10,7 +10,7 @@ from optax_mp._dtypes import round_to
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import Leaves, expand_absent, is_absent
 from optax_mp._states import find_states, map_states
-from optax_mp._tree import describe, is_floating, place
+from optax_mp._tree import describe, is_floating, spell
 from optax_mp.masters._state import MixedPrecisionState, check_storage_known
 from optax_mp.masters.storage import Storage
 from optax_mp.masters.storage._contract import dtypes_taken
@@ -49,7 +49,7 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         storage = check_storage_known(state, caller)
         for i, stored in enumerate(match_stored(leaves, state)):
             if not is_absent(stored):
-                where = f"{caller}: param {place(leaves.paths[i])}"
+                where = f"{caller}: param {spell(leaves.paths[i])}"
                 result[i] = decode_master(storage, stored, leaves.values[i], where)
     return leaves.unflatten(result)
 
@@ -101,7 +101,7 @@ def replace_master_params(
         kept = match_stored(leaves, state)
         for i, stored in enumerate(kept):
             if not is_absent(stored):
-                at, param = place(leaves.paths[i]), leaves.values[i]
+                at, param = spell(leaves.paths[i]), leaves.values[i]
                 old = decode_master(storage, stored, param, f"{caller}: param {at}")
                 where = f"{caller}: `new_master` at {at}"
                 new = _like_old_master(given[i], old, where)

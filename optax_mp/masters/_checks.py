@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from optax_mp._dtypes import bits
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._tree import describe, is_floating, is_inexact, place
+from optax_mp._tree import describe, is_floating, is_inexact, spell
 from optax_mp.masters._state import MixedPrecisionState, check_storage_known
 from optax_mp.masters.storage import FullCopy, Storage
 from optax_mp.masters.storage._contract import dtypes_taken
@@ -36,7 +36,7 @@ def check_storable(
     ):
         if stores and dtype is not None and not storage.takes(dtype, master_dtype):
             raise ValueError(
-                f"mixed_precision: param {place(path)} is {describe(param)}, in "
+                f"mixed_precision: param {spell(path)} is {describe(param)}, in "
                 f"training {dtype}, expected {taken} with the storage {storage}; use "
                 "`optax_mp.FullCopy()` for it."
             )
@@ -47,7 +47,7 @@ def check_storable(
         path, param = params.paths[inexact[0]], params.values[inexact[0]]
         raise ValueError(
             f"mixed_precision: the storage {storage} needs params of {taken}, found "
-            f"none (param {place(path)} is {describe(param)}). Cast the params with "
+            f"none (param {spell(path)} is {describe(param)}). Cast the params with "
             "`optax_mp.cast_floating`, or pass `param_dtype` if you cast them later; "
             "params that stay as they are need no storage."
         )
@@ -77,7 +77,7 @@ def check_param(
     storage: Storage,
 ) -> None:
     """Raise unless `param` is still what it was, by what the state stores for it."""
-    where = f"mixed_precision: param {place(path)} is {describe(param)}"
+    where = f"mixed_precision: param {spell(path)} is {describe(param)}"
     is_narrow = is_floating(param) and bits(param.dtype) < bits(master_dtype)
     if is_floating(param) and declared != param.dtype:
         raise ValueError(
@@ -119,14 +119,14 @@ def check_master(
     if master.dtype != wanted:
         raise ValueError(
             f"mixed_precision: the state keeps {describe(master)} as the master of "
-            f"param {place(path)}, expected {wanted} with the storage {storage}: the "
+            f"param {spell(path)}, expected {wanted} with the storage {storage}: the "
             "state was made with another `master_dtype`; convert it with "
             "`optax_mp.convert_opt_state`."
         )
     if master.shape != param.shape:
         raise ValueError(
             f"mixed_precision: the storage {storage} keeps {describe(master)} as the "
-            f"master of param {place(path)}, expected the shape of the param "
+            f"master of param {spell(path)}, expected the shape of the param "
             f"{describe(param)}."
         )
 
@@ -149,7 +149,7 @@ def check_gradient(
     """Raise unless `grad` can be a gradient of `param`."""
     if is_absent(grad):
         return
-    where = f"{caller}: the gradient of {place(path)} is {describe(grad)}"
+    where = f"{caller}: the gradient of {spell(path)} is {describe(grad)}"
     if not is_inexact(param):
         if is_inexact(grad):
             raise TypeError(
@@ -185,7 +185,7 @@ def check_update(
     """Raise unless `inner` made an update of the param's shape from a gradient."""
     if jnp.shape(update) != jnp.shape(param):
         raise ValueError(
-            f"{caller}: the gradient of {place(path)} is {describe(grad)}, of "
+            f"{caller}: the gradient of {spell(path)} is {describe(grad)}, of "
             f"which `inner` made the update {describe(update)}; expected the shape of "
             f"the param {describe(param)}."
         )

@@ -9,13 +9,13 @@ from jax.typing import DTypeLike
 
 from optax_mp._dtypes import floating_dtype
 from optax_mp._policy import Policy
-from optax_mp._tree import is_floating, place, slashed
+from optax_mp._tree import is_floating, slash_path, spell
 
 DTypeRule = Callable[[tuple[Any, ...], Any], jnp.dtype | None]
 DeclaredDType = DTypeLike | Policy | Callable[[str, Any], DTypeLike | None] | None
 
 
-def declared_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
+def read_param_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
     """Return the rule for which dtype each leaf has in training.
 
     Args:
@@ -42,10 +42,10 @@ def declared_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
     def rule(path: tuple[Any, ...], leaf: Any) -> jnp.dtype | None:
         if not is_floating(leaf):
             return None
-        said = function(slashed(path), leaf)
+        said = function(slash_path(path), leaf)
         if said is None:
             return leaf.dtype
-        dtype = floating_dtype(said, f"{argument} for {place(path)}")
+        dtype = floating_dtype(said, f"{argument} for {spell(path)}")
         return jax.dtypes.canonicalize_dtype(dtype)
 
     return rule

@@ -11,7 +11,7 @@ import optax
 from optax_mp._dtypes import round_to, saturating_cast
 from optax_mp._inner import in_precision_of, own_master
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._tree import is_floating, is_inexact, place
+from optax_mp._tree import is_floating, is_inexact, spell
 from optax_mp.masters._checks import (
     check_gradient,
     check_master,
@@ -130,7 +130,7 @@ class Step:
     def _advance_leaf(self, i: int, stored: Any, master: Any) -> tuple[Any, jax.Array]:
         storage, param = self.settings.storage, self.params.values[i]
         new_stored, target = storage.advance(stored, param, master)
-        check_kept(storage, new_stored, stored, f"param {place(self.params.paths[i])}")
+        check_kept(storage, new_stored, stored, f"param {spell(self.params.paths[i])}")
         # Read off the rounded target and the actual param, so that what one update
         # misses, rounded to the dtype of 16-bit gradients, the next one makes up for.
         target = round_to(target, param.dtype)

@@ -12,10 +12,10 @@ from optax_mp._inner import as_transformation, own_master, without_aliases
 from optax_mp._jax._choose import choose_step
 from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves
-from optax_mp._tree import place
+from optax_mp._tree import spell
 from optax_mp.loss_scale._mark import is_unmarked
 from optax_mp.masters._checks import check_storable
-from optax_mp.masters._param_dtype import DeclaredDType, declared_dtype
+from optax_mp.masters._param_dtype import DeclaredDType, read_param_dtype
 from optax_mp.masters._state import MixedPrecisionState, state_type
 from optax_mp.masters._step import Settings, Step
 from optax_mp.masters.storage import FullCopy, Storage
@@ -124,7 +124,7 @@ def mixed_precision(
             param = round_to(master, dtype).astype(dtype)
             stored.append(storage.encode(master, param))
             seen.append(storage.decode(stored[-1], param))
-            check_decoded(storage, seen[-1], master, f"param {place(leaves.paths[i])}")
+            check_decoded(storage, seen[-1], master, f"param {spell(leaves.paths[i])}")
         seen_by_inner = leaves.unflatten(seen)
         inner_state = place_like_params(inner.init(seen_by_inner), seen_by_inner)
         inner_state = without_aliases(inner_state, (leaves.values, stored, seen))
@@ -172,7 +172,7 @@ def _check_settings(
 ) -> Settings:
     """Return the settings of `mixed_precision`, or raise."""
     wide = floating_dtype(master_dtype, "mixed_precision: `master_dtype`")
-    in_training = declared_dtype(param_dtype, "mixed_precision: `param_dtype`")
+    in_training = read_param_dtype(param_dtype, "mixed_precision: `param_dtype`")
     is_params = isinstance(update_dtype, str) and update_dtype == "params"
     checked = "params" if is_params else None
     if not is_params and update_dtype is not None:

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._arrays import has_explicit_axes, is_traced
-from optax_mp._tree import PyTree, describe, is_array, is_floating, place
+from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 from optax_mp.reports._formats import (
     EXPONENT_BIT,
     FORMATS,
@@ -337,7 +337,7 @@ def gradient_range_report(
     """
     _check_loss_scale(loss_scale, "gradient_range_report")
     leaves = [
-        (place(path), leaf)
+        (spell(path), leaf)
         for path, leaf in tree_leaves_with_path(grads)
         if is_floating(leaf)
     ]

@@ -10,7 +10,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from optax_mp._states import find_states, holds_state, owners
-from optax_mp._tree import PyTree, describe, is_array, is_floating, place
+from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 from optax_mp.compact._blocks import Quantized
 from optax_mp.masters._state import MixedPrecisionState
 from optax_mp.reports._table import align_columns
@@ -294,8 +294,8 @@ def _row(
     plain = 4 * _size(leaf) if quantized or is_floating(leaf) else count
     return MemoryRow(
         role=role,
-        path=place(path),
-        param="" if param is None else place(param),
+        path=spell(path),
+        param="" if param is None else spell(param),
         dtype=describe(leaf).split("[")[0],
         shape=tuple(leaf.shape),
         bytes=count,

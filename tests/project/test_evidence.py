@@ -17,7 +17,7 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_contract" name="test_it_runs[adam-float16]" />
 <testcase classname="tests.test_contract" name="test_it_runs[sgd]"><failure /></testcase>
 <testcase classname="tests.test_contract" name="test_it_runs[sam]"><error /></testcase>
-<testcase classname="tests.test_scaling" name="test_one"><skipped /></testcase>
+<testcase classname="tests.test_transform" name="test_one"><skipped /></testcase>
 </testsuite></testsuites>"""
 
 

@@ -25,16 +25,38 @@ class Storage(Protocol):
     `mixed_precision(..., storage=...)`. It works leaf by leaf and must only use
     operations that JAX can trace.
 
-    Attributes:
-        param_is_part: whether `decode` reads the param: the param and what is stored
-            are the master together. Then updates are always float32, so that params
-            land exactly, and functions that read masters insist on the params that
-            belong to the state.
+    Example:
+        >>> import dataclasses
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Negated:
+        ...     param_is_part = False
+        ...     def takes(self, param_dtype, master_dtype):
+        ...         return master_dtype == jnp.float32
+        ...     def encode(self, master, param):
+        ...         return -master
+        ...     def decode(self, stored, param):
+        ...         return -stored
+        ...     def advance(self, stored, param, master):
+        ...         return -master, master
+        >>> tx = optax_mp.mixed_precision(optax.sgd(0.1), storage=Negated())
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> state = tx.init(params)
+        >>> state.master_params["w"].tolist()
+        [-1.0, -1.0]
+        >>> optax_mp.master_params(state, params)["w"].tolist()
+        [1.0, 1.0]
     """
 
     @property
     def param_is_part(self) -> bool:
-        """Whether `decode` reads the param."""
+        """Whether `decode` reads the param: it and what is stored are the master.
+
+        If so, updates are always float32, so that params land exactly, and functions
+        that read masters insist on the params that belong to the state.
+        """
         ...
 
     def takes(self, param_dtype: jnp.dtype, master_dtype: jnp.dtype) -> bool:
