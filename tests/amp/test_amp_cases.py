@@ -1,6 +1,7 @@
 """amp on every kind of function: dtypes, which operations are low, and numbers."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -23,6 +24,7 @@ from amp_cases import (
     runs_in,
 )
 from jax import lax
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -60,6 +62,28 @@ OPERATIONS = {
 }
 DTYPES = ["bfloat16", "float16"]
 each = pytest.mark.parametrize("name", CASES)
+# Functions that are run by default, too, and not only traced: one of each kind.
+RUN_BY_DEFAULT = {
+    "attention",
+    "conv_net",
+    "embedding",
+    "cross_entropy",
+    "scan_over_layers",
+    "remat_in_scan",
+    "cond",
+    "while_loop",
+    "vmap",
+    "sharded",
+    "custom_vjp",
+    "custom_jvp",
+    "pallas",
+    "sort_scatter_cumsum",
+}
+run_in_both = mostly_slow(
+    ("name", "dtype"),
+    itertools.product(CASES, DTYPES),
+    lambda name, dtype: name in RUN_BY_DEFAULT and dtype == "bfloat16",
+)
 in_both = pytest.mark.parametrize(
     "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
 )
@@ -224,8 +248,7 @@ def test_a_function_with_nothing_to_change_is_left_alone(name, dtype):
     assert after == before
 
 
-@in_both
-@each
+@run_in_both
 def test_outputs_agree_with_float32(name, dtype):
     allowed = CASES[name].output_roundings * ROUNDING[dtype]
     got, want = results(name, dtype)[0], results(name)[0]
@@ -233,8 +256,7 @@ def test_outputs_agree_with_float32(name, dtype):
     assert error(got, want) < allowed
 
 
-@in_both
-@each
+@run_in_both
 def test_gradients_agree_with_float32(name, dtype):
     allowed = CASES[name].gradient_roundings * ROUNDING[dtype]
     assert error(results(name, dtype)[1], results(name)[1]) < allowed

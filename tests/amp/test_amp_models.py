@@ -1,6 +1,7 @@
 """Unmodified models of each framework under `amp`: as good as float32, in 16 bits."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import small_models
 from comparison import as_bits
 from jax import lax
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -26,19 +28,18 @@ SENSITIVE = {"exp", "log", "log1p", "expm1", "pow", "rsqrt", "reduce_sum", "cums
 LEARNING_RATE = 1e-2
 
 
-# In the default run each framework once, one of them in float16.
-DEFAULT = {
-    ("linen_transformer", "bfloat16"),
+# In the default run two are trained, of different frameworks and dtypes, and of each
+# framework one is traced.
+TRAINED = {("linen_transformer", "bfloat16"), ("equinox_convolutions", "float16")}
+TRACED = TRAINED | {
     ("nnx_convolutions", "bfloat16"),
-    ("equinox_convolutions", "float16"),
     ("haiku_convolutions", "bfloat16"),
 }
-COMBINATIONS = [
-    pytest.param(model, half, marks=() if default else pytest.mark.slow)
-    for model in MODELS
-    for half in HALVES
-    for default in [(model, half) in DEFAULT]
-]
+COMBINATIONS = list(itertools.product(MODELS, HALVES))
+every_training = mostly_slow(
+    ("model", "half"), COMBINATIONS, lambda *case: case in TRAINED
+)
+every_trace = mostly_slow(("model", "half"), COMBINATIONS, lambda *case: case in TRACED)
 
 
 @functools.cache
@@ -143,7 +144,7 @@ def dtypes_of_products(equations):
 # Training
 
 
-@pytest.mark.parametrize("model, half", COMBINATIONS)
+@every_training
 def test_a_model_under_amp_trains_as_in_float32(model, half):
     full = training_of(model, "float32")[0]
     # Else a model that stands still would pass.
@@ -151,7 +152,7 @@ def test_a_model_under_amp_trains_as_in_float32(model, half):
     assert last(training_of(model, half)[0]) == pytest.approx(last(full), rel=0.01)
 
 
-@pytest.mark.parametrize("model, half", COMBINATIONS)
+@every_training
 def test_params_and_statistics_keep_their_dtypes_and_stay_finite(model, half):
     problem = problem_of(model)
     _, params, state, _ = training_of(model, half)
@@ -162,11 +163,9 @@ def test_params_and_statistics_keep_their_dtypes_and_stay_finite(model, half):
         assert optax_mp.all_finite(end)
 
 
-@pytest.mark.parametrize(
-    "model, half", [x for x in COMBINATIONS if x.values[1] == "float16"]
-)
-def test_a_loss_scale_skips_almost_no_step(model, half):
-    assert training_of(model, half)[3].total_skipped_count <= 3
+@mostly_slow("model", MODELS, lambda model: (model, "float16") in TRAINED)
+def test_a_loss_scale_skips_almost_no_step(model):
+    assert training_of(model, "float16")[3].total_skipped_count <= 3
 
 
 @pytest.mark.slow
@@ -190,8 +189,7 @@ def test_masters_and_bfloat16_params_under_amp_train_as_in_float32(model):
 # Precision
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("model", MODELS)
+@every_trace
 def test_every_product_of_a_model_and_its_gradient_is_low(model, half):
     written, number = dtypes_of_products(gradient_equations(model, "float32"))
     assert written == {"float32"} and number >= 5
@@ -207,16 +205,14 @@ def test_every_product_of_float32_inputs_and_bfloat16_params_is_low():
     assert "float32" in written and low == {"bfloat16"}
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("model", MODELS)
+@every_trace
 def test_no_sum_nor_exponential_of_a_model_and_its_gradient_is_low(model, half):
     sensitive = named(gradient_equations(model, half), SENSITIVE)
     atoms = [atom for e in sensitive for atom in (*e.invars, *e.outvars)]
     assert floating_dtypes(atoms) == {"float32"}
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("model", MODELS)
+@every_trace
 def test_loss_state_and_gradients_come_in_the_dtypes_of_float32(model, half):
     problem = problem_of(model)
     args = (problem.params, problem.state, first_batch(problem))
@@ -237,7 +233,7 @@ def test_nnx_dropout_keys_advance_as_in_float32():
     assert as_bits(got) == as_bits(want) != as_bits(problem.state)
 
 
-@pytest.mark.parametrize("model", CONVOLUTIONS)
+@mostly_slow("model", CONVOLUTIONS, lambda model: model == "nnx_convolutions")
 def test_batch_statistics_are_those_of_float32(model):
     problem = problem_of(model)
     got, want = (state_after_a_step(problem, dtype) for dtype in ("bf16", "float32"))
@@ -247,8 +243,11 @@ def test_batch_statistics_are_those_of_float32(model):
         np.testing.assert_allclose(x, y, rtol=2**-8, atol=2**-8 * np.abs(y).max())
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("framework", ["linen", "nnx", "equinox", "haiku"])
+@mostly_slow(
+    ("framework", "half"),
+    itertools.product(["linen", "nnx", "equinox", "haiku"], HALVES),
+    lambda *case: case in {("linen", "bfloat16"), ("haiku", "float16")},
+)
 def test_dropout_drops_what_it_drops_in_float32(framework, half):
     params, apply = getattr(small_models, f"{framework}_dropout")()
     x = jax.random.normal(jax.random.key(0), (64, 8))

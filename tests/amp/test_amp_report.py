@@ -7,6 +7,7 @@ import pytest
 from amp_cases import CASES, compiled, error, shard_map
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
+from slow_cases import mostly_slow
 
 from optax_mp import amp, amp_report, amp_stop, default_amp_rules
 
@@ -99,7 +100,7 @@ def test_the_own_error_is_that_of_the_rounded_operation():
     assert report.error == exponential.error
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "name",
     [
         "scan_over_layers",
@@ -110,6 +111,7 @@ def test_the_own_error_is_that_of_the_rounded_operation():
         "sharded",
         "sort_scatter_cumsum",
     ],
+    lambda name: name in ("scan_over_layers", "custom_vjp"),
 )
 def test_the_error_of_the_outputs_is_that_of_amp(name):
     case = CASES[name]

@@ -1,5 +1,6 @@
 """Checkpoints: the forms told apart, files that keep every bit, runs that go on."""
 
+import itertools
 import pickle
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits, avals
+from slow_cases import mostly_slow
 from trained_forms import FORMS, gradients, start_of, train
 
 import optax_mp
@@ -236,7 +238,12 @@ def test_the_fix_in_the_message_works():
 
 # Files of other kinds.
 
-SEVERAL = ["scaled full copy", "scaled 5.1 bytes", "partition", "float8"]
+SEVERAL = [
+    pytest.param("scaled full copy", marks=pytest.mark.slow),
+    "scaled 5.1 bytes",
+    pytest.param("partition", marks=pytest.mark.slow),
+    "float8",
+]
 
 
 def goes_on(name, run, restored):
@@ -343,8 +350,11 @@ def test_masters_hold_every_bit_of_a_float32_checkpoint(storage, tmp_path):
     assert as_bits(optax_mp.master_params(state, params)) == as_bits(wanted)
 
 
-@pytest.mark.parametrize("storage", [optax_mp.FullCopy(), optax_mp.Split(16)], ids=str)
-@pytest.mark.parametrize("scaled", [False, True])
+@mostly_slow(
+    ("storage", "scaled"),
+    itertools.product([optax_mp.FullCopy(), optax_mp.Split(16)], [False, True]),
+    lambda storage, scaled: scaled == (storage == optax_mp.Split(16)),
+)
 def test_a_run_of_plain_adamw_goes_on_as_if_in_float32(storage, scaled):
     """The plain run is pickled, restored, converted; masters stay those of float32."""
     before = steps_of(

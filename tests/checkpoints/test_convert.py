@@ -32,10 +32,7 @@ PAIRS = [*itertools.pairwise([*FORMS, *FORMS][: len(FORMS) + 1])]
 PAIRS += [pair for form in FORMS for pair in ((form, "full copy"), ("full copy", form))]
 SOME = {
     ("float32", "split 16"),
-    ("split 16", "float32"),
-    ("full copy", "split 16"),
     ("full copy", "5.1 bytes"),
-    ("5.1 bytes", "full copy"),
     ("loss scale", "split 16"),
 }
 every_pair = pytest.mark.parametrize(

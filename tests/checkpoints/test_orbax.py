@@ -8,22 +8,14 @@ from any_orbax import event_loops_left_open, ocp, restores_keys
 from comparison import as_bits, avals
 from forced_devices import run_checks
 from sharded_restore import CHECKS
+from slow_cases import mostly_slow
 from trained_forms import FORMS, SCALED, start_of, step_of, template_of, train
 
 import optax_mp
 
-OFTEN = {
-    "scaled split 16",
-    "scaled 5.1 bytes",
-    "stochastic",
-    "partition",
-    "chance",
-    "float8",
-}
-every_form = pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in FORMS],
-)
+# By default the most parts, a key of random numbers, and groups.
+OFTEN = {"scaled 5.1 bytes", "chance", "partition"}
+every_form = mostly_slow("name", FORMS, lambda name: name in OFTEN)
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +93,11 @@ def test_a_template_that_would_round_masters_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("full copy", "split 16"), ("low-bit 8", "full copy")]
+    ("old", "new"),
+    [
+        pytest.param("full copy", "split 16", marks=pytest.mark.slow),
+        ("low-bit 8", "full copy"),
+    ],
 )
 def test_another_form_is_refused_and_converted_after_the_restore(tmp_path, old, new):
     path = tmp_path / "checkpoint"
