@@ -6,17 +6,18 @@ nothing is NaN, and a skipped step moves nothing.
 """
 
 import functools
+import itertools
 
 import faults
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from comparison import avals
 from faulty_runs import CHUNK, SPLIT, adamw, around, dynamic, momentum, start_late
 from forced_devices import run_on, script
 from reference import LossScaleRule, rounded
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -24,10 +25,9 @@ KERNEL = 5
 LOW_COUNT = KERNEL + 1  # and a scalar
 COUNT = LOW_COUNT + 3  # and a float32 leaf
 
-# In the default run and in the slow one.
-every_length = pytest.mark.parametrize(
-    "steps", [5 * CHUNK, pytest.param(50 * CHUNK, marks=pytest.mark.slow)]
-)
+SHORT, LONG = 5 * CHUNK, 50 * CHUNK
+# In the default run, short: each dtype, rule, form and place of the loss scale once.
+BY_DEFAULT = {"float16, adamw", "bfloat16, split", "MultiSteps inside", "a link"}
 
 
 def as_tree(flat, dtype=jnp.float32):
@@ -237,8 +237,11 @@ def assert_same_moments(state, reference):
         assert have.tobytes() == want.tobytes(), name
 
 
-@every_length
-@pytest.mark.parametrize("case", CASES)
+@mostly_slow(
+    ("case", "steps"),
+    itertools.product(CASES, [SHORT, LONG]),
+    lambda case, steps: case in BY_DEFAULT and steps == SHORT,
+)
 def test_faults_leave_what_the_reference_has(case, steps):
     build, dtype, grad_dtype, told = CASES[case]
     given = faults.make_faults(len(case), steps, COUNT)
@@ -253,8 +256,11 @@ def test_faults_leave_what_the_reference_has(case, steps):
         assert all(system.scaling.events.values()), system.scaling.events
 
 
-@every_length
-@pytest.mark.parametrize("storage", [optax_mp.FullCopy(), optax_mp.Split(bits=8)])
+@mostly_slow(
+    ("storage", "steps"),
+    itertools.product([optax_mp.FullCopy(), optax_mp.Split(bits=8)], [SHORT, LONG]),
+    lambda storage, steps: storage == optax_mp.Split(bits=8) and steps == SHORT,
+)
 def test_faults_leave_low_bit_moments_sound(storage, steps):
     inner = optax_mp.low_bit_state(adamw(), min_size=KERNEL)
     tx = around(dynamic, inner, storage=storage)
@@ -273,7 +279,7 @@ def test_faults_leave_low_bit_moments_sound(storage, steps):
         np.testing.assert_allclose(followed_by, followed, rtol=2.0**-7, atol=2.0**-20)
 
 
-@every_length
+@mostly_slow("steps", [SHORT, LONG], lambda steps: steps == SHORT)
 def test_faults_on_one_rank_leave_what_the_reference_has_on_all(steps):
     """shard_map over four devices: see faults_on_ranks.py."""
     printed = run_on(4, script("faults_on_ranks.py"), str(steps))
