@@ -147,7 +147,7 @@ def transformer() -> Task:
         return make_loss(DEFAULTS, params["logits"].dtype)(params, windows)
 
     return Task(
-        title="transformer on text, nats a character",
+        title="transformer on text, nats per character",
         steps=1200,
         init=lambda key: init_params(key, DEFAULTS),
         draw=draw,
@@ -233,7 +233,7 @@ TASKS = {"transformer": transformer, "digits": digits, "regression": regression}
 
 
 def final_losses(task: Task, form: Form, seeds: int) -> tuple[np.ndarray, float]:
-    """Train once for each seed; return the held-out losses and the bytes a weight."""
+    """Train once for each seed; return the held-out losses and the bytes per weight."""
     tx = form.wrap(make_adamw(replace(DEFAULTS, steps=task.steps)))
 
     def start(seed: jax.Array) -> tuple[optax.Params, optax.OptState]:
@@ -277,7 +277,7 @@ def measure(task: Task, seeds: int) -> list[dict[str, Any]]:
     return [
         {
             "form": form.name,
-            "bytes a weight": held,
+            "bytes per weight": held,
             "loss": float(losses.mean()),
             "±": float(losses.std(ddof=min(1, seeds - 1))),
             "to float32": float(losses.mean() / reference.mean()),

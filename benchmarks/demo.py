@@ -4,8 +4,8 @@
     python benchmarks/demo.py --naive-and-masters --peaks 1e-3 1e-2 --seeds 0 1
     python benchmarks/demo.py --json FILE        # the table as data, with the curves
 
-Losses are of held-out text, in nats a character; "above float32" is the distance to the
-float32 run of the same seed and learning rate.
+Losses are of held-out text, in nats per character. "above float32" is the distance to
+the float32 run of the same seed and learning rate.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def row_of(result: Result, settings: Settings, float32_loss: float) -> record.Ro
         "seed": settings.seed,
         "held-out loss": result.held_out_loss,
         "above float32": result.held_out_loss - float32_loss,
-        "bytes a weight": result.bytes_per_weight,
+        "bytes per weight": result.bytes_per_weight,
         "skipped": result.skipped_steps,
         "curve": [result.curve.steps, result.curve.losses],
     }

@@ -262,7 +262,7 @@ def measure(shapes: list[tuple[int, ...]], args: argparse.Namespace) -> list[dic
                 "AdamW step": each.contender.name,
                 "ms": step * 1e3,
                 "ratio": step / medians[0],
-                "bytes a weight": held,
+                "bytes per weight": held,
                 "temporaries": temporary,
                 "compile s": compiling,
                 "compile ratio": compiling / compile_seconds[0],

@@ -65,7 +65,7 @@ def draw_stall(figure: Any, records: Records) -> None:
             name = f"{row['run']}: {row['held-out loss']:.3f}"
             loss.plot(steps, losses, **style_of(row["run"]), label=name)
     end = max(steps)
-    loss.set(xlabel="training step", ylabel="loss, nats a character (smoothed)")
+    loss.set(xlabel="training step", ylabel="loss, nats per character (smoothed)")
     loss.set(title="a small transformer", xlim=(0.1 * end, end), ylim=(1.3, 2.0))
     loss.legend(title="held-out loss at the end")
 
@@ -108,7 +108,7 @@ def draw_step_time(figure: Any, records: Records) -> None:
 
 
 def draw_memory(figure: Any, records: Records) -> None:
-    """Step time over bytes a weight."""
+    """Step time over bytes per weight."""
     panel = figure.subplots()
     shown = {
         "optimizer_step": {
@@ -125,7 +125,7 @@ def draw_memory(figure: Any, records: Records) -> None:
     for result, names in shown.items():
         for full, name in names.items():
             row = row_of(records[result], LARGE, full)
-            x, y = row["bytes a weight"], row["ratio"]
+            x, y = row["bytes per weight"], row["ratio"]
             panel.plot(x, y, "o", ms=9, color=colour_of(name))
             is_right = name in ("Split(8)", "float32")
             panel.annotate(
@@ -135,7 +135,7 @@ def draw_memory(figure: Any, records: Records) -> None:
                 textcoords="offset points",
                 ha="right" if is_right else "left",
             )
-    panel.set(xlim=(0, 16), ylim=(0, 5), xlabel="bytes a weight, params included")
+    panel.set(xlim=(0, 16), ylim=(0, 5), xlabel="bytes per weight, params included")
     panel.set_ylabel("step time / float32's, on a CPU")
 
 

@@ -30,7 +30,7 @@ FORMATS = {
     "eager ms": ".1f",
     "ratio": ".2f",
     "step to float32": ".2f",
-    "bytes a weight": ".2f",
+    "bytes per weight": ".2f",
     "temporaries": ".2f",
     "compile s": ".2f",
     "compile ratio": ".2f",

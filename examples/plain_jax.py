@@ -22,7 +22,7 @@ FORMS = {
         jnp.float16,
         optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(adamw)),
     ),
-    "compact": (  # 8-bit moments where large, masters of 2 bytes a weight
+    "compact": (  # 8-bit moments where large, masters of 2 bytes per weight
         jnp.bfloat16,
         optax_mp.mixed_precision(
             optax_mp.low_bit_state(adamw, min_size=0), storage=optax_mp.Split()

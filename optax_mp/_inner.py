@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_mp._leaves import is_absent
 from optax_mp._tree import PyTree, is_array, is_floating, is_inexact
@@ -49,7 +50,7 @@ def in_precision_of(seen: Any, grad: Any) -> Any:
         return seen
     if is_absent(grad) or not (is_floating(grad) and is_floating(seen)):
         return grad
-    return grad.astype(seen.dtype)
+    return lax.convert_element_type(grad, seen.dtype)
 
 
 def without_aliases(state: PyTree, others: PyTree) -> PyTree:

@@ -42,7 +42,11 @@ def or_negative_zeros(proceed: Choice, value: Any) -> Any:
     """
     if proceed is True or not _is_number(value):
         return value
-    return _select(proceed, value, lax.full_like(value, _negative_zero(value.dtype)))
+    return _select(proceed, value, _negative_zeros(value))
+
+
+def _negative_zeros(like: Any) -> jax.Array:
+    return lax.full_like(like, _negative_zero(like.dtype))
 
 
 def _negative_zero(dtype: Any) -> complex:
@@ -105,10 +109,17 @@ class _TracedStep:
             if not is_literal(var) and var not in given:
                 output_of.setdefault(var, i)
 
+        # One array for all updates of a type: hundreds take long to trace.
+        zeros: dict[Any, jax.Array] = {}
+
         def choose_output(i: int, new: Any) -> Any:
             old = self.previous[i]
             if old is None:
-                return or_negative_zeros(proceed, new)
+                if not _is_number(new):
+                    return new
+                if new.aval not in zeros:
+                    zeros[new.aval] = _negative_zeros(new)
+                old = zeros[new.aval]
             return new if new is old else _select(proceed, new, old)
 
         def run(equation: Any, inputs: list[Any]) -> list[Any]:

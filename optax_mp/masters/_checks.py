@@ -77,17 +77,20 @@ def check_param(
     storage: Storage,
 ) -> None:
     """Raise unless `param` is still what it was, by what the state stores for it."""
-    where = f"mixed_precision: param {spell(path)} is {describe(param)}"
+
+    def it() -> str:  # written only for an error
+        return f"mixed_precision: param {spell(path)} is {describe(param)}"
+
     is_narrow = is_floating(param) and bits(param.dtype) < bits(master_dtype)
     if is_floating(param) and declared != param.dtype:
         raise ValueError(
-            f"{where}, expected {declared} as `param_dtype` says; cast the params with "
+            f"{it()}, expected {declared} as `param_dtype` says; cast the params with "
             "`Policy.cast_to_param` or `optax_mp.cast_floating` before training. If "
             f"they were cast, {_explain_promotion(storage)}"
         )
     if is_absent(stored) and is_narrow:
         raise ValueError(
-            f"{where}, and the state holds no master for it: at `init` it was not "
+            f"{it()}, and the state holds no master for it: at `init` it was not "
             f"floating or was as wide as {master_dtype.name}. Call `init` with params "
             "in the dtype they are trained in, or say which it will be with "
             "`param_dtype`."
@@ -96,18 +99,18 @@ def check_param(
         return
     if not is_floating(param):
         raise ValueError(
-            f"{where}, but has a {master_dtype.name} master since `init`, expected a "
+            f"{it()}, but has a {master_dtype.name} master since `init`, expected a "
             "floating array: the state belongs to other params; call `init` again."
         )
     if not is_narrow:
         raise ValueError(
-            f"{where}, expected a floating dtype narrower than its {master_dtype.name} "
-            f"master: it was at `init`, and {_explain_promotion(storage)}"
+            f"{it()}, expected a dtype narrower than its {master_dtype.name} master: "
+            f"it was at `init`, and {_explain_promotion(storage)}"
         )
     for leaf in jax.tree.leaves(stored):
         if leaf.shape[leaf.ndim - param.ndim :] != param.shape:
             raise ValueError(
-                f"{where}, but its master is {describe(leaf)}, expected the same "
+                f"{it()}, but its master is {describe(leaf)}, expected the same "
                 "shape: the state belongs to other params; call `init` again."
             )
 
@@ -149,11 +152,14 @@ def check_gradient(
     """Raise unless `grad` can be a gradient of `param`."""
     if is_absent(grad):
         return
-    where = f"{caller}: the gradient of {spell(path)} is {describe(grad)}"
+
+    def it() -> str:  # written only for an error
+        return f"{caller}: the gradient of {spell(path)} is {describe(grad)}"
+
     if not is_inexact(param):
         if is_inexact(grad):
             raise TypeError(
-                f"{where}, but the param is {describe(param)}, which cannot be "
+                f"{it()}, but the param is {describe(param)}, which cannot be "
                 "trained; expected None or the float0 gradient that "
                 "`jax.grad(..., allow_int=True)` gives; make the param a floating "
                 "array, or its gradient None."
@@ -161,18 +167,18 @@ def check_gradient(
         return
     if not is_inexact(grad):
         raise TypeError(
-            f"{where}, expected a floating gradient for the param {describe(param)}; "
+            f"{it()}, expected a floating gradient for the param {describe(param)}; "
             "leave leaves that are not trained out with `optax.masked`."
         )
     if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
         raise TypeError(
-            f"{where}, expected a real gradient for the param {describe(param)}; take "
+            f"{it()}, expected a real gradient for the param {describe(param)}; take "
             "its real part."
         )
     # Per-example gradients have leading axes, which `inner` is to reduce.
     shape = jnp.shape(grad)
     if shape[len(shape) - jnp.ndim(param) :] != jnp.shape(param):
-        raise ValueError(f"{where}, expected the shape of the param {describe(param)}.")
+        raise ValueError(f"{it()}, expected the shape of the param {describe(param)}.")
 
 
 def check_update(

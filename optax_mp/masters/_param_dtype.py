@@ -34,10 +34,7 @@ def read_param_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
     elif callable(declared) and not isinstance(declared, type):
         function = declared
     else:
-        fixed = None
-        if declared is not None:
-            fixed = floating_dtype(cast(DTypeLike, declared), argument)
-        function = lambda path, leaf: fixed  # noqa: E731
+        return _rule_for_all(cast(DTypeLike | None, declared), argument)
 
     def rule(path: tuple[Any, ...], leaf: Any) -> jnp.dtype | None:
         if not is_floating(leaf):
@@ -47,5 +44,18 @@ def read_param_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
             return leaf.dtype
         dtype = floating_dtype(said, f"{argument} for {spell(path)}")
         return jax.dtypes.canonicalize_dtype(dtype)
+
+    return rule
+
+
+def _rule_for_all(declared: DTypeLike | None, argument: str) -> DTypeRule:
+    """Return the rule of one dtype for all leaves, or of each leaf's own."""
+    dtype = None if declared is None else floating_dtype(declared, argument)
+
+    def rule(path: tuple[Any, ...], leaf: Any) -> jnp.dtype | None:
+        del path
+        if not is_floating(leaf):
+            return None
+        return leaf.dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
 
     return rule

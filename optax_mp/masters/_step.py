@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_mp._dtypes import round_to, saturating_cast
 from optax_mp._inner import in_precision_of, own_master
@@ -134,7 +135,7 @@ class Step:
         # Read off the rounded target and the actual param, so that what one update
         # misses, rounded to the dtype of 16-bit gradients, the next one makes up for.
         target = round_to(target, param.dtype)
-        update = target - param.astype(target.dtype)
+        update = lax.sub(target, lax.convert_element_type(param, target.dtype))
         return new_stored, _cast_update(update, self._update_dtype_of_master(i))
 
     def _update_dtype_of_master(self, i: int) -> jnp.dtype:
@@ -154,11 +155,11 @@ class Step:
 
 
 def _cast_update(change: Any, dtype: jnp.dtype) -> jax.Array:
-    change = jnp.asarray(change)
+    # `lax` throughout: what `jnp` adds takes most of the time of tracing a step.
     if not is_floating(change) or not jnp.issubdtype(dtype, jnp.floating):
-        return change
+        return jnp.asarray(change)
     # A float16 or float8 step between two finite params may be out of its range. Of
     # bfloat16, which has the range of float32, only steps over 3e38 are: no clamp.
     if jnp.finfo(dtype).nexp < jnp.finfo(change.dtype).nexp:
         return saturating_cast(change, dtype)
-    return change.astype(dtype)
+    return lax.convert_element_type(change, dtype)

@@ -182,7 +182,7 @@ def test_the_step_benchmark_writes_what_the_page_reads(run, script, monkeypatch)
     assert [row["AdamW step"] for row in rows] == ["plain optax, float32", "naive bf16"]
     assert list(found.tables) == [title] and rows[0].keys() == before[0].keys()
     assert rows[0]["ratio"] == rows[0]["compile ratio"] == 1
-    assert [round(row["bytes a weight"]) for row in rows] == [12, 6]
+    assert [round(row["bytes per weight"]) for row in rows] == [12, 6]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from own_storages import TwoBfloat16
 
 import optax_mp
 
@@ -38,6 +39,7 @@ UNSCALED = {
     "chance": masters(optax.chain(CHANCE, adamw)),
     "float16": masters(adamw, storage=optax_mp.Split(16)),
     "float8": masters(adamw, update_dtype="params"),
+    "own storage": masters(adamw, storage=TwoBfloat16()),
 }
 SCALED = {
     f"scaled {name}": optax_mp.dynamic_loss_scale(tx, init_scale=8.0, growth_interval=3)
