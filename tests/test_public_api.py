@@ -17,7 +17,12 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "docs" / "index.md"]
 PAGES += sorted((ROOT / "docs" / "guide").glob("*.md"))
 BLOCKS = [
-    pytest.param(block, id=f"{page.stem}-{number}")
+    pytest.param(
+        block,
+        id=f"{page.stem}-{number}",
+        # By default what one reads first.
+        marks=pytest.mark.slow if page.parent.name == "guide" else (),
+    )
     for page in PAGES
     for number, block in enumerate(
         re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)

@@ -441,6 +441,7 @@ def test_the_seed_alone_decides_the_loss(text_file, report):
     assert trained(2**32 - 1, 1).curve.losses[0] != before["curve"]["losses"][0]
 
 
+@pytest.mark.slow
 def test_masters_make_float8_params_learn(text_file):
     corpus = demo.text.make_corpus(demo.text.read_text(text_file), TINY.context)
     settings = dataclasses.replace(TINY, steps=30)

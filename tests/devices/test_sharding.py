@@ -15,11 +15,8 @@ import optax_mp
 BY_DEFAULT = {
     "params_are_gathered_in_their_own_dtype",
     "leaves_that_do_not_divide_are_handled",
-    "float16_and_float8_and_extreme_params_land_as_without",
-    "lists_of_params_and_masters_that_are_small_trees_are_cut",
     "params_that_lie_otherwise_than_said_are_an_error",
     "a_run_goes_on_with_and_without_and_on_other_devices",
-    "explicitly_sharded_params_work",
     "a_range_report_sends_its_counts_alone",
     "range_reports_of_ranks_add_up",
 }

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from scaled_losses import NESTINGS, NO_SCALE, PARAMS
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -100,7 +101,7 @@ def test_check_sees_the_skips_of(nesting):
         optax_mp.check_loss_scale(state, max_skipped=1, grads=grads)
 
 
-@pytest.mark.parametrize("nesting", NESTINGS)
+@mostly_slow("nesting", NESTINGS, lambda nesting: nesting not in CHECKED[1:])
 def test_check_finds_the_state_in(nesting):
     state, _ = skipped(0, NESTINGS[nesting](), after_finite=1)
     optax_mp.check_loss_scale(state, max_skipped=0)

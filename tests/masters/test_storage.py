@@ -13,6 +13,7 @@ import pytest
 from comparison import as_bits, avals
 from own_storages import Negated, TwoBfloat16
 from reference import rounded
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -27,6 +28,10 @@ LOADED = jax.tree.map(
     {**PARAMS, "w": PARAMS["w"].astype(jnp.float32)},
 )
 OWN = pytest.mark.parametrize("storage", [Negated(), TwoBfloat16()])
+# For what takes long: the one that keeps a tree for each master.
+MOSTLY_TREES = mostly_slow(
+    "storage", [Negated(), TwoBfloat16()], lambda storage: storage == TwoBfloat16()
+)
 adam = optax.adam(1e-2)
 
 
@@ -88,7 +93,7 @@ def test_masters_follow_bare_optax_on_what_is_kept(storage, jitted):
         np.testing.assert_array_equal(np.asarray(params["w"], np.float32), want)
 
 
-@OWN
+@MOSTLY_TREES
 def test_states_keep_their_types_and_are_not_those_of_another_storage(storage):
     tx = mixed(storage)
     params, state = trained(tx, range(2))
@@ -174,7 +179,7 @@ def test_checkpoints_are_checked_and_pickled(storage):
     optax_mp.check_replicas((params, state))
 
 
-@OWN
+@MOSTLY_TREES
 def test_a_skipped_step_keeps_what_is_stored(storage):
     tx = optax_mp.dynamic_loss_scale(mixed(storage), init_scale=1.0)
     params, state = trained(tx, range(2))
@@ -186,7 +191,7 @@ def test_a_skipped_step_keeps_what_is_stored(storage):
         assert as_bits(moved) == as_bits(params["w"])
 
 
-@OWN
+@MOSTLY_TREES
 def test_it_goes_with_low_bit_states_and_vmap(storage):
     tx = mixed(storage, optax_mp.low_bit_state(adam, min_size=1))
     params = {"w": jnp.ones((2, 4, 64), jnp.bfloat16)}

@@ -169,7 +169,6 @@ def difference(tree, other):
 
 # In the default run each once; all else takes longer.
 DEFAULT = {
-    ("flax_linen", "float16"),
     ("flax_nnx", "float16"),
     ("equinox_mlp", "bfloat16"),
     ("haiku_mlp", "float16"),

@@ -201,8 +201,9 @@ CHECKS = {
 if __name__ == "__main__":
     assert len(jax.devices()) == RANKS
     # The first at full length; the others differ from it in what is on each rank.
-    steps = int(sys.argv[1])
-    for name, check in CHECKS.items():
-        check(steps)
+    steps, *names = sys.argv[1:]
+    steps = int(steps)
+    for name in names or CHECKS:
+        CHECKS[name](steps)
         print(name)
         steps = min(steps, LENGTH_OF_OTHERS)
