@@ -54,7 +54,7 @@ def amp(
             - `"rounded"`: as `"widest"`, with the result in the compute dtype;
             - `"own"`: each input, and the output that belongs to it, in its own dtype;
             - `"as_written"`: as without amp. Operations with a function among their
-              parameters (scatters, reductions by a function, kernels) always are;
+              parameters (scatters, reductions by a function, kernels) always run so;
 
             or a function `(compute_dtype, original_dtypes, *invars, **bind_params) ->
             (invars, bind_params)`, which returns what the primitive is bound with. The

@@ -14,7 +14,7 @@ EXPONENT_BIT = 23
 
 
 class Limits(NamedTuple):
-    """The positive float32 numbers, as bit patterns, where rounding to a format changes.
+    """The positive float32 numbers, as bit patterns, where a format's rounding changes.
 
     Rounding is to nearest, and to even halfway between two numbers.
 

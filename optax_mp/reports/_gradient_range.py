@@ -21,8 +21,8 @@ from optax_mp.reports._formats import (
     FORMATS,
     Limits,
     bin_starts,
-    octave_cuts,
     limits_of,
+    octave_cuts,
     values_of,
 )
 from optax_mp.reports._table import align_columns
@@ -254,7 +254,7 @@ class GradientRangeReport:
         return lines
 
     def _counts_of(self, path: str | None) -> np.ndarray:
-        """Return the counts of a leaf, or of all leaves, summed over stacked reports."""
+        """Return the counts of a leaf, or of all, summed over stacked reports."""
         if is_traced(self.counts):
             raise TypeError(
                 f"GradientRangeReport: `counts` is traced ({describe(self.counts)}), "
