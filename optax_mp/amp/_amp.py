@@ -30,7 +30,7 @@ def amp(
     their inputs. Like `jax.jit` and `jax.vmap`, `amp` takes a function and returns one
     with the same signature, output dtypes and gradient dtypes, and composes with them.
 
-    Params stay float32. Every use of a weight casts it anew, so that the gradients of
+    Params stay float32. Every use of a weight casts it again, so that the gradients of
     its uses are summed in float32. Casts in the function itself are honoured, and so is
     `precision=HIGHEST`. Operations that amp does not know run as written. A function
     with nothing to change is left alone.

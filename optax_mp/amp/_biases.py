@@ -46,7 +46,7 @@ class Biases:
     def is_added_by(self, equation: Equation) -> bool:
         """Return whether an equation adds a bias to something larger.
 
-        An argument as large as the sum is not a bias: it may be what is summed up.
+        An argument as large as the sum is not a bias: it may be a term of the sum.
         """
         if equation.primitive.name != "add":
             return False

@@ -103,11 +103,8 @@ class _VjpRule:
 
         outputs, residuals = self.interpret(vjp, (list(inputs),), (dtypes,))
         as_given = _Dtypes(tuple(inputs[i].dtype for i in differentiable))
-        return list(map(cast, outputs, self.output_dtypes)), (
-            residuals,
-            pullback,
-            as_given,
-        )
+        saved = (residuals, pullback, as_given)
+        return list(map(cast, outputs, self.output_dtypes)), saved
 
     def backward(self, saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         residuals, pullback, as_given = saved
@@ -115,12 +112,12 @@ class _VjpRule:
         inexact = [i for i, aval in enumerate(avals) if is_inexact(aval)]
 
         def pull(residuals: Sequence[Any], given: Sequence[Any]) -> Any:
-            cotangents: list[Any] = [
+            filled: list[Any] = [
                 np.zeros(aval.shape, jax.dtypes.float0) for aval in avals
             ]
             for i, cotangent in zip(inexact, given, strict=True):
-                cotangents[i] = cotangent
-            return list(jax.tree.unflatten(pullback.treedef, residuals)(cotangents))
+                filled[i] = cotangent
+            return list(jax.tree.unflatten(pullback.treedef, residuals)(filled))
 
         given = [_materialize(cotangents[i]) for i in inexact]
         as_written = (list(pullback.dtypes), [avals[i].dtype for i in inexact])

@@ -2,8 +2,9 @@
 
 Equations are planned in order: the precisions of the inputs, the rule, and what the
 readers of the outputs want (`_demand`) decide. A jaxpr inside an equation, of a loop,
-branch or `jit`, is a region. A loop's carry has one precision in all iterations, which
-is searched for until planning the body changes nothing: a fix-point.
+branch or `jit`, is a region, and its `Wiring` says which values go in and out. A loop's
+carry has one precision in all iterations: the body is planned again until nothing
+changes, at a fix-point.
 """
 
 from collections.abc import Sequence
@@ -62,14 +63,15 @@ class Action:
     """What becomes of one equation.
 
     Attributes:
-        how: "bind", its inputs are cast and it is bound; "same", it returns its input;
-            "function", a user's function binds it; "regions", its regions change.
+        how: `"bind"`: its inputs are cast and it is bound; `"same"`: it returns its
+            input; `"function"`: a user's function binds it; `"regions"`: it is bound
+            with other regions.
         inputs: the precision to which each input is cast.
         outputs: the precisions of its outputs.
         rule: the rule that it follows.
-        why: what decided.
-        scope_rule: the rule of the scope that it stands in.
-        params: its parameters, where they change.
+        why: what decided, in the words of `AmpOperation`; `"inside"` for regions.
+        scope_rule: the rule of the scope that it is in.
+        params: its parameters, if they change.
         regions: how its regions run.
     """
 
@@ -115,7 +117,7 @@ class _Context:
         precisions: those of its inputs.
         axis_counts: for its inputs, to tell a bias.
         wants: for its outputs, what their readers want.
-        scope_rule: the rule of the scope that it stands in.
+        scope_rule: the rule of the scope that it is in.
     """
 
     precisions: Precisions

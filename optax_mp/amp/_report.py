@@ -75,7 +75,7 @@ class AmpReport:
     base_rules: Mapping[Any, Rule]
 
     def rules(self, above: float) -> dict[Any, Rule]:
-        """Return the rules of this run, with float32 for what adds more error.
+        """Return the rules of this run, with float32 for operations that err more.
 
         A new rule names a source line, so it is for this version of the code. Where no
         line is known, as in a library's functions, it names the primitive.

@@ -135,7 +135,7 @@ class Interpreter:
             avals = jax.tree.map(aval_like, given, dtypes)
             closed, returned = jax.make_jaxpr(function, return_shape=True)(*avals)
             jaxpr, leaves = closed.jaxpr, jax.tree.leaves(given)
-            # None for what takes no part in amp.
+            # `full` is None for a value that takes no part in amp.
             precisions = tuple(
                 full and (LOW if x.dtype == self._low else FULL)
                 for full, x in zip(full_precisions(jaxpr.invars), leaves, strict=True)

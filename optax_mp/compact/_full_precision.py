@@ -8,12 +8,12 @@ name:
 - A *history*: a step replaces some of its entries and copies the others, as L-BFGS does
   with its differences of params and of gradients. Copies would be rounded again at each
   step, and the new entries are small differences, which need all bits of their terms.
-- A *position*: a sum over the run from which the params are computed anew, as MADGRAD
+- A *position*: a sum over the run from which each step computes the params, as MADGRAD
   and COCOB do: the new params are the initial ones plus a function of such sums. An
   error in the sum moves the params, however small the learning rate is. Such a state
   has an *anchor*: the params at the start, or at some step.
-- A *record*: an array from which no update is computed. Someone else reads it, such as
-  `optax.value_and_grad_from_state` the gradient that a line search leaves there.
+- A *record*: an array from which no update is computed. It is for someone else:
+  `optax.value_and_grad_from_state` reads the gradient that a line search keeps.
 
 If the trace does not decide, the array stays in full precision: that costs memory,
 which `memory_report` shows, but the opposite would silently cost accuracy. An example

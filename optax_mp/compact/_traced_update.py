@@ -17,8 +17,8 @@ class TracedUpdate(NamedTuple):
         closed: the jaxpr.
         param_count: how many arrays the gradients have, and the params.
         state_count: how many arrays the state has.
-        is_exact: False if the update was given a made-up loss: what depends on what is
-            the same with any loss, but signs may differ.
+        is_exact: False if the update was given a made-up loss. Dependences are the same
+            with any loss, but signs may differ.
     """
 
     closed: Any

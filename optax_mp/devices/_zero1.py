@@ -47,7 +47,7 @@ def zero1(
     under `jit` or outside. Derivatives through `update` are zero.
 
     The results are those of `inner`. They are bit-equal for params that have a master,
-    if its rule is elementwise. If the rule sums over a whole array (a norm, say), the
+    if its rule is elementwise. If the rule sums over a whole array, as for a norm, the
     sum is taken in another order. Float32 params that are their own master may differ
     by one rounding: without a gather in between, XLA contracts the last multiplication
     of the rule with the addition that follows.

@@ -141,7 +141,7 @@ class GradientRangeReport:
         Of the scales that leave `headroom` above the largest value, those are best that
         make the fewest values 0, then those that make the fewest subnormal. Of several
         the middle one is returned (the largest, if any value becomes 0). Magnitudes are
-        known to the octave, so twice the scale may fit, too.
+        known to the octave, so twice the scale may also fit.
 
         The scale is for these values only. Gradients within the backward pass can be
         larger than those of the params, and both change during training;
