@@ -93,21 +93,21 @@ def make_parser(defaults: Settings) -> argparse.ArgumentParser:
         dest="picture",
         action="store_const",
         const=None,
-        help="write none",
+        help="write no page",
     )
     return parser
 
 
 def add_run_options(parser: argparse.ArgumentParser, defaults: Settings) -> None:
-    """Add what decides which runs are made, and how."""
+    """Add the options that choose the runs and their settings."""
     parser.add_argument(
         "--dtype",
         nargs="+",
         choices=DTYPES,
         metavar="DTYPE",
         default=DEFAULT_DTYPES,
-        help="of params: bf16, f16 (with a loss scale), e4m3fn, e5m2 (float8, with a "
-        "model that computes in bfloat16); each also runs naively, in plain "
+        help="dtypes of params: bf16, f16 (with a loss scale), e4m3fn, e5m2 (float8, "
+        "with a model that computes in bfloat16); each also runs naively, in plain "
         f"optax (default: {' '.join(DEFAULT_DTYPES)})",
     )
     parser.add_argument(
@@ -115,9 +115,10 @@ def add_run_options(parser: argparse.ArgumentParser, defaults: Settings) -> None
         nargs="+",
         choices=STORAGES,
         metavar="STORAGE",
-        help="of masters: full (float32, 14 bytes a weight with AdamW), split16 (12), "
-        "split8 (11), compact (split8 and 8-bit moments, 5.1), stochastic (none, 10); "
-        "float8 takes full only (default: full, and compact for bf16)",
+        help="how masters are stored: full (float32, 14 bytes per weight with AdamW), "
+        "split16 (12), split8 (11), compact (split8 and 8-bit moments, 5.1), "
+        "stochastic (no masters, 10); float8 takes full only (default: full, and "
+        "compact for bf16)",
     )
     parser.add_argument(
         "--steps",
@@ -129,25 +130,25 @@ def add_run_options(parser: argparse.ArgumentParser, defaults: Settings) -> None
         "--seed",
         type=int,
         default=defaults.seed,
-        help="of weights and batches (default: %(default)s)",
+        help="seed of weights and batches (default: %(default)s)",
     )
     parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="what to train on (default: the help texts of Python)",
+        help="text to train on (default: the help texts of Python)",
     )
 
 
 def check_picture(picture: Path | None, text: Path | None) -> None:
-    """Raise unless the picture can be written; leave nothing behind.
+    """Check that the picture can be written, and leave no file behind.
 
     Raises:
-        ValueError: if not, or if it would overwrite the text.
+        ValueError: if it cannot, or if it would overwrite the text.
     """
     if picture is None:
         return
-    target = picture.resolve()  # Where a link leads: it is not to be removed.
+    target = picture.resolve()  # So that a link itself is not removed.
     try:
         existed = target.exists()
         if existed and text is not None and target.samefile(text):
@@ -166,7 +167,7 @@ def check_picture(picture: Path | None, text: Path | None) -> None:
 
 
 def introduction(settings: Settings, corpus: Corpus, runs: Sequence[Run]) -> str:
-    """Return what is about to be done."""
+    """Return a sentence that says what the demo will do."""
     return (
         f"Training a {settings.layer_count}-layer transformer on "
         f"{corpus.train.size} characters on {device_name()}, {settings.steps} steps in "
@@ -181,7 +182,7 @@ def device_name() -> str:
 
 
 def environment(picture: Path | None) -> dict[str, Any]:
-    """Return what a reader of the results may ask about the machine."""
+    """Return what the JSON says about the machine, the versions and the picture."""
     return {
         "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
@@ -198,7 +199,7 @@ def environment(picture: Path | None) -> dict[str, Any]:
 if __name__ == "__main__":
     try:
         status = main()
-    except BrokenPipeError:  # Whoever read this has gone, as `head` does.
+    except BrokenPipeError:  # The reader has gone, as `head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
     sys.exit(status)

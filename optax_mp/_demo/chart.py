@@ -12,7 +12,7 @@ BAR_HEIGHT = 24
 NAME_WIDTH = 130
 VALUE_WIDTH = 50
 STYLE_COUNT = 8
-# So that runs are told apart without colours, and where one line lies on another.
+# Dashes tell runs apart without colours, and where one line lies on another.
 DASHES = ("none", "8 3", "2 3", "10 3 2 3")
 
 Point = tuple[float, float]
@@ -20,7 +20,7 @@ Tick = tuple[float, str]
 
 
 class Series(NamedTuple):
-    """The points of a run; `style` is its place among the runs, `end` why it ends."""
+    """The points of a run; `style` numbers the runs, `end` says why it ended early."""
 
     name: str
     style: int
@@ -42,8 +42,8 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-def node(tag: str, *children: Element | str, **attributes: object) -> Element:
-    """Return an element; `class_` and `font_size` are `class` and `font-size`."""
+def element(tag: str, *children: Element | str, **attributes: object) -> Element:
+    """Return an element; `class_`, `font_size` become `class`, `font-size`."""
     names = {name: name.rstrip("_").replace("_", "-") for name in attributes}
     made = Element(tag, {names[name]: str(attributes[name]) for name in attributes})
     for child in children:
@@ -61,6 +61,7 @@ def linear_axis(label: str, values: Iterable[float], at_least: float = 1.0) -> A
     high = max(high, low + at_least)
     power = 10.0 ** math.floor(math.log10((high - low) / 4))
     step = max(power * k for k in (1, 2, 5) if power * k <= (high - low) / 4)
+    # The small terms absorb rounding errors, which would add a tick or a digit.
     first, last = math.floor(low / step + 1e-3), math.ceil(high / step - 1e-3)
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     ticks = [(i * step, f"{i * step:.{digits}f}") for i in range(first, last + 1)]
@@ -87,28 +88,28 @@ def exponent_axis(label: str, values: Iterable[float]) -> Axis:
 
 def line_chart(title: str, x: Axis, y: Axis, all_series: Sequence[Series]) -> Element:
     """Return axes, and a curve for each series."""
-    chart = node("svg", viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", class_="chart")
-    chart.append(node("title", title))
+    chart = element("svg", viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", class_="chart")
+    chart.append(element("title", title))
     chart.append(text(LEFT, 18, title, class_="heading"))
-    chart.extend(frame(x, y))
+    chart.extend(axis_lines(x, y))
     chart.extend(curve(series, x, y) for series in all_series)
     return chart
 
 
-def frame(x: Axis, y: Axis) -> list[Element]:
+def axis_lines(x: Axis, y: Axis) -> list[Element]:
     """Return grid lines, ticks and labels of both axes."""
     bottom, middle = HEIGHT - BOTTOM, (TOP + HEIGHT - BOTTOM) / 2
     parts = []
     for value, label in y.ticks:
-        at = y_place(value, y)
-        parts.append(rule(LEFT, at, WIDTH - RIGHT, at, class_="grid"))
+        at = y_position(value, y)
+        parts.append(straight_line(LEFT, at, WIDTH - RIGHT, at, class_="grid"))
         parts.append(text(LEFT - 6, at + 4, label, text_anchor="end"))
     for value, label in x.ticks:
-        at = x_place(value, x)
-        parts.append(rule(at, bottom, at, bottom + 5, class_="axis"))
+        at = x_position(value, x)
+        parts.append(straight_line(at, bottom, at, bottom + 5, class_="axis"))
         parts.append(text(at, bottom + 18, label, text_anchor="middle"))
-    parts.append(rule(LEFT, bottom, WIDTH - RIGHT, bottom, class_="axis"))
-    parts.append(rule(LEFT, TOP, LEFT, bottom, class_="axis"))
+    parts.append(straight_line(LEFT, bottom, WIDTH - RIGHT, bottom, class_="axis"))
+    parts.append(straight_line(LEFT, TOP, LEFT, bottom, class_="axis"))
     center = (LEFT + WIDTH - RIGHT) / 2
     parts.append(text(center, HEIGHT - 8, x.label, text_anchor="middle"))
     turned = f"rotate(-90 14 {middle:g})"
@@ -117,23 +118,23 @@ def frame(x: Axis, y: Axis) -> list[Element]:
 
 
 def curve(series: Series, x: Axis, y: Axis) -> Element:
-    """Return the line of a series, with a cross where it ends before its time."""
+    """Return the line of a series, with a cross where it ends early."""
     name = f"{series.name}: {series.end}" if series.end else series.name
-    group = node("g", node("title", name), class_="curve", data_run=series.name)
-    places = [(x_place(a, x), y_place(b, y)) for a, b in series.points]
-    points = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-    group.append(node("polyline", points=points, **line_style(series.style)))
-    if series.end and places:
-        a, b = places[-1]
+    group = element("g", element("title", name), class_="curve", data_run=series.name)
+    positions = [(x_position(a, x), y_position(b, y)) for a, b in series.points]
+    points = " ".join(f"{a:.1f},{b:.1f}" for a, b in positions)
+    group.append(element("polyline", points=points, **line_style(series.style)))
+    if series.end and positions:
+        a, b = positions[-1]
         cross = f"M{a - 5:.1f} {b - 5:.1f}l10 10m0 -10l-10 10"
         group.append(
-            node("path", d=cross, class_=f"line run{series.style % STYLE_COUNT}")
+            element("path", d=cross, class_=f"line run{series.style % STYLE_COUNT}")
         )
     return group
 
 
 def line_style(style: int) -> dict[str, object]:
-    """Return class and dashes of a line; the first is wide, since others lie on it."""
+    """Return class and dashes of a line. The first is wide, since others lie on it."""
     dashes = DASHES[(style + style // STYLE_COUNT) % len(DASHES)]
     width = "wide " if style == 0 else ""
     return {
@@ -145,22 +146,22 @@ def line_style(style: int) -> dict[str, object]:
 def bar_chart(
     title: str, label: str, bars: Sequence[tuple[str, int, float]]
 ) -> Element:
-    """Return a horizontal bar for each (name, style, value), with its figure."""
+    """Return a horizontal bar for each (name, style, value), with the value as text."""
     height = TOP + BAR_HEIGHT * len(bars) + BOTTOM
-    chart = node("svg", viewBox=f"0 0 {WIDTH} {height}", role="img", class_="chart")
-    chart.append(node("title", title))
+    chart = element("svg", viewBox=f"0 0 {WIDTH} {height}", role="img", class_="chart")
+    chart.append(element("title", title))
     chart.append(text(LEFT, 18, title, class_="heading"))
     axis = linear_axis(label, [0.0, *(value for _, _, value in bars)])
     room, bottom = WIDTH - NAME_WIDTH - VALUE_WIDTH, height - BOTTOM
     for value, name in axis.ticks:
         at = NAME_WIDTH + room * axis.share(value)
-        chart.append(rule(at, TOP, at, bottom + 5, class_="grid"))
+        chart.append(straight_line(at, TOP, at, bottom + 5, class_="grid"))
         chart.append(text(at, bottom + 18, name, text_anchor="middle"))
     for i, (name, style, value) in enumerate(bars):
         top, length = TOP + BAR_HEIGHT * i, room * axis.share(value)
         chart.append(text(NAME_WIDTH - 8, top + 16, name, text_anchor="end"))
         box = {"x": NAME_WIDTH, "y": top + 4, "width": f"{length:.1f}", "height": 16}
-        chart.append(node("rect", class_=f"bar run{style % STYLE_COUNT}", **box))
+        chart.append(element("rect", class_=f"bar run{style % STYLE_COUNT}", **box))
         chart.append(text(NAME_WIDTH + length + 6, top + 16, f"{value:.2f}"))
     center = NAME_WIDTH + room / 2
     chart.append(text(center, height - 8, label, text_anchor="middle"))
@@ -168,21 +169,21 @@ def bar_chart(
 
 
 def text(x: float, y: float, words: str, **attributes: object) -> Element:
-    """Return a text at a place."""
-    return node("text", words, x=f"{x:.1f}", y=f"{y:.1f}", **attributes)
+    """Return a text at a position."""
+    return element("text", words, x=f"{x:.1f}", y=f"{y:.1f}", **attributes)
 
 
-def rule(x1: float, y1: float, x2: float, y2: float, class_: str) -> Element:
+def straight_line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Element:
     """Return a straight line."""
     ends = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
-    return node("line", class_=class_, **{k: f"{v:.1f}" for k, v in ends.items()})
+    return element("line", class_=class_, **{k: f"{v:.1f}" for k, v in ends.items()})
 
 
-def x_place(value: float, axis: Axis) -> float:
-    """Return where a value of the horizontal axis lies."""
+def x_position(value: float, axis: Axis) -> float:
+    """Return where a value on the horizontal axis lies."""
     return LEFT + (WIDTH - LEFT - RIGHT) * axis.share(value)
 
 
-def y_place(value: float, axis: Axis) -> float:
-    """Return where a value of the vertical axis lies."""
+def y_position(value: float, axis: Axis) -> float:
+    """Return where a value on the vertical axis lies."""
     return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * axis.share(value)

@@ -32,7 +32,7 @@ def init_params(key: jax.Array, settings: Settings) -> optax.Params:
         return jnp.ones(width, jnp.float32)
 
     def layer() -> dict[str, jax.Array]:
-        # Each block adds twice to the residual stream, which is to stay of order 1.
+        # Each layer adds twice to the residual stream, which should stay of order 1.
         out_scale = (2 * settings.layer_count) ** -0.5
         return {
             "attention_norm": gain(),
@@ -59,7 +59,7 @@ def rms_norm(x: jax.Array, gain: jax.Array) -> jax.Array:
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Turn queries or keys by their position, so that attention sees distances."""
+    """Rotate queries or keys by their position, so that attention sees distances."""
     length, half = x.shape[1], x.shape[-1] // 2
     frequencies = 10_000.0 ** (-np.arange(half) / half)
     angles = np.arange(length)[:, None, None] * frequencies
@@ -76,11 +76,11 @@ def attention(x: jax.Array, layer: dict[str, jax.Array], head_count: int) -> jax
     batch, length, width = x.shape
     heads = (x @ layer["attention_in"]).reshape(batch, length, 3, head_count, -1)
     query, key, value = jnp.moveaxis(heads, 2, 0)
-    # By hand: on CPU `jax.nn.dot_product_attention` refuses float16.
-    match = jnp.einsum("bqhd,bkhd->bhqk", rotate(query), rotate(key))
-    match = match.astype(jnp.float32) * query.shape[-1] ** -0.5
+    # Written out, because `jax.nn.dot_product_attention` refuses float16 on CPU.
+    scores = jnp.einsum("bqhd,bkhd->bhqk", rotate(query), rotate(key))
+    scores = scores.astype(jnp.float32) * query.shape[-1] ** -0.5
     is_past = np.tri(length, dtype=bool)
-    weights = jax.nn.softmax(jnp.where(is_past, match, -jnp.inf)).astype(x.dtype)
+    weights = jax.nn.softmax(jnp.where(is_past, scores, -jnp.inf)).astype(x.dtype)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
     return mixed.reshape(batch, length, width) @ layer["attention_out"]
 
@@ -96,7 +96,7 @@ def predict(params: Any, characters: jax.Array, head_count: int) -> jax.Array:
 
 
 def make_loss(settings: Settings, compute_dtype: DTypeLike) -> LossFunction:
-    """Return the mean cross-entropy of windows, in float32 whatever the model is in."""
+    """Return the mean cross-entropy of windows, in float32 for any compute dtype."""
 
     def loss(params: optax.Params, windows: jax.Array) -> jax.Array:
         windows = windows.astype(jnp.int32)
@@ -113,5 +113,5 @@ def make_loss(settings: Settings, compute_dtype: DTypeLike) -> LossFunction:
 def mean_loss(
     params: optax.Params, windows: jax.Array, settings: Settings, compute_dtype: str
 ) -> jax.Array:
-    """Return the loss of many windows, to evaluate."""
+    """Return the loss of many windows, for evaluation."""
     return make_loss(settings, compute_dtype)(params, windows)

@@ -1,4 +1,4 @@
-"""The picture of the demo: one HTML file that needs nothing else."""
+"""The page of the demo: one HTML file that needs no other."""
 
 import math
 from collections.abc import Sequence
@@ -9,17 +9,18 @@ from optax_mp._demo.chart import (
     Axis,
     Series,
     bar_chart,
+    element,
     exponent_axis,
     line_chart,
     line_style,
     linear_axis,
     log_axis,
-    node,
 )
-from optax_mp._demo.report import TITLES, cells_of, lost_at, verdict
+from optax_mp._demo.report import TITLES, cells_of, diverged_at, verdict
 from optax_mp._demo.train import Result
 
-# Of each run, for light and dark backgrounds; the first is what others lie on.
+# A colour for each run, on light and dark backgrounds. The first is grey, since other
+# curves lie on it.
 LIGHT = "#9a9a9a #c2410c #0b6bcb #0a7d55 #b0229c #6d4de0 #8a6d00 #0e7490".split()
 DARK = "#8a8a8a #ff8f5a #62b0ff #3ecf95 #f07be0 #a793ff #e0c04a #4fd0e0".split()
 STYLE = """
@@ -56,25 +57,25 @@ def as_html(introduction: str, command: str, results: Sequence[Result]) -> str:
     charts = [losses_chart(results), gaps_chart(results)]
     if any(result.loss_scale is not None for result in results):
         charts.append(scales_chart(results))
-    head = node(
+    head = element(
         "head",
-        node("meta", charset="utf-8"),
-        node("meta", name="viewport", content="width=device-width"),
-        node("title", title),
-        node("style", style()),
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width"),
+        element("title", title),
+        element("style", style()),
     )
-    body = node(
+    body = element(
         "body",
-        node("h1", title),
-        node("p", introduction),
-        node("p", verdict(results)),
+        element("h1", title),
+        element("p", introduction),
+        element("p", verdict(results)),
         table(results),
         legend(results),
         *charts,
         bytes_chart(results),
-        node("p", "Made by ", node("code", command)),
+        element("p", "Made by ", element("code", command)),
     )
-    page = node("html", head, body, lang="en")
+    page = element("html", head, body, lang="en")
     return "<!DOCTYPE html>\n" + tostring(page, encoding="unicode") + "\n"
 
 
@@ -94,24 +95,24 @@ def style() -> str:
 
 
 def table(results: Sequence[Result]) -> Element:
-    """Return the table that the terminal shows, too."""
-    titles = node("tr", *(node("th", title, scope="col") for title in TITLES))
+    """Return the table that the terminal shows as well."""
+    titles = element("tr", *(element("th", title, scope="col") for title in TITLES))
     rows = [
-        node("tr", *(node("td", cell) for cell in cells_of(result)))
+        element("tr", *(element("td", cell) for cell in cells_of(result)))
         for result in results
     ]
-    return node("table", node("thead", titles), node("tbody", *rows))
+    return element("table", element("thead", titles), element("tbody", *rows))
 
 
 def legend(results: Sequence[Result]) -> Element:
     """Return the line of each run beside its name."""
     items = []
     for i, result in enumerate(results):
-        line = node("line", x1=0, y1=6, x2=40, y2=6, **line_style(i))
+        line = element("line", x1=0, y1=6, x2=40, y2=6, **line_style(i))
         end = ending(result)
-        name = node("span", f"{result.name} ({end})" if end else result.name)
-        items.append(node("li", node("svg", line, viewBox="0 0 40 12"), name))
-    return node("ul", *items, class_="legend")
+        name = element("span", f"{result.name} ({end})" if end else result.name)
+        items.append(element("li", element("svg", line, viewBox="0 0 40 12"), name))
+    return element("ul", *items, class_="legend")
 
 
 def losses_chart(results: Sequence[Result]) -> Element:
@@ -125,12 +126,12 @@ def losses_chart(results: Sequence[Result]) -> Element:
         )
         for i, result in enumerate(results)
     ]
-    y = log_axis("nats a character", heights(all_series))
+    y = log_axis("nats per character", heights(all_series))
     return line_chart("Training loss", steps_axis(results), y, all_series)
 
 
 def gaps_chart(results: Sequence[Result]) -> Element:
-    """Return the chart of what losses are above those of the first run.
+    """Return the chart of how far losses are above those of the first run.
 
     All runs see the same batches, so that most of the noise cancels.
     """
@@ -139,10 +140,10 @@ def gaps_chart(results: Sequence[Result]) -> Element:
     all_series = []
     for i, result in enumerate(results):
         points = zip(result.curve.steps, result.curve.losses, strict=True)
-        # A first run that diverged has no loss to compare with after that.
+        # A first run that diverged has no losses to compare with from then on.
         gaps = [(step, loss - base[step]) for step, loss in points if step in base]
         all_series.append(Series(result.name, i, smooth(gaps), ending(result)))
-    y = linear_axis("nats a character", [0.0, *heights(all_series)], at_least=0.02)
+    y = linear_axis("nats per character", [0.0, *heights(all_series)], at_least=0.02)
     title = f"Training loss above {first.name}, on the same batches"
     return line_chart(title, steps_axis(results), y, all_series)
 
@@ -172,7 +173,7 @@ def bytes_chart(results: Sequence[Result]) -> Element:
     bars = [
         (result.name, i, result.bytes_per_weight) for i, result in enumerate(results)
     ]
-    return bar_chart("Memory of params and optimizer state", "bytes a weight", bars)
+    return bar_chart("Memory of params and optimizer state", "bytes per weight", bars)
 
 
 def steps_axis(results: Sequence[Result]) -> Axis:
@@ -182,13 +183,13 @@ def steps_axis(results: Sequence[Result]) -> Axis:
 
 
 def heights(all_series: Sequence[Series]) -> list[float]:
-    """Return the vertical values of all points."""
+    """Return the y values of all points."""
     return [value for series in all_series for _, value in series.points]
 
 
 def ending(result: Result) -> str:
-    """Return why a run ended before its time, or nothing."""
-    step = lost_at(result)
+    """Return why a run ended early, or an empty string."""
+    step = diverged_at(result)
     return "" if step is None else f"NaN by step {step}"
 
 
@@ -198,9 +199,9 @@ def smooth_losses(result: Result) -> list[tuple[float, float]]:
 
 
 def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return means over neighbours, fewer near the ends, of what is finite.
+    """Return moving averages of the finite points, over fewer neighbours near the ends.
 
-    The first and the last point have no neighbours on one side and stay as they are.
+    The first and the last point stay as they are.
     """
     points = [point for point in points if math.isfinite(point[1])]
     reach = int(len(points) * SMOOTHED_SHARE / 2)

@@ -12,7 +12,7 @@ SHORTEST_BAR = 5
 
 
 def make_progress(stream: TextIO, steps: int, names: Sequence[str]) -> Report:
-    """Return what shows the progress of the runs called `names`, each of `steps`."""
+    """Return a callback that shows the progress of the named runs, each of `steps`."""
     is_live = stream.isatty() and os.environ.get("TERM") != "dumb"
     return (
         live_progress(stream, steps, names)
@@ -22,15 +22,15 @@ def make_progress(stream: TextIO, steps: int, names: Sequence[str]) -> Report:
 
 
 def live_progress(stream: TextIO, steps: int, names: Sequence[str]) -> Report:
-    """Return what redraws one line for each run, within the width of the terminal."""
+    """Return a callback that redraws one line per run, within the terminal's width."""
     name_width = max(map(len, names))
 
     def report(name: str, moment: Moment) -> None:
         # The last column stays free: some terminals break the line after it.
         width = columns(stream) - 1
-        start = f"{spell(name, names)} {name:<{name_width}}"
+        start = f"{run_number(name, names)} {name:<{name_width}}"
         end = f"{moment.step}/{steps}  {status(moment)}"
-        # Padded, since each line is to cover the one before it.
+        # Padded, so that each line covers the one before it.
         line = with_bar(start, end, moment.step / steps, min(width, 79)).ljust(79)
         line_end = "\n" if is_last(moment, steps) else ""
         print("\r" + line[:width], end=line_end, file=stream, flush=True)
@@ -39,14 +39,14 @@ def live_progress(stream: TextIO, steps: int, names: Sequence[str]) -> Report:
 
 
 def plain_progress(stream: TextIO, steps: int, names: Sequence[str]) -> Report:
-    """Return what prints a line when a run has made another tenth of its steps."""
+    """Return a callback that prints a line after each tenth of a run."""
     shown_tenth = 0
 
     def report(name: str, moment: Moment) -> None:
         nonlocal shown_tenth
         tenth = 10 * moment.step // steps
         if is_last(moment, steps) or tenth != shown_tenth and moment.step:
-            where = f"{spell(name, names)} {name}: step {moment.step}/{steps}"
+            where = f"{run_number(name, names)} {name}: step {moment.step}/{steps}"
             print(f"{where}, {status(moment)}", file=stream, flush=True)
         shown_tenth = tenth
 
@@ -61,21 +61,21 @@ def columns(terminal: TextIO) -> int:
         return 80
 
 
-def spell(name: str, names: Sequence[str]) -> str:
-    """Return which of the runs one is, as `2/6`."""
+def run_number(name: str, names: Sequence[str]) -> str:
+    """Return the number of a run, as `2/6`."""
     return f"{list(names).index(name) + 1}/{len(names)}"
 
 
 def is_last(moment: Moment, steps: int) -> bool:
-    """Tell whether a run ends here."""
-    return moment.step == steps or moment.is_lost
+    """Return whether a run ends here."""
+    return moment.step == steps or moment.is_diverged
 
 
 def status(moment: Moment) -> str:
-    """Return loss, scale and skipped steps, as far as there are any."""
+    """Return loss, loss scale and skipped steps, if the run has them."""
     if moment.loss is None:
         return "compiling"
-    if moment.is_lost:
+    if moment.is_diverged:
         return "loss nan: stopped"
     parts = [f"loss {moment.loss:.3f}"]
     if moment.loss_scale is not None:
@@ -85,12 +85,12 @@ def status(moment: Moment) -> str:
 
 
 def power_of_two(scale: float) -> str:
-    """Return a loss scale as `2^16`: those of the demo are powers of two."""
+    """Return a loss scale as `2^16`. Those of the demo are powers of two."""
     return f"2^{round(math.log2(scale))}"
 
 
 def with_bar(start: str, end: str, share: float, width: int) -> str:
-    """Return a bar between two texts, or the texts alone where it would not fit."""
+    """Return a bar between two texts, or the texts alone if it would not fit."""
     room = min(width - len(start) - len(end) - len(" [] "), LONGEST_BAR)
     if room < SHORTEST_BAR:
         return f"{start} {end}"

@@ -1,4 +1,4 @@
-"""What the demo says of its results: a table, a verdict, and JSON."""
+"""How the demo reports its results: as a table, a verdict, and JSON."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from optax_mp._demo.settings import Settings
 from optax_mp._demo.train import Result
 from optax_mp.reports._table import align_columns
 
-TITLES = ("run", "held-out loss", "bytes a weight", "ms a step", "scale", "skipped")
+TITLES = ("run", "held-out loss", "bytes per weight", "ms per step", "scale", "skipped")
 # Losses this close count as the same. By default, float32 runs with other seeds end up
 # to 0.007 apart, and naive bfloat16 ends more than 0.06 above them.
 SAME_LOSS = 0.02
@@ -52,7 +52,7 @@ def verdict(results: Sequence[Result]) -> str:
         return start
     return (
         f"{start} The smallest that matches it is {leanest.name}, with "
-        f"{leanest.bytes_per_weight:.1f} bytes a weight against "
+        f"{leanest.bytes_per_weight:.1f} bytes per weight against "
         f"{first.bytes_per_weight:.1f}."
     )
 
@@ -61,28 +61,28 @@ def compare_losses(result: Result, first: Result) -> str:
     """Return how the loss of a run compares with that of the first."""
     gap = result.held_out_loss - first.held_out_loss
     if not math.isfinite(gap):
-        step = lost_at(result)
+        step = diverged_at(result)
         return f"{result.name} diverged" + (f" by step {step}" if step else "")
     if matches(result, first):
         return f"{result.name} matches it ({gap:+.3f})"
     return f"{result.name} is {abs(gap):.3f} {'worse' if gap > 0 else 'better'}"
 
 
-def lost_at(result: Result) -> int | None:
-    """Return the step at which a run's loss was seen to be NaN for good, if any."""
+def diverged_at(result: Result) -> int | None:
+    """Return the step by which a run's loss was NaN for good, or None."""
     last = result.curve.losses[-1]
     return result.curve.steps[-1] if math.isnan(last) else None
 
 
 def matches(result: Result, first: Result) -> bool:
-    """Tell whether a loss is that of the first run, within what chance does."""
+    """Return whether a loss equals that of the first run, but for chance."""
     return abs(result.held_out_loss - first.held_out_loss) < SAME_LOSS
 
 
 def as_json(
     settings: Settings, results: Sequence[Result], environment: dict[str, Any]
 ) -> str:
-    """Return settings and results for programs; what is not finite is null."""
+    """Return settings and results as JSON; what is not finite is null."""
     report = {
         "settings": asdict(settings),
         **environment,
@@ -93,10 +93,10 @@ def as_json(
 
 
 def finite_or_none(value: Any) -> Any:
-    """Return a tree of plain values with None for what JSON cannot say."""
+    """Return a tree of plain values with None for infinity and NaN, for JSON."""
     if isinstance(value, dict):
         return {key: finite_or_none(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite_or_none(item) for item in value]
-    is_other = isinstance(value, float) and not math.isfinite(value)
-    return None if is_other else value
+    is_nonfinite = isinstance(value, float) and not math.isfinite(value)
+    return None if is_nonfinite else value

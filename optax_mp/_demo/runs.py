@@ -45,53 +45,56 @@ def unchanged(inner: optax.GradientTransformation) -> optax.GradientTransformati
 
 
 def split16(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `inner` on masters that are kept as the param and 16 bits more."""
+    """Return `inner` on masters that are stored as the param and 16 more bits."""
     return mixed_precision(inner, storage=Split(bits=16))
 
 
 def split8(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `inner` on masters that are kept as the param and 8 bits more."""
+    """Return `inner` on masters that are stored as the param and 8 more bits."""
     return mixed_precision(inner, storage=Split(bits=8))
 
 
 def compact(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return `inner` with 8-bit moments, on masters of 24 bits.
 
-    The default `min_size` is for larger models; this one takes all matrices of the
-    demo's, and leaves its norms.
+    The default `min_size` is for larger models. This one includes all matrices of the
+    demo's model, and excludes its norms.
     """
     return split8(low_bit_state(inner, min_size=128))
 
 
-def masters_of_8_bits(
+def float8_masters(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-    """Return `inner` on masters of 8-bit params, to which JAX adds their own only."""
+    """Return `inner` on masters of float8 params, with float8 updates.
+
+    JAX adds no other dtype to an 8-bit float.
+    """
     return mixed_precision(inner, update_dtype="params")
 
 
 def with_loss_scale(transform: Transform) -> Transform:
-    """Return `transform` with a loss scale around.
+    """Return `transform` with a loss scale around it.
 
-    It grows sooner than by default, so that it meets its limits in a short run, too.
+    The scale grows sooner than by default, so that it overflows in a short run as well.
     """
     return lambda inner: dynamic_loss_scale(transform(inner), growth_interval=100)
 
 
 def unscaled_value_and_grad(loss: LossFunction) -> GradFunction:
-    """Return JAX's own value and gradient, which need nothing of the state."""
+    """Return JAX's own value and gradient, which do not need the state."""
     return lambda opt_state, params, batch: jax.value_and_grad(loss)(params, batch)
 
 
 def bfloat16_value_and_grad(loss: LossFunction) -> GradFunction:
-    """Return value and gradient at a bfloat16 copy: in 8 bits most gradients are 0."""
+    """Return value and gradient at a bfloat16 copy: in float8 most gradients are 0."""
     grad = jax.value_and_grad(loss)
     return lambda opt_state, params, batch: grad(
         cast_floating(params, jnp.bfloat16), batch
     )
 
 
-# By the names of the command line; "full" are masters of float32.
+# By their names on the command line; "full" stands for float32 masters.
 DTYPES = {
     "bf16": "bfloat16",
     "f16": "float16",
@@ -106,7 +109,7 @@ STORAGES: Mapping[str, Transform] = {
     "stochastic": stochastic_rounding,
 }
 DEFAULT_DTYPES = ("bf16", "f16")
-# What is compared where none is chosen.
+# What is compared if the command line names no storage.
 DEFAULT_STORAGES = {
     "bf16": ("full", "compact"),
     "f16": ("full",),
@@ -117,7 +120,7 @@ FLOAT32 = Run("float32", "float32", "float32", unchanged, unscaled_value_and_gra
 
 
 def runs_of(dtypes: Sequence[str], storages: Sequence[str] | None) -> tuple[Run, ...]:
-    """Return float32, and for each dtype the naive run and one for each storage.
+    """Return the run in float32, and for each dtype a naive run and one per storage.
 
     Raises:
         ValueError: if a storage cannot hold a dtype.
@@ -126,12 +129,12 @@ def runs_of(dtypes: Sequence[str], storages: Sequence[str] | None) -> tuple[Run,
     for dtype in dict.fromkeys(dtypes):
         runs.append(naive_run(dtype))
         for storage in dict.fromkeys(storages or DEFAULT_STORAGES[dtype]):
-            runs.append(stored_run(dtype, storage))
+            runs.append(run_with_storage(dtype, storage))
     return tuple(runs)
 
 
 def naive_run(dtype: str) -> Run:
-    """Return plain optax on params of a dtype."""
+    """Return the run of plain optax on params of a dtype."""
     return Run(
         f"{dtype} naive",
         DTYPES[dtype],
@@ -141,7 +144,7 @@ def naive_run(dtype: str) -> Run:
     )
 
 
-def stored_run(dtype: str, storage: str) -> Run:
+def run_with_storage(dtype: str, storage: str) -> Run:
     """Return the run on params of a dtype with one storage of masters, or none."""
     transform, grad_function = STORAGES[storage], unscaled_value_and_grad
     if is_8_bit(dtype):
@@ -151,7 +154,7 @@ def stored_run(dtype: str, storage: str) -> Run:
                 "float32, which JAX does not add to an 8-bit float; use --storage full "
                 f"with --dtype {dtype}, or --dtype bf16 f16."
             )
-        transform, grad_function = masters_of_8_bits, bfloat16_value_and_grad
+        transform, grad_function = float8_masters, bfloat16_value_and_grad
     elif dtype == "f16":
         transform, grad_function = with_loss_scale(transform), value_and_grad
     title = "+ masters" if storage == "full" else storage
@@ -165,10 +168,10 @@ def stored_run(dtype: str, storage: str) -> Run:
 
 
 def is_8_bit(dtype: str) -> bool:
-    """Tell whether a dtype of the command line is one that the model only stores."""
+    """Return whether the model only stores a dtype, and computes in another."""
     return DTYPES[dtype].startswith("float8")
 
 
 def compute_dtype_of(dtype: str) -> str:
-    """Return what the model computes in: activations in 8 bits would want scales."""
+    """Return what the model computes in. Activations in 8 bits would need scales."""
     return "bfloat16" if is_8_bit(dtype) else DTYPES[dtype]

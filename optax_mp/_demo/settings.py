@@ -1,4 +1,4 @@
-"""What all runs of the demo have in common."""
+"""The settings that all runs of the demo share."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 class Settings:
     """The model's size, the optimizer's rates and the length of a run.
 
-    How much naive low precision loses depends on the peak learning rate, since
-    rounding swallows an update that is small against its weight: docs/evidence.md has
-    the losses at others. 3e-3 is a middle: large models need far lower rates, and at
-    1e-2 this small one loses nothing in naive bfloat16.
+    How much naive low precision loses depends on the peak learning rate, because
+    rounding swallows updates that are small compared with their weight. 3e-3 is a
+    compromise: large models need far lower rates, and at 1e-2 this small one loses
+    nothing in naive bfloat16. docs/evidence.md has the losses at other rates.
     """
 
     steps: int = 3000

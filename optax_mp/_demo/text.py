@@ -10,14 +10,19 @@ HELD_OUT_WINDOWS = 256
 
 
 class Corpus(NamedTuple):
-    """A text as ASCII codes: all but its last tenth, and windows of that tenth."""
+    """A text as ASCII codes.
+
+    Attributes:
+        train: all but the last tenth.
+        held_out: windows of that tenth, one per row.
+    """
 
     train: np.ndarray
     held_out: np.ndarray
 
 
 def read_text(path: Path | None) -> str:
-    """Return the text of a file, or without one the help texts of Python itself.
+    """Return the text of a file, or else the help texts of Python itself.
 
     Raises:
         ValueError: if there is no such text, or it is not readable as UTF-8.
@@ -46,11 +51,11 @@ def make_corpus(text: str, context: int) -> Corpus:
         ValueError: if the held-out tenth would not fill one window.
     """
     codes = np.frombuffer(text.encode("ascii", errors="ignore"), np.uint8)
-    window = context + 1  # Each character but the first is predicted.
+    window = context + 1  # Every character except the first is predicted.
     if codes.size < 10 * window:
         raise ValueError(
             f"the text has {codes.size} ASCII characters, expected at least "
-            f"{10 * window}, of which the last tenth is held out; give a longer one."
+            f"{10 * window}, of which the last tenth is held out; give a longer text."
         )
     train, held_out = np.split(codes, [codes.size - codes.size // 10])
     window_count = min(HELD_OUT_WINDOWS, held_out.size // window)

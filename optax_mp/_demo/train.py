@@ -19,8 +19,8 @@ from optax_mp._demo.text import Corpus
 from optax_mp._tree import cast_floating
 from optax_mp.loss_scale._state import loss_scale_state
 
-# So that the host costs nothing next to the steps themselves, also on a GPU, where
-# these take some milliseconds.
+# So many that the host takes no time next to the steps, even on a GPU, where a step
+# takes a few milliseconds.
 STEPS_PER_CALL = 25
 
 
@@ -29,9 +29,10 @@ class Moment(NamedTuple):
 
     Attributes:
         step: how many steps it has made.
-        loss: the mean over the last of them; None while it compiles.
-        loss_scale: None without one, as the next.
-        skipped: how many steps had gradients that were not finite.
+        loss: the mean over those since the moment before; None while it compiles.
+        loss_scale: the loss scale; None for a run without one.
+        skipped: how many steps had gradients that were not finite; None without a loss
+            scale.
     """
 
     step: int
@@ -40,8 +41,8 @@ class Moment(NamedTuple):
     skipped: int | None = None
 
     @property
-    def is_lost(self) -> bool:
-        """Whether all that could follow is NaN; with a scale bad steps are skipped."""
+    def is_diverged(self) -> bool:
+        """Whether all later losses are NaN too; a loss scale would skip such steps."""
         is_nan = self.loss is not None and math.isnan(self.loss)
         return is_nan and self.loss_scale is None
 
@@ -51,11 +52,11 @@ Report = Callable[[str, Moment], None]
 
 @dataclass(frozen=True)
 class Curve:
-    """How a run went: values after each of `steps`.
+    """The values of a run after each of `steps`.
 
     Attributes:
         steps: numbers of steps.
-        losses: the means over the training steps since the one before.
+        losses: means over the training steps since the number before.
         loss_scales: None in a run without a loss scale.
     """
 
@@ -66,18 +67,19 @@ class Curve:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run came to.
+    """The result of one run.
 
     Attributes:
         name: that of the run.
         param_dtype: that of the run.
-        held_out_loss: nats a character at the end, on text not trained on.
-        bytes_per_weight: params and optimizer state, over the number of weights.
-        ms_per_step: the median over calls but the first, without compilation.
-        seconds: all of it, with compilation.
-        loss_scale: the last one; None without one.
-        skipped_steps: those with gradients that were not finite; None without a scale.
-        curve: how it went.
+        held_out_loss: nats per character at the end, on text not trained on.
+        bytes_per_weight: of params and optimizer state.
+        ms_per_step: the median over all calls except the first, without compilation.
+        seconds: the whole run, with compilation.
+        loss_scale: the last loss scale; None for a run without one.
+        skipped_steps: how many steps had gradients that were not finite; None without
+            a loss scale.
+        curve: the losses and loss scales of the run.
     """
 
     name: str
@@ -92,25 +94,25 @@ class Result:
 
 
 def train(run: Run, settings: Settings, corpus: Corpus, report: Report) -> Result:
-    """Train the model in one way; `report(name, moment)` follows it."""
+    """Train the model in one way, and call `report(name, moment)` now and then."""
     report(run.name, Moment(0))
     start_time = time.perf_counter()
     loss = make_loss(settings, run.compute_dtype)
     tx = run.transform(make_adamw(settings))
-    params, opt_state = start(run, settings, tx)
+    params, opt_state = init_run(run, settings, tx)
     size = bytes_of((params, opt_state)) / weights_of(params)
     text = jnp.asarray(corpus.train)
     train_steps = make_steps(settings, run.value_and_grad(loss), tx)
     compiled = jax.jit(train_steps).lower(params, opt_state, text, 0, 1).compile()
 
     moments, times = [], []
-    for first, stop in calls(settings.steps):
+    for first, stop in call_ranges(settings.steps):
         call_time = time.perf_counter()
         params, opt_state, batch_loss = compiled(params, opt_state, text, first, stop)
         moments.append(moment_of(stop, batch_loss, opt_state))  # Waits for the result.
         times.append((time.perf_counter() - call_time) / (stop - first))
         report(run.name, moments[-1])
-        if moments[-1].is_lost:
+        if moments[-1].is_diverged:
             break
 
     held_out = jnp.asarray(corpus.held_out)
@@ -128,13 +130,13 @@ def train(run: Run, settings: Settings, corpus: Corpus, report: Report) -> Resul
     )
 
 
-def start(
+def init_run(
     run: Run, settings: Settings, tx: optax.GradientTransformation
 ) -> tuple[Any, Any]:
     """Return params and optimizer state before the first step."""
     key = jax.random.fold_in(jax.random.key(settings.seed), 0)
     params = init_params(key, settings)
-    # Between two programs and not within one, where XLA may drop the rounding.
+    # Cast between two programs: within one, XLA may drop the rounding.
     params = cast_floating(params, run.param_dtype)
     return params, jax.jit(tx.init)(params)
 
@@ -191,10 +193,10 @@ def make_steps(
     return train_steps
 
 
-def calls(steps: int) -> Iterator[tuple[int, int]]:
-    """Yield the first step of each call, and the one after its last.
+def call_ranges(steps: int) -> Iterator[tuple[int, int]]:
+    """Yield the first step of each call, and the one after the last.
 
-    The first call makes one step only, so that curves begin with the untrained model.
+    The first call makes only one step, so that curves begin with the untrained model.
     """
     first = 0
     for stop in (1, *range(STEPS_PER_CALL, steps, STEPS_PER_CALL), steps):
@@ -213,7 +215,7 @@ def moment_of(step: int, loss: jax.Array, opt_state: optax.OptState) -> Moment:
 
 
 def curve_of(moments: list[Moment]) -> Curve:
-    """Return the values of all moments, by kind."""
+    """Return the curve through all moments."""
     steps, losses, scales, _ = zip(*moments, strict=True)
     return Curve(steps, losses, None if scales[0] is None else scales)
 

@@ -30,7 +30,7 @@ def amp(
     their inputs. Like `jax.jit` and `jax.vmap`, `amp` takes a function and returns one
     with the same signature, output dtypes and gradient dtypes, and composes with them.
 
-    Params stay float32. Every use of a weight casts it anew, so that the gradients of
+    Params stay float32. Every use of a weight casts it again, so that the gradients of
     its uses are summed in float32. Casts in the function itself are honoured, and so is
     `precision=HIGHEST`. Operations that amp does not know run as written. A function
     with nothing to change is left alone.
@@ -54,7 +54,7 @@ def amp(
             - `"rounded"`: as `"widest"`, with the result in the compute dtype;
             - `"own"`: each input, and the output that belongs to it, in its own dtype;
             - `"as_written"`: as without amp. Operations with a function among their
-              parameters (scatters, reductions by a function, kernels) always are;
+              parameters (scatters, reductions by a function, kernels) always run so;
 
             or a function `(compute_dtype, original_dtypes, *invars, **bind_params) ->
             (invars, bind_params)`, which returns what the primitive is bound with. The

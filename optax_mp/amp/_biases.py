@@ -1,7 +1,8 @@
 """Which additions add a bias: an argument with one axis, to a larger array.
 
-For each value that is an argument of the function, or repeats one, we know the least
-number of long axes that it has had; None stands for a computed value and for a scalar.
+A bias is often broadcast or reshaped before it is added. So each argument is followed
+through the primitives that only repeat or slice it, with the smallest number of long
+axes (of a size other than 1) that it has had on the way.
 """
 
 from typing import Any
@@ -9,29 +10,30 @@ from typing import Any
 from optax_mp._jax._jaxpr import Equation, Jaxpr, is_literal
 from optax_mp.amp._precision import REPEATS, takes_part
 
-Axes = tuple[int | None, ...]
+# That number for each of several values; None for a computed value, or a scalar.
+AxisCounts = tuple[int | None, ...]
 
 _FOLLOWED = REPEATS | {"convert_element_type", "slice", "dynamic_slice"}
 
 
-def axes_of_inputs(jaxpr: Jaxpr) -> Axes:
-    """Return the axes of the arguments of a whole function."""
-    return tuple(map(_argument_axes, jaxpr.invars))
+def argument_axis_counts(jaxpr: Jaxpr) -> AxisCounts:
+    """Return the numbers of long axes of the arguments of a whole function."""
+    return tuple(map(_argument_axis_count, jaxpr.invars))
 
 
 class Biases:
     """The arguments among the values of one jaxpr, followed through it."""
 
-    def __init__(self, jaxpr: Jaxpr, axes: Axes) -> None:
-        """Begin with the axes of its inputs, as its caller knows them."""
-        self._axes = {var: _argument_axes(var) for var in jaxpr.constvars}
-        for var, count in zip(jaxpr.invars, axes, strict=True):
-            self._axes[var] = _least(count, var)
+    def __init__(self, jaxpr: Jaxpr, counts: AxisCounts) -> None:
+        """Begin with the counts of its inputs, as its caller knows them."""
+        self._counts = {var: _argument_axis_count(var) for var in jaxpr.constvars}
+        for var, count in zip(jaxpr.invars, counts, strict=True):
+            self._counts[var] = _smallest(count, var)
 
-    def of(self, equation: Equation) -> Axes:
-        """Return the axes of the inputs of an equation."""
+    def counts_of(self, equation: Equation) -> AxisCounts:
+        """Return the counts of the inputs of an equation."""
         return tuple(
-            None if is_literal(atom) else self._axes.get(atom)
+            None if is_literal(atom) else self._counts.get(atom)
             for atom in equation.invars
         )
 
@@ -39,28 +41,28 @@ class Biases:
         """Record the outputs of an equation."""
         if equation.primitive.name in _FOLLOWED:
             (output,) = equation.outvars
-            self._axes[output] = _least(self.of(equation)[0], output)
+            self._counts[output] = _smallest(self.counts_of(equation)[0], output)
 
-    def added_by(self, equation: Equation) -> bool:
+    def is_added_by(self, equation: Equation) -> bool:
         """Return whether an equation adds a bias to something larger.
 
-        An argument as large as the sum is no bias: it may be what is summed up.
+        An argument as large as the sum is not a bias: it may be a term of the sum.
         """
         if equation.primitive.name != "add":
             return False
-        counts = [count for count in self.of(equation) if count is not None]
+        counts = [count for count in self.counts_of(equation) if count is not None]
         result = _long_axes(equation.outvars[0])
         return any(count <= 1 and count < result for count in counts)
 
 
-def _argument_axes(var: Any) -> int | None:
+def _argument_axis_count(var: Any) -> int | None:
     return _long_axes(var) if takes_part(var) and var.aval.ndim else None
 
 
-def _least(count: int | None, var: Any) -> int | None:
+def _smallest(count: int | None, var: Any) -> int | None:
     return None if count is None else min(count, _long_axes(var))
 
 
 def _long_axes(var: Any) -> int:
-    # Nothing but equality: a size may be symbolic.
+    # Compared for equality only, because a size may be symbolic.
     return sum(size != 1 for size in var.aval.shape)

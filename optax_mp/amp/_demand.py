@@ -1,7 +1,8 @@
-"""What the readers of a value want: where all compute in float32, it stays float32.
+"""What the readers of a value want: if all compute in float32, it stays float32.
 
 The subtraction in a softmax is read by an `exp`, which runs in float32: rounding the
-difference to 16 bits first would save nothing.
+difference to 16 bits first would save nothing. Wants are found backwards, from the
+outputs of a jaxpr to its inputs, before any precision is chosen.
 """
 
 from collections.abc import Sequence
@@ -24,14 +25,13 @@ Wants = tuple[Want, ...]
 
 
 def is_better_full(equation: Equation, wants: Sequence[Want]) -> bool:
-    """Return whether an operation is better done in float32, for its readers' sake."""
+    """Return whether its readers make float32 the better choice for an operation."""
     name = equation.primitive.name
     if name == "add_any":
-        # It sums the gradients of two uses, perhaps of a weight: in float32, unless
-        # something reads the sum in 16 bits.
+        # It sums the gradients of two uses, perhaps of a weight. That is done in
+        # float32, unless something reads the sum in 16 bits.
         return False not in wants
-    # Not a choice between values: it rounds nothing, and its derivative would keep
-    # zeros in float32.
+    # A select_n rounds nothing, and its derivative would keep zeros in float32.
     return True in wants and False not in wants and name != "select_n"
 
 
@@ -41,9 +41,9 @@ class Demand:
     def __init__(self, rules: Rules) -> None:
         """Find wants by `rules`."""
         self._rules = rules
-        self.within = cache_by_jaxpr(self._within)
+        self.wants_within = cache_by_jaxpr(self._wants_within)
 
-    def _within(
+    def _wants_within(
         self, jaxpr: Jaxpr, outputs: Wants, scope_rule: Rule | None
     ) -> dict[Any, Want]:
         """Return what is wanted of each variable of a jaxpr, given its outputs' wants.
@@ -54,20 +54,20 @@ class Demand:
 
         def read(atom: Any, want: Want) -> None:
             if not is_literal(atom) and want is not None:
-                wants[atom] = _of_all([wants.get(atom), want])
+                wants[atom] = _combine([wants.get(atom), want])
 
         for atom, want in zip(jaxpr.outvars, outputs, strict=True):
             read(atom, want)
-        scopes = [self._rules.in_scope(x, scope_rule) for x in jaxpr.eqns]
+        scopes = [self._rules.scope_rule_of(x, scope_rule) for x in jaxpr.eqns]
         full = self._float32_results(jaxpr, scopes)
         for equation, scope in reversed(list(zip(jaxpr.eqns, scopes, strict=True))):
             outs = tuple(map(wants.get, equation.outvars))
-            ins = self._of_inputs(equation, outs, scope)
+            ins = self._wants_of_inputs(equation, outs, scope)
             if equation.primitive.name == "sub" and not full.isdisjoint(
                 atom for atom in equation.invars if not is_literal(atom)
             ):
                 # A difference from a float32 value, as in a log-softmax, is computed in
-                # float32; the other value had better not be rounded.
+                # float32, so rounding the other value would save nothing.
                 ins = (True,) * len(ins)
             for atom, want in zip(equation.invars, ins, strict=True):
                 read(atom, want)
@@ -78,50 +78,52 @@ class Demand:
         full: set[Any] = set()
         for equation, scope in zip(jaxpr.eqns, scopes, strict=True):
             if not has_regions(equation):
-                rule, _ = self._rules.of(equation, scope)
+                rule, _ = self._rules.rule_of(equation, scope)
                 inputs = [atom for atom in equation.invars if not is_literal(atom)]
                 if rule == "f32" or (rule == "widest" and not full.isdisjoint(inputs)):
                     full.update(equation.outvars)
         return full
 
-    def _of_inputs(self, equation: Equation, outs: Wants, scope: Rule | None) -> Wants:
+    def _wants_of_inputs(
+        self, equation: Equation, outs: Wants, scope: Rule | None
+    ) -> Wants:
         count = len(equation.invars)
         if scope == "as_written":
             return (True,) * count
         if has_regions(equation):
-            return self.through(equation, outs, scope)[0]
+            return self.wants_through(equation, outs, scope)[0]
         if equation.primitive.name == "convert_element_type":
             atoms = (*equation.invars, *equation.outvars)
             same = len({atom.aval.dtype for atom in atoms}) == 1
             return outs if same else (False,)
-        rule, _ = self._rules.of(equation, scope)
+        rule, _ = self._rules.rule_of(equation, scope)
         if rule in ("f32", "as_written"):
             return (True,) * count
         if rule in ("widest", "own"):
-            # A comparison does not care: its result is no float that could be rounded.
+            # A comparison does not care: its result is not a float, so never rounded.
             cares = any(map(takes_part, equation.outvars))
             return (is_better_full(equation, outs) if cares else None,) * count
         return (False,) * count
 
-    def through(
+    def wants_through(
         self, equation: Equation, outs: Wants, scope: Rule | None
     ) -> tuple[Wants, Wants]:
         """Return the wants of the inputs and outputs of an equation with regions.
 
-        Those of its outputs count the next turn of a loop among their readers.
+        The next iteration of a loop counts among the readers of its outputs.
         """
 
         def region_inputs(region: Region, wanted: Wants) -> Wants:
             jaxpr, _ = open_jaxpr(region.jaxpr)
-            wants = self.within(jaxpr, wanted, scope)
+            wants = self.wants_within(jaxpr, wanted, scope)
             return tuple(map(wants.get, jaxpr.invars))
 
         wiring = wiring_of(equation)
-        ins, outs_in_loop = wiring.backward(outs, region_inputs, _of_all, None)
+        ins, outs_in_loop = wiring.backward(outs, region_inputs, _combine, None)
         return tuple(ins), tuple(outs_in_loop)
 
 
-def _of_all(wants: Sequence[Want]) -> Want:
+def _combine(wants: Sequence[Want]) -> Want:
     """Return what several readers want together."""
     caring = [want for want in wants if want is not None]
     return all(caring) if caring else None

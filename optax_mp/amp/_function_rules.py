@@ -18,7 +18,7 @@ def bind_by_function(
 ) -> list[Any]:
     """Return the outputs of an equation, bound as a user's function says."""
     originals = tuple(atom.aval.dtype for atom in equation.invars)
-    # A rule may ask any input for its dtype, which a literal, a plain number, lacks.
+    # A rule may ask each input for its dtype, but a literal is a plain number.
     given = [
         jnp.asarray(x, atom.aval.dtype) if is_literal(atom) else x
         for x, atom in zip(inputs, equation.invars, strict=True)

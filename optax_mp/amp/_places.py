@@ -1,4 +1,4 @@
-"""Where an equation stands: in named scopes, and on a line of the source."""
+"""Where an equation comes from: its named scopes, and its line of the source."""
 
 import contextlib
 import functools
@@ -13,18 +13,18 @@ class Places:
     """The rules of scopes and lines."""
 
     def __init__(self, rules: Mapping[str, Any]) -> None:
-        """Take rules by the names of scopes, and by lines such as `model.py:12`."""
+        """Take rules by names of scopes, and by lines such as `model.py:12`."""
         self.names = set(rules)
         self._by_line = {name: rule for name, rule in rules.items() if ":" in name}
-        # A name without a part would be found everywhere.
+        # A name without parts, such as `"/"`, would match everywhere.
         self._by_scope = {
             _parts(name): (name, rule) for name, rule in rules.items() if _parts(name)
         }
-        # Cached, because many equations stand in the same scopes.
+        # Cached, because many equations are in the same scopes.
         self._in_scopes = functools.lru_cache(maxsize=1024)(self._look_up)
 
     def rule_at(self, equation: Equation) -> Any:
-        """Return the rule of the outermost scope with one, or of the line, or None."""
+        """Return the rule of the outermost scope that has one, or of the line."""
         found = self._in_scopes(scopes(equation))
         if found:
             return found[0][1]
@@ -47,17 +47,14 @@ class Places:
 
 
 def words_at(equation: Equation) -> Iterator[str]:
-    """Yield what a rule for the place of an equation could be called."""
+    """Yield the names that a rule for the place of an equation could have."""
     yield from _parts(scopes(equation))
     yield source_line(equation)
 
 
 @contextlib.contextmanager
 def name_in_errors(equation: Equation) -> Iterator[None]:
-    """Add to an error raised inside which operation it comes from.
-
-    Only the innermost operation is named.
-    """
+    """Add a note to an error raised inside: the innermost operation, and its line."""
     try:
         yield
     except Exception as error:

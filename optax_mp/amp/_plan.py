@@ -1,4 +1,11 @@
-"""Which precision each value of a jaxpr has: a dataflow analysis, without tracing."""
+"""Which precision each value of a jaxpr has: a dataflow analysis, without tracing.
+
+Equations are planned in order: the precisions of the inputs, the rule, and what the
+readers of the outputs want (`_demand`) decide. A jaxpr inside an equation, of a loop,
+branch or `jit`, is a region, and its `Wiring` says which values go in and out. A loop's
+carry has one precision in all iterations: the body is planned again until nothing
+changes, at a fix-point.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +22,7 @@ from optax_mp._jax._jaxpr import (
     is_literal,
     open_jaxpr,
 )
-from optax_mp.amp._biases import Axes, Biases
+from optax_mp.amp._biases import AxisCounts, Biases
 from optax_mp.amp._demand import Demand, Wants, is_better_full
 from optax_mp.amp._function_rules import precisions_by_function
 from optax_mp.amp._places import name_in_errors
@@ -37,12 +44,12 @@ from optax_mp.amp._rules import Rule, Rules
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """How a region of an equation runs. Equal ones share one converted jaxpr.
+    """How a region of an equation runs. Equal plans share one converted jaxpr.
 
     Attributes:
         plan: what becomes of its equations.
-        given: the precisions in which its inputs come; they are cast inside to those
-            that the plan begins with.
+        given: the precisions in which its inputs come. They are cast inside to
+            `plan.inputs`.
         returned: the precisions to which its outputs are cast.
     """
 
@@ -56,14 +63,15 @@ class Action:
     """What becomes of one equation.
 
     Attributes:
-        how: "bind", its inputs are cast and it is bound; "same", it returns its input;
-            "function", a user's function binds it; "regions", its regions change.
+        how: `"bind"`: its inputs are cast and it is bound; `"same"`: it returns its
+            input; `"function"`: a user's function binds it; `"regions"`: it is bound
+            with other regions.
         inputs: the precision to which each input is cast.
         outputs: the precisions of its outputs.
         rule: the rule that it follows.
-        why: what decided.
-        scope_rule: the rule of the scope that it stands in.
-        params: its parameters, where they change.
+        why: what decided, in the words of `AmpOperation`; `"inside"` for regions.
+        scope_rule: the rule of the scope that it is in.
+        params: its parameters, if they change.
         regions: how its regions run.
     """
 
@@ -78,7 +86,7 @@ class Action:
 
     @property
     def is_changed(self) -> bool:
-        """Return whether anything is other than as written."""
+        """Whether anything differs from the equation as written."""
         changed_inside = any(region.plan.is_changed for region in self.regions)
         changed_here = LOW in self.inputs or LOW in self.outputs
         return self.how == "function" or changed_here or changed_inside
@@ -92,7 +100,7 @@ class Plan:
         inputs: the precisions of its inputs.
         actions: an action for each equation.
         outputs: the precisions of its outputs.
-        is_changed: whether anything is other than as written.
+        is_changed: whether anything differs from the jaxpr as written.
     """
 
     inputs: Precisions
@@ -107,13 +115,13 @@ class _Context:
 
     Attributes:
         precisions: those of its inputs.
-        axes: what is known of its inputs as biases.
-        wants: what is wanted of its outputs.
-        scope_rule: the rule of the scope that it stands in.
+        axis_counts: for its inputs, to tell a bias.
+        wants: for its outputs, what their readers want.
+        scope_rule: the rule of the scope that it is in.
     """
 
     precisions: Precisions
-    axes: Axes
+    axis_counts: AxisCounts
     wants: Wants
     scope_rule: Rule | None
 
@@ -127,28 +135,33 @@ class Planner:
         self._demand = Demand(rules)
         info = jnp.finfo(rules.compute_dtype)
         self._smallest, self._largest = float(info.tiny), float(info.max)
-        # A loop in a loop is planned anew in every turn of the outer search.
+        # Without the cache, a nested loop would be planned again in every step of the
+        # search for the outer loop.
         self._plan_cached = cache_by_jaxpr(self._plan)
 
     def plan_whole(
-        self, jaxpr: Jaxpr, inputs: Precisions, axes: Axes, scope_rule: Rule | None
+        self,
+        jaxpr: Jaxpr,
+        inputs: Precisions,
+        axis_counts: AxisCounts,
+        scope_rule: Rule | None,
     ) -> Plan:
         """Plan a jaxpr whose readers are not known.
 
         Args:
             jaxpr: the jaxpr.
             inputs: the precisions of its inputs.
-            axes: what is known of its inputs as biases.
+            axis_counts: for its inputs, to tell a bias.
             scope_rule: the rule of the scopes around.
         """
         wants = (None,) * len(jaxpr.outvars)
-        return self._plan(jaxpr, inputs, axes, wants, scope_rule)
+        return self._plan(jaxpr, inputs, axis_counts, wants, scope_rule)
 
     def _plan(
         self,
         jaxpr: Jaxpr,
         inputs: Precisions,
-        axes: Axes,
+        axis_counts: AxisCounts,
         wants: Wants,
         scope_rule: Rule | None,
     ) -> Plan:
@@ -160,17 +173,17 @@ class Planner:
         def precision(atom: Any) -> Precision:
             return literal_precision(atom) if is_literal(atom) else known[atom]
 
-        wanted = self._demand.within(jaxpr, wants, scope_rule)
-        biases = Biases(jaxpr, axes)
+        wanted = self._demand.wants_within(jaxpr, wants, scope_rule)
+        biases = Biases(jaxpr, axis_counts)
         actions: list[Action] = []
         for equation in jaxpr.eqns:
             context = _Context(
                 tuple(map(precision, equation.invars)),
-                biases.of(equation),
+                biases.counts_of(equation),
                 tuple(map(wanted.get, equation.outvars)),
-                self.rules.in_scope(equation, scope_rule),
+                self.rules.scope_rule_of(equation, scope_rule),
             )
-            action = self._action(equation, context, biases.added_by(equation))
+            action = self._plan_equation(equation, context, biases)
             actions.append(action)
             known.update(zip(equation.outvars, action.outputs, strict=True))
             biases.follow(equation)
@@ -178,31 +191,35 @@ class Planner:
         outputs = tuple(map(precision, jaxpr.outvars))
         return Plan(inputs, tuple(actions), outputs, is_changed)
 
-    def _action(self, equation: Equation, context: _Context, adds_bias: bool) -> Action:
+    def _plan_equation(
+        self, equation: Equation, context: _Context, biases: Biases
+    ) -> Action:
         precisions, scope_rule = context.precisions, context.scope_rule
-        # An equation that a scope leaves alone is bound whole, with its regions.
+        # With this rule, an equation is bound as a whole, with its regions.
         if scope_rule != "as_written":
             if has_regions(equation):
                 return self._plan_regions(equation, context)
             if equation.primitive.name == "convert_element_type":
                 return self._plan_cast(equation, precisions, scope_rule)
-        rule, why = self.rules.of(equation, scope_rule, adds_bias)
+        adds_bias = biases.is_added_by(equation)
+        rule, why = self.rules.rule_of(equation, scope_rule, adds_bias)
         if callable(rule):
             low = self.rules.compute_dtype
             with name_in_errors(equation):
                 outputs = precisions_by_function(rule, low, equation, precisions)
             return Action("function", precisions, outputs, rule, why, scope_rule)
         if rule == "own":
+            # Such a primitive returns one output for each input.
             own = without_weak(precisions)
             return Action("bind", own, own, rule, why, scope_rule)
         if rule == "widest" and equation.primitive.name in REPEATS:
-            # A repeated literal stays weak, so that what it is combined with decides.
+            # A repeated literal stays weak: what it is combined with later decides.
             if isinstance(precisions[0], Weak):
                 return Action("bind", (FULL,), precisions, rule, "literal", scope_rule)
         target = result = FULL
         if rule in ("low", "widest", "rounded"):
             target, why = self._target(equation, rule, context, why)
-            # The sum with a float32 bias is float32 only until it is rounded.
+            # A low input and a float32 bias are added in float32, then rounded.
             is_rounded = rule == "rounded" and LOW in precisions and why == "inputs"
             result = LOW if is_rounded else target
         inputs = set_all(target, precisions)
@@ -216,23 +233,23 @@ class Planner:
         """Return the precision in which an operation is done, and why."""
         if not self._fit(context.precisions):
             return FULL, "literal"
-        # A product is low even then: that is where the time goes.
-        if rule != "low" and is_better_full(equation, context.wants):
+        if rule == "low":
+            # Even if inputs or readers are full: matrix products take the most time.
+            return LOW, why
+        if is_better_full(equation, context.wants):
             return FULL, "sink"
-        if rule != "low" and widest(context.precisions) == FULL:
-            return FULL, "inputs"
-        return LOW, why
+        return (FULL, "inputs") if widest(context.precisions) == FULL else (LOW, why)
 
     def _fit(self, precisions: Sequence[Precision]) -> bool:
         """Return whether the range of the compute dtype holds all literals."""
         values = [x.value for x in precisions if isinstance(x, Weak)]
-        # 0 and infinity fit any dtype; less than `tiny` may be flushed to 0.
+        # 0 and infinity fit any dtype. Numbers below `tiny` may be flushed to 0.
         sizes = [abs(x) for x in values if x and np.isfinite(x)]
         return all(self._smallest <= size <= self._largest for size in sizes)
 
     def _low_params(self, equation: Equation) -> dict[str, Any] | None:
-        # A float32 result of 16-bit inputs would make both products of the backward
-        # pass ones of mixed dtypes; hardware accumulates in float32 anyway.
+        # A float32 result of 16-bit inputs would give the products of the backward pass
+        # inputs of two dtypes. Hardware accumulates in float32 anyway.
         if equation.params.get("preferred_element_type") is None:
             return None
         low = self.rules.compute_dtype
@@ -241,11 +258,11 @@ class Planner:
     def _plan_cast(
         self, equation: Equation, precisions: Precisions, scope_rule: Rule | None
     ) -> Action:
-        """Plan a change of dtype: it is the user's, and honoured."""
+        """Plan a change of dtype. The user asked for it, so it is honoured."""
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         outputs = full_precisions(equation.outvars)
         if old == new and precisions[0] is not None:
-            # It only makes a weak type strong, or a strong one weak.
+            # It changes nothing but whether JAX calls the type weak.
             return Action("same", precisions, precisions, "own", "cast", scope_rule)
         if precisions[0] == LOW and new == self.rules.compute_dtype:
             return Action("same", precisions, outputs, "own", "cast", scope_rule)
@@ -257,52 +274,64 @@ class Planner:
     def _plan_regions(self, equation: Equation, context: _Context) -> Action:
         wiring, scope_rule = wiring_of(equation), context.scope_rule
         carried = {i for _, i in wiring.carry}
-        # A turn returns computed values: as carry they are neither literals nor biases.
-        begun = [
+        # From the second iteration on a carry is a computed value, so it counts neither
+        # as a literal nor as a bias.
+        initial = [
             FULL if i in carried and isinstance(x, Weak) else x
             for i, x in enumerate(context.precisions)
         ]
-        axes = [None if i in carried else x for i, x in enumerate(context.axes)]
-        _, wants = self._demand.through(equation, context.wants, scope_rule)
+        axis_counts = [
+            None if i in carried else count
+            for i, count in enumerate(context.axis_counts)
+        ]
+        _, wants = self._demand.wants_through(equation, context.wants, scope_rule)
 
-        def plan(region: Region, inputs: Precisions) -> Plan:
+        def plan_region(region: Region, inputs: Precisions) -> Plan:
+            # An output that is None only decides whether a loop goes on.
             wanted = tuple(None if i is None else wants[i] for i in region.outputs)
             jaxpr, _ = open_jaxpr(region.jaxpr)
-            own_axes = region.read(axes)
-            return self._plan_cached(jaxpr, inputs, own_axes, wanted, scope_rule)
+            counts = region.read(axis_counts)
+            return self._plan_cached(jaxpr, inputs, counts, wanted, scope_rule)
 
         def outputs_of(region: Region, inputs: Precisions) -> Precisions:
-            outputs = plan(region, inputs).outputs
+            outputs = plan_region(region, inputs).outputs
             return without_weak(outputs) if wiring.repeats else outputs
 
-        # The plans of the last turn of the search come from the cache.
-        flow = wiring.forward(begun, outputs_of, self._join)
-        plans = [plan(region, region.read(flow.inputs)) for region in wiring.regions]
-        # A low constant of a loop goes in as written and is cast in every turn, so that
-        # the turns' shares of its gradient are summed in float32.
+        flow = wiring.forward(initial, outputs_of, self._join)
+        # The search has made these plans already: they come from the cache.
+        plans = [
+            plan_region(region, region.read(flow.inputs)) for region in wiring.regions
+        ]
+        # What every iteration reads goes in as written and is cast inside, so that its
+        # gradients of all iterations are summed in float32.
         given = tuple(
             FULL if i in wiring.summed and x == LOW else x
             for i, x in enumerate(flow.inputs)
         )
         regions = tuple(
-            RegionPlan(each, region.read(given), _returned(region, each, flow.outputs))
-            for region, each in zip(wiring.regions, plans, strict=True)
+            RegionPlan(
+                plan, region.read(given), _region_outputs(region, plan, flow.outputs)
+            )
+            for region, plan in zip(wiring.regions, plans, strict=True)
         )
         why = _why(wiring, context.precisions, flow.inputs, plans)
         how, outputs = "regions", tuple(flow.outputs)
-        if not any(each.is_changed for each in plans):
+        if not any(plan.is_changed for plan in plans):
+            # Bound as written, it takes and returns values as written.
             how, given, outputs = "bind", set_all(FULL, given), without_weak(outputs)
         return Action(how, given, outputs, "inside", why, scope_rule, regions=regions)
 
     def _join(self, precisions: Sequence[Precision]) -> Precision:
-        """Return the precision of a value that is one of several."""
+        """Return the precision of a value that may be any of several."""
         if precisions[0] is None:
             return None
         return widest(precisions) if self._fit(precisions) else FULL
 
 
-def _returned(region: Region, plan: Plan, outputs: Sequence[Precision]) -> Precisions:
-    """Return the precisions in which a region returns what the equation does."""
+def _region_outputs(
+    region: Region, plan: Plan, outputs: Sequence[Precision]
+) -> Precisions:
+    """Return the precisions in which a region returns the outputs of its equation."""
     return tuple(
         own if i is None else outputs[i]
         for i, own in zip(region.outputs, plan.outputs, strict=True)
@@ -311,14 +340,14 @@ def _returned(region: Region, plan: Plan, outputs: Sequence[Precision]) -> Preci
 
 def _why(
     wiring: Wiring,
-    begun: Precisions,
+    initial: Precisions,
     inputs: Sequence[Precision],
     plans: Sequence[Plan],
 ) -> str:
-    """Return "fix-point" if a carry is full only because one of its two ends is."""
+    """Return "fix-point" if a carry is full, but low at the start or after the body."""
     for region, plan in zip(wiring.regions, plans, strict=True):
         returned = dict(zip(region.outputs, plan.outputs, strict=True))
         for output, i in wiring.carry:
-            if inputs[i] == FULL and LOW in (begun[i], returned.get(output)):
+            if inputs[i] == FULL and LOW in (initial[i], returned.get(output)):
                 return "fix-point"
     return "inside"

@@ -26,7 +26,7 @@ REPEATS = frozenset(
 
 
 class Weak(NamedTuple):
-    """The precision of a literal, and of what only repeats one; its value, if known."""
+    """The precision of a literal, or of its repetition; with its value, if known."""
 
     value: float | None = None
 
@@ -53,7 +53,7 @@ def literal_precision(atom: Any) -> Precision:
 
 
 def without_weak(precisions: Iterable[Precision]) -> Precisions:
-    """Return precisions in which a literal is a value as written."""
+    """Return precisions in which literals are full."""
     return tuple(FULL if isinstance(x, Weak) else x for x in precisions)
 
 
@@ -61,7 +61,7 @@ def widest(precisions: Sequence[Precision]) -> str:
     """Return the precision of an operation on values of these precisions.
 
     Literals follow the other values; without others they are full. Values that take no
-    part have no say.
+    part are ignored.
     """
     strong = {x for x in precisions if x in (LOW, FULL)}
     return LOW if strong == {LOW} else FULL
@@ -77,6 +77,6 @@ def cast(x: Any, dtype: Any) -> Any:
     if dtype is None:
         return x
     if not isinstance(x, jax.Array):
-        # A literal stays one: as an array it would become a constant of the jaxpr.
+        # A literal stays a literal: a JAX array would become a constant of the jaxpr.
         return np.asarray(x).astype(dtype)
     return x if x.dtype == dtype else lax.convert_element_type(x, dtype)

@@ -28,7 +28,7 @@ class AmpOperation:
         why: what decided: `"rule"`, `"scope"`, `"inputs"` (one is float32, or none is),
             `"literal"` (the compute dtype cannot hold it), `"sink"` (everything that
             reads it computes in float32), `"fix-point"` (a loop's carry that is low
-            only where the loop begins, or only after a turn), `"precision"`,
+            only before the first iteration, or only after one), `"precision"`,
             `"parameters"` or `"cast"` (as the user wrote it).
         count: the number of such equations; the body of a loop counts once.
         own_error: the relative error, by norm, that the operation adds to exact inputs;
@@ -53,7 +53,7 @@ class AmpOperation:
 
 @dataclass(frozen=True)
 class AmpReport:
-    """What `amp_report` found; it prints as a table with the largest errors first.
+    """What `amp_report` found. Printed, it is a table with the largest errors first.
 
     Attributes:
         operations: what became of each operation, in the order of the function.
@@ -75,7 +75,7 @@ class AmpReport:
     base_rules: Mapping[Any, Rule]
 
     def rules(self, above: float) -> dict[Any, Rule]:
-        """Return the rules of this run, with float32 for what adds more error.
+        """Return the rules of this run, with float32 for operations that err more.
 
         A new rule names a source line, so it is for this version of the code. Where no
         line is known, as in a library's functions, it names the primitive.
@@ -188,7 +188,7 @@ def _operations(
             regions = wiring_of(equation).regions
             for region, each in zip(regions, action.regions, strict=True):
                 yield from _operations(region.jaxpr, each.plan, line)
-        # Of an equation with regions itself, only the cast of its carry is listed.
+        # An equation with regions is itself listed only if it casts its carry.
         if action.how == "same" or (action.regions and action.why != "fix-point"):
             continue
         if any(map(takes_part, (*equation.invars, *equation.outvars))):
@@ -202,7 +202,7 @@ def _how_it_ran(action: Action) -> str:
 
 
 def _merge(operations: Any) -> tuple[AmpOperation, ...]:
-    """Return operations, those merged that differ only in their errors."""
+    """Return operations, with those merged that differ only in their errors."""
     merged: dict[tuple[str, ...], AmpOperation] = {}
     for each in operations:
         key = (each.primitive, each.line, each.ran, each.why)
@@ -219,7 +219,7 @@ def _merge(operations: Any) -> tuple[AmpOperation, ...]:
 
 
 def _larger(a: float, b: float) -> float:
-    """Return the larger; NaN means not measured."""
+    """Return the larger error; NaN means not measured."""
     return b if a != a else a if b != b else max(a, b)
 
 

@@ -24,7 +24,7 @@ from optax_mp.amp._precision import takes_part
 # returns the inputs and parameters to bind.
 Rule = str | Callable[..., Any]
 
-# What they mean is in the docstring of `amp`.
+# The docstring of `amp` says what they mean.
 WORDS = ("low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written")
 # Keys that do not name a primitive.
 DEFAULT = "amp_default"
@@ -55,7 +55,7 @@ sharding_constraint reshard device_put
 default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
     dict.fromkeys(_LOW.split(), "low")
     | dict.fromkeys(_F32.split(), "f32")
-    # 1 / x, where a small x is a large result.
+    # 1 / x, which is large if x is small.
     | {RECIPROCAL: "f32"}
     # x @ w + b: a float32 b would make everything that follows float32. It is added in
     # float32, so that its gradient is summed over the batch in float32.
@@ -92,7 +92,7 @@ class Rules:
         self._by_name: dict[str, Rule] = {DEFAULT: "as_written"}
         for key, rule in rules.items():
             self._by_name[_name(key)] = _check_rule(key, rule)
-        # The name of a primitive is no name of a scope: the whole backward pass is in a
+        # The name of a primitive never names a scope: the whole backward pass is in a
         # scope named "transpose".
         operations = {RECIPROCAL, BIAS_ADD, *default_amp_rules, *primitive_names()}
         operations |= {key.name for key in rules if isinstance(key, Primitive)}
@@ -102,10 +102,12 @@ class Rules:
         self.names_to_find = set(by_place) - {STOP}
         self._places = Places({STOP: "as_written"} | by_place)
 
-    def in_scope(self, equation: Equation, around: Rule | None) -> Rule | None:
-        """Return the rule of the scopes of an equation; `around` is that outside them.
+    def scope_rule_of(self, equation: Equation, around: Rule | None) -> Rule | None:
+        """Return the rule of the outermost scope of an equation that has one.
 
-        The outermost scope with a rule decides.
+        Args:
+            equation: the equation.
+            around: the rule that its whole jaxpr is in, if any.
         """
         if around is not None:
             return around
@@ -119,7 +121,7 @@ class Rules:
         """Return the names of all rules for an equation and for its place."""
         return self._places.names_at(equation) | {equation.primitive.name}
 
-    def of(
+    def rule_of(
         self, equation: Equation, scope: Rule | None, adds_bias: bool = False
     ) -> tuple[Rule, str]:
         """Return the rule that an equation follows in a scope, and what decided."""
@@ -146,7 +148,8 @@ class Rules:
         """Return the rule of the scope or the primitive, and which of them decided."""
         name = equation.primitive.name
         own, why = self._by_name.get(name, self._by_name[DEFAULT]), "rule"
-        # A user's own rule for the primitive, unlike the default, has no exceptions.
+        # Reciprocals and biases are exceptions from the default "widest" only: a user's
+        # rule for `div` or `add` is meant for all of them.
         if own == "widest" and name == "div" and is_literal(equation.invars[0]):
             own = self._by_name.get(RECIPROCAL, own)
         if own == "widest" and adds_bias:

@@ -1,6 +1,6 @@
-"""Running a jaxpr by its plan: every equation is bound again, with the casts it needs.
+"""Run a jaxpr as planned: every equation is bound again, with the casts it needs.
 
-Nothing is cast ahead of its use, and no cast is shared: a weight that is used twice is
+Nothing is cast before it is used, and no cast is shared: a weight that is used twice is
 cast twice, so that the gradients of its uses are summed in float32.
 """
 
@@ -24,7 +24,7 @@ from optax_mp._jax._jaxpr import (
     with_dtype,
 )
 from optax_mp._jax._traced import Traced
-from optax_mp.amp._biases import axes_of_inputs
+from optax_mp.amp._biases import argument_axis_counts
 from optax_mp.amp._derivatives import custom_jvp, custom_vjp, derivative_jaxpr
 from optax_mp.amp._function_rules import bind_by_function
 from optax_mp.amp._places import name_in_errors, words_at
@@ -41,23 +41,23 @@ class Interpreter:
         self._rules = rules
         self._planner = Planner(rules)
         self._low = rules.compute_dtype
-        # JAX compiles a jaxpr once for each object: without the cache, every eager call
-        # of the function would compile the regions inside it again.
-        self._converted = cache_by_jaxpr(self._convert)
+        # JAX's own caches know a jaxpr by its identity: without this cache, every eager
+        # call of the function would compile the regions inside it again.
+        self._convert_cached = cache_by_jaxpr(self._convert)
 
     def trace(
         self, fun: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Traced, Plan]:
-        """Return a call of `fun`, traced, and what becomes of it."""
-        # Anew for each call, for what the function captures may have changed.
+        """Return a traced call of `fun`, and the plan for it."""
+        # Traced in each call, because what the function closes over may have changed.
         traced = Traced.of(lambda given: fun(*given[0], **given[1]), (args, kwargs))
         jaxpr = traced.closed.jaxpr
         _check_names(self._rules, jaxpr)
-        inputs, axes = full_precisions(jaxpr.invars), axes_of_inputs(jaxpr)
-        return traced, self._planner.plan_whole(jaxpr, inputs, axes, None)
+        inputs, counts = full_precisions(jaxpr.invars), argument_axis_counts(jaxpr)
+        return traced, self._planner.plan_whole(jaxpr, inputs, counts, None)
 
     def run(self, jaxpr: AnyJaxpr, plan: Plan, args: Sequence[Any]) -> list[Any]:
-        """Return the outputs of a jaxpr, in the precisions that the plan says."""
+        """Return the outputs of a jaxpr, in the precisions that the plan gives."""
         actions = iter(plan.actions)
 
         def run_next(equation: Equation, inputs: list[Any]) -> Sequence[Any]:
@@ -79,20 +79,23 @@ class Interpreter:
                     return self.cast_all(outputs, action.outputs, equation.outvars)
                 case "function":
                     return bind_by_function(action.rule, self._low, equation, inputs)
+            # What is left are regions.
             if derivative_rule(equation):
                 return self._run_with_derivative(equation, action, inputs)
-            return bind_with(equation, inputs, lambda: self._regions(equation, action))
+            return bind_with(
+                equation, inputs, lambda: self._convert_regions(equation, action)
+            )
 
-    def _regions(self, equation: Equation, action: Action) -> list[ClosedJaxpr]:
+    def _convert_regions(self, equation: Equation, action: Action) -> list[ClosedJaxpr]:
         regions = zip(wiring_of(equation).regions, action.regions, strict=True)
-        return [self._converted(region.jaxpr, plan) for region, plan in regions]
+        return [self._convert_cached(region.jaxpr, plan) for region, plan in regions]
 
     def _convert(self, jaxpr: AnyJaxpr, region: RegionPlan) -> ClosedJaxpr:
         """Return a jaxpr inside an equation, changed as its plan says."""
         old, _ = open_jaxpr(jaxpr)
 
-        # A value that comes full and is planned low, such as a constant of a loop, is
-        # cast in here, and so in every turn.
+        # The cast of a full value that is planned low, such as a constant of a loop, is
+        # inside, so that it is repeated in every iteration.
         def run(*args: Any) -> list[Any]:
             inputs = self.cast_all(args, region.plan.inputs, old.invars)
             outputs = self.run(jaxpr, region.plan, inputs)
@@ -107,13 +110,13 @@ class Interpreter:
     def _run_with_derivative(
         self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> list[Any]:
-        """Run a function with a derivative rule of its own, and the rule, by plans."""
-        # Bound with another jaxpr, the equation would keep its rule, which is written
-        # for float32 and would return float32.
-        (region,), (planned,) = wiring_of(equation).regions, action.regions
+        """Run a function with a derivative rule of its own, and later that rule."""
+        # Bound again with the converted jaxpr, the equation would keep its rule, which
+        # is written for float32 and would return float32.
+        (region,), (region_plan,) = wiring_of(equation).regions, action.regions
 
         def call(*args: Any) -> list[Any]:
-            return self.run(region.jaxpr, planned.plan, args)
+            return self.run(region.jaxpr, region_plan.plan, args)
 
         make = custom_jvp if derivative_rule(equation) == "jvp" else custom_vjp
         dtypes = self._dtypes(action.outputs, equation.outvars)
@@ -121,21 +124,23 @@ class Interpreter:
         return make(equation, call, dtypes, interpret)(*inputs)
 
     def _interpret_in(self, scope_rule: Rule | None) -> Callable[..., Any]:
-        """Return the interpreter of functions that are called in a scope.
+        """Return a function that runs others as amp does, in a scope with this rule.
 
-        It runs `function(*given)`, where each array in `given` is low, or of the dtype
-        in `dtypes` for which the function is written.
+        It takes `(function, given, dtypes)` and returns `function(*given)`. Each array
+        in `given` is low, or has the dtype in `dtypes` that the function expects.
         """
 
         def interpret(function: Callable[..., Any], given: Any, dtypes: Any) -> Any:
-            # Traced at the dtypes that it is written for; the plan says which are low.
+            # Traced with the dtypes that it expects; the plan knows which are low.
             avals = jax.tree.map(aval_like, given, dtypes)
             closed, returned = jax.make_jaxpr(function, return_shape=True)(*avals)
             jaxpr, leaves = closed.jaxpr, jax.tree.leaves(given)
+            # `full` is None for a value that takes no part in amp.
             precisions = tuple(
                 full and (LOW if x.dtype == self._low else FULL)
                 for full, x in zip(full_precisions(jaxpr.invars), leaves, strict=True)
             )
+            # It is not known here which of them are arguments of the whole function.
             no_biases = (None,) * len(precisions)
             plan = self._planner.plan_whole(jaxpr, precisions, no_biases, scope_rule)
             values = self.run(closed, plan, leaves)
@@ -146,14 +151,11 @@ class Interpreter:
     def cast_all(
         self, values: Sequence[Any], precisions: Precisions, atoms: Sequence[Any]
     ) -> list[Any]:
-        """Return values in these precisions.
-
-        A value that is weak, or takes no part, stays as it is.
-        """
+        """Return values in these precisions; those that are weak or None stay."""
         return list(map(cast, values, self._dtypes(precisions, atoms)))
 
     def _dtypes(self, precisions: Precisions, atoms: Sequence[Any]) -> list[Any]:
-        """Return the dtypes of values in these precisions, None for those that stay."""
+        """Return the dtype of each value in its precision; None for one that stays."""
         return [
             self._low if x == LOW else atom.aval.dtype if x == FULL else None
             for x, atom in zip(precisions, atoms, strict=True)
@@ -161,7 +163,7 @@ class Interpreter:
 
 
 def _check_names(rules: Rules, jaxpr: AnyJaxpr) -> None:
-    """Raise if a name in the rules is nowhere in a jaxpr."""
+    """Raise if a rule is for a name that no equation of a jaxpr has."""
     missing = rules.names_to_find
     for equation in _equations(jaxpr) if missing else ():
         missing = missing - rules.names_at(equation)
@@ -177,5 +179,5 @@ def _equations(jaxpr: AnyJaxpr, in_derivatives: bool = True) -> Iterator[Equatio
         for inner in jaxprs_within(equation):
             yield from _equations(inner, in_derivatives)
         if in_derivatives and derivative_rule(equation):
-            # Not in the derivatives of those: that might never end.
+            # Without the derivative rules inside those, which might never end.
             yield from _equations(derivative_jaxpr(equation), in_derivatives=False)

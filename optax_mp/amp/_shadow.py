@@ -1,7 +1,7 @@
 """A run in two precisions at once, which measures the error of every operation.
 
 Each value is a pair: as written, and as under amp. Both are computed in one program, so
-that loops take the same turns and branches go the same way for both.
+that loops run as often, and branches go the same way, for both.
 """
 
 import functools
@@ -19,9 +19,10 @@ from optax_mp.amp._plan import Action, Plan, RegionPlan
 from optax_mp.amp._precision import Precisions
 from optax_mp.amp._run import Interpreter
 
-# For each action, by its id: the error that it adds, and the error of its result.
+# For each action, by its id: the error that it adds to exact inputs, and the error of
+# its result.
 Errors = dict[int, tuple[Any, Any]]
-# Less than any error, so that the larger of two is the one that was measured.
+# Smaller than any error, so that the larger of two is the one that was measured.
 NOT_MEASURED = -1.0
 
 
@@ -37,7 +38,7 @@ def shadow_errors(
 ) -> tuple[dict[int, tuple[float, float]], float]:
     """Return the errors of each action of a plan, by its id, and that of the outputs.
 
-    The relative error of an array is that of its norm, or NaN if it was not measured.
+    They are relative errors by norm; NaN stands for one that was not measured.
     """
     shadow = _Shadow(interpreter)
 
@@ -74,11 +75,11 @@ class _Shadow:
 
         def run_both(equation: Equation, values: list[Any]) -> list[Pair]:
             action, pairs = next(actions), list(map(_as_pair, values))
-            # The errors inside a shard_map would be those of one shard each.
-            inside = action.regions and not wiring_of(equation).is_sharded
-            run = self._run_regions if inside else self._run_whole
+            # Inside a shard_map each device would measure its own shards.
+            is_measured_inside = action.regions and not wiring_of(equation).is_sharded
+            run = self._run_regions if is_measured_inside else self._run_whole
             outputs, found = run(equation, action, pairs)
-            # The same action twice: a jaxpr may be called in several places.
+            # An action may be here already: a jaxpr can be called in several places.
             errors.update(_larger(errors, found))
             return outputs
 
@@ -105,8 +106,9 @@ class _Shadow:
             return [Pair(x, x) for x in full], {id(action): (0.0, 0.0)}
         run = self._interpreter.run_equation
         low = run(equation, action, [pair.low for pair in pairs])
-        own = run(equation, action, full_inputs)
-        own_error = _largest_error(map(Pair, full, own))
+        # Once more, from exact inputs: the error that this operation adds.
+        from_full = run(equation, action, full_inputs)
+        own_error = _largest_error(map(Pair, full, from_full))
         outputs = list(map(Pair, full, low))
         return outputs, {id(action): (own_error, _largest_error(outputs))}
 
@@ -114,33 +116,34 @@ class _Shadow:
         self, equation: Equation, action: Action, pairs: list[Pair]
     ) -> tuple[list[Pair], Errors]:
         runs = [
-            functools.partial(self._run_region, region.jaxpr, planned)
-            for region, planned in zip(
+            functools.partial(self._run_region, region.jaxpr, region_plan)
+            for region, region_plan in zip(
                 wiring_of(equation).regions, action.regions, strict=True
             )
         ]
         pairs = self._cast(pairs, action.inputs, equation.invars)
-        # A loop hands on errors of all that may be measured inside, from the beginning.
+        # A loop carries the errors of all actions inside, so all must be there before
+        # its first iteration.
         errors: Errors = {
-            id(each): (jnp.float32(NOT_MEASURED), jnp.float32(NOT_MEASURED))
-            for planned in action.regions
-            for each in _actions(planned.plan)
+            id(inner): (jnp.float32(NOT_MEASURED), jnp.float32(NOT_MEASURED))
+            for region_plan in action.regions
+            for inner in _actions(region_plan.plan)
         }
-        # Both ways go as the function goes as written.
+        # The values as written decide on branches and iterations.
         outputs, errors = replay(equation, pairs, runs, errors, lambda pair: pair.full)
         return outputs, errors | {id(action): (NOT_MEASURED, _largest_error(outputs))}
 
     def _run_region(
         self,
         jaxpr: AnyJaxpr,
-        planned: RegionPlan,
+        region_plan: RegionPlan,
         pairs: Sequence[Pair],
         errors: Errors,
     ) -> tuple[list[Pair], Errors]:
-        """Return the outputs of a region, and the largest errors until now."""
-        outputs, found = self.run(jaxpr, planned.plan, pairs)
+        """Return the outputs of a region, and the largest errors so far."""
+        outputs, found = self.run(jaxpr, region_plan.plan, pairs)
         outvars = open_jaxpr(jaxpr)[0].outvars
-        outputs = self._cast(outputs, planned.returned, outvars)
+        outputs = self._cast(outputs, region_plan.returned, outvars)
         return outputs, errors | _larger(errors, found)
 
 
@@ -157,8 +160,8 @@ def _as_pair(value: Any) -> Pair:
 
 
 def _larger(errors: Errors, found: Errors) -> Errors:
-    """Return the errors found, or those that were there if they are larger."""
-    old = {key: errors.get(key, each) for key, each in found.items()}
+    """Return for each error in `found` the larger of it and the one in `errors`."""
+    old = {key: errors.get(key, error) for key, error in found.items()}
     return jax.tree.map(lambda a, b: jnp.float32(jnp.maximum(a, b)), old, found)
 
 
@@ -168,18 +171,20 @@ def _largest_error(pairs: Iterable[Pair]) -> Any:
 
 
 def _error(pair: Pair) -> jax.Array:
-    """Return the norm of the difference over the norm, of what is finite as written."""
+    """Return the norm of the difference over the norm, where the value is finite."""
     full, low = map(jnp.asarray, pair)
     if not jnp.issubdtype(full.dtype, jnp.inexact) or not full.size:
         return jnp.float32(0)
     low, full = low.astype(wide := at_least_float32(full.dtype)), full.astype(wide)
-    counts = jnp.isfinite(full)
-    difference = jnp.where(counts, jnp.abs(low - full), 0)
+    # What is infinite or NaN as written, such as the -inf of a mask, has no error.
+    is_finite = jnp.isfinite(full)
+    difference = jnp.where(is_finite, jnp.abs(low - full), 0)
+    # NaN only under amp is an infinite error: NaN would mean "not measured".
     difference = jnp.where(jnp.isnan(difference), jnp.inf, difference)
-    size = jnp.where(counts, jnp.abs(full), 0)
-    # In units of the largest, so that squares stay in range.
+    size = jnp.where(is_finite, jnp.abs(full), 0)
+    # In units of the largest value, so that squares neither overflow nor underflow.
     unit = jnp.max(size)
     unit = jnp.where(unit == 0, 1, unit)
-    wrong, whole = (jnp.sum(jnp.square(x / unit)) for x in (difference, size))
-    none = jnp.where(wrong == 0, 0.0, jnp.inf)
-    return jnp.where(whole == 0, none, jnp.sqrt(wrong / whole)).astype(jnp.float32)
+    error, norm = (jnp.sum(jnp.square(x / unit)) for x in (difference, size))
+    if_zero = jnp.where(error == 0, 0.0, jnp.inf)
+    return jnp.where(norm == 0, if_zero, jnp.sqrt(error / norm)).astype(jnp.float32)

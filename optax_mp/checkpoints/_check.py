@@ -10,12 +10,11 @@ _CALLER = "check_checkpoint"
 
 
 def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
-    """Raise if a checkpoint does not match the state it is to be restored into.
+    """Raise if a checkpoint does not match the state that it would be restored into.
 
-    Call this before you restore, while nothing is overwritten. Orbax casts what it
-    restores to the dtypes of the template: with a template of 16-bit masters it rounds
-    the float32 masters that were saved, without any error. `flax.serialization` checks
-    neither dtypes nor shapes.
+    Call this before you restore. Orbax casts what it restores to the dtypes of the
+    template: with a template of 16-bit masters it rounds the float32 masters that were
+    saved, without any error. `flax.serialization` checks neither dtypes nor shapes.
 
     Containers may have lost their types, as in metadata and state dicts: fields of a
     NamedTuple, keys and indices are compared by name. A PRNG key matches its data,

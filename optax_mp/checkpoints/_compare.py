@@ -13,21 +13,21 @@ from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 
 Path = tuple[Any, ...]
 # The names along a path, without the types of the containers.
-Names = tuple[str, ...]
-NamedLeaves = dict[Names, tuple[Path, Any]]
+PathNames = tuple[str, ...]
+NamedLeaves = dict[PathNames, tuple[Path, Any]]
 
-_SHOWN = 3  # problems of each kind
+_MOST_SHOWN = 3  # differences of each kind
 
 
 def unwrap_metadata(saved: PyTree) -> PyTree:
-    """Return the tree in what Orbax has around it: `item_metadata`, or `metadata`."""
+    """Return the tree inside the objects that Orbax returns as metadata."""
     for name in ("item_metadata", "metadata"):
         if all_leaves([saved]) and not is_array(saved):
             saved = getattr(saved, name, saved)
     return saved
 
 
-def names_of(path: Path) -> Names:
+def names_of(path: Path) -> PathNames:
     """Return the names along a path."""
     names = tuple(keystr((entry,), simple=True) for entry in path)
     # Flax's boxes hold their array in `value`; its pure trees have no boxes.
@@ -46,7 +46,10 @@ def leaves_by_name(tree: PyTree) -> NamedLeaves:
 
 
 def differences(found: NamedLeaves, expected: NamedLeaves) -> list[str]:
-    """Return what keeps a checkpoint from a template, a line each."""
+    """Return a line for each difference between a checkpoint and a template.
+
+    Those with a consequence come first: a restore may succeed in spite of them.
+    """
     missing = [
         f"{spell(path)} was not saved, the template expects {describe(leaf)}"
         for names, (path, leaf) in expected.items()
@@ -57,32 +60,32 @@ def differences(found: NamedLeaves, expected: NamedLeaves) -> list[str]:
         for names, (path, leaf) in found.items()
         if names not in expected
     ]
-    unlike = []
+    changed = []
     for names in (names for names in expected if names in found):
         (path, want), (_, leaf) = expected[names], found[names]
         consequence = _consequence(leaf, want, names)
         if consequence:
-            unlike.append(
+            changed.append(
                 f"{spell(path)} was saved as {describe(leaf)}, the template expects "
                 f"{describe(want)}: {consequence}"
             )
-    return [*_first(unlike), *_first(missing), *_first(additional)]
+    return [*_shorten(changed), *_shorten(missing), *_shorten(additional)]
 
 
-def _first(lines: list[str]) -> list[str]:
-    rest = len(lines) - _SHOWN
-    return lines[:_SHOWN] + ([f"and {rest} more like these"] if rest > 0 else [])
+def _shorten(lines: list[str]) -> list[str]:
+    rest = len(lines) - _MOST_SHOWN
+    return lines[:_MOST_SHOWN] + ([f"and {rest} more like these"] if rest > 0 else [])
 
 
-def _consequence(leaf: Any, want: Any, names: Names) -> str:
-    """Return what is wrong with a saved leaf; an empty string if nothing is."""
+def _consequence(leaf: Any, want: Any, names: PathNames) -> str:
+    """Return what a restore would do to a leaf; an empty string if nothing is wrong."""
     leaf, want = _without_key_type(leaf, want), _without_key_type(want, leaf)
     if tuple(getattr(leaf, "shape", ())) != tuple(getattr(want, "shape", ())):
         return "another shape"
     if not (is_array(leaf) and is_array(want)):
-        is_like = _kind(leaf) == _kind(want)
-        return "" if is_like else "a restore would change the kind of number"
-    if leaf.dtype == want.dtype or _was_number(leaf, want):
+        is_same = _kind(leaf) == _kind(want)
+        return "" if is_same else "a restore would change the kind of number"
+    if leaf.dtype == want.dtype or _may_be_number(leaf, want):
         return ""
     whose = "the masters" if "master_params" in names else "the values"
     if not (is_floating(leaf) and is_floating(want)):
@@ -92,17 +95,17 @@ def _consequence(leaf: Any, want: Any, names: Names) -> str:
     return f"a restore would round {whose}"
 
 
-def _was_number(leaf: Any, want: Any) -> bool:
-    """Return whether a scalar may have been a Python number when it was saved.
+def _may_be_number(leaf: Any, want: Any) -> bool:
+    """Return whether a saved scalar may have been a Python number.
 
     Orbax describes those in 64 bits, where JAX uses its widest dtype.
     """
     if want.shape or not jnp.issubdtype(want.dtype, jnp.number):
         return False
-    is_loose = jnp.issubdtype(want.dtype, jnp.integer) or getattr(
-        want, "weak_type", False
-    )
-    return is_loose and jax.dtypes.canonicalize_dtype(leaf.dtype) == want.dtype
+    is_weak = getattr(want, "weak_type", False)
+    if not (is_weak or jnp.issubdtype(want.dtype, jnp.integer)):
+        return False
+    return jax.dtypes.canonicalize_dtype(leaf.dtype) == want.dtype
 
 
 def _kind(x: Any) -> Any:
@@ -119,8 +122,6 @@ def is_key(x: Any) -> bool:
 
 def _without_key_type(leaf: Any, other: Any) -> Any:
     """Return the data of a PRNG key if the other leaf is not a key."""
-    return (
-        jax.eval_shape(jax.random.key_data, leaf)
-        if is_key(leaf) > is_key(other)
-        else leaf
-    )
+    if is_key(leaf) and not is_key(other):
+        return jax.eval_shape(jax.random.key_data, leaf)
+    return leaf

@@ -22,6 +22,7 @@ from optax_mp._tree import (
 from optax_mp.compact import LowBitState, StochasticRoundingState
 from optax_mp.compact._blocks import Quantized, dequantize, quantize
 from optax_mp.loss_scale import LossScaleState
+from optax_mp.masters import Storage
 from optax_mp.masters._access import (
     check_param_is_trained,
     master_params,
@@ -44,16 +45,16 @@ def convert_opt_state(
 
     Both transformations must have the same optimizer inside. Around it either may have
     `mixed_precision` with any storage, `low_bit_state`, `stochastic_rounding` and a
-    loss scale, or none of them. Counts are copied, masters and moments are encoded
-    again. What only the new form has, such as a loss scale, starts as in its `init`;
-    what only the old form had is dropped.
+    loss scale, or none of them. Counts are copied; masters and moments are stored in
+    the new form. What only the new form has, such as a loss scale, starts as in its
+    `init`; what only the old form had is dropped.
 
     This function does not change the params. Two conversions need it afterwards:
 
-    - from float32 params to 16-bit params: pass `param_dtype` in `to_tx`, so that the
-      masters keep every bit, convert, then cast the params;
-    - to plain float32: continue with `master_params(opt_state, params)` as the params,
-      or after `stochastic_rounding`, which has no masters, with the params cast.
+    - from float32 params to 16-bit params: build `to_tx` with `param_dtype`, so that
+      the masters keep every bit, convert, then cast the params;
+    - to plain float32: continue with `master_params(opt_state, params)` as the params.
+      `stochastic_rounding` has no masters: after it, cast the params to float32.
 
     Args:
         opt_state: the state of the run, made by `from_tx`.
@@ -65,7 +66,7 @@ def convert_opt_state(
         A state of `to_tx`. It shares no buffer with `opt_state` or `params`.
 
     Raises:
-        TypeError: if `params` or a transformation is of another kind.
+        TypeError: if an argument is of the wrong kind.
         ValueError: if `opt_state` is not a state of `from_tx`, or if the two
             transformations have different optimizers inside.
 
@@ -93,30 +94,33 @@ def convert_opt_state(
     from_tx = as_transformation(from_tx, _CALLER, "from_tx")
     to_tx = as_transformation(to_tx, _CALLER, "to_tx")
     _check_made_by(opt_state, from_tx, params)
-    wrappers = {kind: find_states(opt_state, kind) for kind in _WRAPPERS}
-    has_masters = bool(wrappers[MixedPrecisionState])
-    truth = master_params(opt_state, params) if has_masters else params
-    if wrappers[StochasticRoundingState]:
-        truth = cast_floating(truth, jnp.float32)  # as the inner optimizer saw them
+    wrappers = {
+        kind: found[0][1]
+        for kind in _WRAPPERS
+        if (found := find_states(opt_state, kind))
+    }
+    has_masters = MixedPrecisionState in wrappers
+    weights = master_params(opt_state, params) if has_masters else params
+    if StochasticRoundingState in wrappers:
+        weights = cast_floating(weights, jnp.float32)  # as the inner optimizer saw them
     template = to_tx.init(params)
     if not find_states(template, MixedPrecisionState):
         # Without masters the moments have the dtype of the params that `init` is given.
-        template = to_tx.init(truth)
+        template = to_tx.init(weights)
     values = _match(
         _unwrap(opt_state),
         _unwrap(template),
         "the optimizer's part of `opt_state`",
         "that of `to_tx`",
     )
-    own = {kind: found[0][1] for kind, found in wrappers.items() if found}
-    masters = (truth, params) if has_masters else None
-    filled = _fill(template, iter(values), own, masters)
+    masters = (weights, params) if has_masters else None
+    filled = _fill(template, iter(values), wrappers, masters)
     # Arrays that were not changed are copied, so that all three can be donated.
     return without_aliases(filled, (opt_state, params))
 
 
 def _unwrap(state: optax.OptState) -> PyTree:
-    """Return the state of the optimizer inside, without our wrappers and codes."""
+    """Return the state of the optimizer inside, dequantized."""
 
     def unwrap(node: Any) -> Any:
         if isinstance(node, Quantized):
@@ -138,23 +142,21 @@ def _fill(
         template: a state of the new form.
         values: the leaves of the bare optimizer's state, in order.
         wrappers: the states of our wrappers in the old form, by their type.
-        masters: the masters and the params of the run, if it had masters.
+        masters: the masters and the params of the run, or None if it had no masters.
     """
 
     def fill(node: Any) -> Any:
         if isinstance(node, Quantized):
             return quantize(next(values), node, None)
         if not isinstance(node, _WRAPPERS):
-            # `map` visits leaves in their order, which is also that of `values`.
+            # `map` visits leaves in the order that `values` are in.
             value = next(values)
             return value.astype(node.dtype) if is_floating(value) else value
-        own = node
+        wrapper = wrappers.get(type(node), node)
         if isinstance(node, MixedPrecisionState):
-            own = _encode_masters(node, masters)
-        elif type(node) in wrappers:
-            own = wrappers[type(node)]
+            wrapper = _encode_masters(node, masters)
         inner_state = _fill(node.inner_state, values, wrappers, masters)
-        return own._replace(inner_state=inner_state)
+        return wrapper._replace(inner_state=inner_state)
 
     kinds = (*_WRAPPERS, Quantized)
     return jax.tree.map(fill, template, is_leaf=lambda node: isinstance(node, kinds))
@@ -163,16 +165,16 @@ def _fill(
 def _encode_masters(
     template: MixedPrecisionState, masters: tuple[PyTree, PyTree] | None
 ) -> MixedPrecisionState:
-    """Return `template` with the masters of the run, if it had any.
+    """Return `template` with the masters of the run.
 
-    Without masters `init` has made them from the params.
+    If the run had none, those stay that `init` made from the params.
     """
     if masters is None:
         return template
-    truth, params = masters
+    weights, params = masters
     storage = check_storage_known(template, _CALLER)
     leaves = Leaves.of(params, caller=_CALLER, name="`params`")
-    values = leaves.match(truth, "the masters")
+    values = leaves.match(weights, "the masters")
     encoded = match_stored(leaves, template)
     for i, stored in enumerate(encoded):
         if is_absent(stored):
@@ -181,31 +183,30 @@ def _encode_masters(
         if storage.param_is_part:
             where = f"{_CALLER}: param {spell(leaves.paths[i])}"
             check_param_is_trained(storage, param, where)
-        # What is stored need not have the dtype of the master: only `decode` knows it.
+        # Only `decode` knows the master's dtype: what is stored may have another one.
         dtype = jax.eval_shape(storage.decode, stored, param).dtype
         encoded[i] = storage.encode(values[i].astype(dtype), param)
     return replace_stored(leaves, template, encoded)
 
 
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:
-    # Traced, since `init` would allocate a second state.
+    # Only traced, because a call of `init` would allocate a second state.
     traced = Traced.of(tx.init, params)
     expected = traced.treedef.unflatten(traced.outputs)
-    made_by, wanted = (
-        [
-            check_storage_known(node, _CALLER)
-            for _, node in find_states(tree, MixedPrecisionState)
-        ]
-        for tree in (state, expected)
-    )
-    if made_by != wanted:
+    used, wanted = _storages(state), _storages(expected)
+    if used != wanted:
         raise ValueError(
-            f"{_CALLER}: the masters in `opt_state` were stored by {made_by or None}, "
+            f"{_CALLER}: the masters in `opt_state` were stored by {used or None}, "
             f"expected {wanted or None}, the storage of `from_tx`; pass as `from_tx` "
             "the transformation that made `opt_state`."
         )
     # Float dtypes may differ: some optimizers change them at their first step.
-    _match(state, expected, "`opt_state`", "a state of `from_tx`", kinds_too=True)
+    _match(state, expected, "`opt_state`", "a state of `from_tx`", with_dtypes=True)
+
+
+def _storages(state: Any) -> list[Storage]:
+    found = find_states(state, MixedPrecisionState)
+    return [check_storage_known(node, _CALLER) for _, node in found]
 
 
 def _match(
@@ -214,7 +215,7 @@ def _match(
     name: str,
     template_name: str,
     *,
-    kinds_too: bool = False,
+    with_dtypes: bool = False,
 ) -> list[Any]:
     """Return the leaves of `state`; raise if they do not fit those of `template`.
 
@@ -223,7 +224,7 @@ def _match(
         template: a state, or a description of one.
         name: what an error calls `state`.
         template_name: what an error calls `template`.
-        kinds_too: whether integers must stay integers of the same dtype, and so on.
+        with_dtypes: whether dtypes must agree, except for those of two floats.
     """
     expected = Leaves.of(template, caller=_CALLER, name=template_name)
     found = expected.match(state, name)
@@ -231,7 +232,7 @@ def _match(
         if not is_array(want):
             continue
         same = is_array(leaf) and leaf.shape == want.shape
-        if same and kinds_too and not (is_floating(leaf) and is_floating(want)):
+        if same and with_dtypes and not (is_floating(leaf) and is_floating(want)):
             same = leaf.dtype == want.dtype
         if not same:
             raise ValueError(

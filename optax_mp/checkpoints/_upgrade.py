@@ -13,7 +13,7 @@ from optax_mp._first_edition import RENAMED_FIELDS
 from optax_mp._states import find_states
 from optax_mp._tree import PyTree, spell
 from optax_mp.checkpoints._compare import (
-    Names,
+    PathNames,
     differences,
     is_key,
     leaves_by_name,
@@ -24,7 +24,7 @@ from optax_mp.compact import LowBitState, StochasticRoundingState
 from optax_mp.loss_scale import LossScaleState
 from optax_mp.masters import MixedPrecisionState
 
-# The names of fields in the first edition, by those of today.
+# States with a field that had another name in the first edition.
 _RENAMED_STATES = (LossScaleState, LowBitState, StochasticRoundingState)
 
 
@@ -71,7 +71,7 @@ def upgrade_checkpoint(saved: PyTree, template: PyTree) -> PyTree:
     """
     saved = unwrap_metadata(saved)
     found, expected = leaves_by_name(saved), leaves_by_name(template)
-    # An unpickled state has the names of today, because pickles hold no field names.
+    # An unpickled state has the new names, because pickles do not hold field names.
     for names, old_names in _old_names(template).items():
         if names not in found and old_names in found:
             found[names] = found.pop(old_names)
@@ -79,15 +79,17 @@ def upgrade_checkpoint(saved: PyTree, template: PyTree) -> PyTree:
     if lines:
         raise ValueError(
             "upgrade_checkpoint: the checkpoint does not match `template`, expected "
-            "the same leaves, shapes and dtypes but for the names of counters.\n  "
+            "the same leaves, shapes and dtypes except for the names of counters.\n  "
             + "\n  ".join(lines)
             + "\nMake the template with the `tx` and the params of the run that saved "
-            "it; change the form afterwards, with "
+            "it; change its form afterwards with "
             "`optax_mp.convert_opt_state(opt_state, params, tx, new_tx)`."
         )
     leaves, treedef = tree_flatten_with_path(template)
     values = [
-        _fill(found[names_of(path)], leaf) if names_of(path) in expected else leaf
+        _as_in_template(found[names_of(path)], leaf)
+        if names_of(path) in expected
+        else leaf
         for path, leaf in leaves
     ]
     return treedef.unflatten(values)
@@ -105,19 +107,19 @@ def is_of_first_edition(saved: PyTree, template: optax.OptState) -> bool:
         names not in found and old_names in found
         for names, old_names in _old_names(template).items()
     )
-    # Unpickled states have the names of today, but do not say which storage made them.
-    is_named = any(storage is not None for storage in _storages(template))
-    return has_old_names or (is_named and None in _storages(saved))
+    # Unpickled states have the new names, but do not say which storage made them.
+    has_storage = any(storage is not None for storage in _storages(template))
+    return has_old_names or (has_storage and None in _storages(saved))
 
 
 def _storages(tree: PyTree) -> list[Any]:
-    """Return the storage that each state of masters names, or None."""
+    """Return for each state of masters the storage that it names, or None."""
     return [state.storage for _, state in find_states(tree, MixedPrecisionState)]
 
 
-def _old_names(template: PyTree) -> dict[Names, Names]:
-    """Return the old names of the leaves that have new ones, by their new names."""
-    renamed: dict[Names, Names] = {}
+def _old_names(template: PyTree) -> dict[PathNames, PathNames]:
+    """Return the old names of the leaves that were renamed, by their new names."""
+    renamed: dict[PathNames, PathNames] = {}
     for path, _ in find_states(template, _RENAMED_STATES):
         above = names_of(path)
         for old_field, field in RENAMED_FIELDS.items():
@@ -125,8 +127,8 @@ def _old_names(template: PyTree) -> dict[Names, Names]:
     return renamed
 
 
-def _fill(path_and_leaf: tuple[Any, Any], want: Any) -> Any:
-    """Return a saved leaf as the array, or the number, that the template has."""
+def _as_in_template(path_and_leaf: tuple[Any, Any], want: Any) -> Any:
+    """Return a saved leaf as the kind of array or number that the template has."""
     path, leaf = path_and_leaf
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | Number):
         raise TypeError(
@@ -139,7 +141,7 @@ def _fill(path_and_leaf: tuple[Any, Any], want: Any) -> Any:
     if is_key(want) and not is_key(leaf):
         key_data = jnp.asarray(leaf)
         leaf = jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(want))
-    # This is no cast: `differences` has compared the dtypes of arrays.
+    # This casts nothing: `differences` has compared the dtypes of arrays.
     array = leaf if is_key(leaf) else jnp.asarray(leaf, want.dtype)
     sharding = getattr(want, "sharding", None)
     return array if sharding is None else jax.device_put(array, sharding)

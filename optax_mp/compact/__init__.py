@@ -1,15 +1,23 @@
 """Optimizer states and params in few bits.
 
 `low_bit_state` quantizes the large arrays of any optimizer's state to 8 or 16 bits. A
-`Quantized` array is made of integer codes and of one scale for each block of 32
+`Quantized` array consists of integer codes and one scale for each block of 32
 neighbours, so that one large value costs precision only within its block. Signs matter:
 a second moment is never negative, so its codes need no sign and have twice the
-resolution, and it must not round to zero, because optimizers divide by its root. Which
-arrays those are, and which must stay in full precision, is found by tracing the update.
+resolution, and it must not round to zero, because optimizers divide by its root.
+Tracing the update shows which arrays those are, and which must stay in full precision.
 
 `stochastic_rounding` keeps params in 16 bits without masters. Both round
 stochastically, up or down at random but right on average, because updates smaller than
 half a unit in the last place are lost if they are always rounded to nearest.
+
+- `_low_bit`: the transform, with its settings in `_code_format`.
+- `_blocks`: from an array to a `Quantized`, and back.
+- `_code_choice`: which arrays get which codes. It traces the update (`_traced_update`),
+  and finds arrays that are never negative (`_signs`), and those that must stay in full
+  precision (`_full_precision`).
+- `_stochastic`: the other transform.
+- `_rounding`, `_random_numbers`: stochastic rounding, for both.
 """
 
 from optax_mp.compact._blocks import Quantized

@@ -14,10 +14,11 @@ from optax_mp.compact._rounding import round_stochastically
 
 Reduction = Callable[..., jax.Array]
 
-# Limits of the scales, as bit patterns of float32. CPUs flush values under 2^-126 to
-# zero, and so the inverse of a scale over 2^126.
-_LARGEST_SCALE = 0x7E800000
+# Bit patterns of float32. Scales lie between 2^-126 and 2^126, because CPUs flush
+# smaller numbers to zero, and the inverse of a larger scale is one of those.
 _SMALLEST_SCALE = 0x00800000
+_LARGEST_SCALE = 0x7E800000
+_INFINITY = 0x7F800000
 
 
 class Quantized(NamedTuple):
@@ -49,7 +50,7 @@ class Quantized(NamedTuple):
 
 
 def is_quantized(node: Any) -> bool:
-    """Return whether a node of a state stands for a quantized array."""
+    """Return whether a node of a state is a quantized array."""
     return isinstance(node, Quantized)
 
 
@@ -69,10 +70,9 @@ def quantized_zeros(x: Any, dtype: DTypeLike, block_size: int | None) -> Quantiz
 
 def scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
     """Return the shape of the scales of an array: `shape`, shorter along one axis."""
-    # Neighbours along the last axis are most alike, as in one row of an embedding.
-    axis = max(range(len(shape)), key=lambda i: (shape[i] >= block_size, i))
-    if shape[axis] < block_size:
-        axis = max(range(len(shape)), key=lambda i: (shape[i], i))
+    # Along the last axis that fills a block, because neighbours there are most alike,
+    # as in one row of an embedding. If none does, along the longest.
+    axis = max(range(len(shape)), key=lambda i: (min(shape[i], block_size), i))
     return (*shape[:axis], -(-shape[axis] // block_size), *shape[axis + 1 :])
 
 
@@ -80,7 +80,7 @@ def scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
 # step with 400 of them then has 400 equations, not 20000. XLA inlines the calls.
 @jax.jit
 def dequantize(quantized: Quantized) -> jax.Array:
-    """Return the values in float32."""
+    """Return the values of a quantized array, in float32."""
     codes, scales = quantized
     if scales is None:
         return codes.astype(jnp.float32)
@@ -109,18 +109,20 @@ def quantize(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized:
     blocks = _Blocks(like.codes.shape, like.scales.shape)
     values = x.astype(jnp.float32)
     sizes = jnp.abs(values)
-    scales = _round_scales_up(blocks.reduce(jnp.max, _pattern(sizes)))
+    scales = _round_scales_up(blocks.reduce(jnp.max, _bit_pattern(sizes)))
     inverse = jnp.where(scales == 0, 0, 1 / scales)
     if jnp.issubdtype(like.codes.dtype, jnp.signedinteger):
-        # Passed on as a sign of the inverse, because broadcasting dominates the cost.
+        # The sign of the inverse marks these blocks. A second array of flags would cost
+        # another broadcast, and broadcasting takes most of the time.
         was_negative = blocks.reduce(jnp.min, like.codes) < 0
         inverse = jnp.where(was_negative, -inverse, inverse)
     inverse = blocks.spread(inverse)
-    top = _largest_code(like.codes)
-    squares = jnp.clip(sizes * jnp.abs(inverse), 0, 1) * (top * top)
-    codes = _round_roots(squares, top, key)
-    least = ((squares > 0) & (inverse > 0)).astype(jnp.float32)
-    codes = jnp.where(values < 0, -codes, jnp.maximum(codes, least))
+    largest = _largest_code(like.codes)
+    squares = jnp.clip(sizes * jnp.abs(inverse), 0, 1) * (largest * largest)
+    codes = _round_roots(squares, largest, key)
+    # 1 where zero is not allowed, as the docstring says.
+    smallest = ((squares > 0) & (inverse > 0)).astype(jnp.float32)
+    codes = jnp.where(values < 0, -codes, jnp.maximum(codes, smallest))
     return Quantized(codes.astype(like.codes.dtype), scales.astype(jnp.bfloat16))
 
 
@@ -130,51 +132,58 @@ def _round(x: jax.Array, dtype: DTypeLike, key: jax.Array | None) -> jax.Array:
     return round_stochastically(x, dtype, key).astype(dtype)
 
 
-def _round_roots(squares: jax.Array, top: float, key: jax.Array | None) -> jax.Array:
-    """Return the roots of numbers from 0 to `top` squared, rounded to integers."""
+def _round_roots(
+    squares: jax.Array, largest: float, key: jax.Array | None
+) -> jax.Array:
+    """Return the roots of numbers from 0 to `largest` squared, rounded to integers."""
     if key is None:
         return jnp.round(jnp.sqrt(squares))
-    # The probability is the distance between the squares, not between the roots: so
-    # values, not their roots, are right on average.
+    # Probabilities are distances between squares, not between roots, so that the value
+    # is right on average, and not its root. The next square is 2 * below + 1 away.
     below = jnp.floor(jnp.sqrt(squares))
     threshold = uniform_numbers(squares.shape, key) * (2 * below + 1)
-    return jnp.minimum(below + (squares - below * below > threshold), top)
+    return jnp.minimum(below + (squares - below * below > threshold), largest)
 
 
 def _largest_code(codes: jax.Array) -> float:
     return float(jnp.iinfo(codes.dtype).max)
 
 
-def _pattern(sizes: jax.Array) -> jax.Array:
-    # Bit patterns of non-negative floats are ordered as the floats are, and CPUs
-    # vectorize a maximum of integers, but not one of floats (because of NaN).
+def _bit_pattern(sizes: jax.Array) -> jax.Array:
+    # Bit patterns of nonnegative floats are ordered as the floats are. CPUs vectorize a
+    # maximum of integers, but not one of floats, where NaN is a special case.
     return lax.bitcast_convert_type(sizes, jnp.int32)
 
 
 def _round_scales_up(largest: jax.Array) -> jax.Array:
-    """Return scales in float32 that bfloat16 holds, given patterns of sizes."""
-    raised = (jnp.minimum(largest, _LARGEST_SCALE) + 0xFFFF) & -0x10000
-    raised = jnp.where(largest < _SMALLEST_SCALE, 0, raised)
-    scales = lax.bitcast_convert_type(raised, jnp.float32)
-    return jnp.where(largest >= 0x7F800000, jnp.nan, scales)
+    """Return float32 scales that are exact in bfloat16, given bit patterns of sizes."""
+    # bfloat16 is the upper half of float32.
+    rounded = (jnp.minimum(largest, _LARGEST_SCALE) + 0xFFFF) & -0x10000
+    rounded = jnp.where(largest < _SMALLEST_SCALE, 0, rounded)
+    scales = lax.bitcast_convert_type(rounded, jnp.float32)
+    return jnp.where(largest >= _INFINITY, jnp.nan, scales)
 
 
 class _Blocks:
-    """The blocks of an array along the axis that has fewer scales than values."""
+    """The blocks of an array along the axis that has fewer scales than values.
 
-    def __init__(self, shape: tuple[int, ...], scales: tuple[int, ...]) -> None:
-        axes = [i for i in range(len(shape)) if shape[i] != scales[i]]
+    They are read off the two shapes, so that a `Quantized` needs no settings beside its
+    arrays.
+    """
+
+    def __init__(self, shape: tuple[int, ...], scales_shape: tuple[int, ...]) -> None:
+        axes = [i for i in range(len(shape)) if shape[i] != scales_shape[i]]
         self.axis = axes[0] if axes else len(shape) - 1
-        self.count = scales[self.axis]
+        self.count = scales_shape[self.axis]
         self.length = shape[self.axis]
-        # The block size is the only power of two with ceil(length / size) == count, or
-        # any larger one if there is one block.
+        # The only power of two with ceil(length / size) == count. (For a single block
+        # larger ones would do as well, and would give the same result.)
         self.size = 1
         while self.size * self.count < self.length:
             self.size *= 2
 
     def reduce(self, reduction: Reduction, values: jax.Array) -> jax.Array:
-        """Return the reduction of each block; the last one is filled up with zeros."""
+        """Return the reduction of each block; the last one is padded with zeros."""
         widths = [(0, 0)] * values.ndim
         widths[self.axis] = (0, self.count * self.size - self.length)
         shape = list(values.shape)
@@ -183,8 +192,8 @@ class _Blocks:
 
     def spread(self, scales: jax.Array) -> jax.Array:
         """Return for each value the scale of its block."""
-        # Scales are repeated, instead of splitting the values into blocks, so that XLA
-        # sees each code read and overwritten in place.
+        # The scales are repeated instead of reshaping the values to blocks, so that XLA
+        # can overwrite the codes in place.
         shape = list(scales.shape)
         shape.insert(self.axis + 1, self.size)
         repeated = jnp.broadcast_to(jnp.expand_dims(scales, self.axis + 1), shape)

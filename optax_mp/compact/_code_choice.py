@@ -1,6 +1,7 @@
 """Which arrays of a state are quantized, and with which codes.
 
-All of it is found at `init` by tracing the optimizer's own `init` and `update`.
+`low_bit_state` decides this at `init`, by tracing the optimizer's own `init` and
+`update`.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from optax_mp._jax._dependence import depending_outputs
 from optax_mp._jax._traced import Traced, is_dynamic
 from optax_mp._tree import is_floating
 from optax_mp.compact._code_format import CodeFormat
-from optax_mp.compact._full_precision import check_without_update, in_full_precision
+from optax_mp.compact._full_precision import check_without_update, need_full_precision
 from optax_mp.compact._signs import nonnegative_outputs
 from optax_mp.compact._traced_update import TracedUpdate, trace_update
 
@@ -26,28 +27,28 @@ def choose_codes(
     min_size: int,
 ) -> list[jnp.dtype | None]:
     """Return the dtype of codes for each leaf of `inner`'s state; None to leave it."""
-    start, update = Traced.of(inner.init, params), trace_update(inner, params, state)
+    init = Traced.of(inner.init, params)
+    update = trace_update(inner, params, state)
     leaves = jax.tree.leaves(state)
-    large = [_is_large(leaf, min_size) for leaf in leaves if is_dynamic(leaf)]
-    # Masters, averages and other copies of the params are no moments.
-    chosen = _and_not(large, depending_outputs(start.closed))
+    # Only these are outputs of `init`, and the lists below have an entry for each.
+    arrays = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
+    large = [_is_large(leaves[i], min_size) for i in arrays]
+    # Masters, averages and other arrays that start as the params are not moments.
+    chosen = _without(large, depending_outputs(init.closed))
     if isinstance(update, TracedUpdate):
-        chosen = _and_not(chosen, in_full_precision(start, update))
+        chosen = _without(chosen, need_full_precision(init, update))
     elif any(chosen):
-        check_without_update(start, large, state, params, update)
-    codes = iter(
-        (code_format.unsigned if never_negative else code_format.signed)
-        if is_chosen
-        else None
-        for is_chosen, never_negative in zip(
-            chosen, _never_negative(start, update), strict=True
-        )
-    )
-    return [next(codes) if is_dynamic(leaf) else None for leaf in leaves]
+        check_without_update(init, large, state, params, update)
+    codes: list[jnp.dtype | None] = [None] * len(leaves)
+    never_negative = _never_negative(init, update)
+    for i, is_chosen, is_unsigned in zip(arrays, chosen, never_negative, strict=True):
+        if is_chosen:
+            codes[i] = code_format.unsigned if is_unsigned else code_format.signed
+    return codes
 
 
-def _and_not(claims: list[bool], others: list[bool]) -> list[bool]:
-    return [a and not b for a, b in zip(claims, others, strict=True)]
+def _without(chosen: list[bool], excluded: list[bool]) -> list[bool]:
+    return [a and not b for a, b in zip(chosen, excluded, strict=True)]
 
 
 def _is_large(leaf: Any, min_size: int) -> bool:
@@ -57,14 +58,15 @@ def _is_large(leaf: Any, min_size: int) -> bool:
     return leaf.dtype == jnp.float32
 
 
-def _never_negative(start: Traced, update: TracedUpdate | Exception) -> list[bool]:
-    """Return for each array of a state whether its values never are negative."""
-    known = nonnegative_outputs(start.closed, [False] * len(start.arrays))
+def _never_negative(init: Traced, update: TracedUpdate | Exception) -> list[bool]:
+    """Return for each array of a state whether its values are never negative."""
+    known = nonnegative_outputs(init.closed, [False] * len(init.arrays))
     if isinstance(update, Exception) or not update.is_exact:
-        return [False] * len(known)  # signed codes serve as well
-    others = [False] * update.param_count
+        return [False] * len(known)  # signed codes can hold any values
+    unknown = [False] * update.param_count  # gradients and params
+    # Nonnegative after `init`, and after an update if it was before.
     while True:
-        after = nonnegative_outputs(update.closed, [*others, *known, *others])
+        after = nonnegative_outputs(update.closed, [*unknown, *known, *unknown])
         _, after = update.split_outputs(after)
         still = [a and b for a, b in zip(known, after, strict=True)]
         if still == known:

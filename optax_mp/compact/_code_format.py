@@ -18,7 +18,7 @@ class CodeFormat:
 
     Attributes:
         signed: dtype of the codes.
-        unsigned: dtype of the codes of arrays that never are negative.
+        unsigned: dtype of the codes of arrays that are never negative.
         block_size: how many values share a scale; None for a 16-bit float.
     """
 
@@ -38,7 +38,7 @@ class CodeFormat:
                 raise ValueError(
                     f"low_bit_state: `dtype` is {floating} with bits={bits!r} and "
                     f"block_size={block_size!r}, expected bfloat16 and neither of the "
-                    "others, or no `dtype`, for codes in blocks."
+                    "others; for codes in blocks, leave out `dtype`."
                 )
             return cls(floating, floating, None)
         if not isinstance(bits, Integral) or bits not in (8, 16):

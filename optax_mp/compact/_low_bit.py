@@ -22,8 +22,8 @@ from optax_mp.compact._code_choice import choose_codes
 from optax_mp.compact._code_format import CodeFormat
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
 
-# Makes the random numbers differ from those of a `stochastic_rounding` around this with
-# the same seed.
+# So that the random numbers differ from those of `stochastic_rounding` with the same
+# seed.
 _SALT = 1
 
 
@@ -33,8 +33,8 @@ class LowBitState(NamedTuple):
     Its structure, shapes and dtypes never change.
 
     Attributes:
-        step_count: int32 scalar, the number of updates; stochastic rounding draws other
-            random numbers at each of them.
+        step_count: int32 scalar, the number of updates. Stochastic rounding draws new
+            random numbers at each one.
         inner_state: the state of the inner optimizer, with a `Quantized` in place of
             each large array.
 
@@ -77,8 +77,8 @@ def low_bit_state(
     between two codes, and would stand still if it were rounded to nearest. The random
     numbers are a hash of position, step and `seed`, so a run can be reproduced, under
     `jit` on any number of devices. (Under `shard_map` each rank counts positions in its
-    own part.) An infinite or NaN value makes its block NaN: put a loss scale around,
-    which skips such a step.
+    own part.) An infinite or NaN value makes its block NaN: a loss scale around the
+    optimizer skips such a step.
 
     These arrays are not quantized:
 
@@ -88,16 +88,16 @@ def low_bit_state(
       outside of `mixed_precision`;
     - arrays that start as the params, such as masters and averages of the params;
     - arrays from which an optimizer computes the params themselves, instead of a step;
-      histories of params or gradients; and arrays that only others read: the states of
-      MADGRAD, COCOB and L-BFGS, and the gradient that a line search keeps. Tracing the
-      update finds these as well, whatever an optimizer is called.
+      histories of params or gradients; and arrays that the optimizer does not read
+      itself. These are in the states of MADGRAD, COCOB and L-BFGS, and the gradient
+      that a line search keeps. Tracing the update finds them in any optimizer.
 
     Args:
         inner: any optax optimizer or chain.
         bits: 8 or 16.
         block_size: how many values share a scale of 2 bytes; a power of two.
-        dtype: bfloat16, to store arrays in that instead of in blocks.
-        min_size: the number of elements from which on an array is quantized.
+        dtype: bfloat16, to store arrays in that instead of in blocks of codes.
+        min_size: the number of elements that an array needs to be quantized.
         seed: for stochastic rounding; None rounds to nearest.
 
     Returns:
@@ -140,8 +140,8 @@ def low_bit_state(
         for i, codes in enumerate(chosen):
             if codes is not None:
                 zeros = quantized_zeros(leaves[i], codes, code_format.block_size)
-                # Without the barrier XLA evaluates all of these constants while it
-                # compiles a jitted `init`: seconds for a million values.
+                # Without the barrier XLA computes all of these constants while it
+                # compiles a jitted `init`, which takes seconds for a million values.
                 leaf, zeros = jax.lax.optimization_barrier((leaves[i], zeros))
                 leaves[i] = quantize(leaf, zeros, None)
         leaves = without_aliases(leaves, params)

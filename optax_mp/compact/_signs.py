@@ -12,9 +12,9 @@ import numpy as np
 from optax_mp._jax._control_flow import has_regions, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, open_jaxpr
 
-# Never negative, whatever the inputs are. (NaN is not negative.)
+# Primitives whose outputs are never negative. (NaN is not negative.)
 _ALWAYS = {"abs", "square", "exp", "exp2", "logistic", "sqrt", "rsqrt", "iota"}
-# Not negative where no input is.
+# Primitives whose outputs are nonnegative if all inputs are.
 _IF_ALL = {
     "add", "add_any", "broadcast_in_dim", "cbrt", "concatenate",
     "convert_element_type", "copy", "copy_p", "cummax", "cumsum", "div", "dot_general",
@@ -42,21 +42,20 @@ def nonnegative_outputs(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
     def holds(atom: Any) -> bool:
         return _is_nonnegative(atom.val) if is_literal(atom) else known[atom]
 
-    # For a variable that is a multiple of another, by a factor that is not negative,
-    # that other one. So c * x * x is known to be a square in whatever order it is
-    # written.
+    # If a variable is x times a nonnegative factor, this maps it to x. So c * x * x is
+    # recognised as a square in whatever order it is written.
     bases: dict[Any, Any] = {}
     for equation in jaxpr.eqns:
-        inputs = [holds(atom) for atom in equation.invars]
-        results = _through(equation, inputs)
-        scaled = _scaled_input(equation, inputs)
+        claims = [holds(atom) for atom in equation.invars]
+        results = _equation_outputs(equation, claims)
+        scaled = _scaled_input(equation, claims)
         if scaled is not None:
             bases[equation.outvars[0]] = bases.get(scaled, scaled)
         if equation.primitive.name == "mul":
-            one, two = (
+            left, right = (
                 x if is_literal(x) else bases.get(x, x) for x in equation.invars
             )
-            results = [results[0] or one is two]
+            results = [results[0] or left is right]
         for var, result in zip(equation.outvars, results, strict=True):
             known[var] = _is_unsigned(var.aval) or (result and _is_real(var.aval))
     outvars: Any = jaxpr.outvars
@@ -64,7 +63,7 @@ def nonnegative_outputs(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
 
 
 def _scaled_input(equation: Equation, inputs: list[bool]) -> Any:
-    """Return the variable that an equation scales by what is not negative, or None."""
+    """Return the variable that an equation scales by a nonnegative factor, or None."""
     name, atoms = equation.primitive.name, equation.invars
     if not all(_is_real(var.aval) for var in (*atoms, *equation.outvars)):
         return None
@@ -77,7 +76,7 @@ def _scaled_input(equation: Equation, inputs: list[bool]) -> Any:
     return None if is_literal(scaled) else scaled
 
 
-def _through(equation: Equation, inputs: list[bool]) -> list[bool]:
+def _equation_outputs(equation: Equation, inputs: list[bool]) -> list[bool]:
     """Return which outputs of an equation are never negative."""
     if has_regions(equation):
         return (
@@ -95,7 +94,7 @@ def _through(equation: Equation, inputs: list[bool]) -> list[bool]:
         case "pow":
             result = inputs[0]
         case "clamp":
-            # Not by the lower bound alone, for the upper one may be less.
+            # The lower bound alone does not decide: the upper one may be smaller.
             result = inputs[2] and (inputs[0] or inputs[1])
         case name:
             result = name in _ALWAYS or (name in _IF_ALL and all(inputs))
@@ -110,7 +109,7 @@ def _is_unsigned(aval: Any) -> bool:
 
 
 def _is_real(aval: Any) -> bool:
-    # Not an integer: its squares and sums may wrap around to negative numbers.
+    # Integers do not count: their squares and sums may wrap around to negative numbers.
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
@@ -118,5 +117,5 @@ def _is_real(aval: Any) -> bool:
 def _is_nonnegative(value: Any) -> bool:
     try:
         return bool(np.all(np.asarray(value) >= 0))
-    except TypeError:  # no number, such as a random key, or a traced value
+    except TypeError:  # not a number, such as a random key, or a traced value
         return False

@@ -30,8 +30,8 @@ class StochasticRoundingState(NamedTuple):
     Its structure, shapes and dtypes never change.
 
     Attributes:
-        step_count: int32 scalar, the number of updates; rounding draws other random
-            numbers at each of them.
+        step_count: int32 scalar, the number of updates. Rounding draws new random
+            numbers at each one.
         inner_state: the state of the inner optimizer, made for float32 params.
 
     Example:
@@ -63,22 +63,22 @@ def stochastic_rounding(
     about their trajectory, but cost 1 to 4 more bytes per weight.
 
     The random numbers are a hash of position, step and `seed`: a run can be reproduced,
-    also from a checkpoint and, under `jit`, on any number of devices. Leaves of 32 bits
-    and more are updated as by `inner`, and leaves that are not floating are hidden from
-    it. Updates of 16-bit leaves are float32 whatever the gradients are, because fewer
-    bits would round them again. Float32 gradients that are all negative zero, the mark
-    of a step that a loss scale skips, change nothing.
+    also from a checkpoint and, under `jit`, on any number of devices. Leaves of 32 or
+    more bits are updated as `inner` does, and leaves that are not floating are hidden
+    from it. Updates of 16-bit leaves are float32 whatever the gradients are, because
+    fewer bits would round them again. Float32 gradients that are all negative zero, the
+    mark of a step that a loss scale skips, change nothing.
 
     Args:
         inner: any optax optimizer or chain.
-        seed: for other random numbers.
+        seed: for the random numbers.
 
     Returns:
         The transformation. Extra arguments of `update` are passed to `inner`.
 
     Raises:
-        TypeError: if `inner` is not a gradient transformation, or `seed` not an
-        integer.
+        TypeError: if `inner` is not a gradient transformation, or `seed` is not an
+            integer.
 
     Example:
         >>> import jax.numpy as jnp
@@ -111,8 +111,8 @@ def stochastic_rounding(
                     "8-bit float; use `optax_mp.mixed_precision` with "
                     '`update_dtype="params"`.'
                 )
-        seen = leaves.unflatten(map(_in_float32, leaves.values))
-        inner_state = place_like_params(inner.init(seen), seen)
+        wide = leaves.unflatten(map(_widen, leaves.values))
+        inner_state = place_like_params(inner.init(wide), wide)
         inner_state = without_aliases(inner_state, leaves.values)
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner_state)
 
@@ -133,48 +133,51 @@ def stochastic_rounding(
         grads = leaves.match(updates, "the gradients")
         for path, param, grad in zip(leaves.paths, leaves.values, grads, strict=True):
             check_gradient(path, param, grad, "stochastic_rounding")
-        seen = list(map(_in_float32, leaves.values))
+        wide = list(map(_widen, leaves.values))
         if extra_args.get("grad") is not None:
             grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
-            extra_args["grad"] = leaves.unflatten(map(in_precision_of, seen, grad))
+            extra_args["grad"] = leaves.unflatten(map(in_precision_of, wide, grad))
 
         def step(state: Any) -> tuple[Any, Any]:
             changes, inner_state = inner.update(
-                leaves.unflatten(map(in_precision_of, seen, grads)),
+                leaves.unflatten(map(in_precision_of, wide, grads)),
                 state.inner_state,
-                leaves.unflatten(seen),
+                leaves.unflatten(wide),
                 **extra_args,
             )
-            moved = list(grads)
+            # The update of a leaf that is hidden from `inner` is its gradient.
+            new_updates = list(grads)
             changes = leaves.match(changes, "the updates of `inner`")
             keys = split_keys(rounding_keys(len(changes), seed, state.step_count))
             for i, change in enumerate(changes):
                 path, param = leaves.paths[i], leaves.values[i]
                 if not is_inexact(param):
                     continue
-                moved[i] = change
+                new_updates[i] = change
                 if is_absent(change):
                     continue
                 check_update(path, param, grads[i], change, "stochastic_rounding")
                 if _is_narrow(param):
-                    target: Any = optax.apply_updates(seen[i], change)
-                    rounded = _round(target, param.dtype, keys[i])
-                    moved[i] = rounded - seen[i]
+                    target: Any = optax.apply_updates(wide[i], change)
+                    rounded = _round_jitted(target, param.dtype, keys[i])
+                    new_updates[i] = rounded - wide[i]
             count = jnp.asarray(optax.safe_increment(state.step_count))
-            return leaves.unflatten(moved), StochasticRoundingState(count, inner_state)
+            new_state = StochasticRoundingState(count, inner_state)
+            return leaves.unflatten(new_updates), new_state
 
         return choose_step(is_unmarked(updates), step, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-# Jitted so that params of one shape and dtype are traced once.
-_round = jax.jit(round_stochastically, static_argnums=1)
+# So that params of one shape and dtype are traced once.
+_round_jitted = jax.jit(round_stochastically, static_argnums=1)
 
 
 def _is_narrow(param: Any) -> bool:
     return is_floating(param) and bits(param.dtype) < 32
 
 
-def _in_float32(param: Any) -> Any:
+def _widen(param: Any) -> Any:
+    """Return what `inner` sees of a leaf: float32 or wider; nothing if it is hidden."""
     return param.astype(jnp.float32) if _is_narrow(param) else own_master(param)

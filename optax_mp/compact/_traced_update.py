@@ -1,4 +1,4 @@
-"""One update of an optimizer as a jaxpr, for what is found out at `init`."""
+"""One update of an optimizer as a jaxpr, which `low_bit_state` analyses at `init`."""
 
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ class TracedUpdate(NamedTuple):
         closed: the jaxpr.
         param_count: how many arrays the gradients have, and the params.
         state_count: how many arrays the state has.
-        is_exact: False if the update was given a made-up loss, so that dependences are
-            those of any update, but signs may be others.
+        is_exact: False if the update was given a made-up loss. Dependences are the same
+            with any loss, but signs may differ.
     """
 
     closed: Any
@@ -28,18 +28,18 @@ class TracedUpdate(NamedTuple):
 
     @property
     def state_inputs(self) -> range:
-        """Where the state is among the inputs."""
+        """The indices of the state among the inputs."""
         return range(self.param_count, self.param_count + self.state_count)
 
     @property
     def params_inputs(self) -> range:
-        """Where the params are among the inputs."""
+        """The indices of the params among the inputs."""
         return range(self.state_inputs.stop, self.state_inputs.stop + self.param_count)
 
     def split_outputs(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return the values for the updates and those for the new state."""
-        at = len(values) - self.state_count
-        return values[:at], values[at:]
+        update_count = len(values) - self.state_count
+        return values[:update_count], values[update_count:]
 
 
 def trace_update(
@@ -49,12 +49,12 @@ def trace_update(
 ) -> TracedUpdate | Exception:
     """Trace `inner.update`, or return the error that it raised.
 
-    An optimizer that needs more than gradients is given the extra arguments that optax
-    has names for. Others are known to the caller of `update` alone.
+    An optimizer that needs more than gradients is given the extra arguments that
+    optax's own optimizers take. Any others only the caller of `update` knows.
     """
     try:
         return _trace(inner, params, state, {})
-    except Exception as error:  # of any type: it comes from a user's code
+    except Exception as error:  # of any type: `inner` may be a user's code
         try:
             return _trace(inner, params, state, _made_up_arguments(params))
         except Exception:
@@ -76,7 +76,7 @@ def _trace(
     param_count = sum(map(is_dynamic, jax.tree.leaves(params)))
     state_count = sum(map(is_dynamic, jax.tree.leaves(state)))
     if sum(map(is_output, jax.tree.leaves(new_state))) != state_count:
-        raise ValueError("its new state has another structure")
+        raise ValueError("its new state has a different structure")
     return TracedUpdate(traced.closed, param_count, state_count, not extra_args)
 
 

@@ -1,4 +1,4 @@
-"""How params are sharded: what `param_specs` says, and what is known of them."""
+"""How params are sharded: as the user says, and as the arrays themselves say."""
 
 from typing import Any
 
@@ -32,7 +32,8 @@ def specs_of_params(
                 f"zero1: `param_specs` is a {type(spec).__name__} at {spell(path)}, "
                 "expected a PartitionSpec or a sharding."
             )
-        below = [i for i, at in enumerate(paths) if at[: len(path)] == path]
+        # A spec stands for all params under its path.
+        below = [i for i, param in enumerate(paths) if param[: len(path)] == path]
         if not below and spec is not None:
             raise ValueError(
                 f"zero1: `param_specs` is {spec} at {spell(path)}, where `params` has "
@@ -48,7 +49,7 @@ def specs_of_params(
 
 def known_spec(param: jax.Array) -> PartitionSpec | None:
     """Return how a param is sharded, if the array or its type says so."""
-    # The spec of a traced array is only known with explicit sharding.
+    # A traced array has a spec only with explicit sharding.
     if not is_traced(param):
         return getattr(getattr(param, "sharding", None), "spec", None)
     sharding = getattr(jax.typeof(param), "sharding", None)
@@ -74,10 +75,10 @@ def check_on_mesh(param: Any, mesh: Mesh, where: str) -> None:
     if not is_concrete or isinstance(mesh, AbstractMesh) or mesh.size == 1:
         return
     sharding = param.sharding
-    is_there = sharding.device_set == set(mesh.devices.flat)
+    is_on_mesh = sharding.device_set == set(mesh.devices.flat)
     if isinstance(sharding, NamedSharding):
-        is_there = is_there and sharding.mesh == mesh
-    if not is_there:
+        is_on_mesh = is_on_mesh and sharding.mesh == mesh
+    if not is_on_mesh:
         raise ValueError(
             f"zero1: param {where}, which is {describe(param)}, is on {sharding}, "
             f"expected the mesh given to zero1, {mesh}. Move the params there first: "

@@ -70,10 +70,10 @@ def check_replicas(tree: PyTree) -> None:
             )
     names = [f"{spell(path)}, which is {describe(leaf)}," for path, leaf in leaves]
     _check_same_tree(names)
-    copies = [r for i, (_, leaf) in enumerate(leaves) for r in _replicas_of(i, leaf)]
-    differing = _find_differing(_gather_replicas(copies))
+    own = [copy for i, (_, leaf) in enumerate(leaves) for copy in _replicas_of(i, leaf)]
+    differing = _find_differing(_gather_replicas(own))
     if differing:
-        shown = [f"{names[leaf]} on {who}" for leaf, who in differing[:3]]
+        shown = [f"{names[leaf]} on {where}" for leaf, where in differing[:3]]
         more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise ValueError(
             f"check_replicas: copies differ: {'; '.join(shown)}{more}, expected the "
@@ -84,8 +84,8 @@ def check_replicas(tree: PyTree) -> None:
 
 
 def _check_same_tree(names: list[str]) -> None:
-    # Before the copies are gathered: processes with different trees would compare the
-    # wrong leaves, or wait for each other forever.
+    # This must come before the copies are gathered: processes with different trees
+    # would compare the wrong leaves, or wait for each other forever.
     own = np.array([zlib.crc32("\n".join(names).encode()), len(names)], np.uint32)
     found = _gather(own)
     others = [i for i, seen in enumerate(found) if (seen != found[0]).any()]
@@ -97,16 +97,16 @@ def _check_same_tree(names: list[str]) -> None:
         )
 
 
-def _replicas_of(number: int, leaf: Any) -> list[_Replica]:
+def _replicas_of(index: int, leaf: Any) -> list[_Replica]:
     """Return the copies of a leaf, or of its shards, that this process holds."""
     process = jax.process_index()
     if not isinstance(leaf, jax.Array):
-        return [_Replica(number, 0, _checksum(np.asarray(leaf)), process, 0)]
+        return [_Replica(index, 0, _checksum(np.asarray(leaf)), process, 0)]
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return [
         _Replica(
-            number,
+            index,
             _checksum(np.array(_bounds(shard.index, leaf.shape))),
             _checksum(np.asarray(shard.data)),
             process,
@@ -116,8 +116,8 @@ def _replicas_of(number: int, leaf: Any) -> list[_Replica]:
     ]
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[Any]:
-    return [part.indices(size) for part, size in zip(index, shape, strict=True)]
+def _bounds(slices: tuple[slice, ...], shape: tuple[int, ...]) -> list[Any]:
+    return [part.indices(size) for part, size in zip(slices, shape, strict=True)]
 
 
 def _checksum(array: np.ndarray) -> int:
@@ -127,7 +127,7 @@ def _checksum(array: np.ndarray) -> int:
 
 def _gather_replicas(copies: list[_Replica]) -> list[_Replica]:
     counts = _gather(np.array([len(copies)], np.uint32))[:, 0]
-    # All processes must send arrays of one shape: pad with rows, and cut them off.
+    # All processes must send arrays of one shape, so these are padded, and cut again.
     own = np.zeros((max(counts), len(_Replica._fields)), np.uint32)
     own[: len(copies)] = np.array(copies, np.uint32).reshape(-1, own.shape[1])
     rows = zip(_gather(own), counts, strict=True)
@@ -142,7 +142,7 @@ def _gather(own: np.ndarray) -> np.ndarray:
 
 
 def _find_differing(copies: list[_Replica]) -> list[tuple[int, str]]:
-    """Return each leaf whose copies differ, and which copies differ from most."""
+    """Return each leaf whose copies differ, and where those in the minority are."""
     groups: dict[tuple[int, int], list[_Replica]] = defaultdict(list)
     for copy in copies:
         groups[copy.leaf, copy.part].append(copy)

@@ -18,7 +18,7 @@ from optax_mp._jax._traced import Traced, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import owners
 from optax_mp._tree import PyTree, describe, is_floating, spell
-from optax_mp.devices._cut import Cut, Names, choose_cut, divides, shard
+from optax_mp.devices._cut import Cut, MeshAxes, choose_cut, divides, shard
 from optax_mp.devices._param_specs import (
     check_on_mesh,
     check_spec,
@@ -47,19 +47,18 @@ def zero1(
     under `jit` or outside. Derivatives through `update` are zero.
 
     The results are those of `inner`. They are bit-equal for params that have a master,
-    if its rule is elementwise. If the rule sums over a whole array (a norm, say), the
+    if its rule is elementwise. If the rule sums over a whole array, as for a norm, the
     sum is taken in another order. Float32 params that are their own master may differ
     by one rounding: without a gather in between, XLA contracts the last multiplication
     of the rule with the addition that follows.
 
     Each array is cut along the first dimension that N divides. An array without such a
-    dimension stays as the params are, and so does one that is already sharded over
+    dimension is sharded as the params are, and so is one that is already sharded over
     `axis`. If N does not divide any dimension of large arrays, split it into two mesh
     axes and name both: they can then cut two dimensions of one array.
 
-    If `low_bit_state`'s blocks lie along a dimension that is cut in parts that are no
-    multiple of a block, codes are gathered at each step. Choose a `block_size` that
-    divides the parts.
+    `low_bit_state` gathers its codes at each step if a cut goes through its blocks.
+    Choose a `block_size` that divides the parts.
 
     Use it under `jit` with automatic sharding, or with explicit sharding if the rules
     are elementwise. Within `jax.shard_map` over `axis` every rank has its own state
@@ -133,18 +132,18 @@ def zero1(
         cuts = cuts_of(params)
         if extra_args.get("grad") is not None:
             extra_args["grad"] = cuts.cut(extra_args["grad"])
-        own = cuts.cut(params)
+        parts = cuts.cut(params)
         changes, state = inner.update(
-            cuts.cut(updates), cuts.cut(state), own, **extra_args
+            cuts.cut(updates), cuts.cut(state), parts, **extra_args
         )
-        return cuts.gather(own, changes), cuts.cut(state)
+        return cuts.gather(parts, changes), cuts.cut(state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 @dataclass(frozen=True)
 class _Cuts:
-    """How the params are cut, and every array that belongs to one.
+    """How the params are cut, and with them the arrays that belong to each.
 
     Attributes:
         leaves: the params.
@@ -155,27 +154,27 @@ class _Cuts:
 
     leaves: Leaves
     mesh: Mesh
-    axes: Names
+    axes: MeshAxes
     by_param: list[Cut | None]
 
     @classmethod
     def of(
-        cls, leaves: Leaves, mesh: Mesh, axes: Names, specs: list[PartitionSpec]
+        cls, leaves: Leaves, mesh: Mesh, axes: MeshAxes, specs: list[PartitionSpec]
     ) -> "_Cuts":
         by_param: list[Cut | None] = []
         for path, param, spec in zip(leaves.paths, leaves.values, specs, strict=True):
-            by_param.append(None)
             if not (is_dynamic(param) and is_floating(param)):
+                by_param.append(None)
                 continue
             check_spec(spec, mesh, param, spell(path))
             check_on_mesh(param, mesh, spell(path))
             known = known_spec(param)
             if known is not None and has_explicit_axes(mesh):
                 spec = known
-            by_param[-1] = choose_cut(mesh, axes, param.shape, spec)
-            if known is None:
-                continue
-            if by_param[-1] != choose_cut(mesh, axes, param.shape, known):
+            cut = choose_cut(mesh, axes, param.shape, spec)
+            by_param.append(cut)
+            # Under jit with automatic sharding only `spec` is known.
+            if known is not None and cut != choose_cut(mesh, axes, param.shape, known):
                 raise ValueError(
                     f"zero1: param {spell(path)}, which is {describe(param)}, is "
                     f"sharded as {known}, but `param_specs` says {spec}, so that "
@@ -204,34 +203,31 @@ class _Cuts:
                 return None
             more = x.ndim - param.ndim
             if more >= 0 and x.shape[more:] == param.shape:
-                # Of the param's own shape, or many of that, as L-BFGS keeps.
+                # The param's own shape, or a stack of such arrays, as L-BFGS keeps.
                 return Cut(*((None,) * more + by_dim for by_dim in cut))
             if more == 0:
-                # Block scales, say: cut as the param, or not at all. Cut otherwise they
-                # would be gathered where they meet the param.
+                # Block scales, for example, are cut as the param or not at all: with
+                # any other cut they would be gathered where they meet the param.
                 fits = divides(self.mesh, cut.part, x.shape)
                 return cut if fits else Cut(cut.whole, ((),) * x.ndim)
         if not is_floating(x):
-            return None  # a random key, say
+            return None  # such as a random key
         return choose_cut(self.mesh, self.axes, x.shape, PartitionSpec())
 
-    def gather(self, own: optax.Params, changes: optax.Updates) -> optax.Updates:
+    def gather(self, params: optax.Params, changes: optax.Updates) -> optax.Updates:
         """Return the updates of whole params.
 
         Args:
-            own: the parts of the params.
+            params: the parts of the params.
             changes: the updates of those parts.
         """
-        parts = self.leaves.match(own, "`params`")
+        parts = self.leaves.match(params, "`params`")
         updates = self.leaves.match(changes, "the updates of `inner`")
         for i, cut in enumerate(self.by_param):
-            if (
-                cut is not None
-                and not is_absent(updates[i])
-                and is_floating(updates[i])
-            ):
-                param = self.leaves.values[i]
-                updates[i] = _gather_update(self.mesh, cut, param, parts[i], updates[i])
+            if cut is None or is_absent(updates[i]) or not is_floating(updates[i]):
+                continue
+            param = self.leaves.values[i]
+            updates[i] = _gather_update(self.mesh, cut, param, parts[i], updates[i])
         return self.leaves.unflatten(updates)
 
 
@@ -241,23 +237,24 @@ def _gather_update(
     """Return the update of a whole param, given its part and the update of the part."""
 
     def gather_bits(x: jax.Array) -> jax.Array:
-        # As integers from end to end: XLA gathers 16-bit floats as float32 on CPUs.
+        # Gathered as integers, because XLA gathers 16-bit floats as float32 on CPUs.
         pattern = lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits(x.dtype)}"))
         return shard(shard(pattern, mesh, cut.part), mesh, cut.whole)
 
     if bits(change.dtype) <= bits(param.dtype):
         return lax.bitcast_convert_type(gather_bits(change), change.dtype)
     # The param has fewer bytes than its update, so the new param is gathered. The
-    # update is the difference: of two narrow floats it brings one exactly to the other.
+    # update is its difference from the old one. Added to that, and rounded to the
+    # narrow dtype, it gives exactly the new param.
     new_bits = gather_bits((part.astype(change.dtype) + change).astype(param.dtype))
     new = lax.bitcast_convert_type(new_bits, param.dtype)
     difference = new.astype(change.dtype) - param.astype(change.dtype)
-    # A param that does not change gets -0.0, which keeps also a -0.0 and an infinity.
+    # An update of -0.0 leaves every param unchanged, also -0.0 and an infinity.
     is_unchanged = new_bits == lax.bitcast_convert_type(param, new_bits.dtype)
     return jnp.where(is_unchanged, -jnp.zeros((), change.dtype), difference)
 
 
-def _check_axes(mesh: Any, axis: Any) -> Names:
+def _check_axes(mesh: Any, axis: Any) -> MeshAxes:
     """Return the names of the axes, or raise if the mesh does not have them."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
@@ -265,8 +262,8 @@ def _check_axes(mesh: Any, axis: Any) -> Names:
             'such as `jax.make_mesh((8,), ("data",))`.'
         )
     axes = (axis,) if isinstance(axis, str) else axis
-    is_tuple = isinstance(axes, tuple) and axes and len(set(axes)) == len(axes)
-    if not (is_tuple and all(name in mesh.axis_names for name in axes)):
+    are_distinct = isinstance(axes, tuple) and axes and len(set(axes)) == len(axes)
+    if not (are_distinct and all(name in mesh.axis_names for name in axes)):
         raise ValueError(
             f"zero1: `axis` is {axis!r}, expected an axis of the mesh, which has "
             f"{dict(mesh.shape)}, or a tuple of several."
@@ -274,7 +271,7 @@ def _check_axes(mesh: Any, axis: Any) -> Names:
     return axes
 
 
-def _check_not_manual(axes: Names) -> None:
+def _check_not_manual(axes: MeshAxes) -> None:
     """Raise within `shard_map` over these axes, as far as this JAX can tell."""
     current = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()
     manual = [name for name in axes if name in getattr(current, "manual_axes", ())]

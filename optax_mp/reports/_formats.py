@@ -1,4 +1,4 @@
-"""Where rounding to a low-precision format changes its kind, and bins between."""
+"""The limits of low-precision formats, and histogram bins that respect them."""
 
 import functools
 import math
@@ -14,12 +14,15 @@ EXPONENT_BIT = 23
 
 
 class Limits(NamedTuple):
-    """The least positive float32 of each kind, rounded to nearest even, as its bits.
+    """The positive float32 numbers, as bit patterns, where a format's rounding changes.
+
+    Rounding is to nearest, and to even halfway between two numbers.
 
     Attributes:
-        nonzero: rounds to a number that is not 0.
-        normal: rounds to a normal number.
-        overflow: rounds to infinity, or to NaN where the format has no infinity.
+        nonzero: the smallest that is rounded to a number other than 0.
+        normal: the smallest that is rounded to a normal number.
+        overflow: the smallest that is rounded to infinity, or to NaN if the format has
+            no infinity.
     """
 
     nonzero: int
@@ -37,40 +40,41 @@ def limits_of(name: str) -> Limits:
         float(info.max),
     )
     last_place = math.ldexp(1.0, math.frexp(largest)[1] - 1 - info.nmant)
-    # Halfway between two numbers goes to the even one: to 0 and not to the smallest
-    # subnormal, to the smallest normal number, and at the upper end away from the
-    # largest number, unless that is even (in float8_e4m3fn, where NaN comes next).
+    # Half of the smallest number is rounded to 0, which is even, so that `nonzero` is
+    # the next float32. Half a unit below the smallest normal number is rounded up to
+    # that. Half a unit above the largest overflows, unless the largest is even (in
+    # float8_e4m3fn, where NaN comes next).
     is_even = largest / last_place % 2 == 0
     return Limits(
-        nonzero=_pattern(smallest / 2) + 1,
-        normal=_pattern(normal - smallest / 2),
-        overflow=_pattern(largest + last_place / 2) + is_even,
+        nonzero=_bit_pattern(smallest / 2) + 1,
+        normal=_bit_pattern(normal - smallest / 2),
+        overflow=_bit_pattern(largest + last_place / 2) + is_even,
     )
 
 
-def _pattern(value: float) -> int:
-    """Return the bits of a positive float32, which are in the order of the values."""
+def _bit_pattern(value: float) -> int:
+    """Return the bits of a positive float32 as an integer, ordered as the values."""
     return struct.unpack("<I", struct.pack("<f", value))[0]
 
 
 @functools.cache
-def cuts() -> tuple[int, ...]:
-    """Return the bits of the floats at which an octave is cut in two."""
+def octave_cuts() -> tuple[int, ...]:
+    """Return the bit patterns at which an octave is cut in two bins."""
     return tuple(sorted({1, *(x for name in FORMATS for x in limits_of(name))}))
 
 
 @functools.cache
-def bounds() -> tuple[int, ...]:
-    """Return the bits of the float at which each bin begins.
+def bin_starts() -> tuple[int, ...]:
+    """Return the bit pattern of the float32 at which each bin begins.
 
-    The first bin is of 0, the last of what is not finite. In between a bin is an
-    octave, cut in pieces where the rounding of a format changes its kind.
+    The first bin counts 0, the last infinity and NaN. Those in between are octaves,
+    from one power of two to the next, cut at the `Limits` of the formats.
     """
     octaves = (exponent << EXPONENT_BIT for exponent in range(1, 256))
-    return tuple(sorted([0, *cuts(), *octaves]))
+    return tuple(sorted([0, *octave_cuts(), *octaves]))
 
 
 def values_of(patterns: Any) -> np.ndarray:
-    """Return the float32 numbers of these bits, as float64; of infinity, 2^128."""
+    """Return the float32 numbers of bit patterns, as float64; 2^128 for infinity."""
     values = np.asarray(patterns, np.uint32).view(np.float32).astype(np.float64)
     return np.where(np.isinf(values), 2.0**128, values)

@@ -20,14 +20,14 @@ from optax_mp.reports._formats import (
     EXPONENT_BIT,
     FORMATS,
     Limits,
-    bounds,
-    cuts,
+    bin_starts,
     limits_of,
+    octave_cuts,
     values_of,
 )
 from optax_mp.reports._table import align_columns
 
-_MOST_VALUES = 2**32 - 1  # What a uint32 counts.
+_MOST_VALUES = 2**32 - 1  # A uint32 can count no more.
 _TABLE_WIDTH, _LEAST_PATH_WIDTH = 80, 12
 
 
@@ -37,20 +37,20 @@ def _count(leaf: jax.Array, loss_scale: jax.Array | None) -> jax.Array:
     values = leaf.astype(jnp.float32)
     if loss_scale is not None:
         values = values / loss_scale
-    # Bits of magnitudes are integers in the order of the floats, so the exponent is the
-    # bin, plus the number of cuts that the value has passed.
+    # Bit patterns of magnitudes are ordered as the floats, so the bin is the exponent
+    # plus the number of cuts that the value has passed.
     magnitudes = lax.bitcast_convert_type(values, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
     bins = magnitudes >> EXPONENT_BIT
-    for cut in cuts():
+    for cut in octave_cuts():
         bins += magnitudes >= jnp.uint32(cut)
-    # On an explicit mesh JAX wants to be told that all devices get the sum.
+    # On an explicit mesh JAX must be told that all devices get the sum.
     mesh = _explicit_mesh(leaf)
-    where: dict[str, Any] = (
+    sharding: dict[str, Any] = (
         {} if mesh is None else {"out_sharding": NamedSharding(mesh, P())}
     )
     # Without bounds checks, which take longer to compile than the rest.
-    empty = jnp.zeros(len(bounds()), jnp.uint32)
-    return empty.at[bins].add(1, mode="promise_in_bounds", **where)
+    empty = jnp.zeros(len(bin_starts()), jnp.uint32)
+    return empty.at[bins].add(1, mode="promise_in_bounds", **sharding)
 
 
 def _explicit_mesh(leaf: jax.Array) -> Any:
@@ -87,9 +87,9 @@ class GradientRangeReport:
     """Histograms of the magnitudes in each leaf. Printed, it is a table in percent.
 
     The report is a pytree of one array: make it under `jit`, carry it through loops,
-    return it. Reports of the same tree add up. Those that a `scan` stacks are read as
-    one, and `jax.tree.map(jnp.add, a, b)` or `jax.lax.psum` adds several, as long as no
-    bin reaches 2^32. The methods read the values, so call them outside `jit`.
+    return it. Reports of the same tree can be added, by `jax.tree.map(jnp.add, a, b)`
+    or `jax.lax.psum`, as long as no bin reaches 2^32. Those that a `scan` stacks are
+    read as their sum. The methods read the values, so call them outside `jit`.
 
     Attributes:
         counts: uint32, shape (leaves, bins). A bin is an octave, cut where a format
@@ -138,14 +138,14 @@ class GradientRangeReport:
     ) -> float:
         """Return the power of two with which a format loses the fewest values.
 
-        It considers the scales that leave `headroom` above the largest value. It
-        prefers those that make the fewest values 0, then those that make the fewest
-        subnormal, and returns the middle one of the rest (the largest, if any value
-        becomes 0). Magnitudes are known to the octave, so twice the scale may fit, too.
+        Of the scales that leave `headroom` above the largest value, those are best that
+        make the fewest values 0, then those that make the fewest subnormal. Of several
+        the middle one is returned (the largest, if any value becomes 0). Magnitudes are
+        known to the octave, so twice the scale may also fit.
 
         The scale is for these values only. Gradients within the backward pass can be
         larger than those of the params, and both change during training;
-        `dynamic_loss_scale` follows them. Infinite values and NaN tell nothing, so use
+        `dynamic_loss_scale` follows them. Infinite values and NaN are ignored, so use
         gradients that did not overflow. The result is NaN if every finite value is 0.
 
         Args:
@@ -161,18 +161,13 @@ class GradientRangeReport:
         if not occupied.size:
             return math.nan
         limits = _limits_for(dtype)
-        largest = values_of(bounds()[2 + occupied[-1]])
+        largest = values_of(bin_starts()[2 + occupied[-1]])
         room = values_of(limits.overflow) / (headroom * largest)
         scales = [2.0**exponent for exponent in range(-126, 128)]
-        losses = [
-            (fit.underflow, fit.subnormal, scale)
-            for scale in scales
-            if scale <= room
-            for fit in [_in_format(counts, limits, scale)]
-        ]
-        least = min(losses)[:2]
-        fitting = [scale for *loss, scale in losses if tuple(loss) == least]
-        return fitting[-1 if least[0] else (len(fitting) - 1) // 2]
+        fits = {x: _in_format(counts, limits, x) for x in scales if x <= room}
+        least = min((fit.underflow, fit.subnormal) for fit in fits.values())
+        best = [x for x in fits if (fits[x].underflow, fits[x].subnormal) == least]
+        return best[-1 if least[0] else (len(best) - 1) // 2]
 
     def plot(self, axes: Any, path: str | None = None) -> None:
         """Draw the histogram of exponents, and the ranges of the formats above it.
@@ -183,7 +178,7 @@ class GradientRangeReport:
             path: one of `paths`; by default, all leaves together.
         """
         counts = self._counts_of(path)
-        octaves = [bound >> EXPONENT_BIT for bound in bounds()[1:-1]]
+        octaves = [bound >> EXPONENT_BIT for bound in bin_starts()[1:-1]]
         exponents = np.arange(255) - 127
         shares = 100 * np.bincount(octaves, counts[1:-1]) / max(counts.sum(), 1)
         axes.bar(exponents, shares, width=0.9, color="#4477aa")
@@ -259,7 +254,7 @@ class GradientRangeReport:
         return lines
 
     def _counts_of(self, path: str | None) -> np.ndarray:
-        """Return the counts of a leaf, or of all, over all that was stacked."""
+        """Return the counts of a leaf, or of all, summed over stacked reports."""
         if is_traced(self.counts):
             raise TypeError(
                 f"GradientRangeReport: `counts` is traced ({describe(self.counts)}), "
@@ -267,7 +262,7 @@ class GradientRangeReport:
                 "and read it outside."
             )
         counts = np.asarray(self.counts).astype(np.int64)
-        counts = counts.reshape(-1, len(self.paths), len(bounds())).sum(0)
+        counts = counts.reshape(-1, len(self.paths), len(bin_starts())).sum(0)
         if path is None:
             return counts.sum(0)
         if path not in self.paths:
@@ -289,8 +284,8 @@ def gradient_range_report(
     The report tells which share of each leaf would become 0, subnormal or infinite in
     bfloat16, float16 and two 8-bit formats, and which loss scale would fit best, as in
     the histogram of the mixed-precision paper. It takes one pass over the values. Under
-    `jit` make it every hundred steps or so, with `jax.lax.cond`. On CPU counting needs
-    8 bytes per value, which the program reserves: for a large model pass a few leaves.
+    `jit` make it every hundred steps or so, with `jax.lax.cond`. On CPU, counting
+    allocates 8 bytes per value: for a large model pass a few leaves.
 
     Args:
         grads: gradients, or any other tree: weights, moments, activations. Leaves that
@@ -352,7 +347,7 @@ def gradient_range_report(
                 f"gradient_range_report: leaf {path} is {describe(leaf)}, expected at "
                 f"most {_MOST_VALUES} values; pass slices of it."
             )
-    # A NumPy float64 can be infinite as float32, and is counted as that.
+    # A NumPy float64 can overflow in float32, and then counts as infinite.
     with np.errstate(over="ignore"):
         arrays = [jnp.asarray(leaf) for _, leaf in leaves]
     counts = jnp.stack([_count(array, loss_scale) for array in arrays])
@@ -381,9 +376,9 @@ def _limits_for(dtype: DTypeLike) -> Limits:
 
 
 def _in_format(counts: np.ndarray, limits: Limits, loss_scale: float) -> FormatRange:
-    # With a scale of 1 no bin has a limit inside. With others the middle of a bin
-    # decides, which is right for nearly all values of an octave.
-    edges = values_of(bounds()[1:])
+    # With a scale of 1 a bin lies on one side of each limit. With others the middle of
+    # a bin decides for all of it.
+    edges = values_of(bin_starts()[1:])
     middles = loss_scale * (edges[:-1] + edges[1:]) / 2
     nonzero, normal, overflow = values_of(limits)
     finite = counts[1:-1]

@@ -18,8 +18,8 @@ from optax_mp.reports._table import align_columns
 _Path = tuple[Any, ...]
 _PARAMS, _SCALES, _REST = "params", "block scales", "rest"
 _CODES = GetAttrKey("codes")
-# Fields that hold the state of another transform and do not describe what is in it.
-_WRAPPERS = ("inner_state", "inner_states", "inner_opt_state")
+# Fields of wrappers: they hold the state of another transform, and are not its role.
+_WRAPPER_FIELDS = ("inner_state", "inner_states", "inner_opt_state")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class MemoryReport:
 
     Attributes:
         rows: one row for each array, params first.
-        weights: the number of elements of the floating params.
+        weights: the number of elements of all floating params.
 
     Example:
         >>> import jax.numpy as jnp
@@ -107,7 +107,7 @@ class MemoryReport:
         return self._sum_by(lambda row: row.dtype)
 
     def by_leaf(self) -> dict[str, int]:
-        """Return the bytes of each param and its state; of no param under `""`."""
+        """Return the bytes of each param with its state; those of none under `""`."""
         return self._sum_by(lambda row: row.param)
 
     def _sum_by(self, key: Callable[[MemoryRow], str]) -> dict[str, int]:
@@ -125,17 +125,18 @@ class MemoryReport:
         weights = f"{self.weights:,} weights"
         cells.append(("total", weights, *self._amounts(self.total_bytes)))
         cells = [(_shorten(a, 28), _shorten(b, 34), *rest) for a, b, *rest in cells]
-        plain, times, _ = self._amounts(self.float32_bytes)
+        size, per_weight, _ = self._amounts(self.float32_bytes)
         ratio = _format(_ratio(self.float32_bytes, self.total_bytes), ".2f")
         return "\n".join(
             [
                 *align_columns(cells, left=2),
-                f"plain float32: {plain}, {times} bytes per weight ({ratio} times as "
-                "much)",
+                f"plain float32: {size}, {per_weight} bytes per weight ({ratio} times "
+                "as much)",
             ]
         )
 
     def _amounts(self, count: int) -> tuple[str, str, str]:
+        """Return a number of bytes, the same per weight, and its share of the total."""
         return (
             _format_bytes(count),
             _format(_ratio(count, self.weights), ".2f"),
@@ -219,7 +220,7 @@ def _check_arguments(opt_state: Any, params: Any) -> None:
 def _are_swapped(opt_state: Any, params: Any) -> bool:
     if holds_state(opt_state) or holds_state(params):
         return not holds_state(opt_state)
-    # Neither has a NamedTuple of optax's, as with a state that is a dict. Such a state
+    # Neither holds a class called `...State`, as when the state is a dict. Such a state
     # contains trees like the params, and the params contain no tree like the state.
     return _has_trees_like(opt_state, params) and not _has_trees_like(params, opt_state)
 
@@ -249,9 +250,9 @@ def _state_rows(
         if path[:-1] in quantized and not is_codes:
             role = _SCALES
         elif roles := [masters[start] for start in above if start in masters]:
-            role = roles[-1]
+            role = roles[-1]  # of the innermost, if one is in another's state
         elif param is None and not leaf.shape:
-            # Counts, scales and keys: too small for roles of their own.
+            # Counts, loss scales and keys are too small for roles of their own.
             role = _REST
         else:
             role = _field(_before_param(path[:-1] if is_codes else path, param))
@@ -273,10 +274,10 @@ def _before_param(path: _Path, param: _Path | None) -> _Path:
 
 
 def _field(path: _Path) -> str:
-    """Return the field of a state that `path` leads to."""
+    """Return the innermost field, or else dict key, that `path` leads through."""
     fields, keys = [], []
     for key in path:
-        if isinstance(key, GetAttrKey) and key.name in _WRAPPERS:
+        if isinstance(key, GetAttrKey) and key.name in _WRAPPER_FIELDS:
             fields, keys = [], []
         elif isinstance(key, GetAttrKey):
             fields.append(key.name)

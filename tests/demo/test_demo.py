@@ -262,7 +262,7 @@ def test_plain_progress_is_ten_lines_a_run():
     report = make_progress(stream, 3000, ["one", "two"])
     for name in ("one", "two"):
         report(name, demo.train.Moment(0))
-        for _, stop in demo.train.calls(3000):
+        for _, stop in demo.train.call_ranges(3000):
             report(name, demo.train.Moment(stop, 1.0))
     lines = stream.getvalue().splitlines()
     assert len(lines) == 20
@@ -416,9 +416,9 @@ def test_bytes_a_weight_are_those_of_params_moments_and_masters(report):
     ],
 )
 def test_bytes_a_weight_of_the_forms_at_true_size(dtype, storage, expected):
-    run, settings = demo.runs.stored_run(dtype, storage), demo.settings.DEFAULTS
+    run, settings = demo.runs.run_with_storage(dtype, storage), demo.settings.DEFAULTS
     tx = run.transform(demo.train.make_adamw(settings))
-    params, state = jax.eval_shape(lambda: demo.train.start(run, settings, tx))
+    params, state = jax.eval_shape(lambda: demo.train.init_run(run, settings, tx))
     sizes = [
         leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, state))
     ]
@@ -445,7 +445,7 @@ def test_the_seed_alone_decides_the_loss(text_file, report):
 def test_masters_make_float8_params_learn(text_file):
     corpus = demo.text.make_corpus(demo.text.read_text(text_file), TINY.context)
     settings = dataclasses.replace(TINY, steps=30)
-    run = demo.runs.stored_run("e4m3fn", "full")
+    run = demo.runs.run_with_storage("e4m3fn", "full")
     with quick_compilation():
         trained = demo.train.train(run, settings, corpus, lambda *shown: None)
     losses = trained.curve.losses
@@ -457,21 +457,21 @@ def test_masters_make_float8_params_learn(text_file):
 def test_all_combinations_train_but_those_that_are_refused(dtype, storage):
     if storage != "full" and dtype in ("e4m3fn", "e5m2"):
         with pytest.raises(ValueError, match=f"--storage {storage} cannot hold"):
-            demo.runs.stored_run(dtype, storage)
+            demo.runs.run_with_storage(dtype, storage)
         return
-    run = demo.runs.stored_run(dtype, storage)
+    run = demo.runs.run_with_storage(dtype, storage)
     tx = run.transform(demo.train.make_adamw(TINY))
     loss = demo.model.make_loss(TINY, run.compute_dtype)
     steps = demo.train.make_steps(TINY, run.value_and_grad(loss), tx)
-    start = jax.eval_shape(lambda: demo.train.start(run, TINY, tx))
+    start = jax.eval_shape(lambda: demo.train.init_run(run, TINY, tx))
     text = jax.ShapeDtypeStruct((400,), "uint8")
     # A loop accepts the step only if it changes no shape and no dtype.
     assert jax.eval_shape(steps, *start, text, 0, 1)[:2] == start
 
 
 def test_calls_cover_all_steps_once_and_start_with_a_single_one():
-    assert list(demo.train.calls(1)) == [(0, 1)]
-    assert list(demo.train.calls(60)) == [(0, 1), (1, 25), (25, 50), (50, 60)]
+    assert list(demo.train.call_ranges(1)) == [(0, 1)]
+    assert list(demo.train.call_ranges(60)) == [(0, 1), (1, 25), (25, 50), (50, 60)]
 
 
 def test_runs_are_float32_and_for_each_dtype_the_naive_and_the_stored():
@@ -498,7 +498,7 @@ def test_the_verdict_names_the_smallest_that_matches():
     assert "smallest" not in verdict(runs)
     runs += [result("c", 1.51, 5.14), result("d", 1.5, 11.0)]
     assert verdict(runs).endswith(
-        " The smallest that matches it is c, with 5.1 bytes a weight against 12.0."
+        " The smallest that matches it is c, with 5.1 bytes per weight against 12.0."
     )
 
 
