@@ -7,7 +7,7 @@ difference to 16 bits first would save nothing.
 from collections.abc import Sequence
 from typing import Any
 
-from optax_mp._jax._control_flow import Region, has_regions, wiring_of
+from optax_mp._jax._control_flow import has_regions, wiring_of
 from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
@@ -15,6 +15,7 @@ from optax_mp._jax._jaxpr import (
     is_literal,
     open_jaxpr,
 )
+from optax_mp._jax._wiring import Region
 from optax_mp.amp._precision import takes_part
 from optax_mp.amp._rules import Rule, Rules
 
