@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._jax._dependence import depending_outputs
-from optax_mp._jax._traced import Traced, is_dynamic
+from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._tree import is_floating
 from optax_mp.compact._code_format import CodeFormat
 from optax_mp.compact._full_precision import check_without_update, in_full_precision
@@ -26,7 +26,10 @@ def choose_codes(
     min_size: int,
 ) -> list[jnp.dtype | None]:
     """Return the dtype of codes for each leaf of `inner`'s state; None to leave it."""
-    start, update = Traced.of(inner.init, params), trace_update(inner, params, state)
+    start, update = (
+        TracedCall.of(inner.init, params),
+        trace_update(inner, params, state),
+    )
     leaves = jax.tree.leaves(state)
     large = [_is_large(leaf, min_size) for leaf in leaves if is_dynamic(leaf)]
     # Masters, averages and other copies of the params are no moments.
@@ -57,7 +60,7 @@ def _is_large(leaf: Any, min_size: int) -> bool:
     return leaf.dtype == jnp.float32
 
 
-def _never_negative(start: Traced, update: TracedUpdate | Exception) -> list[bool]:
+def _never_negative(start: TracedCall, update: TracedUpdate | Exception) -> list[bool]:
     """Return for each array of a state whether its values never are negative."""
     known = nonnegative_outputs(start.closed, [False] * len(start.arrays))
     if isinstance(update, Exception) or not update.is_exact:

@@ -27,12 +27,12 @@ import jax
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._jax._flow import Flow, flows
-from optax_mp._jax._traced import Traced, is_dynamic
+from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._tree import describe, is_array, spell
 from optax_mp.compact._traced_update import TracedUpdate
 
 
-def in_full_precision(start: Traced, update: TracedUpdate) -> list[bool]:
+def in_full_precision(start: TracedCall, update: TracedUpdate) -> list[bool]:
     """Return for each array of a state whether it must stay in full precision.
 
     Args:
@@ -81,7 +81,7 @@ def _records(updates: list[Flow], new: dict[int, Flow], lasting: set[int]) -> se
     return lasting - read
 
 
-def _anchors(start: Traced, update: TracedUpdate, new: dict[int, Flow]) -> set[int]:
+def _anchors(start: TracedCall, update: TracedUpdate, new: dict[int, Flow]) -> set[int]:
     """Return the arrays that start as the params and are never anything else."""
     begins = dict(zip(new, flows(start.closed), strict=True))
     params = {*update.params_inputs}
@@ -91,7 +91,7 @@ def _anchors(start: Traced, update: TracedUpdate, new: dict[int, Flow]) -> set[i
 
 
 def check_without_update(
-    start: Traced, large: Sequence[bool], state: Any, params: Any, error: Exception
+    start: TracedCall, large: Sequence[bool], state: Any, params: Any, error: Exception
 ) -> None:
     """Raise if a state may have such arrays, but its update could not be traced.
 
