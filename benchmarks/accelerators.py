@@ -177,7 +177,9 @@ def main() -> None:
         tables[f"AdamW compiled for {names[target]}, bytes per weight"] = rows
     for title, rows in tables.items():
         print(f"\n### {title}\n\n{record.as_markdown(rows)}")
-    record.finish(args.json, tables, "no machine: compiled, not run", ("jax", "jaxlib", "optax"))
+    record.finish(
+        args.json, tables, "no machine: compiled, not run", ("jax", "jaxlib", "optax")
+    )
 
 
 if __name__ == "__main__":

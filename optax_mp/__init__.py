@@ -1,7 +1,7 @@
 """Mixed-precision training for any optax optimizer.
 
 The public names, in the order in which a newcomer meets them. Each group comes from one
-folder, or module, which is where to read on.
+folder or module; open that one to read more.
 """
 
 # isort: off
@@ -19,7 +19,7 @@ from optax_mp.masters import (
     replace_master_params,
 )
 
-# Float16: scale the loss, skip what overflows.
+# Float16: scale the loss, skip steps that overflow.
 from optax_mp.loss_scale import (
     LossScaleState,
     check_loss_scale,
@@ -30,7 +30,7 @@ from optax_mp.loss_scale import (
     value_and_grad,
 )
 
-# The same for loops that hold no optimizer state.
+# Loss scaling for loops without an optimizer state.
 from optax_mp.loss_scale import (
     DynamicLossScale,
     NoOpLossScale,
@@ -39,12 +39,12 @@ from optax_mp.loss_scale import (
     dynamic_scale_value_and_grad,
 )
 
-# Which dtype params, computation and outputs have; casts and checks of trees.
+# The dtypes of params, computation and outputs; casts and checks of trees.
 from optax_mp._policy import Policy, get_policy
 from optax_mp._dtypes import half_dtype
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
 
-# Run a function that is written for float32 in mixed precision.
+# Run a float32 function in mixed precision.
 from optax_mp.amp import (
     AmpOperation,
     AmpReport,
@@ -54,7 +54,7 @@ from optax_mp.amp import (
     default_amp_rules,
 )
 
-# Optimizer states in few bits, and training without masters.
+# Low-bit optimizer states, and training without masters.
 from optax_mp.compact import (
     LowBitState,
     Quantized,
@@ -66,14 +66,14 @@ from optax_mp.compact import (
 # Many devices.
 from optax_mp.devices import check_replicas, zero1
 
-# Saved states, and other forms of the same state.
+# Check, upgrade and convert saved states.
 from optax_mp.checkpoints import (
     check_checkpoint,
     convert_opt_state,
     upgrade_checkpoint,
 )
 
-# What a model takes, and what low precision would lose of its gradients.
+# How much memory a model takes, and what its gradients would lose in low precision.
 from optax_mp.reports import (
     FormatRange,
     GradientRangeReport,

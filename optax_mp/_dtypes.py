@@ -40,7 +40,7 @@ def half_dtype() -> jnp.dtype:
         True
     """
     if jax.default_backend() == "gpu":
-        # A number such as "7.5" from NVIDIA; others, which name chips, have bfloat16.
+        # A number such as "7.5" from NVIDIA. Other vendors name a chip: with bfloat16.
         capability = str(getattr(jax.devices()[0], "compute_capability", ""))
         major = capability.split(".")[0]
         if major.isdigit() and int(major) < 8:
@@ -53,6 +53,13 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
     expected = (
         "expected a floating dtype such as bfloat16, float16, float32 or float8_e4m3fn"
     )
+    # Not `isinstance`, because the module of `Policy` imports this one.
+    if hasattr(spec, "cast_to_param"):
+        raise ValueError(
+            f"{argument} is a Policy ({spec}), {expected}; a policy casts trees by "
+            "`policy.cast_to_param(tree)`, and goes to `mixed_precision` as "
+            "`param_dtype`."
+        )
     if isinstance(spec, str):
         if spec == "half":
             return half_dtype()
@@ -65,12 +72,6 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
             dtype = None if spec is None else jnp.dtype(spec)
         except TypeError:
             dtype = None
-    if hasattr(spec, "cast_to_param"):
-        raise ValueError(
-            f"{argument} is a Policy ({spec}), {expected}; a policy casts trees by "
-            "`policy.cast_to_param(tree)`, and goes to `mixed_precision` as "
-            "`param_dtype`."
-        )
     if dtype is None:
         raise ValueError(
             f"{argument} is {spec!r}, {expected}; short names are "
@@ -87,21 +88,22 @@ def bits(dtype: DTypeLike) -> int:
 
 
 def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
-    """Return float32, or `dtype` if wider or complex; JAX promotes no 8-bit floats."""
+    """Return float32, or `dtype` if it is wider or complex."""
+    # Not `jnp.promote_types`, which refuses 8-bit floats.
     is_wide = bits(dtype) > 32 or jnp.issubdtype(dtype, jnp.complexfloating)
     return jnp.dtype(dtype if is_wide else jnp.float32)
 
 
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Round `x` to the nearest value of a narrower floating `dtype`, keeping its own.
+    """Round `x` to the nearest value of a narrower floating `dtype`, without the cast.
 
-    Ties go to even, what is too large goes to the largest finite value, NaN stays. The
-    result has the dtype of `x`, or float32 if that is wider, so a cast to `dtype` is
-    exact.
+    Ties go to even, values out of range become the largest finite value, NaN stays NaN.
+    The result has the dtype of `x`, or float32 if that is wider, so a cast to `dtype`
+    is exact.
     """
     # Arithmetic and not a pair of casts, because XLA may drop a cast down and up again
     # within one program. `reduce_precision` with the exponent bits of `dtype` would
-    # flush its subnormals to zero: they are rounded to multiples of the smallest one.
+    # flush its subnormals to zero, so those are rounded to multiples of the smallest.
     wide = at_least_float32(x.dtype)
     info, wide_info = jnp.finfo(dtype), jnp.finfo(wide)
     x = saturate(x.astype(wide), dtype)
@@ -115,7 +117,7 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def saturating_cast(x: Any, dtype: DTypeLike) -> jax.Array:
-    """Cast to `dtype`; what is too large becomes its largest finite value."""
+    """Cast to `dtype`; values out of its range become its largest finite value."""
     x = jnp.asarray(x)
     if jnp.finfo(dtype).nexp < jnp.finfo(x.dtype).nexp or bits(dtype) < bits(x.dtype):
         x = saturate(x, dtype)

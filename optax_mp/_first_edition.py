@@ -1,4 +1,4 @@
-"""What the first edition called things: modules that pickles name, fields of states."""
+"""Names of optax_mp 0.1: the modules that its pickles mention, and fields of states."""
 
 import sys
 from types import ModuleType
@@ -43,8 +43,11 @@ RENAMED_FIELDS = {
 }
 
 
-def name_new_field(state: Any, name: str) -> NoReturn:
-    """Raise the error for a field that a state lacks: as `__getattr__` of its class."""
+def raise_missing_field(state: Any, name: str) -> NoReturn:
+    """Raise for a missing field, naming the new name of an old one.
+
+    A state's class uses it as `__getattr__`, which Python calls for what is not there.
+    """
     kind, new = type(state).__name__, RENAMED_FIELDS.get(name)
     if new in state._fields:
         raise AttributeError(f"{kind}: `{name}` is now called `{new}`.")

@@ -1,4 +1,4 @@
-"""The optimizer that is wrapped: what may be one, and what it sees of each leaf."""
+"""The wrapped optimizer, `inner`: what it is given, and checks of what it returns."""
 
 from typing import Any
 
@@ -8,18 +8,18 @@ import optax
 from jax import lax
 
 from optax_mp._leaves import is_absent
-from optax_mp._tree import PyTree, is_array, is_floating, is_inexact
+from optax_mp._tree import PyTree, describe, is_array, is_floating, is_inexact, spell
 
 
 def as_transformation(
     inner: Any, caller: str, name: str = "inner"
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `inner` in the form that takes extra arguments; the others are for errors.
+    """Return `inner` as a transformation that takes extra arguments, or raise.
 
     Args:
-        inner: what should be a transformation.
-        caller: the public function at work.
-        name: of its argument.
+        inner: an optax transformation, or whatever the user passed instead.
+        caller: the public function that the user called, for error messages.
+        name: the name of its argument, for error messages.
     """
     if isinstance(inner, optax.MultiSteps):
         # Its `gradient_transformation()` would drop the extra arguments.
@@ -33,39 +33,89 @@ def as_transformation(
     return optax.with_extra_args_support(inner)
 
 
-def own_master(param: Any) -> Any:
-    """Return what `inner` sees of a leaf without a master: itself, or nothing."""
+def as_inner_param(param: Any) -> Any:
+    """Return a param for `inner` to train, or `MaskedNode()` if it is not inexact."""
     if not is_inexact(param):
         return optax.MaskedNode()
     # NumPy's float64 is float32 to JAX.
     param = param if isinstance(param, jax.Array) else jnp.asarray(param)
-    # Moments made from a weakly typed value would turn strong at the first update.
+    # Moments made from a weakly typed param would change type at the first update.
     is_weak = getattr(param, "weak_type", False)
     return jnp.asarray(param, param.dtype) if is_weak else param
 
 
-def in_precision_of(seen: Any, grad: Any) -> Any:
-    """Return the gradient in the dtype of what `inner` sees as its param."""
-    if is_absent(seen):
-        return seen
-    if is_absent(grad) or not (is_floating(grad) and is_floating(seen)):
-        return grad
-    return lax.convert_element_type(grad, seen.dtype)
+def as_inner_grad(inner_param: Any, grad: Any) -> Any:
+    """Return the gradient for `inner`, in the dtype of the param that `inner` sees."""
+    if is_absent(inner_param):
+        return inner_param
+    if is_floating(grad) and is_floating(inner_param):
+        # Not `astype`, which takes several times as long to trace.
+        return lax.convert_element_type(grad, inner_param.dtype)
+    return grad
 
 
-def without_aliases(state: PyTree, others: PyTree) -> PyTree:
-    """Copy what `state` shares with `others` or holds twice, so all can be donated.
+def check_gradient(
+    path: tuple[Any, ...], param: Any, grad: Any, caller: str = "mixed_precision"
+) -> None:
+    """Raise unless `grad` can be a gradient of `param`."""
+    if is_absent(grad):
+        return
+    where = f"{caller}: the gradient of {spell(path)} is {describe(grad)}"
+    if not is_inexact(param):
+        if is_inexact(grad):
+            raise TypeError(
+                f"{where}, but the param is {describe(param)}, which cannot be "
+                "trained; expected None or the float0 gradient that "
+                "`jax.grad(..., allow_int=True)` gives; make the param a floating "
+                "array, or its gradient None."
+            )
+        return
+    if not is_inexact(grad):
+        raise TypeError(
+            f"{where}, expected a floating gradient for the param {describe(param)}; "
+            "wrap the optimizer in `optax.masked` if this param is not trained."
+        )
+    if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
+        raise TypeError(
+            f"{where}, expected a real gradient for the param {describe(param)}; take "
+            "its real part."
+        )
+    # Only the last axes: `inner` reduces the leading ones of per-example gradients.
+    shape = jnp.shape(grad)
+    if shape[len(shape) - jnp.ndim(param) :] != jnp.shape(param):
+        raise ValueError(f"{where}, expected the shape of the param {describe(param)}.")
 
-    Some optimizers keep the params given to `init`, or the same zeros in two places.
+
+def check_update(
+    path: tuple[Any, ...],
+    param: Any,
+    grad: Any,
+    update: Any,
+    caller: str = "mixed_precision",
+) -> None:
+    """Raise unless an update that `inner` made has the shape of its param."""
+    if jnp.shape(update) != jnp.shape(param):
+        raise ValueError(
+            f"{caller}: the gradient of {spell(path)} is {describe(grad)}, from "
+            f"which `inner` made the update {describe(update)}; expected the shape of "
+            f"the param {describe(param)}."
+        )
+
+
+def copy_shared(state: PyTree, others: PyTree) -> PyTree:
+    """Copy each array of `state` that `others` or another of its leaves holds, too.
+
+    Then all can be donated. Some optimizers keep the params given to `init`, or
+    the same zeros in two places.
     """
-    taken = {id(leaf) for leaf in jax.tree.leaves(others)}
+    known = {id(leaf) for leaf in jax.tree.leaves(others)}
 
-    def own(leaf: Any) -> Any:
+    def copy_if_known(leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
-        if id(leaf) in taken:
+        if id(leaf) in known:
             leaf = jnp.array(leaf, copy=True)
-        taken.add(id(leaf))
+        known.add(id(leaf))
         return leaf
 
-    return jax.tree.map(own, state)
+    return jax.tree.map(copy_if_known, state)

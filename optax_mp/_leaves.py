@@ -1,4 +1,4 @@
-"""The leaves of a tree with their paths, and other trees read leaf for leaf with it."""
+"""The leaves of a tree with their paths, and other trees matched to it leaf by leaf."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ def is_absent(leaf: Any) -> bool:
 
 
 def expand_absent(tree: PyTree, like: PyTree) -> PyTree:
-    """Return `tree` with each absent node repeated for all leaves of `like` there."""
+    """Return `tree` with each absent node repeated for every leaf of `like` there."""
     if is_absent(tree):
         return jax.tree.map(lambda _: tree, like)
     children, treedef = _flatten_one_level(tree)
-    models, model_def = _flatten_one_level(like)
-    if treedef != model_def or jax.tree_util.all_leaves([like]):
+    like_children, like_treedef = _flatten_one_level(like)
+    if treedef != like_treedef or jax.tree_util.all_leaves([like]):
         return tree
-    return treedef.unflatten(map(expand_absent, children, models))
+    return treedef.unflatten(map(expand_absent, children, like_children))
 
 
 def _flatten_one_level(tree: PyTree) -> tuple[list[Any], Any]:
@@ -33,14 +33,12 @@ def _flatten_one_level(tree: PyTree) -> tuple[list[Any], Any]:
 
 @dataclass(frozen=True)
 class Leaves:
-    """The leaves of one tree, to which others are matched.
-
-    Where this tree has a `MaskedNode` or None as a leaf, another may have anything.
+    """The leaves of one tree, to which other trees are matched.
 
     Attributes:
-        caller: the public function at work, for error messages.
-        name: what the tree is called in them.
-        paths: where each leaf is, as `jax.tree_util.keystr` takes it.
+        caller: the public function that the user called, for error messages.
+        name: what error messages call the tree.
+        paths: the path of each leaf, as `jax.tree_util.keystr` takes it.
         values: the leaves.
         treedef: the structure.
     """
@@ -52,12 +50,9 @@ class Leaves:
     treedef: Any
 
     @classmethod
-    def of(
-        cls, tree: PyTree, *, caller: str, name: str, absent_too: bool = False
-    ) -> "Leaves":
-        """Flatten `tree`; `absent_too` makes leaves of its `MaskedNode`s and None."""
-        is_leaf = is_absent if absent_too else None
-        paths_and_leaves, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
+    def of(cls, tree: PyTree, *, caller: str, name: str) -> "Leaves":
+        """Flatten `tree`."""
+        paths_and_leaves, treedef = tree_flatten_with_path(tree)
         paths = [path for path, _ in paths_and_leaves]
         values = [leaf for _, leaf in paths_and_leaves]
         return cls(caller, name, paths, values, treedef)
@@ -65,13 +60,12 @@ class Leaves:
     def match(self, tree: PyTree, name: str) -> list[Any]:
         """Return what `tree` has at each leaf: a leaf, None or a `MaskedNode`."""
         matched = self.match_subtrees(tree, name)
-        for path, own, leaf in zip(self.paths, self.values, matched, strict=True):
-            expected = is_absent(own) or is_absent(leaf)
-            if not (expected or jax.tree_util.all_leaves([leaf])):
+        for path, leaf in zip(self.paths, matched, strict=True):
+            if not (is_absent(leaf) or jax.tree_util.all_leaves([leaf])):
                 raise ValueError(
                     f"{self.caller}: {name} at {spell(path)} is a "
-                    f"{type(leaf).__name__}, expected one leaf as in {self.name} (of "
-                    "Flax NNX give both as `nnx.as_pure` does)."
+                    f"{type(leaf).__name__}, expected one leaf as in {self.name} (with "
+                    "Flax NNX, pass both through `nnx.as_pure`)."
                 )
         return matched
 
@@ -89,12 +83,17 @@ class Leaves:
     def _describe_mismatch(self, tree: PyTree, name: str) -> str:
         theirs = dict(_named_leaves(tree))
         own = {spell(p): x for p, x in zip(self.paths, self.values, strict=True)}
-        where = "their containers differ (of Flax NNX give both as `nnx.as_pure` does)"
-        for leaves, others, owner in ((own, theirs, self.name), (theirs, own, name)):
+        where = (
+            "their containers differ (with Flax NNX, pass both through `nnx.as_pure`)"
+        )
+        for leaves, others, tree_name in (
+            (own, theirs, self.name),
+            (theirs, own, name),
+        ):
             alone = [path for path in leaves if path not in others]
             if alone:
                 leaf = describe(leaves[alone[0]])
-                where = f"leaf {alone[0]} ({leaf}) is only in {owner}"
+                where = f"leaf {alone[0]} ({leaf}) is only in {tree_name}"
                 break
         return (
             f"{self.caller}: {name} and {self.name} must have the same structure, but "

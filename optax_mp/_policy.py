@@ -34,10 +34,10 @@ class Policy:
     Attributes:
         param_dtype: what params are stored in.
         compute_dtype: what the model computes in.
-        output_dtype: what it returns.
+        output_dtype: what the model returns.
         keep_f32: leaves that stay float32 when cast to the param or compute dtype:
             patterns over paths such as `("*norm*", "*/bias")`, where a path reads
-            `layers/0/bias`, with or without the `/value` that Flax's boxes end in, or a
+            `layers/0/bias`, with or without a final `/value` of Flax's boxes; or a
             predicate of (path string, leaf).
 
     Raises:
@@ -81,13 +81,13 @@ class Policy:
 
     def param_dtype_of(self, path: str, leaf: Any) -> jnp.dtype:
         """Return what a floating leaf at `path` (`layers/0/bias`) is stored in."""
-        return self._unless_kept(self.param_dtype, path, leaf)
+        return self._apply_keep_f32(self.param_dtype, path, leaf)
 
     def cast_to_param(self, tree: PyTree) -> PyTree:
         """Cast floating leaves to `param_dtype`, but those of `keep_f32` to float32.
 
-        As masters do, what is too large becomes the largest finite value: an infinite
-        weight would stay so for good.
+        Values out of range become the largest finite value, as in `mixed_precision`,
+        because an infinite weight would stay infinite.
         """
         return self._cast(tree, self.param_dtype, saturating_cast)
 
@@ -103,19 +103,20 @@ class Policy:
         """Return the same policy with another output dtype."""
         return replace(self, output_dtype=output_dtype)
 
-    def _unless_kept(self, dtype: DTypeLike, path: str, leaf: Any) -> jnp.dtype:
+    def _apply_keep_f32(self, dtype: DTypeLike, path: str, leaf: Any) -> jnp.dtype:
+        """Return `dtype`, or float32 for a leaf of `keep_f32`."""
         if callable(self.keep_f32):
-            kept = is_floating(leaf) and self.keep_f32(path, leaf)
+            is_kept = is_floating(leaf) and self.keep_f32(path, leaf)
         else:
             # Boxes of Flax (NNX's Variables, Linen's Partitioned) hold their array in
             # `value`, which `nnx.Optimizer` shows to `init`, but not to `update`.
             names = (path, path.removesuffix("/value"))
-            kept = any(
-                fnmatch.fnmatchcase(name, each)
+            is_kept = any(
+                fnmatch.fnmatchcase(name, pattern)
                 for name in names
-                for each in self.keep_f32
+                for pattern in self.keep_f32
             )
-        return jnp.dtype(jnp.float32 if kept else dtype)
+        return jnp.dtype(jnp.float32 if is_kept else dtype)
 
     def _cast(
         self, tree: PyTree, dtype: DTypeLike, cast: Callable[[Any, jnp.dtype], Any]
@@ -123,12 +124,12 @@ class Policy:
         def cast_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
             if not is_floating(leaf):
                 return leaf
-            return cast(leaf, self._unless_kept(dtype, slash_path(path), leaf))
+            return cast(leaf, self._apply_keep_f32(dtype, slash_path(path), leaf))
 
         return jax.tree_util.tree_map_with_path(cast_leaf, tree)
 
     def __str__(self) -> str:
-        """Return the form that `get_policy` reads, without a `keep_f32`."""
+        """Return the name that `get_policy` reads; it does not contain `keep_f32`."""
         dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
         names = (jnp.dtype(dtype).name for dtype in dtypes)
         return "params={},compute={},output={}".format(*names)
@@ -142,8 +143,8 @@ def get_policy(
     A single dtype (`"bf16"`, `"float16"`, `"half"`, `"float8_e4m3fn"`) is used for
     params, computation and outputs. Otherwise name them, in any order:
     `"params=float32,compute=bfloat16,output=float32"`, or `"p=f32,c=bf16"` in short.
-    Params not named are float32, computation not named is as the params, outputs not
-    named are as the computation.
+    By default, params are float32, computation has the dtype of the params, and outputs
+    have the dtype of the computation.
 
     Args:
         name: the name.
@@ -154,7 +155,7 @@ def get_policy(
 
     Raises:
         TypeError: if `name` is not a string.
-        ValueError: if a key or a dtype is not known, or a key comes twice.
+        ValueError: if a key or a dtype is unknown, or a key occurs twice.
 
     Example:
         >>> import optax_mp

@@ -12,9 +12,9 @@ Path = tuple[Any, ...]
 Kind = type | tuple[type, ...]
 
 _INNER_STATE = GetAttrKey("inner_state")
-# Below this field a storage may keep any small pytree in the place of a param.
+# Below this field of `MixedPrecisionState` each param may have a small pytree.
 _MASTERS = GetAttrKey("master_params")
-# The fields of `Quantized`, which stands for one array.
+# The fields of `Quantized`, which stores one array as low-bit codes and their scales.
 _CODES_AND_SCALES = (GetAttrKey("codes"),), (GetAttrKey("scales"),)
 
 
@@ -62,21 +62,21 @@ def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) ->
     return jax.tree.map(replace, opt_state, is_leaf=_is_of(kind))
 
 
-def owners(
+def find_owners(
     tree: PyTree, param_paths: Sequence[Path], params: Sequence[Any]
 ) -> list[int | None]:
     """Return which param each leaf of `tree` belongs to.
 
-    The outermost subtrees whose leaves are all at the paths of params, such as
-    `[0].mu`, are read like the params. Instead of one array there may be several one
-    step further down (codes and scales, or a list for each param as in `optax.sm3`),
-    and below `master_params` any small pytree.
+    A subtree like `[0].mu`, whose leaves all have the paths of params, belongs to the
+    params leaf by leaf; of nested ones the outermost counts. In the place of a param it
+    may have several arrays one level deeper (codes and scales, or the lists of
+    `optax.sm3`), and below `master_params` any small pytree.
 
     Args:
         tree: a state, or any tree that contains trees like the params.
         param_paths: the path of each param in the params.
-        params: the param at each path, or anything with its shape. Shapes decide if the
-            params are a single array, whose path is empty and fits everywhere.
+        params: the param at each path, or anything with its shape. Shapes are compared
+            only if the params are a single array, whose empty path fits everywhere.
 
     Returns:
         For each leaf of `tree` an index into `param_paths`, or None.
@@ -85,8 +85,9 @@ def owners(
     by_path = {path: i for i, path in enumerate(param_paths)}
     found: list[int | None] = [None] * len(leaves)
 
-    def claim(number: int, depth: int) -> int | None:
-        path, leaf = leaves[number]
+    def owner_below(index: int, depth: int) -> int | None:
+        """Return the owner of a leaf if its subtree at `depth` is like the params."""
+        path, leaf = leaves[index]
         if _MASTERS in path[:depth]:
             return _owner_of_master(path[depth:], by_path)
         owner = _owner(path[depth:], by_path)
@@ -94,29 +95,29 @@ def owners(
             return owner
         return None
 
-    def is_like_params(numbers: list[int], claims: list[int | None]) -> bool:
-        if None in claims:
+    def is_like_params(indices: list[int], owners: list[int | None]) -> bool:
+        if None in owners:
             return False
-        # One scalar for every param belongs to the params. A scalar for some of them is
-        # a count, say, in a field that has the name of a param by accident.
+        # Scalars belong to params only if every param has one. A scalar for some of
+        # them is a count, say, in a field that has the name of a param by accident.
         has_scalars = any(
-            owner is not None
-            and _shape(params[owner])
-            and not _shape(leaves[number][1])
-            for number, owner in zip(numbers, claims, strict=True)
+            owner is not None and _shape(params[owner]) and not _shape(leaves[index][1])
+            for index, owner in zip(indices, owners, strict=True)
         )
-        return not has_scalars or len(set(claims)) == len(by_path)
+        return not has_scalars or len(set(owners)) == len(by_path)
 
-    def visit(numbers: list[int], depth: int) -> None:
-        claims = [claim(number, depth) for number in numbers]
-        if is_like_params(numbers, claims):
-            for number, owner in zip(numbers, claims, strict=True):
-                found[number] = owner
+    def visit(indices: list[int], depth: int) -> None:
+        """Set the owners of the leaves of one subtree, or visit its children."""
+        owners = [owner_below(index, depth) for index in indices]
+        if is_like_params(indices, owners):
+            for index, owner in zip(indices, owners, strict=True):
+                found[index] = owner
             return
         children: dict[Any, list[int]] = {}
-        for number in numbers:
-            if len(leaves[number][0]) > depth:
-                children.setdefault(leaves[number][0][depth], []).append(number)
+        for index in indices:
+            path, _ = leaves[index]
+            if len(path) > depth:
+                children.setdefault(path[depth], []).append(index)
         for child in children.values():
             visit(child, depth + 1)
 
@@ -140,6 +141,7 @@ def _owner(path: Path, by_path: dict[Path, int]) -> int | None:
 
 
 def _owner_of_master(path: Path, by_path: dict[Path, int]) -> int | None:
+    """Return the param at a path in a tree like the params, or anywhere above it."""
     starts = (path[:end] for end in range(len(path) + 1))
     return next((by_path[start] for start in starts if start in by_path), None)
 
@@ -147,8 +149,8 @@ def _owner_of_master(path: Path, by_path: dict[Path, int]) -> int | None:
 def _fits(path: Path, leaf: Any, param: Any) -> bool:
     """Return whether a leaf has the shape of its param, or stacks arrays of it."""
     own, shape = _shape(leaf), _shape(param)
-    is_many = bool(shape) and own[max(0, len(own) - len(shape)) :] == shape
-    return own == shape or is_many or path[-1:] == _CODES_AND_SCALES[1]
+    is_stack = bool(shape) and own[max(0, len(own) - len(shape)) :] == shape
+    return own == shape or is_stack or path[-1:] == _CODES_AND_SCALES[1]
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
@@ -158,7 +160,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 def holds_state(tree: PyTree) -> bool:
     """Return whether `tree` contains the state of an optimizer, ours or of optax.
 
-    Only the name of its class tells a state from params that are NamedTuples.
+    Params may be NamedTuples, too: only the name of a class tells a state from them.
     """
 
     def is_state(node: Any) -> bool:

@@ -52,8 +52,8 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Cast the floating-point arrays of `tree`; every other leaf passes through.
 
     Counters, PRNG keys, flags, strings and static leaves stay as they are, so a whole
-    model or optimizer state can be cast in one call. The cast rounds to nearest even
-    and, like `astype`, sends what `dtype` cannot hold to infinity or NaN.
+    model or optimizer state can be cast in one call. The cast rounds to nearest even.
+    As with `astype`, values out of the range of `dtype` become infinity or NaN.
 
     Args:
         tree: any pytree.
@@ -101,7 +101,7 @@ def all_finite(tree: PyTree) -> jax.Array:
         >>> bool(optax_mp.all_finite({"a": jnp.array([1.0, jnp.inf])}))
         False
     """
-    return all_hold([leaf_finite(x) for x in jax.tree.leaves(tree) if is_inexact(x)])
+    return all_true([leaf_finite(x) for x in jax.tree.leaves(tree) if is_inexact(x)])
 
 
 def leaf_finite(leaf: Any) -> jax.Array:
@@ -110,32 +110,33 @@ def leaf_finite(leaf: Any) -> jax.Array:
     if not is_floating(leaf):
         return leaf_finite(leaf.real) & leaf_finite(leaf.imag)
     if bits(leaf.dtype) < 32:
-        return isfinite_everywhere(leaf)
+        return leaf_finite_without_sum(leaf)
     # |x| - |x| is 0, or NaN where x is not finite: its sum takes one pass and writes no
     # array. (Not from 16 bits: XLA would store the array in float32.) Not x - x: where
     # x is a product, a GPU may fuse this to a multiply-add, which gives the rounding
-    # error of the product. And `lax`, for `jnp` takes twice as long to trace.
-    size = lax.abs(leaf)
-    total = lax.reduce_sum(lax.sub(size, size), tuple(range(leaf.ndim)))
+    # error of the product. `lax`, because `jnp` takes twice as long to trace.
+    magnitude = lax.abs(leaf)
+    total = lax.reduce_sum(lax.sub(magnitude, magnitude), tuple(range(leaf.ndim)))
     return lax.eq(total, total.dtype.type(0))
 
 
-def isfinite_everywhere(x: jax.Array) -> jax.Array:
-    """Return whether all of one floating array is finite, by an array of bools on CPU.
+def leaf_finite_without_sum(x: jax.Array) -> jax.Array:
+    """Return whether all of one floating array is finite, as `leaf_finite` does.
 
-    For expressions that others read as well: summed, XLA would store them whole.
+    For a value that another computation reads, too: if it were summed here, XLA's CPU
+    backend would store it in full. This stores one bool per element instead.
     """
     return lax.reduce_and(lax.is_finite(x), tuple(range(x.ndim)))
 
 
-def all_hold(claims: Sequence[jax.Array]) -> jax.Array:
-    """Return whether all bool scalars hold, as a scalar that is cheap to ask often."""
-    if not claims:
+def all_true(flags: Sequence[jax.Array]) -> jax.Array:
+    """Return whether all bool scalars are True, as one scalar for many readers."""
+    if not flags:
         return jnp.array(True)
-    # The least of them, by a sort. Of `stack(claims).all()` XLA makes a chain of
-    # hundreds of ands and copies it into every kernel that asks for it: for 400 leaves
-    # and a `where` on each that takes minutes to compile.
-    return lax.sort(jnp.stack(claims))[0]
+    # The minimum, by a sort. XLA turns `stack(flags).all()` into a chain of hundreds of
+    # ands and copies it into every kernel that reads the result: for 400 leaves and a
+    # `where` on each that takes minutes to compile.
+    return lax.sort(jnp.stack(flags))[0]
 
 
 def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
@@ -182,18 +183,19 @@ def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
                 f"{shown[1]} in `on_false`, expected the same shape and dtype, or the "
                 "same value for a leaf that is no array; cast one side first."
             )
-    dynamic = [is_array(b) for b in false_leaves]
+    are_arrays = [is_array(b) for b in false_leaves]
     chosen = iter(
         lax.cond(
             pred,
             _first,
             _second,
-            [a for (_, a), use in zip(true_leaves, dynamic, strict=True) if use],
-            [b for b, use in zip(false_leaves, dynamic, strict=True) if use],
+            [a for (_, a), use in zip(true_leaves, are_arrays, strict=True) if use],
+            [b for b, use in zip(false_leaves, are_arrays, strict=True) if use],
         )
     )
     leaves = [
-        next(chosen) if use else b for b, use in zip(false_leaves, dynamic, strict=True)
+        next(chosen) if use else b
+        for b, use in zip(false_leaves, are_arrays, strict=True)
     ]
     return treedef.unflatten(leaves)
 
@@ -212,8 +214,8 @@ def _second(on_true: PyTree, on_false: PyTree) -> PyTree:
 def nonfinite_paths(tree: PyTree) -> list[str]:
     """Return the paths of the leaves of `tree` that hold an infinity or a NaN.
 
-    For a person who looks for the layer that blew up: it waits for the values, so call
-    it outside `jit`, when a step was skipped.
+    Use it to find the layer that overflowed, when a step was skipped. It waits for the
+    values, so call it outside `jit`.
 
     Args:
         tree: any pytree of concrete arrays, such as gradients.
@@ -222,7 +224,7 @@ def nonfinite_paths(tree: PyTree) -> list[str]:
         The paths as `jax.tree_util.keystr` writes them, in the order of the leaves.
 
     Raises:
-        TypeError: if called under `jit`, where there are no values to look at.
+        TypeError: if called under `jit`, where there are no values to check.
 
     Example:
         >>> import jax.numpy as jnp

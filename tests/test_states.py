@@ -23,7 +23,7 @@ from optax_mp import (
     mixed_precision,
     stochastic_rounding,
 )
-from optax_mp._states import find_states, map_states, owners
+from optax_mp._states import find_owners, find_states, map_states
 
 
 class Pair(NamedTuple):
@@ -78,7 +78,7 @@ OTHERS = {
 def owners_of(tx, params):
     state = jax.eval_shape(tx.init, params)
     paths, arrays = described(params)
-    return state, owners(state, paths, arrays)
+    return state, find_owners(state, paths, arrays)
 
 
 def described(params):
@@ -131,12 +131,12 @@ def test_a_bare_array_owns_what_has_its_shape(name, wrapper):
 def test_params_own_themselves():
     for make in [*CONTAINERS.values(), lambda x: x[0]]:
         paths, arrays = described(make(ARRAYS))
-        assert owners(make(ARRAYS), paths, arrays) == list(range(len(paths)))
+        assert find_owners(make(ARRAYS), paths, arrays) == list(range(len(paths)))
 
 
 def test_no_leaves_have_no_owners():
-    assert owners({}, [(DictKey("w"),)], [(2,)]) == []
-    assert owners({"w": jnp.ones(2), "n": 1}, [], []) == [None, None]
+    assert find_owners({}, [(DictKey("w"),)], [(2,)]) == []
+    assert find_owners({"w": jnp.ones(2), "n": 1}, [], []) == [None, None]
 
 
 def test_owners_of_small_trees_in_the_place_of_a_param():
@@ -145,7 +145,7 @@ def test_owners_of_small_trees_in_the_place_of_a_param():
     pair = [jnp.ones(2), jnp.ones(2)]
     count = optax.ScaleByScheduleState(jnp.int32(0))
     state = (count, {"of": {"a": statistics, "b": [pair]}})
-    assert owners(state, *described(params)) == [None, 0, 0, 1, 1]
+    assert find_owners(state, *described(params)) == [None, 0, 0, 1, 1]
 
 
 def test_owners_of_stored_masters_that_are_small_trees():
@@ -155,9 +155,9 @@ def test_owners_of_stored_masters_that_are_small_trees():
         {"w": (jnp.ones(4), [jnp.ones(())])},
     ]
     state = MixedPrecisionState(stored, (optax.ScaleByScheduleState(jnp.int32(0)),))
-    assert owners((state,), *described(params)) == [0, 0, 1, 1, None]
+    assert find_owners((state,), *described(params)) == [0, 0, 1, 1, None]
     state = MixedPrecisionState({"high": params[0], "low": params[0]}, ())
-    assert owners(state, *described(params[0])) == [0, 0]
+    assert find_owners(state, *described(params[0])) == [0, 0]
 
 
 def nested_state():

@@ -1,10 +1,12 @@
-"""The only door to JAX's internals: all else in the package uses its public API.
+"""The only folder that uses more than the public API of JAX.
 
 - `_jaxpr`: read, run and trace jaxprs.
-- `_control_flow`: equations with jaxprs inside. To support another one, change this.
-- `_dependence`: which outputs of a jaxpr depend on its inputs; `_flow`: how.
-- `_traced`: a function of pytrees as a jaxpr of their arrays.
-- `_arrays`: what is known of one array: whether it is traced, and its type.
-- `_placement`: where arrays lie.
-- `_choose`: take a step or leave everything as it is.
+- `_control_flow`: equations with jaxprs inside. Add support for another one here.
+- `_wiring`: what feeds what in such an equation, and searches along that.
+- `_dependence`: which outputs of a jaxpr depend on its inputs.
+- `_flow`: how they do: faded as in an average, or unchanged.
+- `_traced`: a call of a function of pytrees, as a jaxpr of their arrays.
+- `_arrays`: what JAX knows about one array: whether it is traced, and its type.
+- `_placement`: put an optimizer's state on the devices of its params.
+- `_choose`: take a step, or skip it entirely.
 """

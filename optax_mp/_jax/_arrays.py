@@ -1,4 +1,4 @@
-"""What JAX knows of one array: whether it is traced, and what its type says."""
+"""What JAX knows about one array: whether it is traced, and what its type says."""
 
 from typing import Any
 
@@ -7,17 +7,18 @@ from jax.core import Tracer
 
 
 def is_traced(x: Any) -> bool:
-    """Return whether `x` is a value of a trace, which has no numbers yet."""
+    """Return whether `x` is a tracer, which has no numbers yet."""
     return isinstance(x, Tracer)
 
 
 def is_traced_by_jit(x: Any) -> bool:
-    """Return whether `x` is traced by `jit` alone, not by `vmap` or `grad`, too."""
+    """Return whether `x` is traced by `jit` only, and not by `vmap` or `grad`, too."""
+    # By name, because this class is not in JAX's documented API.
     return type(x).__name__ == "DynamicJaxprTracer"
 
 
-def varies(x: Any) -> bool:
-    """Return whether the type of `x` says that under shard_map it differs by rank."""
+def varies_by_rank(x: Any) -> bool:
+    """Return whether `x` differs from rank to rank under shard_map, by its type."""
     aval = getattr(x, "aval", None)
     kind = getattr(aval, "manual_axis_type", None)  # JAX 0.10 and later
     axes = getattr(aval, "vma", ()) if kind is None else kind.varying

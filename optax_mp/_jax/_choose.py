@@ -1,4 +1,4 @@
-"""Take a step or leave everything as it is: one mechanism for all who skip steps."""
+"""Take a step, or skip it entirely: the one mechanism for every wrapper that skips."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ from jax import lax
 
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._jaxpr import bind, evaluate, is_literal
-from optax_mp._jax._traced import Traced, is_dynamic, is_output
+from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
 from optax_mp._tree import describe, is_array, spell
 
-# Whether to take a step: a plain True where that is known before anything runs.
+# Whether to take a step: a plain bool if that is known while tracing.
 Choice = jax.Array | bool
-# From the state before to (updates, state after).
-Step = Callable[[Any], tuple[Any, Any]]
+# Takes the state before the step, and returns (updates, state after it).
+StepFunction = Callable[[Any], tuple[Any, Any]]
 
 
-def choose_step(proceed: Choice, step: Step, state: Any) -> tuple[Any, Any]:
-    """Return `step(state)`, or negative zeros as updates and the state as it was.
+def choose_step(proceed: Choice, step: StepFunction, state: Any) -> tuple[Any, Any]:
+    """Return `step(state)`; if not `proceed`, negative zeros and the old state.
 
     The choice is made value by value within the step, without a `lax.cond`: a TPU or
-    GPU reads old values anyway, so that choosing costs nothing, where a `lax.cond`
-    copies what goes through it. Only the order in which XLA fuses may differ from the
-    step alone, and with it a rounding.
+    GPU reads the old values anyway, so choosing between them and the new ones costs
+    nothing, whereas `lax.cond` copies its operands. Results can differ from those of
+    the step alone by rounding, because XLA may fuse the operations differently.
     """
     if is_traced(proceed):
         return _TracedStep.of(step, state).choose(proceed)
@@ -35,10 +35,10 @@ def choose_step(proceed: Choice, step: Step, state: Any) -> tuple[Any, Any]:
 
 
 def or_negative_zeros(proceed: Choice, value: Any) -> Any:
-    """Return an update, or negative zeros where the step is skipped.
+    """Return an update, or negative zeros if the step is skipped.
 
-    Added to a param, negative zero leaves even a param of -0.0 as it is. Integers have
-    one zero. What is no number is returned in any case.
+    Adding negative zero changes no param, not even one of -0.0. Integers have only one
+    zero. Leaves that are not numbers are always returned as they are.
     """
     if proceed is True or not _is_number(value):
         return value
@@ -57,7 +57,7 @@ def _negative_zero(dtype: Any) -> complex:
 
 @dataclass(frozen=True)
 class _TracedStep:
-    """One step as a jaxpr, and what each of its outputs is if the step is skipped.
+    """One step as a jaxpr, and the old value of each of its outputs.
 
     Attributes:
         traced: the step, from the state to (updates, state).
@@ -65,12 +65,12 @@ class _TracedStep:
             replaces, or None for an update.
     """
 
-    traced: Traced
+    traced: TracedCall
     previous: list[Any]
 
     @classmethod
-    def of(cls, step: Step, state: Any) -> "_TracedStep":
-        traced = Traced.of(step, state)
+    def of(cls, step: StepFunction, state: Any) -> "_TracedStep":
+        traced = TracedCall.of(step, state)
         updates, new_state = traced.treedef.unflatten(traced.outputs)
         _check_stable(state, new_state)
         arrays = iter(traced.arrays)
@@ -99,8 +99,8 @@ class _TracedStep:
         and the old one can be overwritten.
         """
         jaxpr = self.traced.closed.jaxpr
-        # The output that a variable is. The state comes first: a value that is both a
-        # state and an update is read on as the state.
+        # The index of the output that a variable is. State outputs come first: if a
+        # value is both a state and an update, the rest of the step reads the state.
         given = {*jaxpr.invars, *jaxpr.constvars}
         output_of: dict[Any, int] = {}
         count = len(self.previous)
@@ -131,12 +131,15 @@ class _TracedStep:
                 if chosen.aval == values[at].aval:
                     values[at] = chosen
                 else:
-                    # Under shard_map the choice may differ from rank to rank, where
-                    # what follows expects the same value: choose at the end.
+                    # Under shard_map the choice can make the value differ from rank to
+                    # rank, but the rest of the step is traced for equal values. So it
+                    # reads the new value, and the choice is made at the end.
                     del output_of[var]
             return values
 
         values = evaluate(self.traced.closed, self.traced.arrays, run)
+        # The outputs not chosen yet: inputs and constants of the step, repeated
+        # variables, and the exceptions above.
         for i, var in enumerate(jaxpr.outvars):
             if is_literal(var) or output_of.get(var) != i:
                 values[i] = choose_output(i, values[i])
@@ -144,6 +147,7 @@ class _TracedStep:
 
 
 def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:
+    # Some optimizers widen their state at the first step.
     if new.dtype != old.dtype:
         old = old.astype(new.dtype)
     return lax.select(proceed, new, old)
@@ -154,15 +158,15 @@ def _is_number(x: Any) -> bool:
 
 
 def _check_stable(before: Any, after: Any) -> None:
-    """Raise unless a step keeps structure and shapes of the state."""
+    """Raise unless a step keeps the structure and shapes of the state."""
     old, old_def = jax.tree_util.tree_flatten_with_path(before)
     new, new_def = jax.tree.flatten(after)
     if old_def != new_def:
         raise ValueError(
             "optax_mp: `inner` was given a state of the structure "
-            f"{old_def} and returned one of {new_def}, expected the same, or a skipped "
-            "step could not keep it; call `init` again with the params that the "
-            "gradients belong to."
+            f"{old_def} and returned one of {new_def}, expected the same, because a "
+            "skipped step returns the old state; call `init` again with the params "
+            "that the gradients belong to."
         )
     for (path, a), b in zip(old, new, strict=True):
         if is_array(a) and is_array(b) and a.shape != b.shape:

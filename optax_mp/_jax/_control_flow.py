@@ -1,15 +1,14 @@
 """Equations with jaxprs inside: what feeds what, and how to run them on other values.
 
-A loop, a branch, a `jit`: whoever follows values through a jaxpr must know which input
-of the equation feeds which input of the jaxpr inside, and where its outputs go. All of
-that is said here. To support another primitive, give it an entry in `_KINDS`.
+To follow values through a loop, a branch or a `jit`, one must know which input of the
+equation feeds which input of the jaxpr inside, and where its outputs go. Only this
+module knows that. To support another primitive, add it to `_KINDS`.
 
 The jaxprs inside an equation are called its regions, as in MLIR.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -17,147 +16,20 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, evaluate, trace_jaxpr
+from optax_mp._jax._wiring import Region, Wiring
 
-T = TypeVar("T")
 Values = list[Any]
 # Returns the new jaxpr of each region.
 Convert = Callable[[], Sequence[ClosedJaxpr]]
-# Returns the outputs of a region, and the log with whatever it adds.
+# Takes the inputs of a region and the log; returns its outputs and the new log.
 Run = Callable[[Values, Any], tuple[Values, Any]]
 Runs = Sequence[Run]
-# Returns the array by which a value decides what runs.
+# Returns the array of a value that decides what runs.
 Decide = Callable[[Any], jax.Array]
 
 
-@dataclass(frozen=True)
-class Region:
-    """One jaxpr inside an equation.
-
-    Attributes:
-        jaxpr: the jaxpr.
-        inputs: for each of its inputs, the input of the equation that feeds it.
-        outputs: for each of its outputs, the output of the equation that it becomes, or
-            None if it only decides whether a loop goes on.
-    """
-
-    jaxpr: AnyJaxpr
-    inputs: tuple[int, ...]
-    outputs: tuple[int | None, ...]
-
-    def read(self, values: Sequence[T]) -> tuple[T, ...]:
-        """Return what feeds this region, given what feeds the equation."""
-        return tuple(values[i] for i in self.inputs)
-
-
-class ForwardResult(NamedTuple):
-    """What `Wiring.forward` finds.
-
-    Attributes:
-        inputs: for each input of the equation what holds in every turn.
-        outputs: for each output.
-        decisions: for each value that decides which region runs, or how often.
-    """
-
-    inputs: list[Any]
-    outputs: list[Any]
-    decisions: list[Any]
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """What feeds what in an equation with regions.
-
-    Attributes:
-        equation: the equation.
-        regions: the jaxprs inside.
-        carry: pairs of an output and an input of the equation: what one turn of a loop
-            returns as this output, the next turn reads as this input.
-        repeats: whether its regions run several times, or not at all.
-        deciding: the inputs that decide which region runs.
-        summed: the inputs that every turn reads, so that their gradients are summed
-            over the turns. (A while has no gradients.)
-        is_sharded: whether the regions see only a shard of each value.
-    """
-
-    equation: Equation
-    regions: tuple[Region, ...]
-    carry: tuple[tuple[int, int], ...] = ()
-    repeats: bool = False
-    deciding: tuple[int, ...] = ()
-    summed: tuple[int, ...] = ()
-    is_sharded: bool = False
-
-    def forward(
-        self,
-        inputs: Sequence[T],
-        through: Callable[[Region, tuple[T, ...]], Sequence[T]],
-        join: Callable[[list[T]], T],
-    ) -> ForwardResult:
-        """Follow what is known of values from the inputs to the outputs.
-
-        What holds of a carry must hold where the loop begins and after every turn, so
-        the regions are asked again until nothing changes.
-
-        Args:
-            inputs: what is known of each input.
-            through: returns what is known of the outputs of a region, given its inputs.
-            join: returns what is known of a value that is one of several. It must only
-                ever lose knowledge, or the search does not end.
-        """
-        inputs = list(inputs)
-        while True:
-            decisions = [inputs[i] for i in self.deciding]
-            found: list[list[T]] = [[] for _ in self.equation.outvars]
-            for region in self.regions:
-                results = through(region, region.read(inputs))
-                for i, result in zip(region.outputs, results, strict=True):
-                    (decisions if i is None else found[i]).append(result)
-            outputs = [x[0] if len(x) == 1 else join(x) for x in found]
-            before = list(inputs)
-            for output, i in self.carry:
-                # The loop may return this, too: it may take no turn at all.
-                inputs[i] = outputs[output] = join([inputs[i], outputs[output]])
-            if inputs == before:
-                return ForwardResult(inputs, outputs, decisions)
-
-    def backward(
-        self,
-        outputs: Sequence[T],
-        through: Callable[[Region, tuple[T, ...]], Sequence[T]],
-        join: Callable[[list[T]], T],
-        unread: T,
-    ) -> tuple[list[T], list[T]]:
-        """Follow what is wanted of values from the outputs to the inputs.
-
-        Args:
-            outputs: what is wanted of each output.
-            through: returns what a region wants of its inputs, given what is wanted of
-                its outputs.
-            join: returns what several readers want together; as in `forward`.
-            unread: what is wanted of a value that nothing reads.
-
-        Returns:
-            What is wanted of the inputs; and of the outputs, those of a carry read by
-            the next turn as well.
-        """
-        outputs = list(outputs)
-        while True:
-            reads: list[list[T]] = [[] for _ in self.equation.invars]
-            for region in self.regions:
-                wanted = (unread if i is None else outputs[i] for i in region.outputs)
-                wants = through(region, tuple(wanted))
-                for i, want in zip(region.inputs, wants, strict=True):
-                    reads[i].append(want)
-            inputs = [join(read) if read else unread for read in reads]
-            before = list(outputs)
-            for output, i in self.carry:
-                outputs[output] = inputs[i] = join([outputs[output], inputs[i]])
-            if outputs == before:
-                return inputs, outputs
-
-
 def has_regions(equation: Equation) -> bool:
-    """Return whether an equation has jaxprs inside, wired in a way known here."""
+    """Return whether an equation has jaxprs inside, of a primitive in `_KINDS`."""
     return equation.primitive.name in _KINDS
 
 
@@ -167,18 +39,18 @@ def wiring_of(equation: Equation) -> Wiring:
 
 
 def derivative_rule(equation: Equation) -> str | None:
-    """Return "jvp" or "vjp" if an equation has such a rule of its own, or None."""
+    """Return "jvp" or "vjp" if an equation has a custom rule of that kind, or None."""
     return _DERIVATIVE_RULES.get(equation.primitive.name)
 
 
 def bind_with(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Values:
-    """Return the outputs of an equation with other jaxprs inside, all else the same.
+    """Return the outputs of an equation with other jaxprs inside.
 
     Args:
         equation: an equation that `has_regions`.
         inputs: the values of its inputs.
-        convert: returns the new jaxpr of each region. It is called where these run,
-            because the axes of a shard_map have names only inside of it.
+        convert: returns the new jaxpr of each region. It is called where they will run,
+            because the axis names of a shard_map exist only inside of it.
     """
     return _KINDS[equation.primitive.name].bind(equation, inputs, convert)
 
@@ -192,9 +64,9 @@ def replay(
         equation: an equation that `has_regions`, and is not sharded.
         inputs: a pytree for each input.
         runs: a function for each region.
-        log: a pytree of arrays that is handed from one function, and from one turn, to
-            the next. What a loop's condition adds to it is lost.
-        decide: returns the array by which a pytree decides which region runs.
+        log: a pytree of arrays that is passed from one function, and from one iteration
+            of a loop, to the next. What the condition of a loop adds to it is lost.
+        decide: returns the array of a pytree that decides which region runs.
 
     Returns:
         A pytree for each output, and the log.
@@ -209,14 +81,14 @@ def _jaxprs_of(equation: Equation) -> list[AnyJaxpr]:
     return [jaxpr for group in groups for jaxpr in group]
 
 
-# The parameters that hold regions. In a while, the condition comes first.
+# The parameters that hold regions. In a while loop, the condition comes first.
 _HOLDERS = (
     "cond_jaxpr", "body_jaxpr", "jaxpr", "call_jaxpr", "fun_jaxpr", "branches",
 )  # fmt: skip
 
 
 def _scan_counts(equation: Equation) -> tuple[int, int]:
-    """Return how many inputs of a scan are constants, and how many its carry."""
+    """Return how many inputs of a scan are constants, and how many are carried."""
     params = equation.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -225,7 +97,7 @@ def _scan_counts(equation: Equation) -> tuple[int, int]:
 
 
 def _while_counts(equation: Equation) -> tuple[int, int]:
-    """Return how many inputs of a while are constants of its test and its body."""
+    """Return how many constants the condition and the body of a while loop have."""
     return equation.params["cond_nconsts"], equation.params["body_nconsts"]
 
 
@@ -245,22 +117,22 @@ def _wire_scan(equation: Equation) -> Wiring:
 
 
 def _only_region(equation: Equation) -> Region:
-    """Return the region of an equation whose inputs and outputs are the region's."""
+    """Return the one region of an equation that has the same inputs and outputs."""
     (jaxpr,) = _jaxprs_of(equation)
     ins, outs = len(equation.invars), len(equation.outvars)
     return Region(jaxpr, tuple(range(ins)), tuple(range(outs)))
 
 
 def _wire_while(equation: Equation) -> Wiring:
-    test, body = _jaxprs_of(equation)
-    of_test, of_body = _while_counts(equation)
-    start = of_test + of_body
+    condition, body = _jaxprs_of(equation)
+    condition_count, body_count = _while_counts(equation)
+    start = condition_count + body_count
     carried = range(start, len(equation.invars))
     outputs = range(len(equation.outvars))
-    # The constants of the test, then those of the body, then the carry for both.
+    # Inputs are the constants of the condition, those of the body, and the carry.
     regions = (
-        Region(test, (*range(of_test), *carried), (None,)),
-        Region(body, (*range(of_test, start), *carried), tuple(outputs)),
+        Region(condition, (*range(condition_count), *carried), (None,)),
+        Region(body, (*range(condition_count, start), *carried), tuple(outputs)),
     )
     carry = tuple(zip(outputs, carried, strict=True))
     return Wiring(equation, regions, carry, repeats=True)
@@ -274,7 +146,7 @@ def _wire_cond(equation: Equation) -> Wiring:
 
 
 def _bind_same(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Values:
-    """Bind the same primitive: shardings, donation, names and policies survive."""
+    """Bind the same primitive: it keeps shardings, donation, names and policies."""
     params, inputs, rest = dict(equation.params), list(inputs), iter(convert())
     for name in _HOLDERS:
         old = params.get(name)
@@ -283,7 +155,7 @@ def _bind_same(equation: Equation, inputs: Sequence[Any], convert: Convert) -> V
         elif isinstance(old, ClosedJaxpr):
             params[name] = next(rest)
         elif isinstance(old, Jaxpr):
-            # It has no room for constants, so they become inputs.
+            # A `Jaxpr` without constants of its own, so they become inputs.
             new = next(rest)
             params[name] = _with_consts_as_inputs(new) if new.consts else new.jaxpr
             inputs = [*new.consts, *inputs]
@@ -309,7 +181,7 @@ def _bind_inline(equation: Equation, inputs: Sequence[Any], convert: Convert) ->
 def _bind_shard_map(
     equation: Equation, inputs: Sequence[Any], convert: Convert
 ) -> Values:
-    """Map a function of the new jaxpr: its parameters differ too much to be edited."""
+    """Call `shard_map` again: its parameters differ among versions of JAX."""
     params = equation.params
 
     def function(*args: Any) -> list[Any]:
@@ -325,7 +197,7 @@ def _bind_shard_map(
             check_vma=params["check_vma"],
             axis_names=set(axes),
         )(*inputs)
-    # Up to JAX 0.6. Imported here because later versions warn of it.
+    # Up to JAX 0.6. Imported here, because importing it in later versions warns.
     from jax.experimental.shard_map import shard_map
 
     def specs(names: Sequence[Any], atoms: Sequence[Any]) -> list[PartitionSpec]:
@@ -357,34 +229,36 @@ def _replay_scan(
     start, count = _scan_counts(equation)
     consts, carry, xs = _split(inputs, start, start + count)
 
-    def turn(carry_and_log: Any, xs: list[Any]) -> Any:
+    def iterate(carry_and_log: Any, xs: list[Any]) -> Any:
         carry, log = carry_and_log
         outputs, log = run([*consts, *carry, *xs], log)
         return (outputs[:count], log), outputs[count:]
 
     length, reverse = equation.params["length"], equation.params["reverse"]
-    (carry, log), ys = lax.scan(turn, (carry, log), xs, length, reverse)
+    (carry, log), ys = lax.scan(iterate, (carry, log), xs, length, reverse)
     return [*carry, *ys], log
 
 
 def _replay_while(
     equation: Equation, inputs: Values, runs: Runs, log: Any, decide: Decide
 ) -> tuple[Values, Any]:
-    run_test, run_body = runs
-    of_test, of_body = _while_counts(equation)
-    test_consts, consts, carry = _split(inputs, of_test, of_test + of_body)
+    run_condition, run_body = runs
+    condition_count, body_count = _while_counts(equation)
+    condition_consts, body_consts, carry = _split(
+        inputs, condition_count, condition_count + body_count
+    )
 
-    def test(carry_and_log: Any) -> jax.Array:
+    def goes_on(carry_and_log: Any) -> jax.Array:
         carry, log = carry_and_log
-        # The condition returns nothing but a boolean, so what it logs is lost.
-        (goes_on,), _ = run_test([*test_consts, *carry], log)
-        return decide(goes_on)
+        # The condition of `lax.while_loop` returns only a bool, so its log is lost.
+        (result,), _ = run_condition([*condition_consts, *carry], log)
+        return decide(result)
 
-    def turn(carry_and_log: Any) -> Any:
+    def iterate(carry_and_log: Any) -> Any:
         carry, log = carry_and_log
-        return run_body([*consts, *carry], log)
+        return run_body([*body_consts, *carry], log)
 
-    return lax.while_loop(test, turn, (carry, log))
+    return lax.while_loop(goes_on, iterate, (carry, log))
 
 
 def _replay_cond(
@@ -399,7 +273,7 @@ def _split(values: Values, start: int, stop: int) -> tuple[Values, Values, Value
 
 
 class _Kind(NamedTuple):
-    """How a primitive with regions is wired, bound and replayed."""
+    """How to wire, bind and replay the equations of a primitive with regions."""
 
     wire: Callable[[Equation], Wiring]
     bind: Callable[[Equation, Sequence[Any], Convert], Values] = _bind_same

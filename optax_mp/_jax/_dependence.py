@@ -6,8 +6,8 @@ from typing import Any
 from optax_mp._jax._control_flow import has_regions, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, open_jaxpr
 
-# The name of a jit (in `_placement`) whose output is its first input, and which only
-# seems to read the second.
+# The name of `_placement.place_like`, a jit that returns its first input: it reads the
+# second only to tell XLA where to put the first.
 PLACE_LIKE = "place_like"
 
 
@@ -16,33 +16,36 @@ def depending_outputs(
 ) -> list[bool]:
     """Return which outputs of `jaxpr` depend on its inputs.
 
-    An output depends on what it is computed from, and on what decides how: the index of
-    a branch, the condition of a loop.
+    An output depends on the values it is computed from, and on those that decide what
+    runs: the index of a branch, the condition of a loop.
 
     Args:
         jaxpr: the jaxpr.
-        inputs: for each input whether it counts; by default, all do.
+        inputs: for each input, whether to look for outputs that depend on it; by
+            default, for all.
     """
     jaxpr, _ = open_jaxpr(jaxpr)
-    counts = [True] * len(jaxpr.invars) if inputs is None else inputs
-    known: dict[Any, bool] = dict(zip(jaxpr.invars, counts, strict=True))
+    sources = [True] * len(jaxpr.invars) if inputs is None else inputs
+    known: dict[Any, bool] = dict(zip(jaxpr.invars, sources, strict=True))
 
     def depends(atom: Any) -> bool:
         return not is_literal(atom) and known.get(atom, False)
 
     for equation in jaxpr.eqns:
-        outputs = _through(equation, [depends(atom) for atom in equation.invars])
+        inputs = [depends(atom) for atom in equation.invars]
+        outputs = _depending_results(equation, inputs)
         known.update(zip(equation.outvars, outputs, strict=True))
     outvars: Any = jaxpr.outvars
     return [depends(atom) for atom in outvars]
 
 
-def _through(equation: Equation, sources: list[bool]) -> list[bool]:
-    if not (has_regions(equation) and any(sources)):
-        return [any(sources)] * len(equation.outvars)
+def _depending_results(equation: Equation, inputs: list[bool]) -> list[bool]:
+    """Return which outputs of an equation depend on something, given its inputs."""
+    if not (has_regions(equation) and any(inputs)):
+        return [any(inputs)] * len(equation.outvars)
     if equation.params.get("name") == PLACE_LIKE:
-        return sources[:1]
-    flow = wiring_of(equation).forward(
-        sources, lambda region, given: depending_outputs(region.jaxpr, given), any
+        return inputs[:1]
+    result = wiring_of(equation).forward(
+        inputs, lambda region, given: depending_outputs(region.jaxpr, given), any
     )
-    return [output or any(flow.decisions) for output in flow.outputs]
+    return [output or any(result.decisions) for output in result.outputs]

@@ -12,7 +12,7 @@ import numpy as np
 from optax_mp._jax._control_flow import has_regions, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, is_literal, open_jaxpr
 
-# These move the entries of their first input, or leave some of them out.
+# These move or drop entries of their first input, and compute nothing.
 _MOVES = {
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "device_put",
     "dynamic_slice", "expand_dims", "gather", "optimization_barrier", "pad", "pvary",
@@ -27,11 +27,12 @@ _NONE: frozenset[int] = frozenset()
 class Flow(NamedTuple):
     """Which inputs of a jaxpr one of its values is computed from, by their indices.
 
-    What passes through a single number, such as the norm of all gradients, is left out.
+    Inputs that reach it only through a single number, such as the norm of all
+    gradients, are left out.
 
     Attributes:
         reached_by: every input that the value depends on.
-        faded: those multiplied on some way by a constant smaller than 1, as the old
+        faded: those multiplied on the way by a constant smaller than 1, as the old
             value of a moving average is.
         copied: those with entries that arrive unchanged.
         joined: those with entries that arrive unchanged beside entries of others.
@@ -49,8 +50,9 @@ def flows(jaxpr: AnyJaxpr, inputs: Sequence[Flow] = ()) -> list[Flow]:
     """Return how the inputs of `jaxpr` reach each of its outputs.
 
     Args:
-        jaxpr: of any function.
-        inputs: how other inputs reach those; by default they are the inputs meant.
+        jaxpr: the jaxpr of any function.
+        inputs: for each input of `jaxpr`, the inputs of an outer jaxpr that reach it;
+            by default, only itself.
     """
     jaxpr, consts = open_jaxpr(jaxpr)
     inputs = inputs or [
@@ -72,19 +74,20 @@ def flows(jaxpr: AnyJaxpr, inputs: Sequence[Flow] = ()) -> list[Flow]:
 
 
 def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
+    """Return the flow of each output of an equation, given those of its inputs."""
     name, count = equation.primitive.name, len(equation.outvars)
     if has_regions(equation):
         # What decides which region runs is a single number, which is left out.
         return (
             wiring_of(equation)
-            .forward(inputs, lambda region, given: flows(region.jaxpr, given), _either)
+            .forward(inputs, lambda region, given: flows(region.jaxpr, given), _union)
             .outputs
         )
     if name == "select_n":
-        return [_either(inputs[1:])]
+        return [_union(inputs[1:])]  # The first input only decides.
     if name in _MOVES:
         return inputs[:count] if name == "optimization_barrier" else inputs[:1] * count
-    union = _either(inputs)
+    union = _union(inputs)
     if name in _JOINS:
         return [union._replace(joined=union.copied)]
     if name == "mul" and any(each.shrinks for each in inputs):
@@ -92,7 +95,7 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
     return [Flow(union.reached_by, union.faded)] * count
 
 
-def _either(each: Iterable[Flow]) -> Flow:
+def _union(each: Iterable[Flow]) -> Flow:
     """Return the flow of a value that may be any of these, or is made of all."""
     each = list(each)
     return Flow(
@@ -104,6 +107,7 @@ def _either(each: Iterable[Flow]) -> Flow:
 
 
 def _without_scalars(flow: Flow, var: Any) -> Flow:
+    """Return the flow of `var`, without its sources if it is a single number."""
     is_array = getattr(var.aval, "size", 0) > 1
     return flow if is_array else Flow(shrinks=flow.shrinks)
 

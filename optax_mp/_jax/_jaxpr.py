@@ -1,4 +1,4 @@
-"""Reading, running and tracing jaxprs.
+"""Read, run and trace jaxprs.
 
 Together with `_control_flow`, which knows the equations that have jaxprs inside, this
 is where versions of JAX differ; nothing else imports `jax.extend`.
@@ -78,7 +78,7 @@ def source_line(equation: Equation) -> str:
     """
     place = source_info_util.summarize(equation.source_info)
     if place.startswith(_HERE):
-        return ""  # a library's function, whose nearest caller outside JAX is us
+        return ""  # The nearest caller outside JAX is optax_mp, not the user.
     # A path, a line, perhaps a column, and a function in brackets.
     found = re.match(r"(?:.*[/\\])?([^:/\\]+:\d+)", place)
     return found[1] if found else place
@@ -105,8 +105,7 @@ def bind(
 def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]:
     """Return the outputs of `jaxpr` for `args`.
 
-    Every equation runs where it is written: in its named scopes, with its source line
-    and its configuration.
+    Every equation runs with its own named scopes, source line and configuration.
 
     Args:
         jaxpr: the jaxpr.
@@ -118,8 +117,7 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]
     known.update(zip(jaxpr.invars, args, strict=True))
     with _Location() as location:
         for equation in jaxpr.eqns:
-            # Written out rather than called: this runs for every equation whenever a
-            # step is traced.
+            # Not in a function: this runs for every equation of every traced step.
             inputs = [
                 atom.val if isinstance(atom, Literal) else known[atom]
                 for atom in equation.invars
@@ -136,11 +134,11 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]
 
 
 class _Location:
-    """Where one equation after another is written.
+    """The named scopes, source line and configuration of one equation after another.
 
-    To enter all of JAX's contexts for each equation takes a fifth of the time of
+    Entering all of JAX's contexts for each equation takes a fifth of the time of
     tracing. So the configuration, which hardly ever changes, stays entered from one
-    equation to the next, and the names are put together once for each scope.
+    equation to the next, and the names are joined once per scope.
     """
 
     def __init__(self) -> None:
@@ -157,7 +155,7 @@ class _Location:
         self._configured.__exit__(*error)
 
     def of(self, equation: Equation) -> Any:
-        """Return the context of the names and the source line of an equation."""
+        """Return a context with the names and the source line of an equation."""
         if equation.ctx is not self._configuration:
             self._configured.close()
             self._configured.enter_context(equation.ctx.manager)
@@ -172,7 +170,7 @@ class _Location:
 def trace_jaxpr(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
     """Return the jaxpr of a function of arrays, to be put inside an equation.
 
-    Its names begin anew: those of the equation come before them.
+    Its named scopes start empty, because those of the equation are put before them.
     """
     with source_info_util.reset_name_stack():
         return jax.make_jaxpr(function)(*avals)
@@ -181,8 +179,8 @@ def trace_jaxpr(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJax
 def cache_by_jaxpr(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` with a cache, keyed by a jaxpr and further arguments.
 
-    An entry lives as long as its jaxpr: that may hold arrays, which a cache of the
-    ordinary kind would keep from being freed.
+    An entry lives only as long as its jaxpr, which may hold arrays: `functools.cache`
+    would never free them.
     """
     cache: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 

@@ -12,14 +12,14 @@ from optax_mp._tree import PyTree, is_array
 
 
 @dataclass(frozen=True)
-class Traced:
-    """A traced call; leaves that are not arrays are passed through.
+class TracedCall:
+    """A traced call. Leaves that are not arrays pass through it unchanged.
 
     Attributes:
         closed: the jaxpr, from the arrays among the inputs to those among the outputs.
         arrays: the arrays among the inputs.
-        outputs: the leaves that the function returned; for an array, an object with its
-            shape and dtype, for which `is_output` holds.
+        outputs: the leaves that the function returned. In the place of an array there
+            is an object with its shape and dtype, for which `is_output` is true.
         treedef: the structure of what the function returned.
     """
 
@@ -29,31 +29,32 @@ class Traced:
     treedef: Any
 
     @classmethod
-    def of(cls, function: Callable[[Any], Any], given: PyTree) -> "Traced":
-        """Trace `function(given)`."""
-        leaves, given_def = jax.tree.flatten(given)
+    def of(cls, function: Callable[[Any], Any], argument: PyTree) -> "TracedCall":
+        """Trace `function(argument)`."""
+        leaves, argument_def = jax.tree.flatten(argument)
         leaves = [_as_jax(x) if is_dynamic(x) else x for x in leaves]
-        dynamic = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
+        arrays_at = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
         outputs: list[Any] = []
         treedef: Any = None
 
-        def flat(arrays: list[Any]) -> list[Any]:
+        def flat_function(arrays: list[Any]) -> list[Any]:
             nonlocal treedef
             filled = list(leaves)
-            for i, array in zip(dynamic, arrays, strict=True):
+            for i, array in zip(arrays_at, arrays, strict=True):
                 filled[i] = array
-            returned, treedef = jax.tree.flatten(function(given_def.unflatten(filled)))
+            result = function(argument_def.unflatten(filled))
+            returned, treedef = jax.tree.flatten(result)
             # Not the tracers themselves: they must not outlive the trace.
             outputs.extend(
                 _OutputArray(x.shape, x.dtype) if is_dynamic(x) else x for x in returned
             )
             return [leaf for leaf in returned if is_dynamic(leaf)]
 
-        arrays = [leaves[i] for i in dynamic]
-        return cls(jax.make_jaxpr(flat)(arrays), arrays, outputs, treedef)
+        arrays = [leaves[i] for i in arrays_at]
+        return cls(jax.make_jaxpr(flat_function)(arrays), arrays, outputs, treedef)
 
     def unflatten(self, values: Sequence[Any]) -> Any:
-        """Return what the function returned, with these values for its arrays."""
+        """Return what the function returned, with `values` for its arrays."""
         arrays = iter(values)
         leaves = [next(arrays) if is_output(x) else x for x in self.outputs]
         return self.treedef.unflatten(leaves)
@@ -64,15 +65,15 @@ class _OutputArray(jax.ShapeDtypeStruct):
 
 
 def is_output(leaf: Any) -> bool:
-    """Return whether a leaf of `Traced.outputs` stands for an array."""
+    """Return whether a leaf of `TracedCall.outputs` stands for an array."""
     return isinstance(leaf, _OutputArray)
 
 
 def is_dynamic(leaf: Any) -> bool:
     """Return whether a leaf is an array that a jaxpr can compute with.
 
-    A `ShapeDtypeStruct`, an array of strings, or any other object with a shape and a
-    dtype is none.
+    A `ShapeDtypeStruct` is not, nor is an array of strings, although they have a shape
+    and a dtype.
     """
     if not is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return False
@@ -84,5 +85,5 @@ def is_dynamic(leaf: Any) -> bool:
 
 
 def _as_jax(x: Any) -> Any:
-    # Only NumPy's: a mutable reference (`jax.Ref`) must not become an array.
+    # Only NumPy arrays: a mutable reference (`jax.Ref`) must not become an array.
     return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x

@@ -8,7 +8,7 @@ outputs of a jaxpr to its inputs, before any precision is chosen.
 from collections.abc import Sequence
 from typing import Any
 
-from optax_mp._jax._control_flow import Region, has_regions, wiring_of
+from optax_mp._jax._control_flow import has_regions, wiring_of
 from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
@@ -16,6 +16,7 @@ from optax_mp._jax._jaxpr import (
     is_literal,
     open_jaxpr,
 )
+from optax_mp._jax._wiring import Region
 from optax_mp.amp._precision import takes_part
 from optax_mp.amp._rules import Rule, Rules
 

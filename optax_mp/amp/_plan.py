@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jax._control_flow import Region, Wiring, has_regions, wiring_of
+from optax_mp._jax._control_flow import has_regions, wiring_of
 from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
@@ -22,6 +22,7 @@ from optax_mp._jax._jaxpr import (
     is_literal,
     open_jaxpr,
 )
+from optax_mp._jax._wiring import Region, Wiring
 from optax_mp.amp._biases import AxisCounts, Biases
 from optax_mp.amp._demand import Demand, Wants, is_better_full
 from optax_mp.amp._function_rules import precisions_by_function

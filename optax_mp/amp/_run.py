@@ -23,7 +23,7 @@ from optax_mp._jax._jaxpr import (
     trace_jaxpr,
     with_dtype,
 )
-from optax_mp._jax._traced import Traced
+from optax_mp._jax._traced import TracedCall
 from optax_mp.amp._biases import argument_axis_counts
 from optax_mp.amp._derivatives import custom_jvp, custom_vjp, derivative_jaxpr
 from optax_mp.amp._function_rules import bind_by_function
@@ -47,10 +47,10 @@ class Interpreter:
 
     def trace(
         self, fun: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Traced, Plan]:
+    ) -> tuple[TracedCall, Plan]:
         """Return a traced call of `fun`, and the plan for it."""
         # Traced in each call, because what the function closes over may have changed.
-        traced = Traced.of(lambda given: fun(*given[0], **given[1]), (args, kwargs))
+        traced = TracedCall.of(lambda given: fun(*given[0], **given[1]), (args, kwargs))
         jaxpr = traced.closed.jaxpr
         _check_names(self._rules, jaxpr)
         inputs, counts = full_precisions(jaxpr.invars), argument_axis_counts(jaxpr)

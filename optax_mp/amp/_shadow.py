@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from optax_mp._dtypes import at_least_float32
 from optax_mp._jax._control_flow import replay, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, evaluate, open_jaxpr
-from optax_mp._jax._traced import Traced
+from optax_mp._jax._traced import TracedCall
 from optax_mp.amp._plan import Action, Plan, RegionPlan
 from optax_mp.amp._precision import Precisions
 from optax_mp.amp._run import Interpreter
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
 
 
 def shadow_errors(
-    interpreter: Interpreter, traced: Traced, plan: Plan
+    interpreter: Interpreter, traced: TracedCall, plan: Plan
 ) -> tuple[dict[int, tuple[float, float]], float]:
     """Return the errors of each action of a plan, by its id, and that of the outputs.
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._inner import as_transformation, without_aliases
-from optax_mp._jax._traced import Traced
+from optax_mp._inner import as_transformation, copy_shared
+from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import find_states, map_states
 from optax_mp._tree import (
@@ -24,12 +24,12 @@ from optax_mp.compact._blocks import Quantized, dequantize, quantize
 from optax_mp.loss_scale import LossScaleState
 from optax_mp.masters import Storage
 from optax_mp.masters._access import (
-    check_param_is_trained,
+    check_takes_param,
     master_params,
     match_stored,
     replace_stored,
 )
-from optax_mp.masters._state import MixedPrecisionState, check_storage_known
+from optax_mp.masters._state import MixedPrecisionState, storage_of
 
 _CALLER = "convert_opt_state"
 _WRAPPERS = (MixedPrecisionState, LowBitState, StochasticRoundingState, LossScaleState)
@@ -116,7 +116,7 @@ def convert_opt_state(
     masters = (weights, params) if has_masters else None
     filled = _fill(template, iter(values), wrappers, masters)
     # Arrays that were not changed are copied, so that all three can be donated.
-    return without_aliases(filled, (opt_state, params))
+    return copy_shared(filled, (opt_state, params))
 
 
 def _unwrap(state: optax.OptState) -> PyTree:
@@ -172,7 +172,7 @@ def _encode_masters(
     if masters is None:
         return template
     weights, params = masters
-    storage = check_storage_known(template, _CALLER)
+    storage = storage_of(template, _CALLER)
     leaves = Leaves.of(params, caller=_CALLER, name="`params`")
     values = leaves.match(weights, "the masters")
     encoded = match_stored(leaves, template)
@@ -182,7 +182,7 @@ def _encode_masters(
         param = leaves.values[i]
         if storage.param_is_part:
             where = f"{_CALLER}: param {spell(leaves.paths[i])}"
-            check_param_is_trained(storage, param, where)
+            check_takes_param(storage, param, where)
         # Only `decode` knows the master's dtype: what is stored may have another one.
         dtype = jax.eval_shape(storage.decode, stored, param).dtype
         encoded[i] = storage.encode(values[i].astype(dtype), param)
@@ -191,7 +191,7 @@ def _encode_masters(
 
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:
     # Only traced, because a call of `init` would allocate a second state.
-    traced = Traced.of(tx.init, params)
+    traced = TracedCall.of(tx.init, params)
     expected = traced.treedef.unflatten(traced.outputs)
     used, wanted = _storages(state), _storages(expected)
     if used != wanted:
@@ -206,7 +206,7 @@ def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) ->
 
 def _storages(state: Any) -> list[Storage]:
     found = find_states(state, MixedPrecisionState)
-    return [check_storage_known(node, _CALLER) for _, node in found]
+    return [storage_of(node, _CALLER) for _, node in found]
 
 
 def _match(

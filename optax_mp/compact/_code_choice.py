@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._jax._dependence import depending_outputs
-from optax_mp._jax._traced import Traced, is_dynamic
+from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._tree import is_floating
 from optax_mp.compact._code_format import CodeFormat
 from optax_mp.compact._full_precision import check_without_update, need_full_precision
@@ -27,7 +27,7 @@ def choose_codes(
     min_size: int,
 ) -> list[jnp.dtype | None]:
     """Return the dtype of codes for each leaf of `inner`'s state; None to leave it."""
-    init = Traced.of(inner.init, params)
+    init = TracedCall.of(inner.init, params)
     update = trace_update(inner, params, state)
     leaves = jax.tree.leaves(state)
     # Only these are outputs of `init`, and the lists below have an entry for each.
@@ -58,7 +58,7 @@ def _is_large(leaf: Any, min_size: int) -> bool:
     return leaf.dtype == jnp.float32
 
 
-def _never_negative(init: Traced, update: TracedUpdate | Exception) -> list[bool]:
+def _never_negative(init: TracedCall, update: TracedUpdate | Exception) -> list[bool]:
     """Return for each array of a state whether its values are never negative."""
     known = nonnegative_outputs(init.closed, [False] * len(init.arrays))
     if isinstance(update, Exception) or not update.is_exact:

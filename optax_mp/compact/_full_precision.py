@@ -31,12 +31,12 @@ import jax
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._jax._flow import Flow, flows
-from optax_mp._jax._traced import Traced, is_dynamic
+from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._tree import describe, is_array, spell
 from optax_mp.compact._traced_update import TracedUpdate
 
 
-def need_full_precision(init: Traced, update: TracedUpdate) -> list[bool]:
+def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
     """Return for each array of a state whether it must stay in full precision.
 
     Args:
@@ -87,7 +87,7 @@ def _records(updates: list[Flow], new: dict[int, Flow], lasting: set[int]) -> se
     return lasting - read
 
 
-def _anchors(init: Traced, update: TracedUpdate, new: dict[int, Flow]) -> set[int]:
+def _anchors(init: TracedCall, update: TracedUpdate, new: dict[int, Flow]) -> set[int]:
     """Return the arrays that start as the params, and that only params replace."""
     initial = dict(zip(new, flows(init.closed), strict=True))
     params = {*update.params_inputs}
@@ -97,7 +97,7 @@ def _anchors(init: Traced, update: TracedUpdate, new: dict[int, Flow]) -> set[in
 
 
 def check_without_update(
-    init: Traced, large: Sequence[bool], state: Any, params: Any, error: Exception
+    init: TracedCall, large: Sequence[bool], state: Any, params: Any, error: Exception
 ) -> None:
     """Raise if a state may have such arrays, but its update could not be traced.
 

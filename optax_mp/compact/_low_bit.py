@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from optax_mp._first_edition import name_new_field
-from optax_mp._inner import as_transformation, without_aliases
+from optax_mp._first_edition import raise_missing_field
+from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._placement import place_like_params
 from optax_mp._tree import PyTree
 from optax_mp.compact._blocks import (
@@ -52,7 +52,7 @@ class LowBitState(NamedTuple):
     step_count: jax.Array
     inner_state: optax.OptState
 
-    __getattr__ = name_new_field
+    __getattr__ = raise_missing_field
 
 
 def low_bit_state(
@@ -144,7 +144,7 @@ def low_bit_state(
                 # compiles a jitted `init`, which takes seconds for a million values.
                 leaf, zeros = jax.lax.optimization_barrier((leaves[i], zeros))
                 leaves[i] = quantize(leaf, zeros, None)
-        leaves = without_aliases(leaves, params)
+        leaves = copy_shared(leaves, params)
         return LowBitState(jnp.zeros((), jnp.int32), treedef.unflatten(leaves))
 
     def update_fn(

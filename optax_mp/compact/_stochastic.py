@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._dtypes import bits
-from optax_mp._first_edition import name_new_field
+from optax_mp._first_edition import raise_missing_field
 from optax_mp._inner import (
+    as_inner_grad,
+    as_inner_param,
     as_transformation,
-    in_precision_of,
-    own_master,
-    without_aliases,
+    check_gradient,
+    check_update,
+    copy_shared,
 )
 from optax_mp._jax._choose import choose_step
 from optax_mp._jax._placement import place_like_params
@@ -21,7 +23,6 @@ from optax_mp._tree import describe, is_floating, is_inexact, spell
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
 from optax_mp.compact._rounding import round_stochastically
 from optax_mp.loss_scale._mark import is_unmarked
-from optax_mp.masters._checks import check_gradient, check_update
 
 
 class StochasticRoundingState(NamedTuple):
@@ -47,7 +48,7 @@ class StochasticRoundingState(NamedTuple):
     step_count: jax.Array
     inner_state: optax.OptState
 
-    __getattr__ = name_new_field
+    __getattr__ = raise_missing_field
 
 
 def stochastic_rounding(
@@ -113,7 +114,7 @@ def stochastic_rounding(
                 )
         wide = leaves.unflatten(map(_widen, leaves.values))
         inner_state = place_like_params(inner.init(wide), wide)
-        inner_state = without_aliases(inner_state, leaves.values)
+        inner_state = copy_shared(inner_state, leaves.values)
         return StochasticRoundingState(jnp.zeros((), jnp.int32), inner_state)
 
     def update_fn(
@@ -136,11 +137,11 @@ def stochastic_rounding(
         wide = list(map(_widen, leaves.values))
         if extra_args.get("grad") is not None:
             grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
-            extra_args["grad"] = leaves.unflatten(map(in_precision_of, wide, grad))
+            extra_args["grad"] = leaves.unflatten(map(as_inner_grad, wide, grad))
 
         def step(state: Any) -> tuple[Any, Any]:
             changes, inner_state = inner.update(
-                leaves.unflatten(map(in_precision_of, wide, grads)),
+                leaves.unflatten(map(as_inner_grad, wide, grads)),
                 state.inner_state,
                 leaves.unflatten(wide),
                 **extra_args,
@@ -180,4 +181,4 @@ def _is_narrow(param: Any) -> bool:
 
 def _widen(param: Any) -> Any:
     """Return what `inner` sees of a leaf: float32 or wider; nothing if it is hidden."""
-    return param.astype(jnp.float32) if _is_narrow(param) else own_master(param)
+    return param.astype(jnp.float32) if _is_narrow(param) else as_inner_param(param)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._jax._traced import Traced, is_dynamic, is_output
+from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
 from optax_mp._tree import is_floating
 
 
@@ -71,7 +71,7 @@ def _trace(
         gradients, state, params = given
         return inner.update(gradients, state, params, **extra_args)
 
-    traced = Traced.of(update, (params, state, params))
+    traced = TracedCall.of(update, (params, state, params))
     new_state = traced.treedef.unflatten(traced.outputs)[1]
     param_count = sum(map(is_dynamic, jax.tree.leaves(params)))
     state_count = sum(map(is_dynamic, jax.tree.leaves(state)))

@@ -14,9 +14,9 @@ from optax_mp._inner import as_transformation
 from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._placement import place_like_params
-from optax_mp._jax._traced import Traced, is_dynamic
+from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._states import owners
+from optax_mp._states import find_owners
 from optax_mp._tree import PyTree, describe, is_floating, spell
 from optax_mp.devices._cut import Cut, MeshAxes, choose_cut, divides, shard
 from optax_mp.devices._param_specs import (
@@ -114,7 +114,7 @@ def zero1(
             return cuts.cut(place_like_params(inner.init(given), given))
 
         # One program, so that no device ever holds more than its part.
-        traced = Traced.of(init_parts, params)
+        traced = TracedCall.of(init_parts, params)
         program = jax.jit(lambda arrays: evaluate(traced.closed, arrays))
         return traced.unflatten(program(traced.arrays))
 
@@ -186,7 +186,7 @@ class _Cuts:
     def cut(self, tree: PyTree) -> PyTree:
         """Return `tree` with its arrays cut, each as the param that it belongs to."""
         values, treedef = jax.tree.flatten(tree)
-        found = owners(tree, self.leaves.paths, self.leaves.values)
+        found = find_owners(tree, self.leaves.paths, self.leaves.values)
         for i, owner in enumerate(found):
             cut = self._cut_of(values[i], owner)
             if cut is not None:

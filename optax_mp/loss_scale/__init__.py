@@ -10,12 +10,12 @@ The names below are the public ones. One module each:
 - `_unscale`: multiply and divide trees by a scale in float32, and check them.
 - `_state`: `LossScaleState`, and how to find it in any optimizer state.
 - `_transform`: `dynamic_loss_scale` and `static_loss_scale`, for optax.
-- `_overwrite`: leaves that are set to their gradient, as flax's fp8 layers have them.
+- `_overwrite`: leaves that are replaced by their gradient, as in flax's fp8 layers.
 - `_mark`: how a link in a chain tells later links that a step is skipped.
 - `_gradients`: gradients of a scaled loss, for loops with an optimizer state.
-- `_values`, `_retries`: the same rule for loops without an optimizer state.
-- `_check`: `check_loss_scale`, for a person who watches a run.
-- `_settings`: checks of the numbers that a user gives.
+- `_values`, `_retries`: loss scales for loops without an optimizer state.
+- `_check`: `check_loss_scale`, which stops a run that skips too many steps.
+- `_settings`: checks of the numbers that a user passes.
 """
 
 from optax_mp.loss_scale._check import check_loss_scale

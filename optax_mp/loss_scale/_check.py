@@ -1,4 +1,4 @@
-"""A check for a person who watches a run, outside of jit."""
+"""A check for the training loop, outside of `jit`: were too many steps skipped?"""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ def check_loss_scale(
     """Raise if too many steps in a row were skipped.
 
     Call it every hundred steps or so, outside `jit`, because it waits for the values.
-    Overflows end as the scale falls; a NaN that the model itself makes does not. With
-    the defaults, 30 skipped steps take the scale from 65536 down to `min_scale`.
+    Overflows stop when the scale is low enough; a NaN from the model itself does not.
+    With the defaults, 30 skipped steps take the scale from 65536 down to `min_scale`.
 
     Args:
         opt_state: a state with a loss scale in it, at any depth of wrappers.

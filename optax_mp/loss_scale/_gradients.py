@@ -49,8 +49,8 @@ def value_and_grad(
     """Return `f(opt_state, *args, **kwargs) -> (value, grads)` for a scaled loss.
 
     Like `jax.value_and_grad`, but the loss is multiplied by the loss scale in
-    `opt_state` before it is differentiated. The value is the true loss. The gradients
-    are float32 and still scaled: pass them to `tx.update` as they are.
+    `opt_state` before it is differentiated. The value is the unscaled loss. The
+    gradients are float32 and still scaled: pass them to `tx.update` as they are.
 
     Only floating and complex arrays in the differentiated arguments are differentiated.
     Other leaves, such as counters or the functions in an Equinox module, get None as
@@ -98,26 +98,26 @@ def differentiate(
     kwargs: dict[str, Any],
     caller: str,
 ) -> tuple[Any, Any]:
-    """Return the true value of `fun` and float32 gradients of it times `factor`."""
+    """Return the unscaled value of `fun`, and float32 gradients times `factor`."""
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     _check_argnums(chosen, args, caller)
-    # A number that is an argument is differentiated; one within a model is a setting.
+    # A float that is an argument is differentiated; one inside a model is a setting.
     args = tuple(jnp.asarray(x) if isinstance(x, float) else x for x in args)
     leaves, treedef = jax.tree.flatten([args[i] for i in chosen])
-    moving = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
+    inexact = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
 
     def scaled_loss(values: list[Any]) -> tuple[Any, Any]:
-        filled = treedef.unflatten(_replace_at(moving, values, leaves))
-        value = fun(*_replace_at(chosen, filled, args), **kwargs)
+        new_args = treedef.unflatten(_replace_at(inexact, values, leaves))
+        value = fun(*_replace_at(chosen, new_args, args), **kwargs)
         loss = _loss_of(value, has_aux, caller)
         return loss if factor is None else multiply(loss, factor), value
 
     # Not `jax.value_and_grad`: its value would be the scaled loss.
     gradient = jax.grad(scaled_loss, has_aux=True)
-    found, value = gradient([leaves[i] for i in moving])
-    # Unscaled or accumulated in 16 bits, small ones would be lost after all.
-    wide = [g.astype(at_least_float32(g.dtype)) if is_floating(g) else g for g in found]
-    grads = treedef.unflatten(_replace_at(moving, wide, [None] * len(leaves)))
+    grads, value = gradient([leaves[i] for i in inexact])
+    # In 16 bits, small gradients would be lost when they are unscaled or accumulated.
+    wide = [g.astype(at_least_float32(g.dtype)) if is_floating(g) else g for g in grads]
+    grads = treedef.unflatten(_replace_at(inexact, wide, [None] * len(leaves)))
     return value, grads[0] if isinstance(argnums, int) else tuple(grads)
 
 

@@ -1,13 +1,13 @@
 """The mark by which a loss scale in a chain tells later links that a step is skipped.
 
 A link of `optax.chain` cannot stop those that follow. It hands them negative zeros:
-numerically zero to every rule, and hardly ever a gradient by itself. If a
-`mixed_precision` further on finds nothing but negative zeros, it skips the step.
+numerically zero for every optimizer, and real gradients are hardly ever all negative
+zeros. If a later `mixed_precision` finds nothing but negative zeros, it skips the step.
 
-To find them, it has to read all gradients once more. So it looks for them only while a
-link exists in this process, that is a `dynamic_loss_scale()` or `static_loss_scale()`
-without `inner`. That one was made is what counts, not that it ran earlier in the same
-trace, because a link may be compiled apart from the optimizer that follows it.
+This check reads all gradients once more. So it is made only while a link exists in this
+process, that is a `dynamic_loss_scale()` or `static_loss_scale()` without `inner`. It
+is not enough to check only if a link ran earlier in the same trace, because a link may
+be compiled apart from the optimizer that follows it.
 """
 
 import weakref
@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._dtypes import bits
-from optax_mp._jax._arrays import varies
+from optax_mp._jax._arrays import varies_by_rank
 from optax_mp._jax._choose import Choice, or_negative_zeros
-from optax_mp._tree import PyTree, all_hold, is_inexact
+from optax_mp._tree import PyTree, all_true, is_inexact
 from optax_mp.loss_scale._overwrite import hide_overwritten
 
 # The `update` functions of all links that are still in use.
@@ -29,7 +29,7 @@ _links: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def register_link(update_fn: Callable[..., Any]) -> None:
-    """Have the mark looked for as long as `update_fn`, of a link, exists."""
+    """Make `is_unmarked` check gradients as long as `update_fn`, of a link, exists."""
     _links.add(update_fn)
 
 
@@ -39,29 +39,28 @@ def mark_skipped(finite: jax.Array, grads: PyTree) -> PyTree:
 
 
 def is_unmarked(grads: PyTree) -> Choice:
-    """Return whether to proceed: a plain True where no mark can be.
+    """Return whether to take the step; a plain True if there cannot be a mark.
 
-    Only float32 and wider gradients can carry the mark, because a loss scale makes
-    float32 of them: where one has 16 bits, nothing is looked at.
+    A link hands on float32 or wider gradients. So if one has 16 bits, there is none.
     """
-    # A link hands gradients of overwritten leaves on as they are, in skipped steps too.
+    # A link does not mark the gradients of overwritten leaves.
     grads = hide_overwritten(grads)
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
     if not _links or not leaves or any(bits(leaf.dtype) < 32 for leaf in leaves):
         return True
-    # Under shard_map a rank could only say whether its own part is marked, and what is
-    # the same on all ranks must not depend on that.
-    if any(map(varies, leaves)):
+    # Under shard_map a rank sees only its own part of such gradients, and values that
+    # are equal on all ranks must not depend on that part.
+    if any(map(varies_by_rank, leaves)):
         return True
-    return ~all_hold([_is_negative_zero(leaf) for leaf in leaves])
+    return ~all_true([_is_negative_zero(leaf) for leaf in leaves])
 
 
 def _is_negative_zero(x: Any) -> jax.Array:
     """Return whether all of `x` is negative zero."""
     if jnp.iscomplexobj(x):
         return _is_negative_zero(jnp.real(x)) & _is_negative_zero(jnp.imag(x))
-    # By bits, because CPUs compare the smallest numbers equal to zero; and as the
-    # largest of integers, because XLA's CPU kernels would write out an array of bools.
+    # As bits, because CPUs compare the smallest numbers equal to zero. By the maximum,
+    # because for `all` XLA's CPU kernels would write out an array of bools.
     unsigned = jnp.dtype(f"uint{bits(x.dtype)}")
     sign = unsigned.type(1 << (bits(x.dtype) - 1))
     differing = lax.bitcast_convert_type(x, unsigned) ^ sign

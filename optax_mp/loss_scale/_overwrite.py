@@ -1,8 +1,7 @@
 """Leaves that are overwritten with their gradient: the scales of flax's fp8 layers.
 
 An fp8 layer of flax returns the next value of its scales and histories in the place of
-their gradients. These are no gradients: unscaling, checking or optimizing them would
-be wrong.
+their gradients. They are no gradients: do not unscale, check or optimize them.
 """
 
 from typing import Any
@@ -22,7 +21,7 @@ from optax_mp._dtypes import at_least_float32
 from optax_mp._leaves import Leaves
 from optax_mp._tree import PyTree, is_floating
 
-# The collection that these are in, `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`.
+# The collection of these leaves, `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`.
 _COLLECTION = "_overwrite_with_gradient"
 
 
@@ -34,7 +33,7 @@ def hide_overwritten(tree: PyTree) -> PyTree:
 
 
 def restore_overwritten(tree: PyTree, original: PyTree) -> PyTree:
-    """Return `tree` with the leaves of `original` that were hidden in it."""
+    """Return `tree` with the leaves of `original` in the place of the hidden ones."""
     if not _has_overwritten(original):
         return tree
     return jax.tree.map(
@@ -45,8 +44,10 @@ def restore_overwritten(tree: PyTree, original: PyTree) -> PyTree:
     )
 
 
-def overwrite(updates: PyTree, grads: PyTree, params: PyTree, caller: str) -> PyTree:
-    """Fill in the updates that bring hidden params to their gradients."""
+def update_overwritten(
+    updates: PyTree, grads: PyTree, params: PyTree, caller: str
+) -> PyTree:
+    """Return `updates` with those that bring overwritten params to their gradients."""
     if not _has_overwritten(grads):
         return updates
     leaves = Leaves.of(grads, caller=caller, name="the gradients")
@@ -65,7 +66,7 @@ def overwrite(updates: PyTree, grads: PyTree, params: PyTree, caller: str) -> Py
 
 
 def change_to(target: Any, param: Any) -> jax.Array:
-    """Return the update after which `param` is `target`, as nearly as a sum can be.
+    """Return the update that brings `param` to `target`, as nearly as a sum can.
 
     The sum is that of `optax.apply_updates`, in float32 or wider. A target that is not
     0 never becomes 0, because flax divides by these values.
@@ -82,8 +83,8 @@ def change_to(target: Any, param: Any) -> jax.Array:
     is_zero = goal == 0
     goal = jnp.where(is_zero, goal, jnp.copysign(jnp.maximum(abs(goal), least), goal))
     change = goal - start
-    # From 1.0 to 1e-9 the change is -1.0 in float32, and the sum 0. The number next to
-    # -1.0 brings the param as near to the target as it can get, on its side of 0.
+    # From 1.0 to 1e-9 the change is -1.0 in float32, and the sum 0. The float next to
+    # -1.0 brings the param as near to the target as a sum can, with the target's sign.
     side = jnp.copysign(jnp.full_like(goal, jnp.inf), goal)
     next_to_zero = lax.nextafter(-start, side)
     return jnp.where((change == -start) & ~is_zero, next_to_zero, change)

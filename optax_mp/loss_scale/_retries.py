@@ -17,11 +17,11 @@ def dynamic_scale_value_and_grad(
 ) -> Callable[..., Any]:
     """Return `f(*args, loss_scale) -> (new_loss_scale, (value, grads))`.
 
-    For loops that hold a `DynamicLossScale` and no optimizer state. The gradients, of
-    the first argument, are float32 and unscaled, and the loss scale is adjusted. Where
-    the loss or a gradient is not finite, the same batch is tried again with the lower
-    scale, up to `redo_on_nan` times. Check the gradients with `all_finite`: if the last
-    try fails as well, they are returned as they are.
+    For loops that hold a `DynamicLossScale` and no optimizer state. The gradients are
+    those of the first argument, float32 and unscaled, and the loss scale is adjusted.
+    If the loss or a gradient is not finite, the same batch is tried again with the
+    lower scale, up to `redo_on_nan` times. If the last try fails as well, its gradients
+    are returned, so check them with `all_finite`.
 
     Auxiliary outputs may be infinite or NaN; they cause no retry.
 
@@ -31,7 +31,7 @@ def dynamic_scale_value_and_grad(
         redo_on_nan: how often to try again.
 
     Returns:
-        The function. Pass `loss_scale`, and what else `fun` takes by name, as keywords.
+        The function. Pass `loss_scale` by keyword; other keywords are passed to `fun`.
         With `has_aux` its value is (loss, aux).
 
     Raises:
@@ -112,12 +112,12 @@ def _with_retries(
         finite, first = attempt(loss_scale, args, kwargs)
         if not redo_on_nan:
             return first
-        # A loop carries arrays alone, and auxiliary output may be anything.
+        # A loop carries only arrays, and auxiliary output may be anything.
         leaves, treedef = jax.tree.flatten(first)
-        dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+        arrays_at = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
         def fill(arrays: Sequence[Any]) -> Any:
-            for i, array in zip(dynamic, arrays, strict=True):
+            for i, array in zip(arrays_at, arrays, strict=True):
                 leaves[i] = array
             return treedef.unflatten(leaves)
 
@@ -128,10 +128,10 @@ def _with_retries(
         def retry(carry: Any) -> Any:
             tries, _, arrays = carry
             finite, result = attempt(fill(arrays)[0], args, kwargs)
-            found = jax.tree.leaves(result)
-            return tries + 1, finite, [found[i] for i in dynamic]
+            new_leaves = jax.tree.leaves(result)
+            return tries + 1, finite, [new_leaves[i] for i in arrays_at]
 
-        start = jnp.int32(0), finite, [leaves[i] for i in dynamic]
+        start = jnp.int32(0), finite, [leaves[i] for i in arrays_at]
         return fill(lax.while_loop(needs_retry, retry, start)[2])
 
     return evaluate

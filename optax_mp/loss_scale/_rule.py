@@ -1,4 +1,4 @@
-"""How a dynamic loss scale grows and shrinks, whoever holds it."""
+"""How a dynamic loss scale grows and shrinks, as a pure function of its counters."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-_LARGEST_COUNT = 2**31 - 1  # Of an int32; a longer interval never ends anyway.
+# Of an int32. A longer interval would not end in practice.
+_LARGEST_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """The settings of a dynamic loss scale; whoever makes one has checked them.
+    """The settings of a dynamic loss scale, already checked.
 
     Attributes:
         growth_interval: finite steps in a row after which the scale grows.
@@ -20,7 +21,7 @@ class ScaleRule:
         backoff_factor: the factor by which it shrinks.
         min_scale: its lower bound.
         max_scale: its upper bound; growth that would pass it does not happen.
-        hysteresis: overflows until the scale shrinks, from then on at each one.
+        hysteresis: overflows until the scale shrinks; from then on it shrinks at each.
     """
 
     growth_interval: int
@@ -68,8 +69,8 @@ def _after_finite(rule: ScaleRule, counters: ScaleCounters) -> ScaleCounters:
     # finite steps, as in torch. (flax compares first and needs one step more.)
     finite_count = count_up(finite_count)
     is_due = finite_count >= _as_count(rule.growth_interval)
-    # Growth is all or nothing. A scale clamped to `max_scale` would be no power of two
-    # if `max_scale` is none, and would round every gradient from then on.
+    # Not clamped to `max_scale`: if that is no power of two, the scale would be none
+    # either, and would round every gradient from then on.
     grown = scale * jnp.float32(rule.growth_factor)
     grows = is_due & (grown <= jnp.float32(rule.max_scale))
     return ScaleCounters(
@@ -83,7 +84,7 @@ def _after_finite(rule: ScaleRule, counters: ScaleCounters) -> ScaleCounters:
 
 def _after_overflow(rule: ScaleRule, counters: ScaleCounters) -> ScaleCounters:
     scale, finite_count, hysteresis_left = counters
-    # Stays at 0 once it is spent, so that each further overflow shrinks the scale, too.
+    # Stays at 0, so that each further overflow shrinks the scale, too.
     hysteresis_left = jnp.maximum(hysteresis_left - 1, 0)
     # The bound keeps the scale from reaching 0, from which no growth leads back.
     shrunk = jnp.maximum(

@@ -1,6 +1,6 @@
-"""Checks of the numbers that a loss scale is made with.
+"""Checks of the numbers that a user passes to a loss scale.
 
-`argument` is the caller and the name of its argument, as errors begin with:
+`argument` names the caller and its argument, as errors begin with them:
 "dynamic_loss_scale: `growth_factor`".
 """
 
@@ -32,7 +32,7 @@ def check_number(
 
 
 def check_scale(argument: str, value: Any) -> float:
-    """Return a loss scale as a float; it and its reciprocal must be float32 numbers."""
+    """Return a loss scale as a float, if it and its reciprocal are normal float32s."""
     return check_number(
         argument,
         value,
@@ -42,7 +42,7 @@ def check_scale(argument: str, value: Any) -> float:
 
 
 def check_count(argument: str, value: Any) -> float:
-    """Return a count of steps; a whole float such as 2000.0 will do."""
+    """Return a positive count of steps; whole floats such as 2000.0 are accepted."""
     return check_number(
         argument,
         value,
@@ -52,7 +52,7 @@ def check_count(argument: str, value: Any) -> float:
 
 
 def check_growth_factor(argument: str, value: Any) -> float:
-    """Return a factor by which a scale grows."""
+    """Return a growth factor as a float, if it is finite and greater than 1."""
     return check_number(
         argument,
         value,

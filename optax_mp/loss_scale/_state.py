@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
 
-from optax_mp._first_edition import name_new_field
+from optax_mp._first_edition import raise_missing_field
 from optax_mp._states import find_states
 
 
@@ -45,7 +45,7 @@ class LossScaleState(NamedTuple):
     last_finite: jax.Array
     inner_state: optax.OptState
 
-    __getattr__ = name_new_field
+    __getattr__ = raise_missing_field
 
 
 def loss_scale(opt_state: optax.OptState) -> jax.Array:
@@ -85,6 +85,6 @@ def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
     if not found:
         return None
     state = found[0][1]
-    # `nnx.Optimizer` keeps each array of a state in a box, which is a tree of one leaf.
+    # `nnx.Optimizer` wraps each array of a state in a box, a tree of one leaf.
     names = [name for name in state._fields if name != "inner_state"]
     return state._replace(**{n: jax.tree.leaves(getattr(state, n))[0] for n in names})

@@ -1,6 +1,7 @@
 """Loss scaling as an optax transform, around an optimizer or as a link in a chain."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ from optax_mp._leaves import Leaves
 from optax_mp.loss_scale._mark import mark_skipped, register_link
 from optax_mp.loss_scale._overwrite import (
     hide_overwritten,
-    overwrite,
     restore_overwritten,
+    update_overwritten,
 )
 from optax_mp.loss_scale._rule import (
     ScaleCounters,
@@ -33,7 +34,7 @@ from optax_mp.loss_scale._settings import (
 from optax_mp.loss_scale._state import LossScaleState
 from optax_mp.loss_scale._unscale import divide, unscale
 
-# From the counters and whether the gradients were finite to the next counters.
+# Takes the counters and whether gradients were finite, and returns the new counters.
 Adjust = Callable[[ScaleCounters, jax.Array], ScaleCounters]
 
 
@@ -58,11 +59,11 @@ def dynamic_loss_scale(
     counts and PRNG keys keep their bits, and the scale shrinks. After
     `growth_interval` finite steps in a row the scale grows.
 
-    Without `inner` this is a link for `optax.chain`, which is weaker: it can only hand
-    zeros on. A `mixed_precision` after it knows a skipped step by them (they are
-    negative zeros) and skips it as well. Any other optimizer takes a step with zero
-    gradients, in which moments decay and counts go on. Under `shard_map` with sharded
-    params use the wrapper: no rank sees the gradients of the others.
+    Without `inner` this is a link for `optax.chain`, which is weaker: in a skipped step
+    it can only hand on zeros. A `mixed_precision` after it recognises them (they are
+    negative zeros) and skips the step as well. Any other optimizer takes a step with
+    zero gradients, in which moments decay and counts go on. Under `shard_map` with
+    sharded params pass `inner`: no rank sees the gradients of the others.
 
     Leaves under flax's `_overwrite_with_gradient` (fp8 scales) are neither unscaled nor
     checked nor optimized: the wrapper's update brings each of them to its gradient, as
@@ -118,16 +119,12 @@ def dynamic_loss_scale(
         hysteresis,
     )
     _check_settings(rule, init_scale)
-
-    def adjust_by_rule(counters: ScaleCounters, finite: jax.Array) -> ScaleCounters:
-        return adjust(rule, counters, finite)
-
     return _loss_scaling(
         inner,
         "dynamic_loss_scale",
         init_scale,
         hysteresis,
-        adjust_by_rule,
+        partial(adjust, rule),
         axis_name,
     )
 
@@ -140,7 +137,7 @@ def static_loss_scale(
 ) -> optax.GradientTransformationExtraArgs:
     """Unscale gradients by a constant and skip steps with non-finite ones.
 
-    `dynamic_loss_scale` with a scale that stays. With the default of 1 it only skips.
+    Like `dynamic_loss_scale` with a constant scale. By default, 1, it only skips steps.
 
     Args:
         inner: the optimizer; None for a link in a chain.
@@ -165,19 +162,21 @@ def static_loss_scale(
         >>> updates["w"].tolist(), int(state.total_skipped_count)
         ([-0.0, -0.0], 1)
     """
+    # As in `static_loss_scale(1024.0)`: a scale in the place of the optimizer.
     if isinstance(inner, (int, float)):
         raise TypeError(
             f"static_loss_scale: `inner` is a {type(inner).__name__}, expected an "
-            "optax gradient transformation; give the scale by keyword: "
+            "optax gradient transformation; pass the scale by keyword: "
             f"`scale={inner!r}`."
         )
     check_scale("static_loss_scale: `scale`", scale)
 
-    def only_count(counters: ScaleCounters, finite: jax.Array) -> ScaleCounters:
+    # The scale stays, but the state still says how many steps in a row were finite.
+    def count_finite(counters: ScaleCounters, finite: jax.Array) -> ScaleCounters:
         finite_count = jnp.where(finite, count_up(counters.finite_count), 0)
         return counters._replace(finite_count=finite_count)
 
-    return _loss_scaling(inner, "static_loss_scale", scale, 1, only_count, axis_name)
+    return _loss_scaling(inner, "static_loss_scale", scale, 1, count_finite, axis_name)
 
 
 def _check_settings(rule: ScaleRule, init_scale: Any) -> None:
@@ -192,6 +191,7 @@ def _check_settings(rule: ScaleRule, init_scale: Any) -> None:
         "a number between 0 and 1",
         lambda factor: 0 < factor < 1,
     )
+    # Each bound alone first: the errors below show both.
     low = check_scale(argument("min_scale"), rule.min_scale)
     high = check_scale(argument("max_scale"), rule.max_scale)
     check_number(
@@ -219,14 +219,14 @@ def _loss_scaling(
     wrapped = None if inner is None else as_transformation(inner, caller)
 
     def init_fn(params: optax.Params) -> LossScaleState:
-        # Moments of what is never optimized would be wasted.
-        trained = hide_overwritten(params)
+        # `inner` never updates overwritten leaves, so it needs no moments for them.
+        inner_params = hide_overwritten(params)
         return LossScaleState(
             *start_counters(init_scale, hysteresis),
             skipped_count=jnp.int32(0),
             total_skipped_count=jnp.int32(0),
             last_finite=jnp.array(True),
-            inner_state=wrapped.init(trained) if wrapped else optax.EmptyState(),
+            inner_state=wrapped.init(inner_params) if wrapped else optax.EmptyState(),
         )
 
     def update_fn(
@@ -236,25 +236,27 @@ def _loss_scaling(
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
         _check_arguments(caller, updates, state, params)
-        # By the scale that made the gradients. By the next one, a step after which the
-        # scale grows would have half its size.
+        # Divided by the scale that the loss was multiplied by. Divided by the next one,
+        # a step after which the scale grows would have half its size.
         grads, finite = unscale(hide_overwritten(updates), state.scale)
         if axis_name is not None:
             # A rank that skipped a step alone would have other params from then on.
             finite = lax.pmin(finite.astype(jnp.int32), axis_name) == 1
         if wrapped is None:
+            # The links that follow run in any case: all they can be told is a mark.
             out = restore_overwritten(mark_skipped(finite, grads), updates)
             return out, _next_state(state, finite, adjust_counters, state.inner_state)
         if extra_args.get("grad") is not None:
-            # A line search compares it with the updates and the true loss.
+            # A line search compares it with the updates and the unscaled loss.
             hidden = hide_overwritten(extra_args["grad"])
             extra_args["grad"] = divide(hidden, state.scale)
-        trained = hide_overwritten(params)
+        inner_params = hide_overwritten(params)
 
         def step(inner_state: Any, update: Any = wrapped.update) -> Any:
-            out, inner_state = update(grads, inner_state, trained, **extra_args)
-            return overwrite(out, updates, params, caller), inner_state
+            out, inner_state = update(grads, inner_state, inner_params, **extra_args)
+            return update_overwritten(out, updates, params, caller), inner_state
 
+        # In a skipped step the updates are negative zeros, and the state stays.
         out, inner_state = choose_step(finite, step, state.inner_state)
         return out, _next_state(state, finite, adjust_counters, inner_state)
 
@@ -266,6 +268,7 @@ def _loss_scaling(
 def _next_state(
     state: LossScaleState, finite: jax.Array, adjust_counters: Adjust, inner_state: Any
 ) -> LossScaleState:
+    """Return the state after a step whose gradients were `finite` or not."""
     counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
     total = state.total_skipped_count
     return LossScaleState(
@@ -283,7 +286,7 @@ def _check_arguments(caller: str, updates: Any, state: Any, params: Any) -> None
             f"{caller}: `state` is a {type(state).__name__}, expected the "
             "LossScaleState that `init` of this transform returns."
         )
-    # `optax.lookahead` has two copies of the params for one of gradients.
+    # `optax.lookahead` passes two copies of the params and gradients of one.
     if params is not None and not isinstance(params, optax.LookaheadParams):
         leaves = Leaves.of(params, caller=caller, name="`params`")
         leaves.match(updates, "the gradients")

@@ -11,11 +11,11 @@ from jax.typing import ArrayLike
 from optax_mp._dtypes import at_least_float32, bits
 from optax_mp._tree import (
     PyTree,
-    all_hold,
+    all_true,
     is_floating,
     is_inexact,
-    isfinite_everywhere,
     leaf_finite,
+    leaf_finite_without_sum,
 )
 
 
@@ -26,36 +26,37 @@ def multiply(tree: PyTree, factor: ArrayLike) -> PyTree:
 
 def divide(tree: PyTree, divisor: ArrayLike) -> PyTree:
     """Divide floating and complex leaves by `divisor`, in float32 or wider."""
-    # By its reciprocal, which is exact for powers of two: XLA never recomputes a
-    # division, so all quotients would be stored before the optimizer reads them.
+    # Multiply by the reciprocal, which is exact for powers of two: XLA never recomputes
+    # a division, so it would store all quotients before the optimizer reads them.
     return _multiply(tree, lambda dtype: 1 / jnp.asarray(divisor, dtype))
 
 
 def unscale(grads: PyTree, scale: jax.Array) -> tuple[PyTree, jax.Array]:
-    """Return (`grads` divided by `scale`, whether all of these are finite).
+    """Return (`grads` divided by `scale`, whether all quotients are finite).
 
-    The quotients are checked, not the gradients: by a scale under 1 a finite gradient
-    can overflow.
+    The quotients are checked, not the gradients: divided by a scale below 1, a finite
+    gradient can overflow.
     """
     unscaled = divide(grads, scale)
     both = zip(jax.tree.leaves(grads), jax.tree.leaves(unscaled), strict=True)
-    finite = [_finite(x, quotient, scale) for x, quotient in both if is_inexact(x)]
-    return unscaled, all_hold(finite)
+    finite = [_quotient_finite(*pair, scale) for pair in both if is_inexact(pair[0])]
+    return unscaled, all_true(finite)
 
 
-def _finite(grad: Any, quotient: jax.Array, scale: jax.Array) -> jax.Array:
+def _quotient_finite(grad: Any, quotient: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return whether all of one quotient is finite."""
     if not is_floating(grad):
         return leaf_finite(quotient)  # complex
     if bits(grad.dtype) < 32:
-        return isfinite_everywhere(quotient)
-    # A division for the check alone: XLA's CPU backend would store `quotient` if it
-    # were summed here, which takes 4 bytes per weight and half of a step's time.
+        return leaf_finite_without_sum(quotient)
+    # Divide again, for this check only: if `quotient` were summed here, XLA's CPU
+    # backend would store it, for 4 bytes per weight and half of a step's time.
     grad = jnp.asarray(grad)
     return leaf_finite(lax.div(grad, lax.convert_element_type(scale, grad.dtype)))
 
 
 def _multiply(tree: PyTree, factor_as: Callable[[jnp.dtype], jax.Array]) -> PyTree:
-    factors: dict[jnp.dtype, jax.Array] = {}  # one for each dtype, not for each leaf
+    factors: dict[jnp.dtype, jax.Array] = {}  # one per dtype, not one per leaf
 
     def product(leaf: Any) -> Any:
         # A loss may be a Python number.

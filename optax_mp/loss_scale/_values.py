@@ -21,7 +21,7 @@ from optax_mp.loss_scale._unscale import divide, multiply
 
 
 class LossScale(Protocol):
-    """What the three kinds of loss scale below have in common."""
+    """The interface of the three loss scales below."""
 
     @property
     def loss_scale(self) -> Any:
@@ -43,7 +43,7 @@ class LossScale(Protocol):
 
 @dataclass(frozen=True)
 class NoOpLossScale:
-    """No loss scale, for code that is written for one.
+    """No loss scaling, for code that expects a loss scale.
 
     `scale` and `unscale` return what they are given, so the code computes what it would
     without a loss scale.
@@ -112,7 +112,7 @@ class StaticLossScale(_Scaler):
         """Check the factor, unless it is traced, and cast it to float32."""
         if not is_traced(self.loss_scale):
             check_scale("StaticLossScale: `loss_scale`", self.loss_scale)
-        _set(self, loss_scale=jnp.asarray(self.loss_scale, jnp.float32))
+        _set_fields(self, loss_scale=jnp.asarray(self.loss_scale, jnp.float32))
 
     def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
         """Return this loss scale."""
@@ -122,7 +122,7 @@ class StaticLossScale(_Scaler):
 
 @dataclass(frozen=True)
 class DynamicLossScale(_Scaler):
-    """A loss scale that grows while gradients are finite and shrinks when not.
+    """A loss scale that grows while gradients are finite and shrinks if they are not.
 
     Attributes:
         loss_scale: the factor, a float32 scalar.
@@ -153,7 +153,7 @@ class DynamicLossScale(_Scaler):
     min_loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check what is not traced, and cast every field to its dtype."""
+        """Check all fields that are not traced, and cast each to its dtype."""
         argument = "DynamicLossScale: `{}`".format
         period = check_count(argument("period"), self.period)
         factor = check_growth_factor(argument("factor"), self.factor)
@@ -167,7 +167,7 @@ class DynamicLossScale(_Scaler):
             )
         if not is_traced(self.counter):
             check_number(argument("counter"), self.counter, "a number", lambda _: True)
-        _set(
+        _set_fields(
             self,
             loss_scale=jnp.asarray(self.loss_scale, jnp.float32),
             counter=jnp.asarray(self.counter, jnp.int32),
@@ -185,14 +185,16 @@ class DynamicLossScale(_Scaler):
             min_scale=self.min_loss_scale,
             max_scale=LARGEST_SCALE,
         )
+        # Hysteresis of 1: this class has none, so every overflow shrinks the scale.
         before = ScaleCounters(self.loss_scale, self.counter, jnp.int32(1))
         after = adjust(rule, before, jnp.asarray(grads_finite))
+        # Not by the constructor, whose checks have run already.
         structure = jax.tree.structure(self)
         return structure.unflatten([after.scale, after.finite_count])
 
 
-def _set(value: Any, **items: Any) -> None:
-    """Set fields of a frozen dataclass while it is made."""
+def _set_fields(value: Any, **items: Any) -> None:
+    """Set fields of a frozen dataclass, while it is being built."""
     for name, item in items.items():
         object.__setattr__(value, name, item)
 
@@ -211,8 +213,8 @@ def _register(cls: type, *arrays: str) -> None:
 
     def unflatten(settings: tuple[Any, ...], leaves: Any) -> Any:
         value = object.__new__(cls)
-        _set(value, **dict(zip(arrays, leaves, strict=True)))
-        _set(value, **dict(zip(static, settings, strict=True)))
+        _set_fields(value, **dict(zip(arrays, leaves, strict=True)))
+        _set_fields(value, **dict(zip(static, settings, strict=True)))
         return value
 
     jax.tree_util.register_pytree_node(cls, flatten, unflatten)

@@ -1,4 +1,4 @@
-"""Read and replace masters, wherever a state holds them."""
+"""Read and replace masters, at any depth of an optimizer state."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import Leaves, expand_absent, is_absent
 from optax_mp._states import find_states, map_states
 from optax_mp._tree import describe, is_floating, spell
-from optax_mp.masters._state import MixedPrecisionState, check_storage_known
+from optax_mp.masters._state import MixedPrecisionState, storage_of
 from optax_mp.masters.storage import Storage
-from optax_mp.masters.storage._contract import dtypes_taken
+from optax_mp.masters.storage._contract import list_taken_dtypes
 
 
 def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
-    """Return the params in high precision: the masters, wherever the state holds them.
+    """Return the params in high precision: the masters, at any depth of the state.
 
     Evaluate, average and export these as the weights. Leaves without a master are
     returned as they are in `params`.
@@ -46,7 +46,7 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     leaves = Leaves.of(params, caller=caller, name="`params`")
     result = list(leaves.values)
     for state in _find_masters(opt_state, caller):
-        storage = check_storage_known(state, caller)
+        storage = storage_of(state, caller)
         for i, stored in enumerate(match_stored(leaves, state)):
             if not is_absent(stored):
                 where = f"{caller}: param {spell(leaves.paths[i])}"
@@ -57,7 +57,7 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
 def replace_master_params(
     opt_state: optax.OptState, params: optax.Params, new_master: optax.Params
 ) -> optax.OptState:
-    """Return `opt_state` with other masters, such as weights loaded after `init`.
+    """Return `opt_state` with new masters, such as weights loaded after `init`.
 
     Everything else in the state stays. The next update moves finite params to the new
     masters. To move them now, cast the params: `Policy.cast_to_param(new_master)`.
@@ -97,18 +97,18 @@ def replace_master_params(
     given = leaves.match(new_master, "`new_master`")
 
     def replace(state: MixedPrecisionState) -> MixedPrecisionState:
-        storage = check_storage_known(state, caller)
-        kept = match_stored(leaves, state)
-        for i, stored in enumerate(kept):
+        storage = storage_of(state, caller)
+        new_stored = match_stored(leaves, state)
+        for i, stored in enumerate(new_stored):
             if not is_absent(stored):
                 at, param = spell(leaves.paths[i]), leaves.values[i]
                 old = decode_master(storage, stored, param, f"{caller}: param {at}")
                 where = f"{caller}: `new_master` at {at}"
                 new = _like_old_master(given[i], old, where)
                 if storage.param_is_part:
-                    _check_param_carries(storage, new, param, where)
-                kept[i] = storage.encode(new, param)
-        return replace_stored(leaves, state, kept)
+                    _check_param_is_rounded(storage, new, param, where)
+                new_stored[i] = storage.encode(new, param)
+        return replace_stored(leaves, state, new_stored)
 
     return map_states(replace, opt_state, MixedPrecisionState)
 
@@ -123,7 +123,7 @@ def match_stored(params: Leaves, state: MixedPrecisionState) -> list[Any]:
 def replace_stored(
     params: Leaves, state: MixedPrecisionState, values: list[Any]
 ) -> MixedPrecisionState:
-    """Return a state that stores other values for its params: see `match_stored`."""
+    """Return `state` with other stored values, in the order of `match_stored`."""
     stored = jax.tree.map(
         lambda old, new: old if is_absent(old) else new,
         state.master_params,
@@ -136,24 +136,25 @@ def replace_stored(
 def decode_master(storage: Storage, stored: Any, param: Any, where: str) -> jax.Array:
     """Return the master of a param; `where` names the caller and the param."""
     if storage.param_is_part:
-        check_param_is_trained(storage, param, where)
+        check_takes_param(storage, param, where)
     return storage.decode(stored, param)
 
 
-def check_param_is_trained(storage: Storage, param: Any, where: str) -> None:
-    """Raise unless a param that is part of its master has a dtype for that."""
-    if is_floating(param) and storage.takes(param.dtype, jnp.dtype(jnp.float32)):
+def check_takes_param(storage: Storage, param: Any, where: str) -> None:
+    """Raise unless `storage` takes the dtype of a param that is part of its master."""
+    master_dtype = jnp.dtype(jnp.float32)
+    if is_floating(param) and storage.takes(param.dtype, master_dtype):
         return
+    expected = list_taken_dtypes(storage, master_dtype)
     raise ValueError(
-        f"{where} is {describe(param)}, expected "
-        f"{dtypes_taken(storage, jnp.dtype(jnp.float32))}, since with {storage} the "
-        "param is part of its master. Give the params as they are in training: cast "
-        "them by `Policy.cast_to_param` or `optax_mp.cast_floating`."
+        f"{where} is {describe(param)}, expected {expected}, since with {storage} the "
+        "param is part of its master. Pass the params in their training dtype: cast "
+        "them with `Policy.cast_to_param` or `optax_mp.cast_floating`."
     )
 
 
 def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:
-    """Return a copy of a new master in the dtype and the place of the old one."""
+    """Return a copy of a new master with the dtype and sharding of the old one."""
     if not is_floating(new):
         raise TypeError(
             f"{where} is {describe(new)}, expected a floating array like the master "
@@ -169,23 +170,23 @@ def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:
     return jnp.array(new, old.dtype, copy=True)
 
 
-def _check_param_carries(storage: Storage, new: Any, param: Any, where: str) -> None:
-    """Raise if `param` is not what `new` is rounded to; traced values go unchecked."""
+def _check_param_is_rounded(storage: Storage, new: Any, param: Any, where: str) -> None:
+    """Raise unless `param` is the new master rounded; traced values go unchecked."""
     if is_traced(new) or is_traced(param):
         return
     value = param.astype(new.dtype)
-    # The storage may round ties in another way than a cast does: take either.
+    # The storage may round ties differently from a cast: accept both.
     _, target = storage.advance(storage.encode(new, param), param, new)
-    carries = (value == target) | (value == round_to(new, param.dtype))
+    is_rounded = (value == target) | (value == round_to(new, param.dtype))
     # An infinite param or NaN is its own master.
-    if not bool((carries | ~jnp.isfinite(value)).all()):
+    if not bool((is_rounded | ~jnp.isfinite(value)).all()):
         raise ValueError(
-            f"{where} is {describe(new)}, and its param in `params` {describe(param)} "
-            f"is not what it is rounded to, expected that with {storage}, where the "
-            "param is part of the master. Cast first, with `new_params = "
+            f"{where} is {describe(new)}, and the param {describe(param)} in `params` "
+            f"is not this master rounded, as {storage} requires, because the param is "
+            "part of the master. Cast first, with `new_params = "
             "optax_mp.cast_floating(new_master, ...)`; then call "
-            "`replace_master_params(opt_state, new_params, new_master)` and go on with "
-            "`new_params`."
+            "`replace_master_params(opt_state, new_params, new_master)` and continue "
+            "with `new_params`."
         )
 
 

@@ -16,7 +16,7 @@ DeclaredDType = DTypeLike | Policy | Callable[[str, Any], DTypeLike | None] | No
 
 
 def read_param_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
-    """Return the rule for which dtype each leaf has in training.
+    """Return a function that gives the dtype of each leaf in training.
 
     Args:
         declared: a dtype for all floating leaves, a `Policy`, a function of (path
@@ -24,13 +24,14 @@ def read_param_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
         argument: what to call it in an error.
 
     Returns:
-        A function of (path, leaf), giving None for a leaf that is not floating.
+        A function of (path, leaf); it returns None for a leaf that is not floating.
 
     Raises:
-        ValueError: if a dtype is not floating, also later, by the rule.
+        ValueError: if a dtype is not floating. So does the returned function.
     """
     if isinstance(declared, Policy):
         function: Any = declared.param_dtype_of
+    # Dtypes such as `jnp.bfloat16` are callable, too: they are types.
     elif callable(declared) and not isinstance(declared, type):
         function = declared
     else:
@@ -39,10 +40,10 @@ def read_param_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
     def rule(path: tuple[Any, ...], leaf: Any) -> jnp.dtype | None:
         if not is_floating(leaf):
             return None
-        said = function(slash_path(path), leaf)
-        if said is None:
+        dtype = function(slash_path(path), leaf)
+        if dtype is None:
             return leaf.dtype
-        dtype = floating_dtype(said, f"{argument} for {spell(path)}")
+        dtype = floating_dtype(dtype, f"{argument} for {spell(path)}")
         return jax.dtypes.canonicalize_dtype(dtype)
 
     return rule

@@ -19,8 +19,8 @@ class MixedPrecisionState(NamedTuple):
     guess how masters are kept, and `jax.tree.map` over two such states is an error.
 
     Attributes:
-        master_params: a tree like the params, with what is stored of each leaf that has
-            a master and `optax.MaskedNode()` for each leaf that is its own master.
+        master_params: a tree like the params, with the stored form of each leaf's
+            master, and `optax.MaskedNode()` for each leaf that is its own master.
         inner_state: the state of the inner optimizer, over masters.
         storage: the storage that made the state; a class attribute, not a leaf. None
             for a state that was pickled by the first edition.
@@ -43,7 +43,7 @@ class MixedPrecisionState(NamedTuple):
     storage = None
 
     def __reduce__(self) -> Any:
-        """Pickle by the storage: the subclass has no name that could be imported."""
+        """Pickle by the storage, because the subclass cannot be imported by name."""
         if self.storage is None:
             return MixedPrecisionState, tuple(self)
         return _restore, (self.storage, *self)
@@ -51,7 +51,7 @@ class MixedPrecisionState(NamedTuple):
 
 @functools.cache
 def state_type(storage: Storage) -> type[MixedPrecisionState]:
-    """Return the type of states that a storage makes; always the same for equal ones.
+    """Return the type of states that a storage makes, the same for equal storages.
 
     A subclass for each storage, and not a field: as a leaf the storage would end up in
     checkpoints, and JAX, Orbax and Flax all treat a NamedTuple's subclass as one.
@@ -67,8 +67,8 @@ def _restore(
     return state_type(storage)(master_params, inner_state)
 
 
-def check_storage_known(state: MixedPrecisionState, caller: str) -> Storage:
-    """Return the storage of a state; raise for a state of the first edition."""
+def storage_of(state: MixedPrecisionState, caller: str) -> Storage:
+    """Return the storage of a state; raise for a state of optax_mp 0.1."""
     if state.storage is None:
         raise ValueError(
             f"{caller}: the MixedPrecisionState does not say which storage made it, "

@@ -1,4 +1,4 @@
-"""One step of `mixed_precision`, leaf by leaf."""
+"""One step of `mixed_precision`: from masters and gradients to updates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,28 +10,27 @@ import optax
 from jax import lax
 
 from optax_mp._dtypes import round_to, saturating_cast
-from optax_mp._inner import in_precision_of, own_master
-from optax_mp._leaves import Leaves, is_absent
-from optax_mp._tree import is_floating, is_inexact, spell
-from optax_mp.masters._checks import (
+from optax_mp._inner import (
+    as_inner_grad,
+    as_inner_param,
     check_gradient,
-    check_master,
-    check_param,
-    check_state,
     check_update,
 )
+from optax_mp._leaves import Leaves, is_absent
+from optax_mp._tree import is_floating, is_inexact, spell
+from optax_mp.masters._checks import check_master, check_param, check_state
 from optax_mp.masters._param_dtype import DTypeRule
 from optax_mp.masters.storage import Storage
-from optax_mp.masters.storage._contract import check_kept
+from optax_mp.masters.storage._contract import check_advanced
 
 
 class Settings(NamedTuple):
-    """What `mixed_precision` is told, checked.
+    """The arguments of `mixed_precision`, checked.
 
     Attributes:
-        master_dtype: of masters.
-        dtype_in_training: of each param in training, as the user declares it.
-        update_dtype: of updates: a dtype, `"params"`, or None for the gradients'.
+        master_dtype: the dtype of masters.
+        dtype_in_training: the dtype of each param in training, as the user declares it.
+        update_dtype: the dtype of updates; `"params"`, or None for the gradients'.
         storage: how masters are kept.
     """
 
@@ -40,16 +39,21 @@ class Settings(NamedTuple):
     update_dtype: jnp.dtype | str | None
     storage: Storage
 
+    def current_master_dtype(self) -> jnp.dtype:
+        """Return `master_dtype`, or float32 for float64 while x64 is disabled."""
+        # Asked for at each call, because users may enable x64 after construction.
+        return jax.dtypes.canonicalize_dtype(self.master_dtype)
+
 
 @dataclass(frozen=True)
 class Step:
-    """What `update` is given, leaf by leaf, checked to belong together.
+    """The arguments of one `update`, matched leaf by leaf and checked.
 
     Attributes:
         params: the params.
-        grads: the gradient of each, or None or `MaskedNode()`.
-        is_lookahead: whether the gradients of one copy of the params move two.
-        settings: those of the transformation.
+        grads: the gradient of each param, or None or `MaskedNode()`.
+        is_lookahead: whether there are two copies of the params for one of gradients.
+        settings: the settings of the transformation.
     """
 
     params: Leaves
@@ -68,85 +72,105 @@ class Step:
                 "`tx.update(grads, state, params)`."
             )
         check_state(state, settings.storage)
-        # `optax.lookahead` moves two copies of the params by the gradients of one.
+        # `optax.lookahead` passes a fast and a slow copy of the params, and gradients
+        # of the fast one. Here both get them, so that every param has a gradient.
         is_lookahead = isinstance(params, optax.LookaheadParams) and not isinstance(
             updates, optax.LookaheadParams
         )
         if is_lookahead:
             updates = optax.LookaheadParams(fast=updates, slow=updates)
         leaves = Leaves.of(params, caller="mixed_precision", name="`params`")
+        # Subtrees, because a storage may store several arrays for one master.
         stored = leaves.match_subtrees(state.master_params, "the masters in the state")
         grads = leaves.match(updates, "the gradients")
-        wanted = jax.dtypes.canonicalize_dtype(settings.master_dtype)
-        for path, param, kept, grad in zip(
+        master_dtype, storage = settings.current_master_dtype(), settings.storage
+        for path, param, stored_leaf, grad in zip(
             leaves.paths, leaves.values, stored, grads, strict=True
         ):
             declared = settings.dtype_in_training(path, param)
-            check_param(path, param, kept, wanted, declared, settings.storage)
+            check_param(path, param, stored_leaf, master_dtype, declared, storage)
             check_gradient(path, param, grad)
         return cls(leaves, grads, is_lookahead, settings), stored
 
     def decode(self, stored: Sequence[Any]) -> list[Any]:
         """Return the master of each param that has one, else `MaskedNode()`."""
-        wanted = jax.dtypes.canonicalize_dtype(self.settings.master_dtype)
+        master_dtype = self.settings.current_master_dtype()
+        storage = self.settings.storage
         masters = list(stored)
-        for i, kept in enumerate(stored):
-            if not is_absent(kept):
+        for i, stored_leaf in enumerate(stored):
+            if not is_absent(stored_leaf):
                 path, param = self.params.paths[i], self.params.values[i]
-                masters[i] = self.settings.storage.decode(kept, param)
-                check_master(path, param, masters[i], wanted, self.settings.storage)
+                masters[i] = storage.decode(stored_leaf, param)
+                check_master(path, param, masters[i], master_dtype, storage)
         return masters
 
-    def show(self, masters: Sequence[Any]) -> list[Any]:
-        """Return what `inner` sees in the place of each param."""
+    def inner_params(self, masters: Sequence[Any]) -> list[Any]:
+        """Return what `inner` sees as each param: its master if it has one."""
         return [
-            own_master(param) if is_absent(master) else master
+            as_inner_param(param) if is_absent(master) else master
             for param, master in zip(self.params.values, masters, strict=True)
         ]
 
-    def show_gradients(self, seen: Sequence[Any], grads: Sequence[Any]) -> Any:
-        """Return the gradients for `inner`, in the precision of the params it sees."""
-        return self.params.unflatten(map(in_precision_of, seen, grads))
+    def inner_grads(self, inner_params: Sequence[Any]) -> Any:
+        """Return the gradients for `inner`, in the dtypes of the params it sees."""
+        grads = self.params.unflatten(map(as_inner_grad, inner_params, self.grads))
+        return grads.fast if self.is_lookahead else grads
 
-    def advance(
-        self, stored: Sequence[Any], masters: Sequence[Any], changes: Sequence[Any]
+    def inner_extra_args(
+        self, inner_params: Sequence[Any], extra_args: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return the extra arguments for `inner`; a `grad` is cast as gradients are."""
+        if extra_args.get("grad") is None:
+            return extra_args
+        grads = self.params.match(extra_args["grad"], "the extra argument `grad`")
+        cast = self.params.unflatten(map(as_inner_grad, inner_params, grads))
+        return {**extra_args, "grad": cast}
+
+    def apply_changes(
+        self, stored: Sequence[Any], masters: Sequence[Any], changes: Any
     ) -> tuple[list[Any], list[Any]]:
-        """Return (stored, updates) after the changes that `inner` makes of masters."""
+        """Return (stored, updates) after `inner` changed the masters by `changes`."""
+        changes = self.params.match(changes, "the updates of `inner`")
         new_stored, updates = list(stored), list(self.grads)
         for i, change in enumerate(changes):
             path, param, grad = self.params.paths[i], self.params.values[i], updates[i]
-            is_hidden = is_absent(stored[i]) and not is_inexact(param)
-            if is_hidden or is_absent(change):
-                # The gradient of what `inner` does not see comes back as it is.
-                updates[i] = grad if is_hidden else change
+            has_master = not is_absent(stored[i])
+            if not has_master and not is_inexact(param):
+                continue  # hidden from `inner`: its gradient is returned unchanged
+            if is_absent(change):
+                updates[i] = change
                 continue
             check_update(path, param, grad, change)
-            if is_absent(stored[i]):
-                updates[i] = _cast_update(change, self._update_dtype(param, grad))
-            else:
+            if has_master:
                 master = optax.apply_updates(masters[i], change)
                 new_stored[i], updates[i] = self._advance_leaf(i, stored[i], master)
+            else:
+                updates[i] = _cast_update(change, self._update_dtype(param, grad))
         return new_stored, updates
 
     def _advance_leaf(self, i: int, stored: Any, master: Any) -> tuple[Any, jax.Array]:
+        """Return (stored, update) of a leaf whose master moves to `master`."""
         storage, param = self.settings.storage, self.params.values[i]
         new_stored, target = storage.advance(stored, param, master)
-        check_kept(storage, new_stored, stored, f"param {spell(self.params.paths[i])}")
-        # Read off the rounded target and the actual param, so that what one update
-        # misses, rounded to the dtype of 16-bit gradients, the next one makes up for.
+        where = f"param {spell(self.params.paths[i])}"
+        check_advanced(storage, new_stored, stored, where)
+        # The difference to the actual param, not to the previous target: an update that
+        # is rounded to 16 bits can miss its target, and the next one makes up for it.
         target = round_to(target, param.dtype)
         update = lax.sub(target, lax.convert_element_type(param, target.dtype))
         return new_stored, _cast_update(update, self._update_dtype_of_master(i))
 
     def _update_dtype_of_master(self, i: int) -> jnp.dtype:
+        """Return the dtype of the update of a leaf that has a master."""
         if self.settings.storage.param_is_part:
-            # A param that missed its target would be the part of another master.
+            # The param decodes the master: if it missed its target by a rounding, the
+            # stored remainder would decode to another master.
             return jnp.dtype(jnp.float32)
-        wanted = self.settings.update_dtype
-        # By `is`, since NumPy holds float64 for equal to None.
-        if wanted is None or isinstance(wanted, str):
+        update_dtype = self.settings.update_dtype
+        # `is` and not `==`, because NumPy takes None for float64.
+        if update_dtype is None or isinstance(update_dtype, str):
             return self._update_dtype(self.params.values[i], self.grads[i])
-        return wanted
+        return update_dtype
 
     def _update_dtype(self, param: Any, grad: Any) -> jnp.dtype:
         """Return the dtype of the update of a leaf that is its own master."""
@@ -154,12 +178,13 @@ class Step:
         return jax.dtypes.canonicalize_dtype((grad if like_grad else param).dtype)
 
 
-def _cast_update(change: Any, dtype: jnp.dtype) -> jax.Array:
-    # `lax` throughout: what `jnp` adds takes most of the time of tracing a step.
-    if not is_floating(change) or not jnp.issubdtype(dtype, jnp.floating):
-        return jnp.asarray(change)
-    # A float16 or float8 step between two finite params may be out of its range. Of
-    # bfloat16, which has the range of float32, only steps over 3e38 are: no clamp.
-    if jnp.finfo(dtype).nexp < jnp.finfo(change.dtype).nexp:
-        return saturating_cast(change, dtype)
-    return lax.convert_element_type(change, dtype)
+def _cast_update(update: Any, dtype: jnp.dtype) -> jax.Array:
+    """Return `update` in a floating dtype; complex updates stay as they are."""
+    update = jnp.asarray(update)
+    if not is_floating(update) or not jnp.issubdtype(dtype, jnp.floating):
+        return update
+    # The difference of two finite float16 or float8 params may overflow their dtype.
+    # bfloat16 has the range of float32: a clamp would only cost time.
+    if jnp.finfo(dtype).nexp < jnp.finfo(update.dtype).nexp:
+        return saturating_cast(update, dtype)
+    return lax.convert_element_type(update, dtype)

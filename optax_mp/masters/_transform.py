@@ -1,14 +1,13 @@
-"""mixed_precision: high-precision masters around any optimizer."""
+"""mixed_precision: high-precision masters for any optimizer."""
 
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits, floating_dtype, round_to
-from optax_mp._inner import as_transformation, own_master, without_aliases
+from optax_mp._inner import as_inner_param, as_transformation, copy_shared
 from optax_mp._jax._choose import choose_step
 from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves
@@ -37,9 +36,9 @@ def mixed_precision(
     A bfloat16 weight of 1.0 that receives a thousand updates of -0.001 is still 1.0,
     because each update is less than half a unit in its last place. With this transform
     the updates add up in a float32 master, which the optimizer state holds, and the
-    param follows it as the master rounded to the param's dtype. The inner optimizer
-    sees masters, gradients and state in `master_dtype`. So, given the same gradients,
-    its trajectory is bit for bit that of float32 training.
+    param is the master rounded to the param's dtype. The inner optimizer sees masters,
+    gradients and state in `master_dtype`. So, given the same gradients, its trajectory
+    is bit for bit that of float32 training.
 
     - A leaf at least as wide as `master_dtype` is its own master: no copy is made.
       Complex leaves are passed to `inner` unchanged. Integers, bools, keys, None and
@@ -58,16 +57,16 @@ def mixed_precision(
     Args:
         inner: any optax optimizer or chain.
         master_dtype: the floating dtype of masters.
-        param_dtype: pass this if you give `init` a float32 tree and cast it later: what
-            you will cast it to. A dtype, a `Policy`, or a function of (path string,
+        param_dtype: the dtype of params in training, if you pass `init` a float32 tree
+            and cast it later. A dtype, a `Policy`, or a function of (path string,
             leaf); by default each leaf's own dtype. Calling `init` before the cast
-            keeps the bits of pretrained weights in the masters.
+            keeps all bits of pretrained weights in the masters.
         update_dtype: the dtype of updates. None, the default, is that of the incoming
-            gradients, as for every optax optimizer; with 16-bit gradients a param can
-            then be half a unit of its step away from its master for one step. With a
-            floating dtype such as float32 updates are exact. With `"params"` each
-            update has its param's dtype, for loops that add without casting back, such
-            as `equinox.apply_updates`.
+            gradients, as for every optax optimizer. With 16-bit gradients updates are
+            then rounded, and a param can miss its rounded master by that rounding until
+            the next step. With float32 updates are exact. With `"params"` each update
+            has its param's dtype, for loops that add without casting back, such as
+            `equinox.apply_updates`.
         storage: how masters are kept: `FullCopy()`; `Split(bits=16)`, lossless for
             bfloat16 params with 2 bytes per weight less; `Split(bits=8)`; or an object
             of your own with the members of `Storage`. With `Split`, updates of leaves
@@ -103,32 +102,15 @@ def mixed_precision(
     """
     inner = as_transformation(inner, "mixed_precision")
     settings = _check_settings(master_dtype, param_dtype, update_dtype, storage)
-    state_of_storage = state_type(storage)
+    make_state = state_type(storage)
 
     def init_fn(params: optax.Params) -> MixedPrecisionState:
         leaves = Leaves.of(params, caller="mixed_precision", name="`params`")
-        wanted = jax.dtypes.canonicalize_dtype(settings.master_dtype)
-        dtypes = list(map(settings.dtype_in_training, leaves.paths, leaves.values))
-        has_master = [x is not None and bits(x) < bits(wanted) for x in dtypes]
-        check_storable(storage, leaves, dtypes, has_master, wanted)
-        stored, seen = [], []
-        for i, leaf in enumerate(leaves.values):
-            dtype = dtypes[i]
-            if dtype is None or not has_master[i]:
-                own = leaf if dtype is None else leaf.astype(dtype)
-                stored.append(optax.MaskedNode())
-                seen.append(own_master(own))
-                continue
-            # A copy even where no cast is needed: the state must not alias the params.
-            master = jnp.array(leaf, wanted, copy=True)
-            param = round_to(master, dtype).astype(dtype)
-            stored.append(storage.encode(master, param))
-            seen.append(storage.decode(stored[-1], param))
-            check_decoded(storage, seen[-1], master, f"param {spell(leaves.paths[i])}")
-        seen_by_inner = leaves.unflatten(seen)
+        stored, inner_params = _init_masters(leaves, settings)
+        seen_by_inner = leaves.unflatten(inner_params)
         inner_state = place_like_params(inner.init(seen_by_inner), seen_by_inner)
-        inner_state = without_aliases(inner_state, (leaves.values, stored, seen))
-        return state_of_storage(leaves.unflatten(stored), inner_state)
+        inner_state = copy_shared(inner_state, (leaves.values, stored, inner_params))
+        return make_state(leaves.unflatten(stored), inner_state)
 
     def update_fn(
         updates: Any,
@@ -139,45 +121,66 @@ def mixed_precision(
         step, stored = Step.match(updates, state, params, settings)
         leaves = step.params
 
-        def advance(before: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
+        def run_step(before: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
             stored, inner_state = before
             masters = step.decode(stored)
-            seen = step.show(masters)
-            inner_grads = step.show_gradients(seen, step.grads)
-            extra = dict(extra_args)
-            if extra.get("grad") is not None:
-                grad = leaves.match(extra["grad"], "the extra argument `grad`")
-                extra["grad"] = step.show_gradients(seen, grad)
+            inner_params = step.inner_params(masters)
             changes, inner_state = inner.update(
-                inner_grads.fast if step.is_lookahead else inner_grads,
+                step.inner_grads(inner_params),
                 inner_state,
-                leaves.unflatten(seen),
-                **extra,
+                leaves.unflatten(inner_params),
+                **step.inner_extra_args(inner_params, extra_args),
             )
-            changes = leaves.match(changes, "the updates of `inner`")
-            stored, out = step.advance(stored, masters, changes)
-            return out, (stored, inner_state)
+            stored, updates = step.apply_changes(stored, masters, changes)
+            return updates, (stored, inner_state)
 
-        before = stored, state.inner_state
-        out, (stored, inner_state) = choose_step(is_unmarked(updates), advance, before)
-        return leaves.unflatten(out), state_of_storage(
-            leaves.unflatten(stored), inner_state
+        # A loss scale earlier in a chain marks the gradients of a step that it skips.
+        # Then the updates are negative zeros, and the state stays as it was.
+        out, (stored, inner_state) = choose_step(
+            is_unmarked(updates), run_step, (stored, state.inner_state)
         )
+        return leaves.unflatten(out), make_state(leaves.unflatten(stored), inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[Any]]:
+    """Return what is stored for each param, and the param that `inner` sees for it."""
+    master_dtype, storage = settings.current_master_dtype(), settings.storage
+    dtypes = list(map(settings.dtype_in_training, params.paths, params.values))
+    has_master = [x is not None and bits(x) < bits(master_dtype) for x in dtypes]
+    check_storable(storage, params, dtypes, has_master, master_dtype)
+    stored, inner_params = [], []
+    for i, leaf in enumerate(params.values):
+        dtype = dtypes[i]
+        if dtype is None or not has_master[i]:
+            param = leaf if dtype is None else leaf.astype(dtype)
+            stored.append(optax.MaskedNode())
+            inner_params.append(as_inner_param(param))
+            continue
+        # A copy even where no cast is needed: the state must not alias the params.
+        master = jnp.array(leaf, master_dtype, copy=True)
+        param = round_to(master, dtype).astype(dtype)
+        stored.append(storage.encode(master, param))
+        # Decoded, because a storage may keep less than the whole master: `inner` must
+        # see the same master at `init` as at the first update.
+        inner_params.append(storage.decode(stored[-1], param))
+        where = f"param {spell(params.paths[i])}"
+        check_decoded(storage, inner_params[-1], master, where)
+    return stored, inner_params
 
 
 def _check_settings(
     master_dtype: Any, param_dtype: Any, update_dtype: Any, storage: Any
 ) -> Settings:
     """Return the settings of `mixed_precision`, or raise."""
-    wide = floating_dtype(master_dtype, "mixed_precision: `master_dtype`")
-    in_training = read_param_dtype(param_dtype, "mixed_precision: `param_dtype`")
+    master_dtype = floating_dtype(master_dtype, "mixed_precision: `master_dtype`")
+    dtype_in_training = read_param_dtype(param_dtype, "mixed_precision: `param_dtype`")
+    # `isinstance` first, because `dtype == "params"` tries to read a dtype's name.
     is_params = isinstance(update_dtype, str) and update_dtype == "params"
-    checked = "params" if is_params else None
-    if not is_params and update_dtype is not None:
-        checked = floating_dtype(
+    if update_dtype is not None and not is_params:
+        update_dtype = floating_dtype(
             update_dtype, 'mixed_precision: `update_dtype`, if not None or "params",'
         )
-    check_storage(storage, wide, checked)
-    return Settings(wide, in_training, checked, storage)
+    check_storage(storage, master_dtype, update_dtype)
+    return Settings(master_dtype, dtype_in_training, update_dtype, storage)

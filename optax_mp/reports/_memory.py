@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
-from optax_mp._states import find_states, holds_state, owners
+from optax_mp._states import find_owners, find_states, holds_state
 from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 from optax_mp.compact._blocks import Quantized
 from optax_mp.masters._state import MixedPrecisionState
@@ -227,7 +227,7 @@ def _are_swapped(opt_state: Any, params: Any) -> bool:
 
 def _has_trees_like(params: Any, tree: Any) -> bool:
     arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
-    found = owners(tree, [path for path, _ in arrays], [x for _, x in arrays])
+    found = find_owners(tree, [path for path, _ in arrays], [x for _, x in arrays])
     return any(owner is not None for owner in found)
 
 
@@ -235,7 +235,7 @@ def _state_rows(
     opt_state: PyTree, params: list[tuple[_Path, Any]]
 ) -> Iterator[MemoryRow]:
     leaves = tree_leaves_with_path(opt_state)
-    found = owners(opt_state, [path for path, _ in params], [x for _, x in params])
+    found = find_owners(opt_state, [path for path, _ in params], [x for _, x in params])
     quantized = {path for path, _ in find_states(opt_state, Quantized)}
     masters = {
         (*path, GetAttrKey("master_params")): _role_of_masters(state)

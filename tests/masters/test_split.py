@@ -744,9 +744,9 @@ def test_replaced_masters_are_kept_as_far_as_the_params_are_theirs(bits):
     # Without a param that is theirs, which jit cannot say, half a unit is what fits.
     far = {"w": jnp.full(1000, 5.0)}
     message = (
-        rf"`new_master` at \['w'\] is float32\[1000\], and its param in `params` "
-        rf"bfloat16\[1000\] is not what it is rounded to, expected that with Split"
-        rf"\(bits={bits}\), .* Cast first"
+        rf"`new_master` at \['w'\] is float32\[1000\], and the param "
+        rf"bfloat16\[1000\] in `params` is not this master rounded, as Split"
+        rf"\(bits={bits}\) requires, .* Cast first"
     )
     with pytest.raises(ValueError, match=message):
         optax_mp.replace_master_params(state, params, far)
@@ -889,7 +889,7 @@ def test_bits_are_8_or_16(bits):
         (
             {"update_dtype": jnp.bfloat16},
             r"`update_dtype` is bfloat16, expected float32 or None with the storage "
-            r"Split\(bits=16\), whose params must land exactly",
+            r"Split\(bits=16\), which needs exact updates",
         ),
         ({"update_dtype": "params"}, r"`update_dtype` is params, expected float32 or"),
     ],

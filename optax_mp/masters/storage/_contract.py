@@ -14,8 +14,8 @@ from optax_mp._dtypes import bits
 from optax_mp._tree import PyTree, describe, is_floating
 
 _METHODS = ("takes", "encode", "decode", "advance")
-# Params that a storage is asked about, to say in an error what it takes.
-_ASKED = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
+# The param dtypes that errors mention if a storage takes them.
+_PARAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
 
 
 class Storage(Protocol):
@@ -24,6 +24,12 @@ class Storage(Protocol):
     Write a frozen dataclass with these members, and give an instance of it to
     `mixed_precision(..., storage=...)`. It works leaf by leaf and must only use
     operations that JAX can trace.
+
+    Attributes:
+        param_is_part: whether `decode` reads the param: the param and what is stored
+            together are the master. Updates are then always float32, so that params
+            reach their targets exactly, and functions that read masters require params
+            in a dtype that the storage takes.
 
     Example:
         >>> import dataclasses
@@ -81,9 +87,9 @@ class Storage(Protocol):
     ) -> tuple[PyTree, jax.Array]:
         """Return (stored, target) for a step that brings the master to `master`.
 
-        `stored` and `param` are those before the step. `target` is the value that the
-        param is to take; the nearest value of the param's dtype to it is what the param
-        becomes. What is returned has the structure, shapes and dtypes of `stored`.
+        `stored` and `param` are those before the step. The param moves to `target`,
+        rounded to its dtype. The new `stored` has the structure, shapes and dtypes of
+        the old one.
         """
         ...
 
@@ -91,7 +97,7 @@ class Storage(Protocol):
 def check_storage(
     storage: Any, master_dtype: jnp.dtype, update_dtype: jnp.dtype | str | None
 ) -> None:
-    """Raise unless `storage` is one and goes with the dtypes, before anything runs."""
+    """Raise unless `storage` has the members of `Storage` and works with the dtypes."""
     example = "such as `optax_mp.FullCopy()` or `optax_mp.Split(bits=16)`"
     if isinstance(storage, type):
         raise TypeError(
@@ -113,7 +119,8 @@ def check_storage(
             f"mixed_precision: `storage` is {storage!r}, which is not hashable; "
             "expected a frozen dataclass, as it becomes part of the state's type."
         ) from error
-    narrower = [d for d in _ASKED if bits(d) < bits(master_dtype)]
+    # Without a dtype narrower than the master there is nothing to ask about.
+    narrower = [d for d in _PARAM_DTYPES if bits(d) < bits(master_dtype)]
     if narrower and not any(
         storage.takes(jnp.dtype(d), master_dtype) for d in narrower
     ):
@@ -126,19 +133,19 @@ def check_storage(
     if storage.param_is_part and not is_exact:
         raise ValueError(
             f"mixed_precision: `update_dtype` is {update_dtype}, expected float32 or "
-            f"None with the storage {storage}, whose params must land exactly; use "
+            f"None with the storage {storage}, which needs exact updates; use "
             "`optax_mp.FullCopy()` for updates in another dtype."
         )
 
 
-def dtypes_taken(storage: Storage, master_dtype: jnp.dtype) -> str:
-    """Return which params a storage takes, in the words of an error."""
-    taken = [d for d in _ASKED if storage.takes(jnp.dtype(d), master_dtype)]
+def list_taken_dtypes(storage: Storage, master_dtype: jnp.dtype) -> str:
+    """Return the param dtypes that a storage takes, as error messages list them."""
+    taken = [d for d in _PARAM_DTYPES if storage.takes(jnp.dtype(d), master_dtype)]
     return " or ".join(taken) or "no param"
 
 
-def check_kept(storage: Storage, stored: Any, like: Any, where: str) -> None:
-    """Raise unless what a storage returns in a step is of the types that it had."""
+def check_advanced(storage: Storage, stored: Any, like: Any, where: str) -> None:
+    """Raise unless `advance` keeps structure, shapes and dtypes of what is stored."""
     before, treedef = jax.tree.flatten(like)
     after, new_treedef = jax.tree.flatten(stored)
     same = treedef == new_treedef and all(
@@ -155,7 +162,7 @@ def check_kept(storage: Storage, stored: Any, like: Any, where: str) -> None:
 
 
 def check_decoded(storage: Storage, master: Any, like: Any, where: str) -> None:
-    """Raise unless a storage gives back masters of the shape and dtype it was given."""
+    """Raise unless `decode` gives the shape and dtype of the master `like`."""
     is_master = is_floating(master) and master.shape == like.shape
     if not (is_master and master.dtype == like.dtype):
         raise TypeError(

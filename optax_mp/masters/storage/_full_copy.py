@@ -1,4 +1,4 @@
-"""Masters kept as they are."""
+"""FullCopy: the whole master, beside the param."""
 
 from dataclasses import dataclass
 
@@ -48,6 +48,6 @@ class FullCopy:
     def advance(
         self, stored: jax.Array, param: jax.Array, master: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the new master twice: to keep, and for the param to follow."""
+        """Return the new master twice: to store it, and to round the param from it."""
         del stored, param
         return master, master

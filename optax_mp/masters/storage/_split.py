@@ -1,4 +1,4 @@
-"""A master as its 16-bit param and a remainder."""
+"""Split: the 16-bit param is a part of its master, and only the rest is stored."""
 
 from dataclasses import dataclass
 from numbers import Integral
@@ -10,18 +10,18 @@ from jax import lax
 from optax_mp._dtypes import round_to
 
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
-# Patterns of float32: the sign, infinity, and the largest bfloat16.
+# Bit patterns of float32: the sign, infinity, and the largest bfloat16.
 _SIGN = -(2**31)
 _INFINITY = 0x7F800000
-_LARGEST = 0x7F7F0000
+_LARGEST_BFLOAT16 = 0x7F7F0000
 
 
 @dataclass(frozen=True)
 class Split:
-    """Keep only what the param lacks to be its master: 2 bytes per weight, or 1.
+    """Store only the bits of the master that its param lacks: 2 or 1 bytes per weight.
 
     A bfloat16 is the upper half of a float32. So a bfloat16 param and a 16-bit
-    remainder are a float32 master, bit for bit. With an 8-bit remainder the master has
+    remainder are together a float32 master, bit for bit. An 8-bit remainder makes it
     24 bits: a relative error of at most 2^-16 (1.5e-5). AdamW then takes 12 or 11 bytes
     per weight, where it takes 14 with `FullCopy`.
 
@@ -31,8 +31,8 @@ class Split:
 
     What is different from `FullCopy`:
 
-    - Updates are float32 whatever the gradients are, because the param must land
-      exactly.
+    - Updates are always float32, whatever the dtype of the gradients, because the param
+      must reach its target exactly.
     - The param is half of the master. If you edit a param outside of the optimizer, by
       a projection or by loading weights, the edited param *is* the new master, up to a
       remainder of at most half a unit in its last place.
@@ -41,9 +41,9 @@ class Split:
       even by the cast, and a remainder that does not fit is cut: one weight in 131072
       is then one unit in the last place of float32 nearer to its param. With 8 bits,
       one in 512 is up to 2^-15 off.
-    - No float32 update can bring a weight to every value below 2^-15 of what it was
-      (float16: 2^-12). Where an update misses, the master moves with the param, by at
-      most 2^-23 of what the weight was.
+    - If a step shrinks a weight to less than 2^-15 of what it was (float16: 2^-12), a
+      float32 update may not reach the new value exactly. The master then moves with the
+      param, by at most 2^-23 of the old weight.
     - Finite masters above 3.396e38 (float16: 65520) and infinite ones are kept as the
       largest finite value. NaN stays NaN, and an infinite param is its own master.
     - `jax.grad` through `tx.update` is zero.
@@ -92,12 +92,10 @@ class Split:
         if param.dtype == _BFLOAT16:
             unit = 1 << (16 - self.bits)
             pattern, base = _to_pattern(master), _to_pattern(wide)
-            # Patterns count away from zero on both sides of it. A master on the other
-            # side is nearest to the least remainder that there is.
+            # Patterns count away from zero, for both signs. For a master of the other
+            # sign, the smallest remainder decodes to the nearest value.
             excess = jnp.where((pattern ^ base) < 0, -0x10000, pattern - base)
-            remainder = _drop_meaningless(
-                (excess + unit // 2) >> (16 - self.bits), base
-            )
+            remainder = _drop_invalid((excess + unit // 2) >> (16 - self.bits), base)
             low, high = jnp.int32(-largest - 1), jnp.int32(largest)
         else:
             excess = (master - wide) / self._unit_of(wide)
@@ -107,19 +105,19 @@ class Split:
         return lax.clamp(low, remainder, high).astype(f"int{self.bits}")
 
     def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
-        """Return the master that the param and the remainder are."""
+        """Return the master, put together from the param and the remainder."""
         wide = param.astype(jnp.float32)
         if param.dtype == _BFLOAT16:
             base = _to_pattern(wide)
             remainder = stored.astype(jnp.int32) << (16 - self.bits)
-            return _to_float(base + _drop_meaningless(remainder, base))
+            return _to_float(base + _drop_invalid(remainder, base))
         master = wide + stored.astype(jnp.float32) * self._unit_of(wide)
         return jnp.where(jnp.isfinite(wide), master, wide)
 
     def advance(
         self, stored: jax.Array, param: jax.Array, master: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the remainder, and the param that it belongs to."""
+        """Return the new remainder, and the param that it was taken against."""
         master = _write_out_on_cpu(master, stored)
         # The param moves by a float32 sum, which cannot reach every value. So the
         # remainder is taken against the value that this sum will land on.
@@ -132,43 +130,44 @@ class Split:
         """Return the master rounded to the dtype; ties of bfloat16 away from zero."""
         if dtype != _BFLOAT16:
             return round_to(master, dtype)
-        # As integers, because a carry of the mantissa must go on into the exponent, and
-        # because CPUs flush the smallest floats to zero.
+        # As integers: a carry of the mantissa must reach the exponent, and CPUs flush
+        # the smallest floats to zero.
         pattern = _to_pattern(master)
-        sign, size = pattern & _SIGN, pattern & ~_SIGN
+        sign, magnitude = pattern & _SIGN, pattern & ~_SIGN
         unit = 1 << (16 - self.bits)
-        size = (jnp.minimum(size, _LARGEST) + unit // 2) & -unit
-        rounded = _to_float(sign | ((size + 0x8000) & -0x10000))
+        magnitude = (jnp.minimum(magnitude, _LARGEST_BFLOAT16) + unit // 2) & -unit
+        rounded = _to_float(sign | ((magnitude + 0x8000) & -0x10000))
         return jnp.where(jnp.isnan(master), master, rounded)
 
     def _unit_of(self, param: jax.Array) -> jax.Array:
-        """Return what a float16's remainder counts: a fraction of its last place."""
+        """Return the value of 1 in the remainder of a float16 param."""
         info = jnp.finfo(jnp.float16)
         power = _to_float(_to_pattern(param) & _INFINITY)
         last_place = jnp.maximum(power, float(info.smallest_normal)) * float(info.eps)
         return last_place * 2.0**-self.bits
 
 
-def _drop_meaningless(remainder: jax.Array, base: jax.Array) -> jax.Array:
-    """Return remainders, or 0 where the pattern of a param allows none.
+def _drop_invalid(remainder: jax.Array, base: jax.Array) -> jax.Array:
+    """Return `remainder`, or 0 where it is invalid for the param's pattern `base`.
 
     There are no patterns below that of zero, and no masters between infinity and NaN.
-    An edit of the param can leave such a remainder behind.
+    Such a remainder is left behind if the user edits the param.
     """
-    size = base & ~_SIGN
-    remainder = jnp.where(size == 0, jnp.maximum(remainder, 0), remainder)
-    return jnp.where(size < _INFINITY, remainder, 0)
+    magnitude = base & ~_SIGN
+    remainder = jnp.where(magnitude == 0, jnp.maximum(remainder, 0), remainder)
+    return jnp.where(magnitude < _INFINITY, remainder, 0)
 
 
 def _write_out_on_cpu(master: jax.Array, stored: jax.Array) -> jax.Array:
-    """Return `master`, computed once for all that reads it, where XLA is for CPUs.
+    """Return `master`, in a form that XLA's CPU backend computes only once.
 
     XLA's CPU kernels have one output each. Both outputs of a step, the param and the
     remainder, overwrite what both are computed from: XLA would compute the master twice
-    and copy all that it is made of. It never computes a division twice. This one is by
-    one, as only we know; other hardware does it on the way.
+    and copy everything that it is computed from. But XLA never computes a division
+    twice. The divisor here is always 1, which XLA cannot know. On GPUs and TPUs the
+    division is free, because the step is limited by memory.
     """
-    beyond = 2**17  # No remainder of 16 bits comes near it.
+    beyond = 2**17  # larger than any 16-bit remainder
     ones = lax.max(stored.astype(jnp.int32), jnp.int32(beyond)) - (beyond - 1)
     return master / ones.astype(jnp.float32)
 
