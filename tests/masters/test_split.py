@@ -966,7 +966,7 @@ def test_a_state_of_another_storage_is_named(made, used):
             jnp.ones((3, 1), jnp.bfloat16),
             rf"{W} is bfloat16\[3,1\], but its master is int16\[3\], .*the same shape",
         ),
-        (jnp.ones(3), rf"{W} is float32\[3\], expected a floating dtype narrower than"),
+        (jnp.ones(3), rf"{W} is float32\[3\], expected a dtype narrower than"),
         (jnp.ones(3, jnp.int32), rf"{W} is int32\[3\], but has a float32 master since"),
     ],
 )
