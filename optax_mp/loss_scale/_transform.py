@@ -244,7 +244,9 @@ def _loss_scaling(
             finite = lax.pmin(finite.astype(jnp.int32), axis_name) == 1
         if wrapped is None:
             out = restore_overwritten(mark_skipped(finite, grads), updates)
-            return out, _next_state(state, finite, adjust_counters, state.inner_state)
+            state = _next_state(state, finite, adjust_counters, state.inner_state)
+            register_link(state.scale)
+            return out, state
         if extra_args.get("grad") is not None:
             # A line search compares it with the updates and the true loss.
             hidden = hide_overwritten(extra_args["grad"])
