@@ -21,7 +21,7 @@ from optax_mp.masters._checks import (
 )
 from optax_mp.masters._param_dtype import DTypeRule
 from optax_mp.masters.storage import Storage
-from optax_mp.masters.storage._contract import check_kept
+from optax_mp.masters.storage._contract import as_kept, check_target
 
 
 class Settings(NamedTuple):
@@ -130,7 +130,9 @@ class Step:
     def _advance_leaf(self, i: int, stored: Any, master: Any) -> tuple[Any, jax.Array]:
         storage, param = self.settings.storage, self.params.values[i]
         new_stored, target = storage.advance(stored, param, master)
-        check_kept(storage, new_stored, stored, f"param {spell(self.params.paths[i])}")
+        where = f"param {spell(self.params.paths[i])}"
+        new_stored = as_kept(storage, new_stored, stored, where)
+        check_target(storage, target, param, where)
         # Read off the rounded target and the actual param, so that what one update
         # misses, rounded to the dtype of 16-bit gradients, the next one makes up for.
         target = round_to(target, param.dtype)

@@ -19,7 +19,11 @@ from optax_mp.masters._param_dtype import DeclaredDType, read_param_dtype
 from optax_mp.masters._state import MixedPrecisionState, state_type
 from optax_mp.masters._step import Settings, Step
 from optax_mp.masters.storage import FullCopy, Storage
-from optax_mp.masters.storage._contract import check_decoded, check_storage
+from optax_mp.masters.storage._contract import (
+    as_stored,
+    check_decoded,
+    check_storage,
+)
 
 UpdateDType = DTypeLike | Literal["params"] | None
 
@@ -122,9 +126,11 @@ def mixed_precision(
             # A copy even where no cast is needed: the state must not alias the params.
             master = jnp.array(leaf, wanted, copy=True)
             param = round_to(master, dtype).astype(dtype)
-            stored.append(storage.encode(master, param))
+            where = f"param {spell(leaves.paths[i])}"
+            encoded = storage.encode(master, param)
+            stored.append(as_stored(storage, encoded, param, where))
             seen.append(storage.decode(stored[-1], param))
-            check_decoded(storage, seen[-1], master, f"param {spell(leaves.paths[i])}")
+            check_decoded(storage, seen[-1], master, where)
         seen_by_inner = leaves.unflatten(seen)
         inner_state = place_like_params(inner.init(seen_by_inner), seen_by_inner)
         inner_state = without_aliases(inner_state, (leaves.values, stored, seen))
