@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import jax
@@ -70,7 +71,7 @@ class _TracedStep:
 
     @classmethod
     def of(cls, step: StepFunction, state: Any) -> "_TracedStep":
-        traced = TracedCall.of(step, state)
+        traced = TracedCall.of(lambda before: _with_arrays(step(before), before), state)
         updates, new_state = traced.treedef.unflatten(traced.outputs)
         _check_stable(state, new_state)
         arrays = iter(traced.arrays)
@@ -146,7 +147,35 @@ class _TracedStep:
         return self.traced.unflatten(values)
 
 
+def _with_arrays(result: tuple[Any, Any], before: Any) -> tuple[Any, Any]:
+    """Return what a step returned, with arrays for the numbers to choose between.
+
+    A rule may reset a count to a plain 0. Numbers that are what they were stay as they
+    are, since a rule may use them in an `if`.
+    """
+    updates, after = result
+    updates = jax.tree.map(lambda x: jnp.asarray(x) if _is_plain(x) else x, updates)
+    leaves, treedef = jax.tree.flatten(after)
+    old_leaves, old_def = jax.tree.flatten(before)
+    if treedef == old_def:
+        leaves = list(map(_as_array, leaves, old_leaves))
+    return updates, treedef.unflatten(leaves)
+
+
+def _as_array(new: Any, old: Any) -> Any:
+    if not _is_plain(new) or (_is_plain(old) and new == old):
+        return new
+    if not is_array(old) or jnp.result_type(old, new) != old.dtype:
+        return jnp.asarray(new)
+    return jnp.asarray(new, old.dtype)
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Number) and not is_array(x)
+
+
 def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:
+    old = jnp.asarray(old, new.dtype) if _is_plain(old) else old
     # Some optimizers widen their state at the first step.
     if new.dtype != old.dtype:
         old = old.astype(new.dtype)

@@ -7,11 +7,12 @@ zeros. If a later `mixed_precision` finds nothing but negative zeros, it skips t
 This check reads all gradients once more. So it is made only while a link exists in this
 process, that is a `dynamic_loss_scale()` or `static_loss_scale()` without `inner`. It
 is not enough to check only if a link ran earlier in the same trace, because a link may
-be compiled apart from the optimizer that follows it.
+be compiled apart from the optimizer that follows it. A link that
+`optax.inject_hyperparams` makes lives for one call only, but the state that it returns
+lives on: the check is made while that exists, too.
 """
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,13 +25,18 @@ from optax_mp._jax._choose import Choice, or_negative_zeros
 from optax_mp._tree import PyTree, all_true, is_inexact
 from optax_mp.loss_scale._overwrite import hide_overwritten
 
-# The `update` functions of all links that are still in use.
-_links: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+# The `update` functions of all links that are still in use, and an array of each state
+# that such a function returned, by their ids: arrays are not hashable.
+_links: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def register_link(update_fn: Callable[..., Any]) -> None:
-    """Make `is_unmarked` check gradients as long as `update_fn`, of a link, exists."""
-    _links.add(update_fn)
+def register_link(owner: Any) -> None:
+    """Make `is_unmarked` check gradients as long as `owner` exists.
+
+    Args:
+        owner: the `update` function of a link, or an array of a state it returned.
+    """
+    _links[id(owner)] = owner
 
 
 def mark_skipped(finite: jax.Array, grads: PyTree) -> PyTree:

@@ -245,7 +245,9 @@ def _loss_scaling(
         if wrapped is None:
             # The links that follow run in any case: all they can be told is a mark.
             out = restore_overwritten(mark_skipped(finite, grads), updates)
-            return out, _next_state(state, finite, adjust_counters, state.inner_state)
+            state = _next_state(state, finite, adjust_counters, state.inner_state)
+            register_link(state.scale)
+            return out, state
         if extra_args.get("grad") is not None:
             # A line search compares it with the updates and the unscaled loss.
             hidden = hide_overwritten(extra_args["grad"])

@@ -21,7 +21,7 @@ from optax_mp._tree import is_floating, is_inexact, spell
 from optax_mp.masters._checks import check_master, check_param, check_state
 from optax_mp.masters._param_dtype import DTypeRule
 from optax_mp.masters.storage import Storage
-from optax_mp.masters.storage._contract import check_advanced
+from optax_mp.masters.storage._contract import as_advanced, check_target
 
 
 class Settings(NamedTuple):
@@ -153,7 +153,8 @@ class Step:
         storage, param = self.settings.storage, self.params.values[i]
         new_stored, target = storage.advance(stored, param, master)
         where = f"param {spell(self.params.paths[i])}"
-        check_advanced(storage, new_stored, stored, where)
+        new_stored = as_advanced(storage, new_stored, stored, where)
+        check_target(storage, target, param, where)
         # The difference to the actual param, not to the previous target: an update that
         # is rounded to 16 bits can miss its target, and the next one makes up for it.
         target = round_to(target, param.dtype)

@@ -1,5 +1,6 @@
 """Skipped steps, behind a link and inside a loss scale: nothing moves, in any form."""
 
+import gc
 import itertools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparison import as_bits
+from comparison import as_bits, avals
 from own_storages import TwoBfloat16
 from slow_cases import mostly_slow
 
@@ -78,6 +79,41 @@ def start(tx, params, update):
     grads = scaled_gradients(params, optax_mp.loss_scale(state))
     updates, state = update(grads, state, params)
     return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_behind_a_link_that_is_made_at_every_call_nothing_moves(jitted):
+    gc.collect()
+    link = optax.inject_hyperparams(lambda rate: optax_mp.dynamic_loss_scale())(1.0)
+    tx = optax.chain(link, mixed())
+    update = jax.jit(tx.update) if jitted else tx.update
+    params, state = start(tx, PARAMS, update)
+    grads = scaled_gradients(params, optax_mp.loss_scale(state), np.nan)
+    updates, after = update(grads, state, params)
+    assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
+    assert as_bits(after[1]) == as_bits(state[1])
+
+
+@pytest.mark.parametrize("value", [0, 0.0, False, True])
+def test_a_plain_number_of_a_rule_is_chosen_like_an_array(value):
+    rule = optax.GradientTransformation(
+        lambda _: {"count": jnp.int32(5), "reset": jnp.float32(3)},
+        lambda updates, state, _: (
+            jax.tree.map(lambda _: -0.5, updates),
+            {"count": state["count"] + 1, "reset": value},
+        ),
+    )
+    tx = optax_mp.dynamic_loss_scale(rule)
+    params = {"w": jnp.float32(1)}
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    updates, after = update({"w": jnp.float32(np.nan)}, state, params)
+    assert float(updates["w"]) == 0 and np.signbit(updates["w"])
+    assert as_bits(after.inner_state) == as_bits(state.inner_state)
+    updates, after = update({"w": jnp.float32(2.0**16)}, state, params)
+    assert float(updates["w"]) == -0.5
+    assert avals(after) == avals(state)
+    assert float(after.inner_state["reset"]) == value
 
 
 @mostly_slow(

@@ -1,7 +1,10 @@
 """Storages of a user's own, in every function; and what is refused as no storage."""
 
+import concurrent.futures
+import copy
 import dataclasses
 import pickle
+import time
 import types
 
 import jax
@@ -31,6 +34,10 @@ OWN = pytest.mark.parametrize("storage", [Negated(), TwoBfloat16()])
 # For what takes long: the one that keeps a tree for each master.
 MOSTLY_TREES = mostly_slow(
     "storage", [Negated(), TwoBfloat16()], lambda storage: storage == TwoBfloat16()
+)
+OF_BFLOAT16 = {"w": PARAMS["w"]}
+ALL = pytest.mark.parametrize(
+    "storage", [optax_mp.FullCopy(), optax_mp.Split(8), Negated(), TwoBfloat16()]
 )
 adam = optax.adam(1e-2)
 
@@ -179,6 +186,39 @@ def test_checkpoints_are_checked_and_pickled(storage):
     optax_mp.check_replicas((params, state))
 
 
+@ALL
+def test_structures_of_states_are_pickled(storage):
+    """As users of `jax.experimental.serialize_executable` do."""
+    state = mixed(storage).init(OF_BFLOAT16)
+    structure = jax.tree.structure(state)
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
+        assert pickle.loads(pickle.dumps(structure, protocol)) == structure
+    assert copy.deepcopy(structure) == structure
+
+
+@ALL
+def test_optax_finds_states_by_the_name_of_their_type(storage):
+    state = (optax.EmptyState(), mixed(storage).init(OF_BFLOAT16))
+    found = optax.tree_utils.tree_get(state, "MixedPrecisionState")
+    assert found is state[1]
+    assert repr(found).startswith(f"MixedPrecisionState[{storage}](master_params=")
+
+
+def test_a_storage_has_one_type_of_state_in_all_threads():
+    class Slow(Negated):
+        def __hash__(self):
+            time.sleep(0.001)
+            return 7
+
+        def __eq__(self, other):
+            time.sleep(0.001)
+            return type(self) is type(other)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        made = pool.map(lambda _: mixed(Slow()).init(OF_BFLOAT16), range(8))
+    assert len({type(state) for state in made}) == 1
+
+
 @MOSTLY_TREES
 def test_a_skipped_step_keeps_what_is_stored(storage):
     tx = optax_mp.dynamic_loss_scale(mixed(storage), init_scale=1.0)
@@ -243,6 +283,68 @@ def test_what_decode_returns_is_checked_at_init():
     message = r"`decode` of the storage .* returned bfloat16\[3\] .*expected float32"
     with pytest.raises(TypeError, match=message):
         mixed(Narrow()).init(PARAMS)
+
+
+# Read by `decode` below; each is what `encode` returns for a master.
+NOT_STORED = {
+    r"float32\[\]": lambda master: (master, jnp.float32(1)),
+    "float": lambda master: (master, 1.0),
+    r"float32\[12\]": lambda master: (master, master.reshape(-1)),
+    "NoneType": lambda master: None,
+    "MaskedNode": lambda master: optax.MaskedNode(),
+}
+
+
+@pytest.mark.parametrize("shown", NOT_STORED)
+def test_what_encode_returns_is_checked_at_init(shown):
+    class Odd(Negated):
+        def encode(self, master, param):
+            return NOT_STORED[shown](master)
+
+    with pytest.raises(TypeError, match=f"`encode` of the storage .* returned {shown}"):
+        mixed(Odd()).init({"w": PARAMS["w"]})
+
+
+def test_what_encode_returns_twice_or_with_weak_types_is_stored_in_arrays_of_its_own():
+    class Twice(Negated):
+        def encode(self, master, param):
+            return master, master, jnp.broadcast_to(jnp.asarray(1.0), master.shape)
+
+        def decode(self, stored, param):
+            return stored[0]
+
+        def advance(self, stored, param, master):
+            return self.encode(master, param), master
+
+    tx = mixed(Twice())
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = tx.init(params)
+    expected = avals(state)
+    _, state = jax.jit(tx.update, donate_argnums=(1, 2))(gradients(0), state, params)
+    assert avals(state) == expected
+
+
+def test_a_storage_may_take_one_rare_dtype_alone():
+    class OfRare(Negated):
+        def takes(self, param_dtype, master_dtype):
+            return param_dtype == jnp.float8_e4m3b11fnuz
+
+    params = {"w": jnp.ones(3, jnp.float8_e4m3b11fnuz)}
+    state = mixed(OfRare()).init(params)
+    assert optax_mp.master_params(state, params)["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "of_target", [jnp.sum, lambda master: master.astype(jnp.int32)]
+)
+def test_the_target_of_advance_is_checked(of_target):
+    class Astray(Negated):
+        def advance(self, stored, param, master):
+            return -master, of_target(master)
+
+    tx = mixed(Astray())
+    with pytest.raises(TypeError, match=r"`advance` .* as the target for param \['gro"):
+        tx.update(gradients(0), tx.init(PARAMS), PARAMS)
 
 
 def test_what_advance_returns_is_checked():

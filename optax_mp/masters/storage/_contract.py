@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_mp._dtypes import bits
-from optax_mp._tree import PyTree, describe, is_floating
+from optax_mp._leaves import is_absent
+from optax_mp._tree import PyTree, describe, is_array, is_floating
 
 _METHODS = ("takes", "encode", "decode", "advance")
 # The param dtypes that errors mention if a storage takes them.
@@ -119,11 +120,8 @@ def check_storage(
             f"mixed_precision: `storage` is {storage!r}, which is not hashable; "
             "expected a frozen dataclass, as it becomes part of the state's type."
         ) from error
-    # Without a dtype narrower than the master there is nothing to ask about.
-    narrower = [d for d in _PARAM_DTYPES if bits(d) < bits(master_dtype)]
-    if narrower and not any(
-        storage.takes(jnp.dtype(d), master_dtype) for d in narrower
-    ):
+    narrower = [d for d in _floats() if bits(d) < bits(master_dtype)]
+    if not any(storage.takes(dtype, master_dtype) for dtype in narrower):
         raise ValueError(
             f"mixed_precision: `master_dtype` is {master_dtype}, which the storage "
             f"{storage} does not keep; expected float32, or use "
@@ -138,18 +136,71 @@ def check_storage(
         )
 
 
+def _floats() -> list[jnp.dtype]:
+    """Return all dtypes that a float32 master can be rounded to, and float32."""
+    small = [x for x in dir(jnp) if x.startswith(("float8_", "float4_"))]
+    names = {*_PARAM_DTYPES, *small}
+    return [jnp.dtype(getattr(jnp, name)) for name in sorted(names)]
+
+
 def list_taken_dtypes(storage: Storage, master_dtype: jnp.dtype) -> str:
     """Return the param dtypes that a storage takes, as error messages list them."""
     taken = [d for d in _PARAM_DTYPES if storage.takes(jnp.dtype(d), master_dtype)]
     return " or ".join(taken) or "no param"
 
 
-def check_advanced(storage: Storage, stored: Any, like: Any, where: str) -> None:
-    """Raise unless `advance` keeps structure, shapes and dtypes of what is stored."""
+def as_stored(storage: Storage, stored: Any, param: jax.Array, where: str) -> PyTree:
+    """Return what `encode` returned, in arrays of their own; raise if it is not kept.
+
+    Only these can be donated, and only strong types stay the same in the next step.
+    """
+    leaves, treedef = jax.tree.flatten(stored)
+    lasting = param.shape
+    for leaf in leaves:
+        fits = (
+            is_array(leaf) and leaf.shape[max(0, leaf.ndim - param.ndim) :] == lasting
+        )
+        if not fits:
+            raise TypeError(
+                f"mixed_precision: `encode` of the storage {storage} returned "
+                f"{describe(leaf)} for {where}, which is {describe(param)}, expected "
+                "arrays whose last axes are those of the param."
+            )
+    if is_absent(stored):
+        raise TypeError(
+            f"mixed_precision: `encode` of the storage {storage} returned "
+            f"{describe(stored)} for {where}, which stands for a param without a "
+            "master; expected arrays, or an empty tuple where nothing is stored."
+        )
+    seen: set[int] = set()
+    for i, leaf in enumerate(leaves):
+        array = _strong(jnp.asarray(leaf))
+        leaves[i] = jnp.array(array, copy=True) if id(array) in seen else array
+        seen.add(id(leaves[i]))
+    return treedef.unflatten(leaves)
+
+
+def _strong(array: jax.Array) -> jax.Array:
+    is_weak = getattr(array, "weak_type", False)
+    return jnp.asarray(array, array.dtype) if is_weak else array
+
+
+def check_target(storage: Storage, target: Any, param: jax.Array, where: str) -> None:
+    """Raise unless a param can take the value that a storage says it is to take."""
+    if not is_floating(target) or target.shape != param.shape:
+        raise TypeError(
+            f"mixed_precision: `advance` of the storage {storage} returned "
+            f"{describe(target)} as the target for {where}, which is "
+            f"{describe(param)}, expected a floating array of its shape."
+        )
+
+
+def as_advanced(storage: Storage, stored: Any, like: Any, where: str) -> PyTree:
+    """Return what `advance` says to store; raise if its types are not as before."""
     before, treedef = jax.tree.flatten(like)
     after, new_treedef = jax.tree.flatten(stored)
     same = treedef == new_treedef and all(
-        a.shape == b.shape and a.dtype == b.dtype
+        is_array(a) and a.shape == b.shape and a.dtype == b.dtype
         for a, b in zip(before, after, strict=True)
     )
     if not same:
@@ -159,14 +210,15 @@ def check_advanced(storage: Storage, stored: Any, like: Any, where: str) -> None
             f"for {where}, expected {shown[1]}, as before the step; a state must keep "
             "its structure, shapes and dtypes."
         )
+    return new_treedef.unflatten(map(_strong, after))
 
 
 def check_decoded(storage: Storage, master: Any, like: Any, where: str) -> None:
     """Raise unless `decode` gives the shape and dtype of the master `like`."""
-    is_master = is_floating(master) and master.shape == like.shape
+    is_master = isinstance(master, jax.Array) and master.shape == like.shape
     if not (is_master and master.dtype == like.dtype):
         raise TypeError(
             f"mixed_precision: `decode` of the storage {storage} returned "
-            f"{describe(master)} for {where}, expected {describe(like)}, the master "
-            "that `encode` was given."
+            f"{describe(master)} for {where}, expected {describe(like)} of JAX, the "
+            "master that `encode` was given."
         )
