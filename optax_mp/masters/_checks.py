@@ -34,11 +34,9 @@ def check_storable(
     for path, param, dtype, needs_master in zip(
         params.paths, params.values, dtypes, has_master, strict=True
     ):
-        if (
-            needs_master
-            and dtype is not None
-            and not storage.takes(dtype, master_dtype)
-        ):
+        if dtype is None or not needs_master:
+            continue
+        if not storage.takes(dtype, master_dtype):
             raise ValueError(
                 f"mixed_precision: param {spell(path)} is {describe(param)}, in "
                 f"training {dtype}, expected {expected} with the storage {storage}; "
