@@ -13,8 +13,8 @@ from trained_forms import FORMS, SCALED, start_of, step_of, template_of, train
 
 import optax_mp
 
-# By default the most parts, a key of random numbers, and groups.
-OFTEN = {"scaled 5.1 bytes", "chance", "partition"}
+# By default the most parts, and a key of random numbers.
+OFTEN = {"scaled 5.1 bytes", "chance"}
 every_form = mostly_slow("name", FORMS, lambda name: name in OFTEN)
 
 

@@ -271,8 +271,7 @@ TRAINS = [
         form,
         id=f"{name}, {form}",
         marks=()
-        if (name, form)
-        in {("adamw", "8 bits"), ("muon", "8 bits"), ("adamw", "bfloat16")}
+        if (name, form) in {("adamw", "8 bits"), ("muon", "8 bits")}
         else pytest.mark.slow,
     )
     for name in EVERY
@@ -516,7 +515,7 @@ def as_transformation(tx):
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
-BY_DEFAULT = {"a loss scale around mixed", "inject_hyperparams inside"}
+BY_DEFAULT = {"a loss scale around mixed"}
 
 
 @pytest.mark.parametrize(
