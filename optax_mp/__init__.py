@@ -84,7 +84,7 @@ from optax_mp.reports import (
 )
 # isort: on
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "AmpOperation",

@@ -1,4 +1,4 @@
-"""Line and bar charts as SVG, from the standard library alone."""
+"""Line charts as SVG, from the standard library alone."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,6 @@ from xml.etree.ElementTree import Element
 WIDTH, HEIGHT = 760, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 30, 44
 BAR_HEIGHT = 24
-NAME_WIDTH = 130
 VALUE_WIDTH = 50
 STYLE_COUNT = 8
 # Dashes tell runs apart without colours, and where one line lies on another.
@@ -78,14 +77,6 @@ def log_axis(label: str, values: Iterable[float]) -> Axis:
     return Axis(label, math.log(low), math.log(high), ticks)
 
 
-def exponent_axis(label: str, values: Iterable[float]) -> Axis:
-    """Return an axis over base-2 logarithms, with ticks at powers of two."""
-    values = list(values) or [0.0]
-    low, high = math.floor(min(values)) - 1, math.ceil(max(values)) + 1
-    step = max(1, math.ceil((high - low) / 6))
-    return Axis(label, low, high, [(k, f"2^{k}") for k in range(low, high + 1, step)])
-
-
 def line_chart(title: str, x: Axis, y: Axis, all_series: Sequence[Series]) -> Element:
     """Return axes, and a curve for each series."""
     chart = element("svg", viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", class_="chart")
@@ -141,31 +132,6 @@ def line_style(style: int) -> dict[str, object]:
         "class_": f"line {width}run{style % STYLE_COUNT}",
         "stroke_dasharray": dashes,
     }
-
-
-def bar_chart(
-    title: str, label: str, bars: Sequence[tuple[str, int, float]]
-) -> Element:
-    """Return a horizontal bar for each (name, style, value), with the value as text."""
-    height = TOP + BAR_HEIGHT * len(bars) + BOTTOM
-    chart = element("svg", viewBox=f"0 0 {WIDTH} {height}", role="img", class_="chart")
-    chart.append(element("title", title))
-    chart.append(text(LEFT, 18, title, class_="heading"))
-    axis = linear_axis(label, [0.0, *(value for _, _, value in bars)])
-    room, bottom = WIDTH - NAME_WIDTH - VALUE_WIDTH, height - BOTTOM
-    for value, name in axis.ticks:
-        at = NAME_WIDTH + room * axis.share(value)
-        chart.append(straight_line(at, TOP, at, bottom + 5, class_="grid"))
-        chart.append(text(at, bottom + 18, name, text_anchor="middle"))
-    for i, (name, style, value) in enumerate(bars):
-        top, length = TOP + BAR_HEIGHT * i, room * axis.share(value)
-        chart.append(text(NAME_WIDTH - 8, top + 16, name, text_anchor="end"))
-        box = {"x": NAME_WIDTH, "y": top + 4, "width": f"{length:.1f}", "height": 16}
-        chart.append(element("rect", class_=f"bar run{style % STYLE_COUNT}", **box))
-        chart.append(text(NAME_WIDTH + length + 6, top + 16, f"{value:.2f}"))
-    center = NAME_WIDTH + room / 2
-    chart.append(text(center, height - 8, label, text_anchor="middle"))
-    return chart
 
 
 def text(x: float, y: float, words: str, **attributes: object) -> Element:

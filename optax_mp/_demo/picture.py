@@ -8,9 +8,7 @@ from optax_mp._demo.chart import (
     STYLE_COUNT,
     Axis,
     Series,
-    bar_chart,
     element,
-    exponent_axis,
     line_chart,
     line_style,
     linear_axis,
@@ -52,11 +50,8 @@ SMOOTHED_SHARE = 0.05
 
 
 def as_html(introduction: str, command: str, results: Sequence[Result]) -> str:
-    """Return the page: what was done, the verdict, the table, and four charts."""
+    """Return the page: what was done, the verdict, the table, and two charts."""
     title = "optax_mp: one model, trained in several precisions"
-    charts = [losses_chart(results), gaps_chart(results)]
-    if any(result.loss_scale is not None for result in results):
-        charts.append(scales_chart(results))
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -71,8 +66,8 @@ def as_html(introduction: str, command: str, results: Sequence[Result]) -> str:
         element("p", verdict(results)),
         table(results),
         legend(results),
-        *charts,
-        bytes_chart(results),
+        losses_chart(results),
+        gaps_chart(results),
         element("p", "Made by ", element("code", command)),
     )
     page = element("html", head, body, lang="en")
@@ -85,11 +80,7 @@ def style() -> str:
     def variables(colors: Sequence[str]) -> str:
         return " ".join(f"--run{i}: {color};" for i, color in enumerate(colors))
 
-    rules = [
-        f".line.run{i} {{ stroke: var(--run{i}); }}\n"
-        f".bar.run{i} {{ fill: var(--run{i}); }}\n"
-        for i in range(STYLE_COUNT)
-    ]
+    rules = [f".line.run{i} {{ stroke: var(--run{i}); }}\n" for i in range(STYLE_COUNT)]
     sheet = STYLE.replace("LIGHT", variables(LIGHT)).replace("DARK", variables(DARK))
     return sheet + "".join(rules)
 
@@ -146,34 +137,6 @@ def gaps_chart(results: Sequence[Result]) -> Element:
     y = linear_axis("nats per character", [0.0, *heights(all_series)], at_least=0.02)
     title = f"Training loss above {first.name}, on the same batches"
     return line_chart(title, steps_axis(results), y, all_series)
-
-
-def scales_chart(results: Sequence[Result]) -> Element:
-    """Return the chart of loss scales."""
-    all_series = [
-        Series(
-            result.name,
-            i,
-            [
-                (step, math.log2(scale))
-                for step, scale in zip(
-                    result.curve.steps, result.curve.loss_scales, strict=True
-                )
-            ],
-        )
-        for i, result in enumerate(results)
-        if result.curve.loss_scales is not None
-    ]
-    y = exponent_axis("loss scale", heights(all_series))
-    return line_chart("Loss scale", steps_axis(results), y, all_series)
-
-
-def bytes_chart(results: Sequence[Result]) -> Element:
-    """Return the chart of memory."""
-    bars = [
-        (result.name, i, result.bytes_per_weight) for i, result in enumerate(results)
-    ]
-    return bar_chart("Memory of params and optimizer state", "bytes per weight", bars)
 
 
 def steps_axis(results: Sequence[Result]) -> Axis:

@@ -110,7 +110,8 @@ def storage_of(state: MixedPrecisionState, caller: str) -> Storage:
     if state.storage is None:
         raise ValueError(
             f"{caller}: the MixedPrecisionState does not say which storage made it, "
-            "expected one that `init` returned; a state that was saved by optax_mp 0.1 "
-            "goes through `optax_mp.upgrade_checkpoint(state, tx.init(params))` first."
+            "expected one that `init` returned. Convert a state that was saved by "
+            "optax_mp 0.1 with `optax_mp.upgrade_checkpoint(state, tx.init(params))`, "
+            "and change a state with `state._replace(...)`."
         )
     return state.storage

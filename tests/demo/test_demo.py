@@ -324,12 +324,9 @@ def test_the_picture_has_the_table_and_the_curve_of_each_run(report, picture_fil
     assert [chart.find("title").text for chart in charts] == [
         "Training loss",
         "Training loss above float32, on the same batches",
-        "Loss scale",
-        "Memory of params and optimizer state",
     ]
     drawn = [[group.get("data-run") for group in chart.iter("g")] for chart in charts]
-    assert drawn == [NAMES, NAMES, ["f16 + masters"], []]
-    assert len(charts[3].findall("rect")) == len(NAMES)
+    assert drawn == [NAMES, NAMES]
     legend = ["".join(item.itertext()) for item in root.iter("li")]
     assert legend == [
         name + (" (NaN by step 25)" if name == "f16 naive" else "") for name in NAMES
@@ -370,7 +367,7 @@ def test_any_number_of_runs_can_be_drawn(count):
         len({(line.get("class"), line.get("stroke-dasharray")) for line in lines})
         == count
     )
-    assert len(root.findall("body/svg")) == 3  # No loss scale, no chart of it.
+    assert len(root.findall("body/svg")) == 2
 
 
 @pytest.mark.parametrize(
