@@ -7,7 +7,6 @@ import pickle
 import sys
 from pathlib import Path
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,8 @@ from comparison import as_bits, avals
 
 import optax_mp
 
+serialization = pytest.importorskip("flax.serialization")
+pytest.importorskip("orbax.checkpoint")
 FOLDER = Path(__file__).parents[1] / "support" / "first_edition"
 sys.path.insert(0, str(FOLDER))
 try:
@@ -40,7 +41,7 @@ def restored(name, kind):
     if kind == "pickle":
         params, opt_state = pickle.loads(saved)
         return {"params": params, "opt_state": opt_state}
-    return flax.serialization.msgpack_restore(saved) if kind == "msgpack" else saved
+    return serialization.msgpack_restore(saved) if kind == "msgpack" else saved
 
 
 def template(name):
@@ -101,7 +102,7 @@ def test_an_unpickled_state_is_upgraded_before_it_is_used():
 @every_form
 def test_a_checkpoint_of_this_edition_is_not_taken_for_one_of_the_first(name):
     saved = {"params": start(), "opt_state": FORMS[name].init(start())}
-    for tree in (saved, flax.serialization.to_state_dict(saved)):
+    for tree in (saved, serialization.to_state_dict(saved)):
         optax_mp.check_checkpoint(tree, template(name))
         upgraded = optax_mp.upgrade_checkpoint(tree, template(name))
         assert as_bits(jax.tree.leaves(upgraded)) == as_bits(jax.tree.leaves(saved))

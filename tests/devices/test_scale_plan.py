@@ -7,6 +7,7 @@ from forced_devices import run_checks
 from planned_steps import CHECKS, gradients_are_summed_as_planned, planner
 
 
+@pytest.mark.slow
 def test_gradients_are_summed_as_planned():
     run_checks("planned_steps", 8, [gradients_are_summed_as_planned])
 

@@ -122,10 +122,7 @@ def test_a_plain_number_of_a_rule_is_chosen_like_an_array(value):
     itertools.product(
         [x for x in FORMS if "MultiSteps" not in x], [True, False], [np.inf, np.nan]
     ),
-    lambda form, jitted, bad: (
-        (form in A_FEW and jitted and bad is np.nan)
-        or (form == "5.1 bytes" and bad is np.inf)
-    ),
+    lambda form, jitted, bad: form in A_FEW and jitted and bad is np.nan,
 )
 def test_behind_a_link_nothing_moves(form, jitted, bad):
     build, params = FORMS[form]

@@ -786,7 +786,7 @@ def masters_state(state):
 @pytest.mark.parametrize(
     ("build", "programs", "bits"),
     [
-        (scaled_wrapper, fused, 16),
+        slow(scaled_wrapper, fused, 16),
         slow(scaled_link, eager, 16),
         slow(scaled_wrapper, eager, 16),
         slow(scaled_link, fused, 16),

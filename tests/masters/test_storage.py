@@ -231,7 +231,8 @@ def test_a_skipped_step_keeps_what_is_stored(storage):
         assert as_bits(moved) == as_bits(params["w"])
 
 
-@MOSTLY_TREES
+@pytest.mark.slow
+@OWN
 def test_it_goes_with_low_bit_states_and_vmap(storage):
     tx = mixed(storage, optax_mp.low_bit_state(adam, min_size=1))
     params = {"w": jnp.ones((2, 4, 64), jnp.bfloat16)}

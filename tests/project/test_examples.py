@@ -172,7 +172,6 @@ DEFAULT = {
     ("flax_nnx", "float16"),
     ("equinox_mlp", "bfloat16"),
     ("haiku_mlp", "float16"),
-    ("schedule_free", "float16"),
 }
 HALF_RUNS = combinations(HALVES, DEFAULT)
 FLOAT16_RUNS = [each for each in HALF_RUNS if each.values[1] == "float16"]

@@ -15,14 +15,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
+import pytest
 
 import optax_mp
+
+# The tests import this file too, also where these are not installed.
+serialization = pytest.importorskip("flax.serialization")
+ocp = pytest.importorskip("orbax.checkpoint")
 
 STEPS_BEFORE = (False, False, True, True, True)  # finite or not
 STEPS_AFTER = (True, False, True, True)
@@ -90,7 +93,7 @@ def checkpoint(tx):
     later = train(tx, params, state, STEPS_AFTER, len(STEPS_BEFORE))
     return {
         "pickle": pickle.dumps((params, state)),
-        "msgpack": flax.serialization.to_bytes(saved),
+        "msgpack": serialization.to_bytes(saved),
         "orbax": without_template(saved),
         "later": jax.tree.map(np.asarray, jax.tree.leaves(later)),
     }
