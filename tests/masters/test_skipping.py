@@ -59,7 +59,7 @@ FORMS = {
     "stochastic rounding": (lambda: optax_mp.stochastic_rounding(adamw), PARAMS),
 }
 # By default what differs most, and eager only the one that has the most parts.
-A_FEW = {"5.1 bytes", "own storage", "groups", "stochastic rounding"}
+A_FEW = {"5.1 bytes", "all float32", "groups", "own storage", "stochastic rounding"}
 
 
 def scaled_gradients(params, scale, bad=None):
