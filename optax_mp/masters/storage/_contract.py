@@ -26,12 +26,6 @@ class Storage(Protocol):
     `mixed_precision(..., storage=...)`. It works leaf by leaf and must only use
     operations that JAX can trace.
 
-    Attributes:
-        param_is_part: whether `decode` reads the param: the param and what is stored
-            together are the master. Updates are then always float32, so that params
-            reach their targets exactly, and functions that read masters require params
-            in a dtype that the storage takes.
-
     Example:
         >>> import dataclasses
         >>> import jax.numpy as jnp
@@ -59,10 +53,10 @@ class Storage(Protocol):
 
     @property
     def param_is_part(self) -> bool:
-        """Whether `decode` reads the param: it and what is stored are the master.
+        """Whether `decode` reads the param: both together are the master.
 
-        If so, updates are always float32, so that params land exactly, and functions
-        that read masters insist on the params that belong to the state.
+        Updates are then always float32, so that params reach their targets exactly, and
+        functions that read masters require params in a dtype that the storage takes.
         """
         ...
 
