@@ -57,6 +57,7 @@ def check_storable(
 
 def check_state(state: Any, storage: Storage) -> None:
     """Raise unless a state was made by `mixed_precision` with this storage."""
+    # Any subclass: each storage has one. Which one it is is the second question.
     if not isinstance(state, MixedPrecisionState):
         raise TypeError(
             f"mixed_precision: `state` is a {type(state).__name__}, expected the "

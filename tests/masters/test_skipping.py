@@ -94,6 +94,16 @@ def test_behind_a_link_that_is_made_at_every_call_nothing_moves(jitted):
     assert as_bits(after[1]) == as_bits(state[1])
 
 
+def test_a_restored_link_may_have_numpy_scalars():
+    tx = optax.chain(optax_mp.static_loss_scale(), mixed())
+    params, (link, state) = start(tx, PARAMS, tx.update)
+    link = jax.tree.map(lambda x: np.asarray(x)[()], link)
+    grads = scaled_gradients(params, 1.0, np.nan)
+    updates, (_, after) = tx.update(grads, (link, state), params)
+    assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
+    assert as_bits(after) == as_bits(state)
+
+
 @pytest.mark.parametrize("value", [0, 0.0, False, True])
 def test_a_plain_number_of_a_rule_is_chosen_like_an_array(value):
     rule = optax.GradientTransformation(
