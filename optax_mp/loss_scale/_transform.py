@@ -246,8 +246,8 @@ def _loss_scaling(
             # The links that follow run in any case: all they can be told is a mark.
             out = restore_overwritten(mark_skipped(finite, grads), updates)
             state = _next_state(state, finite, adjust_counters, state.inner_state)
-            # Not the scale: in a restored state it may be a NumPy scalar, to which there
-            # are no weak references.
+            # Not the scale: restored, it may be a NumPy scalar, to which there are no
+            # weak references.
             register_link(state.last_finite)
             return out, state
         if extra_args.get("grad") is not None:
