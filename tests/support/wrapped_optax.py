@@ -41,6 +41,7 @@ class _ReadThroughState(optax_mp.MixedPrecisionState):
     """A state that shows a test the inner state where it reads a field or an index."""
 
     __slots__ = ()
+    storage = optax_mp.FullCopy()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner_state, name)
@@ -53,7 +54,9 @@ def _wrapped(
     name: str, factory: Callable[..., Any], master_dtype: str, readable: bool
 ) -> Callable[..., Any]:
     """Return `factory` with masters around what it makes, and the same signature."""
-    state_type = _ReadThroughState if readable else optax_mp.MixedPrecisionState
+
+    def show(state: optax_mp.MixedPrecisionState) -> optax_mp.MixedPrecisionState:
+        return _ReadThroughState(*tuple(state)) if readable else state
 
     @functools.wraps(factory)
     def build(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
@@ -64,11 +67,11 @@ def _wrapped(
             state = optimizer.init(params)
             if jax.tree.leaves(state.master_params):
                 _with_masters.add(name)
-            return state_type(state.master_params, state.inner_state)
+            return show(state)
 
         def update(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             updates, state = optimizer.update(*args, **kwargs)
-            return updates, state_type(state.master_params, state.inner_state)
+            return updates, show(state)
 
         return optax.GradientTransformationExtraArgs(init, update)
 
