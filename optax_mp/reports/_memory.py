@@ -157,7 +157,7 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
 
     Args:
         opt_state: the state of any optax optimizer for `params`: arrays, NumPy arrays
-            or `jax.ShapeDtypeStruct`. Sharded arrays count whole, all devices together,
+            or `jax.ShapeDtypeStruct`. Sharded arrays are counted once, over all devices together,
             and replicated ones once.
         params: the params, of the same kinds. Leaves that are not arrays count as
             nothing.

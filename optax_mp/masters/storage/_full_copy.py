@@ -28,7 +28,7 @@ class FullCopy:
 
     @property
     def param_is_part(self) -> bool:
-        """False: the master is stored whole."""
+        """False: what is stored is the master itself."""
         return False
 
     def takes(self, param_dtype: jnp.dtype, master_dtype: jnp.dtype) -> bool:
