@@ -157,8 +157,8 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
 
     Args:
         opt_state: the state of any optax optimizer for `params`: arrays, NumPy arrays
-            or `jax.ShapeDtypeStruct`. Sharded arrays are counted once, over all devices together,
-            and replicated ones once.
+            or `jax.ShapeDtypeStruct`. Sharded arrays count over all devices together,
+            replicated ones once.
         params: the params, of the same kinds. Leaves that are not arrays count as
             nothing.
 
