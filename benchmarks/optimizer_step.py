@@ -65,6 +65,27 @@ def from_transform(
     return Contender(name, param_dtype, grad_dtype, tx.init, step)
 
 
+def behind_a_link(
+    name: str, param_dtype: Any, grad_dtype: Any, inner: optax.GradientTransformation
+) -> Contender:
+    """Return the step of a chain with a loss scale in front of `inner`.
+
+    The link is made where it is used: while one exists, all others look for its mark.
+    """
+
+    def chain() -> optax.GradientTransformation:
+        return optax.chain(optax_mp.dynamic_loss_scale(), inner)
+
+    def step(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
+        updates, state = chain().update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def init(params: Any) -> Any:
+        return chain().init(params)
+
+    return Contender(name, param_dtype, grad_dtype, init, step)
+
+
 def hand_written(name: str, param_dtype: Any, grad_dtype: Any) -> Contender:
     """Return float32 masters as people write them into their own loop."""
     tx = optax.adamw(LEARNING_RATE)
@@ -134,7 +155,6 @@ def contenders() -> list[Contender]:
     adamw = optax.adamw(LEARNING_RATE)
     ours = optax_mp.mixed_precision(adamw)
     scaled = optax_mp.dynamic_loss_scale(ours)
-    linked = optax.chain(optax_mp.dynamic_loss_scale(), ours)
     low_bit = optax_mp.low_bit_state(adamw)
     split16, split8, compact = (
         optax_mp.mixed_precision(inner, storage=optax_mp.Split(bits))
@@ -159,10 +179,9 @@ def contenders() -> list[Contender]:
         from_transform("loss scale around, bf16, bf16 gradients", bf16, bf16, scaled),
         from_transform("loss scale around, f16, f32 gradients", f16, f32, scaled),
         from_transform("loss scale around, f16, f16 gradients", f16, f16, scaled),
-        from_transform("loss scale as a link, plain optax, float32", f32, f32,
-                       optax.chain(optax_mp.dynamic_loss_scale(), adamw)),
-        from_transform("loss scale as a link, bf16, f32 gradients", bf16, f32, linked),
-        from_transform("loss scale as a link, f16, f16 gradients", f16, f16, linked),
+        behind_a_link("loss scale as a link, plain optax, float32", f32, f32, adamw),
+        behind_a_link("loss scale as a link, bf16, f32 gradients", bf16, f32, ours),
+        behind_a_link("loss scale as a link, f16, f16 gradients", f16, f16, ours),
         from_transform("Split(16), bf16, bf16 gradients", bf16, bf16, split16),
         from_transform("Split(16), bf16, f32 gradients", bf16, f32, split16),
         from_transform("Split(16), f16, f16 gradients", f16, f16, split16),

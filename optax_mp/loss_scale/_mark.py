@@ -49,10 +49,12 @@ def is_unmarked(grads: PyTree) -> Choice:
 
     A link hands on float32 or wider gradients. So if one has 16 bits, there is none.
     """
+    if not _links:
+        return True
     # A link does not mark the gradients of overwritten leaves.
     grads = hide_overwritten(grads)
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
-    if not _links or not leaves or any(bits(leaf.dtype) < 32 for leaf in leaves):
+    if not leaves or any(bits(leaf.dtype) < 32 for leaf in leaves):
         return True
     # Under shard_map a rank sees only its own part of such gradients, and values that
     # are equal on all ranks must not depend on that part.

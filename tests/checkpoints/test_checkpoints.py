@@ -10,7 +10,7 @@ import optax
 import pytest
 from comparison import as_bits, avals
 from slow_cases import mostly_slow
-from trained_forms import FORMS, gradients, start_of, train
+from trained_forms import FORMS, gradients, start_of, take_steps, train
 
 import optax_mp
 
@@ -324,14 +324,7 @@ def grads_of(step):
 
 
 def steps_of(tx, params, state, steps):
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for i in steps:
-        params, state = step(params, state, grads_of(i))
-    return params, state
+    return take_steps(tx, params, state, map(grads_of, steps))
 
 
 @pytest.mark.parametrize("storage", [optax_mp.FullCopy(), optax_mp.Split(16)], ids=str)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits, avals
+from trained_forms import take_steps
 
 import optax_mp
 
@@ -63,14 +64,7 @@ def start_of(name):
 
 
 def train(tx, params, state, steps):
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for i in steps:
-        params, state = step(params, state, gradients(i))
-    return params, state
+    return take_steps(tx, params, state, map(gradients, steps))
 
 
 def truth(params, state):

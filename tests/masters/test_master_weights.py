@@ -614,8 +614,6 @@ import jax, jax.numpy as jnp, numpy as np, optax, optax_mp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.experimental.shard_map import shard_map
 
-# Before JAX 0.7 the check of replication fails for float32 gradients: see the README.
-checked = hasattr(jax, "shard_map")
 mesh = Mesh(np.array(jax.devices()), ("d",))
 sharding = NamedSharding(mesh, P("d"))
 params = {"w": jax.device_put(jnp.ones(16, jnp.bfloat16), sharding)}
@@ -635,7 +633,6 @@ mapped = shard_map(
     mesh=mesh,
     in_specs=(P("d"), specs, P("d")),
     out_specs=(P("d"), specs, P("d")),
-    check_rep=checked,
 )
 got = jax.jit(mapped)(grads, state, params)
 np.testing.assert_array_equal(got[0]["w"], updates["w"])

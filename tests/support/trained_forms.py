@@ -110,6 +110,19 @@ def step_of(name):
     return step
 
 
+def take_steps(tx, params, opt_state, gradients):
+    """Take a jitted step for each tree of gradients."""
+
+    @jax.jit
+    def step(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    for grads in gradients:
+        params, opt_state = step(params, opt_state, grads)
+    return params, opt_state
+
+
 def train(name, params, opt_state, steps):
     for i in steps:
         scale = opt_state.scale if name in SCALED else 1.0
