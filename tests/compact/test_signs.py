@@ -211,7 +211,10 @@ UNARY = [
     lambda x: lax.cond(x[0] > 0, jnp.abs, jnp.square, x),
     lambda x: lax.scan(lambda c, y: (c + y, c * y), 0.0, x)[1],
     lambda x: lax.scan(lambda c, y: (c + jnp.abs(y), c * y), 0.0, x)[1],
-    lambda x: lax.while_loop(lambda c: c.sum() > 9, jnp.sqrt, x),
+    # Roots of infinity would never end.
+    lambda x: lax.while_loop(
+        lambda c: (c.sum() > 9) & (c.sum() < jnp.inf), jnp.sqrt, x
+    ),
 ]
 BINARY = [
     jnp.add,
