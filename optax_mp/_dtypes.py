@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -97,8 +98,8 @@ def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Round `x` to the nearest value of a narrower floating `dtype`, without the cast.
 
-    Ties go to even, values out of range become the largest finite value, NaN stays NaN.
-    The result has the dtype of `x`, or float32 if that is wider, so a cast to `dtype`
+    Ties go to even. Finite values out of range become the largest finite value.
+    Infinities stay, unless `dtype` has none, and NaN stays NaN. The result has the dtype of `x`, or float32 if that is wider, so a cast to `dtype`
     is exact.
     """
     # Arithmetic and not a pair of casts, because XLA may drop a cast down and up again
@@ -117,7 +118,7 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def saturating_cast(x: Any, dtype: DTypeLike) -> jax.Array:
-    """Cast to `dtype`; values out of its range become its largest finite value."""
+    """Cast to `dtype`; finite values out of its range become its largest one."""
     x = jnp.asarray(x)
     if jnp.finfo(dtype).nexp < jnp.finfo(x.dtype).nexp or bits(dtype) < bits(x.dtype):
         x = saturate(x, dtype)
@@ -125,6 +126,29 @@ def saturating_cast(x: Any, dtype: DTypeLike) -> jax.Array:
 
 
 def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Bring `x` into the finite range of `dtype`, keeping its own dtype."""
+    """Bring finite values of `x` into the range of `dtype`, keeping their own dtype.
+
+    Infinities stay, unless `dtype` has none: then they become its largest value, too.
+    """
     largest = x.dtype.type(jnp.finfo(dtype).max)
-    return lax.clamp(-largest, x, largest)
+    clamped = lax.clamp(-largest, x, largest)
+    if not _has_infinity(dtype):
+        return clamped
+    return lax.select(lax.is_finite(x), clamped, x)
+
+
+def _has_infinity(dtype: DTypeLike) -> bool:
+    # `float8_e4m3fn`, for one, has none: its cast of an infinity is NaN.
+    return bool(np.isinf(np.float32(np.inf).astype(dtype)))
+
+
+def difference(target: jax.Array, start: jax.Array) -> jax.Array:
+    """Return what to add to `start` for it to become `target`, in their common dtype.
+
+    An infinite `start` stays: what to add is 0, because no sum would make it finite. If
+    `target` is NaN, so is the difference.
+    """
+    # inf - inf would be NaN.
+    is_infinite = lax.eq(lax.abs(start), start.dtype.type(np.inf))
+    is_kept = lax.bitwise_and(is_infinite, lax.eq(target, target))
+    return lax.select(is_kept, lax.full_like(target, 0), lax.sub(target, start))

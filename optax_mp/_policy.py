@@ -86,8 +86,8 @@ class Policy:
     def cast_to_param(self, tree: PyTree) -> PyTree:
         """Cast floating leaves to `param_dtype`, but those of `keep_f32` to float32.
 
-        Values out of range become the largest finite value, as in `mixed_precision`,
-        because an infinite weight would stay infinite.
+        Finite values out of range become the largest finite value, as in
+        `mixed_precision`, because an infinite weight stays infinite.
         """
         return self._cast(tree, self.param_dtype, saturating_cast)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_mp._dtypes import round_to, saturating_cast
+from optax_mp._dtypes import difference, round_to, saturating_cast
 from optax_mp._inner import (
     as_inner_grad,
     as_inner_param,
@@ -158,7 +158,7 @@ class Step:
         # The difference to the actual param, not to the previous target: an update that
         # is rounded to 16 bits can miss its target, and the next one makes up for it.
         target = round_to(target, param.dtype)
-        update = lax.sub(target, lax.convert_element_type(param, target.dtype))
+        update = difference(target, lax.convert_element_type(param, target.dtype))
         return new_stored, _cast_update(update, self._update_dtype_of_master(i))
 
     def _update_dtype_of_master(self, i: int) -> jnp.dtype:
