@@ -99,8 +99,8 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Round `x` to the nearest value of a narrower floating `dtype`, without the cast.
 
     Ties go to even. Finite values out of range become the largest finite value.
-    Infinities stay, unless `dtype` has none, and NaN stays NaN. The result has the dtype of `x`, or float32 if that is wider, so a cast to `dtype`
-    is exact.
+    Infinities stay, unless `dtype` has none, and NaN stays NaN. The result has the
+    dtype of `x`, or float32 if that is wider, so a cast to `dtype` is exact.
     """
     # Arithmetic and not a pair of casts, because XLA may drop a cast down and up again
     # within one program. `reduce_precision` with the exponent bits of `dtype` would
