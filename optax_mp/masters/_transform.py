@@ -49,8 +49,13 @@ def mixed_precision(
       other leaves that are not floating arrays are hidden from `inner`, and their
       gradients are returned unchanged.
     - The update of a leaf is `round(master) - param`. After `optax.apply_updates` the
-      param is the rounded master, whatever finite value it had before. Infinite or NaN
-      params stay that way; cast them anew from `master_params`.
+      param is the rounded master, whatever finite value it had before. Finite masters
+      never become infinite; infinite ones, as after a step that diverged, stay infinite
+      where the param's dtype has infinities.
+    - An infinite param, such as the -inf of a mask, stays infinite until its master is
+      NaN, and NaN stays NaN. To make such params finite, cast them anew from
+      `master_params`. Weight decay makes infinities NaN, as in float32 training:
+      exclude a mask from it.
     - Put this transform last in a chain, or around the chain. A later transform would
       change the rounded difference, and the next step would undo it.
     - If a loss scale is an earlier link of the same chain, a step that it skips is
