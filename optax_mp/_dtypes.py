@@ -83,6 +83,27 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
     return dtype
 
 
+def check_available(dtype: DTypeLike, argument: str) -> jnp.dtype:
+    """Return `dtype`; raise for float64 while JAX's 64-bit types are off.
+
+    For where a dtype is put to use, not where it is declared: users may turn on 64-bit
+    types in between.
+
+    Args:
+        dtype: a dtype.
+        argument: what to call it in the error.
+    """
+    dtype = jnp.dtype(dtype)
+    used = jax.dtypes.canonicalize_dtype(dtype)
+    if used != dtype:
+        raise ValueError(
+            f"{argument} is {dtype.name}, but JAX's 64-bit types are off, so that it "
+            f"would be {used.name}; turn them on first, with "
+            f'`jax.config.update("jax_enable_x64", True)`, or pass {used.name}.'
+        )
+    return dtype
+
+
 def bits(dtype: DTypeLike) -> int:
     """Return the width of a floating dtype in bits."""
     return jnp.finfo(dtype).bits
