@@ -261,6 +261,22 @@ def test_infinite_masters_are_replaced_and_converted(storage):
     np.testing.assert_allclose(found, want, rtol=2.0**-15)
 
 
+@pytest.mark.parametrize("bad", [INF, np.nan])
+def test_a_finite_master_of_an_infinite_param_is_refused_where_both_are_the_master(bad):
+    """`cast_floating` of 1e6 to float16 would be such a param."""
+    params = params_in("float16", [1.0] * 6)
+    state = split(16, adam).init(params)
+    masters = {**params, "mask": jnp.full((4, 6), 1e6)}
+    params["mask"] = jnp.full((4, 6), bad, jnp.float16)
+    message = r"is not this master rounded, .*`new_params = policy.cast_to_param\(new_m"
+    with pytest.raises(ValueError, match=message):
+        optax_mp.replace_master_params(state, params, masters)
+    params = optax_mp.get_policy("f16").cast_to_param(masters)
+    state = optax_mp.replace_master_params(state, params, masters)
+    found = optax_mp.master_params(state, params)["mask"]
+    np.testing.assert_allclose(found, 65520, atol=1)
+
+
 def test_policies_keep_infinities():
     x = jnp.array([INF, -INF, 1e30, jnp.nan])
     for name, end in (("f16", 65504.0), ("bf16", np.float32(jnp.bfloat16(1e30)))):
