@@ -167,9 +167,9 @@ def difference(target: jax.Array, start: jax.Array) -> jax.Array:
     """Return what to add to `start` for it to become `target`, in their common dtype.
 
     An infinite `start` stays: what to add is 0, because no sum would make it finite. If
-    `target` is NaN, so is the difference.
+    `target` is NaN, so is the difference. To NaN anything may be added.
     """
-    # inf - inf would be NaN.
-    is_infinite = lax.eq(lax.abs(start), start.dtype.type(np.inf))
-    is_kept = lax.bitwise_and(is_infinite, lax.eq(target, target))
-    return lax.select(is_kept, lax.full_like(target, 0), lax.sub(target, start))
+    # inf - inf would be NaN. The clamp makes everything 0 but NaN.
+    zero = target.dtype.type(0)
+    kept = lax.clamp(zero, target, zero)
+    return lax.select(lax.is_finite(start), lax.sub(target, start), kept)

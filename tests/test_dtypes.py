@@ -129,7 +129,7 @@ def test_what_is_added_to_an_infinity_is_zero():
             (-inf, inf, 0),
             (1, -inf, 0),
             (nan, inf, nan),
-            (inf, nan, nan),
+            (nan, nan, nan),
             (inf, 1, inf),
             (3, 1, 2),
             (-0.0, 0.0, -0.0),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp._dtypes import difference, round_to
+from optax_mp._dtypes import round_to
 
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 # Bit patterns of float32: the sign, infinity, and the largest bfloat16.
@@ -122,8 +122,11 @@ class Split:
         # The param moves by a float32 sum, which cannot reach every value. So the
         # remainder is taken against the value that this sum will land on.
         before = param.astype(jnp.float32)
-        change = difference(self._round(master, param.dtype), before)
-        landing = round_to(before + change, param.dtype)
+        target = self._round(master, param.dtype)
+        reached = before + (target - before)
+        # An infinite param stays, but inf - inf is NaN.
+        reached = lax.select(lax.is_finite(before), reached, target)
+        landing = round_to(reached, param.dtype)
         return self.encode(master, landing.astype(param.dtype)), landing
 
     def _round(self, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
