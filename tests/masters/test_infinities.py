@@ -232,10 +232,11 @@ def test_a_param_that_is_set_to_infinity_stays_until_it_is_cast_anew(jitted):
     np.testing.assert_array_equal(np.asarray(anew, np.float32)[:3], 1.0)
 
 
-STORAGES = [optax_mp.FullCopy(), optax_mp.Split(16), optax_mp.Split(8), TwoBfloat16()]
-
-
-@pytest.mark.parametrize("storage", STORAGES, ids=str)
+@mostly_slow(
+    "storage",
+    [optax_mp.FullCopy(), optax_mp.Split(16), optax_mp.Split(8), TwoBfloat16()],
+    lambda storage: storage == optax_mp.Split(16),
+)
 def test_infinite_masters_are_replaced_and_converted(storage):
     bare = optax.sgd(1e-2, momentum=0.9)
     tx = mixed(bare, storage=storage)
@@ -261,7 +262,7 @@ def test_infinite_masters_are_replaced_and_converted(storage):
     np.testing.assert_allclose(found, want, rtol=2.0**-15)
 
 
-@pytest.mark.parametrize("bad", [INF, np.nan])
+@mostly_slow("bad", [INF, np.nan], lambda bad: bad == INF)
 def test_a_finite_master_of_an_infinite_param_is_refused_where_both_are_the_master(bad):
     """`cast_floating` of 1e6 to float16 would be such a param."""
     params = params_in("float16", [1.0] * 6)
@@ -282,6 +283,31 @@ def test_policies_keep_infinities():
     for name, end in (("f16", 65504.0), ("bf16", np.float32(jnp.bfloat16(1e30)))):
         found = optax_mp.get_policy(name).cast_to_param(x)
         np.testing.assert_array_equal(np.float32(found), [INF, -INF, end, np.nan])
+
+
+# What it costs
+
+
+@mostly_slow(
+    "form",
+    ["full copies", "stochastic rounding", "float32 updates", "updates like params"],
+    lambda form: form == "full copies",
+)
+def test_a_step_needs_no_memory_beside_params_and_state(form):
+    tx = FORMS[form](adam)
+    params = {"w": jnp.ones((512, 512), jnp.bfloat16)}
+    grads = {"w": jnp.ones((512, 512))}
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(tx.init, params)
+    compiled = (
+        jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads).compile()
+    )
+    # Not even of a bool for each weight.
+    assert compiled.memory_analysis().temp_size_in_bytes < params["w"].size / 4
 
 
 # A model
