@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -82,6 +83,27 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
     return dtype
 
 
+def check_available(dtype: DTypeLike, argument: str) -> jnp.dtype:
+    """Return `dtype`; raise for float64 while JAX's 64-bit types are off.
+
+    For where a dtype is put to use, not where it is declared: users may turn on 64-bit
+    types in between.
+
+    Args:
+        dtype: a dtype.
+        argument: what to call it in the error.
+    """
+    dtype = jnp.dtype(dtype)
+    used = jax.dtypes.canonicalize_dtype(dtype)
+    if used != dtype:
+        raise ValueError(
+            f"{argument} is {dtype.name}, but JAX's 64-bit types are off, so that it "
+            f"would be {used.name}; turn them on first, with "
+            f'`jax.config.update("jax_enable_x64", True)`, or pass {used.name}.'
+        )
+    return dtype
+
+
 def bits(dtype: DTypeLike) -> int:
     """Return the width of a floating dtype in bits."""
     return jnp.finfo(dtype).bits
@@ -97,9 +119,9 @@ def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
 def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Round `x` to the nearest value of a narrower floating `dtype`, without the cast.
 
-    Ties go to even, values out of range become the largest finite value, NaN stays NaN.
-    The result has the dtype of `x`, or float32 if that is wider, so a cast to `dtype`
-    is exact.
+    Ties go to even. Finite values out of range become the largest finite value.
+    Infinities stay, unless `dtype` has none, and NaN stays NaN. The result has the
+    dtype of `x`, or float32 if that is wider, so a cast to `dtype` is exact.
     """
     # Arithmetic and not a pair of casts, because XLA may drop a cast down and up again
     # within one program. `reduce_precision` with the exponent bits of `dtype` would
@@ -117,7 +139,7 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def saturating_cast(x: Any, dtype: DTypeLike) -> jax.Array:
-    """Cast to `dtype`; values out of its range become its largest finite value."""
+    """Cast to `dtype`; finite values out of its range become its largest one."""
     x = jnp.asarray(x)
     if jnp.finfo(dtype).nexp < jnp.finfo(x.dtype).nexp or bits(dtype) < bits(x.dtype):
         x = saturate(x, dtype)
@@ -125,6 +147,29 @@ def saturating_cast(x: Any, dtype: DTypeLike) -> jax.Array:
 
 
 def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Bring `x` into the finite range of `dtype`, keeping its own dtype."""
+    """Bring finite values of `x` into the range of `dtype`, keeping their own dtype.
+
+    Infinities stay, unless `dtype` has none: then they become its largest value, too.
+    """
     largest = x.dtype.type(jnp.finfo(dtype).max)
-    return lax.clamp(-largest, x, largest)
+    clamped = lax.clamp(-largest, x, largest)
+    if not _has_infinity(dtype):
+        return clamped
+    return lax.select(lax.is_finite(x), clamped, x)
+
+
+def _has_infinity(dtype: DTypeLike) -> bool:
+    # `float8_e4m3fn`, for one, has none: its cast of an infinity is NaN.
+    return bool(np.isinf(np.float32(np.inf).astype(dtype)))
+
+
+def difference(target: jax.Array, start: jax.Array) -> jax.Array:
+    """Return what to add to `start` for it to become `target`, in their common dtype.
+
+    An infinite `start` stays: what to add is 0, because no sum would make it finite. If
+    `target` is NaN, so is the difference. To NaN anything may be added.
+    """
+    # inf - inf would be NaN. The clamp makes everything 0 but NaN.
+    zero = target.dtype.type(0)
+    kept = lax.clamp(zero, target, zero)
+    return lax.select(lax.is_finite(start), lax.sub(target, start), kept)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import floating_dtype, saturating_cast
+from optax_mp._dtypes import check_available, floating_dtype, saturating_cast
 from optax_mp._tree import PyTree, cast_floating, is_floating, slash_path
 
 _KEYS = {
@@ -41,7 +41,8 @@ class Policy:
             predicate of (path string, leaf).
 
     Raises:
-        ValueError: if a dtype is not floating.
+        ValueError: if a dtype is not floating. A cast raises it if its dtype is float64
+            while JAX's 64-bit types are off.
         TypeError: if `keep_f32` is neither patterns nor a predicate.
 
     Example:
@@ -86,18 +87,18 @@ class Policy:
     def cast_to_param(self, tree: PyTree) -> PyTree:
         """Cast floating leaves to `param_dtype`, but those of `keep_f32` to float32.
 
-        Values out of range become the largest finite value, as in `mixed_precision`,
-        because an infinite weight would stay infinite.
+        Finite values out of range become the largest finite value, as in
+        `mixed_precision`, because an infinite weight stays infinite.
         """
-        return self._cast(tree, self.param_dtype, saturating_cast)
+        return self._cast(tree, "param_dtype", saturating_cast)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Cast floating leaves to `compute_dtype`, those of `keep_f32` to float32."""
-        return self._cast(tree, self.compute_dtype, cast_floating)
+        return self._cast(tree, "compute_dtype", cast_floating)
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
         """Cast floating leaves to `output_dtype`."""
-        return cast_floating(tree, self.output_dtype)
+        return cast_floating(tree, self._available("output_dtype"))
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
         """Return the same policy with another output dtype."""
@@ -118,9 +119,14 @@ class Policy:
             )
         return jnp.dtype(jnp.float32 if is_kept else dtype)
 
+    def _available(self, field: str) -> jnp.dtype:
+        return check_available(getattr(self, field), f"Policy: `{field}`")
+
     def _cast(
-        self, tree: PyTree, dtype: DTypeLike, cast: Callable[[Any, jnp.dtype], Any]
+        self, tree: PyTree, field: str, cast: Callable[[Any, jnp.dtype], Any]
     ) -> PyTree:
+        dtype = self._available(field)
+
         def cast_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
             if not is_floating(leaf):
                 return leaf

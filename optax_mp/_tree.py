@@ -9,7 +9,7 @@ from jax import lax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import bits, floating_dtype
+from optax_mp._dtypes import bits, check_available, floating_dtype
 from optax_mp._jax._arrays import is_traced
 
 PyTree = Any
@@ -64,7 +64,8 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
         A tree with the structure of `tree`.
 
     Raises:
-        ValueError: if `dtype` is not a floating dtype.
+        ValueError: if `dtype` is not a floating dtype, or float64 while JAX's 64-bit
+            types are off.
 
     Example:
         >>> import jax.numpy as jnp
@@ -74,7 +75,8 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
         >>> half["mean"].dtype.name, half["count"].dtype.name
         ('bfloat16', 'int32')
     """
-    target = floating_dtype(dtype, "cast_floating: `dtype`")
+    argument = "cast_floating: `dtype`"
+    target = check_available(floating_dtype(dtype, argument), argument)
     return jax.tree.map(
         lambda leaf: jnp.asarray(leaf).astype(target) if is_floating(leaf) else leaf,
         tree,

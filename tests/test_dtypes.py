@@ -7,7 +7,12 @@ import pytest
 from reference import rounded
 
 import optax_mp
-from optax_mp._dtypes import floating_dtype, round_to
+from optax_mp._dtypes import (
+    difference,
+    floating_dtype,
+    round_to,
+    saturating_cast,
+)
 
 FORMATS = [
     "bfloat16",
@@ -105,10 +110,35 @@ def test_rounding_of_float64_rounds_once(dtype, x64):
         assert (distance <= np.abs(neighbour - x))[is_value].all()
 
 
-def test_nan_stays_and_infinity_saturates():
-    x = jnp.array([jnp.nan, jnp.inf, -jnp.inf])
-    got = np.asarray(round_to(x, jnp.float16))
-    np.testing.assert_array_equal(got, np.array([np.nan, 65504, -65504], np.float32))
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_nan_stays_and_infinity_where_the_dtype_has_it(dtype):
+    x = np.array([np.nan, np.inf, -np.inf], np.float32)
+    largest = float(jnp.finfo(dtype).max)
+    # The names of formats that are finite end in "fn" or "fnuz".
+    end = largest if "fn" in dtype else np.inf
+    for function in (round_to, saturating_cast):
+        got = np.asarray(function(jnp.asarray(x), dtype)).astype(np.float32)
+        np.testing.assert_array_equal(got, np.array([np.nan, end, -end], np.float32))
+
+
+def test_what_is_added_to_an_infinity_is_zero():
+    inf, nan = np.inf, np.nan
+    target, start, want = np.array(
+        [
+            (inf, inf, 0),
+            (-inf, inf, 0),
+            (1, -inf, 0),
+            (nan, inf, nan),
+            (nan, nan, nan),
+            (inf, 1, inf),
+            (3, 1, 2),
+            (-0.0, 0.0, -0.0),
+        ],
+        np.float32,
+    ).T
+    got = np.asarray(difference(jnp.asarray(target), jnp.asarray(start)))
+    np.testing.assert_array_equal(got, want)
+    assert (np.signbit(got) == np.signbit(want))[~np.isnan(want)].all()
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,18 @@ def test_cast_floating_rejects_integers():
         optax_mp.cast_floating({}, jnp.int32)
 
 
+def test_cast_floating_rejects_float64_without_x64():
+    with pytest.raises(
+        ValueError, match="^cast_floating: `dtype` is float64, but JAX's"
+    ):
+        optax_mp.cast_floating(mixed_tree(), "float64")
+
+
+def test_cast_floating_to_float64_with_x64(x64):
+    cast = optax_mp.cast_floating(mixed_tree(), "float64")
+    assert cast["f16"].dtype == cast["numpy"].dtype == jnp.float64
+
+
 FLOATS = ["float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "complex64"]
 
 

@@ -77,8 +77,8 @@ def low_bit_state(
     between two codes, and would stand still if it were rounded to nearest. The random
     numbers are a hash of position, step and `seed`, so a run can be reproduced, under
     `jit` on any number of devices. (Under `shard_map` each rank counts positions in its
-    own part.) An infinite or NaN value makes its block NaN: a loss scale around the
-    optimizer skips such a step.
+    own part.) An infinite or NaN value makes its block NaN, also where the optimizer
+    itself would go on: a loss scale around it skips steps with such gradients.
 
     These arrays are not quantized:
 

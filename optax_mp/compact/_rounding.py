@@ -13,8 +13,8 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
     """Round `x` up or down to a neighbour in a floating `dtype` of 16 bits or less.
 
     The nearer neighbour is more likely, so that the expectation is `x`. Values that
-    `dtype` can represent and NaN stay; values beyond its range become its largest
-    finite one.
+    `dtype` can represent stay, and so do infinities and NaN. Finite values beyond its
+    range become its largest one.
 
     Returns:
         The rounded values, in float32.
@@ -39,4 +39,4 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
         below = jnp.floor(multiple)
         rises = uniform_numbers(x.shape, key) < multiple - below
         rounded = (below + rises) * spacing
-    return jnp.where(jnp.isnan(x) | (x == 0), x, saturate(rounded, dtype))
+    return jnp.where(jnp.isfinite(x) & (x != 0), rounded, x)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._dtypes import bits
+from optax_mp._dtypes import bits, difference
 from optax_mp._first_edition import raise_missing_field
 from optax_mp._inner import (
     as_inner_grad,
@@ -161,7 +161,7 @@ def stochastic_rounding(
                 if _is_narrow(param):
                     target: Any = optax.apply_updates(wide[i], change)
                     rounded = _round_jitted(target, param.dtype, keys[i])
-                    new_updates[i] = rounded - wide[i]
+                    new_updates[i] = difference(rounded, wide[i])
             count = jnp.asarray(optax.safe_increment(state.step_count))
             new_state = StochasticRoundingState(count, inner_state)
             return leaves.unflatten(new_updates), new_state

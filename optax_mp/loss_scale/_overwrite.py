@@ -17,7 +17,7 @@ from jax.tree_util import (
     tree_map_with_path,
 )
 
-from optax_mp._dtypes import at_least_float32
+from optax_mp._dtypes import at_least_float32, difference
 from optax_mp._leaves import Leaves
 from optax_mp._tree import PyTree, is_floating
 
@@ -69,7 +69,7 @@ def change_to(target: Any, param: Any) -> jax.Array:
     """Return the update that brings `param` to `target`, as nearly as a sum can.
 
     The sum is that of `optax.apply_updates`, in float32 or wider. A target that is not
-    0 never becomes 0, because flax divides by these values.
+    0 never becomes 0, because flax divides by these values. An infinite param stays.
     """
     target, param = jnp.asarray(target), jnp.asarray(param)
     if not is_floating(target):
@@ -82,7 +82,7 @@ def change_to(target: Any, param: Any) -> jax.Array:
     least = wide.type(jnp.finfo(param.dtype).smallest_subnormal)
     is_zero = goal == 0
     goal = jnp.where(is_zero, goal, jnp.copysign(jnp.maximum(abs(goal), least), goal))
-    change = goal - start
+    change = difference(goal, start)
     # From 1.0 to 1e-9 the change is -1.0 in float32, and the sum 0. The float next to
     # -1.0 brings the param as near to the target as a sum can, with the target's sign.
     side = jnp.copysign(jnp.full_like(goal, jnp.inf), goal)

@@ -178,13 +178,13 @@ def _check_param_is_rounded(storage: Storage, new: Any, param: Any, where: str) 
     # The storage may round ties differently from a cast: accept both.
     _, target = storage.advance(storage.encode(new, param), param, new)
     is_rounded = (value == target) | (value == round_to(new, param.dtype))
-    # An infinite param or NaN is its own master.
-    if not bool((is_rounded | ~jnp.isfinite(value)).all()):
+    is_rounded |= jnp.isnan(value) & jnp.isnan(new)
+    if not bool(is_rounded.all()):
         raise ValueError(
             f"{where} is {describe(new)}, and the param {describe(param)} in `params` "
             f"is not this master rounded, as {storage} requires, because the param is "
             "part of the master. Cast first, with `new_params = "
-            "optax_mp.cast_floating(new_master, ...)`; then call "
+            "policy.cast_to_param(new_master)`; then call "
             "`replace_master_params(opt_state, new_params, new_master)` and continue "
             "with `new_params`."
         )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import floating_dtype
+from optax_mp._dtypes import check_available, floating_dtype
 from optax_mp._policy import Policy
 from optax_mp._tree import is_floating, slash_path, spell
 
@@ -44,7 +44,10 @@ def read_param_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
         if dtype is None:
             return leaf.dtype
         dtype = floating_dtype(dtype, f"{argument} for {spell(path)}")
-        return jax.dtypes.canonicalize_dtype(dtype)
+        if dtype == leaf.dtype:
+            # NumPy's float64 is float32 to JAX.
+            return jax.dtypes.canonicalize_dtype(dtype)
+        return check_available(dtype, f"{argument} for {spell(path)}")
 
     return rule
 
@@ -57,6 +60,6 @@ def _rule_for_all(declared: DTypeLike | None, argument: str) -> DTypeRule:
         del path
         if not is_floating(leaf):
             return None
-        return leaf.dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+        return leaf.dtype if dtype is None else check_available(dtype, argument)
 
     return rule

@@ -6,10 +6,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
-from optax_mp._dtypes import round_to, saturating_cast
+from optax_mp._dtypes import (
+    check_available,
+    difference,
+    round_to,
+    saturating_cast,
+)
 from optax_mp._inner import (
     as_inner_grad,
     as_inner_param,
@@ -39,10 +45,12 @@ class Settings(NamedTuple):
     update_dtype: jnp.dtype | str | None
     storage: Storage
 
-    def current_master_dtype(self) -> jnp.dtype:
-        """Return `master_dtype`, or float32 for float64 while x64 is disabled."""
-        # Asked for at each call, because users may enable x64 after construction.
-        return jax.dtypes.canonicalize_dtype(self.master_dtype)
+    def check_dtypes(self) -> None:
+        """Raise if JAX does not have a dtype, as float64 without 64-bit types."""
+        # At each call, because users may turn 64-bit types on after construction.
+        check_available(self.master_dtype, "mixed_precision: `master_dtype`")
+        if isinstance(self.update_dtype, np.dtype):
+            check_available(self.update_dtype, "mixed_precision: `update_dtype`")
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class Step:
                 "mixed_precision: `params` is None, expected the current params; call "
                 "`tx.update(grads, state, params)`."
             )
+        settings.check_dtypes()
         check_state(state, settings.storage)
         # `optax.lookahead` passes a fast and a slow copy of the params, and gradients
         # of the fast one. Here both get them, so that every param has a gradient.
@@ -83,7 +92,7 @@ class Step:
         # Subtrees, because a storage may store several arrays for one master.
         stored = leaves.match_subtrees(state.master_params, "the masters in the state")
         grads = leaves.match(updates, "the gradients")
-        master_dtype, storage = settings.current_master_dtype(), settings.storage
+        master_dtype, storage = settings.master_dtype, settings.storage
         for path, param, stored_leaf, grad in zip(
             leaves.paths, leaves.values, stored, grads, strict=True
         ):
@@ -94,8 +103,7 @@ class Step:
 
     def decode(self, stored: Sequence[Any]) -> list[Any]:
         """Return the master of each param that has one, else `MaskedNode()`."""
-        master_dtype = self.settings.current_master_dtype()
-        storage = self.settings.storage
+        master_dtype, storage = self.settings.master_dtype, self.settings.storage
         masters = list(stored)
         for i, stored_leaf in enumerate(stored):
             if not is_absent(stored_leaf):
@@ -158,7 +166,7 @@ class Step:
         # The difference to the actual param, not to the previous target: an update that
         # is rounded to 16 bits can miss its target, and the next one makes up for it.
         target = round_to(target, param.dtype)
-        update = lax.sub(target, lax.convert_element_type(param, target.dtype))
+        update = difference(target, lax.convert_element_type(param, target.dtype))
         return new_stored, _cast_update(update, self._update_dtype_of_master(i))
 
     def _update_dtype_of_master(self, i: int) -> jnp.dtype:

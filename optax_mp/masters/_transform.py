@@ -49,8 +49,13 @@ def mixed_precision(
       other leaves that are not floating arrays are hidden from `inner`, and their
       gradients are returned unchanged.
     - The update of a leaf is `round(master) - param`. After `optax.apply_updates` the
-      param is the rounded master, whatever finite value it had before. Infinite or NaN
-      params stay that way; cast them anew from `master_params`.
+      param is the rounded master, whatever finite value it had before. Finite masters
+      never become infinite; infinite ones, as after a step that diverged, stay infinite
+      where the param's dtype has infinities.
+    - An infinite param, such as the -inf of a mask, stays infinite until its master is
+      NaN, and NaN stays NaN. To make such params finite, cast them anew from
+      `master_params`. Weight decay makes infinities NaN, as in float32 training:
+      exclude a mask from it.
     - Put this transform last in a chain, or around the chain. A later transform would
       change the rounded difference, and the next step would undo it.
     - If a loss scale is an earlier link of the same chain, a step that it skips is
@@ -60,7 +65,8 @@ def mixed_precision(
 
     Args:
         inner: any optax optimizer or chain.
-        master_dtype: the floating dtype of masters.
+        master_dtype: the floating dtype of masters. float64 needs JAX's 64-bit types,
+            turned on before `init`.
         param_dtype: the dtype of params in training, if you pass `init` a float32 tree
             and cast it later. A dtype, a `Policy`, or a function of (path string,
             leaf); by default each leaf's own dtype. Calling `init` before the cast
@@ -84,7 +90,7 @@ def mixed_precision(
         TypeError: if `inner` is not a gradient transformation, or `storage` lacks a
             member of `Storage`.
         ValueError: if a dtype is not floating; at `init`, if the storage cannot keep
-            the masters of a param.
+            the masters of a param, or if a dtype is float64 without 64-bit types.
 
     Example:
         >>> import jax.numpy as jnp
@@ -150,7 +156,8 @@ def mixed_precision(
 
 def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[Any]]:
     """Return what is stored for each param, and the param that `inner` sees for it."""
-    master_dtype, storage = settings.current_master_dtype(), settings.storage
+    settings.check_dtypes()
+    master_dtype, storage = settings.master_dtype, settings.storage
     dtypes = list(map(settings.dtype_in_training, params.paths, params.values))
     has_master = [x is not None and bits(x) < bits(master_dtype) for x in dtypes]
     check_storable(storage, params, dtypes, has_master, master_dtype)

@@ -338,6 +338,15 @@ def test_a_16_bit_float_has_no_scales(dtype):
     np.testing.assert_array_equal(once.codes, got.codes)
 
 
+def test_a_16_bit_float_keeps_infinities_as_the_optimizer_has_them():
+    x = np.tile(np.float32([np.inf, -np.inf, 3.4e38, np.nan]), (32, 8))
+    form = quantized_zeros(x, jnp.dtype("bfloat16"), None)
+    want = np.where(x == np.float32(3.4e38), 3.3895314e38, x).astype(np.float32)
+    for key in (None, rounding_key(1)):
+        got = decode(quantize(jnp.asarray(x), form, key))
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint16"])
 def test_vmap_encodes_each_as_alone(dtype):
     x = values((3, 40, 33), dtype)

@@ -144,6 +144,14 @@ def test_a_gradient_of_zero_brings_a_leaf_to_zero(dtype, zero, param):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_infinite_leaf_stays_where_no_sum_brings_it_back(dtype):
+    params = jnp.array([np.inf, -np.inf, np.inf, -np.inf, 1.0, 1.0], dtype)
+    grads = jnp.array([np.inf, -np.inf, 2.0, 0.0, np.inf, -np.inf], dtype)
+    want = [np.inf, -np.inf, np.inf, -np.inf, np.inf, -np.inf]
+    assert land(params, grads).tolist() == want
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_random_leaves_land_on_their_gradients(dtype):
     rng = np.random.default_rng(0)
 

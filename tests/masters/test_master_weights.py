@@ -367,12 +367,50 @@ def test_leaves_that_are_their_own_master_move_as_without_the_wrapper(grad_dtype
             np.testing.assert_allclose(ours["own"], bare["own"], rtol=0, atol=atol)
 
 
-def test_float64_masters_without_x64_are_float32():
+FLOAT64 = {
+    "master_dtype": {"master_dtype": jnp.float64},
+    "update_dtype": {"update_dtype": "float64"},
+    "param_dtype": {"param_dtype": np.float64},
+    r"param_dtype` for \['w'\]": {"param_dtype": optax_mp.get_policy("f64")},
+}
+
+
+@pytest.mark.parametrize("name", FLOAT64)
+def test_float64_without_x64_is_an_error_at_init_and_update(name):
+    tx = optax_mp.mixed_precision(optax.sgd(0.1), **FLOAT64[name])
+    start = {"w": jnp.ones(3), "own": jnp.ones(3, jnp.complex64)}
+    message = (
+        rf"^mixed_precision: `{name}`? is float64, but JAX's 64-bit types are off, so "
+        r"that it would be float32; turn them on first, with "
+        r'`jax.config.update\("jax_enable_x64", True\)`, or pass float32.'
+    )
+    for init in (tx.init, jax.jit(tx.init)):
+        with pytest.raises(ValueError, match=message):
+            init(start)
+    state = optax_mp.mixed_precision(optax.sgd(0.1)).init(start)
+    for update in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(ValueError, match=message):
+            update(start, state, start)
+
+
+def test_x64_is_asked_for_when_a_dtype_is_used(x64):
+    """A script may build the optimizer first."""
+    jax.config.update("jax_enable_x64", False)
     tx = optax_mp.mixed_precision(optax.sgd(0.1), jnp.float64)
-    params = {"w": jnp.ones(3, jnp.bfloat16), "own": jnp.ones(3)}
+    params = {"w": jnp.ones(3)}
+    jax.config.update("jax_enable_x64", True)
     state = tx.init(params)
-    assert state.master_params["w"].dtype == jnp.float32
-    assert state.master_params["own"] == optax.MaskedNode()
+    assert state.master_params["w"].dtype == jnp.float64
+    jax.config.update("jax_enable_x64", False)
+    with pytest.raises(ValueError, match="`master_dtype` is float64, but JAX's 64-bit"):
+        tx.update(params, state, params)
+
+
+def test_numpy_float64_params_without_x64_are_float32():
+    params = {"w": np.ones(3)}
+    for declared in (None, lambda _, leaf: leaf.dtype):
+        tx = optax_mp.mixed_precision(optax.sgd(0.1), param_dtype=declared)
+        assert tx.init(params).master_params["w"] == optax.MaskedNode()
 
 
 def test_adamw_against_numpy():
@@ -656,6 +694,44 @@ def test_params_as_wide_as_narrow_masters_are_their_own(master_dtype, param_dtyp
         results.append(as_bits(optax.apply_updates(params["w"], updates["w"])))
     assert results[0] == results[1]
     assert state.master_params["w"] == optax.MaskedNode()
+
+
+@pytest.mark.parametrize("master_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "params", [{}, {"n": jnp.arange(3)}, {"n": None, "key": jax.random.key(0)}]
+)
+def test_trees_without_floating_leaves_have_no_masters(master_dtype, params):
+    tx = optax_mp.mixed_precision(optax.adam(1.0), master_dtype)
+    grads = jax.tree.map(lambda _: None, params)
+    updates, state = tx.update(grads, tx.init(params), params)
+    assert jax.tree.leaves((updates, state.master_params)) == []
+
+
+def test_a_group_without_narrower_leaves_has_no_masters():
+    """Also a group of integers, and one of nothing."""
+    params = {
+        "wide": [jnp.ones(4, jnp.bfloat16), jnp.ones(2)],
+        "narrow": jnp.ones(4, jnp.float8_e5m2),
+        "count": jnp.int32(1),
+    }
+    tx = optax.partition(
+        {
+            name: optax_mp.mixed_precision(
+                optax.sgd(1.0), "bfloat16", update_dtype="params"
+            )
+            for name in (*params, "nothing")
+        },
+        {"wide": "wide", "narrow": "narrow", "count": "count"},
+    )
+    grads = {**jax.tree.map(lambda p: p / 4, params), "count": None}
+    for update in (tx.update, jax.jit(tx.update)):
+        state = tx.init(params)
+        updates, state = update(grads, state, params)
+        masters = [x.inner_state.master_params for x in state.inner_states.values()]
+        assert [x.dtype for x in jax.tree.leaves(masters)] == [jnp.bfloat16]
+        new = optax.apply_updates(params, {**updates, "count": jnp.int32(0)})
+        for leaf in jax.tree.leaves((new["wide"], new["narrow"])):
+            np.testing.assert_array_equal(np.asarray(leaf, np.float32), 0.75)
 
 
 def test_bfloat16_masters_of_float8_params_are_kept():

@@ -46,6 +46,24 @@ FORMS = {
         lambda: optax.partition({"low": mixed(), "own": mixed(optax.sgd(0.1))}, LABELS),
         PARAMS,
     ),
+    "groups of forms": (
+        lambda: optax.partition(
+            {
+                "w": mixed(
+                    optax_mp.low_bit_state(adamw, min_size=1), storage=optax_mp.Split(8)
+                ),
+                "scale": optax_mp.stochastic_rounding(adamw),
+                "norm": mixed(),
+            },
+            {name: name for name in PARAMS},
+        ),
+        PARAMS,
+    ),
+    "groups of float32": (
+        lambda: optax.partition({"low": mixed(), "own": mixed(optax.sgd(0.1))}, LABELS),
+        IN_FLOAT32,
+    ),
+    "MultiSteps inside": (lambda: mixed(optax.MultiSteps(adamw, 2)), PARAMS),
     "masked": (lambda: optax.masked(mixed(), {k: k != "norm" for k in PARAMS}), PARAMS),
     "clipped in between": (
         lambda: optax.chain(optax.clip_by_global_norm(1.0), mixed()),
@@ -130,7 +148,7 @@ def test_a_plain_number_of_a_rule_is_chosen_like_an_array(value):
     ("form", "jitted", "bad"),
     # MultiSteps outside of a `mixed_precision` counts the zeros of a link as a step.
     itertools.product(
-        [x for x in FORMS if "MultiSteps" not in x], [True, False], [np.inf, np.nan]
+        [x for x in FORMS if x != "MultiSteps between"], [True, False], [np.inf, np.nan]
     ),
     lambda form, jitted, bad: form in A_FEW and jitted and bad is np.nan,
 )

@@ -41,6 +41,10 @@ class Leaf:
         return self.dtype in LOW
 
     @property
+    def has_infinities(self):
+        return self.dtype == "float32" or (self.is_low and "fn" not in self.dtype)
+
+    @property
     def is_inexact(self):
         return self.is_low or self.dtype in ("float32", "complex64")
 
@@ -94,10 +98,18 @@ def array_of(rng, leaf, zero=-0.0):
     return jnp.asarray(np.asarray(rng.integers(0, 2, leaf.shape), leaf.dtype))
 
 
-def params_of(tree, seed):
+def params_of(tree, seed, with_infinities=False):
     """Return params with the values that belong to a seed."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: array_of(rng, x), tree, is_leaf=is_leaf)
+
+    def param_of(leaf):
+        array = array_of(rng, leaf)
+        if not (with_infinities and leaf.has_infinities and array.size > 1):
+            return array
+        # As in the mask of an attention; the first value is a zero.
+        return array.at[-1].set(float(rng.choice([-np.inf, np.inf])))
+
+    return jax.tree.map(param_of, tree, is_leaf=is_leaf)
 
 
 def gradient_of(rng, leaf, dtype, of_hidden):
@@ -173,6 +185,7 @@ class Scenario:
         grad_dtype: of floating gradients; "params" for each param's own.
         of_hidden: what the gradients of integers, flags and keys are.
         seed: of all values.
+        with_infinities: whether some params are infinite. Weight decay makes them NaN.
     """
 
     tree: Any
@@ -183,6 +196,7 @@ class Scenario:
     grad_dtype: str
     of_hidden: str
     seed: int
+    with_infinities: bool
 
     def inner(self):
         return INSIDE[self.inside](RULES[self.rule])
@@ -193,7 +207,7 @@ class Scenario:
         )
 
     def params(self):
-        return params_of(self.tree, self.seed)
+        return params_of(self.tree, self.seed, self.with_infinities)
 
     def gradients(self, step):
         seed = (self.seed, step + 1)
@@ -205,7 +219,9 @@ def as_real(leaf):
 
 
 @st.composite
-def scenarios(draw, hidden=HIDDEN, insides=tuple(INSIDE), max_leaves=5):
+def scenarios(
+    draw, hidden=HIDDEN, insides=tuple(INSIDE), max_leaves=5, infinities=(True, False)
+):
     """Return a strategy of scenarios."""
     storage = draw(st.sampled_from([optax_mp.FullCopy(), optax_mp.Split(16)]))
     splits = storage != optax_mp.FullCopy()
@@ -240,6 +256,7 @@ def scenarios(draw, hidden=HIDDEN, insides=tuple(INSIDE), max_leaves=5):
         grad_dtype=draw(st.sampled_from(["params", "float32", "bfloat16", "float16"])),
         of_hidden=draw(st.sampled_from(["None", "float0", "int32"])),
         seed=draw(st.integers(0, 99)),
+        with_infinities=draw(st.sampled_from(infinities)),
     )
 
 

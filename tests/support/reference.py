@@ -5,9 +5,15 @@ import numpy as np
 
 
 def rounded(master, dtype):
-    """Return `master` rounded to `dtype`: nearest, ties to even, saturating."""
+    """Return `master` rounded to `dtype`: nearest, ties to even.
+
+    Finite ones saturate. Infinities do so only if `dtype` has none.
+    """
     largest = float(ml_dtypes.finfo(dtype).max)
-    return np.clip(np.asarray(master), -largest, largest).astype(dtype)
+    infinity = np.float32(np.inf).astype(dtype)
+    infinity = infinity if np.isinf(infinity) else np.float32(largest).astype(dtype)
+    param = np.clip(np.asarray(master), -largest, largest).astype(dtype)
+    return np.where(np.isinf(master), np.copysign(infinity, param), param)
 
 
 def smallest_landing(param):
@@ -30,7 +36,7 @@ def follow(master, dtype, bits):
     upper = (places + 2 ** (bits - 1)) // 2**bits
     upper = np.minimum(upper, 0x7F7F).astype(np.uint16)  # the largest finite one
     param = (upper | negative << 15).view(ml_dtypes.bfloat16)
-    return np.where(np.isnan(master), ml_dtypes.bfloat16(np.nan), param)
+    return np.where(np.isfinite(master), param, master.astype(ml_dtypes.bfloat16))
 
 
 def remainder(master, param, bits):
@@ -68,9 +74,20 @@ def settle(master, before, bits):
     """
     target = follow(master, before.dtype, bits).astype(np.float32)
     start = before.astype(np.float32)
-    landing = rounded(start + (target - start), before.dtype)
-    settled = join(landing, remainder(master, landing, bits))
+    landing = rounded(start + difference(target, start), before.dtype)
+    # What is not finite is its own master.
+    is_finite = np.isfinite(landing.astype(np.float32))
+    with np.errstate(invalid="ignore"):
+        own = join(landing, remainder(master, landing, bits))
+    settled = np.where(is_finite, own, landing.astype(np.float32))
     return follow(settled, before.dtype, bits), settled
+
+
+def difference(target, start):
+    """Return what to add to `start` for `target`: 0 if it is infinite, unless NaN."""
+    is_kept = np.isinf(start) & ~np.isnan(target)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.where(is_kept, np.zeros_like(target), target - start)
 
 
 def _position(x):

@@ -44,8 +44,8 @@ class Split:
     - If a step shrinks a weight to less than 2^-15 of what it was (float16: 2^-12), a
       float32 update may not reach the new value exactly. The master then moves with the
       param, by at most 2^-23 of the old weight.
-    - Finite masters above 3.396e38 (float16: 65520) and infinite ones are kept as the
-      largest finite value. NaN stays NaN, and an infinite param is its own master.
+    - Finite masters above 3.396e38 (float16: 65520) are kept as the largest finite
+      value. An infinite param is its own master, and NaN stays NaN.
     - `jax.grad` through `tx.update` is zero.
 
     Attributes:
@@ -122,8 +122,11 @@ class Split:
         # The param moves by a float32 sum, which cannot reach every value. So the
         # remainder is taken against the value that this sum will land on.
         before = param.astype(jnp.float32)
-        change = self._round(master, param.dtype) - before
-        landing = round_to(before + change, param.dtype)
+        target = self._round(master, param.dtype)
+        reached = before + (target - before)
+        # An infinite param stays, but inf - inf is NaN.
+        reached = lax.select(lax.is_finite(before), reached, target)
+        landing = round_to(reached, param.dtype)
         return self.encode(master, landing.astype(param.dtype)), landing
 
     def _round(self, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -137,7 +140,7 @@ class Split:
         unit = 1 << (16 - self.bits)
         magnitude = (jnp.minimum(magnitude, _LARGEST_BFLOAT16) + unit // 2) & -unit
         rounded = _to_float(sign | ((magnitude + 0x8000) & -0x10000))
-        return jnp.where(jnp.isnan(master), master, rounded)
+        return jnp.where(jnp.isfinite(master), rounded, master)
 
     def _unit_of(self, param: jax.Array) -> jax.Array:
         """Return the value of 1 in the remainder of a float16 param."""
