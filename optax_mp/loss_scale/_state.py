@@ -25,6 +25,10 @@ class LossScaleState(NamedTuple):
         total_skipped_count: steps skipped since `init`, an int32 scalar.
         last_finite: whether the last step was finite, a bool scalar.
         inner_state: the state of the inner optimizer; empty for a link in a chain.
+        nonfinite_index: which leaf was the first that was not finite in the last
+            skipped step, as an index into the leaves of the gradients (None counts as a
+            leaf), an int32 scalar; -1 if no step was skipped. `check_loss_scale` names
+            the leaf.
 
     Example:
         >>> import jax.numpy as jnp
@@ -44,6 +48,8 @@ class LossScaleState(NamedTuple):
     total_skipped_count: jax.Array
     last_finite: jax.Array
     inner_state: optax.OptState
+    # Last and with a default, so that older pickles, which lack it, still load.
+    nonfinite_index: jax.Array | int = -1
 
     __getattr__ = raise_missing_field
 
