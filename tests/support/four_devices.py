@@ -62,6 +62,19 @@ def an_inf_on_one_rank_makes_all_skip():
     assert all((np.asarray(u) == 0).all() for u in jax.tree.leaves(updates))
 
 
+def all_ranks_agree_on_the_first_leaf_that_is_not_finite():
+    tx = transform("data")
+    state = tx.init(PARAMS)
+    step = update_on_each_rank(tx, PARAMS, state)
+    grads = gradients()
+    grads["w"] = grads["w"].at[1, 0].set(jnp.nan)
+    _, after = step(grads, state, PARAMS)
+    np.testing.assert_array_equal(after.nonfinite_index, [1] * 4)
+    grads["norm"] = grads["norm"].at[3, 1].set(jnp.inf)
+    _, after = step(grads, state, PARAMS)
+    np.testing.assert_array_equal(after.nonfinite_index, [0] * 4)
+
+
 def finite_gradients_move_all_ranks():
     tx = transform("data")
     state = tx.init(PARAMS)
@@ -103,7 +116,7 @@ def sharded_gradients_under_jit_need_nothing():
     )
     updates, after = jax.jit(tx.update)(grads, state, params)
     assert as_bits(after.inner_state) == as_bits(state.inner_state)
-    assert float(after.scale) == 4.0
+    assert float(after.scale) == 4.0 and int(after.nonfinite_index) == 1
     masters = after.inner_state.master_params["w"]
     assert masters.sharding.is_equivalent_to(sharding["w"], 1)
     assert updates["w"].sharding.is_equivalent_to(sharding["w"], 1)
@@ -208,6 +221,7 @@ def explicitly_sharded_arrays_work():
 
 CHECKS = (
     an_inf_on_one_rank_makes_all_skip,
+    all_ranks_agree_on_the_first_leaf_that_is_not_finite,
     finite_gradients_move_all_ranks,
     ranks_agree_by_one_collective_of_one_scalar,
     without_an_axis_name_a_rank_decides_for_itself,
