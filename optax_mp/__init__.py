@@ -73,7 +73,8 @@ from optax_mp.checkpoints import (
     upgrade_checkpoint,
 )
 
-# How much memory a model takes, and what its gradients would lose in low precision.
+# What to log while training, how much memory a model takes, and what its gradients would
+# lose in low precision.
 from optax_mp.reports import (
     FormatRange,
     GradientRangeReport,
@@ -81,6 +82,7 @@ from optax_mp.reports import (
     MemoryRow,
     gradient_range_report,
     memory_report,
+    metrics,
 )
 # isort: on
 
@@ -125,6 +127,7 @@ __all__ = [
     "low_bit_state",
     "master_params",
     "memory_report",
+    "metrics",
     "mixed_precision",
     "nonfinite_paths",
     "replace_master_params",

@@ -7,6 +7,7 @@ import optax
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._leaves import is_absent
+from optax_mp._nnx import plain_trees
 from optax_mp._states import find_states
 from optax_mp._tree import nonfinite_paths, spell
 from optax_mp.loss_scale._state import LossScaleState, loss_scale_state
@@ -55,6 +56,7 @@ def check_loss_scale(
         Traceback (most recent call last):
         FloatingPointError: check_loss_scale: 1 steps ... not finite was ['w'].
     """
+    opt_state, params = plain_trees(opt_state, params)
     state = loss_scale_state(opt_state, "check_loss_scale")
     if state is None:
         return

@@ -1,5 +1,6 @@
-"""Reports for people: data that prints as a table.
+"""Reports for people: data that prints as a table, and scalars for loggers.
 
+`metrics` (`_metrics.py`) finds what a training loop logs in any optimizer state.
 `memory_report` (`_memory.py`) counts the bytes of params and optimizer state, also of a
 model that is only planned. `gradient_range_report` (`_gradient_range.py`) counts
 gradients by magnitude, and says what each low-precision format (`_formats.py`) would
@@ -12,6 +13,7 @@ from optax_mp.reports._gradient_range import (
     gradient_range_report,
 )
 from optax_mp.reports._memory import MemoryReport, MemoryRow, memory_report
+from optax_mp.reports._metrics import metrics
 
 __all__ = [
     "FormatRange",
@@ -20,4 +22,5 @@ __all__ = [
     "MemoryRow",
     "gradient_range_report",
     "memory_report",
+    "metrics",
 ]
