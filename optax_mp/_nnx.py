@@ -26,14 +26,23 @@ def plain_trees(opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
     """Return state and params without NNX's boxes.
 
     Of an `nnx.Module` those are the params that the `nnx.Optimizer` trains, or its
-    `nnx.Param`s if only the state is given.
+    `nnx.Param`s if the state is not given as one.
     """
+    return plain_state(opt_state), _plain_params(params, opt_state)
+
+
+def plain_params(params: PyTree) -> PyTree:
+    """Return params, gradients or updates without NNX's boxes."""
+    return _plain_params(params, None)
+
+
+def _plain_params(params: PyTree, optimizer: Any) -> PyTree:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
-        return opt_state, params
+        return params
     if isinstance(params, nnx.Module):
-        params = nnx.state(params, getattr(opt_state, "wrt", nnx.Param))
-    return plain_state(opt_state), _unbox(params, nnx)
+        params = nnx.state(params, getattr(optimizer, "wrt", nnx.Param))
+    return _unbox(params, nnx)
 
 
 def _unbox(tree: PyTree, nnx: Any) -> PyTree:

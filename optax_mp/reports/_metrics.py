@@ -49,7 +49,8 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optax_mp
-        >>> tx = optax.chain(optax.clip(1.0), optax_mp.dynamic_loss_scale(optax.adam(1)))
+        >>> scaled = optax_mp.dynamic_loss_scale(optax.adam(1e-3))
+        >>> tx = optax.chain(optax.clip(1.0), scaled)
         >>> params = {"w": jnp.ones(2)}
         >>> updates, state = tx.update({"w": jnp.ones(2)}, tx.init(params), params)
         >>> for name, value in optax_mp.metrics(state).items():
