@@ -88,8 +88,13 @@ GIVEN = {
 }
 
 
+def given_first(first):
+    """Parametrise over what users have at hand; by default only the first."""
+    return mostly_slow("given", GIVEN, lambda given: given == first)
+
+
 @mostly_slow("form", FORMS, lambda form: form == "FullCopy")
-@pytest.mark.parametrize("given", GIVEN)
+@given_first("optimizer, model")
 def test_masters_are_read_and_replaced(given, form):
     tx = FORMS[form]()
     model, optimizer = trained(tx)
@@ -106,7 +111,7 @@ def test_masters_are_read_and_replaced(given, form):
     assert as_bits(plain(exact)) == as_bits(expected)
 
 
-@pytest.mark.parametrize("given", GIVEN)
+@given_first("opt_state, state")
 def test_a_state_without_masters_gives_the_params_in_float32(given):
     model, optimizer = trained(optax.adam(0.1), jnp.float16)
     found = optax_mp.master_params(*GIVEN[given](model, optimizer))
@@ -114,7 +119,7 @@ def test_a_state_without_masters_gives_the_params_in_float32(given):
     assert len(jax.tree.leaves(found)) == 2
 
 
-@pytest.mark.parametrize("given", GIVEN)
+@given_first("optimizer, model")
 def test_the_loss_scale_is_found_and_the_bad_leaf_named(given):
     tx = optax_mp.dynamic_loss_scale(MASTERS)
     model, optimizer = trained(tx, bad=True)
@@ -127,6 +132,7 @@ def test_the_loss_scale_is_found_and_the_bad_leaf_named(given):
         optax_mp.check_loss_scale(state, 0, params=params)
 
 
+@pytest.mark.slow
 def test_reports_are_of_the_params_that_are_trained():
     model, optimizer = trained(MASTERS)
     roles = optax_mp.memory_report(*bare(MASTERS)).by_role()
@@ -136,6 +142,7 @@ def test_reports_are_of_the_params_that_are_trained():
     assert found.paths == ("['layer']['bias']", "['layer']['kernel']")
 
 
+@pytest.mark.slow
 def test_a_state_is_converted():
     model, optimizer = trained(MASTERS)
     to_tx = FORMS["Split(16)"]()
@@ -144,6 +151,7 @@ def test_a_state_is_converted():
     assert as_bits(found) == as_bits(expected)
 
 
+@pytest.mark.slow
 def test_the_package_does_not_import_flax():
     code = (
         "import sys, optax_mp; assert not any('flax' in name for name in sys.modules)"

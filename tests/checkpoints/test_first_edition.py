@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits, avals
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -101,6 +102,7 @@ def test_an_unpickled_state_without_a_storage_is_recognised(name):
         optax_mp.check_checkpoint(restored(name, "pickle"), template(name))
 
 
+@pytest.mark.slow
 def test_an_unpickled_loss_scale_continues_without_an_upgrade():
     opt_state = restored("full_copy", "pickle")["opt_state"]
     tx, params = optax_mp.dynamic_loss_scale(optax.sgd(0.1)), start()
@@ -111,7 +113,7 @@ def test_an_unpickled_loss_scale_continues_without_an_upgrade():
     assert opt_state.nonfinite_index == 0 and not opt_state.last_finite
 
 
-@every_form
+@mostly_slow("name", FORMS, lambda name: name == "full_copy")
 def test_an_upgraded_state_without_the_index_is_recognised(name):
     """As of a version between the editions, which had the new names of counters."""
     saved = serialization.to_state_dict(FORMS[name].init(start()))
