@@ -135,7 +135,9 @@ FORMS = {
     "Split(8)": lambda: optax_mp.mixed_precision(
         optax.sgd(0.1), storage=optax_mp.Split(bits=8)
     ),
-    "low_bit_state": lambda: optax_mp.low_bit_state(optax.adam(0.1)),
+    "low_bit_state": lambda: optax_mp.mixed_precision(
+        optax_mp.low_bit_state(optax.adam(0.1))
+    ),
     "stochastic_rounding": lambda: optax_mp.stochastic_rounding(optax.sgd(0.1)),
 }
 
