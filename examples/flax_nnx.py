@@ -2,11 +2,10 @@
 
 The library appears in `FORMS` (what `nnx.Optimizer` is given), in `cast_floating`, in
 `scale_loss`, which multiplies the loss where the optimizer holds a loss scale, and in
-`master_params`. `nnx.as_pure` takes arrays out of their Variables, as optax sees them.
+`master_params`. These take the optimizer and the model as they are.
 
 `nnx.grad` gives 16-bit gradients, so `update_dtype` asks for float32 updates, which
-land exactly. Let the patterns of a `Policy` end in a star (`"*/bias*"`): to `init` the
-optimizer shows paths such as `out/bias/value`, and to `update` `out/bias`.
+land exactly.
 """
 
 import jax.numpy as jnp
@@ -61,7 +60,7 @@ def step(model, optimizer, x, y):
 
     def scaled_loss(model):
         value = loss(model, x, y)
-        return optax_mp.scale_loss(value, nnx.as_pure(optimizer.opt_state)), value
+        return optax_mp.scale_loss(value, optimizer), value
 
     grads, value = nnx.grad(scaled_loss, has_aux=True)(model)
     optimizer.update(model, grads)  # unscales, or skips
@@ -77,19 +76,13 @@ def train(dtype, tx, batches):
     return model, optimizer, losses
 
 
-def float32_weights(model, optimizer):
-    """Return the masters, as a state of the model."""
-    params = nnx.as_pure(nnx.state(model, nnx.Param))
-    return optax_mp.master_params(nnx.as_pure(optimizer.opt_state), params)
-
-
 def main():
     """Train in every form; evaluate a model with the float32 weights."""
     for name, (dtype, tx) in FORMS.items():
         model, optimizer, _ = train(dtype, tx, data())
         exact = MLP(jnp.float32, nnx.Rngs(0)) if name != "float32" else model
         if name != "float32":
-            nnx.update(exact, float32_weights(model, optimizer))
+            nnx.update(exact, optax_mp.master_params(optimizer, model))
         print(f"{name}: {loss(exact, *data(1, seed=1)):.4f}")
 
 

@@ -73,14 +73,17 @@ from optax_mp.checkpoints import (
     upgrade_checkpoint,
 )
 
-# How much memory a model takes, and what its gradients would lose in low precision.
+# What to log while training, what low precision loses, and how much memory is needed.
 from optax_mp.reports import (
     FormatRange,
     GradientRangeReport,
     MemoryReport,
     MemoryRow,
+    UpdateReport,
     gradient_range_report,
     memory_report,
+    metrics,
+    update_report,
 )
 # isort: on
 
@@ -105,6 +108,7 @@ __all__ = [
     "StaticLossScale",
     "StochasticRoundingState",
     "Storage",
+    "UpdateReport",
     "all_finite",
     "amp",
     "amp_report",
@@ -125,6 +129,7 @@ __all__ = [
     "low_bit_state",
     "master_params",
     "memory_report",
+    "metrics",
     "mixed_precision",
     "nonfinite_paths",
     "replace_master_params",
@@ -132,6 +137,7 @@ __all__ = [
     "select_tree",
     "static_loss_scale",
     "stochastic_rounding",
+    "update_report",
     "upgrade_checkpoint",
     "value_and_grad",
     "zero1",

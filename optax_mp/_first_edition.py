@@ -42,6 +42,9 @@ RENAMED_FIELDS = {
     "total_skipped": "total_skipped_count",
 }
 
+# Fields that states have got since, and their values at `init`.
+ADDED_FIELDS = {"nonfinite_index": -1}
+
 
 def raise_missing_field(state: Any, name: str) -> NoReturn:
     """Raise for a missing field, naming the new name of an old one.

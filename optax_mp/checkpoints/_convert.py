@@ -10,6 +10,7 @@ import optax
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
+from optax_mp._nnx import plain_trees
 from optax_mp._states import find_states, map_states
 from optax_mp._tree import (
     PyTree,
@@ -54,11 +55,10 @@ def convert_opt_state(
     - from float32 params to 16-bit params: build `to_tx` with `param_dtype`, so that
       the masters keep every bit, convert, then cast the params;
     - to plain float32: continue with `master_params(opt_state, params)` as the params.
-      `stochastic_rounding` has no masters: after it, cast the params to float32.
 
     Args:
-        opt_state: the state of the run, made by `from_tx`.
-        params: the params that belong to `opt_state`.
+        opt_state: the state of the run, made by `from_tx`. Or its `nnx.Optimizer`.
+        params: the params that belong to `opt_state`. Or their `nnx.Module`.
         from_tx: the transformation that the run has used so far.
         to_tx: the transformation to continue with.
 
@@ -93,6 +93,7 @@ def convert_opt_state(
         )
     from_tx = as_transformation(from_tx, _CALLER, "from_tx")
     to_tx = as_transformation(to_tx, _CALLER, "to_tx")
+    opt_state, params = plain_trees(opt_state, params)
     _check_made_by(opt_state, from_tx, params)
     wrappers = {
         kind: found[0][1]

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import GetAttrKey, tree_flatten_with_path
 
-from optax_mp._first_edition import RENAMED_FIELDS
+from optax_mp._first_edition import ADDED_FIELDS, RENAMED_FIELDS
 from optax_mp._states import find_states
 from optax_mp._tree import PyTree, spell
 from optax_mp.checkpoints._compare import (
+    NamedLeaves,
     PathNames,
     differences,
     is_key,
@@ -31,10 +32,11 @@ _RENAMED_STATES = (LossScaleState, LowBitState, StochasticRoundingState)
 def upgrade_checkpoint(saved: PyTree, template: PyTree) -> PyTree:
     """Return a checkpoint of the first edition in the form of this edition.
 
-    The first edition had other names for counters, and its states did not name the
-    storage that made them. Leaves are matched by the names along their paths, with the
-    old names of the counters. Nothing is rounded, cast or reshaped. Restore the
-    checkpoint without a template first:
+    The first edition had other names for counters, its states did not name the storage
+    that made them, and its loss scale did not remember which leaf was not finite.
+    Leaves are matched by the names along their paths, with the old names of the
+    counters. Nothing is rounded, cast or reshaped. Restore the checkpoint without a
+    template first:
 
     - a pickle: what `pickle.load` returns;
     - `flax.serialization`: what `msgpack_restore(encoded_bytes)` returns;
@@ -75,6 +77,7 @@ def upgrade_checkpoint(saved: PyTree, template: PyTree) -> PyTree:
     for names, old_names in _old_names(template).items():
         if names not in found and old_names in found:
             found[names] = found.pop(old_names)
+    found |= _missing_fields(found, template)
     lines = differences(found, expected)
     if lines:
         raise ValueError(
@@ -109,7 +112,8 @@ def is_of_first_edition(saved: PyTree, template: optax.OptState) -> bool:
     )
     # Unpickled states have the new names, but do not say which storage made them.
     has_storage = any(storage is not None for storage in _storages(template))
-    return has_old_names or (has_storage and None in _storages(saved))
+    lacks_storage = has_storage and None in _storages(saved)
+    return has_old_names or lacks_storage or bool(_missing_fields(found, template))
 
 
 def _storages(tree: PyTree) -> list[Any]:
@@ -125,6 +129,18 @@ def _old_names(template: PyTree) -> dict[PathNames, PathNames]:
         for old_field, field in RENAMED_FIELDS.items():
             renamed[(*above, field)] = (*above, old_field)
     return renamed
+
+
+def _missing_fields(found: NamedLeaves, template: PyTree) -> NamedLeaves:
+    """Return the fields that states of the template have got since they were saved."""
+    missing: NamedLeaves = {}
+    for path, state in find_states(template, LossScaleState):
+        above = names_of(path)
+        was_saved = any((*above, field) in found for field in state._fields)
+        for field, value in ADDED_FIELDS.items():
+            if was_saved and (*above, field) not in found:
+                missing[*above, field] = ((*path, GetAttrKey(field)), value)
+    return missing
 
 
 def _as_in_template(path_and_leaf: tuple[Any, Any], want: Any) -> Any:

@@ -4,13 +4,21 @@ from typing import Any
 
 import jax
 import optax
+from jax.tree_util import tree_flatten_with_path
 
-from optax_mp._tree import nonfinite_paths
-from optax_mp.loss_scale._state import loss_scale_state
+from optax_mp._leaves import is_absent
+from optax_mp._nnx import plain_trees
+from optax_mp._states import find_states
+from optax_mp._tree import nonfinite_paths, spell
+from optax_mp.loss_scale._state import LossScaleState, loss_scale_state
 
 
 def check_loss_scale(
-    opt_state: optax.OptState, max_skipped: int = 30, *, grads: Any = None
+    opt_state: optax.OptState,
+    max_skipped: int = 30,
+    *,
+    params: Any = None,
+    grads: Any = None,
 ) -> None:
     """Raise if too many steps in a row were skipped.
 
@@ -19,43 +27,103 @@ def check_loss_scale(
     With the defaults, 30 skipped steps take the scale from 65536 down to `min_scale`.
 
     Args:
-        opt_state: a state with a loss scale in it, at any depth of wrappers.
+        opt_state: a state with a loss scale in it, at any depth of wrappers. A state
+            without one passes the check.
         max_skipped: how many skipped steps in a row are accepted.
-        grads: the last gradients, to name the leaves that are not finite.
+        params: the params, to name the first leaf whose gradient was not finite in the
+            last skipped step. The first in the order of the tree, which need not be the
+            one where the NaN began.
+        grads: the last gradients, to name all leaves that are not finite.
 
     Raises:
         FloatingPointError: if more than `max_skipped` steps in a row were skipped; with
-            the counters, the leaves, and the likely cause.
-        ValueError: if the state holds no loss scale.
+            the counters, the leaf, and the likely cause.
+        ValueError: if the state holds several loss scales.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optax_mp
-        >>> state = optax_mp.dynamic_loss_scale(optax.sgd(0.1)).init(jnp.ones(2))
-        >>> optax_mp.check_loss_scale(state)
-        >>> state = state._replace(skipped_count=jnp.int32(31))
-        >>> optax_mp.check_loss_scale(state)  # doctest: +ELLIPSIS
+        >>> params = {"w": jnp.ones(2), "b": jnp.ones(1)}
+        >>> tx = optax_mp.static_loss_scale(optax.sgd(0.1))
+        >>> state = tx.init(params)
+        >>> optax_mp.check_loss_scale(state, params=params)
+        >>> bad = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(1)}
+        >>> updates, state = tx.update(bad, state, params)
+        >>> optax_mp.check_loss_scale(
+        ...     state, max_skipped=0, params=params
+        ... )  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        FloatingPointError: check_loss_scale: 31 steps in a row ...
+        FloatingPointError: check_loss_scale: 1 steps ... not finite was ['w'].
     """
+    opt_state, params = plain_trees(opt_state, params)
     state = loss_scale_state(opt_state, "check_loss_scale")
     if state is None:
-        raise ValueError(
-            "check_loss_scale: `opt_state` holds no loss scale, expected the state of "
-            "an optimizer with optax_mp.dynamic_loss_scale in it."
-        )
+        return
     state = jax.device_get(state._replace(inner_state=()))
     if state.skipped_count <= max_skipped:
         return
-    leaves = "Find the leaves with optax_mp.nonfinite_paths(grads)."
     if grads is not None:
         leaves = f"Leaves: {', '.join(nonfinite_paths(grads)) or 'none in `grads`'}."
+    elif params is not None:
+        name = _name_leaf(int(state.nonfinite_index), opt_state, params)
+        leaves = f"The first leaf that was not finite was {name}."
+    else:
+        leaves = (
+            "Pass `params=params` to see the first leaf; find all of them with "
+            "optax_mp.nonfinite_paths(grads)."
+        )
     raise FloatingPointError(
         f"check_loss_scale: {state.skipped_count} steps in a row had non-finite "
         f"gradients and were skipped (allowed: {max_skipped}; skipped since `init`: "
-        f"{state.total_skipped_count}), and the loss scale is down to {state.scale:g}. "
-        "An overflow would have ended as the scale fell, so this is a NaN or infinity "
-        "of the model or its data, such as a division by zero or the log of a negative "
-        f"number. {leaves}"
+        f"{state.total_skipped_count}), and the loss scale {_explain_cause(state)} "
+        f"{leaves}"
+    )
+
+
+def _explain_cause(state: LossScaleState) -> str:
+    """Return what the scale says about the cause: an overflow, or the model itself."""
+    of_model = (
+        "a NaN or infinity of the model or its data, such as a division by zero or the "
+        "log of a negative number."
+    )
+    # Only a dynamic scale without hysteresis left has been lowered.
+    has_fallen = state.hysteresis_left == 0
+    scale = f"is {'down to ' if has_fallen else ''}{state.scale:g}"
+    if state.scale <= 1:
+        return (
+            f"{scale}. A scale of at most 1 makes no gradient overflow, so this is "
+            f"{of_model}"
+        )
+    if not has_fallen:
+        return (
+            f"{scale}, and has not fallen. If a lower scale, or `dynamic_loss_scale`, "
+            f"ends this, it is an overflow; if not, it is {of_model}"
+        )
+    return (
+        f"{scale}. If this ends before the scale is down to 1, it is an overflow: "
+        f"raise `max_skipped`, or lower `init_scale`. If not, it is {of_model}"
+    )
+
+
+def _name_leaf(index: int, opt_state: Any, params: Any) -> str:
+    """Return the path of the param whose gradient had an index, or the index."""
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast  # of the two copies the one that has gradients
+    paths = [path for path, _ in tree_flatten_with_path(params, is_leaf=is_absent)[0]]
+    if 0 <= index < len(paths) and not _sees_masked_gradients(opt_state):
+        return spell(paths[index])
+    return f"number {index} of the gradients that the loss scale sees, counted from 0"
+
+
+def _sees_masked_gradients(opt_state: Any) -> bool:
+    """Return whether `optax.masked` or `optax.partition` is around the loss scale.
+
+    It hides leaves and whole branches, so the indices of the others are unknown.
+    """
+    found = find_states(opt_state, (optax.MaskedState, LossScaleState))
+    at = next(path for path, state in found if isinstance(state, LossScaleState))
+    return any(
+        isinstance(state, optax.MaskedState) and at[: len(path)] == path
+        for path, state in found
     )

@@ -8,6 +8,7 @@ import optax
 from jax.tree_util import keystr
 
 from optax_mp._first_edition import raise_missing_field
+from optax_mp._nnx import plain_state
 from optax_mp._states import find_states
 
 
@@ -25,6 +26,10 @@ class LossScaleState(NamedTuple):
         total_skipped_count: steps skipped since `init`, an int32 scalar.
         last_finite: whether the last step was finite, a bool scalar.
         inner_state: the state of the inner optimizer; empty for a link in a chain.
+        nonfinite_index: which leaf was the first that was not finite in the last
+            skipped step, as an index into the leaves of the gradients (None counts as a
+            leaf), an int32 scalar; -1 if no step was skipped. `check_loss_scale` names
+            the leaf.
 
     Example:
         >>> import jax.numpy as jnp
@@ -44,6 +49,8 @@ class LossScaleState(NamedTuple):
     total_skipped_count: jax.Array
     last_finite: jax.Array
     inner_state: optax.OptState
+    # Last and with a default, so that older pickles, which lack it, still load.
+    nonfinite_index: jax.Array | int = -1
 
     __getattr__ = raise_missing_field
 
@@ -74,7 +81,7 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
 
 def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
     """Return the one loss-scale state in `opt_state`, or None."""
-    found = find_states(opt_state, LossScaleState)
+    found = find_states(plain_state(opt_state), LossScaleState)
     if len(found) > 1:
         places = " and ".join("opt_state" + keystr(path) for path, _ in found)
         raise ValueError(
@@ -82,9 +89,4 @@ def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
             "expected one, because a loss is multiplied by one scale; put a single "
             "dynamic_loss_scale around the whole optimizer."
         )
-    if not found:
-        return None
-    state = found[0][1]
-    # `nnx.Optimizer` wraps each array of a state in a box, a tree of one leaf.
-    names = [name for name in state._fields if name != "inner_state"]
-    return state._replace(**{n: jax.tree.leaves(getattr(state, n))[0] for n in names})
+    return found[0][1] if found else None

@@ -32,7 +32,7 @@ from optax_mp.loss_scale._settings import (
     check_scale,
 )
 from optax_mp.loss_scale._state import LossScaleState
-from optax_mp.loss_scale._unscale import divide, unscale
+from optax_mp.loss_scale._unscale import ALL_FINITE, divide, unscale
 
 # Takes the counters and whether gradients were finite, and returns the new counters.
 Adjust = Callable[[ScaleCounters, jax.Array], ScaleCounters]
@@ -227,6 +227,7 @@ def _loss_scaling(
             total_skipped_count=jnp.int32(0),
             last_finite=jnp.array(True),
             inner_state=wrapped.init(inner_params) if wrapped else optax.EmptyState(),
+            nonfinite_index=jnp.int32(-1),
         )
 
     def update_fn(
@@ -238,14 +239,16 @@ def _loss_scaling(
         _check_arguments(caller, updates, state, params)
         # Divided by the scale that the loss was multiplied by. Divided by the next one,
         # a step after which the scale grows would have half its size.
-        grads, finite = unscale(hide_overwritten(updates), state.scale)
+        grads, bad_index = unscale(hide_overwritten(updates), state.scale)
         if axis_name is not None:
             # A rank that skipped a step alone would have other params from then on.
-            finite = lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+            bad_index = lax.pmin(bad_index, axis_name)
+        finite = bad_index == ALL_FINITE
+        next_state = partial(_next_state, state, bad_index, finite, adjust_counters)
         if wrapped is None:
             # The links that follow run in any case: all they can be told is a mark.
             out = restore_overwritten(mark_skipped(finite, grads), updates)
-            state = _next_state(state, finite, adjust_counters, state.inner_state)
+            state = next_state(state.inner_state)
             # Not the scale: restored, it may be a NumPy scalar, to which there are no
             # weak references.
             register_link(state.last_finite)
@@ -262,7 +265,7 @@ def _loss_scaling(
 
         # In a skipped step the updates are negative zeros, and the state stays.
         out, inner_state = choose_step(finite, step, state.inner_state)
-        return out, _next_state(state, finite, adjust_counters, inner_state)
+        return out, next_state(inner_state)
 
     if wrapped is None:
         register_link(update_fn)
@@ -270,7 +273,11 @@ def _loss_scaling(
 
 
 def _next_state(
-    state: LossScaleState, finite: jax.Array, adjust_counters: Adjust, inner_state: Any
+    state: LossScaleState,
+    bad_index: jax.Array,
+    finite: jax.Array,
+    adjust_counters: Adjust,
+    inner_state: Any,
 ) -> LossScaleState:
     """Return the state after a step whose gradients were `finite` or not."""
     counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
@@ -281,6 +288,7 @@ def _next_state(
         total_skipped_count=jnp.where(finite, total, count_up(total)),
         last_finite=finite,
         inner_state=inner_state,
+        nonfinite_index=jnp.where(finite, state.nonfinite_index, bad_index),
     )
 
 

@@ -9,14 +9,18 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_mp._dtypes import at_least_float32, bits
+from optax_mp._leaves import is_absent
 from optax_mp._tree import (
     PyTree,
-    all_true,
     is_floating,
     is_inexact,
     leaf_finite,
     leaf_finite_without_sum,
 )
+
+# In the place of an index, where all leaves are finite. Larger than any index, so that
+# the minimum over leaves, and over ranks, is the first leaf that is not.
+ALL_FINITE = 2**31 - 1
 
 
 def multiply(tree: PyTree, factor: ArrayLike) -> PyTree:
@@ -32,15 +36,40 @@ def divide(tree: PyTree, divisor: ArrayLike) -> PyTree:
 
 
 def unscale(grads: PyTree, scale: jax.Array) -> tuple[PyTree, jax.Array]:
-    """Return (`grads` divided by `scale`, whether all quotients are finite).
+    """Return (`grads` divided by `scale`, index of the first leaf not finite).
 
-    The quotients are checked, not the gradients: divided by a scale below 1, a finite
-    gradient can overflow.
+    The index is that of `leaves_and_gaps`, or `ALL_FINITE`. The quotients are checked,
+    not the gradients: divided by a scale below 1, a finite gradient can overflow.
     """
     unscaled = divide(grads, scale)
-    both = zip(jax.tree.leaves(grads), jax.tree.leaves(unscaled), strict=True)
-    finite = [_quotient_finite(*pair, scale) for pair in both if is_inexact(pair[0])]
-    return unscaled, all_true(finite)
+    both = zip(leaves_and_gaps(grads), leaves_and_gaps(unscaled), strict=True)
+    finite = {
+        index: _quotient_finite(*pair, scale)
+        for index, pair in enumerate(both)
+        if is_inexact(pair[0])
+    }
+    return unscaled, _first_false(finite)
+
+
+def leaves_and_gaps(tree: PyTree) -> list[Any]:
+    """Return the leaves of a tree, and None or a `MaskedNode` where it lacks one.
+
+    So gradients and params have the same indices: a param that is not trained has None
+    as its gradient.
+    """
+    return jax.tree.leaves(tree, is_leaf=is_absent)
+
+
+def _first_false(flags: dict[int, jax.Array]) -> jax.Array:
+    """Return the least index whose flag is False, or `ALL_FINITE`, as an int32."""
+    if not flags:
+        return jnp.int32(ALL_FINITE)
+    indices = jnp.array(list(flags), jnp.int32)
+    bad = lax.select(
+        jnp.stack(list(flags.values())), jnp.full_like(indices, ALL_FINITE), indices
+    )
+    # The minimum, by a sort, for the reason that `all_true` gives.
+    return lax.sort(bad)[0]
 
 
 def _quotient_finite(grad: Any, quotient: jax.Array, scale: jax.Array) -> jax.Array:

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._dtypes import round_to
+from optax_mp._dtypes import at_least_float32, round_to
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import Leaves, expand_absent, is_absent
-from optax_mp._states import find_states, map_states
+from optax_mp._nnx import plain_trees
+from optax_mp._states import find_states, holds_state, map_states
 from optax_mp._tree import describe, is_floating, spell
 from optax_mp.masters._state import MixedPrecisionState, storage_of
 from optax_mp.masters.storage import Storage
@@ -20,18 +21,22 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     """Return the params in high precision: the masters, at any depth of the state.
 
     Evaluate, average and export these as the weights. Leaves without a master are
-    returned as they are in `params`.
+    returned as they are in `params`. If the state holds no masters at all, all floating
+    params are returned in float32, or wider if they are, so that one script serves
+    every precision.
 
     Args:
-        opt_state: a state with `mixed_precision` in it, at any depth of wrappers. Under
-            `optax.partition` it may hold several, each with some of the leaves.
-        params: the current params.
+        opt_state: any optimizer state, with `mixed_precision` at any depth of wrappers
+            or without. Under `optax.partition` it may hold several, each with some of
+            the leaves. Or an `nnx.Optimizer`.
+        params: the current params. Or the `nnx.Module` that the optimizer trains.
 
     Returns:
-        A tree like `params`.
+        A tree like `params`; for NNX an `nnx.State` of arrays, for `nnx.update`.
 
     Raises:
-        ValueError: if the state holds no `MixedPrecisionState`, or one of other params.
+        ValueError: if the state holds a `MixedPrecisionState` of other params.
+        TypeError: if `opt_state` is the optimizer itself, or if the state comes second.
 
     Example:
         >>> import jax.numpy as jnp
@@ -43,9 +48,14 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         'float32'
     """
     caller = "master_params"
+    _check_order(opt_state, params, caller)
+    opt_state, params = plain_trees(opt_state, params)
+    found = find_states(opt_state, MixedPrecisionState)
+    if not found:
+        return jax.tree.map(_widen, params)
     leaves = Leaves.of(params, caller=caller, name="`params`")
     result = list(leaves.values)
-    for state in _find_masters(opt_state, caller):
+    for _, state in found:
         storage = storage_of(state, caller)
         for i, stored in enumerate(match_stored(leaves, state)):
             if not is_absent(stored):
@@ -92,7 +102,15 @@ def replace_master_params(
         True
     """
     caller = "replace_master_params"
-    _find_masters(opt_state, caller)
+    _check_order(opt_state, params, caller)
+    new_master = plain_trees(opt_state, new_master)[1]
+    opt_state, params = plain_trees(opt_state, params)
+    if not find_states(opt_state, MixedPrecisionState):
+        raise ValueError(
+            f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state "
+            "of an optimizer with optax_mp.mixed_precision in it. This optimizer keeps "
+            "no masters; replace `params`."
+        )
     leaves = Leaves.of(params, caller=caller, name="`params`")
     given = leaves.match(new_master, "`new_master`")
 
@@ -190,12 +208,20 @@ def _check_param_is_rounded(storage: Storage, new: Any, param: Any, where: str) 
         )
 
 
-def _find_masters(opt_state: optax.OptState, caller: str) -> list[MixedPrecisionState]:
-    found = [state for _, state in find_states(opt_state, MixedPrecisionState)]
-    if not found:
-        raise ValueError(
-            f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state "
-            "of an optimizer with optax_mp.mixed_precision in it. This optimizer keeps "
-            "no masters; use `params`."
+def _check_order(opt_state: Any, params: Any, caller: str) -> None:
+    """Raise if the optimizer was given for its state, or the state for the params."""
+    if isinstance(opt_state, optax.GradientTransformation):
+        raise TypeError(
+            f"{caller}: `opt_state` is a {type(opt_state).__name__}, expected its "
+            "state; pass what `tx.init(params)` returned."
         )
-    return found
+    if holds_state(params) and not holds_state(opt_state):
+        raise TypeError(
+            f"{caller}: `params` is a {type(params).__name__} that holds the optimizer "
+            "state, expected the state first and the params second."
+        )
+
+
+def _widen(leaf: Any) -> Any:
+    """Return a floating leaf in float32, if it is not as wide already."""
+    return leaf.astype(at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf

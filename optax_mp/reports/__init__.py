@@ -1,9 +1,12 @@
-"""Reports for people: data that prints as a table.
+"""Reports for people: data that prints as a table, and scalars for loggers.
 
+`metrics` (`_metrics.py`) finds what a training loop logs in any optimizer state.
 `memory_report` (`_memory.py`) counts the bytes of params and optimizer state, also of a
 model that is only planned. `gradient_range_report` (`_gradient_range.py`) counts
 gradients by magnitude, and says what each low-precision format (`_formats.py`) would
-lose. `_table.py` aligns columns for all tables of the package.
+lose. `update_report` (`_updates.py`) counts the updates that are too small to move a
+param. `_leaf_counts.py` is what both of these share: counts for each leaf that add up.
+`_table.py` aligns columns for all tables of the package.
 """
 
 from optax_mp.reports._gradient_range import (
@@ -12,12 +15,17 @@ from optax_mp.reports._gradient_range import (
     gradient_range_report,
 )
 from optax_mp.reports._memory import MemoryReport, MemoryRow, memory_report
+from optax_mp.reports._metrics import metrics
+from optax_mp.reports._updates import UpdateReport, update_report
 
 __all__ = [
     "FormatRange",
     "GradientRangeReport",
     "MemoryReport",
     "MemoryRow",
+    "UpdateReport",
     "gradient_range_report",
     "memory_report",
+    "metrics",
+    "update_report",
 ]

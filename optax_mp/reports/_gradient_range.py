@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.tree_util import register_dataclass, tree_leaves_with_path
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_mp._dtypes import floating_dtype
-from optax_mp._jax._arrays import has_explicit_axes, is_traced
+from optax_mp._jax._arrays import is_traced
 from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 from optax_mp.reports._formats import (
     EXPONENT_BIT,
@@ -25,10 +23,14 @@ from optax_mp.reports._formats import (
     octave_cuts,
     values_of,
 )
-from optax_mp.reports._table import align_columns
-
-_MOST_VALUES = 2**32 - 1  # A uint32 can count no more.
-_TABLE_WIDTH, _LEAST_PATH_WIDTH = 80, 12
+from optax_mp.reports._leaf_counts import (
+    LeafCounts,
+    check_size,
+    count_bins,
+    percent,
+    share,
+)
+from optax_mp.reports._table import align_by_path
 
 
 @jax.jit
@@ -43,20 +45,7 @@ def _count(leaf: jax.Array, loss_scale: jax.Array | None) -> jax.Array:
     bins = magnitudes >> EXPONENT_BIT
     for cut in octave_cuts():
         bins += magnitudes >= jnp.uint32(cut)
-    # On an explicit mesh JAX must be told that all devices get the sum.
-    mesh = _explicit_mesh(leaf)
-    sharding: dict[str, Any] = (
-        {} if mesh is None else {"out_sharding": NamedSharding(mesh, P())}
-    )
-    # Without bounds checks, which take longer to compile than the rest.
-    empty = jnp.zeros(len(bin_starts()), jnp.uint32)
-    return empty.at[bins].add(1, mode="promise_in_bounds", **sharding)
-
-
-def _explicit_mesh(leaf: jax.Array) -> Any:
-    """Return the mesh of an array whose type says how it is sharded, or None."""
-    mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
-    return mesh if has_explicit_axes(mesh) else None
+    return count_bins(bins, len(bin_starts()))
 
 
 @dataclass(frozen=True)
@@ -81,9 +70,8 @@ class FormatRange:
     overflow: float
 
 
-# Compared by identity: arrays have no single answer to `==`.
 @dataclass(frozen=True, eq=False)
-class GradientRangeReport:
+class GradientRangeReport(LeafCounts):
     """Histograms of the magnitudes in each leaf. Printed, it is a table in percent.
 
     The report is a pytree of one array: make it under `jit`, carry it through loops,
@@ -106,9 +94,6 @@ class GradientRangeReport:
         (("['b']", "['w']"), 0.25, 32768.0)
     """
 
-    counts: jax.Array
-    paths: tuple[str, ...]
-
     def in_format(
         self, dtype: DTypeLike, path: str | None = None, *, loss_scale: float = 1.0
     ) -> FormatRange:
@@ -126,12 +111,12 @@ class GradientRangeReport:
     def zeros(self, path: str | None = None) -> float:
         """Return the share of values that are 0, of a leaf or of all."""
         counts = self._counts_of(path)
-        return _share(counts[0], counts)
+        return share(counts[0], counts)
 
     def not_finite(self, path: str | None = None) -> float:
         """Return the share of values that are infinite or NaN, of a leaf or of all."""
         counts = self._counts_of(path)
-        return _share(counts[-1], counts)
+        return share(counts[-1], counts)
 
     def best_loss_scale(
         self, dtype: DTypeLike = jnp.float16, *, headroom: float = 4.0
@@ -203,7 +188,7 @@ class GradientRangeReport:
         axes.set_xlabel("exponent: log2 of the magnitude")
         axes.set_ylabel("% of values")
         axes.set_title(
-            f"{_percent(self.zeros(path))}% are 0, {_percent(self.not_finite(path))}% "
+            f"{percent(self.zeros(path))}% are 0, {percent(self.not_finite(path))}% "
             "inf or NaN; green: normal, grey: subnormal",
             fontsize="medium",
         )
@@ -215,11 +200,8 @@ class GradientRangeReport:
         rows += [self._row(path, path) for path in self.paths]
         if len(self.paths) > 1:
             rows.append(self._row("all", None))
-        others = align_columns([["", *cells] for _, *cells in rows], left=1)
-        width = max(_TABLE_WIDTH - max(map(len, others)), _LEAST_PATH_WIDTH)
-        rows = [(_shorten_path(title, width), *cells) for title, *cells in rows]
         legend = "% of values; for each format: underflow / subnormal / overflow"
-        return "\n".join([legend, *align_columns(rows, left=1), *self._advice()])
+        return "\n".join([legend, *align_by_path(rows), *self._advice()])
 
     def _row(self, title: str, path: str | None) -> tuple[str, ...]:
         counts = self._counts_of(path)
@@ -227,10 +209,10 @@ class GradientRangeReport:
         return (
             title,
             f"{counts.sum():,}",
-            _percent(self.not_finite(path)),
-            _percent(self.zeros(path)),
+            percent(self.not_finite(path)),
+            percent(self.zeros(path)),
             *(
-                f"{_percent(x.underflow)}/{_percent(x.subnormal)}/{_percent(x.overflow)}"
+                f"{percent(x.underflow)}/{percent(x.subnormal)}/{percent(x.overflow)}"
                 for x in shares
             ),
         )
@@ -244,7 +226,7 @@ class GradientRangeReport:
         for name in FORMATS[1:]:
             scale = self.best_loss_scale(name)
             without, by = (
-                f"{_percent(fit.underflow)}/{_percent(fit.overflow)}%"
+                f"{percent(fit.underflow)}/{percent(fit.overflow)}%"
                 for fit in (self.in_format(name, loss_scale=x) for x in (1.0, scale))
             )
             lines.append(
@@ -252,25 +234,6 @@ class GradientRangeReport:
                 f"{without} -> {by}"
             )
         return lines
-
-    def _counts_of(self, path: str | None) -> np.ndarray:
-        """Return the counts of a leaf, or of all, summed over stacked reports."""
-        if is_traced(self.counts):
-            raise TypeError(
-                f"GradientRangeReport: `counts` is traced ({describe(self.counts)}), "
-                "expected concrete values; return the report from the jitted function "
-                "and read it outside."
-            )
-        counts = np.asarray(self.counts).astype(np.int64)
-        counts = counts.reshape(-1, len(self.paths), len(bin_starts())).sum(0)
-        if path is None:
-            return counts.sum(0)
-        if path not in self.paths:
-            raise ValueError(
-                f"GradientRangeReport: `path` is {path!r}, expected one of `paths`: "
-                f"{', '.join(self.paths)}."
-            )
-        return counts[self.paths.index(path)]
 
 
 register_dataclass(GradientRangeReport, ["counts"], ["paths"])
@@ -342,11 +305,7 @@ def gradient_range_report(
             "floating arrays, expected a tree of gradients."
         )
     for path, leaf in leaves:
-        if leaf.size > _MOST_VALUES:
-            raise ValueError(
-                f"gradient_range_report: leaf {path} is {describe(leaf)}, expected at "
-                f"most {_MOST_VALUES} values; pass slices of it."
-            )
+        check_size(path, leaf, "gradient_range_report")
     # A NumPy float64 can overflow in float32, and then counts as infinite.
     with np.errstate(over="ignore"):
         arrays = [jnp.asarray(leaf) for _, leaf in leaves]
@@ -383,25 +342,9 @@ def _in_format(counts: np.ndarray, limits: Limits, loss_scale: float) -> FormatR
     nonzero, normal, overflow = values_of(limits)
     finite = counts[1:-1]
     return FormatRange(
-        underflow=_share(finite[middles < nonzero].sum(), counts),
-        subnormal=_share(
+        underflow=share(finite[middles < nonzero].sum(), counts),
+        subnormal=share(
             finite[(middles >= nonzero) & (middles < normal)].sum(), counts
         ),
-        overflow=_share(finite[middles >= overflow].sum(), counts),
+        overflow=share(finite[middles >= overflow].sum(), counts),
     )
-
-
-def _shorten_path(path: str, width: int) -> str:
-    """Return the end of a path that is longer than `width`."""
-    return path if len(path) <= width else "..." + path[3 - width :]
-
-
-def _share(part: Any, counts: np.ndarray) -> float:
-    return float(part) / max(int(counts.sum()), 1)
-
-
-def _percent(share: float) -> str:
-    """Return a share in percent: two digits, and 0 and 100 only for none and all."""
-    if 0 < share < 0.001:
-        return "<.1"
-    return ">99" if 0.995 <= share < 1 else f"{100 * share:.{2 if share < 1 else 3}g}"

@@ -9,6 +9,7 @@ import jax
 import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
+from optax_mp._nnx import plain_trees
 from optax_mp._states import find_owners, find_states, holds_state
 from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 from optax_mp.compact._blocks import Quantized
@@ -158,9 +159,9 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
     Args:
         opt_state: the state of any optax optimizer for `params`: arrays, NumPy arrays
             or `jax.ShapeDtypeStruct`. Sharded arrays count over all devices together,
-            replicated ones once.
+            replicated ones once. Or an `nnx.Optimizer`.
         params: the params, of the same kinds. Leaves that are not arrays count as
-            nothing.
+            nothing. Or the `nnx.Module` that the optimizer trains.
 
     Returns:
         The report. Printed, it is a table.
@@ -186,6 +187,7 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
         total    34,359,738,368 weights  448.0 GiB             14.00  100.0%
         plain float32: 384.0 GiB, 12.00 bytes per weight (0.86 times as much)
     """
+    opt_state, params = plain_trees(opt_state, params)
     _check_arguments(opt_state, params)
     arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
     rows = [_row(_PARAMS, path, path, x) for path, x in arrays]

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+_WIDTH, _LEAST_PATH_WIDTH = 80, 12
+
 
 def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Return rows of cells as lines; the first `left` columns are flush left."""
@@ -13,3 +15,17 @@ def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def align_by_path(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows that begin with paths as lines; long paths lose their beginning."""
+    others = align_columns([["", *cells] for _, *cells in rows], left=1)
+    width = max(_WIDTH - max(map(len, others)), _LEAST_PATH_WIDTH)
+    return align_columns(
+        [(_shorten_path(path, width), *cells) for path, *cells in rows], left=1
+    )
+
+
+def _shorten_path(path: str, width: int) -> str:
+    """Return the end of a path that is longer than `width`."""
+    return path if len(path) <= width else "..." + path[3 - width :]

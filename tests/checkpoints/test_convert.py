@@ -125,7 +125,8 @@ def test_a_scale_and_its_counters_go_over():
     _, state = tx.update(bad, state, params)
     to_tx = optax_mp.dynamic_loss_scale(masters(adamw, storage=optax_mp.Split(8)))
     found = optax_mp.convert_opt_state(state, params, tx, to_tx)
-    assert as_bits(found[:-1]) == as_bits(state[:-1])
+    counters = (x._replace(inner_state=()) for x in (found, state))
+    assert as_bits(next(counters)) == as_bits(next(counters))
     assert int(found.total_skipped_count) == 1
     assert found.inner_state.master_params["w"].dtype == jnp.int8
 

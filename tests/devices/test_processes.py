@@ -56,6 +56,8 @@ def test_an_inf_on_one_rank_makes_both_skip(reports, part):
     assert first["scales"] == [1024.0] * 5 + [512.0] * 6 + [256.0] * 6 + [512.0] * 3
     assert first["skipped"] == second["skipped"] == len(BAD_STEPS)
     assert first["finite"] and second["finite"]
+    # The first leaf, which is finite on one of the two.
+    assert first["nonfinite_index"] == second["nonfinite_index"] == 0
 
 
 @pytest.mark.parametrize("part", ["jit", "zero1"])

@@ -1,11 +1,11 @@
-"""Unscaled gradients, and whether they are finite: right, and with few equations."""
+"""Unscaled gradients, and the first leaf not finite: right, and with few equations."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_mp.loss_scale._unscale import unscale
+from optax_mp.loss_scale._unscale import ALL_FINITE, unscale
 
 DTYPES = ["float16", "bfloat16", "float32", "complex64"]
 
@@ -15,8 +15,8 @@ DTYPES = ["float16", "bfloat16", "float32", "complex64"]
 def test_one_value_among_many_that_is_not_finite_is_found(dtype, value):
     grads = [jnp.ones((3, 5), dtype), jnp.ones(7, dtype).at[4].set(value), jnp.int32(3)]
     for function in (unscale, jax.jit(unscale)):
-        unscaled, finite = function(grads, jnp.float32(8))
-        assert bool(finite) == np.isfinite(value)
+        unscaled, index = function(grads, jnp.float32(8))
+        assert index == (ALL_FINITE if np.isfinite(value) else 1)
         np.testing.assert_array_equal(unscaled[0], np.full((3, 5), 1 / 8))
         assert int(unscaled[2]) == 3
 
@@ -26,7 +26,8 @@ def test_what_overflows_when_it_is_divided_is_not_finite(dtype):
     for function in (unscale, jax.jit(unscale)):
         for value, fits in ((1e37, True), (1e38, False)):
             grads = {"w": jnp.array([1, value], dtype)}
-            assert bool(function(grads, jnp.float32(2.0**-4))[1]) is fits
+            index = function(grads, jnp.float32(2.0**-4))[1]
+            assert index == (ALL_FINITE if fits else 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -34,12 +35,19 @@ def test_roundings_of_the_quotient_are_no_overflow(dtype):
     """By a scale that is no power of two."""
     grads = jnp.asarray(np.random.default_rng(0).normal(size=1000), dtype)
     for function in (unscale, jax.jit(unscale)):
-        assert bool(function(grads, jnp.float32(3.7))[1])
+        assert function(grads, jnp.float32(3.7))[1] == ALL_FINITE
 
 
 def test_no_gradients_are_finite():
     for tree in ({}, {"n": jnp.int32(1)}, None):
-        assert bool(unscale(tree, jnp.float32(2))[1])
+        assert unscale(tree, jnp.float32(2))[1] == ALL_FINITE
+
+
+def test_the_first_of_several_is_counted_with_gaps():
+    bad, good = jnp.array([jnp.nan]), jnp.ones(1)
+    grads = [None, good, {"count": jnp.int32(1), "w": good}, bad, good, bad]
+    for function in (unscale, jax.jit(unscale)):
+        assert function(grads, jnp.float32(2))[1] == 4
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 6), ("float16", 4)])

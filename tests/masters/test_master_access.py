@@ -110,16 +110,58 @@ def test_half_precision_weights_can_be_loaded():
     assert state.master_params["a"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("access", [
-    optax_mp.master_params,
-    lambda state, params: optax_mp.replace_master_params(state, params, params),
-])  # fmt: skip
-def test_a_state_without_masters_is_an_error(access):
+WITHOUT_MASTERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "adam": lambda: optax.adam(0.1),
+    "loss scale": lambda: optax_mp.dynamic_loss_scale(optax.adam(0.1)),
+    "low_bit_state": lambda: optax_mp.low_bit_state(optax.adam(0.1)),
+    "stochastic_rounding": lambda: optax_mp.stochastic_rounding(optax.adam(0.1)),
+}
+
+
+@pytest.mark.parametrize("form", WITHOUT_MASTERS)
+def test_without_masters_the_params_are_returned_in_float32(form):
+    params = PARAMS | {"none": None, "text": "a name", "half": jnp.float16(0.1)}
+    arrays = {name: x for name, x in params.items() if name not in ("none", "text")}
+    state = WITHOUT_MASTERS[form]().init(arrays)
+    found = optax_mp.master_params(state, params)
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    expected = jax.tree.map(
+        lambda x: np.asarray(x, np.float32) if x.dtype != np.int32 else x, arrays
+    )
+    assert as_bits({name: found[name] for name in arrays}) == as_bits(expected)
+    assert found["text"] == "a name"
+    jitted = jax.jit(optax_mp.master_params)(state, arrays)
+    assert as_bits(jitted) == as_bits(expected)
+
+
+def test_without_masters_wider_params_stay(x64):
+    params = {"a": jnp.float64(0.1), "b": jnp.bfloat16(0.1), "c": jnp.complex64(1j)}
+    found = optax_mp.master_params((), params)
+    names = {name: value.dtype.name for name, value in found.items()}
+    assert names == {"a": "float64", "b": "float32", "c": "complex64"}
+
+
+def test_masters_cannot_be_replaced_without_any():
     state = optax.adam(1e-2).init(PARAMS["a"])
     with pytest.raises(
         ValueError, match="`opt_state` holds no MixedPrecisionState, exp"
     ):
-        access(state, PARAMS["a"])
+        optax_mp.replace_master_params(state, PARAMS["a"], PARAMS["a"])
+
+
+@pytest.mark.parametrize("access", [
+    optax_mp.master_params,
+    lambda state, params: optax_mp.replace_master_params(state, params, params),
+])  # fmt: skip
+def test_what_is_no_state_is_an_error(access):
+    tx = wrapped("alone")
+    with pytest.raises(TypeError, match="`opt_state` is a .*, expected its state"):
+        access(tx, PARAMS)
+    with pytest.raises(
+        TypeError, match="holds the optimizer state, expected the state f"
+    ):
+        access(PARAMS, tx.init(PARAMS))
 
 
 def test_params_of_another_model_are_an_error():

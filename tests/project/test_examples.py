@@ -1,7 +1,9 @@
 """The examples train as float32 does, and as mixed precision written by hand does."""
 
+import csv
 import functools
 import importlib.util
+import io
 import pickle
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits, avals
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -469,6 +472,92 @@ def test_a_model_of_nnx_is_differentiated_functionally():
     moved = pure(optax.apply_updates(params, updates))["bias"]
     np.testing.assert_allclose(moved, start - 0.2, rtol=1e-3)
     assert opt_state.total_skipped_count == 0
+
+
+# One script for every precision
+
+
+PRECISIONS = ["f32", "bf16", "f16", "compact", "amp"]
+COUNTS = ["finite_count", "skipped_count", "total_skipped_count"]
+LOGGED = {
+    precision: ["loss", "step_count"] for precision in PRECISIONS if precision != "f16"
+} | {"f16": sorted([*COUNTS, "last_finite", "loss", "loss_scale", "step_count"])}
+
+
+@functools.cache
+def run_in(precision, steps=150):
+    seen = []
+    module = example("any_precision")
+    weights, losses = module.train(
+        precision, module.data(steps), [lambda *logged: seen.append(logged)]
+    )
+    return weights, np.array(losses), seen
+
+
+@mostly_slow("precision", PRECISIONS, lambda precision: precision == "f16")
+def test_one_script_logs_and_returns_float32_in_every_precision(precision):
+    weights, losses, seen = run_in(precision, 12)
+    assert {x.dtype.name for x in jax.tree.leaves(weights)} == {"float32"}
+    assert [number for number, _ in seen] == [0, 10]
+    for number, scalars in seen:
+        assert list(scalars) == LOGGED[precision]
+        assert all(type(value) is float for value in scalars.values())
+        assert scalars["loss"] == losses[number]
+        skipped = scalars.get("total_skipped_count", 0)
+        assert scalars["step_count"] == number + 1 - skipped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS[1:])
+def test_one_script_learns_as_float32_in_every_precision(precision):
+    module, batch = example("any_precision"), example("any_precision").data(1, seed=1)
+    full, low = (float(module.loss(run_in(x)[0], *batch)) for x in ("f32", precision))
+    assert low == pytest.approx(full, rel=0.05)
+
+
+class Writer:
+    """The part of TensorBoard's `SummaryWriter` that is used."""
+
+    def __init__(self):
+        self.rows = []
+
+    def add_scalar(self, tag, value, step):
+        self.rows.append((tag, value, step))
+
+
+def test_metrics_are_written_as_csv_and_for_tensorboard():
+    module, file, writer = example("any_precision"), io.StringIO(newline=""), Writer()
+    loggers = module.to_csv(file), module.to_tensorboard(writer)
+    _, _, seen = run_in("f16", 12)
+    for logged in seen:
+        for log in loggers:
+            log(*logged)
+    rows = list(csv.DictReader(io.StringIO(file.getvalue())))
+    assert [int(row.pop("step")) for row in rows] == [0, 10]
+    read = [{name: float(value) for name, value in row.items()} for row in rows]
+    assert read == [scalars for _, scalars in seen]
+    assert writer.rows == [
+        (f"train/{name}", value, number)
+        for number, scalars in seen
+        for name, value in scalars.items()
+    ]
+
+
+@pytest.mark.slow
+def test_a_real_tensorboard_writer_takes_metrics(tmp_path):
+    writer = pytest.importorskip("tensorboardX").SummaryWriter(str(tmp_path))
+    module = example("any_precision")
+    module.train("f16", module.data(2), [module.to_tensorboard(writer)])
+    writer.close()
+    assert any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_script_takes_the_precision_and_a_file(tmp_path, capsys):
+    file = tmp_path / "metrics.csv"
+    example("any_precision").main(["--precision", "amp", "--csv", str(file)])
+    assert capsys.readouterr().out.startswith("amp: 0.1")
+    assert file.read_text().startswith("step,loss,step_count")
 
 
 # LoRA

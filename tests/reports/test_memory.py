@@ -368,7 +368,7 @@ def test_a_70b_model_is_planned_without_allocating_it():
         "masters": 4 * weights,
         "mu": 4 * weights,
         "nu": 4 * weights,
-        "rest": 6 * 4 + 1,
+        "rest": 7 * 4 + 1,
     }
     assert report.by_leaf()["['layers'][79]['mlp']['up']"] == 14 * 8192 * 28672
     lines = str(report).splitlines()

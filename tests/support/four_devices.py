@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from any_shard_map import shard_map, unchecked_before_types
 from comparison import as_bits
 from forced_devices import run_named
@@ -62,6 +63,19 @@ def an_inf_on_one_rank_makes_all_skip():
     assert all((np.asarray(u) == 0).all() for u in jax.tree.leaves(updates))
 
 
+def all_ranks_agree_on_the_first_leaf_that_is_not_finite():
+    tx = transform("data")
+    state = tx.init(PARAMS)
+    step = update_on_each_rank(tx, PARAMS, state)
+    grads = gradients()
+    grads["w"] = grads["w"].at[1, 0].set(jnp.nan)
+    _, after = step(grads, state, PARAMS)
+    np.testing.assert_array_equal(after.nonfinite_index, [1] * 4)
+    grads["norm"] = grads["norm"].at[3, 1].set(jnp.inf)
+    _, after = step(grads, state, PARAMS)
+    np.testing.assert_array_equal(after.nonfinite_index, [0] * 4)
+
+
 def finite_gradients_move_all_ranks():
     tx = transform("data")
     state = tx.init(PARAMS)
@@ -103,10 +117,31 @@ def sharded_gradients_under_jit_need_nothing():
     )
     updates, after = jax.jit(tx.update)(grads, state, params)
     assert as_bits(after.inner_state) == as_bits(state.inner_state)
-    assert float(after.scale) == 4.0
+    assert float(after.scale) == 4.0 and int(after.nonfinite_index) == 1
+    found = jax.jit(optax_mp.metrics)(after)
+    assert float(found["loss_scale"]) == 4.0 and int(found["step_count"]) == 0
     masters = after.inner_state.master_params["w"]
     assert masters.sharding.is_equivalent_to(sharding["w"], 1)
     assert updates["w"].sharding.is_equivalent_to(sharding["w"], 1)
+
+
+def metrics_and_the_bad_leaf_are_found_in_the_state_of_zero1():
+    tx = optax_mp.zero1(transform(), MESH, "data")
+    params = jax.device_put(PARAMS, NamedSharding(MESH, P()))
+    grads = jax.tree.map(jnp.ones_like, params)
+    grads["w"] = grads["w"].at[5].set(jnp.inf)
+    state = jax.jit(tx.update)(grads, tx.init(params), params)[1]
+    found = {name: float(x) for name, x in optax_mp.metrics(state).items()}
+    assert found == {
+        "loss_scale": 4.0,
+        "finite_count": 0,
+        "skipped_count": 1,
+        "total_skipped_count": 1,
+        "last_finite": 0,
+        "step_count": 0,
+    }
+    with pytest.raises(FloatingPointError, match=r"not finite was \['w'\]"):
+        optax_mp.check_loss_scale(state, 0, params=params)
 
 
 def sharded_params_in_shard_map_skip_together():
@@ -208,10 +243,12 @@ def explicitly_sharded_arrays_work():
 
 CHECKS = (
     an_inf_on_one_rank_makes_all_skip,
+    all_ranks_agree_on_the_first_leaf_that_is_not_finite,
     finite_gradients_move_all_ranks,
     ranks_agree_by_one_collective_of_one_scalar,
     without_an_axis_name_a_rank_decides_for_itself,
     sharded_gradients_under_jit_need_nothing,
+    metrics_and_the_bad_leaf_are_found_in_the_state_of_zero1,
     sharded_params_in_shard_map_skip_together,
     a_link_before_mixed_precision_holds_on_averaged_gradients,
     leaves_over_different_axes_pass_the_replication_check,

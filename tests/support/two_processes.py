@@ -102,6 +102,7 @@ def replicated_params_under_jit(rank, mesh):
             scales=scales,
             held=held,
             skipped=int(state.total_skipped_count),
+            nonfinite_index=int(state.nonfinite_index),
             params=[data.hex() for data in own_bytes(params)],
             state_bytes=sum(map(len, own_bytes(state))),
             finite=bool(optax_mp.all_finite(params)),
@@ -137,6 +138,7 @@ def own_params_under_shard_map(rank, mesh):
         scales=scales,
         held=held,
         skipped=int(state.total_skipped_count),
+        nonfinite_index=int(state.nonfinite_index),
         finite=bool(optax_mp.all_finite(params)),
     )
 

@@ -1,0 +1,245 @@
+"""update_report: which updates are too small to move their params."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.tree_util import register_dataclass
+from jax.typing import DTypeLike
+
+from optax_mp._dtypes import at_least_float32, bits, floating_dtype, round_to
+from optax_mp._leaves import Leaves
+from optax_mp._nnx import plain_params
+from optax_mp._tree import describe, is_floating, spell
+from optax_mp.reports._leaf_counts import (
+    LeafCounts,
+    check_size,
+    count_bins,
+    percent,
+    share,
+)
+from optax_mp.reports._table import align_by_path
+
+_CALLER = "update_report"
+# The bins. For those that are neither zero nor not finite: `_OTHERS`, plus 1 if the
+# update is at least half a unit in the last place, plus 2 if it moves the param. Ties
+# go to even, and below a power of two the units are half as large, so all four occur.
+_ZERO, _OTHERS, _NOT_FINITE = 0, 1, 5
+_BIN_COUNT = 6
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateReport(LeafCounts):
+    """Which elements the updates move. Printed, it is a table in percent.
+
+    The report is a pytree of one array: make it under `jit`, carry it through loops,
+    return it. Reports of the same tree can be added, by `jax.tree.map(jnp.add, a, b)`
+    or `jax.lax.psum`, as long as no count reaches 2^32. Those that a `scan` stacks are
+    read as their sum. The methods read the values, so call them outside `jit`. They
+    return shares of all elements, of one leaf or of all leaves together.
+
+    Attributes:
+        counts: uint32, shape (leaves, 6): updates that are 0; that do not move their
+            param, below half a unit in the last place and from there on; that move it,
+            below and from there on; updates or params that are infinite or NaN.
+        paths: the path of each leaf, as `jax.tree_util.keystr` writes it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
+        >>> updates = {"w": jnp.array([0.0, -0.001, -0.01, 0.003])}
+        >>> report = optax_mp.update_report(params, updates)
+        >>> report.zeros(), report.stalled(), report.moved(), report.below_half_ulp()
+        (0.25, 0.5, 0.25, 0.5)
+    """
+
+    def zeros(self, path: str | None = None) -> float:
+        """Return the share of updates that are exactly 0."""
+        return self._share_of(path, _ZERO)
+
+    def stalled(self, path: str | None = None) -> float:
+        """Return the share of elements that an update other than 0 does not move."""
+        return self._share_of(path, _OTHERS, _OTHERS + 1)
+
+    def moved(self, path: str | None = None) -> float:
+        """Return the share of elements that an update moves."""
+        return self._share_of(path, _OTHERS + 2, _OTHERS + 3)
+
+    def below_half_ulp(self, path: str | None = None) -> float:
+        """Return the share of updates other than 0 below half a unit in the last place.
+
+        The unit is the distance from the magnitude of the param to the next larger one.
+        """
+        return self._share_of(path, _OTHERS, _OTHERS + 2)
+
+    def not_finite(self, path: str | None = None) -> float:
+        """Return the share of elements whose update or param is infinite or NaN."""
+        return self._share_of(path, _NOT_FINITE)
+
+    def _share_of(self, path: str | None, *bins: int) -> float:
+        counts = self._counts_of(path)
+        return share(counts[list(bins)].sum(), counts)
+
+    def __str__(self) -> str:
+        """Return the table."""
+        columns = ("inf, NaN", "0", "stalled", "below half an ulp", "moved")
+        rows = [("", "elements", *columns)]
+        rows += [self._row(path, path) for path in self.paths]
+        if len(self.paths) > 1:
+            rows.append(self._row("all", None))
+        return "\n".join(["% of elements", *align_by_path(rows), self._summary()])
+
+    def _row(self, title: str, path: str | None) -> tuple[str, ...]:
+        shares = (
+            self.not_finite(path),
+            self.zeros(path),
+            self.stalled(path),
+            self.below_half_ulp(path),
+            self.moved(path),
+        )
+        return title, f"{self._counts_of(path).sum():,}", *map(percent, shares)
+
+    def _summary(self) -> str:
+        others = self.stalled() + self.moved()
+        if not others:
+            return "no update is finite and other than 0"
+        if not self.stalled():
+            return "every update other than 0 moves its param"
+        lost = percent(self.stalled() / others)
+        return (
+            f"{lost}% of the updates other than 0 are lost: too small to move the param"
+        )
+
+
+register_dataclass(UpdateReport, ["counts"], ["paths"])
+
+
+def update_report(
+    params: optax.Params, updates: optax.Updates, *, dtype: DTypeLike | None = None
+) -> UpdateReport:
+    """Count the updates of each leaf that are too small to move its params.
+
+    A bfloat16 weight of 1.0 that receives an update of -0.001 stays 1.0, because this
+    is less than half a unit in the last place. The report tells how many elements
+    stall like this, as `optax.apply_updates` adds and rounds. Updates that are exactly
+    0 are counted apart.
+
+    - Plain 16-bit training: pass the params and the updates of the optimizer. What
+      stalls is lost.
+    - float32 training: add `dtype=jnp.bfloat16` to see what 16-bit params would lose.
+    - `mixed_precision`: its updates are differences of rounded params, so each of them
+      is 0 or moves its param, and masters keep the rest. To see what the masters save,
+      pass the masters before the step, the change of the masters, and the `dtype` of
+      the params::
+
+          masters = optax_mp.master_params(opt_state, params)
+          # ... the step ...
+          after = optax_mp.master_params(opt_state, params)
+          change = jax.tree.map(jnp.subtract, after, masters)
+          print(optax_mp.update_report(masters, change, dtype=jnp.bfloat16))
+
+    It takes one pass over the values. Under `jit` make it every hundred steps or so,
+    with `jax.lax.cond`.
+
+    Args:
+        params: the params before the step. Leaves that are not real floating arrays
+            are left out.
+        updates: a tree like the params, as `tx.update` returns it. None and
+            `optax.MaskedNode()` are left out.
+        dtype: the dtype in which the params are stored; by default each leaf's own.
+            Params are rounded to it first.
+
+    Returns:
+        The report. Print it for a table.
+
+    Raises:
+        ValueError: if the trees do not match, if they hold no floating arrays or one
+            too large to count, or if `dtype` is not a floating dtype.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"b": jnp.zeros(8), "w": jnp.linspace(-1.0, 1.0, 1000)}
+        >>> tx = optax.adam(1e-3)
+        >>> grads = jax.tree.map(jnp.ones_like, params)
+        >>> updates, _ = tx.update(grads, tx.init(params), params)
+        >>> print(optax_mp.update_report(params, updates, dtype="bfloat16"))
+        % of elements
+               elements  inf, NaN  0  stalled  below half an ulp  moved
+        ['b']         8         0  0        0                  0    100
+        ['w']     1,000         0  0       50                 50     50
+        all       1,008         0  0       50                 50     50
+        50% of the updates other than 0 are lost: too small to move the param
+    """
+    if dtype is not None:
+        dtype = floating_dtype(dtype, f"{_CALLER}: `dtype`")
+    params, updates = plain_params(params), plain_params(updates)
+    leaves = Leaves.of(params, caller=_CALLER, name="`params`")
+    pairs = zip(leaves.values, leaves.match(updates, "`updates`"), strict=True)
+    found = {
+        spell(path): pair
+        for path, pair in zip(leaves.paths, pairs, strict=True)
+        if all(map(is_floating, pair))
+    }
+    if not found:
+        raise ValueError(
+            f"{_CALLER}: `params` is a {type(params).__name__} without floating arrays "
+            "that have an update, expected the params and the updates of one step."
+        )
+    for path, (param, update) in found.items():
+        check_size(path, param, _CALLER)
+        if param.shape != update.shape:
+            raise ValueError(
+                f"{_CALLER}: the update of {path} is {describe(update)}, expected the "
+                f"shape of the param {describe(param)}."
+            )
+    counts = [_count(*map(jnp.asarray, pair), dtype) for pair in found.values()]
+    return UpdateReport(jnp.stack(counts), tuple(found))
+
+
+@partial(jax.jit, static_argnums=2)
+def _count(param: jax.Array, update: jax.Array, dtype: jnp.dtype | None) -> jax.Array:
+    """Return how many elements lie in each bin."""
+    dtype = param.dtype if dtype is None else dtype
+    wide = jnp.promote_types(*(at_least_float32(x.dtype) for x in (param, update)))
+    wide = jnp.promote_types(wide, at_least_float32(dtype))
+    old, change = round_to(param.astype(wide), dtype), update.astype(wide)
+    # Not by casts, which XLA may leave out.
+    moves = round_to(old + change, dtype) != old
+    magnitude = _magnitude_bits(change)
+    is_large = magnitude >= _half_unit_bits(old, dtype)
+    others = _OTHERS + is_large.astype(jnp.uint32) + 2 * moves.astype(jnp.uint32)
+    bins = jnp.where(magnitude == 0, _ZERO, others)
+    are_finite = jnp.isfinite(param) & jnp.isfinite(update)
+    return count_bins(jnp.where(are_finite, bins, _NOT_FINITE), _BIN_COUNT)
+
+
+# As bit patterns, because CPUs take the smallest numbers for 0.
+def _magnitude_bits(x: jax.Array) -> jax.Array:
+    """Return the bits of |x| as an unsigned integer, ordered as the values."""
+    unsigned = np.dtype(f"uint{bits(x.dtype)}")
+    pattern = lax.bitcast_convert_type(x, unsigned)
+    return pattern & unsigned.type(2 ** (bits(x.dtype) - 1) - 1)
+
+
+def _half_unit_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return the bits of half a unit in the last place of `x` in a narrower dtype."""
+    info, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    pattern = _magnitude_bits(x)
+    bias = 1 - int(wide.minexp)
+    # Subnormal numbers have the unit of the smallest normal ones.
+    smallest = int(info.minexp) + bias
+    exponent = jnp.maximum((pattern >> wide.nmant).astype(jnp.int32), smallest)
+    exponent = exponent - (info.nmant + 1)
+    # Half a unit may be a subnormal number; smaller ones than the smallest are no limit
+    # for any update other than 0.
+    normal = exponent.astype(pattern.dtype) << wide.nmant
+    place = jnp.maximum(exponent + wide.nmant - 1, 0).astype(pattern.dtype)
+    return jnp.where(exponent > 0, normal, pattern.dtype.type(1) << place)

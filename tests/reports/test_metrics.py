@@ -1,0 +1,135 @@
+"""metrics: the scalars of any optimizer state, by names that stay."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from reference import LossScaleRule
+from scaled_losses import LABELS, NESTINGS, NO_SCALE, PARAMS, scaler
+from slow_cases import mostly_slow
+
+import optax_mp
+
+OF_A_SCALE = {
+    "loss_scale": jnp.float32,
+    "finite_count": jnp.int32,
+    "skipped_count": jnp.int32,
+    "total_skipped_count": jnp.int32,
+    "last_finite": jnp.bool_,
+}
+STEPS = {"step_count": jnp.int32}
+
+
+def dtypes(found):
+    assert all(value.shape == () for value in found.values())
+    return {name: value.dtype for name, value in found.items()}
+
+
+@mostly_slow("nesting", NESTINGS, lambda name: name == "masked")
+def test_metrics_are_found_in(nesting):
+    tx = NESTINGS[nesting]()
+    state = tx.init(PARAMS)
+    found = optax_mp.metrics(state)
+    assert dtypes(found) == OF_A_SCALE | STEPS
+    assert found["loss_scale"] == 1024 and found["last_finite"]
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    for _ in range(2):  # one step of `MultiSteps`
+        state = jax.jit(tx.update)(grads, state, PARAMS)[1]
+    jitted = jax.jit(optax_mp.metrics)(state)
+    assert dtypes(jitted) == OF_A_SCALE | STEPS
+    steps = 1 if nesting in ("MultiSteps", "deep") else 2
+    assert jitted["finite_count"] == jitted["step_count"] == steps
+    # A dict that leaves `jit` is sorted.
+    assert list(optax_mp.metrics(state)) == [*OF_A_SCALE, *STEPS]
+
+
+FORMS = {
+    "FullCopy": lambda: optax_mp.mixed_precision(optax.adam(0.1)),
+    "Split(16)": lambda: optax_mp.mixed_precision(
+        optax.adam(0.1), storage=optax_mp.Split()
+    ),
+    "Split(8), low_bit_state": lambda: optax_mp.mixed_precision(
+        optax_mp.low_bit_state(optax.adam(0.1)), storage=optax_mp.Split(8)
+    ),
+    "stochastic_rounding": lambda: optax_mp.stochastic_rounding(optax.adam(0.1)),
+}
+
+
+@mostly_slow("form", FORMS, lambda form: form == "Split(16)")
+def test_metrics_are_the_counters_of_plain_python(form):
+    rule = LossScaleRule(2.0**16, growth_interval=3)
+    tx = optax_mp.dynamic_loss_scale(FORMS[form](), growth_interval=3)
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+
+    @jax.jit
+    def step(state, value):
+        grads = {"w": jnp.full(2, value, jnp.float32)}
+        state = tx.update(grads, state, params)[1]
+        return state, optax_mp.metrics(state)
+
+    state, steps = tx.init(params), 0
+    for value in (1.0, math.inf, math.nan, 1.0, 2.0, 3.0, -math.inf):
+        state, found = step(state, value)
+        finite = math.isfinite(value)
+        rule.step(finite)
+        steps += finite
+        assert {name: float(x) for name, x in found.items()} == {
+            "loss_scale": rule.scale,
+            "finite_count": rule.finite_count,
+            "skipped_count": rule.skipped_count,
+            "total_skipped_count": rule.total_skipped_count,
+            "last_finite": finite,
+            "step_count": steps,
+        }
+
+
+@pytest.mark.parametrize("state", [(), None, {}, optax.sgd(0.1).init(PARAMS)])
+def test_where_there_is_nothing_there_are_no_metrics(state):
+    assert optax_mp.metrics(state) == {}
+
+
+def test_without_a_loss_scale_steps_are_counted():
+    assert dtypes(optax_mp.metrics(NO_SCALE)) == STEPS
+    tx = optax.chain(optax.adam(0.1), optax.scale_by_schedule(lambda count: 1.0))
+    state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)[1]
+    assert optax_mp.metrics(state)["step_count"] == 1
+
+
+SEVERAL = {
+    "partition": (
+        lambda: optax.partition({"x": scaler(8.0), "y": scaler(4.0)}, LABELS),
+        {"x/loss_scale": 8, "y/loss_scale": 4},
+    ),
+    "one in another": (
+        lambda: optax_mp.static_loss_scale(scaler(4.0), 8.0),
+        {"loss_scale": 8, "inner_state/loss_scale": 4},
+    ),
+    "chain": (
+        lambda: optax.chain(scaler(4.0), optax.masked(scaler(2.0), True)),
+        {"0/loss_scale": 4, "1/inner_state/loss_scale": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_loss_scales_have_distinct_names(name):
+    make, expected = SEVERAL[name]
+    state = make().init(PARAMS)
+    found = optax_mp.metrics(state)
+    scales = {name: x for name, x in found.items() if name.endswith("loss_scale")}
+    assert scales == expected
+    assert len(found) == 12
+    assert list(found) == list(optax_mp.metrics(jax.tree.map(jnp.ones_like, state)))
+
+
+def test_states_of_two_models_are_told_apart_by_their_names():
+    states = {"generator": scaler(8.0).init(PARAMS), "critic": (scaler().init(PARAMS),)}
+    found = optax_mp.metrics(states)
+    assert found["generator/loss_scale"] == 8 and found["critic/0/step_count"] == 0
+
+
+def test_metrics_add_no_equation_to_a_step():
+    jaxpr = jax.make_jaxpr(optax_mp.metrics)(scaler().init(PARAMS))
+    assert not jaxpr.eqns

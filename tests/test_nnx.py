@@ -1,0 +1,159 @@
+"""Objects of Flax NNX in the place of plain trees, with the Flax of every release.
+
+Up to Flax 0.10 a module is no pytree, and its optimizer holds the model.
+"""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits
+from slow_cases import mostly_slow
+
+import optax_mp
+
+nnx = pytest.importorskip("flax.nnx")
+
+MASTERS = optax_mp.mixed_precision(optax.adam(0.1), update_dtype=jnp.float32)
+FORMS = {
+    "FullCopy": lambda: MASTERS,
+    "Split(16)": lambda: optax_mp.mixed_precision(
+        optax.adam(0.1), storage=optax_mp.Split()
+    ),
+    "Split(8), low_bit_state": lambda: optax_mp.mixed_precision(
+        optax_mp.low_bit_state(optax.adam(0.1)), storage=optax_mp.Split(8)
+    ),
+}
+
+
+class Net(nnx.Module):
+    """Something to train, and a statistic that is no param."""
+
+    def __init__(self):
+        """Make the layer."""
+        self.layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+        self.seen = nnx.BatchStat(jnp.zeros(()))
+
+
+def plain(model):
+    """Return the params of a model as a dict of NumPy arrays."""
+    return {
+        name: np.asarray(getattr(model.layer, name)[...]) for name in ("bias", "kernel")
+    }
+
+
+def trained(tx, dtype=jnp.bfloat16, bad=False):
+    """Return model and optimizer after one step, or two of which one is skipped."""
+    model = Net()
+    params = nnx.state(model, nnx.Param)
+    nnx.update(model, optax_mp.cast_floating(params, dtype))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for value in (0.25, np.nan) if bad else (0.25,):
+        grads = jax.tree.map(
+            lambda x, value=value: jnp.full(x.shape, value),
+            nnx.state(model, nnx.Param),
+        )
+        grads = (grads,) if hasattr(optimizer, "model") else (model, grads)
+        optimizer.update(*grads)
+    return model, optimizer
+
+
+def bare(tx, dtype=jnp.bfloat16, bad=False):
+    """Return (opt_state, params) of the same run on plain trees."""
+    params = optax_mp.cast_floating(plain(Net()), dtype)
+    state = tx.init(params)
+    for value in (0.25, np.nan) if bad else (0.25,):
+        grads = {name: jnp.full(x.shape, value) for name, x in params.items()}
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return state, params
+
+
+# What users have at hand: (optimizer state, params).
+GIVEN = {
+    "optimizer, model": lambda model, optimizer: (optimizer, model),
+    "optimizer, state": lambda model, optimizer: (
+        optimizer,
+        nnx.state(model, nnx.Param),
+    ),
+    "opt_state, model": lambda model, optimizer: (optimizer.opt_state, model),
+    "opt_state, state": lambda model, optimizer: (
+        optimizer.opt_state,
+        nnx.state(model, nnx.Param),
+    ),
+}
+
+
+def given_first(first):
+    """Parametrise over what users have at hand; by default only the first."""
+    return mostly_slow("given", GIVEN, lambda given: given == first)
+
+
+@mostly_slow("form", FORMS, lambda form: form == "FullCopy")
+@given_first("optimizer, model")
+def test_masters_are_read_and_replaced(given, form):
+    tx = FORMS[form]()
+    model, optimizer = trained(tx)
+    state, params = GIVEN[given](model, optimizer)
+    expected = optax_mp.master_params(*bare(tx))
+    found = optax_mp.master_params(state, params)
+    assert as_bits(found) == as_bits({"layer": expected})
+    if form == "FullCopy":
+        others = jax.tree.map(lambda x: x + 1, found)
+        replaced = optax_mp.replace_master_params(state, params, others)
+        assert as_bits(optax_mp.master_params(replaced, params)) == as_bits(others)
+    exact = Net()
+    nnx.update(exact, found)
+    assert as_bits(plain(exact)) == as_bits(expected)
+
+
+@given_first("opt_state, state")
+def test_a_state_without_masters_gives_the_params_in_float32(given):
+    model, optimizer = trained(optax.adam(0.1), jnp.float16)
+    found = optax_mp.master_params(*GIVEN[given](model, optimizer))
+    assert {x.dtype.name for x in jax.tree.leaves(found)} == {"float32"}
+    assert len(jax.tree.leaves(found)) == 2
+
+
+@given_first("optimizer, model")
+def test_the_loss_scale_is_found_and_the_bad_leaf_named(given):
+    tx = optax_mp.dynamic_loss_scale(MASTERS)
+    model, optimizer = trained(tx, bad=True)
+    state, params = GIVEN[given](model, optimizer)
+    expected = optax_mp.metrics(bare(tx, bad=True)[0])
+    assert as_bits(optax_mp.metrics(state)) == as_bits(expected)
+    assert optax_mp.loss_scale(state) == 2.0**15
+    assert optax_mp.scale_loss(jnp.float32(2), state) == 2.0**16
+    with pytest.raises(FloatingPointError, match=r"was \['layer'\]\['bias'\]"):
+        optax_mp.check_loss_scale(state, 0, params=params)
+
+
+@pytest.mark.slow
+def test_reports_are_of_the_params_that_are_trained():
+    model, optimizer = trained(MASTERS)
+    roles = optax_mp.memory_report(*bare(MASTERS)).by_role()
+    for given in GIVEN.values():
+        assert optax_mp.memory_report(*given(model, optimizer)).by_role() == roles
+    found = optax_mp.update_report(model, nnx.state(model, nnx.Param))
+    assert found.paths == ("['layer']['bias']", "['layer']['kernel']")
+
+
+@pytest.mark.slow
+def test_a_state_is_converted():
+    model, optimizer = trained(MASTERS)
+    to_tx = FORMS["Split(16)"]()
+    found = optax_mp.convert_opt_state(optimizer, model, MASTERS, to_tx)
+    expected = optax_mp.convert_opt_state(*bare(MASTERS), MASTERS, to_tx)
+    assert as_bits(found) == as_bits(expected)
+
+
+@pytest.mark.slow
+def test_the_package_does_not_import_flax():
+    code = (
+        "import sys, optax_mp; assert not any('flax' in name for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
