@@ -82,6 +82,9 @@ from optax_mp.reports import (
     gradient_range_report,
     memory_report,
 )
+
+# What is probably a mistake.
+from optax_mp._warnings import MixedPrecisionWarning
 # isort: on
 
 __version__ = "0.2.0.dev0"
@@ -98,6 +101,7 @@ __all__ = [
     "MemoryReport",
     "MemoryRow",
     "MixedPrecisionState",
+    "MixedPrecisionWarning",
     "NoOpLossScale",
     "Policy",
     "Quantized",

@@ -1,5 +1,7 @@
 """The wrapped optimizer, `inner`: what it is given, and checks of what it returns."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -7,7 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_mp._leaves import is_absent
+from optax_mp._jax._traced import TracedCall
+from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import PyTree, describe, is_array, is_floating, is_inexact, spell
 
 
@@ -58,6 +61,12 @@ def check_gradient(
     path: tuple[Any, ...], param: Any, grad: Any, caller: str = "mixed_precision"
 ) -> None:
     """Raise unless `grad` can be a gradient of `param`."""
+    if grad is None and is_inexact(param):
+        raise ValueError(
+            f"{caller}: the gradient of {spell(path)} is None, expected a gradient for "
+            f"the param {describe(param)}, such as zeros; if this param is not "
+            "trained, wrap the optimizer in `optax.masked`, or make the param None too."
+        )
     if is_absent(grad):
         return
     where = f"{caller}: the gradient of {spell(path)} is {describe(grad)}"
@@ -100,6 +109,59 @@ def check_update(
             f"which `inner` made the update {describe(update)}; expected the shape of "
             f"the param {describe(param)}."
         )
+
+
+class ForeignStateError(ValueError):
+    """The state of another optimizer, or for other params, was given to `update`."""
+
+
+@contextmanager
+def explain_foreign_state(
+    inner: optax.GradientTransformation, state: PyTree, params: PyTree, caller: str
+) -> Iterator[None]:
+    """If the update of `inner` fails, say whether its state is that of another.
+
+    Asked only then, because it traces `init`.
+    """
+    try:
+        yield
+    except ForeignStateError:
+        raise
+    except Exception as error:
+        difference = _difference_to_own(inner, state, params, caller)
+        if difference is None:
+            raise
+        raise ForeignStateError(
+            f"{difference}\n  The state is that of another optimizer, or of other "
+            "params. Call `init` again, or convert it with "
+            "`optax_mp.convert_opt_state`."
+        ) from error
+
+
+def _difference_to_own(
+    inner: optax.GradientTransformation, state: PyTree, params: PyTree, caller: str
+) -> str | None:
+    """Return how a state differs from what `inner` makes; None if it does not."""
+    if params is None:
+        return None
+    try:
+        traced = TracedCall.of(inner.init, params)
+        expected = traced.treedef.unflatten(traced.outputs)
+        name = "the state that `inner` makes for `params`"
+        own = Leaves.of(expected, caller=caller, name=name)
+    except Exception:
+        return None  # `init` fails, too: nothing is known about the state
+    try:
+        found = own.match(state, "the inner state")
+    except ValueError as error:
+        return str(error)
+    for path, want, leaf in zip(own.paths, own.values, found, strict=True):
+        if is_array(want) and jnp.shape(leaf) != want.shape:
+            return (
+                f"{caller}: the inner state at {spell(path)} is {describe(leaf)}, "
+                f"expected {describe(want)} as in {name}."
+            )
+    return None
 
 
 def copy_shared(state: PyTree, others: PyTree) -> PyTree:

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._dtypes import round_to
+from optax_mp._arguments import check_state_first
+from optax_mp._dtypes import bits, round_to
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import Leaves, expand_absent, is_absent
+from optax_mp._nesting import check_nesting
 from optax_mp._states import find_states, map_states
 from optax_mp._tree import describe, is_floating, spell
 from optax_mp.masters._state import MixedPrecisionState, storage_of
@@ -31,6 +33,7 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         A tree like `params`.
 
     Raises:
+        TypeError: if `opt_state` is no optimizer state, or comes second.
         ValueError: if the state holds no `MixedPrecisionState`, or one of other params.
 
     Example:
@@ -43,6 +46,8 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         'float32'
     """
     caller = "master_params"
+    check_state_first(opt_state, params, caller, "master_params(opt_state, params)")
+    check_nesting(opt_state, caller)
     leaves = Leaves.of(params, caller=caller, name="`params`")
     result = list(leaves.values)
     for state in _find_masters(opt_state, caller):
@@ -78,7 +83,8 @@ def replace_master_params(
     Raises:
         ValueError: if the state holds no `MixedPrecisionState`, or if a structure or
             shape differs.
-        TypeError: if a new master is not floating.
+        TypeError: if a new master is not floating, or if `opt_state` is no optimizer
+            state, or not the first argument.
 
     Example:
         >>> import jax.numpy as jnp
@@ -92,6 +98,8 @@ def replace_master_params(
         True
     """
     caller = "replace_master_params"
+    call = "replace_master_params(opt_state, params, new_master)"
+    check_state_first(opt_state, params, caller, call)
     _find_masters(opt_state, caller)
     leaves = Leaves.of(params, caller=caller, name="`params`")
     given = leaves.match(new_master, "`new_master`")
@@ -104,6 +112,7 @@ def replace_master_params(
                 at, param = spell(leaves.paths[i]), leaves.values[i]
                 old = decode_master(storage, stored, param, f"{caller}: param {at}")
                 where = f"{caller}: `new_master` at {at}"
+                _check_not_swapped(given[i], param, old, where, call)
                 new = _like_old_master(given[i], old, where)
                 if storage.param_is_part:
                     _check_param_is_rounded(storage, new, param, where)
@@ -111,6 +120,17 @@ def replace_master_params(
         return replace_stored(leaves, state, new_stored)
 
     return map_states(replace, opt_state, MixedPrecisionState)
+
+
+def _check_not_swapped(new: Any, param: Any, old: Any, where: str, call: str) -> None:
+    """Raise if the param is as wide as its master, and the new master is not."""
+    both = is_floating(new) and is_floating(param)
+    if both and param.dtype == old.dtype and bits(new.dtype) < bits(old.dtype):
+        raise ValueError(
+            f"{where} is {describe(new)}, and the param {describe(param)} is in the "
+            f"dtype of the master {describe(old)}: they seem to be swapped; call "
+            f"`{call}`, with the params in their training dtype."
+        )
 
 
 def match_stored(params: Leaves, state: MixedPrecisionState) -> list[Any]:
@@ -137,7 +157,13 @@ def decode_master(storage: Storage, stored: Any, param: Any, where: str) -> jax.
     """Return the master of a param; `where` names the caller and the param."""
     if storage.param_is_part:
         check_takes_param(storage, param, where)
-    return storage.decode(stored, param)
+    master = storage.decode(stored, param)
+    if master.shape != jnp.shape(param):
+        raise ValueError(
+            f"{where} is {describe(param)}, but its master is {describe(master)}, "
+            "expected the same shape: the state belongs to other params."
+        )
+    return master
 
 
 def check_takes_param(storage: Storage, param: Any, where: str) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_mp._arguments import check_given_params
 from optax_mp._dtypes import round_to, saturating_cast
 from optax_mp._inner import (
     as_inner_grad,
@@ -66,11 +67,7 @@ class Step:
         cls, updates: Any, state: Any, params: Any, settings: Settings
     ) -> tuple["Step", list[Any]]:
         """Return the step, and what the state stores for each param."""
-        if params is None:
-            raise ValueError(
-                "mixed_precision: `params` is None, expected the current params; call "
-                "`tx.update(grads, state, params)`."
-            )
+        check_given_params(params, "mixed_precision")
         check_state(state, settings.storage)
         # `optax.lookahead` passes a fast and a slow copy of the params, and gradients
         # of the fast one. Here both get them, so that every param has a gradient.
