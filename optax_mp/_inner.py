@@ -1,5 +1,6 @@
 """The wrapped optimizer, `inner`: what it is given, and checks of what it returns."""
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -111,31 +112,34 @@ def check_update(
         )
 
 
-class ForeignStateError(ValueError):
-    """The state of another optimizer, or for other params, was given to `update`."""
-
-
 @contextmanager
 def explain_foreign_state(
     inner: optax.GradientTransformation, state: PyTree, params: PyTree, caller: str
 ) -> Iterator[None]:
     """If the update of `inner` fails, say whether its state is that of another.
 
-    Asked only then, because it traces `init`.
+    Looked at only then, because it traces `init`.
     """
     try:
         yield
-    except ForeignStateError:
-        raise
     except Exception as error:
-        difference = _difference_to_own(inner, state, params, caller)
+        # An error of this package says what is wrong already.
+        is_ours = _module_that_raised(error).startswith("optax_mp.")
+        difference = (
+            None if is_ours else _difference_to_own(inner, state, params, caller)
+        )
         if difference is None:
             raise
-        raise ForeignStateError(
+        raise ValueError(
             f"{difference}\n  The state is that of another optimizer, or of other "
             "params. Call `init` again, or convert it with "
             "`optax_mp.convert_opt_state`."
         ) from error
+
+
+def _module_that_raised(error: BaseException) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_globals.get("__name__", "") if frames else ""
 
 
 def _difference_to_own(
@@ -147,7 +151,7 @@ def _difference_to_own(
     try:
         traced = TracedCall.of(inner.init, params)
         expected = traced.treedef.unflatten(traced.outputs)
-        name = "the state that `inner` makes for `params`"
+        name = "what `inner.init(params)` makes"
         own = Leaves.of(expected, caller=caller, name=name)
     except Exception:
         return None  # `init` fails, too: nothing is known about the state
@@ -156,7 +160,7 @@ def _difference_to_own(
     except ValueError as error:
         return str(error)
     for path, want, leaf in zip(own.paths, own.values, found, strict=True):
-        if is_array(want) and jnp.shape(leaf) != want.shape:
+        if is_array(want) and getattr(leaf, "shape", None) != want.shape:
             return (
                 f"{caller}: the inner state at {spell(path)} is {describe(leaf)}, "
                 f"expected {describe(want)} as in {name}."

@@ -161,11 +161,11 @@ def warn_unmatched_patterns(
     matches_some = at_least_one and len(unmatched) < len(policy.keep_f32)
     if not unmatched or not paths or is_part or matches_some:
         return
+    nearest = ", ".join(map(repr, _nearest(unmatched[0], paths)))
     warn(
-        f"{caller}: {', '.join(map(repr, unmatched))} in `keep_f32` matches no leaf, so "
-        f"nothing is kept in float32 by it; the paths nearest to it are "
-        f"{', '.join(map(repr, _nearest(unmatched[0], paths)))}. Patterns match whole "
-        "paths, with * for any part."
+        f"{caller}: the pattern {unmatched[0]!r} in `keep_f32` matches no floating "
+        f"leaf; the nearest paths are {nearest}. A pattern must match the whole path, "
+        "with * for any part of it."
     )
 
 
