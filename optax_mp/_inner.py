@@ -1,7 +1,7 @@
 """The wrapped optimizer, `inner`: what it is given, and checks of what it returns."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from jax import lax
 from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import PyTree, describe, is_array, is_floating, is_inexact, spell
+from optax_mp._warnings import warn
 
 
 def as_transformation(
@@ -94,6 +95,20 @@ def check_gradient(
     shape = jnp.shape(grad)
     if shape[len(shape) - jnp.ndim(param) :] != jnp.shape(param):
         raise ValueError(f"{where}, expected the shape of the param {describe(param)}.")
+
+
+def warn_if_float16(params: Leaves, grads: Sequence[Any]) -> None:
+    """Warn if a gradient is float16: no loss scale unscaled it in float32."""
+    for path, grad in zip(params.paths, grads, strict=True):
+        if is_floating(grad) and grad.dtype == jnp.float16:
+            warn(
+                f"{params.caller}: the gradient of {spell(path)} is {describe(grad)}. "
+                "In float16, values below 6e-8 become 0: put "
+                "`optax_mp.dynamic_loss_scale` around the optimizer, and take "
+                "gradients with `optax_mp.value_and_grad`. If you scale the loss "
+                "yourself, cast the gradients to float32 before you unscale them."
+            )
+            return
 
 
 def check_update(

@@ -21,6 +21,7 @@ from optax_mp._inner import (
     check_update,
     copy_shared,
     explain_foreign_state,
+    warn_if_float16,
 )
 from optax_mp._jax._choose import choose_step
 from optax_mp._jax._placement import place_like_params
@@ -133,6 +134,7 @@ def stochastic_rounding(
         grads = leaves.match(updates, "the gradients")
         for path, param, grad in zip(leaves.paths, leaves.values, grads, strict=True):
             check_gradient(path, param, grad, "stochastic_rounding")
+        warn_if_float16(leaves, grads)
         wide = list(map(_widen, leaves.values))
         if extra_args.get("grad") is not None:
             grad = leaves.match(extra_args["grad"], "the extra argument `grad`")

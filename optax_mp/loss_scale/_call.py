@@ -40,10 +40,11 @@ def check_state_argument(
     later = [x for x in (*args, *kwargs.values()) if holds_state(x)]
     if later:
         raise TypeError(f"{problem}. A later argument is {summarize(later[0])}.")
-    if not _takes(fun, args, kwargs) and _takes(fun, (opt_state, *args), kwargs):
+    takes_all = _takes(fun, (opt_state, *args), kwargs)
+    if not args or (takes_all and not _takes(fun, args, kwargs)):
         raise TypeError(
-            f"{problem}. The function itself takes {len(args) + 1} arguments, and the "
-            "state comes before these; without an optimizer use `jax.value_and_grad`."
+            f"{problem}. The state comes before all arguments of the function itself; "
+            "without an optimizer use `jax.value_and_grad`."
         )
     warn(f"{problem}. No part of it looks like a state, nor like the params.")
 

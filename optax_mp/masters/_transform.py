@@ -13,6 +13,7 @@ from optax_mp._inner import (
     as_transformation,
     copy_shared,
     explain_foreign_state,
+    warn_if_float16,
 )
 from optax_mp._jax._choose import choose_step
 from optax_mp._jax._placement import place_like_params
@@ -135,6 +136,7 @@ def mixed_precision(
     ) -> tuple[optax.Updates, MixedPrecisionState]:
         step, stored = Step.match(updates, state, params, settings)
         leaves = step.params
+        warn_if_float16(leaves, step.grads)
 
         def run_step(before: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
             stored, inner_state = before

@@ -39,14 +39,15 @@ def call(function, args, jitted):
     if not jitted:
         return function(*args)
     dynamic, static = eqx.partition(args, eqx.is_array)
-    return jax.jit(lambda x: function(*eqx.combine(x, static)))(dynamic)
+    # Only traced: a mistake is known by then.
+    return jax.eval_shape(lambda x: function(*eqx.combine(x, static)), dynamic)
 
 
 JITTED = pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 EXPECTS_STATE = r"expected the state of an optimizer; call as f\(opt_state, params, "
 IS_DICT = r"^value_and_grad: `opt_state` is a dict of \['b'\] bfloat16\[4\], \['w'\] "
 NO_STATE = {
-    "no state": ((PARAMS, X), IS_DICT + ".*itself takes 2 arguments"),
+    "no state": ((PARAMS, X), IS_DICT + ".*before all arguments of the function"),
     "no state, one argument": ((PARAMS,), IS_DICT + ".*" + EXPECTS_STATE),
     "params, state": (
         (PARAMS, STATE, X),
@@ -426,7 +427,8 @@ UNSCALED = {
     "one of the params": (loss, WIDE | {"b": HALF["b"]}),
     "amp": (amp16, WIDE),
     "amp in a function": (lambda p, x: 2 * amp16(p, x), WIDE),
-    "amp in a jit": (lambda p, x: jax.jit(amp16)(p, x), WIDE),
+    # A function of its own at each call: JAX keeps what it traced.
+    "amp in a jit": (lambda p, x: jax.jit(lambda *a: amp16(*a))(p, x), WIDE),
     "amp in a loop": (
         lambda p, x: jax.lax.scan(lambda c, _: (c + amp16(p, x), None), 0.0, None, 2)[
             0
@@ -463,7 +465,6 @@ RIGHT = {
     "a link": (loss, FORMS["a link"].init(HALF), HALF),
     "by a value": (lambda p, x: by_hand.scale(loss(p, x)), STATE, HALF),
     "by no scale": (lambda p, x: optax_mp.NoOpLossScale().scale(loss(p, x)), (), HALF),
-    "by a value, in a jit": (jax.jit(lambda p, x: by_hand.scale(loss(p, x))), (), HALF),
     "by another state": (
         lambda p, x: optax_mp.scale_loss(loss(p, x), SCALED_STATE), (), HALF,
     ),
@@ -484,6 +485,46 @@ def test_no_warning_where_the_loss_is_scaled(case, jitted):
     gradient = optax_mp.value_and_grad(fun)
     for _ in range(2):  # the second call finds what was jitted inside in JAX's cache
         call(gradient, (state, params, X), jitted)
+
+
+def test_no_warning_where_a_jit_inside_scales_the_loss():
+    gradient = optax_mp.value_and_grad(jax.jit(lambda p, x: by_hand.scale(loss(p, x))))
+    for _ in range(2):  # the second call finds in JAX's cache what was traced
+        gradient((), HALF, X)
+
+
+FLOAT16 = {
+    "mixed_precision": MASTERS,
+    "Split(16)": SPLIT,
+    "stochastic_rounding": FORMS["stochastic_rounding"],
+    "in a chain": optax.chain(optax.clip(1.0), MASTERS),
+}
+
+
+@JITTED
+@mostly_slow("form", FLOAT16, lambda form: form == "mixed_precision")
+def test_float16_gradients_that_reach_masters_are_a_warning(form, jitted):
+    tx = FLOAT16[form]
+    grads = jax.grad(loss)(HALF, X.astype(F16))
+    message = (
+        r"^\w+: the gradient of \['b'\] is float16\[4\]. In float16, values below 6e-8 "
+        "become 0: put `optax_mp.dynamic_loss_scale` around the optimizer"
+    )
+    with pytest.warns(Warned, match=message) as caught:
+        call(tx.update, (grads, tx.init(HALF), HALF), jitted)
+    assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("error")
+@mostly_slow("unscale", ["ours", "value", "float32"], lambda unscale: unscale == "ours")
+def test_gradients_that_are_unscaled_in_float32_are_no_warning(unscale):
+    tx, state = (SCALED, SCALED.init(HALF)) if unscale == "ours" else (MASTERS, STATE)
+    grads = jax.grad(lambda p: by_hand.scale(loss(p, X.astype(F16))))(HALF)
+    if unscale == "value":
+        grads = by_hand.unscale(grads)
+    if unscale == "float32":
+        grads = jax.tree.map(lambda g: g.astype("float32") / 8, grads)
+    tx.update(grads, tx.init(HALF), HALF)
 
 
 def test_no_warning_where_nothing_is_differentiated():
@@ -565,7 +606,7 @@ LATER = {
 
 
 @JITTED
-@mostly_slow("order", LATER, lambda order: "learning" not in order)
+@mostly_slow("order", LATER, lambda order: order in ("decay", "inside of a loss scale"))
 def test_a_transform_after_the_masters_is_a_warning(order, jitted):
     state = LATER[order]().init(PARAMS)
     message = (
@@ -580,21 +621,23 @@ def test_a_transform_after_the_masters_is_a_warning(order, jitted):
 
 
 def test_what_a_transform_after_the_masters_does_is_undone():
-    # Why that is a warning: with the decay of 0.1 the param ends where it would without.
+    # Why that is a warning: with the decay the param ends where it does without.
     last = {}
+    sgd, decay = optax.sgd(0.1), optax.add_decayed_weights(-1e-3)
+    params = jnp.ones(4, BF16)
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(jnp.zeros(4), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
     for name, tx in {
-        "none": MASTERS,
-        "after": optax.chain(MASTERS, optax.add_decayed_weights(-1e-3)),
-        "inside": optax_mp.mixed_precision(
-            optax.chain(ADAM, optax.add_decayed_weights(-1e-3))
-        ),
+        "none": optax_mp.mixed_precision(sgd),
+        "after": optax.chain(optax_mp.mixed_precision(sgd), decay),
+        "inside": optax_mp.mixed_precision(optax.chain(sgd, decay)),
     }.items():
-        params, state = {"w": jnp.ones(4, BF16)}, tx.init({"w": jnp.ones(4, BF16)})
-        for _ in range(50):
-            grads = {"w": jnp.zeros(4)}
-            updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        last[name] = float(params["w"][0])
+        (end, _), _ = jax.lax.scan(step, (params, tx.init(params)), length=50)
+        last[name] = float(end[0])
     assert last["none"] == last["after"] == 1.0
     assert last["inside"] < 0.96
 
@@ -681,48 +724,47 @@ def test_no_warning_of_patterns_for_what_may_be_a_part():
 # Gradients that were never scaled.
 
 
-def trained(scaled, steps=20):
-    tx = optax_mp.dynamic_loss_scale(MASTERS, growth_interval=1)
-    state = tx.init(HALF)
+def trained(scaled, steps):
+    tx = optax_mp.dynamic_loss_scale(
+        optax_mp.mixed_precision(optax.sgd(1e-3)), growth_interval=1
+    )
     gradient = GRADIENT if scaled else lambda _, *args: jax.value_and_grad(loss)(*args)
 
-    @jax.jit
-    def step(params, state):
+    def step(carry, _):
+        params, state = carry
         _, grads = gradient(state, params, X.astype(F16))
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return (optax.apply_updates(params, updates), state), None
 
-    params = HALF
-    for _ in range(steps):
-        params, state = step(params, state)
-    return state
+    return jax.lax.scan(step, (HALF, tx.init(HALF)), length=steps)[0][1]
 
 
+@pytest.mark.filterwarnings("error")
 def test_check_loss_scale_warns_of_gradients_that_were_never_scaled():
     message = (
         "^check_loss_scale: the loss scale has grown to 1.67772e.07, and no step was "
         r"ever skipped, .*not scaled.*value_and_grad\(loss\)\(opt_state, params, "
     )
-    state = trained(scaled=False)
+    never_scaled = trained(scaled=False, steps=8)
     with pytest.warns(Warned, match=message):
-        optax_mp.check_loss_scale(state)
+        optax_mp.check_loss_scale(never_scaled)
+    # Not before the scale is at its bound, nor after a step was skipped.
+    lower = never_scaled.scale / 2
+    optax_mp.check_loss_scale(never_scaled._replace(scale=lower))
 
 
+@pytest.mark.slow
 def test_check_loss_scale_says_nothing_of_gradients_that_were_scaled():
-    state = trained(scaled=True)
+    state = trained(scaled=True, steps=20)
     assert state.total_skipped_count > 0
     optax_mp.check_loss_scale(state)
-    # Nor before the scale is at its bound.
-    optax_mp.check_loss_scale(trained(scaled=False, steps=3))
 
 
 def test_adam_does_not_see_that_gradients_were_never_scaled():
     # Its step does not depend on the size of gradients, but for `eps`.
-    grads = {"w": jnp.full(4, 1e-2)}
-    moved = {}
-    for name, factor in {"scaled": 2.0**16, "never": 1.0}.items():
-        tx = optax_mp.dynamic_loss_scale(optax.adam(1e-3))
-        params = {"w": jnp.ones(4)}
-        given = jax.tree.map(lambda g, by=factor: by * g, grads)
-        moved[name] = tx.update(given, tx.init(params), params)[0]["w"]
-    np.testing.assert_allclose(moved["never"], moved["scaled"], rtol=0.07)
+    tx = optax_mp.dynamic_loss_scale(optax.adam(1e-3))
+    params, grads = jnp.ones(4), jnp.full(4, 1e-2)
+    scaled, never = (
+        tx.update(factor * grads, tx.init(params), params)[0] for factor in (2.0**16, 1)
+    )
+    np.testing.assert_allclose(never, scaled, rtol=0.07)
