@@ -1,5 +1,6 @@
 """Errors for arguments in the wrong place: an optimizer, a state, params, gradients."""
 
+from numbers import Number
 from typing import Any
 
 import jax
@@ -28,9 +29,8 @@ def check_opt_state(opt_state: Any, caller: str) -> None:
             f"{given}, expected an optimizer state with a loss scale in it; a loss "
             "scale that is a value is for `optax_mp.dynamic_scale_value_and_grad`."
         )
-    is_leaf = jax.tree_util.all_leaves([opt_state])
-    # Modules of Equinox are callable trees.
-    if callable(opt_state) or (is_leaf and not is_array(opt_state)):
+    is_number = isinstance(opt_state, Number) and not is_array(opt_state)
+    if callable(opt_state) or isinstance(opt_state, str) or is_number:
         raise TypeError(
             f"{given}, expected an optimizer state; pass what `tx.init(params)` "
             "returned."
@@ -42,7 +42,7 @@ def warn_unless_state(opt_state: Any, caller: str) -> None:
     if not may_be_state(opt_state, ()):
         warn(
             f"{caller}: `opt_state` is {summarize(opt_state)}, in which nothing looks "
-            "like an optimizer state, so the loss scale is taken to be 1; pass what "
+            "like an optimizer state, and no loss scale is found; pass what "
             "`tx.init(params)` returned."
         )
 
@@ -103,12 +103,13 @@ def check_own_state(state: Any, kind: type, caller: str) -> None:
         )
 
 
-def check_given_params(params: Any, caller: str) -> None:
-    """Raise if `update` was called without params."""
+def check_given_params(params: Any, caller: str) -> Any:
+    """Return the params that `update` was called with, or raise."""
     if params is None:
         raise ValueError(
             f"{caller}: `params` is None, expected the current params; call {_UPDATE}."
         )
+    return params
 
 
 def check_init_params(params: Any, caller: str) -> None:

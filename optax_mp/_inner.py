@@ -63,12 +63,6 @@ def check_gradient(
     path: tuple[Any, ...], param: Any, grad: Any, caller: str = "mixed_precision"
 ) -> None:
     """Raise unless `grad` can be a gradient of `param`."""
-    if grad is None and is_inexact(param):
-        raise ValueError(
-            f"{caller}: the gradient of {spell(path)} is None, expected a gradient for "
-            f"the param {describe(param)}, such as zeros; if this param is not "
-            "trained, wrap the optimizer in `optax.masked`, or make the param None too."
-        )
     if is_absent(grad):
         return
     where = f"{caller}: the gradient of {spell(path)} is {describe(grad)}"
@@ -95,6 +89,27 @@ def check_gradient(
     shape = jnp.shape(grad)
     if shape[len(shape) - jnp.ndim(param) :] != jnp.shape(param):
         raise ValueError(f"{where}, expected the shape of the param {describe(param)}.")
+
+
+def warn_if_none(params: Leaves, grads: Sequence[Any]) -> None:
+    """Warn if a floating param has None as its gradient.
+
+    Some rules leave such a param alone, and `equinox.apply_updates` takes None as its
+    update. Others, and `optax.apply_updates`, fail.
+    """
+    leaves = zip(params.paths, params.values, grads, strict=True)
+    for path, param, grad in leaves:
+        if grad is None and is_inexact(param):
+            warn(_describe_none(path, param, params.caller))
+            return
+
+
+def _describe_none(path: tuple[Any, ...], param: Any, caller: str) -> str:
+    return (
+        f"{caller}: the gradient of {spell(path)} is None, expected a gradient for the "
+        f"param {describe(param)}. If this param is not trained, wrap the optimizer in "
+        "`optax.masked`, or let its gradient be zero."
+    )
 
 
 def warn_if_float16(params: Leaves, grads: Sequence[Any]) -> None:
@@ -128,28 +143,42 @@ def check_update(
 
 
 @contextmanager
-def explain_foreign_state(
-    inner: optax.GradientTransformation, state: PyTree, params: PyTree, caller: str
+def explain_failure(
+    inner: optax.GradientTransformation,
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
+    caller: str,
 ) -> Iterator[None]:
-    """If the update of `inner` fails, say whether its state is that of another.
+    """If the update of `inner` fails, say whether its arguments are to blame.
 
-    Looked at only then, because it traces `init`.
+    A gradient may be None, or the state that of another optimizer. The state is looked
+    at only after a failure, because `init` must be traced for that.
     """
     try:
         yield
     except Exception as error:
         # An error of this package says what is wrong already.
-        is_ours = _module_that_raised(error).startswith("optax_mp.")
-        difference = (
-            None if is_ours else _difference_to_own(inner, state, params, caller)
-        )
-        if difference is None:
+        if params is None or _module_that_raised(error).startswith("optax_mp."):
             raise
-        raise ValueError(
-            f"{difference}\n  The state is that of another optimizer, or of other "
-            "params. Call `init` again, or convert it with "
-            "`optax_mp.convert_opt_state`."
-        ) from error
+        problem = _find_none(grads, params, caller)
+        problem = problem or _difference_to_own(inner, state, params, caller)
+        if problem is None:
+            raise
+        raise ValueError(problem) from error
+
+
+def _find_none(grads: PyTree, params: PyTree, caller: str) -> str | None:
+    """Return what is wrong if a floating param has None as its gradient, else None."""
+    leaves = Leaves.of(params, caller=caller, name="`params`")
+    try:
+        found = leaves.match(grads, "the gradients")
+    except ValueError as error:
+        return str(error)
+    for path, param, grad in zip(leaves.paths, leaves.values, found, strict=True):
+        if grad is None and is_inexact(param):
+            return _describe_none(path, param, caller)
+    return None
 
 
 def _module_that_raised(error: BaseException) -> str:
@@ -161,8 +190,10 @@ def _difference_to_own(
     inner: optax.GradientTransformation, state: PyTree, params: PyTree, caller: str
 ) -> str | None:
     """Return how a state differs from what `inner` makes; None if it does not."""
-    if params is None:
-        return None
+    remedy = (
+        "The state is that of another optimizer, or of other params. Call `init` "
+        "again, or convert it with `optax_mp.convert_opt_state`."
+    )
     try:
         traced = TracedCall.of(inner.init, params)
         expected = traced.treedef.unflatten(traced.outputs)
@@ -173,12 +204,12 @@ def _difference_to_own(
     try:
         found = own.match(state, "the inner state")
     except ValueError as error:
-        return str(error)
+        return f"{error}\n  {remedy}"
     for path, want, leaf in zip(own.paths, own.values, found, strict=True):
         if is_array(want) and getattr(leaf, "shape", None) != want.shape:
             return (
                 f"{caller}: the inner state at {spell(path)} is {describe(leaf)}, "
-                f"expected {describe(want)} as in {name}."
+                f"expected {describe(want)} as in {name}. {remedy}"
             )
     return None
 

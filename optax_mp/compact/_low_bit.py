@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params, check_own_state
 from optax_mp._first_edition import raise_missing_field
-from optax_mp._inner import as_transformation, copy_shared, explain_foreign_state
+from optax_mp._inner import as_transformation, copy_shared, explain_failure
 from optax_mp._jax._placement import place_like_params
 from optax_mp._tree import PyTree
 from optax_mp.compact._blocks import (
@@ -159,7 +159,7 @@ def low_bit_state(
             state.inner_state,
             is_leaf=is_quantized,
         )
-        with explain_foreign_state(inner, before, params, "low_bit_state"):
+        with explain_failure(inner, updates, before, params, "low_bit_state"):
             updates, after = inner.update(updates, before, params, **extra_args)
         inner_state = _quantize_again(after, before, state, seed)
         count = jnp.asarray(optax.safe_increment(state.step_count))

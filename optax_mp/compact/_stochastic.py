@@ -20,8 +20,9 @@ from optax_mp._inner import (
     check_gradient,
     check_update,
     copy_shared,
-    explain_foreign_state,
+    explain_failure,
     warn_if_float16,
+    warn_if_none,
 )
 from optax_mp._jax._choose import choose_step
 from optax_mp._jax._placement import place_like_params
@@ -134,6 +135,7 @@ def stochastic_rounding(
         grads = leaves.match(updates, "the gradients")
         for path, param, grad in zip(leaves.paths, leaves.values, grads, strict=True):
             check_gradient(path, param, grad, "stochastic_rounding")
+        warn_if_none(leaves, grads)
         warn_if_float16(leaves, grads)
         wide = list(map(_widen, leaves.values))
         if extra_args.get("grad") is not None:
@@ -141,16 +143,10 @@ def stochastic_rounding(
             extra_args["grad"] = leaves.unflatten(map(as_inner_grad, wide, grad))
 
         def step(state: Any) -> tuple[Any, Any]:
-            inner_params = leaves.unflatten(wide)
-            with explain_foreign_state(
-                inner, state.inner_state, inner_params, "stochastic_rounding"
-            ):
-                changes, inner_state = inner.update(
-                    leaves.unflatten(map(as_inner_grad, wide, grads)),
-                    state.inner_state,
-                    inner_params,
-                    **extra_args,
-                )
+            inner_grads = leaves.unflatten(map(as_inner_grad, wide, grads))
+            args = inner_grads, state.inner_state, leaves.unflatten(wide)
+            with explain_failure(inner, *args, "stochastic_rounding"):
+                changes, inner_state = inner.update(*args, **extra_args)
             # The update of a leaf that is hidden from `inner` is its gradient.
             new_updates = list(grads)
             changes = leaves.match(changes, "the updates of `inner`")

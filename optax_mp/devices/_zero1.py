@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from optax_mp._arguments import check_given_params, check_init_params
 from optax_mp._dtypes import bits
-from optax_mp._inner import as_transformation, explain_foreign_state
+from optax_mp._inner import as_transformation, explain_failure
 from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._placement import place_like_params
@@ -126,12 +126,11 @@ def zero1(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        check_given_params(params, "zero1")
-        cuts = cuts_of(params)
+        cuts = cuts_of(check_given_params(params, "zero1"))
         if extra_args.get("grad") is not None:
             extra_args["grad"] = cuts.cut(extra_args["grad"])
         parts = cuts.cut(params)
-        with explain_foreign_state(inner, state, params, "zero1"):
+        with explain_failure(inner, updates, state, params, "zero1"):
             changes, state = inner.update(
                 cuts.cut(updates), cuts.cut(state), parts, **extra_args
             )

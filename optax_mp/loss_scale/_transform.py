@@ -13,7 +13,7 @@ from optax_mp._arguments import check_init_params, check_own_state
 from optax_mp._inner import (
     as_transformation,
     check_gradient,
-    explain_foreign_state,
+    explain_failure,
 )
 from optax_mp._jax._choose import choose_step
 from optax_mp._leaves import Leaves
@@ -262,11 +262,10 @@ def _loss_scaling(
             extra_args["grad"] = divide(hidden, state.scale)
         inner_params = hide_overwritten(params)
 
-        def step(inner_state: Any, update: Any = wrapped.update) -> Any:
-            with explain_foreign_state(wrapped, inner_state, inner_params, caller):
-                out, inner_state = update(
-                    grads, inner_state, inner_params, **extra_args
-                )
+        def step(inner_state: Any, wrapped: Any = wrapped) -> Any:
+            args = grads, inner_state, inner_params
+            with explain_failure(wrapped, *args, caller):
+                out, inner_state = wrapped.update(*args, **extra_args)
             return update_overwritten(out, updates, params, caller), inner_state
 
         # In a skipped step the updates are negative zeros, and the state stays.

@@ -12,8 +12,9 @@ from optax_mp._inner import (
     as_inner_param,
     as_transformation,
     copy_shared,
-    explain_foreign_state,
+    explain_failure,
     warn_if_float16,
+    warn_if_none,
 )
 from optax_mp._jax._choose import choose_step
 from optax_mp._jax._placement import place_like_params
@@ -136,16 +137,18 @@ def mixed_precision(
     ) -> tuple[optax.Updates, MixedPrecisionState]:
         step, stored = Step.match(updates, state, params, settings)
         leaves = step.params
+        warn_if_none(leaves, step.grads)
         warn_if_float16(leaves, step.grads)
 
         def run_step(before: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
             stored, inner_state = before
             masters = step.decode(stored)
             inner_params = step.inner_params(masters)
+            grads = step.inner_grads(inner_params)
             inner_tree = leaves.unflatten(inner_params)
-            with explain_foreign_state(inner, inner_state, inner_tree, _CALLER):
+            with explain_failure(inner, grads, inner_state, inner_tree, _CALLER):
                 changes, inner_state = inner.update(
-                    step.inner_grads(inner_params),
+                    grads,
                     inner_state,
                     inner_tree,
                     **step.inner_extra_args(inner_params, extra_args),

@@ -321,7 +321,7 @@ def test_lookahead_inside_skips_both_copies():
 
 def unchecked_scale(state):
     """Return the loss scale of transforms in an order that `loss_scale` refuses."""
-    return optax.tree.get(state, "scale")
+    return optax.tree.get(state, "LossScaleState").scale
 
 
 def test_apply_if_finite_outside_hides_the_overflow_from_the_scale():
