@@ -83,7 +83,7 @@ from optax_mp.reports import (
     memory_report,
 )
 
-# What is probably a mistake.
+# The category of all warnings of this package.
 from optax_mp._warnings import MixedPrecisionWarning
 # isort: on
 

@@ -169,7 +169,10 @@ def explain_failure(
 
 
 def _find_none(grads: PyTree, params: PyTree, caller: str) -> str | None:
-    """Return what is wrong if a floating param has None as its gradient, else None."""
+    """Return what is wrong if gradients are missing, or None is among them."""
+    # `optax.lookahead` has two copies of the params, and gradients of one.
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast
     leaves = Leaves.of(params, caller=caller, name="`params`")
     try:
         found = leaves.match(grads, "the gradients")

@@ -15,6 +15,7 @@ from optax_mp._warnings import warn
 
 # By name, because the modules of these states import this one.
 _SCALE, _MASTERS = "LossScaleState", "MixedPrecisionState"
+_WRAP_ALL = "put `optax_mp.dynamic_loss_scale` around the whole optimizer"
 # States of wrappers that decide over gradients before a loss scale in them sees these.
 _WRAPPERS = {
     "ApplyIfFiniteState": (
@@ -36,34 +37,35 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
     """Raise or warn if `opt_state` is that of transforms in an order that fails."""
     for path, _ in find_states(opt_state, _SCALE):
         for at, node, key in _ancestors(opt_state, path):
-            name = type(node).__name__
-            if name in _WRAPPERS:
-                _raise_for_wrapper(caller, at, *_WRAPPERS[name])
-            if name == "ConditionallyMaskState":
-                warn(
-                    f"{caller}: opt_state{keystr(at)} is of "
-                    "`optax.conditionally_mask` around a loss scale. If its condition "
-                    "reads the gradients, it hides overflows from the loss scale, and "
-                    "the scale never falls; put `optax_mp.dynamic_loss_scale` around "
-                    "the whole optimizer."
-                )
-            if any(map(_ends_in_masters, _links_before(node, key))):
+            where = f"{caller}: opt_state{keystr(at)} is of"
+            _check_wrapper(type(node).__name__, where)
+            before = node[: key.idx] if _is_chain(node) else ()
+            if any(map(_ends_in_masters, before)):
                 raise ValueError(
-                    f"{caller}: opt_state{keystr(at)} is of a chain with a loss "
-                    "scale after `mixed_precision`, which divides the updates by the "
-                    "scale, expected it before; put `optax_mp.dynamic_loss_scale` "
-                    "around the whole optimizer."
+                    f"{where} a chain with a loss scale after `mixed_precision`, which "
+                    "divides the updates by the scale, expected it before; "
+                    f"{_WRAP_ALL}."
                 )
     for path, _ in find_states(opt_state, _MASTERS):
         _warn_if_followed(opt_state, path, caller)
 
 
-def _raise_for_wrapper(caller: str, at: Path, wrapper: str, harm: str) -> None:
-    raise ValueError(
-        f"{caller}: opt_state{keystr(at)} is of `{wrapper}` around a loss scale, "
-        f"expected the loss scale outside: `{wrapper}` {harm}. Put it inside, as "
-        f"`optax_mp.dynamic_loss_scale({wrapper}(...))`."
-    )
+def _check_wrapper(name: str, where: str) -> None:
+    """Raise or warn if a state of this name must not be around a loss scale."""
+    if name in _WRAPPERS:
+        wrapper, harm = _WRAPPERS[name]
+        raise ValueError(
+            f"{where} `{wrapper}` around a loss scale, expected the loss scale "
+            f"outside: `{wrapper}` {harm}. Put it inside, as "
+            f"`optax_mp.dynamic_loss_scale({wrapper}(...))`."
+        )
+    if name == "ConditionallyMaskState":
+        # Its condition may be of the step alone, and nothing is wrong with that.
+        warn(
+            f"{where} `optax.conditionally_mask` around a loss scale. If its condition "
+            "reads the gradients, it hides overflows from the loss scale, and the "
+            f"scale never falls; {_WRAP_ALL}."
+        )
 
 
 def _warn_if_followed(opt_state: PyTree, path: Path, caller: str) -> None:
@@ -91,16 +93,12 @@ def _ancestors(tree: PyTree, path: Path) -> Iterator[tuple[Path, Any, Any]]:
         elif isinstance(key, SequenceKey | DictKey):
             tree = tree[key.idx if isinstance(key, SequenceKey) else key.key]
         else:
-            return  # a container that JAX does not know
+            return  # a node whose children have no keys, such as a box of Flax
 
 
 def _is_chain(node: Any) -> bool:
     """Return whether a node may be the state of `optax.chain`."""
     return type(node) is tuple
-
-
-def _links_before(node: Any, key: Any) -> tuple[Any, ...]:
-    return node[: key.idx] if _is_chain(node) else ()
 
 
 def _ends_in_masters(state: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from types import FrameType
 
 # A warning points to the first line outside of these packages.
 _SKIPPED = {"contextlib", "equinox", "flax", "functools", "jax", "optax", "optax_mp"}
@@ -33,6 +34,5 @@ def warn(message: str) -> None:
     warnings.warn(message, MixedPrecisionWarning, stacklevel=level)
 
 
-def _package(frame: object) -> str:
-    name = getattr(frame, "f_globals", {}).get("__name__", "")
-    return str(name).partition(".")[0]
+def _package(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]

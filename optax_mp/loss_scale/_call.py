@@ -61,7 +61,7 @@ def _takes(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def check_argnums(chosen: Sequence[int], args: Sequence[Any], caller: str) -> None:
-    """Raise unless there is an array to differentiate in each chosen argument."""
+    """Raise unless the chosen arguments exist and hold an array to differentiate."""
     has_state = caller == "value_and_grad"
     call = "f(opt_state, params, ...)" if has_state else "f(params, ...)"
     after = " after `opt_state`" if has_state else ""

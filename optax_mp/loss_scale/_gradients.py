@@ -50,8 +50,10 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
     _check_loss(loss, "scale_loss", "call `scale_loss(loss, opt_state)`")
     state = loss_scale_state(opt_state, "scale_loss")
     warn_unless_state(opt_state, "scale_loss")
+    if state is None:
+        return loss
     report("scales its loss")
-    return loss if state is None else multiply(jnp.asarray(loss), state.scale)
+    return multiply(jnp.asarray(loss), state.scale)
 
 
 def value_and_grad(
@@ -123,9 +125,9 @@ def differentiate(
 ) -> tuple[Any, Any]:
     """Return the unscaled value of `fun`, and float32 gradients times `factor`."""
     chosen = _as_tuple(argnums)
-    check_argnums(chosen, args, caller)
     # A float that is an argument is differentiated; one inside a model is a setting.
     args = tuple(jnp.asarray(x) if isinstance(x, float) else x for x in args)
+    check_argnums(chosen, args, caller)
     leaves, treedef = jax.tree.flatten([args[i] for i in chosen])
     inexact = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
 
