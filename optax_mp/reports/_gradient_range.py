@@ -15,14 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._arrays import has_explicit_axes, is_traced
-from optax_mp._tree import (
-    PyTree,
-    describe,
-    is_array,
-    is_floating,
-    spell,
-    summarize,
-)
+from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 from optax_mp.reports._formats import (
     EXPONENT_BIT,
     FORMATS,
@@ -367,7 +360,7 @@ def _check_loss_scale(loss_scale: Any, caller: str) -> None:
     is_number = isinstance(loss_scale, int | float | np.number) or is_array(loss_scale)
     is_scalar = is_number and not jnp.ndim(loss_scale)
     if not is_scalar or not 0 < float(loss_scale) < math.inf:
-        given = repr(loss_scale) if is_scalar else summarize(loss_scale)
+        given = repr(loss_scale) if is_scalar else describe(loss_scale)
         raise ValueError(
             f"{caller}: `loss_scale` is {given}, expected a positive finite number."
         )

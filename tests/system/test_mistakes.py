@@ -239,7 +239,7 @@ MISPLACED = {
     ),
     "gradient_range_report(loss_scale=state)": (
         lambda: optax_mp.gradient_range_report(GRADS, loss_scale=SCALED_STATE),
-        ValueError, "`loss_scale` is a LossScaleState .*expected a positive finite num",
+        ValueError, "`loss_scale` is LossScaleState, expected a positive finite num",
     ),
     "select_tree(a, b, pred)": (
         lambda: optax_mp.select_tree(PARAMS, GRADS, jnp.array(True)),
