@@ -85,6 +85,9 @@ from optax_mp.reports import (
     metrics,
     update_report,
 )
+
+# The category of all warnings of this package.
+from optax_mp._warnings import MixedPrecisionWarning
 # isort: on
 
 __version__ = "0.2.0.dev0"
@@ -101,6 +104,7 @@ __all__ = [
     "MemoryReport",
     "MemoryRow",
     "MixedPrecisionState",
+    "MixedPrecisionWarning",
     "NoOpLossScale",
     "Policy",
     "Quantized",

@@ -71,11 +71,14 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
         try:
             # NumPy reads None as float64.
             dtype = None if spec is None else jnp.dtype(spec)
-        except TypeError:
+        except (TypeError, ValueError):
             dtype = None
     if dtype is None:
+        # The whole of a tree of arrays would hide the rest of the message.
+        is_tree = not jax.tree_util.all_leaves([spec]) and spec is not None
+        shown = f"a {type(spec).__name__}" if is_tree else repr(spec)
         raise ValueError(
-            f"{argument} is {spec!r}, {expected}; short names are "
+            f"{argument} is {shown}, {expected}; short names are "
             f"{', '.join(sorted(_ALIASES))} and half."
         )
     if not jnp.issubdtype(dtype, jnp.floating):

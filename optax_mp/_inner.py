@@ -1,5 +1,8 @@
 """The wrapped optimizer, `inner`: what it is given, and checks of what it returns."""
 
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -7,8 +10,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_mp._leaves import is_absent
+from optax_mp._jax._traced import TracedCall
+from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import PyTree, describe, is_array, is_floating, is_inexact, spell
+from optax_mp._warnings import warn
 
 
 def as_transformation(
@@ -86,6 +91,41 @@ def check_gradient(
         raise ValueError(f"{where}, expected the shape of the param {describe(param)}.")
 
 
+def warn_if_none(params: Leaves, grads: Sequence[Any]) -> None:
+    """Warn if a floating param has None as its gradient.
+
+    Some rules leave such a param alone, and `equinox.apply_updates` takes None as its
+    update. Others, and `optax.apply_updates`, fail.
+    """
+    leaves = zip(params.paths, params.values, grads, strict=True)
+    for path, param, grad in leaves:
+        if grad is None and is_inexact(param):
+            warn(_describe_none(path, param, params.caller))
+            return
+
+
+def _describe_none(path: tuple[Any, ...], param: Any, caller: str) -> str:
+    return (
+        f"{caller}: the gradient of {spell(path)} is None, expected a gradient for the "
+        f"param {describe(param)}. If this param is not trained, wrap the optimizer in "
+        "`optax.masked`, or let its gradient be zero."
+    )
+
+
+def warn_if_float16(params: Leaves, grads: Sequence[Any]) -> None:
+    """Warn if a gradient is float16: no loss scale unscaled it in float32."""
+    for path, grad in zip(params.paths, grads, strict=True):
+        if is_floating(grad) and grad.dtype == jnp.float16:
+            warn(
+                f"{params.caller}: the gradient of {spell(path)} is {describe(grad)}. "
+                "In float16, values below 6e-8 become 0: put "
+                "`optax_mp.dynamic_loss_scale` around the optimizer, and take "
+                "gradients with `optax_mp.value_and_grad`. If you scale the loss "
+                "yourself, cast the gradients to float32 before you unscale them."
+            )
+            return
+
+
 def check_update(
     path: tuple[Any, ...],
     param: Any,
@@ -100,6 +140,81 @@ def check_update(
             f"which `inner` made the update {describe(update)}; expected the shape of "
             f"the param {describe(param)}."
         )
+
+
+@contextmanager
+def explain_failure(
+    inner: optax.GradientTransformation,
+    grads: PyTree,
+    state: PyTree,
+    params: PyTree,
+    caller: str,
+) -> Iterator[None]:
+    """If the update of `inner` fails, say whether its arguments are to blame.
+
+    A gradient may be None, or the state that of another optimizer. The state is looked
+    at only after a failure, because `init` must be traced for that.
+    """
+    try:
+        yield
+    except Exception as error:
+        # An error of this package says what is wrong already.
+        if params is None or _module_that_raised(error).startswith("optax_mp."):
+            raise
+        problem = _find_none(grads, params, caller)
+        problem = problem or _difference_to_own(inner, state, params, caller)
+        if problem is None:
+            raise
+        raise ValueError(problem) from error
+
+
+def _find_none(grads: PyTree, params: PyTree, caller: str) -> str | None:
+    """Return what is wrong if gradients are missing, or None is among them."""
+    # `optax.lookahead` has two copies of the params, and gradients of one.
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast
+    leaves = Leaves.of(params, caller=caller, name="`params`")
+    try:
+        found = leaves.match(grads, "the gradients")
+    except ValueError as error:
+        return str(error)
+    for path, param, grad in zip(leaves.paths, leaves.values, found, strict=True):
+        if grad is None and is_inexact(param):
+            return _describe_none(path, param, caller)
+    return None
+
+
+def _module_that_raised(error: BaseException) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_globals.get("__name__", "") if frames else ""
+
+
+def _difference_to_own(
+    inner: optax.GradientTransformation, state: PyTree, params: PyTree, caller: str
+) -> str | None:
+    """Return how a state differs from what `inner` makes; None if it does not."""
+    remedy = (
+        "The state is that of another optimizer, or of other params. Call `init` "
+        "again, or convert it with `optax_mp.convert_opt_state`."
+    )
+    try:
+        traced = TracedCall.of(inner.init, params)
+        expected = traced.treedef.unflatten(traced.outputs)
+        name = "what `inner.init(params)` makes"
+        own = Leaves.of(expected, caller=caller, name=name)
+    except Exception:
+        return None  # `init` fails, too: nothing is known about the state
+    try:
+        found = own.match(state, "the inner state")
+    except ValueError as error:
+        return f"{error}\n  {remedy}"
+    for path, want, leaf in zip(own.paths, own.values, found, strict=True):
+        if is_array(want) and getattr(leaf, "shape", None) != want.shape:
+            return (
+                f"{caller}: the inner state at {spell(path)} is {describe(leaf)}, "
+                f"expected {describe(want)} as in {name}. {remedy}"
+            )
+    return None
 
 
 def copy_shared(state: PyTree, others: PyTree) -> PyTree:

@@ -3,14 +3,18 @@
 import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import check_available, floating_dtype, saturating_cast
 from optax_mp._tree import PyTree, cast_floating, is_floating, slash_path
+from optax_mp._warnings import warn
 
 _KEYS = {
     "params": "param_dtype",
@@ -38,7 +42,8 @@ class Policy:
         keep_f32: leaves that stay float32 when cast to the param or compute dtype:
             patterns over paths such as `("*norm*", "*/bias")`, where a path reads
             `layers/0/bias`, with or without a final `/value` of Flax's boxes; or a
-            predicate of (path string, leaf).
+            predicate of (path string, leaf). If a pattern matches nothing,
+            `mixed_precision` and `cast_to_param` warn.
 
     Raises:
         ValueError: if a dtype is not floating. A cast raises it if its dtype is float64
@@ -88,8 +93,10 @@ class Policy:
         """Cast floating leaves to `param_dtype`, but those of `keep_f32` to float32.
 
         Finite values out of range become the largest finite value, as in
-        `mixed_precision`, because an infinite weight stays infinite.
+        `mixed_precision`, because an infinite weight stays infinite. Warns if
+        `keep_f32` has patterns and none of them matches.
         """
+        warn_unmatched_patterns(self, tree, "Policy.cast_to_param", at_least_one=True)
         return self._cast(tree, "param_dtype", saturating_cast)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
@@ -109,14 +116,7 @@ class Policy:
         if callable(self.keep_f32):
             is_kept = is_floating(leaf) and self.keep_f32(path, leaf)
         else:
-            # Boxes of Flax (NNX's Variables, Linen's Partitioned) hold their array in
-            # `value`, which `nnx.Optimizer` shows to `init`, but not to `update`.
-            names = (path, path.removesuffix("/value"))
-            is_kept = any(
-                fnmatch.fnmatchcase(name, pattern)
-                for name in names
-                for pattern in self.keep_f32
-            )
+            is_kept = any(_matches(path, pattern) for pattern in self.keep_f32)
         return jnp.dtype(jnp.float32 if is_kept else dtype)
 
     def _available(self, field: str) -> jnp.dtype:
@@ -139,6 +139,62 @@ class Policy:
         dtypes = (self.param_dtype, self.compute_dtype, self.output_dtype)
         names = (jnp.dtype(dtype).name for dtype in dtypes)
         return "params={},compute={},output={}".format(*names)
+
+
+def warn_unmatched_patterns(
+    policy: Policy, params: PyTree, caller: str, *, at_least_one: bool = False
+) -> None:
+    """Warn of patterns in `keep_f32` that match no floating leaf of `params`.
+
+    Args:
+        policy: the policy.
+        params: the params of a model. Nothing is known of a group of them, in which
+            `optax.MaskedNode` stands for the others, nor of a single array.
+        caller: the public function that the user called.
+        at_least_one: warn only if no pattern matches, as for what may be a part of a
+            model.
+    """
+    if callable(policy.keep_f32) or is_floating(params):
+        return
+    leaves = tree_leaves_with_path(params, is_leaf=_is_masked)
+    paths = [slash_path(path) for path, leaf in leaves if is_floating(leaf)]
+    unmatched = [
+        pattern
+        for pattern in policy.keep_f32
+        if not any(_matches(path, pattern) for path in paths)
+    ]
+    is_part = any(_is_masked(leaf) for _, leaf in leaves)
+    matches_some = at_least_one and len(unmatched) < len(policy.keep_f32)
+    if not unmatched or not paths or is_part or matches_some:
+        return
+    nearest = ", ".join(map(repr, _nearest(unmatched[0], paths)))
+    warn(
+        f"{caller}: the pattern {unmatched[0]!r} in `keep_f32` matches no floating "
+        f"leaf; the nearest paths are {nearest}. A pattern must match the whole path, "
+        "with * for any part of it."
+    )
+
+
+def _nearest(pattern: str, paths: list[str]) -> list[str]:
+    """Return the three paths that are most like a pattern."""
+    wanted = pattern.strip("*/").lower()
+
+    def likeness(path: str) -> float:
+        parts = [path, *path.split("/")]
+        return max(SequenceMatcher(None, wanted, x.lower()).ratio() for x in parts)
+
+    return sorted(paths, key=likeness, reverse=True)[:3]
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    # Boxes of Flax (NNX's Variables, Linen's Partitioned) hold their array in `value`,
+    # which `nnx.Optimizer` shows to `init`, but not to `update`.
+    names = (path, path.removesuffix("/value"))
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def get_policy(

@@ -9,7 +9,7 @@ from jax.tree_util import GetAttrKey, SequenceKey, tree_flatten_with_path
 from optax_mp._tree import PyTree
 
 Path = tuple[Any, ...]
-Kind = type | tuple[type, ...]
+Kind = type | tuple[type, ...] | str
 
 _INNER_STATE = GetAttrKey("inner_state")
 # Below this field of `MixedPrecisionState` each param may have a small pytree.
@@ -23,17 +23,18 @@ def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
 
     Args:
         opt_state: an optimizer state, or a tree of several.
-        kind: the type of the states to find, or a tuple of types. The `inner_state` of
-            a state that was found is searched as well.
+        kind: the type of the states to find, a tuple of types, or the name of a type.
+            The `inner_state` of a state that was found is searched as well.
 
     Returns:
         Pairs of a path, as `jax.tree_util.keystr` takes it, and the state there.
     """
     found: list[tuple[Path, Any]] = []
+    is_kind = _is_of(kind)
 
     def collect(tree: PyTree, prefix: Path) -> None:
-        for path, node in tree_flatten_with_path(tree, is_leaf=_is_of(kind))[0]:
-            if isinstance(node, kind):
+        for path, node in tree_flatten_with_path(tree, is_leaf=is_kind)[0]:
+            if is_kind(node):
                 found.append((prefix + path, node))
                 if hasattr(node, "inner_state"):
                     collect(node.inner_state, (*prefix, *path, _INNER_STATE))
@@ -48,18 +49,19 @@ def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) ->
     Args:
         function: takes a state whose `inner_state` is mapped already.
         opt_state: an optimizer state, or a tree of several.
-        kind: a type, or a tuple of types.
+        kind: a type, a tuple of types, or the name of a type.
     """
+    is_kind = _is_of(kind)
 
     def replace(node: Any) -> Any:
-        if not isinstance(node, kind):
+        if not is_kind(node):
             return node
         if hasattr(node, "inner_state"):
             mapped = map_states(function, node.inner_state, kind)
             node = node._replace(inner_state=mapped)
         return function(node)
 
-    return jax.tree.map(replace, opt_state, is_leaf=_is_of(kind))
+    return jax.tree.map(replace, opt_state, is_leaf=is_kind)
 
 
 def find_owners(
@@ -171,4 +173,6 @@ def holds_state(tree: PyTree) -> bool:
 
 
 def _is_of(kind: Kind) -> Callable[[Any], bool]:
+    if isinstance(kind, str):
+        return lambda node: type(node).__name__ == kind
     return lambda node: isinstance(node, kind)

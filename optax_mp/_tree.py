@@ -14,6 +14,9 @@ from optax_mp._jax._arrays import is_traced
 
 PyTree = Any
 
+# How many arrays of a tree a message shows.
+_MOST_SHOWN = 3
+
 
 def is_array(leaf: Any) -> bool:
     """Return whether `leaf` is an array (of JAX or NumPy, traced or not)."""
@@ -36,6 +39,21 @@ def describe(leaf: Any) -> str:
         name = "float0" if leaf.dtype == jax.dtypes.float0 else leaf.dtype
         return f"{name}[{','.join(map(str, leaf.shape))}]"
     return type(leaf).__name__
+
+
+def summarize(tree: PyTree) -> str:
+    """Say in short what a tree is, such as `a dict of ['w'] float32[2,3]`."""
+    if is_array(tree):
+        return describe(tree)
+    kind = type(tree).__name__
+    name = f"{'an' if kind[0] in 'AEIOaeio' else 'a'} {kind}"
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    arrays = [f"{keystr(path)} {describe(x)}" for path, x in leaves if is_array(x)]
+    if not arrays:
+        return name
+    rest = len(arrays) - _MOST_SHOWN
+    more = f" and {rest} more" if rest > 0 else ""
+    return f"{name} of {', '.join(arrays[:_MOST_SHOWN])}{more}"
 
 
 def spell(path: tuple[Any, ...]) -> str:
@@ -157,6 +175,7 @@ def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
         A tree with the structure of both.
 
     Raises:
+        TypeError: if `pred` is not a scalar.
         ValueError: if structure, a shape, a dtype or a static leaf differs.
 
     Example:
@@ -166,6 +185,11 @@ def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
         >>> optax_mp.select_tree(jnp.array(False), new, old)["w"].tolist()
         [0.0, 0.0]
     """
+    if not (isinstance(pred, bool) or (is_array(pred) and pred.shape == ())):
+        raise TypeError(
+            f"select_tree: `pred` is {summarize(pred)}, expected a bool scalar; call "
+            "`select_tree(pred, on_true, on_false)`."
+        )
     true_leaves, treedef = jax.tree_util.tree_flatten_with_path(on_true)
     false_leaves, false_treedef = jax.tree.flatten(on_false)
     if treedef != false_treedef:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from optax_mp._float16 import report
 from optax_mp._jax._jaxpr import evaluate
 from optax_mp.amp._precision import full_precisions
 from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules
@@ -89,10 +90,13 @@ def amp(
             f"amp: `fun` is {fun!r}, expected a function; to decorate with settings "
             "use functools.partial(optax_mp.amp, compute_dtype=...)."
         )
-    interpreter = Interpreter(Rules(rules, compute_dtype))
+    checked_rules = Rules(rules, compute_dtype)
+    interpreter = Interpreter(checked_rules)
 
     @functools.wraps(fun, updated=())
     def autocast(*args: Any, **kwargs: Any) -> Any:
+        if checked_rules.compute_dtype == jnp.float16:
+            report("computes in float16")
         traced, plan = interpreter.trace(fun, args, kwargs)
         if not plan.is_changed:
             return traced.unflatten(evaluate(traced.closed, traced.arrays))

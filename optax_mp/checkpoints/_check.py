@@ -28,6 +28,7 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
             `jax.eval_shape`.
 
     Raises:
+        TypeError: if `template` is the optimizer itself.
         ValueError: if a leaf is missing, is not in the template, or has another shape
             or dtype; or if the first edition of this package saved the checkpoint,
             which `upgrade_checkpoint` converts.
@@ -58,6 +59,11 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
         newer interface pass `ocp.metadata(path)`, with `flax.serialization`
         `msgpack_restore(encoded_bytes)`, and with pickle what was loaded.
     """
+    if isinstance(template, optax.GradientTransformation):
+        raise TypeError(
+            f"{_CALLER}: `template` is a {type(template).__name__}, expected a state; "
+            "pass `jax.eval_shape(tx.init, params)`."
+        )
     saved = unwrap_metadata(saved)
     found, expected = leaves_by_name(saved), leaves_by_name(template)
     if expected and not found:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_mp._arguments import check_state_first
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
@@ -91,9 +92,11 @@ def convert_opt_state(
             "`convert_opt_state(state, from_tx, to_tx, params)` is now "
             "`convert_opt_state(opt_state, params, from_tx, to_tx)`."
         )
+    opt_state, params = plain_trees(opt_state, params)
+    call = "convert_opt_state(opt_state, params, from_tx, to_tx)"
+    check_state_first(opt_state, params, _CALLER, call)
     from_tx = as_transformation(from_tx, _CALLER, "from_tx")
     to_tx = as_transformation(to_tx, _CALLER, "to_tx")
-    opt_state, params = plain_trees(opt_state, params)
     _check_made_by(opt_state, from_tx, params)
     wrappers = {
         kind: found[0][1]

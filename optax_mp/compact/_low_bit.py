@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from optax_mp._arguments import check_init_params, check_own_state
 from optax_mp._first_edition import raise_missing_field
-from optax_mp._inner import as_transformation, copy_shared
+from optax_mp._inner import as_transformation, copy_shared, explain_failure
 from optax_mp._jax._placement import place_like_params
 from optax_mp._tree import PyTree
 from optax_mp.compact._blocks import (
@@ -134,6 +135,7 @@ def low_bit_state(
         )
 
     def init_fn(params: optax.Params) -> LowBitState:
+        check_init_params(params, "low_bit_state")
         state = place_like_params(inner.init(params), params)
         chosen = choose_codes(inner, params, state, code_format, min_size)
         leaves, treedef = jax.tree.flatten(state)
@@ -150,19 +152,15 @@ def low_bit_state(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowBitState]:
-        if not isinstance(state, LowBitState):
-            raise TypeError(
-                f"low_bit_state: `state` is a {type(state).__name__}, expected the "
-                "LowBitState that `init` of this transform returns; convert a state "
-                "of the bare optimizer with `optax_mp.convert_opt_state`."
-            )
+        check_own_state(state, LowBitState, "low_bit_state")
         code_format.check(state.inner_state)
         before = jax.tree.map(
             lambda x: dequantize(x) if is_quantized(x) else x,
             state.inner_state,
             is_leaf=is_quantized,
         )
-        updates, after = inner.update(updates, before, params, **extra_args)
+        with explain_failure(inner, updates, before, params, "low_bit_state"):
+            updates, after = inner.update(updates, before, params, **extra_args)
         inner_state = _quantize_again(after, before, state, seed)
         count = jnp.asarray(optax.safe_increment(state.step_count))
         return updates, LowBitState(count, inner_state)

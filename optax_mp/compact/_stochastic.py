@@ -6,6 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_mp._arguments import (
+    check_given_params,
+    check_init_params,
+    check_own_state,
+)
 from optax_mp._dtypes import bits, difference
 from optax_mp._first_edition import raise_missing_field
 from optax_mp._inner import (
@@ -15,6 +20,9 @@ from optax_mp._inner import (
     check_gradient,
     check_update,
     copy_shared,
+    explain_failure,
+    warn_if_float16,
+    warn_if_none,
 )
 from optax_mp._jax._choose import choose_step
 from optax_mp._jax._placement import place_like_params
@@ -103,6 +111,7 @@ def stochastic_rounding(
     check_seed(seed, "stochastic_rounding", or_none=False)
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
+        check_init_params(params, "stochastic_rounding")
         leaves = Leaves.of(params, caller="stochastic_rounding", name="`params`")
         for path, leaf in zip(leaves.paths, leaves.values, strict=True):
             if is_floating(leaf) and bits(leaf.dtype) < 16:
@@ -120,32 +129,24 @@ def stochastic_rounding(
     def update_fn(
         updates: Any, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, StochasticRoundingState]:
-        if params is None:
-            raise ValueError(
-                "stochastic_rounding: `params` is None, expected the current params; "
-                "call `tx.update(grads, state, params)`."
-            )
-        if not isinstance(state, StochasticRoundingState):
-            raise TypeError(
-                f"stochastic_rounding: `state` is a {type(state).__name__}, expected "
-                "the StochasticRoundingState that `init` of this transform returns."
-            )
+        check_given_params(params, "stochastic_rounding")
+        check_own_state(state, StochasticRoundingState, "stochastic_rounding")
         leaves = Leaves.of(params, caller="stochastic_rounding", name="`params`")
         grads = leaves.match(updates, "the gradients")
         for path, param, grad in zip(leaves.paths, leaves.values, grads, strict=True):
             check_gradient(path, param, grad, "stochastic_rounding")
+        warn_if_none(leaves, grads)
+        warn_if_float16(leaves, grads)
         wide = list(map(_widen, leaves.values))
         if extra_args.get("grad") is not None:
             grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
             extra_args["grad"] = leaves.unflatten(map(as_inner_grad, wide, grad))
 
         def step(state: Any) -> tuple[Any, Any]:
-            changes, inner_state = inner.update(
-                leaves.unflatten(map(as_inner_grad, wide, grads)),
-                state.inner_state,
-                leaves.unflatten(wide),
-                **extra_args,
-            )
+            inner_grads = leaves.unflatten(map(as_inner_grad, wide, grads))
+            args = inner_grads, state.inner_state, leaves.unflatten(wide)
+            with explain_failure(inner, *args, "stochastic_rounding"):
+                changes, inner_state = inner.update(*args, **extra_args)
             # The update of a leaf that is hidden from `inner` is its gradient.
             new_updates = list(grads)
             changes = leaves.match(changes, "the updates of `inner`")

@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._jax._arrays import is_traced
-from optax_mp._tree import PyTree, describe, is_array, spell
+from optax_mp._tree import PyTree, describe, is_array, spell, summarize
 
 
 class _Replica(NamedTuple):
@@ -47,7 +47,7 @@ def check_replicas(tree: PyTree) -> None:
         tree: params, an optimizer state, or both.
 
     Raises:
-        TypeError: if called under `jit`.
+        TypeError: if called under `jit`, or with a tree that holds no array.
         ValueError: if copies differ, or if the processes hold different trees. Every
             process raises the same error.
 
@@ -62,6 +62,11 @@ def check_replicas(tree: PyTree) -> None:
     leaves = [
         (path, leaf) for path, leaf in tree_flatten_with_path(tree)[0] if is_array(leaf)
     ]
+    if not leaves and jax.tree.leaves(tree):
+        raise TypeError(
+            f"check_replicas: `tree` is {summarize(tree)} without arrays, expected "
+            "params, an optimizer state, or both."
+        )
     for path, leaf in leaves:
         if is_traced(leaf):
             raise TypeError(

@@ -9,8 +9,9 @@ import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from optax_mp._arguments import check_given_params, check_init_params
 from optax_mp._dtypes import bits
-from optax_mp._inner import as_transformation
+from optax_mp._inner import as_transformation, explain_failure
 from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._placement import place_like_params
@@ -108,6 +109,7 @@ def zero1(
         return _Cuts.of(leaves, mesh, axes, specs_of_params(leaves.paths, param_specs))
 
     def init_fn(params: optax.Params) -> optax.OptState:
+        check_init_params(params, "zero1")
         cuts = cuts_of(params)
 
         def init_parts(given: optax.Params) -> optax.OptState:
@@ -124,18 +126,14 @@ def zero1(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        if params is None:
-            raise ValueError(
-                "zero1: `params` is None, expected the current params; call "
-                "`tx.update(grads, state, params)`."
-            )
-        cuts = cuts_of(params)
+        cuts = cuts_of(check_given_params(params, "zero1"))
         if extra_args.get("grad") is not None:
             extra_args["grad"] = cuts.cut(extra_args["grad"])
         parts = cuts.cut(params)
-        changes, state = inner.update(
-            cuts.cut(updates), cuts.cut(state), parts, **extra_args
-        )
+        with explain_failure(inner, updates, state, params, "zero1"):
+            changes, state = inner.update(
+                cuts.cut(updates), cuts.cut(state), parts, **extra_args
+            )
         return cuts.gather(parts, changes), cuts.cut(state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

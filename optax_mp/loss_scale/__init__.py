@@ -13,6 +13,7 @@ The names below are the public ones. One module each:
 - `_overwrite`: leaves that are replaced by their gradient, as in flax's fp8 layers.
 - `_mark`: how a link in a chain tells later links that a step is skipped.
 - `_gradients`: gradients of a scaled loss, for loops with an optimizer state.
+- `_call`: checks of what such a function was called with.
 - `_values`, `_retries`: loss scales for loops without an optimizer state.
 - `_check`: `check_loss_scale`, which stops a run that skips too many steps.
 - `_settings`: checks of the numbers that a user passes.

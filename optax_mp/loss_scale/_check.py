@@ -6,11 +6,17 @@ import jax
 import optax
 from jax.tree_util import tree_flatten_with_path
 
+from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import is_absent
 from optax_mp._nnx import plain_trees
 from optax_mp._states import find_states
-from optax_mp._tree import nonfinite_paths, spell
+from optax_mp._tree import describe, nonfinite_paths, spell
+from optax_mp._warnings import warn
+from optax_mp.loss_scale._settings import check_number
 from optax_mp.loss_scale._state import LossScaleState, loss_scale_state
+
+# The default `max_scale`: a state does not say its own.
+_SUSPICIOUS_SCALE = 2.0**24
 
 
 def check_loss_scale(
@@ -26,6 +32,9 @@ def check_loss_scale(
     Overflows stop when the scale is low enough; a NaN from the model itself does not.
     With the defaults, 30 skipped steps take the scale from 65536 down to `min_scale`.
 
+    Warns if the scale has grown to 2^24, the default `max_scale`, and no step was ever
+    skipped: then gradients were probably not scaled.
+
     Args:
         opt_state: a state with a loss scale in it, at any depth of wrappers. A state
             without one passes the check.
@@ -38,6 +47,7 @@ def check_loss_scale(
     Raises:
         FloatingPointError: if more than `max_skipped` steps in a row were skipped; with
             the counters, the leaf, and the likely cause.
+        TypeError: if called under `jit`, or if an argument is of the wrong kind.
         ValueError: if the state holds several loss scales.
 
     Example:
@@ -60,7 +70,9 @@ def check_loss_scale(
     state = loss_scale_state(opt_state, "check_loss_scale")
     if state is None:
         return
+    _check_arguments(state, max_skipped)
     state = jax.device_get(state._replace(inner_state=()))
+    _warn_if_never_scaled(state)
     if state.skipped_count <= max_skipped:
         return
     if grads is not None:
@@ -127,3 +139,32 @@ def _sees_masked_gradients(opt_state: Any) -> bool:
         isinstance(state, optax.MaskedState) and at[: len(path)] == path
         for path, state in found
     )
+
+
+def _check_arguments(state: LossScaleState, max_skipped: Any) -> None:
+    if is_traced(state.scale):
+        raise TypeError(
+            f"check_loss_scale: the loss scale is traced ({describe(state.scale)}), "
+            "expected a concrete value; call it outside jit."
+        )
+    check_number(
+        "check_loss_scale: `max_skipped`",
+        max_skipped,
+        "a number of steps (pass gradients by keyword, as `grads=grads`)",
+        lambda _: True,
+    )
+
+
+def _warn_if_never_scaled(state: LossScaleState) -> None:
+    # A float16 value in the backward pass that is scaled by 2^24 overflows from 0.004
+    # on. Without the scale none does, and the scale only grows.
+    if state.scale >= _SUSPICIOUS_SCALE and state.total_skipped_count == 0:
+        warn(
+            f"check_loss_scale: the loss scale has grown to {state.scale:g}, and no "
+            "step was ever skipped, so gradients are probably not scaled. They are "
+            "divided by the scale all the same: take them with "
+            "`optax_mp.value_and_grad(loss)(opt_state, params, ...)`, or of "
+            "`optax_mp.scale_loss(loss, opt_state)`. If nothing is computed in "
+            "float16, no loss scale is needed; `optax_mp.static_loss_scale` skips "
+            "non-finite steps."
+        )

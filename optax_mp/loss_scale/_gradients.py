@@ -7,8 +7,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_mp._arguments import warn_unless_state
 from optax_mp._dtypes import at_least_float32
+from optax_mp._float16 import Event, collect_events, report
 from optax_mp._tree import describe, is_floating, is_inexact
+from optax_mp.loss_scale._call import (
+    check_argnums,
+    check_function,
+    check_state_argument,
+    warn_if_unscaled,
+)
 from optax_mp.loss_scale._state import loss_scale_state
 from optax_mp.loss_scale._unscale import multiply
 
@@ -27,8 +35,9 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
         The scaled loss, float32 or wider.
 
     Raises:
-        ValueError: if the loss is not a floating scalar, or the state holds several
-            loss scales.
+        TypeError: if `opt_state` is no optimizer state.
+        ValueError: if the loss is not a floating scalar; if the state holds several
+            loss scales, or is of transforms in an order that does not work.
 
     Example:
         >>> import jax.numpy as jnp
@@ -38,9 +47,13 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
         >>> float(optax_mp.scale_loss(jnp.float16(2.0), state))
         131072.0
     """
-    _check_loss(loss, "scale_loss")
+    _check_loss(loss, "scale_loss", "call `scale_loss(loss, opt_state)`")
     state = loss_scale_state(opt_state, "scale_loss")
-    return loss if state is None else multiply(jnp.asarray(loss), state.scale)
+    warn_unless_state(opt_state, "scale_loss")
+    if state is None:
+        return loss
+    report("scales its loss")
+    return multiply(jnp.asarray(loss), state.scale)
 
 
 def value_and_grad(
@@ -56,6 +69,8 @@ def value_and_grad(
     Other leaves, such as counters or the functions in an Equinox module, get None as
     their gradient.
 
+    Warns if params or `amp` are float16 and nothing scales the loss.
+
     Args:
         fun: a function that returns a scalar loss, or (loss, aux) with `has_aux`.
         argnums: which arguments to differentiate, counted without `opt_state`.
@@ -65,8 +80,11 @@ def value_and_grad(
         The function. With `has_aux` its value is (loss, aux).
 
     Raises:
-        ValueError: when called, if the loss is not a floating scalar, or the state
-            holds several loss scales.
+        TypeError: when called, if `opt_state` is missing or in another place, or if
+            there is nothing to differentiate.
+        ValueError: when called, if the loss is not a floating scalar; if the state
+            holds several loss scales, or is of transforms in an order that does not
+            work, such as `optax.MultiSteps` around a loss scale.
 
     Example:
         >>> import jax.numpy as jnp
@@ -78,13 +96,20 @@ def value_and_grad(
         >>> float(loss), grads.dtype.name, grads.tolist()
         (5.0, 'float32', [16.0, 32.0])
     """
+    caller = "value_and_grad"
+    check_function(fun, caller)
+    # What is jitted inside reports when it is traced, and not in later calls.
+    known_events: set[Event] = set()
 
     def evaluate(opt_state: optax.OptState, *args: Any, **kwargs: Any) -> Any:
-        state = loss_scale_state(opt_state, "value_and_grad")
+        check_state_argument(fun, _as_tuple(argnums), opt_state, args, kwargs)
+        state = loss_scale_state(opt_state, caller)
         factor = None if state is None else state.scale
-        return differentiate(
-            fun, argnums, has_aux, factor, args, kwargs, "value_and_grad"
-        )
+        with collect_events() as events:
+            result = differentiate(fun, argnums, has_aux, factor, args, kwargs, caller)
+        if state is None:
+            warn_if_unscaled(events, known_events)
+        return result
 
     return evaluate
 
@@ -99,10 +124,10 @@ def differentiate(
     caller: str,
 ) -> tuple[Any, Any]:
     """Return the unscaled value of `fun`, and float32 gradients times `factor`."""
-    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    _check_argnums(chosen, args, caller)
+    chosen = _as_tuple(argnums)
     # A float that is an argument is differentiated; one inside a model is a setting.
     args = tuple(jnp.asarray(x) if isinstance(x, float) else x for x in args)
+    check_argnums(chosen, args, caller)
     leaves, treedef = jax.tree.flatten([args[i] for i in chosen])
     inexact = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
 
@@ -115,6 +140,8 @@ def differentiate(
     # Not `jax.value_and_grad`: its value would be the scaled loss.
     gradient = jax.grad(scaled_loss, has_aux=True)
     grads, value = gradient([leaves[i] for i in inexact])
+    if any(g.dtype == jnp.float16 for g in grads):
+        report("computes in float16")
     # In 16 bits, small gradients would be lost when they are unscaled or accumulated.
     wide = [g.astype(at_least_float32(g.dtype)) if is_floating(g) else g for g in grads]
     grads = treedef.unflatten(_replace_at(inexact, wide, [None] * len(leaves)))
@@ -131,16 +158,8 @@ def _replace_at(
     return copy
 
 
-def _check_argnums(chosen: Sequence[int], args: Sequence[Any], caller: str) -> None:
-    has_state = caller == "value_and_grad"
-    call = "f(opt_state, params, ...)" if has_state else "f(params, ...)"
-    after = " after `opt_state`" if has_state else ""
-    for i in chosen:
-        if not -len(args) <= i < len(args):
-            raise ValueError(
-                f"{caller}: `argnums` has {i}, but {len(args)} positional arguments "
-                f"were given{after}; call as {call}."
-            )
+def _as_tuple(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
 def _loss_of(value: Any, has_aux: bool, caller: str) -> Any:
@@ -151,15 +170,14 @@ def _loss_of(value: Any, has_aux: bool, caller: str) -> Any:
             "expected a pair (loss, aux)."
         )
     loss = value[0] if has_aux else value
-    _check_loss(loss, caller)
+    _check_loss(loss, caller, "pass `has_aux=True` if the function returns (loss, aux)")
     return loss
 
 
-def _check_loss(loss: Any, caller: str) -> None:
+def _check_loss(loss: Any, caller: str, remedy: str) -> None:
     is_scalar = is_floating(loss) and loss.shape == ()
     if not (is_scalar or isinstance(loss, float)):
         raise ValueError(
             f"{caller}: the loss is {describe(loss)}, expected a floating scalar; take "
-            "its mean or sum, or pass `has_aux=True` if the function returns (loss, "
-            "aux)."
+            f"its mean or sum, or {remedy}."
         )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._tree import all_finite, describe, is_array
+from optax_mp.loss_scale._call import check_function
 from optax_mp.loss_scale._gradients import differentiate
 from optax_mp.loss_scale._values import LossScale
 
@@ -80,7 +81,7 @@ def dynamic_scale_grad(
     """
     with_value = _with_retries(fun, has_aux, redo_on_nan, "dynamic_scale_grad")
 
-    def evaluate(*args: Any, loss_scale: Any, **kwargs: Any) -> Any:
+    def evaluate(*args: Any, loss_scale: Any = None, **kwargs: Any) -> Any:
         scale, (value, grads) = with_value(*args, loss_scale=loss_scale, **kwargs)
         return scale, (grads, value[1]) if has_aux else grads
 
@@ -90,6 +91,7 @@ def dynamic_scale_grad(
 def _with_retries(
     fun: Callable[..., Any], has_aux: bool, redo_on_nan: int, caller: str
 ) -> Callable[..., Any]:
+    check_function(fun, caller)
     if not (isinstance(redo_on_nan, int) and redo_on_nan >= 0):
         raise ValueError(
             f"{caller}: `redo_on_nan` is {redo_on_nan!r}, expected how often to try "
@@ -103,11 +105,12 @@ def _with_retries(
         finite = all_finite((value[0] if has_aux else value, grads))
         return finite, (scale.adjust(finite), (value, grads))
 
-    def evaluate(*args: Any, loss_scale: Any, **kwargs: Any) -> Any:
+    def evaluate(*args: Any, loss_scale: Any = None, **kwargs: Any) -> Any:
         if not (hasattr(loss_scale, "adjust") and hasattr(loss_scale, "unscale")):
             raise TypeError(
                 f"{caller}: `loss_scale` is {describe(loss_scale)}, expected a loss "
-                "scale such as `optax_mp.DynamicLossScale(2.0**15)`."
+                "scale such as `optax_mp.DynamicLossScale(2.0**15)`; call as f(params, "
+                "..., loss_scale=loss_scale)."
             )
         finite, first = attempt(loss_scale, args, kwargs)
         if not redo_on_nan:

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
 
+from optax_mp._arguments import check_opt_state, warn_unless_state
 from optax_mp._first_edition import raise_missing_field
+from optax_mp._nesting import check_nesting
 from optax_mp._nnx import plain_state
 from optax_mp._states import find_states
 
@@ -65,7 +67,9 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
         A float32 scalar; 1 if the state holds no loss scale.
 
     Raises:
-        ValueError: if the state holds several loss scales.
+        TypeError: if `opt_state` is no optimizer state.
+        ValueError: if the state holds several loss scales, or is of transforms in an
+            order that does not work, such as `optax.MultiSteps` around a loss scale.
 
     Example:
         >>> import jax.numpy as jnp
@@ -76,12 +80,16 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
         65536.0
     """
     state = loss_scale_state(opt_state, "loss_scale")
+    warn_unless_state(opt_state, "loss_scale")
     return jnp.float32(1) if state is None else state.scale
 
 
 def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
     """Return the one loss-scale state in `opt_state`, or None."""
-    found = find_states(plain_state(opt_state), LossScaleState)
+    opt_state = plain_state(opt_state)
+    check_opt_state(opt_state, caller)
+    check_nesting(opt_state, caller)
+    found = find_states(opt_state, LossScaleState)
     if len(found) > 1:
         places = " and ".join("opt_state" + keystr(path) for path, _ in found)
         raise ValueError(

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_mp._inner import as_transformation
+from optax_mp._arguments import check_init_params, check_own_state
+from optax_mp._inner import (
+    as_transformation,
+    check_gradient,
+    explain_failure,
+)
 from optax_mp._jax._choose import choose_step
 from optax_mp._leaves import Leaves
 from optax_mp.loss_scale._mark import mark_skipped, register_link
@@ -219,6 +224,7 @@ def _loss_scaling(
     wrapped = None if inner is None else as_transformation(inner, caller)
 
     def init_fn(params: optax.Params) -> LossScaleState:
+        check_init_params(params, caller)
         # `inner` never updates overwritten leaves, so it needs no moments for them.
         inner_params = hide_overwritten(params)
         return LossScaleState(
@@ -259,8 +265,10 @@ def _loss_scaling(
             extra_args["grad"] = divide(hidden, state.scale)
         inner_params = hide_overwritten(params)
 
-        def step(inner_state: Any, update: Any = wrapped.update) -> Any:
-            out, inner_state = update(grads, inner_state, inner_params, **extra_args)
+        def step(inner_state: Any, wrapped: Any = wrapped) -> Any:
+            args = grads, inner_state, inner_params
+            with explain_failure(wrapped, *args, caller):
+                out, inner_state = wrapped.update(*args, **extra_args)
             return update_overwritten(out, updates, params, caller), inner_state
 
         # In a skipped step the updates are negative zeros, and the state stays.
@@ -293,12 +301,10 @@ def _next_state(
 
 
 def _check_arguments(caller: str, updates: Any, state: Any, params: Any) -> None:
-    if not isinstance(state, LossScaleState):
-        raise TypeError(
-            f"{caller}: `state` is a {type(state).__name__}, expected the "
-            "LossScaleState that `init` of this transform returns."
-        )
+    check_own_state(state, LossScaleState, caller)
     # `optax.lookahead` passes two copies of the params and gradients of one.
     if params is not None and not isinstance(params, optax.LookaheadParams):
         leaves = Leaves.of(params, caller=caller, name="`params`")
-        leaves.match(updates, "the gradients")
+        grads = leaves.match(updates, "the gradients")
+        for path, param, grad in zip(leaves.paths, leaves.values, grads, strict=True):
+            check_gradient(path, param, grad, caller)

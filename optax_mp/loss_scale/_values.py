@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from optax_mp._float16 import report
 from optax_mp._jax._arrays import is_traced
 from optax_mp._tree import PyTree
 from optax_mp.loss_scale._rule import ScaleCounters, ScaleRule, adjust
@@ -62,6 +63,7 @@ class NoOpLossScale:
 
     def scale(self, tree: PyTree) -> PyTree:
         """Return `tree`."""
+        report("scales its loss")
         return tree
 
     def unscale(self, tree: PyTree) -> PyTree:
@@ -81,6 +83,7 @@ class _Scaler:
 
     def scale(self, tree: PyTree) -> PyTree:
         """Multiply floating leaves by the factor; 16-bit ones become float32."""
+        report("scales its loss")
         return multiply(tree, self.loss_scale)
 
     def unscale(self, tree: PyTree) -> PyTree:

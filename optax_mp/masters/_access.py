@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._dtypes import at_least_float32, round_to
+from optax_mp._arguments import check_state_first
+from optax_mp._dtypes import at_least_float32, bits, round_to
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import Leaves, expand_absent, is_absent
+from optax_mp._nesting import check_nesting
 from optax_mp._nnx import plain_trees
-from optax_mp._states import find_states, holds_state, map_states
+from optax_mp._states import find_states, map_states
 from optax_mp._tree import describe, is_floating, spell
 from optax_mp.masters._state import MixedPrecisionState, storage_of
 from optax_mp.masters.storage import Storage
@@ -35,8 +37,8 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         A tree like `params`; for NNX an `nnx.State` of arrays, for `nnx.update`.
 
     Raises:
+        TypeError: if `opt_state` is no optimizer state, or comes second.
         ValueError: if the state holds a `MixedPrecisionState` of other params.
-        TypeError: if `opt_state` is the optimizer itself, or if the state comes second.
 
     Example:
         >>> import jax.numpy as jnp
@@ -48,8 +50,9 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         'float32'
     """
     caller = "master_params"
-    _check_order(opt_state, params, caller)
     opt_state, params = plain_trees(opt_state, params)
+    check_state_first(opt_state, params, caller, "master_params(opt_state, params)")
+    check_nesting(opt_state, caller)
     found = find_states(opt_state, MixedPrecisionState)
     if not found:
         return jax.tree.map(_widen, params)
@@ -88,7 +91,8 @@ def replace_master_params(
     Raises:
         ValueError: if the state holds no `MixedPrecisionState`, or if a structure or
             shape differs.
-        TypeError: if a new master is not floating.
+        TypeError: if a new master is not floating, or if `opt_state` is no optimizer
+            state, or not the first argument.
 
     Example:
         >>> import jax.numpy as jnp
@@ -102,9 +106,10 @@ def replace_master_params(
         True
     """
     caller = "replace_master_params"
-    _check_order(opt_state, params, caller)
     new_master = plain_trees(opt_state, new_master)[1]
     opt_state, params = plain_trees(opt_state, params)
+    call = "replace_master_params(opt_state, params, new_master)"
+    check_state_first(opt_state, params, caller, call)
     if not find_states(opt_state, MixedPrecisionState):
         raise ValueError(
             f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state "
@@ -122,6 +127,7 @@ def replace_master_params(
                 at, param = spell(leaves.paths[i]), leaves.values[i]
                 old = decode_master(storage, stored, param, f"{caller}: param {at}")
                 where = f"{caller}: `new_master` at {at}"
+                _check_not_swapped(given[i], param, old, where, call)
                 new = _like_old_master(given[i], old, where)
                 if storage.param_is_part:
                     _check_param_is_rounded(storage, new, param, where)
@@ -129,6 +135,17 @@ def replace_master_params(
         return replace_stored(leaves, state, new_stored)
 
     return map_states(replace, opt_state, MixedPrecisionState)
+
+
+def _check_not_swapped(new: Any, param: Any, old: Any, where: str, call: str) -> None:
+    """Raise if the param is as wide as its master, and the new master is not."""
+    both = is_floating(new) and is_floating(param)
+    if both and param.dtype == old.dtype and bits(new.dtype) < bits(old.dtype):
+        raise ValueError(
+            f"{where} is {describe(new)}, and the param {describe(param)} is in the "
+            f"dtype of the master {describe(old)}: they seem to be swapped; call "
+            f"`{call}`, with the params in their training dtype."
+        )
 
 
 def match_stored(params: Leaves, state: MixedPrecisionState) -> list[Any]:
@@ -155,7 +172,13 @@ def decode_master(storage: Storage, stored: Any, param: Any, where: str) -> jax.
     """Return the master of a param; `where` names the caller and the param."""
     if storage.param_is_part:
         check_takes_param(storage, param, where)
-    return storage.decode(stored, param)
+    master = storage.decode(stored, param)
+    if master.shape != jnp.shape(param):
+        raise ValueError(
+            f"{where} is {describe(param)}, but its master is {describe(master)}, "
+            "expected the same shape: the state belongs to other params."
+        )
+    return master
 
 
 def check_takes_param(storage: Storage, param: Any, where: str) -> None:
@@ -205,20 +228,6 @@ def _check_param_is_rounded(storage: Storage, new: Any, param: Any, where: str) 
             "policy.cast_to_param(new_master)`; then call "
             "`replace_master_params(opt_state, new_params, new_master)` and continue "
             "with `new_params`."
-        )
-
-
-def _check_order(opt_state: Any, params: Any, caller: str) -> None:
-    """Raise if the optimizer was given for its state, or the state for the params."""
-    if isinstance(opt_state, optax.GradientTransformation):
-        raise TypeError(
-            f"{caller}: `opt_state` is a {type(opt_state).__name__}, expected its "
-            "state; pass what `tx.init(params)` returned."
-        )
-    if holds_state(params) and not holds_state(opt_state):
-        raise TypeError(
-            f"{caller}: `params` is a {type(params).__name__} that holds the optimizer "
-            "state, expected the state first and the params second."
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_mp._arguments import check_own_state
 from optax_mp._dtypes import bits
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import describe, is_floating, is_inexact, spell
@@ -58,11 +59,7 @@ def check_storable(
 def check_state(state: Any, storage: Storage) -> None:
     """Raise unless a state was made by `mixed_precision` with this storage."""
     # Any subclass: each storage has one. Which one it is is the second question.
-    if not isinstance(state, MixedPrecisionState):
-        raise TypeError(
-            f"mixed_precision: `state` is a {type(state).__name__}, expected the "
-            "MixedPrecisionState that `init` of this transform returns."
-        )
+    check_own_state(state, MixedPrecisionState, "mixed_precision")
     # By value: equal storages make states of the same type.
     if storage_of(state, "mixed_precision") != storage:
         raise ValueError(

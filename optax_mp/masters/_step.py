@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from optax_mp._arguments import check_given_params
 from optax_mp._dtypes import (
     check_available,
     difference,
@@ -74,11 +75,7 @@ class Step:
         cls, updates: Any, state: Any, params: Any, settings: Settings
     ) -> tuple["Step", list[Any]]:
         """Return the step, and what the state stores for each param."""
-        if params is None:
-            raise ValueError(
-                "mixed_precision: `params` is None, expected the current params; call "
-                "`tx.update(grads, state, params)`."
-            )
+        check_given_params(params, "mixed_precision")
         settings.check_dtypes()
         check_state(state, settings.storage)
         # `optax.lookahead` passes a fast and a slow copy of the params, and gradients

@@ -6,11 +6,20 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from optax_mp._arguments import check_init_params
 from optax_mp._dtypes import bits, floating_dtype, round_to
-from optax_mp._inner import as_inner_param, as_transformation, copy_shared
+from optax_mp._inner import (
+    as_inner_param,
+    as_transformation,
+    copy_shared,
+    explain_failure,
+    warn_if_float16,
+    warn_if_none,
+)
 from optax_mp._jax._choose import choose_step
 from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves
+from optax_mp._policy import Policy, warn_unmatched_patterns
 from optax_mp._tree import spell
 from optax_mp.loss_scale._mark import is_unmarked
 from optax_mp.masters._checks import check_storable
@@ -24,6 +33,7 @@ from optax_mp.masters.storage._contract import (
     check_storage,
 )
 
+_CALLER = "mixed_precision"
 UpdateDType = DTypeLike | Literal["params"] | None
 
 
@@ -110,12 +120,15 @@ def mixed_precision(
         Micikevicius et al., Mixed Precision Training, 2018,
         https://arxiv.org/abs/1710.03740
     """
-    inner = as_transformation(inner, "mixed_precision")
+    inner = as_transformation(inner, _CALLER)
     settings = _check_settings(master_dtype, param_dtype, update_dtype, storage)
     make_state = state_type(storage)
 
     def init_fn(params: optax.Params) -> MixedPrecisionState:
-        leaves = Leaves.of(params, caller="mixed_precision", name="`params`")
+        check_init_params(params, _CALLER)
+        if isinstance(param_dtype, Policy):
+            warn_unmatched_patterns(param_dtype, params, _CALLER)
+        leaves = Leaves.of(params, caller=_CALLER, name="`params`")
         stored, inner_params = _init_masters(leaves, settings)
         seen_by_inner = leaves.unflatten(inner_params)
         inner_state = place_like_params(inner.init(seen_by_inner), seen_by_inner)
@@ -130,17 +143,22 @@ def mixed_precision(
     ) -> tuple[optax.Updates, MixedPrecisionState]:
         step, stored = Step.match(updates, state, params, settings)
         leaves = step.params
+        warn_if_none(leaves, step.grads)
+        warn_if_float16(leaves, step.grads)
 
         def run_step(before: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
             stored, inner_state = before
             masters = step.decode(stored)
             inner_params = step.inner_params(masters)
-            changes, inner_state = inner.update(
-                step.inner_grads(inner_params),
-                inner_state,
-                leaves.unflatten(inner_params),
-                **step.inner_extra_args(inner_params, extra_args),
-            )
+            grads = step.inner_grads(inner_params)
+            inner_tree = leaves.unflatten(inner_params)
+            with explain_failure(inner, grads, inner_state, inner_tree, _CALLER):
+                changes, inner_state = inner.update(
+                    grads,
+                    inner_state,
+                    inner_tree,
+                    **step.inner_extra_args(inner_params, extra_args),
+                )
             stored, updates = step.apply_changes(stored, masters, changes)
             return updates, (stored, inner_state)
 

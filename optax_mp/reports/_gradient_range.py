@@ -317,8 +317,9 @@ def _check_loss_scale(loss_scale: Any, caller: str) -> None:
     if loss_scale is None or (is_traced(loss_scale) and not loss_scale.ndim):
         return
     is_number = isinstance(loss_scale, int | float | np.number) or is_array(loss_scale)
-    if not is_number or jnp.ndim(loss_scale) or not 0 < float(loss_scale) < math.inf:
-        given = describe(loss_scale) if jnp.ndim(loss_scale) else repr(loss_scale)
+    is_scalar = is_number and not jnp.ndim(loss_scale)
+    if not is_scalar or not 0 < float(loss_scale) < math.inf:
+        given = repr(loss_scale) if is_scalar else describe(loss_scale)
         raise ValueError(
             f"{caller}: `loss_scale` is {given}, expected a positive finite number."
         )

@@ -9,9 +9,17 @@ import jax
 import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
+from optax_mp._arguments import are_swapped, check_opt_state, is_optax_state
 from optax_mp._nnx import plain_trees
 from optax_mp._states import find_owners, find_states, holds_state
-from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
+from optax_mp._tree import (
+    PyTree,
+    describe,
+    is_array,
+    is_floating,
+    spell,
+    summarize,
+)
 from optax_mp.compact._blocks import Quantized
 from optax_mp.masters._state import MixedPrecisionState
 from optax_mp.reports._table import align_columns
@@ -204,7 +212,13 @@ def _check_arguments(opt_state: Any, params: Any) -> None:
                 "optimizer state; pass `tx.init(params)`, or "
                 "`jax.eval_shape(tx.init, params)` to allocate nothing."
             )
-    if _are_swapped(opt_state, params):
+    check_opt_state(opt_state, "memory_report")
+    if is_optax_state(params) and holds_state(opt_state):
+        raise TypeError(
+            f"memory_report: `params` is {summarize(params)}, another optimizer state, "
+            "expected the params; call `memory_report(opt_state, params)`."
+        )
+    if are_swapped(opt_state, params):
         raise TypeError(
             f"memory_report: `params` is a {type(params).__name__} that holds the "
             "optimizer state, expected the state first and the params second; "
@@ -217,20 +231,6 @@ def _check_arguments(opt_state: Any, params: Any) -> None:
             "expected a tree of arrays or of `jax.ShapeDtypeStruct`s; pass what "
             "`tx.init` gets."
         )
-
-
-def _are_swapped(opt_state: Any, params: Any) -> bool:
-    if holds_state(opt_state) or holds_state(params):
-        return not holds_state(opt_state)
-    # Neither holds a class called `...State`, as when the state is a dict. Such a state
-    # contains trees like the params, and the params contain no tree like the state.
-    return _has_trees_like(opt_state, params) and not _has_trees_like(params, opt_state)
-
-
-def _has_trees_like(params: Any, tree: Any) -> bool:
-    arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
-    found = find_owners(tree, [path for path, _ in arrays], [x for _, x in arrays])
-    return any(owner is not None for owner in found)
 
 
 def _state_rows(

@@ -1,5 +1,7 @@
 """scale_loss and value_and_grad: gradients of a scaled loss."""
 
+import contextlib
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -152,10 +154,18 @@ def test_gradients_are_float32_and_scaled(dtype):
         assert error <= rtol * np.abs(want[name]).max(), name
 
 
+def unscaled(dtype):
+    """Expect a warning if gradients in this dtype are taken without a loss scale."""
+    if dtype != "float16":
+        return contextlib.nullcontext()
+    return pytest.warns(optax_mp.MixedPrecisionWarning, match="holds no loss scale")
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_without_a_scale_gradients_are_those_of_jax_in_float32(dtype):
     params, x = network_params(dtype), jnp.asarray(BATCH, dtype)
-    loss, grads = optax_mp.value_and_grad(network)(NO_SCALE, params, x)
+    with unscaled(dtype):
+        loss, grads = optax_mp.value_and_grad(network)(NO_SCALE, params, x)
     want_loss, want = jax.value_and_grad(network)(params, x)
     assert as_bits(loss) == as_bits(want_loss)
     assert as_bits(grads) == as_bits(optax_mp.cast_floating(want, "float32"))
@@ -168,7 +178,8 @@ def test_gradients_that_float16_loses_are_kept_by_the_scale():
         return jnp.sum(w * jnp.float16(2.0**-14)) * jnp.float16(2.0**-14)
 
     # Cotangents of 2^-28 underflow float16, whose smallest number is 2^-24.
-    _, lost = optax_mp.value_and_grad(tiny)(NO_SCALE, weight)
+    with unscaled("float16"):
+        _, lost = optax_mp.value_and_grad(tiny)(NO_SCALE, weight)
     assert lost.tolist() == [0, 0]
     _, kept = optax_mp.value_and_grad(tiny)(state_with(2.0**12), weight)
     assert kept.tolist() == [2.0**-16] * 2

@@ -40,20 +40,18 @@ NESTINGS = {
     ),
     "chain": lambda: optax.chain(optax.clip(1.0), scaler()),
     "named_chain": lambda: optax.named_chain(("clip", optax.clip(1.0)), ("s", scaler())),
-    "MultiSteps": lambda: optax.MultiSteps(scaler(), 2),
     "masked": lambda: optax.masked(scaler(), {"a": True, "b": False}),
-    "apply_if_finite": lambda: optax.apply_if_finite(scaler(), 2),
     "partition": lambda: optax.partition({"x": scaler(), "y": optax.sgd(0.1)}, LABELS),
     "inject_hyperparams": lambda: optax.inject_hyperparams(
         lambda learning_rate: optax_mp.static_loss_scale(
             optax.adam(learning_rate), 1024.0
         )
     )(learning_rate=0.1),
-    "conditionally_mask": lambda: optax.conditionally_mask(scaler(), lambda i: i < 2),
     "mixed_precision": lambda: optax_mp.mixed_precision(scaler()),
     "deep": lambda: optax.chain(
-        optax.apply_if_finite(
-            optax.chain(optax.MultiSteps(scaler(), 2).gradient_transformation()), 2
+        optax.masked(
+            optax.chain(optax.partition({"x": scaler(), "y": optax.sgd(0.1)}, LABELS)),
+            {"a": True, "b": True},
         )
     ),
 }  # fmt: skip

@@ -1,0 +1,129 @@
+"""Errors for arguments in the wrong place: an optimizer, a state, params, gradients."""
+
+from numbers import Number
+from typing import Any
+
+import jax
+import optax
+
+from optax_mp._states import find_owners, holds_state
+from optax_mp._tree import PyTree, is_array, is_floating, summarize
+from optax_mp._warnings import warn
+
+_UPDATE = "`tx.update(grads, state, params)`"
+
+
+def check_opt_state(opt_state: Any, caller: str) -> None:
+    """Raise if `opt_state` is surely not the state of an optimizer.
+
+    A state may be any pytree, so a tree of arrays always passes.
+    """
+    given = f"{caller}: `opt_state` is a {type(opt_state).__name__}"
+    if isinstance(opt_state, optax.GradientTransformation | optax.MultiSteps):
+        raise TypeError(
+            f"{given}, the optimizer itself, expected its state; pass what "
+            "`tx.init(params)` returned."
+        )
+    if hasattr(opt_state, "adjust") and hasattr(opt_state, "unscale"):
+        raise TypeError(
+            f"{given}, expected an optimizer state with a loss scale in it; a loss "
+            "scale that is a value is for `optax_mp.dynamic_scale_value_and_grad`."
+        )
+    is_number = isinstance(opt_state, Number) and not is_array(opt_state)
+    if callable(opt_state) or isinstance(opt_state, str) or is_number:
+        raise TypeError(
+            f"{given}, expected an optimizer state; pass what `tx.init(params)` "
+            "returned."
+        )
+
+
+def warn_unless_state(opt_state: Any, caller: str) -> None:
+    """Warn if nothing in `opt_state` looks like the state of an optimizer."""
+    if not may_be_state(opt_state, ()):
+        warn(
+            f"{caller}: `opt_state` is {summarize(opt_state)}, in which nothing looks "
+            "like an optimizer state, and no loss scale is found; pass what "
+            "`tx.init(params)` returned."
+        )
+
+
+def check_state_first(opt_state: Any, params: Any, caller: str, call: str) -> None:
+    """Raise if `opt_state` is no state, or if state and params are swapped.
+
+    Args:
+        opt_state: what the user passed as the state.
+        params: what the user passed as the params.
+        caller: the public function that the user called.
+        call: how it is called.
+    """
+    check_opt_state(opt_state, caller)
+    if are_swapped(opt_state, params):
+        raise TypeError(
+            f"{caller}: `params` is {summarize(params)}, which is an optimizer state, "
+            f"and `opt_state` is {summarize(opt_state)}, expected the state first; "
+            f"call `{call}`."
+        )
+
+
+def are_swapped(opt_state: Any, params: Any) -> bool:
+    """Return whether the state seems to be `params`, and the params `opt_state`."""
+    if holds_state(opt_state) or holds_state(params):
+        return not holds_state(opt_state)
+    # Neither holds a class called `...State`, as when the state is a dict. Such a state
+    # contains trees like the params, and the params contain no tree like the state.
+    return has_trees_like(opt_state, params) and not has_trees_like(params, opt_state)
+
+
+def has_trees_like(params: PyTree, tree: PyTree) -> bool:
+    """Return whether `tree` contains a tree of arrays like `params`."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    arrays = [(path, x) for path, x in leaves if is_array(x)]
+    found = find_owners(tree, [path for path, _ in arrays], [x for _, x in arrays])
+    return any(owner is not None for owner in found)
+
+
+def may_be_state(tree: PyTree, params: PyTree) -> bool:
+    """Return whether `tree` may be an optimizer's state for `params`.
+
+    A state is known by the class of a part of it, or because it holds arrays for the
+    params. If it has no floating arrays, it may be anything.
+    """
+    if holds_state(tree) or not any(map(is_floating, jax.tree.leaves(tree))):
+        return True
+    return has_trees_like(params, tree)
+
+
+def check_own_state(state: Any, kind: type, caller: str) -> None:
+    """Raise unless the `state` given to `update` is of the kind that `init` makes."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"{caller}: `state` is {summarize(state)}, expected the {kind.__name__} "
+            f"that `init` of this transform returns; call {_UPDATE}, and convert the "
+            "state of a run without this transform with `optax_mp.convert_opt_state`."
+        )
+
+
+def check_given_params(params: Any, caller: str) -> Any:
+    """Return the params that `update` was called with, or raise."""
+    if params is None:
+        raise ValueError(
+            f"{caller}: `params` is None, expected the current params; call {_UPDATE}."
+        )
+    return params
+
+
+def check_init_params(params: Any, caller: str) -> None:
+    """Raise if what `init` was given is an optimizer, or a state of one."""
+    if isinstance(params, optax.GradientTransformation) or is_optax_state(params):
+        raise TypeError(
+            f"{caller}: `params` is {summarize(params)}, expected the params of a "
+            "model; call `tx.init(params)`."
+        )
+
+
+def is_optax_state(tree: Any) -> bool:
+    """Return whether `tree` is a state of optax's or ours, or a tuple of such."""
+    if type(tree) is tuple and tree:
+        return all(map(is_optax_state, tree))
+    package = type(tree).__module__.partition(".")[0]
+    return package in ("optax", "optax_mp") and holds_state(tree)

@@ -1,0 +1,38 @@
+"""The category of this package's warnings, and the line that they point to."""
+
+import sys
+import warnings
+from types import FrameType
+
+# A warning points to the first line outside of these packages.
+_SKIPPED = {"contextlib", "equinox", "flax", "functools", "jax", "optax", "optax_mp"}
+
+
+class MixedPrecisionWarning(UserWarning):
+    """Something that runs, and is probably a mistake.
+
+    Warnings come while a function is traced or an optimizer is set up, never from a
+    compiled step. Silence those that you do not want by category and text.
+
+    Example:
+        >>> import warnings
+        >>> import optax_mp
+        >>> warnings.filterwarnings(
+        ...     "ignore", "value_and_grad: .*float16", optax_mp.MixedPrecisionWarning
+        ... )
+    """
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the user's program that led here.
+
+    Python shows a warning once for each such line, unless a filter says otherwise.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back and _package(frame) in _SKIPPED:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, MixedPrecisionWarning, stacklevel=level)
+
+
+def _package(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]

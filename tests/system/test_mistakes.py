@@ -1,0 +1,793 @@
+"""Mistakes of users, across all rooms: each has an error or a warning that names it."""
+
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from slow_cases import mostly_slow
+
+import optax_mp
+
+Warned = optax_mp.MixedPrecisionWarning
+BF16, F16 = jnp.bfloat16, jnp.float16
+PARAMS = {"w": jnp.ones((4, 4), BF16), "b": jnp.zeros(4, BF16)}
+WIDE = optax_mp.cast_floating(PARAMS, "float32")
+HALF = optax_mp.cast_floating(PARAMS, "float16")
+GRADS = jax.tree.map(jnp.ones_like, PARAMS)
+X = jnp.ones((2, 4))
+
+
+def loss(params, x, weight=1.0):
+    return weight * jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+
+ADAM = optax.adam(1e-3)
+MASTERS = optax_mp.mixed_precision(ADAM)
+SCALED = optax_mp.dynamic_loss_scale(MASTERS)
+STATE = MASTERS.init(PARAMS)
+SCALED_STATE = SCALED.init(PARAMS)
+GRADIENT = optax_mp.value_and_grad(loss)
+
+
+# Eager and under jit: what a test gives is either traced or closed over.
+
+
+def call(function, args, jitted):
+    """Call `function(*args)`; under jit, with the arrays among `args` traced."""
+    if not jitted:
+        return function(*args)
+    dynamic, static = eqx.partition(args, eqx.is_array)
+    # Only traced: a mistake is known by then.
+    return jax.eval_shape(lambda x: function(*eqx.combine(x, static)), dynamic)
+
+
+JITTED = pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+EXPECTS_STATE = r"expected the state of an optimizer; call as f\(opt_state, params, "
+IS_DICT = r"^value_and_grad: `opt_state` is a dict of \['b'\] bfloat16\[4\], \['w'\] "
+NO_STATE = {
+    "no state": ((PARAMS, X), IS_DICT + ".*before all arguments of the function"),
+    "no state, one argument": ((PARAMS,), IS_DICT + ".*" + EXPECTS_STATE),
+    "params, state": (
+        (PARAMS, STATE, X),
+        IS_DICT + f".*{EXPECTS_STATE}.*later argument is a MixedPrecisionState of ",
+    ),
+    "params, plain state": (
+        (PARAMS, ADAM.init(PARAMS), X),
+        IS_DICT + r".*later argument is a tuple of \[0\].count int32",
+    ),
+    "x, params, state": (
+        (X, PARAMS, SCALED_STATE),
+        r"`opt_state` is float32\[2,4\], .*later argument is a LossScaleState",
+    ),
+    "the optimizer": (
+        (SCALED, PARAMS, X),
+        "`opt_state` is a GradientTransformationExtraArgs, the optimizer itself, .*"
+        r"pass what `tx.init\(params\)` returned",
+    ),
+    "init": ((SCALED.init, PARAMS, X), "`opt_state` is a function, expected an opt"),
+    "a number": ((1024.0, PARAMS, X), "`opt_state` is a float, expected an optimizer"),
+    "a loss scale": (
+        (optax_mp.DynamicLossScale(8.0), PARAMS, X),
+        "`opt_state` is a DynamicLossScale, .*dynamic_scale_value_and_grad",
+    ),
+    "integers": (
+        (STATE, X.astype(int), PARAMS),
+        r"to differentiate is int32\[2,4\], expected floating arrays .*by `argnums`",
+    ),
+}
+
+
+@JITTED
+@pytest.mark.parametrize("mistake", NO_STATE)
+def test_value_and_grad_names_what_stands_in_the_place_of_the_state(mistake, jitted):
+    args, message = NO_STATE[mistake]
+    with pytest.raises(TypeError, match=message):
+        call(GRADIENT, args, jitted)
+
+
+def test_value_and_grad_warns_of_what_can_hardly_be_a_state():
+    # `weight` has a default: the function can be called with what is left.
+    with (
+        pytest.warns(Warned, match=IS_DICT + ".*looks like a state, nor like the par"),
+        pytest.raises(TypeError, match="string indexing|list indices"),
+    ):
+        GRADIENT(PARAMS, X, X)
+
+
+STATES = {
+    "of optax": ADAM.init(PARAMS),
+    "of an optimizer without one": (optax.EmptyState(), optax.EmptyState()),
+    "of an empty chain": (),
+    "None": None,
+    "a count": jnp.int32(3),
+    "a dict of moments": {"mu": WIDE, "count": jnp.int32(0)},
+    "moments alone": WIDE,
+    "in a tuple with others": (PARAMS, STATE),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_value_and_grad_takes_any_state_without_a_loss_scale(state):
+    value, grads = GRADIENT(STATES[state], PARAMS, X)
+    assert value == loss(PARAMS, X)
+    assert jax.tree.structure(grads) == jax.tree.structure(PARAMS)
+
+
+UNUSUAL = {
+    "scale_loss(loss, params)": (
+        lambda: optax_mp.scale_loss(jnp.float32(2), PARAMS),
+        r"^scale_loss: `opt_state` is a dict of .*no loss scale is found",
+    ),
+    "loss_scale(params)": (
+        lambda: 2 * optax_mp.loss_scale(PARAMS),
+        r"^loss_scale: `opt_state` is a dict of .*no loss scale is found",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", UNUSUAL)
+def test_a_loss_scale_looked_for_in_params_is_a_warning(mistake):
+    make, message = UNUSUAL[mistake]
+    with pytest.warns(Warned, match=message):
+        assert make() == 2
+
+
+# Swapped, missing and wrong arguments of the other functions.
+
+scale = optax_mp.DynamicLossScale(8.0)
+SPLIT = optax_mp.mixed_precision(ADAM, storage=optax_mp.Split())
+OTHER_SHAPE = PARAMS | {"w": jnp.ones((3, 3), BF16)}
+IS_OPTIMIZER = "`opt_state` is a GradientTransformationExtraArgs, the optimizer itself"
+STATE_SECOND = "`params` is a MixedPrecisionState of .*which is an optimizer state, and"
+MISPLACED = {
+    "scale_loss(state, loss)": (
+        lambda: optax_mp.scale_loss(SCALED_STATE, jnp.float32(1)),
+        ValueError, r"the loss is LossScaleState, .*call `scale_loss\(loss, opt_state\)`",
+    ),
+    "scale_loss(loss, tx)": (
+        lambda: optax_mp.scale_loss(jnp.float32(1), SCALED), TypeError, IS_OPTIMIZER,
+    ),
+    "loss_scale(tx)": (lambda: optax_mp.loss_scale(SCALED), TypeError, IS_OPTIMIZER),
+    "loss_scale(2.0)": (
+        lambda: optax_mp.loss_scale(2.0), TypeError, "`opt_state` is a float, expected",
+    ),
+    "value_and_grad(loss(params))": (
+        lambda: optax_mp.value_and_grad(loss(PARAMS, X)),
+        TypeError, r"^value_and_grad: `fun` is float32\[\], expected a function",
+    ),
+    "check_loss_scale(tx)": (
+        lambda: optax_mp.check_loss_scale(SCALED), TypeError, IS_OPTIMIZER,
+    ),
+    "check_loss_scale(state, grads)": (
+        lambda: optax_mp.check_loss_scale(SCALED_STATE, GRADS),
+        TypeError, "`max_skipped` is dict, expected a number of steps .*`grads=grads`",
+    ),
+    "check_loss_scale under jit": (
+        lambda: jax.jit(optax_mp.check_loss_scale)(SCALED_STATE),
+        TypeError, r"the loss scale is traced \(float32\[\]\).*call it outside jit",
+    ),
+    "master_params(params, state)": (
+        lambda: optax_mp.master_params(PARAMS, STATE),
+        TypeError, f"{STATE_SECOND}.*call `master_params.opt_state, params.`",
+    ),
+    "master_params(tx, params)": (
+        lambda: optax_mp.master_params(MASTERS, PARAMS), TypeError, IS_OPTIMIZER,
+    ),
+    "master_params, other shapes": (
+        lambda: optax_mp.master_params(STATE, OTHER_SHAPE),
+        ValueError, r"\['w'\] is bfloat16\[3,3\], but its master is float32\[4,4\]",
+    ),
+    "replace_master_params(params, state)": (
+        lambda: optax_mp.replace_master_params(PARAMS, STATE, WIDE),
+        TypeError, f"{STATE_SECOND}.*call `replace_master_params.opt_state, params, ",
+    ),
+    "replace_master_params(state, new, params)": (
+        lambda: optax_mp.replace_master_params(STATE, WIDE, PARAMS),
+        ValueError, r"`new_master` at \['b'\] is bfloat16\[4\].*seem to be swapped",
+    ),
+    "memory_report(params, state)": (
+        lambda: optax_mp.memory_report(PARAMS, STATE),
+        TypeError, "expected the state first and the params second",
+    ),
+    "memory_report(state, state)": (
+        lambda: optax_mp.memory_report(STATE, STATE),
+        TypeError, "`params` is a MixedPrecisionState of .*another optimizer state",
+    ),
+    "convert_opt_state(params, state)": (
+        lambda: optax_mp.convert_opt_state(PARAMS, STATE, MASTERS, SPLIT),
+        TypeError, f"{STATE_SECOND}.*call `convert_opt_state.opt_state, params, from_tx",
+    ),
+    "convert_opt_state, from_tx and to_tx": (
+        lambda: optax_mp.convert_opt_state(STATE, PARAMS, SPLIT, MASTERS),
+        ValueError, r"stored by \[FullCopy\(\)\], expected \[Split\(bits=16\)\]",
+    ),
+    "check_checkpoint(state, tx)": (
+        lambda: optax_mp.check_checkpoint(STATE, MASTERS),
+        TypeError, "`template` is a GradientTransformationExtraArgs, expected a state",
+    ),
+    "check_checkpoint(state, params)": (
+        lambda: optax_mp.check_checkpoint(STATE, PARAMS),
+        ValueError, r"\['b'\] was not saved, the template expects bfloat16\[4\]",
+    ),
+    "check_replicas(tx)": (
+        lambda: optax_mp.check_replicas(MASTERS),
+        TypeError, "`tree` is a GradientTransformationExtraArgs without arrays",
+    ),
+    "zero1(mesh, tx)": (
+        lambda: optax_mp.zero1(jax.make_mesh((1,), ("data",)), MASTERS, "data"),
+        TypeError, "`inner` is a Mesh, expected an optax gradient transformation",
+    ),
+    "dynamic_scale_grad without a scale": (
+        lambda: optax_mp.dynamic_scale_grad(loss)(PARAMS, X),
+        TypeError, r"`loss_scale` is NoneType, .*f\(params, \.\.\., loss_scale=loss_sc",
+    ),
+    "dynamic_scale_grad(scale, params)": (
+        lambda: optax_mp.dynamic_scale_grad(loss)(scale, PARAMS, X),
+        TypeError, "`loss_scale` is NoneType, expected a loss scale such as",
+    ),
+    "dynamic_scale_grad of a state": (
+        lambda: optax_mp.dynamic_scale_grad(loss)(PARAMS, X, loss_scale=SCALED_STATE),
+        TypeError, "`loss_scale` is LossScaleState, expected a loss scale such as",
+    ),
+    "dynamic_scale_grad(loss(params))": (
+        lambda: optax_mp.dynamic_scale_grad(loss(PARAMS, X)),
+        TypeError, r"^dynamic_scale_grad: `fun` is float32\[\], expected a function",
+    ),
+    "gradient_range_report(loss_scale=state)": (
+        lambda: optax_mp.gradient_range_report(GRADS, loss_scale=SCALED_STATE),
+        ValueError, "`loss_scale` is LossScaleState, expected a positive finite num",
+    ),
+    "select_tree(a, b, pred)": (
+        lambda: optax_mp.select_tree(PARAMS, GRADS, jnp.array(True)),
+        TypeError, r"`pred` is a dict of .*call `select_tree\(pred, on_true, on_false",
+    ),
+    "select_tree(flags, a, b)": (
+        lambda: optax_mp.select_tree(jnp.array([True, False]), PARAMS, GRADS),
+        TypeError, r"`pred` is bool\[2\], expected a bool scalar",
+    ),
+    "cast_floating(dtype, tree)": (
+        lambda: optax_mp.cast_floating(BF16, PARAMS),
+        ValueError, "`dtype` is a dict, expected a floating dtype such as",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISPLACED)
+def test_an_argument_in_the_wrong_place_is_named(mistake):
+    make, kind, message = MISPLACED[mistake]
+    with pytest.raises(kind, match=message) as caught:
+        make()
+    assert str(caught.value).startswith(mistake.partition("(")[0].split()[0].strip(","))
+
+
+# tx.init and tx.update.
+
+AROUND = {
+    "mixed_precision": optax_mp.mixed_precision,
+    "dynamic_loss_scale": optax_mp.dynamic_loss_scale,
+    "stochastic_rounding": optax_mp.stochastic_rounding,
+    "low_bit_state": optax_mp.low_bit_state,
+    "zero1": lambda tx: optax_mp.zero1(tx, jax.make_mesh((1,), ("data",)), "data"),
+    "both": lambda tx: optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(tx)),
+}
+
+FORMS = {
+    "mixed_precision": MASTERS,
+    "dynamic_loss_scale": SCALED,
+    "static_loss_scale": optax_mp.static_loss_scale(ADAM),
+    "stochastic_rounding": optax_mp.stochastic_rounding(ADAM),
+    "low_bit_state": optax_mp.low_bit_state(ADAM),
+    "zero1": optax_mp.zero1(MASTERS, jax.make_mesh((1,), ("data",)), "data"),
+    "Split(16)": SPLIT,
+    "Split(8)": optax_mp.mixed_precision(ADAM, storage=optax_mp.Split(8)),
+    "a link": optax.chain(optax_mp.dynamic_loss_scale(), MASTERS),
+}
+BY_DEFAULT = {"mixed_precision", "dynamic_loss_scale"}
+FORM = mostly_slow("form", FORMS, lambda form: form in BY_DEFAULT)
+
+
+@FORM
+@pytest.mark.parametrize("given", ["state", "optimizer"])
+def test_init_refuses_what_is_not_params(form, given):
+    tx = FORMS[form]
+    params = {"state": STATE, "optimizer": MASTERS}[given]
+    message = "`params` is a (MixedPrec|Gradient).*, expected the params of a model"
+    with pytest.raises(TypeError, match=message):
+        tx.init(params)
+
+
+ORDERS = ["params, grads, state", "state, grads, params", "grads, params, state"]
+
+
+@JITTED
+@FORM
+@pytest.mark.parametrize("order", ORDERS)
+def test_update_names_a_state_in_another_place(form, order, jitted):
+    tx = FORMS[form]
+    given = {"params": PARAMS, "grads": GRADS, "state": tx.init(PARAMS)}
+    args = [given[name] for name in order.split(", ")]
+    message = "`state` is a dict of .*call `tx.update.grads, state, params|inner state"
+    if form == "a link":  # a chain of optax's, which looks at the number of states
+        message += "|number of updates and states|`state` is a str, expected the LossSc"
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(tx.update, args, jitted)
+
+
+@JITTED
+@mostly_slow("form", sorted(FORMS.keys() - {"low_bit_state"}), BY_DEFAULT.__contains__)
+def test_update_without_params_says_so(form, jitted):
+    tx = optax.with_extra_args_support(FORMS[form])
+    if form == "static_loss_scale":
+        tx.update(GRADS, tx.init(PARAMS))  # adam needs none
+        return
+    with pytest.raises(
+        ValueError, match=r"`params` is None.*tx.update\(grads, state, "
+    ):
+        call(tx.update, (GRADS, tx.init(PARAMS)), jitted)
+
+
+@JITTED
+@mostly_slow(
+    ("form", "spoil"),
+    [
+        (form, spoil)
+        for form in FORMS
+        if form != "low_bit_state"  # gives gradients on as they are
+        for spoil in ("None", "missing", "extra", "shape", "one number", "integers")
+    ],
+    lambda form, spoil: form in BY_DEFAULT,
+)
+def test_update_names_a_gradient_that_is_none_of_the_param(form, spoil, jitted):
+    at_b = r": the gradient of \['b'\] is "
+    grads, message = {
+        "None": (GRADS | {"b": None}, at_b + r"None, .* for the param \w+\[4\]"),
+        "missing": ({"w": GRADS["w"]}, r"leaf \['b'\] .* is only in `params`"),
+        "extra": (GRADS | {"c": X}, r"leaf \['c'\] .* is only in the gradients"),
+        "shape": (GRADS | {"b": jnp.ones(3, BF16)}, at_b + r"\w+\[3\], expected the s"),
+        "one number": (GRADS | {"b": jnp.ones((), BF16)}, at_b + r"\w+\[\], expected"),
+        "integers": (GRADS | {"b": jnp.ones(4, int)}, at_b + r"int32\[4\], expected a"),
+    }[spoil]
+    tx = FORMS[form]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "mixed_prec.* is None|stochastic.* is None")
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(tx.update, (grads, tx.init(PARAMS), PARAMS), jitted)
+
+
+@JITTED
+@pytest.mark.parametrize(
+    "form", ["mixed_precision", "dynamic_loss_scale", "low_bit_state"]
+)
+def test_a_none_among_float32_gradients_of_float32_params_is_named(form, jitted):
+    tx, grads = AROUND[form](ADAM), WIDE | {"b": None}
+    message = (
+        rf"^{form}: the gradient of \['b'\] is None, expected a gradient for the par"
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message)
+        with pytest.raises(ValueError, match=message):
+            call(tx.update, (grads, tx.init(WIDE), WIDE), jitted)
+
+
+@JITTED
+@mostly_slow("form", ["mixed_precision", "stochastic_rounding"], lambda x: x[0] == "m")
+def test_a_none_gradient_that_the_rule_takes_is_a_warning(form, jitted):
+    tx, grads = AROUND[form](optax.sgd(0.1)), GRADS | {"b": None}
+    with pytest.warns(Warned, match=rf"^{form}: the gradient of \['b'\] is None, expe"):
+        updates = call(tx.update, (grads, tx.init(PARAMS), PARAMS), jitted)[0]
+    assert updates["b"] is None
+
+
+def test_a_none_gradient_of_an_integer_or_of_nothing_is_right():
+    params = {"w": jnp.ones(2, BF16), "n": jnp.arange(2), "none": None}
+    grads = {"w": jnp.ones(2, BF16), "n": None, "none": None}
+    for tx in (MASTERS, SCALED):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert updates["n"] is None
+
+
+OTHERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "a chain": optax.chain(optax.clip(1.0), ADAM),
+    "adamw": optax.adamw(1e-3),
+}
+
+
+@JITTED
+@mostly_slow(
+    ("form", "other"),
+    [(form, other) for form in AROUND for other in OTHERS],
+    lambda form, other: (
+        form in ("mixed_precision", "both") and other in ("sgd", "a chain")
+    ),
+)
+def test_the_state_of_another_optimizer_is_named(form, other, jitted):
+    wrap = AROUND[form]
+    state = wrap(OTHERS[other]).init(PARAMS)
+    message = (
+        "the inner state and what `inner.init.params.` makes must have the same "
+        "structure(.|\n)*of another optimizer, or of other params. .*convert_opt_state"
+    )
+    with pytest.raises(ValueError, match=message):
+        call(wrap(ADAM).update, (GRADS, state, PARAMS), jitted)
+
+
+@mostly_slow("form", AROUND, lambda form: form == "dynamic_loss_scale")
+def test_the_state_for_params_of_another_shape_is_named(form):
+    tx = AROUND[form](ADAM)
+    message = r"\['w'\].* float32\[3,3\]|\['w'\].* bfloat16\[3,3\], expected"
+    with pytest.raises(ValueError, match=message):
+        tx.update(GRADS, tx.init(OTHER_SHAPE), PARAMS)
+
+
+def test_an_error_of_the_optimizer_itself_stays_as_it_is():
+    def update(updates, state, params=None):
+        raise RuntimeError("of the rule")
+
+    rule = optax.GradientTransformation(ADAM.init, update)
+    for wrap in AROUND.values():
+        tx = wrap(rule)
+        with pytest.raises(RuntimeError, match="^of the rule"):
+            tx.update(GRADS, tx.init(PARAMS), PARAMS)
+
+
+# float16 without a loss scale.
+
+
+def gradient_of(fun, state, params=HALF, jitted=False):
+    gradient = optax_mp.value_and_grad(fun)
+    return call(gradient, (state, params, X), jitted)
+
+
+amp16 = optax_mp.amp(loss, compute_dtype=F16)
+UNSCALED = {
+    "params": (loss, HALF),
+    "one of the params": (loss, WIDE | {"b": HALF["b"]}),
+    "amp": (amp16, WIDE),
+    "amp in a function": (lambda p, x: 2 * amp16(p, x), WIDE),
+    # A function of its own at each call: JAX keeps what it traced.
+    "amp in a jit": (lambda p, x: jax.jit(lambda *a: amp16(*a))(p, x), WIDE),
+    "amp in a loop": (
+        lambda p, x: jax.lax.scan(lambda c, _: (c + amp16(p, x), None), 0.0, None, 2)[
+            0
+        ],
+        WIDE,
+    ),
+}
+NO_SCALE = "gradients are computed in float16, and `opt_state` holds no loss scale"
+
+
+@JITTED
+@pytest.mark.parametrize("case", UNSCALED)
+def test_float16_without_a_loss_scale_is_a_warning(case, jitted):
+    fun, params = UNSCALED[case]
+    with pytest.warns(Warned, match=NO_SCALE) as caught:
+        gradient_of(fun, MASTERS.init(params), params, jitted)
+    assert len(caught) == 1
+    # It points to the line of the user, also out of JAX's tracing.
+    assert caught[0].filename == __file__
+
+
+def test_float16_without_a_loss_scale_warns_once():
+    gradient = optax_mp.value_and_grad(loss)
+    with pytest.warns(Warned, match=NO_SCALE) as caught:
+        for _ in range(3):
+            gradient(MASTERS.init(HALF), HALF, X)
+    assert len(caught) == 1
+
+
+by_hand = optax_mp.DynamicLossScale(8.0)
+RIGHT = {
+    "a dynamic scale": (loss, SCALED.init(HALF), HALF),
+    "a static scale": (loss, optax_mp.static_loss_scale(MASTERS).init(HALF), HALF),
+    "a link": (loss, FORMS["a link"].init(HALF), HALF),
+    "by a value": (lambda p, x: by_hand.scale(loss(p, x)), STATE, HALF),
+    "by no scale": (lambda p, x: optax_mp.NoOpLossScale().scale(loss(p, x)), (), HALF),
+    "by another state": (
+        lambda p, x: optax_mp.scale_loss(loss(p, x), SCALED_STATE), (), HALF,
+    ),
+    "amp, by a value": (lambda p, x: by_hand.scale(amp16(p, x)), (), WIDE),
+    "bfloat16": (loss, STATE, PARAMS),
+    "amp in bfloat16": (optax_mp.amp(loss), ADAM.init(WIDE), WIDE),
+    "float16 elsewhere": (lambda p, x: loss(WIDE, x) * p["w"].sum(), STATE, PARAMS),
+    "casts of the user": (
+        lambda p, x: loss(optax_mp.cast_floating(p, F16), x), ADAM.init(WIDE), WIDE,
+    ),
+}  # fmt: skip
+
+
+@JITTED
+@pytest.mark.parametrize("case", RIGHT)
+def test_no_warning_where_the_loss_is_scaled(case, jitted):
+    fun, state, params = RIGHT[case]
+    gradient = optax_mp.value_and_grad(fun)
+    for _ in range(2):  # the second call finds what was jitted inside in JAX's cache
+        call(gradient, (state, params, X), jitted)
+
+
+def test_no_warning_where_a_jit_inside_scales_the_loss():
+    gradient = optax_mp.value_and_grad(jax.jit(lambda p, x: by_hand.scale(loss(p, x))))
+    for _ in range(2):  # the second call finds in JAX's cache what was traced
+        gradient((), HALF, X)
+
+
+FLOAT16 = {
+    "mixed_precision": MASTERS,
+    "Split(16)": SPLIT,
+    "stochastic_rounding": FORMS["stochastic_rounding"],
+    "in a chain": optax.chain(optax.clip(1.0), MASTERS),
+}
+
+
+@JITTED
+@mostly_slow("form", FLOAT16, lambda form: form == "mixed_precision")
+def test_float16_gradients_that_reach_masters_are_a_warning(form, jitted):
+    tx = FLOAT16[form]
+    grads = jax.grad(loss)(HALF, X.astype(F16))
+    message = (
+        r"^\w+: the gradient of \['b'\] is float16\[4\]. In float16, values below 6e-8 "
+        "become 0: put `optax_mp.dynamic_loss_scale` around the optimizer"
+    )
+    with pytest.warns(Warned, match=message) as caught:
+        call(tx.update, (grads, tx.init(HALF), HALF), jitted)
+    assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("error")
+@mostly_slow("unscale", ["ours", "value", "float32"], lambda unscale: unscale == "ours")
+def test_gradients_that_are_unscaled_in_float32_are_no_warning(unscale):
+    tx, state = (SCALED, SCALED.init(HALF)) if unscale == "ours" else (MASTERS, STATE)
+    grads = jax.grad(lambda p: by_hand.scale(loss(p, X.astype(F16))))(HALF)
+    if unscale == "value":
+        grads = by_hand.unscale(grads)
+    if unscale == "float32":
+        grads = jax.tree.map(lambda g: g.astype("float32") / 8, grads)
+    tx.update(grads, tx.init(HALF), HALF)
+
+
+def test_no_warning_where_nothing_is_differentiated():
+    assert amp16(WIDE, X) == loss(WIDE, X)
+    assert loss(HALF, X).shape == ()
+
+
+# Orders of transforms that fail.
+
+WRAPPERS = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(
+        tx, lambda step: step % 2 == 0
+    ),
+    "apply_if_finite in a chain": lambda tx: optax.chain(
+        optax.clip(1.0), optax.apply_if_finite(tx, 3)
+    ),
+    "MultiSteps around a chain": lambda tx: optax.MultiSteps(
+        optax.chain(optax_mp.dynamic_loss_scale(), MASTERS), 2
+    ),
+}
+ASKED = {
+    "value_and_grad": lambda state: GRADIENT(state, PARAMS, X),
+    "scale_loss": lambda state: optax_mp.scale_loss(jnp.float32(1), state),
+    "loss_scale": optax_mp.loss_scale,
+    "check_loss_scale": optax_mp.check_loss_scale,
+    "master_params": lambda state: optax_mp.master_params(state, PARAMS),
+}
+
+
+@JITTED
+@mostly_slow(
+    ("wrapper", "asked"),
+    [(wrapper, asked) for wrapper in WRAPPERS for asked in ASKED],
+    lambda wrapper, asked: asked == "value_and_grad" or wrapper == "MultiSteps",
+)
+@pytest.mark.parametrize("tx", [SCALED, optax_mp.static_loss_scale(ADAM)])
+def test_a_wrapper_around_a_loss_scale_is_an_error(wrapper, asked, tx, jitted):
+    state = WRAPPERS[wrapper](tx).init(PARAMS)
+    name = wrapper.partition(" ")[0]
+    message = (
+        rf"^{asked}: opt_state.* is of `optax.{name}` around a loss scale, .*inside"
+    )
+    with pytest.raises(ValueError, match=message):
+        call(ASKED[asked], (state,), jitted and asked != "check_loss_scale")
+
+
+def test_conditionally_mask_around_a_loss_scale_is_a_warning():
+    tx = optax.conditionally_mask(SCALED, lambda step: step < 2)
+    with pytest.warns(
+        Warned, match="is of `optax.conditionally_mask` around a loss sc"
+    ):
+        assert optax_mp.loss_scale(tx.init(PARAMS)) == 2.0**16
+
+
+def test_a_loss_scale_after_the_masters_is_an_error():
+    tx = optax.chain(MASTERS, optax_mp.dynamic_loss_scale())
+    message = "chain with a loss scale after `mixed_precision`, .*expected it before"
+    with pytest.raises(ValueError, match=message):
+        GRADIENT(tx.init(PARAMS), PARAMS, X)
+
+
+LATER = {
+    "decay": lambda: optax.chain(MASTERS, optax.add_decayed_weights(0.1)),
+    "clip": lambda: optax.chain(MASTERS, optax.clip(1e-4)),
+    "learning rate": lambda: optax.chain(
+        optax_mp.mixed_precision(optax.scale_by_adam()), optax.scale(-1e-3)
+    ),
+    "after a chain": lambda: optax.chain(
+        optax.chain(optax.clip(1.0), MASTERS), optax.scale(0.5)
+    ),
+    "after a loss scale": lambda: optax.chain(SCALED, optax.scale(0.5)),
+    "inside of a loss scale": lambda: optax_mp.dynamic_loss_scale(
+        optax.chain(MASTERS, optax.scale(0.5))
+    ),
+    "Split": lambda: optax.chain(SPLIT, optax.add_decayed_weights(0.1)),
+}
+
+
+@JITTED
+@mostly_slow("order", LATER, lambda order: order in ("decay", "inside of a loss scale"))
+def test_a_transform_after_the_masters_is_a_warning(order, jitted):
+    state = LATER[order]().init(PARAMS)
+    message = (
+        "in which `mixed_precision` is followed by a transform .* the next step un"
+    )
+    with pytest.warns(Warned, match=message):
+        call(GRADIENT, (state, PARAMS, X), jitted)
+    with pytest.warns(
+        Warned, match="^master_params: opt_state.* followed by a transfo"
+    ):
+        optax_mp.master_params(state, PARAMS)
+
+
+def test_what_a_transform_after_the_masters_does_is_undone():
+    # Why that is a warning: with the decay the param ends where it does without.
+    last = {}
+    sgd, decay = optax.sgd(0.1), optax.add_decayed_weights(-1e-3)
+    params = jnp.ones(4, BF16)
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(jnp.zeros(4), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    for name, tx in {
+        "none": optax_mp.mixed_precision(sgd),
+        "after": optax.chain(optax_mp.mixed_precision(sgd), decay),
+        "inside": optax_mp.mixed_precision(optax.chain(sgd, decay)),
+    }.items():
+        (end, _), _ = jax.lax.scan(step, (params, tx.init(params)), length=50)
+        last[name] = float(end[0])
+    assert last["none"] == last["after"] == 1.0
+    assert last["inside"] < 0.96
+
+
+ORDERS_THAT_WORK = {
+    "masked, masked": lambda: optax.chain(
+        optax.masked(MASTERS, {"w": True, "b": False}),
+        optax.masked(optax.set_to_zero(), {"w": False, "b": True}),
+    ),
+    "groups": lambda: optax.chain(
+        optax.masked(MASTERS, {"w": True, "b": False}),
+        optax.masked(MASTERS, {"w": False, "b": True}),
+    ),
+    "clip, masters": lambda: optax.chain(optax.clip(1.0), MASTERS),
+    "link, clip, masters": lambda: optax.chain(
+        optax_mp.dynamic_loss_scale(), optax.clip(1.0), MASTERS
+    ),
+    "MultiSteps of masters": lambda: optax.MultiSteps(MASTERS, 2),
+    "scaled MultiSteps": lambda: optax_mp.dynamic_loss_scale(optax.MultiSteps(ADAM, 2)),
+    "scaled apply_if_finite": lambda: optax_mp.dynamic_loss_scale(
+        optax.apply_if_finite(MASTERS, 3)
+    ),
+    "link, apply_if_finite": lambda: optax.chain(
+        optax_mp.dynamic_loss_scale(), optax.apply_if_finite(MASTERS, 3)
+    ),
+    "masters of a loss scale": lambda: optax_mp.mixed_precision(
+        optax_mp.dynamic_loss_scale(ADAM)
+    ),
+    "named_chain": lambda: optax.named_chain(("a", optax.clip(1.0)), ("b", SCALED)),
+}
+
+
+@mostly_slow("order", ORDERS_THAT_WORK, lambda order: order != "named_chain")
+def test_orders_that_work_give_no_warning(order):
+    GRADIENT(ORDERS_THAT_WORK[order]().init(PARAMS), PARAMS, X)
+
+
+# keep_f32.
+
+MODEL = {"layers": {"0": {"norm": {"scale": jnp.ones(2)}, "kernel": jnp.ones((2, 2))}}}
+UNMATCHED = {
+    "case": ("*Norm*", "'layers/0/norm/scale'"),
+    "dots": ("layers.0.norm.scale", "'layers/0/norm/scale'"),
+    "one part": ("norm", "'layers/0/norm/scale'"),
+    "another name": ("*/kernels", "'layers/0/kernel'"),
+}
+
+
+@JITTED
+@pytest.mark.parametrize("case", UNMATCHED)
+def test_a_pattern_that_matches_nothing_is_a_warning(case, jitted):
+    pattern, nearest = UNMATCHED[case]
+    policy = optax_mp.get_policy("bf16", keep_f32=(pattern,))
+    tx = optax_mp.mixed_precision(ADAM, param_dtype=policy)
+    for name, cast in {
+        "mixed_precision": tx.init, "Policy.cast_to_param": policy.cast_to_param,
+    }.items():  # fmt: skip
+        message = f"^{name}: the pattern .* in `keep_f32` .*nearest paths are {nearest}"
+        with pytest.warns(Warned, match=message):
+            call(cast, (MODEL,), jitted)
+
+
+def test_one_of_two_patterns_that_matches_nothing_is_a_warning_of_init():
+    policy = optax_mp.get_policy("bf16", keep_f32=("*norm*", "*bias"))
+    # A cast may be that of a part of the model.
+    policy.cast_to_param(MODEL)
+    with pytest.warns(
+        Warned, match=r"the pattern '\*bias' in `keep_f32` matches no fl"
+    ):
+        optax_mp.mixed_precision(ADAM, param_dtype=policy).init(MODEL)
+
+
+def test_no_warning_of_patterns_for_what_may_be_a_part():
+    policy = optax_mp.get_policy("bf16", keep_f32=("*norm*",))
+    tx = optax_mp.mixed_precision(ADAM, param_dtype=policy)
+    optax.partition({"x": tx, "y": ADAM}, {"layers": {"0": {"norm": "y", "kernel": "x"}}}).init(MODEL)  # fmt: skip
+    policy.cast_to_compute({"image": jnp.ones(2)})
+    policy.cast_to_output(jnp.ones(2))
+    policy.cast_to_param(jnp.ones(2))
+    policy.cast_to_param({"count": jnp.arange(2)})
+    optax_mp.get_policy("bf16", keep_f32=lambda path, leaf: False).cast_to_param(MODEL)
+
+
+# Gradients that were never scaled.
+
+
+def trained(scaled, steps):
+    tx = optax_mp.dynamic_loss_scale(
+        optax_mp.mixed_precision(optax.sgd(1e-3)), growth_interval=1
+    )
+    gradient = GRADIENT if scaled else lambda _, *args: jax.value_and_grad(loss)(*args)
+
+    def step(carry, _):
+        params, state = carry
+        _, grads = gradient(state, params, X.astype(F16))
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    return jax.lax.scan(step, (HALF, tx.init(HALF)), length=steps)[0][1]
+
+
+@pytest.mark.filterwarnings("error")
+def test_check_loss_scale_warns_of_gradients_that_were_never_scaled():
+    message = (
+        "^check_loss_scale: the loss scale has grown to 1.67772e.07, and no step was "
+        r"ever skipped, .*not scaled.*value_and_grad\(loss\)\(opt_state, params, "
+    )
+    never_scaled = trained(scaled=False, steps=8)
+    with pytest.warns(Warned, match=message):
+        optax_mp.check_loss_scale(never_scaled)
+    # Not before the scale is at its bound, nor after a step was skipped.
+    lower = never_scaled.scale / 2
+    optax_mp.check_loss_scale(never_scaled._replace(scale=lower))
+
+
+@pytest.mark.slow
+def test_check_loss_scale_says_nothing_of_gradients_that_were_scaled():
+    state = trained(scaled=True, steps=20)
+    assert state.total_skipped_count > 0
+    optax_mp.check_loss_scale(state)
+
+
+def test_adam_does_not_see_that_gradients_were_never_scaled():
+    # Its step does not depend on the size of gradients, but for `eps`.
+    tx = optax_mp.dynamic_loss_scale(optax.adam(1e-3))
+    params, grads = jnp.ones(4), jnp.full(4, 1e-2)
+    scaled, never = (
+        tx.update(factor * grads, tx.init(params), params)[0] for factor in (2.0**16, 1)
+    )
+    np.testing.assert_allclose(never, scaled, rtol=0.07)
