@@ -91,6 +91,19 @@ def check_gradient(
         raise ValueError(f"{where}, expected the shape of the param {describe(param)}.")
 
 
+def check_gradients(params: PyTree, grads: PyTree, caller: str) -> None:
+    """Raise unless each param has a gradient that can be its own.
+
+    Nothing is known without params, and `optax.lookahead` passes two copies of them.
+    """
+    if params is None or isinstance(params, optax.LookaheadParams):
+        return
+    leaves = Leaves.of(params, caller=caller, name="`params`")
+    found = leaves.match(grads, "the gradients")
+    for path, param, grad in zip(leaves.paths, leaves.values, found, strict=True):
+        check_gradient(path, param, grad, caller)
+
+
 def warn_if_none(params: Leaves, grads: Sequence[Any]) -> None:
     """Warn if a floating param has None as its gradient.
 

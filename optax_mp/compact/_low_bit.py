@@ -10,7 +10,12 @@ from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params, check_own_state
 from optax_mp._first_edition import raise_missing_field
-from optax_mp._inner import as_transformation, copy_shared, explain_failure
+from optax_mp._inner import (
+    as_transformation,
+    check_gradients,
+    copy_shared,
+    explain_failure,
+)
 from optax_mp._jax._placement import place_like_params
 from optax_mp._tree import PyTree
 from optax_mp.compact._blocks import (
@@ -153,6 +158,7 @@ def low_bit_state(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowBitState]:
         check_own_state(state, LowBitState, "low_bit_state")
+        check_gradients(params, updates, "low_bit_state")
         code_format.check(state.inner_state)
         before = jax.tree.map(
             lambda x: dequantize(x) if is_quantized(x) else x,

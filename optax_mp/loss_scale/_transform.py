@@ -12,11 +12,10 @@ from jax import lax
 from optax_mp._arguments import check_init_params, check_own_state
 from optax_mp._inner import (
     as_transformation,
-    check_gradient,
+    check_gradients,
     explain_failure,
 )
 from optax_mp._jax._choose import choose_step
-from optax_mp._leaves import Leaves
 from optax_mp.loss_scale._mark import mark_skipped, register_link
 from optax_mp.loss_scale._overwrite import (
     hide_overwritten,
@@ -242,7 +241,8 @@ def _loss_scaling(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaleState]:
-        _check_arguments(caller, updates, state, params)
+        check_own_state(state, LossScaleState, caller)
+        check_gradients(params, updates, caller)
         # Divided by the scale that the loss was multiplied by. Divided by the next one,
         # a step after which the scale grows would have half its size.
         grads, bad_index = unscale(hide_overwritten(updates), state.scale)
@@ -298,13 +298,3 @@ def _next_state(
         inner_state=inner_state,
         nonfinite_index=jnp.where(finite, state.nonfinite_index, bad_index),
     )
-
-
-def _check_arguments(caller: str, updates: Any, state: Any, params: Any) -> None:
-    check_own_state(state, LossScaleState, caller)
-    # `optax.lookahead` passes two copies of the params and gradients of one.
-    if params is not None and not isinstance(params, optax.LookaheadParams):
-        leaves = Leaves.of(params, caller=caller, name="`params`")
-        grads = leaves.match(updates, "the gradients")
-        for path, param, grad in zip(leaves.paths, leaves.values, grads, strict=True):
-            check_gradient(path, param, grad, caller)

@@ -336,7 +336,6 @@ def test_update_without_params_says_so(form, jitted):
     [
         (form, spoil)
         for form in FORMS
-        if form != "low_bit_state"  # gives gradients on as they are
         for spoil in ("None", "missing", "extra", "shape", "one number", "integers")
     ],
     lambda form, spoil: form in BY_DEFAULT,
