@@ -170,13 +170,18 @@ def test_masters_move_as_the_bare_optimizer_does(scenario):
         for param, master, want, was in pairs(params, masters, moved, before):
             if is_number(param) and is_low(param):
                 want = kept(want, was, scenario.storage)
-                assert as_bits(master) == as_bits(want)
+                assert as_bits(with_one_nan(master)) == as_bits(with_one_nan(want))
             else:
                 assert master is param
         assert as_bits(state.inner_state) == as_bits(bare_state)
         assert_landed(params, masters, before, updates, scenario.storage)
         # The bare optimizer goes on from what is kept.
         weights = in_float32(masters)
+
+
+def with_one_nan(x):
+    """Return `x` with one bit pattern for NaN, whose sign means nothing."""
+    return np.where(np.isnan(x), np.float32(np.nan), x)
 
 
 def kept(master, param, storage):
