@@ -6,6 +6,7 @@ import jax
 import optax
 from jax.tree_util import tree_flatten_with_path
 
+from optax_mp._arguments import warn_unless_state
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import is_absent
 from optax_mp._nnx import plain_trees
@@ -67,10 +68,12 @@ def check_loss_scale(
         FloatingPointError: check_loss_scale: 1 steps ... not finite was ['w'].
     """
     opt_state, params = plain_trees(opt_state, params)
+    _check_max_skipped(max_skipped)
     state = loss_scale_state(opt_state, "check_loss_scale")
     if state is None:
+        warn_unless_state(opt_state, "check_loss_scale")
         return
-    _check_arguments(state, max_skipped)
+    _check_concrete(state)
     state = jax.device_get(state._replace(inner_state=()))
     _warn_if_never_scaled(state)
     if state.skipped_count <= max_skipped:
@@ -141,18 +144,21 @@ def _sees_masked_gradients(opt_state: Any) -> bool:
     )
 
 
-def _check_arguments(state: LossScaleState, max_skipped: Any) -> None:
-    if is_traced(state.scale):
-        raise TypeError(
-            f"check_loss_scale: the loss scale is traced ({describe(state.scale)}), "
-            "expected a concrete value; call it outside jit."
-        )
+def _check_max_skipped(max_skipped: Any) -> None:
     check_number(
         "check_loss_scale: `max_skipped`",
         max_skipped,
         "a number of steps (pass gradients by keyword, as `grads=grads`)",
         lambda _: True,
     )
+
+
+def _check_concrete(state: LossScaleState) -> None:
+    if is_traced(state.scale):
+        raise TypeError(
+            f"check_loss_scale: the loss scale is traced ({describe(state.scale)}), "
+            "expected a concrete value; call it outside jit."
+        )
 
 
 def _warn_if_never_scaled(state: LossScaleState) -> None:

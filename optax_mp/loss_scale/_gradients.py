@@ -10,6 +10,7 @@ import optax
 from optax_mp._arguments import warn_unless_state
 from optax_mp._dtypes import at_least_float32
 from optax_mp._float16 import Event, collect_events, report
+from optax_mp._nnx import plain_state
 from optax_mp._tree import describe, is_floating, is_inexact
 from optax_mp.loss_scale._call import (
     check_argnums,
@@ -48,6 +49,7 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
         131072.0
     """
     _check_loss(loss, "scale_loss", "call `scale_loss(loss, opt_state)`")
+    opt_state = plain_state(opt_state)
     state = loss_scale_state(opt_state, "scale_loss")
     warn_unless_state(opt_state, "scale_loss")
     if state is None:
@@ -102,6 +104,7 @@ def value_and_grad(
     known_events: set[Event] = set()
 
     def evaluate(opt_state: optax.OptState, *args: Any, **kwargs: Any) -> Any:
+        opt_state = plain_state(opt_state)
         check_state_argument(fun, _as_tuple(argnums), opt_state, args, kwargs)
         state = loss_scale_state(opt_state, caller)
         factor = None if state is None else state.scale

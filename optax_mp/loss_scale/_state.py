@@ -79,6 +79,7 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
         >>> float(optax_mp.loss_scale(tx.init(jnp.ones(2))))
         65536.0
     """
+    opt_state = plain_state(opt_state)
     state = loss_scale_state(opt_state, "loss_scale")
     warn_unless_state(opt_state, "loss_scale")
     return jnp.float32(1) if state is None else state.scale
@@ -86,7 +87,6 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
 
 def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
     """Return the one loss-scale state in `opt_state`, or None."""
-    opt_state = plain_state(opt_state)
     check_opt_state(opt_state, caller)
     check_nesting(opt_state, caller)
     found = find_states(opt_state, LossScaleState)
