@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from optax_mp._jax._control_flow import bind_with, derivative_rule, wiring_of
+from optax_mp._jax._dependence import depending_outputs
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     ClosedJaxpr,
@@ -126,11 +127,14 @@ class Interpreter:
     def _interpret_in(self, scope_rule: Rule | None) -> Callable[..., Any]:
         """Return a function that runs others as amp does, in a scope with this rule.
 
-        It takes `(function, given, dtypes)` and returns `function(*given)`. Each array
-        in `given` is low, or has the dtype in `dtypes` that the function expects.
+        It takes `(function, given, dtypes)` and returns `function(*given)`, and for
+        each output whether it depends on the last of `given`. Each array in `given` is
+        low, or has the dtype in `dtypes` that the function expects.
         """
 
-        def interpret(function: Callable[..., Any], given: Any, dtypes: Any) -> Any:
+        def interpret(
+            function: Callable[..., Any], given: Any, dtypes: Any
+        ) -> tuple[Any, Any]:
             # Traced with the dtypes that it expects; the plan knows which are low.
             avals = jax.tree.map(aval_like, given, dtypes)
             closed, returned = jax.make_jaxpr(function, return_shape=True)(*avals)
@@ -144,7 +148,11 @@ class Interpreter:
             no_biases = (None,) * len(precisions)
             plan = self._planner.plan_whole(jaxpr, precisions, no_biases, scope_rule)
             values = self.run(closed, plan, leaves)
-            return jax.tree.structure(returned).unflatten(values)
+            before_last = len(jax.tree.leaves(given[:-1]))
+            is_last = [i >= before_last for i in range(len(leaves))]
+            depend = depending_outputs(closed, is_last)
+            unflatten = jax.tree.structure(returned).unflatten
+            return unflatten(values), unflatten(depend)
 
         return interpret
 
@@ -166,6 +174,8 @@ def _check_names(rules: Rules, jaxpr: AnyJaxpr) -> None:
     """Raise if a rule is for a name that no equation of a jaxpr has."""
     missing = rules.names_to_find
     for equation in _equations(jaxpr) if missing else ():
+        if equation is None:
+            return  # A derivative rule that cannot be read may have the name.
         missing = missing - rules.names_at(equation)
     if missing:
         seen = {word for each in _equations(jaxpr) for word in words_at(each)}
@@ -173,11 +183,15 @@ def _check_names(rules: Rules, jaxpr: AnyJaxpr) -> None:
 
 
 def _equations(jaxpr: AnyJaxpr, in_derivatives: bool = True) -> Iterator[Equation]:
-    """Yield all equations, also those in regions and in derivative rules."""
+    """Yield all equations, also those in regions and in derivative rules.
+
+    Yields None for a derivative rule that cannot be read.
+    """
     for equation in open_jaxpr(jaxpr)[0].eqns:
         yield equation
         for inner in jaxprs_within(equation):
             yield from _equations(inner, in_derivatives)
         if in_derivatives and derivative_rule(equation):
             # Without the derivative rules inside those, which might never end.
-            yield from _equations(derivative_jaxpr(equation), in_derivatives=False)
+            rule = derivative_jaxpr(equation)
+            yield from _equations(rule, in_derivatives=False) if rule else [None]
