@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from optax_mp._jax._control_flow import derivative_rule
-from optax_mp._jax._jaxpr import ClosedJaxpr, Equation, bind
+from optax_mp._jax._control_flow import custom_rule, residual_count, wiring_of
+from optax_mp._jax._jaxpr import ClosedJaxpr, Equation, bind, evaluate
 from optax_mp._tree import describe, is_inexact
 from optax_mp.amp._precision import cast
 
@@ -76,8 +77,9 @@ class _Linearized:
     """What the backward pass must know of the forward pass, apart from arrays.
 
     Attributes:
-        treedef: the structure of the linearized function, of which arrays are residuals.
-        residual_dtypes: the dtypes of its arrays as written.
+        treedef: the structure of the linearized function, of which the arrays are the
+            residuals.
+        residual_dtypes: the dtypes of the residuals as written.
         perturbed: the indices of the inputs that are differentiated.
         dtypes: the dtypes in which these were given, which may be low.
     """
@@ -159,6 +161,54 @@ class _VjpRule:
         return tuple(gradients)
 
 
+def linear_call(
+    equation: Equation, call: Call, output_dtypes: Sequence[Any], interpret: Interpret
+) -> Call:
+    """Return `call` with the transpose of a linear_call.
+
+    Its outputs have these dtypes.
+    """
+    count = residual_count(equation)
+    avals = [atom.aval for atom in equation.invars]
+    residual_dtypes = [aval.dtype for aval in avals[:count]]
+    cotangent_dtypes = [var.aval.dtype for var in equation.outvars]
+
+    def pull(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def linear(*args: Any) -> list[Any]:
+            return bind(equation, [*residuals, *args])
+
+        def transposed(cotangents: list[Any]) -> Any:
+            return jax.linear_transpose(linear, *avals[count:])(cotangents)
+
+        # JAX transposes it to another linear_call, whose transpose is the first again.
+        closed = jax.make_jaxpr(transposed)(list(cotangents))
+        return evaluate(closed, cotangents, _bind_inline)
+
+    def function(*inputs: Any) -> list[Any]:
+        residuals, args = list(inputs[:count]), list(inputs[count:])
+        dtypes = [jnp.result_type(x) for x in args]
+
+        def compute(residuals: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+            return list(map(cast, call(*residuals, *args), output_dtypes))
+
+        def transpose(residuals: Any, cotangents: Any) -> list[Any]:
+            as_written = residual_dtypes, cotangent_dtypes
+            pulled, _ = interpret(pull, (residuals, cotangents), as_written)
+            return list(map(cast, pulled, dtypes))
+
+        return jax.custom_derivatives.linear_call(compute, transpose, residuals, args)
+
+    return function
+
+
+def _bind_inline(equation: Equation, inputs: list[Any]) -> list[Any]:
+    """Return the outputs of an equation, of a linear_call those of its function."""
+    if custom_rule(equation) != "transpose":
+        return bind(equation, inputs)
+    (region,) = wiring_of(equation).regions
+    return evaluate(region.jaxpr, region.read(inputs))
+
+
 def _is_perturbed(x: Any) -> bool:
     """Return whether JAX differentiates by an input, a tangent or a cotangent."""
     if isinstance(x, jax.custom_derivatives.CustomVJPPrimal):
@@ -184,16 +234,19 @@ def _check_closure(equation: Equation, perturbed: Sequence[int]) -> None:
 def derivative_jaxpr(equation: Equation) -> ClosedJaxpr | None:
     """Return the jaxpr of the rule of a custom_jvp or custom_vjp, as written.
 
-    Returns None if the rule refuses to be differentiated by all inputs.
+    Returns None for a rule that cannot be traced without its arguments, or that
+    refuses to be differentiated by all inputs.
     """
-    closed_over = equation.params["num_consts"] if derivative_rule(equation) == "vjp" else 0
+    if custom_rule(equation) not in ("jvp", "vjp"):
+        return None
+    closed_over = equation.params["num_consts"] if custom_rule(equation) == "vjp" else 0
     avals = [atom.aval for atom in equation.invars]
     inexact = [i for i, x in enumerate(avals) if i >= closed_over and is_inexact(x)]
 
     def derivative(*inputs: Any) -> Any:
         args = [inputs[i] for i in inexact]
         function = _restrict(equation, inexact, inputs)
-        if derivative_rule(equation) == "jvp":
+        if custom_rule(equation) == "jvp":
             return jax.jvp(function, args, args)
         outputs, pull = jax.vjp(function, *args)
         return pull(jax.tree.map(_cotangent_like, outputs))

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from optax_mp._jax._control_flow import bind_with, derivative_rule, wiring_of
+from optax_mp._jax._control_flow import bind_with, custom_rule, wiring_of
 from optax_mp._jax._dependence import depending_outputs
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
@@ -25,13 +25,26 @@ from optax_mp._jax._jaxpr import (
     with_dtype,
 )
 from optax_mp._jax._traced import TracedCall
+from optax_mp.amp._batching import custom_vmap
 from optax_mp.amp._biases import argument_axis_counts
-from optax_mp.amp._derivatives import custom_jvp, custom_vjp, derivative_jaxpr
+from optax_mp.amp._derivatives import (
+    custom_jvp,
+    custom_vjp,
+    derivative_jaxpr,
+    linear_call,
+)
 from optax_mp.amp._function_rules import bind_by_function
 from optax_mp.amp._places import name_in_errors, words_at
 from optax_mp.amp._plan import Action, Plan, Planner, RegionPlan
 from optax_mp.amp._precision import FULL, LOW, Precisions, cast, full_precisions
 from optax_mp.amp._rules import Rule, Rules, unknown_names
+
+_WITH_RULE = {
+    "jvp": custom_jvp,
+    "vjp": custom_vjp,
+    "vmap": custom_vmap,
+    "transpose": linear_call,
+}
 
 
 class Interpreter:
@@ -81,8 +94,8 @@ class Interpreter:
                 case "function":
                     return bind_by_function(action.rule, self._low, equation, inputs)
             # What is left are regions.
-            if derivative_rule(equation):
-                return self._run_with_derivative(equation, action, inputs)
+            if custom_rule(equation):
+                return self._run_with_rule(equation, action, inputs)
             return bind_with(
                 equation, inputs, lambda: self._convert_regions(equation, action)
             )
@@ -108,18 +121,18 @@ class Interpreter:
         ]
         return trace_jaxpr(run, avals)
 
-    def _run_with_derivative(
+    def _run_with_rule(
         self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> list[Any]:
-        """Run a function with a derivative rule of its own, and later that rule."""
+        """Run a function with a rule of its own, and later that rule."""
         # Bound again with the converted jaxpr, the equation would keep its rule, which
         # is written for float32 and would return float32.
         (region,), (region_plan,) = wiring_of(equation).regions, action.regions
 
         def call(*args: Any) -> list[Any]:
-            return self.run(region.jaxpr, region_plan.plan, args)
+            return self.run(region.jaxpr, region_plan.plan, region.read(args))
 
-        make = custom_jvp if derivative_rule(equation) == "jvp" else custom_vjp
+        make = _WITH_RULE[custom_rule(equation)]
         dtypes = self._dtypes(action.outputs, equation.outvars)
         interpret = self._interpret_in(action.scope_rule)
         return make(equation, call, dtypes, interpret)(*inputs)
@@ -191,7 +204,7 @@ def _equations(jaxpr: AnyJaxpr, in_derivatives: bool = True) -> Iterator[Equatio
         yield equation
         for inner in jaxprs_within(equation):
             yield from _equations(inner, in_derivatives)
-        if in_derivatives and derivative_rule(equation):
+        if in_derivatives and custom_rule(equation):
             # Without the derivative rules inside those, which might never end.
             rule = derivative_jaxpr(equation)
             yield from _equations(rule, in_derivatives=False) if rule else [None]
