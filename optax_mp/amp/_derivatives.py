@@ -14,12 +14,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from optax_mp._jax._control_flow import custom_rule, residual_count, wiring_of
-from optax_mp._jax._jaxpr import ClosedJaxpr, Equation, bind, evaluate
+from optax_mp._jax._control_flow import (
+    custom_rule,
+    has_regions,
+    residual_count,
+    wiring_of,
+)
+from optax_mp._jax._jaxpr import (
+    ClosedJaxpr,
+    Equation,
+    bind,
+    evaluate,
+    open_jaxpr,
+    source_line,
+)
 from optax_mp._tree import describe, is_inexact
 from optax_mp.amp._precision import cast
 
@@ -39,7 +50,7 @@ def custom_jvp(
     dtypes = [atom.aval.dtype for atom in equation.invars]
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        perturbed = [i for i, x in enumerate(tangents) if _is_perturbed(x)]
+        perturbed = _nonzero(tangents, equation.invars)
 
         def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             args = [primals[i] for i in perturbed]
@@ -105,7 +116,10 @@ class _VjpRule:
     interpret: Interpret
 
     def forward(self, *given: Any) -> tuple[Any, Any]:
-        perturbed = [i for i, x in enumerate(given) if _is_perturbed(x)]
+        invars = self.equation.invars
+        perturbed = [
+            i for i, x in enumerate(given) if x.perturbed and is_inexact(invars[i].aval)
+        ]
         _check_closure(self.equation, perturbed)
         treedef: Any = None
         residual_dtypes: tuple[Any, ...] = ()
@@ -121,9 +135,10 @@ class _VjpRule:
             return outputs, residuals
 
         inputs = [x.value for x in given]
-        dtypes = [atom.aval.dtype for atom in self.equation.invars]
+        dtypes = [atom.aval.dtype for atom in invars]
         (outputs, residuals), _ = self.interpret(linearize, (inputs,), (dtypes,))
-        given_dtypes = tuple(inputs[i].dtype for i in perturbed)
+        # A plain number is given as written.
+        given_dtypes = tuple(getattr(inputs[i], "dtype", dtypes[i]) for i in perturbed)
         linearized = _Linearized(
             treedef, residual_dtypes, tuple(perturbed), given_dtypes
         )
@@ -132,7 +147,7 @@ class _VjpRule:
     def backward(self, saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         residuals, linearized = saved
         invars, outvars = self.equation.invars, self.equation.outvars
-        read = [i for i, x in enumerate(cotangents) if _is_perturbed(x)]
+        read = _nonzero(cotangents, outvars)
 
         def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
             linear = jax.tree.unflatten(linearized.treedef, residuals)
@@ -186,7 +201,10 @@ def linear_call(
 
     def function(*inputs: Any) -> list[Any]:
         residuals, args = list(inputs[:count]), list(inputs[count:])
-        dtypes = [jnp.result_type(x) for x in args]
+        dtypes = [
+            getattr(x, "dtype", aval.dtype)
+            for x, aval in zip(args, avals[count:], strict=True)
+        ]
 
         def compute(residuals: Sequence[Any], args: Sequence[Any]) -> list[Any]:
             return list(map(cast, call(*residuals, *args), output_dtypes))
@@ -209,11 +227,13 @@ def _bind_inline(equation: Equation, inputs: list[Any]) -> list[Any]:
     return evaluate(region.jaxpr, region.read(inputs))
 
 
-def _is_perturbed(x: Any) -> bool:
-    """Return whether JAX differentiates by an input, a tangent or a cotangent."""
-    if isinstance(x, jax.custom_derivatives.CustomVJPPrimal):
-        return x.perturbed and is_inexact(x.value)
-    return not isinstance(x, SymbolicZero) and is_inexact(x)
+def _nonzero(tangents: Sequence[Any], atoms: Sequence[Any]) -> list[int]:
+    """Return where tangents or cotangents are neither zero nor of integers."""
+    return [
+        i
+        for i, (x, atom) in enumerate(zip(tangents, atoms, strict=True))
+        if is_inexact(atom.aval) and not isinstance(x, SymbolicZero)
+    ]
 
 
 def _check_closure(equation: Equation, perturbed: Sequence[int]) -> None:
@@ -223,12 +243,33 @@ def _check_closure(equation: Equation, perturbed: Sequence[int]) -> None:
     """
     closed_over = [i for i in perturbed if i < equation.params["num_consts"]]
     if closed_over:
-        values = ", ".join(describe(equation.invars[i].aval) for i in closed_over)
+        values = ", ".join(
+            describe(equation.invars[i].aval) + _first_use(equation, i)
+            for i in closed_over
+        )
         raise TypeError(
             "amp: a jax.custom_vjp function closes over a value that is "
             f"differentiated ({values}), expected one that is an argument, so that the "
             "function's rule has a gradient for it; make it an argument."
         )
+
+
+def _first_use(equation: Equation, i: int) -> str:
+    """Say where the regions of an equation use its input `i` first."""
+    for region in wiring_of(equation).regions if has_regions(equation) else ():
+        jaxpr, _ = open_jaxpr(region.jaxpr)
+        variables = [
+            variable
+            for variable, source in zip(jaxpr.invars, region.inputs, strict=True)
+            if source == i
+        ]
+        for inner in jaxpr.eqns:
+            for at, atom in enumerate(inner.invars):
+                if any(atom is variable for variable in variables):
+                    line = source_line(inner)
+                    here = f", used at {line}" if line else ""
+                    return _first_use(inner, at) or here
+    return ""
 
 
 def derivative_jaxpr(equation: Equation) -> ClosedJaxpr | None:

@@ -4,10 +4,12 @@ Nothing is cast before it is used, and no cast is shared: a weight that is used 
 cast twice, so that the gradients of its uses are summed in float32.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from optax_mp._jax._control_flow import bind_with, custom_rule, wiring_of
 from optax_mp._jax._dependence import depending_outputs
@@ -25,6 +27,7 @@ from optax_mp._jax._jaxpr import (
     with_dtype,
 )
 from optax_mp._jax._traced import TracedCall
+from optax_mp._tree import is_array
 from optax_mp.amp._batching import custom_vmap
 from optax_mp.amp._biases import argument_axis_counts
 from optax_mp.amp._derivatives import (
@@ -145,9 +148,16 @@ class Interpreter:
         low, or has the dtype in `dtypes` that the function expects.
         """
 
+        @_note_on_closures()
         def interpret(
             function: Callable[..., Any], given: Any, dtypes: Any
         ) -> tuple[Any, Any]:
+            # Some are plain numbers, as the user gave them.
+            given = jax.tree.map(
+                lambda x, dtype: x if is_array(x) else jnp.asarray(x, dtype),
+                given,
+                dtypes,
+            )
             # Traced with the dtypes that it expects; the plan knows which are low.
             avals = jax.tree.map(aval_like, given, dtypes)
             closed, returned = jax.make_jaxpr(function, return_shape=True)(*avals)
@@ -181,6 +191,20 @@ class Interpreter:
             self._low if x == LOW else atom.aval.dtype if x == FULL else None
             for x, atom in zip(precisions, atoms, strict=True)
         ]
+
+
+@contextlib.contextmanager
+def _note_on_closures() -> Iterator[None]:
+    """Add a note to an error on a tracer that a rule uses after its trace has ended."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        error.add_note(
+            "amp: a rule that is run under amp is traced after the function, as under "
+            "jax.jit, so it must not close over values that the function computes or "
+            "is given; make them arguments of the function that has the rule."
+        )
+        raise
 
 
 def _check_names(rules: Rules, jaxpr: AnyJaxpr) -> None:

@@ -197,6 +197,37 @@ def test_a_rule_sees_as_differentiated_only_what_it_sees_without_amp(name, kinds
         assert all(is_seen_by_jax(event, seen) for event in by_amp)
 
 
+def of_numbers(kind):
+    """Return a function of two numbers, with a product inside."""
+
+    def compute(x, y):
+        return y * jnp.sum((x * X) @ W)
+
+    if kind == "vjp":
+        fun = jax.custom_vjp(compute)
+        fun.defvjp(
+            lambda x, y: (compute(x, y), (x, y)),
+            lambda kept, g: (g * compute(1.0, kept[1]), g * compute(kept[0], 1.0)),
+        )
+    else:
+        fun = jax.custom_jvp(compute)
+        fun.defjvp(lambda p, t: (fun(*p), compute(t[0], p[1]) + compute(p[0], t[1])))
+    return fun
+
+
+@pytest.mark.parametrize("kind", ["vjp", "jvp"])
+def test_a_plain_number_is_differentiated(kind):
+    fun = of_numbers(kind)
+
+    def run(fun):
+        return jax.vjp(fun, 2.0, 3.0)[1](1.0), jax.grad(fun)(2.0, 3.0)
+
+    assert error(run(amp(fun)), run(fun)) < 2e-2
+    if kind == "jvp":
+        numbers = (2.0, 3.0), (1.0, 0.5)
+        assert error(jax.jvp(amp(fun), *numbers), jax.jvp(fun, *numbers)) < 2e-2
+
+
 def filtered_vjp():
     """Return a product whose rule refuses a gradient by its second input."""
 
