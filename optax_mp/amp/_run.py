@@ -97,8 +97,8 @@ class Interpreter:
                 case "function":
                     return bind_by_function(action.rule, self._low, equation, inputs)
             # What is left are regions.
-            if custom_rule(equation):
-                return self._run_with_rule(equation, action, inputs)
+            if rule := custom_rule(equation):
+                return self._run_with_rule(equation, action, inputs, _WITH_RULE[rule])
             return bind_with(
                 equation, inputs, lambda: self._convert_regions(equation, action)
             )
@@ -125,7 +125,11 @@ class Interpreter:
         return trace_jaxpr(run, avals)
 
     def _run_with_rule(
-        self, equation: Equation, action: Action, inputs: Sequence[Any]
+        self,
+        equation: Equation,
+        action: Action,
+        inputs: Sequence[Any],
+        with_rule: Callable[..., Callable[..., list[Any]]],
     ) -> list[Any]:
         """Run a function with a rule of its own, and later that rule."""
         # Bound again with the converted jaxpr, the equation would keep its rule, which
@@ -135,10 +139,9 @@ class Interpreter:
         def call(*args: Any) -> list[Any]:
             return self.run(region.jaxpr, region_plan.plan, region.read(args))
 
-        make = _WITH_RULE[custom_rule(equation)]
         dtypes = self._dtypes(action.outputs, equation.outvars)
         interpret = self._interpret_in(action.scope_rule)
-        return make(equation, call, dtypes, interpret)(*inputs)
+        return with_rule(equation, call, dtypes, interpret)(*inputs)
 
     def _interpret_in(self, scope_rule: Rule | None) -> Callable[..., Any]:
         """Return a function that runs others as amp does, in a scope with this rule.
