@@ -8,6 +8,7 @@ The jaxprs inside an equation are called its regions, as in MLIR.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -38,9 +39,31 @@ def wiring_of(equation: Equation) -> Wiring:
     return _KINDS[equation.primitive.name].wire(equation)
 
 
-def derivative_rule(equation: Equation) -> str | None:
-    """Return "jvp" or "vjp" if an equation has a custom rule of that kind, or None."""
-    return _DERIVATIVE_RULES.get(equation.primitive.name)
+def custom_rule(equation: Equation) -> str | None:
+    """Return the kind of the custom rule of an equation, or None if it has none.
+
+    That is the transformation with that rule: "jvp", "vjp", "vmap" or "transpose".
+    """
+    return _CUSTOM_RULES.get(equation.primitive.name)
+
+
+def residual_count(equation: Equation) -> int:
+    """Return how many inputs of a linear_call precede those that it is linear in."""
+    names = ("num_callee_consts", "num_transpose_consts", "num_res")
+    # Up to JAX 0.6, the constants of its transpose are inputs, too.
+    return sum(equation.params.get(name, 0) for name in names)
+
+
+def vmap_by_rule(
+    equation: Equation, size: int, is_batched: Sequence[bool], inputs: Sequence[Any]
+) -> tuple[Values, list[bool]]:
+    """Return the outputs of a custom_vmap by its rule, and which are batched."""
+    params = equation.params
+    unflatten = params["in_tree"].unflatten
+    outputs, is_output_batched = params["rule"](
+        size, list(unflatten(is_batched)), *unflatten(inputs)
+    )
+    return jax.tree.leaves(outputs), jax.tree.leaves(is_output_batched)
 
 
 def bind_with(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Values:
@@ -83,7 +106,8 @@ def _jaxprs_of(equation: Equation) -> list[AnyJaxpr]:
 
 # The parameters that hold regions. In a while loop, the condition comes first.
 _HOLDERS = (
-    "cond_jaxpr", "body_jaxpr", "jaxpr", "call_jaxpr", "fun_jaxpr", "branches",
+    "cond_jaxpr", "body_jaxpr", "jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr",
+    "branches", "call", "callee",
 )  # fmt: skip
 
 
@@ -107,6 +131,15 @@ def _wire_call(equation: Equation) -> Wiring:
 
 def _wire_shard_map(equation: Equation) -> Wiring:
     return Wiring(equation, (_only_region(equation),), is_sharded=True)
+
+
+def _wire_linear_call(equation: Equation) -> Wiring:
+    region = _only_region(equation)
+    # Not the constants of its transpose.
+    before = equation.params["num_callee_consts"]
+    after = before + equation.params.get("num_transpose_consts", 0)
+    inputs = region.inputs[:before] + region.inputs[after:]
+    return Wiring(equation, (replace(region, inputs=inputs),))
 
 
 def _wire_scan(equation: Equation) -> Wiring:
@@ -218,8 +251,8 @@ def _bind_shard_map(
 def _replay_call(
     equation: Equation, inputs: Values, runs: Runs, log: Any, decide: Decide
 ) -> tuple[Values, Any]:
-    (run,) = runs
-    return run(inputs, log)
+    (run,), (region,) = runs, wiring_of(equation).regions
+    return run(list(region.read(inputs)), log)
 
 
 def _replay_scan(
@@ -290,18 +323,28 @@ _KINDS = {
     "remat2": _CALL,
     "closed_call": _INLINE,
     "eval_jaxpr": _INLINE,  # the former, from JAX 0.12
+    "call": _INLINE,
     "core_call": _INLINE,
-    # Bound with other jaxprs, these keep their derivative rules as written.
+    # The forward rule of a custom_vjp with `optimize_remat`.
+    "remat_opt": _INLINE,
+    "compute_on": _CALL,
+    "fused_call": _CALL,
+    "xla_metadata_call": _CALL,  # of `scheduling_group`
+    # Bound with other jaxprs, these keep their rules as written.
     "custom_jvp_call": _CALL,
     "custom_vjp_call": _CALL,
     "custom_vjp_call_jaxpr": _CALL,  # up to JAX 0.5
+    "custom_vmap_call": _CALL,
+    "linear_call": _Kind(_wire_linear_call),
     "scan": _Kind(_wire_scan, replay=_replay_scan),
     "while": _Kind(_wire_while, replay=_replay_while),
     "cond": _Kind(_wire_cond, replay=_replay_cond),
     "shard_map": _Kind(_wire_shard_map, _bind_shard_map),
 }
-_DERIVATIVE_RULES = {
+_CUSTOM_RULES = {
     "custom_jvp_call": "jvp",
     "custom_vjp_call": "vjp",
     "custom_vjp_call_jaxpr": "vjp",
+    "custom_vmap_call": "vmap",
+    "linear_call": "transpose",
 }

@@ -14,9 +14,10 @@ A call is traced to a jaxpr, planned and run. In this order, read:
 - `_precision`: the precision of a value.
 - `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`,
   tells a bias by `_biases` and asks a user's function by `_function_rules`.
-- `_run`: each equation bound again, as planned; `_derivatives`: those with derivative
-  rules of their own.
-- `_shadow`: a run with and without amp at once, for `_report`.
+- `_run`: each equation bound again, as planned; `_derivatives` and `_batching`: those
+  with derivative or batching rules of their own.
+- `_shadow`: a run with and without amp at once, for `_report`; `_unplanned`: products
+  inside what is bound whole, for `_report`, too.
 
 What JAX does with jaxprs inside equations is known to `optax_mp._jax` alone.
 """

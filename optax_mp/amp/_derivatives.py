@@ -3,6 +3,10 @@
 A rule is written for float32, and each version of JAX keeps it in another place of the
 jaxpr. So we let JAX differentiate the equation as it is written, trace that, and run
 the trace under amp, as the rule of a new function.
+
+A rule may ask which inputs are differentiated, and refuse some. So the new function
+asks JAX the same (`symbolic_zeros=True`), and differentiates the equation by those
+inputs, and for those outputs, alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,44 +14,61 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
-from optax_mp._jax._control_flow import derivative_rule
-from optax_mp._jax._jaxpr import Equation, bind
-from optax_mp._tree import is_inexact
+from optax_mp._jax._control_flow import (
+    custom_rule,
+    has_regions,
+    residual_count,
+    wiring_of,
+)
+from optax_mp._jax._jaxpr import (
+    ClosedJaxpr,
+    Equation,
+    bind,
+    evaluate,
+    open_jaxpr,
+    source_line,
+)
+from optax_mp._tree import describe, is_inexact
 from optax_mp.amp._precision import cast
 
 Call = Callable[..., list[Any]]
 # `interpret(function, arguments, dtypes)` runs `function(*arguments)` under amp. The
-# function expects arguments of these dtypes; those that are given may be low.
-Interpret = Callable[[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]], Any]
+# function expects arguments of these dtypes; those that are given may be low. It
+# returns the outputs, and for each whether it depends on the last argument.
+Interpret = Callable[
+    [Callable[..., Any], tuple[Any, ...], tuple[Any, ...]], tuple[Any, Any]
+]
 
 
 def custom_jvp(
     equation: Equation, call: Call, output_dtypes: Sequence[Any], interpret: Interpret
 ) -> Call:
     """Return `call` with the rule of a custom_jvp; its outputs have these dtypes."""
-    dtypes, differentiable = _inputs(equation)
-    function = jax.custom_jvp(call)
+    dtypes = [atom.aval.dtype for atom in equation.invars]
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        args = [primals[i] for i in differentiable]
-        return jax.jvp(_restrict(equation, differentiable, primals), args, tangents)
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        perturbed = _nonzero(tangents, equation.invars)
 
-    @function.defjvp
-    def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        given = (list(primals), [tangents[i] for i in differentiable])
-        as_written = (dtypes, [dtypes[i] for i in differentiable])
-        outputs, out_tangents = interpret(jvp, given, as_written)
+        def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            args = [primals[i] for i in perturbed]
+            return jax.jvp(_restrict(equation, perturbed, primals), args, tangents)
+
+        given = (list(primals), [tangents[i] for i in perturbed])
+        as_written = (dtypes, [dtypes[i] for i in perturbed])
+        (outputs, out_tangents), (_, depend) = interpret(jvp, given, as_written)
         outputs = list(map(cast, outputs, output_dtypes))
-        # The tangent of an integer is not a float either, and stays as it is.
+        # `jax.jvp` returns zeros, which are differentiated by what reads them.
         out_tangents = [
-            cast(tangent, x.dtype if is_inexact(x) else None)
-            for tangent, x in zip(out_tangents, outputs, strict=True)
+            cast(tangent, x.dtype) if depends else SymbolicZero.from_primal_value(x)
+            for tangent, x, depends in zip(out_tangents, outputs, depend, strict=True)
         ]
         return outputs, out_tangents
 
+    function = jax.custom_jvp(call)
+    function.defjvp(rule, symbolic_zeros=True)
     return function
 
 
@@ -57,10 +78,27 @@ def custom_vjp(
     """Return `call` with the rule of a custom_vjp; its outputs have these dtypes."""
     rule = _VjpRule(equation, output_dtypes, interpret)
     function = jax.custom_vjp(call)
-    # With symbolic zeros JAX says which of the values closed over are differentiated.
-    symbolic_zeros = _closed_over(equation) > 0
-    function.defvjp(rule.forward, rule.backward, symbolic_zeros=symbolic_zeros)
+    function.defvjp(rule.forward, rule.backward, symbolic_zeros=True)
     return function
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Linearized:
+    """What the backward pass must know of the forward pass, apart from arrays.
+
+    Attributes:
+        treedef: the structure of the linearized function, of which the arrays are the
+            residuals.
+        residual_dtypes: the dtypes of the residuals as written.
+        perturbed: the indices of the inputs that are differentiated.
+        dtypes: the dtypes in which these were given, which may be low.
+    """
+
+    treedef: Any
+    residual_dtypes: tuple[Any, ...]
+    perturbed: tuple[int, ...]
+    dtypes: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -77,82 +115,187 @@ class _VjpRule:
     output_dtypes: Sequence[Any]
     interpret: Interpret
 
-    def forward(self, *inputs: Any) -> tuple[Any, Any]:
-        equation, (dtypes, differentiable) = self.equation, _inputs(self.equation)
-        pullback: Any = None
-        closed_over = _closed_over(equation)
-        if any(x.perturbed for x in inputs[:closed_over]):
-            raise TypeError(
-                "amp: a jax.custom_vjp function closes over a value that is "
-                "differentiated, expected one that is an argument, so that the "
-                "function's rule has a gradient for it; make it an argument."
-            )
-        if closed_over:
-            inputs = tuple(x.value for x in inputs)
+    def forward(self, *given: Any) -> tuple[Any, Any]:
+        invars = self.equation.invars
+        perturbed = [
+            i for i, x in enumerate(given) if x.perturbed and is_inexact(invars[i].aval)
+        ]
+        _check_closure(self.equation, perturbed)
+        treedef: Any = None
+        residual_dtypes: tuple[Any, ...] = ()
 
-        def vjp(inputs: Sequence[Any]) -> Any:
-            nonlocal pullback
-            args = [inputs[i] for i in differentiable]
-            function = _restrict(equation, differentiable, inputs)
-            outputs, pull = jax.vjp(function, *args)
-            # The function that jax.vjp returns is a pytree: its leaves are arrays, and
-            # its structure is code.
-            residuals, treedef = jax.tree.flatten(pull)
-            pullback = _Pullback(treedef, tuple(x.dtype for x in residuals))
+        def linearize(inputs: Sequence[Any]) -> Any:
+            nonlocal treedef, residual_dtypes
+            function = _restrict(self.equation, perturbed, inputs)
+            outputs, linear = jax.linearize(function, *(inputs[i] for i in perturbed))
+            # The function that jax.linearize returns is a pytree: its leaves are
+            # arrays, and its structure is code.
+            residuals, treedef = jax.tree.flatten(linear)
+            residual_dtypes = tuple(x.dtype for x in residuals)
             return outputs, residuals
 
-        outputs, residuals = self.interpret(vjp, (list(inputs),), (dtypes,))
-        as_given = _Dtypes(tuple(inputs[i].dtype for i in differentiable))
-        saved = (residuals, pullback, as_given)
-        return list(map(cast, outputs, self.output_dtypes)), saved
+        inputs = [x.value for x in given]
+        dtypes = [atom.aval.dtype for atom in invars]
+        (outputs, residuals), _ = self.interpret(linearize, (inputs,), (dtypes,))
+        # A plain number is given as written.
+        given_dtypes = tuple(getattr(inputs[i], "dtype", dtypes[i]) for i in perturbed)
+        linearized = _Linearized(
+            treedef, residual_dtypes, tuple(perturbed), given_dtypes
+        )
+        return list(map(cast, outputs, self.output_dtypes)), (residuals, linearized)
 
     def backward(self, saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        residuals, pullback, as_given = saved
-        avals = [var.aval for var in self.equation.outvars]
-        inexact = [i for i, aval in enumerate(avals) if is_inexact(aval)]
+        residuals, linearized = saved
+        invars, outvars = self.equation.invars, self.equation.outvars
+        read = _nonzero(cotangents, outvars)
 
-        def pull(residuals: Sequence[Any], given: Sequence[Any]) -> Any:
-            filled: list[Any] = [
-                np.zeros(aval.shape, jax.dtypes.float0) for aval in avals
-            ]
-            for i, cotangent in zip(inexact, given, strict=True):
-                filled[i] = cotangent
-            return list(jax.tree.unflatten(pullback.treedef, residuals)(filled))
+        def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+            linear = jax.tree.unflatten(linearized.treedef, residuals)
 
-        given = [_materialize(cotangents[i]) for i in inexact]
-        as_written = (list(pullback.dtypes), [avals[i].dtype for i in inexact])
-        pulled = self.interpret(pull, (residuals, given), as_written)
-        dtypes, differentiable = _inputs(self.equation)
-        # None for inputs that are not differentiable.
-        gradients: list[Any] = [None] * len(dtypes)
-        for i, gradient, dtype in zip(
-            differentiable, pulled, as_given.dtypes, strict=True
+            def read_outputs(*tangents: Any) -> list[Any]:
+                outputs = linear(*tangents)
+                return [outputs[i] for i in read]
+
+            avals = [invars[i].aval for i in linearized.perturbed]
+            return jax.linear_transpose(read_outputs, *avals)(cotangents)
+
+        given = (residuals, [cotangents[i] for i in read])
+        as_written = (
+            list(linearized.residual_dtypes),
+            [outvars[i].aval.dtype for i in read],
+        )
+        pulled, depend = self.interpret(transpose, given, as_written)
+        # None for an input without a gradient.
+        gradients: list[Any] = [None] * len(invars)
+        for i, dtype, gradient, depends in zip(
+            linearized.perturbed, linearized.dtypes, pulled, depend, strict=True
         ):
-            # JAX wants gradients in the dtypes of the inputs, which may be low.
-            gradients[i] = cast(gradient, dtype)
+            if depends:
+                # JAX wants gradients in the dtypes of the inputs, which may be low.
+                gradients[i] = cast(gradient, dtype)
         return tuple(gradients)
 
 
-def _materialize(cotangent: Any) -> Any:
-    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return cotangent
-    zero: Any = cotangent
-    return jnp.zeros(zero.shape, zero.dtype)
+def linear_call(
+    equation: Equation, call: Call, output_dtypes: Sequence[Any], interpret: Interpret
+) -> Call:
+    """Return `call` with the transpose of a linear_call.
+
+    Its outputs have these dtypes.
+    """
+    count = residual_count(equation)
+    avals = [atom.aval for atom in equation.invars]
+    residual_dtypes = [aval.dtype for aval in avals[:count]]
+    cotangent_dtypes = [var.aval.dtype for var in equation.outvars]
+
+    def pull(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        def linear(*args: Any) -> list[Any]:
+            return bind(equation, [*residuals, *args])
+
+        def transposed(cotangents: list[Any]) -> Any:
+            return jax.linear_transpose(linear, *avals[count:])(cotangents)
+
+        # JAX transposes it to another linear_call, whose transpose is the first again.
+        closed = jax.make_jaxpr(transposed)(list(cotangents))
+        return evaluate(closed, cotangents, _bind_inline)
+
+    def function(*inputs: Any) -> list[Any]:
+        residuals, args = list(inputs[:count]), list(inputs[count:])
+        dtypes = [
+            getattr(x, "dtype", aval.dtype)
+            for x, aval in zip(args, avals[count:], strict=True)
+        ]
+
+        def compute(residuals: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+            return list(map(cast, call(*residuals, *args), output_dtypes))
+
+        def transpose(residuals: Any, cotangents: Any) -> list[Any]:
+            as_written = residual_dtypes, cotangent_dtypes
+            pulled, _ = interpret(pull, (residuals, cotangents), as_written)
+            return list(map(cast, pulled, dtypes))
+
+        return jax.custom_derivatives.linear_call(compute, transpose, residuals, args)
+
+    return function
 
 
-def derivative_jaxpr(equation: Equation) -> Any:
-    """Return the jaxpr of the rule of a custom_jvp or custom_vjp, as written."""
-    _, differentiable = _inputs(equation)
+def _bind_inline(equation: Equation, inputs: list[Any]) -> list[Any]:
+    """Return the outputs of an equation, of a linear_call those of its function."""
+    if custom_rule(equation) != "transpose":
+        return bind(equation, inputs)
+    (region,) = wiring_of(equation).regions
+    return evaluate(region.jaxpr, region.read(inputs))
+
+
+def _nonzero(tangents: Sequence[Any], atoms: Sequence[Any]) -> list[int]:
+    """Return where tangents or cotangents are neither zero nor of integers."""
+    return [
+        i
+        for i, (x, atom) in enumerate(zip(tangents, atoms, strict=True))
+        if is_inexact(atom.aval) and not isinstance(x, SymbolicZero)
+    ]
+
+
+def _check_closure(equation: Equation, perturbed: Sequence[int]) -> None:
+    """Raise if a custom_vjp is differentiated by what its function closes over.
+
+    Those inputs come first, and its rule has no gradients for them.
+    """
+    closed_over = [i for i in perturbed if i < equation.params["num_consts"]]
+    if closed_over:
+        values = ", ".join(
+            describe(equation.invars[i].aval) + _first_use(equation, i)
+            for i in closed_over
+        )
+        raise TypeError(
+            "amp: a jax.custom_vjp function closes over a value that is "
+            f"differentiated ({values}), expected one that is an argument, so that the "
+            "function's rule has a gradient for it; make it an argument."
+        )
+
+
+def _first_use(equation: Equation, i: int) -> str:
+    """Say where the regions of an equation use its input `i` first."""
+    for region in wiring_of(equation).regions if has_regions(equation) else ():
+        jaxpr, _ = open_jaxpr(region.jaxpr)
+        variables = [
+            variable
+            for variable, source in zip(jaxpr.invars, region.inputs, strict=True)
+            if source == i
+        ]
+        for inner in jaxpr.eqns:
+            for at, atom in enumerate(inner.invars):
+                if any(atom is variable for variable in variables):
+                    line = source_line(inner)
+                    here = f", used at {line}" if line else ""
+                    return _first_use(inner, at) or here
+    return ""
+
+
+def derivative_jaxpr(equation: Equation) -> ClosedJaxpr | None:
+    """Return the jaxpr of the rule of a custom_jvp or custom_vjp, as written.
+
+    Returns None for a rule that cannot be traced without its arguments, or that
+    refuses to be differentiated by all inputs.
+    """
+    if custom_rule(equation) not in ("jvp", "vjp"):
+        return None
+    closed_over = equation.params["num_consts"] if custom_rule(equation) == "vjp" else 0
+    avals = [atom.aval for atom in equation.invars]
+    inexact = [i for i, x in enumerate(avals) if i >= closed_over and is_inexact(x)]
 
     def derivative(*inputs: Any) -> Any:
-        args = [inputs[i] for i in differentiable]
-        function = _restrict(equation, differentiable, inputs)
-        if derivative_rule(equation) == "jvp":
+        args = [inputs[i] for i in inexact]
+        function = _restrict(equation, inexact, inputs)
+        if custom_rule(equation) == "jvp":
             return jax.jvp(function, args, args)
         outputs, pull = jax.vjp(function, *args)
         return pull(jax.tree.map(_cotangent_like, outputs))
 
-    return jax.make_jaxpr(derivative)(*(atom.aval for atom in equation.invars))
+    try:
+        return jax.make_jaxpr(derivative)(*avals)
+    except Exception:  # whatever the user's rule raises
+        return None
 
 
 def _cotangent_like(output: jax.Array) -> Any:
@@ -161,47 +304,14 @@ def _cotangent_like(output: jax.Array) -> Any:
     return np.zeros(output.shape, jax.dtypes.float0)
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Pullback:
-    """The structure of a pullback, and the dtypes of its residuals as written."""
-
-    treedef: Any
-    dtypes: tuple[Any, ...]
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Dtypes:
-    """Dtypes that are handed from the forward to the backward pass."""
-
-    dtypes: tuple[Any, ...]
-
-
-def _inputs(equation: Equation) -> tuple[list[Any], list[int]]:
-    """Return the dtypes of the inputs, and the indices of the differentiable ones."""
-    avals = [atom.aval for atom in equation.invars]
-    start = _closed_over(equation)
-    differentiable = [i for i, x in enumerate(avals) if i >= start and is_inexact(x)]
-    return [x.dtype for x in avals], differentiable
-
-
-def _closed_over(equation: Equation) -> int:
-    """Return how many inputs, which come first, a custom_vjp closes over.
-
-    Its rule has no gradients for them.
-    """
-    return equation.params["num_consts"] if derivative_rule(equation) == "vjp" else 0
-
-
 def _restrict(
-    equation: Equation, differentiable: Sequence[int], inputs: Sequence[Any]
+    equation: Equation, indices: Sequence[int], inputs: Sequence[Any]
 ) -> Callable[..., list[Any]]:
-    """Return the equation as a function of its differentiable inputs alone."""
+    """Return the equation as a function of its inputs at these indices alone."""
 
     def call(*args: Any) -> list[Any]:
         filled = list(inputs)
-        for i, x in zip(differentiable, args, strict=True):
+        for i, x in zip(indices, args, strict=True):
             filled[i] = x
         return bind(equation, filled)
 

@@ -14,6 +14,7 @@ from optax_mp.amp._precision import LOW, takes_part
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
 from optax_mp.amp._shadow import shadow_errors
+from optax_mp.amp._unplanned import unplanned_products
 from optax_mp.reports._table import align_columns
 
 
@@ -127,7 +128,8 @@ def amp_report(
 
     Every value is computed both ways in one run, which takes several times the memory
     and time of the function. An operation with side effects, such as a callback, runs
-    once, as written. Operations inside a `shard_map` are listed but not measured.
+    once, as written. Operations inside a `shard_map` are listed but not measured, and
+    so are the products inside what amp leaves as written, such as a linear solver.
 
     Args:
         fun: the function as written, not `amp(fun)`.
@@ -193,6 +195,8 @@ def _operations(
             continue
         if any(map(takes_part, (*equation.invars, *equation.outvars))):
             yield equation, action, line
+            for product, as_written, _ in unplanned_products(equation, action):
+                yield product, as_written, source_line(product) or line
 
 
 def _how_it_ran(action: Action) -> str:

@@ -35,6 +35,7 @@ BIAS_ADD = "bias_add"
 _LOW = """
 dot_general conv_general_dilated ragged_dot ragged_dot_general
 """
+PRODUCTS = frozenset(_LOW.split())
 _F32 = """
 exp exp2 expm1 log log2 log1p pow rsqrt tan sinh cosh
 asin acos atan atan2 asinh acosh atanh erf_inv lgamma digamma polygamma igamma igammac
@@ -53,7 +54,7 @@ sharding_constraint reshard device_put
 """
 
 default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
-    dict.fromkeys(_LOW.split(), "low")
+    dict.fromkeys(PRODUCTS, "low")
     | dict.fromkeys(_F32.split(), "f32")
     # 1 / x, which is large if x is small.
     | {RECIPROCAL: "f32"}
@@ -65,8 +66,9 @@ default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
     | dict.fromkeys(_WIDEST.split(), "widest")
     | dict.fromkeys(("sort", "optimization_barrier"), "own")
     # Not listed are, among others: scatters, which may sum many small gradients in one
-    # place; reductions by any function; random bits, fft, linear algebra, kernels and
-    # callbacks, which have no 16-bit form that is known to be safe.
+    # place; products of sparse matrices, which are scatters inside; reductions by any
+    # function; random bits, fft, linear algebra, kernels and callbacks, which have no
+    # 16-bit form that is known to be safe.
     | {DEFAULT: "as_written"}
 )
 

@@ -4,12 +4,15 @@ Nothing is cast before it is used, and no cast is shared: a weight that is used 
 cast twice, so that the gradients of its uses are summed in float32.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from optax_mp._jax._control_flow import bind_with, derivative_rule, wiring_of
+from optax_mp._jax._control_flow import bind_with, custom_rule, wiring_of
+from optax_mp._jax._dependence import depending_outputs
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     ClosedJaxpr,
@@ -24,13 +27,27 @@ from optax_mp._jax._jaxpr import (
     with_dtype,
 )
 from optax_mp._jax._traced import TracedCall
+from optax_mp._tree import is_array
+from optax_mp.amp._batching import custom_vmap
 from optax_mp.amp._biases import argument_axis_counts
-from optax_mp.amp._derivatives import custom_jvp, custom_vjp, derivative_jaxpr
+from optax_mp.amp._derivatives import (
+    custom_jvp,
+    custom_vjp,
+    derivative_jaxpr,
+    linear_call,
+)
 from optax_mp.amp._function_rules import bind_by_function
 from optax_mp.amp._places import name_in_errors, words_at
 from optax_mp.amp._plan import Action, Plan, Planner, RegionPlan
 from optax_mp.amp._precision import FULL, LOW, Precisions, cast, full_precisions
 from optax_mp.amp._rules import Rule, Rules, unknown_names
+
+_WITH_RULE = {
+    "jvp": custom_jvp,
+    "vjp": custom_vjp,
+    "vmap": custom_vmap,
+    "transpose": linear_call,
+}
 
 
 class Interpreter:
@@ -80,8 +97,8 @@ class Interpreter:
                 case "function":
                     return bind_by_function(action.rule, self._low, equation, inputs)
             # What is left are regions.
-            if derivative_rule(equation):
-                return self._run_with_derivative(equation, action, inputs)
+            if rule := custom_rule(equation):
+                return self._run_with_rule(equation, action, inputs, _WITH_RULE[rule])
             return bind_with(
                 equation, inputs, lambda: self._convert_regions(equation, action)
             )
@@ -107,30 +124,43 @@ class Interpreter:
         ]
         return trace_jaxpr(run, avals)
 
-    def _run_with_derivative(
-        self, equation: Equation, action: Action, inputs: Sequence[Any]
+    def _run_with_rule(
+        self,
+        equation: Equation,
+        action: Action,
+        inputs: Sequence[Any],
+        with_rule: Callable[..., Callable[..., list[Any]]],
     ) -> list[Any]:
-        """Run a function with a derivative rule of its own, and later that rule."""
+        """Run a function with a rule of its own, and later that rule."""
         # Bound again with the converted jaxpr, the equation would keep its rule, which
         # is written for float32 and would return float32.
         (region,), (region_plan,) = wiring_of(equation).regions, action.regions
 
         def call(*args: Any) -> list[Any]:
-            return self.run(region.jaxpr, region_plan.plan, args)
+            return self.run(region.jaxpr, region_plan.plan, region.read(args))
 
-        make = custom_jvp if derivative_rule(equation) == "jvp" else custom_vjp
         dtypes = self._dtypes(action.outputs, equation.outvars)
         interpret = self._interpret_in(action.scope_rule)
-        return make(equation, call, dtypes, interpret)(*inputs)
+        return with_rule(equation, call, dtypes, interpret)(*inputs)
 
     def _interpret_in(self, scope_rule: Rule | None) -> Callable[..., Any]:
         """Return a function that runs others as amp does, in a scope with this rule.
 
-        It takes `(function, given, dtypes)` and returns `function(*given)`. Each array
-        in `given` is low, or has the dtype in `dtypes` that the function expects.
+        It takes `(function, given, dtypes)` and returns `function(*given)`, and for
+        each output whether it depends on the last of `given`. Each array in `given` is
+        low, or has the dtype in `dtypes` that the function expects.
         """
 
-        def interpret(function: Callable[..., Any], given: Any, dtypes: Any) -> Any:
+        @_note_on_closures()
+        def interpret(
+            function: Callable[..., Any], given: Any, dtypes: Any
+        ) -> tuple[Any, Any]:
+            # Some are plain numbers, as the user gave them.
+            given = jax.tree.map(
+                lambda x, dtype: x if is_array(x) else jnp.asarray(x, dtype),
+                given,
+                dtypes,
+            )
             # Traced with the dtypes that it expects; the plan knows which are low.
             avals = jax.tree.map(aval_like, given, dtypes)
             closed, returned = jax.make_jaxpr(function, return_shape=True)(*avals)
@@ -144,7 +174,11 @@ class Interpreter:
             no_biases = (None,) * len(precisions)
             plan = self._planner.plan_whole(jaxpr, precisions, no_biases, scope_rule)
             values = self.run(closed, plan, leaves)
-            return jax.tree.structure(returned).unflatten(values)
+            before_last = len(jax.tree.leaves(given[:-1]))
+            is_last = [i >= before_last for i in range(len(leaves))]
+            depend = depending_outputs(closed, is_last)
+            unflatten = jax.tree.structure(returned).unflatten
+            return unflatten(values), unflatten(depend)
 
         return interpret
 
@@ -162,10 +196,26 @@ class Interpreter:
         ]
 
 
+@contextlib.contextmanager
+def _note_on_closures() -> Iterator[None]:
+    """Add a note to an error on a tracer that a rule uses after its trace has ended."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        error.add_note(
+            "amp: a rule that is run under amp is traced after the function, as under "
+            "jax.jit, so it must not close over values that the function computes or "
+            "is given; make them arguments of the function that has the rule."
+        )
+        raise
+
+
 def _check_names(rules: Rules, jaxpr: AnyJaxpr) -> None:
     """Raise if a rule is for a name that no equation of a jaxpr has."""
     missing = rules.names_to_find
     for equation in _equations(jaxpr) if missing else ():
+        if equation is None:
+            return  # A derivative rule that cannot be read may have the name.
         missing = missing - rules.names_at(equation)
     if missing:
         seen = {word for each in _equations(jaxpr) for word in words_at(each)}
@@ -173,11 +223,15 @@ def _check_names(rules: Rules, jaxpr: AnyJaxpr) -> None:
 
 
 def _equations(jaxpr: AnyJaxpr, in_derivatives: bool = True) -> Iterator[Equation]:
-    """Yield all equations, also those in regions and in derivative rules."""
+    """Yield all equations, also those in regions and in derivative rules.
+
+    Yields None for a derivative rule that cannot be read.
+    """
     for equation in open_jaxpr(jaxpr)[0].eqns:
         yield equation
         for inner in jaxprs_within(equation):
             yield from _equations(inner, in_derivatives)
-        if in_derivatives and derivative_rule(equation):
+        if in_derivatives and custom_rule(equation):
             # Without the derivative rules inside those, which might never end.
-            yield from _equations(derivative_jaxpr(equation), in_derivatives=False)
+            rule = derivative_jaxpr(equation)
+            yield from _equations(rule, in_derivatives=False) if rule else [None]

@@ -39,8 +39,27 @@ def test_a_gradient_of_what_a_derivative_rule_closes_over_is_refused():
 
     with pytest.raises(Exception, match="closed-over value"):
         jax.grad(jax.jit(loss))(W, X)
-    with pytest.raises(TypeError, match="closes over a value that is diff"):
+    value = r"diff.* \(float32\[8,8\], used at test_amp_inputs.py:\d+\), .* argument"
+    with pytest.raises(TypeError, match="closes over a value that is " + value):
         jax.grad(amp(loss))(W, X)
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_a_derivative_rule_that_closes_over_a_traced_value_is_explained(kind):
+    def loss(w, x):
+        if kind == "vjp":
+            fun = with_rule(x)
+        else:
+            fun = jax.custom_jvp(lambda w: jnp.sin(x @ w))
+            fun.defjvp(lambda p, t: (fun(*p), jnp.cos(x @ p[0]) * (x @ t[0])))
+        return jnp.sum(fun(w))
+
+    with pytest.raises(TypeError):
+        jax.grad(jax.jit(loss))(W, W)
+    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+        jax.grad(amp(loss))(W, W)
+    notes = " ".join(caught.value.__notes__)
+    assert "make them arguments" in notes and "test_amp_inputs.py:" in notes
 
 
 @pytest.mark.parametrize("rule", ["jvp", "vjp"])
