@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_mp._jax._jaxpr import evaluate
+from optax_mp.amp._changes import pure_call
 from optax_mp.amp._precision import full_precisions
 from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
@@ -93,13 +94,17 @@ def amp(
 
     @functools.wraps(fun, updated=())
     def autocast(*args: Any, **kwargs: Any) -> Any:
-        traced, plan = interpreter.trace(fun, args, kwargs)
-        if not plan.is_changed:
-            return traced.unflatten(evaluate(traced.closed, traced.arrays))
-        values = interpreter.run(traced.closed, plan, traced.arrays)
-        outvars = traced.closed.jaxpr.outvars
-        values = interpreter.cast_all(values, full_precisions(outvars), outvars)
-        return traced.unflatten(values)
+        call = pure_call(fun, args, kwargs)
+        traced, plan = interpreter.trace(call.fun, call.args, {})
+        if plan.is_changed:
+            values = interpreter.run(traced.closed, plan, traced.arrays)
+            outvars = traced.closed.jaxpr.outvars
+            values = interpreter.cast_all(values, full_precisions(outvars), outvars)
+        else:
+            values = evaluate(traced.closed, traced.arrays)
+        result, changes = traced.unflatten(values)
+        call.write_back(changes)
+        return result
 
     return autocast  # pyright: ignore[reportReturnType]
 

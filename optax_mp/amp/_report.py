@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from optax_mp._jax._control_flow import wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr, source_line
+from optax_mp.amp._changes import pure_call
 from optax_mp.amp._plan import Action, Plan
 from optax_mp.amp._precision import LOW, takes_part
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
@@ -159,7 +160,8 @@ def amp_report(
             "amp_report(fun, *args)."
         )
     interpreter = Interpreter(Rules(rules, compute_dtype))
-    traced, plan = interpreter.trace(fun, args, kwargs)
+    call = pure_call(fun, args, kwargs)
+    traced, plan = interpreter.trace(call.fun, call.args, {})
     errors, error = shadow_errors(interpreter, traced, plan)
     operations = (
         AmpOperation(
