@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from optax_mp._jax._jaxpr import evaluate
 from optax_mp.amp._changes import pure_call
+from optax_mp.amp._loop_conditions import warn_of_loops
 from optax_mp.amp._precision import full_precisions
 from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
@@ -90,13 +91,15 @@ def amp(
             f"amp: `fun` is {fun!r}, expected a function; to decorate with settings "
             "use functools.partial(optax_mp.amp, compute_dtype=...)."
         )
-    interpreter = Interpreter(Rules(rules, compute_dtype))
+    checked_rules = Rules(rules, compute_dtype)
+    interpreter = Interpreter(checked_rules)
 
     @functools.wraps(fun, updated=())
     def autocast(*args: Any, **kwargs: Any) -> Any:
         call = pure_call(fun, args, kwargs)
         traced, plan = interpreter.trace(call.fun, call.args, {})
         if plan.is_changed:
+            warn_of_loops(traced.closed, plan, checked_rules.compute_dtype)
             values = interpreter.run(traced.closed, plan, traced.arrays)
             outvars = traced.closed.jaxpr.outvars
             values = interpreter.cast_all(values, full_precisions(outvars), outvars)

@@ -103,9 +103,7 @@ def _changes(modules: list[Any], before: Arrays) -> PyTree:
     return _nnx().from_flat_state(changed) if changed else {}
 
 
-def _lost_any(
-    modules: list[Any], graphdef: Any, before: Arrays
-) -> bool:
+def _lost_any(modules: list[Any], graphdef: Any, before: Arrays) -> bool:
     """Return whether modules changed in a way that cannot be written back."""
     now = _variables(modules)
     added = [variable for path, variable in now.items() if path not in before]

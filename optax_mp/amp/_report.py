@@ -10,8 +10,9 @@ from jax.typing import DTypeLike
 from optax_mp._jax._control_flow import wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr, source_line
 from optax_mp.amp._changes import pure_call
+from optax_mp.amp._loop_conditions import loop_warnings, ran_low
 from optax_mp.amp._plan import Action, Plan
-from optax_mp.amp._precision import LOW, takes_part
+from optax_mp.amp._precision import takes_part
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
 from optax_mp.amp._shadow import shadow_errors
@@ -60,6 +61,8 @@ class AmpReport:
         operations: what became of each operation, in the order of the function.
         error: the relative error of the function's outputs, compared with float32.
         base_rules: the rules of this run.
+        warnings: what may harm without an error: loops whose condition reads values of
+            the compute dtype, such as Newton's method with a small tolerance.
 
     Example:
         >>> import jax.numpy as jnp
@@ -74,6 +77,7 @@ class AmpReport:
     operations: tuple[AmpOperation, ...]
     error: float
     base_rules: Mapping[Any, Rule]
+    warnings: tuple[str, ...] = ()
 
     def rules(self, above: float) -> dict[Any, Rule]:
         """Return the rules of this run, with float32 for operations that err more.
@@ -109,6 +113,7 @@ class AmpReport:
             [
                 *align_columns(cells, left=4),
                 f"{total}; error of the outputs {_format_error(self.error)}",
+                *(f"Warning: {warning}" for warning in self.warnings),
             ]
         )
 
@@ -159,7 +164,8 @@ def amp_report(
             f"amp_report: `fun` is {fun!r}, expected a function; call it as "
             "amp_report(fun, *args)."
         )
-    interpreter = Interpreter(Rules(rules, compute_dtype))
+    checked_rules = Rules(rules, compute_dtype)
+    interpreter = Interpreter(checked_rules)
     call = pure_call(fun, args, kwargs)
     traced, plan = interpreter.trace(call.fun, call.args, {})
     errors, error = shadow_errors(interpreter, traced, plan)
@@ -174,7 +180,8 @@ def amp_report(
         )
         for equation, action, line in _operations(traced.closed, plan, "")
     )
-    return AmpReport(_merge(operations), error, rules)
+    found = loop_warnings(traced.closed, plan, checked_rules.compute_dtype)
+    return AmpReport(_merge(operations), error, rules, found)
 
 
 def _operations(
@@ -198,7 +205,7 @@ def _operations(
 
 
 def _how_it_ran(action: Action) -> str:
-    if LOW in action.inputs or (action.how == "function" and LOW in action.outputs):
+    if ran_low(action):
         return "low"
     return "as_written" if action.rule == "as_written" else "f32"
 
