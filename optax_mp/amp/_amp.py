@@ -45,9 +45,10 @@ def amp(
         rules: how each operation runs: a mapping that replaces `default_amp_rules`, or
             extends them by `|`. A key is a primitive (`jax.lax.tanh_p`, or its name
             `"tanh"`), the name of a `jax.named_scope`, or a source line such as
-            `"model.py:12"`; `"amp_default"` stands for primitives that are not listed.
-            The rule of a loop or a `jit` applies to everything inside it. A value is
-            one of these words:
+            `"model.py:12"`; `"attention/model.py:12"` is a line in a scope, and
+            `"model.py:12/linear.py:34"` a line that another calls. `"amp_default"`
+            stands for primitives that are not listed. The rule of a loop or a `jit`
+            applies to everything inside it. A value is one of these words:
 
             - `"low"`: in the compute dtype;
             - `"f32"`: in float32, inputs and outputs (float64 stays float64);

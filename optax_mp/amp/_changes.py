@@ -1,9 +1,9 @@
 """What a function changes in its arguments, of which amp traces copies.
 
-A Flax NNX module changes in place: a BatchNorm replaces its statistics, a dropout counts
-its random numbers. So that this reaches the caller's module, its state goes through the
-trace by itself, and what changed is returned and written back, as `nnx.jit` does. A
-change that cannot be written back raises a warning.
+A Flax NNX module changes in place: a BatchNorm replaces its statistics, a dropout
+counts its random numbers. So that this reaches the caller's module, its state goes
+through the trace by itself, and what changed is returned and written back, as `nnx.jit`
+does. A change that cannot be written back raises a warning.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class PureCall(NamedTuple):
 
 
 def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> PureCall:
-    """Return the call `fun(*args, **kwargs)`, with its changes among what it returns."""
+    """Return the call `fun(*args, **kwargs)`, which returns its changes, too."""
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
     modules = [leaf for leaf in leaves if _is_module(leaf)]
     graphdef, state = _nnx().split(modules) if modules else (None, {})
