@@ -48,9 +48,9 @@ def loop_warnings(jaxpr: AnyJaxpr, plan: Plan, dtype: Any) -> tuple[str, ...]:
     """Return a warning for each loop whose condition reads what is computed low."""
     epsilon = float(jnp.finfo(dtype).eps)
     found = (
-        f"the while loop at {line} compares floats that depend on {origin.primitive} "
-        f"at {origin.line or line} to decide whether it goes on. Under amp these have "
-        f"the precision of {dtype.name}, {epsilon:.1g}, so the loop may take many more "
+        f"the while loop{_at(line)} compares floats that depend on {origin.primitive}"
+        f"{_at(origin.line)} to decide whether it goes on. Under amp these have the "
+        f"precision of {dtype.name}, {epsilon:.1g}, so the loop may take many more "
         "iterations than in float32, or not converge at all. Put it into `with "
         "optax_mp.amp_stop():`, or raise its tolerance."
         for line, origin in _loops(jaxpr, plan, "")
@@ -58,10 +58,16 @@ def loop_warnings(jaxpr: AnyJaxpr, plan: Plan, dtype: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _at(line: str) -> str:
+    # In a derivative rule, the line may not be known.
+    return f" at {line}" if line else ""
+
+
 def warn_of_loops(jaxpr: AnyJaxpr, plan: Plan, dtype: Any) -> None:
     """Warn of each loop whose condition reads what is computed low."""
     for text in loop_warnings(jaxpr, plan, dtype):
-        # The caller of `amp(fun)` is behind this function and the wrapper.
+        # The caller of `amp(fun)` is behind this function and the wrapper; that of a
+        # derivative rule is JAX.
         warnings.warn(f"amp: {text}", UserWarning, stacklevel=3)
 
 

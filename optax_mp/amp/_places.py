@@ -80,6 +80,7 @@ def place_of(equation: Equation) -> Place:
     return Place(_parts(scopes(equation)), source_lines(equation))
 
 
+@functools.lru_cache(maxsize=1024)
 def place_of_name(name: str) -> Place:
     """Return the place of a name such as `attention/model.py:12/linear.py:34`."""
     parts = _parts(name)

@@ -16,7 +16,7 @@ from optax_mp.amp._plan import Action
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
 from optax_mp.amp._shadow import shadow_errors
-from optax_mp.amp._sites import sites_of
+from optax_mp.amp._sites import Site, sites_of
 from optax_mp.reports._table import align_columns
 
 
@@ -117,18 +117,17 @@ class AmpReport:
             for name, (erring, count) in found.innocent.items()
         ]
         fix = (
-            "; give these layers a jax.named_scope each, or put amp_stop around those "
+            "give these layers a jax.named_scope each, or put amp_stop around those "
             "that are to stay in float32"
             if wide
-            else "; a larger `above` leaves more in 16 bits"
+            else "a larger `above` leaves more in 16 bits"
         )
-        warnings.warn(
-            f"AmpReport.rules: with float32 for what errs more than {above:g}, "
-            f"{found.kept / total:.0%} of the FLOPs of products run in 16 bits, "
-            f"{self.low_share:.0%} without it" + "".join(f"; {x}" for x in wide) + fix,
-            UserWarning,
-            stacklevel=3,
+        shares = (
+            f"with float32 for what errs more than {above:g}, {found.kept / total:.0%} "
+            f"of the FLOPs of products run in 16 bits, {self.low_share:.0%} without it"
         )
+        text = "; ".join((shares, *wide, fix))
+        warnings.warn(f"AmpReport.rules: {text}.", UserWarning, stacklevel=3)
 
     def by_primitive(self) -> tuple[AmpOperation, ...]:
         """Return the operations, merged over all lines of the source."""
@@ -211,31 +210,34 @@ def amp_report(
     traced, plan = interpreter.trace(call.fun, call.args, {})
     errors, error = shadow_errors(interpreter, traced, plan)
     sites = list(sites_of(traced.closed, plan))
-    operations = [
-        AmpOperation(
-            site.equation.primitive.name,
-            site.line,
-            _how_it_ran(site.action),
-            site.action.why,
-            1,
-            *errors.get(id(site.action), (float("nan"), float("nan"))),
-            site.flops,
-        )
-        for site in sites
-    ]
-    measured = (
-        Measured(
-            each.primitive,
-            each.line,
-            site.places,
-            is_transposed(site.equation),
-            each.own_error,
-            each.flops if each.ran == "low" else 0,
-        )
-        for each, site in zip(operations, sites, strict=True)
-    )
+    operations = [_operation(site, errors) for site in sites]
+    measured = tuple(map(_measured, operations, sites))
     found = loop_warnings(traced.closed, plan, checked_rules.compute_dtype)
-    return AmpReport(_merge(operations), error, rules, found, tuple(measured))
+    return AmpReport(_merge(operations), error, rules, found, measured)
+
+
+def _operation(site: Site, errors: Mapping[int, tuple[float, float]]) -> AmpOperation:
+    not_measured = float("nan"), float("nan")
+    return AmpOperation(
+        site.equation.primitive.name,
+        site.line,
+        _how_it_ran(site.action),
+        site.action.why,
+        1,
+        *errors.get(id(site.action), not_measured),
+        site.flops,
+    )
+
+
+def _measured(operation: AmpOperation, site: Site) -> Measured:
+    return Measured(
+        operation.primitive,
+        operation.line,
+        site.places,
+        is_transposed(site.equation),
+        operation.own_error,
+        operation.flops if operation.ran == "low" else 0,
+    )
 
 
 def _how_it_ran(action: Action) -> str:

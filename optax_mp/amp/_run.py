@@ -27,6 +27,7 @@ from optax_mp._jax._traced import TracedCall
 from optax_mp.amp._biases import argument_axis_counts
 from optax_mp.amp._derivatives import custom_jvp, custom_vjp, derivative_jaxpr
 from optax_mp.amp._function_rules import bind_by_function
+from optax_mp.amp._loop_conditions import warn_of_loops
 from optax_mp.amp._places import name_in_errors, words_at
 from optax_mp.amp._plan import Action, Plan, Planner, RegionPlan
 from optax_mp.amp._precision import FULL, LOW, Precisions, cast, full_precisions
@@ -143,6 +144,7 @@ class Interpreter:
             # It is not known here which of them are arguments of the whole function.
             no_biases = (None,) * len(precisions)
             plan = self._planner.plan_whole(jaxpr, precisions, no_biases, scope_rule)
+            warn_of_loops(jaxpr, plan, self._low)
             values = self.run(closed, plan, leaves)
             return jax.tree.structure(returned).unflatten(values)
 

@@ -115,6 +115,16 @@ def test_a_loop_is_found_inside_of_others(around):
         jax.make_jaxpr(amp(AROUND[around](newton)))(W)
 
 
+def test_a_loop_in_the_backward_pass_of_a_rule_is_found():
+    fun = jax.custom_vjp(lambda w: w @ w)
+    fun.defvjp(lambda w: (w @ w, w), lambda w, g: (g * newton(w)[0],))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.make_jaxpr(amp(fun))(W)
+    with pytest.warns(UserWarning, match="the while loop .*depend on dot_general"):
+        jax.make_jaxpr(jax.grad(lambda w: amp(fun)(w).sum()))(W)
+
+
 def counted(w):
     return lax.fori_loop(0, jnp.int32(w[0, 0]) + 3, lambda _, y: jnp.tanh(w @ y), w)
 
