@@ -15,6 +15,7 @@ installed is left out, with a note.
 
 import argparse
 import math
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -137,6 +138,7 @@ def measure_all(only: str) -> list[record.Row]:
         except ImportError as error:
             print(f"Left out: {each.library}, {each.kind}: {error}.")
             continue
+        print(f"{each.library}: {each.kind}", file=sys.stderr, flush=True)
         args = problem.params, *problem.inputs
         truth = exactly(jax.value_and_grad(problem.loss), *args)
         rows += [measure(each, problem, truth, half) for half in HALVES]

@@ -158,6 +158,7 @@ def _haiku() -> Problem:
             bottleneck=False,
             channels_per_group=(16, 16, 32, 32),
             use_projection=(True, True, True, True),
+            logits_config={"w_init": haiku.initializers.VarianceScaling()},
         )
         return network(x, is_training=True)
 
