@@ -133,7 +133,13 @@ def figures(records: Records) -> dict[str, str]:
     checks = next(iter(records["conformance"].tables.values()))
     rates = records["demo_rates"].rows
     wanted = wanted_rows(records)
+    libraries = records["libraries"].rows
+    failing = {row["model"] for row in libraries if row["runs"].startswith("no")}
+    models = {row["model"] for row in libraries}
     return {
+        "libraries_count": str(len({row["library"] for row in libraries})),
+        "libraries_models": str(len(models)),
+        "libraries_run": str(len(models - failing)),
         "forms_in_spread": share(row["in its spread"] == "yes" for row in others),
         "naive_in_spread": share(row["in its spread"] == "yes" for row in naive),
         "forms_apart": f"{max(abs(row['to float32'] - 1) for row in others):.1%}",

@@ -45,6 +45,10 @@ FORMATS = {
     "trace": ".2f",
     "by hand": ".2f",
     "error": ".1e",
+    "forward low": ".0%",
+    "gradient low": ".0%",
+    "error of loss": ".1e",
+    "error of gradient": ".1e",
     "amp: a cast for each use": ".1e",
     "cast once": ".1e",
 }

@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.extend.core import primitives as _primitives
 
 _HERE = os.path.dirname(os.path.dirname(__file__))
+_JAX = os.path.dirname(jax.__file__)
 AnyJaxpr = Jaxpr | ClosedJaxpr
 Equation = Any  # a JaxprEqn, whose variables JAX types without dtype and shape
 Run = Callable[[Equation, list[Any]], Sequence[Any]]
@@ -71,6 +72,13 @@ def scopes(equation: Equation) -> str:
     return str(stack) if stack.stack else ""
 
 
+def is_transposed(equation: Equation) -> bool:
+    """Return whether an equation is of the backward pass of a gradient."""
+    # Not by the text: JAX 0.5 leaves out transformations without a scope inside.
+    parts = equation.source_info.name_stack.stack
+    return any("transpose" in str(getattr(part, "name", part)) for part in parts)
+
+
 def source_line(equation: Equation) -> str:
     """Return the user's line that an equation comes from, such as `model.py:12`.
 
@@ -82,6 +90,21 @@ def source_line(equation: Equation) -> str:
     # A path, a line, perhaps a column, and a function in brackets.
     found = re.match(r"(?:.*[/\\])?([^:/\\]+:\d+)", place)
     return found[1] if found else place
+
+
+def source_lines(equation: Equation) -> tuple[str, ...]:
+    """Return the lines that an equation comes from: the user's, and its callers'.
+
+    Outermost first, and none of JAX, nor from where optax_mp was called.
+    """
+    lines = [source_line(equation)]
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if frame.file_name.startswith(_HERE):
+            break
+        if not frame.file_name.startswith(_JAX):
+            lines.append(f"{os.path.basename(frame.file_name)}:{frame.line_num}")
+    return tuple(reversed(dict.fromkeys(filter(None, lines))))
 
 
 def primitive_names() -> set[str]:

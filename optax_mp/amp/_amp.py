@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 
 from optax_mp._float16 import report
 from optax_mp._jax._jaxpr import evaluate
+from optax_mp.amp._changes import pure_call
+from optax_mp.amp._loop_conditions import warn_of_loops
 from optax_mp.amp._precision import full_precisions
 from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
@@ -44,9 +46,10 @@ def amp(
         rules: how each operation runs: a mapping that replaces `default_amp_rules`, or
             extends them by `|`. A key is a primitive (`jax.lax.tanh_p`, or its name
             `"tanh"`), the name of a `jax.named_scope`, or a source line such as
-            `"model.py:12"`; `"amp_default"` stands for primitives that are not listed.
-            The rule of a loop or a `jit` applies to everything inside it. A value is
-            one of these words:
+            `"model.py:12"`; `"attention/model.py:12"` is a line in a scope, and
+            `"model.py:12/linear.py:34"` a line that another calls. `"amp_default"`
+            stands for primitives that are not listed. The rule of a loop or a `jit`
+            applies to everything inside it. A value is one of these words:
 
             - `"low"`: in the compute dtype;
             - `"f32"`: in float32, inputs and outputs (float64 stays float64);
@@ -97,13 +100,18 @@ def amp(
     def autocast(*args: Any, **kwargs: Any) -> Any:
         if checked_rules.compute_dtype == jnp.float16:
             report("computes in float16")
-        traced, plan = interpreter.trace(fun, args, kwargs)
-        if not plan.is_changed:
-            return traced.unflatten(evaluate(traced.closed, traced.arrays))
-        values = interpreter.run(traced.closed, plan, traced.arrays)
-        outvars = traced.closed.jaxpr.outvars
-        values = interpreter.cast_all(values, full_precisions(outvars), outvars)
-        return traced.unflatten(values)
+        call = pure_call(fun, args, kwargs)
+        traced, plan = interpreter.trace(call.fun, call.args, {})
+        if plan.is_changed:
+            warn_of_loops(traced.closed, plan, checked_rules.compute_dtype)
+            values = interpreter.run(traced.closed, plan, traced.arrays)
+            outvars = traced.closed.jaxpr.outvars
+            values = interpreter.cast_all(values, full_precisions(outvars), outvars)
+        else:
+            values = evaluate(traced.closed, traced.arrays)
+        result, changes = traced.unflatten(values)
+        call.write_back(changes)
+        return result
 
     return autocast  # pyright: ignore[reportReturnType]
 

@@ -1,20 +1,22 @@
 """amp_report: what ran in which precision, why, and what error that adds."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._jax._control_flow import wiring_of
-from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr, source_line
-from optax_mp.amp._plan import Action, Plan
-from optax_mp.amp._precision import LOW, takes_part
+from optax_mp._jax._jaxpr import is_transposed
+from optax_mp._warnings import warn
+from optax_mp.amp._changes import pure_call
+from optax_mp.amp._loop_conditions import loop_warnings, ran_low
+from optax_mp.amp._narrow_rules import Measured, NarrowRules, narrow_rules
+from optax_mp.amp._plan import Action
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
 from optax_mp.amp._shadow import shadow_errors
-from optax_mp.amp._unplanned import unplanned_products
+from optax_mp.amp._sites import Site, sites_of
 from optax_mp.reports._table import align_columns
 
 
@@ -35,6 +37,8 @@ class AmpOperation:
         own_error: the relative error, by norm, that the operation adds to exact inputs;
             the largest of all such equations, or NaN if it was not measured.
         error: the relative error of its result, that of its inputs included.
+        flops: the floating-point operations of matrix products and convolutions, in all
+            iterations of a scan, and in one of a while loop; 0 for other operations.
 
     Example:
         >>> import jax.numpy as jnp
@@ -50,6 +54,7 @@ class AmpOperation:
     count: int
     own_error: float
     error: float
+    flops: float = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class AmpReport:
         operations: what became of each operation, in the order of the function.
         error: the relative error of the function's outputs, compared with float32.
         base_rules: the rules of this run.
+        warnings: what may harm without an error: loops whose condition reads values of
+            the compute dtype, such as Newton's method with a small tolerance.
 
     Example:
         >>> import jax.numpy as jnp
@@ -74,19 +81,53 @@ class AmpReport:
     operations: tuple[AmpOperation, ...]
     error: float
     base_rules: Mapping[Any, Rule]
+    warnings: tuple[str, ...] = ()
+    _measured: tuple[Measured, ...] = field(default=(), repr=False)
+
+    @property
+    def low_share(self) -> float:
+        """The share of the FLOPs of products that run low; 1 if there is no product."""
+        total = sum(each.flops for each in self.operations)
+        low = sum(each.flops for each in self.operations if each.ran == "low")
+        return low / total if total else 1.0
 
     def rules(self, above: float) -> dict[Any, Rule]:
         """Return the rules of this run, with float32 for operations that err more.
 
-        A new rule names a source line, so it is for this version of the code. Where no
-        line is known, as in a library's functions, it names the primitive.
+        A new rule names a source line, so it is for this version of the code. The line
+        of a library's layer stands for all layers of that kind. If others of them err
+        less, the rule names the scope as well, or the line that calls the layer. If
+        that does not tell them apart, or no product is left in 16 bits, this warns.
+        Where no line is known, a rule names the primitive.
 
         Args:
             above: the largest `own_error` that an operation may add.
         """
-        worst = [each for each in self.operations if each.own_error > above]
-        names = sorted({each.line or each.primitive for each in worst})
-        return {**self.base_rules, **dict.fromkeys(names, "f32")}
+        found = narrow_rules(self._measured, above)
+        self._warn_of_cost(found, above)
+        return {**self.base_rules, **dict.fromkeys(found.names, "f32")}
+
+    def _warn_of_cost(self, found: NarrowRules, above: float) -> None:
+        """Warn of rules that take more out of 16 bits than what errs more."""
+        if not self.low_share or (found.kept and not found.innocent):
+            return
+        total = sum(each.flops for each in self.operations)
+        wide = [
+            f"{name!r} stands for {erring} that err more and {count} that do not"
+            for name, (erring, count) in found.innocent.items()
+        ]
+        fix = (
+            "give these layers a jax.named_scope each, or put amp_stop around those "
+            "that are to stay in float32"
+            if wide
+            else "a larger `above` leaves more in 16 bits"
+        )
+        shares = (
+            f"with float32 for what errs more than {above:g}, {found.kept / total:.0%} "
+            f"of the FLOPs of products run in 16 bits, {self.low_share:.0%} without it"
+        )
+        text = "; ".join((shares, *wide, fix))
+        warn(f"AmpReport.rules: {text}.")
 
     def by_primitive(self) -> tuple[AmpOperation, ...]:
         """Return the operations, merged over all lines of the source."""
@@ -105,10 +146,14 @@ class AmpReport:
         for row in rows:
             counts[row.ran] += row.count
         total = ", ".join(f"{count} {ran}" for ran, count in counts.items())
+        total += f"; error of the outputs {_format_error(self.error)}"
+        if any(row.flops for row in rows):
+            total += f"; products: {self.low_share:.0%} low"
         return "\n".join(
             [
                 *align_columns(cells, left=4),
-                f"{total}; error of the outputs {_format_error(self.error)}",
+                total,
+                *(f"Warning: {warning}" for warning in self.warnings),
             ]
         )
 
@@ -160,47 +205,44 @@ def amp_report(
             f"amp_report: `fun` is {fun!r}, expected a function; call it as "
             "amp_report(fun, *args)."
         )
-    interpreter = Interpreter(Rules(rules, compute_dtype))
-    traced, plan = interpreter.trace(fun, args, kwargs)
+    checked_rules = Rules(rules, compute_dtype)
+    interpreter = Interpreter(checked_rules)
+    call = pure_call(fun, args, kwargs)
+    traced, plan = interpreter.trace(call.fun, call.args, {})
     errors, error = shadow_errors(interpreter, traced, plan)
-    operations = (
-        AmpOperation(
-            equation.primitive.name,
-            line,
-            _how_it_ran(action),
-            action.why,
-            1,
-            *errors.get(id(action), (float("nan"), float("nan"))),
-        )
-        for equation, action, line in _operations(traced.closed, plan, "")
+    sites = list(sites_of(traced.closed, plan))
+    operations = [_operation(site, errors) for site in sites]
+    measured = tuple(map(_measured, operations, sites))
+    found = loop_warnings(traced.closed, plan, checked_rules.compute_dtype)
+    return AmpReport(_merge(operations), error, rules, found, measured)
+
+
+def _operation(site: Site, errors: Mapping[int, tuple[float, float]]) -> AmpOperation:
+    not_measured = float("nan"), float("nan")
+    return AmpOperation(
+        site.equation.primitive.name,
+        site.line,
+        _how_it_ran(site.action),
+        site.action.why,
+        1,
+        *errors.get(id(site.action), not_measured),
+        site.flops,
     )
-    return AmpReport(_merge(operations), error, rules)
 
 
-def _operations(
-    jaxpr: AnyJaxpr, plan: Plan, around: str
-) -> Iterator[tuple[Equation, Action, str]]:
-    """Yield the equations that amp decides on, their actions, and their lines.
-
-    An equation without a line of its own, as in a function of JAX, has that `around`.
-    """
-    for equation, action in zip(open_jaxpr(jaxpr)[0].eqns, plan.actions, strict=True):
-        line = source_line(equation) or around
-        if action.regions:
-            regions = wiring_of(equation).regions
-            for region, each in zip(regions, action.regions, strict=True):
-                yield from _operations(region.jaxpr, each.plan, line)
-        # An equation with regions is itself listed only if it casts its carry.
-        if action.how == "same" or (action.regions and action.why != "fix-point"):
-            continue
-        if any(map(takes_part, (*equation.invars, *equation.outvars))):
-            yield equation, action, line
-            for product, as_written, _ in unplanned_products(equation, action):
-                yield product, as_written, source_line(product) or line
+def _measured(operation: AmpOperation, site: Site) -> Measured:
+    return Measured(
+        operation.primitive,
+        operation.line,
+        site.places,
+        is_transposed(site.equation),
+        operation.own_error,
+        operation.flops if operation.ran == "low" else 0,
+    )
 
 
 def _how_it_ran(action: Action) -> str:
-    if LOW in action.inputs or (action.how == "function" and LOW in action.outputs):
+    if ran_low(action):
         return "low"
     return "as_written" if action.rule == "as_written" else "f32"
 
@@ -217,6 +259,7 @@ def _merge(operations: Any) -> tuple[AmpOperation, ...]:
                 count=same.count + each.count,
                 own_error=_larger(same.own_error, each.own_error),
                 error=_larger(same.error, each.error),
+                flops=same.flops + each.flops,
             )
         merged[key] = each
     return tuple(merged.values())

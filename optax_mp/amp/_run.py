@@ -37,6 +37,7 @@ from optax_mp.amp._derivatives import (
     linear_call,
 )
 from optax_mp.amp._function_rules import bind_by_function
+from optax_mp.amp._loop_conditions import warn_of_loops
 from optax_mp.amp._places import name_in_errors, words_at
 from optax_mp.amp._plan import Action, Plan, Planner, RegionPlan
 from optax_mp.amp._precision import FULL, LOW, Precisions, cast, full_precisions
@@ -173,6 +174,7 @@ class Interpreter:
             # It is not known here which of them are arguments of the whole function.
             no_biases = (None,) * len(precisions)
             plan = self._planner.plan_whole(jaxpr, precisions, no_biases, scope_rule)
+            warn_of_loops(jaxpr, plan, self._low)
             values = self.run(closed, plan, leaves)
             before_last = len(jax.tree.leaves(given[:-1]))
             is_last = [i >= before_last for i in range(len(leaves))]

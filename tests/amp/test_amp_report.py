@@ -242,4 +242,133 @@ def test_a_function_of_a_library_has_no_line_of_ours():
     (product,) = report.operations
     assert product.line == ""
     # So its rule goes by the primitive.
-    assert report.rules(above=0.0) == {**default_amp_rules, "dot_general": "f32"}
+    with pytest.warns(UserWarning, match="0% of the FLOPs of products run in 16 bits"):
+        rules = report.rules(above=0.0)
+    assert rules == {**default_amp_rules, "dot_general": "f32"}
+
+
+# Rules for lines that many layers share
+
+
+def weights(noisy, count=3):
+    """Return matrices, of which one takes the difference of almost equal inputs."""
+    keys = jax.random.split(jax.random.key(0), count)
+    found = [np.array(jax.random.normal(key, (8, 8))) / 3 for key in keys]
+    found[noisy] -= found[noisy].mean(0)
+    return found
+
+
+def dense(w, x):
+    return x @ w
+
+
+def layers(ws, x):
+    x = jnp.tanh(dense(ws[0], x))
+    x = jnp.tanh(dense(ws[1], x + 100.0))
+    return dense(ws[2], x)
+
+
+def looped(ws, x):
+    for w in ws:
+        x = jnp.tanh(dense(w, x)) + 100.0
+    return x
+
+
+def dtypes_of_products(fun, *args):
+    """Return the dtype of each product of the forward pass, in its order."""
+    lines = str(jax.make_jaxpr(fun)(*args)).splitlines()
+    products = [line for line in lines if "dot_general" in line]
+    return [line.split("[")[0].split(":")[1] for line in products]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_gradient", [False, True])
+def test_a_rule_names_the_call_of_a_layer_whose_line_others_share(is_gradient):
+    ws = weights(noisy=1)
+    total = lambda ws, x: layers(ws, x).sum()  # noqa: E731
+    report = amp_report(jax.grad(total) if is_gradient else layers, ws, X)
+    assert report.low_share == 1
+    rules = report.rules(above=0.1)
+    caller, line = (f.__code__.co_firstlineno for f in (layers, dense))
+    name = f"test_amp_report.py:{caller + 2}/test_amp_report.py:{line + 1}"
+    assert rules == {**default_amp_rules, name: "f32"}
+    assert dtypes_of_products(amp(layers, rules=rules), ws, X) == [
+        "bf16",
+        "f32",
+        "bf16",
+    ]
+    assert amp_report(layers, ws, X, rules=rules).low_share == pytest.approx(2 / 3)
+
+
+@mostly_slow("is_gradient", [False, True], lambda is_gradient: not is_gradient)
+def test_a_rule_names_the_module_of_a_layer_whose_line_others_share(is_gradient):
+    nn = pytest.importorskip("flax.linen")
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(3):
+                x = jnp.tanh(nn.Dense(8, use_bias=False)(x)) + 100.0
+            return x
+
+    ws = {f"Dense_{i}": {"kernel": w} for i, w in enumerate(weights(noisy=1))}
+
+    def fun(ws, x):
+        return Model().apply({"params": ws}, x).sum()
+
+    report = amp_report(jax.grad(fun) if is_gradient else fun, ws, X)
+    rules = report.rules(above=0.1)
+    names = rules.keys() - default_amp_rules
+    assert any(name.startswith("Model/Dense_1/linear.py:") for name in names)
+    assert dtypes_of_products(amp(fun, rules=rules), ws, X) == ["bf16", "f32", "bf16"]
+
+
+def test_a_rule_that_stands_for_more_than_what_errs_raises_a_warning():
+    report = amp_report(looped, weights(noisy=1), X)
+    line = dense.__code__.co_firstlineno + 1
+    text = (
+        r"with float32 for what errs more than 0.1, 0% of the FLOPs of products run in "
+        rf"16 bits, 100% without it; 'test_amp_report.py:{line}' stands for 1 that err "
+        r"more and 2 that do not; give these layers a jax.named_scope each"
+    )
+    with pytest.warns(UserWarning, match=text) as found:
+        report.rules(above=0.1)
+    assert found[0].filename == __file__
+
+
+@pytest.mark.slow
+def test_the_fix_that_the_warning_names_works():
+    ws = weights(noisy=1)
+
+    def named(ws, x):
+        for i, w in enumerate(ws):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(dense(w, x)) + 100.0
+        return x
+
+    rules = amp_report(named, ws, X).rules(above=0.1)
+    assert dtypes_of_products(amp(named, rules=rules), ws, X) == ["bf16", "f32", "bf16"]
+
+
+def test_the_share_counts_the_iterations_of_a_scan():
+    def fun(x, w):
+        exact = jnp.dot(x, w, precision="highest")
+        return lax.scan(lambda x, _: (jnp.exp(x @ w), None), exact, None, length=3)[0]
+
+    report = amp_report(fun, X, W / 9)
+    assert [each.flops for each in report.operations if each.flops] == [512, 3 * 512]
+    assert report.low_share == 0.75
+    assert "; products: 75% low" in str(report)
+    assert amp_report(jnp.sin, X).low_share == 1
+
+
+def test_the_flops_of_a_convolution():
+    image, kernel = jnp.ones((2, 4, 5, 5)), jnp.ones((6, 2, 3, 3))
+
+    def fun(image, kernel):
+        return lax.conv_general_dilated(
+            image, kernel, (1, 1), "SAME", feature_group_count=2
+        )
+
+    (convolution,) = amp_report(fun, image, kernel).operations
+    assert convolution.flops == 2 * (2 * 6 * 5 * 5) * (2 * 3 * 3)

@@ -1,6 +1,7 @@
 """amp's rules: the words, where they apply, what users give, and what is refused."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -291,6 +292,29 @@ def test_a_scope_around_reaches_into_a_derivative_rule():
 
     jaxpr = jax.make_jaxpr(jax.grad(amp(fun)))(W, X)
     assert {jnp.dtype(x.outputs[0]) for x in products(jaxpr)} == {F32}
+
+
+def test_a_source_line_may_be_that_of_a_scope_or_of_a_caller():
+    def shared(x):
+        return lax.tanh(x)
+
+    def fun(x):
+        low = x @ W
+        with jax.named_scope("first"):
+            x = shared(low)
+        return x, shared(low)
+
+    def dtypes(name):
+        jaxpr = jax.make_jaxpr(amp(fun, rules=default_amp_rules | {name: "f32"}))(X)
+        return re.findall(r":(\w+)\[4,8\] = tanh", str(jaxpr))
+
+    file = "test_amp_rules.py"
+    own, caller = (f.__code__.co_firstlineno for f in (shared, fun))
+    assert dtypes(f"{file}:{own + 1}") == ["f32", "f32"]
+    assert dtypes(f"first/{file}:{own + 1}") == ["f32", "bf16"]
+    assert dtypes(f"{file}:{caller + 4}/{file}:{own + 1}") == ["bf16", "f32"]
+    with pytest.raises(ValueError, match="`rules` names"):
+        dtypes(f"second/{file}:{own + 1}")
 
 
 def test_a_source_line_is_a_place():

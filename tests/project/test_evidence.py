@@ -197,6 +197,43 @@ def test_the_amp_benchmark_writes_what_the_page_reads(run, script):
             assert row[column] == pytest.approx(before[column], rel=0.2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["Flax NNX", "Haiku", "Equinox"])
+def test_the_benchmark_of_libraries_writes_what_the_page_reads(run, script, library):
+    pytest.importorskip(library.split()[0].lower())
+    committed = script("evidence").read_records()["libraries"]
+    ((title, before),) = committed.tables.items()
+    found = run("libraries", "--only", library)
+    assert found.command.endswith(f"--only {library!r}" if " " in library else library)
+    assert [row["dtype"] for row in found.tables[title]] == ["bf16", "f16"]
+    for row in found.tables[title]:
+        (old,) = (x for x in before if x.keys() == row.keys() and of(x) == of(row))
+        assert row["runs"] == old["runs"] == "yes"
+        for share in ("forward low", "gradient low"):
+            assert (
+                row[share] == pytest.approx(old[share], abs=0.01) and row[share] > 0.9
+            )
+        assert row["error of gradient"] < 0.05
+
+
+def of(row):
+    return row["library"], row["model"], row["dtype"]
+
+
+def test_the_benchmark_of_libraries_leaves_out_what_is_not_installed(
+    script, monkeypatch, capsys
+):
+    libraries, models = script("libraries"), script("library_models")
+
+    def build():
+        return importlib.import_module("a_library_that_nobody_has")
+
+    missing = models.Model("Missing", "missing", "network", build)
+    monkeypatch.setattr(libraries, "MODELS", (missing,))
+    assert libraries.measure_all("") == []
+    assert "Left out: Missing, network: No module" in capsys.readouterr().out
+
+
 def test_checks_of_a_report_are_counted_by_area_and_by_optimizer(script, tmp_path):
     conformance = script("conformance")
     report = tmp_path / "report.xml"

@@ -1,0 +1,164 @@
+"""What a function changes in its arguments, of which amp traces copies.
+
+A Flax NNX module changes in place: a BatchNorm replaces its statistics, a dropout
+counts its random numbers. So that this reaches the caller's module, its state goes
+through the trace by itself, and what changed is returned and written back, as `nnx.jit`
+does. A change that cannot be written back raises a warning.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_mp._tree import PyTree
+from optax_mp._warnings import warn
+
+Arrays = dict[Any, list[Any]]
+
+
+class PureCall(NamedTuple):
+    """A call that returns what it changes in the modules among its arguments.
+
+    Attributes:
+        fun: the function. It returns what it returned as written, and the changes.
+        args: its arguments.
+        write_back: takes the changes, and writes them to the caller's modules.
+    """
+
+    fun: Callable[..., tuple[Any, PyTree]]
+    args: tuple[Any, ...]
+    write_back: Callable[[PyTree], None]
+
+
+def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> PureCall:
+    """Return the call `fun(*args, **kwargs)`, which returns its changes, too."""
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
+    modules = [leaf for leaf in leaves if _is_module(leaf)]
+    graphdef, state = _nnx().split(modules) if modules else (None, {})
+    others = [None if _is_module(leaf) else leaf for leaf in leaves]
+    lost: set[str] = set()
+
+    def pure(state: PyTree, others: list[Any]) -> tuple[Any, PyTree]:
+        copies = _nnx().merge(graphdef, state) if modules else []
+        rest, before = iter(copies), _arrays(copies)
+        filled = (
+            next(rest) if _is_module(leaf) else other
+            for leaf, other in zip(leaves, others, strict=True)
+        )
+        args, kwargs = treedef.unflatten(filled)
+        objects = [(x, jax.tree.leaves(x)) for x in _objects((args, kwargs))]
+        with _note_on_captured_modules():
+            result = fun(*args, **kwargs)
+        lost.update(type(x).__name__ for x, old in objects if _has_changed(x, old))
+        if modules and _lost_any(copies, graphdef, before):
+            lost.update(type(x).__name__ for x in copies)
+        return result, _changes(copies, before)
+
+    def write_back(changes: PyTree) -> None:
+        if changes:
+            _nnx().update(modules, changes)
+        if lost:
+            _warn_of_lost(lost)
+
+    return PureCall(pure, (state, others), write_back)
+
+
+def _nnx() -> Any:
+    return sys.modules["flax.nnx"]
+
+
+def _is_module(x: Any) -> bool:
+    # Without Flax imported, nothing is a module of it.
+    nnx: Any = sys.modules.get("flax.nnx")
+    # `Object` is the name up to Flax 0.11.
+    return nnx is not None and isinstance(
+        x, (getattr(nnx, "Pytree", None) or nnx.Object, nnx.Variable)
+    )
+
+
+def _variables(modules: list[Any]) -> dict[Any, Any]:
+    """Return the variables of modules by their paths."""
+    return dict(_nnx().to_flat_state(_nnx().state(modules))) if modules else {}
+
+
+def _arrays(modules: list[Any]) -> Arrays:
+    """Return the arrays of variables, which are replaced in place, by their paths."""
+    return {path: jax.tree.leaves(x) for path, x in _variables(modules).items()}
+
+
+def _changes(modules: list[Any], before: Arrays) -> PyTree:
+    """Return the part of the state of modules that is new."""
+    changed = [
+        (path, variable)
+        for path, variable in _variables(modules).items()
+        if (
+            not _are_same(jax.tree.leaves(variable), before[path])
+            if path in before
+            else _can_be_added(variable)
+        )
+    ]
+    return _nnx().from_flat_state(changed) if changed else {}
+
+
+def _lost_any(modules: list[Any], graphdef: Any, before: Arrays) -> bool:
+    """Return whether modules changed in a way that cannot be written back."""
+    now = _variables(modules)
+    added = [variable for path, variable in now.items() if path not in before]
+    if added:
+        # The graph differs, if only in these.
+        return not (all(map(_can_be_added, added)) and before.keys() < now.keys())
+    return _nnx().graphdef(modules) != graphdef
+
+
+def _can_be_added(variable: Any) -> bool:
+    # Up to Flax 0.11, `nnx.update` takes new variables, as of `sow`, for other ones.
+    return isinstance(variable, _nnx().Variable)
+
+
+def _objects(tree: PyTree) -> Iterator[Any]:
+    """Yield the pytrees in `tree` that are neither plain containers nor modules."""
+
+    def is_object(x: Any) -> bool:
+        # What a function does to its dictionaries is often meant for itself alone.
+        is_plain = isinstance(x, dict | list | tuple | None)
+        return not is_plain and not jax.tree_util.all_leaves([x])
+
+    for leaf in jax.tree.leaves(tree, is_leaf=lambda x: _is_module(x) or is_object(x)):
+        if not _is_module(leaf) and is_object(leaf):
+            yield leaf
+
+
+def _has_changed(x: PyTree, before: list[Any]) -> bool:
+    now = jax.tree.leaves(x)
+    # Some classes make new arrays each time that they are flattened.
+    return not _are_same(now, before) and _are_same(now, jax.tree.leaves(x))
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(lambda a, b: a is b, some, others))
+
+
+@contextlib.contextmanager
+def _note_on_captured_modules() -> Iterator[None]:
+    """Say in Flax's error on changes from another trace how to avoid it."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":
+            error.add_note(
+                "amp: a module that changes in place must be an argument of the "
+                "function that amp wraps, not a captured value."
+            )
+        raise
+
+
+def _warn_of_lost(names: set[str]) -> None:
+    warn(
+        f"amp: the function changed its argument of class {', '.join(sorted(names))}, "
+        "and the change is lost, because amp traces a copy, as jax.jit does; expected "
+        "changes of the values of NNX Variables only; return what is to be kept, or "
+        "change it outside of the function."
+    )

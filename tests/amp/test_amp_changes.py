@@ -1,0 +1,212 @@
+"""What a function changes in its arguments under amp reaches them, or raises a warning."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from slow_cases import mostly_slow
+
+from optax_mp import amp, amp_report
+
+X = np.random.default_rng(0).standard_normal((8, 4), np.float32)
+
+
+def layers(nnx):
+    """Return an NNX module with statistics, and a dropout that runs twice."""
+
+    class Layers(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.again = self.dropout
+
+        def __call__(self, x):
+            return self.again(self.dropout(self.norm(self.linear(x))))
+
+    return Layers(nnx.Rngs(0))
+
+
+def counter(nnx):
+    """Return the smallest NNX module that changes; two names stand for one count."""
+
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.count = self.same = nnx.RngCount(jnp.uint32(0))
+            self.mean = nnx.BatchStat(jnp.zeros(4))
+            self.weight = nnx.Param(jnp.eye(4))
+            self.is_training = True
+
+        def __call__(self, x):
+            y = x @ read(self.weight)
+            write(self.count, read(self.count) + 1)
+            write(self.mean, 0.9 * read(self.mean) + 0.1 * y.mean(0))
+            write(self.same, read(self.same) + 1)
+            return jnp.where(jnp.arange(4) < read(self.count) % 4, 0, y)
+
+    return Counter()
+
+
+def read(variable):
+    # `get_value` is new in Flax 0.12, where `value` raises a warning.
+    return variable.get_value() if hasattr(variable, "get_value") else variable.value
+
+
+def write(variable, value):
+    if hasattr(variable, "set_value"):
+        variable.set_value(value)
+    else:
+        variable.value = value
+
+
+def loss(model, x):
+    y = model(x)
+    return jnp.mean(y**2), y == 0
+
+
+def state_of(nnx, model):
+    """Return statistics and counts, which a forward pass changes."""
+    return jax.tree.leaves(nnx.state(model, (nnx.BatchStat, nnx.RngCount)))
+
+
+WAYS = {
+    "eager": lambda nnx, fun: fun,
+    "gradient": lambda nnx, fun: nnx.value_and_grad(fun, has_aux=True),
+    "jit": lambda nnx, fun: nnx.jit(nnx.value_and_grad(fun, has_aux=True)),
+}
+
+
+@mostly_slow(
+    ("module", "way"),
+    itertools.product((counter, layers), WAYS),
+    lambda module, way: module is counter and way == "jit",
+)
+def test_an_nnx_module_changes_under_amp_as_without(module, way):
+    nnx = pytest.importorskip("flax.nnx")
+    states, masks = [], []
+    for wrap in (amp, lambda fun: fun):
+        model = module(nnx)
+        start = state_of(nnx, model)
+        run = WAYS[way](nnx, wrap(loss))
+        outs = [run(model, X) for _ in range(2)]
+        dropped = [np.asarray(x[1] if way == "eager" else x[0][1]) for x in outs]
+        assert not np.array_equal(*dropped)
+        states.append(state_of(nnx, model))
+        masks.append(dropped)
+    np.testing.assert_array_equal(*masks)
+    for before, low, full in zip(start, *states, strict=True):
+        assert not np.array_equal(before, full)
+        assert low.dtype == full.dtype
+        np.testing.assert_allclose(low, full, atol=2**-6 * np.abs(full).max())
+
+
+def test_only_what_changed_is_written_back():
+    nnx = pytest.importorskip("flax.nnx")
+    model = counter(nnx)
+    before = read(model.weight)
+
+    # Written back inside of this trace, what is from outside of it would be an error.
+    @jax.make_jaxpr
+    def fun(x):
+        return amp(lambda model, x: x @ read(model.weight))(model, x)
+
+    assert "bf16[8,4] = dot_general" in str(fun(X))
+    assert read(model.weight) is before
+
+
+def test_a_report_changes_no_module():
+    nnx = pytest.importorskip("flax.nnx")
+    model = counter(nnx)
+    before = state_of(nnx, model)
+
+    def fun(model):
+        write(model.count, read(model.count) + 1)
+        return X @ read(model.weight)
+
+    assert [x.ran for x in amp_report(fun, model).operations] == ["low"]
+    for a, b in zip(before, state_of(nnx, model), strict=True):
+        assert a is b
+
+
+def test_changes_of_a_captured_module_are_an_error_with_the_fix():
+    nnx = pytest.importorskip("flax.nnx")
+    model = counter(nnx)
+    with pytest.raises(Exception, match="different trace level") as error:
+        amp(lambda x: loss(model, x))(X)
+    assert "must be an argument of the function that amp" in error.value.__notes__[0]
+
+
+def test_a_variable_that_is_new_reaches_the_module_or_raises_a_warning():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __call__(self, x):
+            self.seen = nnx.Intermediate(x.sum())
+            return x @ x.T
+
+    model = Model()
+    if hasattr(nnx, "Pytree"):
+        amp(lambda model, x: model(x))(model, X)
+        np.testing.assert_allclose(read(model.seen), X.sum(), rtol=1e-6)
+    else:
+        with pytest.warns(UserWarning, match="class Model, and the change is lost"):
+            amp(lambda model, x: model(x))(model, X)
+
+
+def test_a_change_of_a_static_attribute_raises_a_warning():
+    nnx = pytest.importorskip("flax.nnx")
+    model = counter(nnx)
+
+    def evaluated(model, x):
+        model.is_training = False
+        return model(x)
+
+    with pytest.warns(
+        UserWarning, match="class Counter, and the change is lost"
+    ) as found:
+        amp(evaluated)(model, X)
+    assert found[0].filename == __file__
+
+
+@jax.tree_util.register_pytree_node_class
+class Statistics:
+    """A pytree that changes in place."""
+
+    def __init__(self, mean):
+        self.mean = mean
+
+    def tree_flatten(self):
+        return (self.mean,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@jax.tree_util.register_pytree_node_class
+class Copied(Statistics):
+    """A pytree with other arrays each time that it is flattened."""
+
+    def tree_flatten(self):
+        return (self.mean + 0,), None
+
+
+def test_a_change_of_any_class_of_pytrees_raises_a_warning():
+    def update(statistics, x):
+        statistics.mean = statistics.mean * 0.9 + x.mean()
+        return x @ x.T
+
+    with pytest.warns(UserWarning, match="class Statistics, and the change is lost"):
+        amp(update)(Statistics(jnp.float32(0)), X)
+
+
+@pytest.mark.parametrize("kind", [Statistics, Copied])
+def test_what_is_only_read_raises_no_warning(kind):
+    def read(statistics, batch):
+        return batch.pop("x") @ jnp.ones((4, 4)) + statistics.mean
+
+    batch = {"x": X}
+    assert amp(read)(kind(jnp.float32(0)), batch).shape == (8, 4)
+    assert "x" in batch
