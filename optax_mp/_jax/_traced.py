@@ -1,6 +1,7 @@
 """A call of a function of pytrees, as a jaxpr of their arrays."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,16 @@ class TracedCall:
         arrays = iter(values)
         leaves = [next(arrays) if is_output(x) else x for x in self.outputs]
         return self.treedef.unflatten(leaves)
+
+
+@contextlib.contextmanager
+def note_on_leaks(note: str) -> Iterator[None]:
+    """Add a note to the error on a value that is used after its trace has ended."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        error.add_note(note)
+        raise
 
 
 class _OutputArray(jax.ShapeDtypeStruct):

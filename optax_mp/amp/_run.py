@@ -4,7 +4,6 @@ Nothing is cast before it is used, and no cast is shared: a weight that is used 
 cast twice, so that the gradients of its uses are summed in float32.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from optax_mp._jax._jaxpr import (
     trace_jaxpr,
     with_dtype,
 )
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._traced import TracedCall, note_on_leaks
 from optax_mp._tree import is_array
 from optax_mp.amp._batching import custom_vmap
 from optax_mp.amp._biases import argument_axis_counts
@@ -49,6 +48,11 @@ _WITH_RULE = {
     "vmap": custom_vmap,
     "transpose": linear_call,
 }
+_NOTE_ON_CLOSURES = (
+    "amp: a rule that is run under amp is traced after the function, as under jax.jit, "
+    "so it must not close over values that the function computes or is given; make "
+    "them arguments of the function that has the rule."
+)
 
 
 class Interpreter:
@@ -152,7 +156,7 @@ class Interpreter:
         low, or has the dtype in `dtypes` that the function expects.
         """
 
-        @_note_on_closures()
+        @note_on_leaks(_NOTE_ON_CLOSURES)
         def interpret(
             function: Callable[..., Any], given: Any, dtypes: Any
         ) -> tuple[Any, Any]:
@@ -196,20 +200,6 @@ class Interpreter:
             self._low if x == LOW else atom.aval.dtype if x == FULL else None
             for x, atom in zip(precisions, atoms, strict=True)
         ]
-
-
-@contextlib.contextmanager
-def _note_on_closures() -> Iterator[None]:
-    """Add a note to an error on a tracer that a rule uses after its trace has ended."""
-    try:
-        yield
-    except jax.errors.UnexpectedTracerError as error:
-        error.add_note(
-            "amp: a rule that is run under amp is traced after the function, as under "
-            "jax.jit, so it must not close over values that the function computes or "
-            "is given; make them arguments of the function that has the rule."
-        )
-        raise
 
 
 def _check_names(rules: Rules, jaxpr: AnyJaxpr) -> None:
