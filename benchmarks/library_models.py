@@ -152,24 +152,18 @@ def _haiku() -> Problem:
     haiku = import_module("haiku")
 
     def forward(x: jax.Array) -> jax.Array:
-        network = haiku.nets.ResNet(
-            blocks_per_group=(1, 1, 1, 1),
-            num_classes=10,
-            bottleneck=False,
-            channels_per_group=(16, 16, 32, 32),
-            use_projection=(True, True, True, True),
-            logits_config={"w_init": haiku.initializers.VarianceScaling()},
+        network = haiku.nets.MobileNetV1(
+            strides=(1, 2, 2), channels=(16, 32, 64), num_classes=10, use_bn=False
         )
         return network(x, is_training=True)
 
-    network = haiku.without_apply_rng(haiku.transform_with_state(forward))
+    network = haiku.without_apply_rng(haiku.transform(forward))
     x = normal(0, 8, 32, 32, 3)
-    params, state = network.init(KEY, x)
 
-    def loss(params: Any, state: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
-        return cross_entropy(network.apply(params, state, x)[0], labels)
+    def loss(params: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
+        return cross_entropy(network.apply(params, x), labels)
 
-    return Problem(loss, params, (state, x, tokens(1, 8) % 10))
+    return Problem(loss, network.init(KEY, x), (x, tokens(1, 8) % 10))
 
 
 def _equinox() -> Problem:
@@ -539,7 +533,7 @@ MODELS = (
     Model("transformers", "transformers", "ViT, 2 layers", _vit),
     Model("Flax Linen", "flax", "attention, LSTM, LayerNorm", _linen),
     Model("Flax NNX", "flax", "conv net with BatchNorm", _nnx),
-    Model("Haiku", "dm-haiku", "ResNet, 4 groups", _haiku),
+    Model("Haiku", "dm-haiku", "MobileNet, 3 blocks", _haiku),
     Model("Equinox", "equinox", "attention, GRU over time", _equinox),
     Model("diffrax", "diffrax", "neural ODE, Tsit5, constant steps", _diffrax),
     Model(
