@@ -14,19 +14,13 @@ A call is traced to a jaxpr, planned and run. In this order, read:
 - `_precision`: the precision of a value.
 - `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`,
   tells a bias by `_biases` and asks a user's function by `_function_rules`.
-<<<<<<< HEAD
 - `_run`: each equation bound again, as planned; `_derivatives` and `_batching`: those
   with derivative or batching rules of their own.
-- `_shadow`: a run with and without amp at once, for `_report`; `_unplanned`: products
-  inside what is bound whole, for `_report`, too.
-=======
-- `_run`: each equation bound again, as planned; `_derivatives`: those with derivative
-  rules of their own.
 - `_loop_conditions`: loops that low values may keep from ending.
 - `_changes`: what a function changes in its arguments, such as Flax NNX modules.
 - For `_report`: `_shadow`, a run with and without amp at once; `_sites`, each equation
-  with its place and FLOPs; `_narrow_rules`, rules for what errs and nothing else.
->>>>>>> amp-reports
+  with its place and FLOPs; `_unplanned`, products inside what is bound whole;
+  `_narrow_rules`, rules for what errs and nothing else.
 
 What JAX does with jaxprs inside equations is known to `optax_mp._jax` alone.
 """
