@@ -9,12 +9,12 @@ from jax.typing import DTypeLike
 
 from optax_mp._jax._control_flow import wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr, source_line
+from optax_mp._table import align_columns
 from optax_mp.amp._plan import Action, Plan
 from optax_mp.amp._precision import LOW, takes_part
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
 from optax_mp.amp._shadow import shadow_errors
-from optax_mp.reports._table import align_columns
 
 
 @dataclass(frozen=True)

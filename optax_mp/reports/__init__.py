@@ -3,7 +3,7 @@
 `memory_report` (`_memory.py`) counts the bytes of params and optimizer state, also of a
 model that is only planned. `gradient_range_report` (`_gradient_range.py`) counts
 gradients by magnitude, and says what each low-precision format (`_formats.py`) would
-lose. `_table.py` aligns columns for all tables of the package.
+lose.
 """
 
 from optax_mp.reports._gradient_range import (

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._arrays import has_explicit_axes, is_traced
+from optax_mp._table import align_columns
 from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 from optax_mp.reports._formats import (
     EXPONENT_BIT,
@@ -25,7 +26,6 @@ from optax_mp.reports._formats import (
     octave_cuts,
     values_of,
 )
-from optax_mp.reports._table import align_columns
 
 _MOST_VALUES = 2**32 - 1  # A uint32 can count no more.
 _TABLE_WIDTH, _LEAST_PATH_WIDTH = 80, 12

@@ -10,10 +10,10 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from optax_mp._states import find_owners, find_states, holds_state
+from optax_mp._table import align_columns
 from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 from optax_mp.compact._blocks import Quantized
 from optax_mp.masters._state import MixedPrecisionState
-from optax_mp.reports._table import align_columns
 
 _Path = tuple[Any, ...]
 _PARAMS, _SCALES, _REST = "params", "block scales", "rest"
