@@ -73,14 +73,19 @@ from optax_mp.checkpoints import (
     upgrade_checkpoint,
 )
 
-# How much memory a model takes, and what its gradients would lose in low precision.
+# In which precision a function runs, how much memory a model takes, and what its
+# gradients would lose in low precision.
 from optax_mp.reports import (
     FormatRange,
     GradientRangeReport,
     MemoryReport,
     MemoryRow,
+    PrecisionCause,
+    PrecisionProduct,
+    PrecisionReport,
     gradient_range_report,
     memory_report,
+    precision_report,
 )
 # isort: on
 
@@ -100,6 +105,9 @@ __all__ = [
     "MixedPrecisionState",
     "NoOpLossScale",
     "Policy",
+    "PrecisionCause",
+    "PrecisionProduct",
+    "PrecisionReport",
     "Quantized",
     "Split",
     "StaticLossScale",
@@ -127,6 +135,7 @@ __all__ = [
     "memory_report",
     "mixed_precision",
     "nonfinite_paths",
+    "precision_report",
     "replace_master_params",
     "scale_loss",
     "select_tree",

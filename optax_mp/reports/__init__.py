@@ -12,12 +12,18 @@ from optax_mp.reports._gradient_range import (
     gradient_range_report,
 )
 from optax_mp.reports._memory import MemoryReport, MemoryRow, memory_report
+from optax_mp.reports._precision import PrecisionReport, precision_report
+from optax_mp.reports._precision_rows import PrecisionCause, PrecisionProduct
 
 __all__ = [
     "FormatRange",
     "GradientRangeReport",
     "MemoryReport",
     "MemoryRow",
+    "PrecisionCause",
+    "PrecisionProduct",
+    "PrecisionReport",
     "gradient_range_report",
     "memory_report",
+    "precision_report",
 ]

@@ -1,0 +1,135 @@
+"""Where float32 comes from: of each value, what made it so.
+
+Values are followed from the inputs of a function. A value in float32 has origins: the
+arguments, constants and casts that are float32 by themselves, each of which is enough
+to make it so. The cast of a 16-bit value that JAX makes because it meets a float32 one
+is an effect and no cause, and is left out.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optax_mp._jax._jaxpr import Equation
+from optax_mp._jax._source import SourceLines, is_promotion, source_lines
+from optax_mp.reports._precision_products import is_product, is_wide
+
+# More are of no use to a reader. The nearest come first.
+_MOST_ORIGINS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """What is float32 by itself. Two are equal if they are one object.
+
+    Attributes:
+        kind: one of `KINDS`.
+        name: an argument's path, an operation's name, a number, or a dtype.
+        at: the equation whose lines it is written at, unless it is an argument.
+        is_effect: whether it follows from something else that is float32, so that it
+            counts only where nothing else is known.
+    """
+
+    kind: str
+    name: str
+    at: Equation = None
+    is_effect: bool = False
+
+    @property
+    def lines(self) -> SourceLines:
+        """The lines where it is written."""
+        return SourceLines() if self.at is None else source_lines(self.at)
+
+
+Origins = tuple[Origin, ...]
+# The most telling first.
+KINDS = (
+    "argument", "constant", "operation", "cast", "result", "literal", "promotion",
+    "gradient",
+)  # fmt: skip
+
+
+def sort_origins(origins: Origins) -> list[Origin]:
+    """Return origins with the most telling first; of several such, the nearest."""
+    return sorted(origins, key=lambda x: (x.is_effect, KINDS.index(x.kind)))
+
+
+def join(groups: Sequence[Origins]) -> Origins:
+    """Return the origins of a value that may be any of several."""
+    return tuple(dict.fromkeys(x for group in groups for x in group))[:_MOST_ORIGINS]
+
+
+def meet(groups: Iterable[Origins]) -> Origins:
+    """Return the origins of a value that is computed from several."""
+    # What has few origins has them from near.
+    groups = sorted(groups, key=len)
+    longest = max(map(len, groups), default=0)
+    turns = (group[i] for i in range(longest) for group in groups if i < len(group))
+    origins = tuple(dict.fromkeys(turns))
+    causes = tuple(x for x in origins if not x.is_effect)
+    return (causes or origins)[:_MOST_ORIGINS]
+
+
+class OriginFinder:
+    """Finds the origins of values; each origin is one object."""
+
+    def __init__(self) -> None:
+        """Begin without origins."""
+        self._made: dict[Any, Origin] = {}
+
+    def of_literal(self, atom: Any, at: Equation) -> Origins:
+        """Return the origins of a number in a jaxpr, which an equation reads."""
+        if not is_wide_value(atom):
+            return ()
+        return (self._make("literal", str(atom.val), at),)
+
+    def of_outputs(
+        self,
+        equation: Equation,
+        inputs: Sequence[Origins],
+        at: Equation,
+        is_backward: bool,
+    ) -> list[Origins]:
+        """Return the origins of the outputs of an equation without regions.
+
+        Args:
+            equation: the equation.
+            inputs: the origins of its inputs.
+            at: the equation whose lines it is written at.
+            is_backward: whether it is in the backward pass, where casts to float32
+                follow from a float32 value of the forward pass.
+        """
+        are_wide = list(map(is_wide_value, equation.outvars))
+        if not any(are_wide):
+            return [()] * len(are_wide)
+        origins = meet(inputs)
+        if not origins and not _is_weak(equation.outvars[0]):
+            origins = (self._start(equation, at, is_backward),)
+        return [origins if wide else () for wide in are_wide]
+
+    def _start(self, equation: Equation, at: Equation, is_backward: bool) -> Origin:
+        """Return the origin of a value that no input makes float32."""
+        kind, name = "operation", equation.primitive.name
+        if is_product(equation):
+            kind, name = "result", equation.outvars[0].aval.dtype.name
+        elif name == "convert_element_type":
+            kind = "promotion" if is_promotion(equation) else "cast"
+            name = equation.outvars[0].aval.dtype.name
+        return self._make(kind, name, at, is_backward)
+
+    def _make(
+        self, kind: str, name: str, at: Equation, is_backward: bool = False
+    ) -> Origin:
+        is_effect = is_backward or kind in ("literal", "promotion")
+        made = Origin(kind, name, at, is_effect)
+        return self._made.setdefault((kind, name, id(at), is_effect), made)
+
+
+def is_wide_value(atom: Any) -> bool:
+    """Return whether a variable or literal of a jaxpr is float32 or wider."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and is_wide(dtype)
+
+
+def _is_weak(atom: Any) -> bool:
+    return getattr(atom.aval, "weak_type", False)
