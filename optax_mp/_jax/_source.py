@@ -45,11 +45,6 @@ def source_lines(equation: Equation) -> SourceLines:
     return SourceLines(library)
 
 
-def call_id(equation: Equation) -> int:
-    """Return a number that an equation shares with those of its backward pass."""
-    return id(equation.source_info.traceback)
-
-
 def _package(file: str) -> str | None:
     """Return the installed package of a file; `""` for a user's, None for JAX's."""
     if file.startswith((_JAX, _OPTAX_MP)):
@@ -70,7 +65,8 @@ def is_promotion(equation: Equation) -> bool:
         names.append(frame.function_name.split(".")[-1])
         if "promote" in frame.function_name:
             return True
-        if not frame.file_name.startswith(_JAX):
+        # Not a comprehension, which is in the function that it is about.
+        if not frame.file_name.startswith(_JAX) and names[-1][0] != "<":
             break
     return bool(names) and _CASTS.isdisjoint(names)
 

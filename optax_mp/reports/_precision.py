@@ -1,17 +1,16 @@
 """precision_report: in which precision products run, and what makes them float32."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from optax_mp._jax._jaxpr import is_literal
-from optax_mp._jax._source import call_id, source_lines
+from optax_mp._jax._source import source_lines
 from optax_mp.reports._precision_origins import (
     Origin,
-    Origins,
+    Value,
     is_wide_value,
-    join,
     sort_origins,
 )
 from optax_mp.reports._precision_products import is_wide, product_dtype
@@ -166,46 +165,30 @@ def precision_report(
 def _find_products(traced: Trace, walk: Walk) -> list[FoundProduct]:
     """Return the products of the forward and the backward pass."""
     invars = traced.forward.jaxpr.invars
-    inputs = _origins("argument", traced.paths, invars)
+    inputs = [
+        _input("argument", path, var)
+        for path, var in zip(traced.paths, invars, strict=True)
+    ]
     outputs, found = walk.follow(traced.forward, inputs, Surroundings())
-    if traced.backward is not None:
-        invars = traced.backward.jaxpr.invars
-        count = len(invars) - len(traced.gradient_paths)
-        gradients = _origins("gradient", traced.gradient_paths, invars[count:])
-        inputs = [*outputs[traced.output_count :], *gradients]
-        around = Surroundings(is_backward=True)
-        found += walk.follow(traced.backward, inputs, around)[1]
-    return _with_forward_origins(found)
-
-
-def _origins(kind: str, names: Sequence[str], atoms: Sequence[Any]) -> list[Origins]:
-    return [
-        (Origin(kind, name, is_effect=kind == "gradient"),)
-        if is_wide_value(atom)
-        else ()
-        for name, atom in zip(names, atoms, strict=True)
+    if traced.backward is None:
+        return found
+    kept = outputs[traced.output_count :]
+    gradients = [
+        _input("gradient", path, var)
+        for path, var in zip(
+            traced.gradient_paths,
+            traced.backward.jaxpr.invars[len(kept) :],
+            strict=True,
+        )
     ]
+    around = Surroundings(is_backward=True)
+    return found + walk.follow(traced.backward, [*kept, *gradients], around)[1]
 
 
-def _with_forward_origins(found: list[FoundProduct]) -> list[FoundProduct]:
-    """Return products, those of the backward pass with the origins of the forward.
-
-    A gradient is float32 because its value is. So what made a product float32 made
-    those of its gradient so, whatever else has come to them.
-    """
-    known: dict[int, Origins] = {}
-    for each in found:
-        result = each.equation.outvars[0]
-        if not each.is_backward and is_wide_value(result):
-            from_result = (Origin("result", result.aval.dtype.name, each.at),)
-            key = call_id(each.equation)
-            known[key] = join([known.get(key, ()), each.origins or from_result])
-    return [
-        replace(each, origins=known.get(call_id(each.equation), each.origins))
-        if each.is_backward and each.origins
-        else each
-        for each in found
-    ]
+def _input(kind: str, path: str, var: Any) -> Value:
+    is_gradient = kind == "gradient"
+    origins = (Origin(kind, path, is_effect=is_gradient),) if is_wide_value(var) else ()
+    return Value(origins, var, is_computed=False, is_gradient=is_gradient)
 
 
 def _row(found: FoundProduct) -> PrecisionProduct:

@@ -8,7 +8,7 @@ is an effect and no cause, and is left out.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from optax_mp._jax._jaxpr import Equation
 from optax_mp._jax._source import SourceLines, is_promotion, source_lines
@@ -42,6 +42,11 @@ class Origin:
 
 
 Origins = tuple[Origin, ...]
+# Their outputs have the entries of their inputs, moved or cast.
+_MOVES = {
+    "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "expand_dims", "name",
+    "optimization_barrier", "reshape", "rev", "squeeze", "transpose",
+}  # fmt: skip
 # The most telling first.
 KINDS = (
     "argument", "constant", "operation", "cast", "result", "literal", "promotion",
@@ -54,15 +59,46 @@ def sort_origins(origins: Origins) -> list[Origin]:
     return sorted(origins, key=lambda x: (x.is_effect, KINDS.index(x.kind)))
 
 
-def join(groups: Sequence[Origins]) -> Origins:
-    """Return the origins of a value that may be any of several."""
+class Value(NamedTuple):
+    """What is known of a value in a jaxpr.
+
+    Attributes:
+        origins: what makes it float32, the nearest first.
+        source: the variable whose entries it has, perhaps moved or cast; None if it is
+            not the same one in all iterations or branches.
+        is_computed: whether `source` is not an input of the function.
+        is_gradient: whether it depends on the gradient of an output.
+    """
+
+    origins: Origins = ()
+    source: Any = None
+    is_computed: bool = True
+    is_gradient: bool = False
+
+
+def join(values: Sequence[Value]) -> Value:
+    """Return what is known of a value that may be any of several."""
+    if not values:
+        return Value()
+    sources = {value.source for value in values}
+    return Value(
+        union(value.origins for value in values),
+        values[0].source if len(sources) == 1 else None,
+        any(value.is_computed for value in values),
+        any(value.is_gradient for value in values),
+    )
+
+
+def union(groups: Iterable[Origins]) -> Origins:
+    """Return the origins in any of several groups."""
     return tuple(dict.fromkeys(x for group in groups for x in group))[:_MOST_ORIGINS]
 
 
-def meet(groups: Iterable[Origins]) -> Origins:
+def meet(values: Sequence[Value]) -> Origins:
     """Return the origins of a value that is computed from several."""
-    # What has few origins has them from near.
-    groups = sorted(groups, key=len)
+    # What comes from an input is near, and so is what has few origins.
+    nearest = sorted(values, key=lambda x: (x.is_computed, len(x.origins)))
+    groups = [value.origins for value in nearest]
     longest = max(map(len, groups), default=0)
     turns = (group[i] for i in range(longest) for group in groups if i < len(group))
     origins = tuple(dict.fromkeys(turns))
@@ -77,35 +113,41 @@ class OriginFinder:
         """Begin without origins."""
         self._made: dict[Any, Origin] = {}
 
-    def of_literal(self, atom: Any, at: Equation) -> Origins:
-        """Return the origins of a number in a jaxpr, which an equation reads."""
+    def of_literal(self, atom: Any, at: Equation) -> Value:
+        """Return what is known of a number in a jaxpr, which an equation reads."""
         if not is_wide_value(atom):
-            return ()
-        return (self._make("literal", str(atom.val), at),)
+            return Value()
+        return Value((self._make("literal", str(atom.val), at),))
 
     def of_outputs(
         self,
         equation: Equation,
-        inputs: Sequence[Origins],
+        inputs: Sequence[Value],
         at: Equation,
         is_backward: bool,
-    ) -> list[Origins]:
-        """Return the origins of the outputs of an equation without regions.
+    ) -> list[Value]:
+        """Return what is known of the outputs of an equation without regions.
 
         Args:
             equation: the equation.
-            inputs: the origins of its inputs.
+            inputs: what is known of its inputs.
             at: the equation whose lines it is written at.
             is_backward: whether it is in the backward pass, where casts to float32
                 follow from a float32 value of the forward pass.
         """
-        are_wide = list(map(is_wide_value, equation.outvars))
-        if not any(are_wide):
-            return [()] * len(are_wide)
-        origins = meet(inputs)
-        if not origins and not _is_weak(equation.outvars[0]):
-            origins = (self._start(equation, at, is_backward),)
-        return [origins if wide else () for wide in are_wide]
+        is_gradient = any(value.is_gradient for value in inputs)
+        is_moved = equation.primitive.name in _MOVES
+        origins: Origins | None = None
+        outputs = []
+        for i, var in enumerate(equation.outvars):
+            if origins is None and is_wide_value(var):
+                origins = meet(inputs)
+                if not origins and not _is_weak(var):
+                    origins = (self._start(equation, at, is_backward),)
+            moved = inputs[i] if is_moved else Value(source=var)
+            own = origins or () if is_wide_value(var) else ()
+            outputs.append(Value(own, moved.source, moved.is_computed, is_gradient))
+        return outputs
 
     def _start(self, equation: Equation, at: Equation, is_backward: bool) -> Origin:
         """Return the origin of a value that no input makes float32."""
@@ -113,7 +155,9 @@ class OriginFinder:
         if is_product(equation):
             kind, name = "result", equation.outvars[0].aval.dtype.name
         elif name == "convert_element_type":
-            kind = "promotion" if is_promotion(equation) else "cast"
+            # In the backward pass JAX knows only the lines of the forward pass.
+            is_made_by_jax = not is_backward and is_promotion(equation)
+            kind = "promotion" if is_made_by_jax else "cast"
             name = equation.outvars[0].aval.dtype.name
         return self._make(kind, name, at, is_backward)
 

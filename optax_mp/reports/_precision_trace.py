@@ -2,14 +2,15 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from optax_mp._jax._jaxpr import ClosedJaxpr, evaluate, trace_jaxpr
+from optax_mp._jax._jaxpr import ClosedJaxpr, trace_jaxpr
 from optax_mp._jax._traced import is_dynamic
 from optax_mp._tree import describe, is_inexact
 from optax_mp.reports._precision_walk import has_backward_pass
@@ -26,7 +27,7 @@ class Trace:
         paths: the path of each input of `forward`, such as `params['w']`.
         forward: the jaxpr of the function. If there is a backward pass, it returns
             what that reads, too, after the function's own outputs.
-        output_count: how many outputs the function itself has.
+        output_count: how many outputs come before those for the backward pass.
         backward: the jaxpr of the backward pass: of what `forward` keeps for it, and
             the gradients of some outputs. None without a backward pass.
         gradient_paths: the paths of these outputs.
@@ -91,75 +92,121 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any, argnums: Argnums) -> 
     """
     call = _Call.of(fun, args, kwargs)
     chosen = _chosen_arguments(call, argnums)
-    returned: list[tuple[str, bool]] = []
-
-    def flat_function(arrays: list[Any]) -> list[Any]:
-        outputs = call.run(arrays)
-        found = [(k, x) for k, x in tree_flatten_with_path(outputs)[0] if is_dynamic(x)]
-        graded = _are_differentiated(outputs, [x for _, x in found])
-        paths = [keystr(path) for path, _ in found]
-        returned.extend(zip(paths, graded, strict=True))
-        return [x for _, x in found]
-
-    with _note_in_errors("while tracing `fun`"):
-        closed = jax.make_jaxpr(flat_function)([x for _, x in call.inputs()])
-    paths = [call.spell(path) for path, _ in call.inputs()]
     at = [
         i
         for i, (path, x) in enumerate(call.inputs())
         if _argument(path) in chosen and is_inexact(x)
     ]
-    outputs = [i for i, (_, yes) in enumerate(returned) if yes]
-    whole = Trace(paths, closed, len(returned))
-    if not at or not outputs or (argnums is None and has_backward_pass(closed)):
-        return whole
-    names = ", ".join(call.name_of(each) for each in chosen)
-    with _note_in_errors(
-        f"while differentiating `fun` with respect to {names}; for the forward pass "
-        "alone give argnums=()"
-    ):
-        forward, backward = _differentiate(closed, at, outputs)
-    gradient_paths = tuple(returned[i][0] for i in outputs)
-    return Trace(paths, forward, len(returned), backward, gradient_paths)
+    if not at:
+        return _trace_forward(call)
+    try:
+        traced = _trace_both(call, at)
+    except Exception as error:
+        # If it is the function that does not trace, this raises what JAX says of that.
+        forward = _trace_forward(call)
+        if argnums is None and _computes_gradient(call, forward, at):
+            return forward
+        names = ", ".join(call.name_of(each) for each in chosen)
+        error.add_note(
+            "precision_report: raised while differentiating `fun` with respect to "
+            f"{names}; for the forward pass alone give argnums=()."
+        )
+        raise
+    if argnums is None and _computes_gradient(call, traced, at):
+        return _trace_forward(call)
+    return traced
 
 
-def _differentiate(
-    closed: ClosedJaxpr, at: list[int], outputs: list[int]
-) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """Return the jaxprs of the forward pass, with what it keeps, and the backward.
+def _trace_forward(call: _Call) -> Trace:
+    """Trace a function without a backward pass."""
+    try:
+        forward = jax.make_jaxpr(lambda x: [y for _, y in _arrays(call.run(x))])(
+            [x for _, x in call.inputs()]
+        )
+    except Exception as error:
+        error.add_note("precision_report: raised while tracing `fun`.")
+        raise
+    paths = [call.spell(path) for path, _ in call.inputs()]
+    return Trace(paths, forward, len(forward.out_avals))
+
+
+def _trace_both(call: _Call, at: list[int]) -> Trace:
+    """Trace a function, with what it keeps for the backward pass, and that pass.
 
     Args:
-        closed: a function.
+        call: the function.
         at: the inputs to differentiate.
-        outputs: the outputs to differentiate.
     """
     pullback: Any = None
+    gradient_paths: list[str] = []
 
-    def forward(*inputs: Any) -> list[Any]:
-        nonlocal pullback
+    def forward(inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        nonlocal pullback, gradient_paths
 
         def of_some(some: list[Any]) -> tuple[list[Any], list[Any]]:
+            nonlocal gradient_paths
             filled = list(inputs)
             for i, x in zip(at, some, strict=True):
                 filled[i] = x
-            values = evaluate(closed, filled)
-            return [values[i] for i in outputs], values
+            outputs = call.run(filled)
+            found = _arrays(outputs)
+            differentiated = _differentiated(outputs, found)
+            gradient_paths = [keystr(path) for path, _ in differentiated]
+            return [x for _, x in differentiated], [x for _, x in found]
 
-        some = [inputs[i] for i in at]
-        _, pull, values = jax.vjp(of_some, some, has_aux=True)
+        graded, pull, outputs = jax.vjp(of_some, [inputs[i] for i in at], has_aux=True)
         # The function that jax.vjp returns is a pytree of the arrays that it keeps.
         kept, pullback = jax.tree.flatten(pull)
-        return [*values, *kept]
+        return outputs, graded, kept
 
-    whole = trace_jaxpr(forward, closed.in_avals)
-    count = len(closed.out_avals)
-    kept = whole.out_avals[count:]
+    inputs = [x for _, x in call.inputs()]
+    whole, shapes = jax.make_jaxpr(forward, return_shape=True)(inputs)
+    output_count, graded_count = len(shapes[0]), len(shapes[1])
+    graded = whole.out_avals[output_count : output_count + graded_count]
+    kept = whole.out_avals[output_count + graded_count :]
 
     def backward(*given: Any) -> Any:
         return pullback.unflatten(given[: len(kept)])(list(given[len(kept) :]))
 
-    gradients = [closed.out_avals[i] for i in outputs]
-    return whole, trace_jaxpr(backward, [*kept, *gradients])
+    return Trace(
+        [call.spell(path) for path, _ in call.inputs()],
+        whole,
+        output_count + graded_count,
+        trace_jaxpr(backward, [*kept, *graded]) if graded else None,
+        tuple(gradient_paths),
+    )
+
+
+def _computes_gradient(call: _Call, traced: Trace, at: list[int]) -> bool:
+    """Return whether a function is a training step, or returns gradients.
+
+    Such a function has a backward pass inside, and returns arrays like those that would
+    be differentiated.
+    """
+    returned = Counter(
+        (aval.shape, aval.dtype)
+        for aval in traced.forward.out_avals[: traced.output_count]
+    )
+    leaves = [x for _, x in call.inputs()]
+    given = Counter((tuple(leaves[i].shape), leaves[i].dtype) for i in at)
+    return given <= returned and has_backward_pass(traced.forward)
+
+
+def _arrays(outputs: Any) -> list[tuple[_Path, Any]]:
+    """Return paths and values of the arrays that a function returned."""
+    leaves = tree_flatten_with_path(outputs)[0]
+    return [(path, x) for path, x in leaves if is_dynamic(x)]
+
+
+def _differentiated(
+    outputs: Any, arrays: list[tuple[_Path, Any]]
+) -> list[tuple[_Path, Any]]:
+    """Return the outputs to differentiate: a loss, or else all that are floating."""
+    if isinstance(outputs, tuple) and len(outputs) > 1:
+        first = outputs[0]
+        if is_dynamic(first) and is_inexact(first) and not first.shape:
+            return arrays[:1]  # What comes with a loss is auxiliary.
+    return [(path, x) for path, x in arrays if is_inexact(x)]
 
 
 def _chosen_arguments(call: _Call, argnums: Argnums) -> list[int | str]:
@@ -193,16 +240,6 @@ def _argument(path: _Path) -> int | str:
     return path[1].key if path[0].idx else path[1].idx
 
 
-def _are_differentiated(outputs: Any, leaves: list[Any]) -> list[bool]:
-    """Return which outputs are differentiated: a loss, or else all floating ones."""
-    if isinstance(outputs, tuple) and len(outputs) > 1:
-        first = outputs[0]
-        if is_dynamic(first) and is_inexact(first) and not first.shape:
-            # What comes with a loss is auxiliary.
-            return [i == 0 for i in range(len(leaves))]
-    return list(map(is_inexact, leaves))
-
-
 def _is_input(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) or is_dynamic(leaf)
 
@@ -218,13 +255,3 @@ def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
                 break
             names.append(parameter.name)
     return [*names, *(f"args[{i}]" for i in range(len(names), count))][:count]
-
-
-@contextlib.contextmanager
-def _note_in_errors(where: str) -> Iterator[None]:
-    """Add to an error raised inside that it was raised by a report."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"precision_report: raised {where}.")
-        raise

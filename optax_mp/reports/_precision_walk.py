@@ -1,6 +1,7 @@
 """All products of a function: how often each runs, and what makes it float32."""
 
-from collections.abc import Iterator, Sequence
+from collections import ChainMap
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from optax_mp._jax._control_flow import has_regions, run_count, wiring_of
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
+    Jaxpr,
     is_literal,
     jaxprs_within,
     open_jaxpr,
@@ -21,9 +23,11 @@ from optax_mp.reports._precision_origins import (
     Origin,
     OriginFinder,
     Origins,
+    Value,
     is_wide_value,
     join,
     meet,
+    union,
 )
 from optax_mp.reports._precision_products import flops_of, is_product
 
@@ -86,57 +90,85 @@ class Walk:
         """Begin with nothing found."""
         self.unseen: dict[int, tuple[Equation, Equation]] = {}
         self._origins = OriginFinder()
+        # What made the products float32 that a variable goes into. Variables inside of
+        # an equation are in a map of their own: another one may have the same jaxpr.
+        self._origins_by_operand: ChainMap[Any, Origins] = ChainMap()
         self._rules = Rules(default_amp_rules, jnp.bfloat16)
 
     def follow(
-        self, jaxpr: AnyJaxpr, inputs: Sequence[Origins], around: Surroundings
-    ) -> tuple[list[Origins], list[FoundProduct]]:
-        """Return the origins of the outputs of a jaxpr, and the products in it."""
+        self, jaxpr: AnyJaxpr, inputs: Sequence[Value], around: Surroundings
+    ) -> tuple[list[Value], list[FoundProduct]]:
+        """Return what is known of the outputs of a jaxpr, and the products in it."""
         jaxpr, consts = open_jaxpr(jaxpr)
-        known: dict[Any, Origins] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var in jaxpr.constvars if consts else ():
-            known[var] = _of_constant(var)
+        known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        if consts:
+            known.update((var, _constant(var)) for var in jaxpr.constvars)
         found: list[FoundProduct] = []
-        for equation in jaxpr.eqns:
+
+        def value(atom: Any, at: Equation) -> Value:
+            if is_literal(atom):
+                return self._origins.of_literal(atom, at)
+            return known.get(atom, Value())
+
+        for equation in _live_equations(jaxpr):
             at = around.at or equation
-            given = [
-                self._origins.of_literal(atom, at)
-                if is_literal(atom)
-                else known.get(atom, ())
-                for atom in equation.invars
-            ]
+            given = [value(atom, at) for atom in equation.invars]
             if has_regions(equation):
                 outputs, products = self._follow_regions(equation, given, around)
                 found += products
             else:
                 is_backward = around.is_backward or is_transposed(equation)
                 outputs = self._origins.of_outputs(equation, given, at, is_backward)
-                found += self._product(equation, given, around)
+                if is_product(equation):
+                    found.append(self._product(equation, given, around))
+                elif _hides_products(equation):
+                    self.unseen[id(equation)] = equation, at
             known.update(zip(equation.outvars, outputs, strict=True))
         outvars: Any = jaxpr.outvars
-        return [() if is_literal(x) else known.get(x, ()) for x in outvars], found
+        return [Value() if is_literal(x) else known[x] for x in outvars], found
 
     def _product(
-        self, equation: Equation, inputs: Sequence[Origins], around: Surroundings
-    ) -> Iterator[FoundProduct]:
-        """Yield an equation if it is a product; note one that may hide products."""
-        at = around.at or equation
-        if not is_product(equation):
-            if _hides_products(equation):
-                self.unseen[id(equation)] = equation, at
-            return
+        self, equation: Equation, inputs: Sequence[Value], around: Surroundings
+    ) -> FoundProduct:
+        at, operands = around.at or equation, inputs[:2]
+        is_backward = around.is_backward or is_transposed(equation)
+        origins = meet(operands)
+        if origins and any(value.is_gradient for value in operands):
+            origins = self._origins_of_forward(operands) or origins
+        else:
+            self._remember(equation, operands, origins, at)
         scope_rule = self._rules.scope_rule_of(equation, around.scope_rule)
-        yield FoundProduct(
-            equation,
-            at,
-            around.is_backward or is_transposed(equation),
-            meet(inputs[:2]),  # Others are the sizes of groups.
-            self._rules.rule_of(equation, scope_rule),
-        )
+        amp_rule = self._rules.rule_of(equation, scope_rule)
+        return FoundProduct(equation, at, is_backward, origins, amp_rule)
+
+    def _remember(
+        self,
+        equation: Equation,
+        operands: Sequence[Value],
+        origins: Origins,
+        at: Equation,
+    ) -> None:
+        """Keep in mind what makes the gradients of a product float32."""
+        result = equation.outvars[0]
+        if not is_wide_value(result):
+            return
+        origins = origins or (Origin("result", result.aval.dtype.name, at),)
+        for value in operands:
+            _add(self._origins_by_operand, value.source, origins)
+
+    def _origins_of_forward(self, operands: Sequence[Value]) -> Origins:
+        """Return what made the product float32 whose gradient these operands give.
+
+        A gradient is float32 because its value is. It is multiplied with the other
+        operand of the product in the forward pass, by which that is found.
+        """
+        sources = [value.source for value in operands if not value.is_gradient]
+        known = self._origins_by_operand
+        return union(known.get(x, ()) for x in sources)
 
     def _follow_regions(
-        self, equation: Equation, inputs: Sequence[Origins], around: Surroundings
-    ) -> tuple[list[Origins], list[FoundProduct]]:
+        self, equation: Equation, inputs: Sequence[Value], around: Surroundings
+    ) -> tuple[list[Value], list[FoundProduct]]:
         wiring, found = wiring_of(equation), {}
         inside = Surroundings(
             around.at,
@@ -144,7 +176,7 @@ class Walk:
             self._rules.scope_rule_of(equation, around.scope_rule),
         )
 
-        def through(region: Region, given: tuple[Origins, ...]) -> list[Origins]:
+        def through(region: Region, given: tuple[Value, ...]) -> list[Value]:
             within = inside
             if equation.primitive.name in _JITS and is_function_of_jax(region.jaxpr):
                 within = replace(inside, at=around.at or equation)
@@ -152,7 +184,14 @@ class Walk:
             outputs, found[id(region)] = self.follow(region.jaxpr, given, within)
             return outputs
 
+        outside = self._origins_by_operand
+        self._origins_by_operand = inner = outside.new_child()
         outputs = wiring.forward(inputs, through, join).outputs
+        self._origins_by_operand = outside
+        names = _names_outside(equation, inputs, outputs)
+        outputs = [x._replace(source=names.get(x.source)) for x in outputs]
+        for source, origins in inner.maps[0].items():
+            _add(outside, names.get(source), origins)
         groups = [found[id(region)] for region in wiring.regions]
         if wiring.deciding:
             groups = _count_costliest(groups)
@@ -172,8 +211,35 @@ class Walk:
 _JITS = ("jit", "pjit")
 
 
-def _of_constant(var: Any) -> Origins:
-    return (Origin("constant", var.aval.str_short()),) if is_wide_value(var) else ()
+def _live_equations(jaxpr: Jaxpr) -> list[Equation]:
+    """Return the equations whose results are used, as only those are compiled."""
+    used, live = set(map(id, jaxpr.outvars)), []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not used.isdisjoint(map(id, equation.outvars)):
+            live.append(equation)
+            used.update(map(id, equation.invars))
+    return live[::-1]
+
+
+def _names_outside(
+    equation: Equation, inputs: Sequence[Value], outputs: Sequence[Value]
+) -> dict[Any, Any]:
+    """Return the variables outside of an equation for the sources of its outputs."""
+    names: dict[Any, Any] = {value.source: value.source for value in inputs}
+    for value, var in zip(outputs, equation.outvars, strict=True):
+        names.setdefault(value.source, var)
+    return {**names, None: None}
+
+
+def _add(known: MutableMapping[Any, Origins], source: Any, origins: Origins) -> None:
+    if source is not None:
+        known[source] = union([known.get(source, ()), origins])
+
+
+def _constant(var: Any) -> Value:
+    if not is_wide_value(var):
+        return Value(source=var)
+    return Value((Origin("constant", var.aval.str_short()),), var, is_computed=False)
 
 
 def _count_costliest(groups: list[list[FoundProduct]]) -> list[list[FoundProduct]]:
