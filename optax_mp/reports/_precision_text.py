@@ -11,8 +11,8 @@ Products = Sequence[PrecisionProduct]
 _MOST_ROWS, _MOST_CAUSES, _CAUSE_WIDTH = 12, 4, 44
 
 _REMEDIES = {
-    "argument": "cast it where it is used, or set the `dtype` of the layer that reads "
-    "it to bfloat16",
+    "argument": "pass it in bfloat16, cast back what is computed with it, or set the "
+    "`dtype` of its layer",
     "constant": "make it in the dtype of what it meets",
     "operation": "make it in the dtype of what it meets (`dtype=x.dtype`)",
     "cast": "leave out the cast, or cast back before the product",

@@ -303,7 +303,7 @@ def test_the_table_names_lines_causes_and_what_to_change():
         f"test_precision.py:{line} params['norm'] [8,8] [8,8] 3 3.07k 60%".split()
     )
     assert "`optax_mp.amp(fun)` runs all 3 products in bfloat16" in advice
-    assert "for 3 products: params['norm'] is float32; cast it" in advice
+    assert "for 3 products: params['norm'] is float32; pass it" in advice
 
 
 def test_one_line_sums_it_up():
