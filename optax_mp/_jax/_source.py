@@ -13,7 +13,9 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 _OPTAX_MP = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
-# Their frames stand between a library's function and its caller.
+# Libraries of layers: what a model does is said by the line that calls them.
+_LAYERS = {"e3nn_jax", "equinox", "flax", "haiku", "optax", "penzai"}
+# Their frames stand between a function and its caller.
 _DECORATORS = {"jaxtyping", "beartype", "typeguard", "wrapt"}
 # What a user calls to cast. Any other cast is one that JAX makes by itself.
 _CASTS = {"astype", "asarray", "array", "convert_element_type"}
@@ -23,8 +25,8 @@ class SourceLines(NamedTuple):
     """The lines that an equation comes from; `""` for one that is not known.
 
     Attributes:
-        user: the innermost line outside of JAX and of `library`'s package.
-        library: the innermost line outside of JAX, if that is in an installed package.
+        user: the innermost line outside of JAX and of libraries of layers.
+        library: the innermost line outside of JAX, if a library of layers has it.
     """
 
     user: str = ""
@@ -33,15 +35,15 @@ class SourceLines(NamedTuple):
 
 def source_lines(equation: Equation) -> SourceLines:
     """Return the lines that an equation comes from, such as `model.py:12`."""
-    package = library = ""
+    library = ""
     for frame in _frames(equation):
-        own_package = _package(frame.file_name)
-        if own_package is None:
+        package = _package(frame.file_name)
+        if package is None:
             continue
         line = f"{os.path.basename(frame.file_name)}:{frame.line_num}"
-        if not own_package or (package and own_package != package):
+        if package not in _LAYERS:
             return SourceLines(line, library)
-        package, library = own_package, library or line
+        library = library or line
     return SourceLines(library)
 
 

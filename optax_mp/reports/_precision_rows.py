@@ -19,7 +19,7 @@ class PrecisionCause:
             `"gradient"`, of a float32 output.
         name: the path of an argument or output; otherwise what it is.
         line: where it is written; `""` for an argument.
-        library_line: where it is written in a library that `line` calls, or `""`.
+        library_line: the line in a library of layers that `line` calls, or `""`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -64,9 +64,9 @@ class PrecisionProduct:
             `shard_map`. A product in a `while` loop counts for one iteration, and one
             in a branch that has fewer FLOPs than another counts 0.
         is_backward: whether it is in the backward pass.
-        line: the line it comes from, such as `"model.py:12"`; in a library, the line
-            outside that calls it.
-        library_line: the line in that library, or `""`.
+        line: the line it comes from, such as `"model.py:12"`.
+        library_line: the line in a library of layers (Flax, Equinox, Haiku, ...) that
+            `line` calls, or `""`.
         causes: if it is float32 or wider, what makes it so, the most telling first.
         kept_by: `""` if `amp` would run it low, or does not need to; otherwise why it
             does not: `"precision"`, `"scope"`, or `"parameters"`.

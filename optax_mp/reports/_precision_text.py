@@ -1,5 +1,6 @@
 """A precision report in words: a table, one line, and what to change."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from optax_mp.reports._precision_rows import PrecisionProduct
 
 Products = Sequence[PrecisionProduct]
 # By how much a table is cut. The report itself holds all.
-_MOST_ROWS, _MOST_CAUSES, _CAUSE_WIDTH = 12, 4, 44
+_MOST_ROWS, _MOST_CAUSES, _CAUSE_WIDTH = 12, 4, 56
 
 _REMEDIES = {
     "argument": "pass it in bfloat16, cast back what is computed with it, or set the "
@@ -49,11 +50,10 @@ def describe_shares(products: Products) -> str:
     if not wide:
         return line
     line += f"; {len(wide)} of {len(products)} products are float32 or wider"
-    causes = _by_cause(wide)
+    causes = _causes([each for each in wide if each.causes])
     if causes:
-        line += f", most because of {causes[0][0]}"
-        rest = len(causes) - 1
-        line += f" and {rest} more" if rest else ""
+        line += f", most because of {causes[0]}"
+        line += f" and {len(causes) - 1} more" if causes[1:] else ""
     return line
 
 
@@ -84,12 +84,13 @@ def _table_of_wide(wide: Products, products: Products) -> list[str]:
     The products of a line and those of their gradients are together in a row.
     """
     total = sum(each.flops for each in products) or 1
-    groups = _group(wide, lambda each: (_place(each), _cause(each)))
+    groups = _group(wide, lambda each: (_place(each), _pattern(_cause(each))))
     cells = [("float32 at", "because of", "shapes", "runs", "FLOPs", "share")]
-    for (place, cause), group in groups[:_MOST_ROWS]:
+    for (place, _), group in groups[:_MOST_ROWS]:
         flops = sum(each.flops for each in group)
         runs = str(sum(each.count for each in group))
         size, share = _engineering(flops), _percent(flops / total)
+        (cause,) = _causes(group)
         cells.append((place, _shorten(cause), _shapes(group), runs, size, share))
     left_out = len(groups) - _MOST_ROWS
     more = [f"... and {left_out} more"] if left_out > 0 else []
@@ -123,12 +124,12 @@ def advice_of(products: Products) -> list[str]:
     if free:
         which = "all" if len(free) == len(wide) else f"{len(free)} of these"
         lines.append(
-            f"wrap the function: `optax_mp.amp(fun)` runs {which} "
-            f"{_count(wide)} in bfloat16, whatever made them float32"
+            f"wrap the function, or the part that has them: `optax_mp.amp(fun)` runs "
+            f"{which} {_count(wide)} in bfloat16, whatever made them float32"
         )
     caused = [each for each in free if each.causes]
     for kind, group in _group(caused, lambda each: each.causes[0].kind):
-        names = list(dict.fromkeys(str(each.causes[0]) for each in group))
+        names = _causes(group)
         shown = ", ".join(names[:_MOST_CAUSES])
         if len(names) > _MOST_CAUSES:
             shown += f" and {len(names) - _MOST_CAUSES} more"
@@ -140,9 +141,18 @@ def advice_of(products: Products) -> list[str]:
     return lines
 
 
-def _by_cause(products: Products) -> list[tuple[Any, Products]]:
-    """Return products by their main cause, the cause of most FLOPs first."""
-    return _group([each for each in products if each.causes], lambda x: x.causes[0])
+def _causes(products: Products) -> list[str]:
+    """Return the main causes of products, those of all layers in one, largest first."""
+    names = []
+    for pattern, group in _group(products, lambda each: _pattern(_cause(each))):
+        exact = {_cause(each) for each in group}
+        names.append(exact.pop() if len(exact) == 1 else pattern)
+    return names
+
+
+def _pattern(path: str) -> str:
+    """Return a path with stars for the numbers of layers."""
+    return re.sub(r"\[('?)\d+\1\]", "[*]", re.sub(r"_\d+(?=['/])", "_*", path))
 
 
 def _group(

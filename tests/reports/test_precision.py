@@ -18,6 +18,7 @@ from optax_mp import amp, amp_stop, precision_report
 LOW = jnp.bfloat16
 X = jax.ShapeDtypeStruct((8, 8), LOW)
 F = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+S = jax.ShapeDtypeStruct((8,), jnp.float32)
 FLOPS = 2 * 8**3  # of one product of these
 
 
@@ -250,7 +251,7 @@ def mixed_loss(params, x):
     return jnp.mean((h @ params["out"]).astype(jnp.float32) ** 2)
 
 
-MIXED = {"in": X, "norm": jax.ShapeDtypeStruct((8,), jnp.float32), "out": X}
+MIXED = {"in": X, "norm": S, "out": X}
 
 
 def test_amp_mends_it():
@@ -279,7 +280,7 @@ def test_what_amp_leaves_alone_is_said():
         "bfloat16",
     ]
     first, *_, last, stop = report.advice()
-    assert first.startswith("wrap the function: `optax_mp.amp(fun)` runs 1 of these 3")
+    assert "`optax_mp.amp(fun)` runs 1 of these 3 products" in first
     assert {last.split(" keeps")[0], stop.split(" keeps")[0]} == {
         "`precision=`",
         "`amp_stop`",
@@ -319,17 +320,37 @@ def test_one_line_sums_it_up():
     assert nothing.low_share == 1.0 and str(nothing)
 
 
-def test_a_long_table_is_cut_and_the_data_are_not():
+def test_layers_of_a_kind_are_together_in_the_table():
     def fun(params):
-        x = params[0]
-        for i, w in enumerate(params):
-            x = (x * w) @ params[i]
+        x = params["first"]
+        for layer in params["layers"]:
+            x = (x * layer["scale"]) @ layer["w"]
         return x
 
-    report = precision_report(fun, [F] * 30, argnums=())
-    assert len(report.wide_products) == 30
-    assert "... and 18 more" in str(report)
-    assert "and 26 more are float32" in str(report)
+    params = {"first": X, "layers": [{"scale": S, "w": X}] * 30}
+    report = precision_report(fun, params, argnums=())
+    assert report.wide_products[7].causes[0].name == "params['layers'][7]['scale']"
+    row = str(report).splitlines()[4]
+    assert (
+        row.split()[1:]
+        == "params['layers'][*]['scale'] [8,8] [8,8] 30 30.7k 100%".split()
+    )
+    assert report.summary().endswith("because of params['layers'][*]['scale']")
+
+
+def test_a_long_table_is_cut_and_the_data_are_not():
+    names = [chr(ord("a") + i) for i in range(20)]
+
+    def fun(params):
+        x = params["x"]
+        for name in names:
+            x = (x * params[name]) @ params["x"]
+        return x
+
+    report = precision_report(fun, {"x": X} | dict.fromkeys(names, S), argnums=())
+    assert len(report.wide_products) == 20
+    assert "... and 8 more" in str(report)
+    assert "and 16 more are float32" in str(report)
 
 
 def test_it_can_be_written_as_json():
