@@ -228,9 +228,10 @@ def _kept_bytes(traced: Trace) -> dict[str, int]:
     kept = dict.fromkeys(
         atom for atom in jaxpr.outvars[traced.output_count :] if not is_literal(atom)
     )
+    given = {*jaxpr.invars, *jaxpr.constvars}
     found: dict[str, int] = {}
     for atom in kept:
-        if atom not in {*jaxpr.invars, *jaxpr.constvars}:
+        if atom not in given:
             count = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
             name = str(atom.aval.dtype)
             found[name] = found.get(name, 0) + count

@@ -6,12 +6,18 @@ to make it so. The cast of a 16-bit value that JAX makes because it meets a floa
 is an effect and no cause, and is left out.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from optax_mp._jax._jaxpr import Equation
-from optax_mp._jax._source import SourceLines, is_promotion, source_lines
+from optax_mp._jax._source import (
+    SourceLines,
+    is_promotion,
+    is_transposed,
+    source_lines,
+)
 from optax_mp.reports._precision_products import is_product, is_wide
 
 # More are of no use to a reader. The nearest come first.
@@ -96,12 +102,14 @@ def union(groups: Iterable[Origins]) -> Origins:
 
 def meet(values: Sequence[Value]) -> Origins:
     """Return the origins of a value that is computed from several."""
+    values = [value for value in values if value.origins]
+    if len(values) == 1:
+        return values[0].origins
     # What comes from an input is near, and so is what has few origins.
     nearest = sorted(values, key=lambda x: (x.is_computed, len(x.origins)))
-    groups = [value.origins for value in nearest]
-    longest = max(map(len, groups), default=0)
-    turns = (group[i] for i in range(longest) for group in groups if i < len(group))
-    origins = tuple(dict.fromkeys(turns))
+    turns = itertools.zip_longest(*(value.origins for value in nearest))
+    found = itertools.chain.from_iterable(turns)
+    origins = tuple(x for x in dict.fromkeys(found) if x is not None)
     causes = tuple(x for x in origins if not x.is_effect)
     return (causes or origins)[:_MOST_ORIGINS]
 
@@ -132,8 +140,8 @@ class OriginFinder:
             equation: the equation.
             inputs: what is known of its inputs.
             at: the equation whose lines it is written at.
-            is_backward: whether it is in the backward pass, where casts to float32
-                follow from a float32 value of the forward pass.
+            is_backward: whether what it is inside of is in the backward pass. There,
+                casts to float32 follow from a float32 value of the forward pass.
         """
         is_gradient = any(value.is_gradient for value in inputs)
         is_moved = equation.primitive.name in _MOVES
@@ -151,6 +159,7 @@ class OriginFinder:
 
     def _start(self, equation: Equation, at: Equation, is_backward: bool) -> Origin:
         """Return the origin of a value that no input makes float32."""
+        is_backward = is_backward or is_transposed(equation)
         kind, name = "operation", equation.primitive.name
         if is_product(equation):
             kind, name = "result", equation.outvars[0].aval.dtype.name

@@ -117,8 +117,9 @@ class Walk:
                 outputs, products = self._follow_regions(equation, given, around)
                 found += products
             else:
-                is_backward = around.is_backward or is_transposed(equation)
-                outputs = self._origins.of_outputs(equation, given, at, is_backward)
+                outputs = self._origins.of_outputs(
+                    equation, given, at, around.is_backward
+                )
                 if is_product(equation):
                     found.append(self._product(equation, given, around))
                 elif _hides_products(equation):
