@@ -1,6 +1,7 @@
 """precision_report: in which precision products run, and what makes them float32."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -253,6 +254,11 @@ def _notes(found: Iterable[FoundProduct], walk: Walk) -> Iterator[str]:
             f"products that count 0: {uncounted}, in branches with fewer FLOPs than "
             "another, or loops without iterations"
         )
-    for equation, at in walk.unseen.values():
-        name, line = equation.primitive.name, source_lines(at).user
-        yield f"not looked into: {name}" + (f" at {line}" if line else "")
+    lines = Counter(
+        (equation.primitive.name, source_lines(at).user)
+        for equation, at in walk.unseen.values()
+    )
+    for (name, line), count in lines.items():
+        place = f" at {line}" if line else ""
+        times = f", {count} times" if count > 1 else ""
+        yield f"not looked into: {name}{place}{times}"

@@ -143,7 +143,7 @@ class OriginFinder:
             is_backward: whether what it is inside of is in the backward pass. There,
                 casts to float32 follow from a float32 value of the forward pass.
         """
-        is_gradient = any(value.is_gradient for value in inputs)
+        is_gradient = any(x.is_gradient for x in inputs) or is_transposed(equation)
         is_moved = equation.primitive.name in _MOVES
         origins: Origins | None = None
         outputs = []

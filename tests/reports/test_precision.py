@@ -128,7 +128,10 @@ def test_unknown_operations_are_listed():
     report = precision_report(lambda x: call(x) @ x, F, argnums=())
     assert [each.count for each in report.products] == [1]
     (note,) = report.notes
-    assert note.startswith("not looked into: pallas_call at test_precision.py:")
+    line = test_unknown_operations_are_listed.__code__.co_firstlineno + 7
+    assert note == f"not looked into: pallas_call at test_precision.py:{line}"
+    twice = precision_report(lambda x: jax.lax.map(call, call(x)[None]), F, argnums=())
+    assert len(twice.notes) == 1 and str(twice).count("not looked into") == 1
 
 
 # The backward pass

@@ -251,6 +251,21 @@ def test_the_products_of_a_gradient_have_the_causes_of_the_forward_pass():
         assert [x.name for x in each.causes] == ["params['scale']"]
 
 
+def test_a_training_step_has_the_causes_of_its_loss():
+    def loss(params, x, y):
+        h = jnp.tanh(x @ params["in"]) * params["scale"]
+        return jnp.mean((h @ params["out"] - y) ** 2)
+
+    def step(params, x, y):
+        return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params, x, y))
+
+    params = {"in": X, "scale": S, "out": X}
+    for fun in (loss, step, jax.jit(step)):
+        wide = precision_report(fun, params, X, F).wide_products
+        causes = {tuple(x.name for x in each.causes) for each in wide}
+        assert causes == {("params['scale']",)}
+
+
 def test_the_gradient_of_a_float32_result_is_float32_because_of_it():
     def loss(w, x):
         return jnp.matmul(x, w, preferred_element_type=jnp.float32).sum()
