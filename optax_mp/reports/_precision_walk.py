@@ -16,7 +16,7 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     open_jaxpr,
 )
-from optax_mp._jax._source import is_function_of_jax, is_transposed
+from optax_mp._jax._source import is_function_of_jax, is_transposed, source_lines
 from optax_mp._jax._wiring import Region
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.reports._precision_origins import (
@@ -41,13 +41,21 @@ class Surroundings:
 
     Attributes:
         at: the equation whose lines count, because this one is in a function of JAX.
+        outer: the equation that it is inside of.
         is_backward: whether it is in the backward pass.
         scope_rule: the rule of amp for the scopes around.
     """
 
     at: Equation = None
+    outer: Equation = None
     is_backward: bool = False
     scope_rule: Rule | None = None
+
+    def place_of(self, equation: Equation) -> Equation:
+        """Return the equation whose lines an equation is written at."""
+        if self.at or not self.outer or source_lines(equation).user:
+            return self.at or equation
+        return self.outer
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ class Walk:
                 if is_product(equation):
                     found.append(self._product(equation, given, around))
                 elif _hides_products(equation):
-                    self.unseen[id(equation)] = equation, at
+                    self.unseen[id(equation)] = equation, around.place_of(equation)
             known.update(zip(equation.outvars, outputs, strict=True))
         outvars: Any = jaxpr.outvars
         return [Value() if is_literal(x) else known[x] for x in outvars], found
@@ -131,7 +139,7 @@ class Walk:
     def _product(
         self, equation: Equation, inputs: Sequence[Value], around: Surroundings
     ) -> FoundProduct:
-        at, operands = around.at or equation, inputs[:2]
+        at, operands = around.place_of(equation), inputs[:2]
         is_backward = around.is_backward or is_transposed(equation)
         origins = meet(operands)
         if origins and any(value.is_gradient for value in operands):
@@ -173,6 +181,7 @@ class Walk:
         wiring, found = wiring_of(equation), {}
         inside = Surroundings(
             around.at,
+            around.place_of(equation),
             around.is_backward or is_transposed(equation),
             self._rules.scope_rule_of(equation, around.scope_rule),
         )
