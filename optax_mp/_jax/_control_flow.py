@@ -8,7 +8,7 @@ The jaxprs inside an equation are called its regions, as in MLIR.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,22 +44,6 @@ def derivative_rule(equation: Equation) -> str | None:
     return _DERIVATIVE_RULES.get(equation.primitive.name)
 
 
-def run_count(equation: Equation) -> int | None:
-    """Return how often the regions of an equation run; None if that is not known.
-
-    The shards of a shard_map run once each. Of several branches only one runs.
-    """
-    params = equation.params
-    match equation.primitive.name:
-        case "while":
-            return None
-        case "scan":
-            return params["length"]
-        case "shard_map":
-            return math.prod(params["mesh"].shape[x] for x in _manual_axes(params))
-    return 1
-
-
 def bind_with(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Values:
     """Return the outputs of an equation with other jaxprs inside.
 
@@ -90,6 +74,22 @@ def replay(
     """
     kind = _KINDS[equation.primitive.name]
     return kind.replay(equation, list(inputs), runs, log, decide)
+
+
+def run_count(equation: Equation) -> int | None:
+    """Return how often the regions of an equation run; None if that is not known.
+
+    The shards of a shard_map run once each. Of several branches only one runs.
+    """
+    params = equation.params
+    match equation.primitive.name:
+        case "while":
+            return None
+        case "scan":
+            return params["length"]
+        case "shard_map":
+            return math.prod(params["mesh"].shape[x] for x in _manual_axes(params))
+    return 1
 
 
 def _jaxprs_of(equation: Equation) -> list[AnyJaxpr]:
@@ -231,7 +231,7 @@ def _bind_shard_map(
     )(*inputs)
 
 
-def _manual_axes(params: Mapping[str, Any]) -> set[Any]:
+def _manual_axes(params: dict[str, Any]) -> set[Any]:
     """Return the axes of the mesh over which a shard_map shards."""
     if "auto" in params:  # up to JAX 0.6
         return set(params["mesh"].axis_names) - set(params["auto"])
