@@ -73,16 +73,21 @@ from optax_mp.checkpoints import (
     upgrade_checkpoint,
 )
 
-# What to log while training, what low precision loses, and how much memory is needed.
+# In which precision a function runs, what to log while training, what low precision
+# loses, and how much memory is needed.
 from optax_mp.reports import (
     FormatRange,
     GradientRangeReport,
     MemoryReport,
     MemoryRow,
+    PrecisionCause,
+    PrecisionProduct,
+    PrecisionReport,
     UpdateReport,
     gradient_range_report,
     memory_report,
     metrics,
+    precision_report,
     update_report,
 )
 
@@ -107,6 +112,9 @@ __all__ = [
     "MixedPrecisionWarning",
     "NoOpLossScale",
     "Policy",
+    "PrecisionCause",
+    "PrecisionProduct",
+    "PrecisionReport",
     "Quantized",
     "Split",
     "StaticLossScale",
@@ -136,6 +144,7 @@ __all__ = [
     "metrics",
     "mixed_precision",
     "nonfinite_paths",
+    "precision_report",
     "replace_master_params",
     "scale_loss",
     "select_tree",

@@ -9,7 +9,7 @@ from typing import Any
 from optax_mp._demo.progress import power_of_two
 from optax_mp._demo.settings import Settings
 from optax_mp._demo.train import Result
-from optax_mp.reports._table import align_columns
+from optax_mp._table import align_columns
 
 TITLES = ("run", "held-out loss", "bytes per weight", "ms per step", "scale", "skipped")
 # Losses this close count as the same. By default, float32 runs with other seeds end up

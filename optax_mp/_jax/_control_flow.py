@@ -7,6 +7,7 @@ module knows that. To support another primitive, add it to `_KINDS`.
 The jaxprs inside an equation are called its regions, as in MLIR.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -96,6 +97,22 @@ def replay(
     """
     kind = _KINDS[equation.primitive.name]
     return kind.replay(equation, list(inputs), runs, log, decide)
+
+
+def run_count(equation: Equation) -> int | None:
+    """Return how often the regions of an equation run; None if that is not known.
+
+    The shards of a shard_map run once each. Of several branches only one runs.
+    """
+    params = equation.params
+    match equation.primitive.name:
+        case "while":
+            return None
+        case "scan":
+            return params["length"]
+        case "shard_map":
+            return math.prod(params["mesh"].shape[x] for x in _manual_axes(params))
+    return 1
 
 
 def _jaxprs_of(equation: Equation) -> list[AnyJaxpr]:
@@ -221,14 +238,13 @@ def _bind_shard_map(
         return _bind_inline(equation, args, convert)
 
     if "in_specs" in params:
-        axes = params.get("newly_manual_axes") or params.get("manual_axes")
         return jax.shard_map(
             function,
             mesh=params["mesh"],
             in_specs=tuple(params["in_specs"]),
             out_specs=list(params["out_specs"]),
             check_vma=params["check_vma"],
-            axis_names=set(axes),
+            axis_names=_manual_axes(params),
         )(*inputs)
     # Up to JAX 0.6. Imported here, because importing it in later versions warns.
     from jax.experimental.shard_map import shard_map
@@ -246,6 +262,13 @@ def _bind_shard_map(
         out_specs=specs(params["out_names"], equation.outvars),
         **{name: params[name] for name in ("check_rep", "auto")},
     )(*inputs)
+
+
+def _manual_axes(params: dict[str, Any]) -> set[Any]:
+    """Return the axes of the mesh over which a shard_map shards."""
+    if "auto" in params:  # up to JAX 0.6
+        return set(params["mesh"].axis_names) - set(params["auto"])
+    return set(params.get("newly_manual_axes") or params["manual_axes"])
 
 
 def _replay_call(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_mp._jax._jaxpr import is_transposed
+from optax_mp._table import align_columns
 from optax_mp._warnings import warn
 from optax_mp.amp._changes import pure_call
 from optax_mp.amp._loop_conditions import loop_warnings, ran_low
@@ -17,7 +18,6 @@ from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
 from optax_mp.amp._shadow import shadow_errors
 from optax_mp.amp._sites import Site, sites_of
-from optax_mp.reports._table import align_columns
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     primitive_names,
 )
+from optax_mp._jax._products import PRODUCTS
 from optax_mp.amp._places import Places
 from optax_mp.amp._precision import takes_part
 
@@ -32,10 +33,6 @@ STOP = "amp_stop"
 RECIPROCAL = "reciprocal"
 BIAS_ADD = "bias_add"
 
-_LOW = """
-dot_general conv_general_dilated ragged_dot ragged_dot_general
-"""
-PRODUCTS = frozenset(_LOW.split())
 _F32 = """
 exp exp2 expm1 log log2 log1p pow rsqrt tan sinh cosh
 asin acos atan atan2 asinh acosh atanh erf_inv lgamma digamma polygamma igamma igammac

@@ -1,11 +1,11 @@
 """The equations that amp decides on: where they are, and what they cost."""
 
-import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from optax_mp._jax._control_flow import wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr, source_line
+from optax_mp._jax._products import flops_of, is_product
 from optax_mp.amp._places import Place, place_of
 from optax_mp.amp._plan import Action, Plan
 from optax_mp.amp._precision import takes_part
@@ -32,7 +32,7 @@ class Site(NamedTuple):
     @property
     def flops(self) -> float:
         """The FLOPs of a matrix product or convolution in all runs; 0 for others."""
-        return self.runs * _product_flops(self.equation)
+        return self.runs * flops_of(self.equation) if is_product(self.equation) else 0
 
 
 def sites_of(
@@ -61,25 +61,10 @@ def sites_of(
             yield Site(equation, action, own_line, places, runs)
             for product, inner_action, repeats in unplanned_products(equation, action):
                 inner_line = source_line(product) or own_line
-                yield Site(product, inner_action, inner_line, places, runs * repeats)
-
-
-def _product_flops(equation: Equation) -> float:
-    """Return the FLOPs of one run; padding counts as other values."""
-    name, params = equation.primitive.name, equation.params
-    if name == "conv_general_dilated":
-        kernel = equation.invars[1].aval
-        features = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
-        return 2 * _size(equation.outvars[0]) * _size(equation.invars[1]) / features
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        shape = equation.invars[0].aval.shape
-        sums = math.prod(shape[axis] for axis in contracted)
-        return 2 * _size(equation.outvars[0]) * sums
-    if name == "ragged_dot":
-        return 2 * _size(equation.invars[0]) * equation.invars[1].aval.shape[-1]
-    return 0
-
-
-def _size(atom: Any) -> int:
-    return math.prod(atom.aval.shape)
+                yield Site(
+                    product,
+                    inner_action,
+                    inner_line,
+                    (place_of(product), *places),
+                    runs * repeats,
+                )

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, jaxprs_within, open_jaxpr
+from optax_mp._jax._products import is_product
 from optax_mp.amp._plan import Action
-from optax_mp.amp._rules import PRODUCTS
 
 
 def unplanned_products(
@@ -31,7 +31,7 @@ def unplanned_products(
 
 def _products(jaxpr: AnyJaxpr) -> Iterator[tuple[Equation, int]]:
     for equation in open_jaxpr(jaxpr)[0].eqns:
-        if equation.primitive.name in PRODUCTS:
+        if is_product(equation):
             yield equation, 1
         for inner in jaxprs_within(equation):
             for product, runs in _products(inner):

@@ -6,7 +6,6 @@ model that is only planned. `gradient_range_report` (`_gradient_range.py`) count
 gradients by magnitude, and says what each low-precision format (`_formats.py`) would
 lose. `update_report` (`_updates.py`) counts the updates that are too small to move a
 param. `_leaf_counts.py` is what both of these share: counts for each leaf that add up.
-`_table.py` aligns columns for all tables of the package.
 """
 
 from optax_mp.reports._gradient_range import (
@@ -16,6 +15,8 @@ from optax_mp.reports._gradient_range import (
 )
 from optax_mp.reports._memory import MemoryReport, MemoryRow, memory_report
 from optax_mp.reports._metrics import metrics
+from optax_mp.reports._precision import PrecisionReport, precision_report
+from optax_mp.reports._precision_rows import PrecisionCause, PrecisionProduct
 from optax_mp.reports._updates import UpdateReport, update_report
 
 __all__ = [
@@ -23,9 +24,13 @@ __all__ = [
     "GradientRangeReport",
     "MemoryReport",
     "MemoryRow",
+    "PrecisionCause",
+    "PrecisionProduct",
+    "PrecisionReport",
     "UpdateReport",
     "gradient_range_report",
     "memory_report",
     "metrics",
+    "precision_report",
     "update_report",
 ]

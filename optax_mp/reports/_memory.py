@@ -12,6 +12,7 @@ from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 from optax_mp._arguments import are_swapped, check_opt_state, is_optax_state
 from optax_mp._nnx import plain_trees
 from optax_mp._states import find_owners, find_states, holds_state
+from optax_mp._table import align_columns
 from optax_mp._tree import (
     PyTree,
     describe,
@@ -22,7 +23,6 @@ from optax_mp._tree import (
 )
 from optax_mp.compact._blocks import Quantized
 from optax_mp.masters._state import MixedPrecisionState
-from optax_mp.reports._table import align_columns
 
 _Path = tuple[Any, ...]
 _PARAMS, _SCALES, _REST = "params", "block scales", "rest"

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from optax_mp._dtypes import at_least_float32, bits, floating_dtype, round_to
 from optax_mp._leaves import Leaves
 from optax_mp._nnx import plain_params
+from optax_mp._table import align_by_path
 from optax_mp._tree import describe, is_floating, spell
 from optax_mp.reports._leaf_counts import (
     LeafCounts,
@@ -22,7 +23,6 @@ from optax_mp.reports._leaf_counts import (
     percent,
     share,
 )
-from optax_mp.reports._table import align_by_path
 
 _CALLER = "update_report"
 # The bins. For those that are neither zero nor not finite: `_OTHERS`, plus 1 if the

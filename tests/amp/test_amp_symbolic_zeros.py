@@ -303,6 +303,7 @@ def trajectory_gradients(solver):
     return compiled(program, W, X[0])(W, X[0])
 
 
+@pytest.mark.filterwarnings("ignore:amp. the while loop:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", ["Tsit5", "Kvaerno3"])
 @pytest.mark.parametrize(

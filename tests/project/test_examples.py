@@ -212,6 +212,15 @@ def test_params_are_rounded_masters(name, form):
 
 
 @pytest.mark.parametrize("name, form", HALF_RUNS)
+def test_every_product_of_an_example_is_low(name, form):
+    params, _, _ = short_run(name, form, 0)
+    batch = (array[0] for array in example(name).data(1))
+    loss = loss_of(name, jnp.dtype(form))
+    report = optax_mp.precision_report(loss, fast(params), *batch)
+    assert report.shares() == {form: 1.0} and len(report.products) >= 3
+
+
+@pytest.mark.parametrize("name, form", HALF_RUNS)
 def test_nothing_changes_its_structure_or_dtype(name, form):
     start, end = short_run(name, form, 0), short_run(name, form)
     assert avals(end[:2]) == avals(start[:2])

@@ -63,6 +63,16 @@ def classes():
     return x, np.digitize(y, [-2.0, 0.0, 2.0])
 
 
+def noise():
+    """Return images with noise, how much, and the noise, of which some can be told."""
+    random = np.random.default_rng(5)
+    bright = random.normal(size=(STEPS, BATCH, 1, 1, 3))
+    level = random.uniform(0.2, 1.5, size=(STEPS, BATCH, 1))
+    added = random.normal(size=(STEPS, BATCH, 8, 8, 3))
+    x = bright + level[..., None, None] * added
+    return tuple(array.astype(np.float32) for array in (x, level, added))
+
+
 def signs():
     """Return images and whether each score is positive."""
     x, y = images()
@@ -225,6 +235,85 @@ def nnx_convolutions():
         lambda model, x, y: optax.losses.huber_loss(model(x), y).mean(),
         images(),
     )
+
+
+def nnx_u_net(dtype=None, are_shapes_enough=False):
+    """Return a U-Net that tells noise from image, in Flax NNX, as one writes it.
+
+    Its forward pass has 17 products.
+
+    Args:
+        dtype: the `dtype` of all layers.
+        are_shapes_enough: whether to return shapes in place of params.
+    """
+    nnx = pytest.importorskip("flax.nnx")
+
+    def convolution(ins, outs, size, rngs, strides=1):
+        return nnx.Conv(ins, outs, (size, size), strides, dtype=dtype, rngs=rngs)
+
+    def linear(ins, outs, rngs):
+        return nnx.Linear(ins, outs, dtype=dtype, rngs=rngs)
+
+    def norm(width, rngs):
+        return nnx.GroupNorm(width, num_groups=2, dtype=dtype, rngs=rngs)
+
+    class Block(nnx.Module):
+        def __init__(self, ins, outs, rngs):
+            self.first = convolution(ins, outs, 3, rngs)
+            self.level = linear(WIDTH, outs, rngs)
+            self.first_norm = norm(ins, rngs)
+            self.second_norm = norm(outs, rngs)
+            self.second = convolution(outs, outs, 3, rngs)
+            self.has_skip = ins != outs
+            if self.has_skip:
+                self.skip = convolution(ins, outs, 1, rngs)
+
+        def __call__(self, x, level):
+            y = self.first(nnx.silu(self.first_norm(x)))
+            y = y + self.level(level)[:, None, None]
+            y = self.second(nnx.silu(self.second_norm(y)))
+            return y + (self.skip(x) if self.has_skip else x)
+
+    class Attention(nnx.Module):
+        def __init__(self, width, rngs):
+            self.norm = norm(width, rngs)
+            self.inputs = linear(width, 3 * width, rngs)
+            self.out = linear(width, width, rngs)
+
+        def __call__(self, x):
+            q, k, v = jnp.split(self.inputs(self.norm(x)), 3, -1)
+            scores = jnp.einsum("bhwc,bijc->bhwij", q, k) / q.shape[-1] ** 0.5
+            scores = jax.nn.softmax(scores.reshape(*scores.shape[:3], -1))
+            scores = scores.reshape(*scores.shape[:3], *x.shape[1:3])
+            return x + self.out(jnp.einsum("bhwij,bijc->bhwc", scores, v))
+
+    class UNet(nnx.Module):
+        def __init__(self, rngs):
+            self.level_in = linear(1, WIDTH, rngs)
+            self.level_out = linear(WIDTH, WIDTH, rngs)
+            self.first = convolution(3, 8, 3, rngs)
+            self.down = Block(8, 8, rngs)
+            self.pool = convolution(8, 8, 3, rngs, strides=2)
+            self.middle = Attention(8, rngs)
+            self.widen = nnx.ConvTranspose(8, 8, (2, 2), 2, dtype=dtype, rngs=rngs)
+            self.up = Block(16, 8, rngs)
+            self.last_norm = norm(8, rngs)
+            self.last = convolution(8, 3, 3, rngs)
+
+        def __call__(self, x, level):
+            level = self.level_out(nnx.silu(self.level_in(level)))
+            fine = self.down(self.first(x), level)
+            coarse = self.widen(self.middle(self.pool(fine)))
+            x = self.up(jnp.concatenate([coarse, fine], -1), level)
+            return self.last(nnx.silu(self.last_norm(x)))
+
+    def loss(model, x, level, added):
+        predicted = model(x, level).astype(jnp.float32)
+        return optax.losses.squared_error(predicted, added).mean()
+
+    make = lambda: UNet(nnx.Rngs(0))  # noqa: E731
+    model = nnx.eval_shape(make) if are_shapes_enough else nnx.jit(make)()
+    return functional(nnx, model, loss, noise())
 
 
 def equinox_transformer():

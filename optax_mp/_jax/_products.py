@@ -1,0 +1,94 @@
+"""Matrix products and convolutions: which equations are some, and their FLOPs.
+
+A multiplication and an addition are two FLOPs, as XLA counts.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from optax_mp._jax._jaxpr import Equation
+
+_CONVOLUTION = "conv_general_dilated"
+# Those with dense operands.
+PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", _CONVOLUTION})
+_SPARSE = ("bcoo_dot_general", "bcsr_dot_general")
+
+
+def is_product(equation: Equation) -> bool:
+    """Return whether an equation is a matrix product or a convolution."""
+    name = equation.primitive.name
+    return name in PRODUCTS or name in _SPARSE
+
+
+def operands(equation: Equation) -> list[Any]:
+    """Return the abstract values that a product multiplies."""
+    if equation.primitive.name in _SPARSE:
+        # Of the sparse one its entries, without their places.
+        return [equation.invars[0].aval, equation.invars[-1].aval]
+    return [atom.aval for atom in equation.invars[:2]]
+
+
+def flops_of(equation: Equation) -> int:
+    """Return the FLOPs of a product, run once."""
+    if equation.primitive.name == _CONVOLUTION:
+        return _convolution_flops(equation)
+    left, right = operands(equation)
+    contracted, batch, groups = _right_dimensions(equation)
+    fixed = {*contracted, *batch, *groups}
+    free = [size for axis, size in enumerate(right.shape) if axis not in fixed]
+    # Of the groups of a ragged product each row meets one.
+    return 2 * math.prod(left.shape) * math.prod(free)
+
+
+def _right_dimensions(
+    equation: Equation,
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Return the axes of the right operand that are contracted, batch, and groups."""
+    if equation.primitive.name == "ragged_dot":
+        return (1,), (), (0,)
+    params, groups = equation.params, ()
+    numbers = params.get("dimension_numbers")
+    if equation.primitive.name == "ragged_dot_general":
+        ragged = params["ragged_dot_dimension_numbers"]
+        numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+    (_, contracted), (_, batch) = numbers
+    return contracted, batch, groups
+
+
+def _convolution_flops(equation: Equation) -> int:
+    params, (left, right) = equation.params, operands(equation)
+    numbers = params["dimension_numbers"]
+    batch, features, *spatial = (left.shape[i] for i in numbers.lhs_spec)
+    out_features, _, *kernel = (right.shape[i] for i in numbers.rhs_spec)
+    out = equation.outvars[0].aval.shape
+    pairs = [
+        _meetings(*sizes)
+        for sizes in zip(
+            spatial,
+            kernel,
+            [out[i] for i in numbers.out_spec[2:]],
+            params["window_strides"],
+            [low for low, _ in params["padding"]],
+            params["lhs_dilation"],
+            params["rhs_dilation"],
+            strict=True,
+        )
+    ]
+    groups = params["feature_group_count"] * params["batch_group_count"]
+    return 2 * batch * features * out_features * math.prod(pairs) // groups
+
+
+def _meetings(
+    size: int, kernel: int, out: int, stride: int, low: int, dilation: int, spread: int
+) -> int:
+    """Return how often an entry of the kernel meets one of the input, along one axis.
+
+    Padding, and the holes that a dilated input has, are not multiplied.
+    """
+    starts = np.arange(out)[:, None] * stride - low
+    places = starts + np.arange(kernel)[None] * spread
+    is_inside = (places >= 0) & (places < (size - 1) * dilation + 1)
+    return int(np.count_nonzero(is_inside & (places % dilation == 0)))

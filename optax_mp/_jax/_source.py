@@ -1,0 +1,89 @@
+"""Where an equation is written: the user's line, and that of the library it calls."""
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr
+
+_JAX = os.path.dirname(jax.__file__) + os.sep
+_OPTAX_MP = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGES = ("site-packages", "dist-packages")
+# Libraries of layers: what a model does is said by the line that calls them.
+_LAYERS = {"e3nn_jax", "equinox", "flax", "haiku", "optax", "penzai"}
+# Their frames stand between a function and its caller.
+_DECORATORS = {"jaxtyping", "beartype", "typeguard", "wrapt"}
+# What a user calls to cast. Any other cast is one that JAX makes by itself.
+_CASTS = {"astype", "asarray", "array", "convert_element_type"}
+
+
+class SourceLines(NamedTuple):
+    """The lines that an equation comes from; `""` for one that is not known.
+
+    Attributes:
+        user: the innermost line outside of JAX and of libraries of layers.
+        library: the innermost line outside of JAX, if a library of layers has it.
+    """
+
+    user: str = ""
+    library: str = ""
+
+
+def source_lines(equation: Equation) -> SourceLines:
+    """Return the lines that an equation comes from, such as `model.py:12`."""
+    library = ""
+    for frame in _frames(equation):
+        package = _package(frame.file_name)
+        if package is None:
+            continue
+        line = f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+        if package not in _LAYERS:
+            return SourceLines(line, library)
+        library = library or line
+    return SourceLines(library)
+
+
+def _package(file: str) -> str | None:
+    """Return the installed package of a file; `""` for a user's, None for JAX's."""
+    if file.startswith((_JAX, _OPTAX_MP)):
+        return None
+    parts = file.split(os.sep)
+    for name in _PACKAGES:
+        if name in parts[:-1]:
+            package = parts[parts.index(name) + 1]
+            return None if package in _DECORATORS else package
+    return None if file.startswith(_STANDARD_LIBRARY) else ""
+
+
+def is_promotion(equation: Equation) -> bool:
+    """Return whether JAX or a layer made a cast to promote, without being told to."""
+    names = []
+    for frame in _frames(equation):
+        # Its last part, because later versions of Python give qualified names.
+        names.append(frame.function_name.split(".")[-1])
+        if "promote" in frame.function_name:
+            return True
+        # Not a comprehension, which is in the function that it is about.
+        if not frame.file_name.startswith(_JAX) and names[-1][0] != "<":
+            break
+    return bool(names) and _CASTS.isdisjoint(names)
+
+
+def is_function_of_jax(jaxpr: AnyJaxpr) -> bool:
+    """Return whether a jaxpr is of a function in JAX, such as `jnp.einsum`.
+
+    JAX traces it once for all calls, so the lines inside are those of the first.
+    """
+    debug_info = getattr(open_jaxpr(jaxpr)[0], "debug_info", None)
+    place = getattr(debug_info, "func_src_info", None) or ""
+    return _JAX in place
+
+
+def _frames(equation: Equation) -> Iterator[Any]:
+    """Yield the frames of the trace in which an equation was made, innermost first."""
+    traceback = equation.source_info.traceback
+    yield from traceback.frames if traceback is not None else ()

@@ -1,0 +1,126 @@
+"""Recipes for each framework: bfloat16 params, float32 norms, and all products low."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small_models
+from jax import lax
+
+import optax_mp
+from optax_mp import amp, precision_report
+
+MODELS = [
+    f"{framework}_{kind}"
+    for framework in ("linen", "nnx", "equinox", "haiku")
+    for kind in ("transformer", "convolutions")
+]
+# Linen names a layer after its class, `LayerNorm_0`.
+POLICY = optax_mp.get_policy("p=bf16", keep_f32=("*[nN]orm*",))
+LEARNING_RATE = 1e-2
+
+
+@functools.cache
+def problem_of(model, **settings):
+    return getattr(small_models, model)(**settings)
+
+
+def shapes_of_u_net(**settings):
+    return problem_of("nnx_u_net", are_shapes_enough=True, **settings)
+
+
+def report_on(problem, wrap, batch_dtype):
+    batch = jax.tree.map(lambda x: x[0], problem.batches)
+    batch = optax_mp.cast_floating(batch, batch_dtype)
+    params = jax.eval_shape(POLICY.cast_to_param, problem.params)
+    dtypes = {x.dtype.name for x in jax.tree.leaves(params)}
+    assert dtypes == {"float32", "bfloat16"}  # The policy finds norms.
+    return precision_report(wrap(problem.loss), params, problem.state, batch)
+
+
+def as_it_is(fun):
+    return fun
+
+
+def amp_of_float32(fun):
+    """Return `fun` under amp, of params that it sees in float32.
+
+    For layers that take no two dtypes, as Haiku's convolutions.
+    """
+
+    def of_float32(params, *args):
+        return fun(optax_mp.cast_floating(params, jnp.float32), *args)
+
+    return amp(of_float32)
+
+
+def test_float32_norms_make_most_of_an_unmodified_u_net_float32():
+    report = report_on(shapes_of_u_net(), as_it_is, "bfloat16")
+    forward = [each for each in report.products if not each.is_backward]
+    wide = [each for each in forward if each.is_wide]
+    assert (len(wide), len(forward)) == (12, 17)
+    for each in report.wide_products:
+        cause = each.causes[0]
+        assert cause.kind == "argument" and "norm" in cause.name
+        assert each.line.startswith("small_models.py:")
+    assert report.low_share < 0.1
+
+
+def test_the_dtype_of_the_layers_makes_a_u_net_low():
+    problem = shapes_of_u_net(dtype=jnp.bfloat16)
+    report = report_on(problem, as_it_is, "float32")
+    assert report.shares() == {"bfloat16": 1.0}
+
+
+@pytest.mark.parametrize("wrap", [amp, amp_of_float32])
+@pytest.mark.parametrize("batch_dtype", ["float32", "bfloat16"])
+def test_amp_makes_a_u_net_low(wrap, batch_dtype):
+    report = report_on(shapes_of_u_net(), wrap, batch_dtype)
+    assert report.shares() == {"bfloat16": 1.0}
+    assert len(report.products) == 17 + 16 + 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_amp_makes_all_products_of_a_model_low(model):
+    problem = problem_of(model)
+    report = report_on(problem, amp_of_float32, "float32")
+    assert report.shares() == {"bfloat16": 1.0}
+    if model == "haiku_convolutions":
+        with pytest.raises(TypeError, match="requires arguments to have the same dtyp"):
+            report_on(problem, amp, "bfloat16")
+    else:
+        assert report_on(problem, amp, "bfloat16").shares() == {"bfloat16": 1.0}
+
+
+def trained(problem, tx, loss, params):
+    """Return the loss of each step."""
+    loss_and_grads = jax.value_and_grad(loss, has_aux=True)
+
+    def step(carry, batch):
+        params, state, opt_state = carry
+        (value, state), grads = loss_and_grads(params, state, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), state, opt_state), value
+
+    carry = (params, problem.state, tx.init(problem.params))
+    return np.asarray(jax.jit(lambda x: lax.scan(step, x, problem.batches))(carry)[1])
+
+
+def last(losses):
+    return losses[-10:].astype(np.float32).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [x for x in MODELS if "convolutions" in x])
+def test_a_model_that_is_all_low_trains_as_in_float32(model):
+    problem = problem_of(model)
+    full = trained(problem, optax.adam(LEARNING_RATE), problem.loss, problem.params)
+    assert last(full) < 0.85 * full[:3].mean()
+    tx = optax_mp.mixed_precision(optax.adam(LEARNING_RATE), param_dtype=POLICY)
+    params = POLICY.cast_to_param(problem.params)
+    losses = trained(problem, tx, amp_of_float32(problem.loss), params)
+    assert last(losses) == pytest.approx(last(full), rel=0.01)
