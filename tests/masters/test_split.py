@@ -672,7 +672,8 @@ def test_a_missing_gradient_leaves_param_and_remainder_alone():
     params = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
     tx = mixed(optax.sgd(1e-3))
     state = tx.init(params)
-    updates, after = tx.update({"a": None, "b": jnp.ones(3)}, state, params)
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match=r"\['a'\] is None"):
+        updates, after = tx.update({"a": None, "b": jnp.ones(3)}, state, params)
     assert updates["a"] is None
     assert same_bits(after.master_params["a"], state.master_params["a"])
     assert not same_bits(after.master_params["b"], state.master_params["b"])

@@ -275,16 +275,17 @@ AROUND = {
     "both": lambda tx: optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(tx)),
 }
 
+# Made in the tests: while a link exists, other tests would look for its mark.
 FORMS = {
-    "mixed_precision": MASTERS,
-    "dynamic_loss_scale": SCALED,
-    "static_loss_scale": optax_mp.static_loss_scale(ADAM),
-    "stochastic_rounding": optax_mp.stochastic_rounding(ADAM),
-    "low_bit_state": optax_mp.low_bit_state(ADAM),
-    "zero1": optax_mp.zero1(MASTERS, jax.make_mesh((1,), ("data",)), "data"),
-    "Split(16)": SPLIT,
-    "Split(8)": optax_mp.mixed_precision(ADAM, storage=optax_mp.Split(8)),
-    "a link": optax.chain(optax_mp.dynamic_loss_scale(), MASTERS),
+    "mixed_precision": lambda: MASTERS,
+    "dynamic_loss_scale": lambda: SCALED,
+    "static_loss_scale": lambda: optax_mp.static_loss_scale(ADAM),
+    "stochastic_rounding": lambda: optax_mp.stochastic_rounding(ADAM),
+    "low_bit_state": lambda: optax_mp.low_bit_state(ADAM),
+    "zero1": lambda: optax_mp.zero1(MASTERS, jax.make_mesh((1,), ("data",)), "data"),
+    "Split(16)": lambda: SPLIT,
+    "Split(8)": lambda: optax_mp.mixed_precision(ADAM, storage=optax_mp.Split(8)),
+    "a link": lambda: optax.chain(optax_mp.dynamic_loss_scale(), MASTERS),
 }
 BY_DEFAULT = {"mixed_precision", "dynamic_loss_scale"}
 FORM = mostly_slow("form", FORMS, lambda form: form in BY_DEFAULT)
@@ -293,7 +294,7 @@ FORM = mostly_slow("form", FORMS, lambda form: form in BY_DEFAULT)
 @FORM
 @pytest.mark.parametrize("given", ["state", "optimizer"])
 def test_init_refuses_what_is_not_params(form, given):
-    tx = FORMS[form]
+    tx = FORMS[form]()
     params = {"state": STATE, "optimizer": MASTERS}[given]
     message = "`params` is a (MixedPrec|Gradient).*, expected the params of a model"
     with pytest.raises(TypeError, match=message):
@@ -307,7 +308,7 @@ ORDERS = ["params, grads, state", "state, grads, params", "grads, params, state"
 @FORM
 @pytest.mark.parametrize("order", ORDERS)
 def test_update_names_a_state_in_another_place(form, order, jitted):
-    tx = FORMS[form]
+    tx = FORMS[form]()
     given = {"params": PARAMS, "grads": GRADS, "state": tx.init(PARAMS)}
     args = [given[name] for name in order.split(", ")]
     message = "`state` is a dict of .*call `tx.update.grads, state, params|inner state"
@@ -320,7 +321,7 @@ def test_update_names_a_state_in_another_place(form, order, jitted):
 @JITTED
 @mostly_slow("form", sorted(FORMS.keys() - {"low_bit_state"}), BY_DEFAULT.__contains__)
 def test_update_without_params_says_so(form, jitted):
-    tx = optax.with_extra_args_support(FORMS[form])
+    tx = optax.with_extra_args_support(FORMS[form]())
     if form == "static_loss_scale":
         tx.update(GRADS, tx.init(PARAMS))  # adam needs none
         return
@@ -350,7 +351,7 @@ def test_update_names_a_gradient_that_is_none_of_the_param(form, spoil, jitted):
         "one number": (GRADS | {"b": jnp.ones((), BF16)}, at_b + r"\w+\[\], expected"),
         "integers": (GRADS | {"b": jnp.ones(4, int)}, at_b + r"int32\[4\], expected a"),
     }[spoil]
-    tx = FORMS[form]
+    tx = FORMS[form]()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "mixed_prec.* is None|stochastic.* is None")
         with pytest.raises((TypeError, ValueError), match=message):
@@ -484,7 +485,7 @@ by_hand = optax_mp.DynamicLossScale(8.0)
 RIGHT = {
     "a dynamic scale": (loss, SCALED.init(HALF), HALF),
     "a static scale": (loss, optax_mp.static_loss_scale(MASTERS).init(HALF), HALF),
-    "a link": (loss, FORMS["a link"].init(HALF), HALF),
+    "a link": (loss, FORMS["a link"]().init(HALF), HALF),
     "by a value": (lambda p, x: by_hand.scale(loss(p, x)), STATE, HALF),
     "by no scale": (lambda p, x: optax_mp.NoOpLossScale().scale(loss(p, x)), (), HALF),
     "by another state": (
@@ -518,7 +519,7 @@ def test_no_warning_where_a_jit_inside_scales_the_loss():
 FLOAT16 = {
     "mixed_precision": MASTERS,
     "Split(16)": SPLIT,
-    "stochastic_rounding": FORMS["stochastic_rounding"],
+    "stochastic_rounding": FORMS["stochastic_rounding"](),
     "in a chain": optax.chain(optax.clip(1.0), MASTERS),
 }
 
