@@ -217,6 +217,7 @@ def test_a_few_leaves_of_each_kind_are_named_and_the_others_counted():
     ]
 
 
+@pytest.mark.slow
 def test_the_fix_in_the_message_works():
     """Restore in the old form, then convert: the run goes on with the same masters."""
     params, state = train("full copy", *start_of("full copy"), range(4))

@@ -364,6 +364,7 @@ def test_signs_are_not_taken_from_a_made_up_loss():
     assert set(codes_of(tx)) == {None, "int8"}
 
 
+@pytest.mark.slow
 def test_optimizers_that_need_a_loss_are_traced_with_one():
     params = example()
     for name in ("momo_adam", "sophia", "lbfgs"):

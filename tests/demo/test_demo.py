@@ -180,6 +180,7 @@ def screen(chunks):
     return [parts[-1].rstrip() for parts in redrawn], list(itertools.chain(*redrawn))
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_of_figures_for_each_run(printed, report):
     lines = printed.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("run "))
@@ -198,6 +199,7 @@ def test_the_table_has_a_row_of_figures_for_each_run(printed, report):
         assert skipped == str(run["skipped_steps"]).replace("None", "-")
 
 
+@pytest.mark.slow
 def test_the_output_ends_with_the_verdict_and_the_path_of_the_picture(
     printed, report, picture_file
 ):
@@ -207,6 +209,7 @@ def test_the_output_ends_with_the_verdict_and_the_path_of_the_picture(
     assert said == report["verdict"]
 
 
+@pytest.mark.slow
 def test_in_a_pipe_progress_is_plain_lines_within_80_columns(printed):
     assert "2/6 bf16 naive: step 30/30, loss " in printed
     assert "5/6 f16 naive: step 25/30, loss nan: stopped\n" in printed
@@ -215,6 +218,7 @@ def test_in_a_pipe_progress_is_plain_lines_within_80_columns(printed):
     assert max(map(len, lines)) < 80
 
 
+@pytest.mark.slow
 def test_in_a_terminal_each_run_redraws_one_line(arguments, replayed, monkeypatch):
     with terminal() as (stream, chunks):
         monkeypatch.setattr(sys, "stdout", stream)
@@ -231,6 +235,7 @@ def test_in_a_terminal_each_run_redraws_one_line(arguments, replayed, monkeypatc
     assert bars[5].endswith("scale 2^16  skipped 0")
 
 
+@pytest.mark.slow
 def test_with_json_the_progress_of_a_real_run_is_in_the_terminal(terminal_of_report):
     shown, redrawn = terminal_of_report
     assert max(map(len, redrawn[:-3])) < 80
@@ -269,6 +274,7 @@ def test_plain_progress_is_ten_lines_a_run():
     assert lines[0] == "1/2 one: step 300/3000, loss 1.000"
 
 
+@pytest.mark.slow
 def test_json_has_the_settings_and_finite_figures_of_each_run(report, picture_file):
     assert set(report) == {
         "settings", "backend", "device", "versions", "picture", "runs", "verdict"
@@ -289,6 +295,7 @@ def test_json_has_the_settings_and_finite_figures_of_each_run(report, picture_fi
     assert report["verdict"].startswith("Against float32 (")
 
 
+@pytest.mark.slow
 def test_json_has_the_curves(report):
     for run in report["runs"]:
         curve = run["curve"]
@@ -301,6 +308,7 @@ def test_json_has_the_curves(report):
             assert curve["loss_scales"] == [2.0**16] * 3
 
 
+@pytest.mark.slow
 def test_the_picture_is_well_formed_and_needs_nothing_else(report, picture_file):
     page = picture_file.read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>")
@@ -311,6 +319,7 @@ def test_the_picture_is_well_formed_and_needs_nothing_else(report, picture_file)
     assert report["verdict"] in words
 
 
+@pytest.mark.slow
 def test_the_picture_has_the_table_and_the_curve_of_each_run(report, picture_file):
     root = ElementTree.fromstring(picture_file.read_text(encoding="utf-8"))
     rows = [[cell.text for cell in row] for row in root.findall(".//tbody/tr")]
@@ -385,6 +394,7 @@ def test_ticks_are_round_and_cover_the_values(values, ticks):
     assert axis.low <= min(values) and max(values) < 1.001 * axis.high + 1e-9
 
 
+@pytest.mark.slow
 def test_bytes_a_weight_are_those_of_params_moments_and_masters(report):
     measured = {run["name"]: run["bytes_per_weight"] for run in report["runs"]}
     # Two moments each; the rest are the step counters.
@@ -424,6 +434,7 @@ def test_bytes_a_weight_of_the_forms_at_true_size(dtype, storage, expected):
     )
 
 
+@pytest.mark.slow
 def test_the_seed_alone_decides_the_loss(text_file, report):
     corpus = demo.text.make_corpus(demo.text.read_text(text_file), TINY.context)
 
@@ -585,6 +596,7 @@ def test_bad_options_end_before_training(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_the_picture_is_written_beside_by_default_or_not_at_all(
     replayed, arguments, tmp_path, monkeypatch
 ):

@@ -16,8 +16,6 @@ BY_DEFAULT = {
     "params_are_gathered_in_their_own_dtype",
     "leaves_that_do_not_divide_are_handled",
     "params_that_lie_otherwise_than_said_are_an_error",
-    "a_run_goes_on_with_and_without_and_on_other_devices",
-    "a_range_report_sends_its_counts_alone",
     "range_reports_of_ranks_add_up",
 }
 ADAMW = optax.adamw(1e-2)

@@ -103,7 +103,7 @@ def assert_negative_zero(updates):
         )
         if dtype == "float16" or name in DISTINCT
     ],
-    lambda name, build, dtype: dtype == "float16" and name == "adafactor",
+    lambda name, build, dtype: dtype == "float16" and name == "adamw",
 )
 def test_a_run_with_bad_steps_is_bitwise_the_run_without_them(name, build, dtype):
     if build is linked_masters and name in PER_EXAMPLE:
@@ -683,7 +683,12 @@ def test_a_transformation_is_a_pytree_that_can_be_rebuilt(build):
 
 def test_four_devices():
     """shard_map and sharded arrays: see four_devices.py for each claim."""
-    run_checks("four_devices", 4, CHECKS)
+    run_checks("four_devices", 4, CHECKS[:4])
+
+
+@pytest.mark.slow
+def test_four_devices_at_length():
+    run_checks("four_devices", 4, CHECKS[4:])
 
 
 # Training, diagnosis, errors.

@@ -84,7 +84,7 @@ INSIDE = {
 }
 
 
-@mostly_slow("nesting", INSIDE, lambda nesting: nesting == "MultiSteps")
+@mostly_slow("nesting", INSIDE, lambda nesting: nesting == "masked")
 def test_wrappers_inside_move_split_masters_as_they_move_float32(nesting):
     bare, _, bare_state = run(INSIDE[nesting](), "float32", masters=False)
     tx = optax_mp.mixed_precision(INSIDE[nesting](), storage=SPLIT)
@@ -268,6 +268,7 @@ def test_partition_outside_gives_masters_to_one_group_only():
     assert masters["scale"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_line_search_runs_on_masters():
     target = jnp.array([1.001, -2.003, 0.507])
 

@@ -125,6 +125,7 @@ def test_16_bits_are_lossless_for_all_floats():
     assert_lossless(ALL)
 
 
+@pytest.mark.slow
 def test_8_bits_keep_24_at_the_edges_of_every_exponent():
     assert_within_24_bits(edges()[1::2])
 

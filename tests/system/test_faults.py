@@ -27,7 +27,7 @@ COUNT = LOW_COUNT + 3  # and a float32 leaf
 
 SHORT, LONG = 5 * CHUNK, 50 * CHUNK
 # In the default run, short: each dtype, rule, form and place of the loss scale once.
-BY_DEFAULT = {"float16, adamw", "bfloat16, split", "MultiSteps inside", "a link"}
+BY_DEFAULT = {"float16, adamw", "a link"}
 
 
 def as_tree(flat, dtype=jnp.float32):
