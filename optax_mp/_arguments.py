@@ -10,6 +10,7 @@ from optax_mp._states import find_owners, holds_state
 from optax_mp._tree import PyTree, is_array, is_floating, summarize
 from optax_mp._warnings import warn
 
+_LEAST_TREE = 2
 _UPDATE = "`tx.update(grads, state, params)`"
 
 
@@ -30,7 +31,9 @@ def check_opt_state(opt_state: Any, caller: str) -> None:
             "scale that is a value is for `optax_mp.dynamic_scale_value_and_grad`."
         )
     is_number = isinstance(opt_state, Number) and not is_array(opt_state)
-    if callable(opt_state) or isinstance(opt_state, str) or is_number:
+    # A callable may hold a state, as an Equinox module does.
+    is_function = callable(opt_state) and jax.tree_util.all_leaves([opt_state])
+    if is_function or isinstance(opt_state, str) or is_number:
         raise TypeError(
             f"{given}, expected an optimizer state; pass what `tx.init(params)` "
             "returned."
@@ -39,7 +42,8 @@ def check_opt_state(opt_state: Any, caller: str) -> None:
 
 def warn_unless_state(opt_state: Any, caller: str) -> None:
     """Warn if nothing in `opt_state` looks like the state of an optimizer."""
-    if not may_be_state(opt_state, ()):
+    has_fields = any(map(_is_named_tuple, _nodes(opt_state)))
+    if not (has_fields or may_be_state(opt_state, ())):
         warn(
             f"{caller}: `opt_state` is {summarize(opt_state)}, in which nothing looks "
             "like an optimizer state, and no loss scale is found; pass what "
@@ -71,6 +75,9 @@ def are_swapped(opt_state: Any, params: Any) -> bool:
         return not holds_state(opt_state)
     # Neither holds a class called `...State`, as when the state is a dict. Such a state
     # contains trees like the params, and the params contain no tree like the state.
+    # One array may be anything, such as a step count or a key.
+    if len(list(filter(is_array, jax.tree.leaves(opt_state)))) < _LEAST_TREE:
+        return False
     return has_trees_like(opt_state, params) and not has_trees_like(params, opt_state)
 
 
@@ -127,3 +134,12 @@ def is_optax_state(tree: Any) -> bool:
         return all(map(is_optax_state, tree))
     package = type(tree).__module__.partition(".")[0]
     return package in ("optax", "optax_mp") and holds_state(tree)
+
+
+def _nodes(tree: PyTree) -> list[Any]:
+    """Return the leaves of a tree, and its NamedTuples."""
+    return jax.tree.leaves(tree, is_leaf=_is_named_tuple)
+
+
+def _is_named_tuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")

@@ -144,6 +144,8 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 def saturating_cast(x: Any, dtype: DTypeLike) -> jax.Array:
     """Cast to `dtype`; finite values out of its range become its largest one."""
     x = jnp.asarray(x)
+    # The largest float16 is no bfloat16.
+    x = x.astype(at_least_float32(x.dtype))
     if jnp.finfo(dtype).nexp < jnp.finfo(x.dtype).nexp or bits(dtype) < bits(x.dtype):
         x = saturate(x, dtype)
     return x.astype(dtype)

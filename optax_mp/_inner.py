@@ -101,6 +101,8 @@ def check_gradients(params: PyTree, grads: PyTree, caller: str) -> None:
     leaves = Leaves.of(params, caller=caller, name="`params`")
     found = leaves.match(grads, "the gradients")
     for path, param, grad in zip(leaves.paths, leaves.values, found, strict=True):
+        # Python numbers are params, too, as under `jit`.
+        param = jnp.asarray(param) if isinstance(param, float | complex) else param
         check_gradient(path, param, grad, caller)
 
 
@@ -155,6 +157,10 @@ def check_update(
         )
 
 
+# What fails where trees or shapes do not fit. Another error is the rule's own.
+_ERRORS_OF_TREES = (TypeError, ValueError, AttributeError, KeyError, IndexError)
+
+
 @contextmanager
 def explain_failure(
     inner: optax.GradientTransformation,
@@ -177,6 +183,9 @@ def explain_failure(
         problem = _find_none(grads, params, caller)
         problem = problem or _difference_to_own(inner, state, params, caller)
         if problem is None:
+            raise
+        if not isinstance(error, _ERRORS_OF_TREES):
+            error.add_note(problem)
             raise
         raise ValueError(problem) from error
 

@@ -35,11 +35,13 @@ _WRAPPERS = {
 
 def check_nesting(opt_state: PyTree, caller: str) -> None:
     """Raise or warn if `opt_state` is that of transforms in an order that fails."""
-    for path, _ in find_states(opt_state, _SCALE):
+    for path, scale in find_states(opt_state, _SCALE):
+        # One with an optimizer inside may be beside the masters, as of another model.
+        is_link = type(scale.inner_state).__name__ == "EmptyState"
         for at, node, key in _ancestors(opt_state, path):
             where = f"{caller}: opt_state{keystr(at)} is of"
             _check_wrapper(type(node).__name__, where)
-            before = node[: key.idx] if _is_chain(node) else ()
+            before = node[: key.idx] if is_link and _is_chain(node) else ()
             if any(map(_ends_in_masters, before)):
                 raise ValueError(
                     f"{where} a chain with a loss scale after `mixed_precision`, which "
@@ -72,14 +74,16 @@ def _warn_if_followed(opt_state: PyTree, path: Path, caller: str) -> None:
     for at, node, key in _ancestors(opt_state, path):
         is_link = _is_chain(node) and _ends_in_masters(node[key.idx])
         later = list(node[key.idx + 1 :]) if is_link else []
-        names = [type(link).__name__ for link in later if holds_state(link)]
+        # A tuple is the state of another chain, maybe of another model.
+        links = [link for link in later if not _is_chain(link)]
+        names = [type(link).__name__ for link in links if holds_state(link)]
         if names and not any(find_states(link, _MASTERS) for link in later):
             warn(
                 f"{caller}: opt_state{keystr(at)} is of a chain in which "
-                f"`mixed_precision` is followed by a transform (its state is a "
-                f"{names[0]}). What that changes, such as a weight decay that it adds, "
-                "the next step undoes, because params follow the masters. Put the "
-                "chain inside: `optax_mp.mixed_precision(optax.chain(...))`."
+                "`mixed_precision` is followed by a transform (its state: "
+                f"{names[0]}). If that changes the updates, as weight decay does, the "
+                "next step undoes it, because params follow the masters: put the chain "
+                "inside, as `optax_mp.mixed_precision(optax.chain(...))`."
             )
             return
 

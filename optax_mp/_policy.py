@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import check_available, floating_dtype, saturating_cast
+from optax_mp._leaves import is_absent
 from optax_mp._tree import PyTree, cast_floating, is_floating, slash_path
 from optax_mp._warnings import warn
 
@@ -149,21 +149,21 @@ def warn_unmatched_patterns(
     Args:
         policy: the policy.
         params: the params of a model. Nothing is known of a group of them, in which
-            `optax.MaskedNode` stands for the others, nor of a single array.
+            None or `optax.MaskedNode` stands for the others, nor of a single array.
         caller: the public function that the user called.
         at_least_one: warn only if no pattern matches, as for what may be a part of a
             model.
     """
     if callable(policy.keep_f32) or is_floating(params):
         return
-    leaves = tree_leaves_with_path(params, is_leaf=_is_masked)
+    leaves = tree_leaves_with_path(params, is_leaf=is_absent)
     paths = [slash_path(path) for path, leaf in leaves if is_floating(leaf)]
     unmatched = [
         pattern
         for pattern in policy.keep_f32
         if not any(_matches(path, pattern) for path in paths)
     ]
-    is_part = any(_is_masked(leaf) for _, leaf in leaves)
+    is_part = any(is_absent(leaf) for _, leaf in leaves)
     matches_some = at_least_one and len(unmatched) < len(policy.keep_f32)
     if not unmatched or not paths or is_part or matches_some:
         return
@@ -184,10 +184,6 @@ def _nearest(pattern: str, paths: list[str]) -> list[str]:
         return max(SequenceMatcher(None, wanted, x.lower()).ratio() for x in parts)
 
     return sorted(paths, key=likeness, reverse=True)[:3]
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -4,7 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.tree_util import GetAttrKey, SequenceKey, tree_flatten_with_path
+from jax.tree_util import (
+    GetAttrKey,
+    SequenceKey,
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves_with_path,
+)
 
 from optax_mp._tree import PyTree
 
@@ -14,6 +20,8 @@ Kind = type | tuple[type, ...] | str
 _INNER_STATE = GetAttrKey("inner_state")
 # Below this field of `MixedPrecisionState` each param may have a small pytree.
 _MASTERS = GetAttrKey("master_params")
+# Fields that only states of this package have.
+_OWN_FIELDS = frozenset({"master_params", "hysteresis_left"})
 # The fields of `Quantized`, which stores one array as low-bit codes and their scales.
 _CODES_AND_SCALES = (GetAttrKey("codes"),), (GetAttrKey("scales"),)
 
@@ -170,6 +178,28 @@ def holds_state(tree: PyTree) -> bool:
         return hasattr(node, "_fields") and any(x.endswith("State") for x in names)
 
     return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+
+
+def check_classes(opt_state: PyTree, caller: str) -> None:
+    """Raise if a state of ours has lost its class, so that it would not be found.
+
+    So it is if a checkpoint is restored without a template, and for Flax's `nnx.state`
+    of an optimizer.
+    """
+    for path, _ in tree_leaves_with_path(opt_state):
+        names = {keystr((key,), simple=True) for key in path}
+        fields = sorted(names & _OWN_FIELDS)
+        if fields and not any(map(_is_own_field, path)):
+            raise ValueError(
+                f"{caller}: `opt_state` has {fields[0]!r} in a "
+                f"{type(opt_state).__name__}, expected the states as the optimizer "
+                "made them; restore the checkpoint into `tx.init(params)`, and pass an "
+                "`nnx.Optimizer` itself."
+            )
+
+
+def _is_own_field(key: Any) -> bool:
+    return isinstance(key, GetAttrKey) and key.name in _OWN_FIELDS
 
 
 def _is_of(kind: Kind) -> Callable[[Any], bool]:

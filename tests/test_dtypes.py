@@ -175,3 +175,9 @@ def test_integers_are_no_floating_dtype():
 
 def test_half_is_the_dtype_of_the_backend():
     assert floating_dtype("half", "here") == optax_mp.half_dtype() == jnp.bfloat16
+
+
+def test_a_cast_from_bfloat16_to_float16_saturates():
+    x = jnp.array([7e4, -7e4, jnp.inf, 1.0], jnp.bfloat16)
+    expected = [65504.0, -65504.0, np.inf, 1.0]
+    assert saturating_cast(x, jnp.float16).tolist() == expected

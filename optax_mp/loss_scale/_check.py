@@ -166,8 +166,8 @@ def _warn_if_never_scaled(state: LossScaleState) -> None:
     # on. Without the scale none does, and the scale only grows.
     if state.scale >= _SUSPICIOUS_SCALE and state.total_skipped_count == 0:
         warn(
-            f"check_loss_scale: the loss scale has grown to {state.scale:g}, and no "
-            "step was ever skipped, so gradients are probably not scaled. They are "
+            f"check_loss_scale: the loss scale is {state.scale:g}, and no step "
+            "was ever skipped, so gradients are probably not scaled. They are "
             "divided by the scale all the same: take them with "
             "`optax_mp.value_and_grad(loss)(opt_state, params, ...)`, or of "
             "`optax_mp.scale_loss(loss, opt_state)`. If nothing is computed in "

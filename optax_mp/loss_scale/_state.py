@@ -11,7 +11,7 @@ from optax_mp._arguments import check_opt_state, warn_unless_state
 from optax_mp._first_edition import raise_missing_field
 from optax_mp._nesting import check_nesting
 from optax_mp._nnx import plain_state
-from optax_mp._states import find_states
+from optax_mp._states import check_classes, find_states
 
 
 class LossScaleState(NamedTuple):
@@ -97,4 +97,7 @@ def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
             "expected one, because a loss is multiplied by one scale; put a single "
             "dynamic_loss_scale around the whole optimizer."
         )
-    return found[0][1] if found else None
+    if not found:
+        check_classes(opt_state, caller)
+        return None
+    return found[0][1]

@@ -12,7 +12,7 @@ from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import Leaves, expand_absent, is_absent
 from optax_mp._nesting import check_nesting
 from optax_mp._nnx import plain_trees
-from optax_mp._states import find_states, map_states
+from optax_mp._states import check_classes, find_states, map_states
 from optax_mp._tree import describe, is_floating, spell
 from optax_mp.masters._state import MixedPrecisionState, storage_of
 from optax_mp.masters.storage import Storage
@@ -55,6 +55,7 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     check_nesting(opt_state, caller)
     found = find_states(opt_state, MixedPrecisionState)
     if not found:
+        check_classes(opt_state, caller)
         return jax.tree.map(_widen, params)
     leaves = Leaves.of(params, caller=caller, name="`params`")
     result = list(leaves.values)

@@ -10,12 +10,14 @@ import optax
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
 from optax_mp._nnx import plain_state
-from optax_mp._states import Path, find_states
+from optax_mp._states import Path, check_classes, find_states
 from optax_mp._tree import PyTree, is_array
 from optax_mp.loss_scale._state import LossScaleState
 
 # Fields in which optax's states, and ours, count the steps of an optimizer.
 _STEP_COUNTS = ("count", "step_count", "gradient_step")
+# States whose counts start anew, or at 1.
+_OTHER_COUNTS = (optax.contrib.ReduceLROnPlateauState, optax.contrib.ScheduleFreeState)
 
 
 def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -67,6 +69,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     opt_state = plain_state(opt_state)
     found = find_states(opt_state, LossScaleState)
     if not found:
+        check_classes(opt_state, "metrics")
         return _of_steps(opt_state)
     if len(found) == 1:
         return _of_loss_scale(found[0][1]) | _of_steps(opt_state)
@@ -89,9 +92,20 @@ def _of_loss_scale(state: LossScaleState) -> dict[str, jax.Array]:
 
 
 def _of_steps(state: PyTree) -> dict[str, jax.Array]:
-    leaves = tree_leaves_with_path(state)
+    leaves = _leaves_of_counters(state)
     counts = [leaf for path, leaf in leaves if _counts_steps(path, leaf)]
     return {"step_count": reduce(jnp.maximum, counts)} if counts else {}
+
+
+def _leaves_of_counters(state: PyTree) -> list[tuple[Path, Any]]:
+    """Return leaves with their paths, without the own counts of some states."""
+    others = {
+        (*path, GetAttrKey(name))
+        for path, _ in find_states(state, _OTHER_COUNTS)
+        for name in _STEP_COUNTS
+    }
+    leaves = tree_leaves_with_path(state)
+    return [(path, leaf) for path, leaf in leaves if path not in others]
 
 
 def _counts_steps(path: Path, leaf: Any) -> bool:

@@ -133,3 +133,10 @@ def test_states_of_two_models_are_told_apart_by_their_names():
 def test_metrics_add_no_equation_to_a_step():
     jaxpr = jax.make_jaxpr(optax_mp.metrics)(scaler().init(PARAMS))
     assert not jaxpr.eqns
+
+
+def test_counts_that_do_not_count_steps_are_left_out():
+    plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    assert optax_mp.metrics(plateau.init(jnp.ones(2))) == {}
+    schedule_free = optax.contrib.schedule_free(optax.adam(0.1), 0.1)
+    assert optax_mp.metrics(schedule_free.init(jnp.ones(2))) == {"step_count": 0}

@@ -765,7 +765,7 @@ def trained(scaled, steps):
 @pytest.mark.filterwarnings("error")
 def test_check_loss_scale_warns_of_gradients_that_were_never_scaled():
     message = (
-        "^check_loss_scale: the loss scale has grown to 1.67772e.07, and no step was "
+        "^check_loss_scale: the loss scale is 1.67772e.07, and no step was "
         r"ever skipped, .*not scaled.*value_and_grad\(loss\)\(opt_state, params, "
     )
     never_scaled = trained(scaled=False, steps=8)
@@ -791,3 +791,63 @@ def test_adam_does_not_see_that_gradients_were_never_scaled():
         tx.update(factor * grads, tx.init(params), params)[0] for factor in (2.0**16, 1)
     )
     np.testing.assert_allclose(never, scaled, rtol=0.07)
+
+
+# States that are right, and look like a mistake; and that look right, and are not.
+
+
+@pytest.mark.parametrize("read", [
+    lambda state: optax_mp.master_params(state, PARAMS), optax_mp.metrics,
+    optax_mp.loss_scale, lambda state: GRADIENT(state, PARAMS, X),
+])  # fmt: skip
+def test_a_state_that_lost_its_classes_is_an_error(read):
+    """As a checkpoint that is restored without a template: masters were not found."""
+    saved = flax_like(SCALED.init(PARAMS))
+    with pytest.raises(ValueError, match="restore the checkpoint into `tx.init.params"):
+        read(saved)
+
+
+def flax_like(state):
+    """Return a state as dicts alone."""
+    if hasattr(state, "_asdict"):
+        return {name: flax_like(each) for name, each in state._asdict().items()}
+    if isinstance(state, tuple):
+        return {str(i): flax_like(each) for i, each in enumerate(state)}
+    return state
+
+
+def test_states_of_two_models_are_no_chain():
+    both = MASTERS.init(PARAMS), optax_mp.static_loss_scale(ADAM, 8.0).init(PARAMS)
+    assert optax_mp.loss_scale(both) == 8
+    beside = MASTERS.init(PARAMS), optax.chain(optax.trace(0.9)).init(PARAMS)
+    optax_mp.master_params(beside, PARAMS)
+
+
+@pytest.mark.parametrize("state", [jnp.int32(0), {"scale": jnp.ones(())}])
+def test_a_state_of_one_array_is_not_taken_for_params(state):
+    params = {"norm": {"scale": jnp.ones((), BF16)}, "w": jnp.ones(3, BF16)}
+    assert optax_mp.master_params(state, params)["w"].dtype == jnp.float32
+
+
+def test_numbers_may_be_params():
+    tx = optax_mp.static_loss_scale(optax.sgd(0.5), 2.0)
+    params = {"w": 1.0}
+    updates, _ = tx.update({"w": jnp.float32(2)}, tx.init(params), params)
+    assert updates["w"] == -0.5
+
+
+def test_an_error_of_the_rule_itself_stays_as_it_is():
+    class Own(Exception):
+        pass
+
+    def update(updates, state, params=None):
+        raise Own("mine")
+
+    tx = optax_mp.mixed_precision(optax.GradientTransformation(ADAM.init, update))
+    with pytest.warns(Warned, match="is None"), pytest.raises(Own, match="mine"):
+        tx.update(GRADS | {"b": None}, tx.init(PARAMS), PARAMS)
+
+
+def test_patterns_may_match_other_parts_of_a_model():
+    policy = optax_mp.get_policy("p=bf16", keep_f32=("*norm*",))
+    policy.cast_to_param({"w": jnp.ones(3), "norm": None})
