@@ -819,7 +819,7 @@ def flax_like(state):
 def test_states_of_two_models_are_no_chain():
     both = MASTERS.init(PARAMS), optax_mp.static_loss_scale(ADAM, 8.0).init(PARAMS)
     assert optax_mp.loss_scale(both) == 8
-    beside = MASTERS.init(PARAMS), optax.chain(optax.trace(0.9)).init(PARAMS)
+    beside = MASTERS.init(PARAMS), optax.adam(0.1).init(PARAMS)
     optax_mp.master_params(beside, PARAMS)
 
 
