@@ -74,8 +74,8 @@ def _warn_if_followed(opt_state: PyTree, path: Path, caller: str) -> None:
     for at, node, key in _ancestors(opt_state, path):
         is_link = _is_chain(node) and _ends_in_masters(node[key.idx])
         later = list(node[key.idx + 1 :]) if is_link else []
-        # A tuple is the state of another chain, maybe of another model.
-        links = [link for link in later if not _is_chain(link)]
+        # A whole optimizer is that of another model.
+        links = [x for x in later if not _is_chain(x) and type(x).__name__ != _SCALE]
         names = [type(link).__name__ for link in links if holds_state(link)]
         if names and not any(find_states(link, _MASTERS) for link in later):
             warn(
