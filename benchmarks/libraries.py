@@ -6,7 +6,7 @@
 
 Each model is a small one with random weights and inputs, and its loss is run as it is
 written, under `optax_mp.amp`. A share is that of the FLOPs of matrix products and
-convolutions with 16-bit operands, in a loss alone and with its gradient; the body of a
+convolutions with 16-bit results, in a loss alone and with its gradient; the body of a
 while loop counts once, and products that a solver asks for in full precision count as
 float32. Errors are relative, those of the gradient by norm, against float32, compiled
 without XLA's excess precision. In float16 the loss is scaled. A library that is not
@@ -14,10 +14,11 @@ installed is left out, with a note.
 """
 
 import argparse
+import math
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -32,11 +33,41 @@ import optax_mp
 HALVES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 # A loss scale that overflows is made smaller, as `dynamic_loss_scale` does.
 LOSS_SCALES = {"bf16": (1.0,), "f16": (1024.0, 32.0, 1.0)}
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
+
+
+def products(jaxpr: Any, runs: int = 1) -> Iterator[tuple[str, float]]:
+    """Yield the dtype and the FLOPs of each product, those in inner jaxprs, too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in PRODUCTS:
+            yield equation.outvars[0].aval.dtype.name, runs * flops(equation)
+        repeats = equation.params.get("length", 1)  # of a scan
+        for param in equation.params.values():
+            for inner in param if isinstance(param, tuple | list) else (param,):
+                inner = getattr(inner, "jaxpr", inner)  # closed or open
+                if hasattr(inner, "eqns"):
+                    yield from products(inner, runs * repeats)
+
+
+def flops(equation: Any) -> float:
+    """Return the FLOPs of a product in one run."""
+    left, right = (math.prod(atom.aval.shape) for atom in equation.invars[:2])
+    out = math.prod(equation.outvars[0].aval.shape)
+    params, shapes = equation.params, [atom.aval.shape for atom in equation.invars]
+    if equation.primitive.name == "conv_general_dilated":
+        return 2 * out * right / shapes[1][params["dimension_numbers"].rhs_spec[0]]
+    if equation.primitive.name == "ragged_dot":
+        return 2 * left * shapes[1][-1]
+    (contracted, _), _ = params["dimension_numbers"]
+    return 2 * out * math.prod(shapes[0][axis] for axis in contracted)
 
 
 def low_share(fun: Callable[..., Any], *args: Any) -> float:
-    """Return the share of products' FLOPs with 16-bit operands."""
-    return optax_mp.precision_report(fun, *args, argnums=()).low_share
+    """Return the share of products' FLOPs with 16-bit results."""
+    found = list(products(jax.make_jaxpr(fun)(*args).jaxpr))
+    total = sum(cost for _, cost in found)
+    low = sum(cost for dtype, cost in found if dtype in ("bfloat16", "float16"))
+    return low / total if total else math.nan
 
 
 def exactly(fun: Callable[..., Any], *args: Any) -> Any:
