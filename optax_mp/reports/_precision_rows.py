@@ -69,7 +69,8 @@ class PrecisionProduct:
             `line` calls, or `""`.
         causes: if it is float32 or wider, what makes it so, the most telling first.
         kept_by: `""` if `amp` would run it low, or does not need to; otherwise why it
-            does not: `"precision"`, `"scope"`, or `"parameters"`.
+            does not: `"precision"`, `"scope"`, `"parameters"`; `"inputs"`, for complex
+            operands; or `"rule"`, for a sparse product.
 
     Example:
         >>> import jax.numpy as jnp

@@ -27,7 +27,13 @@ _KEPT = {
     "where 16 bits suffice",
     "scope": "`amp_stop` keeps {} in float32",
     "parameters": "their parameters keep {} in float32, also under `amp`",
+    "inputs": "`amp` leaves {} as written, as an operand is neither float32 nor "
+    "bfloat16: cast it, if it need not be complex, or of another width",
+    "rule": "`amp` has no 16-bit form of {}, such as of a sparse product: cast the "
+    "operands yourself where 16 bits suffice",
 }
+# For a reason that is not among these.
+_KEPT_ANYHOW = "`amp` leaves {} as written"
 
 
 def shares_of(products: Iterable[PrecisionProduct]) -> dict[str, float]:
@@ -137,7 +143,7 @@ def advice_of(products: Products) -> list[str]:
         remedy = _REMEDIES[kind]
         lines.append(f"or, for {_count(group)}: {shown} {are} float32; {remedy}")
     for reason, group in _group([x for x in wide if x.kept_by], lambda x: x.kept_by):
-        lines.append(_KEPT[reason].format(_count(group)))
+        lines.append(_KEPT.get(reason, _KEPT_ANYHOW).format(_count(group)))
     return lines
 
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 from any_shard_map import shard_map
 from jax import lax
+from jax.experimental.sparse import BCOO
 from jax.sharding import Mesh, PartitionSpec
 
 import optax_mp
@@ -288,6 +289,34 @@ def test_what_amp_leaves_alone_is_said():
         "`precision=`",
         "`amp_stop`",
     }
+
+
+def complex_product(w, x):
+    return jnp.abs(x @ w).sum()
+
+
+def sparse_product(x):
+    return BCOO.fromdense(jnp.eye(8), nse=8) @ x
+
+
+C = jax.ShapeDtypeStruct((8, 8), jnp.complex64)
+
+
+@pytest.mark.parametrize(
+    ("fun", "args", "reason", "words"),
+    [
+        (complex_product, (C, C), "inputs", "neither float32 nor bfloat16"),
+        (sparse_product, (F,), "rule", "has no 16-bit form of 1 product"),
+    ],
+)
+def test_what_amp_cannot_run_low_is_said(fun, args, reason, words):
+    report = precision_report(fun, *args, argnums=())
+    assert [each.kept_by for each in report.products] == [reason]
+    (advice,) = report.advice()
+    assert words in advice and advice in str(report)
+    other = dataclasses.replace(report.products[0], kept_by="a new reason")
+    report = dataclasses.replace(report, products=(other,))
+    assert report.advice() == ["`amp` leaves 1 product as written"]
 
 
 # What it says
