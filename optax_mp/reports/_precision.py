@@ -62,8 +62,13 @@ class PrecisionReport:
 
     @property
     def low_share(self) -> float:
-        """The share of FLOPs in products narrower than float32; 1 without products."""
-        total = sum(each.flops for each in self.products)
+        """The share of floating products' FLOPs that are narrower than float32.
+
+        Products of integers do not count, neither as wide nor as low; `shares` has
+        them. It is 1 without floating products.
+        """
+        floating = [each for each in self.products if each.is_floating]
+        total = sum(each.flops for each in floating)
         wide = sum(each.flops for each in self.wide_products)
         return 1 - wide / total if total else 1.0
 

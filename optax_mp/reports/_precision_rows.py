@@ -96,5 +96,10 @@ class PrecisionProduct:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it is float32 or wider."""
+        """Whether it is float32 or wider, or complex; products of integers are not."""
         return is_wide(jnp.dtype(self.dtype))
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether it is of floating or complex numbers, not of integers."""
+        return jnp.issubdtype(self.dtype, jnp.inexact)
