@@ -118,8 +118,9 @@ def precision_report(
         *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`s; what is no array
             is passed on as it is.
         argnums: the arguments to differentiate, by position, as in `jax.grad`; `()` for
-            the forward pass alone. By default the first with floating arrays, unless
-            `fun` computes a gradient itself. Outputs are differentiated with respect to
+            the forward pass alone. By default the first with floating arrays; or none,
+            if `fun` computes a gradient itself and returns more than one number, as a
+            training step does. Outputs are differentiated with respect to
             it: of a tuple that begins with a scalar, as `(loss, aux)` does, this
             scalar; otherwise all floating ones.
         **kwargs: its keyword arguments.

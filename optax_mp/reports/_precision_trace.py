@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,22 +98,21 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any, argnums: Argnums) -> 
     ]
     if not at:
         return _trace_forward(call)
+    if argnums is None:
+        forward = _trace_forward(call)
+        if _computes_gradient(call, forward, at):
+            return forward
     try:
-        traced = _trace_both(call, at)
+        return _trace_both(call, at)
     except Exception as error:
         # If it is the function that does not trace, this raises what JAX says of that.
-        forward = _trace_forward(call)
-        if argnums is None and _computes_gradient(call, forward, at):
-            return forward
+        _trace_forward(call)
         names = ", ".join(call.name_of(each) for each in chosen)
         error.add_note(
             "precision_report: raised while differentiating `fun` with respect to "
             f"{names}; for the forward pass alone give argnums=()."
         )
         raise
-    if argnums is None and _computes_gradient(call, traced, at):
-        return _trace_forward(call)
-    return traced
 
 
 def _trace_forward(call: _Call) -> Trace:
@@ -180,16 +178,15 @@ def _trace_both(call: _Call, at: list[int]) -> Trace:
 def _computes_gradient(call: _Call, traced: Trace, at: list[int]) -> bool:
     """Return whether a function is a training step, or returns gradients.
 
-    Such a function has a backward pass inside, and returns arrays like those that would
-    be differentiated.
+    Such a function has a backward pass inside. So has a loss of a gradient, but it
+    returns one number, which is no gradient unless that is of one number, too.
     """
-    returned = Counter(
-        (aval.shape, aval.dtype)
-        for aval in traced.forward.out_avals[: traced.output_count]
-    )
-    leaves = [x for _, x in call.inputs()]
-    given = Counter((tuple(leaves[i].shape), leaves[i].dtype) for i in at)
-    return given <= returned and has_backward_pass(traced.forward)
+    if not has_backward_pass(traced.forward):
+        return False
+    inputs = call.inputs()
+    given = [inputs[i][1].shape for i in at]
+    returned = [aval.shape for aval in traced.forward.out_avals]
+    return returned != [()] or given == [()]
 
 
 def _arrays(outputs: Any) -> list[tuple[_Path, Any]]:

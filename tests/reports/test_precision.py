@@ -1,6 +1,7 @@
 """precision_report: how often products run, the backward pass, and what it says."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -203,6 +204,52 @@ def test_a_training_step_is_not_differentiated_again(wrap):
     assert report.kept_bytes == {}
     gradient = precision_report(wrap(jax.value_and_grad(loss_of)), F, F)
     assert sorted(products(gradient)) == expected
+
+
+def of_the_second(x, w):
+    return jax.value_and_grad(loss_of, argnums=0)(w, x)
+
+
+def of_the_batch_first(x, w):
+    return w - jax.grad(loss_of)(w, x)
+
+
+def cast_gradients(w, x):
+    grads = jax.grad(loss_of)(w, x)
+    return grads.astype(jnp.float32)
+
+
+def of_a_number(w):
+    return loss_of(w * jnp.ones((8, 8)), jnp.ones((8, 8)))
+
+
+def of_a_part(params, x):
+    return params["w"] - jax.grad(loss_of)(params["w"], x)
+
+
+@pytest.mark.parametrize(
+    ("fun", "args"),
+    [
+        (of_the_second, (F, F)),
+        (of_the_batch_first, (jax.ShapeDtypeStruct((4, 8), jnp.float32), F)),
+        (cast_gradients, (X, X)),
+        (of_a_part, ({"w": F, "frozen": S}, F)),
+        (jax.grad(of_a_number), (jnp.float32(2),)),
+    ],
+)
+def test_whatever_computes_a_gradient_is_not_differentiated_again(fun, args):
+    traced = []
+
+    @functools.wraps(fun)
+    def noted(*args):
+        traced.append(args)
+        return fun(*args)
+
+    report = precision_report(noted, *args)
+    assert report == precision_report(fun, *args, argnums=())
+    assert len(traced) == 1
+    again = precision_report(fun, *args, argnums=0)
+    assert len(again.products) > len(report.products)
 
 
 def test_a_loss_that_holds_a_gradient_is_differentiated():
