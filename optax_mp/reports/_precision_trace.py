@@ -12,6 +12,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from optax_mp._jax._jaxpr import ClosedJaxpr, trace_jaxpr
 from optax_mp._jax._traced import is_dynamic
 from optax_mp._tree import describe, is_inexact
+from optax_mp.amp._changes import pure_call
 from optax_mp.reports._precision_walk import has_backward_pass
 
 Argnums = int | Sequence[int] | None
@@ -64,12 +65,16 @@ class _Call:
         """Return paths and values of the arrays."""
         return [(path, leaf) for path, leaf in self.leaves if _is_input(leaf)]
 
-    def run(self, arrays: Sequence[Any]) -> Any:
-        """Return what the function returns for these arrays."""
+    def run(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
+        """Return what the function returns for these arrays, and what it changes.
+
+        A Flax NNX module changes in place: a training step may return nothing at all.
+        """
         rest = iter(arrays)
         filled = [next(rest) if _is_input(x) else x for _, x in self.leaves]
         args, kwargs = self.treedef.unflatten(filled)
-        return self.fun(*args, **kwargs)
+        call = pure_call(self.fun, args, kwargs)
+        return call.fun(*call.args)
 
     def spell(self, path: _Path) -> str:
         """Return a path as one would write it, such as `params['w']`."""
@@ -146,11 +151,12 @@ def _trace_both(call: _Call, at: list[int]) -> Trace:
             filled = list(inputs)
             for i, x in zip(at, some, strict=True):
                 filled[i] = x
-            outputs = call.run(filled)
+            outputs, changes = call.run(filled)
             found = _arrays(outputs)
             differentiated = _differentiated(outputs, found)
             gradient_paths = [keystr(path) for path, _ in differentiated]
-            return [x for _, x in differentiated], [x for _, x in found]
+            returned = [*found, *_arrays(changes)]
+            return [x for _, x in differentiated], [x for _, x in returned]
 
         graded, pull, outputs = jax.vjp(of_some, [inputs[i] for i in at], has_aux=True)
         # The function that jax.vjp returns is a pytree of the arrays that it keeps.

@@ -252,6 +252,39 @@ def test_whatever_computes_a_gradient_is_not_differentiated_again(fun, args):
     assert len(again.products) > len(report.products)
 
 
+@pytest.mark.parametrize("returns", ["nothing", "loss"])
+def test_a_step_that_updates_in_place_is_reported(returns):
+    nnx = pytest.importorskip("flax.nnx")
+
+    def loss_of_model(model, x):
+        return jnp.sum(jnp.tanh(model(x)) ** 2)
+
+    def step(model, x):
+        loss, grads = nnx.value_and_grad(loss_of_model)(model, x)
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda w, g: w - g, params, grads))
+        return loss if returns == "loss" else None
+
+    model = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+    before = model.kernel[...]
+    report = precision_report(step, model, F)
+    assert products(report) == [FORWARD, BACKWARD]
+    assert report == precision_report(step, model, F, argnums=())
+    assert model.kernel[...] is before
+
+
+def test_a_loss_that_changes_a_module_is_differentiated():
+    nnx = pytest.importorskip("flax.nnx")
+
+    def loss(layers, x):
+        linear, norm = layers
+        return jnp.sum(norm(linear(x)) ** 2)  # `norm` has new statistics.
+
+    rngs = nnx.Rngs(0)
+    layers = nnx.Linear(8, 8, use_bias=False, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+    assert products(precision_report(loss, layers, F)) == [FORWARD, BACKWARD]
+
+
 def test_a_loss_that_holds_a_gradient_is_differentiated():
     def loss(w, x):
         return jnp.sum(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x) ** 2)
