@@ -419,6 +419,28 @@ def test_the_table_names_lines_causes_and_what_to_change():
     assert "for 3 products: params['norm'] is float32; pass it" in advice
 
 
+def test_all_that_is_float32_by_itself_is_named():
+    def advice(fun, *args):
+        first, *others = precision_report(fun, *args, argnums=()).advice()
+        assert first.startswith("wrap")
+        return others
+
+    (both,) = advice(lambda w, x: x @ w, F, F)
+    assert both.startswith(
+        "or, for 1 product: x and w are float32; pass both in bfloat"
+    )
+    constant = jnp.ones((8, 8))
+    (mixed,) = advice(lambda x: x @ constant, F)
+    assert "x is float32; pass it in" in mixed
+    assert "; and a constant, float32[8,8] is float32; make it in" in mixed
+    five = [F] * 5
+    (many,) = advice(lambda *args: [x @ x for x in args], *five)
+    assert "args[*] is float32; pass it" in many
+    # What follows from one of them needs no remedy of its own.
+    (cause,) = advice(lambda w, x: (x.astype(w.dtype) * np.float32(2)) @ w, F, X)
+    assert "w is float32" in cause
+
+
 def test_one_line_sums_it_up():
     assert precision_report(mixed_loss, MIXED, X).summary() == (
         "FLOPs of products: 60% in float32, 40% in bfloat16; 3 of 5 products are "
