@@ -131,19 +131,20 @@ def _outputs(
             # Which branch runs counts as much as what it computes.
             outputs = [_first([x, *result.decisions]) for x in result.outputs]
         else:
-            outputs = [_result(equation, action, given)] * len(equation.outvars)
+            outputs = [
+                _result(equation, action, given, var) for var in equation.outvars
+            ]
         known.update(zip(equation.outvars, outputs, strict=True))
     return list(map(read, jaxpr.outvars))
 
 
 def _result(
-    equation: Equation, action: Action, given: Sequence[Dependence]
+    equation: Equation, action: Action, given: Sequence[Dependence], output: Any
 ) -> Dependence:
-    """Return what the outputs of an equation without regions depend on."""
-    if equation.primitive.name not in COMPARISONS and not any(
-        map(_is_float, equation.outvars)
-    ):
-        # Neither an argmax nor `is_finite` is a test against a tolerance.
+    """Return what an output of an equation without regions depends on."""
+    if equation.primitive.name not in COMPARISONS and not _is_float(output):
+        # Neither an argmax, the order of a sort, nor `is_finite` is a test against a
+        # tolerance.
         pairs = zip(given, equation.invars, strict=True)
         given = [x for x, atom in pairs if not _is_float(atom)]
     found = _first(given)

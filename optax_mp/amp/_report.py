@@ -109,9 +109,9 @@ class AmpReport:
 
     def _warn_of_cost(self, found: NarrowRules, above: float) -> None:
         """Warn of rules that take more out of 16 bits than what errs more."""
-        if not self.low_share or (found.kept and not found.innocent):
-            return
         total = sum(each.flops for each in self.operations)
+        if not total or not self.low_share or (found.kept and not found.innocent):
+            return
         wide = [
             f"{name!r} stands for {erring} that err more and {count} that do not"
             for name, (erring, count) in found.innocent.items()

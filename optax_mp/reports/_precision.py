@@ -62,8 +62,13 @@ class PrecisionReport:
 
     @property
     def low_share(self) -> float:
-        """The share of FLOPs in products narrower than float32; 1 without products."""
-        total = sum(each.flops for each in self.products)
+        """The share of floating products' FLOPs that are narrower than float32.
+
+        Products of integers do not count, neither as wide nor as low; `shares` has
+        them. It is 1 without floating products.
+        """
+        floating = [each for each in self.products if each.is_floating]
+        total = sum(each.flops for each in floating)
         wide = sum(each.flops for each in self.wide_products)
         return 1 - wide / total if total else 1.0
 
@@ -113,8 +118,9 @@ def precision_report(
         *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`s; what is no array
             is passed on as it is.
         argnums: the arguments to differentiate, by position, as in `jax.grad`; `()` for
-            the forward pass alone. By default the first with floating arrays, unless
-            `fun` computes a gradient itself. Outputs are differentiated with respect to
+            the forward pass alone. By default the first with floating arrays; or none,
+            if `fun` computes a gradient itself and returns more than one number, as a
+            training step does. Outputs are differentiated with respect to
             it: of a tuple that begins with a scalar, as `(loss, aux)` does, this
             scalar; otherwise all floating ones.
         **kwargs: its keyword arguments.

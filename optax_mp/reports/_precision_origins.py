@@ -57,8 +57,12 @@ KINDS = (
 
 
 def sort_origins(origins: Origins) -> list[Origin]:
-    """Return origins with the most telling first; of several such, the nearest."""
-    return sorted(origins, key=lambda x: (x.is_effect, KINDS.index(x.kind)))
+    """Return causes with the most telling first; of several such, the nearest.
+
+    Effects are left out, unless there is nothing else.
+    """
+    causes = [x for x in origins if not x.is_effect] or origins
+    return sorted(causes, key=lambda x: KINDS.index(x.kind))
 
 
 class Value(NamedTuple):

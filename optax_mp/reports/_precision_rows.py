@@ -69,7 +69,8 @@ class PrecisionProduct:
             `line` calls, or `""`.
         causes: if it is float32 or wider, what makes it so, the most telling first.
         kept_by: `""` if `amp` would run it low, or does not need to; otherwise why it
-            does not: `"precision"`, `"scope"`, or `"parameters"`.
+            does not: `"precision"`, `"scope"`, `"parameters"`; `"inputs"`, for complex
+            operands; or `"rule"`, for a sparse product.
 
     Example:
         >>> import jax.numpy as jnp
@@ -95,5 +96,10 @@ class PrecisionProduct:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it is float32 or wider."""
+        """Whether it is float32 or wider, or complex; products of integers are not."""
         return is_wide(jnp.dtype(self.dtype))
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether it is of floating or complex numbers, not of integers."""
+        return jnp.issubdtype(self.dtype, jnp.inexact)

@@ -1,6 +1,7 @@
 """A precision report in words: a table, one line, and what to change."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,10 +13,10 @@ Products = Sequence[PrecisionProduct]
 _MOST_ROWS, _MOST_CAUSES, _CAUSE_WIDTH = 12, 4, 56
 
 _REMEDIES = {
-    "argument": "pass it in bfloat16, cast back what is computed with it, or set the "
-    "`dtype` of its layer",
-    "constant": "make it in the dtype of what it meets",
-    "operation": "make it in the dtype of what it meets (`dtype=x.dtype`)",
+    "argument": "pass {it} in bfloat16, cast back what is computed with {it}, or set "
+    "the `dtype` of the layer",
+    "constant": "make {it} in the dtype of the other values",
+    "operation": "make {it} in the dtype of the other values (`dtype=x.dtype`)",
     "cast": "leave out the cast, or cast back before the product",
     "result": "leave out `preferred_element_type`, or cast the result back",
     "literal": "write a Python number, which takes the dtype of what it meets",
@@ -27,7 +28,13 @@ _KEPT = {
     "where 16 bits suffice",
     "scope": "`amp_stop` keeps {} in float32",
     "parameters": "their parameters keep {} in float32, also under `amp`",
+    "inputs": "`amp` leaves {} as written, as an operand is neither float32 nor "
+    "bfloat16: cast it, if it need not be complex, or of another width",
+    "rule": "`amp` has no 16-bit form of {}, such as of a sparse product: cast the "
+    "operands yourself where 16 bits suffice",
 }
+# For a reason that is not among these.
+_KEPT_ANYHOW = "`amp` leaves {} as written"
 
 
 def shares_of(products: Iterable[PrecisionProduct]) -> dict[str, float]:
@@ -128,17 +135,39 @@ def advice_of(products: Products) -> list[str]:
             f"{which} {_count(wide)} in bfloat16, whatever made them float32"
         )
     caused = [each for each in free if each.causes]
-    for kind, group in _group(caused, lambda each: each.causes[0].kind):
-        names = _causes(group)
-        shown = ", ".join(names[:_MOST_CAUSES])
-        if len(names) > _MOST_CAUSES:
-            shown += f" and {len(names) - _MOST_CAUSES} more"
-        are = "is" if len(names) == 1 else "are"
-        remedy = _REMEDIES[kind]
-        lines.append(f"or, for {_count(group)}: {shown} {are} float32; {remedy}")
+    for kinds, group in _group(caused, _kinds):
+        remedies = "; and ".join(_remedy(kind, group) for kind in kinds)
+        lines.append(f"or, for {_count(group)}: {remedies}")
     for reason, group in _group([x for x in wide if x.kept_by], lambda x: x.kept_by):
-        lines.append(_KEPT[reason].format(_count(group)))
+        lines.append(_KEPT.get(reason, _KEPT_ANYHOW).format(_count(group)))
     return lines
+
+
+def _kinds(product: PrecisionProduct) -> tuple[str, ...]:
+    """Return the kinds of causes of a product, each of which needs a remedy."""
+    return tuple(dict.fromkeys(cause.kind for cause in product.causes))
+
+
+def _remedy(kind: str, products: Products) -> str:
+    """Return what to do with all causes of a kind: each alone makes float32."""
+    exact: dict[str, set[str]] = {}
+    flops: Counter[str] = Counter()
+    for product in products:
+        for name in [str(x) for x in product.causes if x.kind == kind]:
+            exact.setdefault(_pattern(name), set()).add(name)
+            flops[_pattern(name)] += product.flops
+    names = [
+        next(iter(exact[pattern])) if len(exact[pattern]) == 1 else pattern
+        for pattern, _ in flops.most_common()
+    ]
+    if len(names) == 1:
+        (name,) = names
+        return f"{name} is float32; {_REMEDIES[kind].format(it='it')}"
+    left_out = len(names) - _MOST_CAUSES
+    shown = names[:_MOST_CAUSES] + ([f"{left_out} more"] if left_out > 0 else [])
+    listed = f"{', '.join(shown[:-1])} and {shown[-1]}"
+    both = "both" if len(names) == 2 else "them all"
+    return f"{listed} are float32; {_REMEDIES[kind].format(it=both)}"
 
 
 def _causes(products: Products) -> list[str]:

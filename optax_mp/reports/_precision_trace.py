@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from optax_mp._jax._jaxpr import ClosedJaxpr, trace_jaxpr
 from optax_mp._jax._traced import is_dynamic
 from optax_mp._tree import describe, is_inexact
+from optax_mp.amp._changes import pure_call
 from optax_mp.reports._precision_walk import has_backward_pass
 
 Argnums = int | Sequence[int] | None
@@ -65,12 +65,16 @@ class _Call:
         """Return paths and values of the arrays."""
         return [(path, leaf) for path, leaf in self.leaves if _is_input(leaf)]
 
-    def run(self, arrays: Sequence[Any]) -> Any:
-        """Return what the function returns for these arrays."""
+    def run(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
+        """Return what the function returns for these arrays, and what it changes.
+
+        A Flax NNX module changes in place: a training step may return nothing at all.
+        """
         rest = iter(arrays)
         filled = [next(rest) if _is_input(x) else x for _, x in self.leaves]
         args, kwargs = self.treedef.unflatten(filled)
-        return self.fun(*args, **kwargs)
+        call = pure_call(self.fun, args, kwargs)
+        return call.fun(*call.args)
 
     def spell(self, path: _Path) -> str:
         """Return a path as one would write it, such as `params['w']`."""
@@ -99,22 +103,21 @@ def trace(fun: Callable[..., Any], args: Any, kwargs: Any, argnums: Argnums) -> 
     ]
     if not at:
         return _trace_forward(call)
+    if argnums is None:
+        forward = _trace_forward(call)
+        if _computes_gradient(call, forward, at):
+            return forward
     try:
-        traced = _trace_both(call, at)
+        return _trace_both(call, at)
     except Exception as error:
         # If it is the function that does not trace, this raises what JAX says of that.
-        forward = _trace_forward(call)
-        if argnums is None and _computes_gradient(call, forward, at):
-            return forward
+        _trace_forward(call)
         names = ", ".join(call.name_of(each) for each in chosen)
         error.add_note(
             "precision_report: raised while differentiating `fun` with respect to "
             f"{names}; for the forward pass alone give argnums=()."
         )
         raise
-    if argnums is None and _computes_gradient(call, traced, at):
-        return _trace_forward(call)
-    return traced
 
 
 def _trace_forward(call: _Call) -> Trace:
@@ -148,11 +151,12 @@ def _trace_both(call: _Call, at: list[int]) -> Trace:
             filled = list(inputs)
             for i, x in zip(at, some, strict=True):
                 filled[i] = x
-            outputs = call.run(filled)
+            outputs, changes = call.run(filled)
             found = _arrays(outputs)
             differentiated = _differentiated(outputs, found)
             gradient_paths = [keystr(path) for path, _ in differentiated]
-            return [x for _, x in differentiated], [x for _, x in found]
+            returned = [*found, *_arrays(changes)]
+            return [x for _, x in differentiated], [x for _, x in returned]
 
         graded, pull, outputs = jax.vjp(of_some, [inputs[i] for i in at], has_aux=True)
         # The function that jax.vjp returns is a pytree of the arrays that it keeps.
@@ -180,16 +184,15 @@ def _trace_both(call: _Call, at: list[int]) -> Trace:
 def _computes_gradient(call: _Call, traced: Trace, at: list[int]) -> bool:
     """Return whether a function is a training step, or returns gradients.
 
-    Such a function has a backward pass inside, and returns arrays like those that would
-    be differentiated.
+    Such a function has a backward pass inside. So has a loss of a gradient, but it
+    returns one number, which is no gradient unless that is of one number, too.
     """
-    returned = Counter(
-        (aval.shape, aval.dtype)
-        for aval in traced.forward.out_avals[: traced.output_count]
-    )
-    leaves = [x for _, x in call.inputs()]
-    given = Counter((tuple(leaves[i].shape), leaves[i].dtype) for i in at)
-    return given <= returned and has_backward_pass(traced.forward)
+    if not has_backward_pass(traced.forward):
+        return False
+    inputs = call.inputs()
+    given = [inputs[i][1].shape for i in at]
+    returned = [aval.shape for aval in traced.forward.out_avals]
+    return returned != [()] or given == [()]
 
 
 def _arrays(outputs: Any) -> list[tuple[_Path, Any]]:

@@ -152,6 +152,24 @@ def decoded(w):
     return lax.while_loop(go_on, step, (jnp.int32(0), w[0], 0))
 
 
+def beam(w, best=lambda y: lax.top_k(y, 3)[1]):
+    """Go on until the best token ends a text."""
+
+    def step(carry):
+        time, token, y = carry
+        y = jnp.tanh(w @ y)
+        return time + 1, best(y[:, 0])[0], y
+
+    def go_on(carry):
+        return (carry[0] < 4) & (carry[1] != 0)
+
+    return lax.while_loop(go_on, step, (0, jnp.int32(1), w))
+
+
+def sorted_beam(w):
+    return beam(w, lambda y: lax.sort((y, jnp.arange(4, dtype=jnp.int32)))[1])
+
+
 def drawn(w):
     """Go on until a draw is accepted, which depends on no draw before."""
 
@@ -186,8 +204,8 @@ def from_low(w):
 
 @mostly_slow(
     "fun",
-    [counted, clocked, decoded, drawn, kept_finite, from_low],
-    lambda fun: fun in (clocked, decoded),
+    [counted, clocked, decoded, beam, sorted_beam, drawn, kept_finite, from_low],
+    lambda fun: fun in (clocked, decoded, beam, sorted_beam),
 )
 def test_other_loops_raise_no_warning(fun):
     with warnings.catch_warnings():

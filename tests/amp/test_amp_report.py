@@ -350,6 +350,11 @@ def test_the_fix_that_the_warning_names_works():
     assert dtypes_of_products(amp(named, rules=rules), ws, X) == ["bf16", "f32", "bf16"]
 
 
+def test_rules_of_a_function_without_products_cost_nothing():
+    for fun in (lambda x: x, jnp.sin):
+        assert set(amp_report(fun, X).rules(above=0)) >= set(default_amp_rules)
+
+
 def test_the_share_counts_the_iterations_of_a_scan():
     def fun(x, w):
         exact = jnp.dot(x, w, precision="highest")

@@ -1,6 +1,7 @@
 """precision_report: how often products run, the backward pass, and what it says."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -10,6 +11,7 @@ import optax
 import pytest
 from any_shard_map import shard_map
 from jax import lax
+from jax.experimental.sparse import BCOO
 from jax.sharding import Mesh, PartitionSpec
 
 import optax_mp
@@ -204,6 +206,85 @@ def test_a_training_step_is_not_differentiated_again(wrap):
     assert sorted(products(gradient)) == expected
 
 
+def of_the_second(x, w):
+    return jax.value_and_grad(loss_of, argnums=0)(w, x)
+
+
+def of_the_batch_first(x, w):
+    return w - jax.grad(loss_of)(w, x)
+
+
+def cast_gradients(w, x):
+    grads = jax.grad(loss_of)(w, x)
+    return grads.astype(jnp.float32)
+
+
+def of_a_number(w):
+    return loss_of(w * jnp.ones((8, 8)), jnp.ones((8, 8)))
+
+
+def of_a_part(params, x):
+    return params["w"] - jax.grad(loss_of)(params["w"], x)
+
+
+@pytest.mark.parametrize(
+    ("fun", "args"),
+    [
+        (of_the_second, (F, F)),
+        (of_the_batch_first, (jax.ShapeDtypeStruct((4, 8), jnp.float32), F)),
+        (cast_gradients, (X, X)),
+        (of_a_part, ({"w": F, "frozen": S}, F)),
+        (jax.grad(of_a_number), (jnp.float32(2),)),
+    ],
+)
+def test_whatever_computes_a_gradient_is_not_differentiated_again(fun, args):
+    traced = []
+
+    @functools.wraps(fun)
+    def noted(*args):
+        traced.append(args)
+        return fun(*args)
+
+    report = precision_report(noted, *args)
+    assert report == precision_report(fun, *args, argnums=())
+    assert len(traced) == 1
+    again = precision_report(fun, *args, argnums=0)
+    assert len(again.products) > len(report.products)
+
+
+@pytest.mark.parametrize("returns", ["nothing", "loss"])
+def test_a_step_that_updates_in_place_is_reported(returns):
+    nnx = pytest.importorskip("flax.nnx")
+
+    def loss_of_model(model, x):
+        return jnp.sum(jnp.tanh(model(x)) ** 2)
+
+    def step(model, x):
+        loss, grads = nnx.value_and_grad(loss_of_model)(model, x)
+        params = nnx.state(model, nnx.Param)
+        nnx.update(model, jax.tree.map(lambda w, g: w - g, params, grads))
+        return loss if returns == "loss" else None
+
+    model = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+    before = model.kernel[...]
+    report = precision_report(step, model, F)
+    assert products(report) == [FORWARD, BACKWARD]
+    assert report == precision_report(step, model, F, argnums=())
+    assert model.kernel[...] is before
+
+
+def test_a_loss_that_changes_a_module_is_differentiated():
+    nnx = pytest.importorskip("flax.nnx")
+
+    def loss(layers, x):
+        linear, norm = layers
+        return jnp.sum(norm(linear(x)) ** 2)  # `norm` has new statistics.
+
+    rngs = nnx.Rngs(0)
+    layers = nnx.Linear(8, 8, use_bias=False, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+    assert products(precision_report(loss, layers, F)) == [FORWARD, BACKWARD]
+
+
 def test_a_loss_that_holds_a_gradient_is_differentiated():
     def loss(w, x):
         return jnp.sum(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x) ** 2)
@@ -290,6 +371,34 @@ def test_what_amp_leaves_alone_is_said():
     }
 
 
+def complex_product(w, x):
+    return jnp.abs(x @ w).sum()
+
+
+def sparse_product(x):
+    return BCOO.fromdense(jnp.eye(8), nse=8) @ x
+
+
+C = jax.ShapeDtypeStruct((8, 8), jnp.complex64)
+
+
+@pytest.mark.parametrize(
+    ("fun", "args", "reason", "words"),
+    [
+        (complex_product, (C, C), "inputs", "neither float32 nor bfloat16"),
+        (sparse_product, (F,), "rule", "has no 16-bit form of 1 product"),
+    ],
+)
+def test_what_amp_cannot_run_low_is_said(fun, args, reason, words):
+    report = precision_report(fun, *args, argnums=())
+    assert [each.kept_by for each in report.products] == [reason]
+    (advice,) = report.advice()
+    assert words in advice and advice in str(report)
+    other = dataclasses.replace(report.products[0], kept_by="a new reason")
+    report = dataclasses.replace(report, products=(other,))
+    assert report.advice() == ["`amp` leaves 1 product as written"]
+
+
 # What it says
 
 
@@ -308,6 +417,28 @@ def test_the_table_names_lines_causes_and_what_to_change():
     )
     assert "`optax_mp.amp(fun)` runs all 3 products in bfloat16" in advice
     assert "for 3 products: params['norm'] is float32; pass it" in advice
+
+
+def test_all_that_is_float32_by_itself_is_named():
+    def advice(fun, *args):
+        first, *others = precision_report(fun, *args, argnums=()).advice()
+        assert first.startswith("wrap")
+        return others
+
+    (both,) = advice(lambda w, x: x @ w, F, F)
+    assert both.startswith(
+        "or, for 1 product: x and w are float32; pass both in bfloat"
+    )
+    constant = jnp.ones((8, 8))
+    (mixed,) = advice(lambda x: x @ constant, F)
+    assert "x is float32; pass it in" in mixed
+    assert "; and a constant, float32[8,8] is float32; make it in" in mixed
+    five = [F] * 5
+    (many,) = advice(lambda *args: [x @ x for x in args], *five)
+    assert "args[*] is float32; pass it" in many
+    # What follows from one of them needs no remedy of its own.
+    (cause,) = advice(lambda w, x: (x.astype(w.dtype) * np.float32(2)) @ w, F, X)
+    assert "w is float32" in cause
 
 
 def test_one_line_sums_it_up():

@@ -151,6 +151,21 @@ def test_a_float32_result_of_16_bit_operands_counts_as_16_bits():
     assert product.causes == ()
 
 
+def test_integers_are_neither_wide_nor_low():
+    def fun(n, x, y):
+        return n @ n, x @ x, y @ y
+
+    n, x, y = (jnp.ones((4, 4), dtype) for dtype in ("int32", "bfloat16", "float32"))
+    report = precision_report(fun, n, x, y, argnums=())
+    assert report.shares() == pytest.approx(
+        {"int32": 1 / 3, "bfloat16": 1 / 3, "float32": 1 / 3}
+    )
+    assert [each.is_wide for each in report.products] == [False, False, True]
+    assert [each.is_floating for each in report.products] == [False, True, True]
+    assert report.low_share == pytest.approx(1 / 2)
+    assert precision_report(jnp.matmul, n, n).low_share == 1
+
+
 def test_float64_is_wide(x64):
     product = only(jnp.dot, np.ones((2, 2)), np.ones((2, 2), np.float32))
     assert product.dtype == "float64" and product.is_wide
