@@ -115,7 +115,7 @@ def precision_report(
 
     Args:
         fun: any function that JAX can trace, such as a loss, or a whole training step.
-        *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`s; what is no array
+        *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`; what is no array
             is passed on as it is.
         argnums: the arguments to differentiate, by position, as in `jax.grad`; `()` for
             the forward pass alone. By default the first with floating arrays; or none,

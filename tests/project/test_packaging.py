@@ -24,7 +24,7 @@ def citation_field(name):
 
 
 def documented_names():
-    directive = r"^\.\. (?:autofunction|autoclass|py:data):: (\w+)$"
+    directive = r"^\.\. (?:autofunction|autoclass|autoexception|py:data):: (\w+)$"
     text = "\n".join(page.read_text() for page in PAGES)
     return re.findall(directive, text, flags=re.MULTILINE)
 
