@@ -36,6 +36,8 @@ def live(directory, steps, kill_at=None):
     )
     resumed = last_step = -1
     for line in process.stdout:
+        if not line.endswith("\n"):
+            break  # The kill cut it off.
         word, number = line.split()
         if word == "resumed":
             resumed = int(number)
