@@ -13,16 +13,16 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 _OPTAX_MP = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
-# Libraries of layers: what a model does is said by the line that calls them.
+# Libraries of layers. The line of the model that calls them tells a reader more.
 _LAYERS = {"e3nn_jax", "equinox", "flax", "haiku", "optax", "penzai"}
 # Their frames stand between a function and its caller.
 _DECORATORS = {"jaxtyping", "beartype", "typeguard", "wrapt"}
-# What a user calls to cast. Any other cast is one that JAX makes by itself.
+# Functions that a user calls to cast. JAX makes all other casts itself.
 _CASTS = {"astype", "asarray", "array", "convert_element_type"}
 
 
 class SourceLines(NamedTuple):
-    """The lines that an equation comes from; `""` for one that is not known.
+    """The lines that an equation comes from; `""` if one is unknown.
 
     Attributes:
         user: the innermost line outside of JAX and of libraries of layers.
@@ -60,14 +60,14 @@ def _package(file: str) -> str | None:
 
 
 def is_promotion(equation: Equation) -> bool:
-    """Return whether JAX or a layer made a cast to promote, without being told to."""
+    """Return whether JAX or a layer made a cast in order to promote its inputs."""
     names = []
     for frame in _frames(equation):
         # Its last part, because later versions of Python give qualified names.
         names.append(frame.function_name.split(".")[-1])
         if "promote" in frame.function_name:
             return True
-        # Not a comprehension, which is in the function that it is about.
+        # A comprehension is a frame of its own inside the function; skip it.
         if not frame.file_name.startswith(_JAX) and names[-1][0] != "<":
             break
     return bool(names) and _CASTS.isdisjoint(names)
@@ -76,7 +76,7 @@ def is_promotion(equation: Equation) -> bool:
 def is_function_of_jax(jaxpr: AnyJaxpr) -> bool:
     """Return whether a jaxpr is of a function in JAX, such as `jnp.einsum`.
 
-    JAX traces it once for all calls, so the lines inside are those of the first.
+    JAX traces it once for all calls, so its lines are those of the first call.
     """
     debug_info = getattr(open_jaxpr(jaxpr)[0], "debug_info", None)
     place = getattr(debug_info, "func_src_info", None) or ""

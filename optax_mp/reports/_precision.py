@@ -37,8 +37,8 @@ class PrecisionReport:
         kept_bytes: the bytes that the forward pass keeps for the backward pass, by
             dtype; not counted are the arguments and constants themselves. XLA may keep
             less, if it fuses operations or computes some again.
-        notes: what to know of the counts: loops, branches, and operations that cannot
-            be looked into.
+        notes: remarks on the counts: loops, branches, and operations whose products
+            are not counted.
 
     Example:
         >>> import jax.numpy as jnp
@@ -108,7 +108,7 @@ def precision_report(
     """Say in which precision a function's matrix products run, and why, before it runs.
 
     JAX promotes: where a 16-bit value meets a float32 one, everything that follows is
-    float32, without a word. The report traces the function and its gradient, with
+    float32, without a warning. The report traces the function and its gradient, with
     `amp` or without, and counts the FLOPs of matrix products and convolutions in each
     dtype. For each product in float32 it names the argument, constant or cast that made
     it so, and says what to change. Nothing is computed, so shapes are enough.
@@ -120,9 +120,9 @@ def precision_report(
         argnums: the arguments to differentiate, by position, as in `jax.grad`; `()` for
             the forward pass alone. By default the first with floating arrays; or none,
             if `fun` computes a gradient itself and returns more than one number, as a
-            training step does. Outputs are differentiated with respect to
-            it: of a tuple that begins with a scalar, as `(loss, aux)` does, this
-            scalar; otherwise all floating ones.
+            training step does. If `fun` returns a tuple that begins with a scalar, such
+            as `(loss, aux)`, only that scalar is differentiated; otherwise all floating
+            outputs are.
         **kwargs: its keyword arguments.
 
     Returns:
@@ -246,13 +246,13 @@ def _kept_bytes(traced: Trace) -> dict[str, int]:
 
 
 def _notes(found: Iterable[FoundProduct], walk: Walk) -> Iterator[str]:
-    """Yield what to know of the counts."""
+    """Yield remarks on the counts."""
     found = list(found)
     in_while = sum(each.is_in_while for each in found)
     if in_while:
         yield (
-            f"products in a `while` loop: {in_while}, counted for one iteration, as "
-            "nothing says how many there are"
+            f"products in a `while` loop: {in_while}, counted for one iteration, "
+            "because their number is unknown"
         )
     uncounted = sum(each.count == 0 for each in found)
     if uncounted:

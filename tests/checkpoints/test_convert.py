@@ -99,7 +99,7 @@ def test_a_converted_run_goes_on(old, new):
     wanted, _ = uninterrupted("float32")
     if old in EXACT and new in EXACT:
         assert as_bits(found) == as_bits(wanted)
-    # A walk of 20 steps of 1e-2 by chance in bfloat16; else codes of 8 bits.
+    # 20 stochastically rounded steps of 1e-2 in bfloat16, or moments in 8 bits.
     bound = 0.1 if "stochastic" in (old, new) else 5e-3
     difference = jax.tree.map(
         lambda a, b: np.abs(np.asarray(a, np.float32) - b).max(), found, wanted

@@ -226,7 +226,7 @@ def test_a_loss_scale_around_skips_all_and_else_changes_nothing():
 
 
 def test_with_low_bit_state_inside_it_trains():
-    """5 bytes a weight without any master: params of 2, moments of 2."""
+    """5 bytes per weight without masters: 2 of the param, the rest of the moments."""
     rng = np.random.default_rng(0)
     inputs = jnp.asarray(rng.standard_normal((128, 16)), jnp.float32)
     targets = inputs @ rng.standard_normal((16, 8)).astype(np.float32)

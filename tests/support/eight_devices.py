@@ -29,7 +29,7 @@ FORMS = {
     "scaled": lambda: optax_mp.dynamic_loss_scale(
         optax_mp.mixed_precision(ADAMW), init_scale=8.0
     ),
-    "by chance": lambda: optax_mp.stochastic_rounding(ADAMW),
+    "stochastic rounding": lambda: optax_mp.stochastic_rounding(ADAMW),
 }
 LAYOUTS = {
     "data": {"w": P(), "v": P(), "b": P()},
