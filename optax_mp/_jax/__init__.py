@@ -1,6 +1,8 @@
 """The only folder that uses more than the public API of JAX.
 
 - `_jaxpr`: read, run and trace jaxprs.
+- `_source`: where an equation is written: scopes and lines.
+- `_products`: matrix products and convolutions, and their FLOPs.
 - `_control_flow`: equations with jaxprs inside. Add support for another one here.
 - `_wiring`: what feeds what in such an equation, and searches along that.
 - `_dependence`: which outputs of a jaxpr depend on its inputs.

@@ -1,12 +1,10 @@
 """Read, run and trace jaxprs.
 
 Together with `_control_flow`, which knows the equations that have jaxprs inside, this
-is where versions of JAX differ; nothing else imports `jax.extend`.
+is where versions of JAX differ.
 """
 
 import contextlib
-import os
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,8 +16,6 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 from jax.extend.core import primitives as _primitives
 
-_HERE = os.path.dirname(os.path.dirname(__file__))
-_JAX = os.path.dirname(jax.__file__)
 AnyJaxpr = Jaxpr | ClosedJaxpr
 Equation = Any  # a JaxprEqn, whose variables JAX types without dtype and shape
 Run = Callable[[Equation, list[Any]], Sequence[Any]]
@@ -61,50 +57,6 @@ def with_dtype(aval: Any, dtype: Any) -> Any:
 def aval_like(x: Any, dtype: Any) -> Any:
     """Return the abstract value of an array at another dtype."""
     return with_dtype(jax.typeof(x), dtype)
-
-
-def scopes(equation: Equation) -> str:
-    """Return the names that `jax.named_scope` gave an equation, as JAX writes them.
-
-    Outermost first, as in `transpose(jvp(layer))/attention`.
-    """
-    stack = equation.source_info.name_stack
-    return str(stack) if stack.stack else ""
-
-
-def is_transposed(equation: Equation) -> bool:
-    """Return whether an equation is of the backward pass of a gradient."""
-    # Not by the text: JAX 0.5 leaves out transformations without a scope inside.
-    parts = equation.source_info.name_stack.stack
-    return any("transpose" in str(getattr(part, "name", part)) for part in parts)
-
-
-def source_line(equation: Equation) -> str:
-    """Return the user's line that an equation comes from, such as `model.py:12`.
-
-    Returns an empty string if there is none.
-    """
-    place = source_info_util.summarize(equation.source_info)
-    if place.startswith(_HERE):
-        return ""  # The nearest caller outside JAX is optax_mp, not the user.
-    # A path, a line, perhaps a column, and a function in brackets.
-    found = re.match(r"(?:.*[/\\])?([^:/\\]+:\d+)", place)
-    return found[1] if found else place
-
-
-def source_lines(equation: Equation) -> tuple[str, ...]:
-    """Return the lines that an equation comes from: the user's, and its callers'.
-
-    Outermost first, and none of JAX, nor from where optax_mp was called.
-    """
-    lines = [source_line(equation)]
-    traceback = equation.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if frame.file_name.startswith(_HERE):
-            break
-        if not frame.file_name.startswith(_JAX):
-            lines.append(f"{os.path.basename(frame.file_name)}:{frame.line_num}")
-    return tuple(reversed(dict.fromkeys(filter(None, lines))))
 
 
 def primitive_names() -> set[str]:

@@ -23,12 +23,16 @@ def is_product(equation: Equation) -> bool:
     return name in PRODUCTS or name in _SPARSE
 
 
+def operand_indices(equation: Equation) -> tuple[int, int]:
+    """Return which two inputs a product multiplies."""
+    # The sparse operand comes as its entries and their places.
+    is_sparse = equation.primitive.name in _SPARSE
+    return (0, len(equation.invars) - 1) if is_sparse else (0, 1)
+
+
 def operands(equation: Equation) -> list[Any]:
     """Return the abstract values that a product multiplies."""
-    if equation.primitive.name in _SPARSE:
-        # Of the sparse one its entries, without their places.
-        return [equation.invars[0].aval, equation.invars[-1].aval]
-    return [atom.aval for atom in equation.invars[:2]]
+    return [equation.invars[i].aval for i in operand_indices(equation)]
 
 
 def flops_of(equation: Equation) -> int:

@@ -1,11 +1,13 @@
-"""Where an equation is written: the user's line, and that of the library it calls."""
+"""Where an equation is written: its scopes and its lines."""
 
 import os
+import re
 import sysconfig
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend import source_info_util
 
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr
 
@@ -21,6 +23,49 @@ _DECORATORS = {"jaxtyping", "beartype", "typeguard", "wrapt"}
 _CASTS = {"astype", "asarray", "array", "convert_element_type"}
 
 
+def scopes(equation: Equation) -> str:
+    """Return the names that `jax.named_scope` gave an equation, as JAX writes them.
+
+    Outermost first, as in `transpose(jvp(layer))/attention`.
+    """
+    stack = equation.source_info.name_stack
+    return str(stack) if stack.stack else ""
+
+
+def is_transposed(equation: Equation) -> bool:
+    """Return whether an equation is of the backward pass of a gradient."""
+    # Not by the text: JAX 0.5 leaves out transformations without a scope inside.
+    parts = equation.source_info.name_stack.stack
+    return any("transpose" in str(getattr(part, "name", part)) for part in parts)
+
+
+def source_line(equation: Equation) -> str:
+    """Return the user's line that an equation comes from, such as `model.py:12`.
+
+    Returns an empty string if there is none.
+    """
+    place = source_info_util.summarize(equation.source_info)
+    if place.startswith(_OPTAX_MP):
+        return ""  # The nearest caller outside JAX is optax_mp, not the user.
+    # A path, a line, perhaps a column, and a function in brackets.
+    found = re.match(r"(?:.*[/\\])?([^:/\\]+:\d+)", place)
+    return found[1] if found else place
+
+
+def calling_lines(equation: Equation) -> tuple[str, ...]:
+    """Return the lines that an equation comes from: the user's, and its callers'.
+
+    Outermost first, and none of JAX, nor from where optax_mp was called.
+    """
+    lines = [source_line(equation)]
+    for frame in _frames(equation):
+        if frame.file_name.startswith(_OPTAX_MP):
+            break
+        if not frame.file_name.startswith(_JAX):
+            lines.append(_line_of(frame))
+    return tuple(reversed(dict.fromkeys(filter(None, lines))))
+
+
 class SourceLines(NamedTuple):
     """The lines that an equation comes from; `""` if one is unknown.
 
@@ -34,13 +79,13 @@ class SourceLines(NamedTuple):
 
 
 def source_lines(equation: Equation) -> SourceLines:
-    """Return the lines that an equation comes from, such as `model.py:12`."""
+    """Return the line of a model that an equation comes from, and a library's."""
     library = ""
     for frame in _frames(equation):
         package = _package(frame.file_name)
         if package is None:
             continue
-        line = f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+        line = _line_of(frame)
         if package not in _LAYERS:
             return SourceLines(line, library)
         library = library or line
@@ -87,3 +132,7 @@ def _frames(equation: Equation) -> Iterator[Any]:
     """Yield the frames of the trace in which an equation was made, innermost first."""
     traceback = equation.source_info.traceback
     yield from traceback.frames if traceback is not None else ()
+
+
+def _line_of(frame: Any) -> str:
+    return f"{os.path.basename(frame.file_name)}:{frame.line_num}"

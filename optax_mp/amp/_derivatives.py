@@ -29,8 +29,8 @@ from optax_mp._jax._jaxpr import (
     bind,
     evaluate,
     open_jaxpr,
-    source_line,
 )
+from optax_mp._jax._source import source_line
 from optax_mp._tree import describe, is_inexact
 from optax_mp.amp._precision import cast
 

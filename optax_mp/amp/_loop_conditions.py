@@ -18,8 +18,8 @@ from optax_mp._jax._jaxpr import (
     is_literal,
     is_shaped,
     open_jaxpr,
-    source_line,
 )
+from optax_mp._jax._source import source_line
 from optax_mp._jax._wiring import ForwardResult, Region
 from optax_mp._warnings import warn
 from optax_mp.amp._plan import Action, Plan

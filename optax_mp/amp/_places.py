@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from optax_mp._jax._jaxpr import Equation, scopes, source_line, source_lines
+from optax_mp._jax._jaxpr import Equation
+from optax_mp._jax._source import calling_lines, scopes, source_line
 
 
 class Place(NamedTuple):
@@ -62,7 +63,7 @@ class Places:
 
     def _rules_at(self, equation: Equation) -> list[tuple[str, Any]]:
         # To read lines takes longer.
-        lines = source_lines(equation) if self._has_lines else ()
+        lines = calling_lines(equation) if self._has_lines else ()
         return self._at_place(Place(_parts(scopes(equation)), lines))
 
     def _look_up(self, place: Place) -> list[tuple[str, Any]]:
@@ -77,7 +78,7 @@ class Places:
 
 def place_of(equation: Equation) -> Place:
     """Return the place of an equation."""
-    return Place(_parts(scopes(equation)), source_lines(equation))
+    return Place(_parts(scopes(equation)), calling_lines(equation))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,7 +93,7 @@ def place_of_name(name: str) -> Place:
 def words_at(equation: Equation) -> Iterator[str]:
     """Yield the names that a rule for the place of an equation could have."""
     yield from _parts(scopes(equation))
-    yield from source_lines(equation)
+    yield from calling_lines(equation)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._jax._jaxpr import is_transposed
+from optax_mp._jax._source import is_transposed
 from optax_mp._table import align_columns
 from optax_mp._warnings import warn
 from optax_mp.amp._changes import pure_call

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from optax_mp._jax._control_flow import wiring_of
-from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr, source_line
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr
 from optax_mp._jax._products import flops_of, is_product
+from optax_mp._jax._source import source_line
 from optax_mp.amp._places import Place, place_of
 from optax_mp.amp._plan import Action, Plan
 from optax_mp.amp._precision import takes_part

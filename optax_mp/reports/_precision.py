@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from optax_mp._jax._jaxpr import is_literal
+from optax_mp._jax._products import operands
 from optax_mp._jax._source import source_lines
 from optax_mp.reports._precision_origins import (
     Origin,
@@ -199,16 +200,14 @@ def _input(kind: str, path: str, var: Any) -> Value:
 
 
 def _row(found: FoundProduct) -> PrecisionProduct:
-    atoms = [
-        atom.aval for atom in (*found.equation.invars[:2], found.equation.outvars[0])
-    ]
+    avals = [*operands(found.equation), found.equation.outvars[0].aval]
     dtype, lines = product_dtype(found.equation), source_lines(found.at)
     rule, why = found.amp_rule
     return PrecisionProduct(
         primitive=found.equation.primitive.name,
         dtype=dtype.name,
-        dtypes=_three(atom.dtype.name for atom in atoms),
-        shapes=_three(tuple(atom.shape) for atom in atoms),
+        dtypes=_three(aval.dtype.name for aval in avals),
+        shapes=_three(tuple(aval.shape) for aval in avals),
         flops=found.flops,
         count=found.count,
         is_backward=found.is_backward,

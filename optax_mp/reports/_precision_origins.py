@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from optax_mp._jax._jaxpr import Equation, is_transposed
+from optax_mp._jax._jaxpr import Equation
 from optax_mp._jax._products import is_product
-from optax_mp._jax._source import SourceLines, is_promotion, source_lines
+from optax_mp._jax._source import SourceLines, is_promotion, is_transposed, source_lines
 from optax_mp.reports._precision_products import is_wide
 
 # More are of no use to a reader. The nearest come first.

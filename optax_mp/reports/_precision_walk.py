@@ -13,12 +13,11 @@ from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
     is_literal,
-    is_transposed,
     jaxprs_within,
     open_jaxpr,
 )
-from optax_mp._jax._products import flops_of, is_product
-from optax_mp._jax._source import is_function_of_jax, source_lines
+from optax_mp._jax._products import flops_of, is_product, operand_indices
+from optax_mp._jax._source import is_function_of_jax, is_transposed, source_lines
 from optax_mp._jax._wiring import Region
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.reports._precision_origins import (
@@ -70,7 +69,7 @@ class FoundProduct:
         origins: what makes its operands float32.
         amp_rule: the rule that amp has for it, and what decided on that.
         count: how often it runs; 0 in a branch with fewer FLOPs than another.
-        is_in_while: whether that is for one iteration, of nobody knows how many.
+        is_in_while: whether that is one iteration of a loop of unknown length.
     """
 
     equation: Equation
@@ -140,7 +139,8 @@ class Walk:
     def _product(
         self, equation: Equation, inputs: Sequence[Value], around: Surroundings
     ) -> FoundProduct:
-        at, operands = around.place_of(equation), inputs[:2]
+        at = around.place_of(equation)
+        operands = [inputs[i] for i in operand_indices(equation)]
         is_backward = around.is_backward or is_transposed(equation)
         origins = meet(operands)
         if origins and any(value.is_gradient for value in operands):

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from optax_mp._jax._jaxpr import bind, evaluate, scopes, source_line
+from optax_mp._jax._jaxpr import bind, evaluate
+from optax_mp._jax._source import scopes, source_line
 
 X = jnp.arange(4.0)
 
