@@ -30,7 +30,9 @@ import optax_mp
 PARAMS = weights(w1=(8, 8), b=(8,), w2=(8, 8))
 X = normal(4, 8)
 W = PARAMS["w1"]
-in_both = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+in_both = pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+)
 
 
 def autocast(fun, dtype="bfloat16"):

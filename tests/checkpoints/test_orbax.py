@@ -136,9 +136,7 @@ def test_metadata_of_the_newer_interface(tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    "checks", [CHECKS[:1], pytest.param(CHECKS[1:], marks=pytest.mark.slow)]
-)
-def test_restored_onto_another_mesh(checks):
+@pytest.mark.slow
+def test_restored_onto_another_mesh():
     """Eight devices: see sharded_restore.py for each claim."""
-    run_checks("sharded_restore", 8, checks)
+    run_checks("sharded_restore", 8, CHECKS)

@@ -382,6 +382,12 @@ def sparse_product(x):
 C = jax.ShapeDtypeStruct((8, 8), jnp.complex64)
 
 
+def test_a_sparse_product_is_of_its_entries_and_the_other_matrix():
+    (product,) = precision_report(sparse_product, F, argnums=()).products
+    assert product.shapes == ((8,), (8, 8), (8, 8))
+    assert product.dtypes == ("float32",) * 3
+
+
 @pytest.mark.parametrize(
     ("fun", "args", "reason", "words"),
     [

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from comparison import avals
 from faulty_runs import CHUNK, SPLIT, adamw, around, dynamic, momentum, start_late
 from forced_devices import run_on, script
@@ -279,7 +280,8 @@ def test_faults_leave_low_bit_moments_sound(storage, steps):
         np.testing.assert_allclose(followed_by, followed, rtol=2.0**-7, atol=2.0**-20)
 
 
-@mostly_slow("steps", [SHORT, LONG], lambda steps: steps == SHORT)
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [SHORT, LONG])
 def test_faults_on_one_rank_leave_what_the_reference_has_on_all(steps):
     """shard_map over four devices: see faults_on_ranks.py."""
     names = ["parts, float16, adamw", "copies"] if steps == SHORT else []
