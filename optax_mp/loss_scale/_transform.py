@@ -255,8 +255,8 @@ def _loss_scaling(
             # The links that follow run in any case: all they can be told is a mark.
             out = restore_overwritten(mark_skipped(finite, grads), updates)
             state = next_state(state.inner_state)
-            # What nothing else in the trace reads: JAX can keep the trace of a call that
-            # failed, and all arrays that it reads, for good.
+            # What nothing else in the trace reads: of a call that failed, JAX can keep
+            # the trace, and all arrays that it reads, for good.
             register_link(state.nonfinite_index)
             return out, state
         if extra_args.get("grad") is not None:
