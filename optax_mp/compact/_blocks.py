@@ -184,18 +184,28 @@ class _Blocks:
 
     def reduce(self, reduction: Reduction, values: jax.Array) -> jax.Array:
         """Return the reduction of each block; the last one is padded with zeros."""
-        widths = [(0, 0)] * values.ndim
-        widths[self.axis] = (0, self.count * self.size - self.length)
-        shape = list(values.shape)
-        shape[self.axis : self.axis + 1] = [self.count, self.size]
-        return reduction(jnp.pad(values, widths).reshape(shape), axis=self.axis + 1)
+        def body(values):
+            widths = [(0, 0)] * values.ndim
+            widths[self.axis] = (0, self.count * self.size - self.length)
+            shape = list(values.shape)
+            shape[self.axis : self.axis + 1] = [self.count, self.size]
+            return reduction(jnp.pad(values, widths).reshape(shape), axis=self.axis + 1)
+
+        body.__name__ = body.__qualname__ = (
+            "max_of_blocks" if reduction is jnp.max else "min_of_blocks"
+        )
+        return jax.jit(body)(values)
 
     def spread(self, scales: jax.Array) -> jax.Array:
         """Return for each value the scale of its block."""
         # The scales are repeated instead of reshaping the values to blocks, so that XLA
         # can overwrite the codes in place.
-        shape = list(scales.shape)
-        shape.insert(self.axis + 1, self.size)
-        repeated = jnp.broadcast_to(jnp.expand_dims(scales, self.axis + 1), shape)
-        shape[self.axis : self.axis + 2] = [self.count * self.size]
-        return lax.slice_in_dim(repeated.reshape(shape), 0, self.length, axis=self.axis)
+        def spread_over_blocks(scales):
+            shape = list(scales.shape)
+            shape.insert(self.axis + 1, self.size)
+            repeated = jnp.broadcast_to(jnp.expand_dims(scales, self.axis + 1), shape)
+            shape[self.axis : self.axis + 2] = [self.count * self.size]
+            repeated = repeated.reshape(shape)
+            return lax.slice_in_dim(repeated, 0, self.length, axis=self.axis)
+
+        return jax.jit(spread_over_blocks)(scales)

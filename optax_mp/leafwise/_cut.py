@@ -1,0 +1,126 @@
+"""Cut a step into the elementwise end of each leaf, and what comes before.
+
+Elementwise: an element of an output hangs on the elements at its place in arrays of one
+shape, on scalars, and on the scale of its block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optax_mp.leafwise._blocks import is_block_operation
+from optax_mp.leafwise._flat import Program, Value, values_in
+
+ELEMENTWISE = frozenset(
+    """add sub mul div rem max min neg sign abs sqrt rsqrt cbrt exp exp2 log log1p
+    expm1 tanh logistic pow integer_pow square select_n clamp convert_element_type eq ne
+    lt le gt ge and or not xor is_finite floor ceil round stop_gradient copy shift_left
+    shift_right_logical shift_right_arithmetic bitcast_convert_type reduce_precision
+    nextafter copy_p optimization_barrier_one""".split()
+)
+_SMALLEST_SIZE = 4096
+
+
+@dataclass(frozen=True)
+class End:
+    """The elementwise end of a step for one leaf, or for several that meet in it.
+
+    Attributes:
+        places: its equations in the program.
+        reads: what it reads: inputs of the step, or values computed before.
+        outputs: which outputs of the step it computes.
+        shape: of its elements.
+    """
+
+    places: list[int]
+    reads: list[Value]
+    outputs: list[int]
+    shape: tuple[int, ...]
+
+
+def cut(program: Program) -> list[End]:
+    """Return the ends of a program that are worth a kernel."""
+    groups: list[tuple[set[int], set[int], set[Value]]] = []
+    for i, value in enumerate(program.outputs):
+        if not isinstance(value, Value) or value.made_at is None:
+            continue
+        if not value.aval.ndim or not _fits(program.nodes[value.made_at]):
+            continue
+        places, reads = _suffix(program, value)
+        touched = {r for r in reads if r.aval.ndim}
+        new = ({i}, places, touched)
+        # What shares an equation on arrays, or an array, is one end.
+        rest = []
+        for group in groups:
+            if group[1] & new[1] or group[2] & new[2]:
+                new = tuple(a | b for a, b in zip(group, new, strict=True))
+            else:
+                rest.append(group)
+        groups = [*rest, new]
+    ends = [_end(program, outputs, places) for outputs, places, _ in groups]
+    return [end for end in ends if end is not None]
+
+
+def _end(program: Program, outputs: set[int], places: set[int]) -> End | None:
+    blocks = [p for p in places if is_block_operation(program.nodes[p].equation)]
+    if not blocks:
+        return None
+    shape = max(
+        (program.outputs[i].aval.shape for i in outputs), key=lambda s: _product(s)
+    )
+    if _product(shape) < _SMALLEST_SIZE:
+        return None
+    made = {v for p in places for v in program.nodes[p].outputs}
+    reads: dict[Value, None] = {}
+    for place in sorted(places):
+        for value in values_in(program.nodes[place].inputs):
+            if value not in made:
+                reads[value] = None
+    return End(sorted(places), list(reads), sorted(outputs), shape)
+
+
+def _product(shape: Sequence[int]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def _suffix(program: Program, output: Value) -> tuple[set[int], set[Value]]:
+    """Return the equations of an output's elementwise end, and what these read."""
+    places: set[int] = set()
+    reads: set[Value] = set()
+    stack = [output]
+    seen = {output}
+    while stack:
+        value = stack.pop()
+        at = value.made_at
+        if at is not None and value.aval.ndim and _fits(program.nodes[at]):
+            places.add(at)
+            for other in values_in(program.nodes[at].inputs):
+                if other not in seen:
+                    seen.add(other)
+                    stack.append(other)
+        else:
+            reads.add(value)
+    return places, reads
+
+
+def _fits(node: Any) -> bool:
+    """Return whether an equation is elementwise."""
+    equation = node.equation
+    name = equation.primitive.name
+    if is_block_operation(equation) or name == "iota":
+        return True
+    if name == "broadcast_in_dim":
+        return _size_of(equation.invars[0].aval) == 1
+    if name not in ELEMENTWISE or len(equation.outvars) != 1:
+        return False
+    shape = equation.outvars[0].aval.shape
+    if name == "bitcast_convert_type":
+        return equation.invars[0].aval.shape == shape
+    return all(a.aval.shape in ((), shape) for a in equation.invars)
+
+
+def _size_of(aval: Any) -> int:
+    return _product(aval.shape)

@@ -1,0 +1,115 @@
+"""A jaxpr as one list of equations, with calls of `jit` opened."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, is_literal, open_jaxpr
+
+# Calls whose derivative or batching rules do not matter to one who runs them.
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call"}
+_CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
+
+
+class Value:
+    """A value of a program: one of its inputs, or an output of an equation."""
+
+    __slots__ = ("aval", "made_at")
+
+    def __init__(self, aval: Any, made_at: int | None = None) -> None:
+        self.aval = aval
+        self.made_at = made_at
+
+
+@dataclass(frozen=True)
+class Node:
+    """An equation on values of a program. Literals and constants are inputs as well."""
+
+    equation: Equation
+    inputs: Sequence[Any]
+    outputs: Sequence[Value]
+
+
+@dataclass
+class Program:
+    """A jaxpr as one list of equations.
+
+    Attributes:
+        inputs: its inputs.
+        outputs: its outputs: values, literals or constants.
+        nodes: its equations, in order.
+    """
+
+    inputs: list[Value]
+    outputs: list[Any] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, jaxpr: AnyJaxpr, is_atomic: Any) -> "Program":
+        """Return the program of a jaxpr.
+
+        Args:
+            jaxpr: the jaxpr.
+            is_atomic: whether a call is to stay an equation.
+        """
+        opened, _ = open_jaxpr(jaxpr)
+        program = cls([Value(var.aval) for var in opened.invars])
+        program.outputs = program._open(jaxpr, program.inputs, is_atomic)
+        return program
+
+    def _open(
+        self, jaxpr: AnyJaxpr, inputs: Sequence[Any], is_atomic: Any
+    ) -> list[Any]:
+        jaxpr, consts = open_jaxpr(jaxpr)
+        known = dict(zip(jaxpr.constvars, consts, strict=True))
+        known.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom if is_literal(atom) else known[atom]
+
+        for equation in jaxpr.eqns:
+            given = [read(atom) for atom in equation.invars]
+            if equation.primitive.name in _CALLS and not is_atomic(equation):
+                params = equation.params
+                inner = params.get("jaxpr", params.get("call_jaxpr"))
+                made = self._open(inner, given, is_atomic)
+            else:
+                at = len(self.nodes)
+                made = [Value(var.aval, at) for var in equation.outvars]
+                self.nodes.append(Node(equation, given, made))
+            known.update(zip(equation.outvars, made, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def needed(self, values: Sequence[Any]) -> list[int]:
+        """Return the places of the equations that these values hang on, in order."""
+        found: set[int] = set()
+        stack = list(values)
+        while stack:
+            value = stack.pop()
+            if isinstance(value, Value) and value.made_at is not None:
+                if value.made_at not in found:
+                    found.add(value.made_at)
+                    stack.extend(self.nodes[value.made_at].inputs)
+        return sorted(found)
+
+    def run(
+        self, places: Sequence[int], known: dict[Value, Any], run: Any = bind
+    ) -> None:
+        """Evaluate the equations at these places; add their outputs to `known`."""
+        for place in places:
+            node = self.nodes[place]
+            given = [read(known, x) for x in node.inputs]
+            made = run(node.equation, given)
+            known.update(zip(node.outputs, made, strict=True))
+
+
+def read(known: dict[Value, Any], atom: Any) -> Any:
+    """Return the array that an input of a node stands for."""
+    if isinstance(atom, Value):
+        return known[atom]
+    return atom.val if is_literal(atom) else atom
+
+
+def values_in(atoms: Sequence[Any]) -> Iterator[Value]:
+    """Yield what is a value, and no literal or constant."""
+    return (atom for atom in atoms if isinstance(atom, Value))
