@@ -1,6 +1,5 @@
 """Block quantization: arrays in 8 or 16 bits per value, or as a 16-bit float."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +10,13 @@ from jax.typing import DTypeLike
 from optax_mp._dtypes import saturating_cast
 from optax_mp.compact._random_numbers import uniform_numbers
 from optax_mp.compact._rounding import round_stochastically
-
-Reduction = Callable[..., jax.Array]
+from optax_mp.leafwise._blocks import (
+    MAXIMUM,
+    MINIMUM,
+    SPREAD,
+    block_operation,
+    blocks_of,
+)
 
 # Bit patterns of float32. Scales lie between 2^-126 and 2^126, because CPUs flush
 # smaller numbers to zero, and the inverse of a larger scale is one of those.
@@ -109,12 +113,12 @@ def quantize(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized:
     blocks = _Blocks(like.codes.shape, like.scales.shape)
     values = x.astype(jnp.float32)
     sizes = jnp.abs(values)
-    scales = _round_scales_up(blocks.reduce(jnp.max, _bit_pattern(sizes)))
+    scales = _round_scales_up(blocks.reduce(MAXIMUM, _bit_pattern(sizes)))
     inverse = jnp.where(scales == 0, 0, 1 / scales)
     if jnp.issubdtype(like.codes.dtype, jnp.signedinteger):
         # The sign of the inverse marks these blocks. A second array of flags would cost
         # another broadcast, and broadcasting takes most of the time.
-        was_negative = blocks.reduce(jnp.min, like.codes) < 0
+        was_negative = blocks.reduce(MINIMUM, like.codes) < 0
         inverse = jnp.where(was_negative, -inverse, inverse)
     inverse = blocks.spread(inverse)
     largest = _largest_code(like.codes)
@@ -172,35 +176,30 @@ class _Blocks:
     """
 
     def __init__(self, shape: tuple[int, ...], scales_shape: tuple[int, ...]) -> None:
-        axes = [i for i in range(len(shape)) if shape[i] != scales_shape[i]]
-        self.axis = axes[0] if axes else len(shape) - 1
+        self.axis, self.size = blocks_of(shape, scales_shape)
         self.count = scales_shape[self.axis]
         self.length = shape[self.axis]
-        # The only power of two with ceil(length / size) == count. (For a single block
-        # larger ones would do as well, and would give the same result.)
-        self.size = 1
-        while self.size * self.count < self.length:
-            self.size *= 2
 
-    def reduce(self, reduction: Reduction, values: jax.Array) -> jax.Array:
-        """Return the reduction of each block; the last one is padded with zeros."""
-        def body(values):
+    def reduce(self, name: str, values: jax.Array) -> jax.Array:
+        """Return `MAXIMUM` or `MINIMUM` of each block; zeros fill up the last one."""
+        reduction = jnp.max if name == MAXIMUM else jnp.min
+
+        def reduce(values: jax.Array) -> jax.Array:
             widths = [(0, 0)] * values.ndim
             widths[self.axis] = (0, self.count * self.size - self.length)
             shape = list(values.shape)
             shape[self.axis : self.axis + 1] = [self.count, self.size]
-            return reduction(jnp.pad(values, widths).reshape(shape), axis=self.axis + 1)
+            padded = jnp.pad(values, widths)
+            return reduction(padded.reshape(shape), axis=self.axis + 1)
 
-        body.__name__ = body.__qualname__ = (
-            "max_of_blocks" if reduction is jnp.max else "min_of_blocks"
-        )
-        return jax.jit(body)(values)
+        return block_operation(name, reduce)(values)
 
     def spread(self, scales: jax.Array) -> jax.Array:
         """Return for each value the scale of its block."""
+
         # The scales are repeated instead of reshaping the values to blocks, so that XLA
         # can overwrite the codes in place.
-        def spread_over_blocks(scales):
+        def spread(scales: jax.Array) -> jax.Array:
             shape = list(scales.shape)
             shape.insert(self.axis + 1, self.size)
             repeated = jnp.broadcast_to(jnp.expand_dims(scales, self.axis + 1), shape)
@@ -208,4 +207,4 @@ class _Blocks:
             repeated = repeated.reshape(shape)
             return lax.slice_in_dim(repeated, 0, self.length, axis=self.axis)
 
-        return jax.jit(spread_over_blocks)(scales)
+        return block_operation(SPREAD, spread)(scales)

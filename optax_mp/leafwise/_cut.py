@@ -4,21 +4,22 @@ Elementwise: an element of an output hangs on the elements at its place in array
 shape, on scalars, and on the scale of its block.
 """
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from optax_mp.leafwise._blocks import is_block_operation
-from optax_mp.leafwise._flat import Program, Value, values_in
+from optax_mp.leafwise._blocks import block_shape, is_block_operation
+from optax_mp.leafwise._program import Program, Value, values_in
 
 ELEMENTWISE = frozenset(
     """add sub mul div rem max min neg sign abs sqrt rsqrt cbrt exp exp2 log log1p
     expm1 tanh logistic pow integer_pow square select_n clamp convert_element_type eq ne
     lt le gt ge and or not xor is_finite floor ceil round stop_gradient copy shift_left
     shift_right_logical shift_right_arithmetic bitcast_convert_type reduce_precision
-    nextafter copy_p optimization_barrier_one""".split()
+    nextafter""".split()
 )
 _SMALLEST_SIZE = 4096
+_LANES = 128
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,27 @@ class End:
         places: its equations in the program.
         reads: what it reads: inputs of the step, or values computed before.
         outputs: which outputs of the step it computes.
+        replaced: for each of these that takes the place of an input, by its place in
+            `outputs`, which of `reads` that is.
         shape: of its elements.
+        block_size: how many elements along the last axis share a scale.
     """
 
     places: list[int]
     reads: list[Value]
     outputs: list[int]
+    replaced: dict[int, int]
     shape: tuple[int, ...]
+    block_size: int
 
 
-def cut(program: Program) -> list[End]:
-    """Return the ends of a program that are worth a kernel."""
+def cut(program: Program, replaced: dict[int, int]) -> list[End]:
+    """Return the ends of a program that are worth a kernel.
+
+    Args:
+        program: the program.
+        replaced: which input an output takes the place of.
+    """
     groups: list[tuple[set[int], set[int], set[Value]]] = []
     for i, value in enumerate(program.outputs):
         if not isinstance(value, Value) or value.made_at is None:
@@ -57,33 +68,46 @@ def cut(program: Program) -> list[End]:
             else:
                 rest.append(group)
         groups = [*rest, new]
-    ends = [_end(program, outputs, places) for outputs, places, _ in groups]
+    ends = [_end(program, replaced, group[0], group[1]) for group in groups]
     return [end for end in ends if end is not None]
 
 
-def _end(program: Program, outputs: set[int], places: set[int]) -> End | None:
-    blocks = [p for p in places if is_block_operation(program.nodes[p].equation)]
-    if not blocks:
+def _end(
+    program: Program, replaced: dict[int, int], outputs: set[int], places: set[int]
+) -> End | None:
+    """Return the end with these outputs, or None if a kernel would not pay."""
+    nodes = [program.nodes[place] for place in places]
+    blocks = {block_shape(n.equation) for n in nodes if is_block_operation(n.equation)}
+    sizes = [program.outputs[i].aval.shape for i in outputs]
+    shape = max(sizes, key=math.prod)
+    if len(blocks) != 1 or math.prod(shape) < _SMALLEST_SIZE or len(shape) < 2:
         return None
-    shape = max(
-        (program.outputs[i].aval.shape for i in outputs), key=lambda s: _product(s)
+    ((axis, block_size),) = blocks
+    if axis != len(shape) - 1 or not 8 <= block_size <= _LANES:
+        return None
+    made = {value for node in nodes for value in node.outputs}
+    reads = list(
+        dict.fromkeys(
+            value
+            for place in sorted(places)
+            for value in values_in(program.nodes[place].inputs)
+            if value not in made
+        )
     )
-    if _product(shape) < _SMALLEST_SIZE:
-        return None
-    made = {v for p in places for v in program.nodes[p].outputs}
-    reads: dict[Value, None] = {}
-    for place in sorted(places):
-        for value in values_in(program.nodes[place].inputs):
-            if value not in made:
-                reads[value] = None
-    return End(sorted(places), list(reads), sorted(outputs), shape)
-
-
-def _product(shape: Sequence[int]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
+    place_of = {value: i for i, value in enumerate(reads)}
+    ordered = sorted(outputs)
+    return End(
+        places=sorted(places),
+        reads=reads,
+        outputs=ordered,
+        replaced={
+            at: place_of[program.inputs[replaced[i]]]
+            for at, i in enumerate(ordered)
+            if i in replaced and program.inputs[replaced[i]] in place_of
+        },
+        shape=shape,
+        block_size=block_size,
+    )
 
 
 def _suffix(program: Program, output: Value) -> tuple[set[int], set[Value]]:
@@ -113,14 +137,10 @@ def _fits(node: Any) -> bool:
     if is_block_operation(equation) or name == "iota":
         return True
     if name == "broadcast_in_dim":
-        return _size_of(equation.invars[0].aval) == 1
+        return not equation.invars[0].aval.shape
     if name not in ELEMENTWISE or len(equation.outvars) != 1:
         return False
     shape = equation.outvars[0].aval.shape
     if name == "bitcast_convert_type":
         return equation.invars[0].aval.shape == shape
     return all(a.aval.shape in ((), shape) for a in equation.invars)
-
-
-def _size_of(aval: Any) -> int:
-    return _product(aval.shape)

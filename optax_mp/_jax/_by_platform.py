@@ -1,0 +1,89 @@
+"""An operation that runs in another way on some platforms, with the same result.
+
+`jax.lax.platform_dependent` would put all ways into every program. Here a program is
+written in the way that all platforms know; which one runs is decided when it is
+lowered. Only then is it known whether arrays are sharded, too.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from optax_mp._warnings import warn
+
+Function = Callable[..., list[Any]]
+# Platforms that have a way of their own, as JAX names them.
+_PLATFORMS = ("tpu", "cuda")
+
+_by_platform = Primitive("optax_mp_by_platform")
+_by_platform.multiple_results = True
+
+
+def by_platform(
+    anywhere: Function, on: dict[str, Function], *args: Any, what: str
+) -> list[Any]:
+    """Return `anywhere(*args)`, or the same computed in the way of a platform.
+
+    Args:
+        anywhere: takes and returns arrays.
+        on: by platform, a function that does the same. If it cannot be lowered, what
+            `anywhere` does is lowered instead, and a warning says what that costs.
+        args: the arrays.
+        what: what this is, for the warning.
+    """
+    avals = tuple(jax.eval_shape(anywhere, *args))
+    ways = tuple(on.get(platform) for platform in _PLATFORMS)
+    return _by_platform.bind(
+        *args, anywhere=anywhere, ways=ways, avals=avals, what=what
+    )
+
+
+@_by_platform.def_impl
+def _run(*args: Any, **params: Any) -> list[Any]:
+    return jax.jit(functools.partial(_by_platform.bind, **params))(*args)
+
+
+@_by_platform.def_abstract_eval
+def _abstract(*args: Any, avals: Sequence[Any], **params: Any) -> list[Any]:
+    return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+
+
+def _batched(args: Any, axes: Any, *, anywhere: Function, **params: Any) -> Any:
+    outputs = jax.vmap(anywhere, in_axes=tuple(axes))(*args)
+    return outputs, [0] * len(outputs)
+
+
+def _jvp(primals: Any, tangents: Any, *, anywhere: Function, **params: Any) -> Any:
+    tangents = map(ad.instantiate_zeros, tangents)
+    return jax.jvp(anywhere, primals, tuple(tangents))
+
+
+batching.primitive_batchers[_by_platform] = _batched
+ad.primitive_jvps[_by_platform] = _jvp
+
+
+def _lower(context: Any, *args: Any, anywhere: Function, **params: Any) -> Any:
+    return mlir.lower_fun(anywhere, multiple_results=True)(context, *args)
+
+
+def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
+    way = params["ways"][platform]
+    if way is not None:
+        try:
+            return mlir.lower_fun(way, multiple_results=True)(context, *args)
+        except NotImplementedError as error:
+            # Mosaic kernels are not partitioned: there XLA's way is right.
+            if "partition" not in str(error):
+                warn(f"{params['what']}: {error}")
+    return _lower(context, *args, **params)
+
+
+mlir.register_lowering(_by_platform, _lower)
+for _i, _name in enumerate(_PLATFORMS):
+    mlir.register_lowering(
+        _by_platform, functools.partial(_lower_on, _i), platform=_name
+    )

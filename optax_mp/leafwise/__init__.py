@@ -1,0 +1,1 @@
+"""Take a step leaf by leaf."""
