@@ -8,7 +8,7 @@ import jax
 
 from optax_mp._jax._by_platform import by_platform
 from optax_mp._jax._traced import TracedCall
-from optax_mp.leafwise import _tpu
+from optax_mp.leafwise import _gpu, _tpu
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._cut import End, cut
 from optax_mp.leafwise._program import Program, Value, read
@@ -51,4 +51,8 @@ def _run(program: Program, end: End, args: Sequence[Any]) -> list[Any]:
     def on_tpu(*args: Any) -> list[Any]:
         return list(_tpu.run_end(program, end, args))
 
-    return by_platform(anywhere, {"tpu": on_tpu}, *args, what="optax_mp")
+    def on_gpu(*args: Any) -> list[Any]:
+        return list(_gpu.run_end(program, end, args))
+
+    ways = {"tpu": on_tpu, "cuda": on_gpu}
+    return by_platform(anywhere, ways, *args, what="optax_mp")

@@ -12,9 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from optax_mp.leafwise._cut import End
 from optax_mp.leafwise._program import Program, Value, read
-from optax_mp.leafwise._tile import Tile
+from optax_mp.leafwise._tile import LANES, Tile
 
-_LANES = 128
 _ROWS = 32  # Mosaic's tiles of 8-bit numbers are 32 x 128.
 _CHUNK = 512
 
@@ -34,9 +33,9 @@ def run_end(
     *leading, height, width = shape
     rows = min(_ROWS, height)
     # As many columns as 128 scales are for, since those fill a register's lanes.
-    columns = min(block_size * _LANES, _round_up(width, _LANES))
+    columns = min(block_size * LANES, _round_up(width, LANES))
     chunk = math.gcd(columns, _CHUNK)
-    tile_scales = _round_up(columns // block_size, _LANES)
+    tile_scales = _round_up(columns // block_size, LANES)
     scalars = [i for i, v in enumerate(end.reads) if not v.aval.ndim]
     arrays = [i for i, v in enumerate(end.reads) if v.aval.ndim]
     outputs = [program.outputs[i] for i in end.outputs]

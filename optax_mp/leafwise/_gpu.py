@@ -1,0 +1,115 @@
+"""Run the elementwise end of a step in one Pallas kernel on a GPU."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from optax_mp.leafwise._blocks import MAXIMUM
+from optax_mp.leafwise._cut import End
+from optax_mp.leafwise._part import Part
+from optax_mp.leafwise._program import Program, Value, read
+
+_COUNT = 2048  # elements of a part
+
+
+@dataclass(frozen=True)
+class Run(Part):
+    """A run of elements, in the order of memory, and their scales.
+
+    Attributes:
+        whole: the shape of the array.
+        count: of elements.
+        block_size: how many of them share a scale.
+        first: the place of the first element in memory.
+    """
+
+    whole: tuple[int, ...]
+    count: int
+    block_size: int
+    first: Any
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the run of an array."""
+        return (self.count if shape == self.whole else self.count // self.block_size,)
+
+    def index(self, axis: int) -> jax.Array:
+        """Return the indices of the elements along an axis of the whole array."""
+        at = lax.broadcasted_iota(jnp.int32, (self.count,), 0) + self.first
+        at = lax.div(at, jnp.int32(math.prod(self.whole[axis + 1 :])))
+        return at if not axis else lax.rem(at, jnp.int32(self.whole[axis]))
+
+    def spread(self, scales: jax.Array) -> jax.Array:
+        """Return for each element the scale of its block."""
+        shape = (self.count // self.block_size, self.block_size)
+        return jnp.broadcast_to(scales[:, None], shape).reshape(self.count)
+
+    def reduce(self, name: str, values: jax.Array) -> jax.Array:
+        """Return the extreme of each block."""
+        choose = jnp.max if name == MAXIMUM else jnp.min
+        wide = values.astype(jnp.int32).reshape(-1, self.block_size)
+        return choose(wide, axis=1).astype(values.dtype)
+
+
+def run_end(
+    program: Program, end: End, args: Sequence[Any], interpret: bool = False
+) -> list[Any]:
+    """Return the outputs of an end.
+
+    Args:
+        program: the program that the end is of.
+        end: the end.
+        args: the values of what it reads.
+        interpret: whether to run the kernel without a GPU.
+    """
+    if end.shape[-1] % end.block_size:
+        raise NotImplementedError("a block that ends with a row")
+    size = math.prod(end.shape)
+    outputs = [program.outputs[i] for i in end.outputs]
+
+    def kernel(*refs: Any) -> None:
+        first = pl.program_id(0) * _COUNT
+        run = Run(end.shape, _COUNT, end.block_size, first)
+
+        def places(value: Value) -> tuple[Any, Any]:
+            (count,) = run.shape_of(value.aval.shape)
+            start = pl.program_id(0) * count
+            at = lax.broadcasted_iota(jnp.int32, (count,), 0) + start
+            is_inside = at < math.prod(value.aval.shape)
+            return pl.ds(start, count), None if size % _COUNT == 0 else is_inside
+
+        known: dict[Value, Any] = {}
+        for value, ref in zip(end.reads, refs, strict=False):
+            if value.aval.ndim:
+                at, inside = places(value)
+                other = None if inside is None else 0
+                known[value] = triton.load(ref.at[at], mask=inside, other=other)
+            else:
+                known[value] = ref[0] != 0 if value.aval.dtype == bool else ref[0]
+        for place in end.places:
+            node = program.nodes[place]
+            inputs = [read(known, x) for x in node.inputs]
+            known.update(zip(node.outputs, run.run(node, inputs), strict=True))
+        for value, ref in zip(outputs, refs[len(end.reads) :], strict=True):
+            at, inside = places(value)
+            triton.store(ref.at[at], known[value], mask=inside)
+
+    given = [
+        jnp.reshape(x, -1).astype(jnp.int32 if x.dtype == jnp.bool_ else x.dtype)
+        for x in map(jnp.asarray, args)
+    ]
+    made = pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(size, _COUNT),),
+        out_shape=[jax.ShapeDtypeStruct((v.aval.size,), v.aval.dtype) for v in outputs],
+        input_output_aliases={read_at: out for out, read_at in end.replaced.items()},
+        interpret=interpret,
+        compiler_params=None if interpret else triton.CompilerParams(num_warps=4),
+    )(*given)
+    return [x.reshape(v.aval.shape) for x, v in zip(made, outputs, strict=True)]
