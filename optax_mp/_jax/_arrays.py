@@ -34,3 +34,13 @@ def has_explicit_axes(mesh: Any) -> bool:
     """Return whether shardings on `mesh` are part of the types of arrays."""
     kinds = getattr(mesh, "axis_types", None) or ()
     return any("Explicit" in str(kind) for kind in kinds)
+
+
+def result_like(aval: Any) -> jax.ShapeDtypeStruct:
+    """Return the description of a kernel's result that has the type of a value."""
+    kind = getattr(aval, "manual_axis_type", None)  # JAX 0.10 and later
+    axes = getattr(aval, "vma", None)
+    extra = {"manual_axis_type": kind} if kind is not None else {"vma": axes}
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, **{k: v for k, v in extra.items() if v is not None}
+    )

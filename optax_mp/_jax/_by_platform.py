@@ -35,7 +35,8 @@ def by_platform(
         args: the arrays.
         what: what this is, for the warning.
     """
-    avals = tuple(jax.eval_shape(anywhere, *args))
+    # With the axes over which they vary under shard_map, and shardings in types.
+    avals = tuple(jax.make_jaxpr(anywhere)(*args).out_avals)
     ways = tuple(on.get(platform) for platform in _PLATFORMS)
     return _by_platform.bind(
         *args, anywhere=anywhere, ways=ways, avals=avals, what=what
@@ -49,7 +50,7 @@ def _run(*args: Any, **params: Any) -> list[Any]:
 
 @_by_platform.def_abstract_eval
 def _abstract(*args: Any, avals: Sequence[Any], **params: Any) -> list[Any]:
-    return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
+    return list(avals)
 
 
 def _batched(args: Any, axes: Any, *, anywhere: Function, **params: Any) -> Any:
@@ -72,14 +73,27 @@ def _lower(context: Any, *args: Any, anywhere: Function, **params: Any) -> Any:
 
 def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
     way = params["ways"][platform]
-    if way is not None:
+    # Kernels are not partitioned: an array that is sharded would be gathered for it.
+    if way is not None and _is_on_one_device(context.module_context.axis_context):
         try:
             return mlir.lower_fun(way, multiple_results=True)(context, *args)
-        except NotImplementedError as error:
-            # Mosaic kernels are not partitioned: there XLA's way is right.
-            if "partition" not in str(error):
-                warn(f"{params['what']}: {error}")
+        except Exception as error:
+            warn(
+                f"{params['what']}: a kernel could not be made, and XLA's way is taken "
+                f"instead, which moves more memory: {type(error).__name__}: {error}"
+            )
     return _lower(context, *args, **params)
+
+
+def _is_on_one_device(context: Any) -> bool:
+    """Return whether a part of a program runs on whole arrays of one device.
+
+    That is so in a program for one device, and inside of shard_map over all axes.
+    """
+    if hasattr(context, "num_devices"):
+        return context.num_devices == 1
+    mesh = getattr(context, "mesh", None)
+    return mesh is not None and context.manual_axes == frozenset(mesh.axis_names)
 
 
 mlir.register_lowering(_by_platform, _lower)

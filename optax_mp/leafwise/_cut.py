@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from optax_mp.leafwise._blocks import block_shape, is_block_operation
 from optax_mp.leafwise._program import Program, Value, values_in
 
@@ -16,10 +18,9 @@ ELEMENTWISE = frozenset(
     expm1 tanh logistic pow integer_pow square select_n clamp convert_element_type eq ne
     lt le gt ge and or not xor is_finite floor ceil round stop_gradient copy shift_left
     shift_right_logical shift_right_arithmetic bitcast_convert_type reduce_precision
-    nextafter""".split()
+    nextafter pvary pcast""".split()
 )
 _SMALLEST_SIZE = 4096
-_LANES = 128
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class End:
         replaced: for each of these that takes the place of an input, by its place in
             `outputs`, which of `reads` that is.
         shape: of its elements.
-        block_size: how many elements along the last axis share a scale.
+        block_size: how many elements along the last axis share a scale, if any do.
     """
 
     places: list[int]
@@ -41,7 +42,7 @@ class End:
     outputs: list[int]
     replaced: dict[int, int]
     shape: tuple[int, ...]
-    block_size: int
+    block_size: int | None
 
 
 def cut(program: Program, replaced: dict[int, int]) -> list[End]:
@@ -78,12 +79,14 @@ def _end(
     """Return the end with these outputs, or None if a kernel would not pay."""
     nodes = [program.nodes[place] for place in places]
     blocks = {block_shape(n.equation) for n in nodes if is_block_operation(n.equation)}
-    sizes = [program.outputs[i].aval.shape for i in outputs]
-    shape = max(sizes, key=math.prod)
-    if len(blocks) != 1 or math.prod(shape) < _SMALLEST_SIZE or len(shape) < 2:
+    avals = [program.outputs[i].aval for i in outputs]
+    shape = max((aval.shape for aval in avals), key=math.prod)
+    # Floats and their sums, XLA puts into one kernel itself, but not what is packed.
+    is_packed = any(jnp.issubdtype(aval.dtype, jnp.integer) for aval in avals)
+    if not is_packed or math.prod(shape) < _SMALLEST_SIZE or len(blocks) > 1:
         return None
-    ((axis, block_size),) = blocks
-    if axis != len(shape) - 1 or not 8 <= block_size <= _LANES:
+    axis, block_size = blocks.pop() if blocks else (len(shape) - 1, None)
+    if axis != len(shape) - 1:
         return None
     made = {value for node in nodes for value in node.outputs}
     reads = list(

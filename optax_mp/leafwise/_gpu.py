@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from optax_mp._jax._arrays import result_like
 from optax_mp.leafwise._blocks import MAXIMUM
 from optax_mp.leafwise._cut import End
 from optax_mp.leafwise._part import Part
@@ -57,6 +58,11 @@ class Run(Part):
         return choose(wide, axis=1).astype(values.dtype)
 
 
+def takes(program: Program, end: End) -> bool:
+    """Return whether no block ends with a row."""
+    return end.block_size is None or end.shape[-1] % end.block_size == 0
+
+
 def run_end(
     program: Program, end: End, args: Sequence[Any], interpret: bool = False
 ) -> list[Any]:
@@ -68,14 +74,12 @@ def run_end(
         args: the values of what it reads.
         interpret: whether to run the kernel without a GPU.
     """
-    if end.shape[-1] % end.block_size:
-        raise NotImplementedError("a block that ends with a row")
     size = math.prod(end.shape)
     outputs = [program.outputs[i] for i in end.outputs]
 
     def kernel(*refs: Any) -> None:
         first = pl.program_id(0) * _COUNT
-        run = Run(end.shape, _COUNT, end.block_size, first)
+        run = Run(end.shape, _COUNT, end.block_size or 1, first)
 
         def places(value: Value) -> tuple[Any, Any]:
             (count,) = run.shape_of(value.aval.shape)
@@ -107,7 +111,7 @@ def run_end(
     made = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(size, _COUNT),),
-        out_shape=[jax.ShapeDtypeStruct((v.aval.size,), v.aval.dtype) for v in outputs],
+        out_shape=[result_like(v.aval.update(shape=(v.aval.size,))) for v in outputs],
         input_output_aliases={read_at: out for out, read_at in end.replaced.items()},
         interpret=interpret,
         compiler_params=None if interpret else triton.CompilerParams(num_warps=4),

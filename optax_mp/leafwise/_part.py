@@ -48,6 +48,8 @@ class Part(ABC):
         if name == "iota":
             at = self.index(equation.params["dimension"])
             return [lax.bitcast_convert_type(at, aval.dtype)]
+        if name in ("pvary", "pcast"):  # says over which axes of a mesh a value varies
+            return list(inputs)
         if name == "round":
             return [_round(inputs[0], equation.params["rounding_method"])]
         if name == "sign":

@@ -48,11 +48,10 @@ def _run(program: Program, end: End, args: Sequence[Any]) -> list[Any]:
         program.run(end.places, known)
         return [known[program.outputs[i]] for i in end.outputs]
 
-    def on_tpu(*args: Any) -> list[Any]:
-        return list(_tpu.run_end(program, end, args))
-
-    def on_gpu(*args: Any) -> list[Any]:
-        return list(_gpu.run_end(program, end, args))
-
-    ways = {"tpu": on_tpu, "cuda": on_gpu}
+    runners = {"tpu": _tpu, "cuda": _gpu}
+    ways = {
+        platform: lambda *args, run=runner.run_end: list(run(program, end, args))
+        for platform, runner in runners.items()
+        if runner.takes(program, end)
+    }
     return by_platform(anywhere, ways, *args, what="optax_mp")

@@ -10,12 +10,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from optax_mp._jax._arrays import result_like
 from optax_mp.leafwise._cut import End
 from optax_mp.leafwise._program import Program, Value, read
 from optax_mp.leafwise._tile import LANES, Tile
 
 _ROWS = 32  # Mosaic's tiles of 8-bit numbers are 32 x 128.
 _CHUNK = 512
+
+
+# Mosaic loads and computes with these.
+_DTYPES = {"float32", "bfloat16", "bool"} | {
+    f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32)
+}
+
+
+def takes(program: Program, end: End) -> bool:
+    """Return whether Mosaic has what an end needs."""
+    made = [v for place in end.places for v in program.nodes[place].outputs]
+    if any(value.aval.dtype.name not in _DTYPES for value in [*end.reads, *made]):
+        return False
+    has_lanes = end.block_size is None or 8 <= end.block_size <= LANES
+    return len(end.shape) > 1 and has_lanes
 
 
 def run_end(
@@ -29,7 +45,7 @@ def run_end(
         args: the values of what it reads.
         interpret: whether to run the kernel without a TPU.
     """
-    shape, block_size = end.shape, end.block_size
+    shape, block_size = end.shape, end.block_size or 32
     *leading, height, width = shape
     rows = min(_ROWS, height)
     # As many columns as 128 scales are for, since those fill a register's lanes.
@@ -97,7 +113,7 @@ def run_end(
         grid=(*leading, pl.cdiv(height, rows), pl.cdiv(width, columns)),
         in_specs=[numbers] * len(scalars) + [spec(end.reads[i]) for i in arrays],
         out_specs=[spec(value) for value in outputs],
-        out_shape=[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in outputs],
+        out_shape=[result_like(v.aval) for v in outputs],
         input_output_aliases=alias,
         interpret=interpret,
     )(*[_as_32_bits(args[i]) for i in scalars], *[args[i] for i in arrays])
