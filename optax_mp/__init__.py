@@ -63,6 +63,9 @@ from optax_mp.compact import (
     stochastic_rounding,
 )
 
+# A step in one pass over memory.
+from optax_mp.leafwise import take_step
+
 # Many devices.
 from optax_mp.devices import check_replicas, zero1
 
@@ -150,6 +153,7 @@ __all__ = [
     "select_tree",
     "static_loss_scale",
     "stochastic_rounding",
+    "take_step",
     "update_report",
     "upgrade_checkpoint",
     "value_and_grad",

@@ -1,1 +1,12 @@
-"""Take a step leaf by leaf."""
+"""Take a step in one pass over each leaf: `take_step`.
+
+- `_take_step`: the public function.
+- `_step`: trace a step, cut it, run the pieces.
+- `_program`: a traced step as one list of equations.
+- `_cut`: where the elementwise end of a leaf begins.
+- `_blocks`: the operations between elements and the scales of their blocks.
+- `_part`: evaluate elementwise equations on a part of a leaf, inside a kernel.
+- `_tpu`, `_tile`, `_gpu`: the kernels. Add another platform here.
+"""
+
+from optax_mp.leafwise._take_step import take_step as take_step

@@ -1,14 +1,15 @@
 """A jaxpr as one list of equations, with calls of `jit` opened."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, is_literal, open_jaxpr
 
-# Calls whose derivative or batching rules do not matter to one who runs them.
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call"}
-_CALLS |= {"custom_vjp_call", "custom_vjp_call_jaxpr"}
+Test = Callable[[Equation], bool]
+
+# Calls that are opened; "pjit" up to JAX 0.6.
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
 
 
 class Value:
@@ -23,7 +24,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Node:
-    """An equation on values of a program. Literals and constants are inputs as well."""
+    """An equation on values of a program, or on literals."""
 
     equation: Equation
     inputs: Sequence[Any]
@@ -36,16 +37,19 @@ class Program:
 
     Attributes:
         inputs: its inputs.
-        outputs: its outputs: values, literals or constants.
+        outputs: its outputs: values or literals.
         nodes: its equations, in order.
+        constants: the arrays of the values that are neither inputs nor outputs of
+            equations.
     """
 
     inputs: list[Value]
     outputs: list[Any] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    constants: dict[Value, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, jaxpr: AnyJaxpr, is_atomic: Any) -> "Program":
+    def of(cls, jaxpr: AnyJaxpr, is_atomic: Test) -> "Program":
         """Return the program of a jaxpr.
 
         Args:
@@ -58,10 +62,13 @@ class Program:
         return program
 
     def _open(
-        self, jaxpr: AnyJaxpr, inputs: Sequence[Any], is_atomic: Any
+        self, jaxpr: AnyJaxpr, inputs: Sequence[Any], is_atomic: Test
     ) -> list[Any]:
         jaxpr, consts = open_jaxpr(jaxpr)
-        known = dict(zip(jaxpr.constvars, consts, strict=True))
+        known: dict[Any, Any] = {}
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            known[var] = Value(var.aval)
+            self.constants[known[var]] = const
         known.update(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> Any:
@@ -69,7 +76,7 @@ class Program:
 
         for equation in jaxpr.eqns:
             given = [read(atom) for atom in equation.invars]
-            if equation.primitive.name in _CALLS and not is_atomic(equation):
+            if _is_call(equation) and not is_atomic(equation):
                 params = equation.params
                 inner = params.get("jaxpr", params.get("call_jaxpr"))
                 made = self._open(inner, given, is_atomic)
@@ -103,13 +110,15 @@ class Program:
             known.update(zip(node.outputs, made, strict=True))
 
 
+def _is_call(equation: Equation) -> bool:
+    return equation.primitive.name in _CALLS
+
+
 def read(known: dict[Value, Any], atom: Any) -> Any:
     """Return the array that an input of a node stands for."""
-    if isinstance(atom, Value):
-        return known[atom]
-    return atom.val if is_literal(atom) else atom
+    return known[atom] if isinstance(atom, Value) else atom.val
 
 
 def values_in(atoms: Sequence[Any]) -> Iterator[Value]:
-    """Yield what is a value, and no literal or constant."""
+    """Yield what is a value, and no literal."""
     return (atom for atom in atoms if isinstance(atom, Value))
