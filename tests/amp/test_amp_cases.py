@@ -66,13 +66,9 @@ each = pytest.mark.parametrize("name", CASES)
 RUN_BY_DEFAULT = {
     "attention",
     "conv_net",
-    "embedding",
     "cross_entropy",
     "scan_over_layers",
-    "remat_in_scan",
     "cond",
-    "while_loop",
-    "vmap",
     "sharded",
     "custom_vjp",
     "custom_jvp",

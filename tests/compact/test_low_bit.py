@@ -515,16 +515,8 @@ def as_transformation(tx):
     return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
 
-BY_DEFAULT = {"a loss scale around mixed"}
-
-
-@pytest.mark.parametrize(
-    "nesting",
-    [
-        pytest.param(each, marks=() if each in BY_DEFAULT else pytest.mark.slow)
-        for each in NESTED
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("nesting", NESTED)
 def test_nested_it_stays_stable_and_follows_float32(nesting):
     tx = as_transformation(NESTED[nesting]())
     low = "mixed" in nesting or nesting.startswith(("Full", "Split"))

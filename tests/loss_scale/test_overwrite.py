@@ -138,7 +138,9 @@ def test_a_gradient_that_float16_would_round_to_zero_lands_on_its_least_number(s
 
 @pytest.mark.parametrize("param", [0.0, -0.0, 1.0, -1.0, 3e4, 6e-8])
 @pytest.mark.parametrize("zero", [0.0, -0.0])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16", "float16"]
+)
 def test_a_gradient_of_zero_brings_a_leaf_to_zero(dtype, zero, param):
     assert land(jnp.array([param], dtype), jnp.array([zero], dtype)) == [0.0]
 

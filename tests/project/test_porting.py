@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -91,7 +92,8 @@ def adjusted(scale, finite):
 # The page.
 
 
-@pytest.mark.parametrize("section", TRAINING)
+# By default every other one.
+@mostly_slow("section", TRAINING, TRAINING[::2].__contains__)
 def test_new_code_trains(section):
     _, losses = new_code(section)
     assert len(losses) == 20 and np.isfinite(losses).all()
