@@ -1,0 +1,220 @@
+"""take_step: the same as `tx.update` and `optax.apply_updates`, and in kernels."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits
+from optimizers import (
+    OPTIMIZERS,
+    example_gradients,
+    example_params,
+    extra_arguments,
+)
+from slow_cases import mostly_slow
+
+import optax_mp
+from optax_mp.leafwise import _gpu, _step, _tpu
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+    pytest.mark.filterwarnings("ignore:.*optimistic_adam_v2.*"),
+]
+KERNELS = {"tpu": _tpu, "cuda": _gpu}
+
+
+def compact(inner, storage=optax_mp.Split(8), **settings):
+    low = optax_mp.low_bit_state(inner, min_size=1, **settings)
+    return optax_mp.mixed_precision(low, storage=storage)
+
+
+ADAMW = functools.partial(optax.adamw, 1e-2)
+FORMS = {
+    "5.1 bytes": lambda: compact(ADAMW()),
+    "16 bits": lambda: compact(ADAMW(), optax_mp.Split(16), bits=16),
+    "to nearest": lambda: compact(ADAMW(), seed=None),
+    "blocks of 128": lambda: compact(ADAMW(), block_size=128),
+    "bfloat16 state": lambda: compact(ADAMW(), bits=16, dtype=jnp.bfloat16),
+    "full copies": lambda: compact(ADAMW(), optax_mp.FullCopy()),
+    "split": lambda: optax_mp.mixed_precision(ADAMW(), storage=optax_mp.Split(16)),
+    "loss scale": lambda: optax_mp.dynamic_loss_scale(compact(ADAMW())),
+    "clipped": lambda: optax.chain(
+        optax.clip_by_global_norm(0.1), compact(optax.lion(1e-3))
+    ),
+    "stochastic rounding": lambda: optax_mp.stochastic_rounding(
+        optax_mp.low_bit_state(ADAMW(), min_size=1)
+    ),
+    "muon": lambda: compact(optax.contrib.muon(1e-2)),
+}
+# No block divides them; several rows of blocks; other ranks; small and empty ones.
+SHAPES = [(40, 300), (33, 4200), (2, 17, 256), (2, 2, 32, 130), (70,), (), (0, 4)]
+
+
+def random_tree(seed, dtype="bfloat16", scale=1.0, shapes=SHAPES):
+    rng = np.random.default_rng(seed)
+    return {
+        f"p{i}": jnp.asarray(scale * rng.normal(size=shape), dtype)
+        for i, shape in enumerate(shapes)
+    }
+
+
+def by_optax(tx, grads, state, params, **extra):
+    updates, state = tx.update(grads, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+
+def trained(step, tx, steps=3, shapes=SHAPES):
+    params = random_tree(0, shapes=shapes)
+    state = tx.init(params)
+    for i in range(steps):
+        grads = random_tree(i + 1, scale=0.1, shapes=shapes)
+        params, state = step(grads, state, params)
+    return params, state
+
+
+@mostly_slow("name", OPTIMIZERS, lambda name: name in ("adamw", "muon"))
+def test_a_step_is_that_of_optax_bit_for_bit(name):
+    tx = optax.with_extra_args_support(compact(OPTIMIZERS[name]()))
+    params = example_params("bfloat16", name)
+    grads = example_gradients(name, params, 3, jnp.float32)
+    results = []
+    for way in (by_optax, optax_mp.take_step):
+
+        @jax.jit
+        def step(grads, state, params, way=way):
+            return way(tx, grads, state, params, **extra_arguments(name, grads))
+
+        carry = (params, tx.init(params))
+        for i in range(3):
+            each = jax.tree.map(operator.itemgetter(i), grads)
+            carry = step(each, carry[1], carry[0])
+        results.append(carry)
+    assert as_bits(results[0]) == as_bits(results[1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_cut_without_a_change(form):
+    tx = FORMS[form]()
+    want = trained(jax.jit(functools.partial(by_optax, tx)), tx)
+    got = trained(jax.jit(functools.partial(optax_mp.take_step, tx)), tx)
+    assert as_bits(got) == as_bits(want)
+
+
+@mostly_slow(
+    ("form", "platform"),
+    [(form, platform) for form in FORMS for platform in KERNELS],
+    lambda form, platform: form == "5.1 bytes",
+)
+def test_a_kernel_does_the_same(form, platform, monkeypatch):
+    """Interpreted: all but what a compiler contracts, a code in ten thousand."""
+    tx, ran = FORMS[form](), []
+    shapes = SHAPES if form == "5.1 bytes" else SHAPES[::2]
+    step = functools.partial(by_optax, tx)
+    want = trained(jax.jit(step), tx, 2, shapes)
+
+    def interpreted(program, end, args):
+        kernel = KERNELS[platform]
+        if not kernel.takes(program, end):
+            return run(program, end, args)
+        ran.append(end.shape)
+        return list(kernel.run_end(program, end, args, interpret=True))
+
+    run = _step._run
+    monkeypatch.setattr(_step, "_run", interpreted)
+    got = trained(jax.jit(functools.partial(optax_mp.take_step, tx)), tx, 2, shapes)
+    assert ran
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        wide = [np.asarray(x).astype(np.float64) for x in (a, b)]
+        differing = wide[0] != wide[1]
+        assert differing.mean() <= 1e-3 if differing.size else True
+        if jnp.issubdtype(a.dtype, jnp.integer):
+            assert np.abs(wide[0] - wide[1]).max(initial=0) <= 1
+        else:
+            np.testing.assert_allclose(*wide, rtol=1e-2)
+
+
+def lowered(tx, platform, shapes=((64, 8192),), **settings):
+    params = random_tree(0, shapes=shapes)
+    step = functools.partial(optax_mp.take_step, tx, **settings)
+    traced = jax.jit(step).trace(params, tx.init(params), params)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+CALLS = {"tpu": "tpu_custom_call", "cuda": "triton"}
+
+
+@pytest.mark.parametrize("platform", CALLS)
+def test_a_platform_has_one_kernel_for_each_leaf(platform):
+    text = lowered(FORMS["5.1 bytes"](), platform, ((64, 8192), (64, 4096)))
+    assert text.count(f"@{CALLS[platform]}") == 2 or text.count(CALLS[platform]) >= 2
+    assert CALLS[platform] not in lowered(ADAMW(), platform)
+    assert CALLS[platform] not in lowered(FORMS["5.1 bytes"](), platform, kernels=False)
+    assert CALLS[platform] not in lowered(FORMS["5.1 bytes"](), "cpu")
+    # Small leaves.
+    assert CALLS[platform] not in lowered(FORMS["5.1 bytes"](), platform, ((8, 8),))
+
+
+def test_a_kernel_that_cannot_be_made_is_done_without(monkeypatch):
+    def fail(*args):
+        raise ValueError("a new Pallas")
+
+    monkeypatch.setattr(_tpu, "run_end", fail)
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match="a new Pallas"):
+        text = lowered(FORMS["5.1 bytes"](), "tpu")
+    assert "tpu_custom_call" not in text
+
+
+def test_vmap_scan_eager_and_grad_work():
+    tx = FORMS["5.1 bytes"]()
+    step = functools.partial(optax_mp.take_step, tx)
+    shapes = ((64, 128),)
+    params, grads = random_tree(0, shapes=shapes), random_tree(1, shapes=shapes)
+    want = jax.jit(step)(grads, tx.init(params), params)
+    twice = functools.partial(jax.tree.map, lambda x: jnp.stack([x, x]))
+    got = jax.jit(jax.vmap(step))(twice(grads), twice(tx.init(params)), twice(params))
+    assert as_bits(jax.tree.map(operator.itemgetter(1), got)) == as_bits(want)
+
+    def scanned(carry, grads):
+        params, state = carry
+        return step(grads, state, params), None
+
+    got, _ = jax.lax.scan(scanned, (params, tx.init(params)), twice(grads))
+    want = jax.jit(step)(grads, want[1], want[0])
+    assert as_bits(got) == as_bits(want)
+    eager = step(grads, tx.init(params), params)
+    assert as_bits(eager[1].inner_state.step_count) == as_bits(jnp.int32(1))
+
+    def loss(scale):
+        moved, _ = step(grads, tx.init(params), params)
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in moved.values()) * scale
+
+    assert np.isfinite(jax.jit(jax.grad(loss))(1.0))
+
+
+def test_constants_of_the_optimizer_and_extra_arguments_reach_the_kernel():
+    mask = jnp.arange(64.0 * 128).reshape(64, 128) % 3
+
+    def masked(updates, state, params=None, *, factor):
+        return jax.tree.map(lambda u: u * mask * factor, updates), state
+
+    extra = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), masked)
+    tx = compact(optax.chain(optax.trace(0.9), extra))
+    params = random_tree(0, shapes=((64, 128),))
+
+    def run(way):
+        step = jax.jit(
+            lambda g, s, p, factor: way(tx, g, s, p, factor=factor, value=None)
+        )
+        return step(params, tx.init(params), params, jnp.float32(0.01))
+
+    assert as_bits(run(optax_mp.take_step)) == as_bits(run(by_optax))
+
+
+def test_what_is_no_optimizer_is_named():
+    with pytest.raises(TypeError, match="take_step: `tx` is a function"):
+        optax_mp.take_step(optax.adamw, {}, (), {})
