@@ -399,6 +399,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["adamw", slow("sgd with momentum"), slow("lion")])
 def test_1000_steps_are_bit_equal_to_those_of_full_copies(rule):
     weights = start(2000)
@@ -410,6 +411,7 @@ def test_1000_steps_are_bit_equal_to_those_of_full_copies(rule):
     assert np.isfinite(last).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [in_two_programs, eager])
 @pytest.mark.parametrize("rule", ["adamw", slow("sgd with momentum"), slow("lion")])
 def test_however_the_step_is_compiled_it_is_bit_equal_to_full_copies(rule, programs):
