@@ -62,7 +62,7 @@ OPERATIONS = {
 }
 DTYPES = ["bfloat16", "float16"]
 each = pytest.mark.parametrize("name", CASES)
-# Functions that are run by default, too, and not only traced: one of each kind.
+# Functions that are run by default, too, and not only traced.
 RUN_BY_DEFAULT = {
     "attention",
     "conv_net",

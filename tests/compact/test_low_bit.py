@@ -585,6 +585,7 @@ def is_state(node):
     return isinstance(node, optax_mp.LowBitState)
 
 
+@pytest.mark.slow
 def test_scan_jit_and_eager_agree():
     tx = low_bit("adamw")
     step = step_function("adamw", tx)
@@ -632,6 +633,7 @@ def test_a_run_resumed_from_a_checkpoint_has_the_same_bits(form):
         assert as_bits(resumed) == as_bits(carry)
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run_and_none_rounds_to_nearest():
     runs = {}
     for seed in (0, -1, 2**31, None):

@@ -469,11 +469,8 @@ def test_a_gradient_that_overflows_only_when_unscaled_is_an_overflow(dtype):
         assert bool(update(large, state, params)[1].last_finite)
 
 
-@mostly_slow(
-    "build",
-    [wrapper, wrapped_masters, linked_masters],
-    lambda build: build is wrapped_masters,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [wrapper, wrapped_masters, linked_masters])
 def test_a_result_with_clipping_does_not_depend_on_the_scale(build):
     results = []
     for power in (0, 4, 15):
@@ -584,6 +581,7 @@ def test_the_state_is_stable_and_the_step_compiles_once_with_donation(build, dty
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_a_scan_takes_the_same_steps():
     tx = wrapped_masters(optax.adamw(1e-2))
     params = example_params("float16")

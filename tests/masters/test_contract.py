@@ -52,7 +52,7 @@ EVERY_OPTIMIZER_IN_LOW_DTYPES = [
     )
     if dtype == "bfloat16" or name in DISTINCT
 ]
-FLOAT64_TOO = ("adamw", "adafactor", "muon", "radam")
+FLOAT64_TOO = ("adamw", "adafactor", "lion", "muon", "radam")
 
 FULL_COPY, SPLIT_16, SPLIT_8 = (
     optax_mp.FullCopy(),
@@ -359,7 +359,7 @@ def test_the_table_has_the_optimizers_that_every_release_has():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lion", *FLOAT64_TOO])
+@pytest.mark.parametrize("name", FLOAT64_TOO)
 def test_float64_masters_are_bit_equal_to_float64_training(name, x64):
     grads = example_gradients(name, example_params("float64"), STEPS, jnp.float64)
     grads = jax.device_get(grads)

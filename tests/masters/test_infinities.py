@@ -233,10 +233,10 @@ def test_a_param_that_is_set_to_infinity_stays_until_it_is_cast_anew(jitted):
     np.testing.assert_array_equal(np.asarray(anew, np.float32)[:3], 1.0)
 
 
-@mostly_slow(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "storage",
     [optax_mp.FullCopy(), optax_mp.Split(16), optax_mp.Split(8), TwoBfloat16()],
-    lambda storage: storage == optax_mp.Split(16),
 )
 def test_infinite_masters_are_replaced_and_converted(storage):
     bare = optax.sgd(1e-2, momentum=0.9)

@@ -84,7 +84,8 @@ INSIDE = {
 }
 
 
-@mostly_slow("nesting", INSIDE, lambda nesting: nesting == "masked")
+@pytest.mark.slow
+@pytest.mark.parametrize("nesting", INSIDE)
 def test_wrappers_inside_move_split_masters_as_they_move_float32(nesting):
     bare, _, bare_state = run(INSIDE[nesting](), "float32", masters=False)
     tx = optax_mp.mixed_precision(INSIDE[nesting](), storage=SPLIT)
@@ -202,6 +203,7 @@ def test_wrappers_outside_move_split_masters_as_they_move_full_copies(nesting):
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 def test_16_bit_misses_do_not_accumulate():
     tx = optax_mp.mixed_precision(optax.adamw(1e-3))
     params = {"w": jnp.linspace(-2, 2, 4001).astype(jnp.bfloat16)}

@@ -399,7 +399,8 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", ["adamw", slow("sgd with momentum"), slow("lion")])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["adamw", "sgd with momentum", "lion"])
 def test_1000_steps_are_bit_equal_to_those_of_full_copies(rule):
     weights = start(2000)
     last, stray = runs(RULES[rule], fused, weights, noise(2000, 1000))
@@ -410,8 +411,9 @@ def test_1000_steps_are_bit_equal_to_those_of_full_copies(rule):
     assert np.isfinite(last).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [in_two_programs, eager])
-@pytest.mark.parametrize("rule", ["adamw", slow("sgd with momentum"), slow("lion")])
+@pytest.mark.parametrize("rule", ["adamw", "sgd with momentum", "lion"])
 def test_however_the_step_is_compiled_it_is_bit_equal_to_full_copies(rule, programs):
     _, stray = runs(RULES[rule], programs, start(500), noise(500, 30))
     assert stray.mean() <= 0.01

@@ -27,7 +27,7 @@ LOW_COUNT = KERNEL + 1  # and a scalar
 COUNT = LOW_COUNT + 3  # and a float32 leaf
 
 SHORT, LONG = 5 * CHUNK, 50 * CHUNK
-# In the default run, short: each dtype, rule, form and place of the loss scale once.
+# In the default run, short: one around the optimizer, one in a chain.
 BY_DEFAULT = {"float16, adamw", "a link"}
 
 
