@@ -6,6 +6,7 @@ lowered. Only then is it known whether arrays are sharded, too.
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,8 +74,7 @@ def _lower(context: Any, *args: Any, anywhere: Function, **params: Any) -> Any:
 
 def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
     way = params["ways"][platform]
-    # Kernels are not partitioned: an array that is sharded would be gathered for it.
-    if way is not None and _is_on_one_device(context.module_context.axis_context):
+    if way is not None and _may_differ(context.module_context):
         try:
             return mlir.lower_fun(way, multiple_results=True)(context, *args)
         except Exception as error:
@@ -85,10 +85,21 @@ def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
     return _lower(context, *args, **params)
 
 
+def _may_differ(module: Any) -> bool:
+    """Return whether a platform may have its own way in a program."""
+    if os.environ.get("OPTAX_MP_KERNELS") == "0":
+        return False
+    # An exported program is to run on later versions, too. Kernels do not.
+    if module.lowering_parameters.for_export:
+        return False
+    return _is_on_one_device(module.axis_context)
+
+
 def _is_on_one_device(context: Any) -> bool:
     """Return whether a part of a program runs on whole arrays of one device.
 
     That is so in a program for one device, and inside of shard_map over all axes.
+    Kernels are not partitioned: an array that is sharded would be gathered for one.
     """
     if hasattr(context, "num_devices"):
         return context.num_devices == 1

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import jax
 import optax
 
 from optax_mp._inner import as_transformation
-from optax_mp._jax._arrays import is_traced
 from optax_mp.leafwise._step import run_leafwise
 
 
@@ -15,8 +13,6 @@ def take_step(
     grads: optax.Updates,
     opt_state: optax.OptState,
     params: optax.Params,
-    *,
-    kernels: bool = True,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
     """Return (params, opt_state) after one step.
@@ -43,7 +39,6 @@ def take_step(
         grads: the gradients.
         opt_state: its state.
         params: the params.
-        kernels: False to leave all to XLA.
         extra_args: for `tx.update`.
 
     Returns:
@@ -72,11 +67,8 @@ def take_step(
         grads, extra_args = given
         opt_state, params = kept
         updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-        return opt_state, optax.apply_updates(params, updates)
+        return None, (opt_state, optax.apply_updates(params, updates))
 
     given, kept = (grads, extra_args), (opt_state, params)
-    if kernels and any(map(is_traced, jax.tree.leaves((given, kept)))):
-        opt_state, params = run_leafwise(step, given, kept)
-    else:
-        opt_state, params = step(given, kept)
+    _, (opt_state, params) = run_leafwise(step, given, kept, ("tpu", "cuda"))
     return params, opt_state

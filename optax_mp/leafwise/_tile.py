@@ -62,7 +62,7 @@ class Tile(Part):
     def spread(self, scales: jax.Array) -> jax.Array:
         """Return for each element the scale of its block."""
         at = lax.broadcasted_iota(jnp.int32, (self.rows, self.columns), 1)
-        return jnp.take_along_axis(scales, (at + self.first) >> self._shift, axis=1)
+        return _take_lanes(scales, (at + self.first) >> self._shift)
 
     def reduce(self, name: str, values: jax.Array) -> jax.Array:
         """Return the extreme of each block, in the place of its scale in the tile."""
@@ -82,7 +82,12 @@ class Tile(Part):
             # Each block's extreme is now in the lane of its first column.
             first = (self.first + start) >> self._shift
             index = ((lane - first) << self._shift) & (LANES - 1)
-            found = jnp.take_along_axis(part, index, axis=1)
+            found = _take_lanes(part, index)
             count = LANES // self.block_size
             result = jnp.where((lane >= first) & (lane < first + count), found, result)
         return result.astype(dtype)
+
+
+def _take_lanes(x: jax.Array, index: jax.Array) -> jax.Array:
+    # Mosaic knows no other mode up to JAX 0.6.
+    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
