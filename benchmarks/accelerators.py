@@ -39,6 +39,9 @@ import optax_mp  # noqa: E402
 
 # So large that no array fits into memory on the chip, whose traffic is not counted.
 LEAVES, SIDE = 4, 8192
+# A TPU's memory on the chip left to kernels, so that XLA moves no whole array there
+# ahead of a kernel. Such moves would be counted twice.
+NO_PREFETCH = {"xla_tpu_scoped_vmem_limit_kib": "114688"}
 GPU = Path(__file__).with_name("h100.txtpb")
 KERNELS = ("tpu_custom_call", "triton")
 
@@ -157,7 +160,9 @@ def compile_step(
     params, grads = tree(param_dtype), tree(grad_dtype)
     state = jax.eval_shape(tx.init, params)
     jitted = jax.jit(step, donate_argnums=(0, 1))
-    return jitted.lower(place(params), place(state), place(grads)).compile()
+    lowered = jitted.lower(place(params), place(state), place(grads))
+    is_tpu = device.platform == "tpu"
+    return lowered.compile(compiler_options=NO_PREFETCH if is_tpu else None)
 
 
 def bytes_moved(compiled: Any) -> float:

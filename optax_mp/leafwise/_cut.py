@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from optax_mp.leafwise._blocks import block_shape, is_block_operation
-from optax_mp.leafwise._program import Program, Value, values_in
+from optax_mp.leafwise._program import Node, Program, Value, values_in
 
 ELEMENTWISE = frozenset(
     """add sub mul div rem max min neg sign abs sqrt rsqrt cbrt exp exp2 log log1p
@@ -60,8 +60,10 @@ def cut(program: Program, replaced: dict[int, int]) -> list[End]:
             continue
         places, reads = _suffix(program, value)
         touched = {r for r in reads if r.aval.ndim}
-        new = ({i}, places, touched)
-        # What shares an equation on arrays, or an array, is one end.
+        # What shares an equation on arrays, or an array, is one end. Arrays that are
+        # made of scalars are not shared: each end makes its own.
+        shared = {place for place in places if _reads_arrays(program.nodes[place])}
+        new = ({i}, shared, touched)
         rest = []
         for group in groups:
             if group[1] & new[1] or group[2] & new[2]:
@@ -69,14 +71,18 @@ def cut(program: Program, replaced: dict[int, int]) -> list[End]:
             else:
                 rest.append(group)
         groups = [*rest, new]
-    ends = [_end(program, replaced, group[0], group[1]) for group in groups]
+    ends = [_end(program, replaced, outputs) for outputs, _, _ in groups]
     return [end for end in ends if end is not None]
 
 
-def _end(
-    program: Program, replaced: dict[int, int], outputs: set[int], places: set[int]
-) -> End | None:
+def _reads_arrays(node: Node) -> bool:
+    return any(value.aval.ndim for value in values_in(node.inputs))
+
+
+def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End | None:
     """Return the end with these outputs, or None if a kernel would not pay."""
+    suffixes = [_suffix(program, program.outputs[i]) for i in outputs]
+    places = {place for suffix, _ in suffixes for place in suffix}
     nodes = [program.nodes[place] for place in places]
     blocks = {block_shape(n.equation) for n in nodes if is_block_operation(n.equation)}
     avals = [program.outputs[i].aval for i in outputs]
@@ -133,7 +139,7 @@ def _suffix(program: Program, output: Value) -> tuple[set[int], set[Value]]:
     return places, reads
 
 
-def _fits(node: Any) -> bool:
+def _fits(node: Node) -> bool:
     """Return whether an equation is elementwise."""
     equation = node.equation
     name = equation.primitive.name
