@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 
 def is_traced(x: Any) -> bool:
@@ -30,17 +31,26 @@ def spec_in_type(x: Any) -> Any:
     return getattr(getattr(jax.typeof(x), "sharding", None), "spec", None)
 
 
+def sharding_in_type(x: Any) -> NamedSharding | None:
+    """Return the sharding in the type of an array, or None if it says nothing."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    # Inside of shard_map a type says how the whole array was sharded.
+    is_known = mesh is not None and has_explicit_axes(mesh) and not varies_by_rank(x)
+    return sharding if is_known else None
+
+
 def has_explicit_axes(mesh: Any) -> bool:
     """Return whether shardings on `mesh` are part of the types of arrays."""
     kinds = getattr(mesh, "axis_types", None) or ()
     return any("Explicit" in str(kind) for kind in kinds)
 
 
-def result_like(aval: Any) -> jax.ShapeDtypeStruct:
-    """Return the description of a kernel's result that has the type of a value."""
+def result_like(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """Return the description of a kernel's result: the type of a value, and a shape."""
     kind = getattr(aval, "manual_axis_type", None)  # JAX 0.10 and later
     axes = getattr(aval, "vma", None)
     extra = {"manual_axis_type": kind} if kind is not None else {"vma": axes}
     return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, **{k: v for k, v in extra.items() if v is not None}
+        shape, aval.dtype, **{k: v for k, v in extra.items() if v is not None}
     )

@@ -10,13 +10,7 @@ from jax.typing import DTypeLike
 from optax_mp._dtypes import saturating_cast
 from optax_mp.compact._random_numbers import uniform_numbers
 from optax_mp.compact._rounding import round_stochastically
-from optax_mp.leafwise._blocks import (
-    MAXIMUM,
-    MINIMUM,
-    SPREAD,
-    block_operation,
-    blocks_of,
-)
+from optax_mp.leafwise._blocks import MAXIMUM, MINIMUM, Blocks
 
 # Bit patterns of float32. Scales lie between 2^-126 and 2^126, because CPUs flush
 # smaller numbers to zero, and the inverse of a larger scale is one of those.
@@ -88,7 +82,7 @@ def dequantize(quantized: Quantized) -> jax.Array:
     codes, scales = quantized
     if scales is None:
         return codes.astype(jnp.float32)
-    blocks = _Blocks(codes.shape, scales.shape)
+    blocks = Blocks.of(codes.shape, scales.shape)
     roots = codes.astype(jnp.float32) * (1 / _largest_code(codes))
     return roots * jnp.abs(roots) * blocks.spread(scales.astype(jnp.float32))
 
@@ -110,7 +104,7 @@ def quantize(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized:
     """
     if like.scales is None:
         return Quantized(_round(x, like.codes.dtype, key), None)
-    blocks = _Blocks(like.codes.shape, like.scales.shape)
+    blocks = Blocks.of(like.codes.shape, like.scales.shape)
     values = x.astype(jnp.float32)
     sizes = jnp.abs(values)
     scales = _round_scales_up(blocks.reduce(MAXIMUM, _bit_pattern(sizes)))
@@ -166,45 +160,3 @@ def _round_scales_up(largest: jax.Array) -> jax.Array:
     rounded = jnp.where(largest < _SMALLEST_SCALE, 0, rounded)
     scales = lax.bitcast_convert_type(rounded, jnp.float32)
     return jnp.where(largest >= _INFINITY, jnp.nan, scales)
-
-
-class _Blocks:
-    """The blocks of an array along the axis that has fewer scales than values.
-
-    They are read off the two shapes, so that a `Quantized` needs no settings beside its
-    arrays.
-    """
-
-    def __init__(self, shape: tuple[int, ...], scales_shape: tuple[int, ...]) -> None:
-        self.axis, self.size = blocks_of(shape, scales_shape)
-        self.count = scales_shape[self.axis]
-        self.length = shape[self.axis]
-
-    def reduce(self, name: str, values: jax.Array) -> jax.Array:
-        """Return `MAXIMUM` or `MINIMUM` of each block; zeros fill up the last one."""
-        reduction = jnp.max if name == MAXIMUM else jnp.min
-
-        def reduce(values: jax.Array) -> jax.Array:
-            widths = [(0, 0)] * values.ndim
-            widths[self.axis] = (0, self.count * self.size - self.length)
-            shape = list(values.shape)
-            shape[self.axis : self.axis + 1] = [self.count, self.size]
-            padded = jnp.pad(values, widths)
-            return reduction(padded.reshape(shape), axis=self.axis + 1)
-
-        return block_operation(name, reduce)(values)
-
-    def spread(self, scales: jax.Array) -> jax.Array:
-        """Return for each value the scale of its block."""
-
-        # The scales are repeated instead of reshaping the values to blocks, so that XLA
-        # can overwrite the codes in place.
-        def spread(scales: jax.Array) -> jax.Array:
-            shape = list(scales.shape)
-            shape.insert(self.axis + 1, self.size)
-            repeated = jnp.broadcast_to(jnp.expand_dims(scales, self.axis + 1), shape)
-            shape[self.axis : self.axis + 2] = [self.count * self.size]
-            repeated = repeated.reshape(shape)
-            return lax.slice_in_dim(repeated, 0, self.length, axis=self.axis)
-
-        return block_operation(SPREAD, spread)(scales)

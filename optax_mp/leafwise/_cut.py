@@ -6,11 +6,10 @@ shape, on scalars, and on the scale of its block.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 
-from optax_mp.leafwise._blocks import block_shape, is_block_operation
+from optax_mp.leafwise._blocks import blocks_in, is_block_operation
 from optax_mp.leafwise._program import Node, Program, Value, values_in
 
 ELEMENTWISE = frozenset(
@@ -84,7 +83,8 @@ def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End |
     suffixes = [_suffix(program, program.outputs[i]) for i in outputs]
     places = {place for suffix, _ in suffixes for place in suffix}
     nodes = [program.nodes[place] for place in places]
-    blocks = {block_shape(n.equation) for n in nodes if is_block_operation(n.equation)}
+    found = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
+    blocks = {(each.axis, each.size) for each in found}
     avals = [program.outputs[i].aval for i in outputs]
     shape = max((aval.shape for aval in avals), key=math.prod)
     # Floats and their sums, XLA puts into one kernel itself, but not what is packed.

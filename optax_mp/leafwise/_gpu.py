@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,37 +14,41 @@ from jax.experimental.pallas import triton
 from optax_mp._jax._arrays import result_like
 from optax_mp.leafwise._blocks import MAXIMUM
 from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._part import Part
+from optax_mp.leafwise._kernel_part import KernelPart
+from optax_mp.leafwise._part import Piece
 from optax_mp.leafwise._program import Program, Value, read
 
 _COUNT = 2048  # elements of a part
 
 
 @dataclass(frozen=True)
-class Run(Part):
+class Run(KernelPart):
     """A run of elements, in the order of memory, and their scales.
 
     Attributes:
-        whole: the shape of the array.
+        piece: what it is a part of.
         count: of elements.
         block_size: how many of them share a scale.
         first: the place of the first element in memory.
     """
 
-    whole: tuple[int, ...]
+    piece: Piece
     count: int
     block_size: int
     first: Any
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the run of an array."""
-        return (self.count if shape == self.whole else self.count // self.block_size,)
+        is_element = shape == self.piece.whole
+        return (self.count if is_element else self.count // self.block_size,)
 
     def index(self, axis: int) -> jax.Array:
         """Return the indices of the elements along an axis of the whole array."""
+        shape = self.piece.shape
         at = lax.broadcasted_iota(jnp.int32, (self.count,), 0) + self.first
-        at = lax.div(at, jnp.int32(math.prod(self.whole[axis + 1 :])))
-        return at if not axis else lax.rem(at, jnp.int32(self.whole[axis]))
+        at = lax.div(at, jnp.int32(math.prod(shape[axis + 1 :])))
+        at = at if not axis else lax.rem(at, jnp.int32(shape[axis]))
+        return at + self.piece.origin[axis]
 
     def spread(self, scales: jax.Array) -> jax.Array:
         """Return for each element the scale of its block."""
@@ -58,34 +62,41 @@ class Run(Part):
         return choose(wide, axis=1).astype(values.dtype)
 
 
-def takes(program: Program, end: End) -> bool:
+def takes(program: Program, end: End, piece: Piece) -> bool:
     """Return whether no block ends with a row."""
-    return end.block_size is None or end.shape[-1] % end.block_size == 0
+    return end.block_size is None or piece.shape[-1] % end.block_size == 0
 
 
 def run_end(
-    program: Program, end: End, args: Sequence[Any], interpret: bool = False
+    program: Program,
+    end: End,
+    piece: Piece,
+    args: Sequence[Any],
+    interpret: bool = False,
 ) -> list[Any]:
     """Return the outputs of an end.
 
     Args:
         program: the program that the end is of.
         end: the end.
+        piece: of its arrays.
         args: the values of what it reads.
         interpret: whether to run the kernel without a GPU.
     """
-    size = math.prod(end.shape)
+    size = math.prod(piece.shape)
     outputs = [program.outputs[i] for i in end.outputs]
 
     def kernel(*refs: Any) -> None:
+        places, refs = refs[: len(piece.shape)], refs[len(piece.shape) :]
+        here = replace(piece, origin=tuple(ref[0] for ref in places))
         first = pl.program_id(0) * _COUNT
-        run = Run(end.shape, _COUNT, end.block_size or 1, first)
+        run = Run(here, _COUNT, end.block_size or 1, first)
 
         def places(value: Value) -> tuple[Any, Any]:
             (count,) = run.shape_of(value.aval.shape)
             start = pl.program_id(0) * count
             at = lax.broadcasted_iota(jnp.int32, (count,), 0) + start
-            is_inside = at < math.prod(value.aval.shape)
+            is_inside = at < math.prod(piece.shape_of(value.aval.shape))
             return pl.ds(start, count), None if size % _COUNT == 0 else is_inside
 
         known: dict[Value, Any] = {}
@@ -106,14 +117,20 @@ def run_end(
 
     given = [
         jnp.reshape(x, -1).astype(jnp.int32 if x.dtype == jnp.bool_ else x.dtype)
-        for x in map(jnp.asarray, args)
+        for x in map(jnp.asarray, [*piece.origin, *args])
     ]
+    rank = len(piece.shape)
+    made_shapes = [(v, piece.shape_of(v.aval.shape)) for v in outputs]
     made = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(size, _COUNT),),
-        out_shape=[result_like(v.aval.update(shape=(v.aval.size,))) for v in outputs],
-        input_output_aliases={read_at: out for out, read_at in end.replaced.items()},
+        out_shape=[
+            result_like(v.aval, (math.prod(shape),)) for v, shape in made_shapes
+        ],
+        input_output_aliases={
+            rank + read_at: out for out, read_at in end.replaced.items()
+        },
         interpret=interpret,
         compiler_params=None if interpret else triton.CompilerParams(num_warps=4),
     )(*given)
-    return [x.reshape(v.aval.shape) for x, v in zip(made, outputs, strict=True)]
+    return [x.reshape(s) for x, (_, s) in zip(made, made_shapes, strict=True)]

@@ -2,21 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._by_platform import by_platform
-from optax_mp._jax._traced import TracedCall, is_output
+from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
 from optax_mp._tree import is_array
 from optax_mp.leafwise import _gpu, _tpu
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._cut import End, cut
+from optax_mp.leafwise._layout import Layout, Shardings
+from optax_mp.leafwise._part import Piece, Shard
 from optax_mp.leafwise._program import Program, Value, read
 
-_RUNNERS = {"tpu": _tpu, "cuda": _gpu}
+_KERNELS = {"tpu": _tpu, "cuda": _gpu}
 # Whether a step is being traced: one within it is a part of that.
 _is_running: ContextVar[bool] = ContextVar("_is_running", default=False)
 
@@ -26,6 +31,7 @@ def run_leafwise(
     given: Any,
     kept: Any,
     platforms: Sequence[str],
+    shardings: Sequence[NamedSharding | None] = (),
 ) -> tuple[Any, Any]:
     """Return `step(given, kept)`, with the elementwise end of each leaf in one piece.
 
@@ -34,6 +40,8 @@ def run_leafwise(
         given: a pytree.
         kept: another. Its arrays can be overwritten, if they are donated.
         platforms: those for which kernels are made.
+        shardings: how the leaves of `kept` are sharded under `jit`, None where that is
+            not known. A kernel goes only where it is known.
     """
     leaves = jax.tree.leaves((given, kept))
     if not any(map(is_traced, leaves)) or not any(map(_is_packed, leaves)):
@@ -47,6 +55,7 @@ def run_leafwise(
         _is_running.reset(token)
     program = Program.of(traced.closed, is_block_operation)
     ends = cut(program, _replaced(traced, kept))
+    known_shardings = _of_inputs(program, kept, shardings)
     at_ends = {i for end in ends for i in end.outputs}
     others = [v for i, v in enumerate(program.outputs) if i not in at_ends]
     known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
@@ -56,12 +65,23 @@ def run_leafwise(
     results: dict[int, Any] = {}
     for end in ends:
         args = [known[value] for value in end.reads]
-        outputs = _run(program, end, args, platforms)
+        outputs = _run(program, end, args, known_shardings, platforms)
         results.update(zip(end.outputs, outputs, strict=True))
     for i, value in enumerate(program.outputs):
         if i not in at_ends:
             results[i] = read(known, value)
     return traced.unflatten([results[i] for i in range(len(program.outputs))])
+
+
+def _of_inputs(
+    program: Program, kept: Any, shardings: Sequence[NamedSharding | None]
+) -> Shardings:
+    """Return the shardings by the inputs of a program, the last of which are `kept`."""
+    leaves = jax.tree.leaves(kept)
+    of_arrays = [s for x, s in zip(leaves, shardings, strict=False) if is_dynamic(x)]
+    inputs = program.inputs[len(program.inputs) - len(of_arrays) :]
+    both = zip(inputs, of_arrays, strict=True)
+    return {value: sharding for value, sharding in both if sharding is not None}
 
 
 def _is_packed(leaf: Any) -> bool:
@@ -84,16 +104,50 @@ def _replaced(traced: TracedCall, kept: Any) -> dict[int, int]:
 
 
 def _run(
-    program: Program, end: End, args: Sequence[Any], platforms: Sequence[str]
+    program: Program,
+    end: End,
+    args: Sequence[Any],
+    shardings: Shardings,
+    platforms: Sequence[str],
 ) -> list[Any]:
+    """Return the outputs of an end."""
+
+    def run_piece(piece: Piece, args: Sequence[Any]) -> list[Any]:
+        return _run_piece(program, end, piece, args, platforms)
+
+    layout = Layout.find(end, args, shardings)
+    if layout is None:
+        return run_piece(Piece.of(end), args)
+    return layout.run(run_piece, program, end, args)
+
+
+def _run_piece(
+    program: Program,
+    end: End,
+    piece: Piece,
+    args: Sequence[Any],
+    platforms: Sequence[str],
+) -> list[Any]:
+    """Return the outputs of an end on one device, by a kernel if there is one."""
+    rank = len(piece.shape)
+
     def anywhere(*args: Any) -> list[Any]:
-        known: dict[Value, Any] = dict(zip(end.reads, args, strict=True))
-        program.run(end.places, known)
+        shard = Shard(replace(piece, origin=args[:rank]))
+        known: dict[Value, Any] = dict(zip(end.reads, args[rank:], strict=True))
+        for place in end.places:
+            node = program.nodes[place]
+            given = [read(known, x) for x in node.inputs]
+            known.update(zip(node.outputs, shard.run(node, given), strict=True))
         return [known[program.outputs[i]] for i in end.outputs]
 
+    def by_kernel(kernel: Any, *args: Any) -> list[Any]:
+        here = replace(piece, origin=args[:rank])
+        return list(kernel.run_end(program, end, here, args[rank:]))
+
     ways = {
-        platform: lambda *args, run=runner.run_end: list(run(program, end, args))
-        for platform, runner in _RUNNERS.items()
-        if platform in platforms and runner.takes(program, end)
+        platform: partial(by_kernel, kernel)
+        for platform, kernel in _KERNELS.items()
+        if platform in platforms and kernel.takes(program, end, piece)
     }
-    return by_platform(anywhere, ways, *args, what="optax_mp")
+    origin = map(jnp.int32, piece.origin)
+    return by_platform(anywhere, ways, *origin, *args, what="optax_mp")

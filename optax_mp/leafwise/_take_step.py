@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import jax
 import optax
+from jax.sharding import NamedSharding, Sharding
 
 from optax_mp._inner import as_transformation
 from optax_mp.leafwise._step import run_leafwise
@@ -13,6 +15,8 @@ def take_step(
     grads: optax.Updates,
     opt_state: optax.OptState,
     params: optax.Params,
+    *,
+    param_shardings: Any = None,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
     """Return (params, opt_state) after one step.
@@ -30,19 +34,28 @@ def take_step(
     in place. `tx` can be any optimizer: its update is traced, and what does not go
     element by element, as a global norm, is computed before.
 
-    A kernel is taken where a program is for one device, and inside of
-    `jax.shard_map`. On arrays that `jit` shards, on other platforms, and for small
-    leaves, XLA compiles what `tx.update` says, as it would without this function.
+    A kernel is taken where a program is for one device, inside of `jax.shard_map`, and
+    on sharded arrays where the types of arrays or `param_shardings` say how they are
+    sharded. Elsewhere, on other platforms, and for small leaves, XLA compiles what
+    `tx.update` says, as it would without this function. `OPTAX_MP_KERNELS=0` in the
+    environment leaves all to XLA.
 
     Args:
         tx: any optax optimizer or chain.
         grads: the gradients.
         opt_state: its state.
         params: the params.
+        param_shardings: how the params are sharded under `jit`: a tree of shardings
+            like the params, or a prefix of one, such as
+            `jax.tree.map(lambda p: p.sharding, params)` before `jit`. The state of a
+            param must be sharded as the param is, as `tx.init` makes it.
         extra_args: for `tx.update`.
 
     Returns:
         The new params and the new state. Donate both to `jit` to overwrite the old.
+
+    Raises:
+        ValueError: if `param_shardings` does not fit the params.
 
     Example:
         >>> import jax
@@ -70,5 +83,34 @@ def take_step(
         return None, (opt_state, optax.apply_updates(params, updates))
 
     given, kept = (grads, extra_args), (opt_state, params)
-    _, (opt_state, params) = run_leafwise(step, given, kept, ("tpu", "cuda"))
+    shardings = [None] * len(jax.tree.leaves(opt_state))
+    shardings += _shardings_of(params, param_shardings)
+    _, kept = run_leafwise(step, given, kept, ("tpu", "cuda"), shardings)
+    opt_state, params = kept
     return params, opt_state
+
+
+def _shardings_of(params: Any, shardings: Any) -> list[NamedSharding | None]:
+    """Return the sharding of each leaf, None where a mesh is not known."""
+    if shardings is None:
+        return []
+    try:
+        spread = jax.tree.map(
+            lambda each, part: jax.tree.map(lambda _: each, part), shardings, params
+        )
+    except ValueError as error:
+        raise ValueError(
+            "take_step: `param_shardings` has the structure "
+            f"{jax.tree.structure(shardings)}, expected that of the params, which is "
+            f"{jax.tree.structure(params)}, or a prefix of it; pass "
+            "`jax.tree.map(lambda p: p.sharding, params)`."
+        ) from error
+    leaves = jax.tree.leaves(spread)
+    for leaf in leaves:
+        if not isinstance(leaf, Sharding):
+            raise TypeError(
+                f"take_step: `param_shardings` holds {leaf!r}, expected shardings, "
+                "such as a `jax.sharding.NamedSharding`; pass "
+                "`jax.tree.map(lambda p: p.sharding, params)`."
+            )
+    return [leaf if isinstance(leaf, NamedSharding) else None for leaf in leaves]

@@ -9,26 +9,27 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from optax_mp.leafwise._blocks import MAXIMUM
-from optax_mp.leafwise._part import Part
+from optax_mp.leafwise._kernel_part import KernelPart
+from optax_mp.leafwise._part import Piece
 
 LANES = 128
 
 
 @dataclass(frozen=True)
-class Tile(Part):
+class Tile(KernelPart):
     """A chunk of a tile: of its elements some columns, of its scales all.
 
     Attributes:
-        whole: the shape of the array.
+        piece: what it is a part of.
         rows: of the chunk.
         columns: of the chunk, a multiple of 128.
         block_size: how many columns share a scale.
         scale_count: how many scales a row of the tile has.
-        origin: the indices of the tile's first element in the array.
+        origin: the indices of the tile's first element in the piece.
         first: the chunk's first column in the tile.
     """
 
-    whole: tuple[int, ...]
+    piece: Piece
     rows: int
     columns: int
     block_size: int
@@ -43,7 +44,8 @@ class Tile(Part):
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the chunk of an array."""
-        return self.rows, self.columns if shape == self.whole else self.scale_count
+        is_element = shape == self.piece.whole
+        return self.rows, self.columns if is_element else self.scale_count
 
     def is_of_chunk(self) -> jax.Array:
         """Return which scales of the tile are those of this chunk."""
@@ -53,7 +55,11 @@ class Tile(Part):
 
     def index(self, axis: int) -> jax.Array:
         """Return the indices of the elements along an axis of the whole array."""
-        shape, from_last = (self.rows, self.columns), len(self.whole) - 1 - axis
+        return self._index(axis) + self.piece.origin[axis]
+
+    def _index(self, axis: int) -> jax.Array:
+        """Return the indices within the piece."""
+        shape, from_last = (self.rows, self.columns), len(self.piece.shape) - 1 - axis
         if from_last > 1:
             return jnp.full(shape, self.origin[axis], jnp.int32)
         at = lax.broadcasted_iota(jnp.int32, shape, 1 - from_last)
@@ -69,8 +75,8 @@ class Tile(Part):
         choose = jnp.maximum if name == MAXIMUM else jnp.minimum
         dtype, values = values.dtype, values.astype(jnp.int32)
         # The last block is padded with zeros.
-        last = len(self.whole) - 1
-        values = jnp.where(self.index(last) < self.whole[-1], values, 0)
+        last = len(self.piece.shape) - 1
+        values = jnp.where(self._index(last) < self.piece.shape[-1], values, 0)
         lane = lax.broadcasted_iota(jnp.int32, (self.rows, self.scale_count), 1)
         result = jnp.zeros((self.rows, self.scale_count), jnp.int32)
         for start in range(0, self.columns, LANES):

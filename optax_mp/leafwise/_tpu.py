@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from optax_mp._jax._arrays import result_like
 from optax_mp.leafwise._cut import End
+from optax_mp.leafwise._part import Piece
 from optax_mp.leafwise._program import Program, Value, read
 from optax_mp.leafwise._tile import LANES, Tile
 
@@ -25,27 +27,32 @@ _DTYPES = {"float32", "bfloat16", "bool"} | {
 }
 
 
-def takes(program: Program, end: End) -> bool:
+def takes(program: Program, end: End, piece: Piece) -> bool:
     """Return whether Mosaic has what an end needs."""
     made = [v for place in end.places for v in program.nodes[place].outputs]
     if any(value.aval.dtype.name not in _DTYPES for value in [*end.reads, *made]):
         return False
     has_lanes = end.block_size is None or 8 <= end.block_size <= LANES
-    return len(end.shape) > 1 and has_lanes
+    return len(piece.shape) > 1 and has_lanes
 
 
 def run_end(
-    program: Program, end: End, args: Sequence[Any], interpret: bool = False
+    program: Program,
+    end: End,
+    piece: Piece,
+    args: Sequence[Any],
+    interpret: bool = False,
 ) -> list[Any]:
     """Return the outputs of an end.
 
     Args:
         program: the program that the end is of.
         end: the end.
+        piece: of its arrays.
         args: the values of what it reads.
         interpret: whether to run the kernel without a TPU.
     """
-    shape, block_size = end.shape, end.block_size or 32
+    shape, block_size = piece.shape, end.block_size or 32
     *leading, height, width = shape
     rows = min(_ROWS, height)
     # As many columns as 128 scales are for, since those fill a register's lanes.
@@ -57,14 +64,16 @@ def run_end(
     outputs = [program.outputs[i] for i in end.outputs]
 
     def is_scales(value: Value) -> bool:
-        return value.aval.shape != shape
+        return value.aval.shape != piece.whole
 
     def spec(value: Value) -> pl.BlockSpec:
         tile = (rows, tile_scales if is_scales(value) else columns)
         return pl.BlockSpec((*[None] * len(leading), *tile), lambda *at: at)
 
     def kernel(*refs: Any) -> None:
+        places, refs = refs[: len(shape)], refs[len(shape) :]
         given, made = refs[: len(end.reads)], refs[len(end.reads) :]
+        here = replace(piece, origin=tuple(ref[0] for ref in places))
         ids = [pl.program_id(axis) for axis in range(len(shape))]
         origin = (*ids[:-2], ids[-2] * rows, ids[-1] * columns)
         known: dict[Value, Any] = {}
@@ -77,7 +86,7 @@ def run_end(
 
         def run_chunk(k: Any, scales: Sequence[Any]) -> Sequence[Any]:
             first = pl.multiple_of(k * chunk, chunk)
-            tile = Tile(shape, rows, chunk, block_size, tile_scales, origin, first)
+            tile = Tile(here, rows, chunk, block_size, tile_scales, origin, first)
             local = dict(known)
             for i, ref in of_arrays.items():
                 if not is_scales(end.reads[i]):
@@ -105,18 +114,22 @@ def run_end(
             if is_scales(value):
                 ref[...] = result.astype(ref.dtype)
 
-    in_order = [*scalars, *arrays]
+    in_order = [*range(-len(shape), 0), *scalars, *arrays]
     alias = {in_order.index(read_at): out for out, read_at in end.replaced.items()}
-    numbers = pl.BlockSpec(memory_space=pltpu.SMEM)
+    numbers = [pl.BlockSpec(memory_space=pltpu.SMEM)] * (len(shape) + len(scalars))
     return pl.pallas_call(
         kernel,
         grid=(*leading, pl.cdiv(height, rows), pl.cdiv(width, columns)),
-        in_specs=[numbers] * len(scalars) + [spec(end.reads[i]) for i in arrays],
+        in_specs=numbers + [spec(end.reads[i]) for i in arrays],
         out_specs=[spec(value) for value in outputs],
-        out_shape=[result_like(v.aval) for v in outputs],
+        out_shape=[result_like(v.aval, piece.shape_of(v.aval.shape)) for v in outputs],
         input_output_aliases=alias,
         interpret=interpret,
-    )(*[_as_32_bits(args[i]) for i in scalars], *[args[i] for i in arrays])
+    )(
+        *map(_as_32_bits, piece.origin),
+        *[_as_32_bits(args[i]) for i in scalars],
+        *[args[i] for i in arrays],
+    )
 
 
 def _round_up(count: int, multiple: int) -> int:

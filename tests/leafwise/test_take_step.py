@@ -121,15 +121,15 @@ def test_a_kernel_does_the_same(form, platform, monkeypatch):
     step = functools.partial(by_optax, tx)
     want = trained(jax.jit(step), tx, 2, shapes)
 
-    def interpreted(program, end, args, platforms):
+    def interpreted(program, end, piece, args, *others):
         kernel = KERNELS[platform]
-        if not kernel.takes(program, end):
-            return run(program, end, args, platforms)
+        if not kernel.takes(program, end, piece):
+            return run(program, end, piece, args, *others)
         ran.append(end.shape)
-        return list(kernel.run_end(program, end, args, interpret=True))
+        return list(kernel.run_end(program, end, piece, args, interpret=True))
 
-    run = _step._run
-    monkeypatch.setattr(_step, "_run", interpreted)
+    run = _step._run_piece
+    monkeypatch.setattr(_step, "_run_piece", interpreted)
     got = trained(jax.jit(functools.partial(optax_mp.take_step, tx)), tx, 2, shapes)
     assert ran
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -141,7 +141,9 @@ def test_a_kernel_does_the_same(form, platform, monkeypatch):
             share = 1e-3 if a.dtype.itemsize == 1 else 2e-2
             differing = wide[0] != wide[1]
             assert differing.sum() <= max(4, share * differing.size), (a.dtype, a.shape)
-    masters = [jax.tree.leaves(masters_of(params, state)) for params, state in (got, want)]
+    masters = [
+        jax.tree.leaves(masters_of(params, state)) for params, state in (got, want)
+    ]
     for a, b in zip(*masters, strict=True):
         np.testing.assert_allclose(*map(np.asarray, (a, b)), rtol=1e-2, atol=1e-9)
 
@@ -150,9 +152,14 @@ def masters_of(params, state):
     return optax_mp.master_params(state, params)
 
 
-def lowered(tx, platform, shapes=((64, 8192),), **settings):
+def test_a_setting_leaves_all_to_xla(monkeypatch):
+    monkeypatch.setenv("OPTAX_MP_KERNELS", "0")
+    assert "tpu_custom_call" not in lowered(FORMS["5.1 bytes"](), "tpu")
+
+
+def lowered(tx, platform, shapes=((64, 8192),)):
     params = random_tree(0, shapes=shapes)
-    step = functools.partial(optax_mp.take_step, tx, **settings)
+    step = functools.partial(optax_mp.take_step, tx)
     traced = jax.jit(step).trace(params, tx.init(params), params)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
@@ -165,7 +172,6 @@ def test_a_platform_has_one_kernel_for_each_leaf(platform):
     text = lowered(FORMS["5.1 bytes"](), platform, ((64, 8192), (64, 4096)))
     assert text.count(f"@{CALLS[platform]}") == 2 or text.count(CALLS[platform]) >= 2
     assert CALLS[platform] not in lowered(ADAMW(), platform)
-    assert CALLS[platform] not in lowered(FORMS["5.1 bytes"](), platform, kernels=False)
     assert CALLS[platform] not in lowered(FORMS["5.1 bytes"](), "cpu")
     # Small leaves.
     assert CALLS[platform] not in lowered(FORMS["5.1 bytes"](), platform, ((8, 8),))

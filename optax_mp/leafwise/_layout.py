@@ -1,0 +1,91 @@
+"""How the arrays of a leaf lie on many devices, where that is known."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from optax_mp._jax._arrays import sharding_in_type
+from optax_mp.leafwise._cut import End
+from optax_mp.leafwise._part import Piece
+from optax_mp.leafwise._program import Program, Value
+
+Shardings = Mapping[Value, NamedSharding]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the arrays of a leaf are sharded.
+
+    Attributes:
+        sharding: of arrays of elements. Scales are sharded along the same axes.
+        whole: the shape of arrays of elements.
+    """
+
+    sharding: NamedSharding
+    whole: tuple[int, ...]
+
+    @classmethod
+    def find(cls, end: End, args: Sequence[Any], known: Shardings) -> "Layout | None":
+        """Return the layout of the arrays of an end, or None if it is not known.
+
+        Args:
+            end: the end.
+            args: the values of what it reads.
+            known: the shardings of some of these.
+        """
+        if not hasattr(jax, "shard_map"):  # before JAX 0.6
+            return None
+        found = [known[value] for value in end.reads if value in known]
+        found += [sharding_in_type(x) for x in args if jnp.shape(x) == end.shape]
+        found = [x for x in found if x is not None and x.mesh.size > 1]
+        if not found or not _divides(found[0], end):
+            return None
+        return cls(found[0], end.shape)
+
+    def run(
+        self,
+        run_piece: Callable[[Piece, Sequence[Any]], Sequence[Any]],
+        program: Program,
+        end: End,
+        args: Sequence[Any],
+    ) -> list[Any]:
+        """Return the outputs of an end, computed on each device for its own piece."""
+        shape = self.sharding.shard_shape(self.whole)
+
+        def run_shard(*args: Any) -> tuple[Any, ...]:
+            origin = tuple(
+                jax.lax.axis_index(names) * size if names else jnp.int32(0)
+                for names, size in zip(self._names(), shape, strict=True)
+            )
+            piece = Piece(self.whole, shape, end.block_size or 1, origin)
+            return tuple(run_piece(piece, args))
+
+        outputs = [program.outputs[i] for i in end.outputs]
+        run_sharded = jax.shard_map(
+            run_shard,
+            mesh=self.sharding.mesh,
+            in_specs=tuple(self._spec(value.aval.shape) for value in end.reads),
+            out_specs=tuple(self._spec(value.aval.shape) for value in outputs),
+            check_vma=False,
+        )
+        return list(run_sharded(*args))
+
+    def _names(self) -> list[Any]:
+        spec = self.sharding.spec
+        return [*spec, *[None] * (len(self.whole) - len(spec))]
+
+    def _spec(self, shape: tuple[int, ...]) -> PartitionSpec:
+        return self.sharding.spec if shape else PartitionSpec()
+
+
+def _divides(sharding: NamedSharding, end: End) -> bool:
+    """Return whether shards are of one shape, and none begins within a block."""
+    try:
+        width = sharding.shard_shape(end.shape)[-1]
+    except ValueError:
+        return False
+    return width == end.shape[-1] or width % (end.block_size or 1) == 0
