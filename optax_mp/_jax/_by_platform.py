@@ -24,9 +24,7 @@ _by_platform = Primitive("optax_mp_by_platform")
 _by_platform.multiple_results = True
 
 
-def by_platform(
-    anywhere: Function, on: dict[str, Function], *args: Any, what: str
-) -> list[Any]:
+def by_platform(anywhere: Function, on: dict[str, Function], *args: Any) -> list[Any]:
     """Return `anywhere(*args)`, or the same computed in the way of a platform.
 
     Args:
@@ -34,14 +32,11 @@ def by_platform(
         on: by platform, a function that does the same. If it cannot be lowered, what
             `anywhere` does is lowered instead, and a warning says what that costs.
         args: the arrays.
-        what: what this is, for the warning.
     """
     # With the axes over which they vary under shard_map, and shardings in types.
     avals = tuple(jax.make_jaxpr(anywhere)(*args).out_avals)
     ways = tuple(on.get(platform) for platform in _PLATFORMS)
-    return _by_platform.bind(
-        *args, anywhere=anywhere, ways=ways, avals=avals, what=what
-    )
+    return _by_platform.bind(*args, anywhere=anywhere, ways=ways, avals=avals)
 
 
 @_by_platform.def_impl
@@ -78,11 +73,18 @@ def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
         try:
             return mlir.lower_fun(way, multiple_results=True)(context, *args)
         except Exception as error:
-            warn(
-                f"{params['what']}: a kernel could not be made, and XLA's way is taken "
-                f"instead, which moves more memory: {type(error).__name__}: {error}"
-            )
+            _warn_once(f"{type(error).__name__}: {error}".splitlines()[0])
     return _lower(context, *args, **params)
+
+
+@functools.cache
+def _warn_once(error: str) -> None:
+    warn(
+        "optax_mp: this version of JAX could not make a kernel for a leaf that is "
+        "stored in few bits, and XLA alone compiles its step. That moves up to six "
+        "times as many bytes on a TPU, 1.5 times on a GPU. Another version of JAX may "
+        f"do better; OPTAX_MP_KERNELS=0 makes no kernels, and no warning. {error}"
+    )
 
 
 def _may_differ(module: Any) -> bool:

@@ -150,4 +150,4 @@ def _run_piece(
         if platform in platforms and kernel.takes(program, end, piece)
     }
     origin = map(jnp.int32, piece.origin)
-    return by_platform(anywhere, ways, *origin, *args, what="optax_mp")
+    return by_platform(anywhere, ways, *origin, *args)
