@@ -11,6 +11,7 @@ import numpy as np
 
 from optax_mp._jax._control_flow import has_regions, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, is_literal, open_jaxpr
+from optax_mp._jax._products import is_product
 
 # These move or drop entries of their first input, and compute nothing.
 _MOVES = {
@@ -21,6 +22,7 @@ _MOVES = {
 }  # fmt: skip
 # These put entries of several inputs into one array.
 _JOINS = {"concatenate", "dynamic_update_slice", "scatter"}
+_FACTORIZATIONS = {"cholesky", "eig", "eigh", "lu", "qr", "svd", "triangular_solve"}
 _NONE: frozenset[int] = frozenset()
 
 
@@ -36,6 +38,7 @@ class Flow(NamedTuple):
             value of a moving average is.
         copied: those with entries that arrive unchanged.
         joined: those with entries that arrive unchanged beside entries of others.
+        multiplied: those that go through a matrix product or a factorization.
         shrinks: whether the value itself is a constant smaller than 1.
     """
 
@@ -43,6 +46,7 @@ class Flow(NamedTuple):
     faded: frozenset[int] = _NONE
     copied: frozenset[int] = _NONE
     joined: frozenset[int] = _NONE
+    multiplied: frozenset[int] = _NONE
     shrinks: bool = False
 
 
@@ -90,9 +94,12 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
     union = _union(inputs)
     if name in _JOINS:
         return [union._replace(joined=union.copied)]
+    result = Flow(union.reached_by, union.faded, multiplied=union.multiplied)
+    if is_product(equation) or name in _FACTORIZATIONS:
+        return [result._replace(multiplied=union.reached_by)] * count
     if name == "mul" and any(each.shrinks for each in inputs):
-        return [Flow(union.reached_by, faded=union.reached_by)]
-    return [Flow(union.reached_by, union.faded)] * count
+        return [result._replace(faded=union.reached_by)]
+    return [result] * count
 
 
 def _union(each: Iterable[Flow]) -> Flow:
@@ -103,6 +110,7 @@ def _union(each: Iterable[Flow]) -> Flow:
         faded=_NONE.union(*(flow.faded for flow in each)),
         copied=_NONE.union(*(flow.copied for flow in each)),
         joined=_NONE.union(*(flow.joined for flow in each)),
+        multiplied=_NONE.union(*(flow.multiplied for flow in each)),
     )
 
 

@@ -14,7 +14,11 @@ from optax_mp._jax._dependence import depending_outputs
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._tree import is_floating
 from optax_mp.compact._code_format import CodeFormat
-from optax_mp.compact._full_precision import check_without_update, need_full_precision
+from optax_mp.compact._full_precision import (
+    check_without_update,
+    need_full_precision,
+    reach_products,
+)
 from optax_mp.compact._signs import nonnegative_outputs
 from optax_mp.compact._traced_update import TracedUpdate, trace_update
 
@@ -35,15 +39,19 @@ def choose_codes(
     large = [_is_large(leaves[i], min_size) for i in arrays]
     # Masters, averages and other arrays that start as the params are not moments.
     chosen = _without(large, depending_outputs(init.closed))
+    in_product = [False] * len(arrays)
     if isinstance(update, TracedUpdate):
         chosen = _without(chosen, need_full_precision(init, update))
+        in_product = reach_products(update)
     elif any(chosen):
         check_without_update(init, large, state, params, update)
     codes: list[jnp.dtype | None] = [None] * len(leaves)
     never_negative = _never_negative(init, update)
-    for i, is_chosen, is_unsigned in zip(arrays, chosen, never_negative, strict=True):
-        if is_chosen:
-            codes[i] = code_format.unsigned if is_unsigned else code_format.signed
+    for at, i in enumerate(arrays):
+        if chosen[at]:
+            codes[i] = code_format.codes(
+                is_unsigned=never_negative[at], is_in_product=in_product[at]
+            )
     return codes
 
 

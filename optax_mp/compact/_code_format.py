@@ -20,15 +20,19 @@ class CodeFormat:
         signed: dtype of the codes.
         unsigned: dtype of the codes of arrays that are never negative.
         block_size: how many values share a scale; None for a 16-bit float.
+        signed_in_products: dtype of the codes of arrays that reach a matrix product.
+        unsigned_in_products: of these, if they are never negative.
     """
 
     signed: jnp.dtype
     unsigned: jnp.dtype
     block_size: int | None
+    signed_in_products: jnp.dtype
+    unsigned_in_products: jnp.dtype
 
     @classmethod
     def from_settings(
-        cls, bits: int, block_size: int, dtype: DTypeLike | None
+        cls, bits: int, block_size: int, dtype: DTypeLike | None, product_bits: int
     ) -> "CodeFormat":
         """Check the arguments of `low_bit_state`."""
         if dtype is not None:
@@ -40,24 +44,58 @@ class CodeFormat:
                     f"block_size={block_size!r}, expected bfloat16 and neither of the "
                     "others; for codes in blocks, leave out `dtype`."
                 )
-            return cls(floating, floating, None)
-        if not isinstance(bits, Integral) or bits not in (8, 16):
-            raise ValueError(f"low_bit_state: `bits` is {bits!r}, expected 8 or 16.")
+            return cls(floating, floating, None, floating, floating)
+        for name, value in {"bits": bits, "product_bits": product_bits}.items():
+            if not isinstance(value, Integral) or value not in (8, 16):
+                raise ValueError(
+                    f"low_bit_state: `{name}` is {value!r}, expected 8 or 16."
+                )
         is_positive = isinstance(block_size, Integral) and block_size > 0
         if not is_positive or block_size & (block_size - 1) != 0:
             raise ValueError(
                 f"low_bit_state: `block_size` is {block_size!r}, expected a power of "
                 "two such as 32."
             )
-        return cls(jnp.dtype(f"int{bits}"), jnp.dtype(f"uint{bits}"), block_size)
+        wide = max(bits, product_bits)
+        return cls(
+            jnp.dtype(f"int{bits}"),
+            jnp.dtype(f"uint{bits}"),
+            block_size,
+            jnp.dtype(f"int{wide}"),
+            jnp.dtype(f"uint{wide}"),
+        )
+
+    def codes(self, *, is_unsigned: bool, is_in_product: bool) -> jnp.dtype:
+        """Return the dtype of the codes of an array."""
+        if is_in_product:
+            return self.unsigned_in_products if is_unsigned else self.signed_in_products
+        return self.unsigned if is_unsigned else self.signed
 
     def __str__(self) -> str:
         if self.block_size is None:
             return f"{self.signed} without scales"
-        return f"{self.signed} or {self.unsigned} in blocks of {self.block_size}"
+        dtypes = " or ".join(map(str, self._dtypes))
+        return f"{dtypes} in blocks of {self.block_size}"
+
+    @property
+    def _dtypes(self) -> list[jnp.dtype]:
+        return list(
+            dict.fromkeys(
+                [
+                    self.signed,
+                    self.unsigned,
+                    self.signed_in_products,
+                    self.unsigned_in_products,
+                ]
+            )
+        )
 
     def check(self, inner_state: PyTree) -> None:
-        """Raise unless every quantized array of a state has this format."""
+        """Raise unless every quantized array of a state has this format.
+
+        Of 16 bits where 8 would do, nothing is lost: which arrays reach products only
+        `init` finds out.
+        """
         for path, leaf in tree_flatten_with_path(inner_state, is_quantized)[0]:
             if not is_quantized(leaf) or self._fits(leaf):
                 continue
@@ -69,7 +107,7 @@ class CodeFormat:
             )
 
     def _fits(self, leaf: Quantized) -> bool:
-        if leaf.codes.dtype not in (self.signed, self.unsigned):
+        if leaf.codes.dtype not in self._dtypes:
             return False
         if leaf.scales is None or self.block_size is None:
             return leaf.scales is None and self.block_size is None

@@ -1,4 +1,4 @@
-"""Which arrays of an optimizer's state must stay in full precision.
+"""Which arrays of an optimizer's state must stay in full precision, or nearly so.
 
 Quantization changes every value a little at every step. In a moment the change fades,
 or makes one step a little longer or shorter. In three kinds of arrays it does more
@@ -53,6 +53,16 @@ def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
     exact = _histories(new, lasting) | _records(updates, new, lasting)
     exact |= _positions(updates, new, lasting, _anchors(init, update, new))
     return [i in exact for i in numbers]
+
+
+def reach_products(update: TracedUpdate) -> list[bool]:
+    """Return for each array of a state whether a matrix product reads it.
+
+    As Muon's products read its momentum. They spread the error of each entry over whole
+    rows and columns. (An inner product, which gives one number, averages errors.)
+    """
+    found = {i for flow in flows(update.closed) for i in flow.multiplied}
+    return [i in found for i in update.state_inputs]
 
 
 def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:

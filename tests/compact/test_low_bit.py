@@ -184,7 +184,7 @@ QUANTIZED = {
     "mechanize": {"mu['w']": "int8", "nu['w']": "uint8"},
     "momo": {"exp_avg['w']": "int8"},
     "momo_adam": {"exp_avg['w']": "int8", "exp_avg_sq['w']": "int8"},
-    "muon": {"mu['w']": "int8"},
+    "muon": {"mu['w']": "int16"},
     "nadam": {"mu['w']": "int8", "nu['w']": "uint8"},
     "nadamw": {"mu['w']": "int8", "nu['w']": "uint8"},
     "noisy_sgd": {},
@@ -232,6 +232,57 @@ def test_what_is_quantized_and_with_which_codes(name):
             assert leaf.scales.dtype == jnp.bfloat16
         else:
             assert avals(leaf) == avals(plain)
+
+
+def through(function):
+    """A rule whose updates are a function of a momentum."""
+
+    def init(params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(updates, state, params=None):
+        state = jax.tree.map(lambda g, m: 0.9 * m + g, updates, state)
+        return jax.tree.map(function, state), state
+
+    return optax.GradientTransformation(init, update)
+
+
+PRODUCTS = {
+    "a product": (lambda m: m @ m.T @ m, "int16"),
+    "in a loop": (lambda m: jax.lax.fori_loop(0, 2, lambda _, x: x @ m, m), "int16"),
+    "a factorization": (lambda m: jnp.linalg.qr(m)[0], "int16"),
+    "an inner product": (lambda m: m / jnp.sqrt(1e-6 + jnp.vdot(m, m)), "int8"),
+    "none": (lambda m: m / 2, "int8"),
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_what_a_product_reads_has_16_bits(case):
+    function, dtype = PRODUCTS[case]
+    params = {"w": jnp.ones((16, 16))}
+
+    def codes(**settings):
+        tx = optax_mp.low_bit_state(through(function), min_size=1, **settings)
+        return jax.eval_shape(tx.init, params).inner_state["w"].codes.dtype.name
+
+    assert codes() == dtype
+    assert codes(product_bits=8) == "int8"
+    assert codes(bits=16, product_bits=8) == "int16"
+
+
+def test_a_state_with_8_bits_for_products_is_converted_or_goes_on():
+    muon = optax.contrib.muon(1e-2)
+    old = optax_mp.low_bit_state(muon, min_size=1, product_bits=8)
+    new = optax_mp.low_bit_state(muon, min_size=1)
+    params = example()
+    grads = first_noises(1)[0]
+    _, state = old.update(grads, old.init(params), params)
+    assert kinds(new.update(grads, state, params)[1]) == kinds(state)
+    converted = optax_mp.convert_opt_state(state, params, old, new)
+    assert kinds(converted) == kinds(jax.eval_shape(new.init, params))
+    assert kinds(converted) != kinds(state)
+    with pytest.raises(ValueError, match="product_bits"):
+        optax_mp.low_bit_state(muon, product_bits=4)
 
 
 @every_optimizer_or_a_few
@@ -744,14 +795,18 @@ def test_a_state_of_something_else_is_refused(bare):
 @pytest.mark.parametrize(
     ("made", "used", "match"),
     [
-        ({"bits": 16}, {}, r"holds int16\[20,12\] and bfloat16\[1,12\] at .*mu\['w'\]"),
+        (
+            {"block_size": 8},
+            {},
+            r"holds int8\[20,12\] and bfloat16\[3,12\] at .*mu\['w'\]",
+        ),
         ({}, {"bits": 16}, r"holds int8\[20,12\] .* expected codes of int16 or uint16"),
         ({}, {"dtype": jnp.bfloat16}, r"expected codes of bfloat16 without scales"),
         ({"dtype": jnp.bfloat16}, {}, r"holds bfloat16\[20,12\] at .* in blocks of 32"),
         (
             {},
             {"block_size": 8},
-            r"int8 or uint8 in blocks of 8.*made with other settings",
+            r"uint16 in blocks of 8.*made with other settings",
         ),
     ],
 )
@@ -760,6 +815,12 @@ def test_a_state_made_with_other_settings_is_refused(made, used, match):
     state = base(**made).init(params)
     with pytest.raises(ValueError, match=match):
         base(**used).update(params, state, params)
+
+
+def test_a_state_with_more_bits_goes_on():
+    params = example()
+    state = base(bits=16).init(params)
+    assert kinds(base().update(params, state, params)[1]) == kinds(state)
 
 
 def counted_equations(tx, count):
