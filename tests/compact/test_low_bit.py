@@ -798,7 +798,7 @@ def test_a_state_of_something_else_is_refused(bare):
         (
             {"block_size": 8},
             {},
-            r"holds int8\[20,12\] and bfloat16\[3,12\] at .*mu\['w'\]",
+            r"holds int8\[20,12\] and bfloat16\[20,2\] at .*mu\['w'\]",
         ),
         ({}, {"bits": 16}, r"holds int8\[20,12\] .* expected codes of int16 or uint16"),
         ({}, {"dtype": jnp.bfloat16}, r"expected codes of bfloat16 without scales"),
