@@ -1,17 +1,16 @@
-"""Bytes that a compiled optimizer step moves and needs, for TPUs and GPUs not here.
+"""Bytes that a compiled training step moves and needs, for TPUs and GPUs not here.
 
-    python benchmarks/accelerators.py                      # both, all forms
-    python benchmarks/accelerators.py --target tpu --forms masters,link
+    python benchmarks/accelerators.py                      # both, all tables
+    python benchmarks/accelerators.py --target tpu --tables AdamW --forms masters,link
     python benchmarks/accelerators.py --json FILE
 
-A step updates the params by AdamW, params and state donated, gradients given. Its time
-on a TPU or GPU is the bytes that it moves over the memory's bandwidth. XLA compiles for
-hardware that is not there and says how many those are: `pip install libtpu`, and for
-GPUs `jax-cuda12-pjrt` and `jax-cuda12-plugin` of jax's version, with `--no-deps`, and
-`nvidia-cuda-nvcc-cu12`. Nothing here is run, and nothing is timed.
+The time of an optimizer's step on a TPU or GPU is the bytes that it moves over the
+memory's bandwidth. XLA compiles for hardware that is not there and says how many those
+are: `pip install 'optax_mp[accelerators]'`. Nothing here is run, and nothing is timed.
 
 "limit" counts each array of the step once where it is read and once where it is
-written. "temporaries" is memory beside params, state and gradients.
+written. "temporaries" is memory beside params, state and gradients. Both are bytes per
+weight; params and state are donated.
 """
 
 import argparse
@@ -19,7 +18,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
+import amp  # noqa: E402
 import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import record  # noqa: E402
@@ -102,67 +103,136 @@ FORMS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
 }
 
 
-def device_of(target: str) -> Any:
-    """Return a device that XLA can compile for."""
+def compact_of(inner: optax.GradientTransformation) -> Callable[[], Any]:
+    """Return what makes an optimizer with 8-bit state and split masters."""
+    return lambda: masters(optax_mp.low_bit_state(inner), storage=optax_mp.Split(8))
+
+
+# As above, for other optimizers. Muon's products have no such limit.
+OTHERS: dict[str, tuple[Callable[[], Any], str, str, float | None]] = {
+    "Lion, float32": (lambda: optax.lion(1e-3), F32, F32, 20),
+    "Lion, compact": (compact_of(optax.lion(1e-3)), BF16, BF16, 10.125),
+    "SGD, float32": (lambda: optax.sgd(1e-3, 0.9), F32, F32, 20),
+    "SGD, compact": (compact_of(optax.sgd(1e-3, 0.9)), BF16, BF16, 10.125),
+    "Muon, float32": (lambda: optax.contrib.muon(1e-3), F32, F32, None),
+    "Muon, compact": (compact_of(optax.contrib.muon(1e-3)), BF16, BF16, None),
+}
+
+
+def devices_of(target: str, count: int = 1) -> list[Any]:
+    """Return devices that XLA can compile for."""
     if target == "tpu":
-        return topologies.get_topology_desc("v5e:2x2", "tpu").devices[0]
+        return topologies.get_topology_desc("v5e:2x4", "tpu").devices[:count]
     description = topologies.get_topology_desc(
-        platform="cuda", target_config=GPU.read_text(), topology="1x1x1"
+        platform="cuda", target_config=GPU.read_text(), topology=f"1x{count}x1"
     )
-    return description.devices[0]
+    return description.devices
 
 
-def measure(form: str, device: Any, side: int) -> record.Row:
+def measure(form: str, target: str, side: int) -> record.Row:
     """Return what one step of a form moves and needs, in bytes per weight."""
-    make, param_dtype, grad_dtype, limit = FORMS[form]
+    make, param_dtype, grad_dtype, limit = (FORMS | OTHERS)[form]
     tx = make()
-
-    # Donated buffers go to results of the same shape in order: hence this order.
-    def by_optax(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    def in_one_pass(params: Any, state: Any, grads: Any) -> Any:
-        return optax_mp.take_step(tx, grads, state, params)
-
-    row: record.Row = {"form": form, "limit": float(limit)}
-    for way, step in {"": by_optax, ", take_step": in_one_pass}.items():
-        compiled = compile_step(step, tx, param_dtype, grad_dtype, device, side)
-        weights = LEAVES * side * side
-        temporaries = compiled.memory_analysis().temp_size_in_bytes
-        row[f"moved{way}"] = bytes_moved(compiled) / weights
-        row[f"temporaries{way}"] = temporaries / weights
+    row: record.Row = {"form": form, "limit": limit}
+    ways = {"": by_optax(tx), ", take_step": in_one_pass(tx)}
+    for way, step in ways.items():
+        args = arrays_of(tx, param_dtype, grad_dtype, side)
+        compiled = compile_step(step, args, target)
+        row |= costs_of(compiled, LEAVES * side * side, way)
     return row
 
 
-def compile_step(
-    step: Callable[..., Any],
-    tx: optax.GradientTransformation,
-    param_dtype: str,
-    grad_dtype: str,
-    device: Any,
-    side: int,
-) -> Any:
-    """Return a step compiled for a device."""
-    mesh = Mesh(np.array([device]), ("device",))
-    sharding = NamedSharding(mesh, PartitionSpec())
+def measure_sharded(form: str, target: str, side: int) -> record.Row:
+    """Return the same per device, with all arrays sharded by rows over eight."""
+    make, param_dtype, grad_dtype, limit = FORMS[form]
+    tx, count = make(), 8
+    args = arrays_of(tx, param_dtype, grad_dtype, side)
+    mesh = Mesh(np.array(devices_of(target, count)), ("devices",))
+    rows, whole = (
+        NamedSharding(mesh, spec)
+        for spec in (PartitionSpec("devices"), PartitionSpec())
+    )
+    shardings = jax.tree.map(lambda x: rows if x.ndim else whole, args)
+    row: record.Row = {"form": form, "limit": limit}
+    ways = {
+        ", layout not known": in_one_pass(tx),
+        ", layout known": in_one_pass(tx, param_shardings=shardings[0]),
+    }
+    for way, step in ways.items():
+        compiled = compile_step(step, args, target, shardings)
+        row |= costs_of(compiled, LEAVES * side * side / count, way)
+        row[f"collectives{way}"] = collectives_in(compiled)
+    return row
 
-    def place(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-        )
+
+# Donated buffers go to results of the same shape in order: hence this order.
+def by_optax(tx: optax.GradientTransformation) -> Callable[..., Any]:
+    """Return a step with `tx.update`."""
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def in_one_pass(
+    tx: optax.GradientTransformation, **settings: Any
+) -> Callable[..., Any]:
+    """Return a step with `take_step`."""
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        return optax_mp.take_step(tx, grads, state, params, **settings)
+
+    return step
+
+
+def arrays_of(
+    tx: optax.GradientTransformation, param_dtype: str, grad_dtype: str, side: int
+) -> tuple[Any, Any, Any]:
+    """Return descriptions of params, state and gradients."""
 
     def tree(dtype: str) -> Any:
         return {
             f"w{i}": jax.ShapeDtypeStruct((side, side), dtype) for i in range(LEAVES)
         }
 
-    params, grads = tree(param_dtype), tree(grad_dtype)
-    state = jax.eval_shape(tx.init, params)
+    params = tree(param_dtype)
+    return params, jax.eval_shape(tx.init, params), tree(grad_dtype)
+
+
+def compile_step(
+    step: Callable[..., Any], args: Any, target: str, shardings: Any = None
+) -> Any:
+    """Return a step compiled for one device, or for those of the shardings."""
+    if shardings is None:
+        mesh = Mesh(np.array(devices_of(target)[:1]), ("devices",))
+        whole = NamedSharding(mesh, PartitionSpec())
+        shardings = jax.tree.map(lambda _: whole, args)
+
+    def place(x: Any, sharding: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     jitted = jax.jit(step, donate_argnums=(0, 1))
-    lowered = jitted.lower(place(params), place(state), place(grads))
-    is_tpu = device.platform == "tpu"
-    return lowered.compile(compiler_options=NO_PREFETCH if is_tpu else None)
+    lowered = jitted.lower(*jax.tree.map(place, args, shardings))
+    options = NO_PREFETCH if target == "tpu" else None
+    return lowered.compile(compiler_options=options)
+
+
+def costs_of(compiled: Any, weights: float, way: str = "") -> record.Row:
+    """Return what a compiled step moves and needs."""
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    return {
+        f"moved{way}": bytes_moved(compiled) / weights,
+        f"temporaries{way}": temporaries / weights,
+    }
+
+
+def collectives_in(compiled: Any) -> int:
+    """Return how many collectives of more than a few numbers a program has."""
+    pattern = r"= (\S+) (?:all-gather|all-reduce|all-to-all|collective-permute)"
+    found = re.findall(pattern, compiled.as_text())
+    return sum(bytes_of(types) > 1024 for types in found)
 
 
 def bytes_moved(compiled: Any) -> float:
@@ -205,23 +275,76 @@ def bytes_of(types: str) -> int:
     )
 
 
+def measure_model(way: str, target: str, size: amp.Size) -> record.Row:
+    """Return what a training step of a transformer moves and needs, in gigabytes."""
+    fun = amp.contenders(size)[WAYS[way]]
+    params = jax.eval_shape(lambda: amp.init(size))
+    is_compact = way.endswith("compact")
+    tx: Any = compact() if is_compact else adamw()
+    if is_compact:
+        params = jax.eval_shape(lambda: optax_mp.cast_floating(params, jnp.bfloat16))
+    update = in_one_pass(tx) if is_compact else by_optax(tx)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        return update(params, state, jax.grad(fun)(params, tokens))
+
+    tokens = jax.ShapeDtypeStruct((size.batch, size.length), jnp.int32)
+    state = jax.eval_shape(tx.init, params)
+    compiled = compile_step(step, (params, state, tokens), target)
+    costs = costs_of(compiled, 1e9)
+    return {
+        "step": way,
+        "GB moved": costs["moved"],
+        "temporaries, GB": costs["temporaries"],
+    }
+
+
+# Ways to train it, by their names in `amp.contenders`.
+WAYS = {
+    "float32": "float32",
+    "bf16 by casting arguments": "bf16 by casting arguments",
+    "bf16 by hand": "bf16 by hand",
+    "amp": "amp, bf16",
+    "amp, compact": "amp, bf16",
+}
+MODEL = amp.Size(batch=8, length=1024, width=768, heads=12, vocabulary=4096, blocks=1)
+TARGETS = {"tpu": "TPU v5e", "gpu": "H100"}
+# The forms that are measured sharded.
+SHARDED = ("masters", "Split(8)", "5.1 bytes", "5.1 bytes, clipped")
+
+# Title: (what is measured, the names of the rows).
+TABLES: dict[str, tuple[Callable[[str, str, int], record.Row], Iterable[str]]] = {
+    "AdamW": (measure, FORMS),
+    "Other optimizers": (measure, OTHERS),
+    "AdamW sharded over eight devices": (measure_sharded, SHARDED),
+    "Training step of a transformer": (
+        lambda way, target, _: measure_model(way, target, MODEL),
+        WAYS,
+    ),
+}
+
+
 def main() -> None:
     """Read the options and print a table for each target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", choices=("tpu", "gpu"), help="one of the two")
-    parser.add_argument("--forms", help="some of them, by how their names begin")
+    parser.add_argument("--target", choices=TARGETS, help="one of the two")
+    parser.add_argument("--tables", default="", help="some, by how titles begin")
+    parser.add_argument("--forms", default="", help="some, by how their names begin")
     parser.add_argument("--side", type=int, default=SIDE, help="rows of a leaf")
     record.add_option(parser)
     args = parser.parse_args()
-    starts = tuple((args.forms or "").split(","))
-    names = {"tpu": "TPU v5e", "gpu": "H100"}
+    titles = tuple(args.tables.split(","))
+    starts = tuple(args.forms.split(","))
     tables: record.Tables = {}
-    for target in [args.target] if args.target else ["tpu", "gpu"]:
-        device, rows = device_of(target), []
-        for form in (x for x in FORMS if x.startswith(starts)):
-            rows.append(measure(form, device, args.side))
-            print(names[target], rows[-1], flush=True)
-        tables[f"AdamW compiled for {names[target]}, bytes per weight"] = rows
+    for target in [args.target] if args.target else TARGETS:
+        for title, (measured, names) in TABLES.items():
+            rows = []
+            for name in (x for x in names if x.startswith(starts)):
+                if title.startswith(titles):
+                    rows.append(measured(name, target, args.side))
+                    print(TARGETS[target], rows[-1], flush=True)
+            if rows:
+                tables[f"{title}, compiled for {TARGETS[target]}"] = rows
     for title, rows in tables.items():
         print(f"\n### {title}\n\n{record.as_markdown(rows)}")
     record.finish(

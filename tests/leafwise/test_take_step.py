@@ -27,7 +27,8 @@ pytestmark = [
 KERNELS = {"tpu": _tpu, "cuda": _gpu}
 
 
-def compact(inner, storage=optax_mp.Split(8), **settings):
+def compact(inner, storage=None, **settings):
+    storage = storage or optax_mp.Split(8)
     low = optax_mp.low_bit_state(inner, min_size=1, **settings)
     return optax_mp.mixed_precision(low, storage=storage)
 

@@ -1,0 +1,124 @@
+"""`take_step` on sharded arrays, in a process that has eight devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from comparison import as_bits
+from forced_devices import run_named
+from jax.sharding import NamedSharding, PartitionSpec
+
+import optax_mp
+
+SPECS = {
+    "rows": PartitionSpec(("a", "b")),
+    "both": PartitionSpec("a", "b"),
+    "last": PartitionSpec(None, "b"),
+    "uneven": PartitionSpec("b"),
+}
+# No shard of the last begins where a block does.
+SHAPES = {
+    "rows": (64, 300),
+    "both": (64, 512),
+    "last": (3, 32, 256),
+    "uneven": (40, 144),
+}
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+
+
+def compact():
+    low = optax_mp.low_bit_state(optax.adamw(1e-2), min_size=1)
+    return optax_mp.mixed_precision(low, storage=optax_mp.Split(8))
+
+
+def mesh_of(kind):
+    kinds = (jax.sharding.AxisType[kind],) * 2
+    return jax.make_mesh((2, 4), ("a", "b"), axis_types=kinds)
+
+
+def arrays(seed):
+    rng = np.random.default_rng(seed)
+    return {k: jnp.asarray(rng.normal(size=s), "bfloat16") for k, s in SHAPES.items()}
+
+
+def shardings(mesh):
+    specs = {
+        k: SPECS[k] if k != "last" else PartitionSpec(None, None, "b") for k in SPECS
+    }
+    return {k: NamedSharding(mesh, spec) for k, spec in specs.items()}
+
+
+def steps(step, params, state, grads):
+    """Return params and state after two steps, and the last compiled one."""
+    step = jax.jit(step)
+    for _ in range(2):
+        params, state = step(params, state, grads)
+    return (params, state), step.lower(params, state, grads)
+
+
+def on_one_device(tx):
+    params, grads = arrays(0), arrays(1)
+
+    def step(params, state, grads):
+        return optax_mp.take_step(tx, grads, state, params)
+
+    return steps(step, params, tx.init(params), grads)[0]
+
+
+def where_shardings_are_given():
+    tx = compact()
+    mesh = mesh_of("Auto")
+    placed = shardings(mesh)
+    params, grads = (jax.device_put(arrays(i), placed) for i in (0, 1))
+
+    def step(params, state, grads):
+        return optax_mp.take_step(tx, grads, state, params, param_shardings=placed)
+
+    got, lowered = steps(step, params, tx.init(params), grads)
+    assert as_bits(got) == as_bits(on_one_device(tx))
+    text = lowered.compile().as_text()
+    assert not [name for name in COLLECTIVES if name in text]
+    assert got[0]["both"].sharding.spec == PartitionSpec("a", "b")
+    assert_has_kernels(step, params, tx.init(params), grads)
+
+
+def where_types_say_it():
+    tx = compact()
+    mesh = mesh_of("Explicit")
+    with jax.set_mesh(mesh):
+        placed = shardings(mesh)
+        params, grads = (jax.device_put(arrays(i), placed) for i in (0, 1))
+
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        got, _ = steps(step, params, tx.init(params), grads)
+        want = on_one_device(tx)
+        assert as_bits(got) == as_bits(want)
+        assert_has_kernels(step, params, tx.init(params), grads)
+
+
+def where_nothing_is_known():
+    tx = compact()
+    mesh = mesh_of("Auto")
+    params, grads = (jax.device_put(arrays(i), shardings(mesh)) for i in (0, 1))
+
+    def step(params, state, grads):
+        return optax_mp.take_step(tx, grads, state, params)
+
+    got, _ = steps(step, params, tx.init(params), grads)
+    assert as_bits(got) == as_bits(on_one_device(tx))
+    traced = jax.jit(step).trace(params, tx.init(params), grads)
+    assert "tpu_custom_call" not in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+def assert_has_kernels(step, *args):
+    lowered = jax.jit(step).trace(*args).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") >= 3
+
+
+CHECKS = [where_shardings_are_given, where_types_say_it, where_nothing_is_known]
+
+if __name__ == "__main__":
+    run_named(CHECKS, 8)
