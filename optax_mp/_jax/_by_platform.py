@@ -7,6 +7,7 @@ lowered. Only then is it known whether arrays are sharded, too.
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,7 +72,10 @@ def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
     way = params["ways"][platform]
     if way is not None and _may_differ(context.module_context):
         try:
-            return mlir.lower_fun(way, multiple_results=True)(context, *args)
+            with warnings.catch_warnings():
+                # JAX 0.12 deprecates kernels in Triton.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                return mlir.lower_fun(way, multiple_results=True)(context, *args)
         except Exception as error:
             _warn_once(f"{type(error).__name__}: {error}".splitlines()[0])
     return _lower(context, *args, **params)
