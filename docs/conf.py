@@ -104,7 +104,9 @@ def _other_name(app, env, node, shown):
 def _link_to_copies(app, docname, source):
     """Lead links to the notebooks, right in the repository, to their copies."""
     del app
-    if not docname.startswith("notebooks/"):
+    if docname.startswith("guide/"):
+        source[0] = source[0].replace("](../../notebooks/", "](../notebooks/")
+    elif not docname.startswith("notebooks/"):
         source[0] = source[0].replace("](../notebooks/", "](notebooks/")
 
 
