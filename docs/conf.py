@@ -45,6 +45,8 @@ html_theme = "sphinx_book_theme"
 html_title = f"optax_mp {release}"
 html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 
 
 def _copy_notebooks() -> None:
