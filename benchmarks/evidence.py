@@ -172,9 +172,9 @@ def long_run_in_words(rows: list[record.Row]) -> str:
         if row["above float32"] is not None and row is not naive
     ]
     return (
-        f"Naive bfloat16 ends {naive['above float32']:+.3f} above float32; its training "
-        f"loss stays above from step {naive['worse from step']} on. The other forms end "
-        f"from {min(others):+.3f} to {max(others):+.3f}."
+        f"Naive bfloat16 ends {naive['above float32']:+.3f} above float32. Its "
+        f"training loss stays above from step {naive['worse from step']} on. The other "
+        f"forms end from {min(others):+.3f} to {max(others):+.3f} above."
     )
 
 
