@@ -283,7 +283,7 @@ def draw_characters(figure: Any, records: Records) -> None:
         panel.plot(steps, mean_of(gaps), **style, label=label)
     panel.axhline(0, color="0.5", lw=1)
     panel.set(xlabel="training step", ylabel="loss above float32's (smoothed)")
-    panel.legend(title="held-out, at the end")
+    panel.legend(title="held-out, at the end", loc="upper center", ncols=2)
 
 
 Draw = Callable[[Any, Records], None]
