@@ -70,6 +70,7 @@ def as_html(introduction: str, command: str, results: Sequence[Result]) -> str:
         legend(results),
         losses_chart(results),
         gaps_chart(results),
+        element("p", "Lines are means over seeds; a band lies between its seeds."),
         element("p", "Made by ", element("code", command)),
     )
     page = element("html", head, body, lang="en")

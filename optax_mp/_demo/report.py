@@ -43,6 +43,8 @@ def gaps_of(result: Result, first: Result) -> list[float]:
 
 def in_range(gaps: Sequence[float]) -> str:
     """Return the least and the largest of some numbers, or the only one."""
+    if not all(map(math.isfinite, gaps)):
+        return "-"
     least, most = f"{min(gaps):+.3f}", f"{max(gaps):+.3f}"
     return least if least == most else f"{least}..{most}"
 
