@@ -21,18 +21,27 @@ from optax_mp._demo.text import make_corpus, read_text
 from optax_mp._demo.train import Moment, Result, train
 
 
-def row_of(result: Result, settings: Settings, float32_loss: float) -> record.Row:
-    """Return a run as a row."""
-    return {
-        "run": result.name,
-        "peak learning rate": settings.peak_learning_rate,
-        "seed": settings.seed,
-        "held-out loss": result.held_out_loss,
-        "above float32": result.held_out_loss - float32_loss,
-        "bytes per weight": result.bytes_per_weight,
-        "skipped": result.skipped_steps,
-        "curve": [result.curve.steps, result.curve.losses],
-    }
+def rows_of(result: Result, settings: Settings, first: Result) -> list[record.Row]:
+    """Return a run as a row for each seed."""
+    return [
+        {
+            "run": result.name,
+            "peak learning rate": settings.peak_learning_rate,
+            "seed": seed,
+            "held-out loss": loss,
+            "above float32": loss - float32_loss,
+            "bytes per weight": result.bytes_per_weight,
+            "skipped, all seeds": result.skipped_steps,
+            "curve": [curve.steps, curve.losses],
+        }
+        for seed, loss, float32_loss, curve in zip(
+            settings.seeds,
+            result.held_out_losses,
+            first.held_out_losses,
+            result.curves,
+            strict=True,
+        )
+    ]
 
 
 def measure(runs: tuple[Run, ...], settings: Settings) -> list[record.Row]:
@@ -40,19 +49,18 @@ def measure(runs: tuple[Run, ...], settings: Settings) -> list[record.Row]:
     corpus = make_corpus(read_text(None), settings.context)
 
     def follow(name: str, moment: Moment) -> None:
-        if moment.step == settings.steps:
-            rate = settings.peak_learning_rate
-            print(f"{name}, seed {settings.seed}, peak {rate}", file=sys.stderr)
+        if moment.is_last:
+            print(f"{name}, peak {settings.peak_learning_rate}", file=sys.stderr)
 
     results = [train(run, settings, corpus, follow) for run in runs]
-    return [row_of(each, settings, results[0].held_out_loss) for each in results]
+    return [row for each in results for row in rows_of(each, settings, results[0])]
 
 
 def main() -> None:
     """Read the options and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=DEFAULTS.steps)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[DEFAULTS.seed])
+    parser.add_argument("--seeds", type=int, nargs="+", default=DEFAULTS.seeds)
     parser.add_argument(
         "--peaks", type=float, nargs="+", default=[DEFAULTS.peak_learning_rate]
     )
@@ -69,11 +77,8 @@ def main() -> None:
     assert runs[0] == FLOAT32
     rows = []
     for peak in args.peaks:
-        for seed in args.seeds:
-            settings = replace(
-                DEFAULTS, steps=args.steps, seed=seed, peak_learning_rate=peak
-            )
-            rows += measure(runs, settings)
+        settings = replace(DEFAULTS, steps=args.steps, peak_learning_rate=peak)
+        rows += measure(runs, replace(settings, seeds=tuple(args.seeds)))
     tables = {f"after {args.steps} steps": rows}
     print(f"{record.heading(jax.devices())}\n\n{record.as_markdown(rows)}")
     record.finish(args.json, tables, record.machine_of(jax.devices()))

@@ -10,9 +10,11 @@ the tables of a result: `{convergence.made}`, `{convergence.tables}`, and for a 
 """
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import record
 from record import Record, row_of
@@ -124,7 +126,7 @@ def with_figures(readme: str, template: str, records: Records) -> str:
     return f"{before}{MARKS[0]}\n\n{made}\n{MARKS[1]}{after}"
 
 
-def figures(records: Records) -> dict[str, str]:
+def figures(records: Records) -> dict[str, Any]:
     """Return what the text says that is not one cell of a table."""
     forms = records["convergence"].rows
     naive = [row for row in forms if row["form"] == "bf16, naive"]
@@ -145,6 +147,9 @@ def figures(records: Records) -> dict[str, str]:
         "forms_apart": f"{max(abs(row['to float32'] - 1) for row in others):.1%}",
         "naive_apart": f"{min(naive_apart):.0%} to {max(naive_apart):.0%}",
         "naive_gap": spread(rates, "bf16 naive"),
+        "demo_mean": over_seeds(records["demo"].rows, "held-out loss", mean_of),
+        "demo_gaps": over_seeds(records["demo"].rows, "above float32", each_of),
+        "characters_says": long_run_in_words(records["characters"].rows),
         "wanted": record.as_markdown(wanted),
         "wanted_met": share(row["met"] == "yes" for row in wanted),
         "checks": f"{sum(row['passed'] for row in checks):,}",
@@ -156,6 +161,42 @@ def share(claims: Iterable[bool]) -> str:
     """Return how many of these are true."""
     claims = list(claims)
     return f"{sum(claims)} of {len(claims)}"
+
+
+def long_run_in_words(rows: list[record.Row]) -> str:
+    """Return what became of naive bfloat16 in the longer run, and of the others."""
+    (naive,) = (row for row in rows if row["form"] == "bf16 naive")
+    others = [
+        row["above float32"]
+        for row in rows
+        if row["above float32"] is not None and row is not naive
+    ]
+    return (
+        f"Naive bfloat16 ends {naive['above float32']:+.3f} above float32. Its "
+        f"training loss stays above from step {naive['worse from step']} on. The other "
+        f"forms end from {min(others):+.3f} to {max(others):+.3f} above."
+    )
+
+
+def over_seeds(
+    rows: list[record.Row], column: str, in_words: Callable[[str, list[float]], str]
+) -> dict[str, str]:
+    """Return for each run what is said of the values of all seeds, where finite."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row[column] != record.NOT_FINITE:
+            found.setdefault(row["run"], []).append(row[column])
+    return {run: in_words(column, values) for run, values in found.items()}
+
+
+def mean_of(column: str, values: list[float]) -> str:
+    """Return the mean, as the column shows it."""
+    return record.cell(column, fmean(values))
+
+
+def each_of(column: str, values: list[float]) -> str:
+    """Return all values, as the column shows them."""
+    return record.cell(column, values)
 
 
 def spread(rows: list[record.Row], run: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -59,15 +60,21 @@ def draw_stall(figure: Any, records: Records) -> None:
         weight.plot(*row["curve"], **style_of(name), label=label)
     weight.set(xlabel="updates of -0.001", ylabel="weight", title="one bfloat16 weight")
     weight.legend(loc="lower left")
-    for row in records["demo"].rows:
-        if row["run"] in ("float32", "bf16 naive", "bf16 + masters"):
-            steps, losses = row["curve"][0][1:], smooth(row["curve"][1][1:])
-            name = f"{row['run']}: {row['held-out loss']:.3f}"
-            loss.plot(steps, losses, **style_of(row["run"]), label=name)
+    for name in ("float32", "bf16 naive", "bf16 + masters"):
+        rows = [row for row in records["demo_full"].rows if row["run"] == name]
+        steps, curves = rows[0]["curve"][0][1:], [row["curve"][1][1:] for row in rows]
+        held_out = fmean(row["held-out loss"] for row in rows)
+        label = f"{name}: {held_out:.3f}"
+        loss.plot(steps, smooth(mean_of(curves)), **style_of(name), label=label)
     end = max(steps)
     loss.set(xlabel="training step", ylabel="loss, nats per character (smoothed)")
-    loss.set(title="a small transformer", xlim=(0.1 * end, end), ylim=(1.3, 2.0))
+    loss.set(title="a small transformer", xlim=(0.1 * end, end), ylim=(1.4, 2.1))
     loss.legend(title="held-out loss at the end")
+
+
+def mean_of(curves: list[list[float]]) -> list[float]:
+    """Return the mean of the curves of several seeds."""
+    return [fmean(values) for values in zip(*curves, strict=True)]
 
 
 def smooth(values: list[float], decay: float = 0.8) -> list[float]:
@@ -99,12 +106,57 @@ def draw_convergence(figure: Any, records: Records) -> None:
     panels[0].invert_yaxis()
 
 
+# Forms by their rows with 16-bit gradients and with float32 ones.
+STEP_FORMS = {
+    "plain optax, float32 params": (None, "plain optax, float32"),
+    "plain optax, bf16 params": ("naive bf16", None),
+    "masters written by hand": (
+        "hand-written masters, bf16, bf16 gradients",
+        "hand-written masters, bf16, f32 gradients",
+    ),
+    "mixed_precision": (
+        "mixed_precision, bf16, bf16 gradients",
+        "mixed_precision, bf16, f32 gradients",
+    ),
+    "loss scale around masters": (
+        "loss scale around, bf16, bf16 gradients",
+        "loss scale around, bf16, f32 gradients",
+    ),
+    "loss scale before masters": (
+        "loss scale as a link, f16, f16 gradients",
+        "loss scale as a link, bf16, f32 gradients",
+    ),
+    "loss scale, float32 params": (None, "loss scale, plain optax, float32"),
+    "optax.apply_if_finite": (None, "apply_if_finite, float32"),
+    "jmp's loop": (None, "jmp's loop, float32"),
+    "Flax's loop": (None, "flax's loop, float32"),
+}
+
+
 def draw_step_time(figure: Any, records: Records) -> None:
-    """Step times as ratios."""
+    """Step times as ratios: a form a group, a bar for each dtype of gradients."""
     panel = figure.subplots()
-    draw_bars(panel, records["optimizer_step"].tables[LARGE], "ratio")
+    gradients = {"16-bit gradients": "#0072B2", "float32 gradients": "#56B4E9"}
+    for place, names in enumerate(STEP_FORMS.values()):
+        given = [
+            (name, colour)
+            for name, colour in zip(names, gradients.values(), strict=True)
+            if name is not None
+        ]
+        height = 0.8 / len(given)
+        for i, (name, colour) in enumerate(given):
+            ratio = row_of(records["optimizer_step"], LARGE, name)["ratio"]
+            at = place + (i - (len(given) - 1) / 2) * height
+            bar = panel.barh(at, ratio, min(height, 0.5), color=colour)
+            panel.bar_label(bar, [f"{ratio:.2f}"], padding=3, fontsize=8)
+    for label, colour in gradients.items():
+        panel.barh(0, 0, color=colour, label=label)
+    panel.legend(loc="center right")
+    panel.set_yticks(range(len(STEP_FORMS)), list(STEP_FORMS))
+    panel.invert_yaxis()
+    panel.margins(x=0.12)
     panel.axvline(1, color="0.5", lw=1, zorder=0)
-    panel.set_xlabel("time of an AdamW step / that of plain float32 optax")
+    panel.set_xlabel("time of an AdamW step on a CPU / that of plain float32 optax")
 
 
 def draw_memory(figure: Any, records: Records) -> None:
@@ -135,7 +187,8 @@ def draw_memory(figure: Any, records: Records) -> None:
                 textcoords="offset points",
                 ha="right" if is_right else "left",
             )
-    panel.set(xlim=(0, 16), ylim=(0, 5), xlabel="bytes per weight, params included")
+    panel.set(xlim=(0, 16), xlabel="bytes per weight, params included")
+    panel.set_ylim(0, 1.2 * max(line.get_ydata()[0] for line in panel.lines))
     panel.set_ylabel("step time / float32's, on a CPU")
 
 
@@ -155,75 +208,82 @@ def draw_amp(figure: Any, records: Records) -> None:
 
 
 def draw_scale_plan(figure: Any, records: Records) -> None:
-    """GB that each device holds of a 70B model."""
-    panel = figure.subplots()
+    """GB that each device holds of a 70B model, a panel for each layout."""
+    layouts = ("replicated", "zero1", "fully sharded")
+    panels = figure.subplots(1, len(layouts), sharey=True)
     title = next(t for t in records["scale_plan"].tables if t.startswith("70B"))
-    styles = {"replicated": ":", "zero1": "--", "fully sharded": "-"}
     for row in records["scale_plan"].tables[title]:
         (_, form), (_, layout), *cells = row.items()
         if form in ("float32", "full copies", "5.1 bytes"):
-            panel.loglog(
+            panels[layouts.index(layout)].loglog(
                 [int(devices) for devices, _ in cells],
                 [held for _, (held, _) in cells],
-                styles[layout],
                 **style_of(form),
-                label=f"{form}, {layout}",
+                label=form.replace("full copies", "masters, 14 bytes per weight"),
             )
-    panel.set(xlabel="devices", ylabel="GB on each device")
-    panel.set_title(f"AdamW, {title.split(':')[1].strip()}")
-    panel.set_xticks([8, 64, 512, 4096], ["8", "64", "512", "4096"])
-    panel.xaxis.minorticks_off()
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    for panel, layout in zip(panels, layouts, strict=True):
+        panel.set(xlabel="devices", title=layout)
+        panel.axhline(80, color="0.5", lw=1, ls=":")
+        panel.set_xticks([8, 64, 512, 4096], ["8", "64", "512", "4096"])
+        panel.xaxis.minorticks_off()
+        panel.yaxis.set_major_formatter("{x:g}")
+    panels[0].text(8, 80, "80 GB", va="bottom", color="0.4", fontsize=8)
+    panels[0].set_ylabel(f"GB on each device, {title.split(':')[1].strip()}")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
 
 
 def draw_demo(figure: Any, records: Records) -> None:
-    """How far over float32 the demo's other runs are on the way."""
+    """How far over float32 the demo's other runs are on the way, with all seeds."""
     panel = figure.subplots()
-    first, *others = records["demo"].rows
-    reference = smooth(first["curve"][1])
-    for row in others:
-        steps, losses = row["curve"]
-        label = f"{row['run']}: {record.cell('above float32', row['above float32'])}"
-        if record.NOT_FINITE in losses:
-            # Nothing to draw: it is over after the first steps.
-            steps, losses = steps[:0], losses[:0]
-        gaps = [a - b for a, b in zip(smooth(losses), reference, strict=False)]
-        style = style_of(row["run"])
-        style["ls"] = "--" if row["run"].startswith("f16") else "-"
-        panel.plot(steps, gaps, **style, label=label)
+    rows = records["demo_full"].rows
+    names = list(dict.fromkeys(row["run"] for row in rows))
+    reference = [row["curve"][1] for row in rows if row["run"] == names[0]]
+    for name in names[1:]:
+        of_run = [row for row in rows if row["run"] == name]
+        if any(record.NOT_FINITE in row["curve"][1] for row in of_run):
+            continue  # It is over after the first steps.
+        gaps = [
+            smooth([a - b for a, b in zip(row["curve"][1], other, strict=True)])
+            for row, other in zip(of_run, reference, strict=True)
+        ]
+        apart = fmean(row["above float32"] for row in of_run)
+        label = f"{name}: {record.cell('above float32', apart)}"
+        steps, style = of_run[0]["curve"][0], style_of(name)
+        style["ls"] = "--" if name.startswith("f16") else "-"
+        low, high = zip(
+            *((min(at), max(at)) for at in zip(*gaps, strict=True)), strict=True
+        )
+        panel.fill_between(steps, low, high, color=style["color"], alpha=0.2, lw=0)
+        panel.plot(steps, mean_of(gaps), **style, label=label)
     panel.axhline(0, color="0.5", lw=1)
     panel.set(xlabel="training step", ylabel="loss above float32's (smoothed)")
     panel.legend(title="held-out, at the end")
 
 
-def draw_demo_rates(figure: Any, records: Records) -> None:
-    """How far over float32 naive bfloat16 ends, by learning rate."""
+def draw_characters(figure: Any, records: Records) -> None:
+    """How far over float32 the forms of the character model are on the way."""
     panel = figure.subplots()
-    everything = records["demo_rates"].rows
-    ticks = sorted({row["peak learning rate"] for row in everything})
-    for run in ("bf16 naive", "bf16 + masters"):
-        rows = [row for row in everything if row["run"] == run]
-        rates = [row["peak learning rate"] for row in rows]
-        gaps = [row["above float32"] for row in rows]
-        # Rings and dots, for where they meet.
-        style = {"mfc": "none", "ms": 10} if "masters" in run else {"ms": 6}
-        panel.semilogx(rates, gaps, "o", color=colour_of(run), label=run, **style)
+    (rows,) = records["characters"].tables.values()
+    reference = None
+    for row in rows:
+        if row["above float32"] is None:
+            reference = reference or row["curve"]
+            continue
+        if row["form"].startswith("Muon"):
+            continue
+        gaps = [
+            smooth([a - b for a, b in zip(curve, other, strict=True)], 0.9)
+            for curve, other in zip(row["curve"], reference, strict=True)
+        ]
+        steps = [1, *(25 * (i + 1) for i in range(len(gaps[0]) - 1))]
+        style = style_of(row["form"])
+        style["ls"] = "--" if row["form"].startswith(("f16", "amp")) else "-"
+        label = f"{row['form']}: {record.cell('above float32', row['above float32'])}"
+        panel.plot(steps, mean_of(gaps), **style, label=label)
     panel.axhline(0, color="0.5", lw=1)
-    panel.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
-    panel.minorticks_off()
-    panel.set(xlabel="peak learning rate", ylabel="held-out loss above float32's")
-    panel.legend()
-
-
-def draw_conformance(figure: Any, records: Records) -> None:
-    """Checks that pass, by area."""
-    panel = figure.subplots()
-    rows = next(iter(records["conformance"].tables.values()))
-    draw_bars(panel, rows, "passed")
-    for bar in panel.patches:
-        bar.set_color("#0072B2")
-    panel.set_xlabel("checks passed")
+    panel.set(xlabel="training step", ylabel="loss above float32's (smoothed)")
+    panel.legend(title="held-out, at the end", loc="upper center", ncols=2)
 
 
 Draw = Callable[[Any, Records], None]
@@ -232,12 +292,11 @@ PLOTS: dict[str, tuple[float, Draw]] = {
     "stall": (3.2, draw_stall),
     "convergence": (3.2, draw_convergence),
     "demo": (3.6, draw_demo),
-    "demo_rates": (3.0, draw_demo_rates),
-    "step_time": (5.0, draw_step_time),
+    "characters": (3.6, draw_characters),
+    "step_time": (4.2, draw_step_time),
     "memory": (3.4, draw_memory),
     "amp": (3.0, draw_amp),
-    "scale_plan": (3.6, draw_scale_plan),
-    "conformance": (3.4, draw_conformance),
+    "scale_plan": (3.2, draw_scale_plan),
 }
 
 

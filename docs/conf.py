@@ -45,6 +45,8 @@ html_theme = "sphinx_book_theme"
 html_title = f"optax_mp {release}"
 html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 
 
 def _copy_notebooks() -> None:
@@ -104,7 +106,9 @@ def _other_name(app, env, node, shown):
 def _link_to_copies(app, docname, source):
     """Lead links to the notebooks, right in the repository, to their copies."""
     del app
-    if not docname.startswith("notebooks/"):
+    if docname.startswith("guide/"):
+        source[0] = source[0].replace("](../../notebooks/", "](../notebooks/")
+    elif not docname.startswith("notebooks/"):
         source[0] = source[0].replace("](../notebooks/", "](notebooks/")
 
 

@@ -1,10 +1,10 @@
 """An average of weights over time (EMA): of float32 masters, not of bfloat16 params.
 
-An EMA moves by a thousandth of the difference at a step. In bfloat16, whose steps are
-a 256th, it stands still where it is. In float32 but of bfloat16 params, it averages
-values that were rounded: what a weight moves by less than half a unit it never sees.
+An EMA moves by a thousandth of the difference per step. In bfloat16, whose spacing is
+a 256th, it does not move at all. A float32 EMA of bfloat16 params averages rounded
+values: it misses every move of a weight by less than half a unit.
 The library appears in the line of `tx`, in `cast_floating` and in `master_params`,
-which is what `optax.incremental_update` is to average.
+which `optax.incremental_update` averages.
 """
 
 import functools

@@ -1,13 +1,13 @@
 """Equinox: a module with static leaves, `eqx.apply_updates`, float32 masters.
 
-The library appears in `FORMS`, in `value_and_grad` (in the place of
-`eqx.filter_value_and_grad`: it differentiates the floating arrays of a module and
-leaves its functions alone, too), in `cast_floating` and in `master_params`.
+The library appears in `FORMS`, in `value_and_grad` (instead of
+`eqx.filter_value_and_grad`: it also differentiates the floating arrays of a module, and
+leaves its functions alone), in `cast_floating` and in `master_params`.
 
 `eqx.apply_updates` adds without casting back, and here the updates are float32. So the
 sum is cast back, which is exact. (A model with float32 leaves: `Policy.cast_to_param`.)
 With `mixed_precision(adamw, update_dtype="params")` no cast is needed, but a param can
-land half a unit of its step away for one step, and `Split` does without that setting.
+be half a unit off for one step, and `Split` does not have that setting.
 """
 
 import equinox as eqx

@@ -16,10 +16,10 @@ import optax
 
 import optax_mp
 from optax_mp._demo.picture import as_html
-from optax_mp._demo.progress import make_progress
+from optax_mp._demo.progress import expected_seconds, in_words, make_progress
 from optax_mp._demo.report import as_json, as_table, verdict
 from optax_mp._demo.runs import DEFAULT_DTYPES, DTYPES, STORAGES, Run, runs_of
-from optax_mp._demo.settings import DEFAULTS, Settings
+from optax_mp._demo.settings import DEFAULTS, FULL_STEPS, Settings
 from optax_mp._demo.text import Corpus, make_corpus, read_text
 from optax_mp._demo.train import Result, train
 
@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None, defaults: Settings = DEFAULTS) -> in
     options = parser.parse_args(arguments)
     try:
         runs = runs_of(options.dtype, options.storage)
-        settings = replace(defaults, steps=options.steps, seed=options.seed)
+        seeds = tuple(dict.fromkeys(options.seeds))
+        settings = replace(defaults, steps=options.steps, seeds=seeds)
         corpus = make_corpus(read_text(options.text), settings.context)
         check_picture(options.picture, options.text)
     except ValueError as error:
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None, defaults: Settings = DEFAULTS) -> in
     stream = sys.stderr if options.json else sys.stdout
     about = introduction(settings, corpus, runs)
     print(textwrap.fill(about, 79), file=stream, flush=True)
-    report = make_progress(stream, settings.steps, [run.name for run in runs])
+    all_steps = settings.steps * len(settings.seeds)
+    report = make_progress(stream, all_steps, [run.name for run in runs])
     results: list[Result] = []
     try:
         for run in runs:
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None, defaults: Settings = DEFAULTS) -> in
         except OSError as error:
             print(f"the picture cannot be written: {error}", file=sys.stderr)
             return 1
-        print(f"\nThe picture is in {options.picture.resolve()}", file=stream)
+        print(f"\nThe picture, for a browser: {options.picture.resolve()}", file=stream)
     return 0
 
 
@@ -120,23 +122,34 @@ def add_run_options(parser: argparse.ArgumentParser, defaults: Settings) -> None
         "stochastic (no masters, 10); float8 takes full only (default: full, and "
         "compact for bf16)",
     )
-    parser.add_argument(
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
         "--steps",
         type=int,
         default=defaults.steps,
-        help="training steps of each run (default: %(default)s)",
+        help="training steps of each run from each seed (default: %(default)s)",
+    )
+    length.add_argument(
+        "--full",
+        dest="steps",
+        action="store_const",
+        const=FULL_STEPS,
+        help=f"{FULL_STEPS} steps: plain optax in bfloat16 falls further behind",
     )
     parser.add_argument(
-        "--seed",
+        "--seeds",
         type=int,
-        default=defaults.seed,
-        help="seed of weights and batches (default: %(default)s)",
+        nargs="+",
+        metavar="SEED",
+        default=defaults.seeds,
+        help="seeds of weights and batches; each run trains from each "
+        f"(default: {' '.join(map(str, defaults.seeds))})",
     )
     parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="text to train on (default: the help texts of Python)",
+        help="text to train on (default: Pride and Prejudice, which comes along)",
     )
 
 
@@ -168,10 +181,12 @@ def check_picture(picture: Path | None, text: Path | None) -> None:
 
 def introduction(settings: Settings, corpus: Corpus, runs: Sequence[Run]) -> str:
     """Return a sentence that says what the demo will do."""
+    seeds = f", from {len(settings.seeds)} seeds" if len(settings.seeds) > 1 else ""
+    seconds = in_words(expected_seconds(settings, len(runs)))
     return (
         f"Training a {settings.layer_count}-layer transformer on "
         f"{corpus.train.size} characters on {device_name()}, {settings.steps} steps in "
-        f"each of {len(runs)} ways."
+        f"each of {len(runs)} ways{seeds}. Two idle CPU cores take about {seconds}."
     )
 
 

@@ -19,12 +19,16 @@ Tick = tuple[float, str]
 
 
 class Series(NamedTuple):
-    """The points of a run; `style` numbers the runs, `end` says why it ended early."""
+    """The points of a run; `style` numbers the runs, `end` says why it ended early.
+
+    `band` has the least and the largest value of the seeds, around the points.
+    """
 
     name: str
     style: int
     points: Sequence[Point]
     end: str = ""
+    band: Sequence[tuple[Point, Point]] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ def line_chart(title: str, x: Axis, y: Axis, all_series: Sequence[Series]) -> El
     chart.append(element("title", title))
     chart.append(text(LEFT, 18, title, class_="heading"))
     chart.extend(axis_lines(x, y))
+    chart.extend(band(series, x, y) for series in all_series if series.band)
     chart.extend(curve(series, x, y) for series in all_series)
     return chart
 
@@ -118,10 +123,21 @@ def curve(series: Series, x: Axis, y: Axis) -> Element:
     if series.end and positions:
         a, b = positions[-1]
         cross = f"M{a - 5:.1f} {b - 5:.1f}l10 10m0 -10l-10 10"
-        group.append(
-            element("path", d=cross, class_=f"line run{series.style % STYLE_COUNT}")
-        )
+        group.append(element("path", d=cross, class_=f"line run{shade(series.style)}"))
     return group
+
+
+def band(series: Series, x: Axis, y: Axis) -> Element:
+    """Return the area between the seeds of a series."""
+    low, high = zip(*series.band, strict=True)
+    corners = [(x_position(a, x), y_position(b, y)) for a, b in (*low, *high[::-1])]
+    points = " ".join(f"{a:.1f},{b:.1f}" for a, b in corners)
+    return element("polygon", points=points, class_=f"band run{shade(series.style)}")
+
+
+def shade(style: int) -> int:
+    """Return the number of a run's colour."""
+    return style % STYLE_COUNT
 
 
 def line_style(style: int) -> dict[str, object]:
@@ -129,7 +145,7 @@ def line_style(style: int) -> dict[str, object]:
     dashes = DASHES[(style + style // STYLE_COUNT) % len(DASHES)]
     width = "wide " if style == 0 else ""
     return {
-        "class_": f"line {width}run{style % STYLE_COUNT}",
+        "class_": f"line {width}run{shade(style)}",
         "stroke_dasharray": dashes,
     }
 

@@ -1,6 +1,7 @@
 """The page of the demo: one HTML file that needs no other."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element, tostring
 
@@ -42,6 +43,7 @@ li svg { width: 40px; height: 12px; margin-right: 0.4rem; }
 .grid { stroke: var(--grid); }
 .axis { stroke: var(--text); }
 .line { fill: none; stroke-width: 2; }
+.band { stroke: none; opacity: 0.2; }
 .wide { stroke-width: 5; }
 """
 CURVE_POINTS = 300
@@ -68,6 +70,7 @@ def as_html(introduction: str, command: str, results: Sequence[Result]) -> str:
         legend(results),
         losses_chart(results),
         gaps_chart(results),
+        element("p", "Lines are means over seeds; a band lies between its seeds."),
         element("p", "Made by ", element("code", command)),
     )
     page = element("html", head, body, lang="en")
@@ -80,7 +83,11 @@ def style() -> str:
     def variables(colors: Sequence[str]) -> str:
         return " ".join(f"--run{i}: {color};" for i, color in enumerate(colors))
 
-    rules = [f".line.run{i} {{ stroke: var(--run{i}); }}\n" for i in range(STYLE_COUNT)]
+    rules = [
+        f".line.run{i} {{ stroke: var(--run{i}); }}\n"
+        f".band.run{i} {{ fill: var(--run{i}); }}\n"
+        for i in range(STYLE_COUNT)
+    ]
     sheet = STYLE.replace("LIGHT", variables(LIGHT)).replace("DARK", variables(DARK))
     return sheet + "".join(rules)
 
@@ -89,7 +96,7 @@ def table(results: Sequence[Result]) -> Element:
     """Return the table that the terminal shows as well."""
     titles = element("tr", *(element("th", title, scope="col") for title in TITLES))
     rows = [
-        element("tr", *(element("td", cell) for cell in cells_of(result)))
+        element("tr", *(element("td", cell) for cell in cells_of(result, results[0])))
         for result in results
     ]
     return element("table", element("thead", titles), element("tbody", *rows))
@@ -107,12 +114,12 @@ def legend(results: Sequence[Result]) -> Element:
 
 
 def losses_chart(results: Sequence[Result]) -> Element:
-    """Return the chart of training losses."""
+    """Return the chart of training losses, the means over seeds."""
     all_series = [
         Series(
             result.name,
             i,
-            [(step, math.log(max(loss, 1e-9))) for step, loss in smooth_losses(result)],
+            [(x, math.log(max(loss, 1e-9))) for x, loss in mean_of(losses_of(result))],
             ending(result),
         )
         for i, result in enumerate(results)
@@ -124,41 +131,66 @@ def losses_chart(results: Sequence[Result]) -> Element:
 def gaps_chart(results: Sequence[Result]) -> Element:
     """Return the chart of how far losses are above those of the first run.
 
-    All runs see the same batches, so that most of the noise cancels.
+    All runs see the same batches, so that most of the noise cancels. What is left
+    shows as the distance between seeds.
     """
-    first = results[0]
-    base = dict(zip(first.curve.steps, first.curve.losses, strict=True))
+    first = losses_of(results[0])
     all_series = []
     for i, result in enumerate(results):
-        points = zip(result.curve.steps, result.curve.losses, strict=True)
-        # A first run that diverged has no losses to compare with from then on.
-        gaps = [(step, loss - base[step]) for step, loss in points if step in base]
-        all_series.append(Series(result.name, i, smooth(gaps), ending(result)))
+        seeds = zip(losses_of(result), first, strict=True)
+        gaps = [gaps_between(points, base) for points, base in seeds]
+        band = band_of(gaps) if len(gaps) > 1 else ()
+        all_series.append(Series(result.name, i, mean_of(gaps), ending(result), band))
     y = linear_axis("nats per character", [0.0, *heights(all_series)], at_least=0.02)
-    title = f"Training loss above {first.name}, on the same batches"
+    title = f"Training loss above {results[0].name}, on the same batches"
     return line_chart(title, steps_axis(results), y, all_series)
+
+
+Points = list[tuple[float, float]]
+
+
+def losses_of(result: Result) -> list[Points]:
+    """Return steps and losses of a run for each seed, averaged over neighbours."""
+    return [smooth(list(zip(c.steps, c.losses, strict=True))) for c in result.curves]
+
+
+def gaps_between(points: Points, base: Points) -> Points:
+    """Return how far points are above others, where both are."""
+    # A first run that diverged has no losses to compare with from then on.
+    others = dict(base)
+    return [(step, loss - others[step]) for step, loss in points if step in others]
+
+
+def mean_of(all_points: Sequence[Points]) -> Points:
+    """Return the mean over seeds, as far as all of them go."""
+    columns = zip(*all_points, strict=False)
+    return [(at[0][0], statistics.fmean(value for _, value in at)) for at in columns]
+
+
+def band_of(
+    all_points: Sequence[Points],
+) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """Return the least and the largest point over seeds, as far as all of them go."""
+    return [(min(at), max(at)) for at in zip(*all_points, strict=False)]
 
 
 def steps_axis(results: Sequence[Result]) -> Axis:
     """Return the axis of steps, from 0 to the last of any run."""
-    last = max(result.curve.steps[-1] for result in results)
+    last = max(curve.steps[-1] for result in results for curve in result.curves)
     return linear_axis("step", [0.0, float(last)], at_least=4.0)
 
 
 def heights(all_series: Sequence[Series]) -> list[float]:
     """Return the y values of all points."""
-    return [value for series in all_series for _, value in series.points]
+    points = [series.points for series in all_series]
+    bands = [pair for series in all_series for pair in series.band]
+    return [value for each in (*points, *bands) for _, value in each]
 
 
 def ending(result: Result) -> str:
     """Return why a run ended early, or an empty string."""
     step = diverged_at(result)
     return "" if step is None else f"NaN by step {step}"
-
-
-def smooth_losses(result: Result) -> list[tuple[float, float]]:
-    """Return steps and losses of a run, averaged over neighbours."""
-    return smooth(list(zip(result.curve.steps, result.curve.losses, strict=True)))
 
 
 def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

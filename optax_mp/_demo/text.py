@@ -1,12 +1,13 @@
 """The text that the demo trains on."""
 
-import importlib
+import importlib.resources
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 HELD_OUT_WINDOWS = 256
+NOVEL = "pride_and_prejudice.txt.bz2"
 
 
 class Corpus(NamedTuple):
@@ -22,26 +23,36 @@ class Corpus(NamedTuple):
 
 
 def read_text(path: Path | None) -> str:
-    """Return the text of a file, or else the help texts of Python itself.
+    """Return the text of a file, or else the novel that comes with the package.
 
     Raises:
         ValueError: if there is no such text, or it is not readable as UTF-8.
     """
     if path is None:
-        try:
-            topics = importlib.import_module("pydoc_data.topics").topics
-        except ImportError as error:  # Some distributions leave it out.
-            raise ValueError(
-                "this Python comes without pydoc_data, whose help texts the demo "
-                "trains on; give a text of your own with --text FILE."
-            ) from error
-        return "\n".join(topics[topic] for topic in sorted(topics))
+        return read_novel()
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"the text {path} cannot be read ({error}), expected a UTF-8 text file."
         ) from error
+
+
+def read_novel() -> str:
+    """Return the text of Pride and Prejudice, which TEXT.md beside it tells of.
+
+    Raises:
+        ValueError: if this Python cannot decompress it.
+    """
+    try:
+        bz2 = importlib.import_module("bz2")
+    except ImportError as error:  # Some builds of Python leave it out.
+        raise ValueError(
+            "this Python comes without bz2, which decompresses the demo's text; give "
+            "a text of your own with --text FILE."
+        ) from error
+    packed = importlib.resources.files("optax_mp._demo") / NOVEL
+    return bz2.decompress(packed.read_bytes()).decode("ascii")
 
 
 def make_corpus(text: str, context: int) -> Corpus:

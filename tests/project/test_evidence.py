@@ -4,6 +4,7 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,7 @@ HERE = Path(__file__).parents[2]
 BENCHMARKS = HERE / "benchmarks"
 PAGE = HERE / "docs" / "evidence.md"
 # What goes into an experiment, and does not come out of it.
-GIVEN = {"1.0", "0.001"}
+GIVEN = {"1.0", "0.001", "3.11"}
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_contract" name="test_it_runs[adam-bfloat16]" />
 <testcase classname="tests.test_contract" name="test_it_runs[adam-float16]" />
@@ -65,8 +66,9 @@ def test_the_figures_of_the_readme_are_what_the_results_say(script):
         "README's figures are not what the results say; run "
         "`python benchmarks/evidence.py`, and edit benchmarks/readme_figures.md."
     )
-    records["demo"].rows[1]["held-out loss"] = 9.876
-    assert "9.876" in evidence.with_figures(readme, template, records)
+    for row in records["demo"].rows:
+        row["held-out loss"] = 9.876
+    assert "| 9.876 |" in evidence.with_figures(readme, template, records)
 
 
 def test_another_figure_in_a_result_is_another_figure_on_the_page(script):
@@ -244,6 +246,38 @@ def test_checks_of_a_report_are_counted_by_area_and_by_optimizer(script, tmp_pat
     assert [row for row in areas if sum(row)] == [[2, 2, 0, 1], [0, 0, 1, 0]]
     (row,) = conformance.by_check(outcomes, cases)
     assert list(row.values()) == ["it runs", 1, 4]
+
+
+def test_a_run_is_worse_from_where_it_stays_above_float32(script):
+    characters = script("characters")
+    steps = (1, 25, 50, 75, 100, 125)
+
+    def curves(*values):
+        curve = SimpleNamespace(steps=steps, losses=values)
+        return SimpleNamespace(curves=[curve])
+
+    flat = curves(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    # Means over four points: two of them are not above by enough.
+    rising = curves(1.0, 1.0, 1.0, 1.0, 1.015, 1.015)
+    early = curves(1.01, 1.0, 1.0, 1.0, 1.0, 1.0)
+    assert characters.worse_from(rising, flat) == ["50"]
+    assert characters.worse_from(early, flat) == ["-"]
+    assert characters.worse_from(curves(*[1.1] * 6), flat) == ["1"]
+
+
+@pytest.mark.slow
+def test_the_comparison_of_scales_finds_equal_and_later_growth(script, monkeypatch):
+    comparisons = script("comparisons")
+    pytest.importorskip("jmp")
+    pytest.importorskip("flax")
+    chosen = ("jmp DynamicLossScale", "Flax DynamicScale")
+    scalers = {name: comparisons.SCALERS[name] for name in chosen}
+    monkeypatch.setattr(comparisons, "SCALERS", scalers)
+    monkeypatch.setattr(comparisons, "RUNS", 2)
+    monkeypatch.setattr(comparisons, "SCALE_STEPS", 400)
+    jmp, flax = [list(row.values())[1:] for row in comparisons.compare_scales()]
+    assert jmp == [800, 800, comparisons.GROWTH_INTERVAL]
+    assert flax[1] < 800 and flax[2] == comparisons.GROWTH_INTERVAL + 1
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # A minute alone on two cores; here another test runs beside it, maybe on a busy machine.
 SECONDS = 150
 MOST_BYTES = 400_000
+MOST_WORDS = 1500
 MACHINE_PATH = re.compile(
     r"/(home|root|tmp|Users|private|opt|mnt|work)/|site-packages|[A-Z]:\\\\?Users"
 )
@@ -101,3 +102,13 @@ def test_links_to_files_that_exist(path):
     text = "\n".join("".join(cell["source"]) for cell in cells_of(path, "markdown"))
     targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", text)
     assert not [target for target in targets if not (FOLDER / target).exists()]
+
+
+@every_notebook
+def test_is_short_enough_to_read(path):
+    words = sum(
+        len("".join(cell["source"]).split())
+        for kind in ("markdown", "code")
+        for cell in cells_of(path, kind)
+    )
+    assert words <= MOST_WORDS

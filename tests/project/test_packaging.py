@@ -4,6 +4,8 @@ import ast
 import doctest
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -109,3 +111,46 @@ def test_what_contributing_points_at_exists():
 @pytest.mark.parametrize("name", ["bug_report", "feature_request", "config"])
 def test_issue_templates_are_there(name):
     assert (ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text().strip()
+
+
+def supported_pythons():
+    prefix = "Programming Language :: Python :: 3."
+    classifiers = PROJECT["project"]["classifiers"]
+    return [f"3.{c.removeprefix(prefix)}" for c in classifiers if c.startswith(prefix)]
+
+
+def oldest(name):
+    (found,) = [d for d in PROJECT["project"]["dependencies"] if d.startswith(name)]
+    return found.partition(">=")[2]
+
+
+def test_the_badges_say_what_the_metadata_says():
+    badges = (ROOT / "docs" / "images" / "badges.svg").read_text(encoding="utf-8")
+    first, *_, last = supported_pythons()
+    assert f">{first} to {last}<" in badges
+    assert f">{oldest('jax>')} to " in badges
+    assert f">{PROJECT['project']['license']}<" in badges
+    (said,) = re.findall(r"<title>(.+)</title>", badges)
+    assert f'aria-label="{said}"' in badges
+
+
+def test_the_workflow_tests_what_the_metadata_promises():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    listed = ", ".join(f'"{version}"' for version in supported_pythons())
+    assert f"python: [{listed}]" in workflow
+    assert f'"jax=={oldest("jax>")} jaxlib=={oldest("jaxlib")}"' in workflow
+    assert "- run: .ci/run\n" in workflow
+
+
+def test_the_readme_for_an_index_has_no_relative_links():
+    address, tag = "https://a.host/owner/optax_mp", "v1"
+    command = [sys.executable, ROOT / ".ci" / "index_readme", address, tag]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    targets = re.findall(r"\]\(([^)]+)\)", done.stdout)
+    assert targets and all(re.match(r"https?://|#", target) for target in targets)
+    for target in targets:
+        if target.startswith(address):
+            kind, _, path = target.removeprefix(address + "/").split("/", 2)
+            assert (ROOT / path.partition("#")[0]).exists(), target
+            is_image = path.endswith((".png", ".svg"))
+            assert kind == ("raw" if is_image else "blob"), target
