@@ -63,8 +63,9 @@ class Run(KernelPart):
 
 
 def takes(program: Program, end: End, piece: Piece) -> bool:
-    """Return whether no block ends with a row."""
-    return end.block_size is None or piece.shape[-1] % end.block_size == 0
+    """Return whether no block ends with a row, and 32 bits count the elements."""
+    is_even = end.block_size is None or piece.shape[-1] % end.block_size == 0
+    return is_even and math.prod(piece.shape) < 2**31
 
 
 def run_end(

@@ -102,7 +102,7 @@ def test_a_step_is_that_of_optax_bit_for_bit(name):
     assert as_bits(results[0]) == as_bits(results[1])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@mostly_slow("form", FORMS, lambda form: form == "loss scale")
 def test_every_form_is_cut_without_a_change(form):
     tx = FORMS[form]()
     # optax's muon divides by the size of an array.
