@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton
 from optax_mp._jax._arrays import result_like
 from optax_mp.leafwise._blocks import MAXIMUM
 from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._kernel_part import KernelPart
+from optax_mp.leafwise._kernel_part import DTYPES, KernelPart, has_dtypes, hold
 from optax_mp.leafwise._part import Piece
 from optax_mp.leafwise._program import Program, Value, read
 
@@ -58,12 +58,13 @@ class Run(KernelPart):
     def reduce(self, name: str, values: jax.Array) -> jax.Array:
         """Return the extreme of each block."""
         choose = jnp.max if name == MAXIMUM else jnp.min
-        wide = values.astype(jnp.int32).reshape(-1, self.block_size)
-        return choose(wide, axis=1).astype(values.dtype)
+        return choose(values.reshape(-1, self.block_size), axis=1)
 
 
 def takes(program: Program, end: End, piece: Piece) -> bool:
     """Return whether no block ends with a row, and 32 bits count the elements."""
+    if not has_dtypes(program, end, DTYPES):
+        return False
     is_even = end.block_size is None or piece.shape[-1] % end.block_size == 0
     return is_even and math.prod(piece.shape) < 2**31
 
@@ -105,16 +106,18 @@ def run_end(
             if value.aval.ndim:
                 at, inside = places(value)
                 other = None if inside is None else 0
-                known[value] = triton.load(ref.at[at], mask=inside, other=other)
+                known[value] = hold(triton.load(ref.at[at], mask=inside, other=other))
             else:
-                known[value] = ref[0] != 0 if value.aval.dtype == bool else ref[0]
+                known[value] = hold(ref[0])
+            if value.aval.dtype == jnp.bool_:
+                known[value] = known[value] != 0
         for place in end.places:
             node = program.nodes[place]
             inputs = [read(known, x) for x in node.inputs]
             known.update(zip(node.outputs, run.run(node, inputs), strict=True))
         for value, ref in zip(outputs, refs[len(end.reads) :], strict=True):
             at, inside = places(value)
-            triton.store(ref.at[at], known[value], mask=inside)
+            triton.store(ref.at[at], known[value].astype(value.aval.dtype), mask=inside)
 
     given = [
         jnp.reshape(x, -1).astype(jnp.int32 if x.dtype == jnp.bool_ else x.dtype)

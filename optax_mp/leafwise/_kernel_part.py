@@ -1,6 +1,12 @@
-"""Elementwise equations inside kernels, where some operations do not exist."""
+"""Elementwise equations inside kernels.
 
-from collections.abc import Sequence
+All values are 32 bits wide there, whatever their dtype: TPUs and GPUs have few
+operations on narrower ones, and which they have differs among generations. Integers of
+8 and 16 bits are held as int32, and 16-bit floats as float32 that is rounded after each
+operation. An equation that this module does not know raises; XLA computes it then.
+"""
+
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -8,32 +14,137 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._jax._jaxpr import bind
+from optax_mp.leafwise._cut import End
 from optax_mp.leafwise._part import Part
+from optax_mp.leafwise._program import Program
+
+# The dtypes of what kernels read and compute.
+DTYPES = frozenset(
+    """bool int8 int16 int32 uint8 uint16 uint32 float16 bfloat16 float32""".split()
+)
+_NARROW_FLOATS = ("bfloat16", "float16")
+# These return one of their inputs, or change its sign.
+_EXACT = frozenset("abs clamp copy max min neg select_n stop_gradient".split())
 
 
 class KernelPart(Part):
     """A part of a piece that a kernel computes at once."""
 
+    def full(self, shape: tuple[int, ...], value: Any, dtype: Any) -> jax.Array:
+        """Return a constant array of a dtype, as it is held."""
+        return jnp.full(shape, value, held_dtype(dtype))
+
     def bind(
         self, equation: Any, inputs: Sequence[Any], shape: tuple[int, ...]
     ) -> list[Any]:
-        """Return the outputs of an equation, by operations that kernels know."""
-        name, first = equation.primitive.name, inputs[0]
-        if name == "round":
-            return [_round(first, equation.params["rounding_method"])]
-        if name == "sign":
-            return [_sign(first)]
-        if name == "reduce_precision":
-            return [_reduce_precision(first, equation.params)]
+        """Return the outputs of an equation that does the same to all elements."""
+        name = equation.primitive.name
+        old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         if name == "convert_element_type":
-            return [_convert(first, equation.outvars[0].aval.dtype)]
+            return [_convert(inputs[0], old, new)]
+        if name == "bitcast_convert_type":
+            return [_bitcast(inputs[0], old, new)]
+        if name == "round":
+            return [_round(inputs[0], equation.params["rounding_method"])]
+        if name == "sign":
+            return [_sign(inputs[0])]
+        if name == "reduce_precision":
+            return [_reduce_precision(inputs[0], equation.params)]
+        if name == "shift_right_logical" and old.itemsize < 4:
+            raise NotImplementedError(f"a kernel does not shift {old}")
         if len(inputs) > 1:
             # Kernels take no scalars beside arrays.
             inputs = [
-                x if jnp.ndim(x) else jnp.full(shape, x, atom.aval.dtype)
+                x if jnp.ndim(x) else self.full(shape, x, atom.aval.dtype)
                 for x, atom in zip(inputs, equation.invars, strict=True)
             ]
-        return bind(equation, inputs)
+        outputs = bind(equation, inputs)
+        return outputs if name in _EXACT else [_as(new, x) for x in outputs]
+
+
+def has_dtypes(program: Program, end: End, dtypes: Collection[str]) -> bool:
+    """Return whether all that an end reads and computes is of these dtypes."""
+    made = [v for place in end.places for v in program.nodes[place].outputs]
+    return all(value.aval.dtype.name in dtypes for value in [*end.reads, *made])
+
+
+def held_dtype(dtype: Any) -> Any:
+    """Return the dtype in which values of a dtype are held."""
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in DTYPES:
+        raise NotImplementedError(f"a kernel does not compute in {dtype}")
+    if dtype.itemsize == 4 or dtype == jnp.bool_:
+        return dtype
+    return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
+
+
+def hold(x: jax.Array) -> jax.Array:
+    """Return what was read, as it is held."""
+    return x.astype(held_dtype(x.dtype))
+
+
+def _as(dtype: Any, x: jax.Array) -> jax.Array:
+    """Return a held value as an operation in a dtype would: wrapped, or rounded."""
+    if dtype.name in _NARROW_FLOATS:
+        return x.astype(dtype).astype(jnp.float32)
+    if not _is_narrow_integer(dtype):
+        return x
+    unused = 32 - 8 * dtype.itemsize
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):
+        return x & (0xFFFFFFFF >> unused)
+    return (x << unused) >> unused
+
+
+def _convert(x: jax.Array, old: Any, new: Any) -> jax.Array:
+    """Return `x` in another dtype."""
+    held = held_dtype(new)
+    if new == jnp.bool_:
+        return x != 0
+    if jnp.issubdtype(new, jnp.floating):
+        return _as(new, _to_float32(x, old))
+    if jnp.issubdtype(old, jnp.floating):
+        if new == jnp.uint32:
+            raise NotImplementedError(f"a kernel does not convert {old} to {new}")
+        if _is_narrow_integer(new):
+            bounds = jnp.iinfo(new)
+            x = jnp.clip(x, float(bounds.min), float(bounds.max))
+        return x.astype(held)
+    if old == jnp.uint32 and held != old:
+        x = lax.bitcast_convert_type(x, jnp.int32)
+    elif old == jnp.bool_:
+        x = x.astype(jnp.int32)
+    if held == jnp.uint32 and x.dtype != held:
+        return lax.bitcast_convert_type(x, held)
+    return _as(new, x)
+
+
+def _to_float32(x: jax.Array, old: Any) -> jax.Array:
+    if old == jnp.bool_:
+        return jnp.where(x, jnp.float32(1), jnp.float32(0))
+    if old != jnp.uint32:
+        return x.astype(jnp.float32)
+    # By halves, as signed numbers: only the sum is rounded.
+    low = lax.bitcast_convert_type(x & 0xFFFF, jnp.int32).astype(jnp.float32)
+    high = lax.bitcast_convert_type(x >> 16, jnp.int32).astype(jnp.float32)
+    return high * 65536 + low
+
+
+def _bitcast(x: jax.Array, old: Any, new: Any) -> jax.Array:
+    """Return the bits of `x` as another dtype of the same width."""
+    if old.itemsize == 4:
+        return lax.bitcast_convert_type(x, new)
+    if jnp.float16 in (old, new):
+        raise NotImplementedError("a kernel does not take float16 as bits")
+    # A bfloat16 is the upper half of a float32.
+    if old == jnp.bfloat16:
+        return _as(new, lax.bitcast_convert_type(x, jnp.int32) >> 16)
+    if new == jnp.bfloat16:
+        return lax.bitcast_convert_type(x << 16, jnp.float32)
+    return _as(new, x)
+
+
+def _is_narrow_integer(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4
 
 
 def _sign(x: jax.Array) -> jax.Array:
@@ -54,19 +165,3 @@ def _reduce_precision(x: jax.Array, params: Any) -> jax.Array:
     if (params["exponent_bits"], params["mantissa_bits"]) != (8, 7):
         raise NotImplementedError(f"a kernel rounds to bfloat16 only, not {params}")
     return x.astype(jnp.bfloat16).astype(jnp.float32)
-
-
-def _convert(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return `x` in another dtype, in steps that kernels know."""
-    if x.dtype == jnp.uint32 and jnp.issubdtype(dtype, jnp.floating):
-        # By halves, as signed numbers: only the sum is rounded.
-        low = lax.bitcast_convert_type(x & 0xFFFF, jnp.int32).astype(jnp.float32)
-        high = lax.bitcast_convert_type(x >> 16, jnp.int32).astype(jnp.float32)
-        return (high * 65536 + low).astype(dtype)
-    if _is_narrow_integer(x.dtype) or _is_narrow_integer(dtype):
-        x = x.astype(jnp.int32)
-    return x.astype(dtype)
-
-
-def _is_narrow_integer(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize < 4

@@ -75,13 +75,17 @@ class Part(ABC):
             return bind(equation, inputs)
         shape = self.shape_of(aval.shape)
         if name == "broadcast_in_dim":
-            return [jnp.full(shape, inputs[0], aval.dtype)]
+            return [self.full(shape, inputs[0], aval.dtype)]
         if name == "iota":
             at = self.index(equation.params["dimension"])
             return [lax.bitcast_convert_type(at, aval.dtype)]
         if name in ("pvary", "pcast"):  # says over which axes of a mesh a value varies
             return list(inputs)
         return self.bind(equation, inputs, shape)
+
+    def full(self, shape: tuple[int, ...], value: Any, dtype: Any) -> jax.Array:
+        """Return a constant array."""
+        return jnp.full(shape, value, dtype)
 
     def bind(
         self, equation: Any, inputs: Sequence[Any], shape: tuple[int, ...]

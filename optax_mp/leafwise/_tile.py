@@ -73,7 +73,6 @@ class Tile(KernelPart):
     def reduce(self, name: str, values: jax.Array) -> jax.Array:
         """Return the extreme of each block, in the place of its scale in the tile."""
         choose = jnp.maximum if name == MAXIMUM else jnp.minimum
-        dtype, values = values.dtype, values.astype(jnp.int32)
         # The last block is padded with zeros.
         last = len(self.piece.shape) - 1
         values = jnp.where(self._index(last) < self.piece.shape[-1], values, 0)
@@ -91,7 +90,7 @@ class Tile(KernelPart):
             found = _take_lanes(part, index)
             count = LANES // self.block_size
             result = jnp.where((lane >= first) & (lane < first + count), found, result)
-        return result.astype(dtype)
+        return result
 
 
 def _take_lanes(x: jax.Array, index: jax.Array) -> jax.Array:

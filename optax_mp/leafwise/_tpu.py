@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from optax_mp._jax._arrays import result_like
 from optax_mp.leafwise._cut import End
+from optax_mp.leafwise._kernel_part import DTYPES, has_dtypes, hold
 from optax_mp.leafwise._part import Piece
 from optax_mp.leafwise._program import Program, Value, read
 from optax_mp.leafwise._tile import LANES, Tile
@@ -21,16 +22,11 @@ _ROWS = 32  # Mosaic's tiles of 8-bit numbers are 32 x 128.
 _CHUNK = 512
 
 
-# Mosaic loads and computes with these.
-_DTYPES = {"float32", "bfloat16", "bool"} | {
-    f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32)
-}
-
-
 def takes(program: Program, end: End, piece: Piece) -> bool:
     """Return whether Mosaic has what an end needs."""
-    made = [v for place in end.places for v in program.nodes[place].outputs]
-    if any(value.aval.dtype.name not in _DTYPES for value in [*end.reads, *made]):
+    if not has_dtypes(program, end, DTYPES - {"float16"}):
+        return False
+    if any(v.aval.ndim and v.aval.dtype == jnp.bool_ for v in end.reads):
         return False
     has_lanes = end.block_size is None or 8 <= end.block_size <= LANES
     return len(piece.shape) > 1 and has_lanes
@@ -82,7 +78,7 @@ def run_end(
         of_arrays = dict(zip(arrays, given[len(scalars) :], strict=True))
         for i, ref in of_arrays.items():
             if is_scales(end.reads[i]):
-                known[end.reads[i]] = ref[...]
+                known[end.reads[i]] = hold(ref[...])
 
         def run_chunk(k: Any, scales: Sequence[Any]) -> Sequence[Any]:
             first = pl.multiple_of(k * chunk, chunk)
@@ -90,7 +86,7 @@ def run_end(
             local = dict(known)
             for i, ref in of_arrays.items():
                 if not is_scales(end.reads[i]):
-                    local[end.reads[i]] = ref[:, pl.ds(first, chunk)]
+                    local[end.reads[i]] = hold(ref[:, pl.ds(first, chunk)])
             for place in end.places:
                 node = program.nodes[place]
                 inputs = [read(local, x) for x in node.inputs]
@@ -99,10 +95,9 @@ def run_end(
             for i, (value, ref) in enumerate(zip(outputs, made, strict=True)):
                 result = local[value]
                 if is_scales(value):
-                    kept = result.astype(jnp.float32)
-                    scales[i] = jnp.where(tile.is_of_chunk(), kept, scales[i])
+                    scales[i] = jnp.where(tile.is_of_chunk(), result, scales[i])
                 else:
-                    ref[:, pl.ds(first, chunk)] = result
+                    ref[:, pl.ds(first, chunk)] = result.astype(ref.dtype)
             return tuple(scales)
 
         empty = tuple(
@@ -148,6 +143,4 @@ def _as_32_bits(x: Any) -> jax.Array:
 def _from_32_bits(x: Any, dtype: Any) -> Any:
     if dtype == jnp.bool_:
         return x != 0
-    if dtype == jnp.uint32:
-        return lax.bitcast_convert_type(x, jnp.uint32)
-    return x.astype(dtype)
+    return lax.bitcast_convert_type(x, jnp.uint32) if dtype == jnp.uint32 else x
