@@ -5,8 +5,11 @@
 - `_step`: trace a step, cut it, run the pieces.
 - `_program`: a traced step as one list of equations.
 - `_cut`: where the elementwise end of a leaf begins.
+- `_alike`: which of these ends are the same computation.
+- `_layout`: how a leaf lies on many devices.
 - `_blocks`: the operations between elements and the scales of their blocks.
-- `_part`: evaluate elementwise equations on a part of a leaf, inside a kernel.
+- `_part`: evaluate elementwise equations on a part of a leaf.
+- `_kernel_part`: the same inside a kernel, where some operations do not exist.
 - `_tpu`, `_tile`, `_gpu`: the kernels. Add another platform here.
 """
 

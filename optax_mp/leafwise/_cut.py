@@ -6,6 +6,7 @@ shape, on scalars, and on the scale of its block.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -34,6 +35,7 @@ class End:
             `outputs`, which of `reads` that is.
         shape: of its elements.
         block_size: how many elements along the last axis share a scale, if any do.
+        has_kernel: whether a kernel can compute it, and would pay.
     """
 
     places: list[int]
@@ -42,58 +44,50 @@ class End:
     replaced: dict[int, int]
     shape: tuple[int, ...]
     block_size: int | None
+    has_kernel: bool
 
 
 def cut(program: Program, replaced: dict[int, int]) -> list[End]:
-    """Return the ends of a program that are worth a kernel.
+    """Return the ends of a program.
 
     Args:
         program: the program.
         replaced: which input an output takes the place of.
     """
-    groups: list[tuple[set[int], set[int], set[Value]]] = []
+    outputs_of: dict[int, set[int]] = {}
+    touched_by: dict[int, set[Any]] = {}
+    group_of: dict[Any, int] = {}
     for i, value in enumerate(program.outputs):
         if not isinstance(value, Value) or value.made_at is None:
             continue
         if not value.aval.ndim or not _fits(program.nodes[value.made_at]):
             continue
         places, reads = _suffix(program, value)
-        touched = {r for r in reads if r.aval.ndim}
         # What shares an equation on arrays, or an array, is one end. Arrays that are
         # made of scalars are not shared: each end makes its own.
-        shared = {place for place in places if _reads_arrays(program.nodes[place])}
-        new = ({i}, shared, touched)
-        rest = []
-        for group in groups:
-            if group[1] & new[1] or group[2] & new[2]:
-                new = tuple(a | b for a, b in zip(group, new, strict=True))
-            else:
-                rest.append(group)
-        groups = [*rest, new]
-    ends = [_end(program, replaced, outputs) for outputs, _, _ in groups]
-    return [end for end in ends if end is not None]
+        outputs = {i}
+        touched: set[Any] = {read for read in reads if read.aval.ndim}
+        touched |= {place for place in places if _reads_arrays(program.nodes[place])}
+        for at in {group_of[x] for x in touched if x in group_of}:
+            outputs |= outputs_of.pop(at)
+            touched |= touched_by.pop(at)
+        outputs_of[i], touched_by[i] = outputs, touched
+        group_of.update(dict.fromkeys(touched, i))
+    return [_end(program, replaced, outputs) for outputs in outputs_of.values()]
 
 
 def _reads_arrays(node: Node) -> bool:
     return any(value.aval.ndim for value in values_in(node.inputs))
 
 
-def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End | None:
-    """Return the end with these outputs, or None if a kernel would not pay."""
+def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End:
+    """Return the end with these outputs."""
     suffixes = [_suffix(program, program.outputs[i]) for i in outputs]
     places = {place for suffix, _ in suffixes for place in suffix}
     nodes = [program.nodes[place] for place in places]
+    shape = max((program.outputs[i].aval.shape for i in outputs), key=math.prod)
     found = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
-    blocks = {(each.axis, each.size) for each in found}
-    avals = [program.outputs[i].aval for i in outputs]
-    shape = max((aval.shape for aval in avals), key=math.prod)
-    # Floats and their sums, XLA puts into one kernel itself, but not what is packed.
-    is_packed = any(jnp.issubdtype(aval.dtype, jnp.integer) for aval in avals)
-    if not is_packed or math.prod(shape) < _SMALLEST_SIZE or len(blocks) > 1:
-        return None
-    axis, block_size = blocks.pop() if blocks else (len(shape) - 1, None)
-    if axis != len(shape) - 1:
-        return None
+    sizes = {each.size for each in found}
     made = {value for node in nodes for value in node.outputs}
     reads = list(
         dict.fromkeys(
@@ -115,8 +109,25 @@ def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End |
             if i in replaced and program.inputs[replaced[i]] in place_of
         },
         shape=shape,
-        block_size=block_size,
+        block_size=max(sizes, default=None),
+        has_kernel=_is_packed(program, outputs)
+        and math.prod(shape) >= _SMALLEST_SIZE
+        and len(sizes) <= 1
+        and all(each.axis == len(shape) - 1 for each in found)
+        and _has_one_shape(nodes, shape),
     )
+
+
+def _is_packed(program: Program, outputs: set[int]) -> bool:
+    """Return whether an output has codes. Floats XLA puts into one kernel itself."""
+    dtypes = [program.outputs[i].aval.dtype for i in outputs]
+    return any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)
+
+
+def _has_one_shape(nodes: list[Node], shape: tuple[int, ...]) -> bool:
+    """Return whether all arrays are of a shape, or scales of such an array."""
+    made = {value.aval.shape for node in nodes for value in node.outputs}
+    return all(len(each) == len(shape) and each[:-1] == shape[:-1] for each in made)
 
 
 def _suffix(program: Program, output: Value) -> tuple[set[int], set[Value]]:

@@ -15,6 +15,7 @@ from optax_mp._jax._by_platform import by_platform
 from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
 from optax_mp._tree import is_array
 from optax_mp.leafwise import _gpu, _tpu
+from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._cut import End, cut
 from optax_mp.leafwise._layout import Layout, Shardings
@@ -63,9 +64,10 @@ def run_leafwise(
     reads = [value for end in ends for value in end.reads]
     program.run(program.needed([*others, *reads]), known)
     results: dict[int, Any] = {}
+    runners = _Runners(program, platforms)
     for end in ends:
         args = [known[value] for value in end.reads]
-        outputs = _run(program, end, args, known_shardings, platforms)
+        outputs = runners.run(end, args, known_shardings)
         results.update(zip(end.outputs, outputs, strict=True))
     for i, value in enumerate(program.outputs):
         if i not in at_ends:
@@ -103,34 +105,63 @@ def _replaced(traced: TracedCall, kept: Any) -> dict[int, int]:
     return {outputs - i: arrays - i for i in range(1, count + 1)}
 
 
-def _run(
-    program: Program,
-    end: End,
-    args: Sequence[Any],
-    shardings: Shardings,
-    platforms: Sequence[str],
-) -> list[Any]:
-    """Return the outputs of an end."""
+class _Runners:
+    """Runs the ends of a program. Those that are alike are traced and lowered once."""
 
-    def run_piece(piece: Piece, args: Sequence[Any]) -> list[Any]:
-        return _run_piece(program, end, piece, args, platforms)
+    def __init__(self, program: Program, platforms: Sequence[str]) -> None:
+        self._program = program
+        self._platforms = platforms
+        self._known: dict[Any, Callable[..., list[Any]]] = {}
 
-    layout = Layout.find(end, args, shardings)
-    if layout is None:
-        return run_piece(Piece.of(end), args)
-    return layout.run(run_piece, program, end, args)
+    def run(self, end: End, args: Sequence[Any], shardings: Shardings) -> list[Any]:
+        """Return the outputs of an end."""
+
+        def run_piece(piece: Piece, args: Sequence[Any]) -> list[Any]:
+            return self._runner(end, piece)(*map(jnp.int32, piece.origin), *args)
+
+        if not end.has_kernel:
+            return self._runner(end, None)(*args)
+        layout = Layout.find(end, args, shardings)
+        if layout is None:
+            return run_piece(Piece.of(end), args)
+        return layout.run(run_piece, self._program, end, args)
+
+    def _runner(self, end: End, piece: Piece | None) -> Callable[..., list[Any]]:
+        """Return a function of the place of a piece, and of what an end reads of it.
+
+        Without a piece, of what it reads alone.
+        """
+        form = form_of(self._program, end), piece and piece.shape
+        if form not in self._known:
+            self._known[form] = (
+                run_piece(
+                    self._program, end, replace(piece, origin=()), self._platforms
+                )
+                if piece
+                else run_whole(self._program, end)
+            )
+        return self._known[form]
 
 
-def _run_piece(
-    program: Program,
-    end: End,
-    piece: Piece,
-    args: Sequence[Any],
-    platforms: Sequence[str],
-) -> list[Any]:
-    """Return the outputs of an end on one device, by a kernel if there is one."""
+def run_whole(program: Program, end: End) -> Callable[..., list[Any]]:
+    """Return what runs an end as it is written."""
+
+    @jax.jit
+    def run(*args: Any) -> list[Any]:
+        known: dict[Value, Any] = dict(zip(end.reads, args, strict=True))
+        program.run(end.places, known)
+        return [known[program.outputs[i]] for i in end.outputs]
+
+    return run
+
+
+def run_piece(
+    program: Program, end: End, piece: Piece, platforms: Sequence[str]
+) -> Callable[..., list[Any]]:
+    """Return what runs an end on one device, by a kernel if there is one."""
     rank = len(piece.shape)
 
+    @jax.jit
     def anywhere(*args: Any) -> list[Any]:
         shard = Shard(replace(piece, origin=args[:rank]))
         known: dict[Value, Any] = dict(zip(end.reads, args[rank:], strict=True))
@@ -145,9 +176,8 @@ def _run_piece(
         return list(kernel.run_end(program, end, here, args[rank:]))
 
     ways = {
-        platform: partial(by_kernel, kernel)
+        platform: jax.jit(partial(by_kernel, kernel))
         for platform, kernel in _KERNELS.items()
         if platform in platforms and kernel.takes(program, end, piece)
     }
-    origin = map(jnp.int32, piece.origin)
-    return by_platform(anywhere, ways, *origin, *args)
+    return partial(by_platform, anywhere, ways)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -55,7 +55,7 @@ def run_end(
     columns = min(block_size * LANES, _round_up(width, LANES))
     chunk = math.gcd(columns, _CHUNK)
     tile_scales = _round_up(columns // block_size, LANES)
-    scalars = [i for i, v in enumerate(end.reads) if not v.aval.ndim]
+    numbers = _Numbers.of(end)
     arrays = [i for i, v in enumerate(end.reads) if v.aval.ndim]
     outputs = [program.outputs[i] for i in end.outputs]
 
@@ -67,15 +67,13 @@ def run_end(
         return pl.BlockSpec((*[None] * len(leading), *tile), lambda *at: at)
 
     def kernel(*refs: Any) -> None:
-        places, refs = refs[: len(shape)], refs[len(shape) :]
-        given, made = refs[: len(end.reads)], refs[len(end.reads) :]
-        here = replace(piece, origin=tuple(ref[0] for ref in places))
+        integers, floats, *given = refs[: 2 + len(arrays)]
+        made = refs[2 + len(arrays) :]
+        here = replace(piece, origin=tuple(integers[i] for i in range(len(shape))))
         ids = [pl.program_id(axis) for axis in range(len(shape))]
         origin = (*ids[:-2], ids[-2] * rows, ids[-1] * columns)
-        known: dict[Value, Any] = {}
-        for i, ref in zip(scalars, given, strict=False):
-            known[end.reads[i]] = _from_32_bits(ref[0], end.reads[i].aval.dtype)
-        of_arrays = dict(zip(arrays, given[len(scalars) :], strict=True))
+        known = numbers.read(end, integers, floats, len(shape))
+        of_arrays = dict(zip(arrays, given, strict=True))
         for i, ref in of_arrays.items():
             if is_scales(end.reads[i]):
                 known[end.reads[i]] = hold(ref[...])
@@ -109,38 +107,73 @@ def run_end(
             if is_scales(value):
                 ref[...] = result.astype(ref.dtype)
 
-    in_order = [*range(-len(shape), 0), *scalars, *arrays]
-    alias = {in_order.index(read_at): out for out, read_at in end.replaced.items()}
-    numbers = [pl.BlockSpec(memory_space=pltpu.SMEM)] * (len(shape) + len(scalars))
+    alias = {2 + arrays.index(at): out for out, at in end.replaced.items()}
+    in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
     return pl.pallas_call(
         kernel,
         grid=(*leading, pl.cdiv(height, rows), pl.cdiv(width, columns)),
-        in_specs=numbers + [spec(end.reads[i]) for i in arrays],
+        in_specs=[in_scalar_memory] * 2 + [spec(end.reads[i]) for i in arrays],
         out_specs=[spec(value) for value in outputs],
         out_shape=[result_like(v.aval, piece.shape_of(v.aval.shape)) for v in outputs],
         input_output_aliases=alias,
         interpret=interpret,
-    )(
-        *map(_as_32_bits, piece.origin),
-        *[_as_32_bits(args[i]) for i in scalars],
-        *[args[i] for i in arrays],
-    )
+    )(*numbers.pack(piece.origin, args), *[args[i] for i in arrays])
 
 
 def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def _as_32_bits(x: Any) -> jax.Array:
-    """Return a scalar as an array of one number that a kernel takes."""
-    x = jnp.asarray(x).reshape(1)
+@dataclass(frozen=True)
+class _Numbers:
+    """Which inputs of an end are single numbers.
+
+    A kernel gets them in two arrays: each takes a kilobyte of a small memory.
+
+    Attributes:
+        integers: the places of integers and bools.
+        floats: the places of the others.
+    """
+
+    integers: list[int]
+    floats: list[int]
+
+    @classmethod
+    def of(cls, end: End) -> "_Numbers":
+        places = [i for i, value in enumerate(end.reads) if not value.aval.ndim]
+        is_float = [
+            jnp.issubdtype(end.reads[i].aval.dtype, jnp.floating) for i in places
+        ]
+        return cls(
+            [i for i, each in zip(places, is_float, strict=True) if not each],
+            [i for i, each in zip(places, is_float, strict=True) if each],
+        )
+
+    def pack(self, origin: Sequence[Any], args: Sequence[Any]) -> list[jax.Array]:
+        """Return the two arrays; the first begins with the place of a piece."""
+        integers = [*origin, *(args[i] for i in self.integers)]
+        floats = [jnp.float32(0), *(args[i] for i in self.floats)]
+        return [
+            jnp.stack([_as_int32(jnp.asarray(x)) for x in integers]),
+            jnp.stack([jnp.asarray(x).astype(jnp.float32) for x in floats]),
+        ]
+
+    def read(self, end: End, integers: Any, floats: Any, rank: int) -> dict[Value, Any]:
+        """Return the numbers, as a kernel holds them."""
+        known: dict[Value, Any] = {}
+        for at, i in enumerate(self.integers):
+            x, dtype = integers[rank + at], end.reads[i].aval.dtype
+            if dtype == jnp.bool_:
+                x = x != 0
+            elif dtype == jnp.uint32:
+                x = lax.bitcast_convert_type(x, jnp.uint32)
+            known[end.reads[i]] = x
+        for at, i in enumerate(self.floats):
+            known[end.reads[i]] = floats[1 + at]
+        return known
+
+
+def _as_int32(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.uint32:
         return lax.bitcast_convert_type(x, jnp.int32)
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(jnp.float32 if is_float else jnp.int32)
-
-
-def _from_32_bits(x: Any, dtype: Any) -> Any:
-    if dtype == jnp.bool_:
-        return x != 0
-    return lax.bitcast_convert_type(x, jnp.uint32) if dtype == jnp.uint32 else x
+    return x.astype(jnp.int32)

@@ -1,6 +1,7 @@
 """take_step: the same as `tx.update` and `optax.apply_updates`, and in kernels."""
 
 import contextlib
+import dataclasses
 import functools
 import operator
 
@@ -128,15 +129,21 @@ def test_a_kernel_does_the_same(form, platform, monkeypatch):
     step = functools.partial(by_optax, tx)
     want = trained(jax.jit(step), tx, 2, shapes)
 
-    def interpreted(program, end, piece, args, *others):
+    def interpreted(program, end, piece, platforms):
         kernel = KERNELS[platform]
         if not kernel.takes(program, end, piece):
-            return run(program, end, piece, args, *others)
+            return run_piece(program, end, piece, platforms)
         ran.append(end.shape)
-        return list(kernel.run_end(program, end, piece, args, interpret=True))
 
-    run = _step._run_piece
-    monkeypatch.setattr(_step, "_run_piece", interpreted)
+        def run(*args):
+            here = dataclasses.replace(piece, origin=args[: len(piece.shape)])
+            args = args[len(piece.shape) :]
+            return list(kernel.run_end(program, end, here, args, interpret=True))
+
+        return run
+
+    run_piece = _step.run_piece
+    monkeypatch.setattr(_step, "run_piece", interpreted)
     got = trained(jax.jit(functools.partial(optax_mp.take_step, tx)), tx, 2, shapes)
     assert ran
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
