@@ -277,13 +277,16 @@ def draw_characters(figure: Any, records: Records) -> None:
             for curve, other in zip(row["curve"], reference, strict=True)
         ]
         steps = [1, *(25 * (i + 1) for i in range(len(gaps[0]) - 1))]
-        style = style_of(row["form"])
-        style["ls"] = "--" if row["form"].startswith(("f16", "amp")) else "-"
+        style = style_of(row["form"].partition(",")[0])
+        style |= {"f16": {"ls": "--"}, "amp": {"color": "black", "ls": ":"}}.get(
+            row["form"][:3], {}
+        )
         label = f"{row['form']}: {record.cell('above float32', row['above float32'])}"
         panel.plot(steps, mean_of(gaps), **style, label=label)
     panel.axhline(0, color="0.5", lw=1)
     panel.set(xlabel="training step", ylabel="loss above float32's (smoothed)")
-    panel.legend(title="held-out, at the end", loc="upper center", ncols=2)
+    title = "held-out loss above float32's, at the end"
+    figure.legend(loc="outside lower center", ncols=3, title=title)
 
 
 Draw = Callable[[Any, Records], None]
