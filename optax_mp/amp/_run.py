@@ -35,6 +35,7 @@ from optax_mp.amp._derivatives import (
     derivative_jaxpr,
     linear_call,
 )
+from optax_mp.amp._eight_bits import product
 from optax_mp.amp._function_rules import bind_by_function
 from optax_mp.amp._loop_conditions import warn_of_loops
 from optax_mp.amp._places import name_in_errors, words_at
@@ -99,6 +100,10 @@ class Interpreter:
                 case "bind":
                     outputs = bind(equation, inputs, action.params)
                     return self.cast_all(outputs, action.outputs, equation.outvars)
+                case "f8":
+                    (dtype,) = self._dtypes(action.outputs, equation.outvars)
+                    dtype = dtype or equation.outvars[0].aval.dtype
+                    return [product(equation, inputs, self._rules.f8_dtype, dtype)]
                 case "function":
                     return bind_by_function(action.rule, self._low, equation, inputs)
             # What is left are regions.
