@@ -138,7 +138,7 @@ class _Factors:
         return _multiply(self._bind_8_bit, left, right).astype(self.out_dtype)
 
     def linear_in(self, i: int, dtype: Any) -> Linear:
-        """Return it as a function of operand `i`, in a dtype, for the other in 8 bits."""
+        """Return it as a function of operand `i`, with the other one in 8 bits."""
 
         def forward(values: Any, unit: Any, x: Any) -> list[Any]:
             other = (values.astype(jnp.float32) * unit).astype(dtype)
