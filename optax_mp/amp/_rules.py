@@ -32,7 +32,8 @@ WORDS = (
     "low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written", "f8",
     "not_f8",
 )  # fmt: skip
-# These are for products alone: in their scope, all else runs as without them.
+# These are for products alone: in their scope, all else runs as without them, and so do
+# products with another rule around or inside of it.
 PRODUCT_WORDS = {"f8": "f8", "not_f8": "low"}
 # Keys that do not name a primitive.
 DEFAULT = "amp_default"
@@ -122,9 +123,11 @@ class Rules:
             equation: the equation.
             around: the rule that its whole jaxpr is in, if any.
         """
-        if around is not None:
+        if around is not None and around not in PRODUCT_WORDS:
             return around
-        rule = self._places.rule_at(equation)
+        rule = self._places.rule_at(equation, yielding=PRODUCT_WORDS)
+        if around is not None:
+            return around if rule is None or rule in PRODUCT_WORDS else rule
         if rule is None and has_regions(equation):
             # The rule of a loop or a jit applies to everything inside.
             rule = self._by_name.get(equation.primitive.name)
