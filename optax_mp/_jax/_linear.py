@@ -110,3 +110,15 @@ ad.primitive_jvps[_linear_p] = _jvp
 ad.primitive_transposes[_linear_p] = _transpose
 batching.primitive_batchers[_linear_p] = _batch
 mlir.register_lowering(_linear_p, mlir.lower_fun(_run, multiple_results=True))
+
+
+def _register_for_shard_map() -> None:
+    """Say, up to JAX 0.6, that it is the same on all ranks if its inputs are."""
+    from jax.experimental import shard_map
+
+    shard_map.register_standard_check(_linear_p)
+    shard_map.register_standard_rewrite(_linear_p)
+
+
+if not hasattr(jax, "shard_map"):
+    _register_for_shard_map()

@@ -41,6 +41,8 @@ PRIMITIVE = "dot_general"
 # saves is in proportion to their product. GPUs want multiples of 16.
 SMALLEST, MULTIPLE = 256, 16
 _EXPONENT = 0x7F800000  # the bits of a float32 that hold it
+# Up to JAX 0.6, `shard_map` refuses them; then what is not differentiated costs time.
+_SYMBOLIC_ZEROS = hasattr(jax, "shard_map")
 _SECOND_DERIVATIVE = (
     "amp: a function with 8-bit products is differentiated twice, the second time in "
     "reverse, for which it would have to keep their operands in 16 bits; expected one "
@@ -118,7 +120,7 @@ def product(
         ]
         return value, _sum(terms, value)
 
-    multiply.defjvp(derivative, symbolic_zeros=True)
+    multiply.defjvp(derivative, symbolic_zeros=_SYMBOLIC_ZEROS)
     return multiply(*operands)
 
 
@@ -212,7 +214,7 @@ def _refuse(*_: Any) -> Any:
 
 # Reverse mode would have to add up rounded tangents, each with a unit of its own.
 _forward_only = Linear(lambda x: [x], _refuse, _SECOND_DERIVATIVE)
-_multiply.defjvp(_multiply_tangents, symbolic_zeros=True)
+_multiply.defjvp(_multiply_tangents, symbolic_zeros=_SYMBOLIC_ZEROS)
 
 
 def _sum(tangents: Sequence[Any], value: Any) -> Any:

@@ -74,6 +74,8 @@ SAMPLES = {
 )
 def test_rounding_is_that_of_numpy_with_a_power_of_two(sample, name):
     x = SAMPLES[sample]
+    if jax.__version_info__ < (0, 6) and sample in ("normal", "wide"):
+        pytest.skip("XLA rounded float32 to 8 bits by way of float16")
     values, unit = _eight_bits.round_to(jnp.asarray(x), jnp.dtype(name))
     assert values.dtype == name
     assert np.frexp(np.float32(unit))[0] == 0.5
@@ -228,6 +230,9 @@ def test_only_8_bits_are_kept_for_the_backward_pass():
     assert set(kept(in_8_bits(jnp.matmul), x, w)) == {"float8_e4m3fn"}
 
 
+@pytest.mark.skipif(
+    not hasattr(jax, "shard_map"), reason="without symbolic zeros, both are kept"
+)
 def test_an_operand_is_kept_only_for_the_gradient_of_the_other():
     w, x = jnp.asarray(normal(8, 6)), jnp.asarray(normal(4, 8))
     fun = in_8_bits(jnp.matmul)
