@@ -194,7 +194,10 @@ def measure_depth() -> list[record.Row]:
 
 
 def measure_kept() -> list[record.Row]:
-    """Return what the forward pass of `benchmarks/amp.py`'s transformer keeps."""
+    """Return what the forward pass of `benchmarks/amp.py`'s transformer keeps.
+
+    In the small one, products of any shape run in 8 bits.
+    """
     rows: list[record.Row] = []
     for name, size in transformer.SIZES.items():
         loss = functools.partial(transformer.loss, size=size)
@@ -202,7 +205,8 @@ def measure_kept() -> list[record.Row]:
         tokens = jnp.zeros((size.batch, size.length), jnp.int32)
         for form, dtype in (("amp, bf16", BF16), ("amp, f8", F8)):
             fun = optax_mp.amp(loss, compute_dtype=dtype)
-            whole = transformer.residual_mib(fun, params, tokens)
+            with any_shape() if name == "small" else contextlib.nullcontext():
+                whole = transformer.residual_mib(fun, params, tokens)
             first = whole if dtype == BF16 else rows[-1]["kept MiB"]
             rows.append(
                 {"size": f"{name}: {form}", "kept MiB": whole, "to bf16": whole / first}
@@ -309,7 +313,7 @@ def measure_shapes() -> list[record.Row]:
     """Return what 8 bits move more, and what they save, for products of many sizes."""
     rows = []
     tokens = 8192
-    for side in (64, 128, 256, 512, 1024, 2048, 4096):
+    for side in (128, 256, 1024, 4096):
         shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
         args = shape((tokens, side)), shape((side, side))
 

@@ -63,7 +63,7 @@ def amp(
               parameters (scatters, reductions by a function, kernels) always run so;
             - `"f8"`: for matrix products (`dot_general`): operands in 8 bits, with a
               scale for each, and the result in the compute dtype. Those with a row,
-              column or contracted size below 256, or no multiple of 16, run low;
+              column or contracted size below 512, or no multiple of 16, run low;
             - `"not_f8"`: for matrix products: in the compute dtype. These two words
               concern matrix products alone, and yield to other rules around or inside
               of their scope;
@@ -96,8 +96,8 @@ def amp(
         >>> "bf16[2,4] = dot_general" in str(jax.make_jaxpr(optax_mp.amp(loss))(w, x))
         True
         >>> in_8_bits = optax_mp.amp(loss, compute_dtype=jnp.float8_e4m3fn)
-        >>> w, x = jnp.eye(256), jnp.ones((512, 256))
-        >>> "f8_e4m3fn[512,256]" in str(jax.make_jaxpr(in_8_bits)(w, x))
+        >>> w, x = jnp.eye(512), jnp.ones((768, 512))
+        >>> "f8_e4m3fn[768,512]" in str(jax.make_jaxpr(in_8_bits)(w, x))
         True
 
     References:

@@ -38,8 +38,10 @@ DTYPES = E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 # convolve operands of two dtypes, as their gradients would have to.
 PRIMITIVE = "dot_general"
 # To find the scales and to round takes time in proportion to the operands, and what it
-# saves is in proportion to their product. GPUs want multiples of 16.
-SMALLEST, MULTIPLE = 256, 16
+# saves is in proportion to their product: on an H100, at its peak rates, they are equal
+# between widths of 256 and 1024 (`benchmarks/eight_bits.py --only shapes`). GPUs want
+# multiples of 16.
+SMALLEST, MULTIPLE = 512, 16
 _EXPONENT = 0x7F800000  # the bits of a float32 that hold it
 # Up to JAX 0.6, `shard_map` refuses them; then what is not differentiated costs time.
 _SYMBOLIC_ZEROS = hasattr(jax, "shard_map")

@@ -46,8 +46,14 @@ def eight_bit_products(fun, *args):
     return sum(DTYPES_8_BIT.issuperset(dtypes) for dtypes in found), len(found)
 
 
+@pytest.fixture(autouse=True)
+def half_the_smallest(monkeypatch):
+    """Let smaller products run in 8 bits, so that tests are quick."""
+    monkeypatch.setattr(_eight_bits, "SMALLEST", _eight_bits.SMALLEST // 2)
+
+
 @pytest.fixture
-def any_shape(monkeypatch):
+def any_shape(half_the_smallest, monkeypatch):
     """Let small products run in 8 bits."""
     monkeypatch.setattr(_eight_bits, "SMALLEST", 1)
     monkeypatch.setattr(_eight_bits, "MULTIPLE", 1)
@@ -95,6 +101,14 @@ def test_all_else_is_as_in_bfloat16():
 def test_small_and_odd_shapes_stay_in_16_bits(rows, inner, columns, is_8_bit):
     x, w = jnp.zeros((rows, inner)), jnp.zeros((inner, columns))
     assert eight_bit_products(in_8_bits(jnp.matmul), x, w) == (is_8_bit, 1)
+
+
+def test_the_smallest_size_is_512(monkeypatch):
+    monkeypatch.undo()
+    x = jnp.zeros((512, 512))
+    assert eight_bit_products(in_8_bits(jnp.matmul), x, x) == (1, 1)
+    for y in (x[:496], x[:, :496]):
+        assert eight_bit_products(in_8_bits(jnp.matmul), y, x[: y.shape[1]]) == (0, 1)
 
 
 def test_the_sizes_are_those_within_a_batch():
