@@ -282,18 +282,17 @@ def bytes_of(compiled: Any) -> float:
 def measure_compiled() -> list[record.Row]:
     """Return bytes, temporaries and 8-bit products of compiled steps."""
     rows: list[record.Row] = []
-    steps = {"two layers": step_of_mlp, "transformer": step_of_transformer}
-    for target, device in (("gpu", "H100"), ("tpu", "TPU v6e")):
+    both = {"two layers": step_of_mlp, "transformer": step_of_transformer}
+    # For TPUs jaxlib 0.10.2 cannot write the transformer's program as text.
+    one = {"two layers": step_of_mlp}
+    for target, device, steps in (("gpu", "H100", both), ("tpu", "TPU v6e", one)):
         for name, make in steps.items():
             for form, dtype in (("amp, bf16", BF16), ("amp, f8", F8)):
                 fun, args = make(dtype)
                 compiled = compile_for(target, fun, *args)
                 moved = bytes_of(compiled)
                 first = moved if dtype == BF16 else rows[-1]["moved GB"] * 1e9
-                try:
-                    found = str(eight_bit_products(compiled.as_text()))
-                except jax.errors.JaxRuntimeError:
-                    found = "text not readable"  # a bug of jaxlib 0.10.2, on TPUs
+                found = eight_bit_products(compiled.as_text())
                 temporaries = compiled.memory_analysis().temp_size_in_bytes
                 rows.append(
                     {
