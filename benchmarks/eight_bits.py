@@ -188,7 +188,7 @@ def measure_depth() -> list[record.Row]:
 
     columns = {name: errors(form) for name, form in FORMS.items()}
     return [
-        {"layer": str(i), **{name: column[i] for name, column in columns.items()}}
+        {"layer": i, **{name: column[i] for name, column in columns.items()}}
         for i in range(DEPTH)
     ]
 
