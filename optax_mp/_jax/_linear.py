@@ -4,6 +4,7 @@
 to JAX 0.5, be differentiated forward.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,10 +115,10 @@ mlir.register_lowering(_linear_p, mlir.lower_fun(_run, multiple_results=True))
 
 def _register_for_shard_map() -> None:
     """Say, up to JAX 0.6, that it is the same on all ranks if its inputs are."""
-    from jax.experimental import shard_map
-
-    shard_map.register_standard_check(_linear_p)
-    shard_map.register_standard_rewrite(_linear_p)
+    # As Any, because later versions do not have these functions.
+    module: Any = importlib.import_module("jax.experimental.shard_map")
+    module.register_standard_check(_linear_p)
+    module.register_standard_rewrite(_linear_p)
 
 
 if not hasattr(jax, "shard_map"):
