@@ -308,6 +308,7 @@ WAYS = {
     "amp, compact": "amp, bf16",
 }
 MODEL = amp.Size(batch=8, length=1024, width=768, heads=12, vocabulary=4096, blocks=1)
+MACHINE, PACKAGES = "no machine: compiled, not run", ("jax", "jaxlib", "optax")
 TARGETS = {"tpu": "TPU v5e", "gpu": "H100"}
 # The forms that are measured sharded.
 SHARDED = ("masters", "Split(8)", "5.1 bytes", "5.1 bytes, clipped")
@@ -336,8 +337,8 @@ def main() -> None:
     titles = tuple(args.tables.split(","))
     starts = tuple(args.forms.split(","))
     tables: record.Tables = {}
-    for target in [args.target] if args.target else TARGETS:
-        for title, (measured, names) in TABLES.items():
+    for title, (measured, names) in TABLES.items():
+        for target in [args.target] if args.target else TARGETS:
             rows = []
             for name in (x for x in names if x.startswith(starts)):
                 if title.startswith(titles):
@@ -345,11 +346,10 @@ def main() -> None:
                     print(TARGETS[target], rows[-1], flush=True)
             if rows:
                 tables[f"{title}, compiled for {TARGETS[target]}"] = rows
+                # At once, so that an interrupted run keeps what it has.
+                record.finish(args.json, tables, MACHINE, PACKAGES)
     for title, rows in tables.items():
         print(f"\n### {title}\n\n{record.as_markdown(rows)}")
-    record.finish(
-        args.json, tables, "no machine: compiled, not run", ("jax", "jaxlib", "optax")
-    )
 
 
 if __name__ == "__main__":

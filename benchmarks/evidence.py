@@ -38,6 +38,9 @@ TRANSFORMER = (
     "a training step of a transformer, 4 blocks, width 256, 4 heads, vocabulary 1024, "
     "batch 8 x 128"
 )
+TRAINING = "final held-out losses, 3 seeds, products of any shape in 8 bits"
+KEPT = "what the forward pass keeps"
+COMPILED = "training steps compiled for hardware not here"
 # What the work on each part set out to reach: (what, result, table, row, column, most).
 WANTED = tuple(
     (f"{column}, {row}", result, table, row, column, most)
@@ -72,6 +75,15 @@ WANTED = tuple(
         ("split", MANY, "temporaries", {"Split(16), bf16, bf16 gradients": 2}),
         ("split", MANY, "compile ratio", {"Split(16), bf16, bf16 gradients": 2}),
         ("amp", TRANSFORMER, "trace", {"amp, bf16": 3}),
+        ("eight_bits", TRAINING, "to bf16", {
+            "the demo's transformer: amp, f8": 1.01,
+            "the same at nanoGPT's sizes for CPUs: amp, f8": 1.01,
+        }),
+        ("eight_bits_kept", KEPT, "to bf16", {"small: amp, f8": 0.7}),
+        ("eight_bits_compiled", COMPILED, "to bf16", {
+            "H100, transformer: amp, f8": 1,
+            "TPU v6e, two layers: amp, f8": 1,
+        }),
     )
     for row, most in limits.items()
 )  # fmt: skip

@@ -38,6 +38,7 @@ FORMATS = {
     "loss": ".4f",
     "±": ".4f",
     "to float32": ".3f",
+    "to bf16": ".3f",
     "held-out loss": ".3f",
     "above float32": "+.3f",
     "peak learning rate": "g",

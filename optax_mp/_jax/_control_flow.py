@@ -35,6 +35,11 @@ def has_regions(equation: Equation) -> bool:
     return equation.primitive.name in _KINDS
 
 
+def may_have_regions(primitive: str) -> bool:
+    """Return whether equations of the primitive of this name have jaxprs inside."""
+    return primitive in _KINDS
+
+
 def wiring_of(equation: Equation) -> Wiring:
     """Return what feeds what in an equation that `has_regions`."""
     return _KINDS[equation.primitive.name].wire(equation)

@@ -35,6 +35,22 @@ def operands(equation: Equation) -> list[Any]:
     return [equation.invars[i].aval for i in operand_indices(equation)]
 
 
+def matrix_sizes(equation: Equation) -> tuple[Any, Any, Any]:
+    """Return the rows, contracted size and columns of a `dot_general`, per batch."""
+    (contracted, batch) = equation.params["dimension_numbers"]
+    sizes = [
+        [
+            size
+            for axis, size in enumerate(aval.shape)
+            if axis not in (*contracted[i], *batch[i])
+        ]
+        for i, aval in enumerate(operands(equation))
+    ]
+    left = operands(equation)[0].shape
+    inner = [left[axis] for axis in contracted[0]]
+    return math.prod(sizes[0]), math.prod(inner), math.prod(sizes[1])
+
+
 def flops_of(equation: Equation) -> int:
     """Return the FLOPs of a product, run once."""
     if equation.primitive.name == _CONVOLUTION:

@@ -15,7 +15,8 @@ A call is traced to a jaxpr, planned and run. In this order, read:
 - `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`,
   tells a bias by `_biases` and asks a user's function by `_function_rules`.
 - `_run`: each equation bound again, as planned; `_derivatives` and `_batching`: those
-  with derivative or batching rules of their own.
+  with derivative or batching rules of their own; `_eight_bits`: matrix products of
+  8-bit operands.
 - `_loop_conditions`: loops that low values may keep from ending.
 - `_changes`: what a function changes in its arguments, such as Flax NNX modules.
 - For `_report`: `_shadow`, a run with and without amp at once; `_sites`, each equation

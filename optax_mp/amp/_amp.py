@@ -1,4 +1,4 @@
-"""amp: any JAX function, with its matrix products in 16 bits."""
+"""amp: any JAX function, with its matrix products in 16 bits, or in 8."""
 
 import functools
 import inspect
@@ -42,7 +42,9 @@ def amp(
         fun: any function that JAX can trace. Arrays among its arguments are traced;
             everything else is passed through.
         compute_dtype: bfloat16 or float16. With float16, scale the loss
-            (`optax_mp.dynamic_loss_scale`).
+            (`optax_mp.dynamic_loss_scale`). float8_e4m3fn stands for bfloat16 with the
+            rule `"f8"` in the place of `"low"` for matrix products, and float8_e5m2
+            for the same with operands in that dtype.
         rules: how each operation runs: a mapping that replaces `default_amp_rules`, or
             extends them by `|`. A key is a primitive (`jax.lax.tanh_p`, or its name
             `"tanh"`), the name of a `jax.named_scope`, or a source line such as
@@ -59,6 +61,12 @@ def amp(
             - `"own"`: each input, and the output that belongs to it, in its own dtype;
             - `"as_written"`: as without amp. Operations with a function among their
               parameters (scatters, reductions by a function, kernels) always run so;
+            - `"f8"`: for matrix products (`dot_general`): operands in 8 bits, with a
+              scale for each, and the result in the compute dtype. Those with a row,
+              column or contracted size below 512, or no multiple of 16, run low;
+            - `"not_f8"`: for matrix products: in the compute dtype. These two words
+              concern matrix products alone, and yield to other rules around or inside
+              of their scope;
 
             or a function `(compute_dtype, original_dtypes, *invars, **bind_params) ->
             (invars, bind_params)`, which returns what the primitive is bound with. The
@@ -70,8 +78,12 @@ def amp(
 
     Raises:
         TypeError: if `fun` is not callable, or `rules` is not a mapping of such keys.
-        ValueError: if `compute_dtype` is not a 16-bit float, or a rule is unknown; when
-            called, if a name in `rules` is neither a primitive nor a place in `fun`.
+        ValueError: if `compute_dtype` is neither a 16-bit float nor one of the two
+            8-bit floats, or a rule is unknown, or for products and given to another
+            operation; when called, if a name in `rules` is neither a primitive nor a
+            place in `fun`.
+        NotImplementedError: if a function with 8-bit products is differentiated a
+            second time in reverse; forward mode works.
 
     Example:
         >>> import jax
@@ -82,6 +94,10 @@ def amp(
         >>> jax.grad(optax_mp.amp(loss))(w, x).dtype.name
         'float32'
         >>> "bf16[2,4] = dot_general" in str(jax.make_jaxpr(optax_mp.amp(loss))(w, x))
+        True
+        >>> in_8_bits = optax_mp.amp(loss, compute_dtype=jnp.float8_e4m3fn)
+        >>> w, x = jnp.eye(512), jnp.ones((768, 512))
+        >>> "f8_e4m3fn[768,512]" in str(jax.make_jaxpr(in_8_bits)(w, x))
         True
 
     References:

@@ -70,8 +70,9 @@ def warn_of_loops(jaxpr: AnyJaxpr, plan: Plan, dtype: Any) -> None:
 
 
 def ran_low(action: Action) -> bool:
-    """Return whether an operation itself runs in the compute dtype."""
-    return LOW in action.inputs or (action.how == "function" and LOW in action.outputs)
+    """Return whether an operation itself runs in the compute dtype, or in 8 bits."""
+    by_function = action.how == "function" and LOW in action.outputs
+    return LOW in action.inputs or action.how == "f8" or by_function
 
 
 def _loops(jaxpr: AnyJaxpr, plan: Plan, around: str) -> Iterator[tuple[str, Origin]]:

@@ -17,7 +17,9 @@ class Measured(NamedTuple):
         places: its place, and those of the equations around it, innermost first.
         is_backward: whether it is of the backward pass of a gradient.
         own_error: what it adds to exact inputs.
-        low_flops: the FLOPs of a product that runs low; 0 for other equations.
+        low_flops: the FLOPs of a product that runs low, or in 8 bits; 0 for other
+            equations.
+        is_8_bit: whether it is a product in 8 bits, which may go to 16.
     """
 
     primitive: str
@@ -26,6 +28,7 @@ class Measured(NamedTuple):
     is_backward: bool
     own_error: float
     low_flops: float
+    is_8_bit: bool = False
 
     @property
     def place_as_written(self) -> Place:
@@ -38,12 +41,14 @@ class NarrowRules(NamedTuple):
 
     Attributes:
         names: the names.
+        wide: those that stand for more than products in 8 bits.
         kept: the FLOPs of the products that still run low.
         innocent: for each name that stands for other products, too, for how many
             equations that err more, and for how many products that do not.
     """
 
     names: list[str]
+    wide: set[str]
     kept: float
     innocent: dict[str, tuple[int, int]]
 
@@ -53,14 +58,16 @@ def narrow_rules(measured: Sequence[Measured], above: float) -> NarrowRules:
     products = [each for each in measured if each.low_flops]
     erring = [each for each in measured if each.own_error > above]
     others = _others(products, erring)
-    names = sorted({_narrow_name(each, others) for each in erring})
-    kept = [x for x in products if not any(_applies(name, x) for name in names)]
+    name_of = [(_narrow_name(each, others), each) for each in erring]
+    names = sorted({name for name, _ in name_of})
+    wide = {name for name, each in name_of if not each.is_8_bit}
+    kept = [x for x in products if not any(_applies(name, x) for name in wide)]
     innocent = {}
     for name in names:
         count = sum(_applies(name, other) for other in others)
         if count:
             innocent[name] = (sum(_applies(name, x) for x in erring), count)
-    return NarrowRules(names, sum(x.low_flops for x in kept), innocent)
+    return NarrowRules(names, wide, sum(x.low_flops for x in kept), innocent)
 
 
 def _others(products: Sequence[Measured], erring: Sequence[Measured]) -> list[Measured]:

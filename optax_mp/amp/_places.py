@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from optax_mp._jax._jaxpr import Equation
@@ -52,10 +52,14 @@ class Places:
         # Cached, because many equations are in the same place.
         self._at_place = functools.lru_cache(maxsize=1024)(self._look_up)
 
-    def rule_at(self, equation: Equation) -> Any:
-        """Return the rule of the outermost scope that has one, or of the line."""
-        found = self._rules_at(equation)
-        return found[0][1] if found else None
+    def rule_at(self, equation: Equation, yielding: Container[Any]) -> Any:
+        """Return the rule of the outermost scope that has one, or of the line.
+
+        Those that are `yielding` count only where there is no other.
+        """
+        found = [rule for _, rule in self._rules_at(equation)]
+        others = (rule for rule in found if rule not in yielding)
+        return next(others, found[0] if found else None)
 
     def names_at(self, equation: Equation) -> set[str]:
         """Return the names of all rules for the place of an equation."""

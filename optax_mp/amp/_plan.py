@@ -65,8 +65,8 @@ class Action:
 
     Attributes:
         how: `"bind"`: its inputs are cast and it is bound; `"same"`: it returns its
-            input; `"function"`: a user's function binds it; `"regions"`: it is bound
-            with other regions.
+            input; `"function"`: a user's function binds it; `"f8"`: it is a product
+            of its inputs in 8 bits; `"regions"`: it is bound with other regions.
         inputs: the precision to which each input is cast.
         outputs: the precisions of its outputs.
         rule: the rule that it follows.
@@ -90,7 +90,7 @@ class Action:
         """Whether anything differs from the equation as written."""
         changed_inside = any(region.plan.is_changed for region in self.regions)
         changed_here = LOW in self.inputs or LOW in self.outputs
-        return self.how == "function" or changed_here or changed_inside
+        return self.how in ("function", "f8") or changed_here or changed_inside
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +217,12 @@ class Planner:
             # A repeated literal stays weak: what it is combined with later decides.
             if isinstance(precisions[0], Weak):
                 return Action("bind", (FULL,), precisions, rule, "literal", scope_rule)
+        if rule == "f8":
+            # Of operands that are in 16 bits as written, the result is as written, too.
+            inputs = set_all(LOW, precisions)
+            outputs = full_precisions(equation.outvars)
+            outputs = set_all(LOW, outputs) if LOW in inputs else outputs
+            return Action("f8", inputs, outputs, rule, why, scope_rule)
         target = result = FULL
         if rule in ("low", "widest", "rounded"):
             target, why = self._target(equation, rule, context, why)

@@ -1,6 +1,6 @@
 """amp_report: what ran in which precision, why, and what error that adds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,12 +27,13 @@ class AmpOperation:
     Attributes:
         primitive: its name.
         line: where it is written.
-        ran: `"low"`, `"f32"` or `"as_written"`.
+        ran: `"low"`, `"f8"` (a product in 8 bits), `"f32"` or `"as_written"`.
         why: what decided: `"rule"`, `"scope"`, `"inputs"` (one is float32, or none is),
             `"literal"` (the compute dtype cannot hold it), `"sink"` (everything that
             reads it computes in float32), `"fix-point"` (a loop's carry that is low
-            only before the first iteration, or only after one), `"precision"`,
-            `"parameters"` or `"cast"` (as the user wrote it).
+            only before the first iteration, or only after one), `"shape"` (8 bits
+            would not pay), `"precision"`, `"parameters"` or `"cast"` (as the user
+            wrote it).
         count: the number of such equations; the body of a loop counts once.
         own_error: the relative error, by norm, that the operation adds to exact inputs;
             the largest of all such equations, or NaN if it was not measured.
@@ -86,13 +87,27 @@ class AmpReport:
 
     @property
     def low_share(self) -> float:
-        """The share of the FLOPs of products that run low; 1 if there is no product."""
+        """The share of the FLOPs of products that run in 16 bits or in 8.
+
+        1 if there is no product.
+        """
+        return self._share(("low", "f8"), 1.0)
+
+    @property
+    def f8_share(self) -> float:
+        """The share of the FLOPs of products that run in 8 bits."""
+        return self._share(("f8",), 0.0)
+
+    def _share(self, ran: Sequence[str], without_products: float) -> float:
         total = sum(each.flops for each in self.operations)
-        low = sum(each.flops for each in self.operations if each.ran == "low")
-        return low / total if total else 1.0
+        part = sum(each.flops for each in self.operations if each.ran in ran)
+        return part / total if total else without_products
 
     def rules(self, above: float) -> dict[Any, Rule]:
         """Return the rules of this run, with float32 for operations that err more.
+
+        A product that errs more in 8 bits goes to 16, by the word `"not_f8"`. If it
+        errs more there, too, a report with the new rules says so.
 
         A new rule names a source line, so it is for this version of the code. The line
         of a library's layer stands for all layers of that kind. If others of them err
@@ -105,7 +120,10 @@ class AmpReport:
         """
         found = narrow_rules(self._measured, above)
         self._warn_of_cost(found, above)
-        return {**self.base_rules, **dict.fromkeys(found.names, "f32")}
+        words = {
+            name: "f32" if name in found.wide else "not_f8" for name in found.names
+        }
+        return {**self.base_rules, **words}
 
     def _warn_of_cost(self, found: NarrowRules, above: float) -> None:
         """Warn of rules that take more out of 16 bits than what errs more."""
@@ -142,13 +160,16 @@ class AmpReport:
             + (_format_error(x.own_error), _format_error(x.error))
             for x in rows
         ]
-        counts = {"low": 0, "f32": 0, "as_written": 0}
+        counts = {"f8": 0, "low": 0, "f32": 0, "as_written": 0}
         for row in rows:
             counts[row.ran] += row.count
-        total = ", ".join(f"{count} {ran}" for ran, count in counts.items())
+        total = ", ".join(
+            f"{count} {ran}" for ran, count in counts.items() if count or ran != "f8"
+        )
         total += f"; error of the outputs {_format_error(self.error)}"
         if any(row.flops for row in rows):
-            total += f"; products: {self.low_share:.0%} low"
+            in_8_bits = f", {self.f8_share:.0%} f8" if counts["f8"] else ""
+            total += f"; products: {self.low_share:.0%} low{in_8_bits}"
         return "\n".join(
             [
                 *align_columns(cells, left=4),
@@ -237,11 +258,14 @@ def _measured(operation: AmpOperation, site: Site) -> Measured:
         site.places,
         is_transposed(site.equation),
         operation.own_error,
-        operation.flops if operation.ran == "low" else 0,
+        operation.flops if operation.ran in ("low", "f8") else 0,
+        operation.ran == "f8",
     )
 
 
 def _how_it_ran(action: Action) -> str:
+    if action.how == "f8":
+        return "f8"
     if ran_low(action):
         return "low"
     return "as_written" if action.rule == "as_written" else "f32"

@@ -5,11 +5,12 @@ from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax.numpy as jnp
 from jax.lax import Precision
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits, floating_dtype
-from optax_mp._jax._control_flow import has_regions
+from optax_mp._jax._control_flow import has_regions, may_have_regions
 from optax_mp._jax._jaxpr import (
     Equation,
     Primitive,
@@ -18,6 +19,7 @@ from optax_mp._jax._jaxpr import (
     primitive_names,
 )
 from optax_mp._jax._products import PRODUCTS
+from optax_mp.amp._eight_bits import DTYPES, E4M3, PRIMITIVE, fits
 from optax_mp.amp._places import Places
 from optax_mp.amp._precision import takes_part
 
@@ -26,7 +28,13 @@ from optax_mp.amp._precision import takes_part
 Rule = str | Callable[..., Any]
 
 # The docstring of `amp` says what they mean.
-WORDS = ("low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written")
+WORDS = (
+    "low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written", "f8",
+    "not_f8",
+)  # fmt: skip
+# These are for products alone: in their scope, all else runs as without them, and so do
+# products with another rule around or inside of it.
+PRODUCT_WORDS = {"f8": "f8", "not_f8": "low"}
 # Keys that do not name a primitive.
 DEFAULT = "amp_default"
 STOP = "amp_stop"
@@ -76,25 +84,32 @@ class Rules:
     def __init__(self, rules: Any, compute_dtype: DTypeLike) -> None:
         """Read `rules` as a user gives them."""
         dtype = floating_dtype(compute_dtype, "amp: `compute_dtype`")
-        if bits(dtype) != 16:
+        if bits(dtype) != 16 and dtype not in DTYPES:
             raise ValueError(
-                f"amp: `compute_dtype` is {dtype.name}, expected bfloat16 or float16; "
-                "for a wider dtype call the function without amp; 8-bit floats need a "
-                "scale for each tensor, which amp does not have."
+                f"amp: `compute_dtype` is {dtype.name}, expected bfloat16 or float16, "
+                "or float8_e4m3fn or float8_e5m2 for 8-bit products, which are the "
+                "8-bit floats that hardware multiplies; for a wider dtype call the "
+                "function without amp."
             )
         if not isinstance(rules, Mapping):
             raise TypeError(
                 f"amp: `rules` is {rules!r}, expected a mapping such as "
                 "default_amp_rules | {'tanh': 'f32'}."
             )
-        self.compute_dtype = dtype
+        is_8_bit = dtype in DTYPES
+        self.f8_dtype = dtype if is_8_bit else E4M3
+        self.compute_dtype = jnp.dtype(jnp.bfloat16) if is_8_bit else dtype
         self._by_name: dict[str, Rule] = {DEFAULT: "as_written"}
         for key, rule in rules.items():
             self._by_name[_name(key)] = _check_rule(key, rule)
+        if is_8_bit and self._by_name.get(PRIMITIVE) == "low":
+            self._by_name[PRIMITIVE] = "f8"
         # The name of a primitive never names a scope: the whole backward pass is in a
         # scope named "transpose".
         operations = {RECIPROCAL, BIAS_ADD, *default_amp_rules, *primitive_names()}
         operations |= {key.name for key in rules if isinstance(key, Primitive)}
+        for name in operations & set(self._by_name):
+            _check_product_word(name, self._by_name[name])
         by_place = {
             name: rule for name, rule in self._by_name.items() if name not in operations
         }
@@ -108,9 +123,11 @@ class Rules:
             equation: the equation.
             around: the rule that its whole jaxpr is in, if any.
         """
-        if around is not None:
+        if around is not None and around not in PRODUCT_WORDS:
             return around
-        rule = self._places.rule_at(equation)
+        rule = self._places.rule_at(equation, yielding=PRODUCT_WORDS)
+        if around is not None:
+            return around if rule is None or rule in PRODUCT_WORDS else rule
         if rule is None and has_regions(equation):
             # The rule of a loop or a jit applies to everything inside.
             rule = self._by_name.get(equation.primitive.name)
@@ -125,14 +142,20 @@ class Rules:
     ) -> tuple[Rule, str]:
         """Return the rule that an equation follows in a scope, and what decided."""
         rule, why = self._named(equation, scope, adds_bias)
+        if rule == "f8" and not fits(equation):
+            rule, why = "low", "shape"
         if not any(map(takes_part, equation.invars)):
+            # In 16 bits as written, it may still be done in 8.
+            is_16_bit = rule == "f8" and all(map(_is_half, equation.invars))
+            if is_16_bit and _is_free(equation.params["precision"]):
+                return rule, why
             return "as_written", "inputs"
         if callable(rule) or rule in ("f32", "as_written"):
             return rule, why
         params = equation.params
         if jaxprs_within(equation) or params.get("out_dtype") is not None:
             return "as_written", "parameters"
-        if rule == "low" and "preferred_element_type" in params:
+        if rule in ("low", "f8") and "preferred_element_type" in params:
             if not all(map(self._can_be_low, equation.outvars)):
                 return "as_written", "parameters"
             if not _is_free(params.get("precision")):
@@ -153,9 +176,13 @@ class Rules:
             own = self._by_name.get(RECIPROCAL, own)
         if own == "widest" and adds_bias:
             own = self._by_name.get(BIAS_ADD, own)
+        if scope in PRODUCT_WORDS:
+            if name == PRIMITIVE and own != "as_written":
+                own, why = scope, "scope"
         # A scope decides only where amp has a choice: an fft has no 16-bit form.
-        if scope is not None and (own != "as_written" or callable(scope)):
+        elif scope is not None and (own != "as_written" or callable(scope)):
             own, why = scope, "scope"
+        own = PRODUCT_WORDS.get(own, own) if isinstance(own, str) else own
         if own == "f32_if_f16":
             own = "f32" if self.compute_dtype == "float16" else "widest"
         return own, why
@@ -180,6 +207,21 @@ def _is_free(precision: Any) -> bool:
     """Return whether a product of this `precision` may run in 16 bits."""
     given = precision if isinstance(precision, tuple) else (precision,)
     return all(x in (None, Precision.DEFAULT, Precision.HIGH) for x in given)
+
+
+def _is_half(atom: Any) -> bool:
+    return atom.aval.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _check_product_word(name: str, rule: Rule) -> None:
+    """Raise if a word for products is the rule of an operation that is none."""
+    if rule in PRODUCT_WORDS and name != PRIMITIVE and not may_have_regions(name):
+        raise ValueError(
+            f"amp: the rule of {name!r} is {rule!r}, expected that word for "
+            f"{PRIMITIVE!r}, a loop, a jit, a scope or a source line, because amp has "
+            "8-bit products of matrices and of nothing else; remove the rule, or say "
+            "'low' for 16 bits."
+        )
 
 
 def _name(key: Any) -> str:

@@ -35,6 +35,7 @@ from optax_mp.amp._derivatives import (
     derivative_jaxpr,
     linear_call,
 )
+from optax_mp.amp._eight_bits import product
 from optax_mp.amp._function_rules import bind_by_function
 from optax_mp.amp._loop_conditions import warn_of_loops
 from optax_mp.amp._places import name_in_errors, words_at
@@ -48,6 +49,8 @@ _WITH_RULE = {
     "vmap": custom_vmap,
     "transpose": linear_call,
 }
+# The rules that JAX may transpose.
+_LINEAR = ("jvp", "transpose")
 _NOTE_ON_CLOSURES = (
     "amp: a rule that is run under amp is traced after the function, as under jax.jit, "
     "so it must not close over values that the function computes or is given; make "
@@ -99,6 +102,10 @@ class Interpreter:
                 case "bind":
                     outputs = bind(equation, inputs, action.params)
                     return self.cast_all(outputs, action.outputs, equation.outvars)
+                case "f8":
+                    (dtype,) = self._dtypes(action.outputs, equation.outvars)
+                    dtype = dtype or equation.outvars[0].aval.dtype
+                    return [product(equation, inputs, self._rules.f8_dtype, dtype)]
                 case "function":
                     return bind_by_function(action.rule, self._low, equation, inputs)
             # What is left are regions.
@@ -145,7 +152,11 @@ class Interpreter:
             return self.run(region.jaxpr, region_plan.plan, region.read(args))
 
         dtypes = self._dtypes(action.outputs, equation.outvars)
-        interpret = self._interpret_in(action.scope_rule)
+        scope_rule = action.scope_rule
+        if custom_rule(equation) in _LINEAR and scope_rule in (None, "f8"):
+            # Rounding with a scale is not linear.
+            scope_rule = "not_f8"
+        interpret = self._interpret_in(scope_rule)
         return with_rule(equation, call, dtypes, interpret)(*inputs)
 
     def _interpret_in(self, scope_rule: Rule | None) -> Callable[..., Any]:

@@ -1,0 +1,226 @@
+"""Matrix products of 8-bit operands.
+
+Each operand is multiplied by a power of two that brings its largest magnitude near the
+end of the range of its 8-bit dtype, and rounded. A power of two changes no digit, so
+all of the error is that one rounding, and whatever overflows does so in float32, where
+a loss scale sees it. There is no state: the scale is that of the values at hand.
+
+What JAX keeps of an operand for the backward pass is its 8 bits. Incoming gradients are
+rounded to float8_e5m2, which has a wider range, and multiplied with them. In forward
+mode tangents stay in 16 bits. For a derivative of a derivative, the tangent of a
+rounded operand is a rounded operand with a scale of its own.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from optax_mp._jax._jaxpr import (
+    ClosedJaxpr,
+    Equation,
+    bind,
+    evaluate,
+    trace_jaxpr,
+    with_dtype,
+)
+from optax_mp._jax._linear import Linear
+from optax_mp._jax._products import is_product, matrix_sizes
+
+# The two of the Open Compute Project, which hardware multiplies.
+DTYPES = E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+# The product that has an 8-bit form. Convolutions have none, because JAX does not
+# convolve operands of two dtypes, as their gradients would have to.
+PRIMITIVE = "dot_general"
+# To find the scales and to round takes time in proportion to the operands, and what it
+# saves is in proportion to their product: on an H100, at its peak rates, they are equal
+# between widths of 256 and 1024 (`benchmarks/eight_bits.py --only shapes`). GPUs want
+# multiples of 16.
+SMALLEST, MULTIPLE = 512, 16
+_EXPONENT = 0x7F800000  # the bits of a float32 that hold it
+# Up to JAX 0.6, `shard_map` refuses them; then what is not differentiated costs time.
+_SYMBOLIC_ZEROS = hasattr(jax, "shard_map")
+_SECOND_DERIVATIVE = (
+    "amp: a function with 8-bit products is differentiated twice, the second time in "
+    "reverse, for which it would have to keep their operands in 16 bits; expected one "
+    "derivative, or a second one by forward mode, as in `jax.hessian` or "
+    "`jax.jvp(jax.grad(fun), ...)`; for others leave these products in 16 bits: by "
+    "compute_dtype=jnp.bfloat16, or by the rule 'not_f8' for their scope or line."
+)
+
+
+class Rounded(NamedTuple):
+    """An array in 8 bits.
+
+    Attributes:
+        values: the 8-bit floats.
+        unit: what they are multiples of: a float32 scalar, a power of two.
+    """
+
+    values: Any
+    unit: Any
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def round_to(x: jax.Array, dtype: Any) -> Rounded:
+    """Return `x` in an 8-bit dtype, scaled by its largest finite magnitude.
+
+    What is not finite stays so: infinity becomes NaN where the dtype has none.
+    """
+    size = lax.select(jnp.isfinite(x), jnp.abs(x), jnp.zeros_like(x))
+    largest = jnp.max(size).astype(jnp.float32)
+    # The largest and the smallest power of two whose inverse is a normal number, too.
+    ratio = jnp.clip(float(jnp.finfo(dtype).max) / largest, 2.0**-126, 2.0**126)
+    exponent = lax.bitcast_convert_type(ratio, jnp.int32) & _EXPONENT
+    scale = lax.bitcast_convert_type(exponent, jnp.float32)
+    return Rounded((x.astype(jnp.float32) * scale).astype(dtype), 1 / scale)
+
+
+@round_to.defjvp
+def _round_tangent(dtype: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return round_to(*primals, dtype), round_to(*tangents, dtype)
+
+
+def fits(equation: Equation) -> bool:
+    """Return whether the shapes of a product are such that 8 bits pay."""
+    sizes = matrix_sizes(equation)
+    return all(
+        isinstance(size, int) and size >= SMALLEST and size % MULTIPLE == 0
+        for size in sizes
+    )
+
+
+def product(
+    equation: Equation, operands: Sequence[Any], dtype: Any, out_dtype: Any
+) -> jax.Array:
+    """Return a matrix product of operands in 8 bits.
+
+    Args:
+        equation: the product.
+        operands: its operands.
+        dtype: the 8-bit dtype for them; gradients are rounded to float8_e5m2.
+        out_dtype: the dtype of the result.
+    """
+    factors = _Factors(equation, out_dtype)
+
+    @jax.custom_jvp
+    def multiply(left: Any, right: Any) -> Any:
+        return factors.multiply(round_to(left, dtype), round_to(right, dtype))
+
+    def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        rounded = [round_to(x, dtype) for x in primals]
+        value = factors.multiply(*rounded)
+        terms = [
+            factors.linear_in(i, primals[i].dtype)(rounded[1 - i], tangent)[0]
+            for i, tangent in enumerate(tangents)
+            if not isinstance(tangent, SymbolicZero)
+        ]
+        return value, _sum(terms, value)
+
+    multiply.defjvp(derivative, symbolic_zeros=_SYMBOLIC_ZEROS)
+    return multiply(*operands)
+
+
+@dataclass(frozen=True, eq=False)
+class _Factors:
+    """A product, as a function of either of its operands.
+
+    Attributes:
+        equation: the product.
+        out_dtype: the dtype of its result.
+    """
+
+    equation: Equation
+    out_dtype: Any
+
+    def multiply(self, left: Rounded, right: Rounded) -> Any:
+        return _multiply(self._bind_8_bit, left, right).astype(self.out_dtype)
+
+    def linear_in(self, i: int, dtype: Any) -> Linear:
+        """Return it as a function of operand `i`, with the other one in 8 bits."""
+
+        def forward(values: Any, unit: Any, x: Any) -> list[Any]:
+            other = (values.astype(jnp.float32) * unit).astype(dtype)
+            (result,) = self._bind(*_in_order(i, x, other))
+            return [result.astype(self.out_dtype)]
+
+        def transpose(values: Any, unit: Any, cotangent: Any) -> Any:
+            jaxpr = self._transposed(i)
+
+            def pull(cotangent: Any, other: Any) -> Any:
+                return evaluate(jaxpr, [cotangent, other], _in_float32)[0]
+
+            rounded = round_to(cotangent, E5M2)
+            return _multiply(pull, rounded, Rounded(values, unit)).astype(dtype)
+
+        return Linear(forward, transpose, _SECOND_DERIVATIVE)
+
+    def _transposed(self, i: int) -> ClosedJaxpr:
+        """Return the jaxpr from a cotangent and the other operand to a cotangent."""
+        avals = [with_dtype(x.aval, jnp.float32) for x in self.equation.invars]
+        out = with_dtype(self.equation.outvars[0].aval, jnp.float32)
+
+        def transposed(cotangent: Any, other: Any) -> Any:
+            def of_operand(x: Any) -> Any:
+                return self._bind(*_in_order(i, x, other))[0]
+
+            return jax.linear_transpose(of_operand, avals[i])(cotangent)[0]
+
+        return trace_jaxpr(transposed, [out, avals[1 - i]])
+
+    def _bind(self, *operands: Any) -> list[Any]:
+        params = self.equation.params | {"preferred_element_type": None}
+        return bind(self.equation, operands, params)
+
+    def _bind_8_bit(self, *operands: Any) -> Any:
+        return _in_float32(self.equation, operands)[0]
+
+
+def _in_order(i: int, x: Any, other: Any) -> tuple[Any, Any]:
+    return (x, other) if i == 0 else (other, x)
+
+
+def _in_float32(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
+    """Return the outputs of an equation, of a product of 8-bit floats in float32."""
+    # Cast to 16 bits before the product, the operands would be 16 bits for XLA.
+    params = equation.params
+    if is_product(equation):
+        params = params | {"preferred_element_type": jnp.float32}
+    return bind(equation, inputs, params)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _multiply(multiply: Callable[..., Any], left: Rounded, right: Rounded) -> jax.Array:
+    """Return the product of two rounded arrays, given that of 8-bit floats."""
+    return multiply(left.values, right.values) * (left.unit * right.unit)
+
+
+def _multiply_tangents(multiply: Any, primals: Any, tangents: Any) -> Any:
+    value = _multiply(multiply, *primals)
+    terms = []
+    for i, tangent in enumerate(tangents):
+        if not isinstance(tangent.values, SymbolicZero):
+            factors = _in_order(i, tangent, primals[1 - i])
+            terms += _forward_only([], _multiply(multiply, *factors))
+    return value, _sum(terms, value)
+
+
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError(_SECOND_DERIVATIVE)
+
+
+# Reverse mode would have to add up rounded tangents, each with a unit of its own.
+_forward_only = Linear(lambda x: [x], _refuse, _SECOND_DERIVATIVE)
+_multiply.defjvp(_multiply_tangents, symbolic_zeros=_SYMBOLIC_ZEROS)
+
+
+def _sum(tangents: Sequence[Any], value: Any) -> Any:
+    """Return the sum of tangents of `value`."""
+    if not tangents:
+        return SymbolicZero.from_primal_value(value)
+    return functools.reduce(jnp.add, tangents)

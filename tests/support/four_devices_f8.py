@@ -1,0 +1,71 @@
+"""8-bit products over four devices; run as a script with four forced host devices."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from any_shard_map import shard_map
+from forced_devices import run_named
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_mp
+
+MESH = Mesh(np.array(jax.devices()), ("data",))
+X, W = (np.random.default_rng(i).normal(size=(256, 256)) for i in range(2))
+FUN = optax_mp.amp(jnp.matmul, compute_dtype="float8_e4m3fn")
+
+
+def loss(x, w):
+    return jnp.sum(jnp.sin(FUN(x, w)))
+
+
+def put(x, *spec):
+    return jax.device_put(jnp.float32(x), NamedSharding(MESH, P(*spec)))
+
+
+def shapes_of_all_reduces(fun, *args):
+    text = jax.jit(fun).lower(*args).compile().as_text()
+    found = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
+    return [shape for each in found for shape in re.findall(r"\w+\[[\d,]*\]", each)]
+
+
+def sharded_rows_cost_a_scalar_each():
+    args = put(X, "data", None), put(W)
+    # Every device has all of the weight. The sum and the weight's gradient are summed
+    # with or without amp.
+    found = shapes_of_all_reduces(jax.value_and_grad(loss, (0, 1)), *args)
+    scalars = [shape for shape in found if shape.endswith("[]")]
+    # The sum, the rows, and their gradient, which two products read.
+    assert len(scalars) <= 4, found
+    assert len(found) - len(scalars) <= 1, found
+    one = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    for got, want in zip(
+        jax.tree.leaves(one(*args)), jax.tree.leaves(one(put(X), put(W))), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-2 * np.abs(want).max())
+
+
+def in_shard_map_each_shard_has_its_own_scale():
+    def spread(x, w):
+        specs = P("data"), P()
+        return shard_map(FUN, mesh=MESH, in_specs=specs, out_specs=P("data"))(x, w)
+
+    x = np.concatenate([X * 4**i for i in range(4)])
+    args = put(x, "data", None), put(W)
+    assert shapes_of_all_reduces(spread, *args) == []
+    got = np.asarray(jax.jit(spread)(*args)).reshape(4, 256, 256)
+    for i in range(4):
+        want = np.asarray(jax.jit(FUN)(jnp.float32(X * 4**i), jnp.float32(W)))
+        np.testing.assert_allclose(
+            got[i], want, rtol=1e-2, atol=1e-2 * np.abs(want).max()
+        )
+    gradient = jax.jit(jax.grad(lambda w: jnp.sum(jnp.sin(spread(args[0], w)))))
+    assert np.isfinite(gradient(args[1])).all()
+
+
+CHECKS = [sharded_rows_cost_a_scalar_each, in_shard_map_each_shard_has_its_own_scale]
+
+if __name__ == "__main__":
+    run_named(CHECKS, 4)
