@@ -25,14 +25,47 @@ _by_platform = Primitive("optax_mp_by_platform")
 _by_platform.multiple_results = True
 
 
-def by_platform(anywhere: Function, on: dict[str, Function], *args: Any) -> list[Any]:
+class Way:
+    """A function of arrays for one platform, which perhaps cannot be lowered there.
+
+    Several calls of one are lowered once in a program.
+
+    Attributes:
+        function: the function.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self._jitted = jax.jit(function)
+        self._errors: dict[str, Exception | None] = {}
+
+    def shared(self, platform: str, avals: Sequence[Any]) -> Function:
+        """Return the function as one that is lowered once, or raise if it cannot be.
+
+        A failure would leave half of a function in a program. So it is tried in another
+        program first.
+        """
+        if platform not in self._errors:
+            args = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+            try:
+                self._jitted.trace(*args).lower(lowering_platforms=(platform,))
+                self._errors[platform] = None
+            except Exception as error:
+                self._errors[platform] = error
+        error = self._errors[platform]
+        if error is not None:
+            raise error
+        return self._jitted
+
+
+def by_platform(anywhere: Function, on: dict[str, Way], *args: Any) -> list[Any]:
     """Return `anywhere(*args)`, or the same computed in the way of a platform.
 
     Args:
         anywhere: takes and returns arrays.
-        on: by platform, a function that does the same. If it cannot be lowered, what
-            `anywhere` does is lowered instead, and a warning says what that costs.
-        args: the arrays.
+        on: by platform, what does the same. If it cannot be lowered, what `anywhere`
+            does is lowered instead, and a warning says what that costs.
+        args: the arrays, of the same shapes in all calls with these functions.
     """
     # With the axes over which they vary under shard_map, and shardings in types.
     avals = tuple(jax.make_jaxpr(anywhere)(*args).out_avals)
@@ -69,13 +102,20 @@ def _lower(context: Any, *args: Any, anywhere: Function, **params: Any) -> Any:
 
 
 def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
-    way = params["ways"][platform]
-    if way is not None and _may_differ(context.module_context):
+    way, module = params["ways"][platform], context.module_context
+    if way is not None and _may_differ(module):
         try:
             with warnings.catch_warnings():
                 # JAX 0.12 deprecates kernels in Triton.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                return mlir.lower_fun(way, multiple_results=True)(context, *args)
+                # Types inside of shard_map name its axes, which exist nowhere else.
+                is_whole_program = hasattr(module.axis_context, "num_devices")
+                function = (
+                    way.shared(_PLATFORMS[platform], context.avals_in)
+                    if is_whole_program
+                    else way.function
+                )
+                return mlir.lower_fun(function, multiple_results=True)(context, *args)
         except Exception as error:
             _warn_once(f"{type(error).__name__}: {error}".splitlines()[0])
     return _lower(context, *args, **params)

@@ -94,7 +94,7 @@ def run_end(
         first = pl.program_id(0) * _COUNT
         run = Run(here, _COUNT, end.block_size or 1, first)
 
-        def places(value: Value) -> tuple[Any, Any]:
+        def places_of(value: Value) -> tuple[Any, Any]:
             (count,) = run.shape_of(value.aval.shape)
             start = pl.program_id(0) * count
             at = lax.broadcasted_iota(jnp.int32, (count,), 0) + start
@@ -104,7 +104,7 @@ def run_end(
         known: dict[Value, Any] = {}
         for value, ref in zip(end.reads, refs, strict=False):
             if value.aval.ndim:
-                at, inside = places(value)
+                at, inside = places_of(value)
                 other = None if inside is None else 0
                 known[value] = hold(triton.load(ref.at[at], mask=inside, other=other))
             else:
@@ -116,7 +116,7 @@ def run_end(
             inputs = [read(known, x) for x in node.inputs]
             known.update(zip(node.outputs, run.run(node, inputs), strict=True))
         for value, ref in zip(outputs, refs[len(end.reads) :], strict=True):
-            at, inside = places(value)
+            at, inside = places_of(value)
             triton.store(ref.at[at], known[value].astype(value.aval.dtype), mask=inside)
 
     given = [

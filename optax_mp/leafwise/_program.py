@@ -78,7 +78,7 @@ class Program:
             given = [read(atom) for atom in equation.invars]
             if _is_call(equation) and not is_atomic(equation):
                 params = equation.params
-                inner = params.get("jaxpr", params.get("call_jaxpr"))
+                inner = params["jaxpr" if "jaxpr" in params else "call_jaxpr"]
                 made = self._open(inner, given, is_atomic)
             else:
                 at = len(self.nodes)

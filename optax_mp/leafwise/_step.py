@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from optax_mp._jax._arrays import is_traced
-from optax_mp._jax._by_platform import by_platform
+from optax_mp._jax._by_platform import Way, by_platform
 from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
 from optax_mp._tree import is_array
 from optax_mp.leafwise import _gpu, _tpu
@@ -45,9 +45,8 @@ def run_leafwise(
             not known. A kernel goes only where it is known.
     """
     leaves = jax.tree.leaves((given, kept))
-    if not any(map(is_traced, leaves)) or not any(map(_is_packed, leaves)):
-        return step(given, kept)
-    if _is_running.get():
+    is_worth_it = any(map(is_traced, leaves)) and any(map(_is_packed, leaves))
+    if not is_worth_it or _is_running.get():
         return step(given, kept)
     token = _is_running.set(True)
     try:
@@ -176,7 +175,7 @@ def run_piece(
         return list(kernel.run_end(program, end, here, args[rank:]))
 
     ways = {
-        platform: jax.jit(partial(by_kernel, kernel))
+        platform: Way(partial(by_kernel, kernel))
         for platform, kernel in _KERNELS.items()
         if platform in platforms and kernel.takes(program, end, piece)
     }

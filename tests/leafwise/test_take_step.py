@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from optimizers import (
     OPTIMIZERS,
@@ -21,6 +22,7 @@ from optimizers import (
 from slow_cases import mostly_slow
 
 import optax_mp
+from optax_mp._jax import _by_platform
 from optax_mp.leafwise import _gpu, _step, _tpu
 
 pytestmark = [
@@ -205,13 +207,26 @@ def test_a_platform_has_one_kernel_for_each_leaf(platform):
     assert CALLS[platform] not in lowered(FORMS["5.1 bytes"](), platform, ((8, 8),))
 
 
-def test_a_kernel_that_cannot_be_made_is_done_without(monkeypatch):
-    def fail(*args):
-        raise ValueError("a new Pallas")
+def raises(program, end, piece, args):
+    raise ValueError("a new Pallas")
 
-    monkeypatch.setattr(_tpu, "run_end", fail)
-    with pytest.warns(optax_mp.MixedPrecisionWarning, match="a new Pallas"):
-        text = lowered(FORMS["5.1 bytes"](), "tpu")
+
+def has_a_sort(program, end, piece, args):
+    """Traced, but not lowered, in the middle of other operations."""
+    out = [program.outputs[i].aval for i in end.outputs]
+    [x] = pl.pallas_call(
+        lambda x, y: y.__setitem__(..., jnp.sort(x[...], axis=0)),
+        out_shape=[jax.ShapeDtypeStruct((8, 128), jnp.float32)],
+    )(jnp.full((8, 128), args[-1].ravel()[0], jnp.float32))
+    return [jnp.full(aval.shape, x[0, 0].astype(aval.dtype)) for aval in out]
+
+
+@pytest.mark.parametrize("failing", [raises, has_a_sort])
+def test_a_kernel_that_cannot_be_made_is_done_without(failing, monkeypatch):
+    monkeypatch.setattr(_tpu, "run_end", failing)
+    _by_platform._warn_once.cache_clear()
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match="could not make a kernel"):
+        text = lowered(FORMS["5.1 bytes"](), "tpu", ((64, 8192), (64, 8192)))
     assert "tpu_custom_call" not in text
 
 
