@@ -103,7 +103,8 @@ def _lower(context: Any, *args: Any, anywhere: Function, **params: Any) -> Any:
 
 def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
     way, module = params["ways"][platform], context.module_context
-    if way is not None and _may_differ(module):
+    name = _PLATFORMS[platform]
+    if way is not None and _may_differ(module, name):
         try:
             with warnings.catch_warnings():
                 # JAX 0.12 deprecates kernels in Triton.
@@ -111,7 +112,7 @@ def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
                 # Types inside of shard_map name its axes, which exist nowhere else.
                 is_whole_program = hasattr(module.axis_context, "num_devices")
                 function = (
-                    way.shared(_PLATFORMS[platform], context.avals_in)
+                    way.shared(name, context.avals_in)
                     if is_whole_program
                     else way.function
                 )
@@ -131,14 +132,26 @@ def _warn_once(error: str) -> None:
     )
 
 
-def _may_differ(module: Any) -> bool:
+def _may_differ(module: Any, platform: str) -> bool:
     """Return whether a platform may have its own way in a program."""
     if os.environ.get("OPTAX_MP_KERNELS") == "0":
+        return False
+    if platform == "tpu" and _is_old_tpu():
         return False
     # An exported program is to run on later versions, too. Kernels do not.
     if module.lowering_parameters.for_export:
         return False
     return _is_on_one_device(module.axis_context)
+
+
+@functools.cache
+def _is_old_tpu() -> bool:
+    """Return whether this machine has TPUs for which Mosaic compiles no such kernel."""
+    try:
+        kind = jax.local_devices(backend="tpu")[0].device_kind
+    except RuntimeError:
+        return False
+    return kind in ("TPU v2", "TPU v3")
 
 
 def _is_on_one_device(context: Any) -> bool:
