@@ -108,14 +108,12 @@ def compact_of(inner: optax.GradientTransformation) -> Callable[[], Any]:
     return lambda: masters(optax_mp.low_bit_state(inner), storage=optax_mp.Split(8))
 
 
-# As above, for other optimizers. Muon's products have no such limit.
-OTHERS: dict[str, tuple[Callable[[], Any], str, str, float | None]] = {
+# As above, for other optimizers.
+OTHERS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
     "Lion, float32": (lambda: optax.lion(1e-3), F32, F32, 20),
     "Lion, compact": (compact_of(optax.lion(1e-3)), BF16, BF16, 10.125),
     "SGD, float32": (lambda: optax.sgd(1e-3, 0.9), F32, F32, 20),
     "SGD, compact": (compact_of(optax.sgd(1e-3, 0.9)), BF16, BF16, 10.125),
-    "Muon, float32": (lambda: optax.contrib.muon(1e-3), F32, F32, None),
-    "Muon, compact": (compact_of(optax.contrib.muon(1e-3)), BF16, BF16, None),
 }
 
 
