@@ -315,7 +315,7 @@ SHARDED = ("masters", "Split(8)", "5.1 bytes", "5.1 bytes, clipped")
 TABLES: dict[str, tuple[Callable[[str, str, int], record.Row], Iterable[str]]] = {
     "AdamW": (measure, FORMS),
     "Other optimizers": (measure, OTHERS),
-    "AdamW sharded over eight devices": (measure_sharded, SHARDED),
+    "Sharded over eight devices, AdamW": (measure_sharded, SHARDED),
     "Training step of a transformer": (
         lambda way, target, _: measure_model(way, target, MODEL),
         WAYS,

@@ -24,26 +24,26 @@ def rows(tmp_path, *options):
     return [row for table in tables.values() for row in table]
 
 
+FORMS = "masters,Split(8),5.1,stochastic"
+
+
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
 def test_a_step_moves_what_it_must(target, tmp_path):
-    found = rows(
-        tmp_path, "--tables", "AdamW,Other", "--forms", FORMS, "--target", target
-    )
-    assert len(found) == 12 + 4
+    found = rows(tmp_path, "--tables", "AdamW", "--forms", FORMS, "--target", target)
+    assert len(found) == 7
     for row in found:
-        name, limit = row["form"], row["limit"]
-        known = [key for key in row if key.startswith("moved") and "not" not in key]
-        for moved in known[-1:]:
-            assert row[moved] <= 1.07 * limit, (name, moved, row)
-            assert row[moved.replace("moved", "temporaries")] <= 0.05, (name, row)
-
-
-# All but `apply_if_finite`, the links, which read gradients twice, and Muon.
-FORMS = "float32,masters,loss scale,Split,8-bit,5.1,stochastic,Lion"
+        assert row["moved, take_step"] <= 1.05 * row["limit"], row
+        assert row["temporaries, take_step"] <= 0.05, row
+        # By `tx.update`: on a TPU the updates are one more pass, on a GPU all is XLA's.
+        assert row["moved"] <= 3 * row["limit"], row
+        assert row["temporaries"] <= 1.5, row
 
 
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
 def test_sharded_arrays_of_a_known_layout_are_not_gathered(target, tmp_path):
-    for row in rows(tmp_path, "--tables", "AdamW sharded", "--target", target):
-        # The sum of squares of a clipped step is one number.
+    options = "--tables", "Sharded", "--forms", "5.1 bytes", "--target", target
+    for row in rows(tmp_path, *options):
+        # A clipped step adds up one number.
         assert row["collectives, layout known"] == 0, row
+        assert row["moved, layout known"] <= 1.1 * row["limit"], row
+        assert row["temporaries, layout known"] <= 0.05, row
