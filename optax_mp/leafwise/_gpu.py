@@ -16,7 +16,7 @@ from optax_mp.leafwise._blocks import MAXIMUM
 from optax_mp.leafwise._cut import End
 from optax_mp.leafwise._kernel_part import DTYPES, KernelPart, has_dtypes, hold
 from optax_mp.leafwise._part import Piece
-from optax_mp.leafwise._program import Program, Value, read
+from optax_mp.leafwise._program import Program, Value
 
 _COUNT = 2048  # elements of a part
 
@@ -111,10 +111,7 @@ def run_end(
                 known[value] = hold(ref[0])
             if value.aval.dtype == jnp.bool_:
                 known[value] = known[value] != 0
-        for place in end.places:
-            node = program.nodes[place]
-            inputs = [read(known, x) for x in node.inputs]
-            known.update(zip(node.outputs, run.run(node, inputs), strict=True))
+        run.run_all(program, end, known)
         for value, ref in zip(outputs, refs[len(end.reads) :], strict=True):
             at, inside = places_of(value)
             triton.store(ref.at[at], known[value].astype(value.aval.dtype), mask=inside)

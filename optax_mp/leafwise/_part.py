@@ -12,7 +12,7 @@ from jax import lax
 from optax_mp._jax._jaxpr import bind
 from optax_mp.leafwise._blocks import SPREAD, Blocks, is_block_operation
 from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._program import Node
+from optax_mp.leafwise._program import Node, Program, Value, read
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,13 @@ class Part(ABC):
     @abstractmethod
     def reduce(self, name: str, values: jax.Array) -> jax.Array:
         """Return the extreme of each block."""
+
+    def run_all(self, program: Program, end: End, known: dict[Value, Any]) -> None:
+        """Evaluate the equations of an end for this part; add results to `known`."""
+        for place in end.places:
+            node = program.nodes[place]
+            inputs = [read(known, x) for x in node.inputs]
+            known.update(zip(node.outputs, self.run(node, inputs), strict=True))
 
     def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of an elementwise equation for this part."""

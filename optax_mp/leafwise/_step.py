@@ -162,12 +162,11 @@ def run_piece(
 
     @jax.jit
     def anywhere(*args: Any) -> list[Any]:
-        shard = Shard(replace(piece, origin=args[:rank]))
         known: dict[Value, Any] = dict(zip(end.reads, args[rank:], strict=True))
-        for place in end.places:
-            node = program.nodes[place]
-            given = [read(known, x) for x in node.inputs]
-            known.update(zip(node.outputs, shard.run(node, given), strict=True))
+        if piece.shape == piece.whole:
+            program.run(end.places, known)
+        else:
+            Shard(replace(piece, origin=args[:rank])).run_all(program, end, known)
         return [known[program.outputs[i]] for i in end.outputs]
 
     def by_kernel(kernel: Any, *args: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from optax_mp._jax._arrays import result_like
 from optax_mp.leafwise._cut import End
 from optax_mp.leafwise._kernel_part import DTYPES, has_dtypes, hold
 from optax_mp.leafwise._part import Piece
-from optax_mp.leafwise._program import Program, Value, read
+from optax_mp.leafwise._program import Program, Value
 from optax_mp.leafwise._tile import LANES, Tile
 
 _ROWS = 32  # Mosaic's tiles of 8-bit numbers are 32 x 128.
@@ -85,10 +85,7 @@ def run_end(
             for i, ref in of_arrays.items():
                 if not is_scales(end.reads[i]):
                     local[end.reads[i]] = hold(ref[:, pl.ds(first, chunk)])
-            for place in end.places:
-                node = program.nodes[place]
-                inputs = [read(local, x) for x in node.inputs]
-                local.update(zip(node.outputs, tile.run(node, inputs), strict=True))
+            tile.run_all(program, end, local)
             scales = list(scales)
             for i, (value, ref) in enumerate(zip(outputs, made, strict=True)):
                 result = local[value]

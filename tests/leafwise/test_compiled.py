@@ -45,5 +45,5 @@ def test_sharded_arrays_of_a_known_layout_are_not_gathered(target, tmp_path):
     for row in rows(tmp_path, *options):
         # A clipped step adds up one number.
         assert row["collectives, layout known"] == 0, row
-        assert row["moved, layout known"] <= 1.1 * row["limit"], row
+        assert row["moved, layout known"] <= 1.15 * row["limit"], row
         assert row["temporaries, layout known"] <= 0.05, row
