@@ -280,7 +280,8 @@ def measure_model(way: str, target: str, size: amp.Size) -> record.Row:
     is_compact = way.endswith("compact")
     tx: Any = compact() if is_compact else adamw()
     if is_compact:
-        params = jax.eval_shape(lambda: optax_mp.cast_floating(params, jnp.bfloat16))
+        cast = functools.partial(optax_mp.cast_floating, dtype=jnp.bfloat16)
+        params = jax.eval_shape(cast, params)
     update = in_one_pass(tx) if is_compact else by_optax(tx)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:

@@ -61,7 +61,8 @@ class Layout:
                 jax.lax.axis_index(names) * size if names else jnp.int32(0)
                 for names, size in zip(self._names(), shape, strict=True)
             )
-            piece = Piece(self.whole, shape, end.block_size or 1, origin)
+            size = end.block_size or 1
+            piece = Piece(self.whole, shape, size, origin, is_shard=True)
             return tuple(run_piece(piece, args))
 
         outputs = [program.outputs[i] for i in end.outputs]

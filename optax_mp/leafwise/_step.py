@@ -130,7 +130,7 @@ class _Runners:
 
         Without a piece, of what it reads alone.
         """
-        form = form_of(self._program, end), piece and piece.shape
+        form = form_of(self._program, end), piece and replace(piece, origin=())
         if form not in self._known:
             self._known[form] = (
                 run_piece(
@@ -163,10 +163,10 @@ def run_piece(
     @jax.jit
     def anywhere(*args: Any) -> list[Any]:
         known: dict[Value, Any] = dict(zip(end.reads, args[rank:], strict=True))
-        if piece.shape == piece.whole:
-            program.run(end.places, known)
-        else:
+        if piece.is_shard:
             Shard(replace(piece, origin=args[:rank])).run_all(program, end, known)
+        else:
+            program.run(end.places, known)
         return [known[program.outputs[i]] for i in end.outputs]
 
     def by_kernel(kernel: Any, *args: Any) -> list[Any]:
