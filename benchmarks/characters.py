@@ -97,10 +97,17 @@ def forms_of(settings: Settings) -> tuple[Run, ...]:
         replace(FLOAT32, name="Muon, float32"),
         replace(masters, name="Muon, bf16 + masters"),
         replace(masters, name="Muon, bf16 compact", transform=compact),
+        replace(masters, name="Muon, all state in 8 bits", transform=in_8_bits),
     )
     with_adamw = [with_optimizer(form, adamw(settings)) for form in forms]
     with_muon = [with_optimizer(form, muon_as_adamw(settings)) for form in muon_forms]
     return (*with_adamw, *with_muon)
+
+
+def in_8_bits(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Wrap an optimizer as `compact`, with 8 bits for what its products read, too."""
+    low = optax_mp.low_bit_state(inner, product_bits=8)
+    return optax_mp.mixed_precision(low, storage=optax_mp.Split(8))
 
 
 def with_optimizer(form: Run, inner: optax.GradientTransformation) -> Run:

@@ -88,8 +88,8 @@ def low_bit_state(
     own part.) An infinite or NaN value makes its block NaN, also where the optimizer
     itself would go on: a loss scale around it skips steps with such gradients.
 
-    Arrays that reach a matrix product, as Muon's momentum does, get 16 bits. In 8 they
-    cost Muon 0.5 to 1.3% of its loss.
+    Arrays that reach a matrix product, as Muon's momentum does, get 16 bits. In 8 bits
+    they cost Muon 0.4% of its loss after 300 steps of a small transformer.
 
     These arrays are not quantized:
 
