@@ -106,7 +106,7 @@ def forms_of(settings: Settings) -> tuple[Run, ...]:
 
 def in_8_bits(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Wrap an optimizer as `compact`, with 8 bits for what its products read, too."""
-    low = optax_mp.low_bit_state(inner, product_bits=8)
+    low = optax_mp.low_bit_state(inner, min_size=128, product_bits=8)
     return optax_mp.mixed_precision(low, storage=optax_mp.Split(8))
 
 
