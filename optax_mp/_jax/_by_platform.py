@@ -67,6 +67,9 @@ def by_platform(anywhere: Function, on: dict[str, Way], *args: Any) -> list[Any]
             does is lowered instead, and a warning says what that costs.
         args: the arrays, of the same shapes in all calls with these functions.
     """
+    if not hasattr(jax, "shard_map"):
+        # Before JAX 0.6 kernels cannot be made, and shard_map asks for a rule.
+        return anywhere(*args)
     # With the axes over which they vary under shard_map, and shardings in types.
     avals = tuple(jax.make_jaxpr(anywhere)(*args).out_avals)
     ways = tuple(on.get(platform) for platform in _PLATFORMS)
@@ -75,6 +78,8 @@ def by_platform(anywhere: Function, on: dict[str, Way], *args: Any) -> list[Any]
 
 @_by_platform.def_impl
 def _run(*args: Any, **params: Any) -> list[Any]:
+    if getattr(jax.config, "jax_disable_jit", False):
+        return params["anywhere"](*args)
     return jax.jit(functools.partial(_by_platform.bind, **params))(*args)
 
 

@@ -90,7 +90,7 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]
     jaxpr, consts = open_jaxpr(jaxpr)
     known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     known.update(zip(jaxpr.invars, args, strict=True))
-    with _Location() as location:
+    with Location() as location:
         for equation in jaxpr.eqns:
             # Not in a function: this runs for every equation of every traced step.
             inputs = [
@@ -108,7 +108,7 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]
     ]
 
 
-class _Location:
+class Location:
     """The named scopes, source line and configuration of one equation after another.
 
     Entering all of JAX's contexts for each equation takes a fifth of the time of
@@ -123,7 +123,7 @@ class _Location:
         self._inner: Any = None
         self._names: Any = None
 
-    def __enter__(self) -> "_Location":
+    def __enter__(self) -> "Location":
         return self
 
     def __exit__(self, *error: Any) -> None:

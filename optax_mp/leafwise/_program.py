@@ -4,12 +4,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, is_literal, open_jaxpr
+from optax_mp._jax._jaxpr import (
+    AnyJaxpr,
+    Equation,
+    Location,
+    bind,
+    is_literal,
+    open_jaxpr,
+)
 
 Test = Callable[[Equation], bool]
 
 # Calls that are opened; "pjit" up to JAX 0.6.
-_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
+_CALLS = ("jit", "pjit", "closed_call")
 
 
 class Value:
@@ -103,15 +110,22 @@ class Program:
         self, places: Sequence[int], known: dict[Value, Any], run: Any = bind
     ) -> None:
         """Evaluate the equations at these places; add their outputs to `known`."""
-        for place in places:
-            node = self.nodes[place]
-            given = [read(known, x) for x in node.inputs]
-            made = run(node.equation, given)
-            known.update(zip(node.outputs, made, strict=True))
+        with Location() as location:
+            for place in places:
+                node = self.nodes[place]
+                given = [read(known, x) for x in node.inputs]
+                with location.of(node.equation):
+                    made = run(node.equation, given)
+                known.update(zip(node.outputs, made, strict=True))
 
 
 def _is_call(equation: Equation) -> bool:
-    return equation.primitive.name in _CALLS
+    """Return whether an equation is a call that says nothing but what to compute."""
+    if equation.primitive.name not in _CALLS:
+        return False
+    names = "in_shardings", "out_shardings", "in_layouts", "out_layouts"
+    settings = [x for name in names for x in equation.params.get(name, ())]
+    return all(x is None or "Unspecified" in type(x).__name__ for x in settings)
 
 
 def read(known: dict[Value, Any], atom: Any) -> Any:

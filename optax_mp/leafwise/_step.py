@@ -1,7 +1,6 @@
 """Take a step leaf by leaf: in one pass over each, where a platform has a kernel."""
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._by_platform import Way, by_platform
+from optax_mp._jax._jaxpr import open_jaxpr
 from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
 from optax_mp._tree import is_array
 from optax_mp.leafwise import _gpu, _tpu
@@ -23,36 +23,30 @@ from optax_mp.leafwise._part import Piece, Shard
 from optax_mp.leafwise._program import Program, Value, read
 
 _KERNELS = {"tpu": _tpu, "cuda": _gpu}
-# Whether a step is being traced: one within it is a part of that.
-_is_running: ContextVar[bool] = ContextVar("_is_running", default=False)
 
 
 def run_leafwise(
-    step: Callable[[Any, Any], tuple[Any, Any]],
+    step: Callable[[Any, Any], Any],
     given: Any,
     kept: Any,
-    platforms: Sequence[str],
     shardings: Sequence[NamedSharding | None] = (),
-) -> tuple[Any, Any]:
+) -> Any:
     """Return `step(given, kept)`, with the elementwise end of each leaf in one piece.
 
     Args:
-        step: returns what it makes, and what takes the place of `kept`.
+        step: returns what takes the place of `kept`.
         given: a pytree.
         kept: another. Its arrays can be overwritten, if they are donated.
-        platforms: those for which kernels are made.
         shardings: how the leaves of `kept` are sharded under `jit`, None where that is
             not known. A kernel goes only where it is known.
     """
     leaves = jax.tree.leaves((given, kept))
     is_worth_it = any(map(is_traced, leaves)) and any(map(_is_packed, leaves))
-    if not is_worth_it or _is_running.get():
+    if not is_worth_it:
         return step(given, kept)
-    token = _is_running.set(True)
-    try:
-        traced = TracedCall.of(lambda both: step(*both), (given, kept))
-    finally:
-        _is_running.reset(token)
+    traced = TracedCall.of(lambda both: step(*both), (given, kept))
+    if not _can_cut(traced):
+        return step(given, kept)
     program = Program.of(traced.closed, is_block_operation)
     ends = cut(program, _replaced(traced, kept))
     known_shardings = _of_inputs(program, kept, shardings)
@@ -63,15 +57,31 @@ def run_leafwise(
     reads = [value for end in ends for value in end.reads]
     program.run(program.needed([*others, *reads]), known)
     results: dict[int, Any] = {}
-    runners = _Runners(program, platforms)
+    runners = _Runners(program)
     for end in ends:
         args = [known[value] for value in end.reads]
         outputs = runners.run(end, args, known_shardings)
         results.update(zip(end.outputs, outputs, strict=True))
     for i, value in enumerate(program.outputs):
         if i not in at_ends:
-            results[i] = read(known, value)
+            results[i] = _as_array(read(known, value), value.aval)
     return traced.unflatten([results[i] for i in range(len(program.outputs))])
+
+
+def _can_cut(traced: TracedCall) -> bool:
+    """Return whether a step has known shapes, and does nothing but compute.
+
+    What has an effect, such as printing, would be lost where nothing reads its result.
+    """
+    opened, _ = open_jaxpr(traced.closed)
+    sizes = [size for var in opened.invars for size in getattr(var.aval, "shape", ())]
+    is_fixed = all(isinstance(size, int) for size in sizes)
+    return is_fixed and not traced.closed.effects
+
+
+def _as_array(x: Any, aval: Any) -> Any:
+    """Return an output; one that is a literal is a plain number."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
 
 
 def _of_inputs(
@@ -96,20 +106,17 @@ def _is_packed(leaf: Any) -> bool:
 
 def _replaced(traced: TracedCall, kept: Any) -> dict[int, int]:
     """Return for each array of the result the one of the argument that it replaces."""
-    _, new = jax.tree.unflatten(traced.treedef, traced.outputs)
-    if jax.tree.structure(new) != jax.tree.structure(kept):
+    if jax.tree.structure(kept) != traced.treedef:
         return {}
-    outputs = sum(map(is_output, traced.outputs))
-    arrays, count = len(traced.arrays), sum(map(is_output, jax.tree.leaves(new)))
-    return {outputs - i: arrays - i for i in range(1, count + 1)}
+    arrays, count = len(traced.arrays), sum(map(is_output, traced.outputs))
+    return {count - i: arrays - i for i in range(1, count + 1)}
 
 
 class _Runners:
     """Runs the ends of a program. Those that are alike are traced and lowered once."""
 
-    def __init__(self, program: Program, platforms: Sequence[str]) -> None:
+    def __init__(self, program: Program) -> None:
         self._program = program
-        self._platforms = platforms
         self._known: dict[Any, Callable[..., list[Any]]] = {}
 
     def run(self, end: End, args: Sequence[Any], shardings: Shardings) -> list[Any]:
@@ -133,9 +140,7 @@ class _Runners:
         form = form_of(self._program, end), piece and replace(piece, origin=())
         if form not in self._known:
             self._known[form] = (
-                run_piece(
-                    self._program, end, replace(piece, origin=()), self._platforms
-                )
+                run_piece(self._program, end, replace(piece, origin=()))
                 if piece
                 else run_whole(self._program, end)
             )
@@ -154,9 +159,7 @@ def run_whole(program: Program, end: End) -> Callable[..., list[Any]]:
     return run
 
 
-def run_piece(
-    program: Program, end: End, piece: Piece, platforms: Sequence[str]
-) -> Callable[..., list[Any]]:
+def run_piece(program: Program, end: End, piece: Piece) -> Callable[..., list[Any]]:
     """Return what runs an end on one device, by a kernel if there is one."""
     rank = len(piece.shape)
 
@@ -176,6 +179,6 @@ def run_piece(
     ways = {
         platform: Way(partial(by_kernel, kernel))
         for platform, kernel in _KERNELS.items()
-        if platform in platforms and kernel.takes(program, end, piece)
+        if kernel.takes(program, end, piece)
     }
     return partial(by_platform, anywhere, ways)

@@ -7,6 +7,7 @@ import optax
 from jax.sharding import NamedSharding, Sharding
 
 from optax_mp._inner import as_transformation
+from optax_mp._jax._arrays import is_traced
 from optax_mp.leafwise._step import run_leafwise
 
 
@@ -24,21 +25,22 @@ def take_step(
     The same as
 
     ```python
-    updates, opt_state = tx.update(grads, opt_state, params)
+    updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
     params = optax.apply_updates(params, updates)
     ```
 
     with less traffic to memory for what is stored in few bits, that is `Split`,
     `low_bit_state` and `stochastic_rounding`. On TPUs and GPUs all that a step does to
-    one element is then done in one kernel, which reads and writes every array once and
-    in place. `tx` can be any optimizer: its update is traced, and what does not go
-    element by element, as a global norm, is computed before.
+    one element of such a leaf is then done in one kernel, which reads and writes every
+    array once and in place. `tx` can be any optimizer: its update is traced, and what
+    does not go element by element, as a global norm, is computed before. An update with
+    effects, such as `jax.debug.print`, is left to XLA.
 
-    A kernel is taken where a program is for one device, inside of `jax.shard_map`, and
-    on sharded arrays where the types of arrays or `param_shardings` say how they are
-    sharded. Elsewhere, on other platforms, and for small leaves, XLA compiles what
-    `tx.update` says, as it would without this function. `OPTAX_MP_KERNELS=0` in the
-    environment leaves all to XLA.
+    A kernel is taken where a program is for one device, inside of `jax.shard_map` over
+    all axes of a mesh, and on sharded arrays where the types of arrays or
+    `param_shardings` say how they are sharded. Elsewhere, on other platforms, and for
+    small leaves, XLA compiles what `tx.update` says. `OPTAX_MP_KERNELS=0` in the
+    environment makes no kernels.
 
     Args:
         tx: any optax optimizer or chain.
@@ -56,6 +58,7 @@ def take_step(
 
     Raises:
         ValueError: if `param_shardings` does not fit the params.
+        TypeError: if it holds something else than shardings, or `tx` is no optimizer.
 
     Example:
         >>> import jax
@@ -76,18 +79,27 @@ def take_step(
     """
     tx = as_transformation(tx, "take_step", "tx")
 
-    def step(given: Any, kept: Any) -> Any:
-        grads, extra_args = given
-        opt_state, params = kept
-        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-        return None, (opt_state, optax.apply_updates(params, updates))
+    # What is known while tracing stays known: a rule may use it in an `if`.
+    traced = {
+        k: v for k, v in extra_args.items() if any(map(is_traced, jax.tree.leaves(v)))
+    }
+    known = {k: v for k, v in extra_args.items() if k not in traced}
 
-    given, kept = (grads, extra_args), (opt_state, params)
+    def step(given: Any, kept: Any) -> Any:
+        grads, traced = given
+        opt_state, params = kept
+        updates, opt_state = tx.update(grads, opt_state, params, **traced, **known)
+        return opt_state, optax.apply_updates(params, updates)
+
+    given, kept = (grads, traced), (opt_state, params)
     shardings = [None] * len(jax.tree.leaves(opt_state))
     shardings += _shardings_of(params, param_shardings)
-    _, kept = run_leafwise(step, given, kept, ("tpu", "cuda"), shardings)
-    opt_state, params = kept
+    opt_state, params = run_leafwise(step, given, kept, shardings)
     return params, opt_state
+
+
+def _has_tracers(tree: Any) -> bool:
+    return any(map(is_traced, jax.tree.leaves(tree)))
 
 
 def _shardings_of(params: Any, shardings: Any) -> list[NamedSharding | None]:

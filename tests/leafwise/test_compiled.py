@@ -34,9 +34,6 @@ def test_a_step_moves_what_it_must(target, tmp_path):
     for row in found:
         assert row["moved, take_step"] <= 1.05 * row["limit"], row
         assert row["temporaries, take_step"] <= 0.05, row
-        # By `tx.update`: on a TPU the updates are one more pass, on a GPU all is XLA's.
-        assert row["moved"] <= 3 * row["limit"], row
-        assert row["temporaries"] <= 1.5, row
 
 
 @pytest.mark.parametrize("target", ["tpu", "gpu"])

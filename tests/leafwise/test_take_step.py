@@ -133,10 +133,10 @@ def test_a_kernel_does_the_same(form, platform, monkeypatch):
     compiled = functools.partial(jax.jit, compiler_options=exactly)
     want = trained(compiled(functools.partial(by_optax, tx)), tx, 2, shapes)
 
-    def interpreted(program, end, piece, platforms):
+    def interpreted(program, end, piece):
         kernel = KERNELS[platform]
         if not kernel.takes(program, end, piece):
-            return run_piece(program, end, piece, platforms)
+            return run_piece(program, end, piece)
         ran.append(end.shape)
 
         def run(*args):
@@ -272,6 +272,80 @@ def test_constants_of_the_optimizer_and_extra_arguments_reach_the_kernel():
         return step(params, tx.init(params), params, jnp.float32(0.01))
 
     assert as_bits(run(optax_mp.take_step)) == as_bits(run(by_optax))
+
+
+def rule(function):
+    def update(updates, state, params=None, **extra):
+        return function(updates, **extra), state
+
+    init = lambda params: optax.EmptyState()  # noqa: E731
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def after(inner, **extra):
+    """Params and state after a jitted step, taken in both ways."""
+    tx = compact(optax.chain(optax.trace(0.9), inner))
+    params = random_tree(0, shapes=((64, 128),)) | {"b": jnp.float32(2)}
+    state = tx.init(params)
+    found = []
+    for way in (optax_mp.take_step, by_optax):
+        step = jax.jit(functools.partial(way, tx, **extra))
+        found.append(step(params, state, params))
+    return found
+
+
+def test_effects_of_a_rule_are_kept():
+    seen = []
+
+    def note(updates):
+        jax.debug.callback(lambda x: seen.append(float(x)), updates["p0"][0, 0])
+        return updates
+
+    after(rule(note))
+    jax.effects_barrier()
+    assert len(seen) == 2 and seen[0] == seen[1]
+
+
+def test_a_rule_keeps_its_configuration_scopes_and_derivatives():
+    def noisy(updates):
+        key = jax.random.key(0)
+        with jax.threefry_partitionable(False):
+            return jax.tree.map(lambda x: x + jax.random.normal(key, x.shape), updates)
+
+    got, want = after(rule(noisy))
+    assert as_bits(got) == as_bits(want)
+
+    @jax.custom_jvp
+    def straight_through(x):
+        return jnp.round(x * 4) / 4
+
+    straight_through.defjvp(lambda x, t: (straight_through(x[0]), t[0]))
+    low = optax_mp.low_bit_state(
+        optax.chain(
+            optax.trace(0.9), rule(lambda u: jax.tree.map(straight_through, u))
+        ),
+        min_size=1,
+    )
+    params = {"w": jnp.linspace(-1.0, 1.0, 8192).reshape(64, 128)}
+    state = low.init(params)
+
+    def moved(scale, way):
+        grads = jax.tree.map(lambda p: p * scale, params)
+        return way(low, grads, state, params)[0]["w"].sum()
+
+    slopes = [jax.grad(moved)(1.5, way) for way in (optax_mp.take_step, by_optax)]
+    assert slopes[0] == slopes[1]
+
+
+def test_a_rule_may_ask_for_what_is_known_and_return_numbers():
+    def chosen(updates, flag):
+        return jax.tree.map(jnp.zeros_like, updates) if flag else updates
+
+    got, want = after(rule(chosen), flag=np.bool_(True))
+    assert as_bits(got) == as_bits(want)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(got))
+    with jax.disable_jit():
+        after(rule(lambda updates: updates))
 
 
 def test_what_is_no_optimizer_is_named():
