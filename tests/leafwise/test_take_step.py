@@ -221,6 +221,7 @@ def has_a_sort(program, end, piece, args):
     return [jnp.full(aval.shape, x[0, 0].astype(aval.dtype)) for aval in out]
 
 
+@makes_kernels
 @pytest.mark.parametrize("failing", [raises, has_a_sort])
 def test_a_kernel_that_cannot_be_made_is_done_without(failing, monkeypatch):
     monkeypatch.setattr(_tpu, "run_end", failing)
