@@ -90,8 +90,7 @@ def where_types_say_it():
         params, grads = (jax.device_put(arrays(i), placed) for i in (0, 1))
 
         def step(params, state, grads):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
+            return optax_mp.take_step(tx, grads, state, params)
 
         got, _ = steps(step, params, tx.init(params), grads)
         want = on_one_device(tx)
