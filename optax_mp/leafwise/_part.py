@@ -1,4 +1,4 @@
-"""Evaluate elementwise equations on a part of the arrays of a leaf, inside a kernel."""
+"""Evaluate elementwise equations on a part of the arrays of a leaf."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

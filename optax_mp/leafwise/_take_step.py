@@ -80,10 +80,8 @@ def take_step(
     tx = as_transformation(tx, "take_step", "tx")
 
     # What is known while tracing stays known: a rule may use it in an `if`.
-    traced = {
-        k: v for k, v in extra_args.items() if any(map(is_traced, jax.tree.leaves(v)))
-    }
-    known = {k: v for k, v in extra_args.items() if k not in traced}
+    traced = {name: x for name, x in extra_args.items() if _has_tracers(x)}
+    known = {name: x for name, x in extra_args.items() if name not in traced}
 
     def step(given: Any, kept: Any) -> Any:
         grads, traced = given
