@@ -51,16 +51,16 @@ adamw = functools.partial(optax.adamw, 1e-3)
 masters = optax_mp.mixed_precision
 
 
-def compact() -> optax.GradientTransformation:
-    """Return AdamW at 5.1 bytes per weight."""
-    return masters(optax_mp.low_bit_state(adamw()), storage=optax_mp.Split(bits=8))
+def compact(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return an optimizer with 8-bit state and split masters: AdamW at 5.1 bytes."""
+    return masters(optax_mp.low_bit_state(inner), storage=optax_mp.Split(bits=8))
 
 
 def clipped() -> optax.GradientTransformation:
     """Return the same behind clipping by the global norm."""
     rate = optax.linear_schedule(1e-3, 0.0, 100)
     chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
-    return masters(optax_mp.low_bit_state(chain), storage=optax_mp.Split(bits=8))
+    return compact(chain)
 
 
 def scaled(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -96,24 +96,19 @@ FORMS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
     "Split(16)": (lambda: split(16), BF16, BF16, 26),
     "Split(8)": (lambda: split(8), BF16, BF16, 24),
     "8-bit state": (lambda: optax_mp.low_bit_state(adamw()), F32, F32, 16.25),
-    "5.1 bytes": (compact, BF16, BF16, 12.25),
+    "5.1 bytes": (lambda: compact(adamw()), BF16, BF16, 12.25),
     "5.1 bytes, clipped": (clipped, BF16, BF16, 14.25),
-    "5.1 bytes, loss scale": (lambda: scaled(compact()), BF16, BF16, 14.25),
+    "5.1 bytes, loss scale": (lambda: scaled(compact(adamw())), BF16, BF16, 14.25),
     "stochastic rounding": (unmastered, BF16, BF16, 10.25),
 }
-
-
-def compact_of(inner: optax.GradientTransformation) -> Callable[[], Any]:
-    """Return what makes an optimizer with 8-bit state and split masters."""
-    return lambda: masters(optax_mp.low_bit_state(inner), storage=optax_mp.Split(8))
 
 
 # As above, for other optimizers.
 OTHERS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
     "Lion, float32": (lambda: optax.lion(1e-3), F32, F32, 20),
-    "Lion, compact": (compact_of(optax.lion(1e-3)), BF16, BF16, 10.125),
+    "Lion, compact": (lambda: compact(optax.lion(1e-3)), BF16, BF16, 10.125),
     "SGD, float32": (lambda: optax.sgd(1e-3, 0.9), F32, F32, 20),
-    "SGD, compact": (compact_of(optax.sgd(1e-3, 0.9)), BF16, BF16, 10.125),
+    "SGD, compact": (lambda: compact(optax.sgd(1e-3, 0.9)), BF16, BF16, 10.125),
 }
 
 
@@ -278,7 +273,7 @@ def measure_model(way: str, target: str, size: amp.Size) -> record.Row:
     fun = amp.contenders(size)[WAYS[way]]
     params = jax.eval_shape(lambda: amp.init(size))
     is_compact = way.endswith("compact")
-    tx: Any = compact() if is_compact else adamw()
+    tx: Any = compact(adamw()) if is_compact else adamw()
     if is_compact:
         cast = functools.partial(optax_mp.cast_floating, dtype=jnp.bfloat16)
         params = jax.eval_shape(cast, params)
