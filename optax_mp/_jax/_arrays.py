@@ -40,6 +40,15 @@ def sharding_in_type(x: Any) -> NamedSharding | None:
     return sharding if is_known else None
 
 
+def is_partitioned(x: Any) -> bool:
+    """Return whether `x` is on several devices, and XLA decides what each computes."""
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    sizes = getattr(mesh, "shape", {}) if mesh is not None else {}
+    kinds = getattr(mesh, "axis_types", None) or ()
+    both = zip(sizes.values(), kinds, strict=False)
+    return any(size > 1 and "Manual" not in str(kind) for size, kind in both)
+
+
 def has_explicit_axes(mesh: Any) -> bool:
     """Return whether shardings on `mesh` are part of the types of arrays."""
     kinds = getattr(mesh, "axis_types", None) or ()

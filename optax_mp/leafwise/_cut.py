@@ -18,7 +18,7 @@ ELEMENTWISE = frozenset(
     expm1 tanh logistic pow integer_pow square select_n clamp convert_element_type eq ne
     lt le gt ge and or not xor is_finite floor ceil round stop_gradient copy shift_left
     shift_right_logical shift_right_arithmetic bitcast_convert_type reduce_precision
-    nextafter pvary pcast""".split()
+    nextafter pvary pcast device_put""".split()
 )
 _SMALLEST_SIZE = 4096
 
@@ -35,6 +35,8 @@ class End:
             `outputs`, which of `reads` that is.
         shape: of its elements.
         block_size: how many elements along the last axis share a scale, if any do.
+        has_parts: whether any part of its arrays can be computed alone: all have one
+            shape, or are scales along the last axis of such an array.
         has_kernel: whether a kernel can compute it, and would pay.
     """
 
@@ -44,6 +46,7 @@ class End:
     replaced: dict[int, int]
     shape: tuple[int, ...]
     block_size: int | None
+    has_parts: bool
     has_kernel: bool
 
 
@@ -99,6 +102,11 @@ def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End:
     )
     place_of = {value: i for i, value in enumerate(reads)}
     ordered = sorted(outputs)
+    has_parts = (
+        len(sizes) <= 1
+        and all(each.axis == len(shape) - 1 for each in found)
+        and _has_one_shape(nodes, shape)
+    )
     return End(
         places=sorted(places),
         reads=reads,
@@ -110,11 +118,10 @@ def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End:
         },
         shape=shape,
         block_size=max(sizes, default=None),
-        has_kernel=_is_packed(program, outputs)
-        and math.prod(shape) >= _SMALLEST_SIZE
-        and len(sizes) <= 1
-        and all(each.axis == len(shape) - 1 for each in found)
-        and _has_one_shape(nodes, shape),
+        has_parts=has_parts,
+        has_kernel=has_parts
+        and _is_packed(program, outputs)
+        and math.prod(shape) >= _SMALLEST_SIZE,
     )
 
 

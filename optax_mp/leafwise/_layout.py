@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import sharding_in_type
+from optax_mp._jax._traced import is_dynamic
 from optax_mp.leafwise._cut import End
 from optax_mp.leafwise._part import Piece
 from optax_mp.leafwise._program import Program, Value
@@ -81,6 +82,17 @@ class Layout:
 
     def _spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         return self.sharding.spec if shape else PartitionSpec()
+
+
+def shardings_of_inputs(
+    program: Program, kept: Any, shardings: Sequence[NamedSharding | None]
+) -> Shardings:
+    """Return the shardings by the inputs of a program, the last of which are `kept`."""
+    leaves = jax.tree.leaves(kept)
+    of_arrays = [s for x, s in zip(leaves, shardings, strict=False) if is_dynamic(x)]
+    inputs = program.inputs[len(program.inputs) - len(of_arrays) :]
+    both = zip(inputs, of_arrays, strict=True)
+    return {value: sharding for value, sharding in both if sharding is not None}
 
 
 def _divides(sharding: NamedSharding, end: End) -> bool:

@@ -12,13 +12,13 @@ from jax.sharding import NamedSharding
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._by_platform import Way, by_platform
 from optax_mp._jax._jaxpr import open_jaxpr
-from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
+from optax_mp._jax._traced import TracedCall, is_output
 from optax_mp._tree import is_array
 from optax_mp.leafwise import _gpu, _tpu
 from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._cut import End, cut
-from optax_mp.leafwise._layout import Layout, Shardings
+from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
 from optax_mp.leafwise._part import Piece, Shard
 from optax_mp.leafwise._program import Program, Value, read
 
@@ -49,7 +49,7 @@ def run_leafwise(
         return step(given, kept)
     program = Program.of(traced.closed, is_block_operation)
     ends = cut(program, _replaced(traced, kept))
-    known_shardings = _of_inputs(program, kept, shardings)
+    known_shardings = shardings_of_inputs(program, kept, shardings)
     at_ends = {i for end in ends for i in end.outputs}
     others = [v for i, v in enumerate(program.outputs) if i not in at_ends]
     known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
@@ -82,17 +82,6 @@ def _can_cut(traced: TracedCall) -> bool:
 def _as_array(x: Any, aval: Any) -> Any:
     """Return an output; one that is a literal is a plain number."""
     return x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
-
-
-def _of_inputs(
-    program: Program, kept: Any, shardings: Sequence[NamedSharding | None]
-) -> Shardings:
-    """Return the shardings by the inputs of a program, the last of which are `kept`."""
-    leaves = jax.tree.leaves(kept)
-    of_arrays = [s for x, s in zip(leaves, shardings, strict=False) if is_dynamic(x)]
-    inputs = program.inputs[len(program.inputs) - len(of_arrays) :]
-    both = zip(inputs, of_arrays, strict=True)
-    return {value: sharding for value, sharding in both if sharding is not None}
 
 
 def _is_packed(leaf: Any) -> bool:

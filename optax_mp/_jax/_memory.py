@@ -1,0 +1,48 @@
+"""Which memory an array is in, that of its device or that of the host.
+
+From JAX 0.10 on the type of an array says so, on every platform.
+"""
+
+from typing import Any
+
+import jax
+
+from optax_mp._jax._arrays import is_traced
+
+HOST_KIND = "pinned_host"
+
+
+def knows_memories() -> bool:
+    """Return whether this JAX says in types where arrays are, and can move them."""
+    return hasattr(jax, "memory") and hasattr(jax.typeof(0.0), "memory_space")
+
+
+def kinds_of_memory(device: Any) -> list[str]:
+    """Return the kinds of memory that a device can address."""
+    return sorted(memory.kind for memory in device.addressable_memories())
+
+
+def is_on_host(x: Any) -> bool:
+    """Return whether an array is in host memory."""
+    if not knows_memories() or not isinstance(x, jax.Array):
+        return False
+    return is_host_type(jax.typeof(x))
+
+
+def is_host_type(aval: Any) -> bool:
+    """Return whether arrays of a type are in host memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def to_host(x: jax.Array) -> jax.Array:
+    """Return an array in host memory, sharded as before."""
+    if is_traced(x):
+        return jax.device_put(x, jax.memory.Space.Host)
+    return jax.device_put(x, x.sharding.with_memory_kind(HOST_KIND))
+
+
+def to_device(x: jax.Array) -> jax.Array:
+    """Return an array in the memory of its device, sharded as before."""
+    if is_traced(x):
+        return jax.device_put(x, jax.memory.Space.Device)
+    return jax.device_put(x, x.sharding.with_memory_kind("device"))

@@ -1,0 +1,146 @@
+"""Run the elementwise end of a step chunk by chunk, each brought from host memory."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_mp._jax._memory import is_host_type, to_host
+from optax_mp.leafwise._cut import End
+from optax_mp.leafwise._part import Piece, Shard
+from optax_mp.leafwise._program import Program, Value
+
+_TILE = 32  # rows of the tiles in which a TPU keeps numbers of 8 bits
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Parts of a piece, all of one shape: some rows each.
+
+    Attributes:
+        shape: of the part.
+        axis: the axis of which each has some indices. Of the axes before it each has
+            one, of those after it all.
+        first: the first index along the axis.
+        per_row: how many there are along the axis.
+        count: how many there are.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    first: int
+    per_row: int
+    count: int
+
+    def start(self, k: Any, shape: tuple[int, ...]) -> list[Any]:
+        """Return the indices of the first element of chunk `k` of such an array."""
+        row, at = (k, 0) if self.per_row == 1 else divmod(k, self.per_row)
+        indices = jnp.unravel_index(row, shape[: self.axis]) if self.axis else ()
+        along = at * self.shape[self.axis] + self.first
+        return [*indices, along, *[0] * (len(shape) - self.axis - 1)]
+
+
+def chunks_of(
+    shape: tuple[int, ...], block_size: int, most_elements: int
+) -> Iterator[Chunks]:
+    """Yield chunks of up to this many elements, and those of what is left over."""
+    sizes = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    fits = [axis for axis, size in enumerate(sizes) if size <= most_elements]
+    axis = fits[0] if fits else len(shape) - 1
+    is_last = axis == len(shape) - 1
+    length = _good_length(
+        min(shape[axis], max(1, most_elements // sizes[axis])),
+        shape[axis],
+        block_size if is_last else _TILE,
+        is_last,
+    )
+    rows = math.prod(shape[:axis])
+    whole, left = divmod(shape[axis], length)
+    for first, length, per_row in ((0, length, whole), (whole * length, left, 1)):
+        if length:
+            part = (*[1] * axis, length, *shape[axis + 1 :])
+            yield Chunks(part, axis, first, per_row, rows * per_row)
+
+
+def _good_length(most: int, whole: int, multiple: int, is_strict: bool) -> int:
+    """Return a length that divides the whole if there is one, else a multiple."""
+    if most >= whole:
+        return whole
+    step = multiple if is_strict or most >= multiple else 1
+    most = max(step, most - most % step)
+    found = (n for n in range(most, most // 2, -step) if whole % n == 0)
+    return next(found, most)
+
+
+def run_chunks(
+    program: Program,
+    end: End,
+    piece: Piece,
+    args: Sequence[Any],
+    chunk_bytes: int,
+    rounds: Any,
+) -> list[Any]:
+    """Return the outputs of an end; those that replace an input overwrite it.
+
+    Args:
+        program: the program that the end is of.
+        end: the end, which has parts.
+        piece: of its arrays.
+        args: the values of what it reads.
+        chunk_bytes: how many bytes of arrays in host memory a chunk may have.
+        rounds: 1, or 0 to leave everything as it is.
+    """
+    outputs = [program.outputs[i] for i in end.outputs]
+    results = [
+        args[end.replaced[i]]
+        if i in end.replaced
+        else start_value(value.aval, piece.shape_of(value.aval.shape))
+        for i, value in enumerate(outputs)
+    ]
+    slot_of = {read: i for i, read in end.replaced.items()}
+    host = [value for value in end.reads if is_host_type(value.aval)]
+    host_bytes = sum(value.aval.size * value.aval.dtype.itemsize for value in host)
+    most = int(chunk_bytes * math.prod(end.shape) // max(1, host_bytes))
+    for chunks in chunks_of(piece.shape, piece.block_size, max(1, most)):
+
+        def run_chunk(k: Any, results: Any, chunks: Chunks = chunks) -> list[Any]:
+            start = chunks.start(k, piece.shape)
+            origin = tuple(a + b for a, b in zip(piece.origin, start, strict=True))
+            part = Shard(replace(piece, shape=chunks.shape, origin=origin))
+
+            def start_of(value: Value) -> list[Any]:
+                if value.aval.shape == piece.whole:
+                    return start
+                return [*start[:-1], start[-1] // piece.block_size]
+
+            known = dict(zip(end.reads, args, strict=True))
+            arrays = {}
+            for i, value in enumerate(end.reads):
+                if value.aval.ndim:
+                    source = results[slot_of[i]] if i in slot_of else args[i]
+                    shape = part.shape_of(value.aval.shape)
+                    arrays[i] = lax.dynamic_slice(source, start_of(value), shape)
+            # Apart from what reads and writes the arrays, XLA for CPUs compiles this as
+            # it does without chunks, to the same bits. (Not the numbers: where each is
+            # used once, XLA makes divisions by them products.)
+            for i, array in lax.optimization_barrier(arrays).items():
+                known[end.reads[i]] = array
+            part.run_all(program, end, known)
+            made = lax.optimization_barrier([known[value] for value in outputs])
+            return [
+                lax.dynamic_update_slice(result, array, start_of(value))
+                for value, result, array in zip(outputs, results, made, strict=True)
+            ]
+
+        results = lax.fori_loop(0, rounds * chunks.count, run_chunk, results)
+    return results
+
+
+def start_value(aval: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Return an array to be overwritten, of a type but for the shape."""
+    array = jnp.zeros(shape, aval.dtype)
+    return to_host(array) if is_host_type(aval) else array

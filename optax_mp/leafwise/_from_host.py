@@ -1,0 +1,309 @@
+"""Take a step whose state is in host memory, with little of it on the device at a time.
+
+A leaf is brought chunk by chunk where its step goes element by element, else as a
+whole. XLA starts every copy as early as it can, so that all of the state would be on
+the device at once; what is copied inside of a loop waits for the loop's turn.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from optax_mp._jax._arrays import is_partitioned
+from optax_mp._jax._choose import Choice
+from optax_mp._jax._jaxpr import is_literal
+from optax_mp._jax._memory import is_host_type, is_on_host, to_device, to_host
+from optax_mp._jax._traced import TracedCall, is_output
+from optax_mp.leafwise._blocks import is_block_operation
+from optax_mp.leafwise._chunks import run_chunks, start_value
+from optax_mp.leafwise._cut import End, cut
+from optax_mp.leafwise._host_flow import HostFlow
+from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
+from optax_mp.leafwise._part import Piece
+from optax_mp.leafwise._program import Program, Value, read, values_in
+
+
+class Limits(NamedTuple):
+    """What may be on the device.
+
+    Attributes:
+        min_size: arrays of fewer elements always are.
+        chunk_bytes: of the others as many bytes at a time.
+    """
+
+    min_size: int
+    chunk_bytes: int
+
+
+def run_from_host(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    given: Any,
+    kept: Any,
+    limits: Limits,
+    shardings: Sequence[NamedSharding | None] = (),
+    proceed: Choice = True,
+) -> tuple[Any, Any]:
+    """Return `step(given, kept)`.
+
+    Args:
+        step: returns updates, and what takes the place of `kept`.
+        given: a pytree.
+        kept: another. Its arrays in host memory are overwritten there, if they are
+            donated.
+        limits: what may be on the device.
+        shardings: how the leaves of `kept` are sharded under `jit`, None where that is
+            not known. What is sharded in an unknown way is brought as a whole.
+        proceed: if false, nothing is brought, what was in host memory stays as it was,
+            and the rest of the result is of no use.
+    """
+    traced = TracedCall.of(lambda both: _between_moves(step, *both), (given, kept))
+    program = Program.of(traced.closed, is_block_operation)
+    known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
+    known.update(program.constants)
+    step_from_host = _StepFromHost(
+        program=program,
+        known=known,
+        flow=HostFlow.of(program, limits.min_size),
+        replaced=_replaced(traced, kept),
+        limits=limits,
+        shardings=shardings_of_inputs(program, kept, shardings),
+        proceed=proceed,
+    )
+    return traced.unflatten(step_from_host.run())
+
+
+def _between_moves(step: Any, given: Any, kept: Any) -> tuple[Any, Any]:
+    """Return `step(given, kept)`, taken on the device, with `kept` where it was."""
+    leaves, treedef = jax.tree.flatten(kept)
+    brought = [to_device(x) if is_on_host(x) else x for x in leaves]
+    updates, new = step(given, treedef.unflatten(brought))
+    new_leaves, new_def = jax.tree.flatten(new)
+    if new_def != treedef:
+        return updates, new
+    for i, old in enumerate(leaves):
+        if is_on_host(old):
+            is_same = new_leaves[i] is brought[i]
+            new_leaves[i] = old if is_same else to_host(new_leaves[i])
+    return updates, new_def.unflatten(new_leaves)
+
+
+def _replaced(traced: TracedCall, kept: Any) -> dict[int, int]:
+    """Return for each array of the new `kept` which input it takes the place of."""
+    _, new = traced.treedef.unflatten(traced.outputs)
+    if jax.tree.structure(new) != jax.tree.structure(kept):
+        return {}
+    count = sum(map(is_output, jax.tree.leaves(new)))
+    arrays, outputs = len(traced.arrays), sum(map(is_output, traced.outputs))
+    return {outputs - i: arrays - i for i in range(1, count + 1)}
+
+
+@dataclass
+class _Job:
+    """Outputs that are made of the same arrays in host memory, or overwrite them.
+
+    Attributes:
+        arrays: these.
+        outputs: which outputs of the program.
+        ends: the elementwise ends that make them. If there are several, or none, or
+            `by_chunks` is false, the arrays are brought as a whole.
+        by_chunks: whether they are brought chunk by chunk.
+        layout: how they are sharded, if that is known.
+    """
+
+    arrays: set[Value]
+    outputs: list[int]
+    ends: list[End]
+    by_chunks: bool = False
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True)
+class _StepFromHost:
+    """A step, and what of it is known so far. See `run_from_host`."""
+
+    program: Program
+    known: dict[Value, Any]
+    flow: HostFlow
+    replaced: dict[int, int]
+    limits: Limits
+    shardings: Shardings
+    proceed: Choice
+
+    def run(self) -> list[Any]:
+        """Return the outputs of the program."""
+        outputs = self.program.outputs
+        jobs, others = self._find_jobs()
+        wanted = list(values_in(outputs[i] for i in others))
+        for job in jobs:
+            self._choose_way(job)
+            wanted += self._needed_before(job)
+        for turn in self.flow.schedule(wanted):
+            self._reduce(turn.reduced)
+            self.program.run(sorted(turn.places), self.known)
+        results = {i: _read_output(self.known, outputs[i]) for i in others}
+        for job in jobs:
+            run = self._run_chunks if job.by_chunks else self._run_whole
+            results.update(zip(job.outputs, run(job), strict=True))
+        return [results[i] for i in range(len(outputs))]
+
+    def _find_jobs(self) -> tuple[list[_Job], list[int]]:
+        """Return the jobs, and the outputs that are of none."""
+        ends = cut(self.program, self.replaced)
+        at_ends = {i for end in ends for i in end.outputs}
+        rest = [i for i in range(len(self.program.outputs)) if i not in at_ends]
+        found = [_Job(self._arrays_of(end.outputs), end.outputs, [end]) for end in ends]
+        found += [_Job(self._arrays_of([i]), [i], []) for i in rest]
+        jobs: list[_Job] = []
+        for job in found:
+            if not job.arrays:
+                continue
+            for other in [x for x in jobs if x.arrays & job.arrays]:
+                jobs.remove(other)
+                job.arrays |= other.arrays
+                job.outputs = [*other.outputs, *job.outputs]
+                job.ends = [*other.ends, *job.ends]
+            jobs.append(job)
+        of_jobs = {i for job in jobs for i in job.outputs}
+        others = [i for i in range(len(self.program.outputs)) if i not in of_jobs]
+        return jobs, others
+
+    def _arrays_of(self, outputs: Sequence[int]) -> set[Value]:
+        """Return the arrays to bring, or to overwrite, for these outputs."""
+        arrays: set[Value] = set()
+        for i in outputs:
+            value = self.program.outputs[i]
+            if is_literal(value) or value.made_at is None:
+                continue
+            places, _ = self.flow.cone([value])
+            nodes = [self.program.nodes[place] for place in places]
+            arrays.update(
+                read
+                for node in nodes
+                for read in values_in(node.inputs)
+                if is_host_type(read.aval) and read.made_at is None
+            )
+            if is_host_type(value.aval) and i in self.replaced:
+                arrays.add(self.program.inputs[self.replaced[i]])
+        return arrays
+
+    def _choose_way(self, job: _Job) -> None:
+        """Bring the arrays of a job chunk by chunk, if all goes element by element."""
+        if len(job.ends) != 1 or len(job.ends[0].outputs) != len(job.outputs):
+            return
+        end = self._with_replaced(job.ends[0])
+        for value in end.reads:
+            is_input = value.made_at is None
+            sources = self.flow.sources.get(value, frozenset())
+            # A norm of the arrays: once they are here for it, all can be done.
+            if sources and not is_input and sources <= job.arrays:
+                return
+        if not end.has_parts:
+            return
+        args = [self.known.get(value) for value in end.reads]
+        job.layout = Layout.find(end, args, self.shardings)
+        is_local = not any(is_partitioned(x) for x in args if x is not None)
+        if job.layout is not None or is_local:
+            job.ends, job.outputs, job.by_chunks = [end], end.outputs, True
+
+    def _with_replaced(self, end: End) -> End:
+        """Return an end that reads all arrays that it overwrites."""
+        reads, places = list(end.reads), dict(end.replaced)
+        for at, i in enumerate(end.outputs):
+            if at in places or i not in self.replaced:
+                continue
+            old, new = self.program.inputs[self.replaced[i]], self.program.outputs[i]
+            if old.aval == new.aval:
+                places[at] = len(reads)
+                reads.append(old)
+        return replace(end, reads=reads, replaced=places)
+
+    def _needed_before(self, job: _Job) -> list[Value]:
+        """Return what must be known before a job is run."""
+        if job.by_chunks:
+            return job.ends[0].reads
+        targets = [self.program.outputs[i] for i in job.outputs]
+        return self.flow.cone(targets, job.arrays)[1]
+
+    def _reduce(self, targets: Sequence[Value]) -> None:
+        """Compute small values from arrays that are brought as a whole."""
+        groups: list[tuple[set[Value], list[Value]]] = []
+        for target in targets:
+            inputs = values_in(self.program.nodes[target.made_at or 0].inputs)
+            brought = filter(self.flow.is_brought, inputs)
+            arrays, members = set(self.flow.sources_of(brought)), [target]
+            for group in [x for x in groups if x[0] & arrays]:
+                groups.remove(group)
+                arrays |= group[0]
+                members = [*group[1], *members]
+            groups.append((arrays, members))
+        for _, members in groups:
+            starts = [start_value(v.aval, v.aval.shape) for v in members]
+            results = self._run_once(members, starts, [])
+            self.known.update(zip(members, results, strict=True))
+
+    def _run_whole(self, job: _Job) -> list[Any]:
+        outputs = [self.program.outputs[i] for i in job.outputs]
+        overwritten = [self._overwritten(i) for i in job.outputs]
+        starts = [
+            self.known[old] if old is not None else start_value(v.aval, v.aval.shape)
+            for v, old in zip(outputs, overwritten, strict=True)
+        ]
+        return self._run_once(outputs, starts, overwritten, job.arrays)
+
+    def _overwritten(self, i: int) -> Value | None:
+        """Return the input that an output can overwrite."""
+        if i not in self.replaced:
+            return None
+        old, new = self.program.inputs[self.replaced[i]], self.program.outputs[i]
+        return old if old.aval == new.aval else None
+
+    def _run_once(
+        self,
+        targets: Sequence[Value],
+        starts: Sequence[Any],
+        overwritten: Sequence[Value | None],
+        arrays: Sequence[Value] | set[Value] = (),
+    ) -> list[Any]:
+        """Compute values in a loop of one round."""
+        places, _ = self.flow.cone(targets, arrays)
+
+        def body(_: Any, carry: Any) -> list[Any]:
+            local = dict(self.known)
+            for old, value in zip(overwritten, carry, strict=False):
+                if old is not None:
+                    local[old] = value
+            self.program.run(places, local)
+            return [_read_output(local, target) for target in targets]
+
+        return lax.fori_loop(0, self._rounds(), body, list(starts))
+
+    def _run_chunks(self, job: _Job) -> list[Any]:
+        (end,) = job.ends
+        args = [self.known[value] for value in end.reads]
+        run_piece = partial(self._run_piece, end)
+        if job.layout is None:
+            return run_piece(Piece.of(end), args)
+        return job.layout.run(run_piece, self.program, end, args)
+
+    def _run_piece(self, end: End, piece: Piece, args: Sequence[Any]) -> list[Any]:
+        chunk_bytes, rounds = self.limits.chunk_bytes, self._rounds()
+        return run_chunks(self.program, end, piece, args, chunk_bytes, rounds)
+
+    def _rounds(self) -> Any:
+        """Return 1, or 0 if the step is skipped, as a number that XLA does not know.
+
+        A loop of one round would be no loop for it.
+        """
+        rounds = jnp.asarray(self.proceed).astype(jnp.int32)
+        return lax.optimization_barrier(rounds)
+
+
+def _read_output(known: dict[Value, Any], value: Any) -> Any:
+    array = read(known, value)
+    return jnp.asarray(array, value.aval.dtype) if is_literal(value) else array
