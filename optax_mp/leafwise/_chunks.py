@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp._jax._memory import is_host_type, to_host
+from optax_mp._jax._memory import is_host_type, to_device, to_host
 from optax_mp.leafwise._cut import End
 from optax_mp.leafwise._part import Piece, Shard
-from optax_mp.leafwise._program import Program, Value
+from optax_mp.leafwise._program import Node, Program, Value
 
 _TILE = 32  # rows of the tiles in which a TPU keeps numbers of 8 bits
 
@@ -76,6 +76,16 @@ def _good_length(most: int, whole: int, multiple: int, is_strict: bool) -> int:
     return next(found, most)
 
 
+class _Chunk(Shard):
+    """A part of a piece that is on the device, with all that is made of it."""
+
+    def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
+        """Return the outputs of an elementwise equation for this part."""
+        if node.equation.primitive.name == "device_put":
+            return list(inputs)
+        return super().run(node, inputs)
+
+
 def run_chunks(
     program: Program,
     end: End,
@@ -110,7 +120,7 @@ def run_chunks(
         def run_chunk(k: Any, results: Any, chunks: Chunks = chunks) -> list[Any]:
             start = chunks.start(k, piece.shape)
             origin = tuple(a + b for a, b in zip(piece.origin, start, strict=True))
-            part = Shard(replace(piece, shape=chunks.shape, origin=origin))
+            part = _Chunk(replace(piece, shape=chunks.shape, origin=origin))
 
             def start_of(value: Value) -> list[Any]:
                 if value.aval.shape == piece.whole:
@@ -123,7 +133,9 @@ def run_chunks(
                 if value.aval.ndim:
                     source = results[slot_of[i]] if i in slot_of else args[i]
                     shape = part.shape_of(value.aval.shape)
-                    arrays[i] = lax.dynamic_slice(source, start_of(value), shape)
+                    array = lax.dynamic_slice(source, start_of(value), shape)
+                    is_brought = is_host_type(value.aval)
+                    arrays[i] = to_device(array) if is_brought else array
             # Apart from what reads and writes the arrays, XLA for CPUs compiles this as
             # it does without chunks, to the same bits. (Not the numbers: where each is
             # used once, XLA makes divisions by them products.)
@@ -131,6 +143,10 @@ def run_chunks(
                 known[end.reads[i]] = array
             part.run_all(program, end, known)
             made = lax.optimization_barrier([known[value] for value in outputs])
+            made = [
+                to_host(x) if is_host_type(v.aval) else x
+                for v, x in zip(outputs, made, strict=True)
+            ]
             return [
                 lax.dynamic_update_slice(result, array, start_of(value))
                 for value, result, array in zip(outputs, results, made, strict=True)

@@ -149,7 +149,7 @@ class _StepFromHost:
         results = {i: _read_output(self.known, outputs[i]) for i in others}
         for job in jobs:
             run = self._run_chunks if job.by_chunks else self._run_whole
-            results.update(zip(job.outputs, run(job), strict=True))
+            results.update(zip(job.outputs, map(_mark_memory, run(job)), strict=True))
         return [results[i] for i in range(len(outputs))]
 
     def _find_jobs(self) -> tuple[list[_Job], list[int]]:
@@ -302,6 +302,11 @@ class _StepFromHost:
         """
         rounds = jnp.asarray(self.proceed).astype(jnp.int32)
         return lax.optimization_barrier(rounds)
+
+
+def _mark_memory(x: jax.Array) -> jax.Array:
+    """Return a result of a loop; of one that is in host memory `jit` learns that."""
+    return to_host(x) if is_host_type(x.aval) else x
 
 
 def _read_output(known: dict[Value, Any], value: Any) -> Any:
