@@ -67,7 +67,7 @@ from optax_mp.compact import (
 from optax_mp.leafwise import take_step
 
 # Many devices.
-from optax_mp.devices import check_replicas, zero1
+from optax_mp.devices import check_replicas, offload, zero1
 
 # Check, upgrade and convert saved states.
 from optax_mp.checkpoints import (
@@ -147,6 +147,7 @@ __all__ = [
     "metrics",
     "mixed_precision",
     "nonfinite_paths",
+    "offload",
     "precision_report",
     "replace_master_params",
     "scale_loss",

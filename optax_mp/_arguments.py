@@ -1,6 +1,6 @@
 """Errors for arguments in the wrong place: an optimizer, a state, params, gradients."""
 
-from numbers import Number
+from numbers import Integral, Number
 from typing import Any
 
 import jax
@@ -98,6 +98,15 @@ def may_be_state(tree: PyTree, params: PyTree) -> bool:
     if holds_state(tree) or not any(map(is_floating, jax.tree.leaves(tree))):
         return True
     return has_trees_like(params, tree)
+
+
+def check_whole_number(argument: str, value: Any) -> int:
+    """Return an argument that must be an integer greater than 0, or raise."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{argument} is {value!r}, expected an integer.")
+    if value < 1:
+        raise ValueError(f"{argument} is {value}, expected an integer greater than 0.")
+    return int(value)
 
 
 def check_own_state(state: Any, kind: type, caller: str) -> None:

@@ -1,6 +1,8 @@
 """Take a step, or skip it entirely: the one mechanism for every wrapper that skips."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any
@@ -11,6 +13,7 @@ from jax import lax
 
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._jaxpr import bind, evaluate, is_literal
+from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
 from optax_mp._tree import describe, is_array, spell
 
@@ -29,10 +32,55 @@ def choose_step(proceed: Choice, step: StepFunction, state: Any) -> tuple[Any, A
     the step alone by rounding, because XLA may fuse the operations differently.
     """
     if is_traced(proceed):
-        return _TracedStep.of(step, state).choose(proceed)
+        with _only_if(proceed) as choice:
+            traced = _TracedStep.of(step, state)
+        return traced.choose(proceed, choice.is_obeyed)
     if proceed:
         return step(state)
     return _TracedStep.of(step, state).skipped_updates(), state
+
+
+@dataclass
+class _OuterChoice:
+    """What a step that is being traced has been told by those around it.
+
+    Attributes:
+        proceed: whether it is to be taken.
+        is_obeyed: whether something in it keeps the arrays that it has in host memory
+            as they are, if not.
+    """
+
+    proceed: Choice
+    is_obeyed: bool = False
+
+
+_outer_choice: ContextVar[_OuterChoice | None] = ContextVar("choice", default=None)
+
+
+@contextmanager
+def _only_if(proceed: Choice) -> Iterator[_OuterChoice]:
+    outer = _outer_choice.get()
+    choice = _OuterChoice(proceed if outer is None else outer.proceed & proceed)
+    token = _outer_choice.set(choice)
+    try:
+        yield choice
+    finally:
+        _outer_choice.reset(token)
+        if outer is not None:
+            outer.is_obeyed |= choice.is_obeyed
+
+
+def obey_outer_choice() -> Choice:
+    """Return whether those around the step that is being traced take it.
+
+    The caller must then keep arrays in host memory as they are, if they do not: no
+    choice can be made between such arrays without a copy of both.
+    """
+    choice = _outer_choice.get()
+    if choice is None:
+        return True
+    choice.is_obeyed = True
+    return choice.proceed
 
 
 def or_negative_zeros(proceed: Choice, value: Any) -> Any:
@@ -91,7 +139,7 @@ class _TracedStep:
         ]
         return self.traced.unflatten(values)[0]
 
-    def choose(self, proceed: Choice) -> Any:
+    def choose(self, proceed: Choice, keeps_host_memory: bool) -> Any:
         """Return (updates, state), chosen value by value.
 
         A choice after the step would need the old state and the new one at once, for
@@ -121,6 +169,9 @@ class _TracedStep:
                 if new.aval not in zeros:
                     zeros[new.aval] = _negative_zeros(new)
                 old = zeros[new.aval]
+            if is_on_host(new) and new is not old:
+                _check_keeps_host_memory(keeps_host_memory, new)
+                return new
             return new if new is old else _select(proceed, new, old)
 
         def run(equation: Any, inputs: list[Any]) -> list[Any]:
@@ -184,6 +235,16 @@ def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:
 
 def _is_number(x: Any) -> bool:
     return is_array(x) and jnp.issubdtype(x.dtype, jnp.number)
+
+
+def _check_keeps_host_memory(keeps_host_memory: bool, x: Any) -> None:
+    """Raise if a skipped step would change an array in host memory."""
+    if not keeps_host_memory:
+        raise ValueError(
+            f"optax_mp: the state of `inner` has {describe(x)} in host memory, where "
+            "a step cannot be skipped; expected arrays in device memory, or in host "
+            "memory by `optax_mp.offload`. Put `offload` around `inner`."
+        )
 
 
 def _check_stable(before: Any, after: Any) -> None:

@@ -1,28 +1,277 @@
-"""Keep the large arrays of an optimizer's state in the memory of the host."""
+"""Keep the large arrays of an optimizer state in the memory of the host."""
 
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
+from jax.tree_util import tree_flatten_with_path
 
+from optax_mp._arguments import check_init_params, check_whole_number
 from optax_mp._inner import as_transformation
-from optax_mp._jax._memory import is_on_host, to_host
+from optax_mp._jax._arrays import is_traced
+from optax_mp._jax._choose import obey_outer_choice
+from optax_mp._jax._memory import (
+    HOST_KIND,
+    is_on_host,
+    kinds_of_memory,
+    knows_memories,
+    to_host,
+)
+from optax_mp._jax._placement import place_like_params
+from optax_mp._jax._traced import TracedCall
+from optax_mp._states import find_owners
+from optax_mp._tree import describe, is_array, spell
+from optax_mp._warnings import warn
+from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._from_host import Limits, run_from_host
+from optax_mp.leafwise._layout import spread_shardings
+from optax_mp.leafwise._program import Program, Value, read_output
+
+_CALLER = "offload"
 
 
-def offload(inner, *, memory_kind="pinned_host", chunk_bytes=2**26, min_size=2**16):
-    inner = as_transformation(inner, "offload")
-    limits = Limits(min_size, chunk_bytes)
+def offload(
+    inner: optax.GradientTransformation,
+    *,
+    memory_kind: str | None = "pinned_host",
+    chunk_bytes: int = 2**26,
+    min_size: int = 2**16,
+    param_shardings: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Keep the large arrays of an optimizer's state in the memory of the host.
 
-    def init_fn(params):
-        state = inner.init(params)
-        return jax.tree.map(lambda x: to_host(x) if x.size >= min_size else x, state)
+    The device then holds params, gradients, and a part of the state at a time. What the
+    optimizer does element by element is done chunk by chunk: a chunk is copied to the
+    device, updated, and copied back. Where a rule needs a whole array, as Muon's
+    products and the norms of LAMB do, that leaf is copied as a whole. Results are those
+    of `inner` alone. The state has the structure that it has without `offload`.
 
-    def update_fn(updates, state, params=None, **extra):
-        def step(given, kept):
-            grads, params = given
-            return inner.update(grads, kept, params, **extra)
+    - Call `update` within `jax.jit`, and donate the state: else all of it is copied
+      within host memory at each step.
+    - Do not pass `out_shardings` for the state, unless with `memory_kind`.
+    - A step that `dynamic_loss_scale` or `static_loss_scale` skips copies nothing.
+      Put them around `offload`, or inside of it.
+    - Under `jit`, params that are sharded over several devices need `param_shardings`
+      for chunks; without it each leaf is copied as a whole. With explicit sharding, and
+      within `jax.shard_map`, the types of arrays say enough.
 
-        return run_from_host(step, (updates, params), state, limits)
+    Args:
+        inner: any optax optimizer or chain.
+        memory_kind: `"pinned_host"`; with None, `offload` has no effect.
+        chunk_bytes: how many bytes of the state of one param are on the device at a
+            time, counted in 32-bit numbers. XLA may copy a second chunk meanwhile.
+        min_size: arrays with fewer elements stay on the device.
+        param_shardings: how the params are sharded under `jit`: a tree of shardings
+            like the params, or a prefix of one, such as
+            `jax.tree.map(lambda p: p.sharding, params)`. The state of a param must be
+            sharded as the param is, as `init` makes it.
+
+    Returns:
+        The transformation.
+
+    Raises:
+        ValueError: if `memory_kind` is another one; at `init`, if the device has no
+            such memory.
+        RuntimeError: if this version of JAX cannot move arrays between memories.
+        TypeError: if `inner` is not a gradient transformation.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> has_kinds = hasattr(jax, "memory")  # JAX 0.10 and later
+        >>> tx = optax_mp.offload(
+        ...     optax_mp.mixed_precision(optax.adamw(0.1)),
+        ...     memory_kind="pinned_host" if has_kinds else None,
+        ... )
+        >>> params = {"w": jnp.ones((512, 256), jnp.bfloat16)}
+        >>> opt_state = tx.init(params)
+        >>> update = jax.jit(tx.update, donate_argnums=1)
+        >>> updates, opt_state = update(params, opt_state, params)
+        >>> float(optax.apply_updates(params, updates)["w"][0, 0])
+        0.8984375
+    """
+    inner = as_transformation(inner, _CALLER)
+    limits = Limits(
+        check_whole_number("offload: `min_size`", min_size),
+        check_whole_number("offload: `chunk_bytes`", chunk_bytes),
+    )
+    if memory_kind is None:
+        return inner
+    _check_kind(memory_kind)
+
+    def init_fn(params: optax.Params) -> Any:
+        check_init_params(params, _CALLER)
+        _check_memory_of(params)
+        return _init(inner, params, limits)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, Any]:
+        leaves = jax.tree.leaves((updates, state, params, extra_args))
+        if not any(map(is_traced, leaves)):
+            warn(
+                "offload: `update` was called outside of `jax.jit`, where it copies "
+                "all of the state in host memory; expected a call within `jit`, with "
+                "the state donated: `jax.jit(step, donate_argnums=...)`."
+            )
+            return jax.jit(update_fn)(updates, state, params, **extra_args)
+        _warn_if_on_device(state, limits.min_size)
+
+        def step(given: Any, kept: Any) -> tuple[Any, Any]:
+            grads, params, traced = given
+            return inner.update(grads, kept, params, **traced, **known)
+
+        # What is known while tracing stays known: a rule may use it in an `if`.
+        traced = {name: x for name, x in extra_args.items() if _has_tracers(x)}
+        known = {name: x for name, x in extra_args.items() if name not in traced}
+        out, new_state = run_from_host(
+            step,
+            (updates, params, traced),
+            state,
+            limits,
+            _state_shardings(state, params, param_shardings),
+            obey_outer_choice(),
+        )
+        return out, _on_host(new_state, limits.min_size)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_kind(memory_kind: Any) -> None:
+    """Raise if this is no memory that arrays can be moved to."""
+    if memory_kind != HOST_KIND:
+        raise ValueError(
+            f"offload: `memory_kind` is {memory_kind!r}, expected {HOST_KIND!r}, or "
+            "None for no effect."
+        )
+    if not knows_memories():
+        raise RuntimeError(
+            f"offload: JAX {jax.__version__} cannot move arrays between memories "
+            "within a program; expected JAX 0.10 or later. Update JAX, or pass "
+            "`memory_kind=None` for no effect."
+        )
+
+
+def _check_memory_of(params: Any) -> None:
+    """Raise if a param is on a device that has no memory of the host."""
+    for path, leaf in tree_flatten_with_path(params)[0]:
+        if not isinstance(leaf, jax.Array) or is_traced(leaf):
+            continue
+        device = min(leaf.devices(), key=lambda device: device.id)
+        kinds = kinds_of_memory(device)
+        if HOST_KIND not in kinds:
+            raise ValueError(
+                f"offload: param {spell(path)} is on {device}, a device of the "
+                f"{device.platform!r} backend with the memories {kinds}, expected "
+                f"{HOST_KIND!r} among them; pass `memory_kind=None` for no effect."
+            )
+
+
+def _is_large(x: Any, min_size: int) -> bool:
+    """Return whether an array of a state belongs into host memory."""
+    is_number = is_array(x) and jnp.issubdtype(x.dtype, jnp.number)
+    return is_number and x.size >= min_size
+
+
+def _on_host(state: Any, min_size: int) -> Any:
+    """Return a state with its large arrays in host memory."""
+    return jax.tree.map(
+        lambda x: to_host(x) if _is_large(x, min_size) and not is_on_host(x) else x,
+        state,
+    )
+
+
+def _init(inner: Any, params: Any, limits: Limits) -> Any:
+    """Return the state of `inner` with its large arrays in host memory.
+
+    They are computed a few at a time, so that the device never holds all of them.
+    """
+    arrays = jax.tree.leaves(params)
+    if not all(isinstance(x, jax.Array) and not is_traced(x) for x in arrays):
+        return _on_host(inner.init(params), limits.min_size)
+    try:
+        traced = TracedCall.of(
+            lambda params: place_like_params(inner.init(params), params), params
+        )
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        # A rule that looks at the numbers of the params.
+        return _on_host(inner.init(params), limits.min_size)
+    program = Program.of(traced.closed, is_block_operation)
+    values: dict[int, Any] = {}
+    for group in _groups(traced.closed.out_avals, limits):
+        run = jax.jit(partial(_outputs, program, group, limits.min_size))
+        values.update(zip(group, run(traced.arrays), strict=True))
+    return traced.unflatten([values[i] for i in range(len(values))])
+
+
+def _groups(avals: Sequence[Any], limits: Limits) -> Iterator[list[int]]:
+    """Yield the outputs of `init` in groups: what is small, then a chunk at a time."""
+    large = [i for i, x in enumerate(avals) if _is_large(x, limits.min_size)]
+    yield [i for i in range(len(avals)) if i not in set(large)]
+    group: list[int] = []
+    group_bytes = 0
+    for i in large:
+        own = avals[i].size * avals[i].dtype.itemsize
+        if group and group_bytes + own > limits.chunk_bytes:
+            yield group
+            group, group_bytes = [], 0
+        group.append(i)
+        group_bytes += own
+    yield group
+
+
+def _outputs(
+    program: Program, group: list[int], min_size: int, arrays: Sequence[Any]
+) -> list[Any]:
+    """Return some outputs of a program."""
+    known: dict[Value, Any] = dict(zip(program.inputs, arrays, strict=True))
+    known.update(program.constants)
+    outputs = [program.outputs[i] for i in group]
+    program.run(program.needed(outputs), known)
+    # Copies, because the state must not share arrays with the params.
+    return _on_host([read_output(known, value) for value in outputs], min_size)
+
+
+def _warn_if_on_device(state: Any, min_size: int) -> None:
+    """Warn if a large array of a state is not in host memory."""
+    for path, leaf in tree_flatten_with_path(state)[0]:
+        if _is_large(leaf, min_size) and not is_on_host(leaf):
+            warn(
+                f"offload: {spell(path)} of the state is {describe(leaf)} in device "
+                "memory, expected host memory. This step brings it there. If all steps "
+                "say so, `out_shardings` of `jit` move it back: leave them out for the "
+                'state, or give them `memory_kind="pinned_host"`. A checkpoint is '
+                "restored into `tx.init(params)`. For `jit(...).lower` give a "
+                "`jax.ShapeDtypeStruct` a `NamedSharding` with this `memory_kind`."
+            )
+            return
+
+
+def _state_shardings(
+    state: Any, params: Any, param_shardings: Any
+) -> list[NamedSharding | None]:
+    """Return how arrays of a state are sharded: as their params, None if unknown."""
+    if param_shardings is None or params is None:
+        return []
+    of_params = spread_shardings(params, param_shardings, _CALLER)
+    leaves = tree_flatten_with_path(params)[0]
+    paths, arrays = [path for path, _ in leaves], [leaf for _, leaf in leaves]
+    shardings: list[NamedSharding | None] = []
+    both = zip(jax.tree.leaves(state), find_owners(state, paths, arrays), strict=True)
+    for leaf, owner in both:
+        has_shape = owner is not None and jnp.shape(leaf) == jnp.shape(arrays[owner])
+        shardings.append(of_params[owner] if has_shape and owner is not None else None)
+    return shardings
+
+
+def _has_tracers(tree: Any) -> bool:
+    return any(map(is_traced, jax.tree.leaves(tree)))

@@ -10,6 +10,12 @@
 - `_part`: evaluate elementwise equations on a part of a leaf.
 - `_kernel_part`: the same inside a kernel, where some operations do not exist.
 - `_tpu`, `_tile`, `_gpu`: the kernels. Add another platform here.
+
+`offload` takes steps whose state is in host memory:
+
+- `_from_host`: bring each leaf to the device, take its step, and put it back.
+- `_host_flow`: what of a step is made of arrays in host memory.
+- `_chunks`: the elementwise end of a leaf, chunk by chunk.
 """
 
 from optax_mp.leafwise._take_step import take_step as take_step

@@ -47,7 +47,12 @@ class Chunks:
 def chunks_of(
     shape: tuple[int, ...], block_size: int, most_elements: int
 ) -> Iterator[Chunks]:
-    """Yield chunks of up to this many elements, and those of what is left over."""
+    """Yield chunks of up to this many elements, and those of what is left over.
+
+    There are at least two if that can be: for TPUs some versions of XLA fail to compile
+    a copy of all of an array of 8 bits.
+    """
+    most_elements = min(most_elements, math.prod(shape) // 2)
     sizes = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     fits = [axis for axis, size in enumerate(sizes) if size <= most_elements]
     axis = fits[0] if fits else len(shape) - 1
@@ -60,9 +65,9 @@ def chunks_of(
     )
     rows = math.prod(shape[:axis])
     whole, left = divmod(shape[axis], length)
-    for first, length, per_row in ((0, length, whole), (whole * length, left, 1)):
-        if length:
-            part = (*[1] * axis, length, *shape[axis + 1 :])
+    for first, some, per_row in ((0, length, whole), (whole * length, left, 1)):
+        if some:
+            part = (*[1] * axis, some, *shape[axis + 1 :])
             yield Chunks(part, axis, first, per_row, rows * per_row)
 
 
@@ -74,6 +79,16 @@ def _good_length(most: int, whole: int, multiple: int, is_strict: bool) -> int:
     most = max(step, most - most % step)
     found = (n for n in range(most, most // 2, -step) if whole % n == 0)
     return next(found, most)
+
+
+def _bytes_per_element(end: End) -> int:
+    """Return how many bytes the arrays in host memory have for one element.
+
+    Codes of few bits become 32 bits on the device.
+    """
+    found = [x.aval for x in end.reads if is_host_type(x.aval)]
+    sizes = [max(4, x.dtype.itemsize) for x in found if x.shape == end.shape]
+    return max(4, sum(sizes))
 
 
 class _Chunk(Shard):
@@ -91,8 +106,10 @@ def run_chunks(
     end: End,
     piece: Piece,
     args: Sequence[Any],
-    chunk_bytes: int,
+    *,
     rounds: Any,
+    fills: Sequence[Any],
+    chunk_bytes: int,
 ) -> list[Any]:
     """Return the outputs of an end; those that replace an input overwrite it.
 
@@ -101,21 +118,20 @@ def run_chunks(
         end: the end, which has parts.
         piece: of its arrays.
         args: the values of what it reads.
-        chunk_bytes: how many bytes of arrays in host memory a chunk may have.
         rounds: 1, or 0 to leave everything as it is.
+        fills: what the outputs that replace nothing are if everything is left.
+        chunk_bytes: how many bytes the arrays in host memory may have on the device.
     """
     outputs = [program.outputs[i] for i in end.outputs]
     results = [
         args[end.replaced[i]]
         if i in end.replaced
-        else start_value(value.aval, piece.shape_of(value.aval.shape))
+        else start_value(value.aval, piece.shape_of(value.aval.shape), fills[i])
         for i, value in enumerate(outputs)
     ]
     slot_of = {read: i for i, read in end.replaced.items()}
-    host = [value for value in end.reads if is_host_type(value.aval)]
-    host_bytes = sum(value.aval.size * value.aval.dtype.itemsize for value in host)
-    most = int(chunk_bytes * math.prod(end.shape) // max(1, host_bytes))
-    for chunks in chunks_of(piece.shape, piece.block_size, max(1, most)):
+    most = max(1, chunk_bytes // _bytes_per_element(end))
+    for chunks in chunks_of(piece.shape, piece.block_size, most):
 
         def run_chunk(k: Any, results: Any, chunks: Chunks = chunks) -> list[Any]:
             start = chunks.start(k, piece.shape)
@@ -156,7 +172,7 @@ def run_chunks(
     return results
 
 
-def start_value(aval: Any, shape: tuple[int, ...]) -> jax.Array:
+def start_value(aval: Any, shape: tuple[int, ...], fill: Any) -> jax.Array:
     """Return an array to be overwritten, of a type but for the shape."""
-    array = jnp.zeros(shape, aval.dtype)
+    array = jnp.full(shape, fill, aval.dtype)
     return to_host(array) if is_host_type(aval) else array

@@ -26,7 +26,7 @@ from optax_mp.leafwise._cut import End, cut
 from optax_mp.leafwise._host_flow import HostFlow
 from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
 from optax_mp.leafwise._part import Piece
-from optax_mp.leafwise._program import Program, Value, read, values_in
+from optax_mp.leafwise._program import Program, Value, read, read_output, values_in
 
 
 class Limits(NamedTuple):
@@ -63,7 +63,7 @@ def run_from_host(
             and the rest of the result is of no use.
     """
     traced = TracedCall.of(lambda both: _between_moves(step, *both), (given, kept))
-    program = Program.of(traced.closed, is_block_operation)
+    program = Program.of(traced.closed, is_block_operation, opens_branches=True)
     known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
     known.update(program.constants)
     step_from_host = _StepFromHost(
@@ -146,7 +146,7 @@ class _StepFromHost:
         for turn in self.flow.schedule(wanted):
             self._reduce(turn.reduced)
             self.program.run(sorted(turn.places), self.known)
-        results = {i: _read_output(self.known, outputs[i]) for i in others}
+        results = {i: read_output(self.known, outputs[i]) for i in others}
         for job in jobs:
             run = self._run_chunks if job.by_chunks else self._run_whole
             results.update(zip(job.outputs, map(_mark_memory, run(job)), strict=True))
@@ -243,18 +243,22 @@ class _StepFromHost:
                 members = [*group[1], *members]
             groups.append((arrays, members))
         for _, members in groups:
-            starts = [start_value(v.aval, v.aval.shape) for v in members]
-            results = self._run_once(members, starts, [])
+            starts = [start_value(v.aval, v.aval.shape, 0) for v in members]
+            results = self._run_once(members, self._rounds(), starts)
             self.known.update(zip(members, results, strict=True))
 
     def _run_whole(self, job: _Job) -> list[Any]:
         outputs = [self.program.outputs[i] for i in job.outputs]
         overwritten = [self._overwritten(i) for i in job.outputs]
+        proceed, fills = self._choice(job.outputs)
         starts = [
-            self.known[old] if old is not None else start_value(v.aval, v.aval.shape)
-            for v, old in zip(outputs, overwritten, strict=True)
+            start_value(value.aval, value.aval.shape, fill)
+            if old is None
+            else self.known[old]
+            for value, old, fill in zip(outputs, overwritten, fills, strict=True)
         ]
-        return self._run_once(outputs, starts, overwritten, job.arrays)
+        rounds = self._rounds(proceed)
+        return self._run_once(outputs, rounds, starts, overwritten, job.arrays)
 
     def _overwritten(self, i: int) -> Value | None:
         """Return the input that an output can overwrite."""
@@ -266,8 +270,9 @@ class _StepFromHost:
     def _run_once(
         self,
         targets: Sequence[Value],
+        rounds: Any,
         starts: Sequence[Any],
-        overwritten: Sequence[Value | None],
+        overwritten: Sequence[Value | None] = (),
         arrays: Sequence[Value] | set[Value] = (),
     ) -> list[Any]:
         """Compute values in a loop of one round."""
@@ -279,36 +284,81 @@ class _StepFromHost:
                 if old is not None:
                     local[old] = value
             self.program.run(places, local)
-            return [_read_output(local, target) for target in targets]
+            return [read_output(local, target) for target in targets]
 
-        return lax.fori_loop(0, self._rounds(), body, list(starts))
+        return lax.fori_loop(0, rounds, body, list(starts))
 
     def _run_chunks(self, job: _Job) -> list[Any]:
         (end,) = job.ends
         args = [self.known[value] for value in end.reads]
-        run_piece = partial(self._run_piece, end)
+        proceed, fills = self._choice(end.outputs)
+        run_piece = partial(
+            run_chunks,
+            self.program,
+            end,
+            rounds=self._rounds(proceed),
+            fills=fills,
+            chunk_bytes=self.limits.chunk_bytes,
+        )
         if job.layout is None:
             return run_piece(Piece.of(end), args)
         return job.layout.run(run_piece, self.program, end, args)
 
-    def _run_piece(self, end: End, piece: Piece, args: Sequence[Any]) -> list[Any]:
-        chunk_bytes, rounds = self.limits.chunk_bytes, self._rounds()
-        return run_chunks(self.program, end, piece, args, chunk_bytes, rounds)
-
-    def _rounds(self) -> Any:
+    def _rounds(self, proceed: Any = True) -> Any:
         """Return 1, or 0 if the step is skipped, as a number that XLA does not know.
 
         A loop of one round would be no loop for it.
         """
-        rounds = jnp.asarray(self.proceed).astype(jnp.int32)
+        rounds = jnp.asarray(proceed & self.proceed).astype(jnp.int32)
         return lax.optimization_barrier(rounds)
+
+    def _choice(self, outputs: Sequence[int]) -> tuple[Any, list[Any]]:
+        """Return whether the step itself proceeds, and what outputs are if it does not.
+
+        A wrapper inside of the step may choose between each new value and the old one,
+        or a constant. If all outputs are chosen by one number, nothing is brought where
+        it is false.
+        """
+        nodes, fills = self.program.nodes, []
+        predicates: set[Any] = set()
+        for i in outputs:
+            value = self._moved(self.program.outputs[i])
+            node = nodes[value.made_at] if value.made_at is not None else None
+            if node is None or node.equation.primitive.name != "select_n":
+                return True, [0] * len(outputs)
+            predicate, other, *_ = node.inputs
+            predicates.add(predicate)
+            fill = self._constant(other)
+            if fill is None and self._moved(other) is not self._overwritten(i):
+                return True, [0] * len(outputs)
+            fills.append(0 if fill is None else fill)
+        if len(predicates) > 1:
+            return True, [0] * len(outputs)
+        predicate = read(self.known, predicates.pop())
+        is_bool = jnp.ndim(predicate) == 0 and predicate.dtype == jnp.bool_
+        return (predicate, fills) if is_bool else (True, [0] * len(outputs))
+
+    def _moved(self, value: Any) -> Any:
+        """Return what a value was before it was moved to another memory."""
+        while isinstance(value, Value) and value.made_at is not None:
+            node = self.program.nodes[value.made_at]
+            if node.equation.primitive.name != "device_put":
+                break
+            (value,) = node.inputs
+        return value
+
+    def _constant(self, value: Any) -> Any:
+        """Return the number that an array repeats, or None."""
+        if not isinstance(value, Value) or value.made_at is None:
+            return None
+        node = self.program.nodes[value.made_at]
+        if node.equation.primitive.name != "broadcast_in_dim":
+            return None
+        (number,) = node.inputs
+        is_known = is_literal(number) or number in self.known
+        return read(self.known, number) if is_known and not number.aval.ndim else None
 
 
 def _mark_memory(x: jax.Array) -> jax.Array:
     """Return a result of a loop; of one that is in host memory `jit` learns that."""
     return to_host(x) if is_host_type(x.aval) else x
-
-
-def _read_output(known: dict[Value, Any], value: Any) -> Any:
-    array = read(known, value)
-    return jnp.asarray(array, value.aval.dtype) if is_literal(value) else array

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optax_mp._jax._arrays import sharding_in_type
 from optax_mp._jax._traced import is_dynamic
@@ -93,6 +93,40 @@ def shardings_of_inputs(
     inputs = program.inputs[len(program.inputs) - len(of_arrays) :]
     both = zip(inputs, of_arrays, strict=True)
     return {value: sharding for value, sharding in both if sharding is not None}
+
+
+def spread_shardings(
+    params: Any, shardings: Any, caller: str
+) -> list[NamedSharding | None]:
+    """Return the sharding of each param, None where a mesh is not known.
+
+    Args:
+        params: the params.
+        shardings: a tree of shardings like these, a prefix of one, or None.
+        caller: the public function that the user called, for error messages.
+    """
+    if shardings is None:
+        return []
+    try:
+        spread = jax.tree.map(
+            lambda each, part: jax.tree.map(lambda _: each, part), shardings, params
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{caller}: `param_shardings` has the structure "
+            f"{jax.tree.structure(shardings)}, expected that of the params, which is "
+            f"{jax.tree.structure(params)}, or a prefix of it; pass "
+            "`jax.tree.map(lambda p: p.sharding, params)`."
+        ) from error
+    leaves = jax.tree.leaves(spread)
+    for leaf in leaves:
+        if not isinstance(leaf, Sharding):
+            raise TypeError(
+                f"{caller}: `param_shardings` holds {leaf!r}, expected shardings, "
+                "such as a `jax.sharding.NamedSharding`; pass "
+                "`jax.tree.map(lambda p: p.sharding, params)`."
+            )
+    return [leaf if isinstance(leaf, NamedSharding) else None for leaf in leaves]
 
 
 def _divides(sharding: NamedSharding, end: End) -> bool:

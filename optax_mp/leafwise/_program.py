@@ -4,12 +4,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
     Location,
     bind,
     is_literal,
+    jaxprs_within,
     open_jaxpr,
 )
 
@@ -54,17 +59,23 @@ class Program:
     outputs: list[Any] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     constants: dict[Value, Any] = field(default_factory=dict)
+    opens_branches: bool = False
 
     @classmethod
-    def of(cls, jaxpr: AnyJaxpr, is_atomic: Test) -> "Program":
+    def of(
+        cls, jaxpr: AnyJaxpr, is_atomic: Test, *, opens_branches: bool = False
+    ) -> "Program":
         """Return the program of a jaxpr.
 
         Args:
             jaxpr: the jaxpr.
             is_atomic: whether a call is to stay an equation.
+            opens_branches: whether both branches of a `cond` are computed, and their
+                results chosen one by one, if they have no loops.
         """
         opened, _ = open_jaxpr(jaxpr)
-        program = cls([Value(var.aval) for var in opened.invars])
+        inputs = [Value(var.aval) for var in opened.invars]
+        program = cls(inputs, opens_branches=opens_branches)
         program.outputs = program._open(jaxpr, program.inputs, is_atomic)
         return program
 
@@ -87,12 +98,30 @@ class Program:
                 params = equation.params
                 inner = params["jaxpr" if "jaxpr" in params else "call_jaxpr"]
                 made = self._open(inner, given, is_atomic)
+            elif self.opens_branches and _is_choice(equation):
+                which, *operands = given
+                branches = equation.params["branches"]
+                results = [self._open(x, operands, is_atomic) for x in branches]
+                both = zip(*results, strict=True)
+                made = [self._choose(which, values) for values in both]
             else:
-                at = len(self.nodes)
-                made = [Value(var.aval, at) for var in equation.outvars]
-                self.nodes.append(Node(equation, given, made))
+                made = self._add(equation, given)
             known.update(zip(equation.outvars, made, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _add(self, equation: Equation, inputs: Sequence[Any]) -> list[Value]:
+        made = [Value(var.aval, len(self.nodes)) for var in equation.outvars]
+        self.nodes.append(Node(equation, inputs, made))
+        return made
+
+    def _choose(self, which: Any, cases: Sequence[Any]) -> Any:
+        """Return one of several values."""
+        if all(case is cases[0] for case in cases):
+            return cases[0]
+        avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in cases]
+        index = jax.ShapeDtypeStruct((), which.aval.dtype)
+        (equation,) = jax.make_jaxpr(lax.select_n)(index, *avals).eqns
+        return self._add(equation, [which, *cases])[0]
 
     def needed(self, values: Sequence[Any]) -> list[int]:
         """Return the places of the equations that these values hang on, in order."""
@@ -128,9 +157,35 @@ def _is_call(equation: Equation) -> bool:
     return all(x is None or "Unspecified" in type(x).__name__ for x in settings)
 
 
+def _is_choice(equation: Equation) -> bool:
+    """Return whether an equation is a `cond` of which all branches can be computed."""
+    if equation.primitive.name != "cond" or equation.effects:
+        return False
+    branches = [open_jaxpr(x)[0] for x in equation.params["branches"]]
+    return not any(map(_has_loop, branches))
+
+
+def _has_loop(jaxpr: Any) -> bool:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("while", "scan"):
+            return True
+        inner = [open_jaxpr(x)[0] for x in jaxprs_within(equation)]
+        if any(map(_has_loop, inner)):
+            return True
+    return False
+
+
 def read(known: dict[Value, Any], atom: Any) -> Any:
     """Return the array that an input of a node stands for."""
     return known[atom] if isinstance(atom, Value) else atom.val
+
+
+def read_output(known: dict[Value, Any], atom: Any) -> Any:
+    """Return an output as an array; a literal is a plain number."""
+    array = read(known, atom)
+    return (
+        array if isinstance(array, jax.Array) else jnp.asarray(array, atom.aval.dtype)
+    )
 
 
 def values_in(atoms: Sequence[Any]) -> Iterator[Value]:

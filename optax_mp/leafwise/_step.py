@@ -20,7 +20,7 @@ from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._cut import End, cut
 from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
 from optax_mp.leafwise._part import Piece, Shard
-from optax_mp.leafwise._program import Program, Value, read
+from optax_mp.leafwise._program import Program, Value, read_output
 
 _KERNELS = {"tpu": _tpu, "cuda": _gpu}
 
@@ -64,7 +64,7 @@ def run_leafwise(
         results.update(zip(end.outputs, outputs, strict=True))
     for i, value in enumerate(program.outputs):
         if i not in at_ends:
-            results[i] = _as_array(read(known, value), value.aval)
+            results[i] = read_output(known, value)
     return traced.unflatten([results[i] for i in range(len(program.outputs))])
 
 
@@ -77,11 +77,6 @@ def _can_cut(traced: TracedCall) -> bool:
     sizes = [size for var in opened.invars for size in getattr(var.aval, "shape", ())]
     is_fixed = all(isinstance(size, int) for size in sizes)
     return is_fixed and not traced.closed.effects
-
-
-def _as_array(x: Any, aval: Any) -> Any:
-    """Return an output; one that is a literal is a plain number."""
-    return x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
 
 
 def _is_packed(leaf: Any) -> bool:

@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import NamedSharding, Sharding
 
 from optax_mp._inner import as_transformation
 from optax_mp._jax._arrays import is_traced
+from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.leafwise._step import run_leafwise
 
 
@@ -91,36 +91,10 @@ def take_step(
 
     given, kept = (grads, traced), (opt_state, params)
     shardings = [None] * len(jax.tree.leaves(opt_state))
-    shardings += _shardings_of(params, param_shardings)
+    shardings += spread_shardings(params, param_shardings, "take_step")
     opt_state, params = run_leafwise(step, given, kept, shardings)
     return params, opt_state
 
 
 def _has_tracers(tree: Any) -> bool:
     return any(map(is_traced, jax.tree.leaves(tree)))
-
-
-def _shardings_of(params: Any, shardings: Any) -> list[NamedSharding | None]:
-    """Return the sharding of each leaf, None where a mesh is not known."""
-    if shardings is None:
-        return []
-    try:
-        spread = jax.tree.map(
-            lambda each, part: jax.tree.map(lambda _: each, part), shardings, params
-        )
-    except ValueError as error:
-        raise ValueError(
-            "take_step: `param_shardings` has the structure "
-            f"{jax.tree.structure(shardings)}, expected that of the params, which is "
-            f"{jax.tree.structure(params)}, or a prefix of it; pass "
-            "`jax.tree.map(lambda p: p.sharding, params)`."
-        ) from error
-    leaves = jax.tree.leaves(spread)
-    for leaf in leaves:
-        if not isinstance(leaf, Sharding):
-            raise TypeError(
-                f"take_step: `param_shardings` holds {leaf!r}, expected shardings, "
-                "such as a `jax.sharding.NamedSharding`; pass "
-                "`jax.tree.map(lambda p: p.sharding, params)`."
-            )
-    return [leaf if isinstance(leaf, NamedSharding) else None for leaf in leaves]
