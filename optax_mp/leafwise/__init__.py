@@ -15,7 +15,7 @@
 
 - `_from_host`: bring each leaf to the device, take its step, and put it back.
 - `_host_flow`: what of a step is made of arrays in host memory.
-- `_chunks`: the elementwise end of a leaf, chunk by chunk.
+- `_host_chunks`: the elementwise end of a leaf, chunk by chunk.
 """
 
 from optax_mp.leafwise._take_step import take_step as take_step
