@@ -205,9 +205,10 @@ class _StepFromHost:
                 return
         if not end.has_parts:
             return
-        args = [self.known.get(value) for value in end.reads]
+        # What is still to be computed says nothing of how arrays are sharded.
+        args = [self.known.get(value, 0) for value in end.reads]
         job.layout = Layout.find(end, args, self.shardings)
-        is_local = not any(is_partitioned(x) for x in args if x is not None)
+        is_local = not any(map(is_partitioned, args))
         if job.layout is not None or is_local:
             job.ends, job.outputs, job.by_chunks = [end], end.outputs, True
 

@@ -1,0 +1,291 @@
+"""offload: the same numbers, with the large arrays of the state in host memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits
+from forced_devices import run_checks
+from host_memory import (
+    HOST,
+    assert_same_training,
+    in_chunks,
+    kinds,
+    needs_memories,
+    random_grads,
+    random_params,
+    train,
+)
+from offload_devices import CHECKS
+from optimizers import OPTIMIZERS
+from slow_cases import mostly_slow
+
+import optax_mp
+from optax_mp._jax._jaxpr import bind, evaluate
+from optax_mp.leafwise._host_chunks import chunks_of
+
+ADAMW = optax.adamw(1e-2)
+
+
+def masters(inner):
+    return optax_mp.mixed_precision(inner)
+
+
+def compact(inner, bits=8):
+    low = optax_mp.low_bit_state(inner, min_size=128)
+    return optax_mp.mixed_precision(low, storage=optax_mp.Split(bits))
+
+
+def multi_steps(inner):
+    return optax.MultiSteps(inner, 2).gradient_transformation()
+
+
+def scaled(inner):
+    return optax_mp.dynamic_loss_scale(inner, init_scale=4.0)
+
+
+FORMS = {
+    "masters": lambda off: off(masters(ADAMW)),
+    "compact": lambda off: off(compact(ADAMW)),
+    "split 16": lambda off: off(compact(ADAMW, 16)),
+    "stochastic": lambda off: off(
+        optax_mp.stochastic_rounding(optax_mp.low_bit_state(ADAMW, min_size=128))
+    ),
+    "only moments": lambda off: masters(off(ADAMW)),
+    "clipped": lambda off: off(
+        masters(optax.chain(optax.clip_by_global_norm(1.0), ADAMW))
+    ),
+    "clipped updates": lambda off: off(
+        masters(optax.chain(ADAMW, optax.clip_by_global_norm(1.0)))
+    ),
+    "scaled": lambda off: scaled(off(masters(ADAMW))),
+    "scaled inside": lambda off: off(scaled(masters(ADAMW))),
+    "after a link": lambda off: optax.chain(
+        optax_mp.dynamic_loss_scale(init_scale=4.0), off(masters(ADAMW))
+    ),
+    "MultiSteps inside": lambda off: off(masters(multi_steps(ADAMW))),
+    "MultiSteps around": lambda off: multi_steps(off(masters(ADAMW))),
+    "apply_if_finite inside": lambda off: off(optax.apply_if_finite(masters(ADAMW), 9)),
+    "apply_if_finite around": lambda off: optax.apply_if_finite(off(masters(ADAMW)), 9),
+    "inject_hyperparams": lambda off: off(
+        masters(optax.inject_hyperparams(optax.adamw)(1e-2))
+    ),
+    "partition": lambda off: off(
+        masters(
+            optax.partition(
+                {"a": optax.adam(1e-2), "b": optax.sgd(1e-2, momentum=0.9)},
+                {"matrix": "a", "cube": "b", "row": "a", "small": "b"},
+            )
+        )
+    ),
+}
+BAD = {1, 2}
+
+
+@needs_memories
+@mostly_slow("name", FORMS, lambda name: name == "scaled")
+def test_a_form_trains_as_without(name):
+    bad = BAD if "scale" in name or "link" in name or "finite" in name else ()
+    got = assert_same_training(FORMS[name], steps=5, bad=bad)
+    assert kinds(got[1]) == {"Host", "Device"}
+
+
+@needs_memories
+@pytest.mark.slow
+def test_hundreds_of_steps_give_the_same_bits_with_fusions_too():
+    for name in ("masters", "compact"):
+        got = assert_same_training(FORMS[name], steps=300, options={})
+        assert kinds(got[1]) == {"Host", "Device"}
+
+
+# Products and reductions of other lengths may be added in another order.
+ROUNDED = {"muon", "galore"}
+
+
+@needs_memories
+@mostly_slow("name", sorted(OPTIMIZERS), lambda name: name == "adafactor")
+def test_an_optimizer_trains_as_without(name):
+    def form(off):
+        return off(masters(OPTIMIZERS[name]()))
+
+    if name not in ROUNDED:
+        assert_same_training(form)
+        return
+    want, got = train(form(lambda inner: inner), 4), train(form(in_chunks), 4)
+    for a, b in zip(jax.tree.leaves(want[1]), jax.tree.leaves(got[1]), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
+
+
+@needs_memories
+def test_large_arrays_are_in_host_memory_and_stay_there():
+    params = random_params()
+    tx = in_chunks(masters(ADAMW))
+    state = tx.init(params)
+
+    def check(state):
+        for path, x in jax.tree_util.tree_leaves_with_path(state):
+            assert (x.sharding.memory_kind == HOST) == (x.size >= 256), path
+
+    check(state)
+    want = masters(ADAMW).init(params)
+    assert jax.tree.structure(state) == jax.tree.structure(want)
+    assert as_bits(state) == as_bits(want)
+    step = jax.jit(lambda p, s: take(tx, p, s), donate_argnums=(0, 1))
+    for _ in range(3):
+        before = jax.tree.leaves(state)
+        params, state = step(params, state)
+        check(state)
+        assert all(x.is_deleted() for x in before)
+
+
+def take(tx, params, state):
+    updates, state = tx.update(params, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@needs_memories
+def test_a_skipped_step_brings_nothing():
+    params = random_params("float32")
+    for name in ("scaled", "scaled inside"):
+        tx = FORMS[name](in_chunks)
+        state = tx.init(params)
+        closed = jax.make_jaxpr(tx.update)(params, state, params)
+        for bad, rounds in (({0}, 0), ((), 1)):
+            grads = random_grads(params, 0, bad)
+            counts = loop_rounds(closed, (grads, state, params))
+            assert len(counts) == 3, name
+            assert all(min(count, 1) == rounds for count in counts)
+    moves = [e for e in closed.jaxpr.eqns if e.primitive.name == "device_put"]
+    # What is outside of loops tells jit that a result of one is in host memory.
+    assert all(str(e.invars[0].aval).startswith("float32<host>") for e in moves)
+
+
+def loop_rounds(closed, args):
+    """Return how many rounds each loop of a program takes."""
+    counts = []
+
+    def run(equation, inputs):
+        if equation.primitive.name == "while":
+            consts = equation.params["cond_nconsts"] + equation.params["body_nconsts"]
+            counts.append(int(inputs[consts + 1]))
+        return bind(equation, inputs)
+
+    evaluate(closed, jax.tree.leaves(args), run)
+    return counts
+
+
+def test_chunks_cover_each_element_once():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        rank = rng.integers(1, 5)
+        shape = tuple(int(n) for n in rng.integers(1, 9, rank))
+        shape = (*shape[:-1], int(rng.integers(1, 300)))
+        most = int(rng.integers(1, 2 * np.prod(shape) + 2))
+        block = int(2 ** rng.integers(0, 6))
+        seen = np.zeros(shape, int)
+        for chunks in chunks_of(shape, block, most):
+            for k in range(chunks.count):
+                start = [int(i) for i in chunks.start(k, shape)]
+                assert start[-1] % block == 0
+                slices = tuple(
+                    slice(a, a + n) for a, n in zip(start, chunks.shape, strict=True)
+                )
+                assert seen[slices].shape == chunks.shape
+                seen[slices] += 1
+        assert (seen == 1).all(), (shape, most, block)
+
+
+@needs_memories
+@pytest.mark.slow
+def test_on_eight_devices():
+    run_checks("offload_devices", 8, CHECKS)
+
+
+@needs_memories
+def test_converts_on_and_off_in_a_live_run():
+    params = random_params()
+    plain, tx = masters(ADAMW), in_chunks(masters(ADAMW))
+    want = train(plain, 6)
+    half_params, half, _ = train(plain, 3)
+    moved = optax_mp.convert_opt_state(half, half_params, plain, tx)
+    assert kinds(moved) == {"Host", "Device"}
+    assert as_bits(moved) == as_bits(half)
+    back = optax_mp.convert_opt_state(moved, half_params, tx, plain)
+    assert kinds(back) == {"Device"}
+    assert as_bits(back) == as_bits(half)
+    del want, params
+
+
+@needs_memories
+def test_what_is_wrong_is_named(monkeypatch):
+    params = random_params()
+    with pytest.raises(ValueError, match="`memory_kind` is 'host', expected 'pinned_"):
+        optax_mp.offload(ADAMW, memory_kind="host")
+    with pytest.raises(ValueError, match="`chunk_bytes` is 0"):
+        optax_mp.offload(ADAMW, chunk_bytes=0)
+    with pytest.raises(TypeError, match="`min_size` is 1.5"):
+        optax_mp.offload(ADAMW, min_size=1.5)
+    with pytest.raises(TypeError, match="`inner` is a function"):
+        optax_mp.offload(optax.adam)
+    with pytest.raises(TypeError, match="`params` is"):
+        in_chunks(ADAMW).init(ADAMW)
+    tx = in_chunks(masters(ADAMW), param_shardings={"v": None})
+    with pytest.raises(ValueError, match="offload: `param_shardings` has the"):
+        jax.jit(tx.update)(params, tx.init(params), params)
+    module = "optax_mp.devices._offload.kinds_of_memory"
+    monkeypatch.setattr(module, lambda device: ["device"])
+    with pytest.raises(ValueError, match=r"\['matrix'\].*'cpu' backend.*\['device'\]"):
+        in_chunks(ADAMW).init({"matrix": jnp.ones((2, 2))})
+
+
+def test_before_jax_0_10_the_version_is_named(monkeypatch):
+    monkeypatch.setattr("optax_mp.devices._offload.knows_memories", lambda: False)
+    with pytest.raises(RuntimeError, match=r"expected JAX 0.10 or later.*memory_kind=N"):
+        optax_mp.offload(ADAMW)
+    tx = optax_mp.offload(ADAMW, memory_kind=None)
+    assert as_bits(train(tx, 2, options={})) == as_bits(train(ADAMW, 2, options={}))
+
+
+@needs_memories
+def test_a_step_outside_of_jit_works_and_warns():
+    params = random_params()
+    tx = in_chunks(masters(ADAMW))
+    state = tx.init(params)
+    with pytest.warns(UserWarning, match="outside of `jax.jit`"):
+        updates, new = tx.update(params, state, params)
+    plain = masters(ADAMW)
+    want = jax.jit(plain.update)(params, plain.init(params), params)
+    assert as_bits((updates, new)) == as_bits(want)
+    assert kinds(new) == {"Host", "Device"}
+
+
+@needs_memories
+def test_state_that_was_pulled_back_is_brought_to_the_host_with_a_warning():
+    params = random_params()
+    tx = in_chunks(masters(ADAMW))
+    state = tx.init(params)
+    on_device = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), state)
+    pulled = jax.device_put(state, on_device)
+    with pytest.warns(UserWarning, match=r"master_params\['cube'\] of the state"):
+        _, new = jax.jit(tx.update)(params, pulled, params)
+    assert kinds(new) == {"Host", "Device"}
+    want = jax.jit(masters(ADAMW).update)(params, pulled, params)[1]
+    assert as_bits(new) == as_bits(want)
+
+
+@needs_memories
+def test_a_step_cannot_be_skipped_for_state_that_others_put_into_host_memory():
+    def update(grads, state, params=None):
+        to = jax.memory.Space
+        new = jax.device_put(jax.device_put(state, to.Device) + 1, to.Host)
+        return grads, new
+
+    def init(params):
+        x = jnp.ones(4)
+        return jax.device_put(x, x.sharding.with_memory_kind(HOST))
+
+    tx = scaled(optax.GradientTransformation(init, update))
+    params = {"w": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"float32\[4\] in host memory"):
+        jax.jit(tx.update)(params, tx.init(params), params)

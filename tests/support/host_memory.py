@@ -1,0 +1,65 @@
+"""Steps with state in host memory beside the same without, for tests."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits
+
+import optax_mp
+
+needs_memories = pytest.mark.skipif(
+    not hasattr(jax, "memory"), reason="before JAX 0.10"
+)
+# XLA for CPUs contracts a product and a sum in one program and not in another, by what
+# it fuses: without fusions the same operations give the same bits.
+UNFUSED = {"xla_disable_hlo_passes": "fusion"}
+SHAPES = {"matrix": (40, 64), "cube": (3, 10, 64), "row": (1000,), "small": (64,)}
+HOST = "pinned_host"
+
+
+def in_chunks(inner, **settings):
+    """Return `inner` with most of its state in host memory, in chunks of a few rows."""
+    return optax_mp.offload(inner, chunk_bytes=4096, min_size=256, **settings)
+
+
+def random_params(dtype="bfloat16"):
+    rng = np.random.default_rng(0)
+    return {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in SHAPES.items()}
+
+
+def random_grads(params, step, bad=()):
+    rng = np.random.default_rng(step + 1)
+    factor = np.nan if step in bad else 1
+    return jax.tree.map(
+        lambda p: jnp.asarray(rng.normal(size=p.shape) * factor, p.dtype), params
+    )
+
+
+def train(tx, steps, *, bad=(), params=None, options=UNFUSED, state=None):
+    """Return params and state after some steps, and all updates."""
+    params = random_params() if params is None else params
+    state = tx.init(params) if state is None else state
+    update = jax.jit(tx.update, compiler_options=options)
+    apply = jax.jit(optax.apply_updates)
+    all_updates = []
+    for step in range(steps):
+        updates, state = update(random_grads(params, step, bad), state, params)
+        params = apply(params, updates)
+        all_updates.append(updates)
+    return params, state, all_updates
+
+
+def assert_same_training(make, steps=4, **settings):
+    """Assert that `make(in_chunks)` trains as `make` of nothing does, to the bit."""
+    want = train(make(lambda inner: inner), steps, **settings)
+    got = train(make(in_chunks), steps, **settings)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert as_bits(got) == as_bits(want)
+    return got
+
+
+def kinds(tree):
+    """Return the kinds of memory of the arrays of a tree."""
+    return {jax.typeof(x).memory_space.name for x in jax.tree.leaves(tree)}

@@ -1,0 +1,127 @@
+"""`offload` with sharded arrays, in a process that has eight devices."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from comparison import as_bits
+from forced_devices import run_named
+from host_memory import HOST, UNFUSED, in_chunks, kinds
+from jax.sharding import NamedSharding, PartitionSpec
+from sharded_steps import COLLECTIVES, arrays, compact, mesh_of, shardings
+
+import optax_mp
+
+
+def masters():
+    return optax_mp.mixed_precision(optax.adamw(1e-2))
+
+
+FORMS = {"masters": masters, "compact": compact}
+
+
+def steps(tx, params, state, grads):
+    """Return params and state after three steps, and the program of one."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = jax.jit(step, donate_argnums=(0, 1), compiler_options=UNFUSED)
+    text = compiled.lower(params, state, grads).compile().as_text()
+    for _ in range(3):
+        params, state = compiled(params, state, grads)
+    return (params, state), {name for name in COLLECTIVES if name in text}
+
+
+def on_one_device(tx):
+    params, grads = arrays(0), arrays(1)
+    return steps(tx, params, tx.init(params), grads)[0]
+
+
+def check(kind, knows_layout):
+    mesh = mesh_of(kind)
+    placed = shardings(mesh)
+    params, grads = (jax.device_put(arrays(i), placed) for i in (0, 1))
+    for make in FORMS.values():
+        tx = in_chunks(make(), param_shardings=placed if knows_layout else None)
+        state = tx.init(params)
+        large = [x for x in jax.tree.leaves(state) if x.size >= 256]
+        assert all(x.sharding.memory_kind == HOST for x in large)
+        for p, x in zip(jax.tree.leaves(params), large[:4], strict=True):
+            assert x.sharding.spec == p.sharding.spec
+        copies = jax.tree.map(jnp.copy, params)
+        got, collectives = steps(tx, copies, state, grads)
+        assert kinds(got[1]) == {"Host", "Device"}
+        assert as_bits(got) == as_bits(on_one_device(make()))
+        plain = make()
+        copies = jax.tree.map(jnp.copy, params)
+        _, known = steps(plain, copies, plain.init(params), grads)
+        assert collectives <= known, collectives
+
+
+def where_shardings_are_given():
+    check("Auto", knows_layout=True)
+
+
+def where_nothing_is_known():
+    check("Auto", knows_layout=False)
+
+
+def where_types_say_it():
+    with jax.set_mesh(mesh_of("Explicit")):
+        check("Explicit", knows_layout=False)
+
+
+def in_shard_map():
+    mesh = mesh_of("Auto")
+    rows = NamedSharding(mesh, PartitionSpec("a"))
+    params, grads = ({"w": jax.device_put(arrays(i)["rows"], rows)} for i in (0, 1))
+    tx, plain = in_chunks(masters()), masters()
+    state = tx.init(params)
+    spec = jax.tree.map(lambda x: PartitionSpec("a") if x.ndim else PartitionSpec(), state)
+    params_spec = {"w": PartitionSpec("a")}
+    update = jax.shard_map(
+        tx.update,
+        mesh=mesh,
+        in_specs=(params_spec, spec, params_spec),
+        out_specs=(params_spec, spec),
+        check_vma=False,
+    )
+    options = {"compiler_options": UNFUSED}
+    updates, new = jax.jit(update, **options)(grads, state, params)
+    want = jax.jit(plain.update, **options)(grads, plain.init(params), params)
+    assert as_bits((updates, new)) == as_bits(want)
+    assert kinds(new) == {"Host", "Device"}
+
+
+def zero1_inside_and_around():
+    mesh = mesh_of("Auto")
+    params, grads = (
+        jax.device_put(arrays(i), NamedSharding(mesh, PartitionSpec())) for i in (0, 1)
+    )
+    want = on_one_device(masters())
+    for tx in (
+        in_chunks(optax_mp.zero1(masters(), mesh, ("a", "b"))),
+        optax_mp.zero1(in_chunks(masters()), mesh, ("a", "b")),
+    ):
+        state = tx.init(params)
+        assert kinds(state) == {"Host", "Device"}
+        parts = [x.addressable_shards[0].data for x in jax.tree.leaves(state)]
+        whole = [x for x in jax.tree.leaves(state)]
+        assert sum(x.size for x in parts) < 0.2 * sum(x.size for x in whole)
+        copies = jax.tree.map(jnp.copy, params)
+        got, _ = steps(tx, copies, state, grads)
+        assert as_bits(got) == as_bits(want)
+        assert kinds(got[1]) == {"Host", "Device"}
+
+
+CHECKS = [
+    where_shardings_are_given,
+    where_nothing_is_known,
+    where_types_say_it,
+    in_shard_map,
+    zero1_inside_and_around,
+]
+
+if __name__ == "__main__":
+    run_named(CHECKS, 8)
