@@ -14,7 +14,7 @@ from optax_mp._jax._by_platform import Way, by_platform
 from optax_mp._jax._jaxpr import open_jaxpr
 from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
 from optax_mp._tree import is_array
-from optax_mp.leafwise import _gpu, _tpu
+from optax_mp.leafwise import _chunks, _gpu, _tpu
 from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._cut import End, cut
@@ -176,9 +176,17 @@ def run_piece(program: Program, end: End, piece: Piece) -> Callable[..., list[An
         here = replace(piece, origin=args[:rank])
         return list(kernel.run_end(program, end, here, args[rank:]))
 
-    ways = {
+    @partial(jax.jit, static_argnums=0)
+    def by_chunks(device_count: int, *args: Any) -> list[Any]:
+        here = replace(piece, origin=args[:rank])
+        cuts = _chunks.Cuts.of(here, device_count)
+        if cuts is None:
+            return anywhere(*args)
+        return _chunks.run_end(program, end, cuts, args[rank:])
+
+    kernels = {
         platform: Way(partial(by_kernel, kernel))
         for platform, kernel in _KERNELS.items()
         if kernel.takes(program, end, piece)
     }
-    return partial(by_platform, anywhere, ways)
+    return partial(by_platform, anywhere, kernels, {"tpu": by_chunks})
