@@ -140,7 +140,7 @@ def _moved_by(
     for i, operand in enumerate(each.operands):
         kind = here.instructions[operand].type
         users = inside.users(_parameter(inside, i)) if is_fusion else [each]
-        slices = [u for u in users if u.operation == "dynamic-slice"]
+        slices = [u for u in users if u.operation in ("dynamic-slice", "slice")]
         updates = [u for u in users if u.operation == "dynamic-update-slice"]
         if "S(" in kind or not bytes_of(kind):
             continue
