@@ -21,6 +21,8 @@ Function = Callable[..., list[Any]]
 # Platforms that have a way of their own, as JAX names them.
 _PLATFORMS = ("tpu", "cuda")
 
+_HAS_KERNELS = hasattr(jax, "shard_map")
+
 _by_platform = Primitive("optax_mp_by_platform")
 _by_platform.multiple_results = True
 
@@ -74,8 +76,7 @@ def by_platform(
             the number of devices that may hold shards of the arrays, then these.
         args: the arrays, of the same shapes in all calls with these functions.
     """
-    if not hasattr(jax, "shard_map"):
-        # Before JAX 0.6 kernels cannot be made, and shard_map asks for a rule.
+    if not _HAS_KERNELS:  # and shard_map asks for a rule
         return anywhere(*args)
     # With the axes over which they vary under shard_map, and shardings in types.
     avals = tuple(jax.make_jaxpr(anywhere)(*args).out_avals)
@@ -147,9 +148,18 @@ def _warn_once(error: str) -> None:
     )
 
 
+def kernel_obstacle() -> str | None:
+    """Return why there are no kernels in any program; None if there may be."""
+    if not _HAS_KERNELS:
+        return "JAX before 0.6"
+    if os.environ.get("OPTAX_MP_KERNELS") == "0":
+        return "OPTAX_MP_KERNELS=0"
+    return None
+
+
 def _may_have_kernels(module: Any, platform: str) -> bool:
     """Return whether there may be kernels in a program."""
-    if os.environ.get("OPTAX_MP_KERNELS") == "0":
+    if kernel_obstacle() is not None:
         return False
     if platform == "tpu" and _is_old_tpu():
         return False

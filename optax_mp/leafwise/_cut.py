@@ -35,7 +35,7 @@ class End:
             `outputs`, which of `reads` that is.
         shape: of its elements.
         block_size: how many elements along the last axis share a scale, if any do.
-        has_kernel: whether a kernel can compute it, and would pay.
+        obstacle: why no kernel computes it on any platform; None if one may.
     """
 
     places: list[int]
@@ -44,7 +44,7 @@ class End:
     replaced: dict[int, int]
     shape: tuple[int, ...]
     block_size: int | None
-    has_kernel: bool
+    obstacle: str | None
 
 
 def cut(program: Program, replaced: dict[int, int]) -> list[End]:
@@ -110,12 +110,26 @@ def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End:
         },
         shape=shape,
         block_size=max(sizes, default=None),
-        has_kernel=_is_packed(program, outputs)
-        and math.prod(shape) >= _SMALLEST_SIZE
-        and len(sizes) <= 1
-        and all(each.axis == len(shape) - 1 for each in found)
-        and _has_one_shape(nodes, shape),
+        obstacle=_obstacle(program, outputs, shape, nodes),
     )
+
+
+def _obstacle(
+    program: Program, outputs: set[int], shape: tuple[int, ...], nodes: list[Node]
+) -> str | None:
+    """Return why a kernel could not compute an end, or would not pay."""
+    found = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
+    if not _is_packed(program, outputs):
+        return "nothing in few bits"
+    if math.prod(shape) < _SMALLEST_SIZE:
+        return f"under {_SMALLEST_SIZE} elements"
+    if len({each.size for each in found}) > 1:
+        return "blocks of several sizes"
+    if any(each.axis != len(shape) - 1 for each in found):
+        return "blocks not along the last axis"
+    if not _has_one_shape(nodes, shape):
+        return "arrays of several shapes"
+    return None
 
 
 def _is_packed(program: Program, outputs: set[int]) -> bool:

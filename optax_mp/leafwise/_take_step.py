@@ -1,6 +1,7 @@
 """take_step: `tx.update` and `optax.apply_updates` in one pass over memory."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -77,30 +78,54 @@ def take_step(
         >>> float(params["w"][0, 0])
         0.8984375
     """
-    tx = as_transformation(tx, "take_step", "tx")
-
-    # What is known while tracing stays known: a rule may use it in an `if`.
-    traced = {name: x for name, x in extra_args.items() if _has_tracers(x)}
-    known = {name: x for name, x in extra_args.items() if name not in traced}
-
-    def step(given: Any, kept: Any) -> Any:
-        grads, traced = given
-        opt_state, params = kept
-        updates, opt_state = tx.update(grads, opt_state, params, **traced, **known)
-        return opt_state, optax.apply_updates(params, updates)
-
-    given, kept = (grads, traced), (opt_state, params)
-    shardings = [None] * len(jax.tree.leaves(opt_state))
-    shardings += _shardings_of(params, param_shardings)
-    opt_state, params = run_leafwise(step, given, kept, shardings)
+    whole = WholeStep.of(
+        "take_step", tx, grads, opt_state, params, param_shardings, extra_args
+    )
+    opt_state, params = run_leafwise(*whole)
     return params, opt_state
+
+
+class WholeStep(NamedTuple):
+    """The arguments of `run_leafwise` for a step of an optimizer."""
+
+    step: Callable[[Any, Any], Any]
+    given: Any
+    kept: Any
+    shardings: list[NamedSharding | None]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        tx: optax.GradientTransformation,
+        grads: optax.Updates,
+        opt_state: optax.OptState,
+        params: optax.Params,
+        param_shardings: Any,
+        extra_args: dict[str, Any],
+    ) -> "WholeStep":
+        """Check the arguments of the function `name`, and return the step."""
+        tx = as_transformation(tx, name, "tx")
+        # What is known while tracing stays known: a rule may use it in an `if`.
+        traced = {name: x for name, x in extra_args.items() if _has_tracers(x)}
+        known = {name: x for name, x in extra_args.items() if name not in traced}
+
+        def step(given: Any, kept: Any) -> Any:
+            grads, traced = given
+            opt_state, params = kept
+            updates, opt_state = tx.update(grads, opt_state, params, **traced, **known)
+            return opt_state, optax.apply_updates(params, updates)
+
+        shardings = [None] * len(jax.tree.leaves(opt_state))
+        shardings += _shardings_of(name, params, param_shardings)
+        return cls(step, (grads, traced), (opt_state, params), shardings)
 
 
 def _has_tracers(tree: Any) -> bool:
     return any(map(is_traced, jax.tree.leaves(tree)))
 
 
-def _shardings_of(params: Any, shardings: Any) -> list[NamedSharding | None]:
+def _shardings_of(name: str, params: Any, shardings: Any) -> list[NamedSharding | None]:
     """Return the sharding of each leaf, None where a mesh is not known."""
     if shardings is None:
         return []
@@ -110,7 +135,7 @@ def _shardings_of(params: Any, shardings: Any) -> list[NamedSharding | None]:
         )
     except ValueError as error:
         raise ValueError(
-            "take_step: `param_shardings` has the structure "
+            f"{name}: `param_shardings` has the structure "
             f"{jax.tree.structure(shardings)}, expected that of the params, which is "
             f"{jax.tree.structure(params)}, or a prefix of it; pass "
             "`jax.tree.map(lambda p: p.sharding, params)`."
@@ -119,7 +144,7 @@ def _shardings_of(params: Any, shardings: Any) -> list[NamedSharding | None]:
     for leaf in leaves:
         if not isinstance(leaf, Sharding):
             raise TypeError(
-                f"take_step: `param_shardings` holds {leaf!r}, expected shardings, "
+                f"{name}: `param_shardings` holds {leaf!r}, expected shardings, "
                 "such as a `jax.sharding.NamedSharding`; pass "
                 "`jax.tree.map(lambda p: p.sharding, params)`."
             )
