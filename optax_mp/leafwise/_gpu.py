@@ -67,7 +67,7 @@ def obstacle(program: Program, end: End, piece: Piece) -> str | None:
     if other is not None:
         return f"computes in {other}"
     if end.block_size is not None and piece.shape[-1] % end.block_size:
-        return f"rows of {piece.shape[-1]} are no whole blocks of {end.block_size}"
+        return "rows not of whole blocks"
     if math.prod(piece.shape) >= 2**31:
         return "2^31 elements or more"
     return None
