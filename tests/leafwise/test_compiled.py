@@ -60,3 +60,15 @@ def test_a_tpu_needs_little_more_without_kernels(tmp_path):
         assert row["collectives, layout not known"] == 0, row
         assert row["moved, layout not known"] <= 3 * row["limit"], row
         assert row["temporaries, layout not known"] <= 1.5, row
+
+
+def test_every_optimizer_has_a_kernel_on_a_tpu():
+    support = pathlib.Path(__file__).parents[1] / "support"
+    command = [sys.executable, str(support / "compiled_for_tpus.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) > 50
+    # Mosaic has no cube root.
+    others = [x for x in lines if not x.endswith(" kernel") or "no kernel" in x]
+    assert others == ["madgrad v5e:2x2 no kernel"]
