@@ -142,9 +142,10 @@ def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
 def _warn_once(error: str) -> None:
     warn(
         "optax_mp: this version of JAX could not make a kernel for a leaf that is "
-        "stored in few bits, and XLA alone compiles its step. That takes more operations "
-        "on a TPU, and moves 1.5 times as many bytes on a GPU. Another version of JAX "
-        f"may do better; OPTAX_MP_KERNELS=0 makes no kernels, and no warning. {error}"
+        "stored in few bits, and XLA alone compiles its step. That takes more "
+        "operations on a TPU, and moves 1.5 times as many bytes on a GPU. Another "
+        "version of JAX may do better; OPTAX_MP_KERNELS=0 makes no kernels, and no "
+        f"warning. {error}"
     )
 
 

@@ -41,8 +41,8 @@ def take_step(
     all axes of a mesh, and on sharded arrays where the types of arrays or
     `param_shardings` say how they are sharded. Elsewhere, on other platforms, and for
     small leaves, XLA compiles what `tx.update` says, on a TPU for some rows of a large
-    leaf after others. `step_report` says which leaves have a kernel, and why others have
-    none. `OPTAX_MP_KERNELS=0` in the environment makes no kernels.
+    leaf after others. `step_report` says which leaves have a kernel, and why others
+    have none. `OPTAX_MP_KERNELS=0` in the environment makes no kernels.
 
     Args:
         tx: any optax optimizer or chain.
