@@ -15,7 +15,6 @@ weight; params and state are donated.
 
 import argparse
 import functools
-import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -33,6 +32,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import record  # noqa: E402
+import traffic  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
@@ -109,6 +109,9 @@ OTHERS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
     "Lion, compact": (lambda: compact(optax.lion(1e-3)), BF16, BF16, 10.125),
     "SGD, float32": (lambda: optax.sgd(1e-3, 0.9), F32, F32, 20),
     "SGD, compact": (lambda: compact(optax.sgd(1e-3, 0.9)), BF16, BF16, 10.125),
+    # Their products move more. State that feeds them has 16 bits.
+    "Muon, float32": (lambda: optax.contrib.muon(1e-3), F32, F32, 20),
+    "Muon, compact": (lambda: compact(optax.contrib.muon(1e-3)), BF16, BF16, 12.125),
 }
 
 
@@ -133,6 +136,19 @@ def measure(form: str, target: str, side: int) -> record.Row:
         compiled = compile_step(step, args, target)
         row |= costs_of(compiled, LEAVES * side * side, way)
     return row
+
+
+def measure_without_kernels(form: str, target: str, side: int) -> record.Row:
+    """Return the same for `take_step` where no kernel can go."""
+    make, param_dtype, grad_dtype, limit = FORMS[form]
+    tx = make()
+    os.environ["OPTAX_MP_KERNELS"] = "0"
+    try:
+        args = arrays_of(tx, param_dtype, grad_dtype, side)
+        compiled = compile_step(in_one_pass(tx), args, target)
+    finally:
+        del os.environ["OPTAX_MP_KERNELS"]
+    return {"form": form, "limit": limit} | costs_of(compiled, LEAVES * side * side)
 
 
 def measure_sharded(form: str, target: str, side: int) -> record.Row:
@@ -208,7 +224,9 @@ def compile_step(
 
     jitted = jax.jit(step, donate_argnums=(0, 1))
     lowered = jitted.lower(*jax.tree.map(place, args, shardings))
-    options = NO_PREFETCH if target == "tpu" else None
+    # What a loop computes chunk by chunk is to stay on the chip.
+    has_loop = "stablehlo.while" in lowered.as_text()
+    options = NO_PREFETCH if target == "tpu" and not has_loop else None
     return lowered.compile(compiler_options=options)
 
 
@@ -225,11 +243,13 @@ def collectives_in(compiled: Any) -> int:
     """Return how many collectives of more than a few numbers a program has."""
     pattern = r"= (\S+) (?:all-gather|all-reduce|all-to-all|collective-permute)"
     found = re.findall(pattern, compiled.as_text())
-    return sum(bytes_of(types) > 1024 for types in found)
+    return sum(traffic.bytes_of(types) > 1024 for types in found)
 
 
 def bytes_moved(compiled: Any) -> float:
     """Return the bytes that a compiled program reads and writes."""
+    if " while(" in compiled.as_text():  # whose trips XLA does not count
+        return traffic.bytes_moved(compiled.as_text())
     costs = compiled.cost_analysis()
     if costs is None:  # for GPUs that are not there
         from jaxlib import _jax
@@ -249,23 +269,14 @@ def bytes_of_kernels(program: str) -> int:
         if not equals:
             continue
         result, _, operation = rest.partition(" custom-call(")
-        sizes[name.lstrip("%")] = bytes_of(
+        sizes[name.lstrip("%")] = traffic.bytes_of(
             rest.split("(")[0] if not operation else result
         )
         if operation and any(kernel in line for kernel in KERNELS):
-            total += bytes_of(result)
+            total += traffic.bytes_of(result)
             operands = operation.split("), ")[0]
             total += sum(sizes[each] for each in re.findall(r"%([\w.-]+)", operands))
     return total
-
-
-def bytes_of(types: str) -> int:
-    """Return the bytes of the arrays in a type of XLA, such as `(f32[2,3], s8[4])`."""
-    return sum(
-        math.prod(map(int, filter(None, shape.split(","))))
-        * max(1, int(bits or 8) // 8)
-        for bits, shape in re.findall(r"\b(?:bf|[fsu]|pred)(\d*)\[([\d,]*)\]", types)
-    )
 
 
 def measure_model(way: str, target: str, size: amp.Size) -> record.Row:
@@ -306,11 +317,15 @@ MACHINE, PACKAGES = "no machine: compiled, not run", ("jax", "jaxlib", "optax")
 TARGETS = {"tpu": "TPU v5e", "gpu": "H100"}
 # The forms that are measured sharded.
 SHARDED = ("masters", "Split(8)", "5.1 bytes", "5.1 bytes, clipped")
+# Those that have kernels.
+PACKED = ("Split(16)", "Split(8)", "8-bit state", *(x for x in FORMS if "5.1" in x))
+PACKED += ("stochastic rounding",)
 
 # Title: (what is measured, the names of the rows).
 TABLES: dict[str, tuple[Callable[[str, str, int], record.Row], Iterable[str]]] = {
     "AdamW": (measure, FORMS),
     "Other optimizers": (measure, OTHERS),
+    "Without kernels, AdamW": (measure_without_kernels, PACKED),
     "Sharded over eight devices, AdamW": (measure_sharded, SHARDED),
     "Training step of a transformer": (
         lambda way, target, _: measure_model(way, target, MODEL),

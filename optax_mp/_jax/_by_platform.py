@@ -21,6 +21,8 @@ Function = Callable[..., list[Any]]
 # Platforms that have a way of their own, as JAX names them.
 _PLATFORMS = ("tpu", "cuda")
 
+_HAS_KERNELS = hasattr(jax, "shard_map")
+
 _by_platform = Primitive("optax_mp_by_platform")
 _by_platform.multiple_results = True
 
@@ -58,21 +60,27 @@ class Way:
         return self._jitted
 
 
-def by_platform(anywhere: Function, on: dict[str, Way], *args: Any) -> list[Any]:
+def by_platform(
+    anywhere: Function,
+    kernels: dict[str, Way],
+    without_kernel: dict[str, Callable[..., list[Any]]],
+    *args: Any,
+) -> list[Any]:
     """Return `anywhere(*args)`, or the same computed in the way of a platform.
 
     Args:
         anywhere: takes and returns arrays.
-        on: by platform, what does the same. If it cannot be lowered, what `anywhere`
-            does is lowered instead, and a warning says what that costs.
+        kernels: by platform, what does the same on one device. If it cannot be lowered,
+            a warning says what that costs.
+        without_kernel: by platform, what does the same where no kernel can be. It takes
+            the number of devices that may hold shards of the arrays, then these.
         args: the arrays, of the same shapes in all calls with these functions.
     """
-    if not hasattr(jax, "shard_map"):
-        # Before JAX 0.6 kernels cannot be made, and shard_map asks for a rule.
+    if not _HAS_KERNELS:  # and shard_map asks for a rule
         return anywhere(*args)
     # With the axes over which they vary under shard_map, and shardings in types.
     avals = tuple(jax.make_jaxpr(anywhere)(*args).out_avals)
-    ways = tuple(on.get(platform) for platform in _PLATFORMS)
+    ways = tuple((kernels.get(x), without_kernel.get(x)) for x in _PLATFORMS)
     return _by_platform.bind(*args, anywhere=anywhere, ways=ways, avals=avals)
 
 
@@ -107,9 +115,9 @@ def _lower(context: Any, *args: Any, anywhere: Function, **params: Any) -> Any:
 
 
 def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
-    way, module = params["ways"][platform], context.module_context
-    name = _PLATFORMS[platform]
-    if way is not None and _may_differ(module, name):
+    (way, without_kernel) = params["ways"][platform]
+    module, name = context.module_context, _PLATFORMS[platform]
+    if way is not None and _may_have_kernels(module, name):
         try:
             with warnings.catch_warnings():
                 # JAX 0.12 deprecates kernels in Triton.
@@ -124,6 +132,9 @@ def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
                 return mlir.lower_fun(function, multiple_results=True)(context, *args)
         except Exception as error:
             _warn_once(f"{type(error).__name__}: {error}".splitlines()[0])
+    if without_kernel is not None:
+        function = functools.partial(without_kernel, _device_count(module.axis_context))
+        return mlir.lower_fun(function, multiple_results=True)(context, *args)
     return _lower(context, *args, **params)
 
 
@@ -131,22 +142,32 @@ def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
 def _warn_once(error: str) -> None:
     warn(
         "optax_mp: this version of JAX could not make a kernel for a leaf that is "
-        "stored in few bits, and XLA alone compiles its step. That moves up to ten "
-        "times as many bytes on a TPU, 1.5 times on a GPU. Another version of JAX may "
-        f"do better; OPTAX_MP_KERNELS=0 makes no kernels, and no warning. {error}"
+        "stored in few bits, and XLA alone compiles its step. That takes more "
+        "operations on a TPU, and moves 1.5 times as many bytes on a GPU. Another "
+        "version of JAX may do better; OPTAX_MP_KERNELS=0 makes no kernels, and no "
+        f"warning. {error}"
     )
 
 
-def _may_differ(module: Any, platform: str) -> bool:
-    """Return whether a platform may have its own way in a program."""
+def kernel_obstacle() -> str | None:
+    """Return why there are no kernels in any program; None if there may be."""
+    if not _HAS_KERNELS:
+        return "JAX before 0.6"
     if os.environ.get("OPTAX_MP_KERNELS") == "0":
+        return "OPTAX_MP_KERNELS=0"
+    return None
+
+
+def _may_have_kernels(module: Any, platform: str) -> bool:
+    """Return whether there may be kernels in a program."""
+    if kernel_obstacle() is not None:
         return False
     if platform == "tpu" and _is_old_tpu():
         return False
     # An exported program is to run on later versions, too. Kernels do not.
     if module.lowering_parameters.for_export:
         return False
-    return _is_on_one_device(module.axis_context)
+    return _device_count(module.axis_context) == 1
 
 
 @functools.cache
@@ -159,16 +180,16 @@ def _is_old_tpu() -> bool:
     return kind in ("TPU v2", "TPU v3")
 
 
-def _is_on_one_device(context: Any) -> bool:
-    """Return whether a part of a program runs on whole arrays of one device.
+def _device_count(context: Any) -> int:
+    """Return on how many devices an array of a part of a program may be.
 
-    That is so in a program for one device, and inside of shard_map over all axes.
+    That is 1 in a program for one device, and inside of shard_map over all axes.
     Kernels are not partitioned: an array that is sharded would be gathered for one.
     """
     if hasattr(context, "num_devices"):
-        return context.num_devices == 1
-    mesh = getattr(context, "mesh", None)
-    return mesh is not None and context.manual_axes == frozenset(mesh.axis_names)
+        return context.num_devices
+    is_split = context.manual_axes == frozenset(context.mesh.axis_names)
+    return 1 if is_split else context.mesh.size
 
 
 mlir.register_lowering(_by_platform, _lower)

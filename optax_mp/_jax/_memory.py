@@ -46,3 +46,11 @@ def to_device(x: jax.Array) -> jax.Array:
     if is_traced(x):
         return jax.device_put(x, jax.memory.Space.Device)
     return jax.device_put(x, x.sharding.with_memory_kind("device"))
+
+
+def moves_memory(equation: Any) -> bool:
+    """Return whether an equation only moves an array between host and device."""
+    if equation.primitive.name != "device_put" or len(equation.invars) != 1:
+        return False
+    (target,) = equation.params["devices"]
+    return knows_memories() and isinstance(target, jax.memory.Space)

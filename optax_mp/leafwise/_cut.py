@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from optax_mp._jax._memory import moves_memory
 from optax_mp.leafwise._blocks import blocks_in, is_block_operation
 from optax_mp.leafwise._program import Node, Program, Value, values_in
 
@@ -18,7 +19,7 @@ ELEMENTWISE = frozenset(
     expm1 tanh logistic pow integer_pow square select_n clamp convert_element_type eq ne
     lt le gt ge and or not xor is_finite floor ceil round stop_gradient copy shift_left
     shift_right_logical shift_right_arithmetic bitcast_convert_type reduce_precision
-    nextafter pvary pcast device_put""".split()
+    nextafter pvary pcast""".split()
 )
 _SMALLEST_SIZE = 4096
 
@@ -35,9 +36,9 @@ class End:
             `outputs`, which of `reads` that is.
         shape: of its elements.
         block_size: how many elements along the last axis share a scale, if any do.
-        has_parts: whether any part of its arrays can be computed alone: all have one
-            shape, or are scales along the last axis of such an array.
-        has_kernel: whether a kernel can compute it, and would pay.
+        entangled: why no part of its arrays can be computed alone; None if any can: all
+            have one shape, or are scales along the last axis of such an array.
+        obstacle: why no kernel computes it on any platform; None if one may.
     """
 
     places: list[int]
@@ -46,8 +47,8 @@ class End:
     replaced: dict[int, int]
     shape: tuple[int, ...]
     block_size: int | None
-    has_parts: bool
-    has_kernel: bool
+    entangled: str | None
+    obstacle: str | None
 
 
 def cut(program: Program, replaced: dict[int, int]) -> list[End]:
@@ -102,11 +103,7 @@ def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End:
     )
     place_of = {value: i for i, value in enumerate(reads)}
     ordered = sorted(outputs)
-    has_parts = (
-        len(sizes) <= 1
-        and all(each.axis == len(shape) - 1 for each in found)
-        and _has_one_shape(nodes, shape)
-    )
+    entangled = _entangled(nodes, shape)
     return End(
         places=sorted(places),
         reads=reads,
@@ -118,11 +115,32 @@ def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End:
         },
         shape=shape,
         block_size=max(sizes, default=None),
-        has_parts=has_parts,
-        has_kernel=has_parts
-        and _is_packed(program, outputs)
-        and math.prod(shape) >= _SMALLEST_SIZE,
+        entangled=entangled,
+        obstacle=_obstacle(program, outputs, shape) or entangled,
     )
+
+
+def _obstacle(
+    program: Program, outputs: set[int], shape: tuple[int, ...]
+) -> str | None:
+    """Return why a kernel would not pay."""
+    if not _is_packed(program, outputs):
+        return "nothing in few bits"
+    if math.prod(shape) < _SMALLEST_SIZE:
+        return f"under {_SMALLEST_SIZE} elements"
+    return None
+
+
+def _entangled(nodes: list[Node], shape: tuple[int, ...]) -> str | None:
+    """Return why no part of the arrays of an end can be computed alone."""
+    found = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
+    if len({each.size for each in found}) > 1:
+        return "blocks of several sizes"
+    if any(each.axis != len(shape) - 1 for each in found):
+        return "blocks not along the last axis"
+    if not _has_one_shape(nodes, shape):
+        return "arrays of several shapes"
+    return None
 
 
 def _is_packed(program: Program, outputs: set[int]) -> bool:
@@ -165,6 +183,8 @@ def _fits(node: Node) -> bool:
         return True
     if name == "broadcast_in_dim":
         return not equation.invars[0].aval.shape
+    if name == "device_put":
+        return moves_memory(equation)
     if name not in ELEMENTWISE or len(equation.outvars) != 1:
         return False
     shape = equation.outvars[0].aval.shape

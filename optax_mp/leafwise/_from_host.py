@@ -18,8 +18,15 @@ from jax.sharding import NamedSharding
 from optax_mp._jax._arrays import is_partitioned
 from optax_mp._jax._choose import Choice
 from optax_mp._jax._jaxpr import is_literal
-from optax_mp._jax._memory import is_host_type, is_on_host, to_device, to_host
+from optax_mp._jax._memory import (
+    is_host_type,
+    is_on_host,
+    moves_memory,
+    to_device,
+    to_host,
+)
 from optax_mp._jax._traced import TracedCall, is_output
+from optax_mp._warnings import warn
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._host_chunks import run_chunks, start_value
 from optax_mp.leafwise._cut import End, cut
@@ -63,6 +70,13 @@ def run_from_host(
             and the rest of the result is of no use.
     """
     traced = TracedCall.of(lambda both: _between_moves(step, *both), (given, kept))
+    if traced.closed.effects:
+        warn(
+            "optax_mp: the update has effects, such as printing, that would be lost in "
+            "parts of a step: all of its state is brought to the device at once. Leave "
+            "them out, or expect as much memory as without `offload`."
+        )
+        return _between_moves(step, given, kept)
     program = Program.of(traced.closed, is_block_operation, opens_branches=True)
     known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
     known.update(program.constants)
@@ -203,7 +217,7 @@ class _StepFromHost:
             # A norm of the arrays: once they are here for it, all can be done.
             if sources and not is_input and sources <= job.arrays:
                 return
-        if not end.has_parts:
+        if end.entangled is not None:
             return
         # What is still to be computed says nothing of how arrays are sharded.
         args = [self.known.get(value, 0) for value in end.reads]
@@ -343,7 +357,7 @@ class _StepFromHost:
         """Return what a value was before it was moved to another memory."""
         while isinstance(value, Value) and value.made_at is not None:
             node = self.program.nodes[value.made_at]
-            if node.equation.primitive.name != "device_put":
+            if not moves_memory(node.equation):
                 break
             (value,) = node.inputs
         return value

@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton
 from optax_mp._jax._arrays import result_like
 from optax_mp.leafwise._blocks import MAXIMUM
 from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._kernel_part import DTYPES, KernelPart, has_dtypes, hold
+from optax_mp.leafwise._kernel_part import DTYPES, KernelPart, hold, other_dtype
 from optax_mp.leafwise._part import Piece
 from optax_mp.leafwise._program import Program, Value
 
@@ -61,12 +61,16 @@ class Run(KernelPart):
         return choose(values.reshape(-1, self.block_size), axis=1)
 
 
-def takes(program: Program, end: End, piece: Piece) -> bool:
-    """Return whether no block ends with a row, and 32 bits count the elements."""
-    if not has_dtypes(program, end, DTYPES):
-        return False
-    is_even = end.block_size is None or piece.shape[-1] % end.block_size == 0
-    return is_even and math.prod(piece.shape) < 2**31
+def obstacle(program: Program, end: End, piece: Piece) -> str | None:
+    """Return why the kernel cannot compute an end; None if it can."""
+    other = other_dtype(program, end, DTYPES)
+    if other is not None:
+        return f"computes in {other}"
+    if end.block_size is not None and piece.shape[-1] % end.block_size:
+        return "rows not of whole blocks"
+    if math.prod(piece.shape) >= 2**31:
+        return "2^31 elements or more"
+    return None
 
 
 def run_end(

@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp._jax._memory import is_host_type, to_device, to_host
+from optax_mp._jax._memory import (
+    is_host_type,
+    moves_memory,
+    to_device,
+    to_host,
+)
 from optax_mp.leafwise._cut import End
 from optax_mp.leafwise._part import Piece, Shard
 from optax_mp.leafwise._program import Node, Program, Value
@@ -96,7 +101,7 @@ class _Chunk(Shard):
 
     def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of an elementwise equation for this part."""
-        if node.equation.primitive.name == "device_put":
+        if moves_memory(node.equation):
             return list(inputs)
         return super().run(node, inputs)
 

@@ -62,10 +62,11 @@ class KernelPart(Part):
         return outputs if name in _EXACT else [_as(new, x) for x in outputs]
 
 
-def has_dtypes(program: Program, end: End, dtypes: Collection[str]) -> bool:
-    """Return whether all that an end reads and computes is of these dtypes."""
+def other_dtype(program: Program, end: End, dtypes: Collection[str]) -> str | None:
+    """Return a dtype that an end reads or computes in, and that is none of these."""
     made = [v for place in end.places for v in program.nodes[place].outputs]
-    return all(value.aval.dtype.name in dtypes for value in [*end.reads, *made])
+    names = (value.aval.dtype.name for value in [*end.reads, *made])
+    return next((name for name in names if name not in dtypes), None)
 
 
 def held_dtype(dtype: Any) -> Any:

@@ -55,16 +55,13 @@ class Layout:
         args: Sequence[Any],
     ) -> list[Any]:
         """Return the outputs of an end, computed on each device for its own piece."""
-        shape = self.sharding.shard_shape(self.whole)
 
         def run_shard(*args: Any) -> tuple[Any, ...]:
             origin = tuple(
                 jax.lax.axis_index(names) * size if names else jnp.int32(0)
-                for names, size in zip(self._names(), shape, strict=True)
+                for names, size in zip(self._names(), self.shape, strict=True)
             )
-            size = end.block_size or 1
-            piece = Piece(self.whole, shape, size, origin, is_shard=True)
-            return tuple(run_piece(piece, args))
+            return tuple(run_piece(self.piece(end, origin), args))
 
         outputs = [program.outputs[i] for i in end.outputs]
         run_sharded = jax.shard_map(
@@ -75,6 +72,16 @@ class Layout:
             check_vma=False,
         )
         return list(run_sharded(*args))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of what each device holds."""
+        return self.sharding.shard_shape(self.whole)
+
+    def piece(self, end: End, origin: tuple[Any, ...] = ()) -> Piece:
+        """Return the piece of a device that begins at a place of the whole arrays."""
+        size = end.block_size or 1
+        return Piece(self.whole, self.shape, size, origin, is_shard=True)
 
     def _names(self) -> list[Any]:
         spec = self.sharding.spec

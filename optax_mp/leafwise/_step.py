@@ -1,7 +1,7 @@
 """Take a step leaf by leaf: in one pass over each, where a platform has a kernel."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from optax_mp._jax._arrays import is_traced
-from optax_mp._jax._by_platform import Way, by_platform
+from optax_mp._jax._by_platform import Way, by_platform, kernel_obstacle
 from optax_mp._jax._jaxpr import open_jaxpr
 from optax_mp._jax._traced import TracedCall, is_output
 from optax_mp._tree import is_array
-from optax_mp.leafwise import _gpu, _tpu
+from optax_mp.leafwise import _chunks, _gpu, _tpu
 from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._cut import End, cut
@@ -40,43 +40,102 @@ def run_leafwise(
         shardings: how the leaves of `kept` are sharded under `jit`, None where that is
             not known. A kernel goes only where it is known.
     """
-    leaves = jax.tree.leaves((given, kept))
-    is_worth_it = any(map(is_traced, leaves)) and any(map(_is_packed, leaves))
-    if not is_worth_it:
+    cut_step = CutStep.of(step, given, kept, shardings)
+    if isinstance(cut_step, str):
         return step(given, kept)
-    traced = TracedCall.of(lambda both: step(*both), (given, kept))
-    if not _can_cut(traced):
-        return step(given, kept)
-    program = Program.of(traced.closed, is_block_operation)
-    ends = cut(program, _replaced(traced, kept))
-    known_shardings = shardings_of_inputs(program, kept, shardings)
-    at_ends = {i for end in ends for i in end.outputs}
-    others = [v for i, v in enumerate(program.outputs) if i not in at_ends]
-    known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
-    known.update(program.constants)
-    reads = [value for end in ends for value in end.reads]
-    program.run(program.needed([*others, *reads]), known)
-    results: dict[int, Any] = {}
-    runners = _Runners(program)
-    for end in ends:
-        args = [known[value] for value in end.reads]
-        outputs = runners.run(end, args, known_shardings)
-        results.update(zip(end.outputs, outputs, strict=True))
-    for i, value in enumerate(program.outputs):
-        if i not in at_ends:
-            results[i] = read_output(known, value)
-    return traced.unflatten([results[i] for i in range(len(program.outputs))])
+    return cut_step.run()
 
 
-def _can_cut(traced: TracedCall) -> bool:
-    """Return whether a step has known shapes, and does nothing but compute.
+@dataclass(frozen=True)
+class CutStep:
+    """A step, traced and cut.
 
-    What has an effect, such as printing, would be lost where nothing reads its result.
+    Attributes:
+        traced: the step.
+        program: its equations.
+        ends: the elementwise end of each leaf.
+        shardings: of the program's inputs, where they are known.
     """
+
+    traced: TracedCall
+    program: Program
+    ends: list[End]
+    shardings: Shardings
+
+    @classmethod
+    def of(
+        cls,
+        step: Callable[[Any, Any], Any],
+        given: Any,
+        kept: Any,
+        shardings: Sequence[NamedSharding | None] = (),
+    ) -> "CutStep | str":
+        """Trace and cut a step, or return why that cannot be, or would not pay.
+
+        Args:
+            step: see `run_leafwise`, as for the others.
+            given: a pytree.
+            kept: another.
+            shardings: how the leaves of `kept` are sharded.
+        """
+        leaves = jax.tree.leaves((given, kept))
+        if not any(map(_is_packed, leaves)):
+            return "nothing in few bits"
+        if not any(map(is_traced, leaves)):
+            return "not in a compiled program"
+        traced = TracedCall.of(lambda both: step(*both), (given, kept))
+        if not _has_fixed_shapes(traced):
+            return "sizes known later only"
+        # What nothing reads the result of, such as printing, would be lost.
+        if traced.closed.effects:
+            return "the update has effects"
+        program = Program.of(traced.closed, is_block_operation)
+        ends = cut(program, _replaced(traced, kept))
+        return cls(traced, program, ends, shardings_of_inputs(program, kept, shardings))
+
+    def run(self) -> Any:
+        """Return the result of the step."""
+        program, ends = self.program, self.ends
+        at_ends = {i for end in ends for i in end.outputs}
+        others = [v for i, v in enumerate(program.outputs) if i not in at_ends]
+        inputs = zip(program.inputs, self.traced.arrays, strict=True)
+        known: dict[Value, Any] = dict(inputs) | program.constants
+        reads = [value for end in ends for value in end.reads]
+        program.run(program.needed([*others, *reads]), known)
+        results: dict[int, Any] = {}
+        runners = _Runners(program)
+        for end in ends:
+            args = [known[value] for value in end.reads]
+            outputs = runners.run(end, args, self.shardings)
+            results.update(zip(end.outputs, outputs, strict=True))
+        for i, value in enumerate(program.outputs):
+            if i not in at_ends:
+                results[i] = read_output(known, value)
+        return self.traced.unflatten([results[i] for i in range(len(results))])
+
+    def obstacle(self, end: End, platform: str, is_sharded: bool) -> str | None:
+        """Return why an end has no kernel on a platform; None if it has one.
+
+        Args:
+            end: one of the ends.
+            platform: "tpu" or "cuda".
+            is_sharded: whether its arrays are on several devices.
+        """
+        if end.obstacle is not None or kernel_obstacle() is not None:
+            return end.obstacle or kernel_obstacle()
+        inputs = dict(zip(self.program.inputs, self.traced.arrays, strict=True))
+        args = [inputs.get(value, 0) for value in end.reads]
+        layout = Layout.find(end, args, self.shardings)
+        if layout is None and is_sharded:
+            return "layout not known, or uneven"
+        piece = layout.piece(end) if layout else Piece.of(end)
+        return _KERNELS[platform].obstacle(self.program, end, piece)
+
+
+def _has_fixed_shapes(traced: TracedCall) -> bool:
     opened, _ = open_jaxpr(traced.closed)
     sizes = [size for var in opened.invars for size in getattr(var.aval, "shape", ())]
-    is_fixed = all(isinstance(size, int) for size in sizes)
-    return is_fixed and not traced.closed.effects
+    return all(isinstance(size, int) for size in sizes)
 
 
 def _is_packed(leaf: Any) -> bool:
@@ -109,7 +168,7 @@ class _Runners:
         def run_piece(piece: Piece, args: Sequence[Any]) -> list[Any]:
             return self._runner(end, piece)(*map(jnp.int32, piece.origin), *args)
 
-        if not end.has_kernel:
+        if end.obstacle is not None:
             return self._runner(end, None)(*args)
         layout = Layout.find(end, args, shardings)
         if layout is None:
@@ -160,9 +219,17 @@ def run_piece(program: Program, end: End, piece: Piece) -> Callable[..., list[An
         here = replace(piece, origin=args[:rank])
         return list(kernel.run_end(program, end, here, args[rank:]))
 
-    ways = {
+    @partial(jax.jit, static_argnums=0)
+    def by_chunks(device_count: int, *args: Any) -> list[Any]:
+        here = replace(piece, origin=args[:rank])
+        cuts = _chunks.Cuts.of(here, device_count)
+        if cuts is None:
+            return anywhere(*args)
+        return _chunks.run_end(program, end, cuts, args[rank:])
+
+    kernels = {
         platform: Way(partial(by_kernel, kernel))
         for platform, kernel in _KERNELS.items()
-        if kernel.takes(program, end, piece)
+        if kernel.obstacle(program, end, piece) is None
     }
-    return partial(by_platform, anywhere, ways)
+    return partial(by_platform, anywhere, kernels, {"tpu": by_chunks})

@@ -1,6 +1,7 @@
 """take_step: `tx.update` and `optax.apply_updates` in one pass over memory."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -39,8 +40,9 @@ def take_step(
     A kernel is taken where a program is for one device, inside of `jax.shard_map` over
     all axes of a mesh, and on sharded arrays where the types of arrays or
     `param_shardings` say how they are sharded. Elsewhere, on other platforms, and for
-    small leaves, XLA compiles what `tx.update` says. `OPTAX_MP_KERNELS=0` in the
-    environment makes no kernels.
+    small leaves, XLA compiles what `tx.update` says, on a TPU for some rows of a large
+    leaf after others. `step_report` says which leaves have a kernel, and why others
+    have none. `OPTAX_MP_KERNELS=0` in the environment makes no kernels.
 
     Args:
         tx: any optax optimizer or chain.
@@ -77,23 +79,47 @@ def take_step(
         >>> float(params["w"][0, 0])
         0.8984375
     """
-    tx = as_transformation(tx, "take_step", "tx")
-
-    # What is known while tracing stays known: a rule may use it in an `if`.
-    traced = {name: x for name, x in extra_args.items() if _has_tracers(x)}
-    known = {name: x for name, x in extra_args.items() if name not in traced}
-
-    def step(given: Any, kept: Any) -> Any:
-        grads, traced = given
-        opt_state, params = kept
-        updates, opt_state = tx.update(grads, opt_state, params, **traced, **known)
-        return opt_state, optax.apply_updates(params, updates)
-
-    given, kept = (grads, traced), (opt_state, params)
-    shardings = [None] * len(jax.tree.leaves(opt_state))
-    shardings += spread_shardings(params, param_shardings, "take_step")
-    opt_state, params = run_leafwise(step, given, kept, shardings)
+    whole = WholeStep.of(
+        "take_step", tx, grads, opt_state, params, param_shardings, extra_args
+    )
+    opt_state, params = run_leafwise(*whole)
     return params, opt_state
+
+
+class WholeStep(NamedTuple):
+    """The arguments of `run_leafwise` for a step of an optimizer."""
+
+    step: Callable[[Any, Any], Any]
+    given: Any
+    kept: Any
+    shardings: list[NamedSharding | None]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        tx: optax.GradientTransformation,
+        grads: optax.Updates,
+        opt_state: optax.OptState,
+        params: optax.Params,
+        param_shardings: Any,
+        extra_args: dict[str, Any],
+    ) -> "WholeStep":
+        """Check the arguments of the function `name`, and return the step."""
+        tx = as_transformation(tx, name, "tx")
+        # What is known while tracing stays known: a rule may use it in an `if`.
+        traced = {name: x for name, x in extra_args.items() if _has_tracers(x)}
+        known = {name: x for name, x in extra_args.items() if name not in traced}
+
+        def step(given: Any, kept: Any) -> Any:
+            grads, traced = given
+            opt_state, params = kept
+            updates, opt_state = tx.update(grads, opt_state, params, **traced, **known)
+            return opt_state, optax.apply_updates(params, updates)
+
+        shardings = [None] * len(jax.tree.leaves(opt_state))
+        shardings += spread_shardings(params, param_shardings, name)
+        return cls(step, (grads, traced), (opt_state, params), shardings)
 
 
 def _has_tracers(tree: Any) -> bool:

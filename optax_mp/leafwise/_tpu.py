@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from optax_mp._jax._arrays import result_like
 from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._kernel_part import DTYPES, has_dtypes, hold
+from optax_mp.leafwise._kernel_part import DTYPES, hold, other_dtype
 from optax_mp.leafwise._part import Piece
 from optax_mp.leafwise._program import Program, Value
 from optax_mp.leafwise._tile import LANES, Tile
@@ -22,14 +22,18 @@ _ROWS = 32  # Mosaic's tiles of 8-bit numbers are 32 x 128.
 _CHUNK = 512
 
 
-def takes(program: Program, end: End, piece: Piece) -> bool:
-    """Return whether Mosaic has what an end needs."""
-    if not has_dtypes(program, end, DTYPES - {"float16"}):
-        return False
+def obstacle(program: Program, end: End, piece: Piece) -> str | None:
+    """Return why Mosaic cannot compute an end; None if it can."""
+    other = other_dtype(program, end, DTYPES - {"float16"})
+    if other is not None:
+        return f"computes in {other}"
     if any(v.aval.ndim and v.aval.dtype == jnp.bool_ for v in end.reads):
-        return False
-    has_lanes = end.block_size is None or 8 <= end.block_size <= LANES
-    return len(piece.shape) > 1 and has_lanes
+        return "reads an array of bools"
+    if len(piece.shape) < 2:
+        return "one axis"
+    if end.block_size is not None and not 8 <= end.block_size <= LANES:
+        return f"blocks of {end.block_size}, not of 8 to {LANES}"
+    return None
 
 
 def run_end(

@@ -5,7 +5,8 @@
 model that is only planned. `gradient_range_report` (`_gradient_range.py`) counts
 gradients by magnitude, and says what each low-precision format (`_formats.py`) would
 lose. `update_report` (`_updates.py`) counts the updates that are too small to move a
-param. `_leaf_counts.py` is what both of these share: counts for each leaf that add up.
+param. `step_report` (`_step.py`) says which leaves `take_step` computes in a kernel.
+`_leaf_counts.py` is what both of these share: counts for each leaf that add up.
 """
 
 from optax_mp.reports._gradient_range import (
@@ -17,6 +18,7 @@ from optax_mp.reports._memory import MemoryReport, MemoryRow, memory_report
 from optax_mp.reports._metrics import metrics
 from optax_mp.reports._precision import PrecisionReport, precision_report
 from optax_mp.reports._precision_rows import PrecisionCause, PrecisionProduct
+from optax_mp.reports._step import StepReport, StepRow, step_report
 from optax_mp.reports._updates import UpdateReport, update_report
 
 __all__ = [
@@ -27,10 +29,13 @@ __all__ = [
     "PrecisionCause",
     "PrecisionProduct",
     "PrecisionReport",
+    "StepReport",
+    "StepRow",
     "UpdateReport",
     "gradient_range_report",
     "memory_report",
     "metrics",
     "precision_report",
+    "step_report",
     "update_report",
 ]

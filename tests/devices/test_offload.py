@@ -241,7 +241,9 @@ def test_what_is_wrong_is_named(monkeypatch):
 
 def test_before_jax_0_10_the_version_is_named(monkeypatch):
     monkeypatch.setattr("optax_mp.devices._offload.knows_memories", lambda: False)
-    with pytest.raises(RuntimeError, match=r"expected JAX 0.10 or later.*memory_kind=N"):
+    with pytest.raises(
+        RuntimeError, match=r"expected JAX 0.10 or later.*memory_kind=N"
+    ):
         optax_mp.offload(ADAMW)
     tx = optax_mp.offload(ADAMW, memory_kind=None)
     assert as_bits(train(tx, 2, options={})) == as_bits(train(ADAMW, 2, options={}))

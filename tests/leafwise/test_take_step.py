@@ -23,7 +23,8 @@ from slow_cases import mostly_slow
 
 import optax_mp
 from optax_mp._jax import _by_platform
-from optax_mp.leafwise import _gpu, _step, _tpu
+from optax_mp.leafwise import _chunks, _gpu, _step, _tpu
+from optax_mp.leafwise._part import Piece
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
@@ -140,7 +141,7 @@ def test_a_kernel_does_the_same(form, platform, monkeypatch):
 
     def interpreted(program, end, piece):
         kernel = KERNELS[platform]
-        if not kernel.takes(program, end, piece):
+        if kernel.obstacle(program, end, piece) is not None:
             return run_piece(program, end, piece)
         ran.append(end.shape)
 
@@ -155,6 +156,10 @@ def test_a_kernel_does_the_same(form, platform, monkeypatch):
     monkeypatch.setattr(_step, "run_piece", interpreted)
     got = trained(compiled(functools.partial(optax_mp.take_step, tx)), tx, 2, shapes)
     assert ran
+    check_alike(got, want)
+
+
+def check_alike(got, want):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         wide = [np.asarray(x).astype(np.float64) for x in (a, b)]
@@ -169,6 +174,58 @@ def test_a_kernel_does_the_same(form, platform, monkeypatch):
     ]
     for a, b in zip(*masters, strict=True):
         np.testing.assert_allclose(*map(np.asarray, (a, b)), rtol=1e-2, atol=1e-9)
+
+
+# Rows left over, of a group of each device; more axes; rows that groups do not divide.
+CHUNKED = [(1096, 300), (4, 64, 256), (70, 256), (33, 4200), (300,)]
+
+
+@pytest.mark.parametrize(("shape", "groups"), [((1096, 3), 8), ((4, 64, 3), 1)])
+def test_a_chunk_knows_where_it_is(shape, groups):
+    piece = Piece(shape, shape, 1, (0,) * len(shape), is_shard=False)
+    cuts = _chunks.Cuts(piece, groups, length=32)
+    for chunk in (_chunks.Chunk(cuts, 64, 32), _chunks.Chunk(cuts, 128, 9)):
+        for axis in range(len(shape)):
+            want = chunk.of(cuts.view(jax.lax.broadcasted_iota(jnp.int32, shape, axis)))
+            np.testing.assert_array_equal(chunk.index(axis), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device_count", [1, 8])
+@pytest.mark.parametrize("form", FORMS)
+def test_chunks_do_the_same(form, device_count, monkeypatch):
+    tx, ran = FORMS[form](), []
+    exactly = {"xla_allow_excess_precision": False}
+    compiled = functools.partial(jax.jit, compiler_options=exactly)
+    want = trained(compiled(functools.partial(by_optax, tx)), tx, 2, CHUNKED)
+    monkeypatch.setattr(_chunks, "_COUNT", 2**13)
+
+    def in_chunks(program, end, piece):
+        def run(*args):
+            here = dataclasses.replace(piece, origin=args[: len(piece.shape)])
+            args = args[len(piece.shape) :]
+            if (cuts := _chunks.Cuts.of(here, device_count)) is None:
+                return run_piece(program, end, piece)(*here.origin, *args)
+            ran.append(end.shape)
+            return _chunks.run_end(program, end, cuts, args)
+
+        return run
+
+    run_piece = _step.run_piece
+    monkeypatch.setattr(_step, "run_piece", in_chunks)
+    got = trained(compiled(functools.partial(optax_mp.take_step, tx)), tx, 2, CHUNKED)
+    assert set(ran) == set(CHUNKED[: -1 if device_count == 1 else 1])
+    check_alike(got, want)
+
+
+def test_without_a_kernel_a_tpu_goes_by_chunks(monkeypatch):
+    monkeypatch.setenv("OPTAX_MP_KERNELS", "0")
+    shapes = ((2**11, 2**11),)
+    assert (
+        "stablehlo.while" in lowered(FORMS["5.1 bytes"](), "tpu", shapes)
+    ) == hasattr(jax, "shard_map")
+    for platform in ("cpu", "cuda"):
+        assert "stablehlo.while" not in lowered(FORMS["5.1 bytes"](), platform, shapes)
 
 
 def masters_of(params, state):

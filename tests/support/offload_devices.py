@@ -78,7 +78,9 @@ def in_shard_map():
     params, grads = ({"w": jax.device_put(arrays(i)["rows"], rows)} for i in (0, 1))
     tx, plain = in_chunks(masters()), masters()
     state = tx.init(params)
-    spec = jax.tree.map(lambda x: PartitionSpec("a") if x.ndim else PartitionSpec(), state)
+    spec = jax.tree.map(
+        lambda x: PartitionSpec("a") if x.ndim else PartitionSpec(), state
+    )
     params_spec = {"w": PartitionSpec("a")}
     update = jax.shard_map(
         tx.update,

@@ -110,6 +110,11 @@ def where_nothing_is_known():
     assert as_bits(got) == as_bits(on_one_device(tx))
     traced = jax.jit(step).trace(params, tx.init(params), grads)
     assert "tpu_custom_call" not in traced.lower(lowering_platforms=("tpu",)).as_text()
+    given = tx, grads, tx.init(params), params
+    for row in optax_mp.step_report(*given).rows:
+        assert row.tpu == "layout not known, or uneven"
+    known = optax_mp.step_report(*given, param_shardings=shardings(mesh))
+    assert {row.tpu for row in known.rows} == {"kernel"}
 
 
 def assert_has_kernels(step, *args):
@@ -117,7 +122,11 @@ def assert_has_kernels(step, *args):
     assert lowered.as_text().count("tpu_custom_call") >= 3
 
 
-CHECKS = [where_shardings_are_given, where_types_say_it, where_nothing_is_known]
+CHECKS = [
+    where_shardings_are_given,
+    where_types_say_it,
+    where_nothing_is_known,
+]
 
 if __name__ == "__main__":
     run_named(CHECKS, 8)
