@@ -28,8 +28,8 @@ from optax_mp._jax._memory import (
 from optax_mp._jax._traced import TracedCall, is_output
 from optax_mp._warnings import warn
 from optax_mp.leafwise._blocks import is_block_operation
-from optax_mp.leafwise._host_chunks import run_chunks, start_value
 from optax_mp.leafwise._cut import End, cut
+from optax_mp.leafwise._host_chunks import run_chunks, start_value
 from optax_mp.leafwise._host_flow import HostFlow
 from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
 from optax_mp.leafwise._part import Piece

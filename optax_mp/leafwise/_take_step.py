@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.sharding import NamedSharding
 
 from optax_mp._inner import as_transformation
 from optax_mp._jax._arrays import is_traced
