@@ -30,8 +30,9 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     every precision.
 
     Masters that `offload` keeps in host memory come back in device memory, all of them:
-    4 bytes per weight. Where that is too much, compute them on the host's CPU:
-    `master_params(*jax.device_put((opt_state, params), jax.devices("cpu")[0]))`.
+    4 bytes per weight. Where that is too much, compute them on the host's CPU, from
+    NumPy arrays: `with jax.default_device(jax.devices("cpu")[0]):
+    master_params(*jax.device_get((opt_state, params)))`.
 
     Args:
         opt_state: any optimizer state, with `mixed_precision` at any depth of wrappers

@@ -1,0 +1,133 @@
+"""Functions that take a state, with one that `offload` keeps in host memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits
+from host_memory import in_chunks, kinds, needs_memories, random_params, train
+from slow_cases import mostly_slow
+
+import optax_mp
+
+pytestmark = needs_memories
+ADAMW = optax.adamw(1e-2)
+
+
+def masters(storage=None, inner=ADAMW):
+    return optax_mp.mixed_precision(inner, storage=storage or optax_mp.FullCopy())
+
+
+def compact():
+    low = optax_mp.low_bit_state(ADAMW, min_size=128)
+    return masters(optax_mp.Split(8), low)
+
+
+FORMS = {
+    "float32 copies": masters,
+    "Split(16)": lambda: masters(optax_mp.Split(16)),
+    "compact": compact,
+}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def run(request):
+    """Return the form, params and its state after two steps, on the device and not."""
+    inner = FORMS[request.param]()
+    params, plain, _ = train(inner, 2, params=few_params())
+    places = jax.tree.map(lambda x: x.sharding, in_chunks(inner).init(params))
+    return inner, params, plain, jax.device_put(plain, places)
+
+
+def few_params():
+    return {k: v for k, v in random_params().items() if k in ("matrix", "small")}
+
+
+def both_ways(function):
+    return function, jax.jit(function)
+
+
+def test_masters_are_brought_to_the_device(run):
+    _, params, plain, state = run
+    want = optax_mp.master_params(plain, params)
+    for read in both_ways(optax_mp.master_params):
+        got = read(state, params)
+        assert kinds(got) == {"Device"}
+        assert as_bits(got) == as_bits(want)
+
+
+def test_masters_can_be_computed_on_the_cpu_of_the_host(run):
+    _, params, plain, state = run
+    with jax.default_device(jax.devices("cpu")[0]):
+        got = optax_mp.master_params(*jax.device_get((state, params)))
+    assert as_bits(got) == as_bits(optax_mp.master_params(plain, params))
+
+
+def test_masters_are_replaced_where_they_are(run):
+    _, params, plain, state = run
+    new = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    want = optax_mp.replace_master_params(plain, params, new)
+    for replace in both_ways(optax_mp.replace_master_params):
+        got = replace(state, params, new)
+        assert as_bits(got) == as_bits(want)
+        assert memory_of(got) == memory_of(state)
+
+
+def memory_of(state):
+    return [jax.typeof(x).memory_space for x in jax.tree.leaves(state)]
+
+
+@mostly_slow("to", FORMS, lambda to: to == "compact")
+def test_a_conversion_puts_each_array_where_the_new_form_has_it(run, to):
+    inner, params, plain, state = run
+    other = FORMS[to]()
+    want = optax_mp.convert_opt_state(plain, params, inner, other)
+    device, host = memory_of(want), memory_of(in_chunks(other).init(params))
+    for start, from_tx, to_tx, memory in (
+        (plain, inner, in_chunks(other), host),
+        (state, in_chunks(inner), other, device),
+        (state, in_chunks(inner), in_chunks(other), host),
+    ):
+        got = optax_mp.convert_opt_state(start, params, from_tx, to_tx)
+        assert as_bits(got) == as_bits(want)
+        assert memory_of(got) == memory
+
+
+def test_a_conversion_to_plain_float32_leaves_nothing_in_host_memory(run):
+    inner, params, plain, state = run
+    want = optax_mp.convert_opt_state(plain, params, inner, ADAMW)
+    got = optax_mp.convert_opt_state(state, params, in_chunks(inner), ADAMW)
+    assert as_bits(got) == as_bits(want)
+    assert kinds(got) == {"Device"}
+
+
+def test_a_conversion_does_not_share_arrays_with_the_old_state(run):
+    inner, params, _, state = run
+    tx = in_chunks(inner)
+    got = optax_mp.convert_opt_state(state, params, tx, tx)
+    old = {id(x) for x in jax.tree.leaves((state, params))}
+    assert not old & {id(x) for x in jax.tree.leaves(got)}
+
+
+def test_checkpoints_are_checked(run):
+    inner, params, _, state = run
+    for template in (in_chunks(inner).init(params), inner.init(params)):
+        optax_mp.check_checkpoint(state, template)
+        optax_mp.check_checkpoint(jax.tree.map(np.asarray, state), template)
+    other = masters(inner=optax.sgd(0.1, momentum=0.9)).init(params)
+    with pytest.raises(ValueError, match="check_checkpoint"):
+        optax_mp.check_checkpoint(state, other)
+
+
+def test_metrics_are_those_of_the_same_state_on_the_device():
+    tx = optax_mp.dynamic_loss_scale(in_chunks(masters()))
+    params = few_params()
+    bad = jax.tree.map(lambda p: p * jnp.nan, params)
+    _, state = jax.jit(tx.update)(bad, tx.init(params), params)
+    assert kinds(state) == {"Device", "Host"}
+    want = optax_mp.metrics(jax.device_get(state))
+    for read in both_ways(optax_mp.metrics):
+        assert as_bits(read(state)) == as_bits(want)
+    assert int(state.total_skipped_count) == 1
+    optax_mp.check_loss_scale(state, params=params)
