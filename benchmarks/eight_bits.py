@@ -217,7 +217,7 @@ def measure_kept() -> list[record.Row]:
 def device_of(target: str) -> Any:
     """Return a device that XLA can compile for."""
     if target == "gpu":
-        return accelerators.device_of("gpu")
+        return accelerators.devices_of("gpu")[0]
     return topologies.get_topology_desc("v6e:2x2", "tpu").devices[0]
 
 

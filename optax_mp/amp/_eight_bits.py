@@ -42,7 +42,8 @@ PRIMITIVE = "dot_general"
 # between widths of 256 and 1024 (`benchmarks/eight_bits.py --only shapes`). GPUs want
 # multiples of 16.
 SMALLEST, MULTIPLE = 512, 16
-_EXPONENT = 0x7F800000  # the bits of a float32 that hold it
+# Bits of a float32: those that hold the exponent, and its smallest normal number.
+_EXPONENT, _SMALLEST_NORMAL = 0x7F800000, 0x00800000
 # Up to JAX 0.6, `shard_map` refuses them; then what is not differentiated costs time.
 _SYMBOLIC_ZEROS = hasattr(jax, "shard_map")
 _SECOND_DERIVATIVE = (
@@ -72,13 +73,24 @@ def round_to(x: jax.Array, dtype: Any) -> Rounded:
 
     What is not finite stays so: infinity becomes NaN where the dtype has none.
     """
-    size = lax.select(jnp.isfinite(x), jnp.abs(x), jnp.zeros_like(x))
-    largest = jnp.max(size).astype(jnp.float32)
     # The largest and the smallest power of two whose inverse is a normal number, too.
-    ratio = jnp.clip(float(jnp.finfo(dtype).max) / largest, 2.0**-126, 2.0**126)
+    ratio = float(jnp.finfo(dtype).max) / _largest_finite(x)
+    ratio = jnp.clip(ratio, 2.0**-126, 2.0**126)
     exponent = lax.bitcast_convert_type(ratio, jnp.int32) & _EXPONENT
     scale = lax.bitcast_convert_type(exponent, jnp.float32)
     return Rounded((x.astype(jnp.float32) * scale).astype(dtype), 1 / scale)
+
+
+def _largest_finite(x: jax.Array) -> jax.Array:
+    """Return the largest finite magnitude in `x`, or 0, in float32."""
+    # Magnitudes are in the order of their bits, as integers. With the smallest normal
+    # number added, those of infinity and NaN wrap to below zero. So it is one chain of
+    # operations, for which XLA reads `x` once; a mask of what is finite it may write
+    # out, where the product wants `x` transposed.
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    wrapped = jnp.max(bits + _SMALLEST_NORMAL)
+    bits = jnp.maximum(wrapped, _SMALLEST_NORMAL) - _SMALLEST_NORMAL
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 @round_to.defjvp
