@@ -84,6 +84,7 @@ def test_a_state_of_other_params_is_an_error():
         tx.update({"w": PARAMS["w"]}, state, PARAMS)
 
 
+@pytest.mark.slow
 def test_one_device_is_no_special_case():
     bare = optax_mp.mixed_precision(ADAMW)
     tx = optax_mp.zero1(bare, mesh(), ("data",))

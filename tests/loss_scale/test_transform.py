@@ -175,7 +175,7 @@ def test_jitted_finite_steps_differ_by_rounding_alone(name, build):
         [np.nan, np.inf, -np.inf],
     ),
     lambda name, build, value: (
-        name == "adamw" and build is not wrapper and value is np.nan
+        name == "adamw" and build is linked_masters and value is np.nan
     ),
 )
 def test_an_eager_bad_step_moves_nothing(name, build, value):
@@ -277,8 +277,8 @@ SKIPS = {
 }  # fmt: skip
 
 
-# By default what accumulates, what has groups, and both forms of the scale.
-SKIPS_BY_DEFAULT = {"MultiSteps of masters", "partition", "link, apply_if_finite"}
+# By default what accumulates, and both forms of the scale.
+SKIPS_BY_DEFAULT = {"MultiSteps of masters", "link, apply_if_finite"}
 
 
 @mostly_slow("nesting", SKIPS, lambda nesting: nesting in SKIPS_BY_DEFAULT)

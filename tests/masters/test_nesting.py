@@ -100,10 +100,8 @@ def test_wrappers_inside_move_split_masters_as_they_move_float32(nesting):
 
 
 INSIDE_BY_DEFAULT = {
-    ("inject_hyperparams", "bfloat16"),
     ("partition", "float16"),
     ("MultiSteps", "bfloat16"),
-    ("schedule_free", "bfloat16"),
     ("flatten", "float16"),
 }
 
@@ -150,7 +148,6 @@ OUTSIDE = {
 
 
 OUTSIDE_BY_DEFAULT = {
-    ("chain", "float32"),
     ("partition", "float32"),
     ("MultiSteps", "bfloat16"),
     ("apply_if_finite", "bfloat16"),
