@@ -240,6 +240,22 @@ def test_an_operand_is_kept_only_for_the_gradient_of_the_other():
     assert [x.shape for x in jax.tree.leaves(pull) if x.ndim] == [(4, 8)]
 
 
+@mostly_slow("dtype", ["bfloat16", "float16"], lambda dtype: dtype == "bfloat16")
+def test_a_policy_of_checkpoint_that_keeps_products_keeps_these(dtype):
+    rules = optax_mp.default_amp_rules | {"dot_general": "f8"}
+    fun = optax_mp.amp(lambda w: jnp.tanh(w @ w), compute_dtype=dtype, rules=rules)
+    policy = jax.checkpoint_policies.dots_saveable
+    fun, w = jax.checkpoint(fun, policy=policy), jnp.asarray(normal(8, 8))
+
+    def gradient(w):
+        return jax.grad(lambda w: jnp.sum(fun(w)))(w)
+
+    # One forward and two backward: none is computed again.
+    assert str(jax.make_jaxpr(gradient)(w)).count("dot_general[") == 3
+    wide = {"bfloat16": "bfloat16", "float16": "float32"}  # unscaled, it has no room
+    assert set(kept(fun, w)) == {wide[dtype], "float32"}
+
+
 def test_forward_mode_has_tangents_in_16_bits():
     x, w = low(4, 8), low(8, 4, seed=1)
     x_dot, w_dot = low(4, 8, seed=2), low(8, 4, seed=3)
