@@ -29,9 +29,11 @@ import accelerators  # first: it sets what the compilers want to know
 import amp as transformer
 import jax
 import jax.numpy as jnp
+import kept
 import numpy as np
 import optax
 import record
+import scales
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -193,25 +195,66 @@ def measure_depth() -> list[record.Row]:
     ]
 
 
-def measure_kept() -> list[record.Row]:
+def measure_scales() -> list[record.Row]:
+    """Return the errors of the demo's products with other scales, in midst of a run."""
+    settings = replace(DEMO, steps=300)
+    init, draw, loss, _ = text_task(settings)
+    tx = make_adamw(settings)
+
+    def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        params, state = carry
+        batch = draw(jax.random.fold_in(jax.random.key(1), number))
+        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    params = init(jax.random.key(0))
+    start = params, tx.init(params)
+    (params, _), _ = jax.lax.scan(step, start, jnp.arange(settings.steps))
+    batch = draw(jax.random.key(2))
+    return scales.table(scales.products_of(jax.grad(loss), params, batch))
+
+
+def kept_by(name: str) -> dict[str, list[kept.Kept]]:
     """Return what the forward pass of `benchmarks/amp.py`'s transformer keeps.
 
     In the small one, products of any shape run in 8 bits.
     """
+    size = transformer.SIZES[name]
+    params = jax.eval_shape(functools.partial(transformer.init, size))
+    tokens = jnp.zeros((size.batch, size.length), jnp.int32)
+
+    def loss(params: Any) -> jax.Array:
+        return transformer.loss(params, tokens, size)
+
+    with any_shape() if name == "small" else contextlib.nullcontext():
+        return {
+            form: kept.kept_of(optax_mp.amp(loss, compute_dtype=dtype), params)
+            for form, dtype in (("amp, bf16", BF16), ("amp, f8", F8))
+        }
+
+
+def measure_kept() -> list[record.Row]:
+    """Return how much that is, and how much of it products alone read."""
     rows: list[record.Row] = []
-    for name, size in transformer.SIZES.items():
-        loss = functools.partial(transformer.loss, size=size)
-        params = jax.eval_shape(functools.partial(transformer.init, size))
-        tokens = jnp.zeros((size.batch, size.length), jnp.int32)
-        for form, dtype in (("amp, bf16", BF16), ("amp, f8", F8)):
-            fun = optax_mp.amp(loss, compute_dtype=dtype)
-            with any_shape() if name == "small" else contextlib.nullcontext():
-                whole = transformer.residual_mib(fun, params, tokens)
-            first = whole if dtype == BF16 else rows[-1]["kept MiB"]
+    for name in transformer.SIZES:
+        for form, arrays in kept_by(name).items():
+            whole = sum(each.mib for each in arrays)
+            operands = [x.mib for x in arrays if x.read_by == (kept.PRODUCT,)]
+            first = rows[-1]["kept MiB"] if form == "amp, f8" else whole
             rows.append(
-                {"size": f"{name}: {form}", "kept MiB": whole, "to bf16": whole / first}
+                {
+                    "size": f"{name}: {form}",
+                    "kept MiB": whole,
+                    "for products alone": sum(operands),
+                    "to bf16": whole / first,
+                }
             )
     return rows
+
+
+def measure_kept_arrays() -> list[record.Row]:
+    """Return what the small transformer keeps, by the line that reads it."""
+    return kept.table(kept_by("small"), transformer, least_mib=0.5)
 
 
 def device_of(target: str) -> Any:
@@ -343,7 +386,7 @@ def measure_shapes() -> list[record.Row]:
 def main() -> None:
     """Read the options and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = ("training", "depth", "kept", "compiled", "shapes")
+    parts = ("training", "depth", "scales", "kept", "compiled", "shapes")
     parser.add_argument("--only", choices=parts)
     parser.add_argument("--steps-factor", type=float, default=1.0)
     record.add_option(parser)
@@ -357,11 +400,17 @@ def main() -> None:
             "error of the gradient of each layer, by norm, at random weights",
             measure_depth,
         ),
+        "scales": ("error of products, by the scales of operands", measure_scales),
         "kept": ("what the forward pass keeps", measure_kept),
+        "kept arrays": (
+            "what the small one keeps, by what reads it",
+            measure_kept_arrays,
+        ),
         "compiled": ("training steps compiled for hardware not here", measure_compiled),
         "shapes": ("an H100: a product and its gradients", measure_shapes),
     }
-    chosen = [args.only] if args.only else ["training", "depth", "kept"]
+    wanted = (args.only,) if args.only else ("training", "depth", "scales", "kept")
+    chosen = [part for part in measured if part.startswith(wanted)]
     tables: record.Tables = {}
     for part in chosen:
         title, measure = measured[part]
