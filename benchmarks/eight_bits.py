@@ -62,6 +62,8 @@ DEPTH = 12
 # https://resources.nvidia.com/en-us-tensor-core
 FLOPS_16, FLOPS_8, BANDWIDTH = 989e12, 1979e12, 3.35e12
 STEP = transformer.Size(8, 1024, 768, 12, 4096, 1)
+# For TPUs jaxlib 0.10.2 cannot write the program of that one as text.
+SMALL_STEP = transformer.Size(4, 512, 512, 8, 2048, 1)
 
 
 @contextlib.contextmanager
@@ -307,11 +309,11 @@ def step_of_mlp(dtype: str) -> tuple[Any, Any]:
     return jax.value_and_grad(fun, (0, 1)), (params, shape((8192, 2048)))
 
 
-def step_of_transformer(dtype: str) -> tuple[Any, Any]:
+def step_of_transformer(dtype: str, size: transformer.Size = STEP) -> tuple[Any, Any]:
     """Return the gradient of a transformer of one block, and its arguments."""
-    loss = functools.partial(transformer.loss, size=STEP)
-    params = jax.eval_shape(functools.partial(transformer.init, STEP))
-    tokens = jax.ShapeDtypeStruct((STEP.batch, STEP.length), jnp.int32)
+    loss = functools.partial(transformer.loss, size=size)
+    params = jax.eval_shape(functools.partial(transformer.init, size))
+    tokens = jax.ShapeDtypeStruct((size.batch, size.length), jnp.int32)
     fun = optax_mp.amp(loss, compute_dtype=dtype)
     return jax.value_and_grad(fun), (params, tokens)
 
@@ -325,10 +327,10 @@ def bytes_of(compiled: Any) -> float:
 def measure_compiled() -> list[record.Row]:
     """Return bytes, temporaries and 8-bit products of compiled steps."""
     rows: list[record.Row] = []
-    both = {"two layers": step_of_mlp, "transformer": step_of_transformer}
-    # For TPUs jaxlib 0.10.2 cannot write the transformer's program as text.
-    one = {"two layers": step_of_mlp}
-    for target, device, steps in (("gpu", "H100", both), ("tpu", "TPU v6e", one)):
+    on_gpu = {"two layers": step_of_mlp, "transformer": step_of_transformer}
+    small = functools.partial(step_of_transformer, size=SMALL_STEP)
+    on_tpu = {"two layers": step_of_mlp, "small transformer": small}
+    for target, device, steps in (("gpu", "H100", on_gpu), ("tpu", "TPU v6e", on_tpu)):
         for name, make in steps.items():
             for form, dtype in (("amp, bf16", BF16), ("amp, f8", F8)):
                 fun, args = make(dtype)

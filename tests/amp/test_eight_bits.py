@@ -1,6 +1,7 @@
 """Products in 8 bits: their numbers, against NumPy and ml_dtypes."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -238,6 +239,20 @@ def test_an_operand_is_kept_only_for_the_gradient_of_the_other():
     fun = in_8_bits(jnp.matmul)
     pull = jax.eval_shape(lambda w: jax.vjp(lambda w: fun(x, w), w)[1], w)
     assert [x.shape for x in jax.tree.leaves(pull) if x.ndim] == [(4, 8)]
+
+
+@pytest.mark.slow
+def test_an_operand_of_many_products_is_rounded_once():
+    """As queries, keys and values are made; and once for both passes."""
+    x, *weights = (jnp.asarray(normal(8, 8, seed=seed)) for seed in range(4))
+
+    def loss(x, weights):
+        return sum(jnp.sum(jnp.sin(x @ w)) for w in weights)
+
+    gradient = jax.jit(jax.grad(in_8_bits(loss), (0, 1)))
+    text = gradient.lower(x, weights).compile().as_text()
+    # Of four operands and three gradients.
+    assert len(re.findall(r"= s32\[\]\S* reduce\(", text)) == 7
 
 
 @mostly_slow("dtype", ["bfloat16", "float16"], lambda dtype: dtype == "bfloat16")
