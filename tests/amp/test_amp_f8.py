@@ -340,6 +340,7 @@ def test_a_transformed_function_computes_the_same(name, any_shape):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_amp_around_a_gradient_has_all_its_products_in_8_bits(any_shape):
     fun = in_8_bits(gradient(net))
     assert eight_bit_products(fun, PARAMS, normal(4, 8)) == (5, 5)

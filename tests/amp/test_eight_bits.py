@@ -321,7 +321,8 @@ def test_a_second_derivative_in_reverse_is_refused_with_what_to_do(name):
 # Accuracy
 
 
-@mostly_slow("count", [16, 256], lambda count: count == 16)
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [16, 256])
 def test_the_gradient_of_a_weight_used_often_errs_no_more_than_that_of_one(count):
     w, xs = normal(16, 16) / 4, normal(count, 8, 16, seed=1) + 0.5
 

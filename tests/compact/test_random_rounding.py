@@ -84,7 +84,7 @@ def test_keys_of_traced_parts_are_those_of_numbers():
     assert int(traced) == int(rounding_key(3, 1, 9)) == key_of(3, 1, 9)
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 300])
+@mostly_slow("count", [0, 1, 7, 300], lambda count: count < 300)
 def test_the_keys_of_many_arrays_are_those_of_the_reference_sorted(count):
     got = jax.jit(lambda step: rounding_keys(count, 5, step))(jnp.int32(3))
     want = sorted(key_of(5, 3, leaf=leaf) for leaf in range(count))

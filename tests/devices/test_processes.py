@@ -139,6 +139,7 @@ for spec in (P(), P("x"), P("x", "y")):
 """
 
 
+@pytest.mark.slow
 def test_a_device_with_other_bits_is_named():
     """Copies of an array, and copies of its shards; a shard of its own has none."""
     replicated, by_rows, alone = run_on(4, "-c", DEVICES).splitlines()

@@ -105,7 +105,8 @@ def test_a_step_is_that_of_optax_bit_for_bit(name):
     assert as_bits(results[0]) == as_bits(results[1])
 
 
-@mostly_slow("form", FORMS, lambda form: form == "split")
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_cut_without_a_change(form):
     tx = FORMS[form]()
     # optax's muon divides by the size of an array.
@@ -330,6 +331,7 @@ def test_effects_of_a_rule_are_kept():
     assert len(seen) == 2 and seen[0] == seen[1]
 
 
+@pytest.mark.slow
 def test_a_rule_keeps_its_configuration_scopes_and_derivatives():
     def noisy(updates):
         key = jax.random.key(0)

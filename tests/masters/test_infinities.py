@@ -146,8 +146,11 @@ def test_an_infinite_master_makes_its_param_infinite(form, jitted, dtype):
         assert (np.isinf(masters) == ~is_finite).all()
 
 
-@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e4m3fn"])
-@pytest.mark.parametrize("jitted", [True, False])
+@mostly_slow(
+    ("dtype", "jitted"),
+    itertools.product(["float8_e5m2", "float8_e4m3fn"], [True, False]),
+    lambda dtype, jitted: jitted,
+)
 def test_float8_params_are_infinite_if_their_dtype_has_infinities(dtype, jitted):
     tx = mixed(optax.sgd(1e38), update_dtype="params")
     values = VALUES if dtype == "float8_e5m2" else [1.0] * 6
@@ -162,6 +165,7 @@ def test_float8_params_are_infinite_if_their_dtype_has_infinities(dtype, jitted)
     np.testing.assert_array_equal(state.master_params["mask"], -INF)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_infinite_float32_params_of_float64_masters_stay():
     params = params_in("float32")

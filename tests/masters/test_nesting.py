@@ -120,6 +120,7 @@ def test_wrappers_inside_move_masters_as_they_move_float32(nesting, dtype):
     assert_follows(masters, params)
 
 
+@pytest.mark.slow
 @mostly_slow("storage", [optax_mp.FullCopy(), SPLIT], lambda storage: storage == SPLIT)
 def test_lookahead_inside_keeps_masters_of_fast_and_slow_params(storage):
     def lookahead():

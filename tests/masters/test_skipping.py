@@ -195,9 +195,17 @@ def primitives(jaxpr):
                 yield from primitives(inner)
 
 
-@pytest.mark.parametrize("form", [x for x in FORMS if "MultiSteps" not in x])
-@pytest.mark.parametrize("where", ["alone", "behind a link", "inside"])
-@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16"])
+@mostly_slow(
+    ("form", "where", "grad_dtype"),
+    itertools.product(
+        [x for x in FORMS if "MultiSteps" not in x],
+        ["alone", "behind a link", "inside"],
+        ["float32", "bfloat16"],
+    ),
+    lambda form, where, grad_dtype: (
+        where == "behind a link" and grad_dtype == "float32"
+    ),
+)
 def test_no_step_has_a_conditional(form, where, grad_dtype):
     build, params = FORMS[form]
     tx = {

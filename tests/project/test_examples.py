@@ -223,6 +223,7 @@ def test_nothing_changes_its_structure_or_dtype(name, form):
     assert as_bits(end[0]) != as_bits(start[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -311,6 +312,7 @@ def test_a_train_state_is_bit_for_bit_that_of_float32():
     assert as_bits(low.params) == as_bits(optax_mp.cast_floating(masters, "bf16"))
 
 
+@pytest.mark.slow
 def test_a_train_state_is_donated():
     module = example("flax_linen")
     state, _ = module.train(*module.FORMS["float16"], module.data(1))
@@ -658,6 +660,7 @@ def test_only_an_average_of_masters_is_right():
     assert errors["params in bfloat16"] > 0.5
 
 
+@pytest.mark.slow
 def test_ema_of_optax_is_right_on_masters_only():
     _, history, _ = averages()
     ema = optax.ema(0.999)
