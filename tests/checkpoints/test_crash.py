@@ -105,9 +105,8 @@ def final(directory):
     return params, opt_state, random_state
 
 
-@pytest.mark.parametrize(
-    "kills", [2, pytest.param(20, marks=pytest.mark.slow)], ids="{} kills".format
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, 20], ids="{} kills".format)
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path, kills):
     steps = kills * BETWEEN_KILLS + TAIL
     killed, whole = tmp_path / "killed", tmp_path / "whole"
