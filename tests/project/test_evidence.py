@@ -250,19 +250,41 @@ def test_checks_of_a_report_are_counted_by_area_and_by_optimizer(script, tmp_pat
 
 def test_a_run_is_worse_from_where_it_stays_above_float32(script):
     characters = script("characters")
-    steps = (1, 25, 50, 75, 100, 125)
-
-    def curves(*values):
-        curve = SimpleNamespace(steps=steps, losses=values)
-        return SimpleNamespace(curves=[curve])
-
-    flat = curves(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    flat = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]  # After 1, 25, 50, 75, 100 and 125 steps.
     # Means over four points: two of them are not above by enough.
-    rising = curves(1.0, 1.0, 1.0, 1.0, 1.015, 1.015)
-    early = curves(1.01, 1.0, 1.0, 1.0, 1.0, 1.0)
-    assert characters.worse_from(rising, flat) == ["50"]
-    assert characters.worse_from(early, flat) == ["-"]
-    assert characters.worse_from(curves(*[1.1] * 6), flat) == ["1"]
+    rising = [1.0, 1.0, 1.0, 1.0, 1.015, 1.015]
+    early = [1.01, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert characters.worse_from(rising, flat, 125) == "50"
+    assert characters.worse_from(early, flat, 125) == "-"
+    assert characters.worse_from([1.1] * 6, flat, 125) == "1"
+
+
+def test_a_later_run_adds_seeds_to_those_of_the_file(script):
+    characters = script("characters")
+
+    def result(name, losses, skipped=None):
+        curves = [SimpleNamespace(losses=(loss, loss)) for loss in losses]
+        return SimpleNamespace(
+            name=name,
+            held_out_losses=losses,
+            curves=curves,
+            skipped_steps=skipped,
+            bytes_per_weight=12.0,
+        )
+
+    first = characters.with_result(None, result("f16", [1.5], skipped=2), [1])
+    both = characters.with_result(first, result("f16", [2.0, 1.0], skipped=3), [2, 0])
+    assert both["seeds"] == [0, 1, 2] and both["losses"] == [1.0, 1.5, 2.0]
+    assert both["curve"] == [[1.0, 1.0], [1.5, 1.5], [2.0, 2.0]]
+    assert both["skipped"] == 5
+    # The reference has other seeds: only those that both have are compared.
+    reference = characters.with_result(None, result("float32", [0.5, 0.75]), [2, 1])
+    rows = {"float32": reference, "f16": both}
+    row = characters.compared(both, rows, 25)
+    assert row["above float32"] == (0.75 + 1.5) / 2
+    assert row["of each seed"] == "+0.750, +1.500"
+    assert row["loss"] == 1.5
+    assert characters.compared(reference, rows, 25)["above float32"] is None
 
 
 @pytest.mark.slow
