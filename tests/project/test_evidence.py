@@ -302,6 +302,26 @@ def test_the_comparison_of_scales_finds_equal_and_later_growth(script, monkeypat
     assert flax[1] < 800 and flax[2] == comparisons.GROWTH_INTERVAL + 1
 
 
+def test_numbers_outside_of_a_tolerance_are_counted(script):
+    comparisons = script("comparisons")
+    exact = {"a": [1.0, 10.0], "b": [0.0, -4.0]}
+    found = {"a": [1.2, 10.2], "b": [0.2, -4.2]}
+    assert comparisons.share_outside(found, exact, (0.0, 0.1)) == 1.0
+    assert comparisons.share_outside(found, exact, (0.03, 0.1)) == 0.5
+    assert comparisons.share_outside(found, exact, (0.0, 0.3)) == 0.0
+
+
+@pytest.mark.slow
+def test_adam_in_our_forms_is_within_the_tolerances_of_torch(script, monkeypatch):
+    comparisons = script("comparisons")
+    pytest.importorskip("torch")
+    monkeypatch.setattr(comparisons, "SHAPES", {"w": (64, 128), "b": (64,)})
+    rows = {row["Adam"]: row for row in comparisons.compare_with_torch()}
+    assert len(rows) == len(comparisons.PRECISIONS)
+    for name in ("masters", "Split(16)", "masters, 16-bit moments"):
+        assert rows[name]["masters outside"] == rows[name]["params outside"] == "0.000%"
+
+
 @pytest.mark.slow
 def test_plots_draw_and_are_the_same_twice(script, tmp_path):
     pytest.importorskip("matplotlib")
