@@ -194,7 +194,8 @@ def long_run_in_words(rows: list[record.Row]) -> str:
     return (
         f"Naive bfloat16 ends {naive['above float32']:+.3f} above float32, the mean of "
         f"{naive['of each seed']}. Its training loss stays above from step "
-        f"{naive['worse from step']} on. The other forms end {ends} above float32."
+        f"{naive['worse from step']} on. Compared with float32, the other forms end "
+        f"{ends}."
     )
 
 
