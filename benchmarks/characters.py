@@ -148,6 +148,13 @@ def with_result(row: record.Row | None, result: Result, seeds: list[int]) -> rec
     }
 
 
+def table_of(
+    rows: dict[str, record.Row], names: list[str], steps: int
+) -> list[record.Row]:
+    """Return the rows that are there, in the order of the names."""
+    return [compared(rows[name], rows, steps) for name in names if name in rows]
+
+
 def compared(row: record.Row, rows: dict[str, record.Row], steps: int) -> record.Row:
     """Return a row beside float32's of the same optimizer, where it has the seeds."""
     name = "Muon, float32" if row["form"].startswith("Muon") else "float32"
@@ -200,19 +207,18 @@ def main() -> None:
     rows = read_rows(args.json, title)
     settings = replace(NANOGPT, steps=args.steps)
     corpus = make_corpus(read_text(None), settings.context)
-    tables = {}
     for form in forms_of(settings):
-        if form.name in args.forms:
-            row = rows.get(form.name)
-            seeds = [s for s in args.seeds if row is None or s not in row["seeds"]]
-            if seeds:
-                chosen = replace(settings, seeds=tuple(seeds))
-                result = train(form, chosen, corpus, follow)
-                rows[form.name] = with_result(row, result, seeds)
-        there = [rows[name] for name in names if name in rows]
-        tables = {title: [compared(row, rows, args.steps) for row in there]}
+        row = rows.get(form.name)
+        seeds = [s for s in args.seeds if row is None or s not in row["seeds"]]
+        if form.name not in args.forms or not seeds:
+            continue
+        chosen = replace(settings, seeds=tuple(seeds))
+        result = train(form, chosen, corpus, follow)
+        rows[form.name] = with_result(row, result, seeds)
+        tables = {title: table_of(rows, names, args.steps)}
         record.finish(args.json, tables, record.machine_of(jax.devices()))
-    print(f"{record.heading(jax.devices())}\n\n{record.as_markdown(tables[title])}")
+    table = record.as_markdown(table_of(rows, names, args.steps))
+    print(f"{record.heading(jax.devices())}\n\n{table}")
 
 
 def follow(name: str, moment: Moment) -> None:
