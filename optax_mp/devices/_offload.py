@@ -196,12 +196,14 @@ def _init(inner: Any, params: Any, limits: Limits) -> Any:
     They are computed a few at a time, so that the device never holds all of them.
     """
     arrays = jax.tree.leaves(params)
+
+    def init(params: Any) -> Any:
+        return place_like_params(inner.init(params), params)
+
     if not all(isinstance(x, jax.Array) and not is_traced(x) for x in arrays):
-        return _on_host(inner.init(params), limits.min_size)
+        return _on_host(init(params), limits.min_size)
     try:
-        traced = TracedCall.of(
-            lambda params: place_like_params(inner.init(params), params), params
-        )
+        traced = TracedCall.of(init, params)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         # A rule that looks at the numbers of the params.
         return _on_host(inner.init(params), limits.min_size)
