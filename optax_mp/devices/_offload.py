@@ -13,12 +13,13 @@ from jax.tree_util import tree_flatten_with_path
 from optax_mp._arguments import check_init_params, check_whole_number
 from optax_mp._inner import as_transformation
 from optax_mp._jax._arrays import is_traced
-from optax_mp._jax._choose import obey_outer_choice
+from optax_mp._jax._choose import obey_outer_choice, select
 from optax_mp._jax._memory import (
     HOST_KIND,
     is_on_host,
     kinds_of_memory,
     knows_memories,
+    name_memory,
     to_host,
 )
 from optax_mp._jax._placement import place_like_params
@@ -133,14 +134,18 @@ def offload(
         # What is known while tracing stays known: a rule may use it in an `if`.
         traced = {name: x for name, x in extra_args.items() if _has_tracers(x)}
         known = {name: x for name, x in extra_args.items() if name not in traced}
+        proceed = obey_outer_choice()
         out, new_state = run_from_host(
             step,
             (updates, params, traced),
             state,
             limits,
             _state_shardings(state, params, param_shardings),
-            obey_outer_choice(),
+            proceed,
         )
+        if proceed is not True and not _is_all_on_host(state, limits.min_size):
+            # Of what was on the device the caller can choose no more once it is not.
+            new_state = jax.tree.map(partial(_choose, proceed), new_state, state)
         return out, _on_host(new_state, limits.min_size)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -190,6 +195,16 @@ def _on_host(state: Any, min_size: int) -> Any:
     )
 
 
+def _is_all_on_host(state: Any, min_size: int) -> bool:
+    leaves = [x for x in jax.tree.leaves(state) if _is_large(x, min_size)]
+    return all(map(is_on_host, leaves))
+
+
+def _choose(proceed: Any, new: Any, old: Any) -> Any:
+    """Return a value of the new state; one in host memory is chosen already."""
+    return new if is_on_host(new) or not is_array(new) else select(proceed, new, old)
+
+
 def _init(inner: Any, params: Any, limits: Limits) -> Any:
     """Return the state of `inner` with its large arrays in host memory.
 
@@ -211,7 +226,7 @@ def _init(inner: Any, params: Any, limits: Limits) -> Any:
     values: dict[int, Any] = {}
     for group in _groups(traced.closed.out_avals, limits):
         run = jax.jit(partial(_outputs, program, group, limits.min_size))
-        values.update(zip(group, run(traced.arrays), strict=True))
+        values.update(zip(group, map(name_memory, run(traced.arrays)), strict=True))
     return traced.unflatten([values[i] for i in range(len(values))])
 
 
