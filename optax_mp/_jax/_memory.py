@@ -63,6 +63,22 @@ def to_device(x: jax.Array) -> jax.Array:
     return jax.device_put(x, x.sharding.with_memory_kind("device"))
 
 
+def bring(tree: Any) -> Any:
+    """Return a tree with the arrays that are in host memory in device memory."""
+    return jax.tree.map(lambda x: to_device(x) if is_on_host(x) else x, tree)
+
+
+def put_beside(tree: Any, like: Any) -> Any:
+    """Return a tree with those arrays in host memory that are there in another tree."""
+
+    def put(x: Any, other: Any) -> Any:
+        if is_on_host(x) == is_on_host(other):
+            return x
+        return to_host(x) if is_on_host(other) else to_device(x)
+
+    return jax.tree.map(put, tree, like)
+
+
 def moves_memory(equation: Any) -> bool:
     """Return whether an equation only moves an array between host and device."""
     if equation.primitive.name != "device_put" or len(equation.invars) != 1:

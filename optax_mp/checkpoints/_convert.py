@@ -1,6 +1,7 @@
 """convert_opt_state: a run's state for another form of the same optimizer."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,8 +10,10 @@ import optax
 
 from optax_mp._arguments import check_state_first
 from optax_mp._inner import as_transformation, copy_shared
+from optax_mp._jax._memory import bring, is_on_host, put_beside, to_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
+from optax_mp._nesting import check_nesting
 from optax_mp._nnx import plain_trees
 from optax_mp._states import find_states, map_states
 from optax_mp._tree import (
@@ -27,7 +30,7 @@ from optax_mp.loss_scale import LossScaleState
 from optax_mp.masters import Storage
 from optax_mp.masters._access import (
     check_takes_param,
-    master_params,
+    decode_all,
     match_stored,
     replace_stored,
 )
@@ -46,10 +49,11 @@ def convert_opt_state(
     """Return a run's optimizer state in the form that another transformation keeps.
 
     Both transformations must have the same optimizer inside. Around it either may have
-    `mixed_precision` with any storage, `low_bit_state`, `stochastic_rounding` and a
-    loss scale, or none of them. Counts are copied; masters and moments are stored in
-    the new form. What only the new form has, such as a loss scale, starts as in its
-    `init`; what only the old form had is dropped.
+    `mixed_precision` with any storage, `low_bit_state`, `stochastic_rounding`,
+    `offload` and a loss scale, or none of them. Counts are copied; masters and moments
+    are stored in the new form, and in the memory where the new form keeps them. What
+    only the new form has, such as a loss scale, starts as in its `init`; what only the
+    old form had is dropped.
 
     This function does not change the params. Two conversions need it afterwards:
 
@@ -104,13 +108,13 @@ def convert_opt_state(
         if (found := find_states(opt_state, kind))
     }
     has_masters = MixedPrecisionState in wrappers
-    weights = master_params(opt_state, params) if has_masters else params
+    weights = _masters(opt_state, params) if has_masters else params
     if StochasticRoundingState in wrappers:
         weights = cast_floating(weights, jnp.float32)  # as the inner optimizer saw them
     template = to_tx.init(params)
     if not find_states(template, MixedPrecisionState):
         # Without masters the moments have the dtype of the params that `init` is given.
-        template = to_tx.init(weights)
+        template = to_tx.init(bring(weights))
     values = _match(
         _unwrap(opt_state),
         _unwrap(template),
@@ -123,12 +127,26 @@ def convert_opt_state(
     return copy_shared(filled, (opt_state, params))
 
 
+# State in host memory is brought to the device leaf by leaf and put back, so that the
+# device never holds all of it.
+def _masters(opt_state: optax.OptState, params: optax.Params) -> PyTree:
+    """Return the masters, in the memory in which the state has them."""
+    check_nesting(opt_state, _CALLER)
+    leaves = Leaves.of(params, caller=_CALLER, name="`params`")
+    values = list(leaves.values)
+    states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
+    for i, master, stored in decode_all(leaves, states, _CALLER):
+        is_kept_there = any(map(is_on_host, jax.tree.leaves(stored)))
+        values[i] = to_host(master) if is_kept_there else master
+    return leaves.unflatten(values)
+
+
 def _unwrap(state: optax.OptState) -> PyTree:
     """Return the state of the optimizer inside, dequantized."""
 
     def unwrap(node: Any) -> Any:
         if isinstance(node, Quantized):
-            return dequantize(node)
+            return put_beside(dequantize(bring(node)), node.codes)
         return node.inner_state
 
     return map_states(unwrap, state, (*_WRAPPERS, Quantized))
@@ -151,11 +169,14 @@ def _fill(
 
     def fill(node: Any) -> Any:
         if isinstance(node, Quantized):
-            return quantize(next(values), node, None)
+            codes = quantize(bring(next(values)), bring(node), None)
+            return put_beside(codes, node)
         if not isinstance(node, _WRAPPERS):
             # `map` visits leaves in the order that `values` are in.
             value = next(values)
-            return value.astype(node.dtype) if is_floating(value) else value
+            if is_floating(value) and value.dtype != node.dtype:
+                value = bring(value).astype(node.dtype)
+            return put_beside(value, node)
         wrapper = wrappers.get(type(node), node)
         if isinstance(node, MixedPrecisionState):
             wrapper = _encode_masters(node, masters)
@@ -188,9 +209,14 @@ def _encode_masters(
             where = f"{_CALLER}: param {spell(leaves.paths[i])}"
             check_takes_param(storage, param, where)
         # Only `decode` knows the master's dtype: what is stored may have another one.
-        dtype = jax.eval_shape(storage.decode, stored, param).dtype
-        encoded[i] = storage.encode(values[i].astype(dtype), param)
+        dtype = jax.eval_shape(partial(_decode_on_device, storage), stored, param).dtype
+        master = bring(values[i]).astype(dtype)
+        encoded[i] = put_beside(storage.encode(master, param), stored)
     return replace_stored(leaves, template, encoded)
+
+
+def _decode_on_device(storage: Storage, stored: Any, param: Any) -> jax.Array:
+    return storage.decode(bring(stored), param)
 
 
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:

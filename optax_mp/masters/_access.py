@@ -1,5 +1,6 @@
 """Read and replace masters, at any depth of an optimizer state."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import optax
 from optax_mp._arguments import check_state_first
 from optax_mp._dtypes import at_least_float32, bits, round_to
 from optax_mp._jax._arrays import is_traced
+from optax_mp._jax._memory import bring, put_beside
 from optax_mp._leaves import Leaves, expand_absent, is_absent
 from optax_mp._nesting import check_nesting
 from optax_mp._nnx import plain_trees
@@ -26,6 +28,10 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     returned as they are in `params`. If the state holds no masters at all, all floating
     params are returned in float32, or wider if they are, so that one script serves
     every precision.
+
+    Masters that `offload` keeps in host memory come back in device memory, all of them:
+    4 bytes per weight. Where that is too much, compute them on the host's CPU:
+    `master_params(*jax.device_put((opt_state, params), jax.devices("cpu")[0]))`.
 
     Args:
         opt_state: any optimizer state, with `mixed_precision` at any depth of wrappers
@@ -59,13 +65,21 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         return jax.tree.map(_widen, params)
     leaves = Leaves.of(params, caller=caller, name="`params`")
     result = list(leaves.values)
-    for _, state in found:
-        storage = storage_of(state, caller)
-        for i, stored in enumerate(match_stored(leaves, state)):
-            if not is_absent(stored):
-                where = f"{caller}: param {spell(leaves.paths[i])}"
-                result[i] = decode_master(storage, stored, leaves.values[i], where)
+    for i, master, _ in decode_all(leaves, [state for _, state in found], caller):
+        result[i] = master
     return leaves.unflatten(result)
+
+
+def decode_all(
+    params: Leaves, states: Sequence[MixedPrecisionState], caller: str
+) -> Iterator[tuple[int, jax.Array, Any]]:
+    """Yield which param has a master, the master, and what is stored for it."""
+    for state in states:
+        storage = storage_of(state, caller)
+        for i, stored in enumerate(match_stored(params, state)):
+            if not is_absent(stored):
+                where = f"{caller}: param {spell(params.paths[i])}"
+                yield i, decode_master(storage, stored, params.values[i], where), stored
 
 
 def replace_master_params(
@@ -132,7 +146,7 @@ def replace_master_params(
                 new = _like_old_master(given[i], old, where)
                 if storage.param_is_part:
                     _check_param_is_rounded(storage, new, param, where)
-                new_stored[i] = storage.encode(new, param)
+                new_stored[i] = put_beside(storage.encode(new, param), stored)
         return replace_stored(leaves, state, new_stored)
 
     return map_states(replace, opt_state, MixedPrecisionState)
@@ -173,7 +187,7 @@ def decode_master(storage: Storage, stored: Any, param: Any, where: str) -> jax.
     """Return the master of a param; `where` names the caller and the param."""
     if storage.param_is_part:
         check_takes_param(storage, param, where)
-    master = storage.decode(stored, param)
+    master = storage.decode(bring(stored), param)
     if master.shape != jnp.shape(param):
         raise ValueError(
             f"{where} is {describe(param)}, but its master is {describe(master)}, "
