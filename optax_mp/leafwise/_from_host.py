@@ -153,7 +153,7 @@ class _StepFromHost:
         """Return the outputs of the program."""
         outputs = self.program.outputs
         jobs, others = self._find_jobs()
-        wanted = list(values_in(outputs[i] for i in others))
+        wanted = list(values_in([outputs[i] for i in others]))
         for job in jobs:
             self._choose_way(job)
             wanted += self._needed_before(job)
@@ -334,24 +334,29 @@ class _StepFromHost:
         or a constant. If all outputs are chosen by one number, nothing is brought where
         it is false.
         """
-        nodes, fills = self.program.nodes, []
-        predicates: set[Any] = set()
-        for i in outputs:
-            value = self._moved(self.program.outputs[i])
-            node = nodes[value.made_at] if value.made_at is not None else None
-            if node is None or node.equation.primitive.name != "select_n":
-                return True, [0] * len(outputs)
-            predicate, other, *_ = node.inputs
-            predicates.add(predicate)
-            fill = self._constant(other)
-            if fill is None and self._moved(other) is not self._overwritten(i):
-                return True, [0] * len(outputs)
-            fills.append(0 if fill is None else fill)
-        if len(predicates) > 1:
+        chosen = [self._chosen(i) for i in outputs]
+        predicates = {each[0] for each in chosen if each is not None}
+        if None in chosen or len(predicates) != 1:
             return True, [0] * len(outputs)
-        predicate = read(self.known, predicates.pop())
-        is_bool = jnp.ndim(predicate) == 0 and predicate.dtype == jnp.bool_
-        return (predicate, fills) if is_bool else (True, [0] * len(outputs))
+        return read(self.known, *predicates), [each[1] for each in chosen if each]
+
+    def _chosen(self, i: int) -> tuple[Value, Any] | None:
+        """Return by what an output is chosen, and the constant it can be; or None."""
+        value = self._moved(self.program.outputs[i])
+        at = getattr(value, "made_at", None)
+        if at is None or self.program.nodes[at].equation.primitive.name != "select_n":
+            return None
+        predicate, other, *_ = self.program.nodes[at].inputs
+        if (
+            is_literal(predicate)
+            or predicate.aval.shape
+            or predicate.aval.dtype != bool
+        ):
+            return None
+        fill = self._constant(other)
+        if fill is None and self._moved(other) is not self._overwritten(i):
+            return None
+        return predicate, 0 if fill is None else fill
 
     def _moved(self, value: Any) -> Any:
         """Return what a value was before it was moved to another memory."""
