@@ -120,7 +120,7 @@ class _TracedStep:
     @classmethod
     def of(cls, step: StepFunction, state: Any) -> "_TracedStep":
         traced = TracedCall.of(lambda before: _with_arrays(step(before), before), state)
-        updates, new_state = traced.treedef.unflatten(traced.outputs)
+        updates, new_state = traced.unflatten_outputs()
         _check_stable(state, new_state)
         arrays = iter(traced.arrays)
         before = [next(arrays) if is_dynamic(x) else x for x in jax.tree.leaves(state)]

@@ -25,7 +25,7 @@ from optax_mp._jax._memory import (
     to_device,
     to_host,
 )
-from optax_mp._jax._traced import TracedCall, is_output
+from optax_mp._jax._traced import TracedCall
 from optax_mp._warnings import warn
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._cut import End, cut
@@ -84,7 +84,7 @@ def run_from_host(
         program=program,
         known=known,
         flow=HostFlow.of(program, limits.min_size),
-        replaced=_replaced(traced, kept),
+        replaced=traced.replaced(kept, traced.unflatten_outputs()[1]),
         limits=limits,
         shardings=shardings_of_inputs(program, kept, shardings),
         proceed=proceed,
@@ -105,16 +105,6 @@ def _between_moves(step: Any, given: Any, kept: Any) -> tuple[Any, Any]:
             is_same = new_leaves[i] is brought[i]
             new_leaves[i] = old if is_same else to_host(new_leaves[i])
     return updates, new_def.unflatten(new_leaves)
-
-
-def _replaced(traced: TracedCall, kept: Any) -> dict[int, int]:
-    """Return for each array of the new `kept` which input it takes the place of."""
-    _, new = traced.treedef.unflatten(traced.outputs)
-    if jax.tree.structure(new) != jax.tree.structure(kept):
-        return {}
-    count = sum(map(is_output, jax.tree.leaves(new)))
-    arrays, outputs = len(traced.arrays), sum(map(is_output, traced.outputs))
-    return {outputs - i: arrays - i for i in range(1, count + 1)}
 
 
 @dataclass
