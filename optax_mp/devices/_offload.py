@@ -51,11 +51,17 @@ def offload(
     products and the norms of LAMB do, that leaf is copied as a whole. Results are those
     of `inner` alone. The state has the structure that it has without `offload`.
 
-    - Call `update` within `jax.jit`, and donate the state: else all of it is copied
-      within host memory at each step.
+    - Put it around all other transformations:
+      `offload(dynamic_loss_scale(mixed_precision(tx)))`. A loss scale around `offload`
+      gives the same numbers, but its unscaled gradients are whole float32 arrays on
+      the device. `optax.MultiSteps` around it does not compile for TPUs.
+    - Put the whole step into one `jax.jit`, and donate the params and the state: else
+      all of the state is copied within host memory at each step. The step must return
+      them in the order in which it takes them. JAX matches what is returned with what
+      is donated by shape and dtype alone, in order, and with another order may write
+      an array of the device into host memory; on CPUs the process then aborts.
     - Do not pass `out_shardings` for the state, unless with `memory_kind`.
-    - A step that `dynamic_loss_scale` or `static_loss_scale` skips copies nothing.
-      Put them around `offload`, or inside of it.
+    - A step that a loss scale skips copies nothing.
     - Under `jit`, params that are sharded over several devices need `param_shardings`
       for chunks; without it each leaf is copied as a whole. With explicit sharding, and
       within `jax.shard_map`, the types of arrays say enough.
@@ -92,9 +98,12 @@ def offload(
         ... )
         >>> params = {"w": jnp.ones((512, 256), jnp.bfloat16)}
         >>> opt_state = tx.init(params)
-        >>> update = jax.jit(tx.update, donate_argnums=1)
-        >>> updates, opt_state = update(params, opt_state, params)
-        >>> float(optax.apply_updates(params, updates)["w"][0, 0])
+        >>> def step(params, opt_state, grads):
+        ...     updates, opt_state = tx.update(grads, opt_state, params)
+        ...     return optax.apply_updates(params, updates), opt_state
+        >>> step = jax.jit(step, donate_argnums=(0, 1))
+        >>> params, opt_state = step(params, opt_state, {"w": jnp.ones((512, 256))})
+        >>> float(params["w"][0, 0])
         0.8984375
     """
     inner = as_transformation(inner, _CALLER)
