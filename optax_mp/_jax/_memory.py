@@ -24,8 +24,9 @@ def kinds_of_memory(device: Any) -> list[str]:
 
 
 def is_on_host(x: Any) -> bool:
-    """Return whether an array is in host memory."""
-    if not knows_memories() or not isinstance(x, jax.Array):
+    """Return whether an array is in host memory, or one that is described."""
+    is_array = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+    if not knows_memories() or not is_array:
         return False
     return is_host_type(jax.typeof(x))
 

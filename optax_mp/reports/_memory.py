@@ -10,6 +10,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from optax_mp._arguments import are_swapped, check_opt_state, is_optax_state
+from optax_mp._jax._memory import is_on_host
 from optax_mp._nnx import plain_trees
 from optax_mp._states import find_owners, find_states, holds_state
 from optax_mp._table import align_columns
@@ -45,6 +46,8 @@ class MemoryRow:
         dtype: the name of the dtype.
         shape: the shape of the whole array, if it is sharded.
         bytes: the size of the array.
+        host_bytes: the same if it is in the memory of the host, as `offload` keeps it,
+            else 0.
         float32_bytes: the size of its counterpart in plain float32 training.
 
     Example:
@@ -63,6 +66,7 @@ class MemoryRow:
     dtype: str
     shape: tuple[int, ...]
     bytes: int
+    host_bytes: int
     float32_bytes: int
 
 
@@ -96,6 +100,11 @@ class MemoryReport:
         return sum(row.bytes for row in self.rows)
 
     @property
+    def host_bytes(self) -> int:
+        """The bytes of those in the memory of the host; the others are on a device."""
+        return sum(row.host_bytes for row in self.rows)
+
+    @property
     def float32_bytes(self) -> int:
         """The bytes of plain float32 training with the same optimizer."""
         return sum(row.float32_bytes for row in self.rows)
@@ -127,13 +136,17 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Return the table."""
-        cells = [("role", "dtype", "size", "bytes per weight", "share")]
+        cells = [("role", "dtype", "size", "bytes per weight", "share", "on the host")]
         for role, count in self.by_role().items():
-            dtypes = dict.fromkeys(row.dtype for row in self.rows if row.role == role)
-            cells.append((role, ", ".join(dtypes), *self._amounts(count)))
-        weights = f"{self.weights:,} weights"
-        cells.append(("total", weights, *self._amounts(self.total_bytes)))
+            rows = [row for row in self.rows if row.role == role]
+            dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
+            on_host = _format_bytes(sum(row.host_bytes for row in rows))
+            cells.append((role, dtypes, *self._amounts(count), on_host))
+        weights, on_host = f"{self.weights:,} weights", _format_bytes(self.host_bytes)
+        cells.append(("total", weights, *self._amounts(self.total_bytes), on_host))
         cells = [(_shorten(a, 28), _shorten(b, 34), *rest) for a, b, *rest in cells]
+        if not self.host_bytes:
+            cells = [row[:-1] for row in cells]
         size, per_weight, _ = self._amounts(self.float32_bytes)
         ratio = _format(_ratio(self.float32_bytes, self.total_bytes), ".2f")
         return "\n".join(
@@ -158,6 +171,10 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
 
     Only shapes and dtypes are read. With trees from `jax.eval_shape` you can plan a
     model on a machine that could not hold it.
+
+    What `offload` keeps in host memory has a column of its own. Trees from
+    `jax.eval_shape` say so from JAX 0.12 on; before, arrays and `jax.ShapeDtypeStruct`
+    with a `NamedSharding` of that `memory_kind` do.
 
     The report compares with plain float32 training by the same optimizer: every
     floating array of params and state in float32, without masters, remainders and block
@@ -302,6 +319,7 @@ def _row(
         dtype=describe(leaf).split("[")[0],
         shape=tuple(leaf.shape),
         bytes=count,
+        host_bytes=count if is_on_host(leaf) else 0,
         float32_bytes=0 if role in ("masters", "remainders", _SCALES) else plain,
     )
 

@@ -8,8 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from host_memory import HOST, needs_memories
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optax_mp import Split, dynamic_loss_scale, mixed_precision, static_loss_scale
+from optax_mp import (
+    Split,
+    dynamic_loss_scale,
+    mixed_precision,
+    offload,
+    static_loss_scale,
+)
 from optax_mp.compact._blocks import Quantized
 from optax_mp.reports._memory import MemoryReport, memory_report
 
@@ -336,6 +344,36 @@ def test_no_weights_are_shown_as_a_dash(params):
 
 def test_an_empty_state_leaves_the_params():
     assert memory_report((), structs()).by_role() == {"params": 2 * WEIGHTS}
+
+
+@needs_memories
+def test_state_in_host_memory_has_a_column():
+    params = jax.tree.map(jnp.asarray, numpy_params())
+    inner = mixed_precision(adam(), storage=Split(8))
+    report = memory_report(offload(inner, min_size=100).init(params), params)
+    kernel = 32 * 64
+    assert report.host_bytes == (1 + 4 + 4) * kernel
+    assert report.total_bytes == memory_report(inner.init(params), params).total_bytes
+    for row in report.rows:
+        is_there = row.param == "['dense']['kernel']" and row.role != "params"
+        assert row.host_bytes == (row.bytes if is_there else 0), row
+    lines = str(report).splitlines()
+    assert lines[0].endswith("on the host")
+    assert lines[1].endswith(" 0 B")
+    assert lines[2].split()[-2:] == ["2.0", "KiB"]
+    assert lines[-2].split()[-2:] == ["18.0", "KiB"]
+    assert "host" not in str(memory_report(inner.init(params), params))
+
+
+@needs_memories
+def test_a_description_with_a_sharding_says_where_its_array_is():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("one",))
+    place = NamedSharding(mesh, PartitionSpec(), memory_kind=HOST)
+    state = {"mu": jax.ShapeDtypeStruct((256, 256), F32, sharding=place)}
+    params = {"w": jax.ShapeDtypeStruct((256, 256), BF16)}
+    report = memory_report(state, params)
+    assert report.host_bytes == 4 * 256 * 256
+    assert report.total_bytes == 6 * 256 * 256
 
 
 def llama_70b(dtype):
