@@ -11,13 +11,15 @@ demo's transformer, the text the demo's novel. "worse from step" is the first st
 which the training loss, on the same batches as float32's and averaged over 100 steps,
 is more than 0.005 above float32's for the rest of the run, for each seed.
 
-A form that is done is written at once, so that an interrupted run keeps what it has.
+A form that is done is written at once, and what FILE holds already is not trained
+again. So an interrupted run goes on where it was, and a later one adds seeds and forms.
 """
 
 import argparse
 import statistics
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import optax
@@ -40,8 +42,10 @@ from optax_mp._demo.text import make_corpus, read_text
 from optax_mp._demo.train import (
     Moment,
     Result,
+    call_ranges,
     is_matrix,
     make_schedule,
+    sum_or_none,
     train,
 )
 
@@ -116,44 +120,82 @@ def with_optimizer(form: Run, inner: optax.GradientTransformation) -> Run:
     return replace(form, transform=lambda demo_adamw: wrap(inner))
 
 
-def row_of(result: Result, reference: Result) -> record.Row:
-    """Return a form as a row, beside the float32 run of the same optimizer."""
-    losses = result.held_out_losses
-    gaps = [a - b for a, b in zip(losses, reference.held_out_losses, strict=True)]
-    first = result is reference
+def read_rows(path: Path | None, title: str) -> dict[str, record.Row]:
+    """Return the rows that a file holds already, by form."""
+    if path is None or not path.exists():
+        return {}
+    return {row["form"]: row for row in record.read(path).tables.get(title, [])}
+
+
+def with_result(row: record.Row | None, result: Result, seeds: list[int]) -> record.Row:
+    """Return the row of a form with the seeds of one more run."""
+    curves = [list(each.losses) for each in result.curves]
+    trained = zip(result.held_out_losses, curves, strict=True)
+    found = dict(zip(seeds, trained, strict=True))
+    skipped = result.skipped_steps
+    if row is not None:
+        before = zip(row["losses"], row["curve"], strict=True)
+        found |= zip(row["seeds"], before, strict=True)
+        skipped = sum_or_none([row["skipped"], skipped])
+    found = dict(sorted(found.items()))
     return {
         "form": result.name,
+        "seeds": list(found),
         "bytes per weight": result.bytes_per_weight,
-        "loss": statistics.fmean(losses),
-        "above float32": None if first else statistics.fmean(gaps),
-        "of each seed": None if first else ", ".join(f"{gap:+.3f}" for gap in gaps),
-        "worse from step": None if first else ", ".join(worse_from(result, reference)),
-        "skipped": result.skipped_steps,
-        "losses": list(losses),
-        "curve": [list(each.losses) for each in result.curves],
+        "skipped": skipped,
+        "losses": [loss for loss, _ in found.values()],
+        "curve": [curve for _, curve in found.values()],
     }
 
 
-def worse_from(result: Result, reference: Result) -> list[str]:
-    """Return for each seed from which step on the training loss stays worse.
+def table_of(
+    rows: dict[str, record.Row], names: list[str], steps: int
+) -> list[record.Row]:
+    """Return the rows that are there, in the order of the names."""
+    return [compared(rows[name], rows, steps) for name in names if name in rows]
 
-    "-" where it does not.
-    """
-    found = []
-    for curve, other in zip(result.curves, reference.curves, strict=True):
-        gaps = [a - b for a, b in zip(curve.losses, other.losses, strict=False)]
-        means = [
-            statistics.fmean(gaps[i : i + MEAN_OVER])
-            for i in range(len(gaps) - MEAN_OVER + 1)
-        ]
-        below = [i for i, mean in enumerate(means) if not mean > WORSE_BY]
-        start = below[-1] + 1 if below else 0
-        found.append(str(curve.steps[start]) if start < len(means) else "-")
-    return found
+
+def compared(row: record.Row, rows: dict[str, record.Row], steps: int) -> record.Row:
+    """Return a row beside float32's of the same optimizer, where it has the seeds."""
+    name = "Muon, float32" if row["form"].startswith("Muon") else "float32"
+    other = rows.get(name, {"seeds": []})
+    gaps, worse = [], []
+    for seed, loss, curve in zip(
+        row["seeds"], row["losses"], row["curve"], strict=True
+    ):
+        if row is not other and seed in other["seeds"]:
+            place = other["seeds"].index(seed)
+            gaps.append(loss - other["losses"][place])
+            worse.append(worse_from(curve, other["curve"][place], steps))
+    return {
+        "form": row["form"],
+        "seeds": row["seeds"],
+        "bytes per weight": row["bytes per weight"],
+        "loss": statistics.fmean(row["losses"]),
+        "above float32": statistics.fmean(gaps) if gaps else None,
+        "of each seed": ", ".join(f"{gap:+.3f}" for gap in gaps) or None,
+        "worse from step": ", ".join(worse) or None,
+        "skipped": row["skipped"],
+        "losses": row["losses"],
+        "curve": row["curve"],
+    }
+
+
+def worse_from(curve: list[float], other: list[float], steps: int) -> str:
+    """Return from which step on the training loss stays worse; "-" if it does not."""
+    gaps = [a - b for a, b in zip(curve, other, strict=False)]
+    means = [
+        statistics.fmean(gaps[i : i + MEAN_OVER])
+        for i in range(len(gaps) - MEAN_OVER + 1)
+    ]
+    below = [i for i, mean in enumerate(means) if not mean > WORSE_BY]
+    start = below[-1] + 1 if below else 0
+    counts = [stop for _, stop in call_ranges(steps)]
+    return str(counts[start]) if start < len(means) else "-"
 
 
 def main() -> None:
-    """Read the options, train, and print the table."""
+    """Read the options, train what is missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=NANOGPT.steps)
     parser.add_argument("--seeds", type=int, nargs="+", default=NANOGPT.seeds)
@@ -161,20 +203,22 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=names, default=names)
     record.add_option(parser)
     args = parser.parse_args()
-    settings = replace(NANOGPT, steps=args.steps, seeds=tuple(args.seeds))
-    forms = [form for form in forms_of(settings) if form.name in args.forms]
+    title = f"after {args.steps} steps"
+    rows = read_rows(args.json, title)
+    settings = replace(NANOGPT, steps=args.steps)
     corpus = make_corpus(read_text(None), settings.context)
-    seeds = ", ".join(map(str, settings.seeds))
-    title = f"after {settings.steps} steps, seeds: {seeds}"
-    tables = {title: []}
-    reference = None
-    for form in forms:
-        result = train(form, settings, corpus, follow)
-        is_reference = form.name in ("float32", "Muon, float32")
-        reference = result if is_reference or reference is None else reference
-        tables[title].append(row_of(result, reference))
+    for form in forms_of(settings):
+        row = rows.get(form.name)
+        seeds = [s for s in args.seeds if row is None or s not in row["seeds"]]
+        if form.name not in args.forms or not seeds:
+            continue
+        chosen = replace(settings, seeds=tuple(seeds))
+        result = train(form, chosen, corpus, follow)
+        rows[form.name] = with_result(row, result, seeds)
+        tables = {title: table_of(rows, names, args.steps)}
         record.finish(args.json, tables, record.machine_of(jax.devices()))
-    print(f"{record.heading(jax.devices())}\n\n{record.as_markdown(tables[title])}")
+    table = record.as_markdown(table_of(rows, names, args.steps))
+    print(f"{record.heading(jax.devices())}\n\n{table}")
 
 
 def follow(name: str, moment: Moment) -> None:

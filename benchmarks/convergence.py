@@ -5,8 +5,8 @@
     python benchmarks/convergence.py --steps-factor 0.05 --seeds 2 --tasks digits
 
 A form says in what dtype the params are, and how masters and moments are kept. Three
-models are trained in each: the demo's transformer on the help texts of Python, a small
-conv net on scikit-learn's digits, and an MLP on Friedman's function with noise. A seed
+models are trained in each: the demo's transformer on the demo's novel, a small conv
+net on scikit-learn's digits, and an MLP on Friedman's function with noise. A seed
 sets initialisation and batches, the same for all forms. Gradients are taken at the
 params as they are, so in bfloat16 in all forms but float32; the held-out loss is that
 of the params as they are, too, in their dtype.

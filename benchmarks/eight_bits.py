@@ -29,9 +29,11 @@ import accelerators  # first: it sets what the compilers want to know
 import amp as transformer
 import jax
 import jax.numpy as jnp
+import kept
 import numpy as np
 import optax
 import record
+import scales
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -60,6 +62,8 @@ DEPTH = 12
 # https://resources.nvidia.com/en-us-tensor-core
 FLOPS_16, FLOPS_8, BANDWIDTH = 989e12, 1979e12, 3.35e12
 STEP = transformer.Size(8, 1024, 768, 12, 4096, 1)
+# For TPUs jaxlib 0.10.2 cannot write the program of that one as text.
+SMALL_STEP = transformer.Size(4, 512, 512, 8, 2048, 1)
 
 
 @contextlib.contextmanager
@@ -193,31 +197,72 @@ def measure_depth() -> list[record.Row]:
     ]
 
 
-def measure_kept() -> list[record.Row]:
+def measure_scales() -> list[record.Row]:
+    """Return the errors of the demo's products with other scales, in midst of a run."""
+    settings = replace(DEMO, steps=300)
+    init, draw, loss, _ = text_task(settings)
+    tx = make_adamw(settings)
+
+    def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        params, state = carry
+        batch = draw(jax.random.fold_in(jax.random.key(1), number))
+        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    params = init(jax.random.key(0))
+    start = params, tx.init(params)
+    (params, _), _ = jax.lax.scan(step, start, jnp.arange(settings.steps))
+    batch = draw(jax.random.key(2))
+    return scales.table(scales.products_of(jax.grad(loss), params, batch))
+
+
+def kept_by(name: str) -> dict[str, list[kept.Kept]]:
     """Return what the forward pass of `benchmarks/amp.py`'s transformer keeps.
 
     In the small one, products of any shape run in 8 bits.
     """
+    size = transformer.SIZES[name]
+    params = jax.eval_shape(functools.partial(transformer.init, size))
+    tokens = jnp.zeros((size.batch, size.length), jnp.int32)
+
+    def loss(params: Any) -> jax.Array:
+        return transformer.loss(params, tokens, size)
+
+    with any_shape() if name == "small" else contextlib.nullcontext():
+        return {
+            form: kept.kept_of(optax_mp.amp(loss, compute_dtype=dtype), params)
+            for form, dtype in (("amp, bf16", BF16), ("amp, f8", F8))
+        }
+
+
+def measure_kept() -> list[record.Row]:
+    """Return how much that is, and how much of it products alone read."""
     rows: list[record.Row] = []
-    for name, size in transformer.SIZES.items():
-        loss = functools.partial(transformer.loss, size=size)
-        params = jax.eval_shape(functools.partial(transformer.init, size))
-        tokens = jnp.zeros((size.batch, size.length), jnp.int32)
-        for form, dtype in (("amp, bf16", BF16), ("amp, f8", F8)):
-            fun = optax_mp.amp(loss, compute_dtype=dtype)
-            with any_shape() if name == "small" else contextlib.nullcontext():
-                whole = transformer.residual_mib(fun, params, tokens)
-            first = whole if dtype == BF16 else rows[-1]["kept MiB"]
+    for name in transformer.SIZES:
+        for form, arrays in kept_by(name).items():
+            whole = sum(each.mib for each in arrays)
+            operands = [x.mib for x in arrays if x.read_by == (kept.PRODUCT,)]
+            first = rows[-1]["kept MiB"] if form == "amp, f8" else whole
             rows.append(
-                {"size": f"{name}: {form}", "kept MiB": whole, "to bf16": whole / first}
+                {
+                    "size": f"{name}: {form}",
+                    "kept MiB": whole,
+                    "for products alone": sum(operands),
+                    "to bf16": whole / first,
+                }
             )
     return rows
+
+
+def measure_kept_arrays() -> list[record.Row]:
+    """Return what the small transformer keeps, by the line that reads it."""
+    return kept.table(kept_by("small"), transformer, least_mib=0.5)
 
 
 def device_of(target: str) -> Any:
     """Return a device that XLA can compile for."""
     if target == "gpu":
-        return accelerators.device_of("gpu")
+        return accelerators.devices_of("gpu")[0]
     return topologies.get_topology_desc("v6e:2x2", "tpu").devices[0]
 
 
@@ -264,11 +309,11 @@ def step_of_mlp(dtype: str) -> tuple[Any, Any]:
     return jax.value_and_grad(fun, (0, 1)), (params, shape((8192, 2048)))
 
 
-def step_of_transformer(dtype: str) -> tuple[Any, Any]:
+def step_of_transformer(dtype: str, size: transformer.Size = STEP) -> tuple[Any, Any]:
     """Return the gradient of a transformer of one block, and its arguments."""
-    loss = functools.partial(transformer.loss, size=STEP)
-    params = jax.eval_shape(functools.partial(transformer.init, STEP))
-    tokens = jax.ShapeDtypeStruct((STEP.batch, STEP.length), jnp.int32)
+    loss = functools.partial(transformer.loss, size=size)
+    params = jax.eval_shape(functools.partial(transformer.init, size))
+    tokens = jax.ShapeDtypeStruct((size.batch, size.length), jnp.int32)
     fun = optax_mp.amp(loss, compute_dtype=dtype)
     return jax.value_and_grad(fun), (params, tokens)
 
@@ -282,10 +327,10 @@ def bytes_of(compiled: Any) -> float:
 def measure_compiled() -> list[record.Row]:
     """Return bytes, temporaries and 8-bit products of compiled steps."""
     rows: list[record.Row] = []
-    both = {"two layers": step_of_mlp, "transformer": step_of_transformer}
-    # For TPUs jaxlib 0.10.2 cannot write the transformer's program as text.
-    one = {"two layers": step_of_mlp}
-    for target, device, steps in (("gpu", "H100", both), ("tpu", "TPU v6e", one)):
+    on_gpu = {"two layers": step_of_mlp, "transformer": step_of_transformer}
+    small = functools.partial(step_of_transformer, size=SMALL_STEP)
+    on_tpu = {"two layers": step_of_mlp, "small transformer": small}
+    for target, device, steps in (("gpu", "H100", on_gpu), ("tpu", "TPU v6e", on_tpu)):
         for name, make in steps.items():
             for form, dtype in (("amp, bf16", BF16), ("amp, f8", F8)):
                 fun, args = make(dtype)
@@ -343,7 +388,7 @@ def measure_shapes() -> list[record.Row]:
 def main() -> None:
     """Read the options and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = ("training", "depth", "kept", "compiled", "shapes")
+    parts = ("training", "depth", "scales", "kept", "compiled", "shapes")
     parser.add_argument("--only", choices=parts)
     parser.add_argument("--steps-factor", type=float, default=1.0)
     record.add_option(parser)
@@ -357,11 +402,17 @@ def main() -> None:
             "error of the gradient of each layer, by norm, at random weights",
             measure_depth,
         ),
+        "scales": ("error of products, by the scales of operands", measure_scales),
         "kept": ("what the forward pass keeps", measure_kept),
+        "kept arrays": (
+            "what the small one keeps, by what reads it",
+            measure_kept_arrays,
+        ),
         "compiled": ("training steps compiled for hardware not here", measure_compiled),
         "shapes": ("an H100: a product and its gradients", measure_shapes),
     }
-    chosen = [args.only] if args.only else ["training", "depth", "kept"]
+    wanted = (args.only,) if args.only else ("training", "depth", "scales", "kept")
+    chosen = [part for part in measured if part.startswith(wanted)]
     tables: record.Tables = {}
     for part in chosen:
         title, measure = measured[part]

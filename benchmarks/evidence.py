@@ -177,16 +177,25 @@ def share(claims: Iterable[bool]) -> str:
 
 def long_run_in_words(rows: list[record.Row]) -> str:
     """Return what became of naive bfloat16 in the longer run, and of the others."""
-    (naive,) = (row for row in rows if row["form"] == "bf16 naive")
-    others = [
-        row["above float32"]
+    gaps = {
+        row["form"]: row["above float32"]
         for row in rows
-        if row["above float32"] is not None and row is not naive
-    ]
+        if row["above float32"] is not None
+    }
+    (naive,) = (row for row in rows if row["form"] == "bf16 naive")
+    del gaps["bf16 naive"]
+    adamw = [gap for form, gap in gaps.items() if not form.startswith("Muon")]
+    muon = [gap for form, gap in gaps.items() if form.startswith("Muon")]
+    ends = ", ".join(
+        f"from {min(each):+.3f} to {max(each):+.3f} with {name}"
+        for name, each in (("AdamW", adamw), ("Muon", muon))
+        if each
+    )
     return (
-        f"Naive bfloat16 ends {naive['above float32']:+.3f} above float32. Its "
-        f"training loss stays above from step {naive['worse from step']} on. The other "
-        f"forms end from {min(others):+.3f} to {max(others):+.3f} above."
+        f"Naive bfloat16 ends {naive['above float32']:+.3f} above float32, the mean of "
+        f"{naive['of each seed']}. Its training loss stays above from step "
+        f"{naive['worse from step']} on. Compared with float32, the other forms end "
+        f"{ends}."
     )
 
 

@@ -251,30 +251,37 @@ def draw_demo(figure: Any, records: Records) -> None:
         label = f"{name}: {record.cell('above float32', apart)}"
         steps, style = of_run[0]["curve"][0], style_of(name)
         style["ls"] = "--" if name.startswith("f16") else "-"
-        low, high = zip(
-            *((min(at), max(at)) for at in zip(*gaps, strict=True)), strict=True
-        )
-        panel.fill_between(steps, low, high, color=style["color"], alpha=0.2, lw=0)
-        panel.plot(steps, mean_of(gaps), **style, label=label)
+        draw_with_band(panel, steps, gaps, label, style)
     panel.axhline(0, color="0.5", lw=1)
     panel.set(xlabel="training step", ylabel="loss above float32's (smoothed)")
     panel.legend(title="held-out, at the end")
+
+
+def draw_with_band(
+    panel: Any,
+    steps: list[int],
+    curves: list[list[float]],
+    label: str,
+    style: dict[str, Any],
+) -> None:
+    """Draw the mean of curves, on the band that they span."""
+    low, high = zip(
+        *((min(at), max(at)) for at in zip(*curves, strict=True)), strict=True
+    )
+    panel.fill_between(steps, low, high, color=style["color"], alpha=0.2, lw=0)
+    panel.plot(steps, mean_of(curves), **style, label=label)
 
 
 def draw_characters(figure: Any, records: Records) -> None:
     """How far over float32 the forms of the character model are on the way."""
     panel = figure.subplots()
     (rows,) = records["characters"].tables.values()
-    reference = None
-    for row in rows:
-        if row["above float32"] is None:
-            reference = reference or row["curve"]
-            continue
-        if row["form"].startswith("Muon"):
-            continue
+    first, *others = [row for row in rows if not row["form"].startswith("Muon")]
+    float32 = dict(zip(first["seeds"], first["curve"], strict=True))
+    for row in others:
         gaps = [
-            smooth([a - b for a, b in zip(curve, other, strict=True)], 0.9)
-            for curve, other in zip(row["curve"], reference, strict=True)
+            smooth([a - b for a, b in zip(curve, float32[seed], strict=True)], 0.9)
+            for seed, curve in zip(row["seeds"], row["curve"], strict=True)
         ]
         steps = [1, *(25 * (i + 1) for i in range(len(gaps[0]) - 1))]
         style = style_of(row["form"].partition(",")[0])
@@ -282,7 +289,7 @@ def draw_characters(figure: Any, records: Records) -> None:
             row["form"][:3], {}
         )
         label = f"{row['form']}: {record.cell('above float32', row['above float32'])}"
-        panel.plot(steps, mean_of(gaps), **style, label=label)
+        draw_with_band(panel, steps, gaps, label, style)
     panel.axhline(0, color="0.5", lw=1)
     panel.set(xlabel="training step", ylabel="loss above float32's (smoothed)")
     title = "held-out loss above float32's, at the end"

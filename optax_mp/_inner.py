@@ -221,7 +221,7 @@ def _difference_to_own(
     )
     try:
         traced = TracedCall.of(inner.init, params)
-        expected = traced.treedef.unflatten(traced.outputs)
+        expected = traced.unflatten_outputs()
         name = "what `inner.init(params)` makes"
         own = Leaves.of(expected, caller=caller, name=name)
     except Exception:

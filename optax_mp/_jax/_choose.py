@@ -91,7 +91,7 @@ def or_negative_zeros(proceed: Choice, value: Any) -> Any:
     """
     if proceed is True or not _is_number(value):
         return value
-    return _select(proceed, value, _negative_zeros(value))
+    return select(proceed, value, _negative_zeros(value))
 
 
 def _negative_zeros(like: Any) -> jax.Array:
@@ -120,7 +120,7 @@ class _TracedStep:
     @classmethod
     def of(cls, step: StepFunction, state: Any) -> "_TracedStep":
         traced = TracedCall.of(lambda before: _with_arrays(step(before), before), state)
-        updates, new_state = traced.treedef.unflatten(traced.outputs)
+        updates, new_state = traced.unflatten_outputs()
         _check_stable(state, new_state)
         arrays = iter(traced.arrays)
         before = [next(arrays) if is_dynamic(x) else x for x in jax.tree.leaves(state)]
@@ -172,7 +172,7 @@ class _TracedStep:
             if is_on_host(new) and new is not old:
                 _check_keeps_host_memory(keeps_host_memory, new)
                 return new
-            return new if new is old else _select(proceed, new, old)
+            return new if new is old else select(proceed, new, old)
 
         def run(equation: Any, inputs: list[Any]) -> list[Any]:
             values = bind(equation, inputs)
@@ -225,7 +225,8 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, Number) and not is_array(x)
 
 
-def _select(proceed: Choice, new: Any, old: Any) -> jax.Array:
+def select(proceed: Choice, new: Any, old: Any) -> jax.Array:
+    """Return the new value if a step is taken, else the old one."""
     old = jnp.asarray(old, new.dtype) if _is_plain(old) else old
     # Some optimizers widen their state at the first step.
     if new.dtype != old.dtype:

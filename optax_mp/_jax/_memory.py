@@ -6,6 +6,7 @@ From JAX 0.10 on the type of an array says so, on every platform.
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from optax_mp._jax._arrays import is_traced
 
@@ -40,6 +41,20 @@ def to_host(x: jax.Array) -> jax.Array:
     if is_traced(x):
         return jax.device_put(x, jax.memory.Space.Host)
     return jax.device_put(x, x.sharding.with_memory_kind(HOST_KIND))
+
+
+def name_memory(x: jax.Array) -> jax.Array:
+    """Return an array with a sharding by which descriptions of it know its memory.
+
+    With a `SingleDeviceSharding` the type of a `ShapeDtypeStruct`, or of an array that
+    Orbax restores, says nothing of it.
+    """
+    if not is_on_host(x) or not isinstance(x.sharding, SingleDeviceSharding):
+        return x
+    mesh = Mesh(list(x.devices()), ("device",))
+    return jax.device_put(
+        x, NamedSharding(mesh, PartitionSpec(), memory_kind=HOST_KIND)
+    )
 
 
 def to_device(x: jax.Array) -> jax.Array:

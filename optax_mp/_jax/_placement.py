@@ -8,6 +8,7 @@ from jax import lax
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._jax._arrays import is_traced_by_jit, spec_in_type, varies_by_rank
+from optax_mp._jax._memory import is_on_host
 from optax_mp._states import find_owners
 from optax_mp._tree import PyTree
 
@@ -34,6 +35,8 @@ def _can_follow(leaf: Any, param: Any) -> bool:
     # Only under `jit`: under `vmap` the param would add its batch axis to the leaf.
     if not (is_traced_by_jit(leaf) and is_traced_by_jit(param)):
         return False
+    if is_on_host(leaf):
+        return False  # placed already, by `offload`
     if leaf.shape[max(0, leaf.ndim - param.ndim) :] != param.shape:
         return False  # neither the param's shape, nor a stack of such arrays
     is_number = jnp.issubdtype(leaf.dtype, jnp.number)

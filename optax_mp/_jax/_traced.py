@@ -60,6 +60,29 @@ class TracedCall:
         leaves = [next(arrays) if is_output(x) else x for x in self.outputs]
         return self.treedef.unflatten(leaves)
 
+    def unflatten_outputs(self) -> Any:
+        """Return what the function returned, with descriptions of its arrays."""
+        return self.treedef.unflatten(self.outputs)
+
+    def replaced(self, kept: PyTree, new: PyTree) -> dict[int, int]:
+        """Return for each array that takes the place of one of the input, which.
+
+        Args:
+            kept: the last part of the input.
+            new: the last part of the output: what takes its place.
+        """
+        if jax.tree.structure(kept) != jax.tree.structure(new):
+            return {}
+        pairs = list(zip(jax.tree.leaves(kept), jax.tree.leaves(new), strict=True))
+        at_input, at_output = len(self.arrays), sum(map(is_output, self.outputs))
+        found: dict[int, int] = {}
+        for old, leaf in reversed(pairs):
+            at_input -= is_dynamic(old)
+            at_output -= is_output(leaf)
+            if is_dynamic(old) and is_output(leaf):
+                found[at_output] = at_input
+        return found
+
 
 @contextlib.contextmanager
 def note_on_leaks(note: str) -> Iterator[None]:

@@ -34,6 +34,7 @@ from optax_mp._jax._products import is_product, matrix_sizes
 
 # The two of the Open Compute Project, which hardware multiplies.
 DTYPES = E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+_F32 = jnp.dtype(jnp.float32)
 # The product that has an 8-bit form. Convolutions have none, because JAX does not
 # convolve operands of two dtypes, as their gradients would have to.
 PRIMITIVE = "dot_general"
@@ -42,7 +43,8 @@ PRIMITIVE = "dot_general"
 # between widths of 256 and 1024 (`benchmarks/eight_bits.py --only shapes`). GPUs want
 # multiples of 16.
 SMALLEST, MULTIPLE = 512, 16
-_EXPONENT = 0x7F800000  # the bits of a float32 that hold it
+# Bits of a float32: those that hold the exponent, and its smallest normal number.
+_EXPONENT, _SMALLEST_NORMAL = 0x7F800000, 0x00800000
 # Up to JAX 0.6, `shard_map` refuses them; then what is not differentiated costs time.
 _SYMBOLIC_ZEROS = hasattr(jax, "shard_map")
 _SECOND_DERIVATIVE = (
@@ -72,13 +74,24 @@ def round_to(x: jax.Array, dtype: Any) -> Rounded:
 
     What is not finite stays so: infinity becomes NaN where the dtype has none.
     """
-    size = lax.select(jnp.isfinite(x), jnp.abs(x), jnp.zeros_like(x))
-    largest = jnp.max(size).astype(jnp.float32)
     # The largest and the smallest power of two whose inverse is a normal number, too.
-    ratio = jnp.clip(float(jnp.finfo(dtype).max) / largest, 2.0**-126, 2.0**126)
+    ratio = float(jnp.finfo(dtype).max) / _largest_finite(x)
+    ratio = jnp.clip(ratio, 2.0**-126, 2.0**126)
     exponent = lax.bitcast_convert_type(ratio, jnp.int32) & _EXPONENT
     scale = lax.bitcast_convert_type(exponent, jnp.float32)
     return Rounded((x.astype(jnp.float32) * scale).astype(dtype), 1 / scale)
+
+
+def _largest_finite(x: jax.Array) -> jax.Array:
+    """Return the largest finite magnitude in `x`, or 0, in float32."""
+    # Magnitudes are in the order of their bits, as integers. With the smallest normal
+    # number added, those of infinity and NaN wrap to below zero. So it is one chain of
+    # operations, for which XLA reads `x` once; a mask of what is finite it may write
+    # out, where the product wants `x` transposed.
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
+    wrapped = jnp.max(bits + _SMALLEST_NORMAL)
+    bits = jnp.maximum(wrapped, _SMALLEST_NORMAL) - _SMALLEST_NORMAL
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 @round_to.defjvp
@@ -139,7 +152,11 @@ class _Factors:
     out_dtype: Any
 
     def multiply(self, left: Rounded, right: Rounded) -> Any:
-        return _multiply(self._bind_8_bit, left, right).astype(self.out_dtype)
+        # What a policy of `jax.checkpoint` keeps is to be no wider than the result. The
+        # sums are not scaled yet: bfloat16 has the range for them, float16 has not.
+        narrow = self.out_dtype == jnp.bfloat16
+        bind = functools.partial(self._bind_8_bit, self.out_dtype if narrow else _F32)
+        return _multiply(bind, left, right).astype(self.out_dtype)
 
     def linear_in(self, i: int, dtype: Any) -> Linear:
         """Return it as a function of operand `i`, with the other one in 8 bits."""
@@ -153,7 +170,7 @@ class _Factors:
             jaxpr = self._transposed(i)
 
             def pull(cotangent: Any, other: Any) -> Any:
-                return evaluate(jaxpr, [cotangent, other], _in_float32)[0]
+                return evaluate(jaxpr, [cotangent, other], _to_float32)[0]
 
             rounded = round_to(cotangent, E5M2)
             return _multiply(pull, rounded, Rounded(values, unit)).astype(dtype)
@@ -177,35 +194,46 @@ class _Factors:
         params = self.equation.params | {"preferred_element_type": None}
         return bind(self.equation, operands, params)
 
-    def _bind_8_bit(self, *operands: Any) -> Any:
-        return _in_float32(self.equation, operands)[0]
+    def _bind_8_bit(self, dtype: Any, *operands: Any) -> Any:
+        return _bind_to(dtype, self.equation, operands)[0]
 
 
 def _in_order(i: int, x: Any, other: Any) -> tuple[Any, Any]:
     return (x, other) if i == 0 else (other, x)
 
 
-def _in_float32(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of an equation, of a product of 8-bit floats in float32."""
+def _bind_to(dtype: Any, equation: Equation, inputs: Sequence[Any]) -> list[Any]:
+    """Return the outputs of an equation, of a product of 8-bit floats in `dtype`."""
     # Cast to 16 bits before the product, the operands would be 16 bits for XLA.
     params = equation.params
     if is_product(equation):
-        params = params | {"preferred_element_type": jnp.float32}
+        params = params | {"preferred_element_type": dtype}
     return bind(equation, inputs, params)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+_to_float32 = functools.partial(_bind_to, _F32)
+
+
 def _multiply(multiply: Callable[..., Any], left: Rounded, right: Rounded) -> jax.Array:
     """Return the product of two rounded arrays, given that of 8-bit floats."""
-    return multiply(left.values, right.values) * (left.unit * right.unit)
+    # Outside the function with a rule, so that policies of `jax.checkpoint` that keep
+    # products see one.
+    values = multiply(*map(lax.stop_gradient, (left.values, right.values)))
+    return _scaled(multiply, values, left, right)
 
 
-def _multiply_tangents(multiply: Any, primals: Any, tangents: Any) -> Any:
-    value = _multiply(multiply, *primals)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _scaled(multiply: Any, values: Any, left: Rounded, right: Rounded) -> jax.Array:
+    """Return the product of two rounded arrays, given that of their 8-bit floats."""
+    return values * (left.unit * right.unit).astype(values.dtype)
+
+
+def _scaled_tangents(multiply: Any, primals: Any, tangents: Any) -> Any:
+    value = _scaled(multiply, *primals)
     terms = []
-    for i, tangent in enumerate(tangents):
+    for i, tangent in enumerate(tangents[1:]):
         if not isinstance(tangent.values, SymbolicZero):
-            factors = _in_order(i, tangent, primals[1 - i])
+            factors = _in_order(i, tangent, primals[2 - i])
             terms += _forward_only([], _multiply(multiply, *factors))
     return value, _sum(terms, value)
 
@@ -216,7 +244,7 @@ def _refuse(*_: Any) -> Any:
 
 # Reverse mode would have to add up rounded tangents, each with a unit of its own.
 _forward_only = Linear(lambda x: [x], _refuse, _SECOND_DERIVATIVE)
-_multiply.defjvp(_multiply_tangents, symbolic_zeros=_SYMBOLIC_ZEROS)
+_scaled.defjvp(_scaled_tangents, symbolic_zeros=_SYMBOLIC_ZEROS)
 
 
 def _sum(tangents: Sequence[Any], value: Any) -> Any:

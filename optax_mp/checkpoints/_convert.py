@@ -222,7 +222,7 @@ def _decode_on_device(storage: Storage, stored: Any, param: Any) -> jax.Array:
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:
     # Only traced, because a call of `init` would allocate a second state.
     traced = TracedCall.of(tx.init, params)
-    expected = traced.treedef.unflatten(traced.outputs)
+    expected = traced.unflatten_outputs()
     used, wanted = _storages(state), _storages(expected)
     if used != wanted:
         raise ValueError(

@@ -72,7 +72,7 @@ def _trace(
         return inner.update(gradients, state, params, **extra_args)
 
     traced = TracedCall.of(update, (params, state, params))
-    new_state = traced.treedef.unflatten(traced.outputs)[1]
+    new_state = traced.unflatten_outputs()[1]
     param_count = sum(map(is_dynamic, jax.tree.leaves(params)))
     state_count = sum(map(is_dynamic, jax.tree.leaves(state)))
     if sum(map(is_output, jax.tree.leaves(new_state))) != state_count:

@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import has_explicit_axes
+from optax_mp._jax._memory import HOST_KIND, is_on_host
 
 # The names of the mesh axes over which one dimension of an array is sharded.
 MeshAxes = tuple[str, ...]
@@ -94,9 +95,12 @@ def shard(x: jax.Array, mesh: Mesh, by_dim: AxesByDim) -> jax.Array:
             for names, unchanged in zip(by_dim, current, strict=True)
         )
     )
+    # An array that `offload` keeps in host memory stays there.
+    kind = {"memory_kind": HOST_KIND} if is_on_host(x) else {}
+    sharding = NamedSharding(mesh, spec, **kind)
     if has_explicit_axes(mesh):
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        return jax.sharding.reshard(x, sharding)
+    return lax.with_sharding_constraint(x, sharding)
 
 
 def _shard_count(mesh: Mesh, names: MeshAxes) -> int:

@@ -13,12 +13,13 @@ from jax.tree_util import tree_flatten_with_path
 from optax_mp._arguments import check_init_params, check_whole_number
 from optax_mp._inner import as_transformation
 from optax_mp._jax._arrays import is_traced
-from optax_mp._jax._choose import obey_outer_choice
+from optax_mp._jax._choose import obey_outer_choice, select
 from optax_mp._jax._memory import (
     HOST_KIND,
     is_on_host,
     kinds_of_memory,
     knows_memories,
+    name_memory,
     to_host,
 )
 from optax_mp._jax._placement import place_like_params
@@ -50,11 +51,17 @@ def offload(
     products and the norms of LAMB do, that leaf is copied as a whole. Results are those
     of `inner` alone. The state has the structure that it has without `offload`.
 
-    - Call `update` within `jax.jit`, and donate the state: else all of it is copied
-      within host memory at each step.
+    - Put it around all other transformations:
+      `offload(dynamic_loss_scale(mixed_precision(tx)))`. A loss scale around `offload`
+      gives the same numbers, but its unscaled gradients are whole float32 arrays on
+      the device. `optax.MultiSteps` around it does not compile for TPUs.
+    - Put the whole step into one `jax.jit`, and donate the params and the state: else
+      all of the state is copied within host memory at each step. The step must return
+      them in the order in which it takes them. JAX matches what is returned with what
+      is donated by shape and dtype alone, in order, and with another order may write
+      an array of the device into host memory; on CPUs the process then aborts.
     - Do not pass `out_shardings` for the state, unless with `memory_kind`.
-    - A step that `dynamic_loss_scale` or `static_loss_scale` skips copies nothing.
-      Put them around `offload`, or inside of it.
+    - A step that a loss scale skips copies nothing.
     - Under `jit`, params that are sharded over several devices need `param_shardings`
       for chunks; without it each leaf is copied as a whole. With explicit sharding, and
       within `jax.shard_map`, the types of arrays say enough.
@@ -91,9 +98,12 @@ def offload(
         ... )
         >>> params = {"w": jnp.ones((512, 256), jnp.bfloat16)}
         >>> opt_state = tx.init(params)
-        >>> update = jax.jit(tx.update, donate_argnums=1)
-        >>> updates, opt_state = update(params, opt_state, params)
-        >>> float(optax.apply_updates(params, updates)["w"][0, 0])
+        >>> def step(params, opt_state, grads):
+        ...     updates, opt_state = tx.update(grads, opt_state, params)
+        ...     return optax.apply_updates(params, updates), opt_state
+        >>> step = jax.jit(step, donate_argnums=(0, 1))
+        >>> params, opt_state = step(params, opt_state, {"w": jnp.ones((512, 256))})
+        >>> float(params["w"][0, 0])
         0.8984375
     """
     inner = as_transformation(inner, _CALLER)
@@ -133,14 +143,18 @@ def offload(
         # What is known while tracing stays known: a rule may use it in an `if`.
         traced = {name: x for name, x in extra_args.items() if _has_tracers(x)}
         known = {name: x for name, x in extra_args.items() if name not in traced}
+        proceed = obey_outer_choice()
         out, new_state = run_from_host(
             step,
             (updates, params, traced),
             state,
             limits,
             _state_shardings(state, params, param_shardings),
-            obey_outer_choice(),
+            proceed,
         )
+        if proceed is not True and not _is_all_on_host(state, limits.min_size):
+            # Of what was on the device the caller can choose no more once it is not.
+            new_state = jax.tree.map(partial(_choose, proceed), new_state, state)
         return out, _on_host(new_state, limits.min_size)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -190,18 +204,30 @@ def _on_host(state: Any, min_size: int) -> Any:
     )
 
 
+def _is_all_on_host(state: Any, min_size: int) -> bool:
+    leaves = [x for x in jax.tree.leaves(state) if _is_large(x, min_size)]
+    return all(map(is_on_host, leaves))
+
+
+def _choose(proceed: Any, new: Any, old: Any) -> Any:
+    """Return a value of the new state; one in host memory is chosen already."""
+    return new if is_on_host(new) or not is_array(new) else select(proceed, new, old)
+
+
 def _init(inner: Any, params: Any, limits: Limits) -> Any:
     """Return the state of `inner` with its large arrays in host memory.
 
     They are computed a few at a time, so that the device never holds all of them.
     """
     arrays = jax.tree.leaves(params)
+
+    def init(params: Any) -> Any:
+        return place_like_params(inner.init(params), params)
+
     if not all(isinstance(x, jax.Array) and not is_traced(x) for x in arrays):
-        return _on_host(inner.init(params), limits.min_size)
+        return _on_host(init(params), limits.min_size)
     try:
-        traced = TracedCall.of(
-            lambda params: place_like_params(inner.init(params), params), params
-        )
+        traced = TracedCall.of(init, params)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         # A rule that looks at the numbers of the params.
         return _on_host(inner.init(params), limits.min_size)
@@ -209,7 +235,7 @@ def _init(inner: Any, params: Any, limits: Limits) -> Any:
     values: dict[int, Any] = {}
     for group in _groups(traced.closed.out_avals, limits):
         run = jax.jit(partial(_outputs, program, group, limits.min_size))
-        values.update(zip(group, run(traced.arrays), strict=True))
+        values.update(zip(group, map(name_memory, run(traced.arrays)), strict=True))
     return traced.unflatten([values[i] for i in range(len(values))])
 
 

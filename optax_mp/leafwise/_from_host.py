@@ -25,7 +25,7 @@ from optax_mp._jax._memory import (
     to_device,
     to_host,
 )
-from optax_mp._jax._traced import TracedCall, is_output
+from optax_mp._jax._traced import TracedCall
 from optax_mp._warnings import warn
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._cut import End, cut
@@ -84,7 +84,7 @@ def run_from_host(
         program=program,
         known=known,
         flow=HostFlow.of(program, limits.min_size),
-        replaced=_replaced(traced, kept),
+        replaced=traced.replaced(kept, traced.unflatten_outputs()[1]),
         limits=limits,
         shardings=shardings_of_inputs(program, kept, shardings),
         proceed=proceed,
@@ -105,16 +105,6 @@ def _between_moves(step: Any, given: Any, kept: Any) -> tuple[Any, Any]:
             is_same = new_leaves[i] is brought[i]
             new_leaves[i] = old if is_same else to_host(new_leaves[i])
     return updates, new_def.unflatten(new_leaves)
-
-
-def _replaced(traced: TracedCall, kept: Any) -> dict[int, int]:
-    """Return for each array of the new `kept` which input it takes the place of."""
-    _, new = traced.treedef.unflatten(traced.outputs)
-    if jax.tree.structure(new) != jax.tree.structure(kept):
-        return {}
-    count = sum(map(is_output, jax.tree.leaves(new)))
-    arrays, outputs = len(traced.arrays), sum(map(is_output, traced.outputs))
-    return {outputs - i: arrays - i for i in range(1, count + 1)}
 
 
 @dataclass
@@ -153,7 +143,7 @@ class _StepFromHost:
         """Return the outputs of the program."""
         outputs = self.program.outputs
         jobs, others = self._find_jobs()
-        wanted = list(values_in(outputs[i] for i in others))
+        wanted = list(values_in([outputs[i] for i in others]))
         for job in jobs:
             self._choose_way(job)
             wanted += self._needed_before(job)
@@ -334,24 +324,29 @@ class _StepFromHost:
         or a constant. If all outputs are chosen by one number, nothing is brought where
         it is false.
         """
-        nodes, fills = self.program.nodes, []
-        predicates: set[Any] = set()
-        for i in outputs:
-            value = self._moved(self.program.outputs[i])
-            node = nodes[value.made_at] if value.made_at is not None else None
-            if node is None or node.equation.primitive.name != "select_n":
-                return True, [0] * len(outputs)
-            predicate, other, *_ = node.inputs
-            predicates.add(predicate)
-            fill = self._constant(other)
-            if fill is None and self._moved(other) is not self._overwritten(i):
-                return True, [0] * len(outputs)
-            fills.append(0 if fill is None else fill)
-        if len(predicates) > 1:
+        chosen = [self._chosen(i) for i in outputs]
+        predicates = {each[0] for each in chosen if each is not None}
+        if None in chosen or len(predicates) != 1:
             return True, [0] * len(outputs)
-        predicate = read(self.known, predicates.pop())
-        is_bool = jnp.ndim(predicate) == 0 and predicate.dtype == jnp.bool_
-        return (predicate, fills) if is_bool else (True, [0] * len(outputs))
+        return read(self.known, *predicates), [each[1] for each in chosen if each]
+
+    def _chosen(self, i: int) -> tuple[Value, Any] | None:
+        """Return by what an output is chosen, and the constant it can be; or None."""
+        value = self._moved(self.program.outputs[i])
+        at = getattr(value, "made_at", None)
+        if at is None or self.program.nodes[at].equation.primitive.name != "select_n":
+            return None
+        predicate, other, *_ = self.program.nodes[at].inputs
+        if (
+            is_literal(predicate)
+            or predicate.aval.shape
+            or predicate.aval.dtype != bool
+        ):
+            return None
+        fill = self._constant(other)
+        if fill is None and self._moved(other) is not self._overwritten(i):
+            return None
+        return predicate, 0 if fill is None else fill
 
     def _moved(self, value: Any) -> Any:
         """Return what a value was before it was moved to another memory."""

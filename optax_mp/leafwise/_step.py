@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._by_platform import Way, by_platform, kernel_obstacle
 from optax_mp._jax._jaxpr import open_jaxpr
-from optax_mp._jax._traced import TracedCall, is_output
+from optax_mp._jax._traced import TracedCall
 from optax_mp._tree import is_array
 from optax_mp.leafwise import _chunks, _gpu, _tpu
 from optax_mp.leafwise._alike import form_of
@@ -90,7 +90,7 @@ class CutStep:
         if traced.closed.effects:
             return "the update has effects"
         program = Program.of(traced.closed, is_block_operation)
-        ends = cut(program, _replaced(traced, kept))
+        ends = cut(program, traced.replaced(kept, traced.unflatten_outputs()))
         return cls(traced, program, ends, shardings_of_inputs(program, kept, shardings))
 
     def run(self) -> Any:
@@ -145,14 +145,6 @@ def _is_packed(leaf: Any) -> bool:
         and jnp.issubdtype(leaf.dtype, jnp.integer)
         and leaf.dtype.itemsize < 4
     )
-
-
-def _replaced(traced: TracedCall, kept: Any) -> dict[int, int]:
-    """Return for each array of the result the one of the argument that it replaces."""
-    if jax.tree.structure(kept) != traced.treedef:
-        return {}
-    arrays, count = len(traced.arrays), sum(map(is_output, traced.outputs))
-    return {count - i: arrays - i for i in range(1, count + 1)}
 
 
 class _Runners:

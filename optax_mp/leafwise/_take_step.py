@@ -31,19 +31,19 @@ def take_step(
     params = optax.apply_updates(params, updates)
     ```
 
-    with less traffic to memory for what is stored in few bits, that is `Split`,
-    `low_bit_state` and `stochastic_rounding`. On TPUs and GPUs all that a step does to
-    one element of such a leaf is then done in one kernel, which reads and writes every
-    array once and in place. `tx` can be any optimizer: its update is traced, and what
-    does not go element by element, as a global norm, is computed before. An update with
-    effects, such as `jax.debug.print`, is left to XLA.
+    but with less memory traffic for leaves that `Split`, `low_bit_state` and
+    `stochastic_rounding` store in few bits. On TPUs and GPUs the step of such a leaf
+    runs in one kernel, which reads and writes each array once, in place. `tx` can be
+    any optimizer: its update is traced, and what is not computed element by element,
+    such as a global norm, is computed before the kernels. An update with effects, such
+    as `jax.debug.print`, is left to XLA.
 
-    A kernel is taken where a program is for one device, inside of `jax.shard_map` over
-    all axes of a mesh, and on sharded arrays where the types of arrays or
-    `param_shardings` say how they are sharded. Elsewhere, on other platforms, and for
-    small leaves, XLA compiles what `tx.update` says, on a TPU for some rows of a large
-    leaf after others. `step_report` says which leaves have a kernel, and why others
-    have none. `OPTAX_MP_KERNELS=0` in the environment makes no kernels.
+    A kernel is used in a program for one device, inside `jax.shard_map` over all axes
+    of a mesh, and on sharded arrays if their types or `param_shardings` say how they
+    are sharded. Elsewhere, on other platforms, and for small leaves, XLA compiles the
+    step as it does `tx.update`; on a TPU it takes a large leaf some rows at a time.
+    `step_report` says which leaves have a kernel, and why others have none.
+    `OPTAX_MP_KERNELS=0` in the environment turns kernels off.
 
     Args:
         tx: any optax optimizer or chain.
@@ -61,7 +61,7 @@ def take_step(
 
     Raises:
         ValueError: if `param_shardings` does not fit the params.
-        TypeError: if it holds something else than shardings, or `tx` is no optimizer.
+        TypeError: if it holds anything but shardings, or `tx` is no optimizer.
 
     Example:
         >>> import jax

@@ -17,7 +17,7 @@ _REMEDIES = {
     "the `dtype` of the layer",
     "constant": "make {it} in the dtype of the other values",
     "operation": "make {it} in the dtype of the other values (`dtype=x.dtype`)",
-    "cast": "leave out the cast, or cast back before the product",
+    "cast": "leave {it} out, or cast back before the product",
     "result": "leave out `preferred_element_type`, or cast the result back",
     "literal": "write a Python number, which takes the dtype of what it meets",
     "promotion": "set the `dtype` of the layer to bfloat16",
@@ -160,14 +160,17 @@ def _remedy(kind: str, products: Products) -> str:
         next(iter(exact[pattern])) if len(exact[pattern]) == 1 else pattern
         for pattern, _ in flops.most_common()
     ]
+    is_float32, are_float32 = " is float32", " are float32"
+    if kind == "cast":  # "a cast to float32 at ..." says so itself.
+        is_float32 = are_float32 = ""
     if len(names) == 1:
         (name,) = names
-        return f"{name} is float32; {_REMEDIES[kind].format(it='it')}"
+        return f"{name}{is_float32}; {_REMEDIES[kind].format(it='it')}"
     left_out = len(names) - _MOST_CAUSES
     shown = names[:_MOST_CAUSES] + ([f"{left_out} more"] if left_out > 0 else [])
     listed = f"{', '.join(shown[:-1])} and {shown[-1]}"
     both = "both" if len(names) == 2 else "them all"
-    return f"{listed} are float32; {_REMEDIES[kind].format(it=both)}"
+    return f"{listed}{are_float32}; {_REMEDIES[kind].format(it=both)}"
 
 
 def _causes(products: Products) -> list[str]:

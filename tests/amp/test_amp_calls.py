@@ -199,6 +199,7 @@ def test_a_report_lists_products_inside_what_stays_as_written(fun):
     assert {x.ran for x in rows if x.primitive == "dot_general"} == {"as_written"}
 
 
+@pytest.mark.slow
 def test_a_report_lists_products_of_sparse_matrices():
     def fun(x, w):
         return sparse.BCOO.fromdense(w, nse=64) @ x.T

@@ -66,8 +66,6 @@ each = pytest.mark.parametrize("name", CASES)
 RUN_BY_DEFAULT = {
     "attention",
     "conv_net",
-    "cross_entropy",
-    "scan_over_layers",
     "cond",
     "sharded",
     "custom_vjp",

@@ -236,7 +236,7 @@ def test_a_word_for_a_scope_that_does_not_occur_is_refused():
 # Functions and transformations of every kind
 
 WITH_PRODUCTS = [name for name, case in CASES.items() if name != "callbacks_in_scan"]
-DEFAULT_CASES = {"scan_over_layers", "remat_in_scan", "sharded", "custom_vjp"}
+DEFAULT_CASES = {"scan_over_layers", "sharded"}
 
 
 @mostly_slow("name", WITH_PRODUCTS, lambda name: name in DEFAULT_CASES)
@@ -332,7 +332,7 @@ SAME = {
 }
 
 
-@mostly_slow("name", SAME, lambda name: name in ("grad of scan", "grad of vmap"))
+@mostly_slow("name", SAME, lambda name: name == "grad of scan")
 def test_a_transformed_function_computes_the_same(name, any_shape):
     x = normal(4, 8)
     got, want = (jax.jit(make(in_8_bits(net)))(PARAMS, x) for make in SAME[name])
@@ -340,6 +340,7 @@ def test_a_transformed_function_computes_the_same(name, any_shape):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_amp_around_a_gradient_has_all_its_products_in_8_bits(any_shape):
     fun = in_8_bits(gradient(net))
     assert eight_bit_products(fun, PARAMS, normal(4, 8)) == (5, 5)
@@ -384,6 +385,7 @@ def test_a_report_counts_8_bit_products_and_says_why_others_are_not():
     assert str(report()).endswith("products: 100% low, 94% f8")
 
 
+@pytest.mark.slow
 def test_a_report_in_16_bits_says_nothing_of_8():
     text = str(optax_mp.amp_report(two_layers, LAYERS, X[:4]))
     assert not re.search(r"\bf8\b", text)
@@ -404,6 +406,7 @@ def test_rules_keep_the_worst_8_bit_products_in_16_bits_and_nothing_wider():
     assert {x.primitive: x.ran for x in again.operations}["tanh"] == "low"
 
 
+@pytest.mark.slow
 def test_rules_for_a_smaller_error_reach_float32_in_two_steps():
     rules = optax_mp.default_amp_rules
     for warns in (False, True):

@@ -28,19 +28,10 @@ SENSITIVE = {"exp", "log", "log1p", "expm1", "pow", "rsqrt", "reduce_sum", "cums
 LEARNING_RATE = 1e-2
 
 
-# In the default run one is trained, with a loss scale, and of each framework one is
-# traced.
+# In the default run one is trained and traced, with a loss scale.
 TRAINED = {("equinox_convolutions", "float16")}
-TRACED = TRAINED | {
-    ("linen_transformer", "bfloat16"),
-    ("nnx_convolutions", "bfloat16"),
-    ("haiku_convolutions", "bfloat16"),
-}
 COMBINATIONS = list(itertools.product(MODELS, HALVES))
-every_training = mostly_slow(
-    ("model", "half"), COMBINATIONS, lambda *case: case in TRAINED
-)
-every_trace = mostly_slow(("model", "half"), COMBINATIONS, lambda *case: case in TRACED)
+every_pair = mostly_slow(("model", "half"), COMBINATIONS, lambda *case: case in TRAINED)
 
 
 @functools.cache
@@ -147,7 +138,7 @@ def dtypes_of_products(equations):
 # Training
 
 
-@every_training
+@every_pair
 def test_a_model_under_amp_trains_as_in_float32(model, half):
     full = training_of(model, "float32")[0]
     # Else a model that stands still would pass.
@@ -155,7 +146,7 @@ def test_a_model_under_amp_trains_as_in_float32(model, half):
     assert last(training_of(model, half)[0]) == pytest.approx(last(full), rel=0.01)
 
 
-@every_training
+@every_pair
 def test_params_and_statistics_keep_their_dtypes_and_stay_finite(model, half):
     problem = problem_of(model)
     _, params, state, _ = training_of(model, half)
@@ -192,13 +183,14 @@ def test_masters_and_bfloat16_params_under_amp_train_as_in_float32(model):
 # Precision
 
 
-@every_trace
+@every_pair
 def test_every_product_of_a_model_and_its_gradient_is_low(model, half):
     written, number = dtypes_of_products(gradient_equations(model, "float32"))
     assert written == {"float32"} and number >= 5
     assert dtypes_of_products(gradient_equations(model, half)) == ({half}, number)
 
 
+@pytest.mark.slow
 def test_every_product_of_float32_inputs_and_bfloat16_params_is_low():
     model = "equinox_transformer"
     written, low = (
@@ -208,14 +200,14 @@ def test_every_product_of_float32_inputs_and_bfloat16_params_is_low():
     assert "float32" in written and low == {"bfloat16"}
 
 
-@every_trace
+@every_pair
 def test_no_sum_nor_exponential_of_a_model_and_its_gradient_is_low(model, half):
     sensitive = named(gradient_equations(model, half), SENSITIVE)
     atoms = [atom for e in sensitive for atom in (*e.invars, *e.outvars)]
     assert floating_dtypes(atoms) == {"float32"}
 
 
-@every_trace
+@every_pair
 def test_loss_state_and_gradients_come_in_the_dtypes_of_float32(model, half):
     problem = problem_of(model)
     args = (problem.params, problem.state, first_batch(problem))
@@ -230,6 +222,7 @@ def test_loss_state_and_gradients_come_in_the_dtypes_of_float32(model, half):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
 
 
+@pytest.mark.slow
 def test_nnx_dropout_keys_advance_as_in_float32():
     problem = problem_of("nnx_transformer")
     got, want = (state_after_a_step(problem, dtype) for dtype in ("bf16", "float32"))
@@ -249,7 +242,7 @@ def test_batch_statistics_are_those_of_float32(model):
 @mostly_slow(
     ("framework", "half"),
     itertools.product(["linen", "nnx", "equinox", "haiku"], HALVES),
-    lambda *case: case in {("linen", "bfloat16"), ("haiku", "float16")},
+    lambda *case: case == ("equinox", "bfloat16"),
 )
 def test_dropout_drops_what_it_drops_in_float32(framework, half):
     params, apply = getattr(small_models, f"{framework}_dropout")()
@@ -283,8 +276,9 @@ def test_a_whole_equinox_module_passes_through_amp():
         np.testing.assert_allclose(x, y, atol=2**-5 * np.abs(y).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "model, name",
+    ("model", "name"),
     [
         ("linen_transformer", "Dense_0"),
         ("equinox_transformer", "eqx.nn.MultiheadAttention"),

@@ -261,14 +261,10 @@ def in_float32(name):
 RESULTS_BY_DEFAULT = {
     ("vmap", "outside"),
     ("jvp", "inside"),
-    ("hessian", "inside"),
     ("grad_of_scan", "inside"),
-    ("grad_of_cond", "outside"),
     ("remat", "outside"),
-    ("names_saved", "inside"),
     ("grad_of_shard_map", "inside"),
     ("custom_vjp", "outside"),
-    ("while_loop", "inside"),
 }
 
 
@@ -1045,9 +1041,8 @@ EAGER = {
     # A while loop has no reverse mode.
     [(n, d) for n in EAGER for d in (False, True) if (n, d) != ("while_loop", True)],
     lambda name, differentiated: (
-        name == "closure_in_scan"
-        or (name in ("nested_jit", "custom_vjp") and differentiated)
-        or (name in ("cond", "while_loop", "untouched") and not differentiated)
+        (name in ("closure_in_scan", "custom_vjp") and differentiated)
+        or (name in ("while_loop", "untouched") and not differentiated)
     ),
 )
 def test_a_second_eager_call_compiles_no_more_than_the_function(

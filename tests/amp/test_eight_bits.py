@@ -1,6 +1,7 @@
 """Products in 8 bits: their numbers, against NumPy and ml_dtypes."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -240,6 +241,36 @@ def test_an_operand_is_kept_only_for_the_gradient_of_the_other():
     assert [x.shape for x in jax.tree.leaves(pull) if x.ndim] == [(4, 8)]
 
 
+@pytest.mark.slow
+def test_an_operand_of_many_products_is_rounded_once():
+    """As queries, keys and values are made; and once for both passes."""
+    x, *weights = (jnp.asarray(normal(8, 8, seed=seed)) for seed in range(4))
+
+    def loss(x, weights):
+        return sum(jnp.sum(jnp.sin(x @ w)) for w in weights)
+
+    gradient = jax.jit(jax.grad(in_8_bits(loss), (0, 1)))
+    text = gradient.lower(x, weights).compile().as_text()
+    # Of four operands and three gradients.
+    assert len(re.findall(r"= s32\[\]\S* reduce\(", text)) == 7
+
+
+@mostly_slow("dtype", ["bfloat16", "float16"], lambda dtype: dtype == "bfloat16")
+def test_a_policy_of_checkpoint_that_keeps_products_keeps_these(dtype):
+    rules = optax_mp.default_amp_rules | {"dot_general": "f8"}
+    fun = optax_mp.amp(lambda w: jnp.tanh(w @ w), compute_dtype=dtype, rules=rules)
+    policy = jax.checkpoint_policies.dots_saveable
+    fun, w = jax.checkpoint(fun, policy=policy), jnp.asarray(normal(8, 8))
+
+    def gradient(w):
+        return jax.grad(lambda w: jnp.sum(fun(w)))(w)
+
+    # One forward and two backward: none is computed again.
+    assert str(jax.make_jaxpr(gradient)(w)).count("dot_general[") == 3
+    wide = {"bfloat16": "bfloat16", "float16": "float32"}  # unscaled, it has no room
+    assert set(kept(fun, w)) == {wide[dtype], "float32"}
+
+
 def test_forward_mode_has_tangents_in_16_bits():
     x, w = low(4, 8), low(8, 4, seed=1)
     x_dot, w_dot = low(4, 8, seed=2), low(8, 4, seed=3)
@@ -290,7 +321,8 @@ def test_a_second_derivative_in_reverse_is_refused_with_what_to_do(name):
 # Accuracy
 
 
-@mostly_slow("count", [16, 256], lambda count: count == 16)
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [16, 256])
 def test_the_gradient_of_a_weight_used_often_errs_no_more_than_that_of_one(count):
     w, xs = normal(16, 16) / 4, normal(count, 8, 16, seed=1) + 0.5
 

@@ -33,7 +33,6 @@ PAIRS = [*itertools.pairwise([*FORMS, *FORMS][: len(FORMS) + 1])]
 PAIRS += [pair for form in FORMS for pair in ((form, "full copy"), ("full copy", form))]
 SOME = {
     ("float32", "split 16"),
-    ("full copy", "5.1 bytes"),
     ("loss scale", "split 16"),
 }
 every_pair = pytest.mark.parametrize(

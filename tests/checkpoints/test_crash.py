@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 from comparison import as_bits
 from crash_run import FINAL, SAVE_EVERY, is_bad
+from host_memory import needs_memories
 
 SCRIPT = pathlib.Path(__file__).parents[1] / "support" / "crash_run.py"
 BETWEEN_KILLS = 3 * SAVE_EVERY
@@ -29,8 +30,9 @@ class Life(NamedTuple):
 
 def live(directory, steps, kill_at=None):
     """Run the script once; `kill_at` says of each line it prints if to kill it now."""
+    form = directory.parent.name
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", SCRIPT, directory, str(steps)],
+        [sys.executable, "-W", "ignore", SCRIPT, directory, str(steps), form],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -105,14 +107,20 @@ def final(directory):
     return params, opt_state, random_state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "kills", [2, pytest.param(20, marks=pytest.mark.slow)], ids="{} kills".format
+    ("form", "kills"),
+    [
+        ("masters", 2),
+        ("masters", 20),
+        pytest.param("offload", 2, marks=needs_memories),
+    ],
 )
-def test_a_killed_run_ends_as_one_that_was_not(tmp_path, kills):
+def test_a_killed_run_ends_as_one_that_was_not(tmp_path, form, kills):
     steps = kills * BETWEEN_KILLS + TAIL
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed, whole = tmp_path / form / "killed", tmp_path / form / "whole"
     for directory in (killed, whole):
-        directory.mkdir()
+        directory.mkdir(parents=True)
     assert live(whole, steps) == Life(0, steps, 0)
     lives, died_in_a_save = killed_again_and_again(killed, steps, kills)
 

@@ -3,6 +3,7 @@
 They were made by the first edition itself: see support/first_edition/make.py.
 """
 
+import itertools
 import pickle
 import sys
 from pathlib import Path
@@ -65,8 +66,9 @@ def is_loss_scale(x):
     return isinstance(x, optax_mp.LossScaleState)
 
 
-@every_form
-@pytest.mark.parametrize("kind", KINDS)
+@mostly_slow(
+    ("name", "kind"), itertools.product(FORMS, KINDS), lambda _, kind: kind == "pickle"
+)
 def test_an_upgraded_run_goes_on_as_the_first_edition_did(name, kind):
     upgraded = optax_mp.upgrade_checkpoint(restored(name, kind), template(name))
     assert avals(upgraded) == avals(template(name))

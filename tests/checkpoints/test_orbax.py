@@ -14,7 +14,7 @@ from trained_forms import FORMS, SCALED, start_of, step_of, template_of, train
 import optax_mp
 
 # By default the most parts, and a key of random numbers.
-OFTEN = {"scaled 5.1 bytes", "chance"}
+OFTEN = {"scaled 5.1 bytes"}
 every_form = mostly_slow("name", FORMS, lambda name: name in OFTEN)
 
 

@@ -376,6 +376,7 @@ def test_optimizers_that_need_a_loss_are_traced_with_one():
         assert int(state.step_count) == 1
 
 
+@pytest.mark.slow
 def test_the_gradient_that_a_line_search_keeps_serves_the_next_step():
     params = example()
 

@@ -14,6 +14,7 @@ from comparison import as_bits, avals
 from jax import export
 from optimizers import OPTIMIZERS, PER_EXAMPLE, extra_arguments
 from reference import adamw_step, block_codes, block_scales, block_values
+from slow_cases import mostly_slow
 
 import optax_mp
 from optax_mp import Quantized, low_bit_state
@@ -270,6 +271,7 @@ def test_what_a_product_reads_has_16_bits(case):
     assert codes(bits=16, product_bits=8) == "int16"
 
 
+@pytest.mark.slow
 def test_a_state_with_8_bits_for_products_is_converted_or_goes_on():
     muon = optax.contrib.muon(1e-2)
     old = optax_mp.low_bit_state(muon, min_size=1, product_bits=8)
@@ -321,9 +323,7 @@ TRAINS = [
         name,
         form,
         id=f"{name}, {form}",
-        marks=()
-        if (name, form) in {("adamw", "8 bits"), ("muon", "8 bits")}
-        else pytest.mark.slow,
+        marks=() if (name, form) == ("adamw", "8 bits") else pytest.mark.slow,
     )
     for name in EVERY
     for form in ("8 bits", "16 bits", "bfloat16")
@@ -599,13 +599,10 @@ def test_nested_it_stays_stable_and_follows_float32(nesting):
     assert np.corrcoef(got.ravel(), want.ravel())[0, 1] > 0.995
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "nesting",
-    [
-        pytest.param("a loss scale around", marks=pytest.mark.slow),
-        "a loss scale around mixed",
-        "a link before",
-    ],
+    ["a loss scale around", "a loss scale around mixed", "a link before"],
+    lambda nesting: nesting == "a link before",
 )
 def test_a_skipped_step_leaves_every_bit(nesting):
     if nesting == "a link before":

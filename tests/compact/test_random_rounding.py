@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from comparison import as_bits
 from forced_devices import run_on
+from slow_cases import mostly_slow
 
 from optax_mp.compact._random_numbers import rounding_keys, uniform_numbers
 from optax_mp.compact._rounding import round_stochastically
@@ -83,7 +84,7 @@ def test_keys_of_traced_parts_are_those_of_numbers():
     assert int(traced) == int(rounding_key(3, 1, 9)) == key_of(3, 1, 9)
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 300])
+@mostly_slow("count", [0, 1, 7, 300], lambda count: count < 300)
 def test_the_keys_of_many_arrays_are_those_of_the_reference_sorted(count):
     got = jax.jit(lambda step: rounding_keys(count, 5, step))(jnp.int32(3))
     want = sorted(key_of(5, 3, leaf=leaf) for leaf in range(count))
@@ -214,7 +215,7 @@ def test_another_step_leaf_or_seed_rounds_otherwise_and_the_same_one_alike(dtype
     assert as_bits(runs[0]) == as_bits(runs[-1])
 
 
-@BOTH
+@mostly_slow("dtype", ["bfloat16", "float16"], lambda dtype: dtype == "bfloat16")
 def test_jit_eager_and_vmap_agree(dtype):
     x = sample(dtype, 4096).reshape(4, 1024)
     key = rounding_key(2)

@@ -225,6 +225,7 @@ def test_a_loss_scale_around_skips_all_and_else_changes_nothing():
     assert float(after.scale) == 4.0
 
 
+@pytest.mark.slow
 def test_with_low_bit_state_inside_it_trains():
     """5 bytes per weight without masters: 2 of the param, the rest of the moments."""
     rng = np.random.default_rng(0)

@@ -17,6 +17,7 @@ import xml.etree.ElementTree as ElementTree
 
 import jax
 import pytest
+from slow_cases import mostly_slow
 
 import optax_mp.__main__ as command_line
 import optax_mp._demo as demo
@@ -506,8 +507,11 @@ def test_masters_make_float8_params_learn(text_file):
     assert losses[0] > losses[1] > losses[2]
 
 
-@pytest.mark.parametrize("storage", demo.runs.STORAGES)
-@pytest.mark.parametrize("dtype", demo.runs.DTYPES)
+@mostly_slow(
+    ("dtype", "storage"),
+    itertools.product(demo.runs.DTYPES, demo.runs.STORAGES),
+    lambda dtype, storage: dtype in ("f16", "e5m2"),
+)
 def test_all_combinations_train_but_those_that_are_refused(dtype, storage):
     if storage != "full" and dtype in ("e4m3fn", "e5m2"):
         with pytest.raises(ValueError, match=f"--storage {storage} cannot hold"):

@@ -218,6 +218,26 @@ def test_converts_on_and_off_in_a_live_run():
 
 
 @needs_memories
+def test_a_checkpoint_is_restored_into_host_memory(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    tx = in_chunks(masters(ADAMW))
+    params, state, _ = train(tx, 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    for made_by, wanted in ((tx, {"Host", "Device"}), (masters(ADAMW), {"Device"})):
+        template = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            made_by.init(params),
+        )
+        with ocp.StandardCheckpointer() as checkpointer:
+            restored = checkpointer.restore(tmp_path / "state", template)
+        assert kinds(restored) == wanted
+        assert as_bits(restored) == as_bits(state)
+        got = train(made_by, 2, params=params, state=restored)
+        assert as_bits(got) == as_bits(train(tx, 2, params=params, state=state))
+
+
+@needs_memories
 def test_what_is_wrong_is_named(monkeypatch):
     params = random_params()
     with pytest.raises(ValueError, match="`memory_kind` is 'host', expected 'pinned_"):
@@ -274,6 +294,13 @@ def test_state_that_was_pulled_back_is_brought_to_the_host_with_a_warning():
     assert kinds(new) == {"Host", "Device"}
     want = jax.jit(masters(ADAMW).update)(params, pulled, params)[1]
     assert as_bits(new) == as_bits(want)
+    wrapped = scaled(tx)
+    pulled = wrapped.init(params)._replace(inner_state=pulled)
+    bad = jax.tree.map(lambda p: p * jnp.nan, params)
+    with pytest.warns(UserWarning, match="in device memory"):
+        _, kept = jax.jit(wrapped.update)(bad, pulled, params)
+    assert as_bits(kept.inner_state) == as_bits(pulled.inner_state)
+    assert kinds(kept.inner_state) == {"Host", "Device"}
 
 
 @needs_memories

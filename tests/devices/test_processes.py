@@ -46,6 +46,7 @@ def reports():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["jit", "zero1", "shard_map"])
 def test_an_inf_on_one_rank_makes_both_skip(reports, part):
     first, second = (each[part] for each in reports)
@@ -60,12 +61,14 @@ def test_an_inf_on_one_rank_makes_both_skip(reports, part):
     assert first["nonfinite_index"] == second["nonfinite_index"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["jit", "zero1"])
 def test_both_ranks_end_with_the_same_params(reports, part):
     first, second = (each[part]["params"] for each in reports)
     assert first == second
 
 
+@pytest.mark.slow
 def test_zero1_over_two_processes_is_bit_equal_and_half_the_state(reports):
     plain, sharded = reports[0]["jit"], reports[0]["zero1"]
     assert plain["params"] == sharded["params"]
@@ -73,6 +76,7 @@ def test_zero1_over_two_processes_is_bit_equal_and_half_the_state(reports):
     assert 0.5 <= sharded["state_bytes"] / plain["state_bytes"] < 0.51
 
 
+@pytest.mark.slow
 def test_a_rank_with_other_params_is_named_on_both(reports):
     first, second = (each["other params"]["messages"] for each in reports)
     assert first[:3] == second[:3]
@@ -135,6 +139,7 @@ for spec in (P(), P("x"), P("x", "y")):
 """
 
 
+@pytest.mark.slow
 def test_a_device_with_other_bits_is_named():
     """Copies of an array, and copies of its shards; a shard of its own has none."""
     replicated, by_rows, alone = run_on(4, "-c", DEVICES).splitlines()

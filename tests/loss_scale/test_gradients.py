@@ -25,6 +25,7 @@ from scaled_losses import (
     reference_gradients,
     state_with,
 )
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -136,7 +137,7 @@ def test_has_aux_of_a_bare_loss_says_so():
 # value_and_grad
 
 
-@pytest.mark.parametrize("dtype", [*HALVES, "float32"])
+@mostly_slow("dtype", [*HALVES, "float32"], lambda dtype: dtype == "float16")
 def test_gradients_are_float32_and_scaled(dtype):
     params, x = network_params(dtype), jnp.asarray(BATCH, dtype)
     f = jax.jit(optax_mp.value_and_grad(network))
@@ -161,7 +162,7 @@ def unscaled(dtype):
     return pytest.warns(optax_mp.MixedPrecisionWarning, match="holds no loss scale")
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@mostly_slow("dtype", HALVES, lambda dtype: dtype == "float16")
 def test_without_a_scale_gradients_are_those_of_jax_in_float32(dtype):
     params, x = network_params(dtype), jnp.asarray(BATCH, dtype)
     with unscaled(dtype):
@@ -352,7 +353,7 @@ def test_gradients_under_vmap_use_the_scale_of_each():
     assert grads.tolist() == [[16, 32], [96, 128]]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@mostly_slow("dtype", ["float16", "float32"], lambda dtype: dtype == "float16")
 def test_training_in_a_scan_equals_training_without_a_scale(dtype):
     x = jnp.asarray(BATCH, dtype)
 
@@ -422,6 +423,7 @@ def model_loss(model, x):
     return jnp.mean(jax.vmap(model)(x) ** 2)
 
 
+@pytest.mark.slow
 def test_gradients_of_an_equinox_module_are_those_of_equinox(model):
     x = jnp.asarray(BATCH, jnp.float32)
     f = eqx.filter_jit(optax_mp.value_and_grad(model_loss))
@@ -460,6 +462,7 @@ def test_an_equinox_module_trains_under_filter_jit(model):
     assert model.head.activation is jax.nn.gelu
 
 
+@pytest.mark.slow
 def test_dynamic_scale_grad_takes_an_equinox_module(model):
     x = jnp.asarray(BATCH, jnp.float32)
     f = optax_mp.dynamic_scale_grad(model_loss, redo_on_nan=2)

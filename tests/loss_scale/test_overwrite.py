@@ -106,7 +106,9 @@ def test_overwritten_leaves_need_params(make):
         [0.0, 1e-9, 0.1, 1.0, -1.0, 448.0, -3e4],
         SIGNS,
     ),
-    lambda dtype, param, sign: param in (0.0, 448.0) and sign == -1,
+    lambda dtype, param, sign: (
+        param in (0.0, 448.0) and sign == -1 and dtype != "float16"
+    ),
 )
 def test_no_gradient_but_zero_brings_a_leaf_to_zero(dtype, param, sign):
     """Over all magnitudes of the dtype; CPUs take subnormal float32 numbers for 0."""
@@ -153,7 +155,9 @@ def test_an_infinite_leaf_stays_where_no_sum_brings_it_back(dtype):
     assert land(params, grads).tolist() == want
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@mostly_slow(
+    "dtype", ["float32", "bfloat16", "float16"], lambda dtype: dtype == "bfloat16"
+)
 def test_random_leaves_land_on_their_gradients(dtype):
     rng = np.random.default_rng(0)
 

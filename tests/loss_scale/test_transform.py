@@ -146,13 +146,9 @@ def test_eager_finite_steps_are_bit_equal_to_the_optimizer_without_a_scale(name)
     assert as_bits(state.inner_state) == as_bits(bare_state)
 
 
-@mostly_slow(
-    ("name", "build"),
-    itertools.product(
-        ["adamw", "lion", "muon", "adafactor", "noisy_sgd"], [wrapper, wrapped_masters]
-    ),
-    lambda name, build: name == "adamw" and build is wrapped_masters,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor", "noisy_sgd"])
+@pytest.mark.parametrize("build", [wrapper, wrapped_masters])
 def test_jitted_finite_steps_differ_by_rounding_alone(name, build):
     """The unscaling is fused into the rule, and contracted with it."""
     results = []
@@ -167,17 +163,10 @@ def test_jitted_finite_steps_differ_by_rounding_alone(name, build):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
-@mostly_slow(
-    ("name", "build", "value"),
-    itertools.product(
-        ["adamw", "noisy_sgd", "sgd"],
-        [wrapper, wrapped_masters, linked_masters],
-        [np.nan, np.inf, -np.inf],
-    ),
-    lambda name, build, value: (
-        name == "adamw" and build is not wrapper and value is np.nan
-    ),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "noisy_sgd", "sgd"])
+@pytest.mark.parametrize("build", [wrapper, wrapped_masters, linked_masters])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_an_eager_bad_step_moves_nothing(name, build, value):
     tx = build(OPTIMIZERS[name]())
     params = example_params("bfloat16", name)
@@ -277,8 +266,8 @@ SKIPS = {
 }  # fmt: skip
 
 
-# By default what accumulates, what has groups, and both forms of the scale.
-SKIPS_BY_DEFAULT = {"MultiSteps of masters", "partition", "link, apply_if_finite"}
+# By default what accumulates, and both forms of the scale.
+SKIPS_BY_DEFAULT = {"MultiSteps of masters", "link, apply_if_finite"}
 
 
 @mostly_slow("nesting", SKIPS, lambda nesting: nesting in SKIPS_BY_DEFAULT)
@@ -676,14 +665,10 @@ def test_a_transformation_is_a_pytree_that_can_be_rebuilt(build):
     assert jax.tree.structure(updates) == jax.tree.structure(params)
 
 
+@pytest.mark.slow
 def test_four_devices():
     """shard_map and sharded arrays: see four_devices.py for each claim."""
-    run_checks("four_devices", 4, CHECKS[:4])
-
-
-@pytest.mark.slow
-def test_four_devices_at_length():
-    run_checks("four_devices", 4, CHECKS[4:])
+    run_checks("four_devices", 4, CHECKS)
 
 
 # Training, diagnosis, errors.

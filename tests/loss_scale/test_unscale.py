@@ -1,17 +1,23 @@
 """Unscaled gradients, and the first leaf not finite: right, and with few equations."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from slow_cases import mostly_slow
 
 from optax_mp.loss_scale._unscale import ALL_FINITE, unscale
 
 DTYPES = ["float16", "bfloat16", "float32", "complex64"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [1.0, np.inf, -np.inf, np.nan])
+@mostly_slow(
+    ("dtype", "value"),
+    itertools.product(DTYPES, [1.0, np.inf, -np.inf, np.nan]),
+    lambda dtype, value: dtype == "float16" or value is np.nan,
+)
 def test_one_value_among_many_that_is_not_finite_is_found(dtype, value):
     grads = [jnp.ones((3, 5), dtype), jnp.ones(7, dtype).at[4].set(value), jnp.int32(3)]
     for function in (unscale, jax.jit(unscale)):

@@ -100,10 +100,8 @@ def test_wrappers_inside_move_split_masters_as_they_move_float32(nesting):
 
 
 INSIDE_BY_DEFAULT = {
-    ("inject_hyperparams", "bfloat16"),
     ("partition", "float16"),
     ("MultiSteps", "bfloat16"),
-    ("schedule_free", "bfloat16"),
     ("flatten", "float16"),
 }
 
@@ -122,6 +120,7 @@ def test_wrappers_inside_move_masters_as_they_move_float32(nesting, dtype):
     assert_follows(masters, params)
 
 
+@pytest.mark.slow
 @mostly_slow("storage", [optax_mp.FullCopy(), SPLIT], lambda storage: storage == SPLIT)
 def test_lookahead_inside_keeps_masters_of_fast_and_slow_params(storage):
     def lookahead():
@@ -150,7 +149,6 @@ OUTSIDE = {
 
 
 OUTSIDE_BY_DEFAULT = {
-    ("chain", "float32"),
     ("partition", "float32"),
     ("MultiSteps", "bfloat16"),
     ("apply_if_finite", "bfloat16"),

@@ -606,6 +606,7 @@ def test_updates_are_float32_whatever_gradients_are(bits, grad_dtype, update_dty
             assert same_bits(param, want)
 
 
+@pytest.mark.slow
 def test_leaves_of_every_kind_beside_split_ones():
     params = {
         "bf16": jnp.ones((2, 3), jnp.bfloat16),
@@ -701,8 +702,7 @@ def test_params_and_state_may_be_donated_right_after_init(bits):
 # Params edited outside of the optimizer.
 
 
-@BOTH
-@EITHER_DTYPE
+@A_FEW
 def test_an_edited_param_is_the_new_master(dtype, bits):
     """But for the remainder: half a unit in its last place at most."""
     tx = mixed(optax.sgd(1.0), bits, param_dtype=dtype)
@@ -739,7 +739,7 @@ def test_with_full_copies_the_master_wins_unless_replaced():
     np.testing.assert_array_equal(np.asarray(after["w"], np.float32), 0)
 
 
-@BOTH
+@pytest.mark.parametrize("bits", [slow(16), 8])
 def test_replaced_masters_are_kept_as_far_as_the_params_are_theirs(bits):
     weights = start(1000)
     params = {"w": jnp.asarray(follow(weights, BFLOAT16, bits))}
@@ -838,6 +838,7 @@ def test_a_skipped_step_moves_no_bit(build, programs, bits):
     assert bool(optax_mp.all_finite((params, masters)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [slow(scaled_wrapper), scaled_link])
 def test_a_run_with_skipped_steps_is_bitwise_the_run_without_them(build):
     tx = build(16)

@@ -171,11 +171,7 @@ def difference(tree, other):
 
 
 # In the default run each once; all else takes longer.
-DEFAULT = {
-    ("flax_nnx", "float16"),
-    ("equinox_mlp", "bfloat16"),
-    ("haiku_mlp", "float16"),
-}
+DEFAULT = {("equinox_mlp", "float16")}
 HALF_RUNS = combinations(HALVES, DEFAULT)
 FLOAT16_RUNS = [each for each in HALF_RUNS if each.values[1] == "float16"]
 
@@ -227,6 +223,7 @@ def test_nothing_changes_its_structure_or_dtype(name, form):
     assert as_bits(end[0]) != as_bits(start[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -315,6 +312,7 @@ def test_a_train_state_is_bit_for_bit_that_of_float32():
     assert as_bits(low.params) == as_bits(optax_mp.cast_floating(masters, "bf16"))
 
 
+@pytest.mark.slow
 def test_a_train_state_is_donated():
     module = example("flax_linen")
     state, _ = module.train(*module.FORMS["float16"], module.data(1))
@@ -368,6 +366,7 @@ def test_equinox_apply_updates_with_masters_is_bit_for_bit_float32(update_dtype)
         assert difference(low, rounded) <= 2**-9 * 0.2
 
 
+@pytest.mark.slow
 def test_equinox_serialises_model_and_masters(tmp_path):
     eqx = equinox()
     module = example("equinox_mlp")
@@ -583,7 +582,7 @@ def lora_run(way, steps=20):
 LORA = ["partition", "masked", "adapters only"]
 
 
-@pytest.mark.parametrize("way", LORA)
+@mostly_slow("way", LORA, lambda way: way == "masked")
 def test_frozen_weights_have_neither_master_nor_moments(way):
     params, opt_state, _ = lora_run(way)
     tree = params
@@ -627,6 +626,7 @@ def test_adapters_learn_the_change():
 # Averages
 
 
+@pytest.mark.slow
 def test_the_params_of_schedule_free_to_evaluate_are_those_of_float32():
     module = example("schedule_free")
     params, opt_state, _ = short_run("schedule_free", "float16")
@@ -652,6 +652,7 @@ def averages():
     return ema, history, module.errors(ema, history, start)
 
 
+@pytest.mark.slow
 def test_only_an_average_of_masters_is_right():
     _, _, errors = averages()
     assert errors["masters"] < 1e-3
@@ -659,6 +660,7 @@ def test_only_an_average_of_masters_is_right():
     assert errors["params in bfloat16"] > 0.5
 
 
+@pytest.mark.slow
 def test_ema_of_optax_is_right_on_masters_only():
     _, history, _ = averages()
     ema = optax.ema(0.999)

@@ -92,8 +92,8 @@ def adjusted(scale, finite):
 # The page.
 
 
-# By default every other one.
-@mostly_slow("section", TRAINING, TRAINING[::2].__contains__)
+# By default every fourth one.
+@mostly_slow("section", TRAINING, TRAINING[::4].__contains__)
 def test_new_code_trains(section):
     _, losses = new_code(section)
     assert len(losses) == 20 and np.isfinite(losses).all()
@@ -276,6 +276,7 @@ def test_nan_in_auxiliary_output_leaves_the_scale():
     assert (float(scale.loss_scale), int(scale.counter)) == (8, 1)
 
 
+@pytest.mark.slow
 def test_what_ten_tries_do_not_mend_is_skipped_by_a_static_scale():
     names, _ = new_code("jaxamp")
     nan = jnp.full_like(names["x"], jnp.nan)
@@ -302,6 +303,7 @@ def test_amp_enters_jit_and_multiplies_in_the_widest_dtype_of_its_inputs():
 # flax.
 
 
+@pytest.mark.slow
 def test_flax_and_new_code_train_alike():
     scale = pytest.importorskip("flax.training.dynamic_scale")
     (old, old_losses), (new, losses) = old_beside_new(
@@ -406,6 +408,7 @@ def test_masters_by_hand_are_those_of_mixed_precision_bit_for_bit():
     assert as_bits(start["params"]) != as_bits(new["params"])
 
 
+@pytest.mark.slow
 def test_masters_by_hand_agree_on_random_gradients_of_all_sizes():
     rng = np.random.default_rng(1)
     params = {"w": jnp.asarray(rng.normal(size=(8, 32)), jnp.float16)}

@@ -217,8 +217,10 @@ class TwoLayers(NamedTuple):
         (jnp.ones((2, 3), BF16), [jnp.ones(5, BF16)]),
         TwoLayers(jnp.ones((2, 3), BF16), jnp.ones(5, BF16)),
         {"mu": jnp.ones((2, 3), BF16), "count": {"mu": jnp.ones(5, BF16)}},
-        eqx.filter(
-            eqx.nn.MLP(2, 2, 4, 2, dtype=BF16, key=jax.random.key(0)), eqx.is_array
+        jax.eval_shape(
+            lambda: eqx.filter(
+                eqx.nn.MLP(2, 2, 4, 2, dtype=BF16, key=jax.random.key(0)), eqx.is_array
+            )
         ),
         jnp.ones((2, 3), BF16),
     ],

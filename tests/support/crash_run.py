@@ -23,10 +23,10 @@ FINAL = "final.pickle"
 PAUSE = 0.003
 WIDTH = 8
 
-tx = optax_mp.dynamic_loss_scale(
-    optax_mp.mixed_precision(optax.adamw(optax.linear_schedule(1e-2, 1e-3, 500))),
-    growth_interval=7,
-)
+masters = optax_mp.mixed_precision(optax.adamw(optax.linear_schedule(1e-2, 1e-3, 500)))
+if "offload" in sys.argv:
+    masters = optax_mp.offload(masters, min_size=WIDTH * WIDTH, chunk_bytes=512)
+tx = optax_mp.dynamic_loss_scale(masters, growth_interval=7)
 
 
 def is_bad(step):
@@ -56,10 +56,8 @@ def resumed(manager, random):
     step = manager.latest_step()
     if step is None:
         return *start(), 0
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     template = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
-        jax.eval_shape(start),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), start()
     )
     optax_mp.check_checkpoint(manager.item_metadata(step)["run"], template)
     restored = manager.restore(

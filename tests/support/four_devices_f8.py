@@ -1,5 +1,6 @@
 """8-bit products over four devices; run as a script with four forced host devices."""
 
+import functools
 import re
 
 import jax
@@ -65,7 +66,37 @@ def in_shard_map_each_shard_has_its_own_scale():
     assert np.isfinite(gradient(args[1])).all()
 
 
-CHECKS = [sharded_rows_cost_a_scalar_each, in_shard_map_each_shard_has_its_own_scale]
+def explicitly_sharded_arrays_have_one_scale():
+    if not hasattr(jax, "set_mesh"):
+        return
+    mesh = jax.make_mesh((2, 2), ("x", "y"), (jax.sharding.AxisType.Explicit,) * 2)
+
+    def gradients(**sharding):
+        fun = functools.partial(jnp.einsum, "ij,jk->ik", **sharding)
+        low = optax_mp.amp(fun, compute_dtype="float8_e4m3fn")
+        # Of size 1, so that sums of parts in bfloat16 change no sine by much.
+        total = lambda x, w: jnp.sum(jnp.sin(low(x, w) / 16))  # noqa: E731
+        return jax.jit(jax.grad(total, (0, 1)))
+
+    want = gradients()(jnp.float32(X), jnp.float32(W))
+    with jax.set_mesh(mesh):
+        for specs in ((P("x", None), P(None, "y")), (P("x", "y"), P("y", None))):
+            args = [
+                jax.device_put(jnp.float32(x), NamedSharding(mesh, spec))
+                for x, spec in zip((X, W), specs, strict=True)
+            ]
+            got = gradients(out_sharding=P("x", None))(*args)
+            assert tuple(each.sharding.spec for each in got) == specs
+            for a, b in zip(got, want, strict=True):
+                a, b = np.asarray(a), np.asarray(b)
+                assert np.linalg.norm(a - b) < 1e-2 * np.linalg.norm(b)
+
+
+CHECKS = [
+    sharded_rows_cost_a_scalar_each,
+    in_shard_map_each_shard_has_its_own_scale,
+    explicitly_sharded_arrays_have_one_scale,
+]
 
 if __name__ == "__main__":
     run_named(CHECKS, 4)

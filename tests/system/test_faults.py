@@ -257,6 +257,7 @@ def test_faults_leave_what_the_reference_has(case, steps):
         assert all(system.scaling.events.values()), system.scaling.events
 
 
+@pytest.mark.slow
 @mostly_slow(
     ("storage", "steps"),
     itertools.product([optax_mp.FullCopy(), optax_mp.Split(bits=8)], [SHORT, LONG]),

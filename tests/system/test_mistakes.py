@@ -28,8 +28,8 @@ def loss(params, x, weight=1.0):
 ADAM = optax.adam(1e-3)
 MASTERS = optax_mp.mixed_precision(ADAM)
 SCALED = optax_mp.dynamic_loss_scale(MASTERS)
-STATE = MASTERS.init(PARAMS)
-SCALED_STATE = SCALED.init(PARAMS)
+STATE = jax.jit(MASTERS.init)(PARAMS)
+SCALED_STATE = jax.jit(SCALED.init)(PARAMS)
 GRADIENT = optax_mp.value_and_grad(loss)
 
 

@@ -142,7 +142,7 @@ def wanted_dtype(scenario, param, grad):
     return jnp.dtype(scenario.update_dtype)
 
 
-@examples(6, 20, scenarios())
+@examples(3, 20, scenarios())
 def test_masters_move_as_the_bare_optimizer_does(scenario):
     tx, bare = scenario.transformation(), scenario.inner()
     params = scenario.params()
@@ -217,7 +217,7 @@ SKIPPERS = {
 }
 
 
-@examples(4, 20, scenarios(), st.sampled_from(sorted(SKIPPERS)), st.booleans())
+@examples(2, 20, scenarios(), st.sampled_from(sorted(SKIPPERS)), st.booleans())
 def test_a_skipped_step_changes_no_bit(scenario, skipper, under_jit):
     tx = SKIPPERS[skipper](scenario.transformation())
     params = scenario.params()
@@ -262,7 +262,7 @@ def buffers(tree):
     return out
 
 
-@examples(4, 20, scenarios(max_leaves=4))
+@examples(2, 20, scenarios(max_leaves=4))
 def test_params_and_state_can_be_donated_and_compile_once(scenario):
     tx = scenario.transformation()
     params = scenario.params()
@@ -306,7 +306,7 @@ def is_near(param, master):
     return np.allclose(have, want, rtol=2 * spacing, atol=4 * spacing, equal_nan=True)
 
 
-@examples(4, 20, scenarios(insides=set(INSIDE) - {"low_bit_state"}), st.booleans())
+@examples(2, 20, scenarios(insides=set(INSIDE) - {"low_bit_state"}), st.booleans())
 def test_conversion_there_and_back_keeps_every_bit(scenario, with_scale):
     tx = scenario.transformation()
     other = optax_mp.mixed_precision(scenario.inner())
@@ -325,7 +325,7 @@ def test_conversion_there_and_back_keeps_every_bit(scenario, with_scale):
     assert len(places) == len(set(places))
 
 
-@examples(4, 20, scenarios(hidden=()), st.sampled_from(["bfloat16", "float16"]))
+@examples(2, 20, scenarios(hidden=()), st.sampled_from(["bfloat16", "float16"]))
 def test_conversion_from_float32_keeps_every_bit(scenario, dtype):
     bare = scenario.inner()
     weights = in_float32(scenario.params())
@@ -369,7 +369,7 @@ OUTSIDE = {
 FINITE = scenarios(hidden=("MaskedNode",), infinities=(False,))
 
 
-@examples(4, 20, FINITE, st.sampled_from(sorted(OUTSIDE)))
+@examples(2, 20, FINITE, st.sampled_from(sorted(OUTSIDE)))
 def test_wrappers_outside_keep_params_on_their_masters(scenario, outside):
     assume(not any(x.dtype == "complex64" for x in leaves_of(scenario.tree)))
     # JAX adds float32 updates, which a loss scale makes, to no float8.
@@ -396,7 +396,7 @@ def test_wrappers_outside_keep_params_on_their_masters(scenario, outside):
             assert is_near(param, master)
 
 
-@examples(4, 20, scenarios())
+@examples(2, 20, scenarios())
 def test_stochastic_rounding_lands_on_a_neighbour(scenario):
     assume(not any(x.dtype.startswith("float8") for x in leaves_of(scenario.tree)))
     tx, bare = optax_mp.stochastic_rounding(scenario.inner(), 3), scenario.inner()
