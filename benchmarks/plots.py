@@ -214,11 +214,12 @@ def draw_scale_plan(figure: Any, records: Records) -> None:
     title = next(t for t in records["scale_plan"].tables if t.startswith("70B"))
     for row in records["scale_plan"].tables[title]:
         (_, form), (_, layout), *cells = row.items()
-        if form in ("float32", "full copies", "5.1 bytes"):
+        if form in ("float32", "full copies", "5.1 bytes", "full copies, offload"):
             panels[layouts.index(layout)].loglog(
                 [int(devices) for devices, _ in cells],
                 [held for _, (held, _) in cells],
                 **style_of(form),
+                ls="--" if "offload" in form else "-",
                 label=form.replace("full copies", "masters, 14 bytes per weight"),
             )
     for panel, layout in zip(panels, layouts, strict=True):
@@ -230,7 +231,7 @@ def draw_scale_plan(figure: Any, records: Records) -> None:
     panels[0].text(8, 80, "80 GB", va="bottom", color="0.4", fontsize=8)
     panels[0].set_ylabel(f"GB on each device, {title.split(':')[1].strip()}")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
 
 
 def draw_demo(figure: Any, records: Records) -> None:

@@ -1,4 +1,4 @@
-"""Bytes and traffic of each device in training runs that are only planned.
+"""Bytes, traffic and seconds of each device in training runs that are only planned.
 
     python benchmarks/scale_plan.py  # 1B to 1T weights on 8 to 4096 devices
     python benchmarks/scale_plan.py --weights 70B --devices 64 512
@@ -20,6 +20,11 @@ the next, so count it once):
 Where XLA makes no reduce-scatter (on CPU), zero1 sends 2 (N-1)/N G for it. An array of
 which no axis is divided by N is counted whole. More than 64 devices are taken as two
 mesh axes, which may cut two axes of an array. Activations are not counted.
+
+With `offload` the large arrays of the state are in the host's memory; the device holds
+two chunks of them. A step reads and writes each once over the bus between host and
+device, which takes longer than the optimizer itself. The training step that this is
+compared with takes 6 FLOPs for each weight and token.
 """
 
 import argparse
@@ -64,6 +69,14 @@ def adamw(form: str) -> optax.GradientTransformation:
 
 
 FORMS = ("float32", "full copies", "split 16", "split 8", "5.1 bytes")
+# The forms that are also planned with their state in the host's memory.
+OFFLOADED = ("full copies", "5.1 bytes")
+CHUNK, ON_DEVICE = 2**26, 2**16  # bytes, and elements, as `offload` has by default
+MEMORIES = (16, 80, 141)  # GB of a TPU v5e, an H100, an H200
+BUS = (16, 32, 64)  # GB/s in each direction; both at once are not assumed
+TOKENS = 8192  # on each device in a step
+# bfloat16 products at 40% of a TPU v5e's 197 TFLOP/s and an H100's 989.
+RATES = {"TPU v5e": 0.4 * 197e12, "H100": 0.4 * 989e12}
 
 
 class Plan(NamedTuple):
@@ -134,6 +147,13 @@ def plan(params: Any, state: Any, devices: int, layout: str) -> Plan:
     return Plan(held, share * (2 * whole + grads))
 
 
+def without_state(params: Any, state: Any, devices: int, layout: str) -> Plan:
+    """Return what one device holds and sends with the state in the host's memory."""
+    kept = [x for x in jax.tree.leaves(state) if math.prod(x.shape) < ON_DEVICE]
+    found = plan(params, kept, devices, layout)
+    return found._replace(held=found.held + 2 * CHUNK)
+
+
 def state_of(params: Any, form: str) -> Any:
     """Return the optimizer state of planned params."""
     return jax.eval_shape(adamw(form).init, params)
@@ -142,15 +162,55 @@ def state_of(params: Any, form: str) -> Any:
 def table_of(name: str, device_counts: list[int]) -> list[record.Row]:
     """Return a row for each form and layout: GB held and GB sent, by devices."""
     rows = []
-    for form in FORMS:
+    ways = [(form, form, plan) for form in FORMS]
+    ways += [(f"{form}, offload", form, without_state) for form in OFFLOADED]
+    for title, form, planned in ways:
         dtype = jnp.float32 if form == "float32" else jnp.bfloat16
         params = transformer(*MODELS[name], dtype)
         state = state_of(params, form)
         for layout in LAYOUTS:
-            plans = {n: plan(params, state, n, layout) for n in device_counts}
-            row = {"AdamW": form, "layout": layout}
+            plans = {n: planned(params, state, n, layout) for n in device_counts}
+            row = {"AdamW": title, "layout": layout}
             gb = {str(n): [p.held / 1e9, p.sent / 1e9] for n, p in plans.items()}
             rows.append(row | gb)
+    return rows
+
+
+def bus_table_of(name: str, device_counts: list[int]) -> list[record.Row]:
+    """Return seconds over the bus, and of the step itself, with all fully sharded."""
+    params = transformer(*MODELS[name], jnp.bfloat16)
+    rows: list[record.Row] = []
+    for form in OFFLOADED:
+        state = state_of(params, form)
+        moved = {str(n): 2 * size_of(state, mesh_of(n)) for n in device_counts}
+        for rate in BUS:
+            seconds = {n: count / (rate * 1e9) for n, count in moved.items()}
+            rows.append({"what": f"{form}, {rate} GB/s"} | seconds)
+    flops = 6 * size_of(transformer(*MODELS[name], jnp.int8)) * TOKENS
+    for device, rate in RATES.items():
+        itself = {str(n): flops / rate for n in device_counts}
+        rows.append({"what": f"the step itself, {device}"} | itself)
+    return rows
+
+
+def most_weights() -> list[record.Row]:
+    """Return how many weights fit on one device, and what their host must hold."""
+    params = transformer(*MODELS["7B"], jnp.bfloat16)
+    weights = size_of(params) / 2
+    rows = []
+    for form in OFFLOADED:
+        state = size_of(state_of(params, form)) / weights
+        for title, held, on_host in (
+            (form, 4 + state, 0.0),
+            (f"{form}, offload", 4.0, state),
+        ):
+            row: record.Row = {"AdamW": title}
+            for memory in MEMORIES:
+                free = memory * 1e9 - (2 * CHUNK if on_host else 0)
+                fits = free / held
+                row[f"{memory} GB: billions of weights"] = fits / 1e9
+                row[f"{memory} GB: GB on the host"] = fits * on_host / 1e9
+            rows.append(row)
     return rows
 
 
@@ -166,7 +226,11 @@ def main() -> None:
     for name in arguments.weights:
         count = size_of(transformer(*MODELS[name], jnp.int8))
         title = f"{name}: {count / 1e9:.2f} billion weights"
-        rows = tables[title] = table_of(name, arguments.devices)
+        tables[title] = table_of(name, arguments.devices)
+        title = f"{name}, fully sharded: seconds over the bus to the host"
+        tables[title] = bus_table_of(name, arguments.devices)
+    tables["What fits on one device, without activations"] = most_weights()
+    for title, rows in tables.items():
         print(f"\n### {title}\n\n{record.as_markdown(rows)}")
     record.finish(arguments.json, tables, "no machine: computed from shapes")
 
