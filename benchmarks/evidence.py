@@ -38,6 +38,7 @@ TRANSFORMER = (
     "a training step of a transformer, 4 blocks, width 256, 4 heads, vocabulary 1024, "
     "batch 8 x 128"
 )
+ON_HOST = "One device, 4 leaves of 4096 x 4096"
 TRAINING = "final held-out losses, 3 seeds, products of any shape in 8 bits"
 KEPT = "what the forward pass keeps"
 COMPILED = "training steps compiled for hardware not here"
@@ -74,6 +75,13 @@ WANTED = tuple(
         }),
         ("split", MANY, "temporaries", {"Split(16), bf16, bf16 gradients": 2}),
         ("split", MANY, "compile ratio", {"Split(16), bf16, bf16 gradients": 2}),
+        ("host_memory", ON_HOST, "host temporaries, MiB", {"masters": 0}),
+        ("host_memory", ON_HOST, "device temporaries, MiB", {
+            "masters": 160,
+            "masters, 8 leaves": 160,
+            "masters, leaves of 8192 x 8192": 256,
+            "masters, clipped gradients": 160,
+        }),
         ("amp", TRANSFORMER, "trace", {"amp, bf16": 3}),
         ("eight_bits", TRAINING, "to bf16", {
             "the demo's transformer: amp, f8": 1.01,

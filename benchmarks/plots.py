@@ -212,15 +212,19 @@ def draw_scale_plan(figure: Any, records: Records) -> None:
     layouts = ("replicated", "zero1", "fully sharded")
     panels = figure.subplots(1, len(layouts), sharey=True)
     title = next(t for t in records["scale_plan"].tables if t.startswith("70B"))
+    names = {
+        "full copies": "masters, 14 bytes per weight",
+        "full copies, offload": "masters, state in host memory",
+    }
     for row in records["scale_plan"].tables[title]:
         (_, form), (_, layout), *cells = row.items()
-        if form in ("float32", "full copies", "5.1 bytes", "full copies, offload"):
+        if form in ("float32", "5.1 bytes", *names):
             panels[layouts.index(layout)].loglog(
                 [int(devices) for devices, _ in cells],
                 [held for _, (held, _) in cells],
                 **style_of(form),
                 ls="--" if "offload" in form else "-",
-                label=form.replace("full copies", "masters, 14 bytes per weight"),
+                label=names.get(form, form),
             )
     for panel, layout in zip(panels, layouts, strict=True):
         panel.set(xlabel="devices", title=layout)
@@ -307,7 +311,7 @@ PLOTS: dict[str, tuple[float, Draw]] = {
     "step_time": (4.2, draw_step_time),
     "memory": (3.4, draw_memory),
     "amp": (3.0, draw_amp),
-    "scale_plan": (3.2, draw_scale_plan),
+    "scale_plan": (3.5, draw_scale_plan),
 }
 
 
