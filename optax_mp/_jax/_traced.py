@@ -11,6 +11,12 @@ import numpy as np
 
 from optax_mp._tree import PyTree, is_array
 
+# Raised by a function that looks at the numbers of its arrays.
+NOT_TRACEABLE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+)
+
 
 @dataclass(frozen=True)
 class TracedCall:

@@ -23,7 +23,7 @@ from optax_mp._jax._memory import (
     to_host,
 )
 from optax_mp._jax._placement import place_like_params
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall, is_dynamic
 from optax_mp._states import find_owners
 from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
@@ -49,7 +49,8 @@ def offload(
     optimizer does element by element is done chunk by chunk: a chunk is copied to the
     device, updated, and copied back. Where a rule needs a whole array, as Muon's
     products and the norms of LAMB do, that leaf is copied as a whole. Results are those
-    of `inner` alone. The state has the structure that it has without `offload`.
+    of `inner` alone, but for rounding where XLA compiles the same operations otherwise.
+    The state has the structure that it has without `offload`.
 
     - Put it around all other transformations:
       `offload(dynamic_loss_scale(mixed_precision(tx)))`. A loss scale around `offload`
@@ -62,6 +63,8 @@ def offload(
       an array of the device into host memory; on CPUs the process then aborts.
     - Do not pass `out_shardings` for the state, unless with `memory_kind`.
     - A step that a loss scale skips copies nothing.
+    - There is no `jax.vmap` of, and no gradient through, a step with arrays in host
+      memory: JAX has no rules for them.
     - Under `jit`, params that are sharded over several devices need `param_shardings`
       for chunks; without it each leaf is copied as a whole. With explicit sharding, and
       within `jax.shard_map`, the types of arrays say enough.
@@ -127,13 +130,13 @@ def offload(
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         leaves = jax.tree.leaves((updates, state, params, extra_args))
-        if not any(map(is_traced, leaves)):
+        if not any(map(is_traced, leaves)) and not jax.config.jax_disable_jit:
             warn(
                 "offload: `update` was called outside of `jax.jit`, where it copies "
                 "all of the state in host memory; expected a call within `jit`, with "
                 "the state donated: `jax.jit(step, donate_argnums=...)`."
             )
-            return jax.jit(update_fn)(updates, state, params, **extra_args)
+            return _jit_arrays(update_fn, (updates, state, params), extra_args)
         _warn_if_on_device(state, limits.min_size)
 
         def step(given: Any, kept: Any) -> tuple[Any, Any]:
@@ -224,11 +227,11 @@ def _init(inner: Any, params: Any, limits: Limits) -> Any:
     def init(params: Any) -> Any:
         return place_like_params(inner.init(params), params)
 
-    if not all(isinstance(x, jax.Array) and not is_traced(x) for x in arrays):
+    if any(map(is_traced, arrays)):
         return _on_host(init(params), limits.min_size)
     try:
         traced = TracedCall.of(init, params)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+    except NOT_TRACEABLE:
         # A rule that looks at the numbers of the params.
         return _on_host(inner.init(params), limits.min_size)
     program = Program.of(traced.closed, is_block_operation)
@@ -276,8 +279,10 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
                 "memory, expected host memory. This step brings it there. If all steps "
                 "say so, `out_shardings` of `jit` move it back: leave them out for the "
                 'state, or give them `memory_kind="pinned_host"`. A checkpoint is '
-                "restored into `tx.init(params)`. For `jit(...).lower` give a "
-                "`jax.ShapeDtypeStruct` a `NamedSharding` with this `memory_kind`."
+                "restored into `tx.init(params)`. As what a loop or a branch carries, "
+                "move the state before, with `jax.device_put`. For `jit(...).lower` "
+                "give a `jax.ShapeDtypeStruct` a `NamedSharding` with this "
+                "`memory_kind`."
             )
             return
 
@@ -297,6 +302,21 @@ def _state_shardings(
         has_shape = owner is not None and jnp.shape(leaf) == jnp.shape(arrays[owner])
         shardings.append(of_params[owner] if has_shape and owner is not None else None)
     return shardings
+
+
+def _jit_arrays(function: Any, args: Any, extra_args: dict[str, Any]) -> Any:
+    """Return `jit(function)(*args, **extra_args)`; what is no array stays as it is."""
+    leaves, treedef = jax.tree.flatten((args, extra_args))
+    at = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
+
+    def call(arrays: Sequence[Any]) -> Any:
+        filled = list(leaves)
+        for i, array in zip(at, arrays, strict=True):
+            filled[i] = array
+        args, extra_args = treedef.unflatten(filled)
+        return function(*args, **extra_args)
+
+    return jax.jit(call)([leaves[i] for i in at])
 
 
 def _has_tracers(tree: Any) -> bool:

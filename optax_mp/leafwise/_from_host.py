@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from optax_mp._jax._arrays import is_partitioned
-from optax_mp._jax._choose import Choice
+from optax_mp._jax._choose import Choice, select
 from optax_mp._jax._jaxpr import is_literal
 from optax_mp._jax._memory import (
     is_host_type,
@@ -76,7 +76,7 @@ def run_from_host(
             "parts of a step: all of its state is brought to the device at once. Leave "
             "them out, or expect as much memory as without `offload`."
         )
-        return _between_moves(step, given, kept)
+        return _between_moves(step, given, kept, proceed)
     program = Program.of(traced.closed, is_block_operation, opens_branches=True)
     known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
     known.update(program.constants)
@@ -92,8 +92,13 @@ def run_from_host(
     return traced.unflatten(step_from_host.run())
 
 
-def _between_moves(step: Any, given: Any, kept: Any) -> tuple[Any, Any]:
-    """Return `step(given, kept)`, taken on the device, with `kept` where it was."""
+def _between_moves(
+    step: Any, given: Any, kept: Any, proceed: Choice = True
+) -> tuple[Any, Any]:
+    """Return `step(given, kept)`, taken on the device, with `kept` where it was.
+
+    If `proceed` is false, `kept` is what it was.
+    """
     leaves, treedef = jax.tree.flatten(kept)
     brought = [to_device(x) if is_on_host(x) else x for x in leaves]
     updates, new = step(given, treedef.unflatten(brought))
@@ -102,8 +107,10 @@ def _between_moves(step: Any, given: Any, kept: Any) -> tuple[Any, Any]:
         return updates, new
     for i, old in enumerate(leaves):
         if is_on_host(old):
-            is_same = new_leaves[i] is brought[i]
-            new_leaves[i] = old if is_same else to_host(new_leaves[i])
+            leaf = new_leaves[i]
+            if leaf is not brought[i] and proceed is not True:
+                leaf = select(proceed, leaf, brought[i])
+            new_leaves[i] = old if leaf is brought[i] else to_host(leaf)
     return updates, new_def.unflatten(new_leaves)
 
 
@@ -200,12 +207,15 @@ class _StepFromHost:
         """Bring the arrays of a job chunk by chunk, if all goes element by element."""
         if len(job.ends) != 1 or len(job.ends[0].outputs) != len(job.outputs):
             return
+        if any(i in self.replaced and not self._overwritten(i) for i in job.outputs):
+            return  # of another type than before
         end = self._with_replaced(job.ends[0])
         for value in end.reads:
-            is_input = value.made_at is None
+            if value.made_at is None:
+                continue
             sources = self.flow.sources.get(value, frozenset())
             # A norm of the arrays: once they are here for it, all can be done.
-            if sources and not is_input and sources <= job.arrays:
+            if self.flow.is_brought(value) or (sources and sources <= job.arrays):
                 return
         if end.entangled is not None:
             return
@@ -220,10 +230,8 @@ class _StepFromHost:
         """Return an end that reads all arrays that it overwrites."""
         reads, places = list(end.reads), dict(end.replaced)
         for at, i in enumerate(end.outputs):
-            if at in places or i not in self.replaced:
-                continue
-            old, new = self.program.inputs[self.replaced[i]], self.program.outputs[i]
-            if old.aval == new.aval:
+            old = self._overwritten(i)
+            if at not in places and old is not None:
                 places[at] = len(reads)
                 reads.append(old)
         return replace(end, reads=reads, replaced=places)
@@ -256,14 +264,20 @@ class _StepFromHost:
         outputs = [self.program.outputs[i] for i in job.outputs]
         overwritten = [self._overwritten(i) for i in job.outputs]
         proceed, fills = self._choice(job.outputs)
-        starts = [
-            start_value(value.aval, value.aval.shape, fill)
-            if old is None
-            else self.known[old]
-            for value, old, fill in zip(outputs, overwritten, fills, strict=True)
-        ]
+        starts = list(map(self._start, job.outputs, fills))
         rounds = self._rounds(proceed)
         return self._run_once(outputs, rounds, starts, overwritten, job.arrays)
+
+    def _start(self, i: int, fill: Any) -> jax.Array:
+        """Return what an output is if nothing is brought."""
+        aval, old = self.program.outputs[i].aval, self.replaced.get(i)
+        if old is None:
+            return start_value(aval, aval.shape, fill)
+        array = self.known[self.program.inputs[old]]
+        if array.dtype == aval.dtype:
+            return array
+        array = to_device(array).astype(aval.dtype)  # widened at the first step
+        return to_host(array) if is_host_type(aval) else array
 
     def _overwritten(self, i: int) -> Value | None:
         """Return the input that an output can overwrite."""
@@ -291,7 +305,7 @@ class _StepFromHost:
             self.program.run(places, local)
             return [read_output(local, target) for target in targets]
 
-        return lax.fori_loop(0, rounds, body, list(starts))
+        return lax.fori_loop(jnp.int32(0), rounds, body, list(starts))
 
     def _run_chunks(self, job: _Job) -> list[Any]:
         (end,) = job.ends
@@ -337,16 +351,15 @@ class _StepFromHost:
         if at is None or self.program.nodes[at].equation.primitive.name != "select_n":
             return None
         predicate, other, *_ = self.program.nodes[at].inputs
-        if (
-            is_literal(predicate)
-            or predicate.aval.shape
-            or predicate.aval.dtype != bool
-        ):
+        if is_literal(predicate) or predicate not in self.known:
             return None
+        if predicate.aval.shape or predicate.aval.dtype != bool:
+            return None
+        old = self._overwritten(i)
+        if old is not None:
+            return (predicate, 0) if self._moved(other) is old else None
         fill = self._constant(other)
-        if fill is None and self._moved(other) is not self._overwritten(i):
-            return None
-        return predicate, 0 if fill is None else fill
+        return None if fill is None else (predicate, fill)
 
     def _moved(self, value: Any) -> Any:
         """Return what a value was before it was moved to another memory."""

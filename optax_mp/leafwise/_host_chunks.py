@@ -46,7 +46,8 @@ class Chunks:
         row, at = (k, 0) if self.per_row == 1 else divmod(k, self.per_row)
         indices = jnp.unravel_index(row, shape[: self.axis]) if self.axis else ()
         along = at * self.shape[self.axis] + self.first
-        return [*indices, along, *[0] * (len(shape) - self.axis - 1)]
+        found = [*indices, along, *[0] * (len(shape) - self.axis - 1)]
+        return [jnp.asarray(index, jnp.int32) for index in found]
 
 
 def chunks_of(
@@ -146,7 +147,8 @@ def run_chunks(
             def start_of(value: Value) -> list[Any]:
                 if value.aval.shape == piece.whole:
                     return start
-                return [*start[:-1], start[-1] // piece.block_size]
+                block = lax.div(start[-1], jnp.int32(piece.block_size))
+                return [*start[:-1], block]
 
             known = dict(zip(end.reads, args, strict=True))
             arrays = {}
@@ -173,7 +175,7 @@ def run_chunks(
                 for value, result, array in zip(outputs, results, made, strict=True)
             ]
 
-        results = lax.fori_loop(0, rounds * chunks.count, run_chunk, results)
+        results = lax.fori_loop(jnp.int32(0), rounds * chunks.count, run_chunk, results)
     return results
 
 

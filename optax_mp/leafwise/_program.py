@@ -17,11 +17,16 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     open_jaxpr,
 )
+from optax_mp._jax._products import is_product
 
 Test = Callable[[Equation], bool]
 
 # Calls that are opened; "pjit" up to JAX 0.6.
 _CALLS = ("jit", "pjit", "closed_call")
+_SLOW = frozenset(
+    """while scan custom_linear_solve triangular_solve lu cholesky eigh eig svd sort
+    schur householder_product geqrf geqp3""".split()
+)
 
 
 class Value:
@@ -71,7 +76,7 @@ class Program:
             jaxpr: the jaxpr.
             is_atomic: whether a call is to stay an equation.
             opens_branches: whether both branches of a `cond` are computed, and their
-                results chosen one by one, if they have no loops.
+                results chosen one by one, if they have neither loops nor products.
         """
         opened, _ = open_jaxpr(jaxpr)
         inputs = [Value(var.aval) for var in opened.invars]
@@ -162,15 +167,16 @@ def _is_choice(equation: Equation) -> bool:
     if equation.primitive.name != "cond" or equation.effects:
         return False
     branches = [open_jaxpr(x)[0] for x in equation.params["branches"]]
-    return not any(map(_has_loop, branches))
+    return not any(map(_takes_long, branches))
 
 
-def _has_loop(jaxpr: Any) -> bool:
+def _takes_long(jaxpr: Any) -> bool:
+    """Return whether a jaxpr has loops, products or factorizations."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name in ("while", "scan"):
+        if is_product(equation) or equation.primitive.name in _SLOW:
             return True
         inner = [open_jaxpr(x)[0] for x in jaxprs_within(equation)]
-        if any(map(_has_loop, inner)):
+        if any(map(_takes_long, inner)):
             return True
     return False
 

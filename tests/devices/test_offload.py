@@ -196,6 +196,117 @@ def test_chunks_cover_each_element_once():
         assert (seen == 1).all(), (shape, most, block)
 
 
+def keeping(rule):
+    """Return an optimizer whose new state is `rule(state, grads)`, as are its updates.
+
+    Its state begins as ones.
+    """
+
+    def update(grads, state, params=None):
+        new = rule(state, grads)
+        return new, new
+
+    def init(params):
+        return jax.tree.map(jnp.ones_like, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+def each(function):
+    return lambda *trees: jax.tree.map(function, *trees)
+
+
+def says(x):
+    jax.debug.callback(lambda: None)
+    return x
+
+
+RULES = {
+    "reset": each(lambda m, g: jnp.where(g[..., :1].sum() > 0, m + g, 0)),
+    "reset by one": lambda m, g: jax.tree.map(
+        lambda m, g_: jnp.where(g["row"][0] > 0, m + g_, 0), m, g
+    ),
+    "kept by its own norm": each(lambda m, g: jnp.where(m.sum() < 100, m + g, m)),
+    "kept by one": lambda m, g: jax.tree.map(
+        lambda m, g_: jnp.where(g["row"][0] > 0, m + g_, m), m, g
+    ),
+    "product after a norm": lambda m, g: jax.tree.map(
+        lambda m, g: (
+            0.5 * m + (m / optax.tree.norm(m)) @ (m.T @ m) + g
+            if m.ndim == 2
+            else m * optax.tree.norm(m) + g
+        ),
+        m,
+        g,
+    ),
+    "rare products": lambda m, g: jax.lax.cond(
+        g["row"][0] > 0,
+        lambda: {**m, "matrix": m["matrix"] @ (m["matrix"].T @ g["matrix"])},
+        lambda: m,
+    ),
+    "with effects": each(lambda m, g: says(m + g)),
+    "swapped": lambda m, g: {**m, "matrix": g["matrix"], "cube": m["cube"] * 2},
+}
+
+
+@needs_memories
+@mostly_slow("name", RULES, lambda name: name == "reset by one")
+@pytest.mark.filterwarnings("ignore:.*has effects")
+def test_a_rule_of_any_kind_gives_the_same(name):
+    params = random_params("float32")
+    for bad in ((), {0, 2}):
+        assert_same_training(
+            lambda off: scaled(off(keeping(RULES[name]))), params=params, bad=bad
+        )
+
+
+@needs_memories
+@pytest.mark.slow
+def test_state_that_is_widened_at_the_first_step():
+    def update(grads, state, params=None):
+        new = jax.tree.map(lambda m, g: m.astype(jnp.float32) + g, state, grads)
+        return new, new
+
+    def make(off):
+        rule = keeping(None)._replace(update=update)
+        narrow = optax.GradientTransformation(
+            lambda params: jax.tree.map(
+                lambda x: x.astype(jnp.bfloat16), rule.init(params)
+            ),
+            update,
+        )
+        return scaled(off(narrow))
+
+    for bad in ((), {0}):
+        assert_same_training(make, params=random_params("float32"), bad=bad)
+
+
+@needs_memories
+@pytest.mark.slow
+def test_multi_steps_of_float32_params_and_64_bit_types(x64):
+    params = random_params("float32")
+    for form in ("MultiSteps inside", "clipped"):
+        assert_same_training(FORMS[form], params=params)
+        assert_same_training(lambda off: off(multi_steps(ADAMW)), params=params)
+
+
+@needs_memories
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*outside of `jax.jit`")
+def test_what_is_no_array_is_passed_on_outside_of_jit():
+    params = random_params("float32")
+
+    def value(params):
+        return optax.tree.norm(params)
+
+    tx, plain = in_chunks(optax.lbfgs()), optax.lbfgs()
+    extra = {"value": value(params), "grad": params, "value_fn": value}
+    got = tx.update(params, tx.init(params), params, **extra)
+    want = plain.update(params, plain.init(params), params, **extra)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
+
+
 @needs_memories
 @pytest.mark.slow
 def test_on_eight_devices():
