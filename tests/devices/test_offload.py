@@ -291,8 +291,12 @@ def test_multi_steps_of_float32_params():
 @needs_memories
 @pytest.mark.slow
 def test_64_bit_types(x64):
-    assert_same_training(FORMS["masters"])
-    assert_same_training(FORMS["compact"])
+    form = FORMS["clipped"]
+    want, got = train(form(lambda inner: inner), 4), train(form(in_chunks), 4)
+    assert kinds(got[1]) == {"Host", "Device"}
+    for a, b in zip(jax.tree.leaves(want[1]), jax.tree.leaves(got[1]), strict=True):
+        # XLA makes some divisions products: one unit in the last place.
+        np.testing.assert_allclose(b, a, rtol=3e-7, atol=3e-7)
 
 
 @needs_memories
