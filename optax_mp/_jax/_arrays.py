@@ -12,6 +12,11 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, Tracer)
 
 
+def compiles() -> bool:
+    """Return whether `jit` compiles, which `jax.disable_jit` turns off."""
+    return not getattr(jax.config, "jax_disable_jit", False)
+
+
 def is_traced_by_jit(x: Any) -> bool:
     """Return whether `x` is traced by `jit` only, and not by `vmap` or `grad`, too."""
     # By name, because this class is not in JAX's documented API.

@@ -15,6 +15,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from optax_mp._jax._arrays import compiles
 from optax_mp._warnings import warn
 
 Function = Callable[..., list[Any]]
@@ -86,7 +87,7 @@ def by_platform(
 
 @_by_platform.def_impl
 def _run(*args: Any, **params: Any) -> list[Any]:
-    if getattr(jax.config, "jax_disable_jit", False):
+    if not compiles():
         return params["anywhere"](*args)
     return jax.jit(functools.partial(_by_platform.bind, **params))(*args)
 

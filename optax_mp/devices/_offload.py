@@ -12,7 +12,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._arguments import check_init_params, check_whole_number
 from optax_mp._inner import as_transformation
-from optax_mp._jax._arrays import is_traced
+from optax_mp._jax._arrays import compiles, is_traced
 from optax_mp._jax._choose import obey_outer_choice, select
 from optax_mp._jax._memory import (
     HOST_KIND,
@@ -130,7 +130,7 @@ def offload(
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
         leaves = jax.tree.leaves((updates, state, params, extra_args))
-        if not any(map(is_traced, leaves)) and not jax.config.jax_disable_jit:
+        if not any(map(is_traced, leaves)) and compiles():
             warn(
                 "offload: `update` was called outside of `jax.jit`, where it copies "
                 "all of the state in host memory; expected a call within `jit`, with "

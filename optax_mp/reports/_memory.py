@@ -46,9 +46,9 @@ class MemoryRow:
         dtype: the name of the dtype.
         shape: the shape of the whole array, if it is sharded.
         bytes: the size of the array.
-        host_bytes: the same if it is in the memory of the host, as `offload` keeps it,
-            else 0.
         float32_bytes: the size of its counterpart in plain float32 training.
+        host_bytes: `bytes` if it is in the memory of the host, as `offload` keeps it,
+            else 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -66,8 +66,8 @@ class MemoryRow:
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    host_bytes: int
     float32_bytes: int
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -283,11 +283,20 @@ def test_state_that_is_widened_at_the_first_step():
 
 @needs_memories
 @pytest.mark.slow
-def test_multi_steps_of_float32_params_and_64_bit_types(x64):
+def test_multi_steps_of_float32_params():
     params = random_params("float32")
-    for form in ("MultiSteps inside", "clipped"):
-        assert_same_training(FORMS[form], params=params)
-        assert_same_training(lambda off: off(multi_steps(ADAMW)), params=params)
+    assert_same_training(lambda off: off(multi_steps(ADAMW)), params=params)
+
+
+@needs_memories
+@pytest.mark.slow
+def test_64_bit_types(x64):
+    form = FORMS["clipped"]
+    want, got = train(form(lambda inner: inner), 4), train(form(in_chunks), 4)
+    assert kinds(got[1]) == {"Host", "Device"}
+    for a, b in zip(jax.tree.leaves(want[1]), jax.tree.leaves(got[1]), strict=True):
+        # XLA makes some divisions products: one unit in the last place.
+        np.testing.assert_allclose(b, a, rtol=3e-7, atol=3e-7)
 
 
 @needs_memories
