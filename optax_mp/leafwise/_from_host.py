@@ -191,14 +191,7 @@ class _StepFromHost:
             value = self.program.outputs[i]
             if is_literal(value) or value.made_at is None:
                 continue
-            places, _ = self.flow.cone([value])
-            nodes = [self.program.nodes[place] for place in places]
-            arrays.update(
-                read
-                for node in nodes
-                for read in values_in(node.inputs)
-                if is_host_type(read.aval) and read.made_at is None
-            )
+            arrays.update(self.flow.arrays_read(self.flow.cone([value])[0]))
             if is_host_type(value.aval) and i in self.replaced:
                 arrays.add(self.program.inputs[self.replaced[i]])
         return arrays
@@ -296,9 +289,12 @@ class _StepFromHost:
     ) -> list[Any]:
         """Compute values in a loop of one round."""
         places, _ = self.flow.cone(targets, arrays)
+        read = self.flow.arrays_read(places)
 
-        def body(_: Any, carry: Any) -> list[Any]:
-            local = dict(self.known)
+        def body(k: Any, carry: Any) -> list[Any]:
+            # XLA would bring what a loop only reads ahead of it, and so all at once.
+            _, held = lax.optimization_barrier((k, [self.known[v] for v in read]))
+            local = self.known | dict(zip(read, held, strict=True))
             for old, value in zip(overwritten, carry, strict=False):
                 if old is not None:
                     local[old] = value
