@@ -1,5 +1,7 @@
 """Steps with state in host memory beside the same without, for tests."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,11 +39,20 @@ def random_grads(params, step, bad=()):
     )
 
 
-def train(tx, steps, *, bad=(), params=None, options=UNFUSED, state=None):
-    """Return params and state after some steps, and all updates."""
+def train(
+    tx, steps, *, bad=(), params=None, options=UNFUSED, state=None, extra=lambda g: {}
+):
+    """Return params and state after some steps, and all updates.
+
+    `extra` gives the extra arguments of an update for its gradients.
+    """
     params = random_params() if params is None else params
     state = tx.init(params) if state is None else state
-    update = jax.jit(tx.update, compiler_options=options)
+
+    @functools.partial(jax.jit, compiler_options=options)
+    def update(grads, state, params):
+        return tx.update(grads, state, params, **extra(grads))
+
     apply = jax.jit(optax.apply_updates)
     all_updates = []
     for step in range(steps):
