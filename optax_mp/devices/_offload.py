@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._arguments import check_init_params, check_whole_number
-from optax_mp._inner import as_transformation
+from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, is_traced
 from optax_mp._jax._choose import obey_outer_choice, select
 from optax_mp._jax._memory import (
@@ -239,7 +239,9 @@ def _init(inner: Any, params: Any, limits: Limits) -> Any:
     for group in _groups(traced.closed.out_avals, limits):
         run = jax.jit(partial(_outputs, program, group, limits.min_size))
         values.update(zip(group, map(name_memory, run(traced.arrays)), strict=True))
-    return traced.unflatten([values[i] for i in range(len(values))])
+    state = traced.unflatten([values[i] for i in range(len(values))])
+    # What `jit` hands on as it is, it does not copy.
+    return copy_shared(state, params)
 
 
 def _groups(avals: Sequence[Any], limits: Limits) -> Iterator[list[int]]:
@@ -255,7 +257,8 @@ def _groups(avals: Sequence[Any], limits: Limits) -> Iterator[list[int]]:
             group, group_bytes = [], 0
         group.append(i)
         group_bytes += own
-    yield group
+    if group:
+        yield group
 
 
 def _outputs(
@@ -266,7 +269,6 @@ def _outputs(
     known.update(program.constants)
     outputs = [program.outputs[i] for i in group]
     program.run(program.needed(outputs), known)
-    # Copies, because the state must not share arrays with the params.
     return _on_host([read_output(known, value) for value in outputs], min_size)
 
 

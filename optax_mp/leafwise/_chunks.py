@@ -16,7 +16,7 @@ from jax import lax
 
 from optax_mp.leafwise._blocks import Blocks
 from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._part import Part, Piece
+from optax_mp.leafwise._part import PartForXla, Piece
 from optax_mp.leafwise._program import Program, Value
 
 # On a TPU v5e, AdamW's step of as many or twice as many weights stays on the chip; of
@@ -73,7 +73,7 @@ class Cuts:
 
 
 @dataclass(frozen=True)
-class Chunk(Part):
+class Chunk(PartForXla):
     """Some rows of each group.
 
     Attributes:
@@ -113,16 +113,9 @@ class Chunk(Part):
         row = lax.div(row, jnp.int32(math.prod(piece.shape[axis + 1 : last])))
         return lax.rem(row, jnp.int32(piece.shape[axis])) + piece.origin[axis]
 
-    def spread(self, scales: jax.Array) -> jax.Array:
-        """Return for each element the scale of its block."""
-        return self._blocks.spread(scales)
-
-    def reduce(self, name: str, values: jax.Array) -> jax.Array:
-        """Return the extreme of each block."""
-        return self._blocks.reduce(name, values)
-
     @property
-    def _blocks(self) -> Blocks:
+    def blocks(self) -> Blocks:
+        """The blocks of its arrays."""
         piece = self.cuts.piece
         return Blocks(1, piece.block_size, piece.shape[-1])
 

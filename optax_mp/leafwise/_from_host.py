@@ -19,6 +19,7 @@ from optax_mp._jax._arrays import is_partitioned
 from optax_mp._jax._choose import Choice, select
 from optax_mp._jax._jaxpr import is_literal
 from optax_mp._jax._memory import (
+    bring,
     is_host_type,
     is_on_host,
     moves_memory,
@@ -100,7 +101,7 @@ def _between_moves(
     If `proceed` is false, `kept` is what it was.
     """
     leaves, treedef = jax.tree.flatten(kept)
-    brought = [to_device(x) if is_on_host(x) else x for x in leaves]
+    brought = bring(leaves)
     updates, new = step(given, treedef.unflatten(brought))
     new_leaves, new_def = jax.tree.flatten(new)
     if new_def != treedef:

@@ -103,8 +103,25 @@ class Part(ABC):
         return bind(equation, inputs)
 
 
+class PartForXla(Part):
+    """A part outside of kernels."""
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Blocks:
+        """The blocks of its arrays."""
+
+    def spread(self, scales: jax.Array) -> jax.Array:
+        """Return for each element the scale of its block."""
+        return self.blocks.spread(scales)
+
+    def reduce(self, name: str, values: jax.Array) -> jax.Array:
+        """Return the extreme of each block."""
+        return self.blocks.reduce(name, values)
+
+
 @dataclass(frozen=True)
-class Shard(Part):
+class Shard(PartForXla):
     """All of a piece, outside of kernels.
 
     Attributes:
@@ -122,15 +139,8 @@ class Shard(Part):
         at = lax.broadcasted_iota(jnp.int32, self.piece.shape, axis)
         return at + self.piece.origin[axis]
 
-    def spread(self, scales: jax.Array) -> jax.Array:
-        """Return for each element the scale of its block."""
-        return self._blocks.spread(scales)
-
-    def reduce(self, name: str, values: jax.Array) -> jax.Array:
-        """Return the extreme of each block."""
-        return self._blocks.reduce(name, values)
-
     @property
-    def _blocks(self) -> Blocks:
+    def blocks(self) -> Blocks:
+        """The blocks of its arrays."""
         shape = self.piece.shape
         return Blocks(len(shape) - 1, self.piece.block_size, shape[-1])

@@ -3,29 +3,20 @@
 With the extra `accelerators`, and JAX 0.10 or later.
 """
 
-import json
-import pathlib
-import subprocess
-import sys
+import functools
 
 import jax
 import pytest
+from benchmark_rows import rows_of
 
 pytest.importorskip("libtpu")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not hasattr(jax, "memory"), reason="before JAX 0.10"),
 ]
-BENCHMARK = pathlib.Path(__file__).parents[2] / "benchmarks" / "host_memory.py"
 
 
-def rows(tmp_path, *options):
-    found = tmp_path / "found.json"
-    command = [sys.executable, str(BENCHMARK), *options, "--json", str(found)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    tables = json.loads(found.read_text(encoding="utf-8"))["tables"]
-    return [row for table in tables.values() for row in table]
+rows = functools.partial(rows_of, "host_memory.py")
 
 
 @pytest.mark.parametrize("table", ["One", "Rows"])

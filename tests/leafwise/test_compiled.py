@@ -3,25 +3,19 @@
 With the extra `accelerators`, whose packages compile for both.
 """
 
-import json
+import functools
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from benchmark_rows import rows_of
 
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.slow
-BENCHMARK = pathlib.Path(__file__).parents[2] / "benchmarks" / "accelerators.py"
 
 
-def rows(tmp_path, *options):
-    found = tmp_path / "found.json"
-    command = [sys.executable, str(BENCHMARK), *options, "--json", str(found)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    tables = json.loads(found.read_text(encoding="utf-8"))["tables"]
-    return [row for table in tables.values() for row in table]
+rows = functools.partial(rows_of, "accelerators.py")
 
 
 FORMS = "masters,Split(8),5.1,stochastic"
