@@ -29,6 +29,15 @@ def pytest_configure(config):
         os.environ[name.upper()] = str(value)
 
 
+def pytest_collection_modifyitems(items):
+    """Skip the docstrings that show kernels where this version of JAX has none."""
+    if jax.__version_info__ >= (0, 6):
+        return
+    for item in items:
+        if item.name.startswith("optax_mp.reports._step."):
+            item.add_marker(pytest.mark.skip("JAX before 0.6 has no kernels to show"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_module():
     """Forget compiled programs after each module: thousands slow all others down."""
