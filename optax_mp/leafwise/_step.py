@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._by_platform import Way, by_platform, kernel_obstacle
 from optax_mp._jax._jaxpr import open_jaxpr
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall
 from optax_mp._tree import is_array
 from optax_mp.leafwise import _chunks, _gpu, _tpu
 from optax_mp.leafwise._alike import form_of
@@ -103,8 +103,11 @@ class CutStep:
             return "nothing in few bits"
         if not any(map(is_traced, leaves)):
             return "not in a compiled program"
-        with within_step():
-            traced = TracedCall.of(lambda both: step(*both), (given, kept))
+        try:
+            with within_step():
+                traced = TracedCall.of(lambda both: step(*both), (given, kept))
+        except NOT_TRACEABLE:  # known where it is not traced here, or an error there
+            return "the update looks at numbers"
         if not _has_fixed_shapes(traced):
             return "sizes known later only"
         # What nothing reads the result of, such as printing, would be lost.
