@@ -42,6 +42,7 @@ def take_step(
     are sharded. Elsewhere, on other platforms, and for small leaves, XLA compiles the
     step as it does `tx.update`; on a TPU it takes a large leaf some rows at a time.
     `step_report` says which leaves have a kernel, and why others have none.
+    `tx.update` runs kernels on a TPU as well, but has to write the updates.
     `OPTAX_MP_KERNELS=0` in the environment turns kernels off.
 
     Args:
