@@ -12,6 +12,20 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, Tracer)
 
 
+def has_tracers(tree: Any) -> bool:
+    """Return whether any leaf of a pytree is a tracer."""
+    return any(map(is_traced, jax.tree.leaves(tree)))
+
+
+def split_traced(args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the extra arguments of an update that are traced, and the others.
+
+    What is known while tracing stays known: a rule may use it in an `if`.
+    """
+    traced = {name: x for name, x in args.items() if has_tracers(x)}
+    return traced, {name: x for name, x in args.items() if name not in traced}
+
+
 def compiles() -> bool:
     """Return whether `jit` compiles, which `jax.disable_jit` turns off."""
     return not getattr(jax.config, "jax_disable_jit", False)

@@ -9,6 +9,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -148,6 +149,13 @@ def _warn_once(error: str) -> None:
         "version of JAX may do better; OPTAX_MP_KERNELS=0 makes no kernels, and no "
         f"warning. {error}"
     )
+
+
+@functools.cache
+def may_compile_for_tpus() -> bool:
+    """Return whether this process can compile programs for TPUs."""
+    has_compiler = find_spec("libtpu") or os.environ.get("TPU_LIBRARY_PATH")
+    return _HAS_KERNELS and bool(has_compiler)
 
 
 def kernel_obstacle() -> str | None:

@@ -27,6 +27,7 @@ from optax_mp.compact._blocks import (
 from optax_mp.compact._code_choice import choose_codes
 from optax_mp.compact._code_format import CodeFormat
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
+from optax_mp.leafwise._update import leafwise_update
 
 # So that the random numbers differ from those of `stochastic_rounding` with the same
 # seed.
@@ -177,7 +178,7 @@ def low_bit_state(
         count = jnp.asarray(optax.safe_increment(state.step_count))
         return updates, LowBitState(count, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
 
 
 def _quantize_again(

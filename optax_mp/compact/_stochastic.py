@@ -30,6 +30,7 @@ from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import describe, is_floating, is_inexact, spell
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
 from optax_mp.compact._rounding import round_stochastically
+from optax_mp.leafwise._update import leafwise_update
 from optax_mp.loss_scale._mark import is_unmarked
 
 
@@ -169,7 +170,7 @@ def stochastic_rounding(
 
         return choose_step(is_unmarked(updates), step, state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
 
 
 # So that params of one shape and dtype are traced once.

@@ -12,7 +12,7 @@ from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._arguments import check_init_params, check_whole_number
 from optax_mp._inner import as_transformation, copy_shared
-from optax_mp._jax._arrays import compiles, is_traced
+from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
 from optax_mp._jax._choose import obey_outer_choice, select
 from optax_mp._jax._memory import (
     HOST_KIND,
@@ -129,8 +129,7 @@ def offload(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, Any]:
-        leaves = jax.tree.leaves((updates, state, params, extra_args))
-        if not any(map(is_traced, leaves)) and compiles():
+        if compiles() and not has_tracers((updates, state, params, extra_args)):
             warn(
                 "offload: `update` was called outside of `jax.jit`, where it copies "
                 "all of the state in host memory; expected a call within `jit`, with "
@@ -143,9 +142,7 @@ def offload(
             grads, params, traced = given
             return inner.update(grads, kept, params, **traced, **known)
 
-        # What is known while tracing stays known: a rule may use it in an `if`.
-        traced = {name: x for name, x in extra_args.items() if _has_tracers(x)}
-        known = {name: x for name, x in extra_args.items() if name not in traced}
+        traced, known = split_traced(extra_args)
         proceed = obey_outer_choice()
         out, new_state = run_from_host(
             step,
@@ -319,7 +316,3 @@ def _jit_arrays(function: Any, args: Any, extra_args: dict[str, Any]) -> Any:
         return function(*args, **extra_args)
 
     return jax.jit(call)([leaves[i] for i in at])
-
-
-def _has_tracers(tree: Any) -> bool:
-    return any(map(is_traced, jax.tree.leaves(tree)))

@@ -1,6 +1,7 @@
 """Take a step in one pass over each leaf: `take_step`.
 
 - `_take_step`: the public function.
+- `_update`: the same for `tx.update`, in which our transformations are wrapped.
 - `_step`: trace a step, cut it, run the pieces.
 - `_program`: a traced step as one list of equations.
 - `_cut`: where the elementwise end of a leaf begins.

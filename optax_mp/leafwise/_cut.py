@@ -5,6 +5,7 @@ shape, on scalars, and on the scale of its block.
 """
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ ELEMENTWISE = frozenset(
     nextafter pvary pcast""".split()
 )
 _SMALLEST_SIZE = 4096
+_Suffix = tuple[set[int], set[Value]]
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,17 @@ def cut(program: Program, replaced: dict[int, int]) -> list[End]:
         program: the program.
         replaced: which input an output takes the place of.
     """
+    fits = [_fits(node) for node in program.nodes]
+    suffixes: dict[int, _Suffix] = {}
     outputs_of: dict[int, set[int]] = {}
     touched_by: dict[int, set[Any]] = {}
     group_of: dict[Any, int] = {}
     for i, value in enumerate(program.outputs):
         if not isinstance(value, Value) or value.made_at is None:
             continue
-        if not value.aval.ndim or not _fits(program.nodes[value.made_at]):
+        if not value.aval.ndim or not fits[value.made_at]:
             continue
-        places, reads = _suffix(program, value)
+        places, reads = suffixes[i] = _suffix(program, value, fits)
         # What shares an equation on arrays, or an array, is one end. Arrays that are
         # made of scalars are not shared: each end makes its own.
         outputs = {i}
@@ -77,17 +81,21 @@ def cut(program: Program, replaced: dict[int, int]) -> list[End]:
             touched |= touched_by.pop(at)
         outputs_of[i], touched_by[i] = outputs, touched
         group_of.update(dict.fromkeys(touched, i))
-    return [_end(program, replaced, outputs) for outputs in outputs_of.values()]
+    return [
+        _end(program, replaced, {i: suffixes[i] for i in outputs})
+        for outputs in outputs_of.values()
+    ]
 
 
 def _reads_arrays(node: Node) -> bool:
     return any(value.aval.ndim for value in values_in(node.inputs))
 
 
-def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End:
+def _end(
+    program: Program, replaced: dict[int, int], outputs: dict[int, _Suffix]
+) -> End:
     """Return the end with these outputs."""
-    suffixes = [_suffix(program, program.outputs[i]) for i in outputs]
-    places = {place for suffix, _ in suffixes for place in suffix}
+    places = sorted({place for suffix, _ in outputs.values() for place in suffix})
     nodes = [program.nodes[place] for place in places]
     shape = max((program.outputs[i].aval.shape for i in outputs), key=math.prod)
     found = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
@@ -96,8 +104,8 @@ def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End:
     reads = list(
         dict.fromkeys(
             value
-            for place in sorted(places)
-            for value in values_in(program.nodes[place].inputs)
+            for node in nodes
+            for value in values_in(node.inputs)
             if value not in made
         )
     )
@@ -105,7 +113,7 @@ def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End:
     ordered = sorted(outputs)
     entangled = _entangled(nodes, shape)
     return End(
-        places=sorted(places),
+        places=places,
         reads=reads,
         outputs=ordered,
         replaced={
@@ -121,7 +129,7 @@ def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End:
 
 
 def _obstacle(
-    program: Program, outputs: set[int], shape: tuple[int, ...]
+    program: Program, outputs: Collection[int], shape: tuple[int, ...]
 ) -> str | None:
     """Return why a kernel would not pay."""
     if not _is_packed(program, outputs):
@@ -143,7 +151,7 @@ def _entangled(nodes: list[Node], shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def _is_packed(program: Program, outputs: set[int]) -> bool:
+def _is_packed(program: Program, outputs: Collection[int]) -> bool:
     """Return whether an output has codes. Floats XLA puts into one kernel itself."""
     dtypes = [program.outputs[i].aval.dtype for i in outputs]
     return any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)
@@ -155,8 +163,14 @@ def _has_one_shape(nodes: list[Node], shape: tuple[int, ...]) -> bool:
     return all(len(each) == len(shape) and each[:-1] == shape[:-1] for each in made)
 
 
-def _suffix(program: Program, output: Value) -> tuple[set[int], set[Value]]:
-    """Return the equations of an output's elementwise end, and what these read."""
+def _suffix(program: Program, output: Value, fits: Sequence[bool]) -> _Suffix:
+    """Return the equations of an output's elementwise end, and what these read.
+
+    Args:
+        program: the program.
+        output: one of its outputs.
+        fits: which equations are elementwise.
+    """
     places: set[int] = set()
     reads: set[Value] = set()
     stack = [output]
@@ -164,7 +178,7 @@ def _suffix(program: Program, output: Value) -> tuple[set[int], set[Value]]:
     while stack:
         value = stack.pop()
         at = value.made_at
-        if at is not None and value.aval.ndim and _fits(program.nodes[at]):
+        if at is not None and value.aval.ndim and fits[at]:
             places.add(at)
             for other in values_in(program.nodes[at].inputs):
                 if other not in seen:

@@ -35,6 +35,7 @@ from optax_mp.leafwise._host_flow import HostFlow
 from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
 from optax_mp.leafwise._part import Piece
 from optax_mp.leafwise._program import Program, Value, read, read_output, values_in
+from optax_mp.leafwise._step import within_step
 
 
 class Limits(NamedTuple):
@@ -102,7 +103,8 @@ def _between_moves(
     """
     leaves, treedef = jax.tree.flatten(kept)
     brought = bring(leaves)
-    updates, new = step(given, treedef.unflatten(brought))
+    with within_step():
+        updates, new = step(given, treedef.unflatten(brought))
     new_leaves, new_def = jax.tree.flatten(new)
     if new_def != treedef:
         return updates, new

@@ -1,6 +1,8 @@
 """Take a step leaf by leaf: in one pass over each, where a platform has a kernel."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +14,7 @@ from jax.sharding import NamedSharding
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._by_platform import Way, by_platform, kernel_obstacle
 from optax_mp._jax._jaxpr import open_jaxpr
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall
 from optax_mp._tree import is_array
 from optax_mp.leafwise import _chunks, _gpu, _tpu
 from optax_mp.leafwise._alike import form_of
@@ -22,28 +24,46 @@ from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
 from optax_mp.leafwise._part import Piece, Shard
 from optax_mp.leafwise._program import Program, Value, read_output
 
+Step = Callable[[Any, Any], tuple[Any, Any]]
 _KERNELS = {"tpu": _tpu, "cuda": _gpu}
+# Whether a step is being traced: one within it is a part of that.
+_is_within: ContextVar[bool] = ContextVar("_is_within", default=False)
 
 
 def run_leafwise(
-    step: Callable[[Any, Any], Any],
+    step: Step,
     given: Any,
     kept: Any,
     shardings: Sequence[NamedSharding | None] = (),
-) -> Any:
+    platforms: Collection[str] = tuple(_KERNELS),
+) -> tuple[Any, Any]:
     """Return `step(given, kept)`, with the elementwise end of each leaf in one piece.
 
     Args:
-        step: returns what takes the place of `kept`.
+        step: returns what it makes, and what takes the place of `kept`.
         given: a pytree.
         kept: another. Its arrays can be overwritten, if they are donated.
         shardings: how the leaves of `kept` are sharded under `jit`, None where that is
             not known. A kernel goes only where it is known.
+        platforms: those that have a way of their own.
     """
+    if _is_within.get():
+        return step(given, kept)
     cut_step = CutStep.of(step, given, kept, shardings)
     if isinstance(cut_step, str):
-        return step(given, kept)
-    return cut_step.run()
+        with within_step():
+            return step(given, kept)
+    return cut_step.run(platforms)
+
+
+@contextmanager
+def within_step() -> Iterator[None]:
+    """Leave all steps that are taken in here as they are: they are part of one."""
+    token = _is_within.set(True)
+    try:
+        yield
+    finally:
+        _is_within.reset(token)
 
 
 @dataclass(frozen=True)
@@ -65,7 +85,7 @@ class CutStep:
     @classmethod
     def of(
         cls,
-        step: Callable[[Any, Any], Any],
+        step: Step,
         given: Any,
         kept: Any,
         shardings: Sequence[NamedSharding | None] = (),
@@ -83,18 +103,22 @@ class CutStep:
             return "nothing in few bits"
         if not any(map(is_traced, leaves)):
             return "not in a compiled program"
-        traced = TracedCall.of(lambda both: step(*both), (given, kept))
+        try:
+            with within_step():
+                traced = TracedCall.of(lambda both: step(*both), (given, kept))
+        except NOT_TRACEABLE:  # known where it is not traced here, or an error there
+            return "the update looks at numbers"
         if not _has_fixed_shapes(traced):
             return "sizes known later only"
         # What nothing reads the result of, such as printing, would be lost.
         if traced.closed.effects:
             return "the update has effects"
         program = Program.of(traced.closed, is_block_operation)
-        ends = cut(program, traced.replaced(kept, traced.unflatten_outputs()))
+        ends = cut(program, traced.replaced(kept, traced.unflatten_outputs()[1]))
         return cls(traced, program, ends, shardings_of_inputs(program, kept, shardings))
 
-    def run(self) -> Any:
-        """Return the result of the step."""
+    def run(self, platforms: Collection[str]) -> Any:
+        """Return the result of the step, computed in the way of these platforms."""
         program, ends = self.program, self.ends
         at_ends = {i for end in ends for i in end.outputs}
         others = [v for i, v in enumerate(program.outputs) if i not in at_ends]
@@ -103,7 +127,7 @@ class CutStep:
         reads = [value for end in ends for value in end.reads]
         program.run(program.needed([*others, *reads]), known)
         results: dict[int, Any] = {}
-        runners = _Runners(program)
+        runners = _Runners(program, platforms)
         for end in ends:
             args = [known[value] for value in end.reads]
             outputs = runners.run(end, args, self.shardings)
@@ -150,8 +174,9 @@ def _is_packed(leaf: Any) -> bool:
 class _Runners:
     """Runs the ends of a program. Those that are alike are traced and lowered once."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, platforms: Collection[str]) -> None:
         self._program = program
+        self._platforms = platforms
         self._known: dict[Any, Callable[..., list[Any]]] = {}
 
     def run(self, end: End, args: Sequence[Any], shardings: Shardings) -> list[Any]:
@@ -175,7 +200,9 @@ class _Runners:
         form = form_of(self._program, end), piece and replace(piece, origin=())
         if form not in self._known:
             self._known[form] = (
-                run_piece(self._program, end, replace(piece, origin=()))
+                run_piece(
+                    self._program, end, replace(piece, origin=()), self._platforms
+                )
                 if piece
                 else run_whole(self._program, end)
             )
@@ -194,7 +221,9 @@ def run_whole(program: Program, end: End) -> Callable[..., list[Any]]:
     return run
 
 
-def run_piece(program: Program, end: End, piece: Piece) -> Callable[..., list[Any]]:
+def run_piece(
+    program: Program, end: End, piece: Piece, platforms: Collection[str]
+) -> Callable[..., list[Any]]:
     """Return what runs an end on one device, by a kernel if there is one."""
     rank = len(piece.shape)
 
@@ -222,6 +251,6 @@ def run_piece(program: Program, end: End, piece: Piece) -> Callable[..., list[An
     kernels = {
         platform: Way(partial(by_kernel, kernel))
         for platform, kernel in _KERNELS.items()
-        if kernel.obstacle(program, end, piece) is None
+        if platform in platforms and kernel.obstacle(program, end, piece) is None
     }
     return partial(by_platform, anywhere, kernels, {"tpu": by_chunks})

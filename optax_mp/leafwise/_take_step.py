@@ -1,6 +1,5 @@
 """take_step: `tx.update` and `optax.apply_updates` in one pass over memory."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,9 +7,9 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_mp._inner import as_transformation
-from optax_mp._jax._arrays import is_traced
+from optax_mp._jax._arrays import split_traced
 from optax_mp.leafwise._layout import spread_shardings
-from optax_mp.leafwise._step import run_leafwise
+from optax_mp.leafwise._step import Step, run_leafwise
 
 
 def take_step(
@@ -43,6 +42,7 @@ def take_step(
     are sharded. Elsewhere, on other platforms, and for small leaves, XLA compiles the
     step as it does `tx.update`; on a TPU it takes a large leaf some rows at a time.
     `step_report` says which leaves have a kernel, and why others have none.
+    `tx.update` runs kernels on a TPU as well, but has to write the updates.
     `OPTAX_MP_KERNELS=0` in the environment turns kernels off.
 
     Args:
@@ -83,14 +83,14 @@ def take_step(
     whole = WholeStep.of(
         "take_step", tx, grads, opt_state, params, param_shardings, extra_args
     )
-    opt_state, params = run_leafwise(*whole)
+    _, (opt_state, params) = run_leafwise(*whole)
     return params, opt_state
 
 
 class WholeStep(NamedTuple):
     """The arguments of `run_leafwise` for a step of an optimizer."""
 
-    step: Callable[[Any, Any], Any]
+    step: Step
     given: Any
     kept: Any
     shardings: list[NamedSharding | None]
@@ -108,20 +108,14 @@ class WholeStep(NamedTuple):
     ) -> "WholeStep":
         """Check the arguments of the function `name`, and return the step."""
         tx = as_transformation(tx, name, "tx")
-        # What is known while tracing stays known: a rule may use it in an `if`.
-        traced = {name: x for name, x in extra_args.items() if _has_tracers(x)}
-        known = {name: x for name, x in extra_args.items() if name not in traced}
+        traced, known = split_traced(extra_args)
 
         def step(given: Any, kept: Any) -> Any:
             grads, traced = given
             opt_state, params = kept
             updates, opt_state = tx.update(grads, opt_state, params, **traced, **known)
-            return opt_state, optax.apply_updates(params, updates)
+            return None, (opt_state, optax.apply_updates(params, updates))
 
         shardings = [None] * len(jax.tree.leaves(opt_state))
         shardings += spread_shardings(params, param_shardings, name)
         return cls(step, (grads, traced), (opt_state, params), shardings)
-
-
-def _has_tracers(tree: Any) -> bool:
-    return any(map(is_traced, jax.tree.leaves(tree)))

@@ -16,6 +16,7 @@ from optax_mp._inner import (
     explain_failure,
 )
 from optax_mp._jax._choose import choose_step
+from optax_mp.leafwise._update import leafwise_update
 from optax_mp.loss_scale._mark import mark_skipped, register_link
 from optax_mp.loss_scale._overwrite import (
     hide_overwritten,
@@ -277,7 +278,8 @@ def _loss_scaling(
 
     if wrapped is None:
         register_link(update_fn)
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
 
 
 def _next_state(

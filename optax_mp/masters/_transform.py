@@ -21,6 +21,7 @@ from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves
 from optax_mp._policy import Policy, warn_unmatched_patterns
 from optax_mp._tree import spell
+from optax_mp.leafwise._update import leafwise_update
 from optax_mp.loss_scale._mark import is_unmarked
 from optax_mp.masters._checks import check_storable
 from optax_mp.masters._param_dtype import DeclaredDType, read_param_dtype
@@ -169,7 +170,7 @@ def mixed_precision(
         )
         return leaves.unflatten(out), make_state(leaves.unflatten(stored), inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
 
 
 def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[Any]]:

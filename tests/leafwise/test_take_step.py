@@ -1,4 +1,4 @@
-"""take_step: the same as `tx.update` and `optax.apply_updates`, and in kernels."""
+"""take_step and `tx.update` leaf by leaf: the same as a step as a whole."""
 
 import contextlib
 import dataclasses
@@ -72,9 +72,23 @@ def random_tree(seed, dtype="bfloat16", scale=1.0, shapes=SHAPES):
     }
 
 
-def by_optax(tx, grads, state, params, **extra):
+@pytest.fixture(autouse=True)
+def for_tpus(monkeypatch):
+    """Else `tx.update` goes leaf by leaf only where a TPU's compiler is installed."""
+    monkeypatch.setattr(_by_platform, "may_compile_for_tpus", lambda: True)
+
+
+def by_update(tx, grads, state, params, **extra):
     updates, state = tx.update(grads, state, params, **extra)
     return optax.apply_updates(params, updates), state
+
+
+def uncut(tx, grads, state, params, **extra):
+    with _step.within_step():
+        return by_update(tx, grads, state, params, **extra)
+
+
+LEAF_BY_LEAF = [optax_mp.take_step, by_update]
 
 
 def trained(step, tx, steps=3, shapes=SHAPES):
@@ -92,7 +106,7 @@ def test_a_step_is_that_of_optax_bit_for_bit(name):
     params = example_params("bfloat16", name)
     grads = example_gradients(name, params, 3, jnp.float32)
     results = []
-    for way in (by_optax, optax_mp.take_step):
+    for way in (uncut, *LEAF_BY_LEAF):
 
         @jax.jit
         def step(grads, state, params, way=way):
@@ -103,17 +117,19 @@ def test_a_step_is_that_of_optax_bit_for_bit(name):
             each = jax.tree.map(operator.itemgetter(i), grads)
             carry = step(each, carry[1], carry[0])
         results.append(carry)
-    assert as_bits(results[0]) == as_bits(results[1])
+    want, *others = map(as_bits, results)
+    assert others == [want, want]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", LEAF_BY_LEAF)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_cut_without_a_change(form):
+def test_every_form_is_cut_without_a_change(form, way):
     tx = FORMS[form]()
     # optax's muon divides by the size of an array.
     shapes = SHAPES[:-1] if form == "muon" else SHAPES
-    want = trained(jax.jit(functools.partial(by_optax, tx)), tx, 3, shapes)
-    got = trained(jax.jit(functools.partial(optax_mp.take_step, tx)), tx, 3, shapes)
+    want = trained(jax.jit(functools.partial(uncut, tx)), tx, 3, shapes)
+    got = trained(jax.jit(functools.partial(way, tx)), tx, 3, shapes)
     if form != "muon":
         assert as_bits(got) == as_bits(want)
         return
@@ -143,12 +159,12 @@ def test_a_kernel_does_the_same(form, platform, shapes, monkeypatch):
     # So that XLA rounds to 16 bits where the program says so, as a kernel does.
     exactly = {"xla_allow_excess_precision": False}
     compiled = functools.partial(jax.jit, compiler_options=exactly)
-    want = trained(compiled(functools.partial(by_optax, tx)), tx, 2, shapes)
+    want = trained(compiled(functools.partial(uncut, tx)), tx, 2, shapes)
 
-    def interpreted(program, end, piece):
+    def interpreted(program, end, piece, platforms):
         kernel = KERNELS[platform]
         if kernel.obstacle(program, end, piece) is not None:
-            return run_piece(program, end, piece)
+            return run_piece(program, end, piece, platforms)
         ran.append(end.shape)
 
         def run(*args):
@@ -203,15 +219,15 @@ def test_chunks_do_the_same(form, device_count, monkeypatch):
     tx, ran = FORMS[form](), []
     exactly = {"xla_allow_excess_precision": False}
     compiled = functools.partial(jax.jit, compiler_options=exactly)
-    want = trained(compiled(functools.partial(by_optax, tx)), tx, 2, CHUNKED)
+    want = trained(compiled(functools.partial(uncut, tx)), tx, 2, CHUNKED)
     monkeypatch.setattr(_chunks, "_COUNT", 2**13)
 
-    def in_chunks(program, end, piece):
+    def in_chunks(program, end, piece, platforms):
         def run(*args):
             here = dataclasses.replace(piece, origin=args[: len(piece.shape)])
             args = args[len(piece.shape) :]
             if (cuts := _chunks.Cuts.of(here, device_count)) is None:
-                return run_piece(program, end, piece)(*here.origin, *args)
+                return run_piece(program, end, piece, platforms)(*here.origin, *args)
             ran.append(end.shape)
             return _chunks.run_end(program, end, cuts, args)
 
@@ -243,9 +259,9 @@ def test_a_setting_leaves_all_to_xla(monkeypatch):
     assert "tpu_custom_call" not in lowered(FORMS["5.1 bytes"](), "tpu")
 
 
-def lowered(tx, platform, shapes=((64, 8192),)):
+def lowered(tx, platform, shapes=((64, 8192),), way=optax_mp.take_step):
     params = random_tree(0, shapes=shapes)
-    step = functools.partial(optax_mp.take_step, tx)
+    step = functools.partial(way, tx)
     state = jax.eval_shape(tx.init, params)
     with a_gpu():
         traced = jax.jit(step).trace(params, state, params)
@@ -275,6 +291,21 @@ def test_a_platform_has_one_kernel_for_each_leaf(platform):
     assert CALLS[platform] not in lowered(FORMS["5.1 bytes"](), platform, ((8, 8),))
 
 
+@makes_kernels
+def test_an_update_has_kernels_on_a_tpu_alone(monkeypatch):
+    """On a GPU the updates, which have to be written, cost more than kernels gain."""
+    form = FORMS["loss scale"]()
+    shapes = ((64, 8192), (64, 4096))
+    assert lowered(form, "tpu", shapes, by_update).count("tpu_custom_call") >= 2
+    assert "triton" not in lowered(form, "cuda", shapes, by_update)
+    # In one of two branches, too.
+    steps = optax.MultiSteps(FORMS["5.1 bytes"](), 2).gradient_transformation()
+    assert "tpu_custom_call" in lowered(steps, "tpu", shapes, by_update)
+    # Where nothing is compiled for a TPU, the update is not traced for one.
+    monkeypatch.setattr(_by_platform, "may_compile_for_tpus", lambda: False)
+    assert "tpu_custom_call" not in lowered(form, "tpu", shapes, by_update)
+
+
 def raises(program, end, piece, args):
     raise ValueError("a new Pallas")
 
@@ -299,27 +330,29 @@ def test_a_kernel_that_cannot_be_made_is_done_without(failing, monkeypatch):
     assert "tpu_custom_call" not in text
 
 
-def a_step():
+def a_step(way=optax_mp.take_step):
     """Return a step of one leaf, its gradients, the state and the params."""
     tx = FORMS["5.1 bytes"]()
     params, grads = (random_tree(seed, shapes=((64, 128),)) for seed in (0, 1))
-    return functools.partial(optax_mp.take_step, tx), grads, tx.init(params), params
+    return functools.partial(way, tx), grads, tx.init(params), params
 
 
 def twice(tree):
     return jax.tree.map(lambda x: jnp.stack([x, x]), tree)
 
 
-def test_vmap_works():
-    step, *args = a_step()
+@pytest.mark.parametrize("way", LEAF_BY_LEAF)
+def test_vmap_works(way):
+    step, *args = a_step(way)
     got = jax.jit(jax.vmap(step))(*map(twice, args))
     want = jax.jit(step)(*args)
     assert as_bits(jax.tree.map(operator.itemgetter(1), got)) == as_bits(want)
 
 
 @pytest.mark.slow
-def test_scan_eager_and_grad_work():
-    step, grads, start, params = a_step()
+@pytest.mark.parametrize("way", LEAF_BY_LEAF)
+def test_scan_eager_and_grad_work(way):
+    step, grads, start, params = a_step(way)
 
     def scanned(carry, grads):
         params, state = carry
@@ -353,7 +386,8 @@ def test_constants_of_the_optimizer_and_extra_arguments_reach_the_kernel():
         step = jax.jit(lambda g, s, p, factor: way(tx, g, s, p, factor=factor))
         return step(params, tx.init(params), params, jnp.float32(0.01))
 
-    assert as_bits(run(optax_mp.take_step)) == as_bits(run(by_optax))
+    want = as_bits(run(uncut))
+    assert [as_bits(run(way)) for way in LEAF_BY_LEAF] == [want, want]
 
 
 def rule(function):
@@ -365,14 +399,16 @@ def rule(function):
 
 
 def after(inner, **extra):
-    """Params and state after a jitted step, taken in both ways."""
+    """Return the bits of params and state after a jitted step, taken in all ways."""
     tx = compact(optax.chain(optax.trace(0.9), inner))
     params = random_tree(0, shapes=((64, 128),)) | {"b": jnp.float32(2)}
     state = tx.init(params)
     found = []
-    for way in (optax_mp.take_step, by_optax):
+    for way in (uncut, *LEAF_BY_LEAF):
         step = jax.jit(functools.partial(way, tx, **extra))
-        found.append(step(params, state, params))
+        results = step(params, state, params)
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(results))
+        found.append(as_bits(results))
     return found
 
 
@@ -385,7 +421,7 @@ def test_effects_of_a_rule_are_kept():
 
     after(rule(note))
     jax.effects_barrier()
-    assert len(seen) == 2 and seen[0] == seen[1]
+    assert seen == [seen[0]] * 3
 
 
 @pytest.mark.slow
@@ -395,8 +431,8 @@ def test_a_rule_keeps_its_configuration_scopes_and_derivatives():
         with jax.threefry_partitionable(False):
             return jax.tree.map(lambda x: x + jax.random.normal(key, x.shape), updates)
 
-    got, want = after(rule(noisy))
-    assert as_bits(got) == as_bits(want)
+    want, *others = after(rule(noisy))
+    assert others == [want, want]
 
     @jax.custom_jvp
     def straight_through(x):
@@ -416,8 +452,8 @@ def test_a_rule_keeps_its_configuration_scopes_and_derivatives():
         grads = jax.tree.map(lambda p: p * scale, params)
         return way(low, grads, state, params)[0]["w"].sum()
 
-    slopes = [jax.grad(moved)(1.5, way) for way in (optax_mp.take_step, by_optax)]
-    assert slopes[0] == slopes[1]
+    slopes = [jax.grad(moved)(1.5, way) for way in (uncut, *LEAF_BY_LEAF)]
+    assert slopes == [slopes[0]] * 3
 
 
 @pytest.mark.slow
@@ -425,11 +461,28 @@ def test_a_rule_may_ask_for_what_is_known_and_return_numbers():
     def chosen(updates, flag):
         return jax.tree.map(jnp.zeros_like, updates) if flag else updates
 
-    got, want = after(rule(chosen), flag=np.bool_(True))
-    assert as_bits(got) == as_bits(want)
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(got))
+    want, *others = after(rule(chosen), flag=np.bool_(True))
+    assert others == [want, want]
     with jax.disable_jit():
         after(rule(lambda updates: updates))
+
+
+def test_a_rule_may_look_at_numbers_that_are_known():
+    """A step within `jit` whose state is a constant of it."""
+
+    def chosen(updates, state, params=None):
+        return (updates if int(state) > 1 else jax.tree.map(jnp.negative, updates)), state
+
+    known = optax.GradientTransformation(lambda _: jnp.int32(2), chosen)
+    tx = optax_mp.low_bit_state(optax.chain(optax.trace(0.9), known), min_size=1)
+    params = random_tree(0, "float32", shapes=((64, 128),))
+    state = tx.init(params)
+    steps = [
+        jax.jit(lambda grads, way=way: way(tx, grads, state, params))
+        for way in (uncut, *LEAF_BY_LEAF)
+    ]
+    want, *others = (as_bits(step(params)) for step in steps)
+    assert others == [want, want]
 
 
 def test_what_is_no_optimizer_is_named():

@@ -1,0 +1,36 @@
+"""The update of a transformation of this package, in one pass over memory."""
+
+import functools
+from typing import Any
+
+import optax
+
+from optax_mp._jax import _by_platform
+from optax_mp._jax._arrays import split_traced
+from optax_mp.leafwise._step import run_leafwise
+
+
+def leafwise_update(update: optax.TransformUpdateExtraArgsFn) -> Any:
+    """Return the update of a transformation, in one pass where that is less traffic.
+
+    The param that follows from it is computed elsewhere, in one more pass. So this is
+    worth it on a TPU only, where XLA alone passes over what is packed several times.
+    To trace a step twice takes time, so it is not done where nothing is for a TPU.
+    """
+
+    @functools.wraps(update)
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        if not _by_platform.may_compile_for_tpus():
+            return update(updates, state, params, **extra_args)
+        traced, known = split_traced(extra_args)
+
+        def step(given: Any, kept: Any) -> tuple[Any, Any]:
+            updates, params, traced = given
+            return update(updates, kept, params, **traced, **known)
+
+        given = updates, params, traced
+        return run_leafwise(step, given, state, platforms=("tpu",))
+
+    return update_fn
