@@ -23,6 +23,7 @@ import record
 import optax_mp
 
 ROUNDS = 9
+SIDE = 64
 
 
 def adamw() -> optax.GradientTransformation:
@@ -46,6 +47,11 @@ def scaled() -> optax.GradientTransformation:
     return optax_mp.dynamic_loss_scale(masters())
 
 
+def split() -> optax.GradientTransformation:
+    """Return AdamW with masters of which 16 bits are stored."""
+    return masters(storage=optax_mp.Split(bits=16))
+
+
 def linked() -> optax.GradientTransformation:
     """Return AdamW with masters, and a loss scale in front of it, in a chain."""
     return optax.chain(optax_mp.dynamic_loss_scale(), masters())
@@ -59,20 +65,27 @@ FORMS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
     "loss scale": (scaled, "bfloat16", "bfloat16", 3.0),
     "loss scale, float32 gradients": (scaled, "bfloat16", "float32", 3.0),
     "loss scale in a chain": (linked, "bfloat16", "bfloat16", 3.0),
+    "Split(16)": (split, "bfloat16", "bfloat16", 8.0),
     "5.1 bytes": (compact, "bfloat16", "bfloat16", 8.0),
 }
 
 
-def tracer(form: str, leaves: int) -> Callable[[], Any]:
-    """Return the function that traces one step of a form."""
+def arguments(form: str, leaves: int) -> tuple[Any, Any, Any]:
+    """Return the shapes of the gradients, the state and the params of a form."""
     make, param_dtype, grad_dtype, _ = FORMS[form]
 
     def tree(dtype: str) -> Any:
-        leaf = jax.ShapeDtypeStruct((64, 64), jnp.dtype(dtype))
+        leaf = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.dtype(dtype))
         return {f"layer{i}": {"kernel": leaf} for i in range(leaves)}
 
-    params, grads = tree(param_dtype), tree(grad_dtype)
-    state = jax.eval_shape(make().init, params)
+    params = tree(param_dtype)
+    return tree(grad_dtype), jax.eval_shape(make().init, params), params
+
+
+def tracer(form: str, leaves: int) -> Callable[[], Any]:
+    """Return the function that traces one step of a form."""
+    make = FORMS[form][0]
+    args = arguments(form, leaves)
 
     def trace() -> Any:
         # Made anew, because others look for the mark of a link as long as there is one.
@@ -83,7 +96,7 @@ def tracer(form: str, leaves: int) -> Callable[[], Any]:
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
-        return jax.make_jaxpr(step)(grads, state, params)
+        return jax.make_jaxpr(step)(*args)
 
     return trace
 
