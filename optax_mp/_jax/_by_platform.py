@@ -20,7 +20,7 @@ from optax_mp._warnings import warn
 
 Function = Callable[..., list[Any]]
 # Platforms that have a way of their own, as JAX names them.
-_PLATFORMS = ("tpu", "cuda")
+_PLATFORMS = ("tpu", "cuda", "cpu")
 
 _HAS_KERNELS = hasattr(jax, "shard_map")
 
