@@ -37,9 +37,7 @@ def rounding_keys(count: int, *parts: int | jax.Array) -> jax.Array:
 @jax.jit
 def split_keys(keys: jax.Array) -> list[jax.Array]:
     """Return the keys of `rounding_keys` one by one, each an array of one element."""
-    if not len(keys):
-        return []
-    return by_platform(_split, {}, {"cpu": _look_up}, keys)
+    return by_platform(_split, {}, {"cpu": _look_up}, keys) if len(keys) else []
 
 
 def _split(keys: jax.Array) -> list[jax.Array]:
@@ -48,16 +46,16 @@ def _split(keys: jax.Array) -> list[jax.Array]:
 
 
 def _look_up(device_count: int, keys: jax.Array) -> list[jax.Array]:
-    """Split the keys in a way that leaves alike arrays alike.
+    """Split the keys so that kernels for CPUs do not contain the place of a key.
 
-    XLA for CPUs compiles equal kernels once. A place in the keys that it knows is part
-    of a kernel, and all kernels differ. So the places come out of a condition. It
-    always holds, because the keys are sorted, but XLA cannot know that.
+    XLA compiles kernels that are equal once, but writes into each the constants that it
+    knows. It does not know these places: they depend on a condition, which always holds
+    because the keys are sorted.
     """
     count = len(keys)
     places = lax.cond(
         keys[0] <= keys[-1],
-        lambda: list(map(jnp.int32, range(count))),
+        lambda: [jnp.int32(i) for i in range(count)],
         lambda: [jnp.int32(0)] * count,
     )
     return [lax.dynamic_slice(keys, (place,), (1,)) for place in places]
