@@ -3,7 +3,7 @@
     python benchmarks/compile_time.py
     python benchmarks/compile_time.py --leaves 100 --json FILE
 
-Each form of `benchmarks/tracing.py` is lowered and compiled in turn, in every round
+Each form is lowered and compiled in turn, in every round
 anew, and the medians of the CPU time are compared with those of plain optax.
 "temporaries" is memory beside params, state and gradients, in bytes per weight.
 """
@@ -13,6 +13,7 @@ import functools
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,14 +24,21 @@ import tracing
 import optax_mp
 
 ROUNDS = 3
-# Form: times plain optax to compile, at most.
-TARGETS = {
-    "plain optax": 1.0,
-    "masters": 1.5,
-    "masters, float32 gradients": 1.5,
-    "loss scale": 1.5,
-    "Split(16)": 2.0,
-    "5.1 bytes": 3.0,
+
+
+def split() -> optax.GradientTransformation:
+    """Return AdamW with masters of which 16 bits are stored."""
+    return tracing.masters(storage=optax_mp.Split(bits=16))
+
+
+# Form: (transformation, dtype of params, of gradients, times plain optax at most).
+FORMS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
+    "plain optax": (tracing.adamw, "float32", "float32", 1.0),
+    "masters": (tracing.masters, "bfloat16", "bfloat16", 1.5),
+    "masters, float32 gradients": (tracing.masters, "bfloat16", "float32", 1.5),
+    "loss scale": (tracing.scaled, "bfloat16", "bfloat16", 1.5),
+    "Split(16)": (split, "bfloat16", "bfloat16", 2.0),
+    "5.1 bytes": (tracing.compact, "bfloat16", "bfloat16", 3.0),
 }
 
 
@@ -45,8 +53,9 @@ WAYS = {"tx.update": by_update, "take_step": optax_mp.take_step}
 
 def lower(form: str, way: str, leaves: int) -> Any:
     """Return a lowered step of a form, params and state donated."""
-    tx = tracing.FORMS[form][0]()
-    grads, state, params = tracing.arguments(form, leaves)
+    make, param_dtype, grad_dtype, _ = FORMS[form]
+    tx = make()
+    grads, state, params = tracing.arguments(make, param_dtype, grad_dtype, leaves)
 
     # Each result takes the place of the donated array of its order.
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -89,7 +98,7 @@ def report(forms: list[str], leaves: int, rounds: int) -> list[record.Row]:
             "compile s": seconds[1],
             "lower to plain optax": seconds[0] / plain[0],
             "compile to plain optax": seconds[1] / plain[1],
-            "target": TARGETS[form],
+            "target": FORMS[form][3],
             "temporaries": seconds[2],
         }
         for (form, way), seconds in medians.items()
@@ -104,7 +113,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="forms whose name holds this text")
     record.add_option(parser)
     args = parser.parse_args()
-    first, *others = TARGETS
+    first, *others = FORMS
     forms = [first, *(form for form in others if args.only in form)]
     rows = report(forms, args.leaves, args.rounds)
     print(f"{record.heading(jax.devices())}\n\n{record.as_markdown(rows)}")

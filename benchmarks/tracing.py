@@ -47,11 +47,6 @@ def scaled() -> optax.GradientTransformation:
     return optax_mp.dynamic_loss_scale(masters())
 
 
-def split() -> optax.GradientTransformation:
-    """Return AdamW with masters of which 16 bits are stored."""
-    return masters(storage=optax_mp.Split(bits=16))
-
-
 def linked() -> optax.GradientTransformation:
     """Return AdamW with masters, and a loss scale in front of it, in a chain."""
     return optax.chain(optax_mp.dynamic_loss_scale(), masters())
@@ -65,14 +60,14 @@ FORMS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
     "loss scale": (scaled, "bfloat16", "bfloat16", 3.0),
     "loss scale, float32 gradients": (scaled, "bfloat16", "float32", 3.0),
     "loss scale in a chain": (linked, "bfloat16", "bfloat16", 3.0),
-    "Split(16)": (split, "bfloat16", "bfloat16", 8.0),
     "5.1 bytes": (compact, "bfloat16", "bfloat16", 8.0),
 }
 
 
-def arguments(form: str, leaves: int) -> tuple[Any, Any, Any]:
-    """Return the shapes of the gradients, the state and the params of a form."""
-    make, param_dtype, grad_dtype, _ = FORMS[form]
+def arguments(
+    make: Callable[[], Any], param_dtype: str, grad_dtype: str, leaves: int
+) -> tuple[Any, Any, Any]:
+    """Return the shapes of the gradients, the state and the params of a step."""
 
     def tree(dtype: str) -> Any:
         leaf = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.dtype(dtype))
@@ -84,8 +79,8 @@ def arguments(form: str, leaves: int) -> tuple[Any, Any, Any]:
 
 def tracer(form: str, leaves: int) -> Callable[[], Any]:
     """Return the function that traces one step of a form."""
-    make = FORMS[form][0]
-    args = arguments(form, leaves)
+    make, param_dtype, grad_dtype, _ = FORMS[form]
+    args = arguments(make, param_dtype, grad_dtype, leaves)
 
     def trace() -> Any:
         # Made anew, because others look for the mark of a link as long as there is one.
