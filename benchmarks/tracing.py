@@ -23,6 +23,7 @@ import record
 import optax_mp
 
 ROUNDS = 9
+SIDE = 64
 
 
 def adamw() -> optax.GradientTransformation:
@@ -63,16 +64,23 @@ FORMS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
 }
 
 
+def arguments(
+    make: Callable[[], Any], param_dtype: str, grad_dtype: str, leaves: int
+) -> tuple[Any, Any, Any]:
+    """Return the shapes of the gradients, the state and the params of a step."""
+
+    def tree(dtype: str) -> Any:
+        leaf = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.dtype(dtype))
+        return {f"layer{i}": {"kernel": leaf} for i in range(leaves)}
+
+    params = tree(param_dtype)
+    return tree(grad_dtype), jax.eval_shape(make().init, params), params
+
+
 def tracer(form: str, leaves: int) -> Callable[[], Any]:
     """Return the function that traces one step of a form."""
     make, param_dtype, grad_dtype, _ = FORMS[form]
-
-    def tree(dtype: str) -> Any:
-        leaf = jax.ShapeDtypeStruct((64, 64), jnp.dtype(dtype))
-        return {f"layer{i}": {"kernel": leaf} for i in range(leaves)}
-
-    params, grads = tree(param_dtype), tree(grad_dtype)
-    state = jax.eval_shape(make().init, params)
+    args = arguments(make, param_dtype, grad_dtype, leaves)
 
     def trace() -> Any:
         # Made anew, because others look for the mark of a link as long as there is one.
@@ -83,7 +91,7 @@ def tracer(form: str, leaves: int) -> Callable[[], Any]:
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
-        return jax.make_jaxpr(step)(grads, state, params)
+        return jax.make_jaxpr(step)(*args)
 
     return trace
 

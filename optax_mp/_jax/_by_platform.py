@@ -21,7 +21,7 @@ from optax_mp._warnings import warn
 
 Function = Callable[..., list[Any]]
 # Platforms that have a way of their own, as JAX names them.
-_PLATFORMS = ("tpu", "cuda")
+_PLATFORMS = ("tpu", "cuda", "cpu")
 
 _HAS_KERNELS = hasattr(jax, "shard_map")
 
@@ -74,8 +74,8 @@ def by_platform(
         anywhere: takes and returns arrays.
         kernels: by platform, what does the same on one device. If it cannot be lowered,
             a warning says what that costs.
-        without_kernel: by platform, what does the same where no kernel can be. It takes
-            the number of devices that may hold shards of the arrays, then these.
+        without_kernel: by platform, what does the same where there is no kernel. It
+            takes the number of devices that may hold shards of the arrays, then these.
         args: the arrays, of the same shapes in all calls with these functions.
     """
     if not _HAS_KERNELS:  # and shard_map asks for a rule

@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,11 @@ from comparison import as_bits
 from forced_devices import run_on
 from slow_cases import mostly_slow
 
-from optax_mp.compact._random_numbers import rounding_keys, uniform_numbers
+from optax_mp.compact._random_numbers import (
+    rounding_keys,
+    split_keys,
+    uniform_numbers,
+)
 from optax_mp.compact._rounding import round_stochastically
 
 BOTH = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -89,6 +94,33 @@ def test_the_keys_of_many_arrays_are_those_of_the_reference_sorted(count):
     got = jax.jit(lambda step: rounding_keys(count, 5, step))(jnp.int32(3))
     want = sorted(key_of(5, 3, leaf=leaf) for leaf in range(count))
     assert [int(key) for key in got] == want
+
+
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_keys_one_by_one_are_the_array_in_parts(count):
+    keys = rounding_keys(count, 5, 3)
+    want = [int(key) for key in keys]
+    assert [int(key[0]) for key in split_keys(keys)] == want
+    with jax.disable_jit():
+        assert [int(key[0]) for key in split_keys(keys)] == want
+    of_each = jax.jit(jax.vmap(split_keys))(jnp.stack([keys, keys]))
+    assert [[int(x) for x in key[:, 0]] for key in of_each] == [[x, x] for x in want]
+
+
+@pytest.mark.skipif(not hasattr(jax, "shard_map"), reason="before JAX 0.6")
+def test_kernels_for_arrays_of_one_shape_are_equal_on_a_cpu():
+    """XLA then compiles one of them, instead of one for each array."""
+
+    def draw(step):
+        keys = split_keys(rounding_keys(8, 0, step))
+        return [uniform_numbers((64, 64), key) for key in keys]
+
+    text = jax.jit(draw).lower(jnp.int32(1)).compile().as_text()
+    kernels = re.findall(r"^%\S+ \(.*-> f32\[64,64\].*\{\n((?:  .*\n)+)", text, re.M)
+    assert len(kernels) == 8
+    constants = [sorted(re.findall(r"constant\((\d+)\)", each)) for each in kernels]
+    assert all(each == constants[0] for each in constants)
+    assert not any(re.search(r"slice=\{", each) for each in kernels)
 
 
 def test_seeds_leaves_and_steps_have_keys_of_their_own():
