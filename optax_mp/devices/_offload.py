@@ -29,6 +29,7 @@ from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._from_host import Limits, run_from_host
+from optax_mp.leafwise._host_chunks import bytes_on_device
 from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.leafwise._program import Program, Value, read_output
 
@@ -72,8 +73,10 @@ def offload(
     Args:
         inner: any optax optimizer or chain.
         memory_kind: `"pinned_host"`; with None, `offload` has no effect.
-        chunk_bytes: how many bytes of the state of one param are on the device at a
-            time, counted in 32-bit numbers. XLA may copy a second chunk meanwhile.
+        chunk_bytes: how many bytes of the state are on the device at a time, counted
+            in numbers of at least 32 bits, which codes become there. In a step they
+            are of one param, and XLA may copy a second chunk meanwhile; in `init` they
+            are of one or several whole arrays.
         min_size: arrays with fewer elements stay on the device.
         param_shardings: how the params are sharded under `jit`: a tree of shardings
             like the params, or a prefix of one, such as
@@ -251,7 +254,7 @@ def _groups(avals: Sequence[Any], limits: Limits) -> Iterator[list[int]]:
     group: list[int] = []
     group_bytes = 0
     for i in large:
-        own = avals[i].size * avals[i].dtype.itemsize
+        own = bytes_on_device(avals[i])
         if group and group_bytes + own > limits.chunk_bytes:
             yield group
             group, group_bytes = [], 0
