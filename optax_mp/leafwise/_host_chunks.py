@@ -1,7 +1,7 @@
 """Run the elementwise end of a step chunk by chunk, each brought from host memory.
 
-`_chunks` cuts otherwise: it views all axes but the last as one of rows, which for arrays
-in host memory can be a copy of all of them. Here an array is cut as it is, whatever its
+`_chunks` cuts otherwise: it views all axes but the last as one of rows, which can be a
+copy of all of an array in host memory. Here an array is cut as it is, whatever its
 shape, and no other device has a part of it. The caller says how large a chunk may be.
 """
 
