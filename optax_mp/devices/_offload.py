@@ -27,6 +27,7 @@ from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall, is_dynamic
 from optax_mp._states import find_owners
 from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
+from optax_mp.devices._parts import shardings_handed_on
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._from_host import Limits, run_from_host
 from optax_mp.leafwise._host_chunks import bytes_on_device
@@ -296,9 +297,13 @@ def _state_shardings(
     state: Any, params: Any, param_shardings: Any
 ) -> list[NamedSharding | None]:
     """Return how arrays of a state are sharded: as their params, None if unknown."""
-    if param_shardings is None or params is None:
+    if params is None:
         return []
-    of_params = spread_shardings(params, param_shardings, _CALLER)
+    of_params = shardings_handed_on(params)
+    if of_params is None:
+        if param_shardings is None:
+            return []
+        of_params = spread_shardings(params, param_shardings, _CALLER)
     leaves = tree_flatten_with_path(params)[0]
     paths, arrays = [path for path, _ in leaves], [leaf for _, leaf in leaves]
     shardings: list[NamedSharding | None] = []

@@ -110,11 +110,14 @@ def zero1_inside_and_around():
         jax.device_put(arrays(i), NamedSharding(mesh, PartitionSpec())) for i in (0, 1)
     )
     want = on_one_device(masters())
-    for tx in (
-        in_chunks(optax_mp.zero1(masters(), mesh, ("a", "b"))),
-        optax_mp.zero1(in_chunks(masters()), mesh, ("a", "b")),
+    for tx, by_chunks in (
+        (in_chunks(optax_mp.zero1(masters(), mesh, ("a", "b"))), False),
+        (optax_mp.zero1(in_chunks(masters()), mesh, ("a", "b")), True),
     ):
         state = tx.init(params)
+        program = str(jax.make_jaxpr(tx.update)(grads, state, params))
+        # Each device takes the chunks of its share.
+        assert (program.count("shard_map[") == len(params)) == by_chunks
         assert kinds(state) == {"Host", "Device"}
         parts = [x.addressable_shards[0].data for x in jax.tree.leaves(state)]
         whole = [x for x in jax.tree.leaves(state)]
