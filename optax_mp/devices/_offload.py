@@ -1,6 +1,6 @@
 """Keep the large arrays of an optimizer state in the memory of the host."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,12 @@ from optax_mp._states import find_owners
 from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
 from optax_mp.devices._parts import shardings_handed_on
+from optax_mp.leafwise._alike import form_of_values
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._from_host import Limits, run_from_host
 from optax_mp.leafwise._host_chunks import bytes_on_device
 from optax_mp.leafwise._layout import spread_shardings
-from optax_mp.leafwise._program import Program, Value, read_output
+from optax_mp.leafwise._program import Program, Value, read_output, values_in
 
 _CALLER = "offload"
 
@@ -239,10 +240,14 @@ def _init(inner: Any, params: Any, limits: Limits) -> Any:
         # A rule that looks at the numbers of the params.
         return _on_host(inner.init(params), limits.min_size)
     program = Program.of(traced.closed, is_block_operation)
+    known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
+    known.update(program.constants)
     values: dict[int, Any] = {}
+    compiled: dict[Hashable, Any] = {}
     for group in _groups(traced.closed.out_avals, limits):
-        run = jax.jit(partial(_outputs, program, group, limits.min_size))
-        values.update(zip(group, map(name_memory, run(traced.arrays)), strict=True))
+        outputs = [program.outputs[i] for i in group]
+        made = _compute(program, outputs, known, compiled, limits.min_size)
+        values.update(zip(group, map(name_memory, made), strict=True))
     state = traced.unflatten([values[i] for i in range(len(values))])
     # What `jit` hands on as it is, it does not copy.
     return copy_shared(state, params)
@@ -265,15 +270,33 @@ def _groups(avals: Sequence[Any], limits: Limits) -> Iterator[list[int]]:
         yield group
 
 
-def _outputs(
-    program: Program, group: list[int], min_size: int, arrays: Sequence[Any]
+def _compute(
+    program: Program,
+    outputs: Sequence[Any],
+    known: dict[Value, Any],
+    compiled: dict[Hashable, Any],
+    min_size: int,
 ) -> list[Any]:
-    """Return some outputs of a program."""
-    known: dict[Value, Any] = dict(zip(program.inputs, arrays, strict=True))
-    known.update(program.constants)
-    outputs = [program.outputs[i] for i in group]
-    program.run(program.needed(outputs), known)
-    return _on_host([read_output(known, value) for value in outputs], min_size)
+    """Return some outputs of a program. What is the same is compiled once.
+
+    Args:
+        program: the program.
+        outputs: values, or literals.
+        known: its inputs and constants.
+        compiled: what has been compiled so far, by what it computes.
+        min_size: as many elements an array has at the least to go to the host.
+    """
+    places = program.needed(outputs)
+    reads = [*program.reads_of(places), *(v for v in values_in(outputs) if v in known)]
+    reads = list(dict.fromkeys(reads))
+
+    def run(args: Sequence[Any]) -> list[Any]:
+        local = dict(zip(reads, args, strict=True))
+        program.run(places, local)
+        return _on_host([read_output(local, value) for value in outputs], min_size)
+
+    form = form_of_values(program, places, reads, outputs)
+    return compiled.setdefault(form, jax.jit(run))([known[value] for value in reads])
 
 
 def _warn_if_on_device(state: Any, min_size: int) -> None:

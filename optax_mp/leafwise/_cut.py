@@ -92,15 +92,7 @@ def _end(program: Program, replaced: dict[int, int], outputs: set[int]) -> End:
     shape = max((program.outputs[i].aval.shape for i in outputs), key=math.prod)
     found = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
     sizes = {each.size for each in found}
-    made = {value for node in nodes for value in node.outputs}
-    reads = list(
-        dict.fromkeys(
-            value
-            for place in sorted(places)
-            for value in values_in(program.nodes[place].inputs)
-            if value not in made
-        )
-    )
+    reads = program.reads_of(sorted(places))
     place_of = {value: i for i, value in enumerate(reads)}
     ordered = sorted(outputs)
     entangled = _entangled(nodes, shape)

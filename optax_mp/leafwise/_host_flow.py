@@ -95,10 +95,7 @@ class HostFlow:
 
     def arrays_read(self, places: Iterable[int]) -> list[Value]:
         """Return the arrays in host memory that some equations read."""
-        nodes = [self.program.nodes[place] for place in places]
-        read = dict.fromkeys(
-            value for node in nodes for value in values_in(node.inputs)
-        )
+        read = self.program.reads_of(list(places))
         return [v for v in read if v.made_at is None and v in self.sources]
 
     def schedule(self, targets: Iterable[Value]) -> list["Turn"]:
