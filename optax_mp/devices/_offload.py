@@ -14,6 +14,7 @@ from optax_mp._arguments import check_init_params, check_whole_number
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, is_traced
 from optax_mp._jax._choose import obey_outer_choice, select
+from optax_mp._jax._dependence import PLACE_LIKE
 from optax_mp._jax._memory import (
     HOST_KIND,
     is_on_host,
@@ -239,7 +240,7 @@ def _init(inner: Any, params: Any, limits: Limits) -> Any:
     except NOT_TRACEABLE:
         # A rule that looks at the numbers of the params.
         return _on_host(inner.init(params), limits.min_size)
-    program = Program.of(traced.closed, is_block_operation)
+    program = Program.of(traced.closed, _is_kept_whole)
     known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
     known.update(program.constants)
     values: dict[int, Any] = {}
@@ -251,6 +252,12 @@ def _init(inner: Any, params: Any, limits: Limits) -> Any:
     state = traced.unflatten([values[i] for i in range(len(values))])
     # What `jit` hands on as it is, it does not copy.
     return copy_shared(state, params)
+
+
+def _is_kept_whole(equation: Any) -> bool:
+    """Return whether a call stays one. Opened, `place_like` does not place."""
+    is_place_like = equation.params.get("name") == PLACE_LIKE
+    return is_place_like or is_block_operation(equation)
 
 
 def _groups(avals: Sequence[Any], limits: Limits) -> Iterator[list[int]]:
@@ -288,6 +295,8 @@ def _compute(
     """
     places = program.needed(outputs)
     reads = [*program.reads_of(places), *(v for v in values_in(outputs) if v in known)]
+    if not any(value in program.inputs for value in reads):
+        reads += program.inputs  # so that results are on the devices of the params
     reads = list(dict.fromkeys(reads))
 
     def run(args: Sequence[Any]) -> list[Any]:
@@ -296,7 +305,9 @@ def _compute(
         return _on_host([read_output(local, value) for value in outputs], min_size)
 
     form = form_of_values(program, places, reads, outputs)
-    return compiled.setdefault(form, jax.jit(run))([known[value] for value in reads])
+    if form not in compiled:
+        compiled[form] = jax.jit(run, keep_unused=True)
+    return compiled[form]([known[value] for value in reads])
 
 
 def _warn_if_on_device(state: Any, min_size: int) -> None:
