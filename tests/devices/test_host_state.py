@@ -131,3 +131,15 @@ def test_metrics_are_those_of_the_same_state_on_the_device():
         assert as_bits(read(state)) == as_bits(want)
     assert int(state.total_skipped_count) == 1
     optax_mp.check_loss_scale(state, params=params)
+
+
+def test_multi_steps_around_is_warned_of():
+    def multi_steps(inner):
+        return optax.MultiSteps(inner, 2).gradient_transformation()
+
+    params = few_params()
+    around = multi_steps(in_chunks(masters())).init(params)
+    with pytest.warns(UserWarning, match="`optax.MultiSteps` around `offload`"):
+        optax_mp.master_params(around, params)
+    inside = in_chunks(multi_steps(masters())).init(params)
+    optax_mp.master_params(inside, params)
