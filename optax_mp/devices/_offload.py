@@ -59,19 +59,24 @@ def offload(
     - Put it around all other transformations:
       `offload(dynamic_loss_scale(mixed_precision(tx)))`. A loss scale around `offload`
       gives the same numbers, but its unscaled gradients are whole float32 arrays on
-      the device. `optax.MultiSteps` around it does not compile for TPUs.
+      the device. `optax.MultiSteps` around it does not compile for TPUs, because it
+      chooses between whole arrays in host memory.
     - Put the whole step into one `jax.jit`, and donate the params and the state: else
       all of the state is copied within host memory at each step. The step must return
       them in the order in which it takes them. JAX matches what is returned with what
       is donated by shape and dtype alone, in order, and with another order may write
       an array of the device into host memory; on CPUs the process then aborts.
-    - Do not pass `out_shardings` for the state, unless with `memory_kind`.
+    - Do not pass `out_shardings` for the state, unless with `memory_kind`. Otherwise
+      it moves to the device, and with a `SingleDeviceSharding` without a warning, as
+      JAX then takes it for host memory. `memory_report` of the new state shows it.
     - A step that a loss scale skips copies nothing.
+    - L-BFGS needs `jax.value_and_grad` in the step: JAX cannot run
+      `optax.value_and_grad_from_state`, which reads gradients in host memory.
     - There is no `jax.vmap` of, and no gradient through, a step with arrays in host
       memory: JAX has no rules for them.
     - Under `jit`, params that are sharded over several devices need `param_shardings`
-      for chunks; without it each leaf is copied as a whole. With explicit sharding, and
-      within `jax.shard_map`, the types of arrays say enough.
+      for chunks; without it each leaf is copied as a whole. With explicit sharding,
+      within `jax.shard_map` and within `zero1` nothing is needed.
 
     Args:
         inner: any optax optimizer or chain.
@@ -319,8 +324,9 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
                 "memory, expected host memory. This step brings it there. If all steps "
                 "say so, `out_shardings` of `jit` move it back: leave them out for the "
                 'state, or give them `memory_kind="pinned_host"`. A checkpoint is '
-                "restored into `tx.init(params)`. As what a loop or a branch carries, "
-                "move the state before, with `jax.device_put`. For `jit(...).lower` "
+                "restored into `tx.init(params)`. Within another `offload`, leave one "
+                "of the two out. As what a loop or a branch carries, move the state "
+                "before, with `jax.device_put`. For `jit(...).lower` "
                 "give a `jax.ShapeDtypeStruct` a `NamedSharding` with this "
                 "`memory_kind`."
             )

@@ -11,6 +11,7 @@ from comparison import as_bits
 from forced_devices import run_checks
 from host_memory import (
     HOST,
+    UNFUSED,
     assert_same_training,
     in_chunks,
     kinds,
@@ -324,6 +325,36 @@ def test_64_bit_types(x64):
     for a, b in zip(jax.tree.leaves(want[1]), jax.tree.leaves(got[1]), strict=True):
         # XLA makes some divisions products: one unit in the last place.
         np.testing.assert_allclose(b, a, rtol=3e-7, atol=3e-7)
+
+
+@needs_memories
+@pytest.mark.slow
+def test_lbfgs_searches_along_its_line_as_without():
+    start = {k: v for k, v in random_params("float32").items() if k != "cube"}
+
+    def loss(params):
+        return sum(jnp.sum(jnp.cosh(x - 0.5)) for x in jax.tree.leaves(params))
+
+    def run(tx):
+        @functools.partial(jax.jit, compiler_options=UNFUSED)
+        def step(params, state):
+            value, grads = jax.value_and_grad(loss)(params)
+            given = {"value": value, "grad": grads, "value_fn": loss}
+            updates, state = tx.update(grads, state, params, **given)
+            return optax.apply_updates(params, updates), state, value
+
+        params, state, values = start, tx.init(start), []
+        for _ in range(4):
+            params, state, value = step(params, state)
+            values.append(value)
+        return params, state, values
+
+    tx = in_chunks(optax.lbfgs(memory_size=3))
+    got = run(tx)
+    assert as_bits(got) == as_bits(run(optax.lbfgs(memory_size=3)))
+    assert kinds(got[1]) == {"Host", "Device"}
+    with pytest.raises(TypeError, match="'value', 'grad', and 'value_fn'"):
+        jax.jit(tx.update)(start, got[1], start)
 
 
 @needs_memories
