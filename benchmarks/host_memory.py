@@ -10,7 +10,7 @@ device: `pip install 'optax_mp[accelerators]'`. Nothing is run, and nothing is t
 "state on the host" and "overwritten there" are bytes per weight; so is "device holds",
 which is params, gradients and small state. Temporaries are MiB; "two chunks and an
 update" is what the device should need of them, with the update of one leaf in its
-dtype: float32 for the compact form. Params and state are donated.
+dtype: float32 for the compact form and with a loss scale. Params and state are donated.
 """
 
 import argparse
