@@ -9,7 +9,8 @@ device: `pip install 'optax_mp[accelerators]'`. Nothing is run, and nothing is t
 
 "state on the host" and "overwritten there" are bytes per weight; so is "device holds",
 which is params, gradients and small state. Temporaries are MiB; "two chunks and an
-update" is what the device should need of them. Params and state are donated.
+update" is what the device should need of them, with the update of one leaf in its
+dtype: float32 for the compact form and with a loss scale. Params and state are donated.
 """
 
 import argparse
@@ -129,10 +130,18 @@ def compile_step(case: Case, *, is_offloaded: bool = True) -> Any:
     return jitted.lower(params, state, params).compile()
 
 
+def update_bytes(case: Case) -> int:
+    """Return how many bytes an update takes per weight."""
+    param = jax.ShapeDtypeStruct((32, 32), jnp.bfloat16)
+    inner = case.make()
+    state = jax.eval_shape(inner.init, param)
+    return jax.eval_shape(inner.update, param, state, param)[0].dtype.itemsize
+
+
 def measure(name: str, case: Case) -> record.Row:
     """Return what one device and its host hold in a step."""
     found = compile_step(case).memory_analysis()
-    leaf = case.side**2 / case.devices
+    leaf = case.side**2 // case.devices
     weights = leaf * case.leaves
     return {
         "step": name,
@@ -141,7 +150,7 @@ def measure(name: str, case: Case) -> record.Row:
         "device holds": found.argument_size_in_bytes / weights,
         "host temporaries, MiB": found.host_temp_size_in_bytes / MIB,
         "device temporaries, MiB": found.temp_size_in_bytes / MIB,
-        "two chunks and an update, MiB": (2 * CHUNK + 2 * leaf) / MIB,
+        "two chunks and an update, MiB": (2 * CHUNK + update_bytes(case) * leaf) / MIB,
     }
 
 

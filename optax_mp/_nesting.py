@@ -7,8 +7,10 @@ the whole optimizer does, and `value_and_grad`, `scale_loss` and others are give
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
+from optax_mp._jax._memory import is_on_host
 from optax_mp._states import Path, find_states, holds_state
 from optax_mp._tree import PyTree
 from optax_mp._warnings import warn
@@ -50,6 +52,8 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
                 )
     for path, _ in find_states(opt_state, _MASTERS):
         _warn_if_followed(opt_state, path, caller)
+    for path, state in find_states(opt_state, "MultiStepsState"):
+        _warn_if_around_offload(state, f"{caller}: opt_state{keystr(path)} is of")
 
 
 def _check_wrapper(name: str, where: str) -> None:
@@ -67,6 +71,19 @@ def _check_wrapper(name: str, where: str) -> None:
             f"{where} `optax.conditionally_mask` around a loss scale. If its condition "
             "reads the gradients, it hides overflows from the loss scale, and the "
             f"scale never falls; {_WRAP_ALL}."
+        )
+
+
+def _warn_if_around_offload(state: Any, where: str) -> None:
+    """Warn if a `MultiSteps` chooses between arrays in host memory."""
+    inner, sums = map(jax.tree.leaves, (state.inner_opt_state, state.acc_grads))
+    if any(map(is_on_host, inner)) and not any(map(is_on_host, sums)):
+        warn(
+            f"{where} `optax.MultiSteps` around `offload`, which XLA does not compile "
+            "for TPUs (its error: output index is already aliased), and which copies "
+            "the state elsewhere: it chooses between whole arrays in host memory. Sum "
+            "the gradients of micro-batches in your step, or put `offload` outside: "
+            "`optax_mp.offload(optax.MultiSteps(...))`."
         )
 
 

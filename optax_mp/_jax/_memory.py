@@ -31,6 +31,17 @@ def is_on_host(x: Any) -> bool:
     return is_host_type(jax.typeof(x))
 
 
+def is_stored_on_host(x: Any) -> bool:
+    """Return whether an array is in host memory, whatever its type says.
+
+    With a `SingleDeviceSharding` among the `out_shardings` of `jit`, JAX 0.10 to 0.12
+    move an array to the device and leave its type as it was.
+    """
+    if isinstance(x, jax.Array) and not is_traced(x):
+        return x.sharding.memory_kind == HOST_KIND
+    return is_on_host(x)
+
+
 def is_host_type(aval: Any) -> bool:
     """Return whether arrays of a type are in host memory."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host

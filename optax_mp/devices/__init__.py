@@ -2,7 +2,8 @@
 
 JAX itself shards arrays and computations. `zero1` (`_zero1.py`) makes it shard the
 state of an optimizer over devices that hold the same params: `_param_specs.py` finds
-out how the params are sharded, `_cut.py` decides how each array is cut.
+out how the params are sharded, `_cut.py` decides how each array is cut, and `_parts.py`
+tells what is inside of `zero1`.
 `check_replicas` (`_replicas.py`) compares what should be the same on every device.
 
 `offload` (`_offload.py`) keeps the state of an optimizer in the memory of the host; how

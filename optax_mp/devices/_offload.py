@@ -1,6 +1,6 @@
 """Keep the large arrays of an optimizer state in the memory of the host."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from optax_mp._arguments import check_init_params, check_whole_number
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
 from optax_mp._jax._choose import obey_outer_choice, select
+from optax_mp._jax._dependence import PLACE_LIKE
 from optax_mp._jax._memory import (
     HOST_KIND,
     is_on_host,
@@ -27,10 +28,13 @@ from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall, is_dynamic
 from optax_mp._states import find_owners
 from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
+from optax_mp.devices._parts import shardings_handed_on
+from optax_mp.leafwise._alike import form_of_values
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._from_host import Limits, run_from_host
+from optax_mp.leafwise._host_chunks import bytes_on_device
 from optax_mp.leafwise._layout import spread_shardings
-from optax_mp.leafwise._program import Program, Value, read_output
+from optax_mp.leafwise._program import Program, Value, read_output, values_in
 
 _CALLER = "offload"
 
@@ -55,25 +59,32 @@ def offload(
     - Put it around all other transformations:
       `offload(dynamic_loss_scale(mixed_precision(tx)))`. A loss scale around `offload`
       gives the same numbers, but its unscaled gradients are whole float32 arrays on
-      the device. `optax.MultiSteps` around it does not compile for TPUs.
+      the device. `optax.MultiSteps` around it does not compile for TPUs, because it
+      chooses between whole arrays in host memory.
     - Put the whole step into one `jax.jit`, and donate the params and the state: else
       all of the state is copied within host memory at each step. The step must return
       them in the order in which it takes them. JAX matches what is returned with what
       is donated by shape and dtype alone, in order, and with another order may write
       an array of the device into host memory; on CPUs the process then aborts.
-    - Do not pass `out_shardings` for the state, unless with `memory_kind`.
+    - Do not pass `out_shardings` for the state, unless with `memory_kind`. Otherwise
+      it moves to the device, and with a `SingleDeviceSharding` without a warning, as
+      JAX then takes it for host memory. `memory_report` of the new state shows it.
     - A step that a loss scale skips copies nothing.
+    - L-BFGS needs `jax.value_and_grad` in the step: JAX cannot run
+      `optax.value_and_grad_from_state`, which reads gradients in host memory.
     - There is no `jax.vmap` of, and no gradient through, a step with arrays in host
       memory: JAX has no rules for them.
     - Under `jit`, params that are sharded over several devices need `param_shardings`
-      for chunks; without it each leaf is copied as a whole. With explicit sharding, and
-      within `jax.shard_map`, the types of arrays say enough.
+      for chunks; without it each leaf is copied as a whole. With explicit sharding,
+      within `jax.shard_map` and within `zero1` nothing is needed.
 
     Args:
         inner: any optax optimizer or chain.
         memory_kind: `"pinned_host"`; with None, `offload` has no effect.
-        chunk_bytes: how many bytes of the state of one param are on the device at a
-            time, counted in 32-bit numbers. XLA may copy a second chunk meanwhile.
+        chunk_bytes: how many bytes of the state are on the device at a time, counted
+            in numbers of at least 32 bits, which codes become there. In a step they
+            are of one param, and XLA may copy a second chunk meanwhile; in `init` they
+            are of one or several whole arrays.
         min_size: arrays with fewer elements stay on the device.
         param_shardings: how the params are sharded under `jit`: a tree of shardings
             like the params, or a prefix of one, such as
@@ -231,14 +242,24 @@ def _init(inner: Any, params: Any, limits: Limits) -> Any:
     except NOT_TRACEABLE:
         # A rule that looks at the numbers of the params.
         return _on_host(inner.init(params), limits.min_size)
-    program = Program.of(traced.closed, is_block_operation)
+    program = Program.of(traced.closed, _is_kept_whole)
+    known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
+    known.update(program.constants)
     values: dict[int, Any] = {}
+    compiled: dict[Hashable, Any] = {}
     for group in _groups(traced.closed.out_avals, limits):
-        run = jax.jit(partial(_outputs, program, group, limits.min_size))
-        values.update(zip(group, map(name_memory, run(traced.arrays)), strict=True))
+        outputs = [program.outputs[i] for i in group]
+        made = _compute(program, outputs, known, compiled, limits.min_size)
+        values.update(zip(group, map(name_memory, made), strict=True))
     state = traced.unflatten([values[i] for i in range(len(values))])
     # What `jit` hands on as it is, it does not copy.
     return copy_shared(state, params)
+
+
+def _is_kept_whole(equation: Any) -> bool:
+    """Return whether a call stays one. Opened, `place_like` does not place."""
+    is_place_like = equation.params.get("name") == PLACE_LIKE
+    return is_place_like or is_block_operation(equation)
 
 
 def _groups(avals: Sequence[Any], limits: Limits) -> Iterator[list[int]]:
@@ -248,7 +269,7 @@ def _groups(avals: Sequence[Any], limits: Limits) -> Iterator[list[int]]:
     group: list[int] = []
     group_bytes = 0
     for i in large:
-        own = avals[i].size * avals[i].dtype.itemsize
+        own = bytes_on_device(avals[i])
         if group and group_bytes + own > limits.chunk_bytes:
             yield group
             group, group_bytes = [], 0
@@ -258,15 +279,37 @@ def _groups(avals: Sequence[Any], limits: Limits) -> Iterator[list[int]]:
         yield group
 
 
-def _outputs(
-    program: Program, group: list[int], min_size: int, arrays: Sequence[Any]
+def _compute(
+    program: Program,
+    outputs: Sequence[Any],
+    known: dict[Value, Any],
+    compiled: dict[Hashable, Any],
+    min_size: int,
 ) -> list[Any]:
-    """Return some outputs of a program."""
-    known: dict[Value, Any] = dict(zip(program.inputs, arrays, strict=True))
-    known.update(program.constants)
-    outputs = [program.outputs[i] for i in group]
-    program.run(program.needed(outputs), known)
-    return _on_host([read_output(known, value) for value in outputs], min_size)
+    """Return some outputs of a program. What is the same is compiled once.
+
+    Args:
+        program: the program.
+        outputs: values, or literals.
+        known: its inputs and constants.
+        compiled: what has been compiled so far, by what it computes.
+        min_size: as many elements an array has at the least to go to the host.
+    """
+    places = program.needed(outputs)
+    reads = [*program.reads_of(places), *(v for v in values_in(outputs) if v in known)]
+    if not any(value in program.inputs for value in reads):
+        reads += program.inputs  # so that results are on the devices of the params
+    reads = list(dict.fromkeys(reads))
+
+    def run(args: Sequence[Any]) -> list[Any]:
+        local = dict(zip(reads, args, strict=True))
+        program.run(places, local)
+        return _on_host([read_output(local, value) for value in outputs], min_size)
+
+    form = form_of_values(program, places, reads, outputs)
+    if form not in compiled:
+        compiled[form] = jax.jit(run, keep_unused=True)
+    return compiled[form]([known[value] for value in reads])
 
 
 def _warn_if_on_device(state: Any, min_size: int) -> None:
@@ -278,8 +321,9 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
                 "memory, expected host memory. This step brings it there. If all steps "
                 "say so, `out_shardings` of `jit` move it back: leave them out for the "
                 'state, or give them `memory_kind="pinned_host"`. A checkpoint is '
-                "restored into `tx.init(params)`. As what a loop or a branch carries, "
-                "move the state before, with `jax.device_put`. For `jit(...).lower` "
+                "restored into `tx.init(params)`. Within another `offload`, leave one "
+                "of the two out. As what a loop or a branch carries, move the state "
+                "before, with `jax.device_put`. For `jit(...).lower` "
                 "give a `jax.ShapeDtypeStruct` a `NamedSharding` with this "
                 "`memory_kind`."
             )
@@ -290,9 +334,13 @@ def _state_shardings(
     state: Any, params: Any, param_shardings: Any
 ) -> list[NamedSharding | None]:
     """Return how arrays of a state are sharded: as their params, None if unknown."""
-    if param_shardings is None or params is None:
+    if params is None:
         return []
-    of_params = spread_shardings(params, param_shardings, _CALLER)
+    of_params = shardings_handed_on(params)
+    if of_params is None:
+        if param_shardings is None:
+            return []
+        of_params = spread_shardings(params, param_shardings, _CALLER)
     leaves = tree_flatten_with_path(params)[0]
     paths, arrays = [path for path, _ in leaves], [leaf for _, leaf in leaves]
     shardings: list[NamedSharding | None] = []

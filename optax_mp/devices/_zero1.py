@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_mp._arguments import check_given_params, check_init_params
 from optax_mp._dtypes import bits
@@ -19,13 +19,21 @@ from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import find_owners
 from optax_mp._tree import PyTree, describe, is_floating, spell
-from optax_mp.devices._cut import Cut, MeshAxes, choose_cut, divides, shard
+from optax_mp.devices._cut import (
+    Cut,
+    MeshAxes,
+    axis_names,
+    choose_cut,
+    divides,
+    shard,
+)
 from optax_mp.devices._param_specs import (
     check_on_mesh,
     check_spec,
     known_spec,
     specs_of_params,
 )
+from optax_mp.devices._parts import Parts, hand_on
 
 
 def zero1(
@@ -130,7 +138,10 @@ def zero1(
         if extra_args.get("grad") is not None:
             extra_args["grad"] = cuts.cut(extra_args["grad"])
         parts = cuts.cut(params)
-        with explain_failure(inner, updates, state, params, "zero1"):
+        with (
+            explain_failure(inner, updates, state, params, "zero1"),
+            hand_on(cuts.shardings_of_parts()),
+        ):
             changes, state = inner.update(
                 cuts.cut(updates), cuts.cut(state), parts, **extra_args
             )
@@ -147,12 +158,14 @@ class _Cuts:
         leaves: the params.
         mesh: the mesh that they are on.
         axes: the axes of data parallelism.
+        specs: how each param is sharded before.
         by_param: the cut of each param; None for one that is not cut.
     """
 
     leaves: Leaves
     mesh: Mesh
     axes: MeshAxes
+    specs: list[PartitionSpec]
     by_param: list[Cut | None]
 
     @classmethod
@@ -160,7 +173,11 @@ class _Cuts:
         cls, leaves: Leaves, mesh: Mesh, axes: MeshAxes, specs: list[PartitionSpec]
     ) -> "_Cuts":
         by_param: list[Cut | None] = []
-        for path, param, spec in zip(leaves.paths, leaves.values, specs, strict=True):
+        specs = list(specs)
+        for i, (path, param) in enumerate(
+            zip(leaves.paths, leaves.values, strict=True)
+        ):
+            spec = specs[i]
             if not (is_dynamic(param) and is_floating(param)):
                 by_param.append(None)
                 continue
@@ -168,7 +185,7 @@ class _Cuts:
             check_on_mesh(param, mesh, spell(path))
             known = known_spec(param)
             if known is not None and has_explicit_axes(mesh):
-                spec = known
+                spec = specs[i] = known
             cut = choose_cut(mesh, axes, param.shape, spec)
             by_param.append(cut)
             # Under jit with automatic sharding only `spec` is known.
@@ -179,7 +196,22 @@ class _Cuts:
                     "`update` under jit would move it. Pass "
                     "`param_specs=jax.tree.map(lambda p: p.sharding, params)`."
                 )
-        return cls(leaves, mesh, axes, by_param)
+        return cls(leaves, mesh, axes, specs, by_param)
+
+    def shardings_of_parts(self) -> Parts:
+        """Return how the params are sharded once they are cut."""
+        found = {}
+        both = zip(self.specs, self.by_param, strict=True)
+        for i, (spec, cut) in enumerate(both):
+            if cut is not None:
+                names = (
+                    axis_names(spec, dim) if new is None else new
+                    for dim, new in enumerate(cut.part)
+                )
+                spec = PartitionSpec(*(each or None for each in names))
+            shape = jnp.shape(self.leaves.values[i])
+            found[self.leaves.paths[i]] = shape, NamedSharding(self.mesh, spec)
+        return found
 
     def cut(self, tree: PyTree) -> PyTree:
         """Return `tree` with its arrays cut, each as the param that it belongs to."""

@@ -5,7 +5,7 @@
 - `_step`: trace a step, cut it, run the pieces.
 - `_program`: a traced step as one list of equations.
 - `_cut`: where the elementwise end of a leaf begins.
-- `_alike`: which of these ends are the same computation.
+- `_alike`: which parts of a program are the same computation.
 - `_layout`: how a leaf lies on many devices.
 - `_blocks`: the operations between elements and the scales of their blocks.
 - `_part`: evaluate elementwise equations on a part of a leaf.

@@ -1,9 +1,9 @@
-"""Which ends of a step are the same computation, on other arrays.
+"""Which parts of a program are the same computation, on other arrays.
 
-Those of leaves of one shape mostly are. They are traced and lowered once.
+Those for leaves of one shape mostly are. They are traced and lowered once.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,24 +14,36 @@ from optax_mp.leafwise._program import Program, Value
 
 
 def form_of(program: Program, end: End) -> Hashable:
-    """Return what an end computes: equal for ends that differ in what they read alone.
+    """Return what an end computes: equal for ends that differ in what they read."""
+    outputs = [program.outputs[i] for i in end.outputs]
+    form = form_of_values(program, end.places, end.reads, outputs)
+    return end.shape, form, tuple(end.replaced.items())
+
+
+def form_of_values(
+    program: Program,
+    places: Sequence[int],
+    reads: Sequence[Value],
+    outputs: Sequence[Any],
+) -> Hashable:
+    """Return what some equations compute of what they read.
 
     Values are numbered in order.
     """
-    number = {value: i for i, value in enumerate(end.reads)}
-    form: list[Hashable] = [end.shape, *(value.aval for value in end.reads)]
-    for place in end.places:
+    number = {value: i for i, value in enumerate(reads)}
+
+    def named(x: Any) -> Hashable:
+        return number[x] if isinstance(x, Value) else _literal(x)
+
+    form: list[Hashable] = [value.aval for value in reads]
+    for place in places:
         node = program.nodes[place]
-        inputs = tuple(
-            number[x] if isinstance(x, Value) else _literal(x) for x in node.inputs
-        )
+        inputs = tuple(map(named, node.inputs))
         for value in node.outputs:
             number[value] = len(number)
         avals = tuple(value.aval for value in node.outputs)
         form.append((node.equation.primitive, _params(node.equation), inputs, avals))
-    outputs = [program.outputs[i] for i in end.outputs]
-    form += [*(number[value] for value in outputs), *end.replaced.items()]
-    return tuple(form)
+    return *form, *map(named, outputs)
 
 
 def _params(equation: Any) -> Hashable:

@@ -3,6 +3,9 @@
 The registers of a TPU have 128 lanes, which blocks of 32 cross: XLA writes out what it
 spreads over blocks, or reduces. If that is a chunk, it fits into memory on the chip,
 and XLA leaves it there.
+
+`_host_chunks` cuts otherwise. Here a chunk has a fixed size, and the rows may be
+sharded in a way that is not known; so only large arrays of whole tiles are cut.
 """
 
 import math

@@ -100,15 +100,7 @@ def _end(
     shape = max((program.outputs[i].aval.shape for i in outputs), key=math.prod)
     found = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
     sizes = {each.size for each in found}
-    made = {value for node in nodes for value in node.outputs}
-    reads = list(
-        dict.fromkeys(
-            value
-            for node in nodes
-            for value in values_in(node.inputs)
-            if value not in made
-        )
-    )
+    reads = program.reads_of(places)
     place_of = {value: i for i, value in enumerate(reads)}
     ordered = sorted(outputs)
     entangled = _entangled(nodes, shape)

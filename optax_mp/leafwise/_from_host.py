@@ -43,7 +43,7 @@ class Limits(NamedTuple):
 
     Attributes:
         min_size: arrays of fewer elements always are.
-        chunk_bytes: of the others as many bytes at a time.
+        chunk_bytes: of the others as many bytes at a time, by `bytes_on_device`.
     """
 
     min_size: int
@@ -243,8 +243,7 @@ class _StepFromHost:
         """Compute small values from arrays that are brought as a whole."""
         groups: list[tuple[set[Value], list[Value]]] = []
         for target in targets:
-            inputs = values_in(self.program.nodes[target.made_at or 0].inputs)
-            brought = filter(self.flow.is_brought, inputs)
+            brought = filter(self.flow.is_brought, self.flow.inputs_of(target))
             arrays, members = set(self.flow.sources_of(brought)), [target]
             for group in [x for x in groups if x[0] & arrays]:
                 groups.remove(group)

@@ -1,4 +1,9 @@
-"""Run the elementwise end of a step chunk by chunk, each brought from host memory."""
+"""Run the elementwise end of a step chunk by chunk, each brought from host memory.
+
+`_chunks` cuts otherwise: it views all axes but the last as one of rows, which can be a
+copy of all of an array in host memory. Here an array is cut as it is, whatever its
+shape, and no other device has a part of it. The caller says how large a chunk may be.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -87,13 +92,18 @@ def _good_length(most: int, whole: int, multiple: int, is_strict: bool) -> int:
     return next(found, most)
 
 
-def _bytes_per_element(end: End) -> int:
-    """Return how many bytes the arrays in host memory have for one element.
+def bytes_on_device(aval: Any) -> int:
+    """Return how many bytes an array takes that is brought to the device.
 
-    Codes of few bits become 32 bits on the device.
+    Codes of few bits become numbers of 32 bits there.
     """
+    return aval.size * max(4, aval.dtype.itemsize)
+
+
+def _bytes_per_element(end: End) -> int:
+    """Return how many bytes the arrays in host memory take for one element."""
     found = [x.aval for x in end.reads if is_host_type(x.aval)]
-    sizes = [max(4, x.dtype.itemsize) for x in found if x.shape == end.shape]
+    sizes = [bytes_on_device(x) // x.size for x in found if x.shape == end.shape]
     return max(4, sum(sizes))
 
 
@@ -126,7 +136,7 @@ def run_chunks(
         args: the values of what it reads.
         rounds: 1, or 0 to leave everything as it is.
         fills: what the outputs that replace nothing are if everything is left.
-        chunk_bytes: how many bytes the arrays in host memory may have on the device.
+        chunk_bytes: how many bytes the arrays in host memory may take on the device.
     """
     outputs = [program.outputs[i] for i in end.outputs]
     results = [

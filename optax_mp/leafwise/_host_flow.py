@@ -55,12 +55,15 @@ class HostFlow:
         """Return whether a value is on the device only for a time."""
         return value in self.sources and not self.is_small(value)
 
+    def inputs_of(self, value: Value) -> list[Value]:
+        """Return what the equation reads that makes a value."""
+        if value.made_at is None:
+            return []
+        return list(values_in(self.program.nodes[value.made_at].inputs))
+
     def is_reduced(self, value: Value) -> bool:
         """Return whether a small value is computed from what is brought."""
-        at = value.made_at
-        if at is None or not self.is_small(value):
-            return False
-        return any(map(self.is_brought, values_in(self.program.nodes[at].inputs)))
+        return self.is_small(value) and any(map(self.is_brought, self.inputs_of(value)))
 
     def cone(
         self, targets: Iterable[Value], arrays: Iterable[Value] = ()
@@ -77,11 +80,11 @@ class HostFlow:
         stack = list(targets)
         seen = set(stack)
         while stack:
-            at = stack.pop().made_at
-            if at is None:
+            target = stack.pop()
+            if target.made_at is None:
                 continue
-            places.add(at)
-            for value in values_in(self.program.nodes[at].inputs):
+            places.add(target.made_at)
+            for value in self.inputs_of(target):
                 sources = self.sources.get(value, frozenset())
                 if self.is_small(value) and not (sources and sources <= own):
                     needed[value] = None
@@ -92,10 +95,7 @@ class HostFlow:
 
     def arrays_read(self, places: Iterable[int]) -> list[Value]:
         """Return the arrays in host memory that some equations read."""
-        nodes = [self.program.nodes[place] for place in places]
-        read = dict.fromkeys(
-            value for node in nodes for value in values_in(node.inputs)
-        )
+        read = self.program.reads_of(list(places))
         return [v for v in read if v.made_at is None and v in self.sources]
 
     def schedule(self, targets: Iterable[Value]) -> list["Turn"]:
@@ -118,7 +118,7 @@ class HostFlow:
                 needed: Sequence[Value] = self.cone([value])[1]
             else:
                 turn.places.add(at)
-                needed = list(values_in(self.program.nodes[at].inputs))
+                needed = self.inputs_of(value)
             stack += [each for each in needed if each not in seen]
             seen.update(needed)
         return [turns[number] for number in sorted(turns)]

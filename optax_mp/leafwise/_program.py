@@ -140,6 +140,13 @@ class Program:
                     stack.extend(self.nodes[value.made_at].inputs)
         return sorted(found)
 
+    def reads_of(self, places: Sequence[int]) -> list[Value]:
+        """Return the values that some equations read and do not make."""
+        nodes = [self.nodes[place] for place in places]
+        made = {value for node in nodes for value in node.outputs}
+        read = dict.fromkeys(x for node in nodes for x in values_in(node.inputs))
+        return [value for value in read if value not in made]
+
     def run(
         self, places: Sequence[int], known: dict[Value, Any], run: Any = bind
     ) -> None:

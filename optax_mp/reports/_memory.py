@@ -10,7 +10,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from optax_mp._arguments import are_swapped, check_opt_state, is_optax_state
-from optax_mp._jax._memory import is_on_host
+from optax_mp._jax._memory import is_stored_on_host
 from optax_mp._nnx import plain_trees
 from optax_mp._states import find_owners, find_states, holds_state
 from optax_mp._table import align_columns
@@ -319,7 +319,7 @@ def _row(
         dtype=describe(leaf).split("[")[0],
         shape=tuple(leaf.shape),
         bytes=count,
-        host_bytes=count if is_on_host(leaf) else 0,
+        host_bytes=count if is_stored_on_host(leaf) else 0,
         float32_bytes=0 if role in ("masters", "remainders", _SCALES) else plain,
     )
 

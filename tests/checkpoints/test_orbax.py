@@ -7,6 +7,8 @@ import pytest
 from any_orbax import event_loops_left_open, ocp, restores_keys
 from comparison import as_bits, avals
 from forced_devices import run_checks
+from host_memory import needs_memories
+from offload_restore import CHECKS as CHECKS_IN_HOST_MEMORY
 from sharded_restore import CHECKS
 from slow_cases import mostly_slow
 from trained_forms import FORMS, SCALED, start_of, step_of, template_of, train
@@ -140,3 +142,10 @@ def test_metadata_of_the_newer_interface(tmp_path):
 def test_restored_onto_another_mesh():
     """Eight devices: see sharded_restore.py for each claim."""
     run_checks("sharded_restore", 8, CHECKS)
+
+
+@needs_memories
+@pytest.mark.slow
+def test_sharded_checkpoints_in_host_memory():
+    """Eight devices, one, and back: see offload_restore.py for each claim."""
+    run_checks("offload_restore", 8, CHECKS_IN_HOST_MEMORY)

@@ -11,6 +11,7 @@ from comparison import as_bits
 from forced_devices import run_checks
 from host_memory import (
     HOST,
+    UNFUSED,
     assert_same_training,
     in_chunks,
     kinds,
@@ -25,6 +26,7 @@ from slow_cases import mostly_slow
 
 import optax_mp
 from optax_mp._jax._jaxpr import bind, evaluate
+from optax_mp.devices import _offload
 from optax_mp.leafwise._host_chunks import chunks_of
 
 ADAMW = optax.adamw(1e-2)
@@ -144,6 +146,25 @@ def test_large_arrays_are_in_host_memory_and_stay_there():
         params, state = step(params, state)
         check(state)
         assert all(x.is_deleted() for x in before)
+
+
+@needs_memories
+def test_init_compiles_once_for_leaves_of_one_shape(monkeypatch):
+    made = []
+    compute = _offload._compute
+
+    def count(program, outputs, known, compiled, min_size):
+        results = compute(program, outputs, known, compiled, min_size)
+        made.append(len(compiled))
+        return results
+
+    monkeypatch.setattr(_offload, "_compute", count)
+    shapes = [(40, 64), (64, 40), (1000,)] * 5
+    params = {f"w{i}": jnp.full(s, i, jnp.bfloat16) for i, s in enumerate(shapes)}
+    state = in_chunks(compact(ADAMW)).init(params)
+    assert as_bits(state) == as_bits(compact(ADAMW).init(params))
+    # All that is small, and for each shape the codes of masters, `mu` and `nu`.
+    assert len(made) == 1 + 15 * 3 and made[-1] <= 1 + 3 * 3
 
 
 def take(tx, params, state):
@@ -304,6 +325,36 @@ def test_64_bit_types(x64):
     for a, b in zip(jax.tree.leaves(want[1]), jax.tree.leaves(got[1]), strict=True):
         # XLA makes some divisions products: one unit in the last place.
         np.testing.assert_allclose(b, a, rtol=3e-7, atol=3e-7)
+
+
+@needs_memories
+@pytest.mark.slow
+def test_lbfgs_searches_along_its_line_as_without():
+    start = {k: v for k, v in random_params("float32").items() if k != "cube"}
+
+    def loss(params):
+        return sum(jnp.sum(jnp.cosh(x - 0.5)) for x in jax.tree.leaves(params))
+
+    def run(tx):
+        @functools.partial(jax.jit, compiler_options=UNFUSED)
+        def step(params, state):
+            value, grads = jax.value_and_grad(loss)(params)
+            given = {"value": value, "grad": grads, "value_fn": loss}
+            updates, state = tx.update(grads, state, params, **given)
+            return optax.apply_updates(params, updates), state, value
+
+        params, state, values = start, tx.init(start), []
+        for _ in range(4):
+            params, state, value = step(params, state)
+            values.append(value)
+        return params, state, values
+
+    tx = in_chunks(optax.lbfgs(memory_size=3))
+    got = run(tx)
+    assert as_bits(got) == as_bits(run(optax.lbfgs(memory_size=3)))
+    assert kinds(got[1]) == {"Host", "Device"}
+    with pytest.raises(TypeError, match="'value', 'grad', and 'value_fn'"):
+        jax.jit(tx.update)(start, got[1], start)
 
 
 @needs_memories

@@ -38,6 +38,15 @@ def on_one_device(tx):
     return steps(tx, params, tx.init(params), grads)[0]
 
 
+def assert_placed_like(state, plain):
+    """Assert that arrays are sharded as without `offload`, large ones on the host."""
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
+        kind = HOST if x.size >= 256 else y.sharding.memory_kind
+        placement = y.sharding.with_memory_kind(kind)
+        assert x.sharding.memory_kind == kind
+        assert x.sharding.is_equivalent_to(placement, x.ndim), (x.sharding, placement)
+
+
 def check(kind, knows_layout):
     mesh = mesh_of(kind)
     placed = shardings(mesh)
@@ -45,14 +54,7 @@ def check(kind, knows_layout):
     for make in FORMS.values():
         tx = in_chunks(make(), param_shardings=placed if knows_layout else None)
         state = tx.init(params)
-        large = [x for x in jax.tree.leaves(state) if x.size >= 256]
-        assert all(x.sharding.memory_kind == HOST for x in large)
-        for p, x in zip(jax.tree.leaves(params), large[:4], strict=True):
-            placement = p.sharding.with_memory_kind(HOST)
-            assert x.sharding.is_equivalent_to(placement, p.ndim), (
-                x.sharding,
-                p.sharding,
-            )
+        assert_placed_like(state, jax.jit(make().init)(params))
         copies = jax.tree.map(jnp.copy, params)
         got, collectives = steps(tx, copies, state, grads)
         assert kinds(got[1]) == {"Host", "Device"}
@@ -110,11 +112,14 @@ def zero1_inside_and_around():
         jax.device_put(arrays(i), NamedSharding(mesh, PartitionSpec())) for i in (0, 1)
     )
     want = on_one_device(masters())
-    for tx in (
-        in_chunks(optax_mp.zero1(masters(), mesh, ("a", "b"))),
-        optax_mp.zero1(in_chunks(masters()), mesh, ("a", "b")),
+    for tx, by_chunks in (
+        (in_chunks(optax_mp.zero1(masters(), mesh, ("a", "b"))), False),
+        (optax_mp.zero1(in_chunks(masters()), mesh, ("a", "b")), True),
     ):
         state = tx.init(params)
+        program = str(jax.make_jaxpr(tx.update)(grads, state, params))
+        # Each device takes the chunks of its share.
+        assert (program.count("shard_map[") == len(params)) == by_chunks
         assert kinds(state) == {"Host", "Device"}
         parts = [x.addressable_shards[0].data for x in jax.tree.leaves(state)]
         whole = [x for x in jax.tree.leaves(state)]

@@ -1,0 +1,107 @@
+"""Checkpoints of sharded state in host memory, in a process that has eight devices."""
+
+import functools
+import pathlib
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from any_orbax import ocp
+from comparison import as_bits
+from forced_devices import run_named
+from host_memory import HOST, UNFUSED, in_chunks
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from offload_devices import masters
+from sharded_steps import arrays, compact
+
+LAYOUTS = {
+    "2x4": ((2, 4), {"rows": P(("a", "b")), "both": P("a", "b"), "uneven": P("b")}),
+    "4x2": ((4, 2), {"rows": P("b"), "both": P(None, "a"), "last": P(None, "a")}),
+    "1": ((1, 1), {}),
+}
+
+
+def shardings(layout):
+    shape, specs = LAYOUTS[layout]
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    mesh = Mesh(devices, ("a", "b"))
+    return {name: NamedSharding(mesh, specs.get(name, P())) for name in arrays(0)}
+
+
+def start_on(layout, make):
+    """Return a transformation, and params and state before the first step."""
+    placed = shardings(layout)
+    tx = in_chunks(make(), param_shardings=placed)
+    params = jax.device_put(arrays(0), placed)
+    return tx, (params, tx.init(params))
+
+
+@functools.cache
+def step_on(layout, make):
+    tx, _ = start_on(layout, make)
+
+    @functools.partial(jax.jit, donate_argnums=0, compiler_options=UNFUSED)
+    def step(run, grads):
+        params, state = run
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def go_on(make, layout, run):
+    """Return a run after three more steps."""
+    grads = jax.device_put(arrays(1), shardings(layout))
+    run = jax.tree.map(jnp.copy, run)
+    for _ in range(3):
+        run = step_on(layout, make)(run, grads)
+    return run
+
+
+def moved(path, run, layout, make):
+    """Return a run that is saved, and restored onto another layout."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, run)
+    _, template = start_on(layout, make)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(path, template)
+    assert as_bits(restored) == as_bits(run)
+    both = zip(jax.tree.leaves(restored), jax.tree.leaves(template), strict=True)
+    for leaf, want in both:
+        assert leaf.sharding.is_equivalent_to(want.sharding, leaf.ndim)
+        assert leaf.sharding.memory_kind == want.sharding.memory_kind
+    large = [x for x in jax.tree.leaves(restored[1]) if x.size >= 256]
+    assert {x.sharding.memory_kind for x in large} == {HOST}
+    return restored
+
+
+def goes_on_elsewhere_and_back(make):
+    run = go_on(make, "2x4", start_on("2x4", make)[1])
+    want = as_bits(go_on(make, "2x4", run))
+    with tempfile.TemporaryDirectory() as directory:
+        path = pathlib.Path(directory)
+        for layout in ("4x2", "1"):
+            restored = moved(path / layout, run, layout, make)
+            assert as_bits(go_on(make, layout, restored)) == want
+            back = moved(path / f"{layout}, back", restored, "2x4", make)
+            assert as_bits(go_on(make, "2x4", back)) == want
+
+
+def float32_masters_go_on_elsewhere_and_back():
+    goes_on_elsewhere_and_back(masters)
+
+
+def codes_and_remainders_go_on_elsewhere_and_back():
+    goes_on_elsewhere_and_back(compact)
+
+
+CHECKS = [
+    float32_masters_go_on_elsewhere_and_back,
+    codes_and_remainders_go_on_elsewhere_and_back,
+]
+
+if __name__ == "__main__":
+    run_named(CHECKS, 8)
