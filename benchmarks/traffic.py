@@ -15,6 +15,8 @@ _FREE = frozenset(
     """parameter constant tuple get-tuple-element bitcast while after-all copy-done
     slice-done iota""".split()
 )
+# TPUs have convolutions for them.
+_PRODUCTS = ("dot", "convolution")
 _SHAPE = re.compile(r"\b(bf|[fsu]|pred)(\d*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _LINE = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -67,6 +69,33 @@ def bytes_moved(program: str) -> float:
     """Return the bytes that a compiled program moves, by its text."""
     computations, entry = _parsed(program)
     return _moved(computations, computations[entry])
+
+
+def has_products(program: str) -> bool:
+    """Return whether a compiled program multiplies matrices."""
+    return any(f" {operation}(" in program for operation in _PRODUCTS)
+
+
+def bytes_of_products(program: str) -> float:
+    """Return the bytes that the products of matrices of a program move, by its text.
+
+    With what is fused into them. Of what a product reads again and again, tile by
+    tile, each byte counts once.
+    """
+    computations, entry = _parsed(program)
+    here = computations[entry]
+    return sum(
+        _moved_by(computations, here, each)
+        for each in here.instructions.values()
+        if _has_product(computations, each)
+    )
+
+
+def _has_product(computations: dict[str, Computation], each: Instruction) -> bool:
+    if each.operation != "fusion":
+        return each.operation in _PRODUCTS
+    inside = computations[each.computation("calls")]
+    return any(_has_product(computations, x) for x in inside.instructions.values())
 
 
 def bytes_of(types: str, *, in_main_memory: bool = False) -> int:
