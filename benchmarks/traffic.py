@@ -77,17 +77,27 @@ def has_products(program: str) -> bool:
 
 
 def bytes_of_products(program: str) -> float:
-    """Return the bytes that the products of matrices of a program move, by its text.
+    """Return the bytes that a program's products of matrices move, by its text.
 
-    With what is fused into them. Of what a product reads again and again, tile by
-    tile, each byte counts once.
+    With what is computed of one product for another. Each operand counts once, though
+    a product reads it again and again, tile by tile.
     """
     computations, entry = _parsed(program)
     here = computations[entry]
+    every = list(here.instructions.values())
+    products = {x.name for x in every if _has_product(computations, x)}
+    after, before = set(products), set(products)
+    for each in every:
+        if after.intersection(each.operands):
+            after.add(each.name)
+    for each in reversed(every):
+        if each.name in before:
+            before.update(each.operands)
+    between = [here.instructions[name] for name in after & before]
     return sum(
         _moved_by(computations, here, each)
-        for each in here.instructions.values()
-        if _has_product(computations, each)
+        for each in between
+        if each.operation not in _FREE
     )
 
 

@@ -63,6 +63,5 @@ def test_every_optimizer_has_a_kernel_on_a_tpu():
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) > 50
-    # Mosaic has no cube root.
     others = [x for x in lines if not x.endswith(" kernel") or "no kernel" in x]
-    assert others == ["madgrad v5e:2x2 no kernel"]
+    assert not others
