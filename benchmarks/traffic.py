@@ -175,7 +175,8 @@ def _moved_by(
     is_fusion = each.operation == "fusion"
     inside = computations[each.computation("calls")] if is_fusion else here
     total = 0.0
-    updated = []
+    written = bytes_of(each.type, in_main_memory=True)
+    updated = set()
     for i, operand in enumerate(each.operands):
         kind = here.instructions[operand].type
         users = inside.users(_parameter(inside, i)) if is_fusion else [each]
@@ -185,13 +186,14 @@ def _moved_by(
             continue
         if users and len(slices) + len(updates) == len(users):
             total += sum(bytes_of(u.type) for u in slices)
-            updated += updates
+            updated |= {u.name for u in updates}
         else:
             total += bytes_of(kind)
-    if updated:
-        update = inside.instructions[updated[0].operands[1]]
-        return total + bytes_of(update.type)
-    return total + bytes_of(each.type, in_main_memory=True)
+    for name in updated:
+        update = inside.instructions[name]
+        part = inside.instructions[update.operands[1]]
+        written += bytes_of(part.type) - bytes_of(update.type)
+    return total + written
 
 
 def _parameter(inside: Computation, i: int) -> str:

@@ -199,8 +199,9 @@ def check_alike(got, want, codes=1e-3):
         np.testing.assert_allclose(*map(np.asarray, (a, b)), rtol=1e-2, atol=1e-9)
 
 
-# Rows left over, of a group of each device; more axes; rows that groups do not divide.
-CHUNKED = [(1096, 300), (4, 64, 256), (70, 256), (33, 4200), (300,)]
+# Rows left over, of a group of each device; more axes; rows that groups do not divide;
+# one axis that chunks and blocks do not divide; a small one.
+CHUNKED = [(1096, 300), (4, 64, 256), (70, 256), (33, 4200), (20001,), (300,)]
 
 
 @pytest.mark.parametrize(("shape", "groups"), [((1096, 3), 8), ((4, 64, 3), 1)])
@@ -227,7 +228,7 @@ def test_chunks_do_the_same(form, device_count, monkeypatch):
         def run(*args):
             here = dataclasses.replace(piece, origin=args[: len(piece.shape)])
             args = args[len(piece.shape) :]
-            if (cuts := _chunks.Cuts.of(here, device_count)) is None:
+            if (cuts := _chunks.cuts_of(here, device_count)) is None:
                 return run_piece(program, end, piece)(*here.origin, *args)
             ran.append(end.shape)
             return _chunks.run_end(program, end, cuts, args)
