@@ -16,6 +16,7 @@ weight; params and state are donated.
 import argparse
 import contextlib
 import functools
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -134,9 +135,19 @@ def devices_of(target: str, count: int = 1) -> list[Any]:
 
 def measure(form: str, target: str, side: int) -> record.Row:
     """Return what one step of a form moves and needs, in bytes per weight."""
+    return measure_leaves(form, target, (side, side))
+
+
+def measure_one_axis(form: str, target: str, side: int) -> record.Row:
+    """Return the same for leaves of one axis."""
+    return measure_leaves(form, target, (side * side,))
+
+
+def measure_leaves(form: str, target: str, shape: tuple[int, ...]) -> record.Row:
+    """Return what one step of a form moves and needs for leaves of a shape."""
     row: record.Row = {"form": form, "limit": ALL_FORMS[form][-1]}
-    for way, compiled in compile_ways(form, target, side):
-        row |= costs_of(compiled, LEAVES * side * side, way)
+    for way, compiled in compile_ways(form, target, shape):
+        row |= costs_of(compiled, LEAVES * math.prod(shape), way)
     return row
 
 
@@ -144,7 +155,7 @@ def measure_with_products(form: str, target: str, side: int) -> record.Row:
     """Return the same, and how much of it products of matrices move."""
     row: record.Row = {"form": form, "limit": ALL_FORMS[form][-1]}
     weights = LEAVES * side * side
-    for way, compiled in compile_ways(form, target, side):
+    for way, compiled in compile_ways(form, target, (side, side)):
         products = traffic.bytes_of_products(compiled.as_text()) / weights
         costs = costs_of(compiled, weights, way)
         row |= {f"products{way}": products, f"all{way}": costs.pop(f"moved{way}")}
@@ -152,11 +163,13 @@ def measure_with_products(form: str, target: str, side: int) -> record.Row:
     return row
 
 
-def compile_ways(form: str, target: str, side: int) -> Iterable[tuple[str, Any]]:
+def compile_ways(
+    form: str, target: str, shape: tuple[int, ...]
+) -> Iterable[tuple[str, Any]]:
     """Compile a form's step with `tx.update` and with `take_step`."""
     make, param_dtype, grad_dtype, _ = ALL_FORMS[form]
     tx = make()
-    args = arrays_of(tx, param_dtype, grad_dtype, side)
+    args = arrays_of(tx, param_dtype, grad_dtype, shape)
     yield "", compile_step(by_optax(tx), args, target)
     yield ", take_step", compile_step(in_one_pass(tx), args, target)
 
@@ -167,7 +180,7 @@ def measure_without_kernels(form: str, target: str, side: int) -> record.Row:
     tx = make()
     os.environ["OPTAX_MP_KERNELS"] = "0"
     try:
-        args = arrays_of(tx, param_dtype, grad_dtype, side)
+        args = arrays_of(tx, param_dtype, grad_dtype, (side, side))
         compiled = compile_step(in_one_pass(tx), args, target)
     finally:
         del os.environ["OPTAX_MP_KERNELS"]
@@ -178,7 +191,7 @@ def measure_sharded(form: str, target: str, side: int) -> record.Row:
     """Return the same per device, with all arrays sharded by rows over eight."""
     make, param_dtype, grad_dtype, limit = FORMS[form]
     tx, count = make(), 8
-    args = arrays_of(tx, param_dtype, grad_dtype, side)
+    args = arrays_of(tx, param_dtype, grad_dtype, (side, side))
     mesh = Mesh(np.array(devices_of(target, count)), ("devices",))
     rows, whole = (
         NamedSharding(mesh, spec)
@@ -220,14 +233,15 @@ def in_one_pass(
 
 
 def arrays_of(
-    tx: optax.GradientTransformation, param_dtype: str, grad_dtype: str, side: int
+    tx: optax.GradientTransformation,
+    param_dtype: str,
+    grad_dtype: str,
+    shape: tuple[int, ...],
 ) -> tuple[Any, Any, Any]:
     """Return descriptions of params, state and gradients."""
 
     def tree(dtype: str) -> Any:
-        return {
-            f"w{i}": jax.ShapeDtypeStruct((side, side), dtype) for i in range(LEAVES)
-        }
+        return {f"w{i}": jax.ShapeDtypeStruct(shape, dtype) for i in range(LEAVES)}
 
     params = tree(param_dtype)
     return params, jax.eval_shape(tx.init, params), tree(grad_dtype)
@@ -356,10 +370,13 @@ WAYS: dict[str, tuple[str, Callable[[], Any]]] = {
     "amp, 5.1 bytes": ("amp, bf16", lambda: compact(adamw())),
 }
 MODEL = amp.Size(batch=8, length=1024, width=768, heads=12, vocabulary=4096, blocks=1)
-MACHINE, PACKAGES = "no machine: compiled, not run", ("jax", "jaxlib", "optax")
+MACHINE = "no machine: compiled, not run"
+PACKAGES = ("jax", "jaxlib", "libtpu", "optax")
 TARGETS = {"tpu": "TPU v5e", "gpu": "H100"}
 # The forms that are measured sharded.
 SHARDED = ("masters", "Split(8)", "5.1 bytes", "5.1 bytes, clipped")
+# Those that are measured with leaves of one axis.
+ONE_AXIS = ("Split(8)", "5.1 bytes", "stochastic rounding")
 # Those that have kernels.
 PACKED = ("Split(16)", "Split(8)", "8-bit state", *(x for x in FORMS if "5.1" in x))
 PACKED += ("stochastic rounding",)
@@ -369,6 +386,7 @@ TABLES: dict[str, tuple[Callable[[str, str, int], record.Row], Iterable[str]]] =
     "AdamW": (measure, FORMS),
     "Other optimizers": (measure, OTHERS),
     "Muon": (measure_with_products, MUON),
+    "Leaves of one axis, AdamW": (measure_one_axis, ONE_AXIS),
     "Without kernels, AdamW": (measure_without_kernels, PACKED),
     "Sharded over eight devices, AdamW": (measure_sharded, SHARDED),
     "Training step of a transformer": (

@@ -79,7 +79,9 @@ class Chunk(PartForXla):
     def of(self, view: jax.Array) -> jax.Array:
         """Return the chunk of a view of an array."""
         rows = lax.dynamic_slice_in_dim(view, self.first, self.length, axis=-2)
-        return rows.reshape(-1, view.shape[-1])
+        # Read once, and before anything is written: XLA would copy a whole array that
+        # several fusions read, in each turn of the loop.
+        return lax.optimization_barrier(rows.reshape(-1, view.shape[-1]))
 
     def put(self, view: jax.Array, chunk: jax.Array) -> jax.Array:
         """Return a view with another chunk in the place of this one."""
@@ -151,8 +153,7 @@ class LineChunk(Shard):
         is_element = x.shape == self.cuts.piece.shape
         (count,) = self.shape_of(self.piece.whole if is_element else (0,))
         part = lax.dynamic_slice_in_dim(x, self._start(x), count)
-        # So that it is read once, and not by each of several fusions.
-        return lax.optimization_barrier(part)
+        return lax.optimization_barrier(part)  # see `Chunk.of`
 
     def put(self, x: jax.Array, chunk: jax.Array) -> jax.Array:
         """Return an array with another chunk in the place of this one."""

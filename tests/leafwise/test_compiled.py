@@ -56,6 +56,14 @@ def test_a_tpu_needs_little_more_without_kernels(tmp_path):
         assert row["temporaries, layout not known"] <= 1.5, row
 
 
+@pytest.mark.parametrize("target", ["tpu", "gpu"])
+def test_a_leaf_of_one_axis_needs_no_more(target, tmp_path):
+    options = "--tables", "Leaves", "--target", target, "--forms", "5.1 bytes"
+    (row,) = rows(tmp_path, *options)
+    assert row["moved, take_step"] <= 1.05 * row["limit"], row
+    assert row["temporaries, take_step"] <= 0.05, row
+
+
 def test_every_optimizer_has_a_kernel_on_a_tpu():
     support = pathlib.Path(__file__).parents[1] / "support"
     command = [sys.executable, str(support / "compiled_for_tpus.py")]
