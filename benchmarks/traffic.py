@@ -175,7 +175,9 @@ def _moved_by(
     is_fusion = each.operation == "fusion"
     inside = computations[each.computation("calls")] if is_fusion else here
     total = 0.0
-    written = bytes_of(each.type, in_main_memory=True)
+    written = [
+        bytes_of(whole[0], in_main_memory=True) for whole in _SHAPE.finditer(each.type)
+    ]
     updated = set()
     for i, operand in enumerate(each.operands):
         kind = here.instructions[operand].type
@@ -192,8 +194,9 @@ def _moved_by(
     for name in updated:
         update = inside.instructions[name]
         part = inside.instructions[update.operands[1]]
-        written += bytes_of(part.type) - bytes_of(update.type)
-    return total + written
+        if bytes_of(update.type) in written:
+            written[written.index(bytes_of(update.type))] = bytes_of(part.type)
+    return total + sum(written)
 
 
 def _parameter(inside: Computation, i: int) -> str:

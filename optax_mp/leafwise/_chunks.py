@@ -182,7 +182,8 @@ def cuts_of(piece: Piece, device_count: int) -> Cuts | LineCuts | None:
     is_matrix = len(piece.shape) == 2
     if not is_matrix and (device_count > 1 or height % _ROWS):
         return None
-    length = max(1, _COUNT // (width * _ROWS)) * _ROWS
+    # Each device has all groups of an array that is not sharded.
+    length = max(1, _COUNT // (width * device_count * _ROWS)) * _ROWS
     is_large = rows > device_count * length and rows % device_count == 0
     return Cuts(piece, device_count, length) if is_large else None
 
