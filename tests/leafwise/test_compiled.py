@@ -40,8 +40,8 @@ def test_sharded_arrays_of_a_known_layout_are_not_gathered(target, tmp_path):
         assert row["temporaries, layout known"] <= 0.05, row
 
 
-def test_a_tpu_needs_little_more_without_kernels(tmp_path):
-    """As in float16, on TPU v2 and v3, and where the layout is not known."""
+def test_a_tpu_needs_no_more_without_kernels(tmp_path):
+    """As in float16, and where the layout is not known."""
     options = "--tables", "Without", "--target", "tpu"
     found = rows(tmp_path, *options, "--forms", "Split(8),8-bit,5.1 bytes")
     options = "--tables", "Sharded", "--target", "tpu", "--forms", "5.1 bytes"
@@ -52,8 +52,8 @@ def test_a_tpu_needs_little_more_without_kernels(tmp_path):
         assert row["temporaries"] <= 0.05, row
     for row in sharded:
         assert row["collectives, layout not known"] == 0, row
-        assert row["moved, layout not known"] <= 3 * row["limit"], row
-        assert row["temporaries, layout not known"] <= 1.5, row
+        assert row["moved, layout not known"] <= 1.05 * row["limit"], row
+        assert row["temporaries, layout not known"] <= 0.05, row
 
 
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
