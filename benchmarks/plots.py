@@ -312,8 +312,8 @@ def draw_accelerators(figure: Any, records: Records) -> None:
         title = f"Training step of a transformer, compiled for {target}"
         draw_bars(below, tables[title], "GB moved")
         below.set_xlabel("GB, a transformer's training step")
-    # Axes that are shared are turned over twice.
-    panels[1, 0].invert_yaxis()
+    panels[0, 0].invert_yaxis()
+    panels[1, 0].invert_yaxis()  # which `draw_bars` did twice, of axes that are shared
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
 
@@ -339,7 +339,7 @@ def draw_ways(panel: Any, rows: list[record.Row]) -> None:
         [row["moved, take_step"] for row in rows],
         height=0.5,
         color=[colour_of(name) for name in names],
-        label="take_step",
+        label="take_step (in colours)",
     )
     limits = [row["limit"] for row in rows]
     panel.plot(limits, names, "k|", ms=12, label="the limit: each array once")
