@@ -14,7 +14,9 @@ weight; params and state are donated.
 """
 
 import argparse
+import contextlib
 import functools
+import math
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -41,7 +43,8 @@ import optax_mp  # noqa: E402
 # So large that no array fits into memory on the chip, whose traffic is not counted.
 LEAVES, SIDE = 4, 8192
 # A TPU's memory on the chip left to kernels, so that XLA moves no whole array there
-# ahead of a kernel. Such moves would be counted twice.
+# ahead of a kernel. Such moves would be counted twice. XLA then looks for tilings of
+# products for many minutes, and a loop's chunks are to stay there: not for these.
 NO_PREFETCH = {"xla_tpu_scoped_vmem_limit_kib": "114688"}
 GPU = Path(__file__).with_name("h100.txtpb")
 KERNELS = ("tpu_custom_call", "triton")
@@ -109,10 +112,15 @@ OTHERS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
     "Lion, compact": (lambda: compact(optax.lion(1e-3)), BF16, BF16, 10.125),
     "SGD, float32": (lambda: optax.sgd(1e-3, 0.9), F32, F32, 20),
     "SGD, compact": (lambda: compact(optax.sgd(1e-3, 0.9)), BF16, BF16, 10.125),
-    # Their products move more. State that feeds them has 16 bits.
-    "Muon, float32": (lambda: optax.contrib.muon(1e-3), F32, F32, 20),
-    "Muon, compact": (lambda: compact(optax.contrib.muon(1e-3)), BF16, BF16, 12.125),
 }
+# As above. The limit leaves out products. State that feeds them has 16 bits.
+muon = functools.partial(optax.contrib.muon, 1e-3)
+MUON: dict[str, tuple[Callable[[], Any], str, str, float]] = {
+    "Muon, float32": (muon, F32, F32, 20),
+    "Muon, masters": (lambda: masters(muon()), BF16, BF16, 22),
+    "Muon, compact": (lambda: compact(muon()), BF16, BF16, 12.125),
+}
+ALL_FORMS = FORMS | OTHERS | MUON
 
 
 def devices_of(target: str, count: int = 1) -> list[Any]:
@@ -127,15 +135,43 @@ def devices_of(target: str, count: int = 1) -> list[Any]:
 
 def measure(form: str, target: str, side: int) -> record.Row:
     """Return what one step of a form moves and needs, in bytes per weight."""
-    make, param_dtype, grad_dtype, limit = (FORMS | OTHERS)[form]
-    tx = make()
-    row: record.Row = {"form": form, "limit": limit}
-    ways = {"": by_optax(tx), ", take_step": in_one_pass(tx)}
-    for way, step in ways.items():
-        args = arrays_of(tx, param_dtype, grad_dtype, side)
-        compiled = compile_step(step, args, target)
-        row |= costs_of(compiled, LEAVES * side * side, way)
+    return measure_leaves(form, target, (side, side))
+
+
+def measure_one_axis(form: str, target: str, side: int) -> record.Row:
+    """Return the same for leaves of one axis."""
+    return measure_leaves(form, target, (side * side,))
+
+
+def measure_leaves(form: str, target: str, shape: tuple[int, ...]) -> record.Row:
+    """Return what one step of a form moves and needs for leaves of a shape."""
+    row: record.Row = {"form": form, "limit": ALL_FORMS[form][-1]}
+    for way, compiled in compile_ways(form, target, shape):
+        row |= costs_of(compiled, LEAVES * math.prod(shape), way)
     return row
+
+
+def measure_with_products(form: str, target: str, side: int) -> record.Row:
+    """Return the same, and how much of it products of matrices move."""
+    row: record.Row = {"form": form, "limit": ALL_FORMS[form][-1]}
+    weights = LEAVES * side * side
+    for way, compiled in compile_ways(form, target, (side, side)):
+        products = traffic.bytes_of_products(compiled.as_text()) / weights
+        costs = costs_of(compiled, weights, way)
+        row |= {f"products{way}": products, f"all{way}": costs.pop(f"moved{way}")}
+        row |= costs
+    return row
+
+
+def compile_ways(
+    form: str, target: str, shape: tuple[int, ...]
+) -> Iterable[tuple[str, Any]]:
+    """Compile a form's step with `tx.update` and with `take_step`."""
+    make, param_dtype, grad_dtype, _ = ALL_FORMS[form]
+    tx = make()
+    args = arrays_of(tx, param_dtype, grad_dtype, shape)
+    yield "", compile_step(by_optax(tx), args, target)
+    yield ", take_step", compile_step(in_one_pass(tx), args, target)
 
 
 def measure_without_kernels(form: str, target: str, side: int) -> record.Row:
@@ -144,7 +180,7 @@ def measure_without_kernels(form: str, target: str, side: int) -> record.Row:
     tx = make()
     os.environ["OPTAX_MP_KERNELS"] = "0"
     try:
-        args = arrays_of(tx, param_dtype, grad_dtype, side)
+        args = arrays_of(tx, param_dtype, grad_dtype, (side, side))
         compiled = compile_step(in_one_pass(tx), args, target)
     finally:
         del os.environ["OPTAX_MP_KERNELS"]
@@ -155,7 +191,7 @@ def measure_sharded(form: str, target: str, side: int) -> record.Row:
     """Return the same per device, with all arrays sharded by rows over eight."""
     make, param_dtype, grad_dtype, limit = FORMS[form]
     tx, count = make(), 8
-    args = arrays_of(tx, param_dtype, grad_dtype, side)
+    args = arrays_of(tx, param_dtype, grad_dtype, (side, side))
     mesh = Mesh(np.array(devices_of(target, count)), ("devices",))
     rows, whole = (
         NamedSharding(mesh, spec)
@@ -197,14 +233,15 @@ def in_one_pass(
 
 
 def arrays_of(
-    tx: optax.GradientTransformation, param_dtype: str, grad_dtype: str, side: int
+    tx: optax.GradientTransformation,
+    param_dtype: str,
+    grad_dtype: str,
+    shape: tuple[int, ...],
 ) -> tuple[Any, Any, Any]:
     """Return descriptions of params, state and gradients."""
 
     def tree(dtype: str) -> Any:
-        return {
-            f"w{i}": jax.ShapeDtypeStruct((side, side), dtype) for i in range(LEAVES)
-        }
+        return {f"w{i}": jax.ShapeDtypeStruct(shape, dtype) for i in range(LEAVES)}
 
     params = tree(param_dtype)
     return params, jax.eval_shape(tx.init, params), tree(grad_dtype)
@@ -223,11 +260,22 @@ def compile_step(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     jitted = jax.jit(step, donate_argnums=(0, 1))
-    lowered = jitted.lower(*jax.tree.map(place, args, shardings))
-    # What a loop computes chunk by chunk is to stay on the chip.
-    has_loop = "stablehlo.while" in lowered.as_text()
-    options = NO_PREFETCH if target == "tpu" and not has_loop else None
+    with lowering_for(target):
+        lowered = jitted.lower(*jax.tree.map(place, args, shardings))
+    program = lowered.as_text()
+    is_plain = not any(f"stablehlo.{x}" in program for x in ("while", "dot_general"))
+    options = NO_PREFETCH if target == "tpu" and is_plain else None
     return lowered.compile(compiler_options=options)
+
+
+def lowering_for(target: str) -> contextlib.AbstractContextManager[Any]:
+    """Return in which context to lower for a target."""
+    if target == "tpu" or not hasattr(jax.sharding, "AbstractDevice"):
+        return contextlib.nullcontext()
+    # From JAX 0.12 on, kernels ask for which GPU they are.
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def costs_of(compiled: Any, weights: float, way: str = "") -> record.Row:
@@ -247,9 +295,16 @@ def collectives_in(compiled: Any) -> int:
 
 
 def bytes_moved(compiled: Any) -> float:
-    """Return the bytes that a compiled program reads and writes."""
-    if " while(" in compiled.as_text():  # whose trips XLA does not count
-        return traffic.bytes_moved(compiled.as_text())
+    """Return the bytes of main memory that a compiled program reads and writes."""
+    program = compiled.as_text()
+    # XLA counts one trip of a loop, and what stays on the chip.
+    if " while(" in program or traffic.has_products(program):
+        return traffic.bytes_moved(program)
+    return bytes_by_xla(compiled)
+
+
+def bytes_by_xla(compiled: Any) -> float:
+    """Return the bytes that a program moves by XLA's count, in any memory."""
     costs = compiled.cost_analysis()
     if costs is None:  # for GPUs that are not there
         from jaxlib import _jax
@@ -281,14 +336,13 @@ def bytes_of_kernels(program: str) -> int:
 
 def measure_model(way: str, target: str, size: amp.Size) -> record.Row:
     """Return what a training step of a transformer moves and needs, in gigabytes."""
-    fun = amp.contenders(size)[WAYS[way]]
+    name, make = WAYS[way]
+    fun, tx = amp.contenders(size)[name], make()
     params = jax.eval_shape(lambda: amp.init(size))
-    is_compact = way.endswith("compact")
-    tx: Any = compact(adamw()) if is_compact else adamw()
-    if is_compact:
+    if make is not adamw:
         cast = functools.partial(optax_mp.cast_floating, dtype=jnp.bfloat16)
         params = jax.eval_shape(cast, params)
-    update = in_one_pass(tx) if is_compact else by_optax(tx)
+    update = in_one_pass(tx)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         return update(params, state, jax.grad(fun)(params, tokens))
@@ -300,23 +354,29 @@ def measure_model(way: str, target: str, size: amp.Size) -> record.Row:
     return {
         "step": way,
         "GB moved": costs["moved"],
+        "GB by XLA's count": bytes_by_xla(compiled) / 1e9,
         "temporaries, GB": costs["temporaries"],
     }
 
 
-# Ways to train it, by their names in `amp.contenders`.
-WAYS = {
-    "float32": "float32",
-    "bf16 by casting arguments": "bf16 by casting arguments",
-    "bf16 by hand": "bf16 by hand",
-    "amp": "amp, bf16",
-    "amp, compact": "amp, bf16",
+# Ways to train it: (the name in `amp.contenders`, the optimizer).
+WAYS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "float32": ("float32", adamw),
+    "bf16 by casting arguments": ("bf16 by casting arguments", adamw),
+    "bf16 by hand": ("bf16 by hand", adamw),
+    "amp": ("amp, bf16", adamw),
+    "bf16 by hand, masters": ("bf16 by hand", lambda: masters(adamw())),
+    "amp, masters": ("amp, bf16", lambda: masters(adamw())),
+    "amp, 5.1 bytes": ("amp, bf16", lambda: compact(adamw())),
 }
 MODEL = amp.Size(batch=8, length=1024, width=768, heads=12, vocabulary=4096, blocks=1)
-MACHINE, PACKAGES = "no machine: compiled, not run", ("jax", "jaxlib", "optax")
+MACHINE = "no machine: compiled, not run"
+PACKAGES = ("jax", "jaxlib", "libtpu", "optax")
 TARGETS = {"tpu": "TPU v5e", "gpu": "H100"}
 # The forms that are measured sharded.
 SHARDED = ("masters", "Split(8)", "5.1 bytes", "5.1 bytes, clipped")
+# Those that are measured with leaves of one axis.
+ONE_AXIS = ("Split(8)", "5.1 bytes", "stochastic rounding")
 # Those that have kernels.
 PACKED = ("Split(16)", "Split(8)", "8-bit state", *(x for x in FORMS if "5.1" in x))
 PACKED += ("stochastic rounding",)
@@ -325,6 +385,8 @@ PACKED += ("stochastic rounding",)
 TABLES: dict[str, tuple[Callable[[str, str, int], record.Row], Iterable[str]]] = {
     "AdamW": (measure, FORMS),
     "Other optimizers": (measure, OTHERS),
+    "Muon": (measure_with_products, MUON),
+    "Leaves of one axis, AdamW": (measure_one_axis, ONE_AXIS),
     "Without kernels, AdamW": (measure_without_kernels, PACKED),
     "Sharded over eight devices, AdamW": (measure_sharded, SHARDED),
     "Training step of a transformer": (

@@ -301,6 +301,53 @@ def draw_characters(figure: Any, records: Records) -> None:
     figure.legend(loc="outside lower center", ncols=3, title=title)
 
 
+def draw_accelerators(figure: Any, records: Records) -> None:
+    """What a step of AdamW and a transformer's training step move on a TPU and GPU."""
+    tables = records["accelerators"].tables
+    panels = figure.subplots(2, 2, sharey="row", height_ratios=(8, 7))
+    for (above, below), target in zip(panels.T, ("TPU v5e", "H100"), strict=True):
+        rows = tables[f"AdamW, compiled for {target}"]
+        draw_ways(above, [row for row in rows if row["form"] in MOVED_BY])
+        above.set(title=target, xlabel="bytes per weight, AdamW", xlim=(0, 50))
+        title = f"Training step of a transformer, compiled for {target}"
+        draw_bars(below, tables[title], "GB moved")
+        below.set_xlabel("GB, a transformer's training step")
+    panels[0, 0].invert_yaxis()
+    panels[1, 0].invert_yaxis()  # which `draw_bars` did twice, of axes that are shared
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+
+
+MOVED_BY = (
+    "float32",
+    "masters",
+    "loss scale",
+    "Split(16)",
+    "Split(8)",
+    "5.1 bytes",
+    "stochastic rounding",
+)
+
+
+def draw_ways(panel: Any, rows: list[record.Row]) -> None:
+    """Draw what forms move by `tx.update` and by `take_step`, and the limit."""
+    names = [row["form"] for row in rows]
+    by_update = [row["moved"] for row in rows]
+    panel.barh(names, by_update, color="0.85", label="tx.update")
+    panel.barh(
+        names,
+        [row["moved, take_step"] for row in rows],
+        height=0.5,
+        color=[colour_of(name) for name in names],
+        label="take_step (in colours)",
+    )
+    limits = [row["limit"] for row in rows]
+    panel.plot(limits, names, "k|", ms=12, label="the limit: each array once")
+    for name, moved in zip(names, by_update, strict=True):
+        if moved > 50:
+            panel.text(49, name, f"{moved:.0f} →", ha="right", va="center")
+
+
 Draw = Callable[[Any, Records], None]
 # Name of the image: (inches high, what draws it); all are 7 inches wide.
 PLOTS: dict[str, tuple[float, Draw]] = {
@@ -310,6 +357,7 @@ PLOTS: dict[str, tuple[float, Draw]] = {
     "characters": (3.6, draw_characters),
     "step_time": (4.2, draw_step_time),
     "memory": (3.4, draw_memory),
+    "accelerators": (5.2, draw_accelerators),
     "amp": (3.0, draw_amp),
     "scale_plan": (3.5, draw_scale_plan),
 }

@@ -15,6 +15,8 @@ _FREE = frozenset(
     """parameter constant tuple get-tuple-element bitcast while after-all copy-done
     slice-done iota""".split()
 )
+# TPUs have convolutions for them.
+_PRODUCTS = ("dot", "convolution")
 _SHAPE = re.compile(r"\b(bf|[fsu]|pred)(\d*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _LINE = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -67,6 +69,43 @@ def bytes_moved(program: str) -> float:
     """Return the bytes that a compiled program moves, by its text."""
     computations, entry = _parsed(program)
     return _moved(computations, computations[entry])
+
+
+def has_products(program: str) -> bool:
+    """Return whether a compiled program multiplies matrices."""
+    return any(f" {operation}(" in program for operation in _PRODUCTS)
+
+
+def bytes_of_products(program: str) -> float:
+    """Return the bytes that a program's products of matrices move, by its text.
+
+    With what is computed of one product for another. Each operand counts once, though
+    a product reads it again and again, tile by tile.
+    """
+    computations, entry = _parsed(program)
+    here = computations[entry]
+    every = list(here.instructions.values())
+    products = {x.name for x in every if _has_product(computations, x)}
+    after, before = set(products), set(products)
+    for each in every:
+        if after.intersection(each.operands):
+            after.add(each.name)
+    for each in reversed(every):
+        if each.name in before:
+            before.update(each.operands)
+    between = [here.instructions[name] for name in after & before]
+    return sum(
+        _moved_by(computations, here, each)
+        for each in between
+        if each.operation not in _FREE
+    )
+
+
+def _has_product(computations: dict[str, Computation], each: Instruction) -> bool:
+    if each.operation != "fusion":
+        return each.operation in _PRODUCTS
+    inside = computations[each.computation("calls")]
+    return any(_has_product(computations, x) for x in inside.instructions.values())
 
 
 def bytes_of(types: str, *, in_main_memory: bool = False) -> int:
@@ -136,7 +175,10 @@ def _moved_by(
     is_fusion = each.operation == "fusion"
     inside = computations[each.computation("calls")] if is_fusion else here
     total = 0.0
-    updated = []
+    written = [
+        bytes_of(whole[0], in_main_memory=True) for whole in _SHAPE.finditer(each.type)
+    ]
+    updated = set()
     for i, operand in enumerate(each.operands):
         kind = here.instructions[operand].type
         users = inside.users(_parameter(inside, i)) if is_fusion else [each]
@@ -146,13 +188,15 @@ def _moved_by(
             continue
         if users and len(slices) + len(updates) == len(users):
             total += sum(bytes_of(u.type) for u in slices)
-            updated += updates
+            updated |= {u.name for u in updates}
         else:
             total += bytes_of(kind)
-    if updated:
-        update = inside.instructions[updated[0].operands[1]]
-        return total + bytes_of(update.type)
-    return total + bytes_of(each.type, in_main_memory=True)
+    for name in updated:
+        update = inside.instructions[name]
+        part = inside.instructions[update.operands[1]]
+        if bytes_of(update.type) in written:
+            written[written.index(bytes_of(update.type))] = bytes_of(part.type)
+    return total + sum(written)
 
 
 def _parameter(inside: Computation, i: int) -> str:

@@ -10,7 +10,7 @@ sharded in a way that is not known; so only large arrays of whole tiles are cut.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax import lax
 
 from optax_mp.leafwise._blocks import Blocks
 from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._part import PartForXla, Piece
+from optax_mp.leafwise._part import PartForXla, Piece, Shard
 from optax_mp.leafwise._program import Program, Value
 
 # On a TPU v5e, AdamW's step of as many or twice as many weights stays on the chip; of
@@ -45,24 +45,6 @@ class Cuts:
     groups: int
     length: int
 
-    @classmethod
-    def of(cls, piece: Piece, device_count: int) -> "Cuts | None":
-        """Return how to cut a piece, or None if it is small or does not divide.
-
-        Args:
-            piece: the piece.
-            device_count: how many devices may hold shards of it.
-        """
-        *before, height, width = (1, *piece.shape)
-        rows = math.prod(before) * height
-        # Axes become one where no tile is broken up, and no shard.
-        is_matrix = len(piece.shape) == 2
-        if not is_matrix and (device_count > 1 or height % _ROWS):
-            return None
-        length = max(1, _COUNT // (width * _ROWS)) * _ROWS
-        is_large = rows > device_count * length and rows % device_count == 0
-        return cls(piece, device_count, length) if is_large else None
-
     @property
     def rest(self) -> int:
         """Return how many rows a group has."""
@@ -73,6 +55,10 @@ class Cuts:
         # With an axis of one group XLA would copy it.
         groups = (self.groups,) if self.groups > 1 else ()
         return x.reshape(*groups, self.rest, x.shape[-1])
+
+    def chunk(self, first: Any, length: int) -> "Chunk":
+        """Return as many rows of each group, from the first on."""
+        return Chunk(self, first, length)
 
 
 @dataclass(frozen=True)
@@ -96,7 +82,9 @@ class Chunk(PartForXla):
     def of(self, view: jax.Array) -> jax.Array:
         """Return the chunk of a view of an array."""
         rows = lax.dynamic_slice_in_dim(view, self.first, self.length, axis=-2)
-        return rows.reshape(-1, view.shape[-1])
+        # Read once, and before anything is written: XLA would copy a whole array that
+        # several fusions read, in each turn of the loop.
+        return lax.optimization_barrier(rows.reshape(-1, view.shape[-1]))
 
     def put(self, view: jax.Array, chunk: jax.Array) -> jax.Array:
         """Return a view with another chunk in the place of this one."""
@@ -123,8 +111,88 @@ class Chunk(PartForXla):
         return Blocks(1, piece.block_size, piece.shape[-1])
 
 
+@dataclass(frozen=True)
+class LineCuts:
+    """How a piece of one axis is cut into chunks.
+
+    Attributes:
+        piece: what is cut.
+        length: how many elements a chunk has: whole blocks.
+    """
+
+    piece: Piece
+    length: int
+
+    @property
+    def rest(self) -> int:
+        """Return how many elements there are."""
+        return self.piece.shape[0]
+
+    def view(self, x: jax.Array) -> jax.Array:
+        """Return an array as it is."""
+        return x
+
+    def chunk(self, first: Any, length: int) -> "LineChunk":
+        """Return as many elements, from the first on."""
+        origin = (self.piece.origin[0] + first,)
+        part = replace(self.piece, shape=(length,), origin=origin)
+        return LineChunk(part, self, first)
+
+
+@dataclass(frozen=True)
+class LineChunk(Shard):
+    """Some elements of a piece of one axis.
+
+    Attributes:
+        cuts: of the whole piece.
+        first: the first of these elements.
+    """
+
+    cuts: LineCuts
+    first: Any
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """Return the chunk of an array."""
+        is_element = x.shape == self.cuts.piece.shape
+        (count,) = self.shape_of(self.piece.whole if is_element else (0,))
+        part = lax.dynamic_slice_in_dim(x, self._start(x), count)
+        return lax.optimization_barrier(part)  # see `Chunk.of`
+
+    def put(self, x: jax.Array, chunk: jax.Array) -> jax.Array:
+        """Return an array with another chunk in the place of this one."""
+        chunk = chunk.astype(x.dtype)
+        return lax.dynamic_update_slice_in_dim(x, chunk, self._start(x), axis=0)
+
+    def _start(self, x: jax.Array) -> Any:
+        is_element = x.shape == self.cuts.piece.shape
+        divisor = 1 if is_element else self.piece.block_size
+        return lax.div(jnp.int32(self.first), jnp.int32(divisor))
+
+
+def cuts_of(piece: Piece, device_count: int) -> Cuts | LineCuts | None:
+    """Return how to cut a piece, or None if it is small or does not divide.
+
+    Args:
+        piece: the piece.
+        device_count: how many devices may hold shards of it.
+    """
+    if len(piece.shape) == 1:
+        is_large = device_count == 1 and piece.shape[0] > _COUNT
+        return LineCuts(piece, _COUNT) if is_large else None
+    *before, height, width = (1, *piece.shape)
+    rows = math.prod(before) * height
+    # Axes become one where no tile is broken up, and no shard.
+    is_matrix = len(piece.shape) == 2
+    if not is_matrix and (device_count > 1 or height % _ROWS):
+        return None
+    # Each device has all groups of an array that is not sharded.
+    length = max(1, _COUNT // (width * device_count * _ROWS)) * _ROWS
+    is_large = rows > device_count * length and rows % device_count == 0
+    return Cuts(piece, device_count, length) if is_large else None
+
+
 def run_end(
-    program: Program, end: End, cuts: Cuts, args: Sequence[jax.Array]
+    program: Program, end: End, cuts: Cuts | LineCuts, args: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Return the outputs of an end.
 
@@ -149,7 +217,9 @@ def run_end(
         for at, (value, shape) in enumerate(zip(outputs, shapes, strict=True))
     ]
 
-    def run_chunk(chunk: Chunk, made: Sequence[jax.Array]) -> list[jax.Array]:
+    def run_chunk(
+        chunk: Chunk | LineChunk, made: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         known: dict[Value, Any] = {}
         for i, value in enumerate(end.reads):
             x = made[output_of[i]] if i in output_of else given[i]
@@ -160,10 +230,10 @@ def run_end(
         ]
 
     def run_number(number: jax.Array, made: Sequence[jax.Array]) -> list[jax.Array]:
-        return run_chunk(Chunk(cuts, number * cuts.length, cuts.length), made)
+        return run_chunk(cuts.chunk(number * cuts.length, cuts.length), made)
 
     count, left_over = divmod(cuts.rest, cuts.length)
     made = lax.fori_loop(jnp.int32(0), jnp.int32(count), run_number, made)
     if left_over:
-        made = run_chunk(Chunk(cuts, count * cuts.length, left_over), made)
+        made = run_chunk(cuts.chunk(count * cuts.length, left_over), made)
     return [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]

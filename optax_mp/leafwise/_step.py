@@ -243,7 +243,7 @@ def run_piece(
     @partial(jax.jit, static_argnums=0)
     def by_chunks(device_count: int, *args: Any) -> list[Any]:
         here = replace(piece, origin=args[:rank])
-        cuts = _chunks.Cuts.of(here, device_count)
+        cuts = _chunks.cuts_of(here, device_count)
         if cuts is None:
             return anywhere(*args)
         return _chunks.run_end(program, end, cuts, args[rank:])

@@ -43,8 +43,8 @@ def test_sharded_arrays_of_a_known_layout_are_not_gathered(target, tmp_path):
         assert row["temporaries, layout known"] <= 0.05, row
 
 
-def test_a_tpu_needs_little_more_without_kernels(tmp_path):
-    """As in float16, on TPU v2 and v3, and where the layout is not known."""
+def test_a_tpu_needs_no_more_without_kernels(tmp_path):
+    """As in float16, and where the layout is not known."""
     options = "--tables", "Without", "--target", "tpu"
     found = rows(tmp_path, *options, "--forms", "Split(8),8-bit,5.1 bytes")
     options = "--tables", "Sharded", "--target", "tpu", "--forms", "5.1 bytes"
@@ -55,8 +55,16 @@ def test_a_tpu_needs_little_more_without_kernels(tmp_path):
         assert row["temporaries"] <= 0.05, row
     for row in sharded:
         assert row["collectives, layout not known"] == 0, row
-        assert row["moved, layout not known"] <= 3 * row["limit"], row
-        assert row["temporaries, layout not known"] <= 1.5, row
+        assert row["moved, layout not known"] <= 1.05 * row["limit"], row
+        assert row["temporaries, layout not known"] <= 0.05, row
+
+
+@pytest.mark.parametrize("target", ["tpu", "gpu"])
+def test_a_leaf_of_one_axis_needs_no_more(target, tmp_path):
+    options = "--tables", "Leaves", "--target", target, "--forms", "5.1 bytes"
+    (row,) = rows(tmp_path, *options)
+    assert row["moved, take_step"] <= 1.05 * row["limit"], row
+    assert row["temporaries, take_step"] <= 0.05, row
 
 
 def test_every_optimizer_has_a_kernel_on_a_tpu():
@@ -66,6 +74,5 @@ def test_every_optimizer_has_a_kernel_on_a_tpu():
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) > 50
-    # Mosaic has no cube root.
     others = [x for x in lines if not x.endswith(" kernel") or "no kernel" in x]
-    assert others == ["madgrad v5e:2x2 no kernel"]
+    assert not others

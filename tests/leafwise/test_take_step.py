@@ -24,6 +24,7 @@ from slow_cases import mostly_slow
 import optax_mp
 from optax_mp._jax import _by_platform
 from optax_mp.leafwise import _chunks, _gpu, _step, _tpu
+from optax_mp.leafwise._kernel_part import cube_root
 from optax_mp.leafwise._part import Piece
 
 pytestmark = [
@@ -59,7 +60,11 @@ FORMS = {
         optax_mp.low_bit_state(ADAMW(), min_size=1)
     ),
     "muon": lambda: compact(optax.contrib.muon(1e-2)),
+    "madgrad": lambda: compact(optax.contrib.madgrad(1e-2)),
 }
+# How many codes may differ, where it is more than one in a thousand: each step computes
+# the params anew, so that the last place of any sum shows.
+CODES = {"madgrad": 3e-3}
 # No block divides them; several rows of blocks; other ranks; small and empty ones.
 SHAPES = [(40, 300), (33, 4200), (2, 17, 256), (2, 2, 32, 130), (70,), (), (0, 4)]
 
@@ -178,17 +183,29 @@ def test_a_kernel_does_the_same(form, platform, shapes, monkeypatch):
     monkeypatch.setattr(_step, "run_piece", interpreted)
     got = trained(compiled(functools.partial(optax_mp.take_step, tx)), tx, 2, shapes)
     assert ran
-    check_alike(got, want)
+    check_alike(got, want, CODES.get(form, 1e-3))
 
 
-def check_alike(got, want):
+def test_a_cube_root_in_kernels_is_right_to_two_units():
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=10**5) * 10 ** rng.uniform(-37, 37, 10**5)).astype("float32")
+    x = x[np.isfinite(x) & (np.abs(x) > np.finfo(np.float32).tiny)]
+    got = np.asarray(jax.jit(cube_root)(x))
+    want = np.cbrt(x.astype(np.float64))
+    assert np.max(np.abs(got - want) / np.spacing(np.abs(got))) <= 2
+    special = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan])
+    got = np.asarray(jax.jit(cube_root)(special))
+    np.testing.assert_array_equal(got.view(np.uint32), special.view(np.uint32))
+
+
+def check_alike(got, want, codes=1e-3):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         wide = [np.asarray(x).astype(np.float64) for x in (a, b)]
         if a.dtype == jnp.float32:
             np.testing.assert_allclose(*wide, rtol=1e-5, atol=1e-9)
         else:
-            share = 1e-3 if a.dtype.itemsize == 1 else 2e-2
+            share = codes if a.dtype.itemsize == 1 else 2e-2
             differing = wide[0] != wide[1]
             assert differing.sum() <= max(4, share * differing.size), (a.dtype, a.shape)
     masters = [
@@ -198,8 +215,9 @@ def check_alike(got, want):
         np.testing.assert_allclose(*map(np.asarray, (a, b)), rtol=1e-2, atol=1e-9)
 
 
-# Rows left over, of a group of each device; more axes; rows that groups do not divide.
-CHUNKED = [(1096, 300), (4, 64, 256), (70, 256), (33, 4200), (300,)]
+# Rows left over, of a group of each device; more axes; rows that groups do not divide;
+# one axis that chunks and blocks do not divide; a small one.
+CHUNKED = [(1096, 300), (4, 64, 256), (70, 256), (33, 4200), (20001,), (300,)]
 
 
 @pytest.mark.parametrize(("shape", "groups"), [((1096, 3), 8), ((4, 64, 3), 1)])
@@ -226,7 +244,7 @@ def test_chunks_do_the_same(form, device_count, monkeypatch):
         def run(*args):
             here = dataclasses.replace(piece, origin=args[: len(piece.shape)])
             args = args[len(piece.shape) :]
-            if (cuts := _chunks.Cuts.of(here, device_count)) is None:
+            if (cuts := _chunks.cuts_of(here, device_count)) is None:
                 return run_piece(program, end, piece, platforms)(*here.origin, *args)
             ran.append(end.shape)
             return _chunks.run_end(program, end, cuts, args)
@@ -237,7 +255,7 @@ def test_chunks_do_the_same(form, device_count, monkeypatch):
     monkeypatch.setattr(_step, "run_piece", in_chunks)
     got = trained(compiled(functools.partial(optax_mp.take_step, tx)), tx, 2, CHUNKED)
     assert set(ran) == set(CHUNKED[: -1 if device_count == 1 else 1])
-    check_alike(got, want)
+    check_alike(got, want, CODES.get(form, 1e-3))
 
 
 def test_without_a_kernel_a_tpu_goes_by_chunks(monkeypatch):
@@ -471,7 +489,9 @@ def test_a_rule_may_look_at_numbers_that_are_known():
     """A step within `jit` whose state is a constant of it."""
 
     def chosen(updates, state, params=None):
-        return (updates if int(state) > 1 else jax.tree.map(jnp.negative, updates)), state
+        return (
+            updates if int(state) > 1 else jax.tree.map(jnp.negative, updates)
+        ), state
 
     known = optax.GradientTransformation(lambda _: jnp.int32(2), chosen)
     tx = optax_mp.low_bit_state(optax.chain(optax.trace(0.9), known), min_size=1)

@@ -1,0 +1,81 @@
+"""benchmarks/traffic.py counts what a compiled program moves, by hand-made programs."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+# A loop of four turns. Each reads 8 numbers of two arrays, and overwrites them in both.
+LOOP = """
+%fused (a: f32[32], b: f32[32], i: s32[]) -> (f32[32], f32[32]) {
+  %a = f32[32]{0} parameter(0)
+  %b = f32[32]{0} parameter(1)
+  %i = s32[]{:S(6)} parameter(2)
+  %x = f32[8]{0} dynamic-slice(%a, %i), dynamic_slice_sizes={8}
+  %y = f32[8]{0} dynamic-slice(%b, %i), dynamic_slice_sizes={8}
+  %z = f32[8]{0} add(%x, %y)
+  %c = f32[32]{0} dynamic-update-slice(%a, %z, %i)
+  %d = f32[32]{0} dynamic-update-slice(%b, %z, %i)
+  ROOT %r = (f32[32]{0}, f32[32]{0}) tuple(%c, %d)
+}
+
+%body (t: (s32[], f32[32], f32[32])) -> (s32[], f32[32], f32[32]) {
+  %t = (s32[]{:S(6)}, f32[32]{0}, f32[32]{0}) parameter(0)
+  %i = s32[]{:S(6)} get-tuple-element(%t), index=0
+  %a = f32[32]{0} get-tuple-element(%t), index=1
+  %b = f32[32]{0} get-tuple-element(%t), index=2
+  %f = (f32[32]{0}, f32[32]{0}) fusion(%a, %b, %i), kind=kLoop, calls=%fused
+  %c = f32[32]{0} get-tuple-element(%f), index=0
+  %d = f32[32]{0} get-tuple-element(%f), index=1
+  ROOT %r = (s32[]{:S(6)}, f32[32]{0}, f32[32]{0}) tuple(%i, %c, %d)
+}
+
+%condition (t: (s32[], f32[32], f32[32])) -> pred[] {
+  %bound = s32[]{:S(6)} constant(4)
+}
+
+ENTRY %main (a: f32[32], b: f32[32]) -> f32[32] {
+  %a = f32[32]{0} parameter(0)
+  %b = f32[32]{0} parameter(1)
+  %i = s32[]{:S(6)} constant(0)
+  %t = (s32[]{:S(6)}, f32[32]{0}, f32[32]{0}) tuple(%i, %a, %b)
+  %w = (s32[], f32[32]{0}, f32[32]{0}) while(%t), condition=%condition, body=%body
+  ROOT %r = f32[32]{0} get-tuple-element(%w), index=1
+}
+"""
+
+# Squares, a product with them, a sum, another product; the sum stays on the chip.
+PRODUCTS = """
+ENTRY %main (a: f32[4,4]) -> f32[4,4] {
+  %a = f32[4,4]{1,0} parameter(0)
+  %b = f32[4,4]{1,0} multiply(%a, %a)
+  %c = f32[4,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %d = f32[4,4]{1,0:S(1)} add(%c, %b)
+  %e = f32[4,4]{1,0} dot(%d, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %f = f32[4,4]{1,0} negate(%e)
+}
+"""
+
+
+@pytest.fixture
+def traffic(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import traffic
+
+    yield traffic
+    sys.modules.pop("traffic")
+
+
+def test_every_array_that_a_turn_updates_counts_once_each_turn(traffic):
+    assert traffic.bytes_moved(LOOP) == 4 * (2 + 2) * 8 * 4
+
+
+def test_products_count_with_what_is_between_them(traffic):
+    array = 4 * 4 * 4
+    products, between = 3 + 2, 2
+    assert traffic.bytes_of_products(PRODUCTS) == (products + between) * array
+    assert traffic.bytes_moved(PRODUCTS) == (products + between + 3 + 2) * array
+    assert traffic.has_products(PRODUCTS)
+    assert not traffic.has_products(LOOP)
