@@ -206,6 +206,9 @@ def measure_sharded(form: str, target: str, side: int) -> record.Row:
     for way, step in ways.items():
         compiled = compile_step(step, args, target, shardings)
         row |= costs_of(compiled, LEAVES * side * side / count, way)
+        # Shards are small enough for memory on the chip, which XLA counts, too.
+        moved = traffic.bytes_moved(compiled.as_text())
+        row[f"moved{way}"] = moved * count / (LEAVES * side * side)
         row[f"collectives{way}"] = collectives_in(compiled)
     return row
 

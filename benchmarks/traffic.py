@@ -170,7 +170,7 @@ def _moved_by(
 ) -> float:
     """Return the bytes that one instruction reads and writes."""
     if each.operation.endswith("-start"):  # (what it reads, what it makes, ...)
-        _, bits, shape, _ = _SHAPE.findall(each.type)[1]
+        _, bits, shape, _ = _SHAPE.findall(each.type)[:2][-1]  # or what it makes
         return bytes_of(f"u{bits}[{shape}]")
     is_fusion = each.operation == "fusion"
     inside = computations[each.computation("calls")] if is_fusion else here
