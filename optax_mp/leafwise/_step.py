@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._by_platform import Way, by_platform, kernel_obstacle
 from optax_mp._jax._jaxpr import open_jaxpr
+from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall
 from optax_mp._tree import is_array
 from optax_mp.leafwise import _chunks, _gpu, _tpu
@@ -103,6 +104,8 @@ class CutStep:
             return "nothing in few bits"
         if not any(map(is_traced, leaves)):
             return "not in a compiled program"
+        if any(map(is_on_host, leaves)):
+            return "state in host memory"
         try:
             with within_step():
                 traced = TracedCall.of(lambda both: step(*both), (given, kept))

@@ -7,7 +7,6 @@ import jax
 import optax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import is_output
 from optax_mp._table import align_columns
 from optax_mp._tree import spell
@@ -139,9 +138,6 @@ def step_report(
     found: list[dict[str, str]] = []
 
     def trace(grads: Any, opt_state: Any, params: Any) -> None:
-        if any(map(is_on_host, jax.tree.leaves(opt_state))):
-            found.extend(_found("state in host memory", are_sharded))
-            return
         whole = WholeStep.of(
             "step_report", tx, grads, opt_state, params, param_shardings, extra_args
         )

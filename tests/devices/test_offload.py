@@ -25,6 +25,7 @@ from optimizers import OPTIMIZERS, extra_arguments
 from slow_cases import mostly_slow
 
 import optax_mp
+from optax_mp._jax import _by_platform
 from optax_mp._jax._jaxpr import bind, evaluate
 from optax_mp.devices import _offload
 from optax_mp.leafwise._host_chunks import chunks_of
@@ -93,6 +94,21 @@ def test_a_form_trains_as_without(name):
     bad = BAD if "scale" in name or "link" in name or "finite" in name else ()
     got = assert_same_training(FORMS[name], steps=5, bad=bad)
     assert kinds(got[1]) == {"Host", "Device"}
+
+
+@needs_memories
+@pytest.mark.parametrize("by_take_step", [True, False])
+def test_what_is_around_is_not_cut_for_a_tpu(by_take_step, monkeypatch):
+    """A step in few bits goes leaf by leaf there, but not in host memory."""
+    monkeypatch.setattr(_by_platform, "may_compile_for_tpus", lambda: True)
+    tx = scaled(optax_mp.offload(compact(ADAMW)))
+    params = {"w": jnp.ones((2**11, 2**11), jnp.bfloat16)}
+    state = jax.jit(tx.init)(params)
+    step = functools.partial(optax_mp.take_step, tx) if by_take_step else tx.update
+    traced = jax.jit(step).trace(params, state, params)
+    assert "tpu_custom_call" not in traced.lower(lowering_platforms=("tpu",)).as_text()
+    report = optax_mp.step_report(tx, params, state, params)
+    assert report.rows[0].tpu == "state in host memory"
 
 
 @needs_memories
