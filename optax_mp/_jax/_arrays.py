@@ -55,8 +55,18 @@ def sharding_in_type(x: Any) -> NamedSharding | None:
     sharding = getattr(jax.typeof(x), "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     # Inside of shard_map a type says how the whole array was sharded.
-    is_known = mesh is not None and has_explicit_axes(mesh) and not varies_by_rank(x)
+    is_known = mesh is not None and _names_all_axes(mesh) and not varies_by_rank(x)
     return sharding if is_known else None
+
+
+def _names_all_axes(mesh: Any) -> bool:
+    """Return whether types name all axes of a mesh over which arrays are sharded."""
+    kinds = getattr(mesh, "axis_types", None) or ()
+    sizes = mesh.shape.values()
+    return has_explicit_axes(mesh) and all(
+        size == 1 or "Explicit" in str(kind)
+        for size, kind in zip(sizes, kinds, strict=True)
+    )
 
 
 def is_partitioned(x: Any) -> bool:

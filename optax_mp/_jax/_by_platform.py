@@ -13,10 +13,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from optax_mp._jax._arrays import compiles
+from optax_mp._jax._arrays import compiles, has_explicit_axes
+from optax_mp._jax._dependence import depending_outputs
 from optax_mp._warnings import warn
 
 Function = Callable[..., list[Any]]
@@ -99,13 +101,45 @@ def _abstract(*args: Any, avals: Sequence[Any], **params: Any) -> list[Any]:
 
 
 def _batched(args: Any, axes: Any, *, anywhere: Function, **params: Any) -> Any:
-    outputs = jax.vmap(anywhere, in_axes=tuple(axes))(*args)
-    return outputs, [0] * len(outputs)
+    is_mapped = [axis is not None for axis in axes]
+    one_of_each = [
+        jnp.take(x, 0, axis) if mapped else x
+        for x, axis, mapped in zip(args, axes, is_mapped, strict=True)
+    ]
+    reached = _outputs_of(anywhere, one_of_each, is_mapped)
+    out_axes = [0 if each else None for each in reached]
+    outputs = jax.vmap(anywhere, in_axes=tuple(axes), out_axes=out_axes)(*args)
+    return outputs, out_axes
 
 
 def _jvp(primals: Any, tangents: Any, *, anywhere: Function, **params: Any) -> Any:
-    tangents = map(ad.instantiate_zeros, tangents)
-    return jax.jvp(anywhere, primals, tuple(tangents))
+    """Return the outputs and their tangents.
+
+    A tangent that is known to be zero stays so: as an array of zeros it would become
+    NaN at a square root of zero.
+    """
+    is_live = [type(tangent) is not ad.Zero for tangent in tangents]
+    live = [i for i, each in enumerate(is_live) if each]
+
+    def of_live(*values: Any) -> list[Any]:
+        args = dict(enumerate(primals)) | dict(zip(live, values, strict=True))
+        return anywhere(*args.values())
+
+    outputs, moved = jax.jvp(
+        of_live, [primals[i] for i in live], [tangents[i] for i in live]
+    )
+    reached = _outputs_of(anywhere, primals, is_live)
+    return outputs, [
+        tangent if each else ad.Zero(jax.typeof(x).to_tangent_aval())
+        for x, tangent, each in zip(outputs, moved, reached, strict=True)
+    ]
+
+
+def _outputs_of(
+    function: Function, args: Sequence[Any], which: Sequence[bool]
+) -> list[bool]:
+    """Return which outputs of a function are computed from some of its arguments."""
+    return depending_outputs(jax.make_jaxpr(function)(*args), which)
 
 
 batching.primitive_batchers[_by_platform] = _batched
@@ -134,7 +168,7 @@ def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
                 return mlir.lower_fun(function, multiple_results=True)(context, *args)
         except Exception as error:
             _warn_once(f"{type(error).__name__}: {error}".splitlines()[0])
-    if without_kernel is not None:
+    if without_kernel is not None and _may_be_cut(module, context.avals_in):
         function = functools.partial(without_kernel, _device_count(module.axis_context))
         return mlir.lower_fun(function, multiple_results=True)(context, *args)
     return _lower(context, *args, **params)
@@ -177,6 +211,13 @@ def _may_have_kernels(module: Any, platform: str) -> bool:
     if module.lowering_parameters.for_export:
         return False
     return _device_count(module.axis_context) == 1
+
+
+def _may_be_cut(module: Any, avals: Sequence[Any]) -> bool:
+    """Return whether types say nothing of devices, which would be wrong for parts."""
+    is_whole_program = hasattr(module.axis_context, "num_devices")
+    meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in avals]
+    return is_whole_program and not any(map(has_explicit_axes, meshes))
 
 
 @functools.cache

@@ -41,8 +41,12 @@ class Layout:
         if not hasattr(jax, "shard_map"):  # before JAX 0.6
             return None
         found = [known[value] for value in end.reads if value in known]
-        found += [sharding_in_type(x) for x in args if jnp.shape(x) == end.shape]
+        in_types = [sharding_in_type(x) for x in args if jnp.ndim(x) == len(end.shape)]
+        found += in_types
         found = [x for x in found if x is not None and x.mesh.size > 1]
+        # An equation may read a sharded array and one that is not.
+        if len({x.spec for x in in_types if x is not None}) > 1:
+            return None
         if not found or not _divides(found[0], end):
             return None
         return cls(found[0], end.shape)

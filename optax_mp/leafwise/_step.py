@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from optax_mp._jax._arrays import is_traced
+from optax_mp._jax._arrays import is_traced_by_jit
 from optax_mp._jax._by_platform import Way, by_platform, kernel_obstacle
 from optax_mp._jax._jaxpr import open_jaxpr
 from optax_mp._jax._memory import is_on_host
-from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall
+from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._tree import is_array
 from optax_mp.leafwise import _chunks, _gpu, _tpu
 from optax_mp.leafwise._alike import form_of
@@ -102,22 +102,27 @@ class CutStep:
         leaves = jax.tree.leaves((given, kept))
         if not any(map(_is_packed, leaves)):
             return "nothing in few bits"
-        if not any(map(is_traced, leaves)):
-            return "not in a compiled program"
+        # Under `vmap` or `grad` there is no kernel. What is known stays known.
+        if not all(is_traced_by_jit(x) for x in leaves if is_dynamic(x)):
+            return "arrays not traced by `jit` alone"
         if any(map(is_on_host, leaves)):
             return "state in host memory"
-        try:
-            with within_step():
-                traced = TracedCall.of(lambda both: step(*both), (given, kept))
-        except NOT_TRACEABLE:  # known where it is not traced here, or an error there
-            return "the update looks at numbers"
+        with within_step():
+            traced = TracedCall.of(lambda both: step(*both), (given, kept))
         if not _has_fixed_shapes(traced):
             return "sizes known later only"
         # What nothing reads the result of, such as printing, would be lost.
-        if traced.closed.effects:
+        if any(map(_is_seen, traced.closed.effects)):
             return "the update has effects"
         program = Program.of(traced.closed, is_block_operation)
-        ends = cut(program, traced.replaced(kept, traced.unflatten_outputs()[1]))
+        replaced = {
+            output: read
+            for output, read in traced.replaced(
+                kept, traced.unflatten_outputs()[1]
+            ).items()
+            if _are_alike(program.outputs[output], program.inputs[read])
+        }
+        ends = cut(program, replaced)
         return cls(traced, program, ends, shardings_of_inputs(program, kept, shardings))
 
     def run(self, platforms: Collection[str]) -> Any:
@@ -163,6 +168,17 @@ def _has_fixed_shapes(traced: TracedCall) -> bool:
     opened, _ = open_jaxpr(traced.closed)
     sizes = [size for var in opened.invars for size in getattr(var.aval, "shape", ())]
     return all(isinstance(size, int) for size in sizes)
+
+
+def _is_seen(effect: Any) -> bool:
+    """Return whether an effect is more than to read the name of an axis of a mesh."""
+    # By name, because this class is not in JAX's documented API.
+    return type(effect).__name__ != "NamedAxisEffect"
+
+
+def _are_alike(new: Any, old: Value) -> bool:
+    """Return whether a value can be written where another one is."""
+    return (new.aval.shape, new.aval.dtype) == (old.aval.shape, old.aval.dtype)
 
 
 def _is_packed(leaf: Any) -> bool:

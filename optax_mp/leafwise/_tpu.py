@@ -31,6 +31,11 @@ def obstacle(program: Program, end: End, piece: Piece) -> str | None:
         return "reads an array of bools"
     if len(piece.shape) < 2:
         return "one axis"
+    # What Mosaic has no way to lower.
+    if piece.shape[-2] == 1:
+        return "one row"
+    if getattr(jax.config, "jax_enable_x64", False):
+        return "64-bit types are on"
     if end.block_size is not None and not 8 <= end.block_size <= LANES:
         return f"blocks of {end.block_size}, not of 8 to {LANES}"
     return None

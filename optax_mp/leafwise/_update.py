@@ -3,10 +3,12 @@
 import functools
 from typing import Any
 
+import jax
 import optax
 
 from optax_mp._jax import _by_platform
 from optax_mp._jax._arrays import split_traced
+from optax_mp._jax._by_platform import kernel_obstacle
 from optax_mp.leafwise._step import run_leafwise
 
 
@@ -22,7 +24,9 @@ def leafwise_update(update: optax.TransformUpdateExtraArgsFn) -> Any:
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        if not _by_platform.may_compile_for_tpus():
+        pays = _by_platform.may_compile_for_tpus() and kernel_obstacle() is None
+        # A function, as for a line search, may change what is around it.
+        if not pays or any(map(callable, jax.tree.leaves(extra_args))):
             return update(updates, state, params, **extra_args)
         traced, known = split_traced(extra_args)
 

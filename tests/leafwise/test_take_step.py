@@ -390,6 +390,69 @@ def test_scan_eager_and_grad_work(way):
     assert np.isfinite(jax.jit(jax.grad(loss))(1.0))
 
 
+@pytest.mark.parametrize("way", LEAF_BY_LEAF)
+def test_a_derivative_that_is_known_to_be_zero_stays_so(way):
+    """That of a second moment of 0 is: else its square root makes NaN of it."""
+    params = {"w": jnp.ones((64, 128))}
+    grads = {"w": jnp.ones((64, 128)).at[0].set(0)}
+    state = optax_mp.low_bit_state(optax.adam(0.1), min_size=1).init(params)
+
+    def loss(rate, way):
+        low = optax_mp.low_bit_state(optax.adam(rate), min_size=1)
+        moved, after = way(low, grads, state, params)
+        return jnp.sum(way(low, grads, after, moved)[0]["w"] ** 2)
+
+    want, got = (
+        jax.jacfwd(jax.jit(loss, static_argnums=1))(0.1, w) for w in (uncut, way)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", LEAF_BY_LEAF)
+def test_vmap_leaves_alone_what_is_not_mapped(way):
+    params = {"w": jnp.ones((64, 128))}
+    state = optax_mp.low_bit_state(optax.adam(0.1), min_size=1).init(params)
+
+    @jax.jit
+    def step(rate, state, params):
+        low = optax_mp.low_bit_state(optax.adam(rate), min_size=1)
+        return way(low, params, state, params)
+
+    of_rates = jax.vmap(step, in_axes=(0, None, None), out_axes=(0, None))
+    moved, after = of_rates(jnp.array([0.1, 0.2]), state, params)
+    assert moved["w"].shape == (2, 64, 128)
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+
+
+def test_state_of_another_dtype_takes_no_place():
+    """It is lowered for a TPU, whose chunks are written where the old ones are."""
+
+    def widened(updates, state, params=None):
+        state = jax.tree.map(
+            lambda m, u: 0.9 * m.astype(jnp.float32) + u, state, updates
+        )
+        return state, state
+
+    start = functools.partial(optax.tree.zeros_like, dtype=jnp.bfloat16)
+    rule = optax.chain(
+        optax.scale_by_adam(), optax.GradientTransformation(start, widened)
+    )
+    low = optax_mp.low_bit_state(rule, min_size=1)
+    params = {"w": jax.ShapeDtypeStruct((4096, 2048), jnp.float32)}
+    state = jax.eval_shape(low.init, params)
+    for way in LEAF_BY_LEAF:
+        traced = jax.jit(functools.partial(way, low)).trace(params, state, params)
+        traced.lower(lowering_platforms=("tpu",))
+
+
+def test_one_row_and_64_bit_types_are_not_tried(x64):
+    """Mosaic cannot lower them: a warning would be an error here."""
+    assert "tpu_custom_call" not in lowered(FORMS["5.1 bytes"](), "tpu")
+    jax.config.update("jax_enable_x64", False)
+    text = lowered(FORMS["5.1 bytes"](), "tpu", ((1, 8192),))
+    assert "tpu_custom_call" not in text
+
+
 def test_constants_of_the_optimizer_and_extra_arguments_reach_the_kernel():
     mask = jnp.arange(64.0 * 128).reshape(64, 128) % 3
 

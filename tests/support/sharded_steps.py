@@ -117,6 +117,79 @@ def where_nothing_is_known():
     assert {row.tpu for row in known.rows} == {"kernel"}
 
 
+def where_types_do_not_say_all():
+    """Over some axes of a mesh only, or of some arrays: nothing is gathered."""
+    tx, rows = compact(), PartitionSpec("a", "b")
+    kinds = [jax.sharding.AxisType[kind] for kind in ("Explicit", "Auto")]
+    some = jax.make_mesh((2, 4), ("a", "b"), axis_types=tuple(kinds))
+
+    def step(params, state, grads):
+        return optax_mp.take_step(tx, grads, state, params)
+
+    for mesh, of_grads in ((some, rows), (mesh_of("Explicit"), PartitionSpec())):
+        with jax.set_mesh(mesh):
+            params, grads = ({"w": arrays(i)["both"]} for i in (0, 1))
+            args = params, tx.init(params), grads
+            want = jax.jit(step)(*args)
+            placed = tuple(
+                jax.tree.map(
+                    lambda x, spec=spec, mesh=mesh: jax.device_put(
+                        x, NamedSharding(mesh, spec if x.ndim else PartitionSpec())
+                    ),
+                    arg,
+                )
+                for arg, spec in zip(args, (rows, rows, of_grads), strict=True)
+            )
+            compiled = jax.jit(step).lower(*placed).compile()
+            assert as_bits(compiled(*placed)) == as_bits(want)
+            assert not [name for name in COLLECTIVES if name in compiled.as_text()]
+            lowered = jax.jit(step).trace(*placed).lower(lowering_platforms=("tpu",))
+            assert "tpu_custom_call" not in lowered.as_text()
+
+
+def where_ranks_agree_on_a_skipped_step():
+    """An effect of the name of an axis, which is none on what is computed."""
+    names = ("a", "b")
+    tx = optax_mp.dynamic_loss_scale(compact(), axis_name=names)
+    params = {"w": jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)}
+    args = params, jax.eval_shape(tx.init, params), params
+    specs = jax.tree.map(
+        lambda x: PartitionSpec("a", "b") if x.ndim else PartitionSpec(), args
+    )
+
+    def step(params, state, grads):
+        return optax_mp.take_step(tx, grads, state, params)
+
+    with jax.set_mesh(mesh_of("Auto")):
+        sharded = jax.shard_map(step, in_specs=specs, out_specs=specs[:2])
+        traced = jax.jit(sharded).trace(*args)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        assert "tpu_custom_call" in text
+
+
+def where_a_part_is_manual():
+    """Types say in another way there what devices hold; chunks are not for it."""
+    tx = compact()
+    mesh = mesh_of("Auto")
+    params = {"w": jax.ShapeDtypeStruct((16384, 4096), jnp.float16)}
+    args = params, jax.eval_shape(tx.init, params), params
+    specs = jax.tree.map(
+        lambda x: PartitionSpec("a") if x.ndim else PartitionSpec(),
+        args,
+    )
+
+    def step(params, state, grads):
+        return optax_mp.take_step(tx, grads, state, params)
+
+    with jax.set_mesh(mesh):
+        for axes in ({"a"}, {"a", "b"}):
+            sharded = jax.shard_map(
+                step, in_specs=specs, out_specs=specs[:2], axis_names=axes
+            )
+            traced = jax.jit(sharded).trace(*args)
+            assert "stablehlo" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
 def assert_has_kernels(step, *args):
     lowered = jax.jit(step).trace(*args).lower(lowering_platforms=("tpu",))
     assert lowered.as_text().count("tpu_custom_call") >= 3
@@ -126,6 +199,9 @@ CHECKS = [
     where_shardings_are_given,
     where_types_say_it,
     where_nothing_is_known,
+    where_types_do_not_say_all,
+    where_a_part_is_manual,
+    where_ranks_agree_on_a_skipped_step,
 ]
 
 if __name__ == "__main__":
