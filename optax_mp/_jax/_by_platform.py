@@ -101,6 +101,7 @@ def _abstract(*args: Any, avals: Sequence[Any], **params: Any) -> list[Any]:
 
 
 def _batched(args: Any, axes: Any, *, anywhere: Function, **params: Any) -> Any:
+    """Return the outputs, and the axis of each; None for what is the same for all."""
     is_mapped = [axis is not None for axis in axes]
     one_of_each = [
         jnp.take(x, 0, axis) if mapped else x
