@@ -108,19 +108,24 @@ def quantize(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized:
     values = x.astype(jnp.float32)
     sizes = jnp.abs(values)
     scales = _round_scales_up(blocks.reduce(MAXIMUM, _bit_pattern(sizes)))
-    inverse = jnp.where(scales == 0, 0, 1 / scales)
+    # A division comes last, because XLA for CPUs computes one once for each block, and
+    # what it sees as cheap once for each value.
+    sign = jnp.where(scales == 0, 0.0, 1.0)
     if jnp.issubdtype(like.codes.dtype, jnp.signedinteger):
         # The sign of the inverse marks these blocks. A second array of flags would cost
         # another broadcast, and broadcasting takes most of the time.
         was_negative = blocks.reduce(MINIMUM, like.codes) < 0
-        inverse = jnp.where(was_negative, -inverse, inverse)
-    inverse = blocks.spread(inverse)
+        sign = jnp.where(was_negative, -sign, sign)
+    inverse = sign / jnp.where(scales == 0, 1, scales)
+    product = sizes * blocks.spread(inverse)
     largest = _largest_code(like.codes)
-    squares = jnp.clip(sizes * jnp.abs(inverse), 0, 1) * (largest * largest)
-    codes = _round_roots(squares, largest, key)
+    squares = jnp.minimum(jnp.abs(product), 1) * (largest * largest)
+    codes = _round_roots(squares, key)
     # 1 where zero is not allowed, as the docstring says.
-    smallest = ((squares > 0) & (inverse > 0)).astype(jnp.float32)
-    codes = jnp.where(values < 0, -codes, jnp.maximum(codes, smallest))
+    smallest = (product > 0).astype(jnp.float32)
+    codes = jnp.where(
+        values < 0, -codes, jnp.where(codes == 0, smallest, codes)
+    )
     return Quantized(codes.astype(like.codes.dtype), scales.astype(jnp.bfloat16))
 
 
@@ -130,17 +135,15 @@ def _round(x: jax.Array, dtype: DTypeLike, key: jax.Array | None) -> jax.Array:
     return round_stochastically(x, dtype, key).astype(dtype)
 
 
-def _round_roots(
-    squares: jax.Array, largest: float, key: jax.Array | None
-) -> jax.Array:
-    """Return the roots of numbers from 0 to `largest` squared, rounded to integers."""
+def _round_roots(squares: jax.Array, key: jax.Array | None) -> jax.Array:
+    """Return the roots of nonnegative numbers, rounded to integers."""
     if key is None:
         return jnp.round(jnp.sqrt(squares))
     # Probabilities are distances between squares, not between roots, so that the value
     # is right on average, and not its root. The next square is 2 * below + 1 away.
     below = jnp.floor(jnp.sqrt(squares))
     threshold = uniform_numbers(squares.shape, key) * (2 * below + 1)
-    return jnp.minimum(below + (squares - below * below > threshold), largest)
+    return below + (squares - below * below > threshold)
 
 
 def _largest_code(codes: jax.Array) -> float:

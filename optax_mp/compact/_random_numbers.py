@@ -80,8 +80,9 @@ def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     for axis in range(len(shape)):
         stride = math.prod(shape[axis + 1 :]) % 2**32
         positions += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
-    bits = _hash(positions ^ key.reshape(()))
-    return (bits >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+    bits = _hash(positions ^ key.reshape(())) >> 8
+    # As signed numbers, which all hardware converts to floats in one operation.
+    return lax.bitcast_convert_type(bits, jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
 def _hash(x: jax.Array) -> jax.Array:

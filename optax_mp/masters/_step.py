@@ -12,6 +12,7 @@ from jax import lax
 
 from optax_mp._arguments import check_given_params
 from optax_mp._dtypes import (
+    at_least_float32,
     check_available,
     difference,
     round_to,
@@ -162,7 +163,10 @@ class Step:
         check_target(storage, target, param, where)
         # The difference to the actual param, not to the previous target: an update that
         # is rounded to 16 bits can miss its target, and the next one makes up for it.
-        target = round_to(target, param.dtype)
+        if target.dtype == param.dtype:
+            target = target.astype(at_least_float32(target.dtype))
+        else:
+            target = round_to(target, param.dtype)
         update = difference(target, lax.convert_element_type(param, target.dtype))
         return new_stored, _cast_update(update, self._update_dtype_of_master(i))
 

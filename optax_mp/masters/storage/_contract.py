@@ -83,8 +83,8 @@ class Storage(Protocol):
         """Return (stored, target) for a step that brings the master to `master`.
 
         `stored` and `param` are those before the step. The param moves to `target`,
-        rounded to its dtype. The new `stored` has the structure, shapes and dtypes of
-        the old one.
+        rounded to its dtype if that is another. The new `stored` has the structure,
+        shapes and dtypes of the old one.
         """
         ...
 

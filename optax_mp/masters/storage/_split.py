@@ -1,6 +1,7 @@
 """Split: the 16-bit param is a part of its master, and only the rest is stored."""
 
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 
 import jax
@@ -14,6 +15,10 @@ _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 _SIGN = -(2**31)
 _INFINITY = 0x7F800000
 _LARGEST_BFLOAT16 = 0x7F7F0000
+
+
+# Jitted, so that it is traced once for all arrays of one shape and dtype.
+_traced_once = partial(jax.jit, static_argnums=0)
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,14 @@ class Split:
 
     def encode(self, master: jax.Array, param: jax.Array) -> jax.Array:
         """Return the remainder of the master, cut to the width of `bits`."""
+        return self._remainder(master, param.astype(jnp.float32), param.dtype)
+
+    def _remainder(
+        self, master: jax.Array, wide: jax.Array, dtype: jnp.dtype
+    ) -> jax.Array:
+        """Return what a master is beside a param of a dtype, given in float32."""
         largest = 2 ** (self.bits - 1) - 1
-        wide = param.astype(jnp.float32)
-        if param.dtype == _BFLOAT16:
+        if dtype == _BFLOAT16:
             unit = 1 << (16 - self.bits)
             pattern, base = _to_pattern(master), _to_pattern(wide)
             # Patterns count away from zero, for both signs. For a master of the other
@@ -104,6 +114,7 @@ class Split:
             low, high = jnp.float32(-largest), jnp.float32(largest)
         return lax.clamp(low, remainder, high).astype(f"int{self.bits}")
 
+    @_traced_once
     def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
         """Return the master, put together from the param and the remainder."""
         wide = param.astype(jnp.float32)
@@ -114,6 +125,7 @@ class Split:
         master = wide + stored.astype(jnp.float32) * self._unit_of(wide)
         return jnp.where(jnp.isfinite(wide), master, wide)
 
+    @_traced_once
     def advance(
         self, stored: jax.Array, param: jax.Array, master: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -126,8 +138,13 @@ class Split:
         reached = before + (target - before)
         # An infinite param stays, but inf - inf is NaN.
         reached = lax.select(lax.is_finite(before), reached, target)
-        landing = round_to(reached, param.dtype)
-        return self.encode(master, landing.astype(param.dtype)), landing
+        if param.dtype == _BFLOAT16:
+            # The target is in range, and what is reached rounds to nothing beyond.
+            landing = lax.reduce_precision(reached, exponent_bits=8, mantissa_bits=7)
+        else:
+            landing = round_to(reached, param.dtype)
+        remainder = self._remainder(master, landing, param.dtype)
+        return remainder, landing.astype(param.dtype)
 
     def _round(self, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Return the master rounded to the dtype; ties of bfloat16 away from zero."""
