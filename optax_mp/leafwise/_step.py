@@ -1,6 +1,6 @@
 """Take a step leaf by leaf: in one pass over each, where a platform has a kernel."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from optax_mp._jax._apart import apart
 from optax_mp._jax._arrays import is_traced_by_jit
 from optax_mp._jax._by_platform import Way, by_platform, kernel_obstacle
 from optax_mp._jax._jaxpr import open_jaxpr
@@ -24,6 +25,7 @@ from optax_mp.leafwise._cut import End, cut
 from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
 from optax_mp.leafwise._part import Piece, Shard
 from optax_mp.leafwise._program import Program, Value, read_output
+from optax_mp.leafwise._together import Team, TeamRun
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 _KERNELS = {"tpu": _tpu, "cuda": _gpu}
@@ -36,7 +38,7 @@ def run_leafwise(
     given: Any,
     kept: Any,
     shardings: Sequence[NamedSharding | None] = (),
-    platforms: Collection[str] = tuple(_KERNELS),
+    platforms: Collection[str] = (*_KERNELS, "cpu"),
 ) -> tuple[Any, Any]:
     """Return `step(given, kept)`, with the elementwise end of each leaf in one piece.
 
@@ -136,14 +138,27 @@ class CutStep:
         program.run(program.needed([*others, *reads]), known)
         results: dict[int, Any] = {}
         runners = _Runners(program, platforms)
-        for end in ends:
-            args = [known[value] for value in end.reads]
-            outputs = runners.run(end, args, self.shardings)
-            results.update(zip(end.outputs, outputs, strict=True))
+        for team in self._teams(known, platforms):
+            args = [known[value] for value in team.reads]
+            outputs = runners.run_team(team, args, self.shardings)
+            places = [i for end in team.ends for i in end.outputs]
+            results.update(zip(places, outputs, strict=True))
         for i, value in enumerate(program.outputs):
             if i not in at_ends:
                 results[i] = read_output(known, value)
         return self.traced.unflatten([results[i] for i in range(len(results))])
+
+    def _teams(self, known: dict[Value, Any], platforms: Collection[str]) -> list[Team]:
+        """Return the ends, together with those that they may be stacked with."""
+
+        def form(end: End) -> Hashable:
+            args = [known[value] for value in end.reads]
+            is_spread = Layout.find(end, args, self.shardings) is not None
+            return object() if is_spread else form_of(self.program, end)
+
+        if "cpu" not in platforms:
+            return [Team([end]) for end in self.ends]
+        return Team.find(self.ends, form)
 
     def obstacle(self, end: End, platform: str, is_sharded: bool) -> str | None:
         """Return why an end has no kernel on a platform; None if it has one.
@@ -197,6 +212,26 @@ class _Runners:
         self._program = program
         self._platforms = platforms
         self._known: dict[Any, Callable[..., list[Any]]] = {}
+
+    def run_team(
+        self, team: Team, args: Sequence[Any], shardings: Shardings
+    ) -> list[Any]:
+        """Return the outputs of the ends of a team, given what it reads."""
+        end, count, is_shared = team.ends[0], len(team.ends), team.is_shared
+        if count == 1:
+            return self.run(end, args, shardings)
+        form = form_of(self._program, end), count, is_shared
+        if form not in self._known:
+            each = TeamRun(lambda *args: self.run(end, args, {}), count, is_shared)
+            whole = TeamRun(run_whole(self._program, end), count, is_shared)
+            separately, stacked = jax.jit(each.separately), apart(whole.stacked)
+
+            def on_cpu(device_count: int, *args: Any) -> list[Any]:
+                # XLA would gather what is stacked from several devices.
+                return (stacked if device_count == 1 else separately)(*args)
+
+            self._known[form] = partial(by_platform, separately, {}, {"cpu": on_cpu})
+        return self._known[form](*args)
 
     def run(self, end: End, args: Sequence[Any], shardings: Shardings) -> list[Any]:
         """Return the outputs of an end."""
