@@ -123,9 +123,7 @@ def quantize(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized:
     codes = _round_roots(squares, key)
     # 1 where zero is not allowed, as the docstring says.
     smallest = (product > 0).astype(jnp.float32)
-    codes = jnp.where(
-        values < 0, -codes, jnp.where(codes == 0, smallest, codes)
-    )
+    codes = jnp.where(values < 0, -codes, jnp.where(codes == 0, smallest, codes))
     return Quantized(codes.astype(like.codes.dtype), scales.astype(jnp.bfloat16))
 
 

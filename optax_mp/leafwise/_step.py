@@ -109,6 +109,8 @@ class CutStep:
             return "arrays not traced by `jit` alone"
         if any(map(is_on_host, leaves)):
             return "state in host memory"
+        if jax.config.jax_check_tracer_leaks:
+            return "JAX looks for leaked tracers"
         with within_step():
             traced = TracedCall.of(lambda both: step(*both), (given, kept))
         if not _has_fixed_shapes(traced):

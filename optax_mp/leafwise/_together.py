@@ -21,10 +21,10 @@ from optax_mp.leafwise._cut import End
 from optax_mp.leafwise._program import Value
 
 Run = Callable[..., list[Any]]
-# What a stack of as many elements needs stays in a CPU's cache. A stack of many more
-# leaves takes longer to compile than several.
+# What a stack of as many elements needs stays in a CPU's cache. With fewer leaves in it,
+# steps are not faster than without; with more, it takes longer to compile than several.
 _MOST_ELEMENTS = 2**16
-_MOST_LEAVES = 32
+_FEWEST_LEAVES, _MOST_LEAVES = 8, 32
 _NARROW = {8: jnp.uint8, 16: jnp.uint16}
 
 
@@ -50,7 +50,7 @@ class Team:
             return [cls([end]) for end in ends]
         alike: dict[Any, list[End]] = {}
         for i, end in enumerate(ends):
-            is_large = 2 * prod(end.shape) > _MOST_ELEMENTS
+            is_large = _FEWEST_LEAVES * prod(end.shape) > _MOST_ELEMENTS
             alike.setdefault(i if is_large else form(end), []).append(end)
         return [team for same in alike.values() for team in cls._split(same)]
 

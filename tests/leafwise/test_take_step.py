@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparison import as_bits
+from comparison import as_bits, check_alike
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from optimizers import (
@@ -23,7 +23,7 @@ from slow_cases import mostly_slow
 
 import optax_mp
 from optax_mp._jax import _by_platform
-from optax_mp.leafwise import _chunks, _gpu, _step, _tpu
+from optax_mp.leafwise import _chunks, _gpu, _step, _tpu, _update
 from optax_mp.leafwise._kernel_part import cube_root
 from optax_mp.leafwise._part import Piece
 
@@ -198,23 +198,6 @@ def test_a_cube_root_in_kernels_is_right_to_two_units():
     np.testing.assert_array_equal(got.view(np.uint32), special.view(np.uint32))
 
 
-def check_alike(got, want, codes=1e-3):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        wide = [np.asarray(x).astype(np.float64) for x in (a, b)]
-        if a.dtype == jnp.float32:
-            np.testing.assert_allclose(*wide, rtol=1e-5, atol=1e-9)
-        else:
-            share = codes if a.dtype.itemsize == 1 else 2e-2
-            differing = wide[0] != wide[1]
-            assert differing.sum() <= max(4, share * differing.size), (a.dtype, a.shape)
-    masters = [
-        jax.tree.leaves(masters_of(params, state)) for params, state in (got, want)
-    ]
-    for a, b in zip(*masters, strict=True):
-        np.testing.assert_allclose(*map(np.asarray, (a, b)), rtol=1e-2, atol=1e-9)
-
-
 # Rows left over, of a group of each device; more axes; rows that groups do not divide;
 # one axis that chunks and blocks do not divide; a small one.
 CHUNKED = [(1096, 300), (4, 64, 256), (70, 256), (33, 4200), (20001,), (300,)]
@@ -268,10 +251,6 @@ def test_without_a_kernel_a_tpu_goes_by_chunks(monkeypatch):
         assert "stablehlo.while" not in lowered(FORMS["5.1 bytes"](), platform, shapes)
 
 
-def masters_of(params, state):
-    return optax_mp.master_params(state, params)
-
-
 def test_a_setting_leaves_all_to_xla(monkeypatch):
     monkeypatch.setenv("OPTAX_MP_KERNELS", "0")
     assert "tpu_custom_call" not in lowered(FORMS["5.1 bytes"](), "tpu")
@@ -319,8 +298,9 @@ def test_an_update_has_kernels_on_a_tpu_alone(monkeypatch):
     # In one of two branches, too.
     steps = optax.MultiSteps(FORMS["5.1 bytes"](), 2).gradient_transformation()
     assert "tpu_custom_call" in lowered(steps, "tpu", shapes, by_update)
-    # Where nothing is compiled for a TPU, the update is not traced for one.
+    # Where nothing is compiled for a TPU or a CPU, the update is not traced for them.
     monkeypatch.setattr(_by_platform, "may_compile_for_tpus", lambda: False)
+    monkeypatch.setattr(_update, "can_call_apart", lambda: False)
     assert "tpu_custom_call" not in lowered(form, "tpu", shapes, by_update)
 
 

@@ -1,7 +1,10 @@
 """Trees compared to the last bit, and by their types."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+import optax_mp
 
 
 def as_bits(tree):
@@ -23,3 +26,25 @@ def avals(tree):
         (leaf.dtype, leaf.shape, getattr(leaf, "weak_type", False))
         for leaf in jax.tree.leaves(tree)
     ]
+
+
+def check_alike(got, want, codes=1e-3):
+    """Check (params, state) where the last place of a sum may differ.
+
+    XLA makes one rounding of a product and a sum, or two, as it puts them into kernels.
+    """
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        wide = [np.asarray(x).astype(np.float64) for x in (a, b)]
+        if a.dtype == jnp.float32:
+            np.testing.assert_allclose(*wide, rtol=1e-5, atol=1e-9)
+        else:
+            share = codes if a.dtype.itemsize == 1 else 2e-2
+            differing = wide[0] != wide[1]
+            assert differing.sum() <= max(4, share * differing.size), (a.dtype, a.shape)
+    masters = [
+        jax.tree.leaves(optax_mp.master_params(state, params))
+        for params, state in (got, want)
+    ]
+    for a, b in zip(*masters, strict=True):
+        np.testing.assert_allclose(*map(np.asarray, (a, b)), rtol=1e-2, atol=1e-9)
