@@ -31,6 +31,11 @@ def compiles() -> bool:
     return not getattr(jax.config, "jax_disable_jit", False)
 
 
+def looks_for_leaks() -> bool:
+    """Return whether JAX raises for tracers that are kept, as `jax.checking_leaks`."""
+    return bool(getattr(jax.config, "jax_check_tracer_leaks", False))
+
+
 def is_traced_by_jit(x: Any) -> bool:
     """Return whether `x` is traced by `jit` only, and not by `vmap` or `grad`, too."""
     # By name, because this class is not in JAX's documented API.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from optax_mp._jax._apart import apart
-from optax_mp._jax._arrays import is_traced_by_jit
+from optax_mp._jax._arrays import is_traced_by_jit, looks_for_leaks
 from optax_mp._jax._by_platform import Way, by_platform, kernel_obstacle
 from optax_mp._jax._jaxpr import open_jaxpr
 from optax_mp._jax._memory import is_on_host
@@ -109,7 +109,7 @@ class CutStep:
             return "arrays not traced by `jit` alone"
         if any(map(is_on_host, leaves)):
             return "state in host memory"
-        if jax.config.jax_check_tracer_leaks:
+        if looks_for_leaks():
             return "JAX looks for leaked tracers"
         with within_step():
             traced = TracedCall.of(lambda both: step(*both), (given, kept))

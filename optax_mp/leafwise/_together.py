@@ -21,8 +21,8 @@ from optax_mp.leafwise._cut import End
 from optax_mp.leafwise._program import Value
 
 Run = Callable[..., list[Any]]
-# What a stack of as many elements needs stays in a CPU's cache. With fewer leaves in it,
-# steps are not faster than without; with more, it takes longer to compile than several.
+# What a stack of as many elements needs stays in a CPU's cache. With fewer leaves in it
+# no step is faster; with more it takes longer to compile than several.
 _MOST_ELEMENTS = 2**16
 _FEWEST_LEAVES, _MOST_LEAVES = 8, 32
 _NARROW = {8: jnp.uint8, 16: jnp.uint16}

@@ -30,6 +30,7 @@ FORMS = {
     "stochastic rounding": lambda: optax_mp.stochastic_rounding(
         optax_mp.low_bit_state(optax.adamw(1e-2), min_size=1)
     ),
+    "float16": compact,
     "one by one": lambda: compact(optax.lamb(1e-2)),
 }
 # Vectors, scalars and empty ones, and one that is like no other.
@@ -64,18 +65,19 @@ def trained(way, tx, dtype, steps=3):
 
 
 @stacks
-@mostly_slow("dtype", ["bfloat16", "float16"], lambda dtype: dtype == "bfloat16")
 @mostly_slow("form", FORMS, lambda form: form in ("5.1 bytes", "one by one"))
 @pytest.mark.parametrize("way", [optax_mp.take_step, by_update])
-def test_stacks_change_nothing(way, form, dtype, monkeypatch):
+def test_stacks_change_nothing(way, form, monkeypatch):
     tx = FORMS[form]()
+    dtype = "float16" if form == "float16" else "bfloat16"
     monkeypatch.setattr(_together, "_MOST_LEAVES", 4)
     got, text = trained(way, tx, dtype)
     assert " call(" in text
     monkeypatch.setattr(_together, "can_call_apart", lambda: False)
     want, text = trained(way, tx, dtype)
     assert " call(" not in text
-    check_alike(got, want)
+    # What is left of a master is its last places.
+    check_alike(got, want, codes=5e-3, wider=6e-2)
 
 
 @stacks

@@ -126,7 +126,7 @@ def where_leaves_are_alike():
         return optax_mp.take_step(tx, grads, state, params)
 
     rng = np.random.default_rng(0)
-    made = rng.normal(size=(2, count, 64, 64))
+    made = rng.normal(size=(2, count, 64, 128))
     placed = NamedSharding(mesh_of("Auto"), PartitionSpec("a", "b"))
     params, grads = (
         {f"p{i}": jnp.asarray(x, "bfloat16") for i, x in enumerate(xs)} for xs in made
