@@ -107,7 +107,8 @@ class TeamRun:
         stacks = [column[0] if same else _stack(column) for column, same in columns]
         in_axes = [None if same else 0 for same in self.is_shared]
         # Apart, or XLA would compute all of it again for each part of the stack.
-        outputs = apart(jax.vmap(self.run_one, in_axes))(*stacks)
+        run = jax.vmap(self.run_one, in_axes, axis_size=self.count)
+        outputs = apart(run)(*stacks)
         rows = zip(*map(_unstack, outputs), strict=True)
         return [x for row in rows for x in row]
 

@@ -32,6 +32,8 @@ FORMS = {
     ),
     "float16": compact,
     "one by one": lambda: compact(optax.lamb(1e-2)),
+    # Some of its ends read nothing.
+    "constants": lambda: compact(optax.adafactor(1e-2)),
 }
 # Vectors, scalars and empty ones, and one that is like no other.
 SHAPES = [(16, 96)] * 9 + [(33,)] * 3 + [()] * 3 + [(0, 4)] * 3 + [(2, 3, 40)]
@@ -65,7 +67,7 @@ def trained(way, tx, dtype, steps=3):
 
 
 @stacks
-@mostly_slow("form", FORMS, lambda form: form in ("5.1 bytes", "one by one"))
+@mostly_slow("form", FORMS, lambda form: form in ("5.1 bytes", "one by one", "constants"))
 @pytest.mark.parametrize("way", [optax_mp.take_step, by_update])
 def test_stacks_change_nothing(way, form, monkeypatch):
     tx = FORMS[form]()
