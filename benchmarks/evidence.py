@@ -245,7 +245,7 @@ def wanted_rows(records: Records) -> list[record.Row]:
                 "of": table.split(",")[0],
                 "wanted at most": f"{most:g}",
                 "measured": record.cell(column, found),
-                "met": "yes" if found <= most else "**no**",
+                "met": "yes" if round(found, 2) <= most else "**no**",
             }
         )
     return rows
