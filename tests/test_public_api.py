@@ -52,6 +52,23 @@ def test_importing_starts_no_backend():
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
+def test_describing_a_step_starts_no_backend():
+    """`jax.distributed.initialize` may come after it."""
+    code = """
+import jax, optax, optax_mp
+inner = optax_mp.low_bit_state(optax.adam(1e-3))
+tx = optax_mp.mixed_precision(inner, storage=optax_mp.Split(8))
+params = {"w": jax.ShapeDtypeStruct((64, 64), "bfloat16")}
+state = jax.eval_shape(tx.init, params)
+jax.eval_shape(tx.update, params, state, params)
+jax.config.update("jax_num_cpu_devices", 3)
+assert jax.device_count() == 3
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment["JAX_PLATFORMS"] = "cpu"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
 def test_the_version_is_that_of_the_installed_package():
     assert importlib.metadata.version("optax_mp") == optax_mp.__version__
 

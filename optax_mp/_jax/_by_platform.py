@@ -9,6 +9,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
@@ -191,6 +192,21 @@ def may_compile_for_tpus() -> bool:
     """Return whether this process can compile programs for TPUs."""
     has_compiler = find_spec("libtpu") or os.environ.get("TPU_LIBRARY_PATH")
     return _HAS_KERNELS and bool(has_compiler)
+
+
+def compiles_for_cpus() -> bool:
+    """Return whether a CPU is what this process compiles for, if nothing is said.
+
+    To ask JAX for its default backend would start it.
+    """
+    chosen = getattr(jax.config, "jax_platforms", None)
+    return chosen.split(",")[0] == "cpu" if chosen else not _has_plugins()
+
+
+@functools.cache
+def _has_plugins() -> bool:
+    """Return whether there are plugins of JAX, as for GPUs."""
+    return bool(entry_points(group="jax_plugins"))
 
 
 def kernel_obstacle() -> str | None:

@@ -27,7 +27,8 @@ def leafwise_update(update: optax.TransformUpdateExtraArgsFn) -> Any:
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         pays = kernel_obstacle() is None and (
-            _by_platform.may_compile_for_tpus() or _compiles_for_cpus()
+            _by_platform.may_compile_for_tpus()
+            or (can_call_apart() and _by_platform.compiles_for_cpus())
         )
         # A function, as for a line search, may change what is around it.
         if not pays or any(map(callable, jax.tree.leaves(extra_args))):
@@ -42,8 +43,3 @@ def leafwise_update(update: optax.TransformUpdateExtraArgsFn) -> Any:
         return run_leafwise(step, given, state, platforms=("tpu", "cpu"))
 
     return update_fn
-
-
-def _compiles_for_cpus() -> bool:
-    """Return whether small leaves can be taken together, and this is where they are."""
-    return can_call_apart() and jax.default_backend() == "cpu"

@@ -23,7 +23,7 @@ from slow_cases import mostly_slow
 
 import optax_mp
 from optax_mp._jax import _by_platform
-from optax_mp.leafwise import _chunks, _gpu, _step, _tpu, _update
+from optax_mp.leafwise import _chunks, _gpu, _step, _tpu
 from optax_mp.leafwise._kernel_part import cube_root
 from optax_mp.leafwise._part import Piece
 
@@ -300,7 +300,7 @@ def test_an_update_has_kernels_on_a_tpu_alone(monkeypatch):
     assert "tpu_custom_call" in lowered(steps, "tpu", shapes, by_update)
     # Where nothing is compiled for a TPU or a CPU, the update is not traced for them.
     monkeypatch.setattr(_by_platform, "may_compile_for_tpus", lambda: False)
-    monkeypatch.setattr(_update, "can_call_apart", lambda: False)
+    monkeypatch.setattr(_by_platform, "_has_plugins", lambda: True)
     assert "tpu_custom_call" not in lowered(form, "tpu", shapes, by_update)
 
 

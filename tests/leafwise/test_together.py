@@ -67,7 +67,9 @@ def trained(way, tx, dtype, steps=3):
 
 
 @stacks
-@mostly_slow("form", FORMS, lambda form: form in ("5.1 bytes", "one by one", "constants"))
+@mostly_slow(
+    "form", FORMS, lambda form: form in ("5.1 bytes", "one by one", "constants")
+)
 @pytest.mark.parametrize("way", [optax_mp.take_step, by_update])
 def test_stacks_change_nothing(way, form, monkeypatch):
     tx = FORMS[form]()
