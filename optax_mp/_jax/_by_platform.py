@@ -170,7 +170,7 @@ def _lower_on(platform: int, context: Any, *args: Any, **params: Any) -> Any:
                 return mlir.lower_fun(function, multiple_results=True)(context, *args)
         except Exception as error:
             _warn_once(f"{type(error).__name__}: {error}".splitlines()[0])
-    if without_kernel is not None and _may_be_cut(module, context.avals_in):
+    if without_kernel is not None and _may_be_cut(module, name, context.avals_in):
         function = functools.partial(without_kernel, _device_count(module.axis_context))
         return mlir.lower_fun(function, multiple_results=True)(context, *args)
     return _lower(context, *args, **params)
@@ -230,8 +230,11 @@ def _may_have_kernels(module: Any, platform: str) -> bool:
     return _device_count(module.axis_context) == 1
 
 
-def _may_be_cut(module: Any, avals: Sequence[Any]) -> bool:
+def _may_be_cut(module: Any, platform: str, avals: Sequence[Any]) -> bool:
     """Return whether types say nothing of devices, which would be wrong for parts."""
+    # An exported program for one device may be called on several. A CPU would gather.
+    if platform == "cpu" and module.lowering_parameters.for_export:
+        return False
     is_whole_program = hasattr(module.axis_context, "num_devices")
     meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in avals]
     return is_whole_program and not any(map(has_explicit_axes, meshes))

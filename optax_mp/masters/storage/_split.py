@@ -139,7 +139,7 @@ class Split:
         # An infinite param stays, but inf - inf is NaN.
         reached = lax.select(lax.is_finite(before), reached, target)
         if param.dtype == _BFLOAT16:
-            # The target is in range, and what is reached rounds to nothing beyond.
+            # Nothing to saturate: the target is in range.
             landing = lax.reduce_precision(reached, exponent_bits=8, mantissa_bits=7)
         else:
             landing = round_to(reached, param.dtype)
