@@ -1,6 +1,6 @@
 """A jaxpr as one list of equations, with calls of `jit` opened."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,14 +128,22 @@ class Program:
         (equation,) = jax.make_jaxpr(lax.select_n)(index, *avals).eqns
         return self._add(equation, [which, *cases])[0]
 
-    def needed(self, values: Sequence[Any]) -> list[int]:
-        """Return the places of the equations that these values hang on, in order."""
+    def needed(
+        self, values: Sequence[Any], among: Container[int] | None = None
+    ) -> list[int]:
+        """Return the places of the equations that these values hang on, in order.
+
+        Args:
+            values: the values.
+            among: look at the equations at these places alone.
+        """
         found: set[int] = set()
         stack = list(values)
         while stack:
             value = stack.pop()
             if isinstance(value, Value) and value.made_at is not None:
-                if value.made_at not in found:
+                is_among = among is None or value.made_at in among
+                if is_among and value.made_at not in found:
                     found.add(value.made_at)
                     stack.extend(self.nodes[value.made_at].inputs)
         return sorted(found)

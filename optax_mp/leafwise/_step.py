@@ -22,6 +22,7 @@ from optax_mp.leafwise import _chunks, _gpu, _tpu
 from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._blocks import is_block_operation
 from optax_mp.leafwise._cut import End, cut
+from optax_mp.leafwise._in_turn import Turns, is_packed
 from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
 from optax_mp.leafwise._part import Piece, Shard
 from optax_mp.leafwise._program import Program, Value, read_output
@@ -102,7 +103,7 @@ class CutStep:
             shardings: how the leaves of `kept` are sharded.
         """
         leaves = jax.tree.leaves((given, kept))
-        if not any(map(_is_packed, leaves)):
+        if not any(is_array(x) and is_packed(x) for x in leaves):
             return "nothing in few bits"
         # Under `vmap` or `grad` there is no kernel. What is known stays known.
         if not all(is_traced_by_jit(x) for x in leaves if is_dynamic(x)):
@@ -139,10 +140,13 @@ class CutStep:
         reads = [value for end in ends for value in end.reads]
         program.run(program.needed([*others, *reads]), known)
         results: dict[int, Any] = {}
-        runners = _Runners(program, platforms)
+        runners, turns = _Runners(program, platforms), Turns(program)
         for team in self._teams(known, platforms):
             args = [known[value] for value in team.reads]
-            outputs = runners.run_team(team, args, self.shardings)
+            run = partial(runners.run_team, team, shardings=self.shardings)
+            if len(team.ends) == 1 and "cpu" in platforms:
+                run = partial(turns.run, team.ends[0], run)
+            outputs = run(args)
             places = [i for end in team.ends for i in end.outputs]
             results.update(zip(places, outputs, strict=True))
         for i, value in enumerate(program.outputs):
@@ -196,15 +200,6 @@ def _is_seen(effect: Any) -> bool:
 def _are_alike(new: Any, old: Value) -> bool:
     """Return whether a value can be written where another one is."""
     return (new.aval.shape, new.aval.dtype) == (old.aval.shape, old.aval.dtype)
-
-
-def _is_packed(leaf: Any) -> bool:
-    """Return whether an array holds codes, or the bits that a param lacks."""
-    return (
-        is_array(leaf)
-        and jnp.issubdtype(leaf.dtype, jnp.integer)
-        and leaf.dtype.itemsize < 4
-    )
 
 
 class _Runners:

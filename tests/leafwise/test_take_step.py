@@ -300,7 +300,7 @@ def test_an_update_has_kernels_on_a_tpu_alone(monkeypatch):
     assert "tpu_custom_call" in lowered(steps, "tpu", shapes, by_update)
     # Where nothing is compiled for a TPU or a CPU, the update is not traced for them.
     monkeypatch.setattr(_by_platform, "may_compile_for_tpus", lambda: False)
-    monkeypatch.setattr(_by_platform, "_has_plugins", lambda: True)
+    monkeypatch.setattr(_by_platform, "compiles_for_cpus", lambda: False)
     assert "tpu_custom_call" not in lowered(form, "tpu", shapes, by_update)
 
 

@@ -15,6 +15,9 @@ _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 _SIGN = -(2**31)
 _INFINITY = 0x7F800000
 _LARGEST_BFLOAT16 = 0x7F7F0000
+# What is added to a param's pattern and its remainder, so that as a float32 they are
+# not subnormal, which CPUs flush to zero. A bfloat16 is small only if its master is.
+_LOWEST_FLOAT = {_BFLOAT16: 0, jnp.dtype(jnp.float16): 0x00800000}
 
 
 # Jitted, so that it is traced once for all arrays of one shape and dtype.
@@ -130,7 +133,6 @@ class Split:
         self, stored: jax.Array, param: jax.Array, master: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return the new remainder, and the param that it was taken against."""
-        master = _write_out_on_cpu(master, stored)
         # The param moves by a float32 sum, which cannot reach every value. So the
         # remainder is taken against the value that this sum will land on.
         before = param.astype(jnp.float32)
@@ -144,7 +146,7 @@ class Split:
         else:
             landing = round_to(reached, param.dtype)
         remainder = self._remainder(master, landing, param.dtype)
-        return remainder, landing.astype(param.dtype)
+        return _written_out_on_cpu(remainder, landing, param.dtype, stored)
 
     def _round(self, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Return the master rounded to the dtype; ties of bfloat16 away from zero."""
@@ -178,18 +180,38 @@ def _drop_invalid(remainder: jax.Array, base: jax.Array) -> jax.Array:
     return jnp.where(magnitude < _INFINITY, remainder, 0)
 
 
-def _write_out_on_cpu(master: jax.Array, stored: jax.Array) -> jax.Array:
-    """Return `master`, in a form that XLA's CPU backend computes only once.
+def _written_out_on_cpu(
+    remainder: jax.Array, landing: jax.Array, dtype: jnp.dtype, stored: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return a remainder and its param, which XLA's CPU backend computes only once.
 
     XLA's CPU kernels have one output each. Both outputs of a step, the param and the
-    remainder, overwrite what both are computed from: XLA would compute the master twice
-    and copy everything that it is computed from. But XLA never computes a division
-    twice. The divisor here is always 1, which XLA cannot know. On GPUs and TPUs the
-    division is free, because the step is limited by memory.
+    remainder, overwrite what both are computed from: XLA would compute everything twice
+    and copy what it is computed from. But XLA never computes a division twice. So both
+    are put together into one float, which is divided by 1, as XLA cannot know. On GPUs
+    and TPUs the division is free, because the step is limited by memory.
     """
     beyond = 2**17  # larger than any 16-bit remainder
     ones = lax.max(stored.astype(jnp.int32), jnp.int32(beyond)) - (beyond - 1)
-    return master / ones.astype(jnp.float32)
+    upper, lowest = _to_upper_half(landing, dtype), _LOWEST_FLOAT[dtype]
+    pair = _to_float((upper | (remainder.astype(jnp.int32) & 0xFFFF)) + lowest)
+    pair = _to_pattern(pair / ones.astype(jnp.float32)) - lowest
+    written = ((pair << 16) >> 16).astype(remainder.dtype)
+    return written, _from_upper_half(pair, dtype)
+
+
+def _to_upper_half(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return the pattern of `x` in a 16-bit dtype, as the upper half of an int32."""
+    if dtype == _BFLOAT16:
+        return _to_pattern(x)
+    return lax.bitcast_convert_type(x.astype(dtype), jnp.int16).astype(jnp.int32) << 16
+
+
+def _from_upper_half(pattern: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return in a 16-bit dtype what has this pattern in the upper half of an int32."""
+    if dtype == _BFLOAT16:
+        return _to_float(pattern & -0x10000).astype(dtype)
+    return lax.bitcast_convert_type((pattern >> 16).astype(jnp.int16), dtype)
 
 
 def _to_pattern(x: jax.Array) -> jax.Array:
