@@ -136,8 +136,12 @@ def _bitcast(x: jax.Array, old: Any, new: Any) -> jax.Array:
     """Return the bits of `x` as another dtype of the same width."""
     if old.itemsize == 4:
         return lax.bitcast_convert_type(x, new)
-    if jnp.float16 in (old, new):
-        raise NotImplementedError("a kernel does not take float16 as bits")
+    # Of the kernels, only those in Triton hold a float16.
+    if old == jnp.float16:
+        bits = lax.bitcast_convert_type(x.astype(old), jnp.int16)
+        return _as(new, bits.astype(jnp.int32))
+    if new == jnp.float16:
+        return lax.bitcast_convert_type(x.astype(jnp.int16), new).astype(jnp.float32)
     # A bfloat16 is the upper half of a float32.
     if old == jnp.bfloat16:
         return _as(new, lax.bitcast_convert_type(x, jnp.int32) >> 16)
@@ -178,6 +182,14 @@ def _round(x: jax.Array, method: Any) -> jax.Array:
 
 
 def _reduce_precision(x: jax.Array, params: Any) -> jax.Array:
-    if (params["exponent_bits"], params["mantissa_bits"]) != (8, 7):
-        raise NotImplementedError(f"a kernel rounds to bfloat16 only, not {params}")
-    return x.astype(jnp.bfloat16).astype(jnp.float32)
+    """Round float32 `x` to fewer bits, which neither has an operation for."""
+    if params["exponent_bits"] != jnp.finfo(x.dtype).nexp or x.dtype != jnp.float32:
+        raise NotImplementedError(f"a kernel does not round {x.dtype} to {params}")
+    dropped = 23 - params["mantissa_bits"]
+    if dropped == 16:
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+    pattern = lax.bitcast_convert_type(x, jnp.int32)
+    is_odd = (pattern >> dropped) & 1
+    pattern = (pattern + ((1 << dropped - 1) - 1) + is_odd) & -(1 << dropped)
+    rounded = lax.bitcast_convert_type(pattern, jnp.float32)
+    return jnp.where(jnp.isnan(x), x, rounded)

@@ -61,6 +61,7 @@ FORMS = {
     ),
     "muon": lambda: compact(optax.contrib.muon(1e-2)),
     "madgrad": lambda: compact(optax.contrib.madgrad(1e-2)),
+    "float16": lambda: compact(ADAMW()),
 }
 # How many codes may differ, where it is more than one in a thousand: each step computes
 # the params anew, so that the last place of any sum shows.
@@ -96,11 +97,15 @@ def uncut(tx, grads, state, params, **extra):
 LEAF_BY_LEAF = [optax_mp.take_step, by_update]
 
 
-def trained(step, tx, steps=3, shapes=SHAPES):
-    params = random_tree(0, shapes=shapes)
+def dtype_of(form):
+    return "float16" if form == "float16" else "bfloat16"
+
+
+def trained(step, tx, steps=3, shapes=SHAPES, dtype="bfloat16"):
+    params = random_tree(0, dtype, shapes=shapes)
     state = tx.init(params)
     for i in range(steps):
-        grads = random_tree(i + 1, scale=0.1, shapes=shapes)
+        grads = random_tree(i + 1, dtype, scale=0.1, shapes=shapes)
         params, state = step(grads, state, params)
     return params, state
 
@@ -133,8 +138,8 @@ def test_every_form_is_cut_without_a_change(form, way):
     tx = FORMS[form]()
     # optax's muon divides by the size of an array.
     shapes = SHAPES[:-1] if form == "muon" else SHAPES
-    want = trained(jax.jit(functools.partial(uncut, tx)), tx, 3, shapes)
-    got = trained(jax.jit(functools.partial(way, tx)), tx, 3, shapes)
+    want = trained(jax.jit(functools.partial(uncut, tx)), tx, 3, shapes, dtype_of(form))
+    got = trained(jax.jit(functools.partial(way, tx)), tx, 3, shapes, dtype_of(form))
     if form != "muon":
         assert as_bits(got) == as_bits(want)
         return
@@ -152,6 +157,7 @@ def test_every_form_is_cut_without_a_change(form, way):
         for platform in KERNELS
         for shapes in (SHAPES[:4:2], SHAPES)
         if form == "5.1 bytes" or shapes != SHAPES
+        if (form, platform) != ("float16", "tpu")
     ],
     lambda form, platform, shapes: form == "5.1 bytes" and shapes != SHAPES,
 )
@@ -164,7 +170,9 @@ def test_a_kernel_does_the_same(form, platform, shapes, monkeypatch):
     # So that XLA rounds to 16 bits where the program says so, as a kernel does.
     exactly = {"xla_allow_excess_precision": False}
     compiled = functools.partial(jax.jit, compiler_options=exactly)
-    want = trained(compiled(functools.partial(uncut, tx)), tx, 2, shapes)
+    want = trained(
+        compiled(functools.partial(uncut, tx)), tx, 2, shapes, dtype_of(form)
+    )
 
     def interpreted(program, end, piece, platforms):
         kernel = KERNELS[platform]
@@ -181,7 +189,13 @@ def test_a_kernel_does_the_same(form, platform, shapes, monkeypatch):
 
     run_piece = _step.run_piece
     monkeypatch.setattr(_step, "run_piece", interpreted)
-    got = trained(compiled(functools.partial(optax_mp.take_step, tx)), tx, 2, shapes)
+    got = trained(
+        compiled(functools.partial(optax_mp.take_step, tx)),
+        tx,
+        2,
+        shapes,
+        dtype_of(form),
+    )
     assert ran
     check_alike(got, want, CODES.get(form, 1e-3))
 
@@ -220,7 +234,9 @@ def test_chunks_do_the_same(form, device_count, monkeypatch):
     tx, ran = FORMS[form](), []
     exactly = {"xla_allow_excess_precision": False}
     compiled = functools.partial(jax.jit, compiler_options=exactly)
-    want = trained(compiled(functools.partial(uncut, tx)), tx, 2, CHUNKED)
+    want = trained(
+        compiled(functools.partial(uncut, tx)), tx, 2, CHUNKED, dtype_of(form)
+    )
     monkeypatch.setattr(_chunks, "_COUNT", 2**13)
 
     def in_chunks(program, end, piece, platforms):
@@ -236,7 +252,13 @@ def test_chunks_do_the_same(form, device_count, monkeypatch):
 
     run_piece = _step.run_piece
     monkeypatch.setattr(_step, "run_piece", in_chunks)
-    got = trained(compiled(functools.partial(optax_mp.take_step, tx)), tx, 2, CHUNKED)
+    got = trained(
+        compiled(functools.partial(optax_mp.take_step, tx)),
+        tx,
+        2,
+        CHUNKED,
+        dtype_of(form),
+    )
     assert set(ran) == set(CHUNKED[: -1 if device_count == 1 else 1])
     check_alike(got, want, CODES.get(form, 1e-3))
 
@@ -256,8 +278,10 @@ def test_a_setting_leaves_all_to_xla(monkeypatch):
     assert "tpu_custom_call" not in lowered(FORMS["5.1 bytes"](), "tpu")
 
 
-def lowered(tx, platform, shapes=((64, 8192),), way=optax_mp.take_step):
-    params = random_tree(0, shapes=shapes)
+def lowered(
+    tx, platform, shapes=((64, 8192),), way=optax_mp.take_step, dtype="bfloat16"
+):
+    params = random_tree(0, dtype, shapes=shapes)
     step = functools.partial(way, tx)
     state = jax.eval_shape(tx.init, params)
     with a_gpu():
@@ -286,6 +310,14 @@ def test_a_platform_has_one_kernel_for_each_leaf(platform):
     assert CALLS[platform] not in lowered(FORMS["5.1 bytes"](), "cpu")
     # Small leaves.
     assert CALLS[platform] not in lowered(FORMS["5.1 bytes"](), platform, ((8, 8),))
+
+
+@makes_kernels
+@pytest.mark.parametrize("form", ["5.1 bytes", "split"])
+def test_a_gpu_has_kernels_for_float16_and_a_tpu_none(form):
+    for platform in CALLS:
+        text = lowered(FORMS[form](), platform, dtype="float16")
+        assert (CALLS[platform] in text) == (platform == "cuda")
 
 
 @makes_kernels
