@@ -18,8 +18,8 @@ def leafwise_update(update: optax.TransformUpdateExtraArgsFn) -> Any:
 
     The param that follows from it is computed elsewhere, in one more pass. So kernels
     are worth it on a TPU only, where XLA alone passes over what is packed several
-    times. On a CPU small leaves are taken together. To trace a step twice takes time,
-    so it is not done where nothing is for either.
+    times. On a CPU small leaves are taken together, and large ones in turn. To trace a
+    step twice takes time, so it is not done where nothing is for either.
     """
 
     @functools.wraps(update)
