@@ -11,7 +11,7 @@
 - `_part`: evaluate elementwise equations on a part of a leaf.
 - `_kernel_part`: the same inside a kernel, where some operations do not exist.
 - `_chunks`: the way of a TPU without a kernel.
-- `_together`: the way of a CPU with small leaves.
+- `_together`, `_in_turn`: the ways of a CPU with small leaves, and with large ones.
 - `_tpu`, `_tile`, `_gpu`: the kernels. Add another platform here.
 
 `offload` takes steps whose state is in host memory:

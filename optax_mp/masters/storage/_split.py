@@ -17,7 +17,7 @@ _INFINITY = 0x7F800000
 _LARGEST_BFLOAT16 = 0x7F7F0000
 # What is added to a param's pattern and its remainder, so that as a float32 they are
 # not subnormal, which CPUs flush to zero. A bfloat16 is small only if its master is.
-_LOWEST_FLOAT = {_BFLOAT16: 0, jnp.dtype(jnp.float16): 0x00800000}
+_LOWEST_FLOAT = {_BFLOAT16: 0, jnp.dtype(jnp.float16): 0x01000000}
 
 
 # Jitted, so that it is traced once for all arrays of one shape and dtype.
@@ -188,16 +188,21 @@ def _written_out_on_cpu(
     XLA's CPU kernels have one output each. Both outputs of a step, the param and the
     remainder, overwrite what both are computed from: XLA would compute everything twice
     and copy what it is computed from. But XLA never computes a division twice. So both
-    are put together into one float, which is divided by 1, as XLA cannot know. On GPUs
-    and TPUs the division is free, because the step is limited by memory.
+    are put together into one float, which is divided by 1, as XLA cannot know, and read
+    off the quotient. On GPUs and TPUs the division is free, because the step is limited
+    by memory; if it missed by a last place, the master would have moved by as much.
     """
     beyond = 2**17  # larger than any 16-bit remainder
     ones = lax.max(stored.astype(jnp.int32), jnp.int32(beyond)) - (beyond - 1)
-    upper, lowest = _to_upper_half(landing, dtype), _LOWEST_FLOAT[dtype]
-    pair = _to_float((upper | (remainder.astype(jnp.int32) & 0xFFFF)) + lowest)
-    pair = _to_pattern(pair / ones.astype(jnp.float32)) - lowest
-    written = ((pair << 16) >> 16).astype(remainder.dtype)
-    return written, _from_upper_half(pair, dtype)
+    shift = 16 - jnp.iinfo(remainder.dtype).bits
+    lowest = _LOWEST_FLOAT[dtype]
+    both = _to_upper_half(landing, dtype) + (remainder.astype(jnp.int32) << shift)
+    written = _to_float(both + lowest) / ones.astype(jnp.float32)
+    both = _to_pattern(written) - lowest
+    # There is no remainder beside NaN, of which a division may fill all bits.
+    lower = jnp.where(jnp.isfinite(written), (both << 16) >> 16, 0)
+    remainder = ((lower + (1 << shift) // 2) >> shift).astype(remainder.dtype)
+    return remainder, _from_upper_half(both - lower, dtype)
 
 
 def _to_upper_half(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
