@@ -53,6 +53,11 @@ class End:
     obstacle: str | None
 
 
+def is_packed(x: Any) -> bool:
+    """Return whether an array holds codes, or the bits that a param lacks."""
+    return jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4
+
+
 def cut(program: Program, replaced: dict[int, int]) -> list[End]:
     """Return the ends of a program.
 
@@ -124,7 +129,7 @@ def _obstacle(
     program: Program, outputs: Collection[int], shape: tuple[int, ...]
 ) -> str | None:
     """Return why a kernel would not pay."""
-    if not _is_packed(program, outputs):
+    if not _has_integers(program, outputs):
         return "nothing in few bits"
     if math.prod(shape) < _SMALLEST_SIZE:
         return f"under {_SMALLEST_SIZE} elements"
@@ -143,7 +148,7 @@ def _entangled(nodes: list[Node], shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def _is_packed(program: Program, outputs: Collection[int]) -> bool:
+def _has_integers(program: Program, outputs: Collection[int]) -> bool:
     """Return whether an output has codes. Floats XLA puts into one kernel itself."""
     dtypes = [program.outputs[i].aval.dtype for i in outputs]
     return any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)

@@ -2,7 +2,7 @@
 
 XLA for CPUs orders a program by what hangs on what, and begins all leaves at a time. So
 it would keep what it computes in between for all of them, and copy codes that it has
-overwritten before their last use. To ask for memory costs more there than to compute.
+overwritten before their last use. New memory costs a CPU more than computing on it.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -10,13 +10,12 @@ from math import prod
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from optax_mp._jax._in_turn import after, done_with
-from optax_mp.leafwise._cut import End
+from optax_mp._jax._order import after, done_with
+from optax_mp.leafwise._cut import End, is_packed
 from optax_mp.leafwise._program import Program
 
-# Leaves of as many elements are not worth it.
+# Leaves of at most this many elements are not worth it.
 _SMALL = 2**13
 # How many elements may be under way. What a part of them needs stays in a CPU's cache,
 # and they keep its cores busy.
@@ -47,9 +46,10 @@ class Turns:
             args: what it reads.
         """
         size = prod(end.shape)
+        # For outputs that are codes, the old codes among what the end reads.
         codes = {i: k for i, k in end.replaced.items() if is_packed(end.reads[k].aval)}
-        last = self._last_output(end, codes.values()) if size > _SMALL else None
-        if last is None:
+        telling = self._telling_output(end, codes.values()) if size > _SMALL else None
+        if telling is None:
             return run(args)
         args = list(args)
         for begun, done in reversed(self._ends):
@@ -57,18 +57,18 @@ class Turns:
                 _wait(done, args, codes.values())
                 break
         outputs = run(args)
-        done = done_with(outputs[last])
+        done = done_with(outputs[telling])
         # Codes are overwritten when those before them were read for the last time.
-        _wait(done, outputs, codes.keys() - {last})
+        _wait(done, outputs, codes.keys() - {telling})
         self._ends.append((self._begun, done))
         self._begun += size
         return outputs
 
-    def _last_output(self, end: End, codes: Collection[int]) -> int | None:
-        """Return an output that hangs on all codes, and is written in place.
+    def _telling_output(self, end: End, codes: Collection[int]) -> int | None:
+        """Return an output that is computed from all codes, and written in place.
 
-        An array that is not written in place might not be written at all, but be
-        computed where it is read.
+        When it is done, they have been read. An array that is not written in place
+        might not be written at all, but be computed where it is read.
         """
         for i in end.replaced if codes else ():
             output = self._program.outputs[end.outputs[i]]
@@ -78,11 +78,6 @@ class Turns:
             if is_whole and {end.reads[k] for k in codes} <= set(reads):
                 return i
         return None
-
-
-def is_packed(x: Any) -> bool:
-    """Return whether an array holds codes, or the bits that a param lacks."""
-    return jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4
 
 
 def _wait(done: jax.Array, arrays: list[Any], places: Collection[int]) -> None:

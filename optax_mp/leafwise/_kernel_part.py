@@ -51,7 +51,7 @@ class KernelPart(Part):
         if name == "cbrt":
             return [_as(new, cube_root(inputs[0]))]
         if name == "reduce_precision":
-            return [_reduce_precision(inputs[0], equation.params)]
+            return [reduce_precision(inputs[0], equation.params)]
         if name == "shift_right_logical" and old.itemsize < 4:
             raise NotImplementedError(f"a kernel does not shift {old}")
         if len(inputs) > 1:
@@ -136,7 +136,7 @@ def _bitcast(x: jax.Array, old: Any, new: Any) -> jax.Array:
     """Return the bits of `x` as another dtype of the same width."""
     if old.itemsize == 4:
         return lax.bitcast_convert_type(x, new)
-    # Of the kernels, only those in Triton hold a float16.
+    # Only in Triton: `_tpu.obstacle` refuses float16.
     if old == jnp.float16:
         bits = lax.bitcast_convert_type(x.astype(old), jnp.int16)
         return _as(new, bits.astype(jnp.int32))
@@ -181,15 +181,18 @@ def _round(x: jax.Array, method: Any) -> jax.Array:
     return jnp.where((rest > 0.5) | ((rest == 0.5) & is_odd), below + 1, below)
 
 
-def _reduce_precision(x: jax.Array, params: Any) -> jax.Array:
-    """Round float32 `x` to fewer bits, which neither has an operation for."""
-    if params["exponent_bits"] != jnp.finfo(x.dtype).nexp or x.dtype != jnp.float32:
+def reduce_precision(x: jax.Array, params: Any) -> jax.Array:
+    """Round to fewer bits, which neither Mosaic nor Triton has an operation for."""
+    if x.dtype != jnp.float32 or params["exponent_bits"] != 8:
         raise NotImplementedError(f"a kernel does not round {x.dtype} to {params}")
     dropped = 23 - params["mantissa_bits"]
+    if dropped <= 0:
+        return x
     if dropped == 16:
         return x.astype(jnp.bfloat16).astype(jnp.float32)
+    unit = 1 << dropped
     pattern = lax.bitcast_convert_type(x, jnp.int32)
     is_odd = (pattern >> dropped) & 1
-    pattern = (pattern + ((1 << dropped - 1) - 1) + is_odd) & -(1 << dropped)
+    pattern = (pattern + (unit // 2 - 1) + is_odd) & -unit
     rounded = lax.bitcast_convert_type(pattern, jnp.float32)
     return jnp.where(jnp.isnan(x), x, rounded)

@@ -21,8 +21,8 @@ from optax_mp._tree import is_array
 from optax_mp.leafwise import _chunks, _gpu, _tpu
 from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._blocks import is_block_operation
-from optax_mp.leafwise._cut import End, cut
-from optax_mp.leafwise._in_turn import Turns, is_packed
+from optax_mp.leafwise._cut import End, cut, is_packed
+from optax_mp.leafwise._in_turn import Turns
 from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
 from optax_mp.leafwise._part import Piece, Shard
 from optax_mp.leafwise._program import Program, Value, read_output

@@ -40,8 +40,8 @@ def take_step(
     A kernel is used in a program for one device, inside `jax.shard_map` over all axes
     of a mesh, and on sharded arrays if their types or `param_shardings` say how they
     are sharded. Elsewhere, on other platforms, and for small leaves, XLA compiles the
-    step as it does `tx.update`; on a TPU it takes a large leaf chunk by chunk, and on a
-    CPU small leaves that do the same in one stack, and large ones in turn.
+    step as it does `tx.update`. On a TPU it takes a large leaf chunk by chunk. On a CPU
+    it takes small leaves that do the same in one stack, and large ones in turn.
     `step_report` says which leaves have a kernel, and why others have none.
     `tx.update` runs kernels on a TPU as well, but has to write the updates.
     `OPTAX_MP_KERNELS=0` in the environment turns kernels off.

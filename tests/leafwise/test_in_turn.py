@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparison import as_bits, check_alike
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp._jax import _in_turn
+from optax_mp._jax import _order
 from optax_mp._jax._apart import can_call_apart
 
 turns = pytest.mark.skipif(not can_call_apart(), reason="before JAX 0.7")
@@ -78,15 +79,26 @@ def needed(step):
 @turns
 @mostly_slow("form", FORMS, lambda form: form in ("split", "5.1 bytes"))
 @pytest.mark.parametrize("way", [optax_mp.take_step, by_update])
-def test_turns_change_no_bit(way, form, monkeypatch):
+def test_turns_change_last_places_at_most(way, form, monkeypatch):
     tx, dtype = FORMS[form](), "float16" if form == "float16" else "bfloat16"
     in_turn = compiled_step(way, tx, dtype)
-    monkeypatch.setattr(_in_turn, "can_call_apart", lambda: False)
+    monkeypatch.setattr(_order, "can_call_apart", lambda: False)
     at_once = compiled_step(way, tx, dtype)
     assert needed(in_turn) <= needed(at_once)
     got, want = (trained(step, tx, dtype) for step in (in_turn, at_once))
-    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    # A master of which only some places are kept shows the last of them.
+    check_alike(got, want, codes=5e-3)
+    if form in ("split", "float16"):
+        assert as_bits(got) == as_bits(want)
+
+
+@turns
+@pytest.mark.parametrize("way", [optax_mp.take_step, by_update])
+def test_turns_know_64_bit_types(way, x64):
+    tx, params = low(), tree(0, "float32", [(128, 96)] * 2)
+    args = params, tx.init(params), params
+    got = jax.jit(functools.partial(way, tx))(*args)
+    check_alike(got, way(tx, *args))
 
 
 @turns

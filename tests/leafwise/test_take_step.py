@@ -24,7 +24,7 @@ from slow_cases import mostly_slow
 import optax_mp
 from optax_mp._jax import _by_platform
 from optax_mp.leafwise import _chunks, _gpu, _step, _tpu
-from optax_mp.leafwise._kernel_part import cube_root
+from optax_mp.leafwise._kernel_part import cube_root, reduce_precision
 from optax_mp.leafwise._part import Piece
 
 pytestmark = [
@@ -210,6 +210,17 @@ def test_a_cube_root_in_kernels_is_right_to_two_units():
     special = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan])
     got = np.asarray(jax.jit(cube_root)(special))
     np.testing.assert_array_equal(got.view(np.uint32), special.view(np.uint32))
+
+
+@pytest.mark.parametrize("mantissa_bits", [1, 7, 10, 22, 23])
+def test_kernels_round_as_xla_does(mantissa_bits):
+    patterns = np.random.default_rng(0).integers(0, 2**32, 10**5, dtype=np.uint32)
+    edges = np.uint32([0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x80000000])
+    x = np.concatenate([patterns, edges]).view(np.float32)
+    bits = {"exponent_bits": 8, "mantissa_bits": mantissa_bits}
+    got = np.asarray(jax.jit(lambda x: reduce_precision(x, bits))(x))
+    want = np.asarray(jax.jit(lambda x: jax.lax.reduce_precision(x, **bits))(x))
+    np.testing.assert_array_equal(got, want)
 
 
 # Rows left over, of a group of each device; more axes; rows that groups do not divide;

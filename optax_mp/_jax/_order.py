@@ -10,7 +10,15 @@ from jax import lax
 from optax_mp._jax._apart import apart, can_call_apart
 from optax_mp._jax._by_platform import by_platform
 
-_LARGE = 2**17
+
+def hidden_zeros(x: jax.Array) -> jax.Array:
+    """Return int32 zeros in the shape of `x`, which XLA does not know to be zeros.
+
+    Args:
+        x: integers of less than 2^17, in any dtype.
+    """
+    beyond = jnp.int32(2**17)
+    return lax.max(x.astype(jnp.int32), beyond) - beyond
 
 
 def done_with(x: jax.Array) -> jax.Array:
@@ -33,7 +41,7 @@ def done_with(x: jax.Array) -> jax.Array:
 
 
 def after(done: jax.Array, integers: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return arrays. In a program for one CPU, what reads them waits for `done`."""
+    """Return `integers` unchanged. On one CPU, what reads them waits for `done`."""
 
     def at_once(done: jax.Array, *integers: jax.Array) -> list[jax.Array]:
         return list(integers)
@@ -45,7 +53,5 @@ def after(done: jax.Array, integers: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _zero(x: jax.Array) -> list[jax.Array]:
-    """Return 0, in a way that XLA does not see."""
     first = jnp.real(x[(0,) * x.ndim]).astype(jnp.int32)
-    half = lax.shift_right_logical(first, 16)
-    return [lax.max(half, jnp.int32(_LARGE)) - _LARGE]
+    return [hidden_zeros(lax.shift_right_logical(first, jnp.int32(16)))]
