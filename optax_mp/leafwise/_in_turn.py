@@ -1,8 +1,8 @@
 """Take the step of large leaves in turn on a CPU, in the memory of a few.
 
-XLA for CPUs orders a program by what hangs on what, and begins all leaves at a time. So
-it would keep what it computes in between for all of them, and copy codes that it has
-overwritten before their last use. New memory costs a CPU more than computing on it.
+XLA for CPUs begins with all leaves at a time. So it would keep what it computes in
+between for all of them, and copy codes because it overwrites them before their last
+use. New memory costs a CPU more than computing on it.
 """
 
 from collections.abc import Callable, Collection, Sequence
