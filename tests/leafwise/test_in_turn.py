@@ -134,10 +134,7 @@ def test_no_other_program_has_turns():
     step = jax.jit(functools.partial(optax_mp.take_step, tx))
     traced = step.trace(*args)
     assert "inlineable" in traced.lower(lowering_platforms=("cpu",)).as_text()
-    for platform in ("tpu", "cuda"):
-        assert (
-            "inlineable" not in traced.lower(lowering_platforms=(platform,)).as_text()
-        )
+    assert "inlineable" not in traced.lower(lowering_platforms=("tpu",)).as_text()
     small = compiled_step(optax_mp.take_step, tx, "bfloat16", [(64, 128), (8, 32)])
     assert " call(" not in small.as_text()
     plain = compiled_step(optax_mp.take_step, optax.adamw(1e-2), "bfloat16")
