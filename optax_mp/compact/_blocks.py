@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from optax_mp._dtypes import saturating_cast
 from optax_mp.compact._random_numbers import uniform_numbers
 from optax_mp.compact._rounding import round_stochastically
-from optax_mp.leafwise._blocks import MAXIMUM, MINIMUM, Blocks
+from optax_mp.leafwise._block_operations import MAXIMUM, MINIMUM, Blocks
 
 # Bit patterns of float32. Scales lie between 2^-126 and 2^126, because CPUs flush
 # smaller numbers to zero, and the inverse of a larger scale is one of those.

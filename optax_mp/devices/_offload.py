@@ -30,7 +30,7 @@ from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
 from optax_mp.devices._parts import shardings_handed_on
 from optax_mp.leafwise._alike import form_of_values
-from optax_mp.leafwise._blocks import is_block_operation
+from optax_mp.leafwise._block_operations import is_block_operation
 from optax_mp.leafwise._from_host import Limits, run_from_host
 from optax_mp.leafwise._host_chunks import bytes_on_device
 from optax_mp.leafwise._layout import spread_shardings

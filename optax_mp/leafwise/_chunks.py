@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp.leafwise._blocks import Blocks
-from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._part import PartForXla, Piece, Shard
+from optax_mp.leafwise._block_operations import Blocks
+from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._evaluator import Part, PartEvaluator, XlaEvaluator
 from optax_mp.leafwise._program import Program, Value
 
 # On a TPU v5e, AdamW's step of as many or twice as many weights stays on the chip; of
@@ -30,25 +30,25 @@ _ROWS = 32  # of a tile of 8-bit numbers
 
 @dataclass(frozen=True)
 class Cuts:
-    """How a piece is cut into chunks: all axes but the last are seen as one of rows.
+    """How a part is cut into chunks: all axes but the last are seen as one of rows.
 
     Rows that may be sharded are cut within each shard, so that devices do not send each
     other chunks: they are viewed as (groups, rest).
 
     Attributes:
-        piece: what is cut.
+        part: what is cut.
         groups: how many parts of the rows a chunk has some of.
         length: how many of each.
     """
 
-    piece: Piece
+    part: Part
     groups: int
     length: int
 
     @property
     def rest(self) -> int:
         """Return how many rows a group has."""
-        return math.prod(self.piece.shape[:-1]) // self.groups
+        return math.prod(self.part.shape[:-1]) // self.groups
 
     def view(self, x: jax.Array) -> jax.Array:
         """Return an array of rows, or of groups of rows."""
@@ -62,11 +62,11 @@ class Cuts:
 
 
 @dataclass(frozen=True)
-class Chunk(PartForXla):
+class Chunk(XlaEvaluator):
     """Some rows of each group.
 
     Attributes:
-        cuts: of the piece.
+        cuts: of the part.
         first: the first of these rows in the first group.
         length: how many rows of each group.
     """
@@ -77,7 +77,7 @@ class Chunk(PartForXla):
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the chunk of an array."""
-        return self.cuts.groups * self.length, self.cuts.piece.shape_of(shape)[-1]
+        return self.cuts.groups * self.length, self.cuts.part.shape_of(shape)[-1]
 
     def of(self, view: jax.Array) -> jax.Array:
         """Return the chunk of a view of an array."""
@@ -94,39 +94,39 @@ class Chunk(PartForXla):
 
     def index(self, axis: int) -> jax.Array:
         """Return the indices of the elements along an axis of the whole array."""
-        piece, last = self.cuts.piece, len(self.cuts.piece.shape) - 1
-        shape = self.shape_of(piece.whole)
+        part, last = self.cuts.part, len(self.cuts.part.shape) - 1
+        shape = self.shape_of(part.whole)
         if axis == last:
-            return lax.broadcasted_iota(jnp.int32, shape, 1) + piece.origin[axis]
+            return lax.broadcasted_iota(jnp.int32, shape, 1) + part.origin[axis]
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
         group = lax.div(row, jnp.int32(self.length))
         row += group * (self.cuts.rest - self.length) + self.first
-        row = lax.div(row, jnp.int32(math.prod(piece.shape[axis + 1 : last])))
-        return lax.rem(row, jnp.int32(piece.shape[axis])) + piece.origin[axis]
+        row = lax.div(row, jnp.int32(math.prod(part.shape[axis + 1 : last])))
+        return lax.rem(row, jnp.int32(part.shape[axis])) + part.origin[axis]
 
     @property
     def blocks(self) -> Blocks:
         """The blocks of its arrays."""
-        piece = self.cuts.piece
-        return Blocks(1, piece.block_size, piece.shape[-1])
+        part = self.cuts.part
+        return Blocks(1, part.block_size, part.shape[-1])
 
 
 @dataclass(frozen=True)
 class LineCuts:
-    """How a piece of one axis is cut into chunks.
+    """How a part of one axis is cut into chunks.
 
     Attributes:
-        piece: what is cut.
+        part: what is cut.
         length: how many elements a chunk has: whole blocks.
     """
 
-    piece: Piece
+    part: Part
     length: int
 
     @property
     def rest(self) -> int:
         """Return how many elements there are."""
-        return self.piece.shape[0]
+        return self.part.shape[0]
 
     def view(self, x: jax.Array) -> jax.Array:
         """Return an array as it is."""
@@ -134,17 +134,17 @@ class LineCuts:
 
     def chunk(self, first: Any, length: int) -> "LineChunk":
         """Return as many elements, from the first on."""
-        origin = (self.piece.origin[0] + first,)
-        part = replace(self.piece, shape=(length,), origin=origin)
+        origin = (self.part.origin[0] + first,)
+        part = replace(self.part, shape=(length,), origin=origin)
         return LineChunk(part, self, first)
 
 
 @dataclass(frozen=True)
-class LineChunk(Shard):
-    """Some elements of a piece of one axis.
+class LineChunk(PartEvaluator):
+    """Some elements of a part of one axis.
 
     Attributes:
-        cuts: of the whole piece.
+        cuts: of the whole part.
         first: the first of these elements.
     """
 
@@ -153,8 +153,8 @@ class LineChunk(Shard):
 
     def of(self, x: jax.Array) -> jax.Array:
         """Return the chunk of an array."""
-        is_element = x.shape == self.cuts.piece.shape
-        (count,) = self.shape_of(self.piece.whole if is_element else (0,))
+        is_element = x.shape == self.cuts.part.shape
+        (count,) = self.shape_of(self.part.whole if is_element else (0,))
         part = lax.dynamic_slice_in_dim(x, self._start(x), count)
         return lax.optimization_barrier(part)  # see `Chunk.of`
 
@@ -164,31 +164,31 @@ class LineChunk(Shard):
         return lax.dynamic_update_slice_in_dim(x, chunk, self._start(x), axis=0)
 
     def _start(self, x: jax.Array) -> Any:
-        is_element = x.shape == self.cuts.piece.shape
-        divisor = 1 if is_element else self.piece.block_size
+        is_element = x.shape == self.cuts.part.shape
+        divisor = 1 if is_element else self.part.block_size
         return lax.div(jnp.int32(self.first), jnp.int32(divisor))
 
 
-def cuts_of(piece: Piece, device_count: int) -> Cuts | LineCuts | None:
-    """Return how to cut a piece, or None if it is small or does not divide.
+def cuts_of(part: Part, device_count: int) -> Cuts | LineCuts | None:
+    """Return how to cut a part, or None if it is small or does not divide.
 
     Args:
-        piece: the piece.
+        part: the part.
         device_count: how many devices may hold shards of it.
     """
-    if len(piece.shape) == 1:
-        is_large = device_count == 1 and piece.shape[0] > _COUNT
-        return LineCuts(piece, _COUNT) if is_large else None
-    *before, height, width = (1, *piece.shape)
+    if len(part.shape) == 1:
+        is_large = device_count == 1 and part.shape[0] > _COUNT
+        return LineCuts(part, _COUNT) if is_large else None
+    *before, height, width = (1, *part.shape)
     rows = math.prod(before) * height
     # Axes become one where no tile is broken up, and no shard.
-    is_matrix = len(piece.shape) == 2
+    is_matrix = len(part.shape) == 2
     if not is_matrix and (device_count > 1 or height % _ROWS):
         return None
     # Each device has all groups of an array that is not sharded.
     length = max(1, _COUNT // (width * device_count * _ROWS)) * _ROWS
     is_large = rows > device_count * length and rows % device_count == 0
-    return Cuts(piece, device_count, length) if is_large else None
+    return Cuts(part, device_count, length) if is_large else None
 
 
 def run_end(
@@ -203,7 +203,7 @@ def run_end(
         args: the values of what it reads.
     """
     outputs = [program.outputs[i] for i in end.outputs]
-    shapes = [cuts.piece.shape_of(value.aval.shape) for value in outputs]
+    shapes = [cuts.part.shape_of(value.aval.shape) for value in outputs]
     given = [
         cuts.view(x) if value.aval.ndim else x
         for value, x in zip(end.reads, args, strict=True)

@@ -28,14 +28,14 @@ from optax_mp._jax._memory import (
 )
 from optax_mp._jax._traced import TracedCall
 from optax_mp._warnings import warn
-from optax_mp.leafwise._blocks import is_block_operation
-from optax_mp.leafwise._cut import End, cut
+from optax_mp.leafwise._block_operations import is_block_operation
+from optax_mp.leafwise._ends import End, cut
+from optax_mp.leafwise._engine import within_step
+from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._host_chunks import run_chunks, start_value
 from optax_mp.leafwise._host_flow import HostFlow
 from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
-from optax_mp.leafwise._part import Piece
 from optax_mp.leafwise._program import Program, Value, read, read_output, values_in
-from optax_mp.leafwise._step import within_step
 
 
 class Limits(NamedTuple):
@@ -309,7 +309,7 @@ class _StepFromHost:
         (end,) = job.ends
         args = [self.known[value] for value in end.reads]
         proceed, fills = self._choice(end.outputs)
-        run_piece = partial(
+        run_part = partial(
             run_chunks,
             self.program,
             end,
@@ -318,8 +318,8 @@ class _StepFromHost:
             chunk_bytes=self.limits.chunk_bytes,
         )
         if job.layout is None:
-            return run_piece(Piece.of(end), args)
-        return job.layout.run(run_piece, self.program, end, args)
+            return run_part(Part.of(end), args)
+        return job.layout.run(run_part, self.program, end, args)
 
     def _rounds(self, proceed: Any = True) -> Any:
         """Return 1, or 0 if the step is skipped, as a number that XLA does not know.

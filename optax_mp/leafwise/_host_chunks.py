@@ -20,8 +20,8 @@ from optax_mp._jax._memory import (
     to_device,
     to_host,
 )
-from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._part import Piece, Shard
+from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._evaluator import Part, PartEvaluator
 from optax_mp.leafwise._program import Node, Program, Value
 
 _TILE = 32  # rows of the tiles in which a TPU keeps numbers of 8 bits
@@ -29,7 +29,7 @@ _TILE = 32  # rows of the tiles in which a TPU keeps numbers of 8 bits
 
 @dataclass(frozen=True)
 class Chunks:
-    """Parts of a piece, all of one shape: some rows each.
+    """Chunks of a part, all of one shape: some rows each.
 
     Attributes:
         shape: of the part.
@@ -107,8 +107,8 @@ def _bytes_per_element(end: End) -> int:
     return max(4, sum(sizes))
 
 
-class _Chunk(Shard):
-    """A part of a piece that is on the device, with all that is made of it."""
+class _Chunk(PartEvaluator):
+    """A chunk of a part that is on the device, with all that is made of it."""
 
     def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of an elementwise equation for this part."""
@@ -120,7 +120,7 @@ class _Chunk(Shard):
 def run_chunks(
     program: Program,
     end: End,
-    piece: Piece,
+    part: Part,
     args: Sequence[Any],
     *,
     rounds: Any,
@@ -132,7 +132,7 @@ def run_chunks(
     Args:
         program: the program that the end is of.
         end: the end, which has parts.
-        piece: of its arrays.
+        part: of its arrays.
         args: the values of what it reads.
         rounds: 1, or 0 to leave everything as it is.
         fills: what the outputs that replace nothing are if everything is left.
@@ -142,22 +142,22 @@ def run_chunks(
     results = [
         args[end.replaced[i]]
         if i in end.replaced
-        else start_value(value.aval, piece.shape_of(value.aval.shape), fills[i])
+        else start_value(value.aval, part.shape_of(value.aval.shape), fills[i])
         for i, value in enumerate(outputs)
     ]
     slot_of = {read: i for i, read in end.replaced.items()}
     most = max(1, chunk_bytes // _bytes_per_element(end))
-    for chunks in chunks_of(piece.shape, piece.block_size, most):
+    for chunks in chunks_of(part.shape, part.block_size, most):
 
         def run_chunk(k: Any, results: Any, chunks: Chunks = chunks) -> list[Any]:
-            start = chunks.start(k, piece.shape)
-            origin = tuple(a + b for a, b in zip(piece.origin, start, strict=True))
-            part = _Chunk(replace(piece, shape=chunks.shape, origin=origin))
+            start = chunks.start(k, part.shape)
+            origin = tuple(a + b for a, b in zip(part.origin, start, strict=True))
+            evaluator = _Chunk(replace(part, shape=chunks.shape, origin=origin))
 
             def start_of(value: Value) -> list[Any]:
-                if value.aval.shape == piece.whole:
+                if value.aval.shape == part.whole:
                     return start
-                block = lax.div(start[-1], jnp.int32(piece.block_size))
+                block = lax.div(start[-1], jnp.int32(part.block_size))
                 return [*start[:-1], block]
 
             known = dict(zip(end.reads, args, strict=True))
@@ -165,7 +165,7 @@ def run_chunks(
             for i, value in enumerate(end.reads):
                 if value.aval.ndim:
                     source = results[slot_of[i]] if i in slot_of else args[i]
-                    shape = part.shape_of(value.aval.shape)
+                    shape = evaluator.shape_of(value.aval.shape)
                     array = lax.dynamic_slice(source, start_of(value), shape)
                     is_brought = is_host_type(value.aval)
                     arrays[i] = to_device(array) if is_brought else array
@@ -174,7 +174,7 @@ def run_chunks(
             # used once, XLA makes divisions by them products.)
             for i, array in lax.optimization_barrier(arrays).items():
                 known[end.reads[i]] = array
-            part.run_all(program, end, known)
+            evaluator.run_all(program, end, known)
             made = lax.optimization_barrier([known[value] for value in outputs])
             made = [
                 to_host(x) if is_host_type(v.aval) else x

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from optax_mp._jax._order import after, done_with
-from optax_mp.leafwise._cut import End, is_packed
+from optax_mp.leafwise._ends import End, is_packed
 from optax_mp.leafwise._program import Program
 
 # Leaves of at most this many elements are not worth it.

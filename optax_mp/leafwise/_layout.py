@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optax_mp._jax._arrays import sharding_in_type
 from optax_mp._jax._traced import is_dynamic
-from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._part import Piece
+from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._program import Program, Value
 
 Shardings = Mapping[Value, NamedSharding]
@@ -53,19 +53,19 @@ class Layout:
 
     def run(
         self,
-        run_piece: Callable[[Piece, Sequence[Any]], Sequence[Any]],
+        run_part: Callable[[Part, Sequence[Any]], Sequence[Any]],
         program: Program,
         end: End,
         args: Sequence[Any],
     ) -> list[Any]:
-        """Return the outputs of an end, computed on each device for its own piece."""
+        """Return the outputs of an end, computed on each device for its own part."""
 
         def run_shard(*args: Any) -> tuple[Any, ...]:
             origin = tuple(
                 jax.lax.axis_index(names) * size if names else jnp.int32(0)
                 for names, size in zip(self._names(), self.shape, strict=True)
             )
-            return tuple(run_piece(self.piece(end, origin), args))
+            return tuple(run_part(self.part(end, origin), args))
 
         outputs = [program.outputs[i] for i in end.outputs]
         run_sharded = jax.shard_map(
@@ -82,10 +82,10 @@ class Layout:
         """Return the shape of what each device holds."""
         return self.sharding.shard_shape(self.whole)
 
-    def piece(self, end: End, origin: tuple[Any, ...] = ()) -> Piece:
-        """Return the piece of a device that begins at a place of the whole arrays."""
+    def part(self, end: End, origin: tuple[Any, ...] = ()) -> Part:
+        """Return the part of a device that begins at a place of the whole arrays."""
         size = end.block_size or 1
-        return Piece(self.whole, self.shape, size, origin, is_shard=True)
+        return Part(self.whole, self.shape, size, origin, is_shard=True)
 
     def _names(self) -> list[Any]:
         spec = self.sharding.spec

@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding
 
 from optax_mp._inner import as_transformation
 from optax_mp._jax._arrays import split_traced
+from optax_mp.leafwise._engine import Step, run_leafwise
 from optax_mp.leafwise._layout import spread_shardings
-from optax_mp.leafwise._step import Step, run_leafwise
 
 
 def take_step(

@@ -17,7 +17,7 @@ from jax import lax
 
 from optax_mp._dtypes import bits
 from optax_mp._jax._apart import apart, can_call_apart
-from optax_mp.leafwise._cut import End
+from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._program import Value
 
 Run = Callable[..., list[Any]]

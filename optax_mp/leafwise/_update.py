@@ -10,7 +10,7 @@ from optax_mp._jax import _by_platform
 from optax_mp._jax._apart import can_call_apart
 from optax_mp._jax._arrays import split_traced
 from optax_mp._jax._by_platform import kernel_obstacle
-from optax_mp.leafwise._step import run_leafwise
+from optax_mp.leafwise._engine import run_leafwise
 
 
 def leafwise_update(update: optax.TransformUpdateExtraArgsFn) -> Any:

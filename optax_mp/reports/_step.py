@@ -10,7 +10,7 @@ from jax.tree_util import tree_leaves_with_path
 from optax_mp._jax._traced import is_output
 from optax_mp._table import align_columns
 from optax_mp._tree import spell
-from optax_mp.leafwise._step import CutStep
+from optax_mp.leafwise._engine import CutStep
 from optax_mp.leafwise._take_step import WholeStep
 
 KERNEL = "kernel"

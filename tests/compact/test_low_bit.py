@@ -18,7 +18,7 @@ from slow_cases import mostly_slow
 
 import optax_mp
 from optax_mp import Quantized, low_bit_state
-from optax_mp.leafwise._step import within_step
+from optax_mp.leafwise._engine import within_step
 
 pytestmark = [
     # optax's own: optimistic_adam announces its successor, MoMo its arguments.

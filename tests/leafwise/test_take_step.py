@@ -23,9 +23,9 @@ from slow_cases import mostly_slow
 
 import optax_mp
 from optax_mp._jax import _by_platform
-from optax_mp.leafwise import _chunks, _gpu, _step, _tpu
-from optax_mp.leafwise._kernel_part import cube_root, reduce_precision
-from optax_mp.leafwise._part import Piece
+from optax_mp.leafwise import _chunks, _engine, _gpu, _tpu
+from optax_mp.leafwise._evaluator import Part
+from optax_mp.leafwise._kernel_evaluator import cube_root, reduce_precision
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
@@ -90,7 +90,7 @@ def by_update(tx, grads, state, params, **extra):
 
 
 def uncut(tx, grads, state, params, **extra):
-    with _step.within_step():
+    with _engine.within_step():
         return by_update(tx, grads, state, params, **extra)
 
 
@@ -174,21 +174,21 @@ def test_a_kernel_does_the_same(form, platform, shapes, monkeypatch):
         compiled(functools.partial(uncut, tx)), tx, 2, shapes, dtype_of(form)
     )
 
-    def interpreted(program, end, piece, platforms):
+    def interpreted(program, end, part, platforms):
         kernel = KERNELS[platform]
-        if kernel.obstacle(program, end, piece) is not None:
-            return run_piece(program, end, piece, platforms)
+        if kernel.obstacle(program, end, part) is not None:
+            return run_part(program, end, part, platforms)
         ran.append(end.shape)
 
         def run(*args):
-            here = dataclasses.replace(piece, origin=args[: len(piece.shape)])
-            args = args[len(piece.shape) :]
+            here = dataclasses.replace(part, origin=args[: len(part.shape)])
+            args = args[len(part.shape) :]
             return list(kernel.run_end(program, end, here, args, interpret=True))
 
         return run
 
-    run_piece = _step.run_piece
-    monkeypatch.setattr(_step, "run_piece", interpreted)
+    run_part = _engine.run_part
+    monkeypatch.setattr(_engine, "run_part", interpreted)
     got = trained(
         compiled(functools.partial(optax_mp.take_step, tx)),
         tx,
@@ -230,8 +230,8 @@ CHUNKED = [(1096, 300), (4, 64, 256), (70, 256), (33, 4200), (20001,), (300,)]
 
 @pytest.mark.parametrize(("shape", "groups"), [((1096, 3), 8), ((4, 64, 3), 1)])
 def test_a_chunk_knows_where_it_is(shape, groups):
-    piece = Piece(shape, shape, 1, (0,) * len(shape), is_shard=False)
-    cuts = _chunks.Cuts(piece, groups, length=32)
+    part = Part(shape, shape, 1, (0,) * len(shape), is_shard=False)
+    cuts = _chunks.Cuts(part, groups, length=32)
     for chunk in (_chunks.Chunk(cuts, 64, 32), _chunks.Chunk(cuts, 128, 9)):
         for axis in range(len(shape)):
             want = chunk.of(cuts.view(jax.lax.broadcasted_iota(jnp.int32, shape, axis)))
@@ -250,19 +250,19 @@ def test_chunks_do_the_same(form, device_count, monkeypatch):
     )
     monkeypatch.setattr(_chunks, "_COUNT", 2**13)
 
-    def in_chunks(program, end, piece, platforms):
+    def in_chunks(program, end, part, platforms):
         def run(*args):
-            here = dataclasses.replace(piece, origin=args[: len(piece.shape)])
-            args = args[len(piece.shape) :]
+            here = dataclasses.replace(part, origin=args[: len(part.shape)])
+            args = args[len(part.shape) :]
             if (cuts := _chunks.cuts_of(here, device_count)) is None:
-                return run_piece(program, end, piece, platforms)(*here.origin, *args)
+                return run_part(program, end, part, platforms)(*here.origin, *args)
             ran.append(end.shape)
             return _chunks.run_end(program, end, cuts, args)
 
         return run
 
-    run_piece = _step.run_piece
-    monkeypatch.setattr(_step, "run_piece", in_chunks)
+    run_part = _engine.run_part
+    monkeypatch.setattr(_engine, "run_part", in_chunks)
     got = trained(
         compiled(functools.partial(optax_mp.take_step, tx)),
         tx,
@@ -347,11 +347,11 @@ def test_an_update_has_kernels_on_a_tpu_alone(monkeypatch):
     assert "tpu_custom_call" not in lowered(form, "tpu", shapes, by_update)
 
 
-def raises(program, end, piece, args):
+def raises(program, end, part, args):
     raise ValueError("a new Pallas")
 
 
-def has_a_sort(program, end, piece, args):
+def has_a_sort(program, end, part, args):
     """Traced, but not lowered, in the middle of other operations."""
     out = [program.outputs[i].aval for i in end.outputs]
     [x] = pl.pallas_call(

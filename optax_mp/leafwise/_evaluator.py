@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._jax._jaxpr import bind
-from optax_mp.leafwise._blocks import SPREAD, Blocks, is_block_operation
-from optax_mp.leafwise._cut import End
+from optax_mp.leafwise._block_operations import SPREAD, Blocks, is_block_operation
+from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._program import Node, Program, Value, read
 
 
 @dataclass(frozen=True)
-class Piece:
+class Part:
     """The arrays of a leaf that one device holds: all, or a shard of each.
 
     Attributes:
@@ -34,7 +34,7 @@ class Piece:
     is_shard: bool
 
     @classmethod
-    def of(cls, end: End) -> "Piece":
+    def of(cls, end: End) -> "Part":
         """Return all of the arrays of an end."""
         origin = (0,) * len(end.shape)
         return cls(end.shape, end.shape, end.block_size or 1, origin, is_shard=False)
@@ -46,8 +46,8 @@ class Piece:
         return (*self.shape[:-1], -(-self.shape[-1] // self.block_size))
 
 
-class Part(ABC):
-    """A part of a piece: some elements of arrays of its shape, and their scales."""
+class Evaluator(ABC):
+    """Evaluates equations on some elements of a part, and on their scales."""
 
     @abstractmethod
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class Part(ABC):
         return bind(equation, inputs)
 
 
-class PartForXla(Part):
+class XlaEvaluator(Evaluator):
     """A part outside of kernels."""
 
     @property
@@ -121,26 +121,26 @@ class PartForXla(Part):
 
 
 @dataclass(frozen=True)
-class Shard(PartForXla):
-    """All of a piece, outside of kernels.
+class PartEvaluator(XlaEvaluator):
+    """Evaluates equations on all of a part, outside of kernels.
 
     Attributes:
-        piece: the piece.
+        part: the part.
     """
 
-    piece: Piece
+    part: Part
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the shard of an array."""
-        return self.piece.shape_of(shape)
+        return self.part.shape_of(shape)
 
     def index(self, axis: int) -> jax.Array:
         """Return the indices of the elements along an axis of the whole array."""
-        at = lax.broadcasted_iota(jnp.int32, self.piece.shape, axis)
-        return at + self.piece.origin[axis]
+        at = lax.broadcasted_iota(jnp.int32, self.part.shape, axis)
+        return at + self.part.origin[axis]
 
     @property
     def blocks(self) -> Blocks:
         """The blocks of its arrays."""
-        shape = self.piece.shape
-        return Blocks(len(shape) - 1, self.piece.block_size, shape[-1])
+        shape = self.part.shape
+        return Blocks(len(shape) - 1, self.part.block_size, shape[-1])

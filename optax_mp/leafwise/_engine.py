@@ -20,11 +20,11 @@ from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._tree import is_array
 from optax_mp.leafwise import _chunks, _gpu, _tpu
 from optax_mp.leafwise._alike import form_of
-from optax_mp.leafwise._blocks import is_block_operation
-from optax_mp.leafwise._cut import End, cut, is_packed
+from optax_mp.leafwise._block_operations import is_block_operation
+from optax_mp.leafwise._ends import End, cut, is_packed
+from optax_mp.leafwise._evaluator import Part, PartEvaluator
 from optax_mp.leafwise._in_turn import Turns
 from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
-from optax_mp.leafwise._part import Piece, Shard
 from optax_mp.leafwise._program import Program, Value, read_output
 from optax_mp.leafwise._together import Team, TeamRun
 
@@ -41,7 +41,7 @@ def run_leafwise(
     shardings: Sequence[NamedSharding | None] = (),
     platforms: Collection[str] = (*_KERNELS, "cpu"),
 ) -> tuple[Any, Any]:
-    """Return `step(given, kept)`, with the elementwise end of each leaf in one piece.
+    """Return `step(given, kept)`, with the elementwise end of each leaf in one pass.
 
     Args:
         step: returns what it makes, and what takes the place of `kept`.
@@ -181,8 +181,8 @@ class CutStep:
         layout = Layout.find(end, args, self.shardings)
         if layout is None and is_sharded:
             return "layout not known, or uneven"
-        piece = layout.piece(end) if layout else Piece.of(end)
-        return _KERNELS[platform].obstacle(self.program, end, piece)
+        part = layout.part(end) if layout else Part.of(end)
+        return _KERNELS[platform].obstacle(self.program, end, part)
 
 
 def _has_fixed_shapes(traced: TracedCall) -> bool:
@@ -233,28 +233,26 @@ class _Runners:
     def run(self, end: End, args: Sequence[Any], shardings: Shardings) -> list[Any]:
         """Return the outputs of an end."""
 
-        def run_piece(piece: Piece, args: Sequence[Any]) -> list[Any]:
-            return self._runner(end, piece)(*map(jnp.int32, piece.origin), *args)
+        def run_part(part: Part, args: Sequence[Any]) -> list[Any]:
+            return self._runner(end, part)(*map(jnp.int32, part.origin), *args)
 
         if end.obstacle is not None:
             return self._runner(end, None)(*args)
         layout = Layout.find(end, args, shardings)
         if layout is None:
-            return run_piece(Piece.of(end), args)
-        return layout.run(run_piece, self._program, end, args)
+            return run_part(Part.of(end), args)
+        return layout.run(run_part, self._program, end, args)
 
-    def _runner(self, end: End, piece: Piece | None) -> Callable[..., list[Any]]:
-        """Return a function of the place of a piece, and of what an end reads of it.
+    def _runner(self, end: End, part: Part | None) -> Callable[..., list[Any]]:
+        """Return a function of the place of a part, and of what an end reads of it.
 
-        Without a piece, of what it reads alone.
+        Without a part, of what it reads alone.
         """
-        form = form_of(self._program, end), piece and replace(piece, origin=())
+        form = form_of(self._program, end), part and replace(part, origin=())
         if form not in self._known:
             self._known[form] = (
-                run_piece(
-                    self._program, end, replace(piece, origin=()), self._platforms
-                )
-                if piece
+                run_part(self._program, end, replace(part, origin=()), self._platforms)
+                if part
                 else run_whole(self._program, end)
             )
         return self._known[form]
@@ -272,28 +270,30 @@ def run_whole(program: Program, end: End) -> Callable[..., list[Any]]:
     return run
 
 
-def run_piece(
-    program: Program, end: End, piece: Piece, platforms: Collection[str]
+def run_part(
+    program: Program, end: End, part: Part, platforms: Collection[str]
 ) -> Callable[..., list[Any]]:
     """Return what runs an end on one device, by a kernel if there is one."""
-    rank = len(piece.shape)
+    rank = len(part.shape)
 
     @jax.jit
     def anywhere(*args: Any) -> list[Any]:
         known: dict[Value, Any] = dict(zip(end.reads, args[rank:], strict=True))
-        if piece.is_shard:
-            Shard(replace(piece, origin=args[:rank])).run_all(program, end, known)
+        if part.is_shard:
+            PartEvaluator(replace(part, origin=args[:rank])).run_all(
+                program, end, known
+            )
         else:
             program.run(end.places, known)
         return [known[program.outputs[i]] for i in end.outputs]
 
     def by_kernel(kernel: Any, *args: Any) -> list[Any]:
-        here = replace(piece, origin=args[:rank])
+        here = replace(part, origin=args[:rank])
         return list(kernel.run_end(program, end, here, args[rank:]))
 
     @partial(jax.jit, static_argnums=0)
     def by_chunks(device_count: int, *args: Any) -> list[Any]:
-        here = replace(piece, origin=args[:rank])
+        here = replace(part, origin=args[:rank])
         cuts = _chunks.cuts_of(here, device_count)
         if cuts is None:
             return anywhere(*args)
@@ -302,6 +302,6 @@ def run_piece(
     kernels = {
         platform: Way(partial(by_kernel, kernel))
         for platform, kernel in _KERNELS.items()
-        if platform in platforms and kernel.obstacle(program, end, piece) is None
+        if platform in platforms and kernel.obstacle(program, end, part) is None
     }
     return partial(by_platform, anywhere, kernels, {"tpu": by_chunks})

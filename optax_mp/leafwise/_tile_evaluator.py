@@ -8,28 +8,28 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from optax_mp.leafwise._blocks import MAXIMUM
-from optax_mp.leafwise._kernel_part import KernelPart
-from optax_mp.leafwise._part import Piece
+from optax_mp.leafwise._block_operations import MAXIMUM
+from optax_mp.leafwise._evaluator import Part
+from optax_mp.leafwise._kernel_evaluator import KernelEvaluator
 
 LANES = 128
 
 
 @dataclass(frozen=True)
-class Tile(KernelPart):
+class TileEvaluator(KernelEvaluator):
     """A chunk of a tile: of its elements some columns, of its scales all.
 
     Attributes:
-        piece: what it is a part of.
+        part: what it is a part of.
         rows: of the chunk.
         columns: of the chunk, a multiple of 128.
         block_size: how many columns share a scale.
         scale_count: how many scales a row of the tile has.
-        origin: the indices of the tile's first element in the piece.
+        origin: the indices of the tile's first element in the part.
         first: the chunk's first column in the tile.
     """
 
-    piece: Piece
+    part: Part
     rows: int
     columns: int
     block_size: int
@@ -44,7 +44,7 @@ class Tile(KernelPart):
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the chunk of an array."""
-        is_element = shape == self.piece.whole
+        is_element = shape == self.part.whole
         return self.rows, self.columns if is_element else self.scale_count
 
     def is_of_chunk(self) -> jax.Array:
@@ -55,11 +55,11 @@ class Tile(KernelPart):
 
     def index(self, axis: int) -> jax.Array:
         """Return the indices of the elements along an axis of the whole array."""
-        return self._index(axis) + self.piece.origin[axis]
+        return self._index(axis) + self.part.origin[axis]
 
     def _index(self, axis: int) -> jax.Array:
-        """Return the indices within the piece."""
-        shape, from_last = (self.rows, self.columns), len(self.piece.shape) - 1 - axis
+        """Return the indices within the part."""
+        shape, from_last = (self.rows, self.columns), len(self.part.shape) - 1 - axis
         if from_last > 1:
             return jnp.full(shape, self.origin[axis], jnp.int32)
         at = lax.broadcasted_iota(jnp.int32, shape, 1 - from_last)
@@ -74,8 +74,8 @@ class Tile(KernelPart):
         """Return the extreme of each block, in the place of its scale in the tile."""
         choose = jnp.maximum if name == MAXIMUM else jnp.minimum
         # The last block is padded with zeros.
-        last = len(self.piece.shape) - 1
-        values = jnp.where(self._index(last) < self.piece.shape[-1], values, 0)
+        last = len(self.part.shape) - 1
+        values = jnp.where(self._index(last) < self.part.shape[-1], values, 0)
         lane = lax.broadcasted_iota(jnp.int32, (self.rows, self.scale_count), 1)
         result = jnp.zeros((self.rows, self.scale_count), jnp.int32)
         for start in range(0, self.columns, LANES):

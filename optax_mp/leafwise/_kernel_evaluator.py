@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._jax._jaxpr import bind
-from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._part import Part
+from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._evaluator import Evaluator
 from optax_mp.leafwise._program import Program
 
 # The dtypes of what kernels read and compute.
@@ -27,8 +27,8 @@ _NARROW_FLOATS = ("bfloat16", "float16")
 _EXACT = frozenset("abs clamp copy max min neg select_n stop_gradient".split())
 
 
-class KernelPart(Part):
-    """A part of a piece that a kernel computes at once."""
+class KernelEvaluator(Evaluator):
+    """Evaluates equations on what a kernel computes at once."""
 
     def full(self, shape: tuple[int, ...], value: Any, dtype: Any) -> jax.Array:
         """Return a constant array of a dtype, as it is held."""
