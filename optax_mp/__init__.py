@@ -64,7 +64,7 @@ from optax_mp.compact import (
 from optax_mp.leafwise import take_step
 
 # Many devices.
-from optax_mp.devices import check_replicas, offload, zero1
+from optax_mp.devices import offload, zero1
 
 # Check and convert saved states.
 from optax_mp.checkpoints import check_checkpoint, convert_opt_state
@@ -129,7 +129,6 @@ __all__ = [
     "cast_floating",
     "check_checkpoint",
     "check_loss_scale",
-    "check_replicas",
     "convert_opt_state",
     "default_amp_rules",
     "dynamic_loss_scale",
