@@ -23,6 +23,7 @@ from optax_mp._inner import (
     as_inner_param,
     check_gradient,
     check_update,
+    or_no_change,
 )
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import is_floating, is_inexact, spell
@@ -150,10 +151,9 @@ class Step:
         for i, change in enumerate(changes):
             path, param, grad = self.params.paths[i], self.params.values[i], updates[i]
             has_master = not is_absent(stored[i])
-            if not has_master and not is_inexact(param):
-                continue  # hidden from `inner`: its gradient is returned unchanged
-            if is_absent(change):
-                updates[i] = change
+            is_hidden = not has_master and not is_inexact(param)
+            if is_hidden or is_absent(change):
+                updates[i] = or_no_change(grad if is_hidden else change, param)
                 continue
             check_update(path, param, grad, change)
             if has_master:

@@ -57,8 +57,8 @@ def mixed_precision(
 
     - A leaf at least as wide as `master_dtype` is its own master: no copy is made.
       Complex leaves are passed to `inner` unchanged. Integers, bools, keys, None and
-      other leaves that are not floating arrays are hidden from `inner`, and their
-      gradients are returned unchanged.
+      other leaves that are not floating arrays are hidden from `inner`. Their updates
+      are their gradients, or zeros for an array whose gradient is None or float0.
     - The update of a leaf is `round(master) - param`. After `optax.apply_updates` the
       param is the rounded master. Finite masters never become infinite; infinite ones,
       as after a step that diverged, stay infinite where the param's dtype has
