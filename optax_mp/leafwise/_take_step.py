@@ -8,8 +8,8 @@ from jax.sharding import NamedSharding
 
 from optax_mp._inner import as_transformation, or_no_change
 from optax_mp._jax._arrays import split_traced
-from optax_mp.leafwise._engine import Step, run_leafwise
 from optax_mp._leaves import is_absent
+from optax_mp.leafwise._engine import Step, run_leafwise
 from optax_mp.leafwise._layout import spread_shardings
 
 
