@@ -52,8 +52,10 @@ def mixed_precision(
     because each update is less than half a unit in its last place. With this transform
     the updates add up in a float32 master, which the optimizer state holds, and the
     param is the master rounded to the param's dtype. The inner optimizer sees masters,
-    gradients and state in `master_dtype`. So, given the same gradients, its trajectory
-    is bit for bit that of float32 training.
+    gradients and state in `master_dtype`. So its trajectory is bit for bit that of
+    float32 training whose jitted step casts the same gradients. (Against a program that
+    is given 16-bit gradients already cast, 4% of AdamW's masters differ in their last
+    places after five steps, because XLA contracts products and sums differently.)
 
     - A leaf at least as wide as `master_dtype` is its own master: no copy is made.
       Complex leaves are passed to `inner` unchanged. Integers, bools, keys, None and

@@ -247,6 +247,31 @@ def test_no_step_is_taken_for_an_edit(dtype):
     assert apart.max() < 2.0**-20
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")
+def test_16_bit_gradients_move_masters_as_a_float32_step_that_casts_them(dtype):
+    """Large leaves, and many that are equal."""
+    rng = np.random.default_rng(0)
+    shapes = {"large": (480, 512)} | {f"w{i}": (64, 96) for i in range(12)}
+    draw = lambda: {k: rng.normal(size=s).astype("f4") for k, s in shapes.items()}  # noqa: E731
+    params = optax_mp.cast_floating(draw(), "bfloat16")
+    wide = optax_mp.cast_floating(params, "float32")
+    tx, bare = optax_mp.mixed_precision(optax.adamw(1e-3)), optax.adamw(1e-3)
+    state, bare_state = tx.init(params), bare.init(wide)
+
+    def bare_update(grads, state, params):
+        return bare.update(optax_mp.cast_floating(grads, "float32"), state, params)
+
+    step = step_of(tx)
+    bare_step = step_of(optax.GradientTransformation(bare.init, bare_update))
+    for _ in range(5):
+        grads = optax_mp.cast_floating(draw(), dtype)
+        params, state = step(params, state, grads)
+        wide, bare_state = bare_step(wide, bare_state, grads)
+    assert as_bits(state.master_params) == as_bits(wide)
+    assert as_bits(state.inner_state) == as_bits(bare_state)
+
+
 def test_masters_that_params_miss_are_not_split_silently():
     """A 16-bit update may miss; beside such a param a remainder does not fit."""
     before = optax_mp.mixed_precision(optax.sgd(0.5))
