@@ -28,11 +28,7 @@ from optax_mp.masters._param_dtype import DeclaredDType, read_param_dtype
 from optax_mp.masters._state import MixedPrecisionState, state_type
 from optax_mp.masters._step import Settings, Step
 from optax_mp.masters.storage import FullCopy, Storage
-from optax_mp.masters.storage._contract import (
-    as_stored,
-    check_decoded,
-    check_storage,
-)
+from optax_mp.masters.storage._contract import check_storage, store
 
 _CALLER = "mixed_precision"
 UpdateDType = DTypeLike | Literal["params"] | None
@@ -198,12 +194,11 @@ def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[A
         master = jnp.array(leaf, master_dtype, copy=True)
         param = round_to(master, dtype).astype(dtype)
         where = f"param {spell(params.paths[i])}"
-        encoded = storage.encode(master, param)
-        stored.append(as_stored(storage, encoded, param, where))
         # Decoded, because a storage may keep less than the whole master: `inner` must
         # see the same master at `init` as at the first update.
-        inner_params.append(storage.decode(stored[-1], param))
-        check_decoded(storage, inner_params[-1], master, where)
+        first, decoded = store(storage, master, param, where)
+        stored.append(first)
+        inner_params.append(decoded)
     return stored, inner_params
 
 
