@@ -91,7 +91,7 @@ def test_wrappers_inside_move_split_masters_as_they_move_float32(nesting):
     bare, _, bare_state = run(INSIDE[nesting](), "float32", masters=False)
     tx = optax_mp.mixed_precision(INSIDE[nesting](), storage=SPLIT)
     masters, params, state = run(tx, "bfloat16")
-    if nesting == "schedule_free":  # see CONTRACTED_WHEN_SPLIT in test_contract
+    if nesting == "schedule_free":  # see CONTRACTED in test_contract
         for a, b in zip(*map(jax.tree.leaves, (masters, bare)), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
     else:
