@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -52,13 +53,21 @@ def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
         shape: of the result.
         key: a uint32 scalar, or an array of one element.
     """
-    positions = jnp.zeros(shape, jnp.uint32)
-    for axis in range(len(shape)):
+    # With `lax` alone, as all that is traced anew for each shape of a leaf: `jax.numpy`
+    # takes five times as long.
+    positions = lax.full(shape, 0, jnp.uint32)
+    for axis in reversed(range(len(shape))):
+        place = lax.broadcasted_iota(jnp.uint32, shape, axis)
         stride = math.prod(shape[axis + 1 :]) % 2**32
-        positions += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
-    bits = _hash(positions ^ key.reshape(())) >> 8
+        if stride == 1:
+            positions = place
+        else:
+            positions = lax.add(positions, lax.mul(place, np.uint32(stride)))
+    numbers = _hash(lax.bitwise_xor(positions, lax.reshape(key, ())))
+    bits = lax.shift_right_logical(numbers, np.uint32(8))
     # As signed numbers, which all hardware converts to floats in one operation.
-    return lax.bitcast_convert_type(bits, jnp.int32).astype(jnp.float32) * 2.0**-24
+    signed = lax.bitcast_convert_type(bits, jnp.int32)
+    return lax.mul(lax.convert_element_type(signed, jnp.float32), 2.0**-24)
 
 
 def _hash(x: jax.Array) -> jax.Array:
@@ -67,6 +76,10 @@ def _hash(x: jax.Array) -> jax.Array:
     Constants: Christopher Wellons' hash prospector, found by search for least bias,
     https://github.com/skeeto/hash-prospector
     """
-    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
-    x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
-    return x ^ (x >> 15)
+    x = lax.mul(_mix(x, 16), np.uint32(0x21F0AAAD))
+    x = lax.mul(_mix(x, 15), np.uint32(0xD35A2D97))
+    return _mix(x, 15)
+
+
+def _mix(x: jax.Array, shift: int) -> jax.Array:
+    return lax.bitwise_xor(x, lax.shift_right_logical(x, np.uint32(shift)))

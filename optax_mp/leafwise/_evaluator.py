@@ -75,9 +75,9 @@ class Evaluator(ABC):
         equation, aval = node.equation, node.outputs[0].aval
         name = equation.primitive.name
         if is_block_operation(equation):
-            if equation.params["name"] == SPREAD:
+            if equation.params["kind"] == SPREAD:
                 return [self.spread(inputs[0])]
-            return [self.reduce(equation.params["name"], inputs[0])]
+            return [self.reduce(equation.params["kind"], inputs[0])]
         if not aval.ndim:
             return bind(equation, inputs)
         shape = self.shape_of(aval.shape)
