@@ -1,5 +1,6 @@
 """Where an equation is written: its scopes and its lines."""
 
+import contextlib
 import os
 import re
 import sysconfig
@@ -34,7 +35,6 @@ def scopes(equation: Equation) -> str:
 
 def is_transposed(equation: Equation) -> bool:
     """Return whether an equation is of the backward pass of a gradient."""
-    # Not by the text: JAX 0.5 leaves out transformations without a scope inside.
     parts = equation.source_info.name_stack.stack
     return any("transpose" in str(getattr(part, "name", part)) for part in parts)
 
@@ -52,18 +52,17 @@ def source_line(equation: Equation) -> str:
     return found[1] if found else place
 
 
-def calling_lines(equation: Equation) -> tuple[str, ...]:
-    """Return the lines that an equation comes from: the user's, and its callers'.
-
-    Outermost first, and none of JAX, nor from where optax_mp was called.
-    """
-    lines = [source_line(equation)]
-    for frame in _frames(equation):
-        if frame.file_name.startswith(_OPTAX_MP):
-            break
-        if not frame.file_name.startswith(_JAX):
-            lines.append(_line_of(frame))
-    return tuple(reversed(dict.fromkeys(filter(None, lines))))
+@contextlib.contextmanager
+def name_in_errors(equation: Equation, caller: str) -> Iterator[None]:
+    """Add a note to an error raised inside: the innermost operation, and its line."""
+    try:
+        yield
+    except Exception as error:
+        notes = getattr(error, "__notes__", ())
+        if not any(note.startswith(f"{caller}: in ") for note in notes):
+            name, line = equation.primitive.name, source_line(equation)
+            error.add_note(f"{caller}: in {name}, written at {line}")
+        raise
 
 
 class SourceLines(NamedTuple):

@@ -8,7 +8,7 @@ axes (of a size other than 1) that it has had on the way.
 from typing import Any
 
 from optax_mp._jax._jaxpr import Equation, Jaxpr, is_literal
-from optax_mp.amp._precision import REPEATS, takes_part
+from optax_mp.amp._lattice import REPEATS, takes_part
 
 # That number for each of several values; None for a computed value, or a scalar.
 AxisCounts = tuple[int | None, ...]
