@@ -2,6 +2,7 @@
 
 - `_jaxpr`: read, run and trace jaxprs.
 - `_source`: where an equation is written: scopes and lines.
+- `_primitives`: what is true of each primitive, in one table.
 - `_products`: matrix products and convolutions, and their FLOPs.
 - `_control_flow`: equations with jaxprs inside. Add support for another one here.
 - `_wiring`: what feeds what in such an equation, and searches along that.

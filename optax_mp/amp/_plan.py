@@ -22,6 +22,7 @@ from optax_mp._jax._jaxpr import (
     is_literal,
     open_jaxpr,
 )
+from optax_mp._jax._primitives import REPEATS
 from optax_mp._jax._source import name_in_errors
 from optax_mp._jax._wiring import Region, Wiring
 from optax_mp.amp._biases import AxisCounts, Biases
@@ -30,7 +31,6 @@ from optax_mp.amp._function_rules import precisions_by_function
 from optax_mp.amp._lattice import (
     FULL,
     LOW,
-    REPEATS,
     Precision,
     Precisions,
     Weak,

@@ -24,7 +24,7 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     primitive_names,
 )
-from optax_mp._jax._products import PRODUCTS
+from optax_mp._jax._primitives import AMP_WORDS
 from optax_mp._jax._source import scopes
 from optax_mp.amp._eight_bits import DTYPES, E4M3, PRIMITIVE, fits
 from optax_mp.amp._lattice import takes_part
@@ -47,39 +47,17 @@ STOP = "amp_stop"
 RECIPROCAL = "reciprocal"
 BIAS_ADD = "bias_add"
 
-_F32 = """
-exp exp2 expm1 log log2 log1p pow rsqrt tan sinh cosh
-asin acos atan atan2 asinh acosh atanh erf_inv lgamma digamma polygamma igamma igammac
-reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum
-"""
-_WIDEST = """
-add sub mul div rem max min neg sign abs sqrt cbrt tanh logistic erf erfc sin cos
-floor ceil round select_n clamp is_finite eq ne lt le gt ge eq_to lt_to le_to
-add_any concatenate pad broadcast_in_dim reshape transpose squeeze expand_dims rev tile
-slice dynamic_slice dynamic_update_slice split gather stop_gradient copy copy_p name
-reduce_max reduce_min argmax argmin cummax cummin top_k real
-reduce_window_max reduce_window_min
-psum psum2 psum_invariant pmax pmin ppermute pvary pbroadcast pcast
-all_gather all_gather_invariant all_to_all psum_scatter reduce_scatter
-sharding_constraint reshard device_put
-"""
-
 default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
-    dict.fromkeys(PRODUCTS, "low")
-    | dict.fromkeys(_F32.split(), "f32")
+    AMP_WORDS
     # 1 / x, which is large if x is small.
     | {RECIPROCAL: "f32"}
     # x @ w + b: a float32 b would make everything that follows float32. It is added in
     # float32, so that its gradient is summed over the batch in float32.
     | {BIAS_ADD: "rounded"}
-    # 256 squared overflows float16; bfloat16 has the range of float32.
-    | dict.fromkeys(("integer_pow", "square", "one_minus_square"), "f32_if_f16")
-    | dict.fromkeys(_WIDEST.split(), "widest")
-    | dict.fromkeys(("sort", "optimization_barrier"), "own")
-    # Not listed are, among others: scatters, which may sum many small gradients in one
-    # place; products of sparse matrices, which are scatters inside; reductions by any
-    # function; random bits, fft, linear algebra, kernels and callbacks, which have no
-    # 16-bit form that is known to be safe.
+    # Without a word are, among others: scatters, which may sum many small gradients in
+    # one place; products of sparse matrices, which are scatters inside; reductions by
+    # any function; random bits, fft, linear algebra, kernels and callbacks, which have
+    # no 16-bit form that is known to be safe.
     | {DEFAULT: "as_written"}
 )
 

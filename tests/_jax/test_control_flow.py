@@ -6,7 +6,6 @@ computed from.
 """
 
 import functools
-from collections import namedtuple
 
 import jax
 import jax.numpy as jnp

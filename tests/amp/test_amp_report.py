@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from slow_cases import mostly_slow
 
-from optax_mp import amp, amp_report, amp_stop, default_amp_rules
+from optax_mp import amp, amp_report, amp_stop
 
 X = np.random.default_rng(0).standard_normal((4, 8), np.float32)
 W = np.random.default_rng(1).standard_normal((8, 8), np.float32) / 3

@@ -1,7 +1,6 @@
 """amp's rules: the words, where they apply, what users give, and what is refused."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
