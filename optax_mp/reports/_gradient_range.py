@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._arrays import is_traced
-from optax_mp._table import align_by_path
+from optax_mp._table import align_by_path, percent
 from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 from optax_mp.reports._formats import (
     EXPONENT_BIT,
@@ -28,7 +28,6 @@ from optax_mp.reports._leaf_counts import (
     LeafCounts,
     check_size,
     count_bins,
-    percent,
     share,
 )
 

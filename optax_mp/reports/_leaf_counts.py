@@ -79,10 +79,3 @@ def _explicit_mesh(leaf: jax.Array) -> Any:
 def share(part: Any, counts: np.ndarray) -> float:
     """Return a part of all counts as a share; 0 of nothing."""
     return float(part) / max(int(counts.sum()), 1)
-
-
-def percent(value: float) -> str:
-    """Return a share in percent: two digits, and 0 and 100 only for none and all."""
-    if 0 < value < 0.001:
-        return "<.1"
-    return ">99" if 0.995 <= value < 1 else f"{100 * value:.{2 if value < 1 else 3}g}"

@@ -14,13 +14,12 @@ from jax.typing import DTypeLike
 from optax_mp._dtypes import at_least_float32, bits, floating_dtype, round_to
 from optax_mp._leaves import Leaves
 from optax_mp._nnx import plain_params
-from optax_mp._table import align_by_path
+from optax_mp._table import align_by_path, percent
 from optax_mp._tree import describe, is_floating, spell
 from optax_mp.reports._leaf_counts import (
     LeafCounts,
     check_size,
     count_bins,
-    percent,
     share,
 )
 
