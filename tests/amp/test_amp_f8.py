@@ -394,7 +394,6 @@ def test_a_precision_report_counts_8_bit_products():
         {"float8_e4m3fn": 16 / 35, "float8_e5m2": 16 / 35, "bfloat16": 3 / 35}
     )
     assert found.low_share == 1
-    assert found.kept_bytes["float8_e4m3fn"] >= 256 * 256
 
 
 # Unmodified models of each framework
