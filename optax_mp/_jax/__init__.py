@@ -12,7 +12,5 @@
 - `_arrays`: what is known of one array: whether it is traced, and its type.
 - `_placement`: put an optimizer's state on the devices of its params.
 - `_choose`: take a step, or skip it entirely.
-- `_by_platform`: an operation that runs in another way on some platforms.
-- `_apart`: calls that XLA for CPUs compiles apart from what is around them.
-- `_order`: what XLA for CPUs computes first.
+- `_by_platform`: a call that is computed in another way on some platforms.
 """

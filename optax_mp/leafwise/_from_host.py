@@ -26,15 +26,14 @@ from optax_mp._jax._memory import (
     to_device,
     to_host,
 )
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._warnings import warn
 from optax_mp.leafwise._block_operations import is_block_operation
 from optax_mp.leafwise._ends import End, cut
-from optax_mp.leafwise._engine import within_step
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._host_chunks import run_chunks, start_value
 from optax_mp.leafwise._host_flow import HostFlow
-from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
+from optax_mp.leafwise._layout import Layout, Shardings
 from optax_mp.leafwise._program import Program, Value, read, read_output, values_in
 
 
@@ -88,10 +87,21 @@ def run_from_host(
         flow=HostFlow.of(program, limits.min_size),
         replaced=traced.replaced(kept, traced.unflatten_outputs()[1]),
         limits=limits,
-        shardings=shardings_of_inputs(program, kept, shardings),
+        shardings=_shardings_of_inputs(program, kept, shardings),
         proceed=proceed,
     )
     return traced.unflatten(step_from_host.run())
+
+
+def _shardings_of_inputs(
+    program: Program, kept: Any, shardings: Sequence[NamedSharding | None]
+) -> Shardings:
+    """Return the shardings by the inputs of a program, the last of which are `kept`."""
+    leaves = jax.tree.leaves(kept)
+    of_arrays = [s for x, s in zip(leaves, shardings, strict=False) if is_dynamic(x)]
+    inputs = program.inputs[len(program.inputs) - len(of_arrays) :]
+    both = zip(inputs, of_arrays, strict=True)
+    return {value: sharding for value, sharding in both if sharding is not None}
 
 
 def _between_moves(
@@ -103,8 +113,7 @@ def _between_moves(
     """
     leaves, treedef = jax.tree.flatten(kept)
     brought = bring(leaves)
-    with within_step():
-        updates, new = step(given, treedef.unflatten(brought))
+    updates, new = step(given, treedef.unflatten(brought))
     new_leaves, new_def = jax.tree.flatten(new)
     if new_def != treedef:
         return updates, new
