@@ -5,15 +5,13 @@ folder or module; open that one to read more.
 """
 
 # isort: off
-# Old pickles name modules that are gone.
-from optax_mp import _first_edition  # noqa: F401
-
 # High-precision weights in the optimizer state, and how they are kept.
 from optax_mp.masters import (
     FullCopy,
     MixedPrecisionState,
     Split,
     Storage,
+    follow_params,
     master_params,
     mixed_precision,
     replace_master_params,
@@ -67,14 +65,10 @@ from optax_mp.compact import (
 from optax_mp.leafwise import take_step
 
 # Many devices.
-from optax_mp.devices import check_replicas, offload, zero1
+from optax_mp.devices import offload, zero1
 
-# Check, upgrade and convert saved states.
-from optax_mp.checkpoints import (
-    check_checkpoint,
-    convert_opt_state,
-    upgrade_checkpoint,
-)
+# Check and convert saved states.
+from optax_mp.checkpoints import check_checkpoint, convert_opt_state
 
 # In which precision a function runs, what to log while training, what low precision
 # loses, and how much memory is needed.
@@ -136,12 +130,12 @@ __all__ = [
     "cast_floating",
     "check_checkpoint",
     "check_loss_scale",
-    "check_replicas",
     "convert_opt_state",
     "default_amp_rules",
     "dynamic_loss_scale",
     "dynamic_scale_grad",
     "dynamic_scale_value_and_grad",
+    "follow_params",
     "get_policy",
     "gradient_range_report",
     "half_dtype",
@@ -162,7 +156,6 @@ __all__ = [
     "stochastic_rounding",
     "take_step",
     "update_report",
-    "upgrade_checkpoint",
     "value_and_grad",
     "zero1",
 ]

@@ -1,10 +1,8 @@
 """A linear function with a transpose of its own.
 
-`jax.custom_derivatives.linear_call` is one, too, but it can neither be batched nor, up
-to JAX 0.5, be differentiated forward.
+`jax.custom_derivatives.linear_call` is one, too, but it cannot be batched.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,15 +109,3 @@ ad.primitive_jvps[_linear_p] = _jvp
 ad.primitive_transposes[_linear_p] = _transpose
 batching.primitive_batchers[_linear_p] = _batch
 mlir.register_lowering(_linear_p, mlir.lower_fun(_run, multiple_results=True))
-
-
-def _register_for_shard_map() -> None:
-    """Say, up to JAX 0.6, that it is the same on all ranks if its inputs are."""
-    # As Any, because later versions do not have these functions.
-    module: Any = importlib.import_module("jax.experimental.shard_map")
-    module.register_standard_check(_linear_p)
-    module.register_standard_rewrite(_linear_p)
-
-
-if not hasattr(jax, "shard_map"):
-    _register_for_shard_map()

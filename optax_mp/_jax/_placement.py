@@ -45,8 +45,8 @@ def _can_follow(leaf: Any, param: Any) -> bool:
     return is_number and param.ndim > 0 and has_same_spec and not varies_by_rank(param)
 
 
-# `depending_outputs` recognises this jit by its name, `PLACE_LIKE`, because its output
-# does not depend on `param`.
+# `depending_outputs` recognises this jit by its name and file: its output does not
+# depend on `param`.
 @jax.jit
 def place_like(leaf: jax.Array, param: jax.Array) -> jax.Array:
     """Return `leaf`, sharded like `param`.

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._tree import PyTree, is_array
+from optax_mp._jax._arrays import is_array
+
+PyTree = Any
 
 # Raised by a function that looks at the numbers of its arrays.
 NOT_TRACEABLE = (

@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 from optax_mp._float16 import report
 from optax_mp._jax._jaxpr import evaluate
 from optax_mp.amp._changes import pure_call
+from optax_mp.amp._lattice import full_precisions
 from optax_mp.amp._loop_conditions import warn_of_loops
-from optax_mp.amp._precision import full_precisions
 from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
 
@@ -47,11 +47,10 @@ def amp(
             for the same with operands in that dtype.
         rules: how each operation runs: a mapping that replaces `default_amp_rules`, or
             extends them by `|`. A key is a primitive (`jax.lax.tanh_p`, or its name
-            `"tanh"`), the name of a `jax.named_scope`, or a source line such as
-            `"model.py:12"`; `"attention/model.py:12"` is a line in a scope, and
-            `"model.py:12/linear.py:34"` a line that another calls. `"amp_default"`
-            stands for primitives that are not listed. The rule of a loop or a `jit`
-            applies to everything inside it. A value is one of these words:
+            `"tanh"`) or the name of a `jax.named_scope`. `"amp_default"` stands for
+            primitives that are not listed. The rule of a loop or a `jit` applies to
+            everything inside it. A name that occurs nowhere raises a warning. A value
+            is one of these words:
 
             - `"low"`: in the compute dtype;
             - `"f32"`: in float32, inputs and outputs (float64 stays float64);
@@ -80,8 +79,7 @@ def amp(
         TypeError: if `fun` is not callable, or `rules` is not a mapping of such keys.
         ValueError: if `compute_dtype` is neither a 16-bit float nor one of the two
             8-bit floats, or a rule is unknown, or for products and given to another
-            operation; when called, if a name in `rules` is neither a primitive nor a
-            place in `fun`.
+            operation.
         NotImplementedError: if a function with 8-bit products is differentiated a
             second time in reverse; forward mode works.
 

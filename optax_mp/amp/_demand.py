@@ -17,7 +17,7 @@ from optax_mp._jax._jaxpr import (
     open_jaxpr,
 )
 from optax_mp._jax._wiring import Region
-from optax_mp.amp._precision import takes_part
+from optax_mp.amp._lattice import takes_part
 from optax_mp.amp._rules import Rule, Rules
 
 # Whether all readers of a value compute in float32; None if no reader cares.

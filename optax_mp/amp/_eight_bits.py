@@ -45,14 +45,12 @@ PRIMITIVE = "dot_general"
 SMALLEST, MULTIPLE = 512, 16
 # Bits of a float32: those that hold the exponent, and its smallest normal number.
 _EXPONENT, _SMALLEST_NORMAL = 0x7F800000, 0x00800000
-# Up to JAX 0.6, `shard_map` refuses them; then what is not differentiated costs time.
-_SYMBOLIC_ZEROS = hasattr(jax, "shard_map")
 _SECOND_DERIVATIVE = (
     "amp: a function with 8-bit products is differentiated twice, the second time in "
     "reverse, for which it would have to keep their operands in 16 bits; expected one "
     "derivative, or a second one by forward mode, as in `jax.hessian` or "
     "`jax.jvp(jax.grad(fun), ...)`; for others leave these products in 16 bits: by "
-    "compute_dtype=jnp.bfloat16, or by the rule 'not_f8' for their scope or line."
+    "compute_dtype=jnp.bfloat16, or by the rule 'not_f8' for their scope."
 )
 
 
@@ -135,7 +133,7 @@ def product(
         ]
         return value, _sum(terms, value)
 
-    multiply.defjvp(derivative, symbolic_zeros=_SYMBOLIC_ZEROS)
+    multiply.defjvp(derivative, symbolic_zeros=True)
     return multiply(*operands)
 
 
@@ -244,7 +242,7 @@ def _refuse(*_: Any) -> Any:
 
 # Reverse mode would have to add up rounded tangents, each with a unit of its own.
 _forward_only = Linear(lambda x: [x], _refuse, _SECOND_DERIVATIVE)
-_scaled.defjvp(_scaled_tangents, symbolic_zeros=_SYMBOLIC_ZEROS)
+_scaled.defjvp(_scaled_tangents, symbolic_zeros=True)
 
 
 def _sum(tangents: Sequence[Any], value: Any) -> Any:

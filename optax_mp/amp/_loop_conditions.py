@@ -19,13 +19,12 @@ from optax_mp._jax._jaxpr import (
     is_shaped,
     open_jaxpr,
 )
+from optax_mp._jax._primitives import COMPARISONS
 from optax_mp._jax._source import source_line
 from optax_mp._jax._wiring import ForwardResult, Region
 from optax_mp._warnings import warn
+from optax_mp.amp._lattice import LOW
 from optax_mp.amp._plan import Action, Plan
-from optax_mp.amp._precision import LOW
-
-COMPARISONS = frozenset("eq ne lt le gt ge".split())
 
 
 class Origin(NamedTuple):

@@ -22,15 +22,15 @@ from optax_mp._jax._jaxpr import (
     is_literal,
     open_jaxpr,
 )
+from optax_mp._jax._primitives import REPEATS
+from optax_mp._jax._source import name_in_errors
 from optax_mp._jax._wiring import Region, Wiring
 from optax_mp.amp._biases import AxisCounts, Biases
 from optax_mp.amp._demand import Demand, Wants, is_better_full
 from optax_mp.amp._function_rules import precisions_by_function
-from optax_mp.amp._places import name_in_errors
-from optax_mp.amp._precision import (
+from optax_mp.amp._lattice import (
     FULL,
     LOW,
-    REPEATS,
     Precision,
     Precisions,
     Weak,
@@ -206,7 +206,7 @@ class Planner:
         rule, why = self.rules.rule_of(equation, scope_rule, adds_bias)
         if callable(rule):
             low = self.rules.compute_dtype
-            with name_in_errors(equation):
+            with name_in_errors(equation, "amp"):
                 outputs = precisions_by_function(rule, low, equation, precisions)
             return Action("function", precisions, outputs, rule, why, scope_rule)
         if rule == "own":

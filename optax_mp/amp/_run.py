@@ -25,23 +25,23 @@ from optax_mp._jax._jaxpr import (
     trace_jaxpr,
     with_dtype,
 )
+from optax_mp._jax._source import name_in_errors, scopes
 from optax_mp._jax._traced import TracedCall, note_on_leaks
 from optax_mp._tree import is_array
-from optax_mp.amp._batching import custom_vmap
+from optax_mp._warnings import warn
 from optax_mp.amp._biases import argument_axis_counts
-from optax_mp.amp._derivatives import (
+from optax_mp.amp._custom_rules import (
     custom_jvp,
     custom_vjp,
-    derivative_jaxpr,
+    custom_vmap,
     linear_call,
 )
 from optax_mp.amp._eight_bits import product
 from optax_mp.amp._function_rules import bind_by_function
+from optax_mp.amp._lattice import FULL, LOW, Precisions, cast, full_precisions
 from optax_mp.amp._loop_conditions import warn_of_loops
-from optax_mp.amp._places import name_in_errors, words_at
 from optax_mp.amp._plan import Action, Plan, Planner, RegionPlan
-from optax_mp.amp._precision import FULL, LOW, Precisions, cast, full_precisions
-from optax_mp.amp._rules import Rule, Rules, unknown_names
+from optax_mp.amp._rules import Rule, Rules, describe_unknown, scope_parts
 
 _WITH_RULE = {
     "jvp": custom_jvp,
@@ -77,7 +77,7 @@ class Interpreter:
         # Traced in each call, because what the function closes over may have changed.
         traced = TracedCall.of(lambda given: fun(*given[0], **given[1]), (args, kwargs))
         jaxpr = traced.closed.jaxpr
-        _check_names(self._rules, jaxpr)
+        _warn_of_names(self._rules, jaxpr)
         inputs, counts = full_precisions(jaxpr.invars), argument_axis_counts(jaxpr)
         return traced, self._planner.plan_whole(jaxpr, inputs, counts, None)
 
@@ -94,7 +94,7 @@ class Interpreter:
         self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> Sequence[Any]:
         """Return the outputs of one equation, as its action says."""
-        with name_in_errors(equation):
+        with name_in_errors(equation, "amp"):
             inputs = self.cast_all(inputs, action.inputs, equation.invars)
             match action.how:
                 case "same":
@@ -213,28 +213,20 @@ class Interpreter:
         ]
 
 
-def _check_names(rules: Rules, jaxpr: AnyJaxpr) -> None:
-    """Raise if a rule is for a name that no equation of a jaxpr has."""
+def _warn_of_names(rules: Rules, jaxpr: AnyJaxpr) -> None:
+    """Warn of rules for names that no equation of a jaxpr has."""
     missing = rules.names_to_find
-    for equation in _equations(jaxpr) if missing else ():
-        if equation is None:
-            return  # A derivative rule that cannot be read may have the name.
+    equations = list(_equations(jaxpr)) if missing else []
+    for equation in equations:
         missing = missing - rules.names_at(equation)
     if missing:
-        seen = {word for each in _equations(jaxpr) for word in words_at(each)}
-        raise unknown_names(missing, seen)
+        seen = {word for x in equations for word in scope_parts(scopes(x))}
+        warn(describe_unknown(missing, seen))
 
 
-def _equations(jaxpr: AnyJaxpr, in_derivatives: bool = True) -> Iterator[Equation]:
-    """Yield all equations, also those in regions and in derivative rules.
-
-    Yields None for a derivative rule that cannot be read.
-    """
+def _equations(jaxpr: AnyJaxpr) -> Iterator[Equation]:
+    """Yield all equations, also those in regions."""
     for equation in open_jaxpr(jaxpr)[0].eqns:
         yield equation
         for inner in jaxprs_within(equation):
-            yield from _equations(inner, in_derivatives)
-        if in_derivatives and custom_rule(equation):
-            # Without the derivative rules inside those, which might never end.
-            rule = derivative_jaxpr(equation)
-            yield from _equations(rule, in_derivatives=False) if rule else [None]
+            yield from _equations(inner)

@@ -9,7 +9,6 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params, check_own_state
-from optax_mp._first_edition import raise_missing_field
 from optax_mp._inner import (
     as_transformation,
     check_gradients,
@@ -58,8 +57,6 @@ class LowBitState(NamedTuple):
 
     step_count: jax.Array
     inner_state: optax.OptState
-
-    __getattr__ = raise_missing_field
 
 
 def low_bit_state(

@@ -11,18 +11,7 @@ import numpy as np
 
 from optax_mp._jax._control_flow import has_regions, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, open_jaxpr
-
-# Primitives whose outputs are never negative. (NaN is not negative.)
-_ALWAYS = {"abs", "square", "exp", "exp2", "logistic", "sqrt", "rsqrt", "iota"}
-# Primitives whose outputs are nonnegative if all inputs are.
-_IF_ALL = {
-    "add", "add_any", "broadcast_in_dim", "cbrt", "concatenate",
-    "convert_element_type", "copy", "copy_p", "cummax", "cumsum", "div", "dot_general",
-    "dynamic_slice", "dynamic_update_slice", "expand_dims", "log1p", "min", "mul",
-    "optimization_barrier", "pad", "pvary", "reduce_max", "reduce_min",
-    "reduce_precision", "reduce_sum", "reshape", "reshard", "rev",
-    "sharding_constraint", "sign", "slice", "squeeze", "transpose",
-}  # fmt: skip
+from optax_mp._jax._primitives import KEEPS_SIGN, NEVER_NEGATIVE
 
 
 def nonnegative_outputs(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
@@ -97,7 +86,7 @@ def _equation_outputs(equation: Equation, inputs: list[bool]) -> list[bool]:
             # The lower bound alone does not decide: the upper one may be smaller.
             result = inputs[2] and (inputs[0] or inputs[1])
         case name:
-            result = name in _ALWAYS or (name in _IF_ALL and all(inputs))
+            result = name in NEVER_NEGATIVE or (name in KEEPS_SIGN and all(inputs))
     return [result] * len(equation.outvars)
 
 

@@ -12,7 +12,6 @@ from optax_mp._arguments import (
     check_own_state,
 )
 from optax_mp._dtypes import bits, difference
-from optax_mp._first_edition import raise_missing_field
 from optax_mp._inner import (
     as_inner_grad,
     as_inner_param,
@@ -56,8 +55,6 @@ class StochasticRoundingState(NamedTuple):
 
     step_count: jax.Array
     inner_state: optax.OptState
-
-    __getattr__ = raise_missing_field
 
 
 def stochastic_rounding(

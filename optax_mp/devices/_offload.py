@@ -14,7 +14,7 @@ from optax_mp._arguments import check_init_params, check_whole_number
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
 from optax_mp._jax._choose import obey_outer_choice, select
-from optax_mp._jax._dependence import PLACE_LIKE
+from optax_mp._jax._dependence import is_placement
 from optax_mp._jax._memory import (
     HOST_KIND,
     is_on_host,
@@ -258,8 +258,7 @@ def _init(inner: Any, params: Any, limits: Limits) -> Any:
 
 def _is_kept_whole(equation: Any) -> bool:
     """Return whether a call stays one. Opened, `place_like` does not place."""
-    is_place_like = equation.params.get("name") == PLACE_LIKE
-    return is_place_like or is_block_operation(equation)
+    return is_placement(equation) or is_block_operation(equation)
 
 
 def _groups(avals: Sequence[Any], limits: Limits) -> Iterator[list[int]]:

@@ -24,7 +24,7 @@ class MixedPrecisionState(NamedTuple):
             master, and `optax.MaskedNode()` for each leaf that is its own master.
         inner_state: the state of the inner optimizer, over masters.
         storage: the storage that made the state; a class attribute, not a leaf. None
-            for a state that was pickled by the first edition.
+            for a state that was built by hand.
 
     Example:
         >>> import jax.numpy as jnp
@@ -106,12 +106,11 @@ def _restore(
 
 
 def storage_of(state: MixedPrecisionState, caller: str) -> Storage:
-    """Return the storage of a state; raise for a state of optax_mp 0.1."""
+    """Return the storage of a state; raise for a state that was built by hand."""
     if state.storage is None:
         raise ValueError(
             f"{caller}: the MixedPrecisionState does not say which storage made it, "
-            "expected one that `init` returned. Convert a state that was saved by "
-            "optax_mp 0.1 with `optax_mp.upgrade_checkpoint(state, tx.init(params))`, "
-            "and change a state with `state._replace(...)`."
+            "expected one that `init` returned; change a state with "
+            "`state._replace(...)`."
         )
     return state.storage

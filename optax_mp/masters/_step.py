@@ -27,6 +27,7 @@ from optax_mp._inner import (
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import is_floating, is_inexact, spell
 from optax_mp.masters._checks import check_master, check_param, check_state
+from optax_mp.masters._edits import follow_edits, shows_edits
 from optax_mp.masters._param_dtype import DTypeRule
 from optax_mp.masters.storage import Storage
 from optax_mp.masters.storage._contract import as_advanced, check_target
@@ -100,14 +101,22 @@ class Step:
         return cls(leaves, grads, is_lookahead, settings), stored
 
     def decode(self, stored: Sequence[Any]) -> list[Any]:
-        """Return the master of each param that has one, else `MaskedNode()`."""
+        """Return the master of each param that has one, else `MaskedNode()`.
+
+        Where the param was edited since the last step, it is the master.
+        """
         master_dtype, storage = self.settings.master_dtype, self.settings.storage
         masters = list(stored)
         for i, stored_leaf in enumerate(stored):
-            if not is_absent(stored_leaf):
-                path, param = self.params.paths[i], self.params.values[i]
-                masters[i] = storage.decode(stored_leaf, param)
-                check_master(path, param, masters[i], master_dtype, storage)
+            if is_absent(stored_leaf):
+                continue
+            path, param = self.params.paths[i], self.params.values[i]
+            masters[i] = storage.decode(stored_leaf, param)
+            check_master(path, param, masters[i], master_dtype, storage)
+            if not storage.param_is_part and shows_edits(
+                param.dtype, self._update_dtype_of_master(i)
+            ):
+                masters[i] = follow_edits(masters[i], jnp.asarray(param))
         return masters
 
     def inner_params(self, masters: Sequence[Any]) -> list[Any]:

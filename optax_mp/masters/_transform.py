@@ -60,15 +60,19 @@ def mixed_precision(
       other leaves that are not floating arrays are hidden from `inner`, and their
       gradients are returned unchanged.
     - The update of a leaf is `round(master) - param`. After `optax.apply_updates` the
-      param is the rounded master, whatever finite value it had before. Finite masters
-      never become infinite; infinite ones, as after a step that diverged, stay infinite
-      where the param's dtype has infinities.
+      param is the rounded master. Finite masters never become infinite; infinite ones,
+      as after a step that diverged, stay infinite where the param's dtype has
+      infinities.
+    - If your loop edits params between steps, as a projection does, each edited element
+      is its new master in the next step, where updates are float32. 16-bit updates are
+      rounded, so that an edit cannot be told: call `follow_params` after it, or pass
+      `update_dtype=jnp.float32`.
     - An infinite param, such as the -inf of a mask, stays infinite until its master is
       NaN, and NaN stays NaN. To make such params finite, cast them anew from
       `master_params`. Weight decay makes infinities NaN, as in float32 training:
       exclude a mask from it.
     - Put this transform last in a chain, or around the chain. A later transform would
-      change the rounded difference, and the next step would undo it.
+      change the rounded difference, and small updates would be lost again.
     - If a loss scale is an earlier link of the same chain, a step that it skips is
       skipped here entirely, too. The link marks such a step by handing on float32
       gradients that are negative zero everywhere. The mark is not seen in 16-bit

@@ -279,7 +279,7 @@ def _state_rows(
 
 
 def _role_of_masters(state: MixedPrecisionState) -> str:
-    # A state of the first edition does not name its storage.
+    # A state that was built by hand does not name its storage.
     is_part = state.storage is not None and state.storage.param_is_part
     return "remainders" if is_part else "masters"
 

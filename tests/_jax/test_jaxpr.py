@@ -1,11 +1,17 @@
 """Jaxprs run equation by equation: the same numbers, written in the same place."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from optax_mp import _jax
+from optax_mp._jax._dependence import depending_outputs
 from optax_mp._jax._jaxpr import bind, evaluate
+from optax_mp._jax._placement import place_like as placed
 from optax_mp._jax._source import scopes, source_line
 
 X = jnp.arange(4.0)
@@ -77,3 +83,26 @@ def test_a_failing_equation_leaves_the_configuration_as_it_was():
         evaluate(closed, [X], fail_at_cos)
     assert jax.config.jax_threefry_partitionable == before
     assert scopes(jax.make_jaxpr(lax.sin)(X).eqns[0]) == ""
+
+
+def test_a_users_function_is_not_taken_for_one_of_ours():
+    @jax.jit
+    def place_like(x, other):
+        return x * other
+
+    ours = jax.make_jaxpr(lambda x: placed(jnp.zeros(4), x))(X)
+    theirs = jax.make_jaxpr(lambda x: place_like(jnp.zeros(4), x))(X)
+    assert depending_outputs(ours) == [False]
+    assert depending_outputs(theirs) == [True]
+    assert depending_outputs(jax.make_jaxpr(jax.vmap(lambda x: placed(x * 0, x)))(X))
+
+
+def test_the_folder_imports_nothing_else_of_the_package():
+    folder = Path(_jax.__file__).parent
+    imports = {
+        path.name: re.findall(r"from (optax_mp\.(?!_jax\b)[\w.]+)", path.read_text())
+        for path in folder.glob("*.py")
+    }
+    # Of these, `_placement` and `_choose` are about states and are to move out of it.
+    moving = {"_by_platform.py", "_choose.py", "_placement.py"}
+    assert {name for name, found in imports.items() if found} <= moving

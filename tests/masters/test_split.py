@@ -726,19 +726,6 @@ def test_an_edited_param_is_the_new_master(dtype, bits):
     assert np.mean(moved == 0) > 0.99
 
 
-def test_with_full_copies_the_master_wins_unless_replaced():
-    tx = optax_mp.mixed_precision(optax.sgd(1.0))
-    params = {"w": jnp.full(3, 1.5, jnp.bfloat16)}
-    state = tx.init(params)
-    edited = {"w": jnp.zeros(3, jnp.bfloat16)}
-    grads = {"w": jnp.zeros(3)}
-    after, _ = fused(tx)(edited, state, grads)
-    np.testing.assert_array_equal(np.asarray(after["w"], np.float32), 1.5)
-    state = optax_mp.replace_master_params(state, params, edited)
-    after, _ = fused(tx)(edited, state, grads)
-    np.testing.assert_array_equal(np.asarray(after["w"], np.float32), 0)
-
-
 @pytest.mark.parametrize("bits", [slow(16), 8])
 def test_replaced_masters_are_kept_as_far_as_the_params_are_theirs(bits):
     weights = start(1000)

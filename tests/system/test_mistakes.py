@@ -213,10 +213,6 @@ MISPLACED = {
         lambda: optax_mp.check_checkpoint(STATE, PARAMS),
         ValueError, r"\['b'\] was not saved, the template expects bfloat16\[4\]",
     ),
-    "check_replicas(tx)": (
-        lambda: optax_mp.check_replicas(MASTERS),
-        TypeError, "`tree` is a GradientTransformationExtraArgs without arrays",
-    ),
     "zero1(mesh, tx)": (
         lambda: optax_mp.zero1(jax.make_mesh((1,), ("data",)), MASTERS, "data"),
         TypeError, "`inner` is a Mesh, expected an optax gradient transformation",

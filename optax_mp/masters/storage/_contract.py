@@ -84,7 +84,8 @@ class Storage(Protocol):
 
         `stored` and `param` are those before the step. The param moves to `target`,
         rounded to its dtype if that is another. The new `stored` has the structure,
-        shapes and dtypes of the old one.
+        shapes and dtypes of the old one. Unless `param_is_part`, it must decode to a
+        master that rounds to the same param: any other param counts as edited.
         """
         ...
 

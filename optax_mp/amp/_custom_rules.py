@@ -1,6 +1,6 @@
-"""Functions with derivative rules of their own: amp runs the rules as well.
+"""Functions with derivative or batching rules of their own: amp runs the rules as well.
 
-A rule is written for float32, and each version of JAX keeps it in another place of the
+A derivative rule is written for float32, and JAX keeps it in another place of the
 jaxpr. So we let JAX differentiate the equation as it is written, trace that, and run
 the trace under amp, as the rule of a new function.
 
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
+import jax.custom_batching
 from jax.custom_derivatives import SymbolicZero
 
 from optax_mp._jax._control_flow import (
     custom_rule,
     has_regions,
     residual_count,
+    vmap_by_rule,
     wiring_of,
 )
 from optax_mp._jax._jaxpr import (
-    ClosedJaxpr,
     Equation,
     bind,
     evaluate,
@@ -32,7 +32,7 @@ from optax_mp._jax._jaxpr import (
 )
 from optax_mp._jax._source import source_line
 from optax_mp._tree import describe, is_inexact
-from optax_mp.amp._precision import cast
+from optax_mp.amp._lattice import cast
 
 Call = Callable[..., list[Any]]
 # `interpret(function, arguments, dtypes)` runs `function(*arguments)` under amp. The
@@ -176,6 +176,30 @@ class _VjpRule:
         return tuple(gradients)
 
 
+def custom_vmap(
+    equation: Equation, call: Call, output_dtypes: Sequence[Any], interpret: Interpret
+) -> Call:
+    """Return `call` with the rule of a custom_vmap; its outputs have these dtypes."""
+    dtypes = [atom.aval.dtype for atom in equation.invars]
+
+    def rule(size: int, is_batched: list[bool], *given: Any) -> tuple[Any, Any]:
+        is_output_batched: list[bool] = []
+
+        def batched(inputs: Sequence[Any]) -> list[Any]:
+            nonlocal is_output_batched
+            outputs, is_output_batched = vmap_by_rule(
+                equation, size, is_batched, inputs
+            )
+            return outputs
+
+        outputs, _ = interpret(batched, (list(given),), (dtypes,))
+        return list(map(cast, outputs, output_dtypes)), is_output_batched
+
+    function = jax.custom_batching.custom_vmap(call)
+    function.def_vmap(rule)
+    return function
+
+
 def linear_call(
     equation: Equation, call: Call, output_dtypes: Sequence[Any], interpret: Interpret
 ) -> Call:
@@ -270,38 +294,6 @@ def _first_use(equation: Equation, i: int) -> str:
                     here = f", used at {line}" if line else ""
                     return _first_use(inner, at) or here
     return ""
-
-
-def derivative_jaxpr(equation: Equation) -> ClosedJaxpr | None:
-    """Return the jaxpr of the rule of a custom_jvp or custom_vjp, as written.
-
-    Returns None for a rule that cannot be traced without its arguments, or that
-    refuses to be differentiated by all inputs.
-    """
-    if custom_rule(equation) not in ("jvp", "vjp"):
-        return None
-    closed_over = equation.params["num_consts"] if custom_rule(equation) == "vjp" else 0
-    avals = [atom.aval for atom in equation.invars]
-    inexact = [i for i, x in enumerate(avals) if i >= closed_over and is_inexact(x)]
-
-    def derivative(*inputs: Any) -> Any:
-        args = [inputs[i] for i in inexact]
-        function = _restrict(equation, inexact, inputs)
-        if custom_rule(equation) == "jvp":
-            return jax.jvp(function, args, args)
-        outputs, pull = jax.vjp(function, *args)
-        return pull(jax.tree.map(_cotangent_like, outputs))
-
-    try:
-        return jax.make_jaxpr(derivative)(*avals)
-    except Exception:  # whatever the user's rule raises
-        return None
-
-
-def _cotangent_like(output: jax.Array) -> Any:
-    if is_inexact(output):
-        return output
-    return np.zeros(output.shape, jax.dtypes.float0)
 
 
 def _restrict(
