@@ -12,6 +12,7 @@ import optax
 
 from optax_mp._jax._dependence import depending_outputs
 from optax_mp._jax._traced import TracedCall, is_dynamic
+from optax_mp._quantized import Code
 from optax_mp._tree import is_floating
 from optax_mp.compact._code_format import CodeFormat
 from optax_mp.compact._full_precision import (
@@ -29,8 +30,8 @@ def choose_codes(
     state: optax.OptState,
     code_format: CodeFormat,
     min_size: int,
-) -> list[jnp.dtype | None]:
-    """Return the dtype of codes for each leaf of `inner`'s state; None to leave it."""
+) -> list[Code | None]:
+    """Return how to quantize each leaf of `inner`'s state; None to leave it."""
     init = TracedCall.of(inner.init, params)
     update = trace_update(inner, params, state)
     leaves = jax.tree.leaves(state)
@@ -45,12 +46,14 @@ def choose_codes(
         in_product = reach_products(update)
     elif any(chosen):
         check_without_update(init, large, state, params, update)
-    codes: list[jnp.dtype | None] = [None] * len(leaves)
+    codes: list[Code | None] = [None] * len(leaves)
     never_negative = _never_negative(init, update)
     for at, i in enumerate(arrays):
         if chosen[at]:
-            codes[i] = code_format.codes(
-                is_unsigned=never_negative[at], is_in_product=in_product[at]
+            codes[i] = code_format.code(
+                leaves[i].shape,
+                is_unsigned=never_negative[at],
+                is_in_product=in_product[at],
             )
     return codes
 

@@ -12,6 +12,7 @@ from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 from optax_mp._arguments import are_swapped, check_opt_state, is_optax_state
 from optax_mp._jax._memory import is_stored_on_host
 from optax_mp._nnx import plain_trees
+from optax_mp._quantized import Quantized
 from optax_mp._states import find_owners, find_states, holds_state
 from optax_mp._table import align_columns
 from optax_mp._tree import (
@@ -22,7 +23,6 @@ from optax_mp._tree import (
     spell,
     summarize,
 )
-from optax_mp.compact._blocks import Quantized
 from optax_mp.masters._state import MixedPrecisionState
 
 _Path = tuple[Any, ...]
@@ -216,7 +216,7 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
     _check_arguments(opt_state, params)
     arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
     rows = [_row(_PARAMS, path, path, x) for path, x in arrays]
-    rows += _state_rows(opt_state, arrays)
+    rows += _state_rows(opt_state, params)
     weights = sum(_size(x) for _, x in arrays if is_floating(x))
     return MemoryReport(tuple(rows), weights)
 
@@ -250,11 +250,10 @@ def _check_arguments(opt_state: Any, params: Any) -> None:
         )
 
 
-def _state_rows(
-    opt_state: PyTree, params: list[tuple[_Path, Any]]
-) -> Iterator[MemoryRow]:
+def _state_rows(opt_state: PyTree, params: PyTree) -> Iterator[MemoryRow]:
     leaves = tree_leaves_with_path(opt_state)
-    found = find_owners(opt_state, [path for path, _ in params], [x for _, x in params])
+    param_paths = [path for path, _ in tree_leaves_with_path(params)]
+    found = find_owners(opt_state, params)
     quantized = {path for path, _ in find_states(opt_state, Quantized)}
     masters = {
         (*path, GetAttrKey("master_params")): _role_of_masters(state)
@@ -263,10 +262,11 @@ def _state_rows(
     for (path, leaf), owner in zip(leaves, found, strict=True):
         if not is_array(leaf):
             continue
-        param = None if owner is None else params[owner][0]
+        param = None if owner is None else param_paths[owner]
         above = [path[:end] for end in range(len(path) + 1)]
-        is_codes = path[:-1] in quantized and path[-1] == _CODES
-        if path[:-1] in quantized and not is_codes:
+        coded = next((start for start in above if start in quantized), None)
+        is_codes = coded is not None and path[len(coded)] == _CODES
+        if coded is not None and not is_codes:
             role = _SCALES
         elif roles := [masters[start] for start in above if start in masters]:
             role = roles[-1]  # of the innermost, if one is in another's state
@@ -274,7 +274,7 @@ def _state_rows(
             # Counts, loss scales and keys are too small for roles of their own.
             role = _REST
         else:
-            role = _field(_before_param(path[:-1] if is_codes else path, param))
+            role = _field(_before_param(coded or path, param))
         yield _row(role, path, param, leaf, quantized=is_codes)
 
 
@@ -286,10 +286,12 @@ def _role_of_masters(state: MixedPrecisionState) -> str:
 
 def _before_param(path: _Path, param: _Path | None) -> _Path:
     """Return the path within a state up to where the path of a param begins."""
-    if not param:
-        return path
-    starts = range(len(path) - len(param), -1, -1)
-    return next(path[:i] for i in starts if path[i : i + len(param)] == param)
+    # A quantized array is in the place of the whole box of the param.
+    for end in (param, param[:-1]) if param else ():
+        for i in range(len(path) - len(end), -1, -1):
+            if end and path[i : i + len(end)] == end:
+                return path[:i]
+    return path
 
 
 def _field(path: _Path) -> str:
