@@ -356,7 +356,7 @@ def test_the_verdict_comes_first_then_the_places_and_what_to_change():
         *(place, blamed, "[8, 8] [8, 8]", "3", "3.07e+03", "60%")
     ]
     assert "`optax_mp.amp(fun)` runs products in bfloat16" in advice
-    assert f"or, for {blamed}: pass it in bfloat16" in advice
+    assert "pass an argument in bfloat16" in advice
 
 
 def test_what_is_all_low_or_has_no_products_says_so():
@@ -379,7 +379,7 @@ def test_layers_of_a_kind_are_together():
     params = {"x": X, "l": [{"scale": S, "w": X}] * 30}
     report = precision_report(fun, params, argnums=())
     assert report.wide_products[7].causes[0].name == "params['l'][7]['scale']"
-    assert str(report).count("params['l'][*]['scale'] at test_precision.py") == 3
+    assert str(report).count("params['l'][*]['scale'] at test_precision.py") == 2
 
 
 def test_a_long_table_is_cut_and_the_data_are_not():
@@ -391,7 +391,7 @@ def test_a_long_table_is_cut_and_the_data_are_not():
     report = precision_report(fun, {"x": X} | dict.fromkeys(names, S), argnums=())
     assert len(report.wide_products) == 20
     assert "... and 8 more" in str(report)
-    assert "and 19 more: pass it" in str(report)
+    assert report.summary().endswith("and 19 more")
 
 
 def test_it_can_be_written_as_json():
@@ -482,11 +482,11 @@ def test_a_scan_whose_carry_becomes_float32_names_the_fix():
 def test_wrong_arguments_are_refused():
     with pytest.raises(TypeError, match="precision_report: `fun` is 3, expected a f"):
         precision_report(3)
-    with pytest.raises(ValueError, match=r"`argnums` has 2, .* as in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"`argnums` is 2, .*: 0 \(.*, 1 \("):
         precision_report(jnp.matmul, F, F, argnums=2)
-    with pytest.raises(ValueError, match=r"an argument with int32\[2\], expected floa"):
+    with pytest.raises(ValueError, match="expected .* floating arrays: there are"):
         precision_report(lambda n: n, jnp.ones(2, jnp.int32), argnums=0)
-    with pytest.raises(ValueError, match=r"no array, expected .* pass argnums=\(\)"):
+    with pytest.raises(ValueError, match=r"`argnums` is -1, .* argnums=\(\)"):
         precision_report(lambda n: jnp.ones(n), 3, argnums=-1)
 
 

@@ -95,7 +95,11 @@ SOURCES = {
         (X,),
         ("cast", "a cast to float32"),
     ),
-    "a float32 result": (square_of_a_rule, (X,), ("result", "a product with a float")),
+    "a float32 result": (
+        square_of_a_rule,
+        (X,),
+        ("result", "a product with result fl"),
+    ),
 }
 
 
