@@ -1,15 +1,12 @@
 """memory_report: its bytes are those of the arrays, and its roles what they are for."""
 
-from typing import NamedTuple
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from host_memory import HOST, needs_memories
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from host_memory import needs_memories
 
 from optax_mp import (
     Split,
@@ -119,41 +116,6 @@ def test_the_baseline_is_what_the_inner_optimizer_holds_in_float32(name, wrapper
     assert report.float32_bytes == nbytes(wide, inner.init(wide))
 
 
-@pytest.mark.parametrize(
-    ("tx", "roles"),
-    [
-        (adam(), ["params", "mu", "nu", "rest"]),
-        (mixed_precision(adam()), ["params", "masters", "mu", "nu", "rest"]),
-        (
-            mixed_precision(OPTIMIZERS["chain"], storage=Split(16)),
-            ["params", "remainders", "mu", "nu", "trace", "rest"],
-        ),
-        (
-            dynamic_loss_scale(optax.MultiSteps(mixed_precision(adam()), 2)),
-            ["params", "masters", "mu", "nu", "acc_grads", "rest"],
-        ),
-        (
-            optax.masked(mixed_precision(adam()), MASK),
-            ["params", "masters", "mu", "nu", "rest"],
-        ),
-        (
-            optax.partition(
-                {"a": mixed_precision(adam()), "b": optax.sgd(0.1, 0.9)}, LABELS
-            ),
-            ["params", "masters", "mu", "nu", "trace", "rest"],
-        ),
-        (
-            static_loss_scale(mixed_precision(OPTIMIZERS["inject"])),
-            ["params", "masters", "mu", "nu", "rest"],
-        ),
-        (OPTIMIZERS["adafactor"], ["params", "v_row", "v_col", "v", "rest"]),
-        (OPTIMIZERS["sm3"], ["params", "mu", "nu"]),
-    ],
-)
-def test_roles_are_fields_of_the_innermost_state(tx, roles):
-    assert list(planned(tx, structs()).by_role()) == roles
-
-
 def test_state_leaves_belong_to_their_params():
     report = planned(dynamic_loss_scale(mixed_precision(adam())), structs())
     assert report.by_leaf()["['dense']['kernel']"] == 14 * 32 * 64
@@ -168,41 +130,6 @@ def test_rows_say_where_an_array_is_and_what_it_is():
     assert row.param == "['dense']['bias']"
     assert (row.dtype, row.shape) == ("int8", (64,))
     assert (row.bytes, row.float32_bytes) == (64, 0)
-
-
-class TwoLayers(NamedTuple):
-    mu: jax.Array
-    count: jax.Array
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        [jnp.ones((2, 3), BF16), jnp.ones(5, BF16)],
-        (jnp.ones((2, 3), BF16), [jnp.ones(5, BF16)]),
-        TwoLayers(jnp.ones((2, 3), BF16), jnp.ones(5, BF16)),
-        {"mu": jnp.ones((2, 3), BF16), "count": {"mu": jnp.ones(5, BF16)}},
-        jax.eval_shape(
-            lambda: eqx.filter(
-                eqx.nn.MLP(2, 2, 4, 2, dtype=BF16, key=jax.random.key(0)), eqx.is_array
-            )
-        ),
-        jnp.ones((2, 3), BF16),
-    ],
-    ids=["list", "tuple", "namedtuple", "names of fields", "module", "array"],
-)
-@pytest.mark.parametrize("name", ["chain", "sm3"])
-def test_roles_do_not_depend_on_how_params_are_kept(params, name):
-    report = planned(mixed_precision(OPTIMIZERS[name]), params)
-    expected = {
-        "chain": ["params", "masters", "mu", "nu", "trace", "rest"],
-        "sm3": ["params", "masters", "mu", "nu"],
-    }
-    assert list(report.by_role()) == expected[name]
-    assert owners(report, "nu") == owners(report, "masters") == owners(report, "params")
-    if name == "chain":
-        assert report.by_role()["nu"] == report.weights * 4
-        assert owners(report, "rest") == {""}
 
 
 def test_states_that_are_dicts_have_their_keys_as_roles():
@@ -255,77 +182,6 @@ def test_state_in_host_memory_has_a_column():
     assert "host" not in str(memory_report(inner.init(params), params))
 
 
-@needs_memories
-def test_a_description_with_a_sharding_says_where_its_array_is():
-    mesh = Mesh(np.array(jax.devices()[:1]), ("one",))
-    place = NamedSharding(mesh, PartitionSpec(), memory_kind=HOST)
-    state = {"mu": jax.ShapeDtypeStruct((256, 256), F32, sharding=place)}
-    params = {"w": jax.ShapeDtypeStruct((256, 256), BF16)}
-    report = memory_report(state, params)
-    assert report.host_bytes == 4 * 256 * 256
-    assert report.total_bytes == 6 * 256 * 256
-
-
-def llama_70b(dtype):
-    """Return the params of a Llama 2 70B: 80 layers, 8 key-value heads of 128."""
-    d, kv, hidden, words = 8192, 1024, 28672, 32000
-    layer = {
-        "attention": {"q": (d, d), "k": (d, kv), "v": (d, kv), "o": (d, d)},
-        "mlp": {"gate": (d, hidden), "up": (d, hidden), "down": (hidden, d)},
-        "norms": {"attention": (d,), "mlp": (d,)},
-    }
-    shapes = {
-        "embedding": (words, d),
-        "layers": [layer] * 80,
-        "norm": (d,),
-        "head": (d, words),
-    }
-    return jax.eval_shape(
-        lambda: jax.tree.map(
-            lambda shape: jnp.zeros(shape, dtype),
-            shapes,
-            is_leaf=lambda x: isinstance(x, tuple),
-        )
-    )
-
-
-def test_a_70b_model_is_planned_without_allocating_it():
-    report = planned(dynamic_loss_scale(mixed_precision(adam())), llama_70b(BF16))
-    weights = 68_976_648_192
-    assert report.weights == weights
-    assert report.by_role() == {
-        "params": 2 * weights,
-        "masters": 4 * weights,
-        "mu": 4 * weights,
-        "nu": 4 * weights,
-        "rest": 7 * 4 + 1,
-    }
-    assert report.by_leaf()["['layers'][79]['mlp']['up']"] == 14 * 8192 * 28672
-    lines = str(report).splitlines()
-    assert lines[1].split() == ["params", "bfloat16", "128.5", "GiB", "2.00", "14.3%"]
-    assert lines[-2].split()[1:] == (
-        ["68,976,648,192", "weights", "899.4", "GiB", "14.00", "100.0%"]
-    )
-    assert lines[-1] == (
-        "plain float32: 770.9 GiB, 12.00 bytes per weight (0.86 times as much)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    [
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (3 * 2**19, "1.5 MiB"),
-        (2**40, "1.0 TiB"),
-        (2**52, "4096.0 TiB"),
-    ],
-)
-def test_sizes_are_shown_in_the_largest_unit_that_they_fill(count, shown):
-    report = memory_report((), {"w": jax.ShapeDtypeStruct((count,), jnp.int8)})
-    assert shown in str(report).splitlines()[1]
-
-
 def test_plain_float32_is_its_own_baseline_and_params_in_a_state_are_a_role():
     report = planned(adam(), structs(F32))
     assert report.total_bytes == report.float32_bytes == 12 * WEIGHTS + 4
@@ -349,17 +205,6 @@ def test_codes_count_under_their_field_and_scales_apart():
     }
     assert report.by_leaf()["['w']"] == 5 * n + 2 * 2 * n // 32
     assert report.float32_bytes == 12 * (n + 8) + rest
-
-
-def test_float32_leaves_have_no_master_and_each_dtype_is_counted():
-    params = structs() | {"norm": jax.ShapeDtypeStruct((64,), F32)}
-    report = planned(mixed_precision(optax.sgd(0.1)), params)
-    masters = 4 * (WEIGHTS - 64)
-    assert report.by_role() == {
-        "params": 2 * (WEIGHTS - 64) + 4 * 64,
-        "masters": masters,
-    }
-    assert report.by_dtype() == {"bfloat16": 2 * (WEIGHTS - 64), "float32": 4 * WEIGHTS}
 
 
 def test_an_nnx_model_and_optimizer_are_counted():
@@ -389,3 +234,48 @@ def test_wrong_arguments_are_refused():
     integers = memory_report((), {"i": np.zeros(3, np.int32)})
     assert np.isnan(integers.bytes_per_weight)
     assert " -" in str(integers).splitlines()[1]
+
+
+CHAIN, WITHOUT_NORM = OPTIMIZERS["chain"], optax.masked(mixed_precision(adam()), MASK)
+ROLES = {
+    "plain": (adam(), "mu nu rest"),
+    "masters": (mixed_precision(adam()), "masters mu nu rest"),
+    "chain": (mixed_precision(CHAIN, storage=Split()), "remainders mu nu trace rest"),
+    "multisteps": (
+        dynamic_loss_scale(optax.MultiSteps(mixed_precision(adam()), 2)),
+        "masters mu nu acc_grads rest",
+    ),
+    "masked": (WITHOUT_NORM, "masters mu nu rest"),
+    "partition": (mixed_precision(OPTIMIZERS["partition"]), "masters mu nu trace rest"),
+    "inject": (
+        static_loss_scale(mixed_precision(OPTIMIZERS["inject"])),
+        "masters mu nu rest",
+    ),
+    "adafactor": (OPTIMIZERS["adafactor"], "v_row v_col v rest"),
+    "sm3": (OPTIMIZERS["sm3"], "mu nu"),
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_roles_are_fields_of_the_innermost_state(name):
+    tx, roles = ROLES[name]
+    assert list(planned(tx, structs()).by_role()) == ["params", *roles.split()]
+
+
+MLP = eqx.nn.MLP(2, 2, 4, 2, dtype=BF16, key=jax.random.key(0))
+PARAMS = {
+    "tuple": (jnp.ones((2, 3), BF16), [jnp.ones(5, BF16)]),
+    "names of fields": {"mu": jnp.ones((2, 3), BF16), "count": {"mu": jnp.ones(5)}},
+    "module": eqx.filter(MLP, eqx.is_array),
+    "array": jnp.ones((2, 3), BF16),
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_roles_do_not_depend_on_how_params_are_kept(name):
+    params = PARAMS[name]
+    report = planned(mixed_precision(CHAIN), params)
+    assert list(report.by_role()) == "params masters mu nu trace rest".split()
+    assert owners(report, "nu") == owners(report, "params")
+    assert report.by_role()["nu"] == report.weights * 4
+    assert owners(report, "rest") == {""}
