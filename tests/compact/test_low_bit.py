@@ -205,7 +205,7 @@ QUANTIZED = {
     "sgd": {"trace['w']": "int8"},
     "sign_sgd": {},
     "signum": {"ema['w']": "int8"},
-    "simplified_ademamix": {"m['w']": "int8", "n['w']": "int8"},
+    "simplified_ademamix": {"m['w']": "int8", "n['w']": "uint8"},
     "sm3": {"nu['w']": "int8"},
     "sophia": {"mu['w']": "int8", "nu['w']": "int8"},
     "split_real_and_imaginary": {"mu['w']": "int8", "nu['w']": "uint8"},
