@@ -5,16 +5,6 @@ from typing import Any
 
 from optax_mp._jax._control_flow import has_regions, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, open_jaxpr
-from optax_mp._jax._source import is_call_of_ours
-
-
-def is_placement(equation: Equation) -> bool:
-    """Return whether an equation calls `place_like` of `_placement`.
-
-    That is a jit which returns its first input: it reads the second only to tell XLA
-    where to put the first.
-    """
-    return is_call_of_ours(equation, "place_like")
 
 
 def depending_outputs(
@@ -47,10 +37,10 @@ def depending_outputs(
 
 def _depending_results(equation: Equation, inputs: list[bool]) -> list[bool]:
     """Return which outputs of an equation depend on something, given its inputs."""
+    if equation.primitive.name == "shard_alike":
+        return inputs  # it reads one only to tell XLA where to put the other
     if not (has_regions(equation) and any(inputs)):
         return [any(inputs)] * len(equation.outvars)
-    if is_placement(equation):
-        return inputs[:1]
     result = wiring_of(equation).forward(
         inputs, lambda region, given: depending_outputs(region.jaxpr, given), any
     )

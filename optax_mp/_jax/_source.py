@@ -125,16 +125,6 @@ def is_function_of_jax(jaxpr: AnyJaxpr) -> bool:
     return _JAX in _place_of(jaxpr)
 
 
-def is_call_of_ours(equation: Equation, name: str) -> bool:
-    """Return whether an equation calls the jitted function of a name in this package.
-
-    A user's function of that name is another one.
-    """
-    jaxpr = equation.params.get("jaxpr")
-    has_name = equation.params.get("name") == name
-    return has_name and jaxpr is not None and _OPTAX_MP in _place_of(jaxpr)
-
-
 def _place_of(jaxpr: AnyJaxpr) -> str:
     """Return the name, file and line of the function that a jaxpr was traced from."""
     debug_info = getattr(open_jaxpr(jaxpr)[0], "debug_info", None)

@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._arguments import check_init_params, check_whole_number
+from optax_mp._descriptions import takes_descriptions
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
 from optax_mp._jax._choose import obey_outer_choice, select
-from optax_mp._jax._dependence import is_placement
 from optax_mp._jax._memory import (
     HOST_KIND,
     is_on_host,
@@ -23,8 +23,8 @@ from optax_mp._jax._memory import (
     name_memory,
     to_host,
 )
-from optax_mp._jax._placement import place_like_params
 from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall, is_dynamic
+from optax_mp._placement import place_like_params
 from optax_mp._states import find_owners
 from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
@@ -129,6 +129,7 @@ def offload(
         return inner
     _check_kind(memory_kind)
 
+    @takes_descriptions
     def init_fn(params: optax.Params) -> Any:
         check_init_params(params, _CALLER)
         _check_memory_of(params)
@@ -242,7 +243,7 @@ def _init(inner: Any, params: Any, limits: Limits) -> Any:
     except NOT_TRACEABLE:
         # A rule that looks at the numbers of the params.
         return _on_host(inner.init(params), limits.min_size)
-    program = Program.of(traced.closed, _is_kept_whole)
+    program = Program.of(traced.closed, is_block_operation)
     known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
     known.update(program.constants)
     values: dict[int, Any] = {}
@@ -254,11 +255,6 @@ def _init(inner: Any, params: Any, limits: Limits) -> Any:
     state = traced.unflatten([values[i] for i in range(len(values))])
     # What `jit` hands on as it is, it does not copy.
     return copy_shared(state, params)
-
-
-def _is_kept_whole(equation: Any) -> bool:
-    """Return whether a call stays one. Opened, `place_like` does not place."""
-    return is_placement(equation) or is_block_operation(equation)
 
 
 def _groups(avals: Sequence[Any], limits: Limits) -> Iterator[list[int]]:
@@ -340,10 +336,9 @@ def _state_shardings(
         if param_shardings is None:
             return []
         of_params = spread_shardings(params, param_shardings, _CALLER)
-    leaves = tree_flatten_with_path(params)[0]
-    paths, arrays = [path for path, _ in leaves], [leaf for _, leaf in leaves]
+    arrays = jax.tree.leaves(params)
     shardings: list[NamedSharding | None] = []
-    both = zip(jax.tree.leaves(state), find_owners(state, paths, arrays), strict=True)
+    both = zip(jax.tree.leaves(state), find_owners(state, params), strict=True)
     for leaf, owner in both:
         has_shape = owner is not None and jnp.shape(leaf) == jnp.shape(arrays[owner])
         shardings.append(of_params[owner] if has_shape and owner is not None else None)

@@ -4,8 +4,9 @@
 on float32 masters of low-precision params. `MixedPrecisionState` (`_state.py`) holds
 the masters in the form that a storage (`storage/`) gives them. `master_params`,
 `replace_master_params` and `follow_params` (`_access.py`) read and change them,
-wherever the state is nested; `_edits.py` says which params count as edited. `_checks.py` has the errors for what does not belong together, `_param_dtype.py`
-what users declare about the dtypes of their params.
+wherever the state is nested; `_edits.py` says which params count as edited.
+`_checks.py` has the errors for what does not belong together, `_param_dtype.py` what
+users declare about the dtypes of their params.
 """
 
 from optax_mp.masters._access import (

@@ -13,16 +13,14 @@ from optax_mp.reports._precision_walk import PrecisionProduct, Walk, cause_of_in
 
 # By how much a table is cut. The report itself holds all.
 _MOST_ROWS, _CAUSE_WIDTH = 12, 56
-_REMEDIES = {
-    "argument": "pass it in bfloat16, cast back what is computed with it, or set the "
-    "`dtype` of the layer",
-    "constant": "make it in the dtype of the other values",
-    "array": "make it in the dtype of the other values (`dtype=x.dtype`)",
-    "number": "write a Python number, which takes the dtype of what it meets",
-    "cast": "leave it out, or cast back before the product",
-    "layer": "set the `dtype` of the layer to bfloat16",
-    "result": "cast the result back",
-}
+_ADVICE = (
+    "wrap the function, or the part that has them: `optax_mp.amp(fun)` runs products "
+    "in bfloat16 whatever made them float32, but for those with `precision=`, in "
+    "`amp_stop`, and of complex or sparse operands",
+    "or change what is named above: pass an argument in bfloat16, make an array with "
+    "`dtype=x.dtype`, write a Python number for a NumPy one, cast back before the "
+    "product, or set the `dtype` of a layer to bfloat16",
+)
 
 
 @dataclass(frozen=True)
@@ -88,18 +86,7 @@ class PrecisionReport:
 
     def advice(self) -> list[str]:
         """Return what to change so that products run in 16 bits."""
-        wide = self.wide_products
-        lines = [
-            "wrap the function, or the part that has them: `optax_mp.amp(fun)` runs "
-            "products in bfloat16 whatever made them float32, but for those with "
-            "`precision=`, in `amp_stop`, and of complex or sparse operands"
-        ]
-        caused = [each for each in wide if each.causes]
-        for kind, group in _group(caused, lambda each: each.causes[0].kind):
-            blamed = list(dict.fromkeys(map(_pattern, group)))
-            more = f" and {len(blamed) - 1} more" if blamed[1:] else ""
-            lines.append(f"or, for {blamed[0]}{more}: {_REMEDIES[kind]}")
-        return lines if wide else []
+        return list(_ADVICE) if self.wide_products else []
 
     def __str__(self) -> str:
         """Return the verdict, the float32 products, the notes and the advice."""

@@ -10,7 +10,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from optax_mp._jax._jaxpr import ClosedJaxpr
 from optax_mp._jax._source import is_transposed
 from optax_mp._jax._traced import is_dynamic
-from optax_mp._tree import describe, is_inexact
+from optax_mp._tree import is_inexact
 from optax_mp.amp._changes import pure_call
 from optax_mp.reports._precision_walk import any_equation
 
@@ -154,14 +154,12 @@ def _choose(call: _Call, argnums: Argnums) -> list[int]:
     count = len(call.leaves) and call.leaves[-1][0][0].idx + 1
     chosen = [argnums] if isinstance(argnums, int) else argnums
     positions = [x if x >= 0 else x + count for x in chosen]
-    for number, position in zip(chosen, positions, strict=True):
-        if position not in floating:
-            held = [describe(x.value) for x in call.inputs if x.position == position]
-            raise ValueError(
-                f"precision_report: `argnums` has {number}, an argument with "
-                f"{', '.join(held) or 'no array'}, expected floating arrays to "
-                f"differentiate, as in {sorted(floating)}; {_FORWARD_ONLY}"
-            )
+    if set(positions) - set(floating):
+        names = [f"{i} ({x.name.split('[')[0]})" for i, x in floating.items()]
+        raise ValueError(
+            f"precision_report: `argnums` is {argnums}, expected arguments with "
+            f"floating arrays: {', '.join(names) or 'there are none'}; {_FORWARD_ONLY}"
+        )
     return positions
 
 

@@ -211,9 +211,11 @@ class Walk:
             return None
         rank = self._ranks.setdefault((id(equation), lines), len(self._ranks))
         causes = [x for x in inputs if x is not None]
-        if causes and not _makes_array(equation):
-            return _first_of(causes, equation, lines.user, rank)
-        return _start(equation, lines, rank)
+        # `jnp.zeros` is an array made of a number.
+        is_array = equation.primitive.name == "broadcast_in_dim"
+        if not causes or (is_array and is_literal(equation.invars[0])):
+            return _start(equation, lines, rank)
+        return _first_of(causes, equation, lines.user, rank)
 
     def _product(
         self, equation: Equation, inputs: _Causes, around: Around
@@ -221,8 +223,11 @@ class Walk:
         lines = around.lines_of(equation)
         is_backward = around.is_backward or is_transposed(equation)
         avals = [*operands(equation), equation.outvars[0].aval]
-        dtype = max((aval.dtype for aval in avals[:2]), key=_width)
         first = self._cause_of(equation, inputs, around)
+        dtype = max(
+            (aval.dtype for aval in avals[:2]),
+            key=lambda x: (jnp.issubdtype(x, jnp.inexact), x.itemsize),
+        )
         causes = () if first is None else (first,)
         if first and first.rank == _UNMET:  # Then both operands must change.
             both = dict.fromkeys(inputs[i] for i in operand_indices(equation))
@@ -318,26 +323,14 @@ def _start(equation: Equation, lines: SourceLines, rank: int) -> PrecisionCause 
         is_weak = getattr(var.aval, "weak_type", False)
         array = PrecisionCause("array", f"an array {where}")
         return None if is_weak else array
-    dtype = var.aval.dtype.name
-    if is_product(equation):
-        text = f"a product with a {dtype} result"
-        return PrecisionCause("result", text, lines.user, rank)
-    kind = "cast"
+    dtype, kind = var.aval.dtype.name, "cast"
     # In the backward pass JAX knows only the lines of the forward pass.
     if name == "convert_element_type" and not is_transposed(equation):
         kind = _PROMOTION if is_promotion(equation) else kind
         kind = _LAYER if lines.library else kind
-    return PrecisionCause(kind, f"a cast to {dtype}", lines.user, rank)
-
-
-def _makes_array(equation: Equation) -> bool:
-    """Return whether an equation makes an array of a number, as `jnp.zeros` does."""
-    is_broadcast = equation.primitive.name == "broadcast_in_dim"
-    return is_broadcast and is_literal(equation.invars[0])
-
-
-def _width(dtype: Any) -> tuple[bool, int]:
-    return jnp.issubdtype(dtype, jnp.inexact), dtype.itemsize
+    kind = "result" if is_product(equation) else kind
+    text = "a product with result" if kind == "result" else "a cast to"
+    return PrecisionCause(kind, f"{text} {dtype}", lines.user, rank)
 
 
 @functools.cache

@@ -120,6 +120,20 @@ def test_16_bits_are_lossless_at_the_edges_of_every_exponent():
     assert_lossless(edges())
 
 
+def test_weights_given_to_init_keep_subnormals():
+    patterns = np.arange(1, 2**23, 129, dtype=np.uint32)
+    weights = {
+        "w": jnp.asarray(np.concatenate([patterns, patterns | 2**31])).view("f4")
+    }
+    tx = mixed(optax.sgd(1.0), 16, param_dtype="bfloat16")
+    params = optax_mp.cast_floating(weights, "bfloat16")
+    found = optax_mp.master_params(tx.init(weights), params)["w"]
+    apart = found.view("i4") - weights["w"].view("i4")
+    # Ties of the cast to even leave a remainder of 32768, one more than int16 has.
+    assert set(np.unique(apart)) <= {0, -1}
+    assert np.count_nonzero(apart) < 10
+
+
 @pytest.mark.slow
 def test_16_bits_are_lossless_for_all_floats():
     assert_lossless(ALL)
@@ -747,7 +761,7 @@ def test_replaced_masters_are_kept_as_far_as_the_params_are_theirs(bits):
     message = (
         rf"`new_master` at \['w'\] is float32\[1000\], and the param "
         rf"bfloat16\[1000\] in `params` is not this master rounded, as Split"
-        rf"\(bits={bits}\) requires, .* Cast first"
+        rf"\(bits={bits}\) requires: .* Cast first"
     )
     with pytest.raises(ValueError, match=message):
         optax_mp.replace_master_params(state, params, far)

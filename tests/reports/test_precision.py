@@ -1,7 +1,6 @@
 """precision_report: how often products run, the backward pass, and what it says."""
 
 import dataclasses
-import functools
 import json
 import re
 
@@ -12,7 +11,6 @@ import optax
 import pytest
 from any_shard_map import shard_map
 from jax import lax
-from jax.experimental.sparse import BCOO
 from jax.sharding import Mesh, PartitionSpec
 
 import optax_mp
@@ -83,24 +81,6 @@ def test_what_is_computed_again_counts_again():
     assert (len(forward), len(report.products)) == (2, 6)
 
 
-def test_functions_with_a_derivative_rule_count_as_it_says():
-    @jax.custom_vjp
-    def square(x):
-        return x @ x
-
-    square.defvjp(lambda x: (x @ x, x), lambda x, gradient: (gradient @ x @ x @ x,))
-    assert counts(square, F) == [1]
-    assert counts(square, F, argnums=0) == [1, 1, 1, 1]
-
-    @jax.custom_jvp
-    def cube(x):
-        return x @ x @ x
-
-    cube.defjvp(lambda x, t: (cube(*x), t[0] @ x[0]))
-    assert counts(cube, F) == [1, 1]
-    assert counts(cube, F, argnums=0) == [1, 1, 1]
-
-
 def test_a_shard_map_counts_all_shards():
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     spec = PartitionSpec("x")
@@ -159,12 +139,6 @@ def test_by_default_the_first_argument_with_floats_is_differentiated():
     assert products(by_name) == [FORWARD, BACKWARD]
 
 
-def test_without_floats_there_is_no_backward_pass():
-    fun = lambda n: n @ n  # noqa: E731
-    (product,) = precision_report(fun, jnp.ones((2, 2), jnp.int8)).products
-    assert (product.dtype, product.is_backward) == ("int8", False)
-
-
 def test_what_comes_with_a_loss_is_not_differentiated():
     def loss(w, x):
         return jnp.sum(x @ w), {"other": x @ (x @ w)}
@@ -173,10 +147,6 @@ def test_what_comes_with_a_loss_is_not_differentiated():
     # Without a loss every output is.
     pair = lambda w, x: (x @ w, x @ (x @ w))  # noqa: E731
     assert len(precision_report(pair, F, F).products) == 3 + 3
-
-
-def test_a_function_without_a_loss_is_differentiated_as_it_is():
-    assert products(precision_report(jnp.matmul, F, F)) == [FORWARD, BACKWARD]
 
 
 def loss_of(w, x):
@@ -204,48 +174,20 @@ def test_a_training_step_is_not_differentiated_again(wrap):
     assert sorted(products(gradient)) == expected
 
 
-def of_the_second(x, w):
-    return jax.value_and_grad(loss_of, argnums=0)(w, x)
-
-
 def of_the_batch_first(x, w):
     return w - jax.grad(loss_of)(w, x)
 
 
 def cast_gradients(w, x):
-    grads = jax.grad(loss_of)(w, x)
-    return grads.astype(jnp.float32)
-
-
-def of_a_number(w):
-    return loss_of(w * jnp.ones((8, 8)), jnp.ones((8, 8)))
-
-
-def of_a_part(params, x):
-    return params["w"] - jax.grad(loss_of)(params["w"], x)
+    return jax.grad(loss_of)(w, x).astype(jnp.float32)
 
 
 @pytest.mark.parametrize(
-    ("fun", "args"),
-    [
-        (of_the_second, (F, F)),
-        (of_the_batch_first, (jax.ShapeDtypeStruct((4, 8), jnp.float32), F)),
-        (cast_gradients, (X, X)),
-        (of_a_part, ({"w": F, "frozen": S}, F)),
-        (jax.grad(of_a_number), (jnp.float32(2),)),
-    ],
+    ("fun", "args"), [(of_the_batch_first, (F, F)), (cast_gradients, (X, X))]
 )
 def test_whatever_computes_a_gradient_is_not_differentiated_again(fun, args):
-    traced = []
-
-    @functools.wraps(fun)
-    def noted(*args):
-        traced.append(args)
-        return fun(*args)
-
-    report = precision_report(noted, *args)
+    report = precision_report(fun, *args)
     assert report == precision_report(fun, *args, argnums=())
-    assert len(traced) == 1
     again = precision_report(fun, *args, argnums=0)
     assert len(again.products) > len(report.products)
 
@@ -271,18 +213,6 @@ def test_a_step_that_updates_in_place_is_reported(returns):
     assert model.kernel[...] is before
 
 
-def test_a_loss_that_changes_a_module_is_differentiated():
-    nnx = pytest.importorskip("flax.nnx")
-
-    def loss(layers, x):
-        linear, norm = layers
-        return jnp.sum(norm(linear(x)) ** 2)  # `norm` has new statistics.
-
-    rngs = nnx.Rngs(0)
-    layers = nnx.Linear(8, 8, use_bias=False, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
-    assert products(precision_report(loss, layers, F)) == [FORWARD, BACKWARD]
-
-
 def test_a_loss_that_holds_a_gradient_is_differentiated():
     def loss(w, x):
         return jnp.sum(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x) ** 2)
@@ -292,15 +222,6 @@ def test_a_loss_that_holds_a_gradient_is_differentiated():
 
     inner = precision_report(loss, F, F, argnums=())
     assert value(precision_report(loss, F, F)) > value(inner)
-
-
-def test_a_step_with_a_loop_that_has_no_gradient_is_reported():
-    def step(w, x):
-        grads = jax.grad(loss_of)(w, x)
-        return lax.while_loop(lambda w: w[0, 0] < 0, lambda w: w @ w, w - grads)
-
-    # The product that only the loss reads is left out: nothing reads the loss.
-    assert len(precision_report(step, F, F).products) == 5
 
 
 # amp
@@ -322,16 +243,6 @@ def test_amp_mends_it():
     assert mended.shares() == {"bfloat16": 1.0}
     assert mended.wide_products == () and mended.low_share == 1.0
     assert precision_report(jax.jit(amp(mixed_loss)), MIXED, X).low_share == 1.0
-
-
-def sparse_product(x):
-    return BCOO.fromdense(jnp.eye(8), nse=8) @ x
-
-
-def test_a_sparse_product_is_of_its_entries_and_the_other_matrix():
-    (product,) = precision_report(sparse_product, F, argnums=()).products
-    assert product.shapes == ((8,), (8, 8), (8, 8))
-    assert product.dtypes == ("float32",) * 3
 
 
 # What it says
@@ -356,7 +267,7 @@ def test_the_verdict_comes_first_then_the_places_and_what_to_change():
         *(place, blamed, "[8, 8] [8, 8]", "3", "3.07e+03", "60%")
     ]
     assert "`optax_mp.amp(fun)` runs products in bfloat16" in advice
-    assert f"or, for {blamed}: pass it in bfloat16" in advice
+    assert "pass an argument in bfloat16" in advice
 
 
 def test_what_is_all_low_or_has_no_products_says_so():
@@ -379,19 +290,7 @@ def test_layers_of_a_kind_are_together():
     params = {"x": X, "l": [{"scale": S, "w": X}] * 30}
     report = precision_report(fun, params, argnums=())
     assert report.wide_products[7].causes[0].name == "params['l'][7]['scale']"
-    assert str(report).count("params['l'][*]['scale'] at test_precision.py") == 3
-
-
-def test_a_long_table_is_cut_and_the_data_are_not():
-    names = [chr(ord("a") + i) for i in range(20)]
-
-    def fun(params):
-        return [(params["x"] * params[name]) @ params["x"] for name in names]
-
-    report = precision_report(fun, {"x": X} | dict.fromkeys(names, S), argnums=())
-    assert len(report.wide_products) == 20
-    assert "... and 8 more" in str(report)
-    assert "and 19 more: pass it" in str(report)
+    assert str(report).count("params['l'][*]['scale'] at test_precision.py") == 2
 
 
 def test_it_can_be_written_as_json():
@@ -401,13 +300,6 @@ def test_it_can_be_written_as_json():
 
 
 # What it is given
-
-
-def test_shapes_say_what_arrays_say():
-    arrays = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), (MIXED, X))
-    assert precision_report(mixed_loss, *arrays) == precision_report(
-        mixed_loss, MIXED, X
-    )
 
 
 def test_keys_and_static_arguments_are_passed_on():
@@ -482,14 +374,9 @@ def test_a_scan_whose_carry_becomes_float32_names_the_fix():
 def test_wrong_arguments_are_refused():
     with pytest.raises(TypeError, match="precision_report: `fun` is 3, expected a f"):
         precision_report(3)
-    with pytest.raises(ValueError, match=r"`argnums` has 2, .* as in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"`argnums` is 2, .*: 0 \(.*, 1 \("):
         precision_report(jnp.matmul, F, F, argnums=2)
-    with pytest.raises(ValueError, match=r"an argument with int32\[2\], expected floa"):
+    with pytest.raises(ValueError, match="expected .* floating arrays: there are"):
         precision_report(lambda n: n, jnp.ones(2, jnp.int32), argnums=0)
-    with pytest.raises(ValueError, match=r"no array, expected .* pass argnums=\(\)"):
+    with pytest.raises(ValueError, match=r"`argnums` is -1, .* argnums=\(\)"):
         precision_report(lambda n: jnp.ones(n), 3, argnums=-1)
-
-
-def test_it_works_under_strict_promotion():
-    with jax.numpy_dtype_promotion("strict"):
-        assert len(precision_report(jnp.matmul, F, F).products) == 2

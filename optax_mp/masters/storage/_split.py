@@ -16,6 +16,7 @@ _SIGN = -(2**31)
 _INFINITY = 0x7F800000
 _LARGEST_BFLOAT16 = 0x7F7F0000
 
+
 # Jitted, so that it is traced once for all arrays of one shape and dtype.
 _traced_once = partial(jax.jit, static_argnums=0)
 

@@ -1,12 +1,13 @@
 """Put the arrays of an optimizer state on the devices of their params."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.tree_util import tree_flatten_with_path
+from jax.experimental.shard_alike import shard_alike
 
+from optax_mp._boxes import Divides
 from optax_mp._jax._arrays import is_traced_by_jit, spec_in_type, varies_by_rank
 from optax_mp._jax._memory import is_on_host
 from optax_mp._states import find_owners
@@ -20,18 +21,17 @@ def place_like_params(state: PyTree, params: PyTree) -> PyTree:
     device, however the params are sharded. Outside `jit`, `jnp.zeros_like` already
     follows the param.
     """
-    paths_and_params = tree_flatten_with_path(params)[0]
-    paths = [path for path, _ in paths_and_params]
-    arrays = [param for _, param in paths_and_params]
+    arrays = jax.tree.leaves(params)
     leaves, treedef = jax.tree.flatten(state)
-    for i, owner in enumerate(find_owners(state, paths, arrays)):
+    for i, owner in enumerate(find_owners(state, params)):
         if owner is not None and _can_follow(leaves[i], arrays[owner]):
-            leaves[i] = place_like(leaves[i], arrays[owner])
+            like = jnp.broadcast_to(arrays[owner], leaves[i].shape)
+            leaves[i] = shard_alike(leaves[i], like)[0]
     return treedef.unflatten(leaves)
 
 
 def _can_follow(leaf: Any, param: Any) -> bool:
-    """Return whether `place_like` can and should shard `leaf` like `param`."""
+    """Return whether `leaf` can and should be sharded like `param`."""
     # Only under `jit`: under `vmap` the param would add its batch axis to the leaf.
     if not (is_traced_by_jit(leaf) and is_traced_by_jit(param)):
         return False
@@ -45,14 +45,21 @@ def _can_follow(leaf: Any, param: Any) -> bool:
     return is_number and param.ndim > 0 and has_same_spec and not varies_by_rank(param)
 
 
-# `depending_outputs` recognises this jit by its name and file: its output does not
-# depend on `param`.
-@jax.jit
-def place_like(leaf: jax.Array, param: jax.Array) -> jax.Array:
-    """Return `leaf`, sharded like `param`.
+def divides_names(box: Any) -> Divides:
+    """Return a test of whether an axis of a box divides over the devices of its name.
 
-    The select always takes `leaf`. XLA propagates the sharding of `param` to it before
-    it simplifies the select away.
+    If no mesh is known, or a name is no mesh axis but one that rules translate, it has
+    to divide over all devices.
     """
-    always = jnp.broadcast_to((param == param) | (param != param), leaf.shape)
-    return lax.select(always, leaf, jnp.zeros_like(leaf))
+    mesh = getattr(box, "mesh", None) or jax.sharding.get_abstract_mesh()
+    sizes = dict(mesh.shape)
+
+    def divides(names: Any, length: int) -> bool:
+        names = (names,) if isinstance(names, str) else names
+        if all(name in sizes for name in names):
+            return length % math.prod(sizes[name] for name in names) == 0
+        return (
+            length % (math.prod(sizes.values()) if sizes else jax.device_count()) == 0
+        )
+
+    return divides
