@@ -6,6 +6,7 @@ its numbers to memory first.
 """
 
 import math
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -46,6 +47,8 @@ def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
     raise TypeError(f"{caller}: `seed` is {seed!r}, expected {expected}.")
 
 
+# Jitted, so that arrays of one shape share the trace.
+@partial(jax.jit, static_argnums=0)
 def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     """Return float32 numbers from [0, 1), multiples of 2^-24.
 
@@ -67,7 +70,7 @@ def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     bits = lax.shift_right_logical(numbers, np.uint32(8))
     # As signed numbers, which all hardware converts to floats in one operation.
     signed = lax.bitcast_convert_type(bits, jnp.int32)
-    return lax.mul(lax.convert_element_type(signed, jnp.float32), 2.0**-24)
+    return lax.mul(lax.convert_element_type(signed, jnp.float32), np.float32(2.0**-24))
 
 
 def _hash(x: jax.Array) -> jax.Array:

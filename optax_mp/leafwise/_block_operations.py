@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -48,7 +49,10 @@ class Blocks:
         return -(-self.length // self.size)
 
     def reduce(self, kind: str, values: jax.Array) -> jax.Array:
-        """Return `MAXIMUM` or `MINIMUM` of each block; zeros fill up the last one."""
+        """Return `MAXIMUM` or `MINIMUM` of the integers of each block.
+
+        Zeros fill up the last one.
+        """
         return _operation.bind(values, kind=kind, blocks=self)
 
     def spread(self, scales: jax.Array) -> jax.Array:
@@ -74,16 +78,16 @@ def _compute(x: jax.Array, *, kind: str, blocks: Blocks) -> jax.Array:
 
 
 def _reduce(values: jax.Array, kind: str, blocks: Blocks) -> jax.Array:
-    missing, zero = blocks.count * blocks.size - blocks.length, jnp.zeros((), values.dtype)
+    missing = blocks.count * blocks.size - blocks.length
     if missing:
         widths = [(0, 0, 0)] * values.ndim
         widths[blocks.axis] = (0, missing, 0)
-        values = lax.pad(values, zero, widths)
+        values = lax.pad(values, np.zeros((), values.dtype), widths)
     shape = list(values.shape)
     shape[blocks.axis : blocks.axis + 1] = [blocks.count, blocks.size]
-    values = lax.reshape(values, shape)
-    reduce = jnp.max if kind == MAXIMUM else jnp.min
-    return reduce(values, axis=blocks.axis + 1)
+    choose, start = (lax.max, "min") if kind == MAXIMUM else (lax.min, "max")
+    first = np.array(getattr(jnp.iinfo(values.dtype), start), values.dtype)
+    return lax.reduce(lax.reshape(values, shape), first, choose, (blocks.axis + 1,))
 
 
 # The scales are repeated instead of reshaping the values to blocks, so that XLA can

@@ -182,7 +182,7 @@ class _CutStep:
         kernel = find_kernel(self.traced, end, layout, self.target)
         if not isinstance(kernel, str):
             try:
-                run = self._by_kernel(kernel, end, _part(end, layout))
+                run = self._by_kernel(kernel, end, layout)
             except Exception as error:
                 _warn_of(error)
             else:
@@ -192,10 +192,10 @@ class _CutStep:
         run = self._by_chunks(end, args) or partial(_as_it_is, program, end)
         return run(*args)
 
-    def _by_kernel(self, kernel: Any, end: End, part: Part) -> Function:
+    def _by_kernel(self, kernel: Any, end: End, layout: Layout | None) -> Function:
         """Return what runs an end in a kernel; raise if that cannot be lowered."""
-        program, rank = self.traced.program, len(part.shape)
-        part = replace(part, origin=())
+        program, rank = self.traced.program, len(end.shape)
+        part = replace(_part(end, layout), origin=())
 
         @jax.jit
         def run(*args: Any) -> list[Any]:
@@ -204,7 +204,9 @@ class _CutStep:
 
         form = form_of(program, end), part
         if form not in self.shared:
-            self._try(run, end, part)
+            # Types inside of shard_map name its axes, which exist nowhere else.
+            if layout is None and not self.target.is_within_shard_map:
+                self._try(run, end, part)
             self.shared[form] = run
         shared = self.shared[form]
         return lambda part, args: shared(*map(jnp.int32, part.origin), *args)
@@ -214,9 +216,6 @@ class _CutStep:
 
         In a program of its own: a failure would leave half of a function in this one.
         """
-        # Types inside of shard_map name its axes, which exist nowhere else.
-        if self.target.is_within_shard_map:
-            return
         avals = [
             jax.ShapeDtypeStruct(part.shape_of(value.aval.shape), value.aval.dtype)
             for value in end.reads
