@@ -16,7 +16,8 @@ from reference import adamw_step, block_codes, block_scales, block_values
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp import Quantized, low_bit_state
+from optax_mp import low_bit_state
+from optax_mp.compact import Quantized
 from optax_mp.leafwise._step import within_step
 
 pytestmark = [
@@ -630,7 +631,7 @@ def test_a_skipped_step_leaves_every_bit(nesting):
 
 
 def is_state(node):
-    return isinstance(node, optax_mp.LowBitState)
+    return isinstance(node, optax_mp.compact.LowBitState)
 
 
 @pytest.mark.slow

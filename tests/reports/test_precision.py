@@ -13,7 +13,6 @@ from jax import lax, shard_map
 from jax.experimental.sparse import BCOO
 from jax.sharding import Mesh, PartitionSpec
 
-import optax_mp
 from optax_mp import amp, amp_stop, precision_report
 
 LOW = jnp.bfloat16
@@ -568,7 +567,3 @@ def test_wrong_arguments_are_refused():
         precision_report(lambda n: n, jnp.ones(2, jnp.int32), argnums=0)
     with pytest.raises(ValueError, match="but n holds no array, expected floating"):
         precision_report(lambda n: jnp.ones(n), 3, argnums=-1)
-
-
-def test_it_is_public():
-    assert optax_mp.PrecisionReport is type(precision_report(jnp.tanh, X))
