@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_shard_map import shard_map
-from jax import lax
+from jax import lax, shard_map
 from jax.sharding import Mesh, PartitionSpec
 
 import optax_mp
