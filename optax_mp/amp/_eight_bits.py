@@ -100,9 +100,24 @@ def _round_tangent(dtype: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
 def fits(equation: Equation) -> bool:
     """Return whether the shapes of a product are such that 8 bits pay."""
     sizes = matrix_sizes(equation)
-    return all(
+    # An empty batch, as of an expert without tokens, has no largest value.
+    is_empty = any(
+        isinstance(x, int) and x == 0 for x in equation.outvars[0].aval.shape
+    )
+    return not is_empty and all(
         isinstance(size, int) and size >= SMALLEST and size % MULTIPLE == 0
         for size in sizes
+    )
+
+
+def describe_unused(dtype: Any, small: int) -> str:
+    """Say that no product runs in 8 bits, `small` of them because of their shapes."""
+    return (
+        f"`compute_dtype` is {dtype.name}, but no matrix product of this call runs in "
+        f"8 bits ({small} because of their shapes): all run in bfloat16. Expected "
+        f"products with {SMALLEST} rows, columns and contracted entries or more, in "
+        f"multiples of {MULTIPLE}, and outside of amp_stop; pass larger arrays, or "
+        "compute_dtype=jnp.bfloat16."
     )
 
 

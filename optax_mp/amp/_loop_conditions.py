@@ -22,7 +22,6 @@ from optax_mp._jax._jaxpr import (
 from optax_mp._jax._primitives import COMPARISONS
 from optax_mp._jax._source import source_line
 from optax_mp._jax._wiring import ForwardResult, Region
-from optax_mp._warnings import warn
 from optax_mp.amp._lattice import LOW
 from optax_mp.amp._plan import Action, Plan
 
@@ -60,12 +59,6 @@ def loop_warnings(jaxpr: AnyJaxpr, plan: Plan, dtype: Any) -> tuple[str, ...]:
 def _at(line: str) -> str:
     # In a derivative rule, the line may not be known.
     return f" at {line}" if line else ""
-
-
-def warn_of_loops(jaxpr: AnyJaxpr, plan: Plan, dtype: Any) -> None:
-    """Warn of each loop whose condition reads what is computed low."""
-    for text in loop_warnings(jaxpr, plan, dtype):
-        warn(f"amp: {text}")
 
 
 def ran_low(action: Action) -> bool:

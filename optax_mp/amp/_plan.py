@@ -7,7 +7,7 @@ carry has one precision in all iterations: the body is planned again until nothi
 changes, at a fix-point.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,13 @@ class Plan:
     actions: tuple[Action, ...]
     outputs: Precisions
     is_changed: bool
+
+    def all_actions(self) -> Iterator[Action]:
+        """Yield its actions, and those of all regions inside."""
+        for action in self.actions:
+            yield action
+            for region in action.regions:
+                yield from region.plan.all_actions()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from optax_mp._jax._jaxpr import (
     with_dtype,
 )
 from optax_mp._jax._source import name_in_errors, scopes
-from optax_mp._jax._traced import TracedCall, note_on_leaks
+from optax_mp._jax._traced import TracedCall, explain_carry_error, note_on_leaks
 from optax_mp._tree import is_array
 from optax_mp._warnings import warn
 from optax_mp.amp._biases import argument_axis_counts
@@ -36,10 +36,10 @@ from optax_mp.amp._custom_rules import (
     custom_vmap,
     linear_call,
 )
-from optax_mp.amp._eight_bits import product
+from optax_mp.amp._eight_bits import describe_unused, product
 from optax_mp.amp._function_rules import bind_by_function
 from optax_mp.amp._lattice import FULL, LOW, Precisions, cast, full_precisions
-from optax_mp.amp._loop_conditions import warn_of_loops
+from optax_mp.amp._loop_conditions import loop_warnings
 from optax_mp.amp._plan import Action, Plan, Planner, RegionPlan
 from optax_mp.amp._rules import Rule, Rules, describe_unknown, scope_parts
 
@@ -55,6 +55,14 @@ _NOTE_ON_CLOSURES = (
     "amp: a rule that is run under amp is traced after the function, as under jax.jit, "
     "so it must not close over values that the function computes or is given; make "
     "them arguments of the function that has the rule."
+)
+
+CARRY_ERROR = (
+    "amp: as the function is written, before amp changes anything, a loop over 16-bit "
+    "values meets float32 ones, such as float32 norms in a scan over layers. Expected "
+    "one dtype: call it with all arguments in float32, `amp(lambda *args: "
+    "fun(*optax_mp.cast_floating(args, jnp.float32)))`, which still runs products in "
+    "16 bits, or set the `dtype` of the layers. JAX says:"
 )
 
 
@@ -75,11 +83,21 @@ class Interpreter:
     ) -> tuple[TracedCall, Plan]:
         """Return a traced call of `fun`, and the plan for it."""
         # Traced in each call, because what the function closes over may have changed.
-        traced = TracedCall.of(lambda given: fun(*given[0], **given[1]), (args, kwargs))
+        with explain_carry_error(CARRY_ERROR):
+            traced = TracedCall.of(lambda x: fun(*x[0], **x[1]), (args, kwargs))
         jaxpr = traced.closed.jaxpr
         _warn_of_names(self._rules, jaxpr)
         inputs, counts = full_precisions(jaxpr.invars), argument_axis_counts(jaxpr)
         return traced, self._planner.plan_whole(jaxpr, inputs, counts, None)
+
+    def warnings(self, traced: TracedCall, plan: Plan) -> tuple[str, ...]:
+        """Return what may harm, or not be what was meant, without an error."""
+        actions = list(plan.all_actions())
+        texts = loop_warnings(traced.closed, plan, self._low)
+        if self._rules.is_8_bit and all(x.how != "f8" for x in actions):
+            small = sum(x.why == "shape" for x in actions)
+            texts += (describe_unused(self._rules.f8_dtype, small),)
+        return texts
 
     def run(self, jaxpr: AnyJaxpr, plan: Plan, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of a jaxpr, in the precisions that the plan gives."""
@@ -189,7 +207,8 @@ class Interpreter:
             # It is not known here which of them are arguments of the whole function.
             no_biases = (None,) * len(precisions)
             plan = self._planner.plan_whole(jaxpr, precisions, no_biases, scope_rule)
-            warn_of_loops(jaxpr, plan, self._low)
+            for text in loop_warnings(jaxpr, plan, self._low):
+                warn(f"amp: {text}")
             values = self.run(closed, plan, leaves)
             before_last = len(jax.tree.leaves(given[:-1]))
             is_last = [i >= before_last for i in range(len(leaves))]
