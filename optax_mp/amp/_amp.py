@@ -82,8 +82,7 @@ def amp(
         ValueError: if `compute_dtype` is neither a 16-bit float nor one of the two
             8-bit floats, or a rule is unknown, or for products and given to another
             operation.
-        NotImplementedError: if a function with 8-bit products is differentiated a
-            second time in reverse; forward mode works.
+        NotImplementedError: if a function with 8-bit products is differentiated twice.
 
     Example:
         >>> import jax

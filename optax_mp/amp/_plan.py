@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jax._control_flow import has_regions, wiring_of
+from optax_mp._jax._control_flow import can_convert, wiring_of
 from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
@@ -205,7 +205,7 @@ class Planner:
         precisions, scope_rule = context.precisions, context.scope_rule
         # With this rule, an equation is bound as a whole, with its regions.
         if scope_rule != "as_written":
-            if has_regions(equation):
+            if can_convert(equation):
                 return self._plan_regions(equation, context)
             if equation.primitive.name == "convert_element_type":
                 return self._plan_cast(equation, precisions, scope_rule)

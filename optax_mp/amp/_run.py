@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_mp._jax._control_flow import bind_with, custom_rule, wiring_of
+from optax_mp._jax._control_flow import bind_with, wiring_of
 from optax_mp._jax._dependence import depending_outputs
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
@@ -30,12 +30,7 @@ from optax_mp._jax._traced import TracedCall, explain_carry_error, note_on_leaks
 from optax_mp._tree import is_array
 from optax_mp._warnings import warn
 from optax_mp.amp._biases import argument_axis_counts
-from optax_mp.amp._custom_rules import (
-    custom_jvp,
-    custom_vjp,
-    custom_vmap,
-    linear_call,
-)
+from optax_mp.amp._derivatives import custom_jvp, custom_vjp
 from optax_mp.amp._eight_bits import describe_unused, product
 from optax_mp.amp._function_rules import bind_by_function
 from optax_mp.amp._lattice import FULL, LOW, Precisions, cast, full_precisions
@@ -43,14 +38,7 @@ from optax_mp.amp._loop_conditions import loop_warnings
 from optax_mp.amp._plan import Action, Plan, Planner, RegionPlan
 from optax_mp.amp._rules import Rule, Rules, describe_unknown, scope_parts
 
-_WITH_RULE = {
-    "jvp": custom_jvp,
-    "vjp": custom_vjp,
-    "vmap": custom_vmap,
-    "transpose": linear_call,
-}
-# The rules that JAX may transpose.
-_LINEAR = ("jvp", "transpose")
+_WITH_RULE = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 _NOTE_ON_CLOSURES = (
     "amp: a rule that is run under amp is traced after the function, as under jax.jit, "
     "so it must not close over values that the function computes or is given; make "
@@ -127,8 +115,8 @@ class Interpreter:
                 case "function":
                     return bind_by_function(action.rule, self._low, equation, inputs)
             # What is left are regions.
-            if rule := custom_rule(equation):
-                return self._run_with_rule(equation, action, inputs, _WITH_RULE[rule])
+            if equation.primitive.name in _WITH_RULE:
+                return self._run_with_rule(equation, action, inputs)
             return bind_with(
                 equation, inputs, lambda: self._convert_regions(equation, action)
             )
@@ -155,11 +143,7 @@ class Interpreter:
         return trace_jaxpr(run, avals)
 
     def _run_with_rule(
-        self,
-        equation: Equation,
-        action: Action,
-        inputs: Sequence[Any],
-        with_rule: Callable[..., Callable[..., list[Any]]],
+        self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> list[Any]:
         """Run a function with a rule of its own, and later that rule."""
         # Bound again with the converted jaxpr, the equation would keep its rule, which
@@ -170,9 +154,10 @@ class Interpreter:
             return self.run(region.jaxpr, region_plan.plan, region.read(args))
 
         dtypes = self._dtypes(action.outputs, equation.outvars)
+        with_rule = _WITH_RULE[equation.primitive.name]
         scope_rule = action.scope_rule
-        if custom_rule(equation) in _LINEAR and scope_rule in (None, "f8"):
-            # Rounding with a scale is not linear.
+        if with_rule is custom_jvp and scope_rule in (None, "f8"):
+            # JAX may transpose the rule, and rounding with a scale is not linear.
             scope_rule = "not_f8"
         interpret = self._interpret_in(scope_rule)
         return with_rule(equation, call, dtypes, interpret)(*inputs)

@@ -1,6 +1,6 @@
-"""Functions with derivative or batching rules of their own: amp runs the rules as well.
+"""Functions with derivative rules of their own: amp runs the rules as well.
 
-A derivative rule is written for float32, and JAX keeps it in another place of the
+A rule is written for float32, and JAX keeps it in another place of the
 jaxpr. So we let JAX differentiate the equation as it is written, trace that, and run
 the trace under amp, as the rule of a new function.
 
@@ -14,22 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.custom_batching
 from jax.custom_derivatives import SymbolicZero
 
-from optax_mp._jax._control_flow import (
-    custom_rule,
-    has_regions,
-    residual_count,
-    vmap_by_rule,
-    wiring_of,
-)
-from optax_mp._jax._jaxpr import (
-    Equation,
-    bind,
-    evaluate,
-    open_jaxpr,
-)
+from optax_mp._jax._control_flow import has_regions, wiring_of
+from optax_mp._jax._jaxpr import Equation, bind, open_jaxpr
 from optax_mp._jax._source import source_line
 from optax_mp._tree import describe, is_inexact
 from optax_mp.amp._lattice import cast
@@ -174,81 +162,6 @@ class _VjpRule:
                 # JAX wants gradients in the dtypes of the inputs, which may be low.
                 gradients[i] = cast(gradient, dtype)
         return tuple(gradients)
-
-
-def custom_vmap(
-    equation: Equation, call: Call, output_dtypes: Sequence[Any], interpret: Interpret
-) -> Call:
-    """Return `call` with the rule of a custom_vmap; its outputs have these dtypes."""
-    dtypes = [atom.aval.dtype for atom in equation.invars]
-
-    def rule(size: int, is_batched: list[bool], *given: Any) -> tuple[Any, Any]:
-        is_output_batched: list[bool] = []
-
-        def batched(inputs: Sequence[Any]) -> list[Any]:
-            nonlocal is_output_batched
-            outputs, is_output_batched = vmap_by_rule(
-                equation, size, is_batched, inputs
-            )
-            return outputs
-
-        outputs, _ = interpret(batched, (list(given),), (dtypes,))
-        return list(map(cast, outputs, output_dtypes)), is_output_batched
-
-    function = jax.custom_batching.custom_vmap(call)
-    function.def_vmap(rule)
-    return function
-
-
-def linear_call(
-    equation: Equation, call: Call, output_dtypes: Sequence[Any], interpret: Interpret
-) -> Call:
-    """Return `call` with the transpose of a linear_call.
-
-    Its outputs have these dtypes.
-    """
-    count = residual_count(equation)
-    avals = [atom.aval for atom in equation.invars]
-    residual_dtypes = [aval.dtype for aval in avals[:count]]
-    cotangent_dtypes = [var.aval.dtype for var in equation.outvars]
-
-    def pull(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        def linear(*args: Any) -> list[Any]:
-            return bind(equation, [*residuals, *args])
-
-        def transposed(cotangents: list[Any]) -> Any:
-            return jax.linear_transpose(linear, *avals[count:])(cotangents)
-
-        # JAX transposes it to another linear_call, whose transpose is the first again.
-        closed = jax.make_jaxpr(transposed)(list(cotangents))
-        return evaluate(closed, cotangents, _bind_inline)
-
-    def function(*inputs: Any) -> list[Any]:
-        residuals, args = list(inputs[:count]), list(inputs[count:])
-        dtypes = [
-            getattr(x, "dtype", aval.dtype)
-            for x, aval in zip(args, avals[count:], strict=True)
-        ]
-
-        def compute(residuals: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-            return list(map(cast, call(*residuals, *args), output_dtypes))
-
-        def transpose(residuals: Any, cotangents: Any) -> list[Any]:
-            as_written = residual_dtypes, cotangent_dtypes
-            pulled, _ = interpret(pull, (residuals, cotangents), as_written)
-            return list(map(cast, pulled, dtypes))
-
-        return jax.custom_derivatives.linear_call(compute, transpose, residuals, args)
-
-    return function
-
-
-def _bind_inline(equation: Equation, inputs: list[Any]) -> list[Any]:
-    """Return the outputs of an equation, of a linear_call those of its function."""
-    if custom_rule(equation) != "transpose":
-        return bind(equation, inputs)
-    (region,) = wiring_of(equation).regions
-    return evaluate(region.jaxpr, region.read(inputs))
 
 
 def _nonzero(tangents: Sequence[Any], atoms: Sequence[Any]) -> list[int]:
