@@ -16,9 +16,7 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from optax_mp._jax._control_flow import has_regions, wiring_of
-from optax_mp._jax._jaxpr import Equation, bind, open_jaxpr
-from optax_mp._jax._source import source_line
+from optax_mp._jax._jaxpr import Equation, bind
 from optax_mp._tree import describe, is_inexact
 from optax_mp.amp._lattice import cast
 
@@ -180,33 +178,12 @@ def _check_closure(equation: Equation, perturbed: Sequence[int]) -> None:
     """
     closed_over = [i for i in perturbed if i < equation.params["num_consts"]]
     if closed_over:
-        values = ", ".join(
-            describe(equation.invars[i].aval) + _first_use(equation, i)
-            for i in closed_over
-        )
+        values = ", ".join(describe(equation.invars[i].aval) for i in closed_over)
         raise TypeError(
             "amp: a jax.custom_vjp function closes over a value that is "
             f"differentiated ({values}), expected one that is an argument, so that the "
             "function's rule has a gradient for it; make it an argument."
         )
-
-
-def _first_use(equation: Equation, i: int) -> str:
-    """Say where the regions of an equation use its input `i` first."""
-    for region in wiring_of(equation).regions if has_regions(equation) else ():
-        jaxpr, _ = open_jaxpr(region.jaxpr)
-        variables = [
-            variable
-            for variable, source in zip(jaxpr.invars, region.inputs, strict=True)
-            if source == i
-        ]
-        for inner in jaxpr.eqns:
-            for at, atom in enumerate(inner.invars):
-                if any(atom is variable for variable in variables):
-                    line = source_line(inner)
-                    here = f", used at {line}" if line else ""
-                    return _first_use(inner, at) or here
-    return ""
 
 
 def _restrict(
