@@ -7,14 +7,14 @@ carry has one precision in all iterations: the body is planned again until nothi
 changes, at a fix-point.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jax._control_flow import has_regions, wiring_of
+from optax_mp._jax._control_flow import can_convert, wiring_of
 from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
@@ -109,6 +109,13 @@ class Plan:
     outputs: Precisions
     is_changed: bool
 
+    def all_actions(self) -> Iterator[Action]:
+        """Yield its actions, and those of all regions inside."""
+        for action in self.actions:
+            yield action
+            for region in action.regions:
+                yield from region.plan.all_actions()
+
 
 @dataclass(frozen=True)
 class _Context:
@@ -198,7 +205,7 @@ class Planner:
         precisions, scope_rule = context.precisions, context.scope_rule
         # With this rule, an equation is bound as a whole, with its regions.
         if scope_rule != "as_written":
-            if has_regions(equation):
+            if can_convert(equation):
                 return self._plan_regions(equation, context)
             if equation.primitive.name == "convert_element_type":
                 return self._plan_cast(equation, precisions, scope_rule)

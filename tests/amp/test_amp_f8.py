@@ -58,6 +58,8 @@ def any_shape(half_the_smallest, monkeypatch):
     monkeypatch.setattr(_eight_bits, "MULTIPLE", 1)
 
 
+UNUSED = "ignore:amp. `compute_dtype` is float8_e4m3fn, but no matrix product"
+
 # Which products
 
 
@@ -85,6 +87,7 @@ def test_all_else_is_as_in_bfloat16():
     assert others(F8) == others("bfloat16")
 
 
+@pytest.mark.filterwarnings(UNUSED)
 @pytest.mark.parametrize(
     ("rows", "inner", "columns", "is_8_bit"),
     [
@@ -102,6 +105,7 @@ def test_small_and_odd_shapes_stay_in_16_bits(rows, inner, columns, is_8_bit):
     assert eight_bit_products(in_8_bits(jnp.matmul), x, w) == (is_8_bit, 1)
 
 
+@pytest.mark.filterwarnings(UNUSED)
 def test_the_smallest_size_is_512(monkeypatch):
     monkeypatch.undo()
     x = jnp.zeros((512, 512))
@@ -110,6 +114,7 @@ def test_the_smallest_size_is_512(monkeypatch):
         assert eight_bit_products(in_8_bits(jnp.matmul), y, x[: y.shape[1]]) == (0, 1)
 
 
+@pytest.mark.filterwarnings(UNUSED)
 def test_the_sizes_are_those_within_a_batch():
     fun = in_8_bits(lambda x, w: jnp.einsum("bmik,bkn->bmin", x, w))
     few = jnp.zeros((512, 2, 4, 256)), jnp.zeros((512, 256, 256))
@@ -118,6 +123,7 @@ def test_the_sizes_are_those_within_a_batch():
     assert eight_bit_products(fun, *many)[0] == 1
 
 
+@pytest.mark.filterwarnings(UNUSED)
 def test_a_symbolic_size_stays_in_16_bits():
     (rows,) = export.symbolic_shape("rows")
     x = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
@@ -173,6 +179,7 @@ def test_in_the_scope_of_a_word_for_products_all_else_follows_its_own_rule():
         assert "f32[256,256] = exp" in str(jaxpr)
 
 
+@pytest.mark.filterwarnings(UNUSED)
 def test_amp_stop_and_precision_keep_a_product_out():
     def fun(x, w):
         with optax_mp.amp_stop():
@@ -195,6 +202,25 @@ def test_beside_float16_products_are_in_8_bits_too():
     fun = optax_mp.amp(outer, compute_dtype="float16", rules=rules)
     assert eight_bit_products(fun, X, W) == (2, 2)
     assert "f16[256,256] = tanh" in str(jax.make_jaxpr(fun)(X, W))
+
+
+def test_a_call_without_any_product_in_8_bits_warns():
+    text = (
+        "`compute_dtype` is float8_e4m3fn, but no matrix product .*1 because of their"
+    )
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match=text):
+        in_8_bits(jnp.matmul)(X[:8], W)
+    report = optax_mp.amp_report(jnp.matmul, X[:8], W, compute_dtype=F8)
+    assert str(report).endswith("products, by FLOPs: 0% f8, 100% low")
+    assert "Warning: `compute_dtype` is float8_e4m3fn" in str(report)
+
+
+@pytest.mark.filterwarnings(UNUSED)
+def test_an_empty_batch_is_no_error(any_shape):
+    fun = in_8_bits(lambda x, w: jnp.einsum("eti,eij->etj", x, w))
+    x, w = jnp.zeros((0, 16, 16)), jnp.zeros((0, 16, 16))
+    assert fun(x, w).shape == (0, 16, 16)
+    assert jax.grad(lambda w: fun(x, w).sum())(w).shape == w.shape
 
 
 # Bad input

@@ -367,19 +367,15 @@ def returning(result):
         (
             lambda x, p: (x, None),
             TypeError,
-            r"returned None as bind_params, expected a dict",
+            r"None\), expected a pair of a list and a d",
         ),
-        (lambda x, p: (x * 2, p), ValueError, r"returned 2 inputs, expected 1"),
+        (lambda x, p: (x * 2, p), ValueError, r"returned float32.*, expected float32"),
         (
             lambda x, p: ([x[0].astype(int)], p),
             ValueError,
-            r"returned int32\[4,8\] as input 0, expected float32\[4,8\]; change",
+            r"returned int32\[4,8\] as inputs, expected float32\[4,8\]; change",
         ),
-        (
-            lambda x, p: ([x[0][0]], p),
-            ValueError,
-            r"returned float32\[8\] as input 0, expected float32\[4,8\]",
-        ),
+        (lambda x, p: ([x[0][0]], p), ValueError, r"returned float32\[8\] as inputs"),
         (
             lambda x, p: ([x[0].astype(jnp.float16)], p),
             ValueError,

@@ -18,8 +18,7 @@ MODELS = [
     for framework in ("linen", "nnx", "equinox", "haiku")
     for kind in ("transformer", "convolutions")
 ]
-# Linen names a layer after its class, `LayerNorm_0`.
-POLICY = optax_mp.get_policy("p=bf16", keep_f32=("*[nN]orm*",))
+POLICY = optax_mp.get_policy("p=bf16", keep_f32=("*norm*",))
 LEARNING_RATE = 1e-2
 
 
