@@ -21,6 +21,7 @@ from optax_mp._inner import (
     check_update,
     copy_shared,
     explain_failure,
+    or_no_change,
     warn_if_float16,
     warn_if_none,
 )
@@ -153,10 +154,9 @@ def stochastic_rounding(
             keys = split_keys(rounding_keys(len(changes), seed, state.step_count))
             for i, change in enumerate(changes):
                 path, param = leaves.paths[i], leaves.values[i]
-                if not is_inexact(param):
-                    continue
-                new_updates[i] = change
-                if is_absent(change):
+                new_updates[i] = change if is_inexact(param) else grads[i]
+                if not is_inexact(param) or is_absent(change):
+                    new_updates[i] = or_no_change(new_updates[i], param)
                     continue
                 check_update(path, param, grads[i], change, "stochastic_rounding")
                 if _is_narrow(param):

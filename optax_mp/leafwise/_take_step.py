@@ -7,7 +7,8 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from optax_mp._inner import as_transformation
+from optax_mp._inner import as_transformation, or_no_change
+from optax_mp._leaves import is_absent
 from optax_mp._warnings import warn
 from optax_mp.leafwise._engine import run_step
 from optax_mp.leafwise._layout import spread_shardings
@@ -127,8 +128,18 @@ class WholeStep(NamedTuple):
             grads, extra_args = given
             opt_state, params = kept
             updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-            return None, (opt_state, optax.apply_updates(params, updates))
+            return None, (opt_state, _apply_updates(params, updates))
 
         shardings = [None] * len(jax.tree.leaves(opt_state))
         shardings += spread_shardings(params, param_shardings, name)
         return cls(step, (grads, extra_args), (opt_state, params), shardings)
+
+
+def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """Return what `optax.apply_updates` does; a param whose update is None stays."""
+
+    def apply(param: Any, update: Any) -> Any:
+        update = or_no_change(update, param)
+        return param if is_absent(update) else optax.apply_updates(param, update)
+
+    return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)

@@ -139,7 +139,12 @@ def replace_master_params(
         param = leaves.values[i]
         _check_not_swapped(given[i], param, old, where, call)
         new = _like_old_master(given[i], old, where)
-        _check_param_is_rounded(storage, new, param, where)
+        remedy = (
+            "Cast first, with `new_params = policy.cast_to_param(new_master)`; then call "
+            "`replace_master_params(opt_state, new_params, new_master)` and continue "
+            "with `new_params`."
+        )
+        check_param_is_rounded(storage, new, param, where, remedy)
         return new
 
     return _map_masters(replace, opt_state, leaves)
@@ -305,7 +310,9 @@ def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:
     return jnp.array(_beside(new, old), old.dtype, copy=True)
 
 
-def _check_param_is_rounded(storage: Storage, new: Any, param: Any, where: str) -> None:
+def check_param_is_rounded(
+    storage: Storage, new: Any, param: Any, where: str, remedy: str
+) -> None:
     """Raise unless `param` is the new master rounded; traced values go unchecked."""
     if is_traced(new) or is_traced(param):
         return
@@ -322,10 +329,7 @@ def _check_param_is_rounded(storage: Storage, new: Any, param: Any, where: str) 
         raise ValueError(
             f"{where} is {describe(new)}, and the param {describe(param)} in `params` "
             f"is not this master rounded, as {storage} requires: a param that is not "
-            "its master rounded was edited, and the master follows it. Cast first, "
-            "with `new_params = policy.cast_to_param(new_master)`; then call "
-            "`replace_master_params(opt_state, new_params, new_master)` and continue "
-            "with `new_params`."
+            f"its master rounded was edited, and the master follows it. {remedy}"
         )
 
 

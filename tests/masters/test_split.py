@@ -645,7 +645,7 @@ def test_leaves_of_every_kind_beside_split_ones():
         state = tx.init(params)
         updates, after = tx.update(grads, state, params)
         assert avals(after) == avals(state)
-        assert updates["int"] is grads["int"]
+        assert not updates["int"].any()
         assert [updates[k] for k in ("none", "masked", "static")] == [
             None, optax.MaskedNode(), None,
         ]  # fmt: skip
@@ -692,7 +692,7 @@ def test_a_missing_gradient_leaves_param_and_remainder_alone():
     state = tx.init(params)
     with pytest.warns(optax_mp.MixedPrecisionWarning, match=r"\['a'\] is None"):
         updates, after = tx.update({"a": None, "b": jnp.ones(3)}, state, params)
-    assert updates["a"] is None
+    assert not updates["a"].any()
     assert same_bits(after.master_params["a"], state.master_params["a"])
     assert not same_bits(after.master_params["b"], state.master_params["b"])
 
