@@ -53,7 +53,7 @@ from optax_mp.compact import low_bit_state, stochastic_rounding
 from optax_mp.leafwise import take_step
 
 # Many devices.
-from optax_mp.devices import offload, zero1
+from optax_mp.devices import offload, state_shardings, zero1
 
 # Check and convert saved states.
 from optax_mp.checkpoints import check_checkpoint, convert_opt_state
@@ -113,6 +113,7 @@ __all__ = [
     "replace_master_params",
     "scale_loss",
     "select_tree",
+    "state_shardings",
     "static_loss_scale",
     "step_report",
     "stochastic_rounding",
