@@ -1,7 +1,6 @@
 """Keep the large arrays of an optimizer state in the memory of the host."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from optax_mp._arguments import check_init_params, check_whole_number
 from optax_mp._descriptions import takes_descriptions
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
-from optax_mp._jax._choose import obey_outer_choice, select
+from optax_mp._jax._choose import PROCEED
 from optax_mp._jax._memory import (
     HOST_KIND,
     is_on_host,
@@ -154,8 +153,10 @@ def offload(
             grads, params, traced = given
             return inner.update(grads, kept, params, **traced, **known)
 
+        # A step that a wrapper around this one skips: it chooses between all but arrays
+        # in host memory.
+        proceed = extra_args.pop(PROCEED, True)
         traced, known = split_traced(extra_args)
-        proceed = obey_outer_choice()
         out, new_state = run_from_host(
             step,
             (updates, params, traced),
@@ -164,9 +165,6 @@ def offload(
             _state_shardings(state, params, param_shardings),
             proceed,
         )
-        if proceed is not True and not _is_all_on_host(state, limits.min_size):
-            # Of what was on the device the caller can choose no more once it is not.
-            new_state = jax.tree.map(partial(_choose, proceed), new_state, state)
         return out, _on_host(new_state, limits.min_size)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -214,16 +212,6 @@ def _on_host(state: Any, min_size: int) -> Any:
         lambda x: to_host(x) if _is_large(x, min_size) and not is_on_host(x) else x,
         state,
     )
-
-
-def _is_all_on_host(state: Any, min_size: int) -> bool:
-    leaves = [x for x in jax.tree.leaves(state) if _is_large(x, min_size)]
-    return all(map(is_on_host, leaves))
-
-
-def _choose(proceed: Any, new: Any, old: Any) -> Any:
-    """Return a value of the new state; one in host memory is chosen already."""
-    return new if is_on_host(new) or not is_array(new) else select(proceed, new, old)
 
 
 def _init(inner: Any, params: Any, limits: Limits) -> Any:
