@@ -8,9 +8,12 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_mp._inner import as_transformation, or_no_change
+from optax_mp._jax._arrays import has_tracers
+from optax_mp._jax._memory import is_on_host
 from optax_mp._leaves import is_absent
 from optax_mp._warnings import warn
 from optax_mp.leafwise._engine import run_step
+from optax_mp.leafwise._from_host import OUTER_STEP, OuterStep, Plan, run_from_host
 from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.leafwise._traced_step import NOT_PACKED, Step
 
@@ -84,12 +87,44 @@ def take_step(
         >>> float(params["w"][0, 0])
         0.8984375
     """
+    if has_tracers((grads, opt_state, params)) and any(
+        map(is_on_host, jax.tree.leaves(opt_state))
+    ):
+        return _take_step_from_host(
+            tx, grads, opt_state, params, param_shardings, extra_args
+        )
     whole = WholeStep.of(
         "take_step", tx, grads, opt_state, params, param_shardings, extra_args
     )
     (_, (opt_state, params)), obstacle = run_step(*whole)
     if obstacle not in (None, NOT_PACKED):
         _warn_once(obstacle)
+    return params, opt_state
+
+
+def _take_step_from_host(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    opt_state: optax.OptState,
+    params: optax.Params,
+    param_shardings: Any,
+    extra_args: dict[str, Any],
+) -> tuple[optax.Params, optax.OptState]:
+    """Return (params, opt_state) after a step whose state is in host memory."""
+    outer = OuterStep()
+    extra_args = extra_args | {OUTER_STEP: outer}
+    whole = WholeStep.of(
+        "take_step", tx, grads, opt_state, params, param_shardings, extra_args
+    )
+
+    def plan() -> Plan | None:
+        if param_shardings is not None:
+            return outer.plan(whole.shardings)
+        of_params = spread_shardings(params, outer.param_shardings, "offload")
+        return outer.plan([None] * len(jax.tree.leaves(opt_state)) + of_params)
+
+    step, given, kept, _ = whole
+    _, (opt_state, params) = run_from_host(step, given, kept, plan)
     return params, opt_state
 
 

@@ -27,7 +27,6 @@ from slow_cases import mostly_slow
 import optax_mp
 from optax_mp._jax._jaxpr import bind, evaluate
 from optax_mp.devices import _offload
-from optax_mp.leafwise._host_chunks import chunks_of
 
 ADAMW = optax.adamw(1e-2)
 
