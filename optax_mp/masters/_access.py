@@ -140,8 +140,8 @@ def replace_master_params(
         _check_not_swapped(given[i], param, old, where, call)
         new = _like_old_master(given[i], old, where)
         remedy = (
-            "Cast first, with `new_params = policy.cast_to_param(new_master)`; then call "
-            "`replace_master_params(opt_state, new_params, new_master)` and continue "
+            "Cast first, with `new_params = policy.cast_to_param(new_master)`; then "
+            "call `replace_master_params(opt_state, new_params, new_master)` and continue "
             "with `new_params`."
         )
         check_param_is_rounded(storage, new, param, where, remedy)
