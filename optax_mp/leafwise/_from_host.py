@@ -12,6 +12,7 @@ leaf is brought, and reduced to a number. The jobs bring them again.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -403,17 +404,14 @@ class _StepFromHost:
             for old, array in zip(overwritten, carry, strict=True):
                 if old is not None:
                     local[old] = array
-            if job.end is None:
+            end = job.end
+            if end is None:
                 return self._run_whole(outputs, local, job.arrays)
-            args = [local[value] for value in job.end.reads]
+            args = [local[value] for value in end.reads]
+            run_part = partial(self._run_part, end)
             if job.layout is None:
-                return self._run_part(job.end, Part.of(job.end), args)
-            return job.layout.run(
-                lambda part, args: self._run_part(job.end, part, args),
-                self.program,
-                job.end,
-                args,
-            )
+                return run_part(Part.of(end), args)
+            return job.layout.run(run_part, self.program, end, args)
 
         made = self._run_once(compute, starts, read)
         # Of a result of a loop that is in host memory `jit` learns that by a move.

@@ -141,8 +141,8 @@ def replace_master_params(
         new = _like_old_master(given[i], old, where)
         remedy = (
             "Cast first, with `new_params = policy.cast_to_param(new_master)`; then "
-            "call `replace_master_params(opt_state, new_params, new_master)` and continue "
-            "with `new_params`."
+            "call `replace_master_params(opt_state, new_params, new_master)` and "
+            "continue with `new_params`."
         )
         check_param_is_rounded(storage, new, param, where, remedy)
         return new
