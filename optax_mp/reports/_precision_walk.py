@@ -206,7 +206,8 @@ class Walk:
         if not is_product(equation) and _hides_products(equation):
             place = f"{equation.primitive.name} {around.lines_of(equation).user}"
             self.notes[f"not looked into: {place.rstrip()}"] = None
-        if not any(map(_has_wide, equation.outvars)) and not is_product(equation):
+        read = equation.invars if is_product(equation) else []
+        if not any(map(_has_wide, (*equation.outvars, *read))):
             return None
         lines = around.lines_of(equation)
         rank = self._ranks.setdefault((id(equation), lines), len(self._ranks))
