@@ -188,6 +188,22 @@ def test_the_low_constant_of_a_scan_sums_its_gradient_in_float32():
     assert error(compiled(jax.grad(amp(total)), W, xs)(W, xs), want) < 2e-2
 
 
+def test_weights_of_layers_that_are_cast_before_a_scan_go_into_it_in_16_bits():
+    def loss(ws, x):
+        ws, x = optax_mp.cast_floating((ws, x), F32)
+        layer = lambda x, w: (x + jnp.tanh(jnp.sin(x) @ w), None)  # noqa: E731
+        return lax.scan(layer, x, ws)[0].sum()
+
+    arguments = optax_mp.cast_floating((np.stack([W] * 3), X), BF16)
+    jaxpr = jax.make_jaxpr(amp(loss))(*arguments)
+    (scan,) = [each for each in operations(jaxpr) if each.name == "scan"]
+    assert list(map(jnp.dtype, scan.inputs)) == [F32, BF16]
+    got, want = (
+        compiled(jax.grad(f), *arguments)(*arguments) for f in (amp(loss), loss)
+    )
+    assert got.dtype == BF16 and error(got, want) < 2e-2
+
+
 # Where a rule applies
 
 
