@@ -117,8 +117,8 @@ def _warn_if_followed(opt_state: PyTree, path: Path, caller: str) -> None:
                 f"{caller}: opt_state{keystr(at)} is of a chain in which "
                 "`mixed_precision` is followed by a transform (its state: "
                 f"{names[0]}). If that changes the updates, as weight decay does, the "
-                "next step undoes it or, with float32 updates, takes the rounded "
-                "params as masters: put the chain inside, as "
+                "next step undoes it or, with float32 updates, takes params that were "
+                "rounded as masters: put the chain inside, as "
                 "`optax_mp.mixed_precision(optax.chain(...))`."
             )
             return

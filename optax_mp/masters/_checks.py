@@ -137,7 +137,7 @@ def check_master(
     master_dtype: jnp.dtype,
     storage: Storage,
 ) -> None:
-    """Raise unless a decoded master has the expected dtype and its param's shape."""
+    """Raise unless a decoded master has the expected dtype."""
     # Only `decode` shows this: the type of the state does not say its `master_dtype`.
     if master.dtype != master_dtype:
         raise ValueError(
@@ -145,12 +145,6 @@ def check_master(
             f"param {spell(path)}, expected {master_dtype} with the storage {storage}: "
             "the state was made with another `master_dtype`; convert it with "
             "`optax_mp.convert_opt_state`."
-        )
-    if master.shape != param.shape:
-        raise ValueError(
-            f"mixed_precision: the storage {storage} keeps {describe(master)} as the "
-            f"master of param {spell(path)}, expected the shape of the param "
-            f"{describe(param)}."
         )
 
 

@@ -185,10 +185,6 @@ MISPLACED = {
         lambda: optax_mp.replace_master_params(PARAMS, STATE, WIDE),
         TypeError, f"{STATE_SECOND}.*call `replace_master_params.opt_state, params, ",
     ),
-    "replace_master_params(state, new, params)": (
-        lambda: optax_mp.replace_master_params(STATE, WIDE, PARAMS),
-        ValueError, r"`new_master` at \['b'\] is bfloat16\[4\].*seem to be swapped",
-    ),
     "memory_report(params, state)": (
         lambda: optax_mp.memory_report(PARAMS, STATE),
         TypeError, "expected the state first and the params second",
@@ -375,7 +371,7 @@ def test_a_none_gradient_that_the_rule_takes_is_a_warning(form, jitted):
     tx, grads = AROUND[form](optax.sgd(0.1)), GRADS | {"b": None}
     with pytest.warns(Warned, match=rf"^{form}: the gradient of \['b'\] is None, expe"):
         updates = call(tx.update, (grads, tx.init(PARAMS), PARAMS), jitted)[0]
-    assert updates["b"] is None
+    assert updates["b"].shape == (4,)
 
 
 def test_a_none_gradient_of_an_integer_or_of_nothing_is_right():
@@ -383,7 +379,7 @@ def test_a_none_gradient_of_an_integer_or_of_nothing_is_right():
     grads = {"w": jnp.ones(2, BF16), "n": None, "none": None}
     for tx in (MASTERS, SCALED):
         updates, _ = tx.update(grads, tx.init(params), params)
-        assert updates["n"] is None
+        assert not updates["n"].any()
 
 
 OTHERS = {
