@@ -16,7 +16,7 @@ from optax_mp._tree import PyTree, is_array
 Init = Callable[[PyTree], PyTree]
 
 
-def takes_descriptions(init: Init) -> Init:
+def takes_descriptions(init: Init) -> Any:
     """Return an `init` that describes the state if the params are descriptions."""
 
     @functools.wraps(init)

@@ -159,9 +159,8 @@ def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     largest = lax.full_like(x, jnp.finfo(dtype).max)
     is_above, is_below = lax.gt(x, largest), lax.lt(x, -largest)
     if _has_infinity(dtype):
-        is_above, is_below = (
-            lax.is_finite(x) & which for which in (is_above, is_below)
-        )
+        is_finite = lax.is_finite(x)
+        is_above, is_below = is_above & is_finite, is_below & is_finite
     # Not by a clamp, in which CPUs flush the smallest numbers to zero.
     return lax.select(is_above, largest, lax.select(is_below, -largest, x))
 

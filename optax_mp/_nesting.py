@@ -10,9 +10,10 @@ from typing import Any
 import jax
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
+from optax_mp._dtypes import bits
 from optax_mp._jax._memory import is_on_host
 from optax_mp._states import Path, find_states, holds_state
-from optax_mp._tree import PyTree
+from optax_mp._tree import PyTree, is_floating
 from optax_mp._warnings import warn
 
 # By name, because the modules of these states import this one.
@@ -50,10 +51,27 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
                     "divides the updates by the scale, expected it before; "
                     f"{_WRAP_ALL}."
                 )
+    _warn_of_rounded_hyperparams(opt_state, caller)
     for path, _ in find_states(opt_state, _MASTERS):
         _warn_if_followed(opt_state, path, caller)
     for path, state in find_states(opt_state, "MultiStepsState"):
         _warn_if_around_offload(state, f"{caller}: opt_state{keystr(path)} is of")
+
+
+def _warn_of_rounded_hyperparams(opt_state: PyTree, caller: str) -> None:
+    """Warn if `inject_hyperparams` keeps its numbers in 16 bits: b2 is then 1.0."""
+    for path, state in find_states(opt_state, "InjectStatefulHyperparamsState"):
+        for name, value in state.hyperparams.items():
+            if is_floating(value) and bits(value.dtype) < 32:
+                warn(
+                    f"{caller}: opt_state{keystr(path)} is of "
+                    f"`optax.inject_hyperparams` with {name} in {value.dtype}, the "
+                    "dtype of the params, in which b2=0.999 is 1.0 and Adam's loss "
+                    "becomes NaN. Put it inside, as `optax_mp.mixed_precision("
+                    "optax.inject_hyperparams(optax.adamw)(...))`, or pass "
+                    "`hyperparam_dtype=jnp.float32` to it."
+                )
+                return
 
 
 def _check_wrapper(name: str, where: str) -> None:
@@ -99,8 +117,9 @@ def _warn_if_followed(opt_state: PyTree, path: Path, caller: str) -> None:
                 f"{caller}: opt_state{keystr(at)} is of a chain in which "
                 "`mixed_precision` is followed by a transform (its state: "
                 f"{names[0]}). If that changes the updates, as weight decay does, the "
-                "next step undoes it, because params follow the masters: put the chain "
-                "inside, as `optax_mp.mixed_precision(optax.chain(...))`."
+                "next step undoes it or, with float32 updates, takes params that were "
+                "rounded as masters: put the chain inside, as "
+                "`optax_mp.mixed_precision(optax.chain(...))`."
             )
             return
 

@@ -41,29 +41,12 @@ def wiring_of(equation: Equation) -> Wiring:
     return _KINDS[equation.primitive.name].wire(equation)
 
 
-def custom_rule(equation: Equation) -> str | None:
-    """Return the kind of the custom rule of an equation, or None if it has none.
+def can_convert(equation: Equation) -> bool:
+    """Return whether an equation can be bound with other jaxprs inside.
 
-    That is the transformation with that rule: "jvp", "vjp", "vmap" or "transpose".
+    Of a custom_vmap or a linear_call the rule would stay as written.
     """
-    return _CUSTOM_RULES.get(equation.primitive.name)
-
-
-def residual_count(equation: Equation) -> int:
-    """Return how many inputs of a linear_call precede those that it is linear in."""
-    return equation.params["num_callee_consts"] + equation.params["num_res"]
-
-
-def vmap_by_rule(
-    equation: Equation, size: int, is_batched: Sequence[bool], inputs: Sequence[Any]
-) -> tuple[Values, list[bool]]:
-    """Return the outputs of a custom_vmap by its rule, and which are batched."""
-    params = equation.params
-    unflatten = params["in_tree"].unflatten
-    outputs, is_output_batched = params["rule"](
-        size, list(unflatten(is_batched)), *unflatten(inputs)
-    )
-    return jax.tree.leaves(outputs), jax.tree.leaves(is_output_batched)
+    return has_regions(equation) and equation.primitive.name not in _WITH_FIXED_RULES
 
 
 def bind_with(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Values:
@@ -331,9 +314,4 @@ _KINDS = {
     "cond": _Kind(_wire_cond, replay=_replay_cond),
     "shard_map": _Kind(_wire_shard_map, _bind_shard_map),
 }
-_CUSTOM_RULES = {
-    "custom_jvp_call": "jvp",
-    "custom_vjp_call": "vjp",
-    "custom_vmap_call": "vmap",
-    "linear_call": "transpose",
-}
+_WITH_FIXED_RULES = ("custom_vmap_call", "linear_call")

@@ -21,14 +21,13 @@ Values = list[Any]
 class Linear:
     """A function of constants and of one array, which it is linear in.
 
-    It must be linear in all constants together, too: with their tangents in their place
-    it returns its derivative by them.
+    It has no derivative by the constants.
 
     Attributes:
         forward: takes the constants and the array; returns a list of arrays.
         transpose: takes the constants, and a cotangent for each of these; returns the
             cotangent of the array.
-        error: what to say if it is to be transposed by a constant.
+        error: what to say if it is differentiated by a constant.
     """
 
     forward: Callable[..., Values]
@@ -57,13 +56,9 @@ def _avals(*avals: Any, linear: Linear) -> Sequence[Any]:
 def _jvp(primals: Any, tangents: Any, *, linear: Linear) -> tuple[Values, Values]:
     *constants, x = primals
     *constants_dot, x_dot = tangents
-    terms = []
-    if not isinstance(x_dot, ad.Zero):
-        terms.append(linear(constants, x_dot))
     if not all(isinstance(each, ad.Zero) for each in constants_dot):
-        terms.append(linear(list(map(ad.instantiate_zeros, constants_dot)), x))
-    derivative = terms[0] if len(terms) == 1 else list(map(jnp.add, *terms))
-    return linear(constants, x), derivative
+        raise NotImplementedError(linear.error)
+    return linear(constants, x), linear(constants, x_dot)
 
 
 def _transpose(cotangents: Any, *args: Any, linear: Linear) -> Values:

@@ -14,8 +14,8 @@ A call is traced to a jaxpr, planned and run. In this order, read:
 - `_lattice`: the precision of a value.
 - `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`,
   tells a bias by `_biases` and asks a user's function by `_function_rules`.
-- `_run`: each equation bound again, as planned; `_custom_rules`: those with derivative
-  or batching rules of their own; `_eight_bits`: matrix products of 8-bit operands.
+- `_run`: each equation bound again, as planned; `_derivatives`: those with derivative
+  rules of their own; `_eight_bits`: matrix products of 8-bit operands.
 - `_loop_conditions`: loops that low values may keep from ending.
 - `_changes`: what a function changes in its arguments, such as Flax NNX modules.
 - `_report`, and for its errors `_measure`: single operations with and without amp.

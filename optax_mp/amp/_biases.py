@@ -7,9 +7,10 @@ axes (of a size other than 1) that it has had on the way.
 
 from typing import Any
 
-from optax_mp._jax._jaxpr import Equation, Jaxpr, is_literal
+import jax.numpy as jnp
+
+from optax_mp._jax._jaxpr import Equation, Jaxpr, is_literal, is_shaped
 from optax_mp._jax._primitives import MOVES
-from optax_mp.amp._lattice import takes_part
 
 # That number for each of several values; None for a computed value, or a scalar.
 AxisCounts = tuple[int | None, ...]
@@ -55,7 +56,9 @@ class Biases:
 
 
 def _argument_axis_count(var: Any) -> int | None:
-    return _long_axes(var) if takes_part(var) and var.aval.ndim else None
+    # One in 16 bits counts, too: the function may cast it, or JAX to a wider sum.
+    is_float = is_shaped(var.aval) and jnp.issubdtype(var.aval.dtype, jnp.floating)
+    return _long_axes(var) if is_float and var.aval.ndim else None
 
 
 def _smallest(count: int | None, var: Any) -> int | None:

@@ -5,7 +5,7 @@ planned on the same inputs: the difference is the error that this operation adds
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -93,7 +93,7 @@ def _run_regions(
     none: Errors = {
         id(inner): jnp.float32(_NOT_MEASURED)
         for region_plan in action.regions
-        for inner in _actions(region_plan.plan)
+        for inner in region_plan.plan.all_actions()
     }
 
     def runner(jaxpr: AnyJaxpr, plan: Plan) -> Any:
@@ -106,14 +106,6 @@ def _run_regions(
     regions = zip(wiring_of(equation).regions, action.regions, strict=True)
     runs = [runner(region.jaxpr, region_plan.plan) for region, region_plan in regions]
     return replay(equation, inputs, runs, none)
-
-
-def _actions(plan: Plan) -> Iterator[Action]:
-    """Yield the actions of a plan, and those of all regions inside."""
-    for action in plan.actions:
-        yield action
-        for region in action.regions:
-            yield from _actions(region.plan)
 
 
 def _larger(errors: Errors, new: Errors) -> Errors:

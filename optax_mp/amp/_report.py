@@ -15,7 +15,7 @@ from optax_mp._jax._source import source_line
 from optax_mp._table import align_columns
 from optax_mp.amp._changes import pure_call
 from optax_mp.amp._lattice import takes_part
-from optax_mp.amp._loop_conditions import loop_warnings, ran_low
+from optax_mp.amp._loop_conditions import ran_low
 from optax_mp.amp._measure import measure_errors
 from optax_mp.amp._plan import Action, Plan
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
@@ -80,7 +80,8 @@ class AmpReport:
         error: the relative error of the function's outputs, compared with float32; NaN
             if it was not measured, because the function has side effects.
         warnings: what may harm without an error: loops whose condition reads values of
-            the compute dtype, such as Newton's method with a small tolerance.
+            the compute dtype, such as Newton's method with a small tolerance; that no
+            product runs in 8 bits, where that was asked for.
 
     Example:
         >>> import jax.numpy as jnp
@@ -146,8 +147,12 @@ class AmpReport:
         yield f"operations: {ran}; error of the outputs {_format(self.error)}"
         yield from (f"Warning: {warning}" for warning in self.warnings)
         if any(x.flops for x in self.operations):
-            shares = ((self._share((x,), 0.0), x) for x in _RAN)
-            parts = ", ".join(f"{share:.0%} {ran}" for share, ran in shares if share)
+            shares = {x: self._share((x,), 0.0) for x in _RAN}
+            # Where 8 bits were asked for, 0% is worth saying.
+            asked = {"f8"} if any(x.why == "shape" for x in self.operations) else set()
+            parts = ", ".join(
+                f"{y:.0%} {x}" for x, y in shares.items() if y or x in asked
+            )
             yield f"products, by FLOPs: {parts}"
 
 
@@ -219,8 +224,7 @@ def amp_report(
     traced, plan = interpreter.trace(call.fun, call.args, {})
     errors, error = measure_errors(interpreter, traced, plan)
     operations = (_operation(site, errors) for site in _sites(traced.closed, plan))
-    warnings = loop_warnings(traced.closed, plan, checked_rules.compute_dtype)
-    return AmpReport(_merge(operations), error, warnings)
+    return AmpReport(_merge(operations), error, interpreter.warnings(traced, plan))
 
 
 class _Site(NamedTuple):

@@ -80,13 +80,13 @@ class Rules:
                 f"amp: `rules` is {rules!r}, expected a mapping such as "
                 "default_amp_rules | {'tanh': 'f32'}."
             )
-        is_8_bit = dtype in DTYPES
-        self.f8_dtype = dtype if is_8_bit else E4M3
-        self.compute_dtype = jnp.dtype(jnp.bfloat16) if is_8_bit else dtype
+        self.is_8_bit = dtype in DTYPES
+        self.f8_dtype = dtype if self.is_8_bit else E4M3
+        self.compute_dtype = jnp.dtype(jnp.bfloat16) if self.is_8_bit else dtype
         self._by_name: dict[str, Rule] = {DEFAULT: "as_written"}
         for key, rule in rules.items():
             self._by_name[_name(key)] = _check_rule(key, rule)
-        if is_8_bit and self._by_name.get(PRIMITIVE) == "low":
+        if self.is_8_bit and self._by_name.get(PRIMITIVE) == "low":
             self._by_name[PRIMITIVE] = "f8"
         # The name of a primitive never names a scope: the whole backward pass is in a
         # scope named "transpose".

@@ -30,6 +30,7 @@ from optax_mp.compact._blocks import dequantize, quantize
 from optax_mp.loss_scale import LossScaleState
 from optax_mp.masters import Storage
 from optax_mp.masters._access import (
+    check_param_is_rounded,
     check_takes_param,
     decode_all,
     match_stored,
@@ -38,6 +39,10 @@ from optax_mp.masters._access import (
 from optax_mp.masters._state import MixedPrecisionState, storage_of
 
 _CALLER = "convert_opt_state"
+_CAST_FIRST = (
+    "Cast first, with `params = policy.cast_to_param(master_params(opt_state, params))`"
+    "; then convert, and continue with these params."
+)
 _WRAPPERS = (MixedPrecisionState, LowBitState, StochasticRoundingState, LossScaleState)
 
 
@@ -56,8 +61,10 @@ def convert_opt_state(
     only the new form has, such as a loss scale, starts as in its `init`; what only the
     old form had is dropped.
 
-    This function does not change the params. Two conversions need it afterwards:
+    This function does not change the params. Three conversions need that:
 
+    - to `Split` after 16-bit updates, by which a few params miss their master (an error
+      says so): first `params = policy.cast_to_param(master_params(opt_state, params))`;
     - from float32 params to 16-bit params: build `to_tx` with `param_dtype`, so that
       the masters keep every bit, convert, then cast the params;
     - to plain float32: continue with `master_params(opt_state, params)` as the params.
@@ -216,6 +223,9 @@ def _encode_masters(
         # Only `decode` knows the master's dtype: what is stored may have another one.
         dtype = jax.eval_shape(partial(_decode_on_device, storage), stored, param).dtype
         master = bring(values[i]).astype(dtype)
+        if storage.param_is_part:
+            # Its updates had 16 bits, so that some params missed their masters.
+            check_param_is_rounded(storage, master, param, where, _CAST_FIRST)
         encoded[i] = put_beside(storage.encode(master, param), stored)
     return replace_stored(leaves, template, encoded)
 

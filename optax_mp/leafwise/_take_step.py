@@ -7,9 +7,13 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from optax_mp._inner import as_transformation
+from optax_mp._inner import as_transformation, or_no_change
+from optax_mp._jax._arrays import has_tracers
+from optax_mp._jax._memory import is_on_host
+from optax_mp._leaves import is_absent
 from optax_mp._warnings import warn
 from optax_mp.leafwise._engine import run_step
+from optax_mp.leafwise._from_host import OUTER_STEP, OuterStep, Plan, run_from_host
 from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.leafwise._traced_step import NOT_PACKED, Step
 
@@ -83,12 +87,44 @@ def take_step(
         >>> float(params["w"][0, 0])
         0.8984375
     """
+    if has_tracers((grads, opt_state, params)) and any(
+        map(is_on_host, jax.tree.leaves(opt_state))
+    ):
+        return _take_step_from_host(
+            tx, grads, opt_state, params, param_shardings, extra_args
+        )
     whole = WholeStep.of(
         "take_step", tx, grads, opt_state, params, param_shardings, extra_args
     )
     (_, (opt_state, params)), obstacle = run_step(*whole)
     if obstacle not in (None, NOT_PACKED):
         _warn_once(obstacle)
+    return params, opt_state
+
+
+def _take_step_from_host(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    opt_state: optax.OptState,
+    params: optax.Params,
+    param_shardings: Any,
+    extra_args: dict[str, Any],
+) -> tuple[optax.Params, optax.OptState]:
+    """Return (params, opt_state) after a step whose state is in host memory."""
+    outer = OuterStep()
+    extra_args = extra_args | {OUTER_STEP: outer}
+    whole = WholeStep.of(
+        "take_step", tx, grads, opt_state, params, param_shardings, extra_args
+    )
+
+    def plan() -> Plan | None:
+        if param_shardings is not None:
+            return outer.plan(whole.shardings)
+        of_params = spread_shardings(params, outer.param_shardings, "offload")
+        return outer.plan([None] * len(jax.tree.leaves(opt_state)) + of_params)
+
+    step, given, kept, _ = whole
+    _, (opt_state, params) = run_from_host(step, given, kept, plan)
     return params, opt_state
 
 
@@ -127,8 +163,18 @@ class WholeStep(NamedTuple):
             grads, extra_args = given
             opt_state, params = kept
             updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-            return None, (opt_state, optax.apply_updates(params, updates))
+            return None, (opt_state, _apply_updates(params, updates))
 
         shardings = [None] * len(jax.tree.leaves(opt_state))
         shardings += spread_shardings(params, param_shardings, name)
         return cls(step, (grads, extra_args), (opt_state, params), shardings)
+
+
+def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """Return what `optax.apply_updates` does; a param whose update is None stays."""
+
+    def apply(param: Any, update: Any) -> Any:
+        update = or_no_change(update, param)
+        return param if is_absent(update) else optax.apply_updates(param, update)
+
+    return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)

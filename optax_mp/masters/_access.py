@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._arguments import check_state_first
-from optax_mp._dtypes import at_least_float32, bits, round_to
+from optax_mp._dtypes import at_least_float32, round_to
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._memory import bring, put_beside
 from optax_mp._leaves import Leaves, expand_absent, is_absent
@@ -136,10 +136,13 @@ def replace_master_params(
 
     def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
         where = f"{caller}: `new_master` at {spell(leaves.paths[i])}"
-        param = leaves.values[i]
-        _check_not_swapped(given[i], param, old, where, call)
         new = _like_old_master(given[i], old, where)
-        _check_param_is_rounded(storage, new, param, where)
+        remedy = (
+            "Cast first, with `new_params = policy.cast_to_param(new_master)`; then "
+            f"`{caller}(opt_state, new_params, new_master)`, and continue with "
+            "`new_params`."
+        )
+        check_param_is_rounded(storage, new, leaves.values[i], where, remedy)
         return new
 
     return _map_masters(replace, opt_state, leaves)
@@ -233,17 +236,6 @@ def _beside(x: Any, old: jax.Array) -> jax.Array:
     return jnp.asarray(x) if is_traced(old) else jax.device_put(x, old.sharding)
 
 
-def _check_not_swapped(new: Any, param: Any, old: Any, where: str, call: str) -> None:
-    """Raise if the param is as wide as its master, and the new master is not."""
-    both = is_floating(new) and is_floating(param)
-    if both and param.dtype == old.dtype and bits(new.dtype) < bits(old.dtype):
-        raise ValueError(
-            f"{where} is {describe(new)}, and the param {describe(param)} is in the "
-            f"dtype of the master {describe(old)}: they seem to be swapped; call "
-            f"`{call}`, with the params in their training dtype."
-        )
-
-
 def match_stored(params: Leaves, state: MixedPrecisionState) -> list[Any]:
     """Return what a state stores for each param; absent where it stores nothing."""
     # Under `optax.partition` one `MaskedNode` can stand for a whole branch of params.
@@ -305,7 +297,9 @@ def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:
     return jnp.array(_beside(new, old), old.dtype, copy=True)
 
 
-def _check_param_is_rounded(storage: Storage, new: Any, param: Any, where: str) -> None:
+def check_param_is_rounded(
+    storage: Storage, new: Any, param: Any, where: str, remedy: str
+) -> None:
     """Raise unless `param` is the new master rounded; traced values go unchecked."""
     if is_traced(new) or is_traced(param):
         return
@@ -322,10 +316,7 @@ def _check_param_is_rounded(storage: Storage, new: Any, param: Any, where: str) 
         raise ValueError(
             f"{where} is {describe(new)}, and the param {describe(param)} in `params` "
             f"is not this master rounded, as {storage} requires: a param that is not "
-            "its master rounded was edited, and the master follows it. Cast first, "
-            "with `new_params = policy.cast_to_param(new_master)`; then call "
-            "`replace_master_params(opt_state, new_params, new_master)` and continue "
-            "with `new_params`."
+            f"its master rounded was edited, and the master follows it. {remedy}"
         )
 
 

@@ -23,14 +23,15 @@ from optax_mp._inner import (
     as_inner_param,
     check_gradient,
     check_update,
+    or_no_change,
 )
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._tree import is_floating, is_inexact, spell
+from optax_mp._tree import is_floating, is_inexact
 from optax_mp.masters._checks import check_master, check_param, check_state
 from optax_mp.masters._edits import follow_edits, shows_edits
 from optax_mp.masters._param_dtype import DTypeRule
 from optax_mp.masters.storage import Storage
-from optax_mp.masters.storage._contract import as_advanced, check_target
+from optax_mp.masters.storage._contract import as_own_arrays
 
 
 class Settings(NamedTuple):
@@ -150,10 +151,9 @@ class Step:
         for i, change in enumerate(changes):
             path, param, grad = self.params.paths[i], self.params.values[i], updates[i]
             has_master = not is_absent(stored[i])
-            if not has_master and not is_inexact(param):
-                continue  # hidden from `inner`: its gradient is returned unchanged
-            if is_absent(change):
-                updates[i] = change
+            is_hidden = not has_master and not is_inexact(param)
+            if is_hidden or is_absent(change):
+                updates[i] = or_no_change(grad if is_hidden else change, param)
                 continue
             check_update(path, param, grad, change)
             if has_master:
@@ -165,11 +165,8 @@ class Step:
 
     def _advance_leaf(self, i: int, stored: Any, master: Any) -> tuple[Any, jax.Array]:
         """Return (stored, update) of a leaf whose master moves to `master`."""
-        storage, param = self.settings.storage, self.params.values[i]
-        new_stored, target = storage.advance(stored, param, master)
-        where = f"param {spell(self.params.paths[i])}"
-        new_stored = as_advanced(storage, new_stored, stored, where)
-        check_target(storage, target, param, where)
+        param = self.params.values[i]
+        new_stored, target = self.settings.storage.advance(stored, param, master)
         # The difference to the actual param, not to the previous target: an update that
         # is rounded to 16 bits can miss its target, and the next one makes up for it.
         if target.dtype == param.dtype:
@@ -177,7 +174,8 @@ class Step:
         else:
             target = round_to(target, param.dtype)
         update = difference(target, lax.convert_element_type(param, target.dtype))
-        return new_stored, _cast_update(update, self._update_dtype_of_master(i))
+        update = _cast_update(update, self._update_dtype_of_master(i))
+        return as_own_arrays(new_stored), update
 
     def _update_dtype_of_master(self, i: int) -> jnp.dtype:
         """Return the dtype of the update of a leaf that has a master."""

@@ -1,9 +1,11 @@
 """gradient_range_report: which low-precision formats the values of a tree fit into."""
 
 import dataclasses
+import functools
 import math
+import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +19,75 @@ from optax_mp._jax._arrays import is_traced
 from optax_mp._nnx import plain_params
 from optax_mp._table import percent
 from optax_mp._tree import PyTree, is_floating, spell, summarize
-from optax_mp.reports._formats import (
-    EXPONENT_BIT,
-    FORMATS,
-    Limits,
-    bin_starts,
-    limits_of,
-    octave_cuts,
-    values_of,
-)
-from optax_mp.reports._leaf_counts import (
-    LeafCounts,
-    count_bins,
-    count_leaves,
-    share,
-)
+from optax_mp.reports._leaf_counts import LeafCounts, count_bins, count_leaves, share
+
+FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+# The exponent of a float32 begins at this bit.
+_EXPONENT_BIT = 23
+
+
+class _Limits(NamedTuple):
+    """The positive float32 numbers, as bit patterns, where a format's rounding changes.
+
+    Rounding is to nearest, and to even halfway between two numbers.
+
+    Attributes:
+        nonzero: the smallest that is rounded to a number other than 0.
+        normal: the smallest that is rounded to a normal number.
+        overflow: the smallest that is rounded to infinity, or to NaN if the format has
+            no infinity.
+    """
+
+    nonzero: int
+    normal: int
+    overflow: int
+
+
+@functools.cache
+def _limits_of(name: str) -> _Limits:
+    """Return the limits of one of `FORMATS`."""
+    info = jnp.finfo(name)
+    kinds = info.smallest_subnormal, info.smallest_normal, info.max
+    smallest, normal, largest = map(float, kinds)
+    last_place = math.ldexp(1.0, math.frexp(largest)[1] - 1 - info.nmant)
+    # Half of the smallest number is rounded to 0, which is even, so that `nonzero` is
+    # the next float32. Half a unit below the smallest normal number is rounded up to
+    # that. Half a unit above the largest overflows, unless the largest is even (in
+    # float8_e4m3fn, where NaN comes next).
+    is_even = largest / last_place % 2 == 0
+    return _Limits(
+        nonzero=_bit_pattern(smallest / 2) + 1,
+        normal=_bit_pattern(normal - smallest / 2),
+        overflow=_bit_pattern(largest + last_place / 2) + is_even,
+    )
+
+
+def _bit_pattern(value: float) -> int:
+    """Return the bits of a positive float32 as an integer, ordered as the values."""
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+@functools.cache
+def _octave_cuts() -> tuple[int, ...]:
+    """Return the bit patterns at which an octave is cut in two bins."""
+    return tuple(sorted({1, *(x for name in FORMATS for x in _limits_of(name))}))
+
+
+@functools.cache
+def _bin_starts() -> tuple[int, ...]:
+    """Return the bit pattern of the float32 at which each bin begins.
+
+    The first bin counts 0, the last infinity and NaN. Those in between are octaves,
+    from one power of two to the next, cut at the `_Limits` of the formats.
+    """
+    octaves = (exponent << _EXPONENT_BIT for exponent in range(1, 256))
+    return tuple(sorted([0, *_octave_cuts(), *octaves]))
+
+
+def _values_of(patterns: Any) -> np.ndarray:
+    """Return the float32 numbers of bit patterns, as float64; 2^128 for infinity."""
+    values = np.asarray(patterns, np.uint32).view(np.float32).astype(np.float64)
+    return np.where(np.isinf(values), 2.0**128, values)
 
 
 @jax.jit
@@ -43,10 +99,10 @@ def _count(leaf: jax.Array, loss_scale: jax.Array | None = None) -> jax.Array:
     # Bit patterns of magnitudes are ordered as the floats, so the bin is the exponent
     # plus the number of cuts that the value has passed.
     magnitudes = lax.bitcast_convert_type(values, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
-    bins = magnitudes >> jnp.uint32(EXPONENT_BIT)
-    for cut in octave_cuts():
+    bins = magnitudes >> jnp.uint32(_EXPONENT_BIT)
+    for cut in _octave_cuts():
         bins += (magnitudes >= jnp.uint32(cut)).astype(jnp.uint32)
-    return count_bins(bins, len(bin_starts()))
+    return count_bins(bins, len(_bin_starts()))
 
 
 @dataclass(frozen=True)
@@ -143,8 +199,8 @@ class GradientRangeReport(LeafCounts):
         if not occupied.size:
             return math.nan
         limits = _limits_for(dtype)
-        largest = values_of(bin_starts()[2 + occupied[-1]])
-        room = values_of(limits.overflow) / (headroom * largest)
+        largest = _values_of(_bin_starts()[2 + occupied[-1]])
+        room = _values_of(limits.overflow) / (headroom * largest)
         scales = [2.0**exponent for exponent in range(-126, 128)]
         fits = {x: _in_format(counts, limits, x) for x in scales if x <= room}
         if not fits:
@@ -166,7 +222,7 @@ class GradientRangeReport(LeafCounts):
             path: one of `paths`; by default, all leaves together.
         """
         counts = self._counts_of(path)
-        octaves = [bound >> EXPONENT_BIT for bound in bin_starts()[1:-1]]
+        octaves = [bound >> _EXPONENT_BIT for bound in _bin_starts()[1:-1]]
         exponents = np.arange(255) - 127
         shares = 100 * np.bincount(octaves, counts[1:-1]) / max(counts.sum(), 1)
         axes.bar(exponents, shares, width=0.9, color="#4477aa")
@@ -174,18 +230,17 @@ class GradientRangeReport(LeafCounts):
         first, last = occupied[[0, -1]] if occupied.size else (0, 0)
         right, top = max(last, 17) + 1, shares.max() or 1.0
         for row, name in enumerate(FORMATS):
-            zero, normal, overflow = np.log2(values_of(limits_of(name)))
+            zero, normal, overflow = np.log2(_values_of(_limits_of(name)))
             height, end = top * (1.1 + 0.12 * row), min(overflow, right)
-            axes.hlines(height, zero, end, color="#bbbbbb", linewidth=4)
-            axes.hlines(height, normal, end, color="#228833", linewidth=4)
+            for start, color in ((zero, "#bbbbbb"), (normal, "#228833")):
+                axes.hlines(height, start, end, color=color, linewidth=4)
             axes.text(right + 1, height, name, va="center", fontsize="x-small")
         axes.set_xlim(min(first, -28) - 2, right + 14)
         axes.set_xlabel("exponent: log2 of the magnitude")
         axes.set_ylabel("% of values")
         zeros, infinite = percent(self.zeros(path)), percent(self.not_finite(path))
         axes.set_title(
-            f"{zeros}% are 0, {infinite}% inf or NaN; green: normal, grey: subnormal",
-            fontsize="medium",
+            f"{zeros}% 0, {infinite}% inf or NaN; green normal, grey subnormal"
         )
 
     def _cells(self, path: str | None) -> list[str]:
@@ -294,22 +349,22 @@ def _check_loss_scale(loss_scale: Any, caller: str) -> None:
         )
 
 
-def _limits_for(dtype: DTypeLike) -> Limits:
+def _limits_for(dtype: DTypeLike) -> _Limits:
     name = floating_dtype(dtype, "GradientRangeReport: `dtype`").name
     if name not in FORMATS:
         raise ValueError(
             f"GradientRangeReport: `dtype` is {name}, expected one of "
             f"{', '.join(FORMATS)}."
         )
-    return limits_of(name)
+    return _limits_of(name)
 
 
-def _in_format(counts: np.ndarray, limits: Limits, loss_scale: float) -> FormatRange:
+def _in_format(counts: np.ndarray, limits: _Limits, loss_scale: float) -> FormatRange:
     # With a scale of 1 a bin lies on one side of each limit. With others the middle of
     # a bin decides for all of it.
-    edges = values_of(bin_starts()[1:])
+    edges = _values_of(_bin_starts()[1:])
     middles = loss_scale * (edges[:-1] + edges[1:]) / 2
-    nonzero, normal, overflow = values_of(limits)
+    nonzero, normal, overflow = _values_of(limits)
     finite = counts[1:-1]
     are_subnormal = (middles >= nonzero) & (middles < normal)
     return FormatRange(

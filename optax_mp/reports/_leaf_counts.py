@@ -105,7 +105,7 @@ def count_leaves(
 def count_bins(bins: jax.Array, bin_count: int) -> jax.Array:
     """Return how often each of the integers below `bin_count` is in `bins`."""
     # On an explicit mesh JAX must be told that all devices get the sum.
-    mesh = getattr(getattr(jax.typeof(bins), "sharding", None), "mesh", None)
+    mesh: Any = getattr(getattr(jax.typeof(bins), "sharding", None), "mesh", None)
     explicit = has_explicit_axes(mesh)
     sharding: Any = {"out_sharding": NamedSharding(mesh, P())} if explicit else {}
     # Without bounds checks, which take longer to compile than the rest.

@@ -27,6 +27,7 @@ from optax_mp.masters._state import MixedPrecisionState
 
 _Path = tuple[Any, ...]
 _PARAMS, _SCALES, _REST = "params", "block scales", "rest"
+_TITLES = ("role", "dtype", "size", "bytes per weight", "share", "on the host")
 _CODES = GetAttrKey("codes")
 # Fields of wrappers: they hold the state of another transform, and are not its role.
 _WRAPPER_FIELDS = ("inner_state", "inner_states", "inner_opt_state")
@@ -136,7 +137,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Return the table."""
-        cells = [("role", "dtype", "size", "bytes per weight", "share", "on the host")]
+        cells: list[tuple[str, ...]] = [_TITLES]
         for role in self.by_role():
             rows = [row for row in self.rows if row.role == role]
             dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))

@@ -81,7 +81,7 @@ class PrecisionReport:
         line = f"{percent(self.low_share)}% of the FLOPs of products run below float32"
         causes = _group(self.wide_products, _pattern)
         more = f" and {len(causes) - 1} more" if causes[1:] else ""
-        first = f"; float32 because of {causes[0][0]}{more}" if causes else ""
+        first = f"; float32 because of {_label(causes[0][1])}{more}" if causes else ""
         return f"{line} ({shares}){first}"
 
     def advice(self) -> list[str]:
@@ -107,11 +107,11 @@ class PrecisionReport:
             lambda each: (each.line or each.primitive, _pattern(each)),
         )
         cells = [("float32 at", "because of", "shapes", "runs", "FLOPs", "share")]
-        for (place, cause), group in groups[:_MOST_ROWS]:
+        for (place, _), group in groups[:_MOST_ROWS]:
             runs, flops = sum(each.count for each in group), _flops(group)
             amounts = str(runs), f"{flops:.3g}", f"{percent(flops / total)}%"
             shapes = " ".join(str(list(shape)) for shape in group[0].shapes[:2])
-            cells.append((place, cause[-_CAUSE_WIDTH:], shapes, *amounts))
+            cells.append((place, _label(group)[-_CAUSE_WIDTH:], shapes, *amounts))
         left_out = len(groups) - _MOST_ROWS
         more = [f"... and {left_out} more"] if left_out > 0 else []
         return [*align_columns(cells, left=3), *more]
@@ -204,7 +204,17 @@ def _flops(products: Iterable[PrecisionProduct]) -> int:
     return sum(each.flops for each in products)
 
 
+def _causes(product: PrecisionProduct) -> str:
+    return " and ".join(map(str, product.causes)) or "what is not known"
+
+
 def _pattern(product: PrecisionProduct) -> str:
     """Return the causes of a product, with stars for the numbers of layers."""
-    names = " and ".join(map(str, product.causes)) or "what is not known"
-    return re.sub(r"\[('?)\d+\1\]", "[*]", re.sub(r"_\d+(?=['/])", "_*", names))
+    text = re.sub(r"_\d+(?=['/])", "_*", _causes(product))
+    return re.sub(r"\[('?)\d+\1\]", "[*]", text)
+
+
+def _label(group: list[PrecisionProduct]) -> str:
+    """Return the causes of a group of one pattern."""
+    is_one = len(set(map(_causes, group))) == 1
+    return (_causes if is_one else _pattern)(group[0])

@@ -203,12 +203,13 @@ class Walk:
         self, equation: Equation, inputs: _Causes, around: Around
     ) -> PrecisionCause | None:
         """Return the cause of a float32 value that is computed from these."""
-        lines = around.lines_of(equation)
         if not is_product(equation) and _hides_products(equation):
-            place = f" at {lines.user}" if lines.user else ""
-            self.notes[f"not looked into: {equation.primitive.name}{place}"] = None
-        if not any(map(_has_wide, (*equation.invars, *equation.outvars))):
+            place = f"{equation.primitive.name} {around.lines_of(equation).user}"
+            self.notes[f"not looked into: {place.rstrip()}"] = None
+        read = equation.invars if is_product(equation) else []
+        if not any(map(_has_wide, (*equation.outvars, *read))):
             return None
+        lines = around.lines_of(equation)
         rank = self._ranks.setdefault((id(equation), lines), len(self._ranks))
         causes = [x for x in inputs if x is not None]
         # `jnp.zeros` is an array made of a number.

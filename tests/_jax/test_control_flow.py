@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from any_shard_map import shard_map
-from jax import lax
+from jax import lax, shard_map
 from jax.extend.core import primitives
 from jax.sharding import Mesh, PartitionSpec
 

@@ -1,7 +1,6 @@
 """Every optimizer of optax, times every promise: the masters move as bare optax does."""
 
 import functools
-import gc
 import operator
 
 import jax
@@ -21,7 +20,6 @@ from reference import follow, rounded, settle, smallest_landing
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp.loss_scale._mark import _links
 
 pytestmark = [
     # optax's own: optimistic_adam announces its successor, MoMo its arguments.
@@ -30,7 +28,6 @@ pytestmark = [
 ]
 
 STEPS = 300
-IS_JAX_0_5 = not hasattr(jax, "shard_map")
 # Where a master is put together within the program of the rule, XLA contracts a
 # multiplication and an addition of these otherwise: a unit in the last place a step.
 CONTRACTED_WHEN_SPLIT = (
@@ -38,7 +35,6 @@ CONTRACTED_WHEN_SPLIT = (
     "schedule_free",
     "schedule_free_adamw",
     "schedule_free_sgd",
-    *(("adafactor",) if IS_JAX_0_5 else ()),
 )
 # By default one in bfloat16 and in float16; in CI all in bfloat16. What else is
 # promised of every optimizer is tried by default with one or two.
@@ -59,14 +55,6 @@ FULL_COPY, SPLIT_16, SPLIT_8 = (
     optax_mp.Split(bits=16),
     optax_mp.Split(bits=8),
 )
-
-
-@pytest.fixture(autouse=True)
-def without_links():
-    """While a loss scale of a chain exists, XLA may fuse steps otherwise than bare optax's."""
-    if _links:
-        gc.collect()
-    assert not _links
 
 
 def over_storages(by_default, with_full_copies=tuple(OPTIMIZERS)):

@@ -245,3 +245,78 @@ def test_no_step_is_taken_for_an_edit(dtype):
     # Where a weight shrank to 2^-15 (2^-12) of what it was, it moved by 2^-24 of that.
     assert np.count_nonzero(apart) <= 10
     assert apart.max() < 2.0**-20
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")
+def test_16_bit_gradients_move_masters_as_a_float32_step_that_casts_them(dtype):
+    """Large leaves, and many that are equal."""
+    rng = np.random.default_rng(0)
+    shapes = {"large": (480, 512)} | {f"w{i}": (64, 96) for i in range(12)}
+    draw = lambda: {k: rng.normal(size=s).astype("f4") for k, s in shapes.items()}  # noqa: E731
+    params = optax_mp.cast_floating(draw(), "bfloat16")
+    wide = optax_mp.cast_floating(params, "float32")
+    tx, bare = optax_mp.mixed_precision(optax.adamw(1e-3)), optax.adamw(1e-3)
+    state, bare_state = tx.init(params), bare.init(wide)
+
+    def bare_update(grads, state, params):
+        return bare.update(optax_mp.cast_floating(grads, "float32"), state, params)
+
+    step = step_of(tx)
+    bare_step = step_of(optax.GradientTransformation(bare.init, bare_update))
+    for _ in range(5):
+        grads = optax_mp.cast_floating(draw(), dtype)
+        params, state = step(params, state, grads)
+        wide, bare_state = bare_step(wide, bare_state, grads)
+    assert as_bits(state.master_params) == as_bits(wide)
+    assert as_bits(state.inner_state) == as_bits(bare_state)
+
+
+def test_masters_that_params_miss_are_not_split_silently():
+    """A 16-bit update may miss; beside such a param a remainder does not fit."""
+    before = optax_mp.mixed_precision(optax.sgd(0.5))
+    after = optax_mp.mixed_precision(optax.sgd(0.5), storage=optax_mp.Split(16))
+    params = weights("bfloat16")
+    state, step = before.init(params), step_of(before)
+    for i in range(3):
+        rng = np.random.default_rng(i)
+        noise = jax.tree.map(lambda p: rng.normal(size=p.shape), params)  # noqa: B023
+        grads = jax.tree.map(lambda x: jnp.asarray(x, "bfloat16"), noise)
+        params, state = step(params, state, grads)
+    message = r"param \['\w+'\] .* not this master rounded, .* Cast first, with `params"
+    with pytest.raises(ValueError, match=message):
+        optax_mp.convert_opt_state(state, params, before, after)
+    masters = optax_mp.master_params(state, params)
+    policy = optax_mp.get_policy("p=bf16", keep_f32=("own",))
+    params = policy.cast_to_param(masters)
+    state = optax_mp.convert_opt_state(state, params, before, after)
+    found = optax_mp.master_params(state, params)
+    # `Split` rounds ties away from zero, the cast to even.
+    for a, b in zip(*map(jax.tree.leaves, (found, masters)), strict=True):
+        np.testing.assert_array_max_ulp(a, b, maxulp=1)
+
+
+def test_params_without_a_sign_are_refused():
+    params = {"w": jnp.ones(3), "scales": jnp.ones(3, jnp.float8_e8m0fnu)}
+    tx = optax_mp.mixed_precision(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"param \['scales'\] .* neither a sign nor"):
+        tx.init(params)
+
+
+def inject(factory):
+    return optax.inject_hyperparams(factory)(learning_rate=0.1)
+
+
+def test_hyperparameters_in_16_bits_give_a_warning():
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    for tx in (
+        inject(
+            lambda learning_rate: optax_mp.mixed_precision(optax.adam(learning_rate))
+        ),
+        optax_mp.dynamic_loss_scale(inject(optax.adam)),
+    ):
+        with pytest.warns(optax_mp.MixedPrecisionWarning, match="learning_rate in bfl"):
+            optax_mp.master_params(tx.init(params), params)
+    # Made from the masters, they are float32.
+    state = optax_mp.mixed_precision(inject(optax.adam)).init(params)
+    optax_mp.master_params(state, params)

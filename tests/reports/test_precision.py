@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_shard_map import shard_map
-from jax import lax
+from jax import lax, shard_map
 from jax.sharding import Mesh, PartitionSpec
 
 import optax_mp
@@ -110,7 +109,7 @@ def test_unknown_operations_are_listed():
     assert [each.count for each in report.products] == [1]
     (note,) = report.notes
     line = test_unknown_operations_are_listed.__code__.co_firstlineno + 7
-    assert note == f"not looked into: pallas_call at test_precision.py:{line}"
+    assert note == f"not looked into: pallas_call test_precision.py:{line}"
     twice = precision_report(lambda x: jax.lax.map(call, call(x)[None]), F, argnums=())
     assert len(twice.notes) == 1 and str(twice).count("not looked into") == 1
 

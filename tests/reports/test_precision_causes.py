@@ -261,3 +261,11 @@ def test_a_rule_that_casts_is_the_cause_in_the_backward_pass():
     report = precision_report(lambda x, w: double(x, w).sum(), X, X, argnums=(0, 1))
     assert [each.is_backward for each in report.wide_products] == [True, True]
     assert {each.causes[0].kind for each in report.wide_products} == {"cast"}
+
+
+def test_products_of_one_line_are_told_apart():
+    def fun(x):
+        return jax.nn.softmax((x @ x).astype(FULL)) @ x
+
+    wide = precision_report(fun, X).wide_products
+    assert {cause.kind for each in wide for cause in each.causes} == {"cast"}

@@ -185,10 +185,6 @@ MISPLACED = {
         lambda: optax_mp.replace_master_params(PARAMS, STATE, WIDE),
         TypeError, f"{STATE_SECOND}.*call `replace_master_params.opt_state, params, ",
     ),
-    "replace_master_params(state, new, params)": (
-        lambda: optax_mp.replace_master_params(STATE, WIDE, PARAMS),
-        ValueError, r"`new_master` at \['b'\] is bfloat16\[4\].*seem to be swapped",
-    ),
     "memory_report(params, state)": (
         lambda: optax_mp.memory_report(PARAMS, STATE),
         TypeError, "expected the state first and the params second",
@@ -375,7 +371,7 @@ def test_a_none_gradient_that_the_rule_takes_is_a_warning(form, jitted):
     tx, grads = AROUND[form](optax.sgd(0.1)), GRADS | {"b": None}
     with pytest.warns(Warned, match=rf"^{form}: the gradient of \['b'\] is None, expe"):
         updates = call(tx.update, (grads, tx.init(PARAMS), PARAMS), jitted)[0]
-    assert updates["b"] is None
+    assert updates["b"].shape == (4,)
 
 
 def test_a_none_gradient_of_an_integer_or_of_nothing_is_right():
@@ -383,7 +379,7 @@ def test_a_none_gradient_of_an_integer_or_of_nothing_is_right():
     grads = {"w": jnp.ones(2, BF16), "n": None, "none": None}
     for tx in (MASTERS, SCALED):
         updates, _ = tx.update(grads, tx.init(params), params)
-        assert updates["n"] is None
+        assert not updates["n"].any()
 
 
 OTHERS = {
@@ -698,7 +694,6 @@ def test_orders_that_work_give_no_warning(order):
 
 MODEL = {"layers": {"0": {"norm": {"scale": jnp.ones(2)}, "kernel": jnp.ones((2, 2))}}}
 UNMATCHED = {
-    "case": ("*Norm*", "'layers/0/norm/scale'"),
     "dots": ("layers.0.norm.scale", "'layers/0/norm/scale'"),
     "one part": ("norm", "'layers/0/norm/scale'"),
     "another name": ("*/kernels", "'layers/0/kernel'"),
@@ -719,14 +714,14 @@ def test_a_pattern_that_matches_nothing_is_a_warning(case, jitted):
             call(cast, (MODEL,), jitted)
 
 
-def test_one_of_two_patterns_that_matches_nothing_is_a_warning_of_init():
-    policy = optax_mp.get_policy("bf16", keep_f32=("*norm*", "*bias"))
-    # A cast may be that of a part of the model.
-    policy.cast_to_param(MODEL)
-    with pytest.warns(
-        Warned, match=r"the pattern '\*bias' in `keep_f32` matches no fl"
-    ):
-        optax_mp.mixed_precision(ADAM, param_dtype=policy).init(MODEL)
+def test_each_pattern_that_matches_nothing_is_a_warning_of_its_own():
+    policy = optax_mp.get_policy("bf16", keep_f32=("*Norm*", "*bias", "*/b"))
+    tx = optax_mp.mixed_precision(ADAM, param_dtype=policy)
+    for cast in (policy.cast_to_param, tx.init):
+        with pytest.warns(Warned) as caught:
+            cast(MODEL)
+        patterns = [str(each.message).split("'")[1] for each in caught]
+        assert patterns == ["*bias", "*/b"]
 
 
 def test_no_warning_of_patterns_for_what_may_be_a_part():
