@@ -83,10 +83,7 @@ def are_swapped(opt_state: Any, params: Any) -> bool:
 
 def has_trees_like(params: PyTree, tree: PyTree) -> bool:
     """Return whether `tree` contains a tree of arrays like `params`."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    arrays = [(path, x) for path, x in leaves if is_array(x)]
-    found = find_owners(tree, [path for path, _ in arrays], [x for _, x in arrays])
-    return any(owner is not None for owner in found)
+    return any(owner is not None for owner in find_owners(tree, params))
 
 
 def may_be_state(tree: PyTree, params: PyTree) -> bool:

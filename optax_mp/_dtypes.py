@@ -178,5 +178,5 @@ def difference(target: jax.Array, start: jax.Array) -> jax.Array:
     """
     change = lax.sub(target, start)
     # inf - inf would be NaN. Not by a clamp, which takes a CPU a fifth of a step.
-    moves = lax.is_finite(start) | lax.ne(target, target)
+    moves = lax.bitwise_or(lax.is_finite(start), lax.ne(target, target))
     return lax.select(moves, change, lax.full_like(change, 0))

@@ -15,6 +15,7 @@ from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._nesting import check_nesting
 from optax_mp._nnx import plain_trees
+from optax_mp._quantized import Quantized
 from optax_mp._states import find_states, map_states
 from optax_mp._tree import (
     PyTree,
@@ -25,7 +26,7 @@ from optax_mp._tree import (
     spell,
 )
 from optax_mp.compact import LowBitState, StochasticRoundingState
-from optax_mp.compact._blocks import Quantized, dequantize, quantize
+from optax_mp.compact._blocks import dequantize, quantize
 from optax_mp.loss_scale import LossScaleState
 from optax_mp.masters import Storage
 from optax_mp.masters._access import (
@@ -184,9 +185,13 @@ def _fill(
             if is_floating(value) and value.dtype != node.dtype:
                 value = bring(value).astype(node.dtype)
             return put_beside(value, node)
-        wrapper = wrappers.get(type(node), node)
-        if isinstance(node, MixedPrecisionState):
+        kind = next(kind for kind in _WRAPPERS if isinstance(node, kind))
+        wrapper = node
+        if kind is MixedPrecisionState:
             wrapper = _encode_masters(node, masters)
+        elif kind in wrappers:
+            # Of the new type, which may say other settings.
+            wrapper = type(node)(*wrappers[kind])
         inner_state = _fill(node.inner_state, values, wrappers, masters)
         return wrapper._replace(inner_state=inner_state)
 

@@ -1,94 +1,81 @@
 """Block quantization: arrays in 8 or 16 bits per value, or as a 16-bit float."""
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from optax_mp._boxes import put, unbox
 from optax_mp._dtypes import saturating_cast
+from optax_mp._jax._explicit import reshard_like, whole_along
+from optax_mp._quantized import Code, Quantized, new_quantized
 from optax_mp.compact._random_numbers import uniform_numbers
 from optax_mp.compact._rounding import round_stochastically
 from optax_mp.leafwise._block_operations import MAXIMUM, MINIMUM, Blocks
 
 # Bit patterns of float32. Scales lie between 2^-126 and 2^126, because CPUs flush
 # smaller numbers to zero, and the inverse of a larger scale is one of those.
-_SMALLEST_SCALE = 0x00800000
-_LARGEST_SCALE = 0x7E800000
-_INFINITY = 0x7F800000
+_SMALLEST_SCALE = np.int32(0x00800000)
+_LARGEST_SCALE = np.int32(0x7E800000)
+_INFINITY = np.int32(0x7F800000)
+# Numbers have dtypes: `lax` does not promote them where 64-bit types are on.
+_ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
 
-class Quantized(NamedTuple):
-    """A quantized array, as `low_bit_state` stores it.
-
-    With scales, a code c stands for scale * (c / largest code)^2, with the sign of c.
-    The square spends most codes on small values, where relative precision is lost
-    first.
-
-    Attributes:
-        codes: of the array's shape. int8 or int16; uint8 or uint16 if no value is
-            negative. Without scales, the values in a 16-bit float.
-        scales: bfloat16, the largest size in each block of neighbours along one axis,
-            rounded up. None for a 16-bit float.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import optax_mp
-        >>> params = {"w": jnp.ones((256, 256))}
-        >>> state = optax_mp.low_bit_state(optax.adam(1e-3)).init(params)
-        >>> nu = state.inner_state[0].nu["w"]
-        >>> nu.codes.dtype.name, nu.codes.shape, nu.scales.dtype.name, nu.scales.shape
-        ('uint8', (256, 256), 'bfloat16', (256, 8))
-    """
-
-    codes: jax.Array
-    scales: jax.Array | None
+def choose_axis(shape: tuple[int, ...], block_size: int) -> int:
+    """Return the axis of the blocks of an array, counted from the end."""
+    # Along the last axis of at least 8 blocks, because neighbours there are most alike,
+    # as in one row of an embedding. If none is as long, along the longest: 8 devices
+    # that share a shorter one would have parts of blocks. By the shape alone, so that a
+    # run can go on with arrays that are sharded in another way.
+    axis = max(range(len(shape)), key=lambda i: (min(shape[i], 8 * block_size), i))
+    return axis - len(shape)
 
 
-def is_quantized(node: Any) -> bool:
-    """Return whether a node of a state is a quantized array."""
-    return isinstance(node, Quantized)
+def quantized_zeros(x: Any, code: Code) -> Quantized:
+    """Return zeros of the shape of `x`, an array or a description of one."""
+    codes = jnp.zeros_like(x, code.dtype)
+    if code.block_size is None:
+        return new_quantized(code, codes, None)
+    blocks = _blocks_of(x.shape, code)
+    # Of a slice, for its sharding.
+    first = whole_along(codes, blocks.axis, blocks.size)
+    first = lax.slice_in_dim(first, 0, None, blocks.size, blocks.axis)
+    return new_quantized(code, codes, jnp.zeros_like(first, jnp.bfloat16))
 
 
-def quantized_zeros(x: Any, dtype: DTypeLike, block_size: int | None) -> Quantized:
-    """Return zeros of the shape of `x`, with codes of `dtype`.
-
-    Args:
-        x: an array, or a description of one.
-        dtype: an integer dtype, or a floating one for a form without scales.
-        block_size: how many values share a scale; a power of two, or None.
-    """
-    codes = jnp.zeros_like(x, dtype)
-    if block_size is None:
-        return Quantized(codes, None)
-    return Quantized(codes, jnp.zeros(scales_shape(x.shape, block_size), jnp.bfloat16))
+def _blocks_of(shape: tuple[int, ...], code: Code) -> Blocks:
+    length = shape[code.axis]
+    size = min(code.block_size or 1, 1 << (length - 1).bit_length())
+    return Blocks(len(shape) + code.axis, size, length)
 
 
-def scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-    """Return the shape of the scales of an array: `shape`, shorter along one axis."""
-    # Along the last axis that fills a block, because neighbours there are most alike,
-    # as in one row of an embedding. If none does, along the longest.
-    axis = max(range(len(shape)), key=lambda i: (min(shape[i], block_size), i))
-    return (*shape[:axis], -(-shape[axis] // block_size), *shape[axis + 1 :])
+def dequantize(quantized: Quantized) -> Any:
+    """Return the values of a quantized array, in float32, in the box of its codes."""
+    values = _dequantize(quantized.code, *jax.tree.leaves(quantized))
+    return put(quantized.codes, values)
 
 
 # Both directions are jitted so that arrays of one shape and dtype are traced once: a
 # step with 400 of them then has 400 equations, not 20000. XLA inlines the calls.
-@jax.jit
-def dequantize(quantized: Quantized) -> jax.Array:
-    """Return the values of a quantized array, in float32."""
-    codes, scales = quantized
+@partial(jax.jit, static_argnums=0)
+def _dequantize(
+    code: Code, codes: jax.Array, scales: jax.Array | None = None
+) -> jax.Array:
+    wide = lax.convert_element_type(codes, jnp.float32)
     if scales is None:
-        return codes.astype(jnp.float32)
-    blocks = Blocks.of(codes.shape, scales.shape)
-    roots = codes.astype(jnp.float32) * (1 / _largest_code(codes))
-    return roots * jnp.abs(roots) * blocks.spread(scales.astype(jnp.float32))
+        return wide
+    blocks = _blocks_of(codes.shape, code)
+    roots = lax.mul(wide, _ONE / _largest_code(codes))
+    spread = blocks.spread(lax.convert_element_type(scales, jnp.float32))
+    return lax.mul(lax.mul(roots, lax.abs(roots)), reshard_like(spread, codes))
 
 
-@jax.jit
-def quantize(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized:
+def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
     """Return `x` in the form of `like`.
 
     A positive value never becomes zero where no value was negative, because optimizers
@@ -97,34 +84,48 @@ def quantize(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized:
     infinite or NaN value makes its block NaN.
 
     Args:
-        x: the values.
+        x: the values, in a box or not.
         like: the same array before the step.
         key: for stochastic rounding to one of the two neighbouring codes, right on
             average; None rounds to the nearest.
     """
-    if like.scales is None:
-        return Quantized(_round(x, like.codes.dtype, key), None)
-    blocks = Blocks.of(like.codes.shape, like.scales.shape)
-    values = x.astype(jnp.float32)
-    sizes = jnp.abs(values)
-    scales = _round_scales_up(blocks.reduce(MAXIMUM, _bit_pattern(sizes)))
-    # A division comes last, because XLA for CPUs computes one once for each block, and
-    # what it sees as cheap once for each value.
-    sign = jnp.where(scales == 0, 0.0, 1.0)
-    if jnp.issubdtype(like.codes.dtype, jnp.signedinteger):
+    arrays, treedef = jax.tree.flatten(like)
+    return treedef.unflatten(_quantize(like.code, unbox(x), arrays, key))
+
+
+@partial(jax.jit, static_argnums=0)
+def _quantize(
+    code: Code, x: jax.Array, like: list[jax.Array], key: jax.Array | None
+) -> list[jax.Array]:
+    """Return codes and scales, if there are any."""
+    if code.block_size is None:
+        return [_round(x, like[0].dtype, key)]
+    old_codes, old_scales = like
+    blocks = _blocks_of(x.shape, code)
+    # With `lax` alone: see `uniform_numbers`.
+    values = lax.convert_element_type(x, jnp.float32)
+    sizes = lax.abs(values)
+    pattern = whole_along(_bit_pattern(sizes), blocks.axis, blocks.size)
+    scales = _round_scales_up(blocks.reduce(MAXIMUM, pattern))
+    inverse = lax.div(lax.full_like(scales, 1), scales)
+    inverse = lax.select(lax.gt(scales, _ZERO), inverse, lax.full_like(scales, 0))
+    if jnp.issubdtype(old_codes.dtype, jnp.signedinteger):
         # The sign of the inverse marks these blocks. A second array of flags would cost
         # another broadcast, and broadcasting takes most of the time.
-        was_negative = blocks.reduce(MINIMUM, like.codes) < 0
-        sign = jnp.where(was_negative, -sign, sign)
-    inverse = sign / jnp.where(scales == 0, 1, scales)
-    product = sizes * blocks.spread(inverse)
-    largest = _largest_code(like.codes)
-    squares = jnp.minimum(jnp.abs(product), 1) * (largest * largest)
+        whole = whole_along(old_codes, blocks.axis, blocks.size)
+        lowest = blocks.reduce(MINIMUM, whole)
+        was_negative = lax.lt(lowest, lax.full_like(lowest, 0))
+        inverse = lax.select(was_negative, lax.neg(inverse), inverse)
+    product = lax.mul(sizes, reshard_like(blocks.spread(inverse), sizes))
+    largest = _largest_code(old_codes)
+    squares = lax.mul(lax.min(lax.abs(product), _ONE), largest * largest)
     codes = _round_roots(squares, key)
     # 1 where zero is not allowed, as the docstring says.
-    smallest = (product > 0).astype(jnp.float32)
-    codes = jnp.where(values < 0, -codes, jnp.where(codes == 0, smallest, codes))
-    return Quantized(codes.astype(like.codes.dtype), scales.astype(jnp.bfloat16))
+    smallest = lax.convert_element_type(lax.gt(product, _ZERO), jnp.float32)
+    is_negative = lax.lt(values, _ZERO)
+    codes = lax.select(is_negative, lax.neg(codes), lax.max(codes, smallest))
+    scales = reshard_like(lax.convert_element_type(scales, jnp.bfloat16), old_scales)
+    return [lax.convert_element_type(codes, old_codes.dtype), scales]
 
 
 def _round(x: jax.Array, dtype: DTypeLike, key: jax.Array | None) -> jax.Array:
@@ -135,17 +136,20 @@ def _round(x: jax.Array, dtype: DTypeLike, key: jax.Array | None) -> jax.Array:
 
 def _round_roots(squares: jax.Array, key: jax.Array | None) -> jax.Array:
     """Return the roots of nonnegative numbers, rounded to integers."""
+    roots = lax.sqrt(squares)
     if key is None:
-        return jnp.round(jnp.sqrt(squares))
+        return lax.round(roots, lax.RoundingMethod.TO_NEAREST_EVEN)
     # Probabilities are distances between squares, not between roots, so that the value
     # is right on average, and not its root. The next square is 2 * below + 1 away.
-    below = jnp.floor(jnp.sqrt(squares))
-    threshold = uniform_numbers(squares.shape, key) * (2 * below + 1)
-    return below + (squares - below * below > threshold)
+    below = lax.floor(roots)
+    distance = lax.add(lax.mul(below, _TWO), _ONE)
+    threshold = lax.mul(uniform_numbers(squares.shape, key), distance)
+    rises = lax.gt(lax.sub(squares, lax.mul(below, below)), threshold)
+    return lax.add(below, lax.convert_element_type(rises, jnp.float32))
 
 
-def _largest_code(codes: jax.Array) -> float:
-    return float(jnp.iinfo(codes.dtype).max)
+def _largest_code(codes: jax.Array) -> Any:
+    return np.float32(jnp.iinfo(codes.dtype).max)
 
 
 def _bit_pattern(sizes: jax.Array) -> jax.Array:
@@ -157,7 +161,10 @@ def _bit_pattern(sizes: jax.Array) -> jax.Array:
 def _round_scales_up(largest: jax.Array) -> jax.Array:
     """Return float32 scales that are exact in bfloat16, given bit patterns of sizes."""
     # bfloat16 is the upper half of float32.
-    rounded = (jnp.minimum(largest, _LARGEST_SCALE) + 0xFFFF) & -0x10000
-    rounded = jnp.where(largest < _SMALLEST_SCALE, 0, rounded)
+    rounded = lax.add(lax.min(largest, _LARGEST_SCALE), np.int32(0xFFFF))
+    rounded = lax.bitwise_and(rounded, np.int32(-0x10000))
+    is_small = lax.lt(largest, _SMALLEST_SCALE)
+    rounded = lax.select(is_small, lax.full_like(rounded, 0), rounded)
     scales = lax.bitcast_convert_type(rounded, jnp.float32)
-    return jnp.where(largest >= _INFINITY, jnp.nan, scales)
+    is_finite = lax.lt(largest, _INFINITY)
+    return lax.select(is_finite, scales, lax.full_like(scales, jnp.nan))

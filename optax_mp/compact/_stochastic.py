@@ -11,6 +11,7 @@ from optax_mp._arguments import (
     check_init_params,
     check_own_state,
 )
+from optax_mp._descriptions import takes_descriptions
 from optax_mp._dtypes import bits, difference
 from optax_mp._inner import (
     as_inner_grad,
@@ -25,8 +26,8 @@ from optax_mp._inner import (
     warn_if_none,
 )
 from optax_mp._jax._choose import choose_step
-from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves, is_absent
+from optax_mp._placement import place_like_params
 from optax_mp._tree import describe, is_floating, is_inexact, spell
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
 from optax_mp.compact._rounding import round_stochastically
@@ -109,6 +110,7 @@ def stochastic_rounding(
     inner = as_transformation(inner, "stochastic_rounding")
     check_seed(seed, "stochastic_rounding", or_none=False)
 
+    @takes_descriptions
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         check_init_params(params, "stochastic_rounding")
         leaves = Leaves.of(params, caller="stochastic_rounding", name="`params`")
@@ -141,7 +143,7 @@ def stochastic_rounding(
             grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
             extra_args["grad"] = leaves.unflatten(map(as_inner_grad, wide, grad))
 
-        def step(state: Any) -> tuple[Any, Any]:
+        def step(state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
             inner_grads = leaves.unflatten(map(as_inner_grad, wide, grads))
             args = inner_grads, state.inner_state, leaves.unflatten(wide)
             with explain_failure(inner, *args, "stochastic_rounding"):
@@ -165,7 +167,7 @@ def stochastic_rounding(
             new_state = StochasticRoundingState(count, inner_state)
             return leaves.unflatten(new_updates), new_state
 
-        return choose_step(is_unmarked(updates), step, state)
+        return choose_step(is_unmarked(updates), step, state, extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
 

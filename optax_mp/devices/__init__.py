@@ -5,11 +5,14 @@ state of an optimizer over devices that hold the same params: `_param_specs.py` 
 out how the params are sharded, `_cut.py` decides how each array is cut, and `_parts.py`
 tells what is inside of `zero1`.
 
+`state_shardings` (`_state_shardings.py`) says how a state should be sharded.
+
 `offload` (`_offload.py`) keeps the state of an optimizer in the memory of the host; how
 a step is taken from there is in `leafwise/`.
 """
 
 from optax_mp.devices._offload import offload
+from optax_mp.devices._state_shardings import state_shardings
 from optax_mp.devices._zero1 import zero1
 
-__all__ = ["offload", "zero1"]
+__all__ = ["offload", "state_shardings", "zero1"]

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from optax_mp.leafwise._block_operations import is_block_operation
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._program import Program, Value
 
@@ -47,8 +46,6 @@ def form_of_values(
 
 
 def _params(equation: Any) -> Hashable:
-    if is_block_operation(equation):  # the jaxpr of each is another object
-        return equation.params["name"]
     return tuple((name, _comparable(x)) for name, x in equation.params.items())
 
 

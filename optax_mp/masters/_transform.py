@@ -7,6 +7,7 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params
+from optax_mp._descriptions import takes_descriptions
 from optax_mp._dtypes import bits, floating_dtype, round_to
 from optax_mp._inner import (
     as_inner_param,
@@ -17,8 +18,8 @@ from optax_mp._inner import (
     warn_if_none,
 )
 from optax_mp._jax._choose import choose_step
-from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves
+from optax_mp._placement import place_like_params
 from optax_mp._policy import Policy, warn_unmatched_patterns
 from optax_mp._tree import spell
 from optax_mp.leafwise._update import leafwise_update
@@ -127,6 +128,7 @@ def mixed_precision(
     settings = _check_settings(master_dtype, param_dtype, update_dtype, storage)
     make_state = state_type(storage)
 
+    @takes_descriptions
     def init_fn(params: optax.Params) -> MixedPrecisionState:
         check_init_params(params, _CALLER)
         if isinstance(param_dtype, Policy):
@@ -149,7 +151,9 @@ def mixed_precision(
         warn_if_none(leaves, step.grads)
         warn_if_float16(leaves, step.grads)
 
-        def run_step(before: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
+        def run_step(
+            before: tuple[Any, Any], extra_args: dict[str, Any]
+        ) -> tuple[Any, tuple[Any, Any]]:
             stored, inner_state = before
             masters = step.decode(stored)
             inner_params = step.inner_params(masters)
@@ -168,7 +172,7 @@ def mixed_precision(
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.
         out, (stored, inner_state) = choose_step(
-            is_unmarked(updates), run_step, (stored, state.inner_state)
+            is_unmarked(updates), run_step, (stored, state.inner_state), extra_args
         )
         return leaves.unflatten(out), make_state(leaves.unflatten(stored), inner_state)
 

@@ -105,7 +105,7 @@ def check_storage(
         raise TypeError(
             f"mixed_precision: `storage` is {storage!r}, which has no "
             f"`{'`, `'.join(missing)}`; expected a storage object {example}, with all "
-            "members of `optax_mp.Storage`."
+            "members of `optax_mp.masters.Storage`."
         )
     try:
         hash(storage)

@@ -6,15 +6,18 @@ from numbers import Integral
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from optax_mp._dtypes import round_to
 
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 # Bit patterns of float32: the sign, infinity, and the largest bfloat16.
-_SIGN = -(2**31)
-_INFINITY = 0x7F800000
-_LARGEST_BFLOAT16 = 0x7F7F0000
+_SIGN = np.int32(-(2**31))
+_INFINITY = np.int32(0x7F800000)
+_LARGEST_BFLOAT16 = np.int32(0x7F7F0000)
+
+_ZERO = np.int32(0)  # `lax` does not promote Python's where 64-bit types are on
 
 
 # Jitted, so that it is traced once for all arrays of one shape and dtype.
@@ -100,19 +103,25 @@ class Split:
         """Return what a master is beside a param of a dtype, given in float32."""
         largest = 2 ** (self.bits - 1) - 1
         if dtype == _BFLOAT16:
-            unit = 1 << (16 - self.bits)
+            # With `lax` alone, as all that is traced anew for each shape of a leaf:
+            # `jax.numpy` takes five times as long.
+            shift = np.int32(16 - self.bits)
             pattern, base = _to_pattern(master), _to_pattern(wide)
             # Patterns count away from zero, for both signs. For a master of the other
             # sign, the smallest remainder decodes to the nearest value.
-            excess = jnp.where((pattern ^ base) < 0, -0x10000, pattern - base)
-            remainder = _drop_invalid((excess + unit // 2) >> (16 - self.bits), base)
+            is_other = lax.lt(lax.bitwise_xor(pattern, base), _ZERO)
+            lowest = lax.full_like(base, -0x10000)
+            excess = lax.select(is_other, lowest, lax.sub(pattern, base))
+            excess = lax.add(excess, np.int32((1 << shift) // 2))
+            remainder = _drop_invalid(lax.shift_right_arithmetic(excess, shift), base)
             low, high = jnp.int32(-largest - 1), jnp.int32(largest)
         else:
             excess = (master - wide) / self._unit_of(wide)
             remainder = lax.round(excess, lax.RoundingMethod.TO_NEAREST_EVEN)
             remainder = jnp.where(jnp.isfinite(wide), remainder, 0)
             low, high = jnp.float32(-largest), jnp.float32(largest)
-        return lax.clamp(low, remainder, high).astype(f"int{self.bits}")
+        clamped = lax.clamp(low, remainder, high)
+        return lax.convert_element_type(clamped, f"int{self.bits}")
 
     @_traced_once
     def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
@@ -120,8 +129,10 @@ class Split:
         wide = param.astype(jnp.float32)
         if param.dtype == _BFLOAT16:
             base = _to_pattern(wide)
-            remainder = stored.astype(jnp.int32) << (16 - self.bits)
-            return _to_float(base + _drop_invalid(remainder, base))
+            shift = np.int32(16 - self.bits)
+            remainder = lax.convert_element_type(stored, jnp.int32)
+            remainder = _drop_invalid(lax.shift_left(remainder, shift), base)
+            return _to_float(lax.add(base, remainder))
         master = wide + stored.astype(jnp.float32) * self._unit_of(wide)
         return jnp.where(jnp.isfinite(wide), master, wide)
 
@@ -132,9 +143,9 @@ class Split:
         """Return the new remainder, and the param that it was taken against."""
         # The param moves by a float32 sum, which cannot reach every value. So the
         # remainder is taken against the value that this sum will land on.
-        before = param.astype(jnp.float32)
+        before = lax.convert_element_type(param, jnp.float32)
         target = self._round(master, param.dtype)
-        reached = before + (target - before)
+        reached = lax.add(before, lax.sub(target, before))
         # An infinite param stays, but inf - inf is NaN.
         reached = lax.select(lax.is_finite(before), reached, target)
         if param.dtype == _BFLOAT16:
@@ -152,11 +163,14 @@ class Split:
         # As integers: a carry of the mantissa must reach the exponent, and CPUs flush
         # the smallest floats to zero.
         pattern = _to_pattern(master)
-        sign, magnitude = pattern & _SIGN, pattern & ~_SIGN
+        sign, magnitude = (lax.bitwise_and(pattern, x) for x in (_SIGN, ~_SIGN))
         unit = 1 << (16 - self.bits)
-        magnitude = (jnp.minimum(magnitude, _LARGEST_BFLOAT16) + unit // 2) & -unit
-        rounded = _to_float(sign | ((magnitude + 0x8000) & -0x10000))
-        return jnp.where(jnp.isfinite(master), rounded, master)
+        magnitude = lax.add(lax.min(magnitude, _LARGEST_BFLOAT16), np.int32(unit // 2))
+        magnitude = lax.add(
+            lax.bitwise_and(magnitude, np.int32(-unit)), np.int32(0x8000)
+        )
+        rounded = lax.bitwise_or(sign, lax.bitwise_and(magnitude, np.int32(-0x10000)))
+        return lax.select(lax.is_finite(master), _to_float(rounded), master)
 
     def _unit_of(self, param: jax.Array) -> jax.Array:
         """Return the value of 1 in the remainder of a float16 param."""
@@ -172,9 +186,10 @@ def _drop_invalid(remainder: jax.Array, base: jax.Array) -> jax.Array:
     There are no patterns below that of zero, and no masters between infinity and NaN.
     Such a remainder is left behind if the user edits the param.
     """
-    magnitude = base & ~_SIGN
-    remainder = jnp.where(magnitude == 0, jnp.maximum(remainder, 0), remainder)
-    return jnp.where(magnitude < _INFINITY, remainder, 0)
+    magnitude = lax.bitwise_and(base, ~_SIGN)
+    is_zero, is_finite = lax.eq(magnitude, _ZERO), lax.lt(magnitude, _INFINITY)
+    remainder = lax.select(is_zero, lax.max(remainder, _ZERO), remainder)
+    return lax.select(is_finite, remainder, lax.full_like(remainder, 0))
 
 
 def _to_pattern(x: jax.Array) -> jax.Array:
