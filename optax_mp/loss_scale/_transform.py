@@ -22,6 +22,7 @@ from optax_mp.loss_scale._overwrite import (
     hide_overwritten,
     restore_overwritten,
     update_overwritten,
+    warn_if_overwritten,
 )
 from optax_mp.loss_scale._rule import (
     ScaleCounters,
@@ -72,8 +73,8 @@ def dynamic_loss_scale(
 
     Leaves under flax's `_overwrite_with_gradient` (fp8 scales) are neither unscaled nor
     checked nor optimized: the wrapper's update brings each of them to its gradient, as
-    nearly as one addition can. A link hands their gradients on as they are, so hide
-    these leaves from the optimizer after it, and replace them in the training loop.
+    nearly as one addition can. A link hands their gradients on as they are, and warns:
+    an optimizer after it would move them.
 
     Args:
         inner: the optimizer; None for a link in a chain.
@@ -253,6 +254,7 @@ def _loss_scaling(
         finite = bad_index == ALL_FINITE
         next_state = partial(_next_state, state, bad_index, finite, adjust_counters)
         if wrapped is None:
+            warn_if_overwritten(updates, caller)
             # The links that follow run in any case: all they can be told is a mark.
             out = restore_overwritten(mark_skipped(finite, grads), updates)
             return out, next_state(state.inner_state)
