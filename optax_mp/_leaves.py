@@ -1,4 +1,7 @@
-"""The leaves of a tree with their paths, and other trees matched to it leaf by leaf."""
+"""The leaves of a tree with their paths, and other trees matched to it leaf by leaf.
+
+Where the tree has boxes (see `_boxes.py`), a leaf is matched with its box.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +11,8 @@ import jax
 import optax
 from jax.tree_util import tree_flatten_with_path
 
-from optax_mp._tree import PyTree, describe, spell
+from optax_mp._boxes import flatten_slots, is_box, one_level, put, put_resized
+from optax_mp._tree import PyTree, describe, is_array, spell
 
 
 def is_absent(leaf: Any) -> bool:
@@ -19,7 +23,7 @@ def is_absent(leaf: Any) -> bool:
 def expand_absent(tree: PyTree, like: PyTree) -> PyTree:
     """Return `tree` with each absent node repeated for every leaf of `like` there."""
     if is_absent(tree):
-        return jax.tree.map(lambda _: tree, like)
+        return jax.tree.map(lambda _: tree, like, is_leaf=is_box)
     children, treedef = _flatten_one_level(tree)
     like_children, like_treedef = _flatten_one_level(like)
     if treedef != like_treedef or jax.tree_util.all_leaves([like]):
@@ -40,22 +44,24 @@ class Leaves:
         name: what error messages call the tree.
         paths: the path of each leaf, as `jax.tree_util.keystr` takes it.
         values: the leaves.
-        treedef: the structure.
+        slots: each leaf in its box, if it has one.
+        treedef: the structure above the slots.
     """
 
     caller: str
     name: str
     paths: list[tuple[Any, ...]]
     values: list[Any]
+    slots: list[Any]
     treedef: Any
 
     @classmethod
     def of(cls, tree: PyTree, *, caller: str, name: str) -> "Leaves":
         """Flatten `tree`."""
-        paths_and_leaves, treedef = tree_flatten_with_path(tree)
+        paths_and_leaves = tree_flatten_with_path(tree)[0]
         paths = [path for path, _ in paths_and_leaves]
         values = [leaf for _, leaf in paths_and_leaves]
-        return cls(caller, name, paths, values, treedef)
+        return cls(caller, name, paths, values, *flatten_slots(tree))
 
     def match(self, tree: PyTree, name: str) -> list[Any]:
         """Return what `tree` has at each leaf: a leaf, None or a `MaskedNode`."""
@@ -70,15 +76,22 @@ class Leaves:
         return matched
 
     def match_subtrees(self, tree: PyTree, name: str) -> list[Any]:
-        """Return the subtree that `tree` has at each leaf, whatever it holds."""
+        """Return what `tree` has in each slot, whatever it is, without boxes."""
         try:
-            return self.treedef.flatten_up_to(tree)
+            contents = self.treedef.flatten_up_to(tree)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(self._describe_mismatch(tree, name)) from error
+        pairs = zip(self.slots, contents, strict=True)
+        if any(is_box(slot) and is_array(x) and not is_box(x) for slot, x in pairs):
+            raise ValueError(self._describe_mismatch(tree, name))
+        return list(map(_open, self.slots, contents))
 
     def unflatten(self, values: Iterable[Any]) -> PyTree:
-        """Return a tree of this structure."""
-        return self.treedef.unflatten(values)
+        """Return a tree of this structure; a `MaskedNode` takes the place of its box.
+
+        For a value of several arrays, each is put into a box of its own.
+        """
+        return self.treedef.unflatten(map(_close, self.slots, values))
 
     def _describe_mismatch(self, tree: PyTree, name: str) -> str:
         theirs = dict(_named_leaves(tree))
@@ -105,3 +118,30 @@ class Leaves:
 def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     leaves = tree_flatten_with_path(tree, is_leaf=is_absent)[0]
     return [(spell(path), leaf) for path, leaf in leaves]
+
+
+def _open(slot: Any, content: Any) -> Any:
+    """Return what is in a slot, without boxes like the one in `slot`."""
+    if not is_box(slot) or is_absent(content):
+        return content
+
+    def is_like(node: Any) -> bool:
+        return type(node) is type(slot)
+
+    # What it holds may be absent, so that `is_box` is false.
+    return jax.tree.map(
+        lambda x: one_level(x)[0][1] if is_like(x) else x, content, is_leaf=is_like
+    )
+
+
+def _close(slot: Any, value: Any) -> Any:
+    """Return a value in a box like that in `slot`, or in several."""
+    if not is_box(slot) or isinstance(value, optax.MaskedNode):
+        return value
+    if value is None or not is_array(value) and jax.tree_util.all_leaves([value]):
+        return put(slot, value)
+    return jax.tree.map(lambda x: put_resized(slot, x, _keeps_no_name), value)
+
+
+def _keeps_no_name(_name: Any, _size: int) -> bool:
+    return False

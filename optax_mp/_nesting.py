@@ -11,9 +11,10 @@ import jax
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from optax_mp._dtypes import bits
 from optax_mp._jax._memory import is_on_host
 from optax_mp._states import Path, holds_state
-from optax_mp._tree import PyTree
+from optax_mp._tree import PyTree, is_floating
 from optax_mp._warnings import warn
 
 _WRAP_ALL = "put `optax_mp.dynamic_loss_scale` around the whole optimizer"
@@ -43,6 +44,8 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
                 _check_wrapper(node, where)
         if isinstance(node, optax.MultiStepsState):
             _warn_if_around_offload(node, where)
+        if isinstance(node, optax.InjectStatefulHyperparamsState):
+            _warn_of_rounded_hyperparams(node, where)
         if _is_chain(node):
             for i, link in enumerate(node):
                 _check_before(node[:i], link, where)
@@ -130,9 +133,24 @@ def _warn_if_followed(link: Any, later: tuple[Any, ...], where: str) -> None:
         warn(
             f"{where} a chain in which `mixed_precision` is followed by a transform "
             f"(its state: {names[0]}). If that changes the updates, as weight decay "
-            "does, the next step undoes it, because params follow the masters: put the "
-            "chain inside, as `optax_mp.mixed_precision(optax.chain(...))`."
+            "does, the next step undoes it or, with float32 updates, takes the rounded "
+            "params as masters: put the chain inside, as "
+            "`optax_mp.mixed_precision(optax.chain(...))`."
         )
+
+
+def _warn_of_rounded_hyperparams(state: Any, where: str) -> None:
+    """Warn if `inject_hyperparams` keeps its numbers in 16 bits: b2 is then 1.0."""
+    for name, value in state.hyperparams.items():
+        if is_floating(value) and bits(value.dtype) < 32:
+            warn(
+                f"{where} `optax.inject_hyperparams` with {name} in {value.dtype}, the "
+                "dtype of the params, in which b2=0.999 is 1.0 and Adam's loss becomes "
+                "NaN. Put it inside, as `optax_mp.mixed_precision("
+                "optax.inject_hyperparams(optax.adamw)(...))`, or pass "
+                "`hyperparam_dtype=jnp.float32` to it."
+            )
+            return
 
 
 def _warn_if_around_offload(state: Any, where: str) -> None:

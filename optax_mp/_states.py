@@ -1,29 +1,30 @@
 """Optimizer states as trees: find and map states, and find the param of each leaf."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
 from jax.tree_util import (
     GetAttrKey,
-    SequenceKey,
+    all_leaves,
     keystr,
     tree_flatten_with_path,
     tree_leaves_with_path,
 )
 
+from optax_mp._boxes import flatten_slots, is_box, one_level, unbox
+from optax_mp._leaves import is_absent
+from optax_mp._quantized import is_quantized
 from optax_mp._tree import PyTree
 
 Path = tuple[Any, ...]
 Kind = type | tuple[type, ...] | str
 
 _INNER_STATE = GetAttrKey("inner_state")
-# Below this field of `MixedPrecisionState` each param may have a small pytree.
-_MASTERS = GetAttrKey("master_params")
 # Fields that only states of this package have.
 _OWN_FIELDS = frozenset({"master_params", "hysteresis_left"})
-# The fields of `Quantized`, which stores one array as low-bit codes and their scales.
-_CODES_AND_SCALES = (GetAttrKey("codes"),), (GetAttrKey("scales"),)
 
 
 def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
@@ -72,95 +73,115 @@ def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) ->
     return jax.tree.map(replace, opt_state, is_leaf=is_kind)
 
 
-def find_owners(
-    tree: PyTree, param_paths: Sequence[Path], params: Sequence[Any]
-) -> list[int | None]:
+def find_owners(tree: PyTree, params: PyTree) -> list[int | None]:
     """Return which param each leaf of `tree` belongs to.
 
-    A subtree like `[0].mu`, whose leaves all have the paths of params, belongs to the
-    params leaf by leaf; of nested ones the outermost counts. In the place of a param it
-    may have several arrays one level deeper (codes and scales, or the lists of
-    `optax.sm3`), and below `master_params` any small pytree.
+    A subtree with the structure of the params, such as `[0].mu`, belongs to the params
+    leaf by leaf; of nested ones the outermost counts. In the place of a param it may
+    have nothing, several arrays (codes and scales, the lists of `optax.sm3`), or any
+    pytree of arrays whose last axes are those of the param, as storages may keep it.
 
     Args:
         tree: a state, or any tree that contains trees like the params.
-        param_paths: the path of each param in the params.
-        params: the param at each path, or anything with its shape. Shapes are compared
-            only if the params are a single array, whose empty path fits everywhere.
+        params: the params, or a tree of anything with their shapes. If they are a
+            single array, the leaves of its shape belong to it, wherever they are.
 
     Returns:
-        For each leaf of `tree` an index into `param_paths`, or None.
+        For each leaf of `tree` the index of a leaf of `params`, or None.
     """
-    leaves = tree_flatten_with_path(tree)[0]
-    by_path = {path: i for i, path in enumerate(param_paths)}
-    found: list[int | None] = [None] * len(leaves)
+    return _Owners.of(params).find(tree)
 
-    def owner_below(index: int, depth: int) -> int | None:
-        """Return the owner of a leaf if its subtree at `depth` is like the params."""
-        path, leaf = leaves[index]
-        if _MASTERS in path[:depth]:
-            return _owner_of_master(path[depth:], by_path)
-        owner = _owner(path[depth:], by_path)
-        if owner is None or param_paths[owner] or _fits(path, leaf, params[owner]):
-            return owner
+
+@dataclass(frozen=True)
+class _Owners:
+    """Finds the owners of leaves by comparing nodes of a state with the params.
+
+    Attributes:
+        params: the params.
+        slots: each param, in its box if it has one.
+        treedef: the structure above these.
+    """
+
+    params: PyTree
+    slots: list[Any]
+    treedef: Any
+
+    @classmethod
+    def of(cls, params: PyTree) -> "_Owners":
+        return cls(params, *flatten_slots(params))
+
+    def find(self, tree: PyTree) -> list[int | None]:
+        """Return the owner of each leaf of a tree."""
+        if self._is_single:
+            return self._find_by_shape(tree)
+        contents = _contents(tree, self.params)
+        if contents is not None and all(map(_may_belong, contents, self.slots)):
+            owners = [[i] * len(jax.tree.leaves(x)) for i, x in enumerate(contents)]
+            return list(chain.from_iterable(owners))
+        children = [child for path, child in one_level(tree) if path]
+        if not children:
+            return [None] * len(jax.tree.leaves(tree))
+        return list(chain.from_iterable(map(self.find, children)))
+
+    @property
+    def _is_single(self) -> bool:
+        return len(self.slots) == 1 and self.treedef == jax.tree.structure(0)
+
+    def _find_by_shape(self, tree: PyTree) -> list[int | None]:
+        """Return the owners if a single array or box, which fits everywhere, owns."""
+        shape = _shape(unbox(self.slots[0]))
+        found: list[int | None] = []
+        for node in jax.tree.leaves(tree, is_leaf=is_quantized):
+            first = jax.tree.leaves(node)[0]
+            fits = _shape(first) == shape or bool(shape and _ends_in(first, shape))
+            found += [0 if fits else None] * len(jax.tree.leaves(node))
+        return found
+
+
+def _contents(tree: PyTree, params: PyTree) -> list[Any] | None:
+    """Return what `tree` has in the place of each param; None if it is another tree."""
+    if is_box(params) or all_leaves([params]):
+        return [tree]
+    own = one_level(params)
+    if is_absent(tree):
+        return [tree] * len(flatten_slots(params)[0])
+    theirs = one_level(tree)
+    # Not by what else is in the structure: a box may say something else of each array.
+    if type(tree) is not type(params) or [k for k, _ in theirs] != [k for k, _ in own]:
         return None
-
-    def is_like_params(indices: list[int], owners: list[int | None]) -> bool:
-        if None in owners:
-            return False
-        # Scalars belong to params only if every param has one. A scalar for some of
-        # them is a count, say, in a field that has the name of a param by accident.
-        has_scalars = any(
-            owner is not None and _shape(params[owner]) and not _shape(leaves[index][1])
-            for index, owner in zip(indices, owners, strict=True)
-        )
-        return not has_scalars or len(set(owners)) == len(by_path)
-
-    def visit(indices: list[int], depth: int) -> None:
-        """Set the owners of the leaves of one subtree, or visit its children."""
-        owners = [owner_below(index, depth) for index in indices]
-        if is_like_params(indices, owners):
-            for index, owner in zip(indices, owners, strict=True):
-                found[index] = owner
-            return
-        children: dict[Any, list[int]] = {}
-        for index in indices:
-            path, _ = leaves[index]
-            if len(path) > depth:
-                children.setdefault(path[depth], []).append(index)
-        for child in children.values():
-            visit(child, depth + 1)
-
-    visit(list(range(len(leaves))), 0)
-    return found
+    if not own or not own[0][0]:
+        return []
+    below = [_contents(a, b) for (_, a), (_, b) in zip(theirs, own, strict=True)]
+    return None if None in below else list(chain.from_iterable(filter(None, below)))
 
 
-def _owner(path: Path, by_path: dict[Path, int]) -> int | None:
-    """Return the param at a path in a tree like the params, or one step above it."""
-    if path[-1:] in _CODES_AND_SCALES:
-        path = path[:-1]
-    if path in by_path or not path:
-        return by_path.get(path)
-    *above, last = path
-    # In the state of a chain, `[0].count` does not belong to the first of a list of
-    # params. So a step below an index must be an index.
-    is_below_name = bool(above) and not isinstance(above[-1], SequenceKey)
-    if is_below_name or isinstance(last, SequenceKey):
-        return by_path.get(tuple(above))
-    return None
+def _may_belong(content: Any, slot: Any) -> bool:
+    """Return whether what is in the place of a param can be made from it."""
+    if is_absent(content):
+        return True
+    shape = _shape(unbox(slot))
+    nodes = jax.tree.leaves(content, is_leaf=lambda x: is_box(x) or is_quantized(x))
+    if shape and all(_ends_in(x, shape) for x in jax.tree.leaves(content)):
+        return True
+    is_one = len(nodes) == 1 and nodes[0] is content
+    is_in_like_box = type(content) is type(slot) and is_box(slot)
+    if is_one or is_in_like_box:
+        return True
+    # One level of arrays. Not scalars alone: the state of a link of a named chain, say,
+    # whose name is that of a param by accident.
+    children = [child for _, child in one_level(content)]
+    is_flat = len(children) == len(nodes) and all(map(_is_leaf_or_box, children))
+    return is_flat and (not shape or any(map(_shape, jax.tree.leaves(content))))
 
 
-def _owner_of_master(path: Path, by_path: dict[Path, int]) -> int | None:
-    """Return the param at a path in a tree like the params, or anywhere above it."""
-    starts = (path[:end] for end in range(len(path) + 1))
-    return next((by_path[start] for start in starts if start in by_path), None)
+def _is_leaf_or_box(node: Any) -> bool:
+    return is_quantized(node) or is_box(node) or all_leaves([node])
 
 
-def _fits(path: Path, leaf: Any, param: Any) -> bool:
-    """Return whether a leaf has the shape of its param, or stacks arrays of it."""
-    own, shape = _shape(leaf), _shape(param)
-    is_stack = bool(shape) and own[max(0, len(own) - len(shape)) :] == shape
-    return own == shape or is_stack or path[-1:] == _CODES_AND_SCALES[1]
+def _ends_in(leaf: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether an array has the shape of a param, or stacks arrays of it."""
+    own = _shape(leaf)
+    return own[max(0, len(own) - len(shape)) :] == shape
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

@@ -10,17 +10,12 @@ from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import check_available, floating_dtype
-from optax_mp._jax._arrays import is_traced
+from optax_mp._jax._arrays import describe, is_array, is_traced
 
 PyTree = Any
 
 # How many arrays of a tree a message shows.
 _MOST_SHOWN = 3
-
-
-def is_array(leaf: Any) -> bool:
-    """Return whether `leaf` is an array (of JAX or NumPy, traced or not)."""
-    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
 def is_floating(leaf: Any) -> bool:
@@ -31,14 +26,6 @@ def is_floating(leaf: Any) -> bool:
 def is_inexact(leaf: Any) -> bool:
     """Return whether `leaf` is an array of real or complex floating-point numbers."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def describe(leaf: Any) -> str:
-    """Return dtype and shape of an array, such as `bfloat16[2,3]`; else its type."""
-    if is_array(leaf):
-        name = "float0" if leaf.dtype == jax.dtypes.float0 else leaf.dtype
-        return f"{name}[{','.join(map(str, leaf.shape))}]"
-    return type(leaf).__name__
 
 
 def summarize(tree: PyTree) -> str:

@@ -19,7 +19,7 @@ def pytest_configure(config):
 
     Processes that a test starts keep theirs there, too. `--cache-clear` forgets them.
     """
-    # What is kept is not always what was compiled on JAX 0.5.3: optax.lbfgs is not.
+    # Before JAX 0.10 what is kept is not always what was compiled: optax.lbfgs is not.
     # And `-p no:cacheprovider` asks for nothing to be kept.
     if jax.__version_info__ < (0, 10) or not hasattr(config, "cache"):
         return
@@ -31,15 +31,6 @@ def pytest_configure(config):
     for name, value in settings.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
-
-
-def pytest_collection_modifyitems(items):
-    """Skip the docstrings that show kernels where this version of JAX has none."""
-    if jax.__version_info__ >= (0, 6):
-        return
-    for item in items:
-        if item.name.startswith("optax_mp.reports._step."):
-            item.add_marker(pytest.mark.skip("JAX before 0.6 has no kernels to show"))
 
 
 @pytest.fixture(autouse=True, scope="module")

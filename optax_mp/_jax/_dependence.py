@@ -6,10 +6,6 @@ from typing import Any
 from optax_mp._jax._control_flow import has_regions, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, open_jaxpr
 
-# The name of `_placement.place_like`, a jit that returns its first input: it reads the
-# second only to tell XLA where to put the first.
-PLACE_LIKE = "place_like"
-
 
 def depending_outputs(
     jaxpr: AnyJaxpr, inputs: Sequence[bool] | None = None
@@ -41,10 +37,10 @@ def depending_outputs(
 
 def _depending_results(equation: Equation, inputs: list[bool]) -> list[bool]:
     """Return which outputs of an equation depend on something, given its inputs."""
+    if equation.primitive.name == "shard_alike":
+        return inputs  # it reads one only to tell XLA where to put the other
     if not (has_regions(equation) and any(inputs)):
         return [any(inputs)] * len(equation.outvars)
-    if equation.params.get("name") == PLACE_LIKE:
-        return inputs[:1]
     result = wiring_of(equation).forward(
         inputs, lambda region, given: depending_outputs(region.jaxpr, given), any
     )

@@ -7,14 +7,14 @@ carry has one precision in all iterations: the body is planned again until nothi
 changes, at a fix-point.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jax._control_flow import has_regions, wiring_of
+from optax_mp._jax._control_flow import can_convert, wiring_of
 from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
@@ -22,15 +22,15 @@ from optax_mp._jax._jaxpr import (
     is_literal,
     open_jaxpr,
 )
+from optax_mp._jax._primitives import REPEATS
+from optax_mp._jax._source import name_in_errors
 from optax_mp._jax._wiring import Region, Wiring
 from optax_mp.amp._biases import AxisCounts, Biases
 from optax_mp.amp._demand import Demand, Wants, is_better_full
 from optax_mp.amp._function_rules import precisions_by_function
-from optax_mp.amp._places import name_in_errors
-from optax_mp.amp._precision import (
+from optax_mp.amp._lattice import (
     FULL,
     LOW,
-    REPEATS,
     Precision,
     Precisions,
     Weak,
@@ -108,6 +108,13 @@ class Plan:
     actions: tuple[Action, ...]
     outputs: Precisions
     is_changed: bool
+
+    def all_actions(self) -> Iterator[Action]:
+        """Yield its actions, and those of all regions inside."""
+        for action in self.actions:
+            yield action
+            for region in action.regions:
+                yield from region.plan.all_actions()
 
 
 @dataclass(frozen=True)
@@ -198,7 +205,7 @@ class Planner:
         precisions, scope_rule = context.precisions, context.scope_rule
         # With this rule, an equation is bound as a whole, with its regions.
         if scope_rule != "as_written":
-            if has_regions(equation):
+            if can_convert(equation):
                 return self._plan_regions(equation, context)
             if equation.primitive.name == "convert_element_type":
                 return self._plan_cast(equation, precisions, scope_rule)
@@ -206,7 +213,7 @@ class Planner:
         rule, why = self.rules.rule_of(equation, scope_rule, adds_bias)
         if callable(rule):
             low = self.rules.compute_dtype
-            with name_in_errors(equation):
+            with name_in_errors(equation, "amp"):
                 outputs = precisions_by_function(rule, low, equation, precisions)
             return Action("function", precisions, outputs, rule, why, scope_rule)
         if rule == "own":

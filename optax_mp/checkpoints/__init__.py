@@ -2,14 +2,12 @@
 
 Orbax, `flax.serialization` and pickle save and restore states as they are; nothing here
 reads or writes files. `check_checkpoint` (`_check.py`) says before a restore whether a
-checkpoint matches the state, name by name (`_compare.py`). `upgrade_checkpoint`
-(`_upgrade.py`) converts what the first edition of this package saved, and
-`convert_opt_state` (`_convert.py`) the state of a run for another form of its
-optimizer, such as other storage.
+checkpoint matches the state, name by name (`_compare.py`). `convert_opt_state`
+(`_convert.py`) converts the state of a run to another form of its optimizer, such as
+other storage.
 """
 
 from optax_mp.checkpoints._check import check_checkpoint
 from optax_mp.checkpoints._convert import convert_opt_state
-from optax_mp.checkpoints._upgrade import upgrade_checkpoint
 
-__all__ = ["check_checkpoint", "convert_opt_state", "upgrade_checkpoint"]
+__all__ = ["check_checkpoint", "convert_opt_state"]

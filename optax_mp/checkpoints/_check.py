@@ -4,7 +4,6 @@ import optax
 
 from optax_mp._tree import PyTree
 from optax_mp.checkpoints._compare import differences, leaves_by_name, unwrap_metadata
-from optax_mp.checkpoints._upgrade import is_of_first_edition
 
 _CALLER = "check_checkpoint"
 
@@ -30,8 +29,7 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
     Raises:
         TypeError: if `template` is the optimizer itself.
         ValueError: if a leaf is missing, is not in the template, or has another shape
-            or dtype; or if the first edition of this package saved the checkpoint,
-            which `upgrade_checkpoint` converts.
+            or dtype.
 
     Example:
         >>> import jax
@@ -72,14 +70,6 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
             "a tree of arrays or of anything with a shape and a dtype. A "
             "`CheckpointManager` describes what it did not save itself only if it is "
             "made with `item_handlers=orbax.checkpoint.StandardCheckpointHandler()`."
-        )
-    if is_of_first_edition(saved, template):
-        raise ValueError(
-            f"{_CALLER}: the checkpoint was saved by the first edition of optax_mp, "
-            "expected one of this edition. Restore it without a template (unpickle it, "
-            "or use `flax.serialization.msgpack_restore` or "
-            "`orbax.checkpoint.PyTreeCheckpointer().restore(path)`), then call "
-            "`optax_mp.upgrade_checkpoint(restored, template)`."
         )
     lines = differences(found, expected)
     if lines:

@@ -16,6 +16,7 @@ from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._nesting import check_nesting
 from optax_mp._nnx import plain_trees
+from optax_mp._quantized import Quantized
 from optax_mp._states import find_states, map_states
 from optax_mp._tree import (
     PyTree,
@@ -26,10 +27,11 @@ from optax_mp._tree import (
     spell,
 )
 from optax_mp.compact import LowBitState, StochasticRoundingState
-from optax_mp.compact._blocks import Quantized, dequantize, quantize
+from optax_mp.compact._blocks import dequantize, quantize
 from optax_mp.loss_scale import LossScaleState
 from optax_mp.masters import Storage
 from optax_mp.masters._access import (
+    check_param_is_rounded,
     check_takes_param,
     decode_all,
     match_stored,
@@ -38,6 +40,10 @@ from optax_mp.masters._access import (
 from optax_mp.masters._state import MixedPrecisionState, storage_of
 
 _CALLER = "convert_opt_state"
+_CAST_FIRST = (
+    "Cast first, with `params = policy.cast_to_param(master_params(opt_state, params))`"
+    "; then convert, and continue with these params."
+)
 _WRAPPERS = (MixedPrecisionState, LowBitState, StochasticRoundingState, LossScaleState)
 
 
@@ -56,8 +62,10 @@ def convert_opt_state(
     only the new form has, such as a loss scale, starts as in its `init`, as does a loss
     scale with another start or hysteresis; what only the old form had is dropped.
 
-    This function does not change the params. Two conversions need it afterwards:
+    This function does not change the params. Three conversions need that:
 
+    - to `Split` after 16-bit updates, by which a few params miss their master (an error
+      says so): first `params = policy.cast_to_param(master_params(opt_state, params))`;
     - from float32 params to 16-bit params: build `to_tx` with `param_dtype`, so that
       the masters keep every bit, convert, then cast the params;
     - to plain float32: continue with `master_params(opt_state, params)` as the params.
@@ -203,9 +211,13 @@ def _fill(
             if is_floating(value) and value.dtype != node.dtype:
                 value = bring(value).astype(node.dtype)
             return put_beside(value, node)
-        wrapper = wrappers.get(type(node), node)
-        if isinstance(node, MixedPrecisionState):
+        kind = next(kind for kind in _WRAPPERS if isinstance(node, kind))
+        wrapper = node
+        if kind is MixedPrecisionState:
             wrapper = _encode_masters(node, masters)
+        elif kind in wrappers:
+            # Of the new type, which may say other settings.
+            wrapper = type(node)(*wrappers[kind])
         inner_state = _fill(node.inner_state, values, wrappers, masters)
         return wrapper._replace(inner_state=inner_state)
 
@@ -237,6 +249,9 @@ def _encode_masters(
         # Only `decode` knows the master's dtype: what is stored may have another one.
         dtype = jax.eval_shape(partial(_decode_on_device, storage), stored, param).dtype
         master = bring(values[i]).astype(dtype)
+        if storage.param_is_part:
+            # Its updates had 16 bits, so that some params missed their masters.
+            check_param_is_rounded(storage, master, param, where, _CAST_FIRST)
         encoded[i] = put_beside(storage.encode(master, param), stored)
     return replace_stored(leaves, template, encoded)
 

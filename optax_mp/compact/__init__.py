@@ -20,7 +20,7 @@ half a unit in the last place are lost if they are always rounded to nearest.
 - `_rounding`, `_random_numbers`: stochastic rounding, for both.
 """
 
-from optax_mp.compact._blocks import Quantized
+from optax_mp._quantized import Quantized
 from optax_mp.compact._low_bit import LowBitState, low_bit_state
 from optax_mp.compact._stochastic import StochasticRoundingState, stochastic_rounding
 

@@ -1,16 +1,20 @@
 """Block quantization: arrays in 8 or 16 bits per value, or as a 16-bit float."""
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from optax_mp._boxes import put, unbox
 from optax_mp._dtypes import saturating_cast
+from optax_mp._jax._explicit import reshard_like, whole_along
+from optax_mp._quantized import Code, Quantized, new_quantized
 from optax_mp.compact._random_numbers import uniform_numbers
 from optax_mp.compact._rounding import round_stochastically
-from optax_mp.leafwise._blocks import MAXIMUM, MINIMUM, Blocks
+from optax_mp.leafwise._block_operations import MAXIMUM, MINIMUM, Blocks
 
 # Bit patterns of float32. Scales lie between 2^-126 and 2^126, because CPUs flush
 # smaller numbers to zero, and the inverse of a larger scale is one of those.
@@ -19,76 +23,55 @@ _LARGEST_SCALE = 0x7E800000
 _INFINITY = 0x7F800000
 
 
-class Quantized(NamedTuple):
-    """A quantized array, as `low_bit_state` stores it.
-
-    With scales, a code c stands for scale * (c / largest code)^2, with the sign of c.
-    The square spends most codes on small values, where relative precision is lost
-    first.
-
-    Attributes:
-        codes: of the array's shape. int8 or int16; uint8 or uint16 if no value is
-            negative. Without scales, the values in a 16-bit float.
-        scales: bfloat16, the largest size in each block of neighbours along one axis,
-            rounded up. None for a 16-bit float.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import optax_mp
-        >>> params = {"w": jnp.ones((256, 256))}
-        >>> state = optax_mp.low_bit_state(optax.adam(1e-3)).init(params)
-        >>> nu = state.inner_state[0].nu["w"]
-        >>> nu.codes.dtype.name, nu.codes.shape, nu.scales.dtype.name, nu.scales.shape
-        ('uint8', (256, 256), 'bfloat16', (256, 8))
-    """
-
-    codes: jax.Array
-    scales: jax.Array | None
+def choose_axis(shape: tuple[int, ...], block_size: int) -> int:
+    """Return the axis of the blocks of an array, counted from the end."""
+    # Along the last axis of at least 8 blocks, because neighbours there are most alike,
+    # as in one row of an embedding. If none is as long, along the longest: 8 devices
+    # that share a shorter one would have parts of blocks. By the shape alone, so that a
+    # run can go on with arrays that are sharded in another way.
+    axis = max(range(len(shape)), key=lambda i: (min(shape[i], 8 * block_size), i))
+    return axis - len(shape)
 
 
-def is_quantized(node: Any) -> bool:
-    """Return whether a node of a state is a quantized array."""
-    return isinstance(node, Quantized)
+def quantized_zeros(x: Any, code: Code) -> Quantized:
+    """Return zeros of the shape of `x`, an array or a description of one."""
+    codes = jnp.zeros_like(x, code.dtype)
+    if code.block_size is None:
+        return new_quantized(code, codes, None)
+    blocks = _blocks_of(x.shape, code)
+    # Of a slice, for its sharding.
+    first = whole_along(codes, blocks.axis, blocks.size)
+    first = lax.slice_in_dim(first, 0, None, blocks.size, blocks.axis)
+    return new_quantized(code, codes, jnp.zeros_like(first, jnp.bfloat16))
 
 
-def quantized_zeros(x: Any, dtype: DTypeLike, block_size: int | None) -> Quantized:
-    """Return zeros of the shape of `x`, with codes of `dtype`.
-
-    Args:
-        x: an array, or a description of one.
-        dtype: an integer dtype, or a floating one for a form without scales.
-        block_size: how many values share a scale; a power of two, or None.
-    """
-    codes = jnp.zeros_like(x, dtype)
-    if block_size is None:
-        return Quantized(codes, None)
-    return Quantized(codes, jnp.zeros(scales_shape(x.shape, block_size), jnp.bfloat16))
+def _blocks_of(shape: tuple[int, ...], code: Code) -> Blocks:
+    length = shape[code.axis]
+    size = min(code.block_size or 1, 1 << (length - 1).bit_length())
+    return Blocks(len(shape) + code.axis, size, length)
 
 
-def scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
-    """Return the shape of the scales of an array: `shape`, shorter along one axis."""
-    # Along the last axis that fills a block, because neighbours there are most alike,
-    # as in one row of an embedding. If none does, along the longest.
-    axis = max(range(len(shape)), key=lambda i: (min(shape[i], block_size), i))
-    return (*shape[:axis], -(-shape[axis] // block_size), *shape[axis + 1 :])
+def dequantize(quantized: Quantized) -> Any:
+    """Return the values of a quantized array, in float32, in the box of its codes."""
+    values = _dequantize(quantized.code, *jax.tree.leaves(quantized))
+    return put(quantized.codes, values)
 
 
 # Both directions are jitted so that arrays of one shape and dtype are traced once: a
 # step with 400 of them then has 400 equations, not 20000. XLA inlines the calls.
-@jax.jit
-def dequantize(quantized: Quantized) -> jax.Array:
-    """Return the values of a quantized array, in float32."""
-    codes, scales = quantized
+@partial(jax.jit, static_argnums=0)
+def _dequantize(
+    code: Code, codes: jax.Array, scales: jax.Array | None = None
+) -> jax.Array:
     if scales is None:
         return codes.astype(jnp.float32)
-    blocks = Blocks.of(codes.shape, scales.shape)
+    blocks = _blocks_of(codes.shape, code)
     roots = codes.astype(jnp.float32) * (1 / _largest_code(codes))
-    return roots * jnp.abs(roots) * blocks.spread(scales.astype(jnp.float32))
+    spread = blocks.spread(scales.astype(jnp.float32))
+    return roots * jnp.abs(roots) * reshard_like(spread, codes)
 
 
-@jax.jit
-def quantize(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized:
+def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
     """Return `x` in the form of `like`.
 
     A positive value never becomes zero where no value was negative, because optimizers
@@ -97,34 +80,47 @@ def quantize(x: jax.Array, like: Quantized, key: jax.Array | None) -> Quantized:
     infinite or NaN value makes its block NaN.
 
     Args:
-        x: the values.
+        x: the values, in a box or not.
         like: the same array before the step.
         key: for stochastic rounding to one of the two neighbouring codes, right on
             average; None rounds to the nearest.
     """
-    if like.scales is None:
-        return Quantized(_round(x, like.codes.dtype, key), None)
-    blocks = Blocks.of(like.codes.shape, like.scales.shape)
+    arrays, treedef = jax.tree.flatten(like)
+    return treedef.unflatten(_quantize(like.code, unbox(x), arrays, key))
+
+
+@partial(jax.jit, static_argnums=0)
+def _quantize(
+    code: Code, x: jax.Array, like: list[jax.Array], key: jax.Array | None
+) -> list[jax.Array]:
+    """Return codes and scales, if there are any."""
+    if code.block_size is None:
+        return [_round(x, like[0].dtype, key)]
+    old_codes, old_scales = like
+    blocks = _blocks_of(x.shape, code)
     values = x.astype(jnp.float32)
     sizes = jnp.abs(values)
-    scales = _round_scales_up(blocks.reduce(MAXIMUM, _bit_pattern(sizes)))
+    pattern = whole_along(_bit_pattern(sizes), blocks.axis, blocks.size)
+    scales = _round_scales_up(blocks.reduce(MAXIMUM, pattern))
     # A division comes last, because XLA for CPUs computes one once for each block, and
     # what it sees as cheap once for each value.
     sign = jnp.where(scales == 0, 0.0, 1.0)
-    if jnp.issubdtype(like.codes.dtype, jnp.signedinteger):
+    if jnp.issubdtype(old_codes.dtype, jnp.signedinteger):
         # The sign of the inverse marks these blocks. A second array of flags would cost
         # another broadcast, and broadcasting takes most of the time.
-        was_negative = blocks.reduce(MINIMUM, like.codes) < 0
+        whole = whole_along(old_codes, blocks.axis, blocks.size)
+        was_negative = blocks.reduce(MINIMUM, whole) < 0
         sign = jnp.where(was_negative, -sign, sign)
     inverse = sign / jnp.where(scales == 0, 1, scales)
-    product = sizes * blocks.spread(inverse)
-    largest = _largest_code(like.codes)
+    product = sizes * reshard_like(blocks.spread(inverse), sizes)
+    largest = _largest_code(old_codes)
     squares = jnp.minimum(jnp.abs(product), 1) * (largest * largest)
     codes = _round_roots(squares, key)
     # 1 where zero is not allowed, as the docstring says.
     smallest = (product > 0).astype(jnp.float32)
     codes = jnp.where(values < 0, -codes, jnp.where(codes == 0, smallest, codes))
-    return Quantized(codes.astype(like.codes.dtype), scales.astype(jnp.bfloat16))
+    scales = reshard_like(scales.astype(jnp.bfloat16), old_scales)
+    return [codes.astype(old_codes.dtype), scales]
 
 
 def _round(x: jax.Array, dtype: DTypeLike, key: jax.Array | None) -> jax.Array:

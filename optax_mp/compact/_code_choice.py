@@ -12,6 +12,7 @@ import optax
 
 from optax_mp._jax._dependence import depending_outputs
 from optax_mp._jax._traced import TracedCall, is_dynamic
+from optax_mp._quantized import Code
 from optax_mp._tree import is_floating
 from optax_mp.compact._code_format import CodeFormat
 from optax_mp.compact._full_precision import (
@@ -19,7 +20,7 @@ from optax_mp.compact._full_precision import (
     need_full_precision,
     reach_products,
 )
-from optax_mp.compact._signs import nonnegative_outputs
+from optax_mp.compact._signs import nonnegative_states
 from optax_mp.compact._traced_update import TracedUpdate, trace_update
 
 
@@ -29,8 +30,8 @@ def choose_codes(
     state: optax.OptState,
     code_format: CodeFormat,
     min_size: int,
-) -> list[jnp.dtype | None]:
-    """Return the dtype of codes for each leaf of `inner`'s state; None to leave it."""
+) -> list[Code | None]:
+    """Return how to quantize each leaf of `inner`'s state; None to leave it."""
     init = TracedCall.of(inner.init, params)
     update = trace_update(inner, params, state)
     leaves = jax.tree.leaves(state)
@@ -45,12 +46,14 @@ def choose_codes(
         in_product = reach_products(update)
     elif any(chosen):
         check_without_update(init, large, state, params, update)
-    codes: list[jnp.dtype | None] = [None] * len(leaves)
+    codes: list[Code | None] = [None] * len(leaves)
     never_negative = _never_negative(init, update)
     for at, i in enumerate(arrays):
         if chosen[at]:
-            codes[i] = code_format.codes(
-                is_unsigned=never_negative[at], is_in_product=in_product[at]
+            codes[i] = code_format.code(
+                leaves[i].shape,
+                is_unsigned=never_negative[at],
+                is_in_product=in_product[at],
             )
     return codes
 
@@ -68,15 +71,7 @@ def _is_large(leaf: Any, min_size: int) -> bool:
 
 def _never_negative(init: TracedCall, update: TracedUpdate | Exception) -> list[bool]:
     """Return for each array of a state whether its values are never negative."""
-    known = nonnegative_outputs(init.closed, [False] * len(init.arrays))
     if isinstance(update, Exception) or not update.is_exact:
-        return [False] * len(known)  # signed codes can hold any values
-    unknown = [False] * update.param_count  # gradients and params
-    # Nonnegative after `init`, and after an update if it was before.
-    while True:
-        after = nonnegative_outputs(update.closed, [*unknown, *known, *unknown])
-        _, after = update.split_outputs(after)
-        still = [a and b for a, b in zip(known, after, strict=True)]
-        if still == known:
-            return known
-        known = still
+        return [False] * len(init.closed.out_avals)  # signed codes can hold any values
+    count = update.param_count  # gradients and params
+    return nonnegative_states(init.closed, update.closed, count, count)

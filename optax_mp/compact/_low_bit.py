@@ -9,23 +9,21 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params, check_own_state
-from optax_mp._first_edition import raise_missing_field
+from optax_mp._boxes import flatten_slots, put, put_resized, unbox
+from optax_mp._descriptions import takes_descriptions
 from optax_mp._inner import (
     as_transformation,
     check_gradients,
     copy_shared,
     explain_failure,
 )
-from optax_mp._jax._placement import place_like_params
+from optax_mp._placement import divides_names, place_like_params
+from optax_mp._quantized import Code, is_quantized, new_quantized
 from optax_mp._tree import PyTree
-from optax_mp.compact._blocks import (
-    dequantize,
-    is_quantized,
-    quantize,
-    quantized_zeros,
-)
+from optax_mp._typed import type_with
+from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
 from optax_mp.compact._code_choice import choose_codes
-from optax_mp.compact._code_format import CodeFormat
+from optax_mp.compact._code_format import BFLOAT16, CodeFormat
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
 from optax_mp.leafwise._update import leafwise_update
 
@@ -44,6 +42,7 @@ class LowBitState(NamedTuple):
             random numbers at each one.
         inner_state: the state of the inner optimizer, with a `Quantized` in place of
             each large array.
+        code_format: the settings that made the state; a class attribute, not a leaf.
 
     Example:
         >>> import jax.numpy as jnp
@@ -58,8 +57,8 @@ class LowBitState(NamedTuple):
 
     step_count: jax.Array
     inner_state: optax.OptState
-
-    __getattr__ = raise_missing_field
+    # Not annotated: an annotation would make a field of it, and so a leaf.
+    code_format = None
 
 
 def low_bit_state(
@@ -111,7 +110,7 @@ def low_bit_state(
         min_size: the number of elements that an array needs to be quantized.
         seed: for stochastic rounding; None rounds to nearest.
         product_bits: at least this many bits for arrays that reach a matrix product.
-            With 8, as `bits` for all: to convert a state that version 0.1 made.
+            With 8, as `bits` for all.
 
     Returns:
         The transformation, for use inside `mixed_precision` or alone.
@@ -140,33 +139,31 @@ def low_bit_state(
     """
     inner = as_transformation(inner, "low_bit_state")
     code_format = CodeFormat.from_settings(bits, block_size, dtype, product_bits)
+    make_state = type_with(LowBitState, "code_format", code_format)
     check_seed(seed, "low_bit_state")
     if not isinstance(min_size, Integral):
         raise TypeError(
             f"low_bit_state: `min_size` is {min_size!r}, expected a number of elements."
         )
 
+    @takes_descriptions
     def init_fn(params: optax.Params) -> LowBitState:
         check_init_params(params, "low_bit_state")
         state = place_like_params(inner.init(params), params)
         chosen = choose_codes(inner, params, state, code_format, min_size)
-        leaves, treedef = jax.tree.flatten(state)
-        for i, codes in enumerate(chosen):
-            if codes is not None:
-                zeros = quantized_zeros(leaves[i], codes, code_format.block_size)
-                # Without the barrier XLA computes all of these constants while it
-                # compiles a jitted `init`, which takes seconds for a million values.
-                leaf, zeros = jax.lax.optimization_barrier((leaves[i], zeros))
-                leaves[i] = quantize(leaf, zeros, None)
-        leaves = copy_shared(leaves, params)
-        return LowBitState(jnp.zeros((), jnp.int32), treedef.unflatten(leaves))
+        slots, treedef = flatten_slots(state)
+        for i, code in enumerate(chosen):
+            if code is not None:
+                slots[i] = _quantize_slot(slots[i], code)
+        # Placed again, because zeros depend on nothing.
+        state = place_like_params(treedef.unflatten(slots), params)
+        return make_state(jnp.zeros((), jnp.int32), copy_shared(state, params))
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowBitState]:
-        check_own_state(state, LowBitState, "low_bit_state")
+        _check_state(state, code_format)
         check_gradients(params, updates, "low_bit_state")
-        code_format.check(state.inner_state)
         before = jax.tree.map(
             lambda x: dequantize(x) if is_quantized(x) else x,
             state.inner_state,
@@ -174,26 +171,48 @@ def low_bit_state(
         )
         with explain_failure(inner, updates, before, params, "low_bit_state"):
             updates, after = inner.update(updates, before, params, **extra_args)
-        inner_state = _quantize_again(after, before, state, seed)
+        inner_state = _quantize_again(after, state, seed)
         count = jnp.asarray(optax.safe_increment(state.step_count))
-        return updates, LowBitState(count, inner_state)
+        return updates, make_state(count, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
 
 
-def _quantize_again(
-    after: PyTree, before: PyTree, state: LowBitState, seed: int | None
-) -> PyTree:
-    """Return the new inner state, quantized where that in `state` is.
+def _check_state(state: Any, code_format: CodeFormat) -> None:
+    """Raise unless a state was made by `low_bit_state` with these settings."""
+    check_own_state(state, LowBitState, "low_bit_state")
+    if state.code_format != code_format:
+        raise ValueError(
+            f"low_bit_state: the state was made with {state.code_format}, expected "
+            f"{code_format}, as this transform has it; convert it with "
+            "`optax_mp.convert_opt_state`."
+        )
 
-    Args:
-        after: the new inner state.
-        before: the old one, dequantized, for its structure.
-        state: the old one, quantized.
-        seed: of `low_bit_state`.
+
+def _quantize_slot(slot: Any, code: Code) -> Any:
+    """Return an array of a state in codes; both codes and scales in boxes like its own.
+
+    A box that takes no array of another shape keeps all of it in bfloat16.
     """
-    leaves = jax.tree.structure(before).flatten_up_to(after)
+    leaf = unbox(slot)
+    zeros = quantized_zeros(leaf, code)
+    # Without the barrier XLA computes all of these constants while it compiles a jitted
+    # `init`, which takes seconds for a million values.
+    leaf, zeros = jax.lax.optimization_barrier((leaf, zeros))
+    codes, scales = quantize(leaf, zeros, None)
+    if scales is None:
+        return new_quantized(code, put(slot, codes), None)
+    try:
+        boxed_scales = put_resized(slot, scales, divides_names(slot))
+    except (ValueError, TypeError, AssertionError):
+        return _quantize_slot(slot, BFLOAT16)
+    return new_quantized(code, put(slot, codes), boxed_scales)
+
+
+def _quantize_again(after: PyTree, state: LowBitState, seed: int | None) -> PyTree:
+    """Return the new inner state, quantized where that in `state` is."""
     old, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_quantized)
+    leaves = treedef.flatten_up_to(after)
     quantized = [i for i, leaf in enumerate(old) if is_quantized(leaf)]
     keys = [None] * len(quantized)
     if seed is not None:

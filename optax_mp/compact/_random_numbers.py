@@ -13,15 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp._jax._by_platform import by_platform
-
 
 def rounding_keys(count: int, *parts: int | jax.Array) -> jax.Array:
     """Return a uint32 key for each of `count` arrays, from a seed, a step and so on.
 
-    The keys come as one sorted array, although their order does not matter: XLA then
-    computes them before anything else. One scalar per array becomes one kernel per
-    array, and seconds of compilation.
+    As one array, which is computed before anything else: one scalar per array would be
+    one kernel per array, and seconds of compilation.
     """
     keys = _hash(lax.iota(jnp.uint32, count))
     for part in parts:
@@ -31,34 +28,13 @@ def rounding_keys(count: int, *parts: int | jax.Array) -> jax.Array:
             part = jnp.uint32(int(part) % 2**32)
         # The factor makes (1, 2) and (2, 1) differ.
         keys = _hash(keys * jnp.uint32(31) + part)
-    return lax.sort(keys)
+    return lax.optimization_barrier(keys)
 
 
-@jax.jit
 def split_keys(keys: jax.Array) -> list[jax.Array]:
     """Return the keys of `rounding_keys` one by one, each an array of one element."""
-    return by_platform(_split, {}, {"cpu": _look_up}, keys) if len(keys) else []
-
-
-def _split(keys: jax.Array) -> list[jax.Array]:
     # One equation for all of them: indexing would trace several for each key.
-    return list(lax.split(keys, [1] * len(keys)))
-
-
-def _look_up(device_count: int, keys: jax.Array) -> list[jax.Array]:
-    """Split the keys so that kernels for CPUs do not contain the place of a key.
-
-    XLA compiles kernels that are equal once, but writes into each the constants that it
-    knows. It does not know these places: they depend on a condition, which always holds
-    because the keys are sorted.
-    """
-    count = len(keys)
-    places = lax.cond(
-        keys[0] <= keys[-1],
-        lambda: [jnp.int32(i) for i in range(count)],
-        lambda: [jnp.int32(0)] * count,
-    )
-    return [lax.dynamic_slice(keys, (place,), (1,)) for place in places]
+    return list(lax.split(keys, [1] * len(keys))) if len(keys) else []
 
 
 def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:

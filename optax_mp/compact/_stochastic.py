@@ -11,8 +11,8 @@ from optax_mp._arguments import (
     check_init_params,
     check_own_state,
 )
+from optax_mp._descriptions import takes_descriptions
 from optax_mp._dtypes import bits, difference
-from optax_mp._first_edition import raise_missing_field
 from optax_mp._inner import (
     as_inner_grad,
     as_inner_param,
@@ -21,12 +21,13 @@ from optax_mp._inner import (
     check_update,
     copy_shared,
     explain_failure,
+    or_no_change,
     warn_if_float16,
     warn_if_none,
 )
 from optax_mp._jax._choose import choose_step
-from optax_mp._jax._placement import place_like_params
 from optax_mp._leaves import Leaves, is_absent
+from optax_mp._placement import place_like_params
 from optax_mp._tree import describe, is_floating, is_inexact, spell
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
 from optax_mp.compact._rounding import round_stochastically
@@ -56,8 +57,6 @@ class StochasticRoundingState(NamedTuple):
 
     step_count: jax.Array
     inner_state: optax.OptState
-
-    __getattr__ = raise_missing_field
 
 
 def stochastic_rounding(
@@ -111,6 +110,7 @@ def stochastic_rounding(
     inner = as_transformation(inner, "stochastic_rounding")
     check_seed(seed, "stochastic_rounding", or_none=False)
 
+    @takes_descriptions
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         check_init_params(params, "stochastic_rounding")
         leaves = Leaves.of(params, caller="stochastic_rounding", name="`params`")
@@ -154,10 +154,9 @@ def stochastic_rounding(
             keys = split_keys(rounding_keys(len(changes), seed, state.step_count))
             for i, change in enumerate(changes):
                 path, param = leaves.paths[i], leaves.values[i]
-                if not is_inexact(param):
-                    continue
-                new_updates[i] = change
-                if is_absent(change):
+                new_updates[i] = change if is_inexact(param) else grads[i]
+                if not is_inexact(param) or is_absent(change):
+                    new_updates[i] = or_no_change(new_updates[i], param)
                     continue
                 check_update(path, param, grads[i], change, "stochastic_rounding")
                 if _is_narrow(param):

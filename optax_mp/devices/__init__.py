@@ -4,14 +4,15 @@ JAX itself shards arrays and computations. `zero1` (`_zero1.py`) makes it shard 
 state of an optimizer over devices that hold the same params: `_param_specs.py` finds
 out how the params are sharded, `_cut.py` decides how each array is cut, and `_parts.py`
 tells what is inside of `zero1`.
-`check_replicas` (`_replicas.py`) compares what should be the same on every device.
+
+`state_shardings` (`_state_shardings.py`) says how a state should be sharded.
 
 `offload` (`_offload.py`) keeps the state of an optimizer in the memory of the host; how
 a step is taken from there is in `leafwise/`.
 """
 
 from optax_mp.devices._offload import offload
-from optax_mp.devices._replicas import check_replicas
+from optax_mp.devices._state_shardings import state_shardings
 from optax_mp.devices._zero1 import zero1
 
-__all__ = ["check_replicas", "offload", "zero1"]
+__all__ = ["offload", "state_shardings", "zero1"]

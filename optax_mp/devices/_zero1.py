@@ -10,13 +10,14 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_mp._arguments import check_given_params, check_init_params
+from optax_mp._descriptions import takes_descriptions
 from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation, explain_failure
 from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._jaxpr import evaluate
-from optax_mp._jax._placement import place_like_params
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
+from optax_mp._placement import place_like_params
 from optax_mp._states import find_owners
 from optax_mp._tree import PyTree, describe, is_floating, spell
 from optax_mp.devices._cut import (
@@ -116,6 +117,7 @@ def zero1(
         leaves = Leaves.of(params, caller="zero1", name="`params`")
         return _Cuts.of(leaves, mesh, axes, specs_of_params(leaves.paths, param_specs))
 
+    @takes_descriptions
     def init_fn(params: optax.Params) -> optax.OptState:
         check_init_params(params, "zero1")
         cuts = cuts_of(params)
@@ -216,7 +218,7 @@ class _Cuts:
     def cut(self, tree: PyTree) -> PyTree:
         """Return `tree` with its arrays cut, each as the param that it belongs to."""
         values, treedef = jax.tree.flatten(tree)
-        found = find_owners(tree, self.leaves.paths, self.leaves.values)
+        found = find_owners(tree, self.leaves.unflatten(self.leaves.values))
         for i, owner in enumerate(found):
             cut = self._cut_of(values[i], owner)
             if cut is not None:

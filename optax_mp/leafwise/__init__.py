@@ -2,17 +2,17 @@
 
 - `_take_step`: the public function.
 - `_update`: the same for `tx.update`, in which our transformations are wrapped.
-- `_step`: trace a step, cut it, run the pieces.
+- `_traced_step`: a step that was traced.
+- `_engine`: what a program for a TPU or a GPU has in its place.
 - `_program`: a traced step as one list of equations.
-- `_cut`: where the elementwise end of a leaf begins.
-- `_alike`: which parts of a program are the same computation.
+- `_ends`: where the elementwise end of a leaf begins.
+- `_alike`: which ends are the same computation.
 - `_layout`: how a leaf lies on many devices.
-- `_blocks`: the operations between elements and the scales of their blocks.
-- `_part`: evaluate elementwise equations on a part of a leaf.
-- `_kernel_part`: the same inside a kernel, where some operations do not exist.
+- `_block_operations`: between elements and the scales of their blocks.
+- `_evaluator`: parts of a leaf, and what evaluates elementwise equations on them.
+- `_kernel_evaluator`: the same inside a kernel, where some operations do not exist.
 - `_chunks`: the way of a TPU without a kernel.
-- `_together`, `_in_turn`: the ways of a CPU with small leaves, and with large ones.
-- `_tpu`, `_tile`, `_gpu`: the kernels. Add another platform here.
+- `_tpu`, `_tile_evaluator`, `_gpu`: the kernels. Add another platform here.
 
 `offload` takes steps whose state is in host memory:
 

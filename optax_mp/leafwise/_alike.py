@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from optax_mp.leafwise._blocks import is_block_operation
-from optax_mp.leafwise._cut import End
+from optax_mp.leafwise._block_operations import is_block_operation
+from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._program import Program, Value
 
 

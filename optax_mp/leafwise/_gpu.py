@@ -12,43 +12,48 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from optax_mp._jax._arrays import result_like
-from optax_mp.leafwise._blocks import MAXIMUM
-from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._kernel_part import DTYPES, KernelPart, hold, other_dtype
-from optax_mp.leafwise._part import Piece
+from optax_mp.leafwise._block_operations import MAXIMUM
+from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._evaluator import Part
+from optax_mp.leafwise._kernel_evaluator import (
+    DTYPES,
+    KernelEvaluator,
+    hold,
+    other_dtype,
+)
 from optax_mp.leafwise._program import Program, Value
 
 _COUNT = 2048  # elements of a part
 
 
 @dataclass(frozen=True)
-class Run(KernelPart):
+class RunEvaluator(KernelEvaluator):
     """A run of elements, in the order of memory, and their scales.
 
     Attributes:
-        piece: what it is a part of.
+        part: what it is a part of.
         count: of elements.
         block_size: how many of them share a scale.
         first: the place of the first element in memory.
     """
 
-    piece: Piece
+    part: Part
     count: int
     block_size: int
     first: Any
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the run of an array."""
-        is_element = shape == self.piece.whole
+        is_element = shape == self.part.whole
         return (self.count if is_element else self.count // self.block_size,)
 
     def index(self, axis: int) -> jax.Array:
         """Return the indices of the elements along an axis of the whole array."""
-        shape = self.piece.shape
+        shape = self.part.shape
         at = lax.broadcasted_iota(jnp.int32, (self.count,), 0) + self.first
         at = lax.div(at, jnp.int32(math.prod(shape[axis + 1 :])))
         at = at if not axis else lax.rem(at, jnp.int32(shape[axis]))
-        return at + self.piece.origin[axis]
+        return at + self.part.origin[axis]
 
     def spread(self, scales: jax.Array) -> jax.Array:
         """Return for each element the scale of its block."""
@@ -61,14 +66,14 @@ class Run(KernelPart):
         return choose(values.reshape(-1, self.block_size), axis=1)
 
 
-def obstacle(program: Program, end: End, piece: Piece) -> str | None:
+def obstacle(program: Program, end: End, part: Part) -> str | None:
     """Return why the kernel cannot compute an end; None if it can."""
     other = other_dtype(program, end, DTYPES)
     if other is not None:
         return f"computes in {other}"
-    if end.block_size is not None and piece.shape[-1] % end.block_size:
+    if end.block_size is not None and part.shape[-1] % end.block_size:
         return "rows not of whole blocks"
-    if math.prod(piece.shape) >= 2**31:
+    if math.prod(part.shape) >= 2**31:
         return "2^31 elements or more"
     return None
 
@@ -76,7 +81,7 @@ def obstacle(program: Program, end: End, piece: Piece) -> str | None:
 def run_end(
     program: Program,
     end: End,
-    piece: Piece,
+    part: Part,
     args: Sequence[Any],
     interpret: bool = False,
 ) -> list[Any]:
@@ -85,24 +90,24 @@ def run_end(
     Args:
         program: the program that the end is of.
         end: the end.
-        piece: of its arrays.
+        part: of its arrays.
         args: the values of what it reads.
         interpret: whether to run the kernel without a GPU.
     """
-    size = math.prod(piece.shape)
+    size = math.prod(part.shape)
     outputs = [program.outputs[i] for i in end.outputs]
 
     def kernel(*refs: Any) -> None:
-        places, refs = refs[: len(piece.shape)], refs[len(piece.shape) :]
-        here = replace(piece, origin=tuple(ref[0] for ref in places))
+        places, refs = refs[: len(part.shape)], refs[len(part.shape) :]
+        here = replace(part, origin=tuple(ref[0] for ref in places))
         first = pl.program_id(0) * _COUNT
-        run = Run(here, _COUNT, end.block_size or 1, first)
+        run = RunEvaluator(here, _COUNT, end.block_size or 1, first)
 
         def places_of(value: Value) -> tuple[Any, Any]:
             (count,) = run.shape_of(value.aval.shape)
             start = pl.program_id(0) * count
             at = lax.broadcasted_iota(jnp.int32, (count,), 0) + start
-            is_inside = at < math.prod(piece.shape_of(value.aval.shape))
+            is_inside = at < math.prod(part.shape_of(value.aval.shape))
             return pl.ds(start, count), None if size % _COUNT == 0 else is_inside
 
         known: dict[Value, Any] = {}
@@ -122,10 +127,10 @@ def run_end(
 
     given = [
         jnp.reshape(x, -1).astype(jnp.int32 if x.dtype == jnp.bool_ else x.dtype)
-        for x in map(jnp.asarray, [*piece.origin, *args])
+        for x in map(jnp.asarray, [*part.origin, *args])
     ]
-    rank = len(piece.shape)
-    made_shapes = [(v, piece.shape_of(v.aval.shape)) for v in outputs]
+    rank = len(part.shape)
+    made_shapes = [(v, part.shape_of(v.aval.shape)) for v in outputs]
     made = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(size, _COUNT),),

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optax_mp._jax._arrays import sharding_in_type
-from optax_mp._jax._traced import is_dynamic
-from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._part import Piece
+from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._program import Program, Value
 
 Shardings = Mapping[Value, NamedSharding]
@@ -53,19 +52,19 @@ class Layout:
 
     def run(
         self,
-        run_piece: Callable[[Piece, Sequence[Any]], Sequence[Any]],
+        run_part: Callable[[Part, Sequence[Any]], Sequence[Any]],
         program: Program,
         end: End,
         args: Sequence[Any],
     ) -> list[Any]:
-        """Return the outputs of an end, computed on each device for its own piece."""
+        """Return the outputs of an end, computed on each device for its own part."""
 
         def run_shard(*args: Any) -> tuple[Any, ...]:
             origin = tuple(
                 jax.lax.axis_index(names) * size if names else jnp.int32(0)
                 for names, size in zip(self._names(), self.shape, strict=True)
             )
-            return tuple(run_piece(self.piece(end, origin), args))
+            return tuple(run_part(self.part(end, origin), args))
 
         outputs = [program.outputs[i] for i in end.outputs]
         run_sharded = jax.shard_map(
@@ -82,10 +81,10 @@ class Layout:
         """Return the shape of what each device holds."""
         return self.sharding.shard_shape(self.whole)
 
-    def piece(self, end: End, origin: tuple[Any, ...] = ()) -> Piece:
-        """Return the piece of a device that begins at a place of the whole arrays."""
+    def part(self, end: End, origin: tuple[Any, ...] = ()) -> Part:
+        """Return the part of a device that begins at a place of the whole arrays."""
         size = end.block_size or 1
-        return Piece(self.whole, self.shape, size, origin, is_shard=True)
+        return Part(self.whole, self.shape, size, origin)
 
     def _names(self) -> list[Any]:
         spec = self.sharding.spec
@@ -93,17 +92,6 @@ class Layout:
 
     def _spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         return self.sharding.spec if shape else PartitionSpec()
-
-
-def shardings_of_inputs(
-    program: Program, kept: Any, shardings: Sequence[NamedSharding | None]
-) -> Shardings:
-    """Return the shardings by the inputs of a program, the last of which are `kept`."""
-    leaves = jax.tree.leaves(kept)
-    of_arrays = [s for x, s in zip(leaves, shardings, strict=False) if is_dynamic(x)]
-    inputs = program.inputs[len(program.inputs) - len(of_arrays) :]
-    both = zip(inputs, of_arrays, strict=True)
-    return {value: sharding for value, sharding in both if sharding is not None}
 
 
 def spread_shardings(

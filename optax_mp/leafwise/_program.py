@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_mp._jax._by_platform import NAME
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
@@ -21,8 +22,8 @@ from optax_mp._jax._products import is_product
 
 Test = Callable[[Equation], bool]
 
-# Calls that are opened; "pjit" up to JAX 0.6.
-_CALLS = ("jit", "pjit", "closed_call")
+# Calls that are opened, and steps within a step; "pjit" up to JAX 0.6.
+_CALLS = ("jit", "pjit", "closed_call", NAME)
 _SLOW = frozenset(
     """while scan custom_linear_solve triangular_solve lu cholesky eigh eig svd sort
     schur householder_product geqrf geqp3""".split()

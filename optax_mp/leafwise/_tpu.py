@@ -12,27 +12,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from optax_mp._jax._arrays import result_like
-from optax_mp.leafwise._cut import End
-from optax_mp.leafwise._kernel_part import DTYPES, hold, other_dtype
-from optax_mp.leafwise._part import Piece
+from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._evaluator import Part
+from optax_mp.leafwise._kernel_evaluator import DTYPES, hold, other_dtype
 from optax_mp.leafwise._program import Program, Value
-from optax_mp.leafwise._tile import LANES, Tile
+from optax_mp.leafwise._tile_evaluator import LANES, TileEvaluator
 
 _ROWS = 32  # Mosaic's tiles of 8-bit numbers are 32 x 128.
 _CHUNK = 512
 
 
-def obstacle(program: Program, end: End, piece: Piece) -> str | None:
+def obstacle(program: Program, end: End, part: Part) -> str | None:
     """Return why Mosaic cannot compute an end; None if it can."""
     other = other_dtype(program, end, DTYPES - {"float16"})
     if other is not None:
         return f"computes in {other}"
     if any(v.aval.ndim and v.aval.dtype == jnp.bool_ for v in end.reads):
         return "reads an array of bools"
-    if len(piece.shape) < 2:
+    if len(part.shape) < 2:
         return "one axis"
     # What Mosaic has no way to lower.
-    if piece.shape[-2] == 1:
+    if part.shape[-2] == 1:
         return "one row"
     if getattr(jax.config, "jax_enable_x64", False):
         return "64-bit types are on"
@@ -44,7 +44,7 @@ def obstacle(program: Program, end: End, piece: Piece) -> str | None:
 def run_end(
     program: Program,
     end: End,
-    piece: Piece,
+    part: Part,
     args: Sequence[Any],
     interpret: bool = False,
 ) -> list[Any]:
@@ -53,11 +53,11 @@ def run_end(
     Args:
         program: the program that the end is of.
         end: the end.
-        piece: of its arrays.
+        part: of its arrays.
         args: the values of what it reads.
         interpret: whether to run the kernel without a TPU.
     """
-    shape, block_size = piece.shape, end.block_size or 32
+    shape, block_size = part.shape, end.block_size or 32
     *leading, height, width = shape
     rows = min(_ROWS, height)
     # As many columns as 128 scales are for, since those fill a register's lanes.
@@ -69,7 +69,7 @@ def run_end(
     outputs = [program.outputs[i] for i in end.outputs]
 
     def is_scales(value: Value) -> bool:
-        return value.aval.shape != piece.whole
+        return value.aval.shape != part.whole
 
     def spec(value: Value) -> pl.BlockSpec:
         tile = (rows, tile_scales if is_scales(value) else columns)
@@ -78,7 +78,7 @@ def run_end(
     def kernel(*refs: Any) -> None:
         integers, floats, *given = refs[: 2 + len(arrays)]
         made = refs[2 + len(arrays) :]
-        here = replace(piece, origin=tuple(integers[i] for i in range(len(shape))))
+        here = replace(part, origin=tuple(integers[i] for i in range(len(shape))))
         ids = [pl.program_id(axis) for axis in range(len(shape))]
         origin = (*ids[:-2], ids[-2] * rows, ids[-1] * columns)
         known = numbers.read(end, integers, floats, len(shape))
@@ -89,7 +89,9 @@ def run_end(
 
         def run_chunk(k: Any, scales: Sequence[Any]) -> Sequence[Any]:
             first = pl.multiple_of(k * chunk, chunk)
-            tile = Tile(here, rows, chunk, block_size, tile_scales, origin, first)
+            tile = TileEvaluator(
+                here, rows, chunk, block_size, tile_scales, origin, first
+            )
             local = dict(known)
             for i, ref in of_arrays.items():
                 if not is_scales(end.reads[i]):
@@ -120,10 +122,10 @@ def run_end(
         grid=(*leading, pl.cdiv(height, rows), pl.cdiv(width, columns)),
         in_specs=[in_scalar_memory] * 2 + [spec(end.reads[i]) for i in arrays],
         out_specs=[spec(value) for value in outputs],
-        out_shape=[result_like(v.aval, piece.shape_of(v.aval.shape)) for v in outputs],
+        out_shape=[result_like(v.aval, part.shape_of(v.aval.shape)) for v in outputs],
         input_output_aliases=alias,
         interpret=interpret,
-    )(*numbers.pack(piece.origin, args), *[args[i] for i in arrays])
+    )(*numbers.pack(part.origin, args), *[args[i] for i in arrays])
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -156,7 +158,7 @@ class _Numbers:
         )
 
     def pack(self, origin: Sequence[Any], args: Sequence[Any]) -> list[jax.Array]:
-        """Return the two arrays; the first begins with the place of a piece."""
+        """Return the two arrays; the first begins with the place of a part."""
         integers = [*origin, *(args[i] for i in self.integers)]
         floats = [jnp.float32(0), *(args[i] for i in self.floats)]
         return [

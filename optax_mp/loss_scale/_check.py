@@ -67,12 +67,11 @@ def check_loss_scale(
         FloatingPointError: check_loss_scale: 1 steps ... not finite was ['w'].
     """
     opt_state, params = plain_trees(opt_state, params)
-    _check_max_skipped(max_skipped)
     state = loss_scale_state(opt_state, "check_loss_scale")
+    _check_arguments(max_skipped, state)
     if state is None:
         warn_unless_state(opt_state, "check_loss_scale")
         return
-    _check_concrete(state)
     state = jax.device_get(state._replace(inner_state=()))
     _warn_if_never_scaled(state)
     if state.skipped_count <= max_skipped:
@@ -97,26 +96,24 @@ def check_loss_scale(
 
 def _explain_cause(state: LossScaleState) -> str:
     """Return what the scale says about the cause: an overflow, or the model itself."""
-    of_model = (
-        "a NaN or infinity of the model or its data, such as a division by zero or the "
-        "log of a negative number."
-    )
     # Only a dynamic scale without hysteresis left has been lowered.
     has_fallen = state.hysteresis_left == 0
-    scale = f"is {'down to ' if has_fallen else ''}{state.scale:g}"
     if state.scale <= 1:
-        return (
-            f"{scale}. A scale of at most 1 makes no gradient overflow, so this is "
-            f"{of_model}"
+        sign = "A scale of at most 1 makes no gradient overflow, so this is"
+    elif has_fallen:
+        sign = (
+            "If this ends before the scale is down to 1, it is an overflow: raise "
+            "`max_skipped`, or lower `init_scale`. If not, it is"
         )
-    if not has_fallen:
-        return (
-            f"{scale}, and has not fallen. If a lower scale, or `dynamic_loss_scale`, "
-            f"ends this, it is an overflow; if not, it is {of_model}"
+    else:
+        sign = (
+            "It has not fallen: if a lower scale, or `dynamic_loss_scale`, ends this, "
+            "it is an overflow; if not, it is"
         )
     return (
-        f"{scale}. If this ends before the scale is down to 1, it is an overflow: "
-        f"raise `max_skipped`, or lower `init_scale`. If not, it is {of_model}"
+        f"is {'down to ' if has_fallen else ''}{state.scale:g}. {sign} a NaN or "
+        "infinity of the model or its data, such as a division by zero or the log of a "
+        "negative number."
     )
 
 
@@ -143,17 +140,11 @@ def _sees_masked_gradients(opt_state: Any) -> bool:
     )
 
 
-def _check_max_skipped(max_skipped: Any) -> None:
-    check_number(
-        "check_loss_scale: `max_skipped`",
-        max_skipped,
-        "a number of steps (pass gradients by keyword, as `grads=grads`)",
-        lambda _: True,
-    )
-
-
-def _check_concrete(state: LossScaleState) -> None:
-    if is_traced(state.scale):
+def _check_arguments(max_skipped: Any, state: LossScaleState | None) -> None:
+    expected = "a number of steps (pass gradients by keyword, as `grads=grads`)"
+    name = "check_loss_scale: `max_skipped`"
+    check_number(name, max_skipped, expected, lambda _: True)
+    if state is not None and is_traced(state.scale):
         raise TypeError(
             f"check_loss_scale: the loss scale is traced ({describe(state.scale)}), "
             "expected a concrete value; call it outside jit."

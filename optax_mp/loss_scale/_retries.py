@@ -10,7 +10,6 @@ from jax import lax
 from optax_mp._tree import all_finite, describe, is_array
 from optax_mp.loss_scale._call import check_function
 from optax_mp.loss_scale._gradients import differentiate
-from optax_mp.loss_scale._values import LossScale
 
 
 def dynamic_scale_value_and_grad(
@@ -98,7 +97,7 @@ def _with_retries(
             "again, 0 or more."
         )
 
-    def attempt(scale: LossScale, args: Any, kwargs: Any) -> Any:
+    def attempt(scale: Any, args: Any, kwargs: Any) -> Any:
         factor = scale.loss_scale
         value, grads = differentiate(fun, 0, has_aux, factor, args, kwargs, caller)
         grads = scale.unscale(grads)

@@ -8,7 +8,6 @@ import optax
 from jax.tree_util import keystr
 
 from optax_mp._arguments import check_opt_state, warn_unless_state
-from optax_mp._first_edition import raise_missing_field
 from optax_mp._float16 import report
 from optax_mp._nesting import check_nesting
 from optax_mp._nnx import plain_state
@@ -52,10 +51,7 @@ class LossScaleState(NamedTuple):
     total_skipped_count: jax.Array
     last_finite: jax.Array
     inner_state: optax.OptState
-    # Last and with a default, so that older pickles, which lack it, still load.
     nonfinite_index: jax.Array | int = -1
-
-    __getattr__ = raise_missing_field
 
 
 def loss_scale(opt_state: optax.OptState) -> jax.Array:

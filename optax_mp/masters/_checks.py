@@ -37,6 +37,14 @@ def check_storable(
     ):
         if dtype is None or not needs_master:
             continue
+        if float(jnp.finfo(dtype).min) > 0:
+            raise ValueError(
+                f"mixed_precision: param {spell(path)} is {describe(param)}, in "
+                f"training {dtype}, which has neither a sign nor zero, expected a "
+                "dtype of weights such as float8_e4m3fn; wrap the optimizer in "
+                "`optax.masked` if this leaf, such as the scales of blocks, is not "
+                "trained."
+            )
         if not storage.takes(dtype, master_dtype):
             raise ValueError(
                 f"mixed_precision: param {spell(path)} is {describe(param)}, in "

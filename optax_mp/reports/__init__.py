@@ -17,7 +17,7 @@ from optax_mp.reports._gradient_range import (
 from optax_mp.reports._memory import MemoryReport, MemoryRow, memory_report
 from optax_mp.reports._metrics import metrics
 from optax_mp.reports._precision import PrecisionReport, precision_report
-from optax_mp.reports._precision_rows import PrecisionCause, PrecisionProduct
+from optax_mp.reports._precision_walk import PrecisionCause, PrecisionProduct
 from optax_mp.reports._step import StepReport, StepRow, step_report
 from optax_mp.reports._updates import UpdateReport, update_report
 

@@ -1,6 +1,5 @@
 """amp with 8-bit products: where they are, in what, and what a report says of them."""
 
-import contextlib
 import functools
 import re
 
@@ -59,6 +58,8 @@ def any_shape(half_the_smallest, monkeypatch):
     monkeypatch.setattr(_eight_bits, "MULTIPLE", 1)
 
 
+UNUSED = "ignore:amp. `compute_dtype` is float8_e4m3fn, but no matrix product"
+
 # Which products
 
 
@@ -86,6 +87,7 @@ def test_all_else_is_as_in_bfloat16():
     assert others(F8) == others("bfloat16")
 
 
+@pytest.mark.filterwarnings(UNUSED)
 @pytest.mark.parametrize(
     ("rows", "inner", "columns", "is_8_bit"),
     [
@@ -103,6 +105,7 @@ def test_small_and_odd_shapes_stay_in_16_bits(rows, inner, columns, is_8_bit):
     assert eight_bit_products(in_8_bits(jnp.matmul), x, w) == (is_8_bit, 1)
 
 
+@pytest.mark.filterwarnings(UNUSED)
 def test_the_smallest_size_is_512(monkeypatch):
     monkeypatch.undo()
     x = jnp.zeros((512, 512))
@@ -111,6 +114,7 @@ def test_the_smallest_size_is_512(monkeypatch):
         assert eight_bit_products(in_8_bits(jnp.matmul), y, x[: y.shape[1]]) == (0, 1)
 
 
+@pytest.mark.filterwarnings(UNUSED)
 def test_the_sizes_are_those_within_a_batch():
     fun = in_8_bits(lambda x, w: jnp.einsum("bmik,bkn->bmin", x, w))
     few = jnp.zeros((512, 2, 4, 256)), jnp.zeros((512, 256, 256))
@@ -119,6 +123,7 @@ def test_the_sizes_are_those_within_a_batch():
     assert eight_bit_products(fun, *many)[0] == 1
 
 
+@pytest.mark.filterwarnings(UNUSED)
 def test_a_symbolic_size_stays_in_16_bits():
     (rows,) = export.symbolic_shape("rows")
     x = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
@@ -156,13 +161,6 @@ def test_words_go_by_operation_and_scope_with_the_outermost_first(rules, expecte
     assert eight_bit_products(fun, X, W) == (expected, 2)
 
 
-def test_a_word_may_be_that_of_a_line():
-    report = optax_mp.amp_report(outer, X, W)
-    lines = {x.line for x in report.operations if x.primitive == "dot_general"}
-    for line in lines:
-        assert eight_bit_products(by_rule(line, outer), X, W) == (1, 2)
-
-
 def test_a_word_may_be_that_of_a_loop():
     def loop(x, w):
         return lax.scan(lambda x, _: (inner(x, w), None), x, None, 3)[0] @ w
@@ -181,6 +179,7 @@ def test_in_the_scope_of_a_word_for_products_all_else_follows_its_own_rule():
         assert "f32[256,256] = exp" in str(jaxpr)
 
 
+@pytest.mark.filterwarnings(UNUSED)
 def test_amp_stop_and_precision_keep_a_product_out():
     def fun(x, w):
         with optax_mp.amp_stop():
@@ -203,6 +202,25 @@ def test_beside_float16_products_are_in_8_bits_too():
     fun = optax_mp.amp(outer, compute_dtype="float16", rules=rules)
     assert eight_bit_products(fun, X, W) == (2, 2)
     assert "f16[256,256] = tanh" in str(jax.make_jaxpr(fun)(X, W))
+
+
+def test_a_call_without_any_product_in_8_bits_warns():
+    text = (
+        "`compute_dtype` is float8_e4m3fn, but no matrix product .*1 because of their"
+    )
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match=text):
+        in_8_bits(jnp.matmul)(X[:8], W)
+    report = optax_mp.amp_report(jnp.matmul, X[:8], W, compute_dtype=F8)
+    assert str(report).endswith("products, by FLOPs: 0% f8, 100% low")
+    assert "Warning: `compute_dtype` is float8_e4m3fn" in str(report)
+
+
+@pytest.mark.filterwarnings(UNUSED)
+def test_an_empty_batch_is_no_error(any_shape):
+    fun = in_8_bits(lambda x, w: jnp.einsum("eti,eij->etj", x, w))
+    x, w = jnp.zeros((0, 16, 16)), jnp.zeros((0, 16, 16))
+    assert fun(x, w).shape == (0, 16, 16)
+    assert jax.grad(lambda w: fun(x, w).sum())(w).shape == w.shape
 
 
 # Bad input
@@ -228,8 +246,8 @@ def test_a_word_on_an_operation_that_is_no_matrix_product_is_refused(name, word)
         optax_mp.amp(jnp.sin, rules=optax_mp.default_amp_rules | {name: word})
 
 
-def test_a_word_for_a_scope_that_does_not_occur_is_refused():
-    with pytest.raises(ValueError, match="`rules` names 'iner'.*'inner'"):
+def test_a_word_for_a_scope_that_does_not_occur_raises_a_warning():
+    with pytest.warns(UserWarning, match="`rules` names 'iner'.*'inner'"):
         by_rule("iner", outer)(X, W)
 
 
@@ -382,7 +400,7 @@ def test_a_report_counts_8_bit_products_and_says_why_others_are_not():
     assert report().f8_share == 16 / 17
     assert report().low_share == 1
     assert "1 f8, " in str(report())
-    assert str(report()).endswith("products: 100% low, 94% f8")
+    assert str(report()).endswith("products, by FLOPs: 94% f8, 6% low")
 
 
 @pytest.mark.slow
@@ -396,38 +414,12 @@ def test_the_error_of_an_8_bit_product_is_that_of_its_operands():
     assert 2.0**-6 < each.own_error < 2.0**-4
 
 
-def test_rules_keep_the_worst_8_bit_products_in_16_bits_and_nothing_wider():
-    found = report().rules(above=0.02)
-    new = {k: v for k, v in found.items() if k not in optax_mp.default_amp_rules}
-    assert list(new.values()) == ["not_f8"]
-    again = optax_mp.amp_report(two_layers, LAYERS, X, compute_dtype=F8, rules=found)
-    assert again.f8_share == 0
-    assert again.low_share == 1
-    assert {x.primitive: x.ran for x in again.operations}["tanh"] == "low"
-
-
-@pytest.mark.slow
-def test_rules_for_a_smaller_error_reach_float32_in_two_steps():
-    rules = optax_mp.default_amp_rules
-    for warns in (False, True):
-        found = optax_mp.amp_report(
-            two_layers, LAYERS, X, compute_dtype=F8, rules=rules
-        )
-        # No product is left in 16 bits.
-        warning = pytest.warns(UserWarning, match="0% of the FLOPs")
-        with warning if warns else contextlib.nullcontext():
-            rules = found.rules(above=1e-4)
-    last = optax_mp.amp_report(two_layers, LAYERS, X, compute_dtype=F8, rules=rules)
-    assert {x.ran for x in last.operations if x.flops} == {"f32"}
-
-
 def test_a_precision_report_counts_8_bit_products():
     found = optax_mp.precision_report(in_8_bits(two_layers), LAYERS, X)
     assert found.shares() == pytest.approx(
         {"float8_e4m3fn": 16 / 35, "float8_e5m2": 16 / 35, "bfloat16": 3 / 35}
     )
     assert found.low_share == 1
-    assert found.kept_bytes["float8_e4m3fn"] >= 256 * 256
 
 
 # Unmodified models of each framework

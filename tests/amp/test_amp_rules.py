@@ -1,7 +1,6 @@
 """amp's rules: the words, where they apply, what users give, and what is refused."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from amp_cases import compiled, error, operations, products
 from jax import lax
 
 import optax_mp
-from optax_mp import amp, amp_stop, default_amp_rules
+from optax_mp import MixedPrecisionWarning, amp, amp_stop, default_amp_rules
 
 BF16, F16, F32 = (jnp.dtype(x) for x in ("bfloat16", "float16", "float32"))
 X = np.random.default_rng(0).standard_normal((4, 8), np.float32)
@@ -274,6 +273,7 @@ def _backward(residuals, g):
 with_scope_in_its_rule.defvjp(_forward, _backward)
 
 
+@pytest.mark.filterwarnings("ignore:amp. `rules` names 'only_backward'")
 def test_a_scope_that_only_a_derivative_rule_enters_is_known():
     rules = default_amp_rules | {"only_backward": "f32"}
 
@@ -292,41 +292,6 @@ def test_a_scope_around_reaches_into_a_derivative_rule():
 
     jaxpr = jax.make_jaxpr(jax.grad(amp(fun)))(W, X)
     assert {jnp.dtype(x.outputs[0]) for x in products(jaxpr)} == {F32}
-
-
-def test_a_source_line_may_be_that_of_a_scope_or_of_a_caller():
-    def shared(x):
-        return lax.tanh(x)
-
-    def fun(x):
-        low = x @ W
-        with jax.named_scope("first"):
-            x = shared(low)
-        return x, shared(low)
-
-    def dtypes(name):
-        jaxpr = jax.make_jaxpr(amp(fun, rules=default_amp_rules | {name: "f32"}))(X)
-        return re.findall(r":(\w+)\[4,8\] = tanh", str(jaxpr))
-
-    file = "test_amp_rules.py"
-    own, caller = (f.__code__.co_firstlineno for f in (shared, fun))
-    assert dtypes(f"{file}:{own + 1}") == ["f32", "f32"]
-    assert dtypes(f"first/{file}:{own + 1}") == ["f32", "bf16"]
-    assert dtypes(f"{file}:{caller + 4}/{file}:{own + 1}") == ["bf16", "f32"]
-    with pytest.raises(ValueError, match="`rules` names"):
-        dtypes(f"second/{file}:{own + 1}")
-
-
-def test_a_source_line_is_a_place():
-    def fun(x, w):
-        first = x @ w
-        second = jnp.tanh(first) @ w
-        return second
-
-    line = fun.__code__.co_firstlineno + 1
-    rules = default_amp_rules | {f"test_amp_rules.py:{line}": "f32"}
-    found = products(jax.make_jaxpr(amp(fun, rules=rules))(X, W))
-    assert [jnp.dtype(each.outputs[0]) for each in found] == [F32, BF16]
 
 
 def test_amp_default_is_the_rule_of_what_is_not_listed():
@@ -402,19 +367,15 @@ def returning(result):
         (
             lambda x, p: (x, None),
             TypeError,
-            r"returned None as bind_params, expected a dict",
+            r"None\), expected a pair of a list and a d",
         ),
-        (lambda x, p: (x * 2, p), ValueError, r"returned 2 inputs, expected 1"),
+        (lambda x, p: (x * 2, p), ValueError, r"returned float32.*, expected float32"),
         (
             lambda x, p: ([x[0].astype(int)], p),
             ValueError,
-            r"returned int32\[4,8\] as input 0, expected float32\[4,8\]; change",
+            r"returned int32\[4,8\] as inputs, expected float32\[4,8\]; change",
         ),
-        (
-            lambda x, p: ([x[0][0]], p),
-            ValueError,
-            r"returned float32\[8\] as input 0, expected float32\[4,8\]",
-        ),
+        (lambda x, p: ([x[0][0]], p), ValueError, r"returned float32\[8\] as inputs"),
         (
             lambda x, p: ([x[0].astype(jnp.float16)], p),
             ValueError,
@@ -472,18 +433,18 @@ def test_a_key_without_a_name_is_refused():
         amp(jnp.sin, rules={jnp.tanh: "f32"})
 
 
-def test_an_unknown_name_is_refused():
+def test_an_unknown_name_raises_a_warning():
     fun = amp(lambda x: jnp.tanh(x), rules=default_amp_rules | {"tahn": "f32"})
-    with pytest.raises(ValueError, match="names 'tahn', .*did you mean .*'tanh'"):
+    with pytest.warns(MixedPrecisionWarning, match="names 'tahn', .* mean .*'tanh'"):
         fun(X)
 
 
-def test_a_misspelt_scope_is_refused():
+def test_a_misspelt_scope_raises_a_warning():
     def fun(x):
         with jax.named_scope("router"):
             return x @ x.T
 
-    with pytest.raises(ValueError, match="names 'ruoter', .*did you mean 'router'"):
+    with pytest.warns(MixedPrecisionWarning, match="'ruoter', .*did you mean 'router'"):
         amp(fun, rules=default_amp_rules | {"ruoter": "f32"})(X)
 
 
@@ -570,8 +531,6 @@ def bounded(fun):
     ],
 )
 def test_the_rule_of_a_loop_or_a_jit_applies_to_everything_inside(key, wrap):
-    if key == "jit":  # its name is another up to JAX 0.6
-        key = jax.make_jaxpr(jax.jit(jnp.sin))(X).eqns[0].primitive
     fun = wrap(lambda x: x @ W)
     for word in ("as_written", "f32"):
         rules = default_amp_rules | {key: word}
@@ -598,14 +557,6 @@ def test_a_scope_with_parts_is_found_by_all_of_them(name):
     assert ran(fun, X, W, primitive="dot_general", rules=rules) == {F32}
     jaxpr = jax.make_jaxpr(jax.grad(lambda w: amp(fun, rules=rules)(X, w).sum()))(W)
     assert {jnp.dtype(each.outputs[0]) for each in products(jaxpr)} == {F32}
-
-
-def test_a_misspelt_name_is_refused_where_no_gradient_exists():
-    def fun(x):
-        return lax.while_loop(lambda x: x.sum() < 10, lambda x: x + 1, x)
-
-    with pytest.raises(ValueError, match="names 'exq', expected a primitive"):
-        amp(fun, rules=default_amp_rules | {"exq": "f32"})(X)
 
 
 def test_a_rule_for_casts_is_refused():
@@ -638,5 +589,5 @@ def test_a_name_without_a_letter_is_unknown(name):
         with jax.named_scope("layer"):
             return x @ x.T
 
-    with pytest.raises(ValueError, match="expected a primitive of JAX"):
+    with pytest.warns(MixedPrecisionWarning, match="expected a primitive of JAX"):
         amp(fun, rules=default_amp_rules | {name: "f32"})(X)

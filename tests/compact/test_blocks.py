@@ -11,7 +11,9 @@ from comparison import as_bits
 from reference import block_axis, block_codes, block_scales, block_share, block_values
 from slow_cases import mostly_slow
 
-from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
+from optax_mp._quantized import Code
+from optax_mp.compact import _blocks
+from optax_mp.compact._blocks import choose_axis, dequantize, quantize
 from optax_mp.compact._random_numbers import rounding_keys
 
 EVERY_FORM = pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
@@ -40,6 +42,11 @@ def rounding_key(*parts):
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
+def quantized_zeros(x, dtype, block_size=None):
+    axis = -1 if block_size is None else choose_axis(x.shape, block_size)
+    return _blocks.quantized_zeros(x, Code(str(jnp.dtype(dtype)), axis, block_size))
+
+
 def encode(x, dtype, block_size=32, key=None):
     return quantize(
         x, had_all_signs(quantized_zeros(x, jnp.dtype(dtype), block_size)), key
@@ -134,6 +141,11 @@ def test_other_block_sizes_are_those_of_the_reference(shape, block_size):
 @pytest.mark.parametrize(
     ("shape", "scales"),
     [
+        ((40, 256), (40, 8)),
+        ((512, 256), (512, 8)),
+        ((50257, 768), (50257, 24)),
+        ((4096, 128), (128, 128)),
+        ((128, 64), (4, 64)),
         ((40, 64), (40, 2)),
         ((64, 5), (2, 5)),
         ((64, 31), (2, 31)),
@@ -146,8 +158,10 @@ def test_other_block_sizes_are_those_of_the_reference(shape, block_size):
     ],
     ids=str,
 )
-def test_blocks_lie_along_the_last_axis_that_fills_one(shape, scales):
-    assert quantized_zeros(np.zeros(shape), jnp.int8, 32).scales.shape == scales
+def test_blocks_lie_along_the_last_axis_that_8_devices_can_share(shape, scales):
+    like = jax.ShapeDtypeStruct(shape, jnp.float32)
+    made = jax.eval_shape(lambda: quantized_zeros(like, jnp.int8, 32))
+    assert made.scales.shape == scales
     axis = block_axis(shape, 32)
     assert scales[axis] == -(-shape[axis] // 32)
 

@@ -25,10 +25,8 @@ from optimizers import OPTIMIZERS, extra_arguments
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp._jax import _by_platform
 from optax_mp._jax._jaxpr import bind, evaluate
 from optax_mp.devices import _offload
-from optax_mp.leafwise._host_chunks import chunks_of
 
 ADAMW = optax.adamw(1e-2)
 
@@ -98,9 +96,9 @@ def test_a_form_trains_as_without(name):
 
 @needs_memories
 @pytest.mark.parametrize("by_take_step", [True, False])
-def test_what_is_around_is_not_cut_for_a_tpu(by_take_step, monkeypatch):
+@pytest.mark.filterwarnings("ignore:take_step. no kernel")
+def test_what_is_around_is_not_cut_for_a_tpu(by_take_step):
     """A step in few bits goes leaf by leaf there, but not in host memory."""
-    monkeypatch.setattr(_by_platform, "may_compile_for_tpus", lambda: True)
     tx = scaled(optax_mp.offload(compact(ADAMW)))
     params = {"w": jnp.ones((2**11, 2**11), jnp.bfloat16)}
     state = jax.jit(tx.init)(params)

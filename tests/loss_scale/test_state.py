@@ -85,27 +85,6 @@ def test_a_loss_scale_inside_another_is_named(call):
 # The state
 
 
-RENAMED = {
-    "finite_steps": "finite_count",
-    "skipped_in_a_row": "skipped_count",
-    "total_skipped": "total_skipped_count",
-}
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_reading_an_old_field_names_the_new_one(old):
-    state = state_with(8.0)
-    expected = f"LossScaleState: `{old}` is now called `{RENAMED[old]}`"
-    with pytest.raises(AttributeError, match=expected):
-        getattr(state, old)
-    assert not hasattr(state, old)
-
-
-def test_reading_what_never_was_a_field_is_an_error():
-    with pytest.raises(AttributeError, match="object has no attribute 'growth_factor'"):
-        _ = state_with(8.0).growth_factor
-
-
 @pytest.mark.parametrize("trip", [copy.copy, copy.deepcopy, pickle])
 def test_a_state_can_be_copied_and_pickled(trip):
     state = state_with(8.0)

@@ -28,7 +28,6 @@ pytestmark = [
 ]
 
 STEPS = 300
-IS_JAX_0_5 = not hasattr(jax, "shard_map")
 # Where a master is put together within the program of the rule, XLA contracts a
 # multiplication and an addition of these otherwise: a unit in the last place a step.
 CONTRACTED_WHEN_SPLIT = (
@@ -36,7 +35,6 @@ CONTRACTED_WHEN_SPLIT = (
     "schedule_free",
     "schedule_free_adamw",
     "schedule_free_sgd",
-    *(("adafactor",) if IS_JAX_0_5 else ()),
 )
 # By default one in bfloat16 and in float16; in CI all in bfloat16. What else is
 # promised of every optimizer is tried by default with one or two.

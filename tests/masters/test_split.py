@@ -120,6 +120,20 @@ def test_16_bits_are_lossless_at_the_edges_of_every_exponent():
     assert_lossless(edges())
 
 
+def test_weights_given_to_init_keep_subnormals():
+    patterns = np.arange(1, 2**23, 129, dtype=np.uint32)
+    weights = {
+        "w": jnp.asarray(np.concatenate([patterns, patterns | 2**31])).view("f4")
+    }
+    tx = mixed(optax.sgd(1.0), 16, param_dtype="bfloat16")
+    params = optax_mp.cast_floating(weights, "bfloat16")
+    found = optax_mp.master_params(tx.init(weights), params)["w"]
+    apart = found.view("i4") - weights["w"].view("i4")
+    # Ties of the cast to even leave a remainder of 32768, one more than int16 has.
+    assert set(np.unique(apart)) <= {0, -1}
+    assert np.count_nonzero(apart) < 10
+
+
 @pytest.mark.slow
 def test_16_bits_are_lossless_for_all_floats():
     assert_lossless(ALL)
@@ -631,7 +645,7 @@ def test_leaves_of_every_kind_beside_split_ones():
         state = tx.init(params)
         updates, after = tx.update(grads, state, params)
         assert avals(after) == avals(state)
-        assert updates["int"] is grads["int"]
+        assert not updates["int"].any()
         assert [updates[k] for k in ("none", "masked", "static")] == [
             None, optax.MaskedNode(), None,
         ]  # fmt: skip
@@ -678,7 +692,7 @@ def test_a_missing_gradient_leaves_param_and_remainder_alone():
     state = tx.init(params)
     with pytest.warns(optax_mp.MixedPrecisionWarning, match=r"\['a'\] is None"):
         updates, after = tx.update({"a": None, "b": jnp.ones(3)}, state, params)
-    assert updates["a"] is None
+    assert not updates["a"].any()
     assert same_bits(after.master_params["a"], state.master_params["a"])
     assert not same_bits(after.master_params["b"], state.master_params["b"])
 
@@ -726,19 +740,6 @@ def test_an_edited_param_is_the_new_master(dtype, bits):
     assert np.mean(moved == 0) > 0.99
 
 
-def test_with_full_copies_the_master_wins_unless_replaced():
-    tx = optax_mp.mixed_precision(optax.sgd(1.0))
-    params = {"w": jnp.full(3, 1.5, jnp.bfloat16)}
-    state = tx.init(params)
-    edited = {"w": jnp.zeros(3, jnp.bfloat16)}
-    grads = {"w": jnp.zeros(3)}
-    after, _ = fused(tx)(edited, state, grads)
-    np.testing.assert_array_equal(np.asarray(after["w"], np.float32), 1.5)
-    state = optax_mp.replace_master_params(state, params, edited)
-    after, _ = fused(tx)(edited, state, grads)
-    np.testing.assert_array_equal(np.asarray(after["w"], np.float32), 0)
-
-
 @pytest.mark.parametrize("bits", [slow(16), 8])
 def test_replaced_masters_are_kept_as_far_as_the_params_are_theirs(bits):
     weights = start(1000)
@@ -760,7 +761,7 @@ def test_replaced_masters_are_kept_as_far_as_the_params_are_theirs(bits):
     message = (
         rf"`new_master` at \['w'\] is float32\[1000\], and the param "
         rf"bfloat16\[1000\] in `params` is not this master rounded, as Split"
-        rf"\(bits={bits}\) requires, .* Cast first"
+        rf"\(bits={bits}\) requires: .* Cast first"
     )
     with pytest.raises(ValueError, match=message):
         optax_mp.replace_master_params(state, params, far)

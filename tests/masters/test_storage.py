@@ -30,6 +30,7 @@ LOADED = jax.tree.map(
     lambda p: p * 1.1 + 0.01 if p.dtype != jnp.int32 else p,
     {**PARAMS, "w": PARAMS["w"].astype(jnp.float32)},
 )
+CAST = jax.tree.map(lambda x, p: x.astype(p.dtype), LOADED, PARAMS)
 OWN = pytest.mark.parametrize("storage", [Negated(), TwoBfloat16()])
 # For what takes long: the one that keeps a tree for each master.
 MOSTLY_TREES = mostly_slow(
@@ -133,9 +134,9 @@ def test_masters_are_read_and_replaced_in_any_nesting(storage):
         state = tx.init(PARAMS)
         found = optax_mp.master_params(state, PARAMS)
         assert as_bits(found["w"]) == as_bits(PARAMS["w"].astype(jnp.float32))
-        state = optax_mp.replace_master_params(state, PARAMS, LOADED)
+        state = optax_mp.replace_master_params(state, CAST, LOADED)
         assert avals(state) == avals(tx.init(PARAMS))
-        found = optax_mp.master_params(state, PARAMS)
+        found = optax_mp.master_params(state, CAST)
         for path in ("w", "group"):
             want = jax.tree.map(lambda x: as_kept(storage, x), LOADED[path])
             assert as_bits(found[path]) == as_bits(want)
@@ -183,7 +184,6 @@ def test_checkpoints_are_checked_and_pickled(storage):
     split = jax.eval_shape(mixed(optax_mp.Split(16)).init, PARAMS)
     with pytest.raises(ValueError, match="does not match `template`"):
         optax_mp.check_checkpoint(state, split)
-    optax_mp.check_replicas((params, state))
 
 
 @ALL
@@ -343,9 +343,9 @@ def test_the_target_of_advance_is_checked(of_target):
         def advance(self, stored, param, master):
             return -master, of_target(master)
 
-    tx = mixed(Astray())
-    with pytest.raises(TypeError, match=r"`advance` .* as the target for param \['gro"):
-        tx.update(gradients(0), tx.init(PARAMS), PARAMS)
+    message = r"`advance` .* for param \['group'\]\[0\], .* as the target a floating"
+    with pytest.raises(TypeError, match=message):
+        mixed(Astray()).init(PARAMS)
 
 
 def test_what_advance_returns_is_checked():
@@ -353,10 +353,9 @@ def test_what_advance_returns_is_checked():
         def advance(self, stored, param, master):
             return (master, master), master
 
-    tx = mixed(Widening())
     message = r"`advance` of the storage .* returned float32\[3\], float32\[3\] for"
     with pytest.raises(TypeError, match=message):
-        tx.update(gradients(0), tx.init(PARAMS), PARAMS)
+        mixed(Widening()).init(PARAMS)
 
 
 def test_params_that_a_storage_does_not_take_are_named():

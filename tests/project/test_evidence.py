@@ -4,7 +4,6 @@ import importlib
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -78,7 +77,9 @@ def test_another_figure_in_a_result_is_another_figure_on_the_page(script):
     row["ratio"] = 4321.0
     assert rendered(script, records).count("4321.00") == 1
     (gaps,) = records["demo_rates"].tables.values()
-    gaps.append(gaps[-1] | {"run": "bf16 naive", "above float32": 7.0})
+    gaps.append(
+        gaps[-1] | {"run": "plain optax on bfloat16 params", "above float32": 7.0}
+    )
     assert "to +7.000 nats at the rates" in rendered(script, records)
 
 
@@ -264,14 +265,9 @@ def test_a_later_run_adds_seeds_to_those_of_the_file(script):
     characters = script("characters")
 
     def result(name, losses, skipped=None):
-        curves = [SimpleNamespace(losses=(loss, loss)) for loss in losses]
-        return SimpleNamespace(
-            name=name,
-            held_out_losses=losses,
-            curves=curves,
-            skipped_steps=skipped,
-            bytes_per_weight=12.0,
-        )
+        form = characters.Form(name, "float16")
+        curves = [[loss, loss] for loss in losses]
+        return characters.Result(form, losses, curves, 12.0, 1.0, skipped)
 
     first = characters.with_result(None, result("f16", [1.5], skipped=2), [1])
     both = characters.with_result(first, result("f16", [2.0, 1.0], skipped=3), [2, 0])

@@ -9,17 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._dtypes import round_to
-from optax_mp._jax._order import hidden_zeros
 
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 # Bit patterns of float32: the sign, infinity, and the largest bfloat16.
 _SIGN = -(2**31)
 _INFINITY = 0x7F800000
 _LARGEST_BFLOAT16 = 0x7F7F0000
-# What is added to a param's pattern and its remainder, so that as a float32 they are
-# not subnormal, which CPUs flush to zero. Of bfloat16 these are zeros, and remainders
-# beside them that are below every normal float32. (A NaN of float16 stays a NaN.)
-_LOWEST_FLOAT = {_BFLOAT16: 0, jnp.dtype(jnp.float16): 0x01000000}
 
 
 # Jitted, so that it is traced once for all arrays of one shape and dtype.
@@ -148,7 +143,7 @@ class Split:
         else:
             landing = round_to(reached, param.dtype)
         remainder = self._remainder(master, landing, param.dtype)
-        return _computed_once(remainder, landing, param.dtype, stored)
+        return remainder, landing.astype(param.dtype)
 
     def _round(self, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Return the master rounded to the dtype; ties of bfloat16 away from zero."""
@@ -180,49 +175,6 @@ def _drop_invalid(remainder: jax.Array, base: jax.Array) -> jax.Array:
     magnitude = base & ~_SIGN
     remainder = jnp.where(magnitude == 0, jnp.maximum(remainder, 0), remainder)
     return jnp.where(magnitude < _INFINITY, remainder, 0)
-
-
-def _computed_once(
-    remainder: jax.Array, landing: jax.Array, dtype: jnp.dtype, stored: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return a remainder and its param, which XLA for CPUs computes only once.
-
-    XLA's CPU kernels have one output each. Both outputs of a step, the param and the
-    remainder, overwrite what both are computed from: XLA would compute everything twice
-    and copy what it is computed from. But XLA never computes a division twice. So both
-    are put together into one float, divided by a 1 that XLA does not know to be 1, and
-    read off the quotient. On GPUs and TPUs the division is free, because the step is
-    limited by memory; if it missed by a last place, the master would move by as much.
-    """
-    ones = hidden_zeros(stored) + 1
-    shift = 16 - jnp.iinfo(remainder.dtype).bits
-    lowest = _LOWEST_FLOAT[dtype]
-    both = _to_upper_half(landing, dtype) + (remainder.astype(jnp.int32) << shift)
-    written = _to_float(both + lowest) / ones.astype(jnp.float32)
-    both = _to_pattern(written) - lowest
-    # There is no remainder beside NaN, of which a division may fill all bits.
-    lower = jnp.where(jnp.isfinite(written), (both << 16) >> 16, 0)
-    remainder = ((lower + (1 << shift) // 2) >> shift).astype(remainder.dtype)
-    return remainder, _from_upper_half(both - lower, dtype)
-
-
-def _to_upper_half(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return the pattern of `x` in a 16-bit dtype, as the upper half of an int32.
-
-    Args:
-        x: float32 numbers that the dtype has.
-        dtype: the dtype.
-    """
-    if dtype == _BFLOAT16:
-        return _to_pattern(x)
-    return lax.bitcast_convert_type(x.astype(dtype), jnp.int16).astype(jnp.int32) << 16
-
-
-def _from_upper_half(pattern: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return in a 16-bit dtype what has this pattern in the upper half of an int32."""
-    if dtype == _BFLOAT16:
-        return _to_float(pattern & -0x10000).astype(dtype)
-    return lax.bitcast_convert_type((pattern >> 16).astype(jnp.int16), dtype)
 
 
 def _to_pattern(x: jax.Array) -> jax.Array:

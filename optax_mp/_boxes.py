@@ -1,0 +1,144 @@
+"""The boxes in which frameworks keep each array, told by their structure alone.
+
+`nnx.Variable`, Linen's `Partitioned`, haliax's `NamedArray`: a box is a pytree node
+with one child, which is a leaf, and is neither a mapping nor a sequence. Frameworks
+look into boxes for arrays, and map functions over a state and its shardings. So in our
+states a box holds one array, like the param's box, and what is absent is absent with
+its box.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.tree_util import DictKey, SequenceKey, all_leaves, tree_flatten_with_path
+
+from optax_mp._tree import PyTree, is_array
+
+# Decides whether an axis of a new length keeps its name, if that means a mesh axis.
+Divides = Callable[[Any, int], bool]
+
+
+def is_box(node: Any) -> bool:
+    """Return whether `node` is a box around one leaf."""
+    if is_leaf_like(node) or isinstance(node, dict | list | tuple):
+        return False
+    children = one_level(node)
+    if len(children) != 1 or not children[0][0]:
+        return False
+    (key,), child = children[0]
+    return not isinstance(key, DictKey | SequenceKey) and all_leaves([child])
+
+
+def is_leaf_like(node: Any) -> bool:
+    """Return whether `node` is surely a leaf, or None."""
+    # A box of NNX has the `dtype` and `shape` of its array.
+    return node is None or (is_array(node) and all_leaves([node]))
+
+
+def one_level(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return the children of a node with their keys; a leaf itself, without a key."""
+    return tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+
+
+def flatten_slots(tree: PyTree) -> tuple[list[Any], Any]:
+    """Flatten a tree with boxes for leaves. There are as many as there are leaves."""
+    return jax.tree.flatten(tree, is_leaf=is_box)
+
+
+def unbox(slot: Any) -> Any:
+    """Return what a box holds; what is no box is returned as it is."""
+    return one_level(slot)[0][1] if is_box(slot) else slot
+
+
+def put(box: Any, value: Any) -> Any:
+    """Return `value` in the place of what a box holds."""
+    return jax.tree.structure(box).unflatten([value]) if is_box(box) else value
+
+
+def put_resized(box: Any, value: Any, divides: Divides) -> Any:
+    """Return an array of another shape in a box like `box`.
+
+    What the box says about each axis, such as names of mesh axes, is kept for axes that
+    are as long as before. It is kept for one that is shorter if `divides` says so. (A
+    name means a part of the mesh; uneven parts are an error.) Axes in front get none.
+
+    Args:
+        box: a box, or an array.
+        value: an array; its last axes are those of the one in `box`.
+        divides: takes the name of an axis, and its new length.
+    """
+    old = unbox(box)
+    if not is_box(box) or value.shape == old.shape:
+        return put(box, value)
+    more = value.ndim - old.ndim
+
+    def fit(entries: Any) -> Any:
+        """Return what is said about the axes of `value`, if `entries` is about axes."""
+        kept = [
+            _resize(entry, before, after, divides)
+            for entry, before, after in zip(
+                entries, old.shape, value.shape[more:], strict=True
+            )
+        ]
+        front = [_front(entries, i, n) for i, n in enumerate(value.shape[:more])]
+        whole = front + kept
+        return tuple(whole) if isinstance(entries, tuple) else type(entries)(*whole)
+
+    if hasattr(box, "get_metadata"):
+        return _put_in_variable(box, value, fit, old.ndim)
+    if dataclasses.is_dataclass(box):
+        changes: dict[str, Any] = {}
+        for field in dataclasses.fields(box):
+            attribute = getattr(box, field.name)
+            if attribute is old:
+                changes[field.name] = value
+            elif _is_about_axes(attribute, old.ndim):
+                changes[field.name] = fit(attribute)
+        return dataclasses.replace(box, **changes)
+    return put(box, value)
+
+
+def _put_in_variable(box: Any, value: Any, fit: Any, ndim: int) -> Any:
+    """Return a variable of NNX, whose metadata is a dict."""
+    new = put(box, value)
+    about_axes = {
+        name: fit(entries)
+        for name, entries in box.get_metadata().items()
+        if _is_about_axes(entries, ndim)
+    }
+    new.set_metadata(**{**box.get_metadata(), **about_axes})
+    return new
+
+
+def _is_about_axes(entries: Any, ndim: int) -> bool:
+    """Return whether metadata has an entry for each axis, such as a name."""
+    is_spec = isinstance(entries, tuple | jax.sharding.PartitionSpec)
+    return is_spec and ndim > 0 and len(entries) == ndim and all(map(_is_name, entries))
+
+
+def _is_name(entry: Any) -> bool:
+    is_names = isinstance(entry, tuple) and all(isinstance(x, str) for x in entry)
+    return entry is None or isinstance(entry, str) or is_names or _is_axis(entry)
+
+
+def _is_axis(entry: Any) -> bool:
+    return dataclasses.is_dataclass(entry) and hasattr(entry, "size")
+
+
+def _resize(entry: Any, before: int, after: int, divides: Divides) -> Any:
+    if before == after or entry is None:
+        return entry
+    keeps = divides(getattr(entry, "name", entry), after)
+    if _is_axis(entry):
+        name = entry.name if keeps else f"{entry.name}_blocks"
+        return dataclasses.replace(entry, name=name, size=after)
+    return entry if keeps else None
+
+
+def _front(entries: Any, at: int, size: int) -> Any:
+    axes = [entry for entry in entries if _is_axis(entry)]
+    return (
+        dataclasses.replace(axes[0], name=f"stored_{at}", size=size) if axes else None
+    )

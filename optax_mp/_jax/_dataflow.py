@@ -1,0 +1,118 @@
+"""How the inputs of a jaxpr reach its outputs, array by array.
+
+`depending_outputs` says that an output depends on an input. This says how: whether the
+input fades on the way, as in an average, and whether its entries arrive unchanged.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optax_mp._jax._control_flow import has_regions, wiring_of
+from optax_mp._jax._jaxpr import AnyJaxpr, is_literal, open_jaxpr
+from optax_mp._jax._primitives import FACTORIZATIONS, JOINS, MOVES
+from optax_mp._jax._products import is_product
+
+_NONE: frozenset[int] = frozenset()
+
+
+class Flow(NamedTuple):
+    """Which inputs of a jaxpr one of its values is computed from, by their indices.
+
+    Inputs that reach it only through a single number, such as the norm of all
+    gradients, are left out.
+
+    Attributes:
+        reached_by: every input that the value depends on.
+        faded: those multiplied on the way by a constant smaller than 1, as the old
+            value of a moving average is.
+        copied: those with entries that arrive unchanged.
+        joined: those with entries that arrive unchanged beside entries of others.
+        multiplied: those that go through a matrix product or a factorization.
+        shrinks: whether the value itself is a constant smaller than 1.
+    """
+
+    reached_by: frozenset[int] = _NONE
+    faded: frozenset[int] = _NONE
+    copied: frozenset[int] = _NONE
+    joined: frozenset[int] = _NONE
+    multiplied: frozenset[int] = _NONE
+    shrinks: bool = False
+
+
+def flows(jaxpr: AnyJaxpr, inputs: Sequence[Flow] = ()) -> list[Flow]:
+    """Return how the inputs of `jaxpr` reach each of its outputs.
+
+    Args:
+        jaxpr: the jaxpr of any function.
+        inputs: for each input of `jaxpr`, the inputs of an outer jaxpr that reach it;
+            by default, only itself.
+    """
+    jaxpr, consts = open_jaxpr(jaxpr)
+    inputs = inputs or [
+        _without_scalars(Flow(frozenset({i}), copied=frozenset({i})), var)
+        for i, var in enumerate(jaxpr.invars)
+    ]
+    given = [*map(_constant, consts), *inputs]
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
+
+    def flow(atom: Any) -> Flow:
+        return _constant(atom.val) if is_literal(atom) else known[atom]
+
+    for equation in jaxpr.eqns:
+        results = _results(equation, [flow(atom) for atom in equation.invars])
+        for var, result in zip(equation.outvars, results, strict=True):
+            known[var] = _without_scalars(result, var)
+    outvars: Any = jaxpr.outvars
+    return [flow(atom) for atom in outvars]
+
+
+def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
+    """Return the flow of each output of an equation, given those of its inputs."""
+    name, count = equation.primitive.name, len(equation.outvars)
+    if has_regions(equation):
+        # What decides which region runs is a single number, which is left out.
+        return (
+            wiring_of(equation)
+            .forward(inputs, lambda region, given: flows(region.jaxpr, given), _union)
+            .outputs
+        )
+    if name == "select_n":
+        return [_union(inputs[1:])]  # The first input only decides.
+    if name in MOVES:
+        return inputs[:count] if name == "optimization_barrier" else inputs[:1] * count
+    union = _union(inputs)
+    if name in JOINS:
+        return [union._replace(joined=union.copied)]
+    result = Flow(union.reached_by, union.faded, multiplied=union.multiplied)
+    if is_product(equation) or name in FACTORIZATIONS:
+        return [result._replace(multiplied=union.reached_by)] * count
+    if name == "mul" and any(each.shrinks for each in inputs):
+        return [result._replace(faded=union.reached_by)]
+    return [result] * count
+
+
+def _union(each: Iterable[Flow]) -> Flow:
+    """Return the flow of a value that may be any of these, or is made of all."""
+    each = list(each)
+    return Flow(
+        reached_by=_NONE.union(*(flow.reached_by for flow in each)),
+        faded=_NONE.union(*(flow.faded for flow in each)),
+        copied=_NONE.union(*(flow.copied for flow in each)),
+        joined=_NONE.union(*(flow.joined for flow in each)),
+        multiplied=_NONE.union(*(flow.multiplied for flow in each)),
+    )
+
+
+def _without_scalars(flow: Flow, var: Any) -> Flow:
+    """Return the flow of `var`, without its sources if it is a single number."""
+    is_array = getattr(var.aval, "size", 0) > 1
+    return flow if is_array else Flow(shrinks=flow.shrinks)
+
+
+def _constant(value: Any) -> Flow:
+    try:
+        return Flow(shrinks=bool(np.all(np.abs(np.asarray(value)) < 1)))
+    except TypeError:  # no number, such as a random key, or a traced value
+        return Flow()

@@ -1,0 +1,76 @@
+"""The node of a state in which one array is stored in few bits."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_mp._typed import type_with
+
+
+@dataclass(frozen=True)
+class Code:
+    """How one array is quantized.
+
+    Attributes:
+        dtype: the name of the dtype of the codes.
+        axis: the axis along which neighbours share a scale, counted from the end, so
+            that it stays the same under `vmap` and in stacks of layers.
+        block_size: how many of them do; None for a 16-bit float without scales.
+    """
+
+    dtype: str
+    axis: int = -1
+    block_size: int | None = None
+
+    def __str__(self) -> str:
+        if self.block_size is None:
+            return self.dtype
+        return f"{self.dtype}, blocks of {self.block_size} along axis {self.axis}"
+
+
+class Quantized(NamedTuple):
+    """A quantized array, as `low_bit_state` stores it.
+
+    With scales, a code c stands for scale * (c / largest code)^2, with the sign of c.
+    The square spends most codes on small values, where relative precision is lost
+    first.
+
+    If each param is in a box, as Flax and haliax put it there, codes and scales are in
+    boxes of that kind.
+
+    Attributes:
+        codes: of the array's shape. int8 or int16; uint8 or uint16 if no value is
+            negative. Without scales, the values in a 16-bit float.
+        scales: bfloat16, the largest size in each block of neighbours along one axis,
+            rounded up. None for a 16-bit float.
+        code: the dtype of the codes, the axis and the size of the blocks; a class
+            attribute, not a leaf.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones((256, 256))}
+        >>> state = optax_mp.low_bit_state(optax.adam(1e-3)).init(params)
+        >>> nu = state.inner_state[0].nu["w"]
+        >>> nu.codes.dtype.name, nu.codes.shape, nu.scales.dtype.name, nu.scales.shape
+        ('uint8', (256, 256), 'bfloat16', (256, 8))
+        >>> print(nu.code)
+        uint8, blocks of 32 along axis -1
+    """
+
+    codes: jax.Array
+    scales: jax.Array | None
+    # Not annotated: an annotation would make a field of it, and so a leaf.
+    code = None
+
+
+def new_quantized(code: Code, codes: Any, scales: Any) -> Quantized:
+    """Return an array that is stored in `code`."""
+    return type_with(Quantized, "code", code)(codes, scales)
+
+
+def is_quantized(node: Any) -> bool:
+    """Return whether a node of a state is a quantized array."""
+    return isinstance(node, Quantized)

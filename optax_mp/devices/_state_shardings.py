@@ -1,0 +1,97 @@
+"""state_shardings: how an optimizer's state should be sharded."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, Sharding
+
+from optax_mp._descriptions import describe_state
+from optax_mp._inner import as_transformation
+from optax_mp._tree import PyTree, describe, is_array, spell
+
+_CALLER = "state_shardings"
+
+
+def state_shardings(
+    tx: optax.GradientTransformation, params: optax.Params, shardings: PyTree = None
+) -> PyTree:
+    """Return how the state of `tx` should be sharded if the params are sharded so.
+
+    Each array is sharded as its param is, so that an update needs no communication but
+    what the optimizer itself asks for. Block scales are sharded like their codes, and
+    whole along an axis that does not divide. What belongs to no param is replicated.
+    `zero1` and `offload` say themselves where their state is.
+
+    A rule by shape, such as "the largest axis that divides", shards codes and their
+    scales in different ways, and each step then moves them between devices. Use the
+    rule for the params, and this function for the state.
+
+    Args:
+        tx: any optax optimizer, with or without transformations of this package.
+        params: the params, or descriptions of them: only shapes and dtypes are read.
+        shardings: a tree of `NamedSharding`s like the params, or a prefix of one. By
+            default those of the params themselves.
+
+    Returns:
+        A tree of shardings like the state, for `out_shardings` of `jax.jit`, for
+        `jax.device_put`, and for Orbax.
+
+    Raises:
+        TypeError: if `tx` is not a transformation, or a sharding is no `NamedSharding`.
+        ValueError: if `shardings` does not fit the params.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> tx = optax_mp.mixed_precision(optax_mp.low_bit_state(optax.adamw(1e-3)))
+        >>> params = {"w": jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)}
+        >>> by_rows = NamedSharding(mesh, PartitionSpec("data", None))
+        >>> shardings = optax_mp.state_shardings(tx, params, by_rows)
+        >>> shardings.inner_state.inner_state[0].nu["w"].scales.spec
+        PartitionSpec('data', None)
+        >>> params = {"w": jnp.ones((512, 256), jnp.bfloat16)}
+        >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
+    """
+    tx = as_transformation(tx, _CALLER, "tx")
+    state = describe_state(tx.init, _describe_params(params, shardings))
+    return jax.tree.map(lambda x: x.sharding, state)
+
+
+def _describe_params(params: PyTree, shardings: PyTree) -> PyTree:
+    """Return descriptions of the params, with their shardings."""
+    if shardings is None:
+        shardings = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
+    try:
+        spread = jax.tree.map(
+            lambda sharding, part: jax.tree.map(lambda _: sharding, part),
+            shardings,
+            params,
+            is_leaf=lambda x: x is None or isinstance(x, Sharding),
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{_CALLER}: `shardings` has the structure "
+            f"{jax.tree.structure(shardings)}, expected that of the params, "
+            f"{jax.tree.structure(params)}, or a prefix of it."
+        ) from error
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    given = jax.tree.leaves(spread, is_leaf=lambda x: x is None)
+    described = [_describe(*pair, s) for pair, s in zip(leaves, given, strict=True)]
+    return jax.tree.structure(params).unflatten(described)
+
+
+def _describe(path: Any, param: Any, sharding: Any) -> Any:
+    if not is_array(param):
+        return param
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(
+            f"{_CALLER}: the sharding of param {spell(path)}, which is "
+            f"{describe(param)}, is {sharding!r}, expected a NamedSharding; pass "
+            "`shardings`, such as `NamedSharding(mesh, PartitionSpec())`."
+        )
+    return jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=sharding)

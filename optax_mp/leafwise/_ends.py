@@ -1,0 +1,204 @@
+"""Cut a step into the elementwise end of each leaf, and what comes before.
+
+Elementwise: an element of an output hangs on the elements at its place in arrays of one
+shape, on scalars, and on the scale of its block.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from optax_mp._jax._memory import moves_memory
+from optax_mp.leafwise._block_operations import blocks_in, is_block_operation
+from optax_mp.leafwise._program import Node, Program, Value, values_in
+
+ELEMENTWISE = frozenset(
+    """add sub mul div rem max min neg sign abs sqrt rsqrt cbrt exp exp2 log log1p
+    expm1 tanh logistic pow integer_pow square select_n clamp convert_element_type eq ne
+    lt le gt ge and or not xor is_finite floor ceil round stop_gradient copy shift_left
+    shift_right_logical shift_right_arithmetic bitcast_convert_type reduce_precision
+    nextafter pvary pcast""".split()
+)
+_SMALLEST_SIZE = 4096
+_Suffix = tuple[set[int], set[Value]]
+
+
+@dataclass(frozen=True)
+class End:
+    """The elementwise end of a step for one leaf, or for several that meet in it.
+
+    Attributes:
+        places: its equations in the program.
+        reads: what it reads: inputs of the step, or values computed before.
+        outputs: which outputs of the step it computes.
+        replaced: for each of these that takes the place of an input, by its place in
+            `outputs`, which of `reads` that is.
+        shape: of its elements.
+        block_size: how many elements along the last axis share a scale, if any do.
+        entangled: why no part of its arrays can be computed alone; None if any can: all
+            have one shape, or are scales along the last axis of such an array.
+        obstacle: why no kernel computes it on any platform; None if one may.
+    """
+
+    places: list[int]
+    reads: list[Value]
+    outputs: list[int]
+    replaced: dict[int, int]
+    shape: tuple[int, ...]
+    block_size: int | None
+    entangled: str | None
+    obstacle: str | None
+
+
+def is_packed(x: Any) -> bool:
+    """Return whether an array holds codes, or the bits that a param lacks."""
+    return jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4
+
+
+def cut(program: Program, replaced: dict[int, int]) -> list[End]:
+    """Return the ends of a program.
+
+    Args:
+        program: the program.
+        replaced: which input an output takes the place of.
+    """
+    fits = [_fits(node) for node in program.nodes]
+    suffixes: dict[int, _Suffix] = {}
+    outputs_of: dict[int, set[int]] = {}
+    touched_by: dict[int, set[Any]] = {}
+    group_of: dict[Any, int] = {}
+    for i, value in enumerate(program.outputs):
+        if not isinstance(value, Value) or value.made_at is None:
+            continue
+        if not value.aval.ndim or not fits[value.made_at]:
+            continue
+        places, reads = suffixes[i] = _suffix(program, value, fits)
+        # What shares an equation on arrays, or an array, is one end. Arrays that are
+        # made of scalars are not shared: each end makes its own.
+        outputs = {i}
+        touched: set[Any] = {read for read in reads if read.aval.ndim}
+        touched |= {place for place in places if _reads_arrays(program.nodes[place])}
+        for at in {group_of[x] for x in touched if x in group_of}:
+            outputs |= outputs_of.pop(at)
+            touched |= touched_by.pop(at)
+        outputs_of[i], touched_by[i] = outputs, touched
+        group_of.update(dict.fromkeys(touched, i))
+    return [
+        _end(program, replaced, {i: suffixes[i] for i in outputs})
+        for outputs in outputs_of.values()
+    ]
+
+
+def _reads_arrays(node: Node) -> bool:
+    return any(value.aval.ndim for value in values_in(node.inputs))
+
+
+def _end(
+    program: Program, replaced: dict[int, int], outputs: dict[int, _Suffix]
+) -> End:
+    """Return the end with these outputs."""
+    places = sorted({place for suffix, _ in outputs.values() for place in suffix})
+    nodes = [program.nodes[place] for place in places]
+    shape = max((program.outputs[i].aval.shape for i in outputs), key=math.prod)
+    found = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
+    sizes = {each.size for each in found}
+    reads = program.reads_of(places)
+    place_of = {value: i for i, value in enumerate(reads)}
+    ordered = sorted(outputs)
+    entangled = _entangled(nodes, shape)
+    return End(
+        places=places,
+        reads=reads,
+        outputs=ordered,
+        replaced={
+            at: place_of[program.inputs[replaced[i]]]
+            for at, i in enumerate(ordered)
+            if i in replaced and program.inputs[replaced[i]] in place_of
+        },
+        shape=shape,
+        block_size=max(sizes, default=None),
+        entangled=entangled,
+        obstacle=_obstacle(program, outputs, shape) or entangled,
+    )
+
+
+def _obstacle(
+    program: Program, outputs: Collection[int], shape: tuple[int, ...]
+) -> str | None:
+    """Return why a kernel would not pay."""
+    if not _has_integers(program, outputs):
+        return "nothing in few bits"
+    if math.prod(shape) < _SMALLEST_SIZE:
+        return f"under {_SMALLEST_SIZE} elements"
+    return None
+
+
+def _entangled(nodes: list[Node], shape: tuple[int, ...]) -> str | None:
+    """Return why no part of the arrays of an end can be computed alone."""
+    found = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
+    if len({each.size for each in found}) > 1:
+        return "blocks of several sizes"
+    if any(each.axis != len(shape) - 1 for each in found):
+        return "blocks not along the last axis"
+    if not _has_one_shape(nodes, shape):
+        return "arrays of several shapes"
+    return None
+
+
+def _has_integers(program: Program, outputs: Collection[int]) -> bool:
+    """Return whether an output has codes. Floats XLA puts into one kernel itself."""
+    dtypes = [program.outputs[i].aval.dtype for i in outputs]
+    return any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)
+
+
+def _has_one_shape(nodes: list[Node], shape: tuple[int, ...]) -> bool:
+    """Return whether all arrays are of a shape, or scales of such an array."""
+    made = {value.aval.shape for node in nodes for value in node.outputs}
+    return all(len(each) == len(shape) and each[:-1] == shape[:-1] for each in made)
+
+
+def _suffix(program: Program, output: Value, fits: Sequence[bool]) -> _Suffix:
+    """Return the equations of an output's elementwise end, and what these read.
+
+    Args:
+        program: the program.
+        output: one of its outputs.
+        fits: which equations are elementwise.
+    """
+    places: set[int] = set()
+    reads: set[Value] = set()
+    stack = [output]
+    seen = {output}
+    while stack:
+        value = stack.pop()
+        at = value.made_at
+        if at is not None and value.aval.ndim and fits[at]:
+            places.add(at)
+            for other in values_in(program.nodes[at].inputs):
+                if other not in seen:
+                    seen.add(other)
+                    stack.append(other)
+        else:
+            reads.add(value)
+    return places, reads
+
+
+def _fits(node: Node) -> bool:
+    """Return whether an equation is elementwise."""
+    equation = node.equation
+    name = equation.primitive.name
+    if is_block_operation(equation) or name == "iota":
+        return True
+    if name == "broadcast_in_dim":
+        return not equation.invars[0].aval.shape
+    if name == "device_put":
+        return moves_memory(equation)
+    if name not in ELEMENTWISE or len(equation.outvars) != 1:
+        return False
+    shape = equation.outvars[0].aval.shape
+    if name == "bitcast_convert_type":
+        return equation.invars[0].aval.shape == shape
+    return all(a.aval.shape in ((), shape) for a in equation.invars)

@@ -1,0 +1,259 @@
+"""Take a step: trace it once, and run the end of each leaf in the best way there is.
+
+A step is traced as one call of `jit`, and that is what a program holds. Where the
+program is lowered for a TPU or a GPU, the call is cut: what comes before the
+elementwise ends of the leaves is computed as it is written, and each end
+
+- by a kernel, where the platform has one for it and the layout of its arrays is known;
+- else chunk by chunk, if it is large and the platform is a TPU;
+- else as it is written.
+
+Everywhere else the call is lowered as it is.
+"""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from optax_mp._jax._arrays import has_explicit_axes
+from optax_mp._jax._by_platform import PLATFORMS, Target
+from optax_mp._warnings import warn
+from optax_mp.leafwise import _chunks
+from optax_mp.leafwise._alike import form_of
+from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._evaluator import Part
+from optax_mp.leafwise._layout import Layout
+from optax_mp.leafwise._program import Program, Value, read_output
+from optax_mp.leafwise._traced_step import Step, TracedStep, obstacle_of
+
+Function = Callable[..., list[Any]]
+
+
+def run_step(
+    step: Step,
+    given: Any,
+    kept: Any,
+    shardings: Sequence[NamedSharding | None] = (),
+    platforms: Collection[str] = PLATFORMS,
+) -> tuple[tuple[Any, Any], str | None]:
+    """Return `step(given, kept)`, and why it is not cut on any platform, or None.
+
+    Args:
+        step: returns what it makes, and what takes the place of `kept`.
+        given: a pytree.
+        kept: another. Its arrays can be overwritten, if they are donated.
+        shardings: how the leaves of `kept` are sharded under `jit`, None where that is
+            not known. A kernel goes only where it is known.
+        platforms: those for which it is cut.
+    """
+    obstacle = obstacle_of(jax.tree.leaves((given, kept)))
+    if obstacle is not None:
+        return step(given, kept), obstacle
+    traced = TracedStep.of(step, given, kept, shardings)
+    if traced.obstacle is not None:
+        return traced.run(None), traced.obstacle
+    return traced.run(partial(_rewrite, traced, platforms)), None
+
+
+def _rewrite(
+    traced: TracedStep, platforms: Collection[str], target: Target
+) -> Function | None:
+    """Return what computes a step on a target; None for the step as it is."""
+    is_cut = target.platform in platforms and any(
+        end.obstacle is None for end in traced.ends
+    )
+    return _CutStep(traced, target).run if is_cut else None
+
+
+def find_kernel(
+    traced: TracedStep, end: End, layout: Layout | None, target: Target
+) -> Any:
+    """Return the module of the kernel for an end, or a string: why it has none.
+
+    Args:
+        traced: the step.
+        end: one of its ends.
+        layout: how its arrays are sharded, if that is known.
+        target: what the program is lowered for.
+    """
+    if end.obstacle is not None:
+        return end.obstacle
+    if os.environ.get("OPTAX_MP_KERNELS") == "0":
+        return "OPTAX_MP_KERNELS=0"
+    # Kernels do not run on later versions.
+    if target.is_exported:
+        return "exported"
+    if target.platform == "tpu" and _is_old_tpu():
+        return "TPU v2 or v3"
+    # An array that is sharded would be gathered for a kernel.
+    if layout is None and target.device_count > 1:
+        return "layout not known, or uneven"
+    try:
+        kernel = _import_kernel(target.platform)
+    except Exception as error:
+        return _warn_of(error)
+    return kernel.obstacle(traced.program, end, _part(end, layout)) or kernel
+
+
+def _import_kernel(platform: str) -> Any:
+    # Pallas is experimental, and takes long to import: only where a kernel may go.
+    if platform == "tpu":
+        from optax_mp.leafwise import _tpu as kernel
+    else:
+        from optax_mp.leafwise import _gpu as kernel
+    return kernel
+
+
+def _part(end: End, layout: Layout | None) -> Part:
+    return Part.of(end) if layout is None else layout.part(end)
+
+
+@functools.cache
+def _is_old_tpu() -> bool:
+    """Return whether this machine has TPUs for which Mosaic compiles no such kernel."""
+    try:
+        kind = jax.local_devices(backend="tpu")[0].device_kind
+    except RuntimeError:
+        return False
+    return kind in ("TPU v2", "TPU v3")
+
+
+def _warn_of(error: Exception) -> str:
+    """Say what an error costs, and return the obstacle that it is."""
+    _warn_once(f"{type(error).__name__}: {error}".splitlines()[0])
+    return "no kernel by this version of JAX"
+
+
+@functools.cache
+def _warn_once(error: str) -> None:
+    warn(
+        "optax_mp: this version of JAX could not make a kernel for a leaf that is "
+        "stored in few bits, and XLA alone compiles its step. That takes more "
+        "operations on a TPU, and moves 1.5 times as many bytes on a GPU. Another "
+        "version of JAX may do better; OPTAX_MP_KERNELS=0 makes no kernels, and no "
+        f"warning. {error}"
+    )
+
+
+@dataclass(frozen=True)
+class _CutStep:
+    """A step for a target.
+
+    Attributes:
+        traced: the step.
+        target: what it is lowered for.
+        shared: what runs the ends that are alike, by their form.
+    """
+
+    traced: TracedStep
+    target: Target
+    shared: dict[Any, Function] = field(default_factory=dict)
+
+    def run(self, *inputs: Any) -> list[Any]:
+        """Return the outputs of the program."""
+        program, ends = self.traced.program, self.traced.ends
+        at_ends = {i for end in ends for i in end.outputs}
+        others = [v for i, v in enumerate(program.outputs) if i not in at_ends]
+        reads = [value for end in ends for value in end.reads]
+        known: dict[Value, Any] = dict(zip(program.inputs, inputs, strict=True))
+        known |= program.constants
+        program.run(program.needed([*others, *reads]), known)
+        results: dict[int, Any] = {}
+        for end in ends:
+            outputs = self._run_end(end, [known[value] for value in end.reads])
+            results.update(zip(end.outputs, outputs, strict=True))
+        for i, value in enumerate(program.outputs):
+            if i not in at_ends:
+                results[i] = read_output(known, value)
+        return [results[i] for i in range(len(results))]
+
+    def _run_end(self, end: End, args: Sequence[Any]) -> list[Any]:
+        """Return the outputs of an end."""
+        program = self.traced.program
+        layout = Layout.find(end, args, self.traced.shardings)
+        kernel = find_kernel(self.traced, end, layout, self.target)
+        if not isinstance(kernel, str):
+            try:
+                run = self._by_kernel(kernel, end, _part(end, layout))
+            except Exception as error:
+                _warn_of(error)
+            else:
+                if layout is None:
+                    return run(Part.of(end), args)
+                return layout.run(run, program, end, args)
+        run = self._by_chunks(end, args) or partial(_as_it_is, program, end)
+        return run(*args)
+
+    def _by_kernel(self, kernel: Any, end: End, part: Part) -> Function:
+        """Return what runs an end in a kernel; raise if that cannot be lowered."""
+        program, rank = self.traced.program, len(part.shape)
+        part = replace(part, origin=())
+
+        @jax.jit
+        def run(*args: Any) -> list[Any]:
+            here = replace(part, origin=args[:rank])
+            return list(kernel.run_end(program, end, here, args[rank:]))
+
+        form = form_of(program, end), part
+        if form not in self.shared:
+            self._try(run, end, part)
+            self.shared[form] = run
+        shared = self.shared[form]
+        return lambda part, args: shared(*map(jnp.int32, part.origin), *args)
+
+    def _try(self, run: Function, end: End, part: Part) -> None:
+        """Raise if a kernel cannot be lowered.
+
+        In a program of its own: a failure would leave half of a function in this one.
+        """
+        # Types inside of shard_map name its axes, which exist nowhere else.
+        if self.target.is_within_shard_map:
+            return
+        avals = [
+            jax.ShapeDtypeStruct(part.shape_of(value.aval.shape), value.aval.dtype)
+            for value in end.reads
+        ]
+        place = [jax.ShapeDtypeStruct((), jnp.int32)] * len(part.shape)
+        with warnings.catch_warnings():
+            # JAX 0.12 deprecates kernels in Triton.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            traced: Any = jax.jit(run).trace(*place, *avals)
+            traced.lower(lowering_platforms=(self.target.platform,))
+
+    def _by_chunks(self, end: End, args: Sequence[Any]) -> Function | None:
+        """Return what runs an end chunk by chunk; None where that is not worth it."""
+        if end.obstacle is not None or self.target.platform != "tpu":
+            return None
+        # Where types say how arrays are sharded, they would be wrong for chunks.
+        if self.target.is_within_shard_map or any(map(_has_explicit_axes, args)):
+            return None
+        cuts = _chunks.cuts_of(Part.of(end), self.target.device_count)
+        if cuts is None:
+            return None
+        program = self.traced.program
+
+        @jax.jit
+        def run(*args: Any) -> list[Any]:
+            return _chunks.run_end(program, end, cuts, args)
+
+        return self.shared.setdefault(form_of(program, end), run)
+
+
+def _has_explicit_axes(x: Any) -> bool:
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    return has_explicit_axes(mesh)
+
+
+def _as_it_is(program: Program, end: End, *args: Any) -> list[Any]:
+    """Return the outputs of an end as it is written."""
+    known: dict[Value, Any] = dict(zip(end.reads, args, strict=True))
+    program.run(end.places, known)
+    return [known[program.outputs[i]] for i in end.outputs]

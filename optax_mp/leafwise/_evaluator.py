@@ -1,0 +1,144 @@
+"""Evaluate elementwise equations on a part of the arrays of a leaf."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_mp._jax._jaxpr import bind
+from optax_mp.leafwise._block_operations import SPREAD, Blocks, is_block_operation
+from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._program import Node, Program, Value, read
+
+
+@dataclass(frozen=True)
+class Part:
+    """The arrays of a leaf that one device holds: all, or a shard of each.
+
+    Attributes:
+        whole: the shape of the arrays of elements, on all devices together.
+        shape: of their shards.
+        block_size: how many elements along the last axis share a scale.
+        origin: the place of the first element in the whole arrays.
+    """
+
+    whole: tuple[int, ...]
+    shape: tuple[int, ...]
+    block_size: int
+    origin: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, end: End) -> "Part":
+        """Return all of the arrays of an end."""
+        origin = (0,) * len(end.shape)
+        return cls(end.shape, end.shape, end.block_size or 1, origin)
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the shard of an array, of elements or of scales."""
+        if shape == self.whole or not shape:
+            return self.shape if shape else ()
+        return (*self.shape[:-1], -(-self.shape[-1] // self.block_size))
+
+
+class Evaluator(ABC):
+    """Evaluates equations on some elements of a part, and on their scales."""
+
+    @abstractmethod
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of this part of an array of elements or of scales."""
+
+    @abstractmethod
+    def index(self, axis: int) -> jax.Array:
+        """Return the indices of the elements along an axis of the whole array."""
+
+    @abstractmethod
+    def spread(self, scales: jax.Array) -> jax.Array:
+        """Return for each element the scale of its block."""
+
+    @abstractmethod
+    def reduce(self, name: str, values: jax.Array) -> jax.Array:
+        """Return the extreme of each block."""
+
+    def run_all(self, program: Program, end: End, known: dict[Value, Any]) -> None:
+        """Evaluate the equations of an end for this part; add results to `known`."""
+        for place in end.places:
+            node = program.nodes[place]
+            inputs = [read(known, x) for x in node.inputs]
+            known.update(zip(node.outputs, self.run(node, inputs), strict=True))
+
+    def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
+        """Return the outputs of an elementwise equation for this part."""
+        equation, aval = node.equation, node.outputs[0].aval
+        name = equation.primitive.name
+        if is_block_operation(equation):
+            if equation.params["name"] == SPREAD:
+                return [self.spread(inputs[0])]
+            return [self.reduce(equation.params["name"], inputs[0])]
+        if not aval.ndim:
+            return bind(equation, inputs)
+        shape = self.shape_of(aval.shape)
+        if name == "broadcast_in_dim":
+            return [self.full(shape, inputs[0], aval.dtype)]
+        if name == "iota":
+            at = self.index(equation.params["dimension"])
+            return [lax.bitcast_convert_type(at, aval.dtype)]
+        if name in ("pvary", "pcast"):  # says over which axes of a mesh a value varies
+            return list(inputs)
+        return self.bind(equation, inputs, shape)
+
+    def full(self, shape: tuple[int, ...], value: Any, dtype: Any) -> jax.Array:
+        """Return a constant array."""
+        return jnp.full(shape, value, dtype)
+
+    def bind(
+        self, equation: Any, inputs: Sequence[Any], shape: tuple[int, ...]
+    ) -> list[Any]:
+        """Return the outputs of an equation that does the same to all elements."""
+        return bind(equation, inputs)
+
+
+class XlaEvaluator(Evaluator):
+    """A part outside of kernels."""
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Blocks:
+        """The blocks of its arrays."""
+
+    def spread(self, scales: jax.Array) -> jax.Array:
+        """Return for each element the scale of its block."""
+        return self.blocks.spread(scales)
+
+    def reduce(self, name: str, values: jax.Array) -> jax.Array:
+        """Return the extreme of each block."""
+        return self.blocks.reduce(name, values)
+
+
+@dataclass(frozen=True)
+class PartEvaluator(XlaEvaluator):
+    """Evaluates equations on all of a part, outside of kernels.
+
+    Attributes:
+        part: the part.
+    """
+
+    part: Part
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the shard of an array."""
+        return self.part.shape_of(shape)
+
+    def index(self, axis: int) -> jax.Array:
+        """Return the indices of the elements along an axis of the whole array."""
+        at = lax.broadcasted_iota(jnp.int32, self.part.shape, axis)
+        return at + self.part.origin[axis]
+
+    @property
+    def blocks(self) -> Blocks:
+        """The blocks of its arrays."""
+        shape = self.part.shape
+        return Blocks(len(shape) - 1, self.part.block_size, shape[-1])

@@ -1,0 +1,198 @@
+"""Elementwise equations inside kernels.
+
+All values are 32 bits wide there, whatever their dtype: TPUs and GPUs have few
+operations on narrower ones, and which they have differs among generations. Integers of
+8 and 16 bits are held as int32, and 16-bit floats as float32 that is rounded after each
+operation. An equation that this module does not know raises; XLA computes it then.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_mp._jax._jaxpr import bind
+from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._evaluator import Evaluator
+from optax_mp.leafwise._program import Program
+
+# The dtypes of what kernels read and compute.
+DTYPES = frozenset(
+    """bool int8 int16 int32 uint8 uint16 uint32 float16 bfloat16 float32""".split()
+)
+_NARROW_FLOATS = ("bfloat16", "float16")
+# These return one of their inputs, or change its sign.
+_EXACT = frozenset("abs clamp copy max min neg select_n stop_gradient".split())
+
+
+class KernelEvaluator(Evaluator):
+    """Evaluates equations on what a kernel computes at once."""
+
+    def full(self, shape: tuple[int, ...], value: Any, dtype: Any) -> jax.Array:
+        """Return a constant array of a dtype, as it is held."""
+        return jnp.full(shape, value, held_dtype(dtype))
+
+    def bind(
+        self, equation: Any, inputs: Sequence[Any], shape: tuple[int, ...]
+    ) -> list[Any]:
+        """Return the outputs of an equation that does the same to all elements."""
+        name = equation.primitive.name
+        old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+        if name == "convert_element_type":
+            return [_convert(inputs[0], old, new)]
+        if name == "bitcast_convert_type":
+            return [_bitcast(inputs[0], old, new)]
+        if name == "round":
+            return [_round(inputs[0], equation.params["rounding_method"])]
+        if name == "sign":
+            return [_sign(inputs[0])]
+        if name == "cbrt":
+            return [_as(new, cube_root(inputs[0]))]
+        if name == "reduce_precision":
+            return [reduce_precision(inputs[0], equation.params)]
+        if name == "shift_right_logical" and old.itemsize < 4:
+            raise NotImplementedError(f"a kernel does not shift {old}")
+        if len(inputs) > 1:
+            # Kernels take no scalars beside arrays.
+            inputs = [
+                x if jnp.ndim(x) else self.full(shape, x, atom.aval.dtype)
+                for x, atom in zip(inputs, equation.invars, strict=True)
+            ]
+        outputs = bind(equation, inputs)
+        return outputs if name in _EXACT else [_as(new, x) for x in outputs]
+
+
+def other_dtype(program: Program, end: End, dtypes: Collection[str]) -> str | None:
+    """Return a dtype that an end reads or computes in, and that is none of these."""
+    made = [v for place in end.places for v in program.nodes[place].outputs]
+    names = (value.aval.dtype.name for value in [*end.reads, *made])
+    return next((name for name in names if name not in dtypes), None)
+
+
+def held_dtype(dtype: Any) -> Any:
+    """Return the dtype in which values of a dtype are held."""
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in DTYPES:
+        raise NotImplementedError(f"a kernel does not compute in {dtype}")
+    if dtype.itemsize == 4 or dtype == jnp.bool_:
+        return dtype
+    return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
+
+
+def hold(x: jax.Array) -> jax.Array:
+    """Return what was read, as it is held."""
+    return x.astype(held_dtype(x.dtype))
+
+
+def _as(dtype: Any, x: jax.Array) -> jax.Array:
+    """Return a held value as an operation in a dtype would: wrapped, or rounded."""
+    if dtype.name in _NARROW_FLOATS:
+        return x.astype(dtype).astype(jnp.float32)
+    if not _is_narrow_integer(dtype):
+        return x
+    unused = 32 - 8 * dtype.itemsize
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):
+        return x & (0xFFFFFFFF >> unused)
+    return (x << unused) >> unused
+
+
+def _convert(x: jax.Array, old: Any, new: Any) -> jax.Array:
+    """Return `x` in another dtype."""
+    held = held_dtype(new)
+    if new == jnp.bool_:
+        return x != 0
+    if jnp.issubdtype(new, jnp.floating):
+        return _as(new, _to_float32(x, old))
+    if jnp.issubdtype(old, jnp.floating):
+        if new == jnp.uint32:
+            raise NotImplementedError(f"a kernel does not convert {old} to {new}")
+        if _is_narrow_integer(new):
+            bounds = jnp.iinfo(new)
+            x = jnp.clip(x, float(bounds.min), float(bounds.max))
+        return x.astype(held)
+    if old == jnp.uint32 and held != old:
+        x = lax.bitcast_convert_type(x, jnp.int32)
+    elif old == jnp.bool_:
+        x = x.astype(jnp.int32)
+    if held == jnp.uint32 and x.dtype != held:
+        return lax.bitcast_convert_type(x, held)
+    return _as(new, x)
+
+
+def _to_float32(x: jax.Array, old: Any) -> jax.Array:
+    if old == jnp.bool_:
+        return jnp.where(x, jnp.float32(1), jnp.float32(0))
+    if old != jnp.uint32:
+        return x.astype(jnp.float32)
+    # By halves, as signed numbers: only the sum is rounded.
+    low = lax.bitcast_convert_type(x & 0xFFFF, jnp.int32).astype(jnp.float32)
+    high = lax.bitcast_convert_type(x >> 16, jnp.int32).astype(jnp.float32)
+    return high * 65536 + low
+
+
+def _bitcast(x: jax.Array, old: Any, new: Any) -> jax.Array:
+    """Return the bits of `x` as another dtype of the same width."""
+    if old.itemsize == 4:
+        return lax.bitcast_convert_type(x, new)
+    # Only in Triton: `_tpu.obstacle` refuses float16.
+    if old == jnp.float16:
+        bits = lax.bitcast_convert_type(x.astype(old), jnp.int16)
+        return _as(new, bits.astype(jnp.int32))
+    if new == jnp.float16:
+        return lax.bitcast_convert_type(x.astype(jnp.int16), new).astype(jnp.float32)
+    # A bfloat16 is the upper half of a float32.
+    if old == jnp.bfloat16:
+        return _as(new, lax.bitcast_convert_type(x, jnp.int32) >> 16)
+    if new == jnp.bfloat16:
+        return lax.bitcast_convert_type(x << 16, jnp.float32)
+    return _as(new, x)
+
+
+def _is_narrow_integer(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4
+
+
+def _sign(x: jax.Array) -> jax.Array:
+    return jnp.where(x > 0, jnp.ones_like(x), jnp.where(x < 0, -jnp.ones_like(x), x))
+
+
+def cube_root(x: jax.Array) -> jax.Array:
+    """Return the cube root, which Mosaic has no operation for.
+
+    It may differ from XLA's in the last two bits, as XLA's do from each other.
+    """
+    size = jnp.abs(x)
+    root = jnp.exp(jnp.log(size) * (1 / 3))
+    # One of Newton's steps doubles the digits that are right.
+    better = root - (root - size / (root * root)) * (1 / 3)
+    is_plain = (root > 0) & (size < jnp.inf)
+    return jnp.where(is_plain, jnp.where(x < 0, -better, better), x)
+
+
+def _round(x: jax.Array, method: Any) -> jax.Array:
+    """Round to whole numbers, which Triton has no operation for."""
+    if method != lax.RoundingMethod.TO_NEAREST_EVEN:
+        return jnp.where(x < 0, -jnp.floor(0.5 - x), jnp.floor(x + 0.5))
+    below = jnp.floor(x)
+    rest = x - below
+    is_odd = below - 2 * jnp.floor(below * 0.5) == 1
+    return jnp.where((rest > 0.5) | ((rest == 0.5) & is_odd), below + 1, below)
+
+
+def reduce_precision(x: jax.Array, params: Any) -> jax.Array:
+    """Round to fewer bits, which neither Mosaic nor Triton has an operation for."""
+    if x.dtype != jnp.float32 or params["exponent_bits"] != 8:
+        raise NotImplementedError(f"a kernel does not round {x.dtype} to {params}")
+    dropped = 23 - params["mantissa_bits"]
+    if dropped <= 0:
+        return x
+    if dropped == 16:
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+    unit = 1 << dropped
+    pattern = lax.bitcast_convert_type(x, jnp.int32)
+    is_odd = (pattern >> dropped) & 1
+    pattern = (pattern + (unit // 2 - 1) + is_odd) & -unit
+    rounded = lax.bitcast_convert_type(pattern, jnp.float32)
+    return jnp.where(jnp.isnan(x), x, rounded)

@@ -1,0 +1,98 @@
+"""Part of a leaf in a TPU's kernel: a tile of rows and columns."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from optax_mp.leafwise._block_operations import MAXIMUM
+from optax_mp.leafwise._evaluator import Part
+from optax_mp.leafwise._kernel_evaluator import KernelEvaluator
+
+LANES = 128
+
+
+@dataclass(frozen=True)
+class TileEvaluator(KernelEvaluator):
+    """A chunk of a tile: of its elements some columns, of its scales all.
+
+    Attributes:
+        part: what it is a part of.
+        rows: of the chunk.
+        columns: of the chunk, a multiple of 128.
+        block_size: how many columns share a scale.
+        scale_count: how many scales a row of the tile has.
+        origin: the indices of the tile's first element in the part.
+        first: the chunk's first column in the tile.
+    """
+
+    part: Part
+    rows: int
+    columns: int
+    block_size: int
+    scale_count: int
+    origin: tuple[Any, ...]
+    first: Any
+
+    @property
+    def _shift(self) -> int:
+        # Divisions of signed numbers ask what kind of TPU this is.
+        return self.block_size.bit_length() - 1
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the chunk of an array."""
+        is_element = shape == self.part.whole
+        return self.rows, self.columns if is_element else self.scale_count
+
+    def is_of_chunk(self) -> jax.Array:
+        """Return which scales of the tile are those of this chunk."""
+        at = lax.broadcasted_iota(jnp.int32, (self.rows, self.scale_count), 1)
+        first = self.first >> self._shift
+        return (at >= first) & (at < first + self.columns // self.block_size)
+
+    def index(self, axis: int) -> jax.Array:
+        """Return the indices of the elements along an axis of the whole array."""
+        return self._index(axis) + self.part.origin[axis]
+
+    def _index(self, axis: int) -> jax.Array:
+        """Return the indices within the part."""
+        shape, from_last = (self.rows, self.columns), len(self.part.shape) - 1 - axis
+        if from_last > 1:
+            return jnp.full(shape, self.origin[axis], jnp.int32)
+        at = lax.broadcasted_iota(jnp.int32, shape, 1 - from_last)
+        return at + self.origin[axis] + (0 if from_last else self.first)
+
+    def spread(self, scales: jax.Array) -> jax.Array:
+        """Return for each element the scale of its block."""
+        at = lax.broadcasted_iota(jnp.int32, (self.rows, self.columns), 1)
+        return _take_lanes(scales, (at + self.first) >> self._shift)
+
+    def reduce(self, name: str, values: jax.Array) -> jax.Array:
+        """Return the extreme of each block, in the place of its scale in the tile."""
+        choose = jnp.maximum if name == MAXIMUM else jnp.minimum
+        # The last block is padded with zeros.
+        last = len(self.part.shape) - 1
+        values = jnp.where(self._index(last) < self.part.shape[-1], values, 0)
+        lane = lax.broadcasted_iota(jnp.int32, (self.rows, self.scale_count), 1)
+        result = jnp.zeros((self.rows, self.scale_count), jnp.int32)
+        for start in range(0, self.columns, LANES):
+            part = values[:, start : start + LANES]
+            shift = self.block_size // 2
+            while shift:
+                part = choose(part, pltpu.roll(part, LANES - shift, 1))
+                shift //= 2
+            # Each block's extreme is now in the lane of its first column.
+            first = (self.first + start) >> self._shift
+            index = ((lane - first) << self._shift) & (LANES - 1)
+            found = _take_lanes(part, index)
+            count = LANES // self.block_size
+            result = jnp.where((lane >= first) & (lane < first + count), found, result)
+        return result
+
+
+def _take_lanes(x: jax.Array, index: jax.Array) -> jax.Array:
+    # Mosaic knows no other mode up to JAX 0.6.
+    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")

@@ -1,0 +1,162 @@
+"""Flax NNX: `nnx.Optimizer` under `nnx.jit`, with arrays large enough to be coded."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from comparison import as_bits
+from loop_forms import FORMS, Loop
+from slow_cases import mostly_slow
+
+import optax_mp
+
+nnx = pytest.importorskip("flax.nnx")
+OFTEN = {"5.1 bytes", "two arrays"}
+every_form = mostly_slow("form", FORMS, lambda form: form in OFTEN)
+
+
+class Net(nnx.Module):
+    """A layer that has a master, and a norm that has none."""
+
+    def __init__(self, rngs):
+        """Make the layers."""
+        low = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": rngs}
+        self.layer = nnx.Linear(128, 128, **low)
+        self.norm = nnx.RMSNorm(128, rngs=rngs)
+
+    def __call__(self, x):
+        """Return one number for each row."""
+        return self.norm(self.layer(x)).mean(-1)
+
+
+X = jax.random.normal(jax.random.key(0), (4, 128), jnp.bfloat16)
+
+
+def made(form):
+    model = Net(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, Loop.of(form).tx, wrt=nnx.Param)
+
+
+def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda m: ((m(x) - 1) ** 2).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def boxed_arrays(optimizer):
+    """Return dtype and shape of each variable, as checkpointers and trainers read."""
+    flat = nnx.to_flat_state(nnx.state(optimizer))
+    return [(path, v.dtype, v.get_value().shape) for path, v in flat]
+
+
+@every_form
+def test_a_compiled_step_is_that_of_plain_trees(form):
+    model, optimizer = made(form)
+    before = boxed_arrays(optimizer)
+    steps = nnx.jit(step)
+    losses = [float(steps(model, optimizer, X)) for _ in range(4)]
+    assert losses[3] < losses[0]
+    assert boxed_arrays(optimizer) == before
+
+    graph, params = nnx.split(Net(nnx.Rngs(0)))
+    params, tx = nnx.as_pure(params), Loop.of(form).tx
+
+    @jax.jit
+    def plain_step(params, state):
+        def loss(params):
+            return ((nnx.merge(graph, params)(X) - 1) ** 2).mean()
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(4):
+        params, state = plain_step(params, state)
+    found = nnx.as_pure(nnx.state(model, nnx.Param))
+    close = jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, atol=1e-2)), found, params)
+    assert all(jax.tree.leaves(close))
+    # Without boxes it is the same state, so that each can be converted and checked.
+    pure = nnx.as_pure(optimizer.opt_state)
+    assert jax.tree.structure(pure) == jax.tree.structure(tx.init(nnx.as_pure(
+        nnx.state(model, nnx.Param)
+    )))
+
+
+def test_what_is_absent_is_absent_with_its_box():
+    _, optimizer = made("FullCopy")
+    masters = optimizer.opt_state.master_params
+    assert masters["norm"]["scale"] == optax.MaskedNode()
+    assert masters["layer"]["kernel"].dtype == jnp.float32
+
+
+def test_codes_and_scales_are_boxed_one_by_one():
+    _, optimizer = made("5.1 bytes")
+    nu = optimizer.opt_state.inner_state.inner_state[0].nu["layer"]["kernel"]
+    assert type(nu.codes) is type(nu.scales) is nnx.training.optimizer.OptVariable
+    assert nu.codes.dtype == jnp.uint8
+    assert optax_mp.memory_report(optimizer, Net(nnx.Rngs(0))).by_role()["nu"]
+
+
+@pytest.mark.parametrize("form", ["5.1 bytes", "FullCopy"])
+def test_in_a_branch(form):
+    model, optimizer = made(form)
+
+    @nnx.jit
+    def maybe(model, optimizer, do):
+        def leave(model, optimizer):
+            return jnp.zeros(())
+
+        def take(model, optimizer):
+            return step(model, optimizer, X)
+
+        return nnx.cond(do, take, leave, model, optimizer)
+
+    before = as_bits(nnx.as_pure(optimizer.opt_state))
+    maybe(model, optimizer, jnp.array(False))
+    assert as_bits(nnx.as_pure(optimizer.opt_state)) == before
+    maybe(model, optimizer, jnp.array(True))
+    assert as_bits(nnx.as_pure(optimizer.opt_state)) != before
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_model_and_optimizer_in_one():
+    both = nnx.ModelAndOptimizer(Net(nnx.Rngs(0)), Loop.of("5.1 bytes").tx)
+
+    @nnx.jit
+    def step(both):
+        grads = nnx.grad(lambda m: (m(X) ** 2).mean())(both.model)
+        both.update(grads)
+
+    step(both)
+    step(both)
+    assert int(both.step[...]) == 2
+
+
+def test_a_float32_model_trains_wrapped():
+    """As in Tunix's trainer: no leaf has a master, and all are as without."""
+
+    def trained(tx):
+        model = nnx.Linear(128, 128, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer):
+            grads = nnx.grad(lambda m: (m(X) ** 2).mean())(model)
+            optimizer.update(model, grads)
+
+        for _ in range(3):
+            step(model, optimizer)
+        jax.tree.map(jnp.copy, nnx.state(optimizer))
+        return as_bits(nnx.as_pure(nnx.state(model)))
+
+    tx = optax.adamw(1e-2)
+    assert trained(optax_mp.mixed_precision(tx)) == trained(tx)
+
+
+def test_learning_rates_are_found():
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
+    for tx in (adam, optax_mp.mixed_precision(adam)):
+        _, optimizer = Net(nnx.Rngs(0)), None
+        optimizer = nnx.Optimizer(Net(nnx.Rngs(0)), tx, wrt=nnx.Param)
+        rate = optax.tree.get(nnx.as_pure(optimizer.opt_state), "learning_rate")
+        assert float(rate) == pytest.approx(1e-3)
