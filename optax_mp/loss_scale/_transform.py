@@ -10,11 +10,7 @@ import optax
 from jax import lax
 
 from optax_mp._arguments import check_init_params, check_own_state
-from optax_mp._inner import (
-    as_transformation,
-    check_gradients,
-    explain_failure,
-)
+from optax_mp._inner import as_transformation, check_gradients, explain_failure
 from optax_mp._jax._choose import choose_step
 from optax_mp.leafwise._update import leafwise_update
 from optax_mp.loss_scale._mark import mark_skipped
@@ -22,6 +18,7 @@ from optax_mp.loss_scale._overwrite import (
     hide_overwritten,
     restore_overwritten,
     update_overwritten,
+    warn_if_overwritten,
 )
 from optax_mp.loss_scale._rule import (
     ScaleCounters,
@@ -31,6 +28,7 @@ from optax_mp.loss_scale._rule import (
     start_counters,
 )
 from optax_mp.loss_scale._settings import (
+    check_backoff_factor,
     check_count,
     check_growth_factor,
     check_number,
@@ -72,8 +70,8 @@ def dynamic_loss_scale(
 
     Leaves under flax's `_overwrite_with_gradient` (fp8 scales) are neither unscaled nor
     checked nor optimized: the wrapper's update brings each of them to its gradient, as
-    nearly as one addition can. A link hands their gradients on as they are, so hide
-    these leaves from the optimizer after it, and replace them in the training loop.
+    nearly as one addition can. A link hands their gradients on as they are, and warns:
+    an optimizer after it would move them.
 
     Args:
         inner: the optimizer; None for a link in a chain.
@@ -184,33 +182,30 @@ def static_loss_scale(
     return _loss_scaling(inner, "static_loss_scale", scale, 1, count_finite, axis_name)
 
 
+_CHECKS = {
+    "growth_interval": check_count,
+    "hysteresis": check_count,
+    "growth_factor": check_growth_factor,
+    "backoff_factor": check_backoff_factor,
+    "min_scale": check_scale,
+    "max_scale": check_scale,
+}
+
+
 def _check_settings(rule: ScaleRule, init_scale: Any) -> None:
     """Raise an error that names the first setting that is out of range."""
     argument = "dynamic_loss_scale: `{}`".format
-    check_count(argument("growth_interval"), rule.growth_interval)
-    check_count(argument("hysteresis"), rule.hysteresis)
-    check_growth_factor(argument("growth_factor"), rule.growth_factor)
-    check_number(
-        argument("backoff_factor"),
-        rule.backoff_factor,
-        "a number between 0 and 1",
-        lambda factor: 0 < factor < 1,
+    # Each bound alone first: the errors on both show both.
+    for name, check in _CHECKS.items():
+        check(argument(name), getattr(rule, name))
+    low, high = float(rule.min_scale), float(rule.max_scale)
+    expected = f"at most `max_scale`, which is {high}"
+    check_number(argument("min_scale"), low, expected, lambda scale: scale <= high)
+    expected = (
+        f"a scale from `min_scale` {low} to `max_scale` {high}; change one of these"
     )
-    # Each bound alone first: the errors below show both.
-    low = check_scale(argument("min_scale"), rule.min_scale)
-    high = check_scale(argument("max_scale"), rule.max_scale)
-    check_number(
-        argument("min_scale"),
-        rule.min_scale,
-        f"at most `max_scale`, which is {high}",
-        lambda scale: scale <= high,
-    )
-    check_number(
-        argument("init_scale"),
-        check_scale(argument("init_scale"), init_scale),
-        f"a scale from `min_scale` {low} to `max_scale` {high}; change one of these",
-        lambda scale: low <= scale <= high,
-    )
+    start = check_scale(argument("init_scale"), init_scale)
+    check_number(argument("init_scale"), start, expected, lambda x: low <= x <= high)
 
 
 def _loss_scaling(
@@ -253,6 +248,7 @@ def _loss_scaling(
         finite = bad_index == ALL_FINITE
         next_state = partial(_next_state, state, bad_index, finite, adjust_counters)
         if wrapped is None:
+            warn_if_overwritten(updates, caller)
             # The links that follow run in any case: all they can be told is a mark.
             out = restore_overwritten(mark_skipped(finite, grads), updates)
             return out, next_state(state.inner_state)
