@@ -29,6 +29,9 @@ def form_of_values(
 
     Values are numbered in order.
     """
+    # Two ends are alike if they have the same equations, in the same order, on values
+    # of the same types with the same numbers. Names of variables do not matter, nor
+    # where a value was made.
     number = {value: i for i, value in enumerate(reads)}
 
     def named(x: Any) -> Hashable:

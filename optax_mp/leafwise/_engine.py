@@ -160,6 +160,9 @@ class _CutStep:
     def run(self, *inputs: Any) -> list[Any]:
         """Return the outputs of the program."""
         program, ends = self.traced.program, self.traced.ends
+        # First what no end computes: outputs that are not elementwise, and what the
+        # ends read. Then each end, by itself: XLA orders them, and none waits for the
+        # other.
         at_ends = {i for end in ends for i in end.outputs}
         others = [v for i, v in enumerate(program.outputs) if i not in at_ends]
         reads = [value for end in ends for value in end.reads]
@@ -178,6 +181,8 @@ class _CutStep:
     def _run_end(self, end: End, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of an end."""
         program = self.traced.program
+        # A kernel sees one device. Where the layout of sharded arrays is known, each
+        # device runs it on its own part, inside of a `shard_map` made here.
         layout = Layout.find(end, args, self.traced.shardings)
         kernel = find_kernel(self.traced, end, layout, self.target)
         if not isinstance(kernel, str):
@@ -202,6 +207,7 @@ class _CutStep:
             here = replace(part, origin=args[:rank])
             return list(kernel.run_end(program, end, here, args[rank:]))
 
+        # Leaves of one shape have ends of one form: one kernel is lowered for all.
         form = form_of(program, end), part
         if form not in self.shared:
             # Types inside of shard_map name its axes, which exist nowhere else.

@@ -72,6 +72,9 @@ class Evaluator(ABC):
 
     def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of an elementwise equation for this part."""
+        # Only what names a shape has to be done in another way for a part: constants,
+        # indices, and what goes between elements and blocks. All else takes the shape
+        # of its inputs.
         equation, aval = node.equation, node.outputs[0].aval
         name = equation.primitive.name
         if is_block_operation(equation):

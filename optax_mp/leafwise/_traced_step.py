@@ -112,9 +112,12 @@ class TracedStep:
             return [x for x in returned if is_dynamic(x)]
 
         flat_step.__name__ = flat_step.__qualname__ = NAME
+        # A call of `jit`, because JAX has all rules for one: it can be lowered as it
+        # is, batched and differentiated, without evaluating its equations once more.
         arrays = [leaves[i] for i in inputs]
         closed = jax.make_jaxpr(jax.jit(flat_step))(*arrays)
         outputs = _numbered(i for i, x in enumerate(results) if x is _ARRAY)
+        # `kept` is the last part of what goes in, and of what comes out.
         count = jax.tree.structure(kept).num_leaves
         old, new = len(leaves) - count, len(results) - count
         replaced = {}
