@@ -9,7 +9,7 @@ from jax import lax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import bits, check_available, floating_dtype
+from optax_mp._dtypes import check_available, floating_dtype
 from optax_mp._jax._arrays import is_traced
 
 PyTree = Any
@@ -129,24 +129,8 @@ def leaf_finite(leaf: Any) -> jax.Array:
     leaf = jnp.asarray(leaf)
     if not is_floating(leaf):
         return leaf_finite(leaf.real) & leaf_finite(leaf.imag)
-    if bits(leaf.dtype) < 32:
-        return leaf_finite_without_sum(leaf)
-    # |x| - |x| is 0, or NaN where x is not finite: its sum takes one pass and writes no
-    # array. (Not from 16 bits: XLA would store the array in float32.) Not x - x: where
-    # x is a product, a GPU may fuse this to a multiply-add, which gives the rounding
-    # error of the product. `lax`, because `jnp` takes twice as long to trace.
-    magnitude = lax.abs(leaf)
-    total = lax.reduce_sum(lax.sub(magnitude, magnitude), tuple(range(leaf.ndim)))
-    return lax.eq(total, total.dtype.type(0))
-
-
-def leaf_finite_without_sum(x: jax.Array) -> jax.Array:
-    """Return whether all of one floating array is finite, as `leaf_finite` does.
-
-    For a value that another computation reads, too: if it were summed here, XLA's CPU
-    backend would store it in full. This stores one bool per element instead.
-    """
-    return lax.reduce_and(lax.is_finite(x), tuple(range(x.ndim)))
+    # `lax`, because `jnp` takes twice as long to trace.
+    return lax.reduce_and(lax.is_finite(leaf), tuple(range(leaf.ndim)))
 
 
 def all_true(flags: Sequence[jax.Array]) -> jax.Array:

@@ -4,7 +4,11 @@ import gc
 import os
 
 import jax
+import jax.numpy as jnp
 import pytest
+
+import optax_mp
+from optax_mp.loss_scale import _mark
 
 # What is imported is not to be looked through at every collection of garbage.
 gc.freeze()
@@ -43,6 +47,20 @@ def programs_of_one_module():
     """Forget compiled programs after each module: thousands slow all others down."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def without_links():
+    """Let no test look for a mark because a link ran in an earlier one."""
+    yield
+    _mark._a_link_ran.clear()
+
+
+@pytest.fixture
+def after_a_link():
+    """Run a link of a chain, as another program of this process may have done."""
+    link = optax_mp.static_loss_scale()
+    link.update(jnp.ones(1), link.init(jnp.ones(1)))
 
 
 @pytest.fixture

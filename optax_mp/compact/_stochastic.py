@@ -143,7 +143,7 @@ def stochastic_rounding(
             grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
             extra_args["grad"] = leaves.unflatten(map(as_inner_grad, wide, grad))
 
-        def step(state: Any) -> tuple[Any, Any]:
+        def step(state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
             inner_grads = leaves.unflatten(map(as_inner_grad, wide, grads))
             args = inner_grads, state.inner_state, leaves.unflatten(wide)
             with explain_failure(inner, *args, "stochastic_rounding"):
@@ -168,7 +168,7 @@ def stochastic_rounding(
             new_state = StochasticRoundingState(count, inner_state)
             return leaves.unflatten(new_updates), new_state
 
-        return choose_step(is_unmarked(updates), step, state)
+        return choose_step(is_unmarked(updates), step, state, extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
 

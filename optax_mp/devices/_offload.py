@@ -12,7 +12,7 @@ from jax.tree_util import tree_flatten_with_path
 from optax_mp._arguments import check_init_params, check_whole_number
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
-from optax_mp._jax._choose import obey_outer_choice
+from optax_mp._jax._choose import PROCEED
 from optax_mp._jax._dependence import PLACE_LIKE
 from optax_mp._jax._memory import (
     HOST_KIND,
@@ -151,7 +151,8 @@ def offload(
             return _jit_arrays(update_fn, (updates, state, params), extra_args)
         _warn_if_on_device(state, min_size)
         outer = extra_args.pop(OUTER_STEP, None)
-        proceed = obey_outer_choice()
+        # A wrapper that skips this step chooses all but what is in host memory.
+        proceed = extra_args.pop(PROCEED, True)
         traced, known = split_traced(extra_args)
 
         def step(given: Any, kept: Any) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ import optax
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._arguments import warn_unless_state
+from optax_mp._float16 import counts
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import is_absent
 from optax_mp._nnx import plain_trees
@@ -15,9 +16,6 @@ from optax_mp._tree import describe, nonfinite_paths, spell
 from optax_mp._warnings import warn
 from optax_mp.loss_scale._settings import check_number
 from optax_mp.loss_scale._state import LossScaleState, loss_scale_state
-
-# The default `max_scale`: a state does not say its own.
-_SUSPICIOUS_SCALE = 2.0**24
 
 
 def check_loss_scale(
@@ -33,8 +31,9 @@ def check_loss_scale(
     Overflows stop when the scale is low enough; a NaN from the model itself does not.
     With the defaults, 30 skipped steps take the scale from 65536 down to `min_scale`.
 
-    Warns if the scale has grown to 2^24, the default `max_scale`, and no step was ever
-    skipped: then gradients were probably not scaled.
+    Warns after finite steps if neither `value_and_grad`, `scale_loss` nor `loss_scale`
+    was called in this process and no step was ever skipped: then the loss was probably
+    not scaled.
 
     Args:
         opt_state: a state with a loss scale in it, at any depth of wrappers. A state
@@ -162,14 +161,18 @@ def _check_concrete(state: LossScaleState) -> None:
 
 
 def _warn_if_never_scaled(state: LossScaleState) -> None:
-    # A float16 value in the backward pass that is scaled by 2^24 overflows from 0.004
-    # on. Without the scale none does, and the scale only grows.
-    if state.scale >= _SUSPICIOUS_SCALE and state.total_skipped_count == 0:
+    """Warn after finite steps whose gradients nobody can have scaled.
+
+    The counters cannot tell: without the scale nothing overflows, and the scale grows
+    to its bound, after thousands of steps with gradients divided by it.
+    """
+    has_scale = state.scale != 1 and state.finite_count > 0
+    if has_scale and state.total_skipped_count == 0 and not counts()["scales its loss"]:
         warn(
-            f"check_loss_scale: the loss scale is {state.scale:g}, and no step "
-            "was ever skipped, so gradients are probably not scaled. They are "
-            "divided by the scale all the same: take them with "
-            "`optax_mp.value_and_grad(loss)(opt_state, params, ...)`, or of "
+            f"check_loss_scale: the loss scale is {state.scale:g}, no step was ever "
+            "skipped, and no loss was scaled in this process, so gradients are "
+            "probably not scaled. They are divided by the scale all the same: take "
+            "them with `optax_mp.value_and_grad(loss)(opt_state, params, ...)`, or of "
             "`optax_mp.scale_loss(loss, opt_state)`. If nothing is computed in "
             "float16, no loss scale is needed; `optax_mp.static_loss_scale` skips "
             "non-finite steps."

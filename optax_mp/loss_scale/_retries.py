@@ -91,7 +91,7 @@ def dynamic_scale_grad(
 def _with_retries(
     fun: Callable[..., Any], has_aux: bool, redo_on_nan: int, caller: str
 ) -> Callable[..., Any]:
-    check_function(fun, caller)
+    check_function(fun, 0, has_aux, caller)
     if not (isinstance(redo_on_nan, int) and redo_on_nan >= 0):
         raise ValueError(
             f"{caller}: `redo_on_nan` is {redo_on_nan!r}, expected how often to try "

@@ -17,11 +17,12 @@ from optax_mp._inner import (
 )
 from optax_mp._jax._choose import choose_step
 from optax_mp.leafwise._update import leafwise_update
-from optax_mp.loss_scale._mark import mark_skipped, register_link
+from optax_mp.loss_scale._mark import mark_skipped
 from optax_mp.loss_scale._overwrite import (
     hide_overwritten,
     restore_overwritten,
     update_overwritten,
+    warn_if_overwritten,
 )
 from optax_mp.loss_scale._rule import (
     ScaleCounters,
@@ -72,8 +73,8 @@ def dynamic_loss_scale(
 
     Leaves under flax's `_overwrite_with_gradient` (fp8 scales) are neither unscaled nor
     checked nor optimized: the wrapper's update brings each of them to its gradient, as
-    nearly as one addition can. A link hands their gradients on as they are, so hide
-    these leaves from the optimizer after it, and replace them in the training loop.
+    nearly as one addition can. A link hands their gradients on as they are, and warns:
+    an optimizer after it would move them.
 
     Args:
         inner: the optimizer; None for a link in a chain.
@@ -221,7 +222,7 @@ def _loss_scaling(
     adjust_counters: Adjust,
     axis_name: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    wrapped = None if inner is None else as_transformation(inner, caller)
+    wrapped: Any = None if inner is None else as_transformation(inner, caller)
 
     def init_fn(params: optax.Params) -> LossScaleState:
         check_init_params(params, caller)
@@ -253,31 +254,27 @@ def _loss_scaling(
         finite = bad_index == ALL_FINITE
         next_state = partial(_next_state, state, bad_index, finite, adjust_counters)
         if wrapped is None:
+            warn_if_overwritten(updates, caller)
             # The links that follow run in any case: all they can be told is a mark.
             out = restore_overwritten(mark_skipped(finite, grads), updates)
-            state = next_state(state.inner_state)
-            # What nothing else in the trace reads: of a call that failed, JAX can keep
-            # the trace, and all arrays that it reads, for good.
-            register_link(state.nonfinite_index)
-            return out, state
+            return out, next_state(state.inner_state)
         if extra_args.get("grad") is not None:
             # A line search compares it with the updates and the unscaled loss.
             hidden = hide_overwritten(extra_args["grad"])
             extra_args["grad"] = divide(hidden, state.scale)
         inner_params = hide_overwritten(params)
 
-        def step(inner_state: Any, wrapped: Any = wrapped) -> Any:
+        def step(inner_state: Any, extra_args: dict[str, Any]) -> Any:
             args = grads, inner_state, inner_params
             with explain_failure(wrapped, *args, caller):
                 out, inner_state = wrapped.update(*args, **extra_args)
             return update_overwritten(out, updates, params, caller), inner_state
 
         # In a skipped step the updates are negative zeros, and the state stays.
-        out, inner_state = choose_step(finite, step, state.inner_state)
+        out, inner_state = choose_step(finite, step, state.inner_state, extra_args)
         return out, next_state(inner_state)
 
     if wrapped is None:
-        register_link(update_fn)
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
     return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
 

@@ -147,7 +147,9 @@ def mixed_precision(
         warn_if_none(leaves, step.grads)
         warn_if_float16(leaves, step.grads)
 
-        def run_step(before: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
+        def run_step(
+            before: tuple[Any, Any], extra_args: dict[str, Any]
+        ) -> tuple[Any, tuple[Any, Any]]:
             stored, inner_state = before
             masters = step.decode(stored)
             inner_params = step.inner_params(masters)
@@ -166,7 +168,7 @@ def mixed_precision(
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.
         out, (stored, inner_state) = choose_step(
-            is_unmarked(updates), run_step, (stored, state.inner_state)
+            is_unmarked(updates), run_step, (stored, state.inner_state), extra_args
         )
         return leaves.unflatten(out), make_state(leaves.unflatten(stored), inner_state)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
+from optax_mp._arguments import check_opt_state, warn_unless_state
 from optax_mp._nnx import plain_state
 from optax_mp._states import Path, check_classes, find_states
 from optax_mp._tree import PyTree, is_array
@@ -51,8 +52,8 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optax_mp
-        >>> scaled = optax_mp.dynamic_loss_scale(optax.adam(1e-3))
-        >>> tx = optax.chain(optax.clip(1.0), scaled)
+        >>> clipped = optax.chain(optax.clip(1.0), optax.adam(1e-3))
+        >>> tx = optax_mp.dynamic_loss_scale(clipped)
         >>> params = {"w": jnp.ones(2)}
         >>> updates, state = tx.update({"w": jnp.ones(2)}, tx.init(params), params)
         >>> for name, value in optax_mp.metrics(state).items():
@@ -67,9 +68,11 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         {}
     """
     opt_state = plain_state(opt_state)
+    check_opt_state(opt_state, "metrics")
     found = find_states(opt_state, LossScaleState)
     if not found:
         check_classes(opt_state, "metrics")
+        warn_unless_state(opt_state, "metrics")
         return _of_steps(opt_state)
     if len(found) == 1:
         return _of_loss_scale(found[0][1]) | _of_steps(opt_state)

@@ -493,20 +493,3 @@ def test_state_that_was_pulled_back_is_brought_to_the_host_with_a_warning():
         _, kept = jax.jit(wrapped.update)(bad, pulled, params)
     assert as_bits(kept.inner_state) == as_bits(pulled.inner_state)
     assert kinds(kept.inner_state) == {"Host", "Device"}
-
-
-@needs_memories
-def test_a_step_cannot_be_skipped_for_state_that_others_put_into_host_memory():
-    def update(grads, state, params=None):
-        to = jax.memory.Space
-        new = jax.device_put(jax.device_put(state, to.Device) + 1, to.Host)
-        return grads, new
-
-    def init(params):
-        x = jnp.ones(4)
-        return jax.device_put(x, x.sharding.with_memory_kind(HOST))
-
-    tx = scaled(optax.GradientTransformation(init, update))
-    params = {"w": jnp.ones(3)}
-    with pytest.raises(ValueError, match=r"float32\[4\] in host memory"):
-        jax.jit(tx.update)(params, tx.init(params), params)

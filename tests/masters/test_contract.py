@@ -1,7 +1,6 @@
 """Every optimizer of optax, times every promise: the masters move as bare optax does."""
 
 import functools
-import gc
 import operator
 
 import jax
@@ -21,7 +20,6 @@ from reference import follow, rounded, settle, smallest_landing
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp.loss_scale._mark import _links
 
 pytestmark = [
     # optax's own: optimistic_adam announces its successor, MoMo its arguments.
@@ -59,14 +57,6 @@ FULL_COPY, SPLIT_16, SPLIT_8 = (
     optax_mp.Split(bits=16),
     optax_mp.Split(bits=8),
 )
-
-
-@pytest.fixture(autouse=True)
-def without_links():
-    """While a loss scale of a chain exists, XLA may fuse steps otherwise than bare optax's."""
-    if _links:
-        gc.collect()
-    assert not _links
 
 
 def over_storages(by_default, with_full_copies=tuple(OPTIMIZERS)):

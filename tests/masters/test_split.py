@@ -863,17 +863,15 @@ def test_a_run_with_skipped_steps_is_bitwise_the_run_without_them(build):
     assert as_bits(masters_state(ours[1])) == as_bits(masters_state(clean[1]))
 
 
-def test_a_split_step_after_a_link_skips_negative_zeros():
+def test_a_split_step_after_a_link_skips_negative_zeros(after_a_link):
     tx = mixed(optax.sgd(1e-2, momentum=0.9))
     params = {"w": jnp.asarray(follow(start(100), BFLOAT16, 16))}
     params, state = fused(tx)(params, tx.init(params), {"w": jnp.ones(100)})
-    link = optax_mp.dynamic_loss_scale()
     for step in (fused(tx), eager(tx)):
         after = step(params, state, {"w": jnp.full(100, -0.0)})
         assert as_bits(after) == as_bits((params, state))
         moved = step(params, state, {"w": jnp.full(100, 0.0)})
         assert as_bits(moved[1].inner_state) != as_bits(state.inner_state)
-    del link
 
 
 # Errors: each names the leaf or argument, what was expected, and the fix.
