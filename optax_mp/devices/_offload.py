@@ -152,8 +152,7 @@ def offload(
             return _jit_arrays(update_fn, (updates, state, params), extra_args)
         _warn_if_on_device(state, min_size)
         outer = extra_args.pop(OUTER_STEP, None)
-        # A step that a wrapper around this one skips: it chooses between all but arrays
-        # in host memory.
+        # A wrapper that skips this step chooses all but what is in host memory.
         proceed = extra_args.pop(PROCEED, True)
         traced, known = split_traced(extra_args)
 

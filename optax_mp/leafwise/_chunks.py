@@ -147,13 +147,13 @@ class _Chunk(XlaEvaluator):
         """Return the chunk of a view of an array."""
         axis = self.cuts.axis
         chunk = lax.dynamic_slice_in_dim(view, self.first, self.length, axis)
-        return _in_rows(to_device(chunk)) if is_on_host(view) else chunk
+        return in_rows(to_device(chunk)) if is_on_host(view) else chunk
 
     def put(self, view: jax.Array, chunk: jax.Array) -> jax.Array:
         """Return a view with another chunk in the place of this one."""
         chunk = chunk.astype(view.dtype)
         if is_on_host(view):
-            chunk = to_host(_in_rows(chunk))
+            chunk = to_host(in_rows(chunk))
         axis = self.cuts.axis
         return lax.dynamic_update_slice_in_dim(view, chunk, self.first, axis)
 
@@ -187,11 +187,12 @@ class _Chunk(XlaEvaluator):
         return Blocks(len(view) - 1, self.cuts.part.block_size, view[-1])
 
 
-def _in_rows(x: jax.Array) -> jax.Array:
+def in_rows(x: jax.Array) -> jax.Array:
     """Return an array with its rows in the lanes of a TPU.
 
     XLA prefers the columns of arrays that meet scales, of which a row is shorter than
-    the lanes are. But it cannot copy a part of the lanes to host memory.
+    the lanes are. But it cannot copy a part of the lanes to host memory, and copies
+    codes there in other tiles than they have.
     """
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 

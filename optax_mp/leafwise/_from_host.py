@@ -27,7 +27,7 @@ from optax_mp._jax._memory import bring, is_host_type, is_on_host, to_device, to
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._warnings import warn
 from optax_mp.leafwise._block_operations import is_block_operation
-from optax_mp.leafwise._chunks import Cuts, cuts_of, run_end
+from optax_mp.leafwise._chunks import Cuts, cuts_of, in_rows, run_end
 from optax_mp.leafwise._ends import End, cut
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._layout import Layout
@@ -475,7 +475,7 @@ class _StepFromHost:
         made = run_end(self.program, end, cuts or Cuts.whole(part), brought)
         outputs = [self.program.outputs[i] for i in end.outputs]
         return [
-            to_host(x) if is_host_type(v.aval) and not is_on_host(x) else x
+            to_host(in_rows(x)) if is_host_type(v.aval) and not is_on_host(x) else x
             for v, x in zip(outputs, made, strict=True)
         ]
 
@@ -487,15 +487,5 @@ def _start_value(aval: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _bring_whole(x: jax.Array) -> jax.Array:
-    """Return an array on the device.
-
-    Codes of 8 bits in two halves: in a copy of all of them some versions of XLA for
-    TPUs take the tiles for others.
-    """
-    if not is_on_host(x):
-        return x
-    if x.ndim == 0 or x.dtype.itemsize > 1 or x.shape[0] < 2:
-        return to_device(x)
-    half = x.shape[0] // 2
-    halves = x[:half], x[half:]
-    return jnp.concatenate(list(map(to_device, halves)))
+    """Return an array on the device."""
+    return in_rows(to_device(x)) if is_on_host(x) else x
