@@ -10,6 +10,7 @@ import optax
 from optax_mp._arguments import check_state_first
 from optax_mp._dtypes import at_least_float32, bits, round_to
 from optax_mp._jax._arrays import is_traced
+from optax_mp._jax._explicit import reshard_beside
 from optax_mp._jax._memory import bring, put_beside
 from optax_mp._leaves import Leaves, expand_absent, is_absent
 from optax_mp._nesting import check_nesting
@@ -140,7 +141,8 @@ def replace_master_params(
         new_stored = match_stored(leaves, state)
         for i, stored in enumerate(new_stored):
             if not is_absent(stored):
-                at, param = spell(leaves.paths[i]), leaves.values[i]
+                at = spell(leaves.paths[i])
+                param = reshard_beside(leaves.values[i], stored)
                 old = decode_master(storage, stored, param, f"{caller}: param {at}")
                 where = f"{caller}: `new_master` at {at}"
                 _check_not_swapped(given[i], param, old, where, call)
@@ -188,7 +190,8 @@ def decode_master(storage: Storage, stored: Any, param: Any, where: str) -> jax.
     """Return the master of a param; `where` names the caller and the param."""
     if storage.param_is_part:
         check_takes_param(storage, param, where)
-    master = storage.decode(bring(stored), param)
+    # `zero1` shards what is stored, and not the params.
+    master = storage.decode(bring(stored), reshard_beside(param, stored))
     if master.shape != jnp.shape(param):
         raise ValueError(
             f"{where} is {describe(param)}, but its master is {describe(master)}, "
