@@ -29,6 +29,14 @@ def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, sharding)
 
 
+def reshard_beside(x: jax.Array, stored: Any) -> jax.Array:
+    """Return `x` with the sharding in the type of an array of its shape in `stored`."""
+    if not isinstance(x, jax.Array):
+        return x
+    alike = [y for y in jax.tree.leaves(stored) if y.shape == x.shape]
+    return reshard_like(x, alike[0]) if alike else x
+
+
 def fits_blocks(sharding: NamedSharding, axis: int, length: int, size: int) -> bool:
     """Return whether each device has whole blocks of an array's axis."""
     names: Any = (*sharding.spec, *[None] * (axis + 1))[axis] or ()

@@ -10,6 +10,7 @@ import optax
 
 from optax_mp._arguments import check_state_first
 from optax_mp._inner import as_transformation, copy_shared
+from optax_mp._jax._explicit import reshard_beside
 from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._memory import bring, is_on_host, put_beside, to_host
 from optax_mp._jax._traced import TracedCall
@@ -252,12 +253,14 @@ def _encode_masters(
         if storage.param_is_part:
             # Its updates had 16 bits, so that some params missed their masters.
             check_param_is_rounded(storage, master, param, where, _CAST_FIRST)
-        encoded[i] = put_beside(storage.encode(master, param), stored)
+        # As `zero1` shards it, and not the params.
+        pair = (reshard_beside(x, stored) for x in (master, param))
+        encoded[i] = put_beside(storage.encode(*pair), stored)
     return replace_stored(leaves, template, encoded)
 
 
 def _decode_on_device(storage: Storage, stored: Any, param: Any) -> jax.Array:
-    return storage.decode(bring(stored), param)
+    return storage.decode(bring(stored), reshard_beside(param, stored))
 
 
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:

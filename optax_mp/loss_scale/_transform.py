@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 from optax_mp._arguments import check_init_params, check_own_state
+from optax_mp._descriptions import takes_descriptions
 from optax_mp._inner import as_transformation, check_gradients, explain_failure
 from optax_mp._jax._choose import choose_step
 from optax_mp.leafwise._update import leafwise_update
@@ -218,6 +219,7 @@ def _loss_scaling(
 ) -> optax.GradientTransformationExtraArgs:
     wrapped: Any = None if inner is None else as_transformation(inner, caller)
 
+    @takes_descriptions
     def init_fn(params: optax.Params) -> LossScaleState:
         check_init_params(params, caller)
         # `inner` never updates overwritten leaves, so it needs no moments for them.

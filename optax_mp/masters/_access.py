@@ -10,6 +10,7 @@ import optax
 from optax_mp._arguments import check_state_first
 from optax_mp._dtypes import at_least_float32, round_to
 from optax_mp._jax._arrays import is_traced
+from optax_mp._jax._explicit import reshard_beside
 from optax_mp._jax._memory import bring, put_beside
 from optax_mp._leaves import Leaves, expand_absent, is_absent
 from optax_mp._nesting import check_nesting
@@ -221,7 +222,7 @@ def _map_masters(
         for i, stored in enumerate(new_stored):
             if is_absent(stored):
                 continue
-            param = params.values[i]
+            param = reshard_beside(params.values[i], stored)
             where = f"{params.caller}: param {spell(params.paths[i])}"
             new = change(i, storage, decode_master(storage, stored, param, where))
             if new is not None:
@@ -260,7 +261,8 @@ def decode_master(storage: Storage, stored: Any, param: Any, where: str) -> jax.
     """Return the master of a param; `where` names the caller and the param."""
     if storage.param_is_part:
         check_takes_param(storage, param, where)
-    master = storage.decode(bring(stored), param)
+    # `zero1` shards what is stored, and not the params.
+    master = storage.decode(bring(stored), reshard_beside(param, stored))
     if master.shape != jnp.shape(param):
         raise ValueError(
             f"{where} is {describe(param)}, but its master is {describe(master)}, "

@@ -73,13 +73,15 @@ def test_a_compiled_step_is_that_of_plain_trees(form):
     for _ in range(4):
         params, state = plain_step(params, state)
     found = nnx.as_pure(nnx.state(model, nnx.Param))
-    close = jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, atol=1e-2)), found, params)
+    close = jax.tree.map(
+        lambda a, b: bool(jnp.allclose(a, b, atol=1e-2)), found, params
+    )
     assert all(jax.tree.leaves(close))
     # Without boxes it is the same state, so that each can be converted and checked.
     pure = nnx.as_pure(optimizer.opt_state)
-    assert jax.tree.structure(pure) == jax.tree.structure(tx.init(nnx.as_pure(
-        nnx.state(model, nnx.Param)
-    )))
+    assert jax.tree.structure(pure) == jax.tree.structure(
+        tx.init(nnx.as_pure(nnx.state(model, nnx.Param)))
+    )
 
 
 def test_what_is_absent_is_absent_with_its_box():

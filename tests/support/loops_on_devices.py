@@ -1,0 +1,241 @@
+"""Loops of frameworks on several devices; run as a script by `tests/loops`."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from forced_devices import run_named
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from loop_forms import FORMS, Loop, collectives
+
+import optax_mp
+
+DEVICES = 8
+MESH = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+COMPACT = FORMS["5.1 bytes"]
+
+
+def specs(tree):
+    return [leaf.sharding.spec for leaf in jax.tree.leaves(tree)]
+
+
+def step_of(tx):
+    def step(params, state):
+        grads = jax.tree.map(lambda x: jnp.ones_like(x, jnp.float32), params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def linen_params(box):
+    """Params as nanodo and MaxText have them, each with the names of its axes."""
+    normal, ones = nn.initializers.normal(dtype=jnp.bfloat16), nn.initializers.ones
+    make = {
+        "embed": (normal, (50257, 64), (None, "fsdp")),
+        "up": (normal, (256, 512), ("fsdp", None)),
+        "down": (normal, (512, 256), (None, "fsdp")),
+        "heads": (normal, (128, 64), (None, "fsdp")),
+        "norm": (ones, (256,), ("fsdp",)),
+    }
+    key = jax.random.key(0)
+    return {name: box(f, names)(key, shape) for name, (f, shape, names) in make.items()}
+
+
+def linen_states_are_sharded_by_their_boxes():
+    for box in (nn.with_partitioning, nn.with_logical_partitioning):
+        for name in FORMS:
+            tx = Loop.of(name).tx
+
+            def init(box=box, tx=tx):
+                params = linen_params(box)
+                return params, tx.init(params)
+
+            abstract = jax.eval_shape(init)
+            assert jax.tree.leaves(nn.get_partition_spec(abstract))
+            shardings = nn.get_sharding(abstract, MESH)
+            params, state = jax.jit(init, out_shardings=shardings)()
+            jax.tree.map(jax.device_put, nn.meta.unbox(state), shardings[1])
+            step = jax.jit(step_of(tx)).lower(params, state).compile()
+            assert not collectives(step), (name, collectives(step))
+            params, state = step(params, state)
+            assert jax.tree.structure(state) == jax.tree.structure(abstract[1])
+
+
+def nnx_optimizers_are_described_under_a_mesh():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            def normal(*names):
+                return nnx.with_partitioning(nnx.initializers.normal(), names)
+
+            low = {"param_dtype": jnp.bfloat16, "rngs": rngs}
+            self.a = nnx.Linear(128, 64, kernel_init=normal(None, "fsdp"), **low)
+            self.b = nnx.Linear(64, 256, kernel_init=normal("fsdp", None), **low)
+            self.norm = nnx.RMSNorm(256, rngs=rngs)
+
+    for name in FORMS:
+        tx = Loop.of(name).tx
+
+        def make(tx=tx):
+            model = Net(nnx.Rngs(0))
+            return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        with jax.set_mesh(MESH):
+            _, abstract = nnx.eval_shape(make)
+            for _, variable in nnx.to_flat_state(nnx.state(abstract)):
+                assert variable.dtype == variable.get_value().dtype
+            nnx.get_partition_spec(nnx.state(abstract))
+            _, optimizer = nnx.jit(make)()
+        for leaf in jax.tree.leaves(nnx.state(optimizer)):
+            assert leaf.ndim < 2 or "fsdp" in leaf.sharding.spec, (name, leaf.shape)
+
+
+def largest_axis(x):
+    """Return a sharding by shape, as openpi's rule chooses it."""
+    spec = [None] * len(x.shape)
+    for axis in np.argsort(x.shape)[::-1]:
+        if x.size >= 4096 and x.shape[axis] % DEVICES == 0:
+            spec[axis] = "fsdp"
+            break
+    return NamedSharding(MESH, PartitionSpec(*spec))
+
+
+SHAPES = {
+    "embed": (50257, 768),
+    "head": (768, 50257),
+    "w": (256, 1024),
+    "k": (1024, 128),
+    "norm": (768,),
+}
+
+
+def described(name):
+    dtype = jnp.float32 if name == "norm" else jnp.bfloat16
+    return jax.ShapeDtypeStruct(SHAPES[name], dtype)
+
+
+def a_rule_by_shape_for_params_and_state_shardings_for_the_state():
+    params = {name: described(name) for name in SHAPES}
+    shardings = jax.tree.map(largest_axis, params)
+    params = jax.tree.map(lambda x, s: x.update(sharding=s), params, shardings)
+    for name in FORMS:
+        tx = Loop.of(name).tx
+        chosen = optax_mp.state_shardings(tx, params)
+        state = jax.tree.map(
+            lambda x, s: x.update(sharding=s), jax.eval_shape(tx.init, params), chosen
+        )
+        again = optax_mp.state_shardings(
+            tx, {name: described(name) for name in SHAPES}, shardings
+        )
+        assert again == chosen
+        if name != "bare" and name != "accumulated":
+            assert specs(tx.init(params)) == specs(state)
+            init = jax.jit(tx.init).lower(params).compile().output_shardings
+            for x, found in zip(*map(jax.tree.leaves, (state, init)), strict=True):
+                assert found.is_equivalent_to(x.sharding, x.ndim), (name, x, found)
+        out = shardings, chosen
+        step = jax.jit(step_of(tx), out_shardings=out).lower(params, state).compile()
+        assert not collectives(step), (name, collectives(step))
+
+
+def zero1_and_offload_say_where_their_state_is():
+    whole = NamedSharding(MESH, PartitionSpec())
+    params = {"w": described("w"), "norm": described("norm")}
+    tx = optax_mp.zero1(COMPACT, MESH, "fsdp")
+    chosen = optax_mp.state_shardings(tx, params, whole)
+    arrays = jax.tree.map(
+        lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), whole), params
+    )
+    for x, want in zip(*map(jax.tree.leaves, (tx.init(arrays), chosen)), strict=True):
+        assert x.sharding.is_equivalent_to(want, x.ndim), (x.shape, want)
+    if hasattr(jax, "memory"):
+        tx = optax_mp.offload(COMPACT)
+        chosen = optax_mp.state_shardings(tx, params, whole)
+        assert chosen.master_params["w"].memory_kind == "pinned_host"
+        assert chosen.inner_state.step_count.memory_kind == "device"
+
+
+class Named(NamedTuple):
+    codes: Any
+    scales: Any
+
+
+class Module(eqx.Module):
+    codes: Any
+    scales: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Data:
+    codes: Any
+    scales: Any
+
+
+def the_names_of_params_change_no_sharding():
+    by_rows = NamedSharding(MESH, PartitionSpec("fsdp"))
+    a = jax.device_put(jnp.ones((128, 256), jnp.bfloat16), by_rows)
+    b = jax.device_put(jnp.ones((64, 256), jnp.bfloat16), by_rows)
+    for params in (
+        Named(a, b),
+        Module(a, b),
+        Data(a, b),
+        {"codes": a, "scales": b},
+        {"master_params": {"codes": a}, "mu": {"scales": b}},
+    ):
+        for name in ("bare", "FullCopy", "5.1 bytes"):
+            tx = (
+                optax_mp.mixed_precision(FORMS[name]) if name == "bare" else FORMS[name]
+            )
+            state = jax.jit(tx.init)(params)
+            for leaf in jax.tree.leaves(state):
+                is_sharded = not leaf.sharding.is_fully_replicated
+                assert is_sharded == (leaf.ndim > 0), (type(params), name, leaf.shape)
+
+
+def explicit_parts_shorter_than_a_block():
+    mesh = jax.make_mesh((8,), ("data",))
+    values = jnp.linspace(-1, 1, 64 * 128).reshape(64, 128).astype(jnp.bfloat16)
+    tx, runs = FORMS["5.1 bytes"], []
+    for spec in (PartitionSpec(None, "data"), PartitionSpec("data", None)):
+        params = {"w": jax.device_put(values, NamedSharding(mesh, spec))}
+        state = tx.init(params)
+        for _ in range(2):
+            params, state = jax.jit(step_of(tx))(params, state)
+        runs.append(list(map(np.asarray, jax.tree.leaves((params, state)))))
+    assert all(map(np.array_equal, *runs))
+
+
+def zero1_with_split_on_an_explicit_mesh():
+    mesh = jax.make_mesh((8,), ("data",))
+    whole = NamedSharding(mesh, PartitionSpec(None, None))
+    params = {"w": jax.device_put(jnp.ones((64, 256), jnp.bfloat16), whole)}
+    tx = optax_mp.zero1(COMPACT, mesh, "data")
+    params, state = jax.jit(step_of(tx))(params, tx.init(params))
+    masters = optax_mp.master_params(state, params)
+    assert masters["w"].shape == (64, 256)
+    same = optax_mp.replace_master_params(state, params, masters)
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+    to_tx = optax_mp.zero1(FORMS["FullCopy"], mesh, "data")
+    back = optax_mp.convert_opt_state(state, params, tx, to_tx)
+    np.testing.assert_array_equal(back.master_params["w"], masters["w"])
+
+
+CHECKS = [
+    linen_states_are_sharded_by_their_boxes,
+    nnx_optimizers_are_described_under_a_mesh,
+    a_rule_by_shape_for_params_and_state_shardings_for_the_state,
+    zero1_and_offload_say_where_their_state_is,
+    the_names_of_params_change_no_sharding,
+    explicit_parts_shorter_than_a_block,
+    zero1_with_split_on_an_explicit_mesh,
+]
+
+if __name__ == "__main__":
+    run_named(CHECKS, DEVICES)
