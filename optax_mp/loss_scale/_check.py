@@ -99,19 +99,19 @@ def _explain_cause(state: LossScaleState) -> str:
     # Only a dynamic scale without hysteresis left has been lowered.
     has_fallen = state.hysteresis_left == 0
     if state.scale <= 1:
-        sign = "A scale of at most 1 makes no gradient overflow, so this is"
+        sign = ". A scale of at most 1 makes no gradient overflow, so this is"
     elif has_fallen:
         sign = (
-            "If this ends before the scale is down to 1, it is an overflow: raise "
+            ". If this ends before the scale is down to 1, it is an overflow: raise "
             "`max_skipped`, or lower `init_scale`. If not, it is"
         )
     else:
         sign = (
-            "It has not fallen: if a lower scale, or `dynamic_loss_scale`, ends this, "
-            "it is an overflow; if not, it is"
+            ", and has not fallen. If a lower scale, or `dynamic_loss_scale`, ends "
+            "this, it is an overflow; if not, it is"
         )
     return (
-        f"is {'down to ' if has_fallen else ''}{state.scale:g}. {sign} a NaN or "
+        f"is {'down to ' if has_fallen else ''}{state.scale:g}{sign} a NaN or "
         "infinity of the model or its data, such as a division by zero or the log of a "
         "negative number."
     )
