@@ -243,9 +243,8 @@ def _encode_masters(
     for i, stored in enumerate(encoded):
         if is_absent(stored):
             continue
-        param = leaves.values[i]
+        param, where = leaves.values[i], f"{_CALLER}: param {spell(leaves.paths[i])}"
         if storage.param_is_part:
-            where = f"{_CALLER}: param {spell(leaves.paths[i])}"
             check_takes_param(storage, param, where)
         # Only `decode` knows the master's dtype: what is stored may have another one.
         dtype = jax.eval_shape(partial(_decode_on_device, storage), stored, param).dtype
