@@ -88,7 +88,7 @@ def put_resized(box: Any, value: Any, divides: Divides) -> Any:
 
     if hasattr(box, "get_metadata"):
         return _put_in_variable(box, value, fit, old.ndim)
-    if dataclasses.is_dataclass(box):
+    if dataclasses.is_dataclass(box) and not isinstance(box, type):
         changes: dict[str, Any] = {}
         for field in dataclasses.fields(box):
             attribute = getattr(box, field.name)

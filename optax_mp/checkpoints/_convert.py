@@ -213,8 +213,8 @@ def _fill(
                 value = bring(value).astype(node.dtype)
             return put_beside(value, node)
         kind = next(kind for kind in _WRAPPERS if isinstance(node, kind))
-        wrapper = node
-        if kind is MixedPrecisionState:
+        wrapper: Any = node
+        if isinstance(node, MixedPrecisionState):
             wrapper = _encode_masters(node, masters)
         elif kind in wrappers:
             # Of the new type, which may say other settings.
@@ -243,7 +243,8 @@ def _encode_masters(
     for i, stored in enumerate(encoded):
         if is_absent(stored):
             continue
-        param, where = leaves.values[i], f"{_CALLER}: param {spell(leaves.paths[i])}"
+        param = leaves.values[i]
+        where = f"{_CALLER}: param {spell(leaves.paths[i])}"
         if storage.param_is_part:
             check_takes_param(storage, param, where)
         # Only `decode` knows the master's dtype: what is stored may have another one.

@@ -31,7 +31,7 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
         # of two needs.
         unit = 1 << (23 - info.nmant)
         below, rest = (
-            lax.bitwise_and(pattern, mask) for mask in np.int32([-unit, unit - 1])
+            lax.bitwise_and(pattern, np.int32(mask)) for mask in (-unit, unit - 1)
         )
         rest = lax.convert_element_type(rest, jnp.float32)
         rises = lax.convert_element_type(
