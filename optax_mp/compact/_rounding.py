@@ -30,9 +30,8 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
         # rounded, and a carry into the exponent is what rounding up to the next power
         # of two needs.
         unit = 1 << (23 - info.nmant)
-        below, rest = (
-            lax.bitwise_and(pattern, np.int32(mask)) for mask in (-unit, unit - 1)
-        )
+        below = lax.bitwise_and(pattern, np.int32(-unit))
+        rest = lax.bitwise_and(pattern, np.int32(unit - 1))
         rest = lax.convert_element_type(rest, jnp.float32)
         rises = lax.convert_element_type(
             lax.lt(lax.mul(numbers, np.float32(unit)), rest), jnp.int32
