@@ -12,6 +12,7 @@ leaf is brought, and reduced to a number. The jobs bring them again.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -378,7 +379,7 @@ class _StepFromHost:
             and self.sources[other] == sources
             and all(x in self.known for x in self._cone([other])[1])
         ]
-        starts = [_start_value(v.aval, v.aval.shape) for v in group]
+        starts = [_start_value(v.aval) for v in group]
 
         def compute(carry: Sequence[Any], local: dict[Value, Any]) -> list[Any]:
             return self._run_whole(group, local)
@@ -403,17 +404,14 @@ class _StepFromHost:
             for old, array in zip(overwritten, carry, strict=True):
                 if old is not None:
                     local[old] = array
-            if job.end is None:
+            end = job.end
+            if end is None:
                 return self._run_whole(outputs, local, job.arrays)
-            args = [local[value] for value in job.end.reads]
+            args = [local[value] for value in end.reads]
+            run_part = partial(self._run_part, end)
             if job.layout is None:
-                return self._run_part(job.end, Part.of(job.end), args)
-            return job.layout.run(
-                lambda part, args: self._run_part(job.end, part, args),
-                self.program,
-                job.end,
-                args,
-            )
+                return run_part(Part.of(end), args)
+            return job.layout.run(run_part, self.program, end, args)
 
         made = self._run_once(compute, starts, read)
         # Of a result of a loop that is in host memory `jit` learns that by a move.
@@ -423,7 +421,7 @@ class _StepFromHost:
         """Return what an output is if nothing is brought."""
         aval, old = self.program.outputs[i].aval, self.replaced.get(i)
         if old is None:
-            return _start_value(aval, aval.shape)
+            return _start_value(aval)
         array = self.known[self.program.inputs[old]]
         if array.dtype == aval.dtype:
             return array
@@ -482,9 +480,12 @@ class _StepFromHost:
         ]
 
 
-def _start_value(aval: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Return an array to be overwritten, of a type but for the shape."""
-    array = jnp.zeros(shape, aval.dtype)
+def _start_value(aval: Any) -> jax.Array:
+    """Return an array to be overwritten, of a type."""
+    array = jnp.zeros(aval.shape, aval.dtype)
+    spec = aval.sharding.spec
+    if any(spec):  # on a mesh with explicit axes
+        array = jax.sharding.reshard(array, spec)
     return to_host(array) if is_host_type(aval) else array
 
 
