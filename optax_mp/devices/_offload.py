@@ -73,7 +73,8 @@ def offload(
     - Do not pass `out_shardings` for the state, unless with `memory_kind`. Otherwise
       it moves to the device, and with a `SingleDeviceSharding` without a warning, as
       JAX then takes it for host memory. `memory_report` of the new state shows it.
-    - A step that a loss scale skips copies nothing.
+    - A step that a loss scale around `offload` skips copies nothing.
+    - `take_step` steps the params chunk by chunk, too, and makes no updates.
     - L-BFGS needs `jax.value_and_grad` in the step: JAX cannot run
       `optax.value_and_grad_from_state`, which reads gradients in host memory.
     - There is no `jax.vmap` of, and no gradient through, a step with arrays in host

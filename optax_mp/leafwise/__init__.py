@@ -11,14 +11,12 @@
 - `_block_operations`: between elements and the scales of their blocks.
 - `_evaluator`: parts of a leaf, and what evaluates elementwise equations on them.
 - `_kernel_evaluator`: the same inside a kernel, where some operations do not exist.
-- `_chunks`: the way of a TPU without a kernel.
+- `_chunks`: chunk by chunk, from device or host memory.
 - `_tpu`, `_tile_evaluator`, `_gpu`: the kernels. Add another platform here.
 
 `offload` takes steps whose state is in host memory:
 
 - `_from_host`: bring each leaf to the device, take its step, and put it back.
-- `_host_flow`: what of a step is made of arrays in host memory.
-- `_host_chunks`: the elementwise end of a leaf, chunk by chunk.
 """
 
 from optax_mp.leafwise._take_step import take_step as take_step

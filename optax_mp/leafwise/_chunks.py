@@ -54,7 +54,8 @@ class Cuts:
     @classmethod
     def whole(cls, part: Part) -> "Cuts":
         """Return one chunk."""
-        return cls(part, part.shape, 0, part.shape[0])
+        view = part.shape if len(part.shape) > 1 else (1, *part.shape)
+        return cls(part, view, 0, view[0])
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the view of an array of the part."""

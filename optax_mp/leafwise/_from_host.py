@@ -379,7 +379,7 @@ class _StepFromHost:
             and self.sources[other] == sources
             and all(x in self.known for x in self._cone([other])[1])
         ]
-        starts = [_start_value(v.aval, v.aval.shape) for v in group]
+        starts = [_start_value(v.aval) for v in group]
 
         def compute(carry: Sequence[Any], local: dict[Value, Any]) -> list[Any]:
             return self._run_whole(group, local)
@@ -421,7 +421,7 @@ class _StepFromHost:
         """Return what an output is if nothing is brought."""
         aval, old = self.program.outputs[i].aval, self.replaced.get(i)
         if old is None:
-            return _start_value(aval, aval.shape)
+            return _start_value(aval)
         array = self.known[self.program.inputs[old]]
         if array.dtype == aval.dtype:
             return array
@@ -480,9 +480,12 @@ class _StepFromHost:
         ]
 
 
-def _start_value(aval: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Return an array to be overwritten, of a type but for the shape."""
-    array = jnp.zeros(shape, aval.dtype)
+def _start_value(aval: Any) -> jax.Array:
+    """Return an array to be overwritten, of a type."""
+    array = jnp.zeros(aval.shape, aval.dtype)
+    spec = aval.sharding.spec
+    if any(spec):  # on a mesh with explicit axes
+        array = jax.sharding.reshard(array, spec)
     return to_host(array) if is_host_type(aval) else array
 
 

@@ -187,24 +187,21 @@ def take(tx, params, state):
 
 
 @needs_memories
-def test_a_skipped_step_brings_nothing():
+def test_a_step_skipped_from_outside_brings_nothing():
     params = random_params("float32")
-    for name in ("scaled", "scaled inside"):
-        tx = FORMS[name](in_chunks)
-        state = tx.init(params)
-        closed = jax.make_jaxpr(tx.update)(params, state, params)
-        for bad, rounds in (({0}, 0), ((), 1)):
-            grads = random_grads(params, 0, bad)
-            counts = loop_rounds(closed, (grads, state, params))
-            assert len(counts) == 3, name
-            assert all(min(count, 1) == rounds for count in counts)
+    tx = FORMS["scaled"](in_chunks)
+    state = tx.init(params)
+    closed = jax.make_jaxpr(tx.update)(params, state, params)
+    for bad, rounds in (({0}, 0), ((), 1)):
+        grads = random_grads(params, 0, bad)
+        assert loop_rounds(closed, (grads, state, params)) == [rounds] * 3
     moves = [e for e in closed.jaxpr.eqns if e.primitive.name == "device_put"]
     # What is outside of loops tells jit that a result of one is in host memory.
     assert all(str(e.invars[0].aval).startswith("float32<host>") for e in moves)
 
 
 def loop_rounds(closed, args):
-    """Return how many rounds each loop of a program takes."""
+    """Return how many rounds each outer loop of a program takes."""
     counts = []
 
     def run(equation, inputs):
@@ -217,25 +214,78 @@ def loop_rounds(closed, args):
     return counts
 
 
-def test_chunks_cover_each_element_once():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        rank = rng.integers(1, 5)
-        shape = tuple(int(n) for n in rng.integers(1, 9, rank))
-        shape = (*shape[:-1], int(rng.integers(1, 300)))
-        most = int(rng.integers(1, 2 * np.prod(shape) + 2))
-        block = int(2 ** rng.integers(0, 6))
-        seen = np.zeros(shape, int)
-        for chunks in chunks_of(shape, block, most):
-            for k in range(chunks.count):
-                start = [int(i) for i in chunks.start(k, shape)]
-                assert start[-1] % block == 0
-                slices = tuple(
-                    slice(a, a + n) for a, n in zip(start, chunks.shape, strict=True)
-                )
-                assert seen[slices].shape == chunks.shape
-                seen[slices] += 1
-        assert (seen == 1).all(), (shape, most, block)
+def taken(tx, steps, params, options=UNFUSED, state=None):
+    """Return params and state after steps by `take_step`."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=options)
+    def step(params, state, grads):
+        return optax_mp.take_step(tx, grads, state, params)
+
+    params = jax.tree.map(jnp.copy, params)
+    state = tx.init(params) if state is None else state
+    for i in range(steps):
+        params, state = step(params, state, random_grads(params, i))
+    return params, state, step
+
+
+TAKEN = ("masters", "compact", "scaled", "scaled inside", "clipped updates")
+
+
+@needs_memories
+@mostly_slow("name", (*TAKEN, "MultiSteps inside"), lambda name: name == "masters")
+def test_take_step_brings_chunks_and_makes_no_update(name):
+    params = random_params()
+    tx = FORMS[name](in_chunks)
+    got = taken(tx, 3, params)[:2]
+    assert as_bits(got) == as_bits(train(FORMS[name](lambda inner: inner), 3)[:2])
+    assert kinds(got[1]) == {"Host", "Device"}
+    closed = jax.make_jaxpr(functools.partial(optax_mp.take_step, tx))(
+        params, got[1], params
+    )
+    loops = [e for e in closed.jaxpr.eqns if e.primitive.name == "while"]
+    large = [v.aval for e in loops for v in e.outvars if v.aval.size >= 256]
+    # Of each param itself, and what is kept of it.
+    kept = [x for x in jax.tree.leaves((params, got[1])) if x.size >= 256]
+    assert len(large) == len(kept)
+
+
+@needs_memories
+@pytest.mark.filterwarnings("ignore:.*in device memory")
+@pytest.mark.parametrize("name", ["masters", "compact"])
+def test_take_step_moves_a_state_to_the_host_that_was_restored_elsewhere(name):
+    params, tx = random_params(), FORMS[name](in_chunks)
+    plain = FORMS[name](lambda inner: inner)
+    state = plain.init(params)
+
+    def step(tx):
+        # Not donated: JAX would write results for the host into memory of the device.
+        take = functools.partial(optax_mp.take_step, tx)
+        return jax.jit(take, compiler_options=UNFUSED)(params, state, params)
+
+    got = step(tx)
+    assert kinds(got[1]) == {"Host", "Device"}
+    assert as_bits(got) == as_bits(step(plain))
+
+
+@needs_memories
+def test_a_loss_scale_goes_around_an_update_that_is_jitted():
+    params, inner = random_params(), FORMS["masters"](in_chunks)
+    jitted = optax.GradientTransformationExtraArgs(inner.init, jax.jit(inner.update))
+    tx, step = scaled(jitted), scaled(inner).update
+    state = tx.init(params)
+    for i in range(2):  # the second is traced with the first in a cache
+        grads = random_grads(params, i)
+        got = jax.jit(lambda *args: tx.update(*args))(grads, state, params)
+        assert as_bits(got) == as_bits(jax.jit(step)(grads, state, params))
+
+
+@needs_memories
+def test_a_second_step_is_not_compiled_again():
+    tx = FORMS["masters"](in_chunks)
+    mesh = jax.make_mesh((1,), ("device",))
+    placed = jax.NamedSharding(mesh, jax.P())
+    params = jax.device_put(random_params(), placed)
+    assert taken(tx, 3, params)[2]._cache_size() == 1
 
 
 def keeping(rule):

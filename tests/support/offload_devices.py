@@ -16,7 +16,11 @@ def masters():
     return optax_mp.mixed_precision(optax.adamw(1e-2))
 
 
-FORMS = {"masters": masters, "compact": compact}
+def scaled():
+    return optax_mp.dynamic_loss_scale(masters(), init_scale=4.0)
+
+
+FORMS = {"masters": masters, "compact": compact, "scaled": scaled}
 
 
 def steps(tx, params, state, grads):
