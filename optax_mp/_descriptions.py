@@ -13,10 +13,8 @@ from optax_mp._jax._placed import asked_shardings
 from optax_mp._states import find_owners
 from optax_mp._tree import PyTree, is_array
 
-Init = Callable[[PyTree], PyTree]
 
-
-def takes_descriptions(init: Init) -> Init:
+def takes_descriptions(init: Any) -> Any:
     """Return an `init` that describes the state if the params are descriptions."""
 
     @functools.wraps(init)
@@ -29,7 +27,7 @@ def takes_descriptions(init: Init) -> Init:
     return init_fn
 
 
-def describe_state(init: Init, params: PyTree) -> PyTree:
+def describe_state(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
     """Return descriptions of the state that `init` makes.
 
     An array of the state is sharded as its param is, where that has a `NamedSharding`,
@@ -66,8 +64,9 @@ def _shardings(closed: Any, state: PyTree, params: PyTree) -> list[Any]:
     shardings = []
     for i, leaf in enumerate(jax.tree.leaves(state)):
         own = whole
-        if (owner := owners[i]) is not None and of_params[owner] is not None:
-            own = follow(of_params[owner], arrays[owner].shape, leaf.shape)
+        owner = owners[i]
+        if owner is not None and (of_owner := of_params[owner]) is not None:
+            own = follow(of_owner, arrays[owner].shape, leaf.shape)
         own = _combine(asked[i], own)
         on_host = is_host_type(closed.out_avals[i])
         shardings.append(own.with_memory_kind(HOST_KIND) if on_host else own)

@@ -181,7 +181,7 @@ def _fill(
             return put_beside(value, node)
         kind = next(kind for kind in _WRAPPERS if isinstance(node, kind))
         wrapper = node
-        if kind is MixedPrecisionState:
+        if isinstance(node, MixedPrecisionState):
             wrapper = _encode_masters(node, masters)
         elif kind in wrappers:
             # Of the new type, which may say other settings.
