@@ -20,34 +20,28 @@ import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import optax
 import record
 from optax.contrib import muon
-
-import optax_mp
-from optax_mp._demo.model import LossFunction
-from optax_mp._demo.runs import (
-    FLOAT32,
-    GradFunction,
-    Run,
-    compact,
-    naive_run,
-    run_with_storage,
-    unscaled_value_and_grad,
-)
-from optax_mp._demo.settings import Settings
-from optax_mp._demo.text import make_corpus, read_text
-from optax_mp._demo.train import (
-    Moment,
+from the_demo import (
+    FORMS,
+    Form,
+    LossFunction,
     Result,
-    call_ranges,
+    Settings,
+    calls,
+    compact,
     is_matrix,
     make_schedule,
-    sum_or_none,
+    read_corpus,
     train,
+    unscaled_value_and_grad,
 )
+
+import optax_mp
 
 NANOGPT = Settings(
     steps=2000,
@@ -79,33 +73,38 @@ def muon_as_adamw(settings: Settings) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), inner)
 
 
-def with_amp(loss: LossFunction) -> GradFunction:
+def with_amp(loss: LossFunction) -> Any:
     """Return value and gradient of the loss that `amp` runs in bfloat16."""
     return unscaled_value_and_grad(optax_mp.amp(loss))
 
 
-def forms_of(settings: Settings) -> tuple[Run, ...]:
+def forms_of(settings: Settings) -> tuple[Form, ...]:
     """Return all forms; the first of each optimizer is what the others compare with."""
+    float32, naive, masters, with_codes, _, scaled = FORMS
     forms = (
-        FLOAT32,
-        naive_run("bf16"),
-        run_with_storage("bf16", "full"),
-        run_with_storage("bf16", "split16"),
-        run_with_storage("bf16", "compact"),
-        run_with_storage("bf16", "stochastic"),
-        run_with_storage("f16", "full"),
-        replace(FLOAT32, name="amp, float32 params", value_and_grad=with_amp),
+        float32,
+        naive._replace(name="bf16 naive"),
+        masters._replace(name="bf16 + masters"),
+        masters._replace(name="bf16 split16", wrap=split_16),
+        with_codes._replace(name="bf16 compact"),
+        masters._replace(name="bf16 stochastic", wrap=optax_mp.stochastic_rounding),
+        scaled._replace(name="f16 + masters"),
+        float32._replace(name="amp, float32 params", value_and_grad=with_amp),
     )
-    masters = run_with_storage("bf16", "full")
     muon_forms = (
-        replace(FLOAT32, name="Muon, float32"),
-        replace(masters, name="Muon, bf16 + masters"),
-        replace(masters, name="Muon, bf16 compact", transform=compact),
-        replace(masters, name="Muon, all state in 8 bits", transform=in_8_bits),
+        float32._replace(name="Muon, float32"),
+        masters._replace(name="Muon, bf16 + masters"),
+        masters._replace(name="Muon, bf16 compact", wrap=compact),
+        masters._replace(name="Muon, all state in 8 bits", wrap=in_8_bits),
     )
     with_adamw = [with_optimizer(form, adamw(settings)) for form in forms]
     with_muon = [with_optimizer(form, muon_as_adamw(settings)) for form in muon_forms]
     return (*with_adamw, *with_muon)
+
+
+def split_16(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return `inner` on masters that are stored as the param and 16 more bits."""
+    return optax_mp.mixed_precision(inner, storage=optax_mp.Split(16))
 
 
 def in_8_bits(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -114,10 +113,10 @@ def in_8_bits(inner: optax.GradientTransformation) -> optax.GradientTransformati
     return optax_mp.mixed_precision(low, storage=optax_mp.Split(8))
 
 
-def with_optimizer(form: Run, inner: optax.GradientTransformation) -> Run:
+def with_optimizer(form: Form, inner: optax.GradientTransformation) -> Form:
     """Return a form around this optimizer, in place of the demo's."""
-    wrap = form.transform
-    return replace(form, transform=lambda demo_adamw: wrap(inner))
+    wrap = form.wrap
+    return form._replace(wrap=lambda demo_adamw: wrap(inner))
 
 
 def read_rows(path: Path | None, title: str) -> dict[str, record.Row]:
@@ -129,17 +128,16 @@ def read_rows(path: Path | None, title: str) -> dict[str, record.Row]:
 
 def with_result(row: record.Row | None, result: Result, seeds: list[int]) -> record.Row:
     """Return the row of a form with the seeds of one more run."""
-    curves = [list(each.losses) for each in result.curves]
-    trained = zip(result.held_out_losses, curves, strict=True)
+    trained = zip(result.losses, result.curves, strict=True)
     found = dict(zip(seeds, trained, strict=True))
-    skipped = result.skipped_steps
+    skipped = result.skipped
     if row is not None:
         before = zip(row["losses"], row["curve"], strict=True)
         found |= zip(row["seeds"], before, strict=True)
-        skipped = sum_or_none([row["skipped"], skipped])
+        skipped = None if skipped is None else skipped + row["skipped"]
     found = dict(sorted(found.items()))
     return {
-        "form": result.name,
+        "form": result.form.name,
         "seeds": list(found),
         "bytes per weight": result.bytes_per_weight,
         "skipped": skipped,
@@ -190,7 +188,7 @@ def worse_from(curve: list[float], other: list[float], steps: int) -> str:
     ]
     below = [i for i, mean in enumerate(means) if not mean > WORSE_BY]
     start = below[-1] + 1 if below else 0
-    counts = [stop for _, stop in call_ranges(steps)]
+    counts = [stop for _, stop in calls(steps)]
     return str(counts[start]) if start < len(means) else "-"
 
 
@@ -206,25 +204,20 @@ def main() -> None:
     title = f"after {args.steps} steps"
     rows = read_rows(args.json, title)
     settings = replace(NANOGPT, steps=args.steps)
-    corpus = make_corpus(read_text(None), settings.context)
+    corpus = read_corpus(settings.context)
     for form in forms_of(settings):
         row = rows.get(form.name)
         seeds = [s for s in args.seeds if row is None or s not in row["seeds"]]
         if form.name not in args.forms or not seeds:
             continue
         chosen = replace(settings, seeds=tuple(seeds))
-        result = train(form, chosen, corpus, follow)
+        print(f"{form.name}: {len(seeds)} seeds", file=sys.stderr)
+        result = train(form, chosen, corpus)
         rows[form.name] = with_result(row, result, seeds)
         tables = {title: table_of(rows, names, args.steps)}
         record.finish(args.json, tables, record.machine_of(jax.devices()))
     table = record.as_markdown(table_of(rows, names, args.steps))
     print(f"{record.heading(jax.devices())}\n\n{table}")
-
-
-def follow(name: str, moment: Moment) -> None:
-    """Say where a run stands, every 500 steps."""
-    if moment.loss is not None and moment.step % 500 == 0:
-        print(f"{name}: step {moment.step}, loss {moment.loss:.3f}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -29,13 +29,11 @@ import numpy as np
 import optax
 import record
 from sklearn.datasets import load_digits, make_friedman1
+from the_demo import Settings, init_params, make_adamw, make_loss, read_corpus
 
 import optax_mp
-from optax_mp._demo.model import init_params, make_loss
-from optax_mp._demo.settings import DEFAULTS
-from optax_mp._demo.text import make_corpus, read_text
-from optax_mp._demo.train import make_adamw
 
+DEFAULTS = Settings()
 MIN_SIZE = 256
 
 Batch = Any
@@ -136,8 +134,8 @@ def init_layer(key: jax.Array, *shape: int) -> dict[str, jax.Array]:
 
 def transformer() -> Task:
     """Return the demo's task, for fewer steps."""
-    corpus = make_corpus(read_text(None), DEFAULTS.context)
-    text, window = jnp.asarray(corpus.train), np.arange(DEFAULTS.context + 1)
+    text, held_out = map(jnp.asarray, read_corpus(DEFAULTS.context))
+    window = np.arange(DEFAULTS.context + 1)
 
     def draw(key: jax.Array) -> jax.Array:
         shape = (DEFAULTS.batch_size, 1)
@@ -152,7 +150,7 @@ def transformer() -> Task:
         init=lambda key: init_params(key, DEFAULTS),
         draw=draw,
         loss=loss,
-        held_out=jnp.asarray(corpus.held_out),
+        held_out=held_out,
     )
 
 

@@ -36,13 +36,18 @@ import record
 import scales
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from the_demo import (
+    Settings,
+    attention,
+    init_params,
+    make_adamw,
+    read_corpus,
+    rms_norm,
+)
 
 import optax_mp
-from optax_mp._demo.model import attention, init_params, rms_norm
-from optax_mp._demo.settings import DEFAULTS, Settings
-from optax_mp._demo.text import make_corpus, read_text
-from optax_mp._demo.train import make_adamw
 
+DEFAULTS = Settings()
 F8, BF16 = "float8_e4m3fn", "bfloat16"
 ENDS = optax_mp.default_amp_rules | {"first": "not_f8", "last": "not_f8"}
 FORMS: dict[str, dict[str, Any]] = {
@@ -93,8 +98,8 @@ def scoped_loss(settings: Settings, params: Any, windows: jax.Array) -> jax.Arra
 
 def text_task(settings: Settings) -> tuple[Any, Any, Any, Any]:
     """Return init, draw, loss and held-out windows of the demo's text."""
-    corpus = make_corpus(read_text(None), settings.context)
-    text, window = jnp.asarray(corpus.train), np.arange(settings.context + 1)
+    text, held_out = map(jnp.asarray, read_corpus(settings.context))
+    window = np.arange(settings.context + 1)
 
     def draw(key: jax.Array) -> jax.Array:
         shape, last = (settings.batch_size, 1), text.size - window.size
@@ -102,7 +107,7 @@ def text_task(settings: Settings) -> tuple[Any, Any, Any, Any]:
 
     init = functools.partial(init_params, settings=settings)
     loss = functools.partial(scoped_loss, settings)
-    return init, draw, loss, jnp.asarray(corpus.held_out)
+    return init, draw, loss, held_out
 
 
 def digits_task() -> tuple[Any, Any, Any, Any]:

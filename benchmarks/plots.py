@@ -19,7 +19,12 @@ COLOURS = {
     "#E69F00": ("stochastic",),
     "#CC79A7": ("8-bit", "5.1 bytes", "compact"),
     "#009E73": ("Split", "split"),
-    "#D55E00": ("naive", "plain optax, bfloat16", "cast once"),
+    "#D55E00": (
+        "naive",
+        "plain optax, bfloat16",
+        "plain optax on bfloat16",
+        "cast once",
+    ),
     "#56B4E9": ("loss scale", "amp, f16"),
     "#999999": ("written", "loop", "apply_if", "by hand", "casting"),
     "#0072B2": ("mixed_precision", "FullCopy", "masters", "full copies", "amp"),
@@ -60,11 +65,16 @@ def draw_stall(figure: Any, records: Records) -> None:
         weight.plot(*row["curve"], **style_of(name), label=label)
     weight.set(xlabel="updates of -0.001", ylabel="weight", title="one bfloat16 weight")
     weight.legend(loc="lower left")
-    for name in ("float32", "bf16 naive", "bf16 + masters"):
+    names = {
+        "float32": "float32",
+        "plain optax on bfloat16 params": "plain optax",
+        "bfloat16 with masters": "mixed_precision",
+    }
+    for name, short_name in names.items():
         rows = [row for row in records["demo_full"].rows if row["run"] == name]
         steps, curves = rows[0]["curve"][0][1:], [row["curve"][1][1:] for row in rows]
         held_out = fmean(row["held-out loss"] for row in rows)
-        label = f"{name}: {held_out:.3f}"
+        label = f"{short_name}: {held_out:.3f}"
         loss.plot(steps, smooth(mean_of(curves)), **style_of(name), label=label)
     end = max(steps)
     loss.set(xlabel="training step", ylabel="loss, nats per character (smoothed)")
@@ -255,7 +265,7 @@ def draw_demo(figure: Any, records: Records) -> None:
         apart = fmean(row["above float32"] for row in of_run)
         label = f"{name}: {record.cell('above float32', apart)}"
         steps, style = of_run[0]["curve"][0], style_of(name)
-        style["ls"] = "--" if name.startswith("f16") else "-"
+        style["ls"] = "--" if name.startswith("float16") else "-"
         draw_with_band(panel, steps, gaps, label, style)
     panel.axhline(0, color="0.5", lw=1)
     panel.set(xlabel="training step", ylabel="loss above float32's (smoothed)")

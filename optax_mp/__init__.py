@@ -1,7 +1,9 @@
 """Mixed-precision training for any optax optimizer.
 
-The public names, in the order in which a newcomer meets them. Each group comes from one
-folder or module; open that one to read more.
+What people call, in the order in which a newcomer meets it. Each group comes from one
+folder or module; open that one to read more. The classes of reports and states, for
+annotations and `isinstance`, are in the folders alone: `optax_mp.reports`,
+`optax_mp.compact`, and `optax_mp.masters.Storage`.
 """
 
 # isort: off
@@ -10,7 +12,7 @@ from optax_mp.masters import (
     FullCopy,
     MixedPrecisionState,
     Split,
-    Storage,
+    follow_params,
     master_params,
     mixed_precision,
     replace_master_params,
@@ -42,23 +44,10 @@ from optax_mp._dtypes import half_dtype
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
 
 # Run a float32 function in mixed precision.
-from optax_mp.amp import (
-    AmpOperation,
-    AmpReport,
-    amp,
-    amp_report,
-    amp_stop,
-    default_amp_rules,
-)
+from optax_mp.amp import amp, amp_report, amp_stop, default_amp_rules
 
 # Low-bit optimizer states, and training without masters.
-from optax_mp.compact import (
-    LowBitState,
-    Quantized,
-    StochasticRoundingState,
-    low_bit_state,
-    stochastic_rounding,
-)
+from optax_mp.compact import low_bit_state, stochastic_rounding
 
 # A step in one pass over memory.
 from optax_mp.leafwise import take_step
@@ -72,16 +61,6 @@ from optax_mp.checkpoints import check_checkpoint, convert_opt_state
 # In which precision a function runs, what to log while training, what low precision
 # loses, and how much memory is needed.
 from optax_mp.reports import (
-    FormatRange,
-    GradientRangeReport,
-    MemoryReport,
-    MemoryRow,
-    PrecisionCause,
-    PrecisionProduct,
-    PrecisionReport,
-    StepReport,
-    StepRow,
-    UpdateReport,
     gradient_range_report,
     memory_report,
     metrics,
@@ -97,31 +76,15 @@ from optax_mp._warnings import MixedPrecisionWarning
 __version__ = "0.2.0.dev0"
 
 __all__ = [
-    "AmpOperation",
-    "AmpReport",
     "DynamicLossScale",
-    "FormatRange",
     "FullCopy",
-    "GradientRangeReport",
     "LossScaleState",
-    "LowBitState",
-    "MemoryReport",
-    "MemoryRow",
     "MixedPrecisionState",
     "MixedPrecisionWarning",
     "NoOpLossScale",
     "Policy",
-    "PrecisionCause",
-    "PrecisionProduct",
-    "PrecisionReport",
-    "Quantized",
     "Split",
     "StaticLossScale",
-    "StepReport",
-    "StepRow",
-    "StochasticRoundingState",
-    "Storage",
-    "UpdateReport",
     "all_finite",
     "amp",
     "amp_report",
@@ -134,6 +97,7 @@ __all__ = [
     "dynamic_loss_scale",
     "dynamic_scale_grad",
     "dynamic_scale_value_and_grad",
+    "follow_params",
     "get_policy",
     "gradient_range_report",
     "half_dtype",

@@ -6,11 +6,10 @@ from typing import Any
 import jax
 import optax
 
-from optax_mp._states import find_owners, holds_state
+from optax_mp._states import holds_state
 from optax_mp._tree import PyTree, is_array, is_floating, summarize
 from optax_mp._warnings import warn
 
-_LEAST_TREE = 2
 _UPDATE = "`tx.update(grads, state, params)`"
 
 
@@ -40,10 +39,23 @@ def check_opt_state(opt_state: Any, caller: str) -> None:
         )
 
 
+def may_be_state(tree: PyTree) -> bool:
+    """Return whether a tree may be the state of an optimizer.
+
+    It holds a NamedTuple, as the states of optax do, or a count of steps, or no
+    floating arrays at all. Params have none of these but by chance.
+    """
+    leaves = jax.tree.leaves(tree)
+    is_count = [is_array(x) and not (x.shape or is_floating(x)) for x in leaves]
+    has_fields = any(
+        map(_is_named_tuple, jax.tree.leaves(tree, is_leaf=_is_named_tuple))
+    )
+    return has_fields or any(is_count) or not any(map(is_floating, leaves))
+
+
 def warn_unless_state(opt_state: Any, caller: str) -> None:
     """Warn if nothing in `opt_state` looks like the state of an optimizer."""
-    has_fields = any(map(_is_named_tuple, _nodes(opt_state)))
-    if not (has_fields or may_be_state(opt_state, ())):
+    if not may_be_state(opt_state):
         warn(
             f"{caller}: `opt_state` is {summarize(opt_state)}, in which nothing looks "
             "like an optimizer state, and no loss scale is found; pass what "
@@ -70,31 +82,8 @@ def check_state_first(opt_state: Any, params: Any, caller: str, call: str) -> No
 
 
 def are_swapped(opt_state: Any, params: Any) -> bool:
-    """Return whether the state seems to be `params`, and the params `opt_state`."""
-    if holds_state(opt_state) or holds_state(params):
-        return not holds_state(opt_state)
-    # Neither holds a class called `...State`, as when the state is a dict. Such a state
-    # contains trees like the params, and the params contain no tree like the state.
-    # One array may be anything, such as a step count or a key.
-    if len(list(filter(is_array, jax.tree.leaves(opt_state)))) < _LEAST_TREE:
-        return False
-    return has_trees_like(opt_state, params) and not has_trees_like(params, opt_state)
-
-
-def has_trees_like(params: PyTree, tree: PyTree) -> bool:
-    """Return whether `tree` contains a tree of arrays like `params`."""
-    return any(owner is not None for owner in find_owners(tree, params))
-
-
-def may_be_state(tree: PyTree, params: PyTree) -> bool:
-    """Return whether `tree` may be an optimizer's state for `params`.
-
-    A state is known by the class of a part of it, or because it holds arrays for the
-    params. If it has no floating arrays, it may be anything.
-    """
-    if holds_state(tree) or not any(map(is_floating, jax.tree.leaves(tree))):
-        return True
-    return has_trees_like(params, tree)
+    """Return whether the state is `params`, and the params are `opt_state`."""
+    return holds_state(params) and not holds_state(opt_state)
 
 
 def check_whole_number(argument: str, value: Any) -> int:
@@ -140,11 +129,6 @@ def is_optax_state(tree: Any) -> bool:
         return all(map(is_optax_state, tree))
     package = type(tree).__module__.partition(".")[0]
     return package in ("optax", "optax_mp") and holds_state(tree)
-
-
-def _nodes(tree: PyTree) -> list[Any]:
-    """Return the leaves of a tree, and its NamedTuples."""
-    return jax.tree.leaves(tree, is_leaf=_is_named_tuple)
 
 
 def _is_named_tuple(node: Any) -> bool:

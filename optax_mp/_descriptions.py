@@ -13,8 +13,10 @@ from optax_mp._jax._placed import asked_shardings
 from optax_mp._states import find_owners
 from optax_mp._tree import PyTree, is_array
 
+Init = Callable[[PyTree], PyTree]
 
-def takes_descriptions(init: Any) -> Any:
+
+def takes_descriptions(init: Init) -> Any:
     """Return an `init` that describes the state if the params are descriptions."""
 
     @functools.wraps(init)
@@ -27,7 +29,7 @@ def takes_descriptions(init: Any) -> Any:
     return init_fn
 
 
-def describe_state(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+def describe_state(init: Init, params: PyTree) -> PyTree:
     """Return descriptions of the state that `init` makes.
 
     An array of the state is sharded as its param is, where that has a `NamedSharding`,

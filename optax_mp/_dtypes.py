@@ -156,11 +156,13 @@ def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
     Infinities stay, unless `dtype` has none: then they become its largest value, too.
     """
-    largest = x.dtype.type(jnp.finfo(dtype).max)
-    clamped = lax.clamp(-largest, x, largest)
-    if not _has_infinity(dtype):
-        return clamped
-    return lax.select(lax.is_finite(x), clamped, x)
+    largest = lax.full_like(x, jnp.finfo(dtype).max)
+    is_above, is_below = lax.gt(x, largest), lax.lt(x, -largest)
+    if _has_infinity(dtype):
+        is_finite = lax.is_finite(x)
+        is_above, is_below = is_above & is_finite, is_below & is_finite
+    # Not by a clamp, in which CPUs flush the smallest numbers to zero.
+    return lax.select(is_above, largest, lax.select(is_below, -largest, x))
 
 
 def _has_infinity(dtype: DTypeLike) -> bool:
@@ -176,5 +178,5 @@ def difference(target: jax.Array, start: jax.Array) -> jax.Array:
     """
     change = lax.sub(target, start)
     # inf - inf would be NaN. Not by a clamp, which takes a CPU a fifth of a step.
-    moves = lax.is_finite(start) | lax.ne(target, target)
+    moves = lax.bitwise_or(lax.is_finite(start), lax.ne(target, target))
     return lax.select(moves, change, lax.full_like(change, 0))

@@ -1,32 +1,24 @@
-"""What a function does about float16, as the parts of this package tell that it uses.
+"""What has been done about float16 and loss scales, as parts of this package tell.
 
-`value_and_grad` warns if it finds float16 and no loss scale. But params may be float32,
-and float16 only inside, by `amp`; and a function may scale its loss by itself.
+`value_and_grad` warns if it finds float16 and no loss scale, but params may be float32,
+and float16 only inside, by `amp`; and a function may scale its loss by itself. And
+`check_loss_scale` warns if nobody has scaled a loss. What is counted here decides over
+these two warnings only.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections import Counter
 from typing import Literal
 
 Event = Literal["computes in float16", "scales its loss"]
 
-_events: ContextVar[set[Event] | None] = ContextVar("_events", default=None)
-
-
-@contextmanager
-def collect_events() -> Iterator[set[Event]]:
-    """Collect what is reported while a function is called or traced."""
-    events: set[Event] = set()
-    token = _events.set(events)
-    try:
-        yield events
-    finally:
-        _events.reset(token)
+_counts: Counter[Event] = Counter()
 
 
 def report(event: Event) -> None:
-    """Tell whoever collects events."""
-    events = _events.get()
-    if events is not None:
-        events.add(event)
+    """Count something that is done, or traced."""
+    _counts[event] += 1
+
+
+def counts() -> Counter[Event]:
+    """Return how often what has been done in this process, up to now."""
+    return _counts.copy()

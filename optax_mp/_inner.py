@@ -143,6 +143,22 @@ def warn_if_float16(params: Leaves, grads: Sequence[Any]) -> None:
             return
 
 
+def or_no_change(update: Any, param: Any) -> Any:
+    """Return an update; zeros for None or float0, which cannot be added to an array.
+
+    So that the params that `jax.grad` or `value_and_grad` does not differentiate, or
+    that are frozen by a gradient of None, pass through `optax.apply_updates`.
+    """
+    is_none = update is None or getattr(update, "dtype", None) == jax.dtypes.float0
+    is_number = is_array(param) and (
+        jnp.issubdtype(param.dtype, jnp.number) or param.dtype == jnp.bool_
+    )
+    if not (is_none and is_number):
+        return update
+    # Negative, because 0.0 would change a param of -0.0. Integers have one zero only.
+    return jnp.full(param.shape, -0.0 if is_inexact(param) else 0, param.dtype)
+
+
 def check_update(
     path: tuple[Any, ...],
     param: Any,

@@ -8,27 +8,27 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
+import optax
+from jax.tree_util import keystr, tree_flatten_with_path
 
+from optax_mp._dtypes import bits
 from optax_mp._jax._memory import is_on_host
-from optax_mp._states import Path, find_states, holds_state
-from optax_mp._tree import PyTree
+from optax_mp._states import Path, holds_state
+from optax_mp._tree import PyTree, is_floating
 from optax_mp._warnings import warn
 
-# By name, because the modules of these states import this one.
-_SCALE, _MASTERS = "LossScaleState", "MixedPrecisionState"
 _WRAP_ALL = "put `optax_mp.dynamic_loss_scale` around the whole optimizer"
 # States of wrappers that decide over gradients before a loss scale in them sees these.
 _WRAPPERS = {
-    "ApplyIfFiniteState": (
+    optax.ApplyIfFiniteState: (
         "optax.apply_if_finite",
         "hides overflows from it, so that the scale never falls",
     ),
-    "MultiStepsState": (
+    optax.MultiStepsState: (
         "optax.MultiSteps",
         "adds overflows to its accumulator, which is NaN from then on",
     ),
-    "ConditionallyTransformState": (
+    optax.ConditionallyTransformState: (
         "optax.conditionally_transform",
         "hands on gradients that are still scaled when it does not run it",
     ),
@@ -37,41 +37,120 @@ _WRAPPERS = {
 
 def check_nesting(opt_state: PyTree, caller: str) -> None:
     """Raise or warn if `opt_state` is that of transforms in an order that fails."""
-    for path, scale in find_states(opt_state, _SCALE):
-        # One with an optimizer inside may be beside the masters, as of another model.
-        is_link = type(scale.inner_state).__name__ == "EmptyState"
-        for at, node, key in _ancestors(opt_state, path):
-            where = f"{caller}: opt_state{keystr(at)} is of"
-            _check_wrapper(type(node).__name__, where)
-            before = node[: key.idx] if is_link and _is_chain(node) else ()
-            if any(map(_ends_in_masters, before)):
-                raise ValueError(
-                    f"{where} a chain with a loss scale after `mixed_precision`, which "
-                    "divides the updates by the scale, expected it before; "
-                    f"{_WRAP_ALL}."
-                )
-    for path, _ in find_states(opt_state, _MASTERS):
-        _warn_if_followed(opt_state, path, caller)
-    for path, state in find_states(opt_state, "MultiStepsState"):
-        _warn_if_around_offload(state, f"{caller}: opt_state{keystr(path)} is of")
+    for path, node in reversed(list(_nodes(opt_state))):
+        where = f"{caller}: opt_state{keystr(path)} is of"
+        if isinstance(node, (*_WRAPPERS, optax.ConditionallyMaskState)):
+            if any(_is_scale(inner) for _, inner in _nodes(node)):
+                _check_wrapper(node, where)
+        if isinstance(node, optax.MultiStepsState):
+            _warn_if_around_offload(node, where)
+        if isinstance(node, optax.InjectStatefulHyperparamsState):
+            _warn_of_rounded_hyperparams(node, where)
+        if _is_chain(node):
+            for i, link in enumerate(node):
+                _check_before(node[:i], link, where)
+                _warn_if_followed(link, node[i + 1 :], where)
 
 
-def _check_wrapper(name: str, where: str) -> None:
-    """Raise or warn if a state of this name must not be around a loss scale."""
-    if name in _WRAPPERS:
-        wrapper, harm = _WRAPPERS[name]
-        raise ValueError(
-            f"{where} `{wrapper}` around a loss scale, expected the loss scale "
-            f"outside: `{wrapper}` {harm}. Put it inside, as "
-            f"`optax_mp.dynamic_loss_scale({wrapper}(...))`."
-        )
-    if name == "ConditionallyMaskState":
+def _nodes(tree: PyTree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield each node of a tree that is no leaf, with its path, outermost first."""
+    children = tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
+    if not (len(children) == 1 and children[0][1] is tree):
+        yield path, tree
+        for key, child in children:
+            yield from _nodes(child, (*path, *key))
+
+
+# By their fields, because the modules of these states import this one.
+def _is_scale(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "hysteresis_left")
+
+
+def _is_masters(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "master_params")
+
+
+def _is_chain(node: Any) -> bool:
+    """Return whether a node may be the state of `optax.chain`."""
+    return type(node) is tuple
+
+
+def _ends_in_masters(state: Any) -> bool:
+    """Return whether the updates of a transform are those of a `mixed_precision`."""
+    if _is_chain(state):
+        return bool(state) and _ends_in_masters(state[-1])
+    if _is_scale(state):
+        return _ends_in_masters(state.inner_state)
+    return _is_masters(state)
+
+
+def _check_wrapper(state: Any, where: str) -> None:
+    """Raise or warn, because this state is of a wrapper around a loss scale."""
+    if isinstance(state, optax.ConditionallyMaskState):
         # Its condition may be of the step alone, and nothing is wrong with that.
         warn(
             f"{where} `optax.conditionally_mask` around a loss scale. If its condition "
             "reads the gradients, it hides overflows from the loss scale, and the "
             f"scale never falls; {_WRAP_ALL}."
         )
+        return
+    wrapper, harm = next(_WRAPPERS[x] for x in _WRAPPERS if isinstance(state, x))
+    raise ValueError(
+        f"{where} `{wrapper}` around a loss scale, expected the loss scale "
+        f"outside: `{wrapper}` {harm}. Put it inside, as "
+        f"`optax_mp.dynamic_loss_scale({wrapper}(...))`."
+    )
+
+
+def _check_before(before: tuple[Any, ...], link: Any, where: str) -> None:
+    """Raise or warn if what is before a loss scale in a chain should be inside."""
+    scales = [node for _, node in _nodes(link) if _is_scale(node)]
+    # One with an optimizer inside may be beside the masters, as of another model.
+    are_links = [isinstance(x.inner_state, optax.EmptyState) for x in scales]
+    if any(are_links) and any(map(_ends_in_masters, before)):
+        raise ValueError(
+            f"{where} a chain with a loss scale after `mixed_precision`, which divides "
+            f"the updates by the scale, expected it before; {_WRAP_ALL}."
+        )
+    # Transforms such as clipping keep no state.
+    if scales and any(isinstance(x, optax.EmptyState) for x in before):
+        warn(
+            f"{where} a chain with a transform before a loss scale. The transform sees "
+            "gradients that are still scaled: clipping, say, clips all of them. Put it "
+            "inside, as `optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
+        )
+
+
+def _warn_if_followed(link: Any, later: tuple[Any, ...], where: str) -> None:
+    """Warn if a transform follows on masters in a chain."""
+    if not _ends_in_masters(link):
+        return
+    # A whole optimizer is that of another model, and a monitor only reads.
+    others = [x for x in later if not (_is_chain(x) or _is_scale(x))]
+    others = [x for x in others if not isinstance(x, optax.MonitorState)]
+    names = [type(x).__name__ for x in others if holds_state(x)]
+    if names and not any(_is_masters(node) for _, node in _nodes(later)):
+        warn(
+            f"{where} a chain in which `mixed_precision` is followed by a transform "
+            f"(its state: {names[0]}). If that changes the updates, as weight decay "
+            "does, the next step undoes it or, with float32 updates, takes the rounded "
+            "params as masters: put the chain inside, as "
+            "`optax_mp.mixed_precision(optax.chain(...))`."
+        )
+
+
+def _warn_of_rounded_hyperparams(state: Any, where: str) -> None:
+    """Warn if `inject_hyperparams` keeps its numbers in 16 bits: b2 is then 1.0."""
+    for name, value in state.hyperparams.items():
+        if is_floating(value) and bits(value.dtype) < 32:
+            warn(
+                f"{where} `optax.inject_hyperparams` with {name} in {value.dtype}, the "
+                "dtype of the params, in which b2=0.999 is 1.0 and Adam's loss becomes "
+                "NaN. Put it inside, as `optax_mp.mixed_precision("
+                "optax.inject_hyperparams(optax.adamw)(...))`, or pass "
+                "`hyperparam_dtype=jnp.float32` to it."
+            )
+            return
 
 
 def _warn_if_around_offload(state: Any, where: str) -> None:
@@ -85,47 +164,3 @@ def _warn_if_around_offload(state: Any, where: str) -> None:
             "the gradients of micro-batches in your step, or put `offload` outside: "
             "`optax_mp.offload(optax.MultiSteps(...))`."
         )
-
-
-def _warn_if_followed(opt_state: PyTree, path: Path, caller: str) -> None:
-    for at, node, key in _ancestors(opt_state, path):
-        is_link = _is_chain(node) and _ends_in_masters(node[key.idx])
-        later = list(node[key.idx + 1 :]) if is_link else []
-        # A whole optimizer is that of another model.
-        links = [x for x in later if not _is_chain(x) and type(x).__name__ != _SCALE]
-        names = [type(link).__name__ for link in links if holds_state(link)]
-        if names and not any(find_states(link, _MASTERS) for link in later):
-            warn(
-                f"{caller}: opt_state{keystr(at)} is of a chain in which "
-                "`mixed_precision` is followed by a transform (its state: "
-                f"{names[0]}). If that changes the updates, as weight decay does, the "
-                "next step undoes it, because params follow the masters: put the chain "
-                "inside, as `optax_mp.mixed_precision(optax.chain(...))`."
-            )
-            return
-
-
-def _ancestors(tree: PyTree, path: Path) -> Iterator[tuple[Path, Any, Any]]:
-    """Yield (path, node, key of the next node) from the root of `tree` down `path`."""
-    for depth, key in enumerate(path):
-        yield path[:depth], tree, key
-        if isinstance(key, GetAttrKey):
-            tree = getattr(tree, key.name)
-        elif isinstance(key, SequenceKey | DictKey):
-            tree = tree[key.idx if isinstance(key, SequenceKey) else key.key]
-        else:
-            return  # a node whose children have no keys, such as a box of Flax
-
-
-def _is_chain(node: Any) -> bool:
-    """Return whether a node may be the state of `optax.chain`."""
-    return type(node) is tuple
-
-
-def _ends_in_masters(state: Any) -> bool:
-    """Return whether the updates of a transform are those of a `mixed_precision`."""
-    if _is_chain(state):
-        return bool(state) and _ends_in_masters(state[-1])
-    if type(state).__name__ == _SCALE:
-        return _ends_in_masters(state.inner_state)
-    return type(state).__name__ == _MASTERS

@@ -41,9 +41,9 @@ class Policy:
         output_dtype: what the model returns.
         keep_f32: leaves that stay float32 when cast to the param or compute dtype:
             patterns over paths such as `("*norm*", "*/bias")`, where a path reads
-            `layers/0/bias`, with or without a final `/value` of Flax's boxes; or a
-            predicate of (path string, leaf). If a pattern matches nothing,
-            `mixed_precision` and `cast_to_param` warn.
+            `layers/0/bias`, with or without a final `/value` of Flax's boxes, in upper
+            or lower case; or a predicate of (path string, leaf). `mixed_precision` and
+            `cast_to_param` warn of each pattern that matches nothing.
 
     Raises:
         ValueError: if a dtype is not floating. A cast raises it if its dtype is float64
@@ -93,10 +93,10 @@ class Policy:
         """Cast floating leaves to `param_dtype`, but those of `keep_f32` to float32.
 
         Finite values out of range become the largest finite value, as in
-        `mixed_precision`, because an infinite weight stays infinite. Warns if
-        `keep_f32` has patterns and none of them matches.
+        `mixed_precision`, because an infinite weight stays infinite. Warns of each
+        pattern in `keep_f32` that matches nothing.
         """
-        warn_unmatched_patterns(self, tree, "Policy.cast_to_param", at_least_one=True)
+        warn_unmatched_patterns(self, tree, "Policy.cast_to_param")
         return self._cast(tree, "param_dtype", saturating_cast)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
@@ -141,38 +141,29 @@ class Policy:
         return "params={},compute={},output={}".format(*names)
 
 
-def warn_unmatched_patterns(
-    policy: Policy, params: PyTree, caller: str, *, at_least_one: bool = False
-) -> None:
-    """Warn of patterns in `keep_f32` that match no floating leaf of `params`.
+def warn_unmatched_patterns(policy: Policy, params: PyTree, caller: str) -> None:
+    """Warn of each pattern in `keep_f32` that matches no floating leaf of `params`.
 
     Args:
         policy: the policy.
         params: the params of a model. Nothing is known of a group of them, in which
             None or `optax.MaskedNode` stands for the others, nor of a single array.
         caller: the public function that the user called.
-        at_least_one: warn only if no pattern matches, as for what may be a part of a
-            model.
     """
     if callable(policy.keep_f32) or is_floating(params):
         return
     leaves = tree_leaves_with_path(params, is_leaf=is_absent)
     paths = [slash_path(path) for path, leaf in leaves if is_floating(leaf)]
-    unmatched = [
-        pattern
-        for pattern in policy.keep_f32
-        if not any(_matches(path, pattern) for path in paths)
-    ]
-    is_part = any(is_absent(leaf) for _, leaf in leaves)
-    matches_some = at_least_one and len(unmatched) < len(policy.keep_f32)
-    if not unmatched or not paths or is_part or matches_some:
+    if not paths or any(is_absent(leaf) for _, leaf in leaves):
         return
-    nearest = ", ".join(map(repr, _nearest(unmatched[0], paths)))
-    warn(
-        f"{caller}: the pattern {unmatched[0]!r} in `keep_f32` matches no floating "
-        f"leaf; the nearest paths are {nearest}. A pattern must match the whole path, "
-        "with * for any part of it."
-    )
+    for pattern in policy.keep_f32:
+        if not any(_matches(path, pattern) for path in paths):
+            nearest = ", ".join(map(repr, _nearest(pattern, paths)))
+            warn(
+                f"{caller}: the pattern {pattern!r} in `keep_f32` matches no floating "
+                f"leaf; the nearest paths are {nearest}. A pattern must match the "
+                "whole path, with * for any part of it."
+            )
 
 
 def _nearest(pattern: str, paths: list[str]) -> list[str]:
@@ -190,7 +181,8 @@ def _matches(path: str, pattern: str) -> bool:
     # Boxes of Flax (NNX's Variables, Linen's Partitioned) hold their array in `value`,
     # which `nnx.Optimizer` shows to `init`, but not to `update`.
     names = (path, path.removesuffix("/value"))
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    pattern = pattern.lower()  # `RMSNorm_0` is a norm, too
+    return any(fnmatch.fnmatchcase(name.lower(), pattern) for name in names)
 
 
 def get_policy(

@@ -29,3 +29,18 @@ def align_by_path(rows: Sequence[Sequence[str]]) -> list[str]:
 def _shorten_path(path: str, width: int) -> str:
     """Return the end of a path that is longer than `width`."""
     return path if len(path) <= width else "..." + path[3 - width :]
+
+
+def format_bytes(count: int) -> str:
+    """Return bytes in the largest unit that they fill."""
+    if count < 1024:
+        return f"{count} B"
+    power = min((count.bit_length() - 1) // 10, 4)
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+def percent(value: float) -> str:
+    """Return a share in percent: two digits, and 0 and 100 only for none and all."""
+    if 0 < value < 0.001:
+        return "<.1"
+    return ">99" if 0.995 <= value < 1 else f"{100 * value:.{2 if value < 1 else 3}g}"

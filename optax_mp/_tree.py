@@ -9,18 +9,13 @@ from jax import lax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import bits, check_available, floating_dtype
-from optax_mp._jax._arrays import is_traced
+from optax_mp._dtypes import check_available, floating_dtype
+from optax_mp._jax._arrays import describe, is_array, is_traced
 
 PyTree = Any
 
 # How many arrays of a tree a message shows.
 _MOST_SHOWN = 3
-
-
-def is_array(leaf: Any) -> bool:
-    """Return whether `leaf` is an array (of JAX or NumPy, traced or not)."""
-    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
 def is_floating(leaf: Any) -> bool:
@@ -31,14 +26,6 @@ def is_floating(leaf: Any) -> bool:
 def is_inexact(leaf: Any) -> bool:
     """Return whether `leaf` is an array of real or complex floating-point numbers."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def describe(leaf: Any) -> str:
-    """Return dtype and shape of an array, such as `bfloat16[2,3]`; else its type."""
-    if is_array(leaf):
-        name = "float0" if leaf.dtype == jax.dtypes.float0 else leaf.dtype
-        return f"{name}[{','.join(map(str, leaf.shape))}]"
-    return type(leaf).__name__
 
 
 def summarize(tree: PyTree) -> str:
@@ -129,24 +116,8 @@ def leaf_finite(leaf: Any) -> jax.Array:
     leaf = jnp.asarray(leaf)
     if not is_floating(leaf):
         return leaf_finite(leaf.real) & leaf_finite(leaf.imag)
-    if bits(leaf.dtype) < 32:
-        return leaf_finite_without_sum(leaf)
-    # |x| - |x| is 0, or NaN where x is not finite: its sum takes one pass and writes no
-    # array. (Not from 16 bits: XLA would store the array in float32.) Not x - x: where
-    # x is a product, a GPU may fuse this to a multiply-add, which gives the rounding
-    # error of the product. `lax`, because `jnp` takes twice as long to trace.
-    magnitude = lax.abs(leaf)
-    total = lax.reduce_sum(lax.sub(magnitude, magnitude), tuple(range(leaf.ndim)))
-    return lax.eq(total, total.dtype.type(0))
-
-
-def leaf_finite_without_sum(x: jax.Array) -> jax.Array:
-    """Return whether all of one floating array is finite, as `leaf_finite` does.
-
-    For a value that another computation reads, too: if it were summed here, XLA's CPU
-    backend would store it in full. This stores one bool per element instead.
-    """
-    return lax.reduce_and(lax.is_finite(x), tuple(range(x.ndim)))
+    # `lax`, because `jnp` takes twice as long to trace.
+    return lax.reduce_and(lax.is_finite(leaf), tuple(range(leaf.ndim)))
 
 
 def all_true(flags: Sequence[jax.Array]) -> jax.Array:

@@ -4,7 +4,11 @@ import gc
 import os
 
 import jax
+import jax.numpy as jnp
 import pytest
+
+import optax_mp
+from optax_mp.loss_scale import _mark
 
 # What is imported is not to be looked through at every collection of garbage.
 gc.freeze()
@@ -15,7 +19,7 @@ def pytest_configure(config):
 
     Processes that a test starts keep theirs there, too. `--cache-clear` forgets them.
     """
-    # What is kept is not always what was compiled on JAX 0.5.3: optax.lbfgs is not.
+    # Before JAX 0.10 what is kept is not always what was compiled: optax.lbfgs is not.
     # And `-p no:cacheprovider` asks for nothing to be kept.
     if jax.__version_info__ < (0, 10) or not hasattr(config, "cache"):
         return
@@ -29,20 +33,25 @@ def pytest_configure(config):
         os.environ[name.upper()] = str(value)
 
 
-def pytest_collection_modifyitems(items):
-    """Skip the docstrings that show kernels where this version of JAX has none."""
-    if jax.__version_info__ >= (0, 6):
-        return
-    for item in items:
-        if item.name.startswith("optax_mp.reports._step."):
-            item.add_marker(pytest.mark.skip("JAX before 0.6 has no kernels to show"))
-
-
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_module():
     """Forget compiled programs after each module: thousands slow all others down."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def without_links():
+    """Let no test look for a mark because a link ran in an earlier one."""
+    yield
+    _mark._a_link_ran.clear()
+
+
+@pytest.fixture
+def after_a_link():
+    """Run a link of a chain, as another program of this process may have done."""
+    link = optax_mp.static_loss_scale()
+    link.update(jnp.ones(1), link.init(jnp.ones(1)))
 
 
 @pytest.fixture

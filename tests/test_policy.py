@@ -101,6 +101,7 @@ PARAMS = {
     "keep_f32",
     [
         ("*norm*", "*/bias"),
+        ("*Norm*", "*/BIAS"),
         lambda path, leaf: leaf.ndim < 2,
     ],
 )

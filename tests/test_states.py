@@ -14,9 +14,7 @@ from slow_cases import mostly_slow
 
 from optax_mp import (
     LossScaleState,
-    LowBitState,
     MixedPrecisionState,
-    Quantized,
     Split,
     dynamic_loss_scale,
     low_bit_state,
@@ -24,6 +22,7 @@ from optax_mp import (
     stochastic_rounding,
 )
 from optax_mp._states import find_owners, find_states, map_states
+from optax_mp.compact import LowBitState, Quantized
 
 
 class Pair(NamedTuple):

@@ -1,17 +1,16 @@
-"""The only folder that uses more than the public API of JAX.
+"""The only folder that uses more than the public API of JAX. It imports nothing else.
 
 - `_jaxpr`: read, run and trace jaxprs.
 - `_source`: where an equation is written: scopes and lines.
+- `_primitives`: what is true of each primitive, in one table.
 - `_products`: matrix products and convolutions, and their FLOPs.
 - `_control_flow`: equations with jaxprs inside. Add support for another one here.
 - `_wiring`: what feeds what in such an equation, and searches along that.
 - `_dependence`: which outputs of a jaxpr depend on its inputs.
-- `_flow`: how they do: faded as in an average, or unchanged.
+- `_dataflow`: how they do: faded as in an average, or unchanged.
 - `_traced`: a call of a function of pytrees, as a jaxpr of their arrays.
-- `_arrays`: what JAX knows about one array: whether it is traced, and its type.
+- `_arrays`: what is known of one array: whether it is traced, and its type.
 - `_placement`: put an optimizer's state on the devices of its params.
 - `_choose`: take a step, or skip it entirely.
-- `_by_platform`: an operation that runs in another way on some platforms.
-- `_apart`: calls that XLA for CPUs compiles apart from what is around them.
-- `_order`: what XLA for CPUs computes first.
+- `_by_platform`: a call that is computed in another way on some platforms.
 """

@@ -1,10 +1,23 @@
-"""What JAX knows about one array: whether it is traced, and what its type says."""
+"""What is known of one array: whether it is one, is traced, and what its type says."""
 
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
+
+
+def is_array(leaf: Any) -> bool:
+    """Return whether `leaf` is an array (of JAX or NumPy, traced or not)."""
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+
+
+def describe(leaf: Any) -> str:
+    """Return dtype and shape of an array, such as `bfloat16[2,3]`; else its type."""
+    if is_array(leaf):
+        name = "float0" if leaf.dtype == jax.dtypes.float0 else leaf.dtype
+        return f"{name}[{','.join(map(str, leaf.shape))}]"
+    return type(leaf).__name__
 
 
 def is_traced(x: Any) -> bool:

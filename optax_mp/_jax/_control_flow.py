@@ -9,13 +9,11 @@ The jaxprs inside an equation are called its regions, as in MLIR.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import PartitionSpec
 
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, evaluate, trace_jaxpr
 from optax_mp._jax._wiring import Region, Wiring
@@ -26,8 +24,6 @@ Convert = Callable[[], Sequence[ClosedJaxpr]]
 # Takes the inputs of a region and the log; returns its outputs and the new log.
 Run = Callable[[Values, Any], tuple[Values, Any]]
 Runs = Sequence[Run]
-# Returns the array of a value that decides what runs.
-Decide = Callable[[Any], jax.Array]
 
 
 def has_regions(equation: Equation) -> bool:
@@ -45,31 +41,12 @@ def wiring_of(equation: Equation) -> Wiring:
     return _KINDS[equation.primitive.name].wire(equation)
 
 
-def custom_rule(equation: Equation) -> str | None:
-    """Return the kind of the custom rule of an equation, or None if it has none.
+def can_convert(equation: Equation) -> bool:
+    """Return whether an equation can be bound with other jaxprs inside.
 
-    That is the transformation with that rule: "jvp", "vjp", "vmap" or "transpose".
+    Of a custom_vmap or a linear_call the rule would stay as written.
     """
-    return _CUSTOM_RULES.get(equation.primitive.name)
-
-
-def residual_count(equation: Equation) -> int:
-    """Return how many inputs of a linear_call precede those that it is linear in."""
-    names = ("num_callee_consts", "num_transpose_consts", "num_res")
-    # Up to JAX 0.6, the constants of its transpose are inputs, too.
-    return sum(equation.params.get(name, 0) for name in names)
-
-
-def vmap_by_rule(
-    equation: Equation, size: int, is_batched: Sequence[bool], inputs: Sequence[Any]
-) -> tuple[Values, list[bool]]:
-    """Return the outputs of a custom_vmap by its rule, and which are batched."""
-    params = equation.params
-    unflatten = params["in_tree"].unflatten
-    outputs, is_output_batched = params["rule"](
-        size, list(unflatten(is_batched)), *unflatten(inputs)
-    )
-    return jax.tree.leaves(outputs), jax.tree.leaves(is_output_batched)
+    return has_regions(equation) and equation.primitive.name not in _WITH_FIXED_RULES
 
 
 def bind_with(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Values:
@@ -85,23 +62,21 @@ def bind_with(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Va
 
 
 def replay(
-    equation: Equation, inputs: Sequence[Any], runs: Runs, log: Any, decide: Decide
+    equation: Equation, inputs: Sequence[Any], runs: Runs, log: Any
 ) -> tuple[Values, Any]:
-    """Run an equation on other values, with a function in place of each region.
+    """Run an equation with a function in place of each region.
 
     Args:
         equation: an equation that `has_regions`, and is not sharded.
-        inputs: a pytree for each input.
+        inputs: the values of its inputs.
         runs: a function for each region.
         log: a pytree of arrays that is passed from one function, and from one iteration
             of a loop, to the next. What the condition of a loop adds to it is lost.
-        decide: returns the array of a pytree that decides which region runs.
 
     Returns:
-        A pytree for each output, and the log.
+        The outputs, and the log.
     """
-    kind = _KINDS[equation.primitive.name]
-    return kind.replay(equation, list(inputs), runs, log, decide)
+    return _KINDS[equation.primitive.name].replay(equation, list(inputs), runs, log)
 
 
 def run_count(equation: Equation) -> int | None:
@@ -153,15 +128,6 @@ def _wire_call(equation: Equation) -> Wiring:
 
 def _wire_shard_map(equation: Equation) -> Wiring:
     return Wiring(equation, (_only_region(equation),), is_sharded=True)
-
-
-def _wire_linear_call(equation: Equation) -> Wiring:
-    region = _only_region(equation)
-    # Not the constants of its transpose.
-    before = equation.params["num_callee_consts"]
-    after = before + equation.params.get("num_transpose_consts", 0)
-    inputs = region.inputs[:before] + region.inputs[after:]
-    return Wiring(equation, (replace(region, inputs=inputs),))
 
 
 def _wire_scan(equation: Equation) -> Wiring:
@@ -242,49 +208,30 @@ def _bind_shard_map(
     def function(*args: Any) -> list[Any]:
         return _bind_inline(equation, args, convert)
 
-    if "in_specs" in params:
-        return jax.shard_map(
-            function,
-            mesh=params["mesh"],
-            in_specs=tuple(params["in_specs"]),
-            out_specs=list(params["out_specs"]),
-            check_vma=params["check_vma"],
-            axis_names=_manual_axes(params),
-        )(*inputs)
-    # Up to JAX 0.6. Imported here, because importing it in later versions warns.
-    from jax.experimental.shard_map import shard_map
-
-    def specs(names: Sequence[Any], atoms: Sequence[Any]) -> list[PartitionSpec]:
-        return [
-            PartitionSpec(*(axes.get(i) for i in range(atom.aval.ndim)))
-            for axes, atom in zip(names, atoms, strict=True)
-        ]
-
-    return shard_map(
+    return jax.shard_map(
         function,
         mesh=params["mesh"],
-        in_specs=tuple(specs(params["in_names"], equation.invars)),
-        out_specs=specs(params["out_names"], equation.outvars),
-        **{name: params[name] for name in ("check_rep", "auto")},
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=_manual_axes(params),
     )(*inputs)
 
 
 def _manual_axes(params: dict[str, Any]) -> set[Any]:
     """Return the axes of the mesh over which a shard_map shards."""
-    if "auto" in params:  # up to JAX 0.6
-        return set(params["mesh"].axis_names) - set(params["auto"])
     return set(params.get("newly_manual_axes") or params["manual_axes"])
 
 
 def _replay_call(
-    equation: Equation, inputs: Values, runs: Runs, log: Any, decide: Decide
+    equation: Equation, inputs: Values, runs: Runs, log: Any
 ) -> tuple[Values, Any]:
     (run,), (region,) = runs, wiring_of(equation).regions
     return run(list(region.read(inputs)), log)
 
 
 def _replay_scan(
-    equation: Equation, inputs: Values, runs: Runs, log: Any, decide: Decide
+    equation: Equation, inputs: Values, runs: Runs, log: Any
 ) -> tuple[Values, Any]:
     (run,) = runs
     start, count = _scan_counts(equation)
@@ -301,7 +248,7 @@ def _replay_scan(
 
 
 def _replay_while(
-    equation: Equation, inputs: Values, runs: Runs, log: Any, decide: Decide
+    equation: Equation, inputs: Values, runs: Runs, log: Any
 ) -> tuple[Values, Any]:
     run_condition, run_body = runs
     condition_count, body_count = _while_counts(equation)
@@ -313,7 +260,7 @@ def _replay_while(
         carry, log = carry_and_log
         # The condition of `lax.while_loop` returns only a bool, so its log is lost.
         (result,), _ = run_condition([*condition_consts, *carry], log)
-        return decide(result)
+        return result
 
     def iterate(carry_and_log: Any) -> Any:
         carry, log = carry_and_log
@@ -323,10 +270,10 @@ def _replay_while(
 
 
 def _replay_cond(
-    equation: Equation, inputs: Values, runs: Runs, log: Any, decide: Decide
+    equation: Equation, inputs: Values, runs: Runs, log: Any
 ) -> tuple[Values, Any]:
     index, *operands = inputs
-    return lax.switch(decide(index), runs, operands, log)
+    return lax.switch(index, runs, operands, log)
 
 
 def _split(values: Values, start: int, stop: int) -> tuple[Values, Values, Values]:
@@ -345,7 +292,6 @@ _CALL = _Kind(_wire_call)
 _INLINE = _Kind(_wire_call, _bind_inline)
 _KINDS = {
     "jit": _CALL,
-    "pjit": _CALL,  # up to JAX 0.6
     "checkpoint": _CALL,
     "remat": _CALL,
     "remat2": _CALL,
@@ -361,18 +307,11 @@ _KINDS = {
     # Bound with other jaxprs, these keep their rules as written.
     "custom_jvp_call": _CALL,
     "custom_vjp_call": _CALL,
-    "custom_vjp_call_jaxpr": _CALL,  # up to JAX 0.5
     "custom_vmap_call": _CALL,
-    "linear_call": _Kind(_wire_linear_call),
+    "linear_call": _CALL,
     "scan": _Kind(_wire_scan, replay=_replay_scan),
     "while": _Kind(_wire_while, replay=_replay_while),
     "cond": _Kind(_wire_cond, replay=_replay_cond),
     "shard_map": _Kind(_wire_shard_map, _bind_shard_map),
 }
-_CUSTOM_RULES = {
-    "custom_jvp_call": "jvp",
-    "custom_vjp_call": "vjp",
-    "custom_vjp_call_jaxpr": "vjp",
-    "custom_vmap_call": "vmap",
-    "linear_call": "transpose",
-}
+_WITH_FIXED_RULES = ("custom_vmap_call", "linear_call")

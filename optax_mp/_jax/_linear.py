@@ -1,10 +1,8 @@
 """A linear function with a transpose of its own.
 
-`jax.custom_derivatives.linear_call` is one, too, but it can neither be batched nor, up
-to JAX 0.5, be differentiated forward.
+`jax.custom_derivatives.linear_call` is one, too, but it cannot be batched.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +21,13 @@ Values = list[Any]
 class Linear:
     """A function of constants and of one array, which it is linear in.
 
-    It must be linear in all constants together, too: with their tangents in their place
-    it returns its derivative by them.
+    It has no derivative by the constants.
 
     Attributes:
         forward: takes the constants and the array; returns a list of arrays.
         transpose: takes the constants, and a cotangent for each of these; returns the
             cotangent of the array.
-        error: what to say if it is to be transposed by a constant.
+        error: what to say if it is differentiated by a constant.
     """
 
     forward: Callable[..., Values]
@@ -59,13 +56,9 @@ def _avals(*avals: Any, linear: Linear) -> Sequence[Any]:
 def _jvp(primals: Any, tangents: Any, *, linear: Linear) -> tuple[Values, Values]:
     *constants, x = primals
     *constants_dot, x_dot = tangents
-    terms = []
-    if not isinstance(x_dot, ad.Zero):
-        terms.append(linear(constants, x_dot))
     if not all(isinstance(each, ad.Zero) for each in constants_dot):
-        terms.append(linear(list(map(ad.instantiate_zeros, constants_dot)), x))
-    derivative = terms[0] if len(terms) == 1 else list(map(jnp.add, *terms))
-    return linear(constants, x), derivative
+        raise NotImplementedError(linear.error)
+    return linear(constants, x), linear(constants, x_dot)
 
 
 def _transpose(cotangents: Any, *args: Any, linear: Linear) -> Values:
@@ -111,15 +104,3 @@ ad.primitive_jvps[_linear_p] = _jvp
 ad.primitive_transposes[_linear_p] = _transpose
 batching.primitive_batchers[_linear_p] = _batch
 mlir.register_lowering(_linear_p, mlir.lower_fun(_run, multiple_results=True))
-
-
-def _register_for_shard_map() -> None:
-    """Say, up to JAX 0.6, that it is the same on all ranks if its inputs are."""
-    # As Any, because later versions do not have these functions.
-    module: Any = importlib.import_module("jax.experimental.shard_map")
-    module.register_standard_check(_linear_p)
-    module.register_standard_rewrite(_linear_p)
-
-
-if not hasattr(jax, "shard_map"):
-    _register_for_shard_map()

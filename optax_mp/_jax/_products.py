@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from optax_mp._jax._jaxpr import Equation
+from optax_mp._jax._primitives import PRODUCTS
 
 _CONVOLUTION = "conv_general_dilated"
-# Those with dense operands.
-PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", _CONVOLUTION})
 _SPARSE = ("bcoo_dot_general", "bcsr_dot_general")
 
 

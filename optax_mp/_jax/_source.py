@@ -1,5 +1,6 @@
 """Where an equation is written: its scopes and its lines."""
 
+import contextlib
 import os
 import re
 import sysconfig
@@ -34,7 +35,6 @@ def scopes(equation: Equation) -> str:
 
 def is_transposed(equation: Equation) -> bool:
     """Return whether an equation is of the backward pass of a gradient."""
-    # Not by the text: JAX 0.5 leaves out transformations without a scope inside.
     parts = equation.source_info.name_stack.stack
     return any("transpose" in str(getattr(part, "name", part)) for part in parts)
 
@@ -52,18 +52,17 @@ def source_line(equation: Equation) -> str:
     return found[1] if found else place
 
 
-def calling_lines(equation: Equation) -> tuple[str, ...]:
-    """Return the lines that an equation comes from: the user's, and its callers'.
-
-    Outermost first, and none of JAX, nor from where optax_mp was called.
-    """
-    lines = [source_line(equation)]
-    for frame in _frames(equation):
-        if frame.file_name.startswith(_OPTAX_MP):
-            break
-        if not frame.file_name.startswith(_JAX):
-            lines.append(_line_of(frame))
-    return tuple(reversed(dict.fromkeys(filter(None, lines))))
+@contextlib.contextmanager
+def name_in_errors(equation: Equation, caller: str) -> Iterator[None]:
+    """Add a note to an error raised inside: the innermost operation, and its line."""
+    try:
+        yield
+    except Exception as error:
+        notes = getattr(error, "__notes__", ())
+        if not any(note.startswith(f"{caller}: in ") for note in notes):
+            name, line = equation.primitive.name, source_line(equation)
+            error.add_note(f"{caller}: in {name}, written at {line}")
+        raise
 
 
 class SourceLines(NamedTuple):
@@ -123,9 +122,13 @@ def is_function_of_jax(jaxpr: AnyJaxpr) -> bool:
 
     JAX traces it once for all calls, so its lines are those of the first call.
     """
+    return _JAX in _place_of(jaxpr)
+
+
+def _place_of(jaxpr: AnyJaxpr) -> str:
+    """Return the name, file and line of the function that a jaxpr was traced from."""
     debug_info = getattr(open_jaxpr(jaxpr)[0], "debug_info", None)
-    place = getattr(debug_info, "func_src_info", None) or ""
-    return _JAX in place
+    return getattr(debug_info, "func_src_info", None) or ""
 
 
 def _frames(equation: Equation) -> Iterator[Any]:

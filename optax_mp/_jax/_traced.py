@@ -9,13 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._tree import PyTree, is_array
+from optax_mp._jax._arrays import is_array
+
+PyTree = Any
 
 # Raised by a function that looks at the numbers of its arrays.
 NOT_TRACEABLE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
 )
+
+# What JAX says of a loop whose carry has another type after an iteration.
+_CARRY_ERROR = "carry input and carry output must have equal types"
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,18 @@ def note_on_leaks(note: str) -> Iterator[None]:
         yield
     except jax.errors.UnexpectedTracerError as error:
         error.add_note(note)
+        raise
+
+
+@contextlib.contextmanager
+def explain_carry_error(text: str) -> Iterator[None]:
+    """Raise another error for JAX's on a loop whose carry changes its dtype."""
+    try:
+        yield
+    except TypeError as error:
+        message = str(error)
+        if _CARRY_ERROR in message and "dtypes do not match" in message:
+            raise TypeError(f"{text} {message}") from error
         raise
 
 

@@ -10,18 +10,15 @@ Public:
 
 A call is traced to a jaxpr, planned and run. In this order, read:
 
-- `_rules`: which rule an operation follows; `_places`: rules for scopes and lines.
-- `_precision`: the precision of a value.
+- `_rules`: which rule an operation follows.
+- `_lattice`: the precision of a value.
 - `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`,
   tells a bias by `_biases` and asks a user's function by `_function_rules`.
-- `_run`: each equation bound again, as planned; `_derivatives` and `_batching`: those
-  with derivative or batching rules of their own; `_eight_bits`: matrix products of
-  8-bit operands.
+- `_run`: each equation bound again, as planned; `_derivatives`: those with derivative
+  rules of their own; `_eight_bits`: matrix products of 8-bit operands.
 - `_loop_conditions`: loops that low values may keep from ending.
 - `_changes`: what a function changes in its arguments, such as Flax NNX modules.
-- For `_report`: `_shadow`, a run with and without amp at once; `_sites`, each equation
-  with its place and FLOPs; `_unplanned`, products inside what is bound whole;
-  `_narrow_rules`, rules for what errs and nothing else.
+- `_report`, and for its errors `_measure`: single operations with and without amp.
 
 What JAX does with jaxprs inside equations is known to `optax_mp._jax` alone.
 """

@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 
 from optax_mp._float16 import report
 from optax_mp._jax._jaxpr import evaluate
+from optax_mp._warnings import warn
 from optax_mp.amp._changes import pure_call
-from optax_mp.amp._loop_conditions import warn_of_loops
-from optax_mp.amp._precision import full_precisions
+from optax_mp.amp._lattice import full_precisions
 from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
 
@@ -44,14 +44,14 @@ def amp(
         compute_dtype: bfloat16 or float16. With float16, scale the loss
             (`optax_mp.dynamic_loss_scale`). float8_e4m3fn stands for bfloat16 with the
             rule `"f8"` in the place of `"low"` for matrix products, and float8_e5m2
-            for the same with operands in that dtype.
+            for the same with operands in that dtype. If no product qualifies for 8
+            bits, a call warns.
         rules: how each operation runs: a mapping that replaces `default_amp_rules`, or
             extends them by `|`. A key is a primitive (`jax.lax.tanh_p`, or its name
-            `"tanh"`), the name of a `jax.named_scope`, or a source line such as
-            `"model.py:12"`; `"attention/model.py:12"` is a line in a scope, and
-            `"model.py:12/linear.py:34"` a line that another calls. `"amp_default"`
-            stands for primitives that are not listed. The rule of a loop or a `jit`
-            applies to everything inside it. A value is one of these words:
+            `"tanh"`) or the name of a `jax.named_scope`. `"amp_default"` stands for
+            primitives that are not listed. The rule of a loop or a `jit` applies to
+            everything inside it. A name that occurs nowhere raises a warning. A value
+            is one of these words:
 
             - `"low"`: in the compute dtype;
             - `"f32"`: in float32, inputs and outputs (float64 stays float64);
@@ -77,13 +77,12 @@ def amp(
         The function in mixed precision.
 
     Raises:
-        TypeError: if `fun` is not callable, or `rules` is not a mapping of such keys.
+        TypeError: if `fun` is not callable, or `rules` is not a mapping of such keys;
+            when called, if the carry of a loop in `fun` changes its dtype as written.
         ValueError: if `compute_dtype` is neither a 16-bit float nor one of the two
             8-bit floats, or a rule is unknown, or for products and given to another
-            operation; when called, if a name in `rules` is neither a primitive nor a
-            place in `fun`.
-        NotImplementedError: if a function with 8-bit products is differentiated a
-            second time in reverse; forward mode works.
+            operation.
+        NotImplementedError: if a function with 8-bit products is differentiated twice.
 
     Example:
         >>> import jax
@@ -118,8 +117,9 @@ def amp(
             report("computes in float16")
         call = pure_call(fun, args, kwargs)
         traced, plan = interpreter.trace(call.fun, call.args, {})
+        for text in interpreter.warnings(traced, plan):
+            warn(f"amp: {text}")
         if plan.is_changed:
-            warn_of_loops(traced.closed, plan, checked_rules.compute_dtype)
             values = interpreter.run(traced.closed, plan, traced.arrays)
             outvars = traced.closed.jaxpr.outvars
             values = interpreter.cast_all(values, full_precisions(outvars), outvars)

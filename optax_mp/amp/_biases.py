@@ -1,19 +1,19 @@
 """Which additions add a bias: an argument with one axis, to a larger array.
 
 A bias is often broadcast or reshaped before it is added. So each argument is followed
-through the primitives that only repeat or slice it, with the smallest number of long
+through the primitives that only move its entries, with the smallest number of long
 axes (of a size other than 1) that it has had on the way.
 """
 
 from typing import Any
 
-from optax_mp._jax._jaxpr import Equation, Jaxpr, is_literal
-from optax_mp.amp._precision import REPEATS, takes_part
+import jax.numpy as jnp
+
+from optax_mp._jax._jaxpr import Equation, Jaxpr, is_literal, is_shaped
+from optax_mp._jax._primitives import MOVES
 
 # That number for each of several values; None for a computed value, or a scalar.
 AxisCounts = tuple[int | None, ...]
-
-_FOLLOWED = REPEATS | {"convert_element_type", "slice", "dynamic_slice"}
 
 
 def argument_axis_counts(jaxpr: Jaxpr) -> AxisCounts:
@@ -39,7 +39,7 @@ class Biases:
 
     def follow(self, equation: Equation) -> None:
         """Record the outputs of an equation."""
-        if equation.primitive.name in _FOLLOWED:
+        if equation.primitive.name in MOVES and len(equation.outvars) == 1:
             (output,) = equation.outvars
             self._counts[output] = _smallest(self.counts_of(equation)[0], output)
 
@@ -56,7 +56,9 @@ class Biases:
 
 
 def _argument_axis_count(var: Any) -> int | None:
-    return _long_axes(var) if takes_part(var) and var.aval.ndim else None
+    # One in 16 bits counts, too: the function may cast it, or JAX to a wider sum.
+    is_float = is_shaped(var.aval) and jnp.issubdtype(var.aval.dtype, jnp.floating)
+    return _long_axes(var) if is_float and var.aval.ndim else None
 
 
 def _smallest(count: int | None, var: Any) -> int | None:

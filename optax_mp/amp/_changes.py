@@ -49,10 +49,8 @@ def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> PureCall:
             for leaf, other in zip(leaves, others, strict=True)
         )
         args, kwargs = treedef.unflatten(filled)
-        objects = [(x, jax.tree.leaves(x)) for x in _objects((args, kwargs))]
         with _note_on_captured_modules():
             result = fun(*args, **kwargs)
-        lost.update(type(x).__name__ for x, old in objects if _has_changed(x, old))
         if modules and _lost_any(copies, graphdef, before):
             lost.update(type(x).__name__ for x in copies)
         return result, _changes(copies, before)
@@ -116,25 +114,6 @@ def _lost_any(modules: list[Any], graphdef: Any, before: Arrays) -> bool:
 def _can_be_added(variable: Any) -> bool:
     # Up to Flax 0.11, `nnx.update` takes new variables, as of `sow`, for other ones.
     return isinstance(variable, _nnx().Variable)
-
-
-def _objects(tree: PyTree) -> Iterator[Any]:
-    """Yield the pytrees in `tree` that are neither plain containers nor modules."""
-
-    def is_object(x: Any) -> bool:
-        # What a function does to its dictionaries is often meant for itself alone.
-        is_plain = isinstance(x, dict | list | tuple | None)
-        return not is_plain and not jax.tree_util.all_leaves([x])
-
-    for leaf in jax.tree.leaves(tree, is_leaf=lambda x: _is_module(x) or is_object(x)):
-        if not _is_module(leaf) and is_object(leaf):
-            yield leaf
-
-
-def _has_changed(x: PyTree, before: list[Any]) -> bool:
-    now = jax.tree.leaves(x)
-    # Some classes make new arrays each time that they are flattened.
-    return not _are_same(now, before) and _are_same(now, jax.tree.leaves(x))
 
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:

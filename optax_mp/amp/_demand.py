@@ -8,7 +8,7 @@ outputs of a jaxpr to its inputs, before any precision is chosen.
 from collections.abc import Sequence
 from typing import Any
 
-from optax_mp._jax._control_flow import has_regions, wiring_of
+from optax_mp._jax._control_flow import can_convert, wiring_of
 from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
@@ -17,7 +17,7 @@ from optax_mp._jax._jaxpr import (
     open_jaxpr,
 )
 from optax_mp._jax._wiring import Region
-from optax_mp.amp._precision import takes_part
+from optax_mp.amp._lattice import takes_part
 from optax_mp.amp._rules import Rule, Rules
 
 # Whether all readers of a value compute in float32; None if no reader cares.
@@ -78,7 +78,7 @@ class Demand:
         """Return the variables that are float32 because of what computes them."""
         full: set[Any] = set()
         for equation, scope in zip(jaxpr.eqns, scopes, strict=True):
-            if not has_regions(equation):
+            if not can_convert(equation):
                 rule, _ = self._rules.rule_of(equation, scope)
                 inputs = [atom for atom in equation.invars if not is_literal(atom)]
                 if rule == "f32" or (rule == "widest" and not full.isdisjoint(inputs)):
@@ -91,7 +91,7 @@ class Demand:
         count = len(equation.invars)
         if scope == "as_written":
             return (True,) * count
-        if has_regions(equation):
+        if can_convert(equation):
             return self.wants_through(equation, outs, scope)[0]
         if equation.primitive.name == "convert_element_type":
             atoms = (*equation.invars, *equation.outvars)

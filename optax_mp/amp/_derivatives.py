@@ -1,6 +1,6 @@
 """Functions with derivative rules of their own: amp runs the rules as well.
 
-A rule is written for float32, and each version of JAX keeps it in another place of the
+A rule is written for float32, and JAX keeps it in another place of the
 jaxpr. So we let JAX differentiate the equation as it is written, trace that, and run
 the trace under amp, as the rule of a new function.
 
@@ -14,25 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from optax_mp._jax._control_flow import (
-    custom_rule,
-    has_regions,
-    residual_count,
-    wiring_of,
-)
-from optax_mp._jax._jaxpr import (
-    ClosedJaxpr,
-    Equation,
-    bind,
-    evaluate,
-    open_jaxpr,
-)
-from optax_mp._jax._source import source_line
+from optax_mp._jax._jaxpr import Equation, bind
 from optax_mp._tree import describe, is_inexact
-from optax_mp.amp._precision import cast
+from optax_mp.amp._lattice import cast
 
 Call = Callable[..., list[Any]]
 # `interpret(function, arguments, dtypes)` runs `function(*arguments)` under amp. The
@@ -176,57 +162,6 @@ class _VjpRule:
         return tuple(gradients)
 
 
-def linear_call(
-    equation: Equation, call: Call, output_dtypes: Sequence[Any], interpret: Interpret
-) -> Call:
-    """Return `call` with the transpose of a linear_call.
-
-    Its outputs have these dtypes.
-    """
-    count = residual_count(equation)
-    avals = [atom.aval for atom in equation.invars]
-    residual_dtypes = [aval.dtype for aval in avals[:count]]
-    cotangent_dtypes = [var.aval.dtype for var in equation.outvars]
-
-    def pull(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        def linear(*args: Any) -> list[Any]:
-            return bind(equation, [*residuals, *args])
-
-        def transposed(cotangents: list[Any]) -> Any:
-            return jax.linear_transpose(linear, *avals[count:])(cotangents)
-
-        # JAX transposes it to another linear_call, whose transpose is the first again.
-        closed = jax.make_jaxpr(transposed)(list(cotangents))
-        return evaluate(closed, cotangents, _bind_inline)
-
-    def function(*inputs: Any) -> list[Any]:
-        residuals, args = list(inputs[:count]), list(inputs[count:])
-        dtypes = [
-            getattr(x, "dtype", aval.dtype)
-            for x, aval in zip(args, avals[count:], strict=True)
-        ]
-
-        def compute(residuals: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-            return list(map(cast, call(*residuals, *args), output_dtypes))
-
-        def transpose(residuals: Any, cotangents: Any) -> list[Any]:
-            as_written = residual_dtypes, cotangent_dtypes
-            pulled, _ = interpret(pull, (residuals, cotangents), as_written)
-            return list(map(cast, pulled, dtypes))
-
-        return jax.custom_derivatives.linear_call(compute, transpose, residuals, args)
-
-    return function
-
-
-def _bind_inline(equation: Equation, inputs: list[Any]) -> list[Any]:
-    """Return the outputs of an equation, of a linear_call those of its function."""
-    if custom_rule(equation) != "transpose":
-        return bind(equation, inputs)
-    (region,) = wiring_of(equation).regions
-    return evaluate(region.jaxpr, region.read(inputs))
-
-
 def _nonzero(tangents: Sequence[Any], atoms: Sequence[Any]) -> list[int]:
     """Return where tangents or cotangents are neither zero nor of integers."""
     return [
@@ -243,65 +178,12 @@ def _check_closure(equation: Equation, perturbed: Sequence[int]) -> None:
     """
     closed_over = [i for i in perturbed if i < equation.params["num_consts"]]
     if closed_over:
-        values = ", ".join(
-            describe(equation.invars[i].aval) + _first_use(equation, i)
-            for i in closed_over
-        )
+        values = ", ".join(describe(equation.invars[i].aval) for i in closed_over)
         raise TypeError(
             "amp: a jax.custom_vjp function closes over a value that is "
             f"differentiated ({values}), expected one that is an argument, so that the "
             "function's rule has a gradient for it; make it an argument."
         )
-
-
-def _first_use(equation: Equation, i: int) -> str:
-    """Say where the regions of an equation use its input `i` first."""
-    for region in wiring_of(equation).regions if has_regions(equation) else ():
-        jaxpr, _ = open_jaxpr(region.jaxpr)
-        variables = [
-            variable
-            for variable, source in zip(jaxpr.invars, region.inputs, strict=True)
-            if source == i
-        ]
-        for inner in jaxpr.eqns:
-            for at, atom in enumerate(inner.invars):
-                if any(atom is variable for variable in variables):
-                    line = source_line(inner)
-                    here = f", used at {line}" if line else ""
-                    return _first_use(inner, at) or here
-    return ""
-
-
-def derivative_jaxpr(equation: Equation) -> ClosedJaxpr | None:
-    """Return the jaxpr of the rule of a custom_jvp or custom_vjp, as written.
-
-    Returns None for a rule that cannot be traced without its arguments, or that
-    refuses to be differentiated by all inputs.
-    """
-    if custom_rule(equation) not in ("jvp", "vjp"):
-        return None
-    closed_over = equation.params["num_consts"] if custom_rule(equation) == "vjp" else 0
-    avals = [atom.aval for atom in equation.invars]
-    inexact = [i for i, x in enumerate(avals) if i >= closed_over and is_inexact(x)]
-
-    def derivative(*inputs: Any) -> Any:
-        args = [inputs[i] for i in inexact]
-        function = _restrict(equation, inexact, inputs)
-        if custom_rule(equation) == "jvp":
-            return jax.jvp(function, args, args)
-        outputs, pull = jax.vjp(function, *args)
-        return pull(jax.tree.map(_cotangent_like, outputs))
-
-    try:
-        return jax.make_jaxpr(derivative)(*avals)
-    except Exception:  # whatever the user's rule raises
-        return None
-
-
-def _cotangent_like(output: jax.Array) -> Any:
-    if is_inexact(output):
-        return output
-    return np.zeros(output.shape, jax.dtypes.float0)
 
 
 def _restrict(

@@ -7,8 +7,7 @@ a loss scale sees it. There is no state: the scale is that of the values at hand
 
 What JAX keeps of an operand for the backward pass is its 8 bits. Incoming gradients are
 rounded to float8_e5m2, which has a wider range, and multiplied with them. In forward
-mode tangents stay in 16 bits. For a derivative of a derivative, the tangent of a
-rounded operand is a rounded operand with a scale of its own.
+mode tangents stay in 16 bits. There is no derivative of a derivative.
 """
 
 import functools
@@ -45,14 +44,11 @@ PRIMITIVE = "dot_general"
 SMALLEST, MULTIPLE = 512, 16
 # Bits of a float32: those that hold the exponent, and its smallest normal number.
 _EXPONENT, _SMALLEST_NORMAL = 0x7F800000, 0x00800000
-# Up to JAX 0.6, `shard_map` refuses them; then what is not differentiated costs time.
-_SYMBOLIC_ZEROS = hasattr(jax, "shard_map")
 _SECOND_DERIVATIVE = (
-    "amp: a function with 8-bit products is differentiated twice, the second time in "
-    "reverse, for which it would have to keep their operands in 16 bits; expected one "
-    "derivative, or a second one by forward mode, as in `jax.hessian` or "
-    "`jax.jvp(jax.grad(fun), ...)`; for others leave these products in 16 bits: by "
-    "compute_dtype=jnp.bfloat16, or by the rule 'not_f8' for their scope or line."
+    "amp: a function with 8-bit products is differentiated twice, for which it would "
+    "have to keep their operands in 16 bits; expected one derivative. Leave these "
+    "products in 16 bits: by compute_dtype=jnp.bfloat16, or by the rule 'not_f8' for "
+    "their scope."
 )
 
 
@@ -95,16 +91,33 @@ def _largest_finite(x: jax.Array) -> jax.Array:
 
 
 @round_to.defjvp
-def _round_tangent(dtype: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return round_to(*primals, dtype), round_to(*tangents, dtype)
+def _refuse(*_: Any) -> Any:
+    # `product` has a derivative of its own, so only a second one comes here. Rounded
+    # tangents cannot be added up: each would have a unit of its own.
+    raise NotImplementedError(_SECOND_DERIVATIVE)
 
 
 def fits(equation: Equation) -> bool:
     """Return whether the shapes of a product are such that 8 bits pay."""
     sizes = matrix_sizes(equation)
-    return all(
+    # An empty batch, as of an expert without tokens, has no largest value.
+    is_empty = any(
+        isinstance(x, int) and x == 0 for x in equation.outvars[0].aval.shape
+    )
+    return not is_empty and all(
         isinstance(size, int) and size >= SMALLEST and size % MULTIPLE == 0
         for size in sizes
+    )
+
+
+def describe_unused(dtype: Any, small: int) -> str:
+    """Say that no product runs in 8 bits, `small` of them because of their shapes."""
+    return (
+        f"`compute_dtype` is {dtype.name}, but no matrix product of this call runs in "
+        f"8 bits ({small} because of their shapes): all run in bfloat16. Expected "
+        f"products with {SMALLEST} rows, columns and contracted entries or more, in "
+        f"multiples of {MULTIPLE}, and outside of amp_stop; pass larger arrays, or "
+        "compute_dtype=jnp.bfloat16."
     )
 
 
@@ -135,7 +148,7 @@ def product(
         ]
         return value, _sum(terms, value)
 
-    multiply.defjvp(derivative, symbolic_zeros=_SYMBOLIC_ZEROS)
+    multiply.defjvp(derivative, symbolic_zeros=True)
     return multiply(*operands)
 
 
@@ -215,36 +228,9 @@ _to_float32 = functools.partial(_bind_to, _F32)
 
 
 def _multiply(multiply: Callable[..., Any], left: Rounded, right: Rounded) -> jax.Array:
-    """Return the product of two rounded arrays, given that of 8-bit floats."""
-    # Outside the function with a rule, so that policies of `jax.checkpoint` that keep
-    # products see one.
-    values = multiply(*map(lax.stop_gradient, (left.values, right.values)))
-    return _scaled(multiply, values, left, right)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _scaled(multiply: Any, values: Any, left: Rounded, right: Rounded) -> jax.Array:
-    """Return the product of two rounded arrays, given that of their 8-bit floats."""
+    """Return the product of two rounded arrays, by that of 8-bit floats."""
+    values = multiply(left.values, right.values)
     return values * (left.unit * right.unit).astype(values.dtype)
-
-
-def _scaled_tangents(multiply: Any, primals: Any, tangents: Any) -> Any:
-    value = _scaled(multiply, *primals)
-    terms = []
-    for i, tangent in enumerate(tangents[1:]):
-        if not isinstance(tangent.values, SymbolicZero):
-            factors = _in_order(i, tangent, primals[2 - i])
-            terms += _forward_only([], _multiply(multiply, *factors))
-    return value, _sum(terms, value)
-
-
-def _refuse(*_: Any) -> Any:
-    raise NotImplementedError(_SECOND_DERIVATIVE)
-
-
-# Reverse mode would have to add up rounded tangents, each with a unit of its own.
-_forward_only = Linear(lambda x: [x], _refuse, _SECOND_DERIVATIVE)
-_scaled.defjvp(_scaled_tangents, symbolic_zeros=_SYMBOLIC_ZEROS)
 
 
 def _sum(tangents: Sequence[Any], value: Any) -> Any:

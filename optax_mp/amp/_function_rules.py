@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from optax_mp._jax._jaxpr import Equation, bind, is_literal, trace_jaxpr, with_dtype
 from optax_mp._tree import describe, is_array, is_floating
-from optax_mp.amp._precision import FULL, LOW, Precision, Precisions, takes_part
+from optax_mp.amp._lattice import FULL, LOW, Precision, Precisions, takes_part
 
 
 def bind_by_function(
@@ -23,47 +23,34 @@ def bind_by_function(
         jnp.asarray(x, atom.aval.dtype) if is_literal(atom) else x
         for x, atom in zip(inputs, equation.invars, strict=True)
     ]
-    name = equation.primitive.name
     returned = rule(compute_dtype, originals, *given, **equation.params)
-    if not (isinstance(returned, tuple | list) and len(returned) == 2):
-        raise TypeError(
-            f"amp: the rule of {name} returned {returned!r}, expected a pair; return "
-            "(invars, bind_params)."
-        )
-    invars, params = returned
-    _check_params(name, params)
-    _check_inputs(name, invars, given)
+    invars, params = _check(equation.primitive.name, returned, given)
     return bind(equation, invars, params)
 
 
-def _check_params(name: str, params: Any) -> None:
-    if not isinstance(params, dict):
-        raise TypeError(
-            f"amp: the rule of {name} returned {params!r} as bind_params, expected a "
-            "dictionary; return the one that it was given, or a changed copy."
-        )
-
-
-def _check_inputs(name: str, invars: Any, given: Sequence[Any]) -> None:
-    if not isinstance(invars, tuple | list) or len(invars) != len(given):
-        count = len(invars) if isinstance(invars, tuple | list) else repr(invars)
-        raise ValueError(
-            f"amp: the rule of {name} returned {count} inputs, expected {len(given)}; "
-            "return as many as it was given."
-        )
-    for i, (new, old) in enumerate(zip(invars, given, strict=True)):
-        if not is_array(new) or not _may_replace(new, old):
-            fix = "change nothing but its floating dtype"
-            raise ValueError(
-                f"amp: the rule of {name} returned {describe(new)} as input {i}, "
-                f"expected {describe(old)}; "
-                f"{fix if is_floating(old) else 'return it as it was given'}."
+def _check(name: str, returned: Any, given: Sequence[Any]) -> tuple[Any, Any]:
+    """Return what a rule returned, if the primitive may be bound with it."""
+    match returned:
+        case (tuple() | list() as invars, dict() as params):
+            pass
+        case _:
+            raise TypeError(
+                f"amp: the rule of {name} returned {returned!r}, expected a pair of a "
+                "list and a dictionary; return (invars, bind_params)."
             )
+    if len(invars) != len(given) or not all(map(_may_replace, invars, given)):
+        raise ValueError(
+            f"amp: the rule of {name} returned {', '.join(map(describe, invars))} as "
+            f"inputs, expected {', '.join(map(describe, given))}; change nothing but "
+            "their floating dtypes."
+        )
+    return invars, params
 
 
 def _may_replace(new: Any, old: Any) -> bool:
-    floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (new, old))
-    return new.shape == old.shape and (floating or new.dtype == old.dtype)
+    if not is_array(new) or new.shape != old.shape:
+        return False
+    return new.dtype == old.dtype or (is_floating(new) and is_floating(old))
 
 
 def precisions_by_function(

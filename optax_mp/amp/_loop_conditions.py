@@ -6,67 +6,35 @@ search for a token, by what it compares: floats that depend on the floats of the
 iteration before, through an operation that runs low.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
 from optax_mp._jax._control_flow import wiring_of
-from optax_mp._jax._jaxpr import (
-    AnyJaxpr,
-    Equation,
-    is_literal,
-    is_shaped,
-    open_jaxpr,
-)
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, is_shaped, open_jaxpr
+from optax_mp._jax._primitives import COMPARISONS
 from optax_mp._jax._source import source_line
 from optax_mp._jax._wiring import ForwardResult, Region
-from optax_mp._warnings import warn
+from optax_mp.amp._lattice import LOW
 from optax_mp.amp._plan import Action, Plan
-from optax_mp.amp._precision import LOW
 
-COMPARISONS = frozenset("eq ne lt le gt ge".split())
-
-
-class Origin(NamedTuple):
-    """What a value depends on, beside the floats that a loop carries.
-
-    Attributes:
-        primitive: the first operation between that runs low; empty if there is none.
-        line: where it is written.
-    """
-
-    primitive: str = ""
-    line: str = ""
-
-
-# None is for a value that does not depend on the floats that the loop carries.
-Dependence = Origin | None
+# How a value depends on the floats that a loop carries: of two ways the larger counts.
+_NOT, _DEPENDS, _DEPENDS_BY_LOW = 0, 1, 2
 
 
 def loop_warnings(jaxpr: AnyJaxpr, plan: Plan, dtype: Any) -> tuple[str, ...]:
     """Return a warning for each loop whose condition reads what is computed low."""
     epsilon = float(jnp.finfo(dtype).eps)
-    found = (
-        f"the while loop{_at(line)} compares floats that depend on {origin.primitive}"
-        f"{_at(origin.line)} to decide whether it goes on. Under amp these have the "
-        f"precision of {dtype.name}, {epsilon:.1g}, so the loop may take many more "
-        "iterations than in float32, or not converge at all. Put it into `with "
+    texts = (
+        f"the while loop{f' at {line}' if line else ''} compares floats that it "
+        "computes low to decide whether it goes on. Under amp these have the precision "
+        f"of {dtype.name}, {epsilon:.1g}, so the loop may take many more iterations "
+        "than in float32, or not converge at all. Put it into `with "
         "optax_mp.amp_stop():`, or raise its tolerance."
-        for line, origin in _loops(jaxpr, plan, "")
+        for line in _loops(jaxpr, plan, "")
     )
-    return tuple(dict.fromkeys(found))
-
-
-def _at(line: str) -> str:
-    # In a derivative rule, the line may not be known.
-    return f" at {line}" if line else ""
-
-
-def warn_of_loops(jaxpr: AnyJaxpr, plan: Plan, dtype: Any) -> None:
-    """Warn of each loop whose condition reads what is computed low."""
-    for text in loop_warnings(jaxpr, plan, dtype):
-        warn(f"amp: {text}")
+    return tuple(dict.fromkeys(texts))
 
 
 def ran_low(action: Action) -> bool:
@@ -75,30 +43,27 @@ def ran_low(action: Action) -> bool:
     return LOW in action.inputs or action.how == "f8" or by_function
 
 
-def _loops(jaxpr: AnyJaxpr, plan: Plan, around: str) -> Iterator[tuple[str, Origin]]:
-    """Yield the lines of such loops, and what their conditions depend on."""
+def _loops(jaxpr: AnyJaxpr, plan: Plan, around: str) -> Iterator[str]:
+    """Yield the lines of such loops; in a derivative rule, one may not be known."""
     if not plan.is_changed:
         return
     for equation, action in zip(open_jaxpr(jaxpr)[0].eqns, plan.actions, strict=True):
         if not action.regions:
             continue
         line = source_line(equation) or around
+        wiring = wiring_of(equation)
         if equation.primitive.name == "while":
-            carried = {i for _, i in wiring_of(equation).carry}
-            start = [
-                Origin() if i in carried and _is_float(atom) else None
-                for i, atom in enumerate(equation.invars)
-            ]
-            condition = _first(_through(equation, action, start).decisions)
-            if condition and condition.primitive:
-                yield line, condition
-        regions = zip(wiring_of(equation).regions, action.regions, strict=True)
-        for region, region_plan in regions:
+            start = [_NOT] * len(equation.invars)
+            for _, i in wiring.carry:
+                start[i] = _DEPENDS if _is_float(equation.invars[i]) else _NOT
+            if _DEPENDS_BY_LOW in _through(equation, action, start).decisions:
+                yield line
+        for region, region_plan in zip(wiring.regions, action.regions, strict=True):
             yield from _loops(region.jaxpr, region_plan.plan, line)
 
 
 def _through(
-    equation: Equation, action: Action, inputs: Sequence[Dependence]
+    equation: Equation, action: Action, inputs: Sequence[int]
 ) -> ForwardResult:
     """Follow dependences through an equation with regions."""
     wiring = wiring_of(equation)
@@ -107,57 +72,40 @@ def _through(
         for region, region_plan in zip(wiring.regions, action.regions, strict=True)
     }
 
-    def outputs_of(
-        region: Region, inputs: Sequence[Dependence]
-    ) -> Sequence[Dependence]:
+    def outputs_of(region: Region, inputs: Sequence[int]) -> Sequence[int]:
         return _outputs(region.jaxpr, plans[id(region)], inputs)
 
-    return wiring.forward(inputs, outputs_of, _first)
+    return wiring.forward(inputs, outputs_of, max)
 
 
-def _outputs(
-    jaxpr: AnyJaxpr, plan: Plan, inputs: Sequence[Dependence]
-) -> list[Dependence]:
-    """Return what the outputs of a jaxpr depend on."""
+def _outputs(jaxpr: AnyJaxpr, plan: Plan, inputs: Sequence[int]) -> list[int]:
+    """Return how the outputs of a jaxpr depend on such floats."""
     jaxpr, _ = open_jaxpr(jaxpr)
-    known: dict[Any, Dependence] = dict(zip(jaxpr.invars, inputs, strict=True))
+    depends: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(atom: Any) -> Dependence:
-        return None if is_literal(atom) else known.get(atom)
+    def read(atom: Any) -> int:
+        return _NOT if is_literal(atom) else depends.get(atom, _NOT)
 
     for equation, action in zip(jaxpr.eqns, plan.actions, strict=True):
-        given = list(map(read, equation.invars))
         if action.regions:
-            result = _through(equation, action, given)
+            result = _through(equation, action, list(map(read, equation.invars)))
             # Which branch runs counts as much as what it computes.
-            outputs = [_first([x, *result.decisions]) for x in result.outputs]
+            outputs = [max([x, *result.decisions]) for x in result.outputs]
         else:
-            outputs = [
-                _result(equation, action, given, var) for var in equation.outvars
-            ]
-        known.update(zip(equation.outvars, outputs, strict=True))
+            outputs = [_result(equation, action, read, x) for x in equation.outvars]
+        depends.update(zip(equation.outvars, outputs, strict=True))
     return list(map(read, jaxpr.outvars))
 
 
-def _result(
-    equation: Equation, action: Action, given: Sequence[Dependence], output: Any
-) -> Dependence:
-    """Return what an output of an equation without regions depends on."""
+def _result(equation: Equation, action: Action, read: Any, output: Any) -> int:
+    """Return how an output of an equation without regions depends on such floats."""
+    atoms = equation.invars
     if equation.primitive.name not in COMPARISONS and not _is_float(output):
         # Neither an argmax, the order of a sort, nor `is_finite` is a test against a
         # tolerance.
-        pairs = zip(given, equation.invars, strict=True)
-        given = [x for x, atom in pairs if not _is_float(atom)]
-    found = _first(given)
-    if found == Origin() and ran_low(action):
-        return Origin(equation.primitive.name, source_line(equation))
-    return found
-
-
-def _first(found: Iterable[Dependence]) -> Dependence:
-    """Return the first of these, with an operation that runs low if there is one."""
-    known = [x for x in found if x is not None]
-    return next((x for x in known if x.primitive), known[0] if known else None)
+        atoms = [atom for atom in atoms if not _is_float(atom)]
+    depends = max(map(read, atoms), default=_NOT)
+    return _DEPENDS_BY_LOW if depends and ran_low(action) else depends
 
 
 def _is_float(atom: Any) -> bool:

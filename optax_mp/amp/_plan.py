@@ -7,14 +7,14 @@ carry has one precision in all iterations: the body is planned again until nothi
 changes, at a fix-point.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jax._control_flow import has_regions, wiring_of
+from optax_mp._jax._control_flow import can_convert, wiring_of
 from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
@@ -22,15 +22,15 @@ from optax_mp._jax._jaxpr import (
     is_literal,
     open_jaxpr,
 )
+from optax_mp._jax._primitives import REPEATS
+from optax_mp._jax._source import name_in_errors
 from optax_mp._jax._wiring import Region, Wiring
 from optax_mp.amp._biases import AxisCounts, Biases
 from optax_mp.amp._demand import Demand, Wants, is_better_full
 from optax_mp.amp._function_rules import precisions_by_function
-from optax_mp.amp._places import name_in_errors
-from optax_mp.amp._precision import (
+from optax_mp.amp._lattice import (
     FULL,
     LOW,
-    REPEATS,
     Precision,
     Precisions,
     Weak,
@@ -109,6 +109,13 @@ class Plan:
     outputs: Precisions
     is_changed: bool
 
+    def all_actions(self) -> Iterator[Action]:
+        """Yield its actions, and those of all regions inside."""
+        for action in self.actions:
+            yield action
+            for region in action.regions:
+                yield from region.plan.all_actions()
+
 
 @dataclass(frozen=True)
 class _Context:
@@ -117,12 +124,15 @@ class _Context:
     Attributes:
         precisions: those of its inputs.
         axis_counts: for its inputs, to tell a bias.
+        are_exact: which inputs the function itself cast from the compute dtype, so that
+            casting them back loses nothing.
         wants: for its outputs, what their readers want.
         scope_rule: the rule of the scope that it is in.
     """
 
     precisions: Precisions
     axis_counts: AxisCounts
+    are_exact: tuple[bool, ...]
     wants: Wants
     scope_rule: Rule | None
 
@@ -176,11 +186,13 @@ class Planner:
 
         wanted = self._demand.wants_within(jaxpr, wants, scope_rule)
         biases = Biases(jaxpr, axis_counts)
+        exact: set[Any] = set()
         actions: list[Action] = []
         for equation in jaxpr.eqns:
             context = _Context(
                 tuple(map(precision, equation.invars)),
                 biases.counts_of(equation),
+                tuple(not is_literal(x) and x in exact for x in equation.invars),
                 tuple(map(wanted.get, equation.outvars)),
                 self.rules.scope_rule_of(equation, scope_rule),
             )
@@ -188,6 +200,8 @@ class Planner:
             actions.append(action)
             known.update(zip(equation.outvars, action.outputs, strict=True))
             biases.follow(equation)
+            if self._is_exact_cast(equation):
+                exact.update(equation.outvars)
         is_changed = LOW in inputs or any(action.is_changed for action in actions)
         outputs = tuple(map(precision, jaxpr.outvars))
         return Plan(inputs, tuple(actions), outputs, is_changed)
@@ -198,7 +212,7 @@ class Planner:
         precisions, scope_rule = context.precisions, context.scope_rule
         # With this rule, an equation is bound as a whole, with its regions.
         if scope_rule != "as_written":
-            if has_regions(equation):
+            if can_convert(equation):
                 return self._plan_regions(equation, context)
             if equation.primitive.name == "convert_element_type":
                 return self._plan_cast(equation, precisions, scope_rule)
@@ -206,7 +220,7 @@ class Planner:
         rule, why = self.rules.rule_of(equation, scope_rule, adds_bias)
         if callable(rule):
             low = self.rules.compute_dtype
-            with name_in_errors(equation):
+            with name_in_errors(equation, "amp"):
                 outputs = precisions_by_function(rule, low, equation, precisions)
             return Action("function", precisions, outputs, rule, why, scope_rule)
         if rule == "own":
@@ -278,6 +292,11 @@ class Planner:
         inputs = without_weak(precisions)
         return Action("bind", inputs, outputs, "as_written", "cast", scope_rule)
 
+    def _is_exact_cast(self, equation: Equation) -> bool:
+        """Return whether an equation casts from the compute dtype to a wider one."""
+        is_cast = equation.primitive.name == "convert_element_type"
+        return is_cast and equation.invars[0].aval.dtype == self.rules.compute_dtype
+
     def _plan_regions(self, equation: Equation, context: _Context) -> Action:
         wiring, scope_rule = wiring_of(equation), context.scope_rule
         carried = {i for _, i in wiring.carry}
@@ -311,10 +330,17 @@ class Planner:
         ]
         # What every iteration reads goes in as written and is cast inside, so that its
         # gradients of all iterations are summed in float32.
-        given = tuple(
+        given = [
             FULL if i in wiring.summed and x == LOW else x
             for i, x in enumerate(flow.inputs)
-        )
+        ]
+        if equation.primitive.name == "scan":
+            # What an iteration reads alone, such as the weights of a layer that were
+            # cast before the loop, is cast inside, so no wide copy of all is made.
+            for i in range(len(given)):
+                if context.are_exact[i] and i not in (*carried, *wiring.summed):
+                    given[i] = LOW
+        given = tuple(given)
         regions = tuple(
             RegionPlan(
                 plan, region.read(given), _region_outputs(region, plan, flow.outputs)

@@ -1,23 +1,38 @@
 """amp_report: what ran in which precision, why, and what error that adds."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._jax._source import is_transposed
+from optax_mp._jax._control_flow import wiring_of
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, jaxprs_within, open_jaxpr
+from optax_mp._jax._products import flops_of, is_product
+from optax_mp._jax._source import source_line
 from optax_mp._table import align_columns
-from optax_mp._warnings import warn
 from optax_mp.amp._changes import pure_call
-from optax_mp.amp._loop_conditions import loop_warnings, ran_low
-from optax_mp.amp._narrow_rules import Measured, NarrowRules, narrow_rules
-from optax_mp.amp._plan import Action
+from optax_mp.amp._lattice import takes_part
+from optax_mp.amp._loop_conditions import ran_low
+from optax_mp.amp._measure import measure_errors
+from optax_mp.amp._plan import Action, Plan
 from optax_mp.amp._rules import Rule, Rules, default_amp_rules
 from optax_mp.amp._run import Interpreter
-from optax_mp.amp._shadow import shadow_errors
-from optax_mp.amp._sites import Site, sites_of
+
+# What the words of a report mean; those that occur are printed below the table.
+_MEANINGS = {
+    "scope": "the rule of a jax.named_scope, such as amp_stop",
+    "inputs": "an input is float32 as amp runs it, or none is float32 as written",
+    "literal": "the compute dtype cannot hold a number",
+    "sink": "everything that reads it computes in float32",
+    "fix-point": "a loop's carry that is low only before or only after an iteration",
+    "shape": "too small for products in 8 bits to pay",
+    "precision": "the product asks for its precision",
+    "parameters": "its parameters fix its dtypes, or hold a function",
+    "cast": "the function itself casts",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,6 @@ class AmpOperation:
         count: the number of such equations; the body of a loop counts once.
         own_error: the relative error, by norm, that the operation adds to exact inputs;
             the largest of all such equations, or NaN if it was not measured.
-        error: the relative error of its result, that of its inputs included.
         flops: the floating-point operations of matrix products and convolutions, in all
             iterations of a scan, and in one of a while loop; 0 for other operations.
 
@@ -54,7 +68,6 @@ class AmpOperation:
     why: str
     count: int
     own_error: float
-    error: float
     flops: float = 0
 
 
@@ -64,10 +77,11 @@ class AmpReport:
 
     Attributes:
         operations: what became of each operation, in the order of the function.
-        error: the relative error of the function's outputs, compared with float32.
-        base_rules: the rules of this run.
+        error: the relative error of the function's outputs, compared with float32; NaN
+            if it was not measured, because the function has side effects.
         warnings: what may harm without an error: loops whose condition reads values of
-            the compute dtype, such as Newton's method with a small tolerance.
+            the compute dtype, such as Newton's method with a small tolerance; that no
+            product runs in 8 bits, where that was asked for.
 
     Example:
         >>> import jax.numpy as jnp
@@ -75,15 +89,13 @@ class AmpReport:
         >>> report = optax_mp.amp_report(lambda x: x @ x - 0.5, jnp.eye(3) / 3)
         >>> sorted({each.ran for each in report.operations}), report.error < 0.01
         (['low'], True)
-        >>> print(str(report).splitlines()[-1][:30])
-        2 low, 0 f32, 0 as_written; er
+        >>> print(str(report).splitlines()[-1])
+        products, by FLOPs: 100% low
     """
 
     operations: tuple[AmpOperation, ...]
     error: float
-    base_rules: Mapping[Any, Rule]
     warnings: tuple[str, ...] = ()
-    _measured: tuple[Measured, ...] = field(default=(), repr=False)
 
     @property
     def low_share(self) -> float:
@@ -99,84 +111,64 @@ class AmpReport:
         return self._share(("f8",), 0.0)
 
     def _share(self, ran: Sequence[str], without_products: float) -> float:
-        total = sum(each.flops for each in self.operations)
-        part = sum(each.flops for each in self.operations if each.ran in ran)
+        total = sum(x.flops for x in self.operations)
+        part = sum(x.flops for x in self.operations if x.ran in ran)
         return part / total if total else without_products
-
-    def rules(self, above: float) -> dict[Any, Rule]:
-        """Return the rules of this run, with float32 for operations that err more.
-
-        A product that errs more in 8 bits goes to 16, by the word `"not_f8"`. If it
-        errs more there, too, a report with the new rules says so.
-
-        A new rule names a source line, so it is for this version of the code. The line
-        of a library's layer stands for all layers of that kind. If others of them err
-        less, the rule names the scope as well, or the line that calls the layer. If
-        that does not tell them apart, or no product is left in 16 bits, this warns.
-        Where no line is known, a rule names the primitive.
-
-        Args:
-            above: the largest `own_error` that an operation may add.
-        """
-        found = narrow_rules(self._measured, above)
-        self._warn_of_cost(found, above)
-        words = {
-            name: "f32" if name in found.wide else "not_f8" for name in found.names
-        }
-        return {**self.base_rules, **words}
-
-    def _warn_of_cost(self, found: NarrowRules, above: float) -> None:
-        """Warn of rules that take more out of 16 bits than what errs more."""
-        total = sum(each.flops for each in self.operations)
-        if not total or not self.low_share or (found.kept and not found.innocent):
-            return
-        wide = [
-            f"{name!r} stands for {erring} that err more and {count} that do not"
-            for name, (erring, count) in found.innocent.items()
-        ]
-        fix = (
-            "give these layers a jax.named_scope each, or put amp_stop around those "
-            "that are to stay in float32"
-            if wide
-            else "a larger `above` leaves more in 16 bits"
-        )
-        shares = (
-            f"with float32 for what errs more than {above:g}, {found.kept / total:.0%} "
-            f"of the FLOPs of products run in 16 bits, {self.low_share:.0%} without it"
-        )
-        text = "; ".join((shares, *wide, fix))
-        warn(f"AmpReport.rules: {text}.")
 
     def by_primitive(self) -> tuple[AmpOperation, ...]:
         """Return the operations, merged over all lines of the source."""
-        return _merge(replace(each, line="") for each in self.operations)
+        return _merge(replace(x, line="") for x in self.operations)
 
     def __str__(self) -> str:
-        """Return the table."""
-        rows = sorted(self.operations, key=_own_error, reverse=True)
-        cells = [("primitive", "line", "ran", "why", "count", "own error", "error")]
+        """Return the table.
+
+        It shows what adds an error, and the products that do not run low. The other
+        operations are counted.
+        """
+        rows = sorted(filter(_is_shown, self.operations), key=_rank, reverse=True)
+        cells = [("primitive", "line", "ran", "why", "count", "own error")]
         cells += [
-            (x.primitive, x.line, x.ran, x.why, str(x.count))
-            + (_format_error(x.own_error), _format_error(x.error))
+            (x.primitive, x.line, x.ran, x.why, str(x.count), _format(x.own_error))
             for x in rows
         ]
-        counts = {"f8": 0, "low": 0, "f32": 0, "as_written": 0}
-        for row in rows:
-            counts[row.ran] += row.count
-        total = ", ".join(
-            f"{count} {ran}" for ran, count in counts.items() if count or ran != "f8"
-        )
-        total += f"; error of the outputs {_format_error(self.error)}"
-        if any(row.flops for row in rows):
-            in_8_bits = f", {self.f8_share:.0%} f8" if counts["f8"] else ""
-            total += f"; products: {self.low_share:.0%} low{in_8_bits}"
-        return "\n".join(
-            [
-                *align_columns(cells, left=4),
-                total,
-                *(f"Warning: {warning}" for warning in self.warnings),
-            ]
-        )
+        whys = {x.why for x in rows}
+        legend = [f"{why}: {text}" for why, text in _MEANINGS.items() if why in whys]
+        table = align_columns(cells, left=4) if rows else []
+        return "\n".join([*table, *legend, *self._summary()])
+
+    def _summary(self) -> Iterator[str]:
+        hidden = sum(x.count for x in self.operations if not _is_shown(x))
+        if hidden:
+            yield f"not shown: {hidden} operations that add no error"
+        counts: Counter[str] = Counter()
+        for x in self.operations:
+            counts[x.ran] += x.count
+        ran = ", ".join(f"{n} {x}" for x in _RAN if (n := counts[x]) or x != "f8")
+        yield f"operations: {ran}; error of the outputs {_format(self.error)}"
+        yield from (f"Warning: {warning}" for warning in self.warnings)
+        if any(x.flops for x in self.operations):
+            shares = {x: self._share((x,), 0.0) for x in _RAN}
+            # Where 8 bits were asked for, 0% is worth saying.
+            asked = {"f8"} if any(x.why == "shape" for x in self.operations) else set()
+            parts = ", ".join(
+                f"{y:.0%} {x}" for x, y in shares.items() if y or x in asked
+            )
+            yield f"products, by FLOPs: {parts}"
+
+
+_RAN = ("f8", "low", "f32", "as_written")
+
+
+def _is_shown(x: AmpOperation) -> bool:
+    return x.own_error > 0 or bool(x.flops and x.ran not in ("low", "f8"))
+
+
+def _rank(x: AmpOperation) -> float:
+    return x.own_error if x.own_error == x.own_error else -1.0
+
+
+def _format(error: float) -> str:
+    return "-" if error != error else f"{error:.1e}"
 
 
 def amp_report(
@@ -188,14 +180,14 @@ def amp_report(
 ) -> AmpReport:
     """Compare a function as written with the same under `amp`, on these arguments.
 
-    The report says for each operation how it ran, why, and its relative error, and so
-    which operations to put into `amp_stop`. For the backward pass, report on
-    `jax.grad(fun)`.
+    The report says for each operation how it ran, why, and which relative error it
+    adds, and so which operations to put into `amp_stop`. For the backward pass, report
+    on `jax.grad(fun)`.
 
-    Every value is computed both ways in one run, which takes several times the memory
-    and time of the function. An operation with side effects, such as a callback, runs
-    once, as written. Operations inside a `shard_map` are listed but not measured, and
-    so are the products inside what amp leaves as written, such as a linear solver.
+    It takes several times the memory and time of the function. A function with side
+    effects, such as a callback, runs once, as written, and the error of its outputs is
+    not measured. Operations inside a `shard_map` are listed but not measured, and so
+    are the products inside what amp leaves as written, such as a linear solver.
 
     Args:
         fun: the function as written, not `amp(fun)`.
@@ -230,36 +222,75 @@ def amp_report(
     interpreter = Interpreter(checked_rules)
     call = pure_call(fun, args, kwargs)
     traced, plan = interpreter.trace(call.fun, call.args, {})
-    errors, error = shadow_errors(interpreter, traced, plan)
-    sites = list(sites_of(traced.closed, plan))
-    operations = [_operation(site, errors) for site in sites]
-    measured = tuple(map(_measured, operations, sites))
-    found = loop_warnings(traced.closed, plan, checked_rules.compute_dtype)
-    return AmpReport(_merge(operations), error, rules, found, measured)
+    errors, error = measure_errors(interpreter, traced, plan)
+    operations = (_operation(site, errors) for site in _sites(traced.closed, plan))
+    return AmpReport(_merge(operations), error, interpreter.warnings(traced, plan))
 
 
-def _operation(site: Site, errors: Mapping[int, tuple[float, float]]) -> AmpOperation:
-    not_measured = float("nan"), float("nan")
+class _Site(NamedTuple):
+    """An equation that amp decides on.
+
+    Attributes:
+        equation: the equation.
+        action: what becomes of it.
+        line: its line, or that of the nearest equation around it that has one.
+        runs: how often it runs; the body of a while loop counts once.
+    """
+
+    equation: Equation
+    action: Action
+    line: str
+    runs: int
+
+
+def _sites(
+    jaxpr: AnyJaxpr, plan: Plan, line: str = "", runs: int = 1
+) -> Iterator[_Site]:
+    """Yield the equations that amp decides on, those in regions, too."""
+    for equation, action in zip(open_jaxpr(jaxpr)[0].eqns, plan.actions, strict=True):
+        # A function of JAX has lines of its own only where it is called.
+        own_line = source_line(equation) or line
+        if action.regions:
+            repeats = runs * equation.params.get("length", 1)  # of a scan
+            regions = wiring_of(equation).regions
+            for region, inner in zip(regions, action.regions, strict=True):
+                yield from _sites(region.jaxpr, inner.plan, own_line, repeats)
+        # An equation with regions is itself listed only if it casts its carry.
+        if action.how == "same" or (action.regions and action.why != "fix-point"):
+            continue
+        if any(map(takes_part, (*equation.invars, *equation.outvars))):
+            yield _Site(equation, action, own_line, runs)
+            if not action.regions:
+                yield from _products_within(equation, action, own_line, runs)
+
+
+def _products_within(
+    equation: Equation, action: Action, line: str, runs: int
+) -> Iterator[_Site]:
+    """Yield the products inside an equation that is bound whole: as written.
+
+    Such are those of a linear solver, of a kernel, and of what `amp_stop` leaves alone.
+    """
+    as_written = Action("bind", (), (), "as_written", action.why)
+    repeats = runs * equation.params.get("length", 1)
+    for jaxpr in jaxprs_within(equation):
+        for inner in open_jaxpr(jaxpr)[0].eqns:
+            own_line = source_line(inner) or line
+            if is_product(inner):
+                yield _Site(inner, as_written, own_line, repeats)
+            yield from _products_within(inner, action, own_line, repeats)
+
+
+def _operation(site: _Site, errors: Mapping[int, float]) -> AmpOperation:
+    equation, action = site.equation, site.action
     return AmpOperation(
-        site.equation.primitive.name,
+        equation.primitive.name,
         site.line,
-        _how_it_ran(site.action),
-        site.action.why,
+        _how_it_ran(action),
+        action.why,
         1,
-        *errors.get(id(site.action), not_measured),
-        site.flops,
-    )
-
-
-def _measured(operation: AmpOperation, site: Site) -> Measured:
-    return Measured(
-        operation.primitive,
-        operation.line,
-        site.places,
-        is_transposed(site.equation),
-        operation.own_error,
-        operation.flops if operation.ran in ("low", "f8") else 0,
-        operation.ran == "f8",
+        errors.get(id(action), float("nan")),
+        site.runs * flops_of(equation) if is_product(equation) else 0,
     )
 
 
@@ -271,32 +302,17 @@ def _how_it_ran(action: Action) -> str:
     return "as_written" if action.rule == "as_written" else "f32"
 
 
-def _merge(operations: Any) -> tuple[AmpOperation, ...]:
+def _merge(operations: Iterable[AmpOperation]) -> tuple[AmpOperation, ...]:
     """Return operations, with those merged that differ only in their errors."""
     merged: dict[tuple[str, ...], AmpOperation] = {}
-    for each in operations:
-        key = (each.primitive, each.line, each.ran, each.why)
-        if key in merged:
-            same = merged[key]
-            each = replace(
-                each,
-                count=same.count + each.count,
-                own_error=_larger(same.own_error, each.own_error),
-                error=_larger(same.error, each.error),
-                flops=same.flops + each.flops,
+    for x in operations:
+        key = (x.primitive, x.line, x.ran, x.why)
+        if same := merged.get(key):
+            x = replace(
+                x,
+                count=same.count + x.count,
+                own_error=max(same, x, key=_rank).own_error,
+                flops=same.flops + x.flops,
             )
-        merged[key] = each
+        merged[key] = x
     return tuple(merged.values())
-
-
-def _larger(a: float, b: float) -> float:
-    """Return the larger error; NaN means not measured."""
-    return b if a != a else a if b != b else max(a, b)
-
-
-def _own_error(operation: AmpOperation) -> float:
-    return operation.own_error if operation.own_error == operation.own_error else -1.0
-
-
-def _format_error(error: float) -> str:
-    return "-" if error != error else f"{error:.1e}"

@@ -1,6 +1,12 @@
-"""Which rule each operation follows: the default table, and the rules of a user."""
+"""Which rule each operation follows: the default table, and the rules of a user.
+
+A rule is for a primitive or for a `jax.named_scope`. A scope's rule wins over that of a
+primitive, and that of the outermost scope over those of others.
+"""
 
 import difflib
+import functools
+import re
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,10 +24,10 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     primitive_names,
 )
-from optax_mp._jax._products import PRODUCTS
+from optax_mp._jax._primitives import AMP_WORDS
+from optax_mp._jax._source import scopes
 from optax_mp.amp._eight_bits import DTYPES, E4M3, PRIMITIVE, fits
-from optax_mp.amp._places import Places
-from optax_mp.amp._precision import takes_part
+from optax_mp.amp._lattice import takes_part
 
 # Either a word or `(compute_dtype, original_dtypes, *invars, **bind_params)`, which
 # returns the inputs and parameters to bind.
@@ -41,39 +47,17 @@ STOP = "amp_stop"
 RECIPROCAL = "reciprocal"
 BIAS_ADD = "bias_add"
 
-_F32 = """
-exp exp2 expm1 log log2 log1p pow rsqrt tan sinh cosh
-asin acos atan atan2 asinh acosh atanh erf_inv lgamma digamma polygamma igamma igammac
-reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum
-"""
-_WIDEST = """
-add sub mul div rem max min neg sign abs sqrt cbrt tanh logistic erf erfc sin cos
-floor ceil round select_n clamp is_finite eq ne lt le gt ge eq_to lt_to le_to
-add_any concatenate pad broadcast_in_dim reshape transpose squeeze expand_dims rev tile
-slice dynamic_slice dynamic_update_slice split gather stop_gradient copy copy_p name
-reduce_max reduce_min argmax argmin cummax cummin top_k real
-reduce_window_max reduce_window_min
-psum psum2 psum_invariant pmax pmin ppermute pvary pbroadcast pcast
-all_gather all_gather_invariant all_to_all psum_scatter reduce_scatter
-sharding_constraint reshard device_put
-"""
-
 default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
-    dict.fromkeys(PRODUCTS, "low")
-    | dict.fromkeys(_F32.split(), "f32")
+    AMP_WORDS
     # 1 / x, which is large if x is small.
     | {RECIPROCAL: "f32"}
     # x @ w + b: a float32 b would make everything that follows float32. It is added in
     # float32, so that its gradient is summed over the batch in float32.
     | {BIAS_ADD: "rounded"}
-    # 256 squared overflows float16; bfloat16 has the range of float32.
-    | dict.fromkeys(("integer_pow", "square", "one_minus_square"), "f32_if_f16")
-    | dict.fromkeys(_WIDEST.split(), "widest")
-    | dict.fromkeys(("sort", "optimization_barrier"), "own")
-    # Not listed are, among others: scatters, which may sum many small gradients in one
-    # place; products of sparse matrices, which are scatters inside; reductions by any
-    # function; random bits, fft, linear algebra, kernels and callbacks, which have no
-    # 16-bit form that is known to be safe.
+    # Without a word are, among others: scatters, which may sum many small gradients in
+    # one place; products of sparse matrices, which are scatters inside; reductions by
+    # any function; random bits, fft, linear algebra, kernels and callbacks, which have
+    # no 16-bit form that is known to be safe.
     | {DEFAULT: "as_written"}
 )
 
@@ -96,13 +80,13 @@ class Rules:
                 f"amp: `rules` is {rules!r}, expected a mapping such as "
                 "default_amp_rules | {'tanh': 'f32'}."
             )
-        is_8_bit = dtype in DTYPES
-        self.f8_dtype = dtype if is_8_bit else E4M3
-        self.compute_dtype = jnp.dtype(jnp.bfloat16) if is_8_bit else dtype
+        self.is_8_bit = dtype in DTYPES
+        self.f8_dtype = dtype if self.is_8_bit else E4M3
+        self.compute_dtype = jnp.dtype(jnp.bfloat16) if self.is_8_bit else dtype
         self._by_name: dict[str, Rule] = {DEFAULT: "as_written"}
         for key, rule in rules.items():
             self._by_name[_name(key)] = _check_rule(key, rule)
-        if is_8_bit and self._by_name.get(PRIMITIVE) == "low":
+        if self.is_8_bit and self._by_name.get(PRIMITIVE) == "low":
             self._by_name[PRIMITIVE] = "f8"
         # The name of a primitive never names a scope: the whole backward pass is in a
         # scope named "transpose".
@@ -110,22 +94,30 @@ class Rules:
         operations |= {key.name for key in rules if isinstance(key, Primitive)}
         for name in operations & set(self._by_name):
             _check_product_word(name, self._by_name[name])
-        by_place = {
-            name: rule for name, rule in self._by_name.items() if name not in operations
-        }
-        self.names_to_find = set(by_place) - {STOP}
-        self._places = Places({STOP: "as_written"} | by_place)
+        by_scope = {x: rule for x, rule in self._by_name.items() if x not in operations}
+        self.names_to_find = set(by_scope) - {STOP}
+        # A name without parts, such as `"/"`, would match everywhere.
+        self._by_scope = [
+            (name, parts, rule)
+            for name, rule in ({STOP: "as_written"} | by_scope).items()
+            if (parts := scope_parts(name))
+        ]
+        # Cached, because many equations are in the same scope.
+        self._in_scopes = functools.lru_cache(maxsize=1024)(self._look_up)
 
     def scope_rule_of(self, equation: Equation, around: Rule | None) -> Rule | None:
-        """Return the rule of the outermost scope of an equation that has one.
+        """Return the rule of the scopes of an equation, or None without one.
 
         Args:
             equation: the equation.
-            around: the rule that its whole jaxpr is in, if any.
+            around: the rule of the scopes of the equations that it is inside of.
         """
         if around is not None and around not in PRODUCT_WORDS:
             return around
-        rule = self._places.rule_at(equation, yielding=PRODUCT_WORDS)
+        rules = [rule for _, rule in self._in_scopes(scopes(equation))]
+        # Words for products yield to other rules, further inside, too.
+        others = (rule for rule in rules if rule not in PRODUCT_WORDS)
+        rule = next(others, rules[0] if rules else None)
         if around is not None:
             return around if rule is None or rule in PRODUCT_WORDS else rule
         if rule is None and has_regions(equation):
@@ -134,8 +126,19 @@ class Rules:
         return rule
 
     def names_at(self, equation: Equation) -> set[str]:
-        """Return the names of all rules for an equation and for its place."""
-        return self._places.names_at(equation) | {equation.primitive.name}
+        """Return the names of all rules for an equation and for its scopes."""
+        in_scopes = self._in_scopes(scopes(equation))
+        return {name for name, _ in in_scopes} | {equation.primitive.name}
+
+    def _look_up(self, stack: str) -> list[tuple[str, Rule]]:
+        """Return names and rules for the scopes in a name stack, outermost first."""
+        parts = scope_parts(stack)
+        return [
+            (name, rule)
+            for start in range(len(parts))
+            for name, of_rule, rule in self._by_scope
+            if parts[start : start + len(of_rule)] == of_rule
+        ]
 
     def rule_of(
         self, equation: Equation, scope: Rule | None, adds_bias: bool = False
@@ -191,15 +194,21 @@ class Rules:
         return takes_part(atom) or atom.aval.dtype == self.compute_dtype
 
 
-def unknown_names(names: set[str], seen: set[str]) -> ValueError:
-    """Return the error for rules whose names are found nowhere."""
-    known = {*default_amp_rules, *primitive_names(), *seen}
-    close = difflib.get_close_matches(min(names), known, n=3)
+def scope_parts(name: str) -> tuple[str, ...]:
+    """Return the names in `transpose(jvp(layer))/attention`, outermost first."""
+    return tuple(re.findall(r"[^/()]+", name))
+
+
+def describe_unknown(names: set[str], seen: set[str]) -> str:
+    """Say that rules have names that no operation has, and what may be meant."""
+    close = difflib.get_close_matches(
+        min(names), {*default_amp_rules, *primitive_names(), *seen}, n=3
+    )
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
-    return ValueError(
+    return (
         f"amp: `rules` names {', '.join(map(repr, sorted(names)))}, expected a "
-        "primitive of JAX, or a `jax.named_scope` or source line that the function "
-        "passes in this call" + hint
+        "primitive of JAX, or a `jax.named_scope` that the function enters in this "
+        "call (scopes that only a derivative rule enters are not seen)" + hint
     )
 
 
@@ -218,7 +227,7 @@ def _check_product_word(name: str, rule: Rule) -> None:
     if rule in PRODUCT_WORDS and name != PRIMITIVE and not may_have_regions(name):
         raise ValueError(
             f"amp: the rule of {name!r} is {rule!r}, expected that word for "
-            f"{PRIMITIVE!r}, a loop, a jit, a scope or a source line, because amp has "
+            f"{PRIMITIVE!r}, a loop, a jit or a scope, because amp has "
             "8-bit products of matrices and of nothing else; remove the rule, or say "
             "'low' for 16 bits."
         )
@@ -231,8 +240,7 @@ def _name(key: Any) -> str:
         return key.name
     raise TypeError(
         f"amp: `rules` has the key {key!r}, expected a primitive such as "
-        "jax.lax.tanh_p, its name, the name of a jax.named_scope, or a source line "
-        "such as 'model.py:12'."
+        "jax.lax.tanh_p, its name, or the name of a jax.named_scope."
     )
 
 

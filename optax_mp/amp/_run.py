@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_mp._jax._control_flow import bind_with, custom_rule, wiring_of
+from optax_mp._jax._control_flow import bind_with, wiring_of
 from optax_mp._jax._dependence import depending_outputs
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
@@ -25,36 +25,32 @@ from optax_mp._jax._jaxpr import (
     trace_jaxpr,
     with_dtype,
 )
-from optax_mp._jax._traced import TracedCall, note_on_leaks
+from optax_mp._jax._source import name_in_errors, scopes
+from optax_mp._jax._traced import TracedCall, explain_carry_error, note_on_leaks
 from optax_mp._tree import is_array
-from optax_mp.amp._batching import custom_vmap
+from optax_mp._warnings import warn
 from optax_mp.amp._biases import argument_axis_counts
-from optax_mp.amp._derivatives import (
-    custom_jvp,
-    custom_vjp,
-    derivative_jaxpr,
-    linear_call,
-)
-from optax_mp.amp._eight_bits import product
+from optax_mp.amp._derivatives import custom_jvp, custom_vjp
+from optax_mp.amp._eight_bits import describe_unused, product
 from optax_mp.amp._function_rules import bind_by_function
-from optax_mp.amp._loop_conditions import warn_of_loops
-from optax_mp.amp._places import name_in_errors, words_at
+from optax_mp.amp._lattice import FULL, LOW, Precisions, cast, full_precisions
+from optax_mp.amp._loop_conditions import loop_warnings
 from optax_mp.amp._plan import Action, Plan, Planner, RegionPlan
-from optax_mp.amp._precision import FULL, LOW, Precisions, cast, full_precisions
-from optax_mp.amp._rules import Rule, Rules, unknown_names
+from optax_mp.amp._rules import Rule, Rules, describe_unknown, scope_parts
 
-_WITH_RULE = {
-    "jvp": custom_jvp,
-    "vjp": custom_vjp,
-    "vmap": custom_vmap,
-    "transpose": linear_call,
-}
-# The rules that JAX may transpose.
-_LINEAR = ("jvp", "transpose")
+_WITH_RULE = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 _NOTE_ON_CLOSURES = (
     "amp: a rule that is run under amp is traced after the function, as under jax.jit, "
     "so it must not close over values that the function computes or is given; make "
     "them arguments of the function that has the rule."
+)
+
+CARRY_ERROR = (
+    "amp: as the function is written, before amp changes anything, a loop over 16-bit "
+    "values meets float32 ones, such as float32 norms in a scan over layers. Expected "
+    "one dtype: call it with all arguments in float32, `amp(lambda *args: "
+    "fun(*optax_mp.cast_floating(args, jnp.float32)))`, which still runs products in "
+    "16 bits, or set the `dtype` of the layers. JAX says:"
 )
 
 
@@ -75,11 +71,21 @@ class Interpreter:
     ) -> tuple[TracedCall, Plan]:
         """Return a traced call of `fun`, and the plan for it."""
         # Traced in each call, because what the function closes over may have changed.
-        traced = TracedCall.of(lambda given: fun(*given[0], **given[1]), (args, kwargs))
+        with explain_carry_error(CARRY_ERROR):
+            traced = TracedCall.of(lambda x: fun(*x[0], **x[1]), (args, kwargs))
         jaxpr = traced.closed.jaxpr
-        _check_names(self._rules, jaxpr)
+        _warn_of_names(self._rules, jaxpr)
         inputs, counts = full_precisions(jaxpr.invars), argument_axis_counts(jaxpr)
         return traced, self._planner.plan_whole(jaxpr, inputs, counts, None)
+
+    def warnings(self, traced: TracedCall, plan: Plan) -> tuple[str, ...]:
+        """Return what may harm, or not be what was meant, without an error."""
+        actions = list(plan.all_actions())
+        texts = loop_warnings(traced.closed, plan, self._low)
+        if self._rules.is_8_bit and all(x.how != "f8" for x in actions):
+            small = sum(x.why == "shape" for x in actions)
+            texts += (describe_unused(self._rules.f8_dtype, small),)
+        return texts
 
     def run(self, jaxpr: AnyJaxpr, plan: Plan, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of a jaxpr, in the precisions that the plan gives."""
@@ -94,7 +100,7 @@ class Interpreter:
         self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> Sequence[Any]:
         """Return the outputs of one equation, as its action says."""
-        with name_in_errors(equation):
+        with name_in_errors(equation, "amp"):
             inputs = self.cast_all(inputs, action.inputs, equation.invars)
             match action.how:
                 case "same":
@@ -109,8 +115,8 @@ class Interpreter:
                 case "function":
                     return bind_by_function(action.rule, self._low, equation, inputs)
             # What is left are regions.
-            if rule := custom_rule(equation):
-                return self._run_with_rule(equation, action, inputs, _WITH_RULE[rule])
+            if equation.primitive.name in _WITH_RULE:
+                return self._run_with_rule(equation, action, inputs)
             return bind_with(
                 equation, inputs, lambda: self._convert_regions(equation, action)
             )
@@ -137,11 +143,7 @@ class Interpreter:
         return trace_jaxpr(run, avals)
 
     def _run_with_rule(
-        self,
-        equation: Equation,
-        action: Action,
-        inputs: Sequence[Any],
-        with_rule: Callable[..., Callable[..., list[Any]]],
+        self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> list[Any]:
         """Run a function with a rule of its own, and later that rule."""
         # Bound again with the converted jaxpr, the equation would keep its rule, which
@@ -152,9 +154,10 @@ class Interpreter:
             return self.run(region.jaxpr, region_plan.plan, region.read(args))
 
         dtypes = self._dtypes(action.outputs, equation.outvars)
+        with_rule = _WITH_RULE[equation.primitive.name]
         scope_rule = action.scope_rule
-        if custom_rule(equation) in _LINEAR and scope_rule in (None, "f8"):
-            # Rounding with a scale is not linear.
+        if with_rule is custom_jvp and scope_rule in (None, "f8"):
+            # JAX may transpose the rule, and rounding with a scale is not linear.
             scope_rule = "not_f8"
         interpret = self._interpret_in(scope_rule)
         return with_rule(equation, call, dtypes, interpret)(*inputs)
@@ -189,7 +192,8 @@ class Interpreter:
             # It is not known here which of them are arguments of the whole function.
             no_biases = (None,) * len(precisions)
             plan = self._planner.plan_whole(jaxpr, precisions, no_biases, scope_rule)
-            warn_of_loops(jaxpr, plan, self._low)
+            for text in loop_warnings(jaxpr, plan, self._low):
+                warn(f"amp: {text}")
             values = self.run(closed, plan, leaves)
             before_last = len(jax.tree.leaves(given[:-1]))
             is_last = [i >= before_last for i in range(len(leaves))]
@@ -213,28 +217,20 @@ class Interpreter:
         ]
 
 
-def _check_names(rules: Rules, jaxpr: AnyJaxpr) -> None:
-    """Raise if a rule is for a name that no equation of a jaxpr has."""
+def _warn_of_names(rules: Rules, jaxpr: AnyJaxpr) -> None:
+    """Warn of rules for names that no equation of a jaxpr has."""
     missing = rules.names_to_find
-    for equation in _equations(jaxpr) if missing else ():
-        if equation is None:
-            return  # A derivative rule that cannot be read may have the name.
+    equations = list(_equations(jaxpr)) if missing else []
+    for equation in equations:
         missing = missing - rules.names_at(equation)
     if missing:
-        seen = {word for each in _equations(jaxpr) for word in words_at(each)}
-        raise unknown_names(missing, seen)
+        seen = {word for x in equations for word in scope_parts(scopes(x))}
+        warn(describe_unknown(missing, seen))
 
 
-def _equations(jaxpr: AnyJaxpr, in_derivatives: bool = True) -> Iterator[Equation]:
-    """Yield all equations, also those in regions and in derivative rules.
-
-    Yields None for a derivative rule that cannot be read.
-    """
+def _equations(jaxpr: AnyJaxpr) -> Iterator[Equation]:
+    """Yield all equations, also those in regions."""
     for equation in open_jaxpr(jaxpr)[0].eqns:
         yield equation
         for inner in jaxprs_within(equation):
-            yield from _equations(inner, in_derivatives)
-        if in_derivatives and custom_rule(equation):
-            # Without the derivative rules inside those, which might never end.
-            rule = derivative_jaxpr(equation)
-            yield from _equations(rule, in_derivatives=False) if rule else [None]
+            yield from _equations(inner)

@@ -11,6 +11,7 @@ import optax
 from optax_mp._arguments import check_state_first
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._explicit import reshard_beside
+from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._memory import bring, is_on_host, put_beside, to_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
@@ -31,6 +32,7 @@ from optax_mp.compact._blocks import dequantize, quantize
 from optax_mp.loss_scale import LossScaleState
 from optax_mp.masters import Storage
 from optax_mp.masters._access import (
+    check_param_is_rounded,
     check_takes_param,
     decode_all,
     match_stored,
@@ -39,6 +41,10 @@ from optax_mp.masters._access import (
 from optax_mp.masters._state import MixedPrecisionState, storage_of
 
 _CALLER = "convert_opt_state"
+_CAST_FIRST = (
+    "Cast first, with `params = policy.cast_to_param(master_params(opt_state, params))`"
+    "; then convert, and continue with these params."
+)
 _WRAPPERS = (MixedPrecisionState, LowBitState, StochasticRoundingState, LossScaleState)
 
 
@@ -54,11 +60,13 @@ def convert_opt_state(
     `mixed_precision` with any storage, `low_bit_state`, `stochastic_rounding`,
     `offload` and a loss scale, or none of them. Counts are copied; masters and moments
     are stored in the new form, and in the memory where the new form keeps them. What
-    only the new form has, such as a loss scale, starts as in its `init`; what only the
-    old form had is dropped.
+    only the new form has, such as a loss scale, starts as in its `init`, as does a loss
+    scale with another start or hysteresis; what only the old form had is dropped.
 
-    This function does not change the params. Two conversions need it afterwards:
+    This function does not change the params. Three conversions need that:
 
+    - to `Split` after 16-bit updates, by which a few params miss their master (an error
+      says so): first `params = policy.cast_to_param(master_params(opt_state, params))`;
     - from float32 params to 16-bit params: build `to_tx` with `param_dtype`, so that
       the masters keep every bit, convert, then cast the params;
     - to plain float32: continue with `master_params(opt_state, params)` as the params.
@@ -114,6 +122,9 @@ def convert_opt_state(
     if StochasticRoundingState in wrappers:
         weights = cast_floating(weights, jnp.float32)  # as the inner optimizer saw them
     template = to_tx.init(params)
+    if LossScaleState in wrappers:
+        kept = wrappers[LossScaleState]
+        wrappers[LossScaleState] = _adapt_scale(kept, from_tx, template, params)
     if not find_states(template, MixedPrecisionState):
         # Without masters the moments have the dtype of the params that `init` is given.
         template = to_tx.init(bring(weights))
@@ -127,6 +138,28 @@ def convert_opt_state(
     filled = _fill(template, iter(values), wrappers, masters)
     # Arrays that were not changed are copied, so that all three can be donated.
     return copy_shared(filled, (opt_state, params))
+
+
+def _adapt_scale(
+    state: LossScaleState, from_tx: Any, template: Any, params: optax.Params
+) -> LossScaleState:
+    """Return the state of a loss scale, started anew if its settings have changed.
+
+    A scale may be out of the new bounds, or other than a new constant.
+    """
+
+    def start(state: Any) -> list[Any]:
+        found = find_states(state, LossScaleState)
+        return [x for _, s in found[:1] for x in (s.scale, s.hysteresis_left)]
+
+    traced = TracedCall.of(lambda params: start(from_tx.init(params)), params)
+    # By `jit`, which computes nothing else of that state.
+    old = jax.jit(partial(evaluate, traced.closed))(traced.arrays)
+    new = start(template)
+    if not new or all(map(jnp.array_equal, old, new)):
+        return state
+    state = state._replace(finite_count=jnp.zeros_like(state.finite_count))
+    return state._replace(scale=new[0], hysteresis_left=new[1])
 
 
 # State in host memory is brought to the device leaf by leaf and put back, so that the
@@ -210,13 +243,15 @@ def _encode_masters(
     for i, stored in enumerate(encoded):
         if is_absent(stored):
             continue
-        param = leaves.values[i]
+        param, where = leaves.values[i], f"{_CALLER}: param {spell(leaves.paths[i])}"
         if storage.param_is_part:
-            where = f"{_CALLER}: param {spell(leaves.paths[i])}"
             check_takes_param(storage, param, where)
         # Only `decode` knows the master's dtype: what is stored may have another one.
         dtype = jax.eval_shape(partial(_decode_on_device, storage), stored, param).dtype
         master = bring(values[i]).astype(dtype)
+        if storage.param_is_part:
+            # Its updates had 16 bits, so that some params missed their masters.
+            check_param_is_rounded(storage, master, param, where, _CAST_FIRST)
         # As `zero1` shards it, and not the params.
         pair = (reshard_beside(x, stored) for x in (master, param))
         encoded[i] = put_beside(storage.encode(*pair), stored)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -18,9 +19,11 @@ from optax_mp.leafwise._block_operations import MAXIMUM, MINIMUM, Blocks
 
 # Bit patterns of float32. Scales lie between 2^-126 and 2^126, because CPUs flush
 # smaller numbers to zero, and the inverse of a larger scale is one of those.
-_SMALLEST_SCALE = 0x00800000
-_LARGEST_SCALE = 0x7E800000
-_INFINITY = 0x7F800000
+_SMALLEST_SCALE = np.int32(0x00800000)
+_LARGEST_SCALE = np.int32(0x7E800000)
+_INFINITY = np.int32(0x7F800000)
+# Numbers have dtypes: `lax` does not promote them where 64-bit types are on.
+_ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
 
 def choose_axis(shape: tuple[int, ...], block_size: int) -> int:
@@ -63,12 +66,13 @@ def dequantize(quantized: Quantized) -> Any:
 def _dequantize(
     code: Code, codes: jax.Array, scales: jax.Array | None = None
 ) -> jax.Array:
+    wide = lax.convert_element_type(codes, jnp.float32)
     if scales is None:
-        return codes.astype(jnp.float32)
+        return wide
     blocks = _blocks_of(codes.shape, code)
-    roots = codes.astype(jnp.float32) * (1 / _largest_code(codes))
-    spread = blocks.spread(scales.astype(jnp.float32))
-    return roots * jnp.abs(roots) * reshard_like(spread, codes)
+    roots = lax.mul(wide, _ONE / _largest_code(codes))
+    spread = blocks.spread(lax.convert_element_type(scales, jnp.float32))
+    return lax.mul(lax.mul(roots, lax.abs(roots)), reshard_like(spread, codes))
 
 
 def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
@@ -98,29 +102,30 @@ def _quantize(
         return [_round(x, like[0].dtype, key)]
     old_codes, old_scales = like
     blocks = _blocks_of(x.shape, code)
-    values = x.astype(jnp.float32)
-    sizes = jnp.abs(values)
+    # With `lax` alone: see `uniform_numbers`.
+    values = lax.convert_element_type(x, jnp.float32)
+    sizes = lax.abs(values)
     pattern = whole_along(_bit_pattern(sizes), blocks.axis, blocks.size)
     scales = _round_scales_up(blocks.reduce(MAXIMUM, pattern))
-    # A division comes last, because XLA for CPUs computes one once for each block, and
-    # what it sees as cheap once for each value.
-    sign = jnp.where(scales == 0, 0.0, 1.0)
+    inverse = lax.div(lax.full_like(scales, 1), scales)
+    inverse = lax.select(lax.gt(scales, _ZERO), inverse, lax.full_like(scales, 0))
     if jnp.issubdtype(old_codes.dtype, jnp.signedinteger):
         # The sign of the inverse marks these blocks. A second array of flags would cost
         # another broadcast, and broadcasting takes most of the time.
         whole = whole_along(old_codes, blocks.axis, blocks.size)
-        was_negative = blocks.reduce(MINIMUM, whole) < 0
-        sign = jnp.where(was_negative, -sign, sign)
-    inverse = sign / jnp.where(scales == 0, 1, scales)
-    product = sizes * reshard_like(blocks.spread(inverse), sizes)
+        lowest = blocks.reduce(MINIMUM, whole)
+        was_negative = lax.lt(lowest, lax.full_like(lowest, 0))
+        inverse = lax.select(was_negative, lax.neg(inverse), inverse)
+    product = lax.mul(sizes, reshard_like(blocks.spread(inverse), sizes))
     largest = _largest_code(old_codes)
-    squares = jnp.minimum(jnp.abs(product), 1) * (largest * largest)
+    squares = lax.mul(lax.min(lax.abs(product), _ONE), largest * largest)
     codes = _round_roots(squares, key)
     # 1 where zero is not allowed, as the docstring says.
-    smallest = (product > 0).astype(jnp.float32)
-    codes = jnp.where(values < 0, -codes, jnp.where(codes == 0, smallest, codes))
-    scales = reshard_like(scales.astype(jnp.bfloat16), old_scales)
-    return [codes.astype(old_codes.dtype), scales]
+    smallest = lax.convert_element_type(lax.gt(product, _ZERO), jnp.float32)
+    is_negative = lax.lt(values, _ZERO)
+    codes = lax.select(is_negative, lax.neg(codes), lax.max(codes, smallest))
+    scales = reshard_like(lax.convert_element_type(scales, jnp.bfloat16), old_scales)
+    return [lax.convert_element_type(codes, old_codes.dtype), scales]
 
 
 def _round(x: jax.Array, dtype: DTypeLike, key: jax.Array | None) -> jax.Array:
@@ -131,17 +136,20 @@ def _round(x: jax.Array, dtype: DTypeLike, key: jax.Array | None) -> jax.Array:
 
 def _round_roots(squares: jax.Array, key: jax.Array | None) -> jax.Array:
     """Return the roots of nonnegative numbers, rounded to integers."""
+    roots = lax.sqrt(squares)
     if key is None:
-        return jnp.round(jnp.sqrt(squares))
+        return lax.round(roots, lax.RoundingMethod.TO_NEAREST_EVEN)
     # Probabilities are distances between squares, not between roots, so that the value
     # is right on average, and not its root. The next square is 2 * below + 1 away.
-    below = jnp.floor(jnp.sqrt(squares))
-    threshold = uniform_numbers(squares.shape, key) * (2 * below + 1)
-    return below + (squares - below * below > threshold)
+    below = lax.floor(roots)
+    distance = lax.add(lax.mul(below, _TWO), _ONE)
+    threshold = lax.mul(uniform_numbers(squares.shape, key), distance)
+    rises = lax.gt(lax.sub(squares, lax.mul(below, below)), threshold)
+    return lax.add(below, lax.convert_element_type(rises, jnp.float32))
 
 
-def _largest_code(codes: jax.Array) -> float:
-    return float(jnp.iinfo(codes.dtype).max)
+def _largest_code(codes: jax.Array) -> Any:
+    return np.float32(jnp.iinfo(codes.dtype).max)
 
 
 def _bit_pattern(sizes: jax.Array) -> jax.Array:
@@ -153,7 +161,10 @@ def _bit_pattern(sizes: jax.Array) -> jax.Array:
 def _round_scales_up(largest: jax.Array) -> jax.Array:
     """Return float32 scales that are exact in bfloat16, given bit patterns of sizes."""
     # bfloat16 is the upper half of float32.
-    rounded = (jnp.minimum(largest, _LARGEST_SCALE) + 0xFFFF) & -0x10000
-    rounded = jnp.where(largest < _SMALLEST_SCALE, 0, rounded)
+    rounded = lax.add(lax.min(largest, _LARGEST_SCALE), np.int32(0xFFFF))
+    rounded = lax.bitwise_and(rounded, np.int32(-0x10000))
+    is_small = lax.lt(largest, _SMALLEST_SCALE)
+    rounded = lax.select(is_small, lax.full_like(rounded, 0), rounded)
     scales = lax.bitcast_convert_type(rounded, jnp.float32)
-    return jnp.where(largest >= _INFINITY, jnp.nan, scales)
+    is_finite = lax.lt(largest, _INFINITY)
+    return lax.select(is_finite, scales, lax.full_like(scales, jnp.nan))

@@ -20,7 +20,7 @@ from optax_mp.compact._full_precision import (
     need_full_precision,
     reach_products,
 )
-from optax_mp.compact._signs import nonnegative_outputs
+from optax_mp.compact._signs import nonnegative_states
 from optax_mp.compact._traced_update import TracedUpdate, trace_update
 
 
@@ -71,15 +71,7 @@ def _is_large(leaf: Any, min_size: int) -> bool:
 
 def _never_negative(init: TracedCall, update: TracedUpdate | Exception) -> list[bool]:
     """Return for each array of a state whether its values are never negative."""
-    known = nonnegative_outputs(init.closed, [False] * len(init.arrays))
     if isinstance(update, Exception) or not update.is_exact:
-        return [False] * len(known)  # signed codes can hold any values
-    unknown = [False] * update.param_count  # gradients and params
-    # Nonnegative after `init`, and after an update if it was before.
-    while True:
-        after = nonnegative_outputs(update.closed, [*unknown, *known, *unknown])
-        _, after = update.split_outputs(after)
-        still = [a and b for a, b in zip(known, after, strict=True)]
-        if still == known:
-            return known
-        known = still
+        return [False] * len(init.closed.out_avals)  # signed codes can hold any values
+    count = update.param_count  # gradients and params
+    return nonnegative_states(init.closed, update.closed, count, count)

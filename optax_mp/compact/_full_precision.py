@@ -30,7 +30,7 @@ from typing import Any
 import jax
 from jax.tree_util import tree_flatten_with_path
 
-from optax_mp._jax._flow import Flow, flows
+from optax_mp._jax._dataflow import Flow, flows
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._tree import describe, is_array, spell
 from optax_mp.compact._traced_update import TracedUpdate

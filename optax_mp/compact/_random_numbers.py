@@ -6,22 +6,21 @@ its numbers to memory first.
 """
 
 import math
+from functools import partial
 from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-
-from optax_mp._jax._by_platform import by_platform
 
 
 def rounding_keys(count: int, *parts: int | jax.Array) -> jax.Array:
     """Return a uint32 key for each of `count` arrays, from a seed, a step and so on.
 
-    The keys come as one sorted array, although their order does not matter: XLA then
-    computes them before anything else. One scalar per array becomes one kernel per
-    array, and seconds of compilation.
+    As one array, which is computed before anything else: one scalar per array would be
+    one kernel per array, and seconds of compilation.
     """
     keys = _hash(lax.iota(jnp.uint32, count))
     for part in parts:
@@ -31,34 +30,13 @@ def rounding_keys(count: int, *parts: int | jax.Array) -> jax.Array:
             part = jnp.uint32(int(part) % 2**32)
         # The factor makes (1, 2) and (2, 1) differ.
         keys = _hash(keys * jnp.uint32(31) + part)
-    return lax.sort(keys)
+    return lax.optimization_barrier(keys)
 
 
-@jax.jit
 def split_keys(keys: jax.Array) -> list[jax.Array]:
     """Return the keys of `rounding_keys` one by one, each an array of one element."""
-    return by_platform(_split, {}, {"cpu": _look_up}, keys) if len(keys) else []
-
-
-def _split(keys: jax.Array) -> list[jax.Array]:
     # One equation for all of them: indexing would trace several for each key.
-    return list(lax.split(keys, [1] * len(keys)))
-
-
-def _look_up(device_count: int, keys: jax.Array) -> list[jax.Array]:
-    """Split the keys so that kernels for CPUs do not contain the place of a key.
-
-    XLA compiles kernels that are equal once, but writes into each the constants that it
-    knows. It does not know these places: they depend on a condition, which always holds
-    because the keys are sorted.
-    """
-    count = len(keys)
-    places = lax.cond(
-        keys[0] <= keys[-1],
-        lambda: [jnp.int32(i) for i in range(count)],
-        lambda: [jnp.int32(0)] * count,
-    )
-    return [lax.dynamic_slice(keys, (place,), (1,)) for place in places]
+    return list(lax.split(keys, [1] * len(keys))) if len(keys) else []
 
 
 def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
@@ -69,6 +47,8 @@ def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
     raise TypeError(f"{caller}: `seed` is {seed!r}, expected {expected}.")
 
 
+# Jitted, so that arrays of one shape share the trace.
+@partial(jax.jit, static_argnums=0)
 def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     """Return float32 numbers from [0, 1), multiples of 2^-24.
 
@@ -76,13 +56,21 @@ def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
         shape: of the result.
         key: a uint32 scalar, or an array of one element.
     """
-    positions = jnp.zeros(shape, jnp.uint32)
-    for axis in range(len(shape)):
+    # With `lax` alone, as all that is traced anew for each shape of a leaf: `jax.numpy`
+    # takes five times as long.
+    positions = lax.full(shape, 0, jnp.uint32)
+    for axis in reversed(range(len(shape))):
+        place = lax.broadcasted_iota(jnp.uint32, shape, axis)
         stride = math.prod(shape[axis + 1 :]) % 2**32
-        positions += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
-    bits = _hash(positions ^ key.reshape(())) >> 8
+        if stride == 1:
+            positions = place
+        else:
+            positions = lax.add(positions, lax.mul(place, np.uint32(stride)))
+    numbers = _hash(lax.bitwise_xor(positions, lax.reshape(key, ())))
+    bits = lax.shift_right_logical(numbers, np.uint32(8))
     # As signed numbers, which all hardware converts to floats in one operation.
-    return lax.bitcast_convert_type(bits, jnp.int32).astype(jnp.float32) * 2.0**-24
+    signed = lax.bitcast_convert_type(bits, jnp.int32)
+    return lax.mul(lax.convert_element_type(signed, jnp.float32), np.float32(2.0**-24))
 
 
 def _hash(x: jax.Array) -> jax.Array:
@@ -91,6 +79,10 @@ def _hash(x: jax.Array) -> jax.Array:
     Constants: Christopher Wellons' hash prospector, found by search for least bias,
     https://github.com/skeeto/hash-prospector
     """
-    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
-    x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
-    return x ^ (x >> 15)
+    x = lax.mul(_mix(x, 16), np.uint32(0x21F0AAAD))
+    x = lax.mul(_mix(x, 15), np.uint32(0xD35A2D97))
+    return _mix(x, 15)
+
+
+def _mix(x: jax.Array, shift: int) -> jax.Array:
+    return lax.bitwise_xor(x, lax.shift_right_logical(x, np.uint32(shift)))

@@ -21,6 +21,7 @@ from optax_mp._inner import (
     check_update,
     copy_shared,
     explain_failure,
+    or_no_change,
     warn_if_float16,
     warn_if_none,
 )
@@ -142,7 +143,7 @@ def stochastic_rounding(
             grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
             extra_args["grad"] = leaves.unflatten(map(as_inner_grad, wide, grad))
 
-        def step(state: Any) -> tuple[Any, Any]:
+        def step(state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
             inner_grads = leaves.unflatten(map(as_inner_grad, wide, grads))
             args = inner_grads, state.inner_state, leaves.unflatten(wide)
             with explain_failure(inner, *args, "stochastic_rounding"):
@@ -153,10 +154,9 @@ def stochastic_rounding(
             keys = split_keys(rounding_keys(len(changes), seed, state.step_count))
             for i, change in enumerate(changes):
                 path, param = leaves.paths[i], leaves.values[i]
-                if not is_inexact(param):
-                    continue
-                new_updates[i] = change
-                if is_absent(change):
+                new_updates[i] = change if is_inexact(param) else grads[i]
+                if not is_inexact(param) or is_absent(change):
+                    new_updates[i] = or_no_change(new_updates[i], param)
                     continue
                 check_update(path, param, grads[i], change, "stochastic_rounding")
                 if _is_narrow(param):
@@ -167,7 +167,7 @@ def stochastic_rounding(
             new_state = StochasticRoundingState(count, inner_state)
             return leaves.unflatten(new_updates), new_state
 
-        return choose_step(is_unmarked(updates), step, state)
+        return choose_step(is_unmarked(updates), step, state, extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
 

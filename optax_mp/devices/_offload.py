@@ -1,7 +1,6 @@
 """Keep the large arrays of an optimizer state in the memory of the host."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from optax_mp._arguments import check_init_params, check_whole_number
 from optax_mp._descriptions import takes_descriptions
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
-from optax_mp._jax._choose import obey_outer_choice, select
+from optax_mp._jax._choose import PROCEED
 from optax_mp._jax._memory import (
     HOST_KIND,
     is_on_host,
@@ -31,8 +30,13 @@ from optax_mp._warnings import warn
 from optax_mp.devices._parts import shardings_handed_on
 from optax_mp.leafwise._alike import form_of_values
 from optax_mp.leafwise._block_operations import is_block_operation
-from optax_mp.leafwise._from_host import Limits, run_from_host
-from optax_mp.leafwise._host_chunks import bytes_on_device
+from optax_mp.leafwise._from_host import (
+    OUTER_STEP,
+    Plan,
+    bytes_on_device,
+    run_between_moves,
+    run_from_host,
+)
 from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.leafwise._program import Program, Value, read_output, values_in
 
@@ -121,10 +125,8 @@ def offload(
         0.8984375
     """
     inner = as_transformation(inner, _CALLER)
-    limits = Limits(
-        check_whole_number("offload: `min_size`", min_size),
-        check_whole_number("offload: `chunk_bytes`", chunk_bytes),
-    )
+    min_size = check_whole_number("offload: `min_size`", min_size)
+    chunk_bytes = check_whole_number("offload: `chunk_bytes`", chunk_bytes)
     if memory_kind is None:
         return inner
     _check_kind(memory_kind)
@@ -133,7 +135,7 @@ def offload(
     def init_fn(params: optax.Params) -> Any:
         check_init_params(params, _CALLER)
         _check_memory_of(params)
-        return _init(inner, params, limits)
+        return _init(inner, params, Plan(min_size, chunk_bytes))
 
     def update_fn(
         updates: optax.Updates,
@@ -148,26 +150,31 @@ def offload(
                 "the state donated: `jax.jit(step, donate_argnums=...)`."
             )
             return _jit_arrays(update_fn, (updates, state, params), extra_args)
-        _warn_if_on_device(state, limits.min_size)
+        _warn_if_on_device(state, min_size)
+        outer = extra_args.pop(OUTER_STEP, None)
+        # A wrapper that skips this step chooses all but what is in host memory.
+        proceed = extra_args.pop(PROCEED, True)
+        traced, known = split_traced(extra_args)
 
         def step(given: Any, kept: Any) -> tuple[Any, Any]:
             grads, params, traced = given
             return inner.update(grads, kept, params, **traced, **known)
 
-        traced, known = split_traced(extra_args)
-        proceed = obey_outer_choice()
-        out, new_state = run_from_host(
-            step,
-            (updates, params, traced),
-            state,
-            limits,
-            _state_shardings(state, params, param_shardings),
-            proceed,
-        )
-        if proceed is not True and not _is_all_on_host(state, limits.min_size):
-            # Of what was on the device the caller can choose no more once it is not.
-            new_state = jax.tree.map(partial(_choose, proceed), new_state, state)
-        return out, _on_host(new_state, limits.min_size)
+        def step_between(given: Any, kept: Any) -> tuple[Any, Any]:
+            updates, new = run_between_moves(step, given, kept)
+            return updates, _on_host(new, min_size)
+
+        given, state = (updates, params, traced), _on_host(state, min_size)
+        if outer is not None:
+            outer.plans.append(Plan(min_size, chunk_bytes))
+            outer.param_shardings = param_shardings
+            return run_between_moves(step, given, state, proceed)
+
+        def plan() -> Plan:
+            shardings = _state_shardings(state, params, param_shardings)
+            return Plan(min_size, chunk_bytes, shardings)
+
+        return run_from_host(step_between, given, state, plan, proceed)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -216,17 +223,7 @@ def _on_host(state: Any, min_size: int) -> Any:
     )
 
 
-def _is_all_on_host(state: Any, min_size: int) -> bool:
-    leaves = [x for x in jax.tree.leaves(state) if _is_large(x, min_size)]
-    return all(map(is_on_host, leaves))
-
-
-def _choose(proceed: Any, new: Any, old: Any) -> Any:
-    """Return a value of the new state; one in host memory is chosen already."""
-    return new if is_on_host(new) or not is_array(new) else select(proceed, new, old)
-
-
-def _init(inner: Any, params: Any, limits: Limits) -> Any:
+def _init(inner: Any, params: Any, plan: Plan) -> Any:
     """Return the state of `inner` with its large arrays in host memory.
 
     They are computed a few at a time, so that the device never holds all of them.
@@ -237,35 +234,35 @@ def _init(inner: Any, params: Any, limits: Limits) -> Any:
         return place_like_params(inner.init(params), params)
 
     if any(map(is_traced, arrays)):
-        return _on_host(init(params), limits.min_size)
+        return _on_host(init(params), plan.min_size)
     try:
         traced = TracedCall.of(init, params)
     except NOT_TRACEABLE:
         # A rule that looks at the numbers of the params.
-        return _on_host(inner.init(params), limits.min_size)
+        return _on_host(inner.init(params), plan.min_size)
     program = Program.of(traced.closed, is_block_operation)
     known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
     known.update(program.constants)
     values: dict[int, Any] = {}
     compiled: dict[Hashable, Any] = {}
-    for group in _groups(traced.closed.out_avals, limits):
+    for group in _groups(traced.closed.out_avals, plan):
         outputs = [program.outputs[i] for i in group]
-        made = _compute(program, outputs, known, compiled, limits.min_size)
+        made = _compute(program, outputs, known, compiled, plan.min_size)
         values.update(zip(group, map(name_memory, made), strict=True))
     state = traced.unflatten([values[i] for i in range(len(values))])
     # What `jit` hands on as it is, it does not copy.
     return copy_shared(state, params)
 
 
-def _groups(avals: Sequence[Any], limits: Limits) -> Iterator[list[int]]:
+def _groups(avals: Sequence[Any], plan: Plan) -> Iterator[list[int]]:
     """Yield the outputs of `init` in groups: what is small, then a chunk at a time."""
-    large = [i for i, x in enumerate(avals) if _is_large(x, limits.min_size)]
+    large = [i for i, x in enumerate(avals) if _is_large(x, plan.min_size)]
     yield [i for i in range(len(avals)) if i not in set(large)]
     group: list[int] = []
     group_bytes = 0
     for i in large:
         own = bytes_on_device(avals[i])
-        if group and group_bytes + own > limits.chunk_bytes:
+        if group and group_bytes + own > plan.chunk_bytes:
             yield group
             group, group_bytes = [], 0
         group.append(i)

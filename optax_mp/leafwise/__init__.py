@@ -2,7 +2,8 @@
 
 - `_take_step`: the public function.
 - `_update`: the same for `tx.update`, in which our transformations are wrapped.
-- `_engine`: trace a step, cut it, run the ends.
+- `_traced_step`: a step that was traced.
+- `_engine`: what a program for a TPU or a GPU has in its place.
 - `_program`: a traced step as one list of equations.
 - `_ends`: where the elementwise end of a leaf begins.
 - `_alike`: which ends are the same computation.
@@ -11,7 +12,6 @@
 - `_evaluator`: parts of a leaf, and what evaluates elementwise equations on them.
 - `_kernel_evaluator`: the same inside a kernel, where some operations do not exist.
 - `_chunks`: the way of a TPU without a kernel.
-- `_together`, `_in_turn`: the ways of a CPU with small leaves, and with large ones.
 - `_tpu`, `_tile_evaluator`, `_gpu`: the kernels. Add another platform here.
 
 `offload` takes steps whose state is in host memory:

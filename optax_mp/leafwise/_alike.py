@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from optax_mp.leafwise._block_operations import is_block_operation
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._program import Program, Value
 
@@ -30,6 +29,9 @@ def form_of_values(
 
     Values are numbered in order.
     """
+    # Two ends are alike if they have the same equations, in the same order, on values
+    # of the same types with the same numbers. Names of variables do not matter, nor
+    # where a value was made.
     number = {value: i for i, value in enumerate(reads)}
 
     def named(x: Any) -> Hashable:
@@ -47,8 +49,6 @@ def form_of_values(
 
 
 def _params(equation: Any) -> Hashable:
-    if is_block_operation(equation):  # the jaxpr of each is another object
-        return equation.params["name"]
     return tuple((name, _comparable(x)) for name, x in equation.params.items())
 
 

@@ -1,18 +1,20 @@
 """The operations between the elements of an array and the scales of its blocks.
 
-They stay calls in a traced step, by which they are known there.
+They are equations of their own, which say what the blocks are: the engine takes them to
+be elementwise, and computes them for a part of an array.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
-SPREAD, MAXIMUM, MINIMUM = "spread_over_blocks", "max_of_blocks", "min_of_blocks"
-_NAMES = (SPREAD, MAXIMUM, MINIMUM)
+SPREAD, MAXIMUM, MINIMUM = "spread", "maximum", "minimum"
 
 
 @dataclass(frozen=True)
@@ -46,50 +48,81 @@ class Blocks:
         """Return how many blocks there are along the axis."""
         return -(-self.length // self.size)
 
-    def reduce(self, name: str, values: jax.Array) -> jax.Array:
-        """Return `MAXIMUM` or `MINIMUM` of each block; zeros fill up the last one."""
-        reduction = jnp.max if name == MAXIMUM else jnp.min
+    def reduce(self, kind: str, values: jax.Array) -> jax.Array:
+        """Return `MAXIMUM` or `MINIMUM` of the integers of each block.
 
-        def reduce(values: jax.Array) -> jax.Array:
-            widths = [(0, 0)] * values.ndim
-            widths[self.axis] = (0, self.count * self.size - self.length)
-            shape = list(values.shape)
-            shape[self.axis : self.axis + 1] = [self.count, self.size]
-            padded = jnp.pad(values, widths)
-            return reduction(padded.reshape(shape), axis=self.axis + 1)
-
-        return _named(name, reduce)(values)
+        Zeros fill up the last one.
+        """
+        return _operation.bind(values, kind=kind, blocks=self)
 
     def spread(self, scales: jax.Array) -> jax.Array:
         """Return for each value the scale of its block."""
-
-        # The scales are repeated instead of reshaping the values to blocks, so that XLA
-        # can overwrite the codes in place.
-        def spread(scales: jax.Array) -> jax.Array:
-            shape = list(scales.shape)
-            shape.insert(self.axis + 1, self.size)
-            repeated = jnp.broadcast_to(jnp.expand_dims(scales, self.axis + 1), shape)
-            shape[self.axis : self.axis + 2] = [self.count * self.size]
-            repeated = repeated.reshape(shape)
-            return lax.slice_in_dim(repeated, 0, self.length, axis=self.axis)
-
-        return _named(SPREAD, spread)(scales)
+        return _operation.bind(scales, kind=SPREAD, blocks=self)
 
 
-def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function as a call of that name."""
-    function.__name__ = function.__qualname__ = name
-    return jax.jit(function)
+_operation = Primitive("optax_mp_blocks")
 
 
 def is_block_operation(equation: Any) -> bool:
-    """Return whether an equation is a call of one of these."""
-    return equation.params.get("name") in _NAMES
+    """Return whether an equation is one of these."""
+    return equation.primitive is _operation
 
 
 def blocks_in(equation: Any) -> Blocks:
     """Return the blocks that such an equation is about."""
-    elements, scales = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    if equation.params["name"] == SPREAD:
-        elements, scales = scales, elements
-    return Blocks.of(elements, scales)
+    return equation.params["blocks"]
+
+
+def _compute(x: jax.Array, *, kind: str, blocks: Blocks) -> jax.Array:
+    return _spread(x, blocks) if kind == SPREAD else _reduce(x, kind, blocks)
+
+
+def _reduce(values: jax.Array, kind: str, blocks: Blocks) -> jax.Array:
+    missing = blocks.count * blocks.size - blocks.length
+    if missing:
+        widths = [(0, 0, 0)] * values.ndim
+        widths[blocks.axis] = (0, missing, 0)
+        values = lax.pad(values, np.zeros((), values.dtype), widths)
+    shape = list(values.shape)
+    shape[blocks.axis : blocks.axis + 1] = [blocks.count, blocks.size]
+    choose, start = (lax.max, "min") if kind == MAXIMUM else (lax.min, "max")
+    first = np.array(getattr(jnp.iinfo(values.dtype), start), values.dtype)
+    return lax.reduce(lax.reshape(values, shape), first, choose, (blocks.axis + 1,))
+
+
+# The scales are repeated instead of reshaping the values to blocks, so that XLA can
+# overwrite the codes in place.
+def _spread(scales: jax.Array, blocks: Blocks) -> jax.Array:
+    shape = list(scales.shape)
+    shape.insert(blocks.axis + 1, blocks.size)
+    dimensions = [i for i in range(len(shape)) if i != blocks.axis + 1]
+    repeated = lax.broadcast_in_dim(scales, shape, dimensions)
+    shape[blocks.axis : blocks.axis + 2] = [blocks.count * blocks.size]
+    repeated = lax.reshape(repeated, shape)
+    return lax.slice_in_dim(repeated, 0, blocks.length, axis=blocks.axis)
+
+
+@_operation.def_abstract_eval
+def _abstract(aval: Any, *, kind: str, blocks: Blocks) -> Any:
+    shape = list(aval.shape)
+    shape[blocks.axis] = blocks.length if kind == SPREAD else blocks.count
+    return aval.update(shape=tuple(shape), weak_type=False)
+
+
+def _batched(args: Any, axes: Any, *, kind: str, blocks: Blocks) -> Any:
+    moved = replace(blocks, axis=blocks.axis + 1)
+    x = jnp.moveaxis(args[0], axes[0], 0)
+    return _operation.bind(x, kind=kind, blocks=moved), 0
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    output = _operation.bind(*primals, **params)
+    if type(tangents[0]) is ad.Zero:
+        return output, ad.Zero(jax.typeof(output).to_tangent_aval())
+    return output, jax.jvp(lambda x: _compute(x, **params), primals, tangents)[1]
+
+
+_operation.def_impl(_compute)
+batching.primitive_batchers[_operation] = _batched
+ad.primitive_jvps[_operation] = _jvp
+mlir.register_lowering(_operation, mlir.lower_fun(_compute, multiple_results=False))

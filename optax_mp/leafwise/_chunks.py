@@ -1,74 +1,136 @@
-"""Run the elementwise end of a step chunk by chunk, where a TPU has no kernel for it.
+"""Run the elementwise end of a step chunk by chunk, wherever its arrays lie.
 
-The registers of a TPU have 128 lanes, which blocks of 32 cross: XLA writes out what it
-spreads over blocks, or reduces. If that is a chunk, it fits into memory on the chip,
-and XLA leaves it there.
+A TPU needs that for two reasons. Its registers have 128 lanes, which blocks of 32
+cross: XLA writes out what it spreads over blocks, or reduces. If that is a chunk, it
+fits into memory on the chip, and XLA leaves it there. And of arrays in host memory only
+a chunk need be on the device at a time.
 
-`_host_chunks` cuts otherwise. Here a chunk has a fixed size, and the rows may be
-sharded in a way that is not known; so only large arrays of whole tiles are cut.
+How arrays are cut follows from how a TPU lays them out: the last two axes in tiles of
+8 to 32 rows and 128 lanes, none of which is cut. Leading axes become rows where no tile
+is broken up, since XLA copies between memories what is cut along one axis only; else
+the leading axes alone are cut. Rows that may be sharded are cut within each shard, so
+that devices do not send each other chunks.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
+from optax_mp._jax._memory import is_on_host, moves_memory, to_device, to_host
 from optax_mp.leafwise._block_operations import Blocks
 from optax_mp.leafwise._ends import End
-from optax_mp.leafwise._evaluator import Part, PartEvaluator, XlaEvaluator
-from optax_mp.leafwise._program import Program, Value
+from optax_mp.leafwise._evaluator import Part, XlaEvaluator
+from optax_mp.leafwise._program import Node, Program, Value
 
 # On a TPU v5e, AdamW's step of as many or twice as many weights stays on the chip; of
 # four times as many it does not.
 _COUNT = 2**20
-_ROWS = 32  # of a tile of 8-bit numbers
+_ROWS, _SUBLANES, _LANES = 32, 8, 128  # tiles of 8-bit numbers have 32 rows, others 8
+_WIDTH = 2**12  # of the rows of which an array of one axis is made
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """How a part is cut into chunks: all axes but the last are seen as one of rows.
-
-    Rows that may be sharded are cut within each shard, so that devices do not send each
-    other chunks: they are viewed as (groups, rest).
+    """How a part is cut into chunks: along one axis of a view of its arrays.
 
     Attributes:
         part: what is cut.
-        groups: how many parts of the rows a chunk has some of.
-        length: how many of each.
+        view: the shape in which its arrays are seen. The last axis is never cut.
+        axis: the axis that is cut.
+        length: how many indices along it a chunk has.
     """
 
     part: Part
-    groups: int
+    view: tuple[int, ...]
+    axis: int
     length: int
 
-    @property
-    def rest(self) -> int:
-        """Return how many rows a group has."""
-        return math.prod(self.part.shape[:-1]) // self.groups
+    @classmethod
+    def whole(cls, part: Part) -> "Cuts":
+        """Return one chunk."""
+        return cls(part, part.shape, 0, part.shape[0])
 
-    def view(self, x: jax.Array) -> jax.Array:
-        """Return an array of rows, or of groups of rows."""
-        # With an axis of one group XLA would copy it.
-        groups = (self.groups,) if self.groups > 1 else ()
-        return x.reshape(*groups, self.rest, x.shape[-1])
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the view of an array of the part."""
+        if shape == self.part.shape:
+            return self.view
+        return *self.view[:-1], -(-self.view[-1] // self.part.block_size)
 
-    def chunk(self, first: Any, length: int) -> "Chunk":
-        """Return as many rows of each group, from the first on."""
-        return Chunk(self, first, length)
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yield for chunks of one length: the first index, the length, how many."""
+        count, left_over = divmod(self.view[self.axis], self.length)
+        yield 0, self.length, count
+        if left_over:
+            yield count * self.length, left_over, 1
+
+    def can_leave_host(self, x: jax.Array) -> bool:
+        """Return whether XLA for TPUs can copy chunks of an array out of host memory.
+
+        It has no such copy of less than a tile, nor of lanes: arrays with short rows
+        have their columns there. Codes of 8 bits have other tiles in a chunk than in
+        the whole, and XLA would convert all of the array for each chunk.
+        """
+        is_element = x.shape == self.part.shape
+        if not is_element or x.dtype.itemsize == 1 or len(x.shape) == 1:
+            return False
+        height, width = self.view[-2:]
+        if width % _LANES or height % _SUBLANES:
+            return False
+        return self.axis < len(self.view) - 2 or self.length % _SUBLANES == 0
+
+
+def cuts_of(part: Part, device_count: int = 1, most: int = _COUNT) -> Cuts | None:
+    """Return how to cut a part, or None if it is small or does not divide.
+
+    Args:
+        part: the part.
+        device_count: how many devices may hold shards of it.
+        most: up to how many elements of a device a chunk may have.
+    """
+    *before, height, width = (1, 1, *part.shape)
+    rows, step, axis = math.prod(before) * height, _ROWS, 0
+    view: tuple[int, ...] = rows, width
+    if len(part.shape) == 1:
+        # Tiles of one axis are 1024 elements that follow each other.
+        rows, width = part.shape[0] // _WIDTH, _WIDTH
+        if device_count > 1 or part.shape[0] % _WIDTH or _WIDTH % part.block_size:
+            return None
+        view = rows, width
+    elif len(part.shape) > 2 and device_count > 1:
+        return None
+    elif len(part.shape) > 2 and height % _ROWS:
+        rows, step = math.prod(before), 1
+        view, width = (rows, height, width), height * width
+    elif device_count > 1:
+        # Each device has all groups of an array that is not sharded. (With an axis of
+        # one group XLA would copy it.)
+        view, axis = (device_count, rows // device_count, width), 1
+    length = _good_length(most // (width * device_count), view[axis], step)
+    is_large = rows > device_count * length and rows % device_count == 0
+    return Cuts(part, view, axis, length) if is_large else None
+
+
+def _good_length(most: int, whole: int, step: int) -> int:
+    """Return a multiple of `step` that divides the whole if there is one, else any."""
+    most = max(step, most - most % step)
+    divisors = (n for n in range(most, most // 2, -step) if whole % n == 0)
+    return next(divisors, most)
 
 
 @dataclass(frozen=True)
-class Chunk(XlaEvaluator):
-    """Some rows of each group.
+class _Chunk(XlaEvaluator):
+    """Evaluates equations on a chunk, which is on the device with all made of it.
 
     Attributes:
         cuts: of the part.
-        first: the first of these rows in the first group.
-        length: how many rows of each group.
+        first: the first index along the axis that is cut.
+        length: how many indices.
     """
 
     cuts: Cuts
@@ -77,122 +139,66 @@ class Chunk(XlaEvaluator):
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the chunk of an array."""
-        return self.cuts.groups * self.length, self.cuts.part.shape_of(shape)[-1]
+        view = list(self.cuts.shape_of(self.cuts.part.shape_of(shape)))
+        view[self.cuts.axis] = self.length
+        return tuple(view)
 
     def of(self, view: jax.Array) -> jax.Array:
         """Return the chunk of a view of an array."""
-        rows = lax.dynamic_slice_in_dim(view, self.first, self.length, axis=-2)
-        # Read once, and before anything is written: XLA would copy a whole array that
-        # several fusions read, in each turn of the loop.
-        return lax.optimization_barrier(rows.reshape(-1, view.shape[-1]))
+        axis = self.cuts.axis
+        chunk = lax.dynamic_slice_in_dim(view, self.first, self.length, axis)
+        return in_rows(to_device(chunk)) if is_on_host(view) else chunk
 
     def put(self, view: jax.Array, chunk: jax.Array) -> jax.Array:
         """Return a view with another chunk in the place of this one."""
-        shape = (*view.shape[:-2], self.length, view.shape[-1])
-        rows = chunk.astype(view.dtype).reshape(shape)
-        return lax.dynamic_update_slice_in_dim(view, rows, self.first, axis=-2)
+        chunk = chunk.astype(view.dtype)
+        if is_on_host(view):
+            chunk = to_host(in_rows(chunk))
+        axis = self.cuts.axis
+        return lax.dynamic_update_slice_in_dim(view, chunk, self.first, axis)
+
+    def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
+        """Return the outputs of an elementwise equation for this chunk."""
+        if moves_memory(node.equation):
+            return list(inputs)
+        return super().run(node, inputs)
 
     def index(self, axis: int) -> jax.Array:
         """Return the indices of the elements along an axis of the whole array."""
-        part, last = self.cuts.part, len(self.cuts.part.shape) - 1
+        part, view = self.cuts.part, self.cuts.view
         shape = self.shape_of(part.whole)
-        if axis == last:
-            return lax.broadcasted_iota(jnp.int32, shape, 1) + part.origin[axis]
-        row = lax.broadcasted_iota(jnp.int32, shape, 0)
-        group = lax.div(row, jnp.int32(self.length))
-        row += group * (self.cuts.rest - self.length) + self.first
-        row = lax.div(row, jnp.int32(math.prod(part.shape[axis + 1 : last])))
+        column = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+        if axis == len(part.shape) - 1 and axis:
+            return column + part.origin[axis]
+        row = jnp.zeros(shape, jnp.int32)
+        for i in range(len(view) - 1):
+            at = lax.broadcasted_iota(jnp.int32, shape, i)
+            at = at + self.first if i == self.cuts.axis else at
+            row += at * math.prod(view[i + 1 : -1])
+        if not axis and len(part.shape) == 1:
+            return row * view[-1] + column + part.origin[0]
+        row = lax.div(row, jnp.int32(math.prod(part.shape[axis + 1 : -1])))
         return lax.rem(row, jnp.int32(part.shape[axis])) + part.origin[axis]
 
     @property
     def blocks(self) -> Blocks:
         """The blocks of its arrays."""
-        part = self.cuts.part
-        return Blocks(1, part.block_size, part.shape[-1])
+        view = self.cuts.view
+        return Blocks(len(view) - 1, self.cuts.part.block_size, view[-1])
 
 
-@dataclass(frozen=True)
-class LineCuts:
-    """How a part of one axis is cut into chunks.
+def in_rows(x: jax.Array) -> jax.Array:
+    """Return an array with its rows in the lanes of a TPU.
 
-    Attributes:
-        part: what is cut.
-        length: how many elements a chunk has: whole blocks.
+    XLA prefers the columns of arrays that meet scales, of which a row is shorter than
+    the lanes are. But it cannot copy a part of the lanes to host memory, and copies
+    codes there in other tiles than they have.
     """
-
-    part: Part
-    length: int
-
-    @property
-    def rest(self) -> int:
-        """Return how many elements there are."""
-        return self.part.shape[0]
-
-    def view(self, x: jax.Array) -> jax.Array:
-        """Return an array as it is."""
-        return x
-
-    def chunk(self, first: Any, length: int) -> "LineChunk":
-        """Return as many elements, from the first on."""
-        origin = (self.part.origin[0] + first,)
-        part = replace(self.part, shape=(length,), origin=origin)
-        return LineChunk(part, self, first)
-
-
-@dataclass(frozen=True)
-class LineChunk(PartEvaluator):
-    """Some elements of a part of one axis.
-
-    Attributes:
-        cuts: of the whole part.
-        first: the first of these elements.
-    """
-
-    cuts: LineCuts
-    first: Any
-
-    def of(self, x: jax.Array) -> jax.Array:
-        """Return the chunk of an array."""
-        is_element = x.shape == self.cuts.part.shape
-        (count,) = self.shape_of(self.part.whole if is_element else (0,))
-        part = lax.dynamic_slice_in_dim(x, self._start(x), count)
-        return lax.optimization_barrier(part)  # see `Chunk.of`
-
-    def put(self, x: jax.Array, chunk: jax.Array) -> jax.Array:
-        """Return an array with another chunk in the place of this one."""
-        chunk = chunk.astype(x.dtype)
-        return lax.dynamic_update_slice_in_dim(x, chunk, self._start(x), axis=0)
-
-    def _start(self, x: jax.Array) -> Any:
-        is_element = x.shape == self.cuts.part.shape
-        divisor = 1 if is_element else self.part.block_size
-        return lax.div(jnp.int32(self.first), jnp.int32(divisor))
-
-
-def cuts_of(part: Part, device_count: int) -> Cuts | LineCuts | None:
-    """Return how to cut a part, or None if it is small or does not divide.
-
-    Args:
-        part: the part.
-        device_count: how many devices may hold shards of it.
-    """
-    if len(part.shape) == 1:
-        is_large = device_count == 1 and part.shape[0] > _COUNT
-        return LineCuts(part, _COUNT) if is_large else None
-    *before, height, width = (1, *part.shape)
-    rows = math.prod(before) * height
-    # Axes become one where no tile is broken up, and no shard.
-    is_matrix = len(part.shape) == 2
-    if not is_matrix and (device_count > 1 or height % _ROWS):
-        return None
-    # Each device has all groups of an array that is not sharded.
-    length = max(1, _COUNT // (width * device_count * _ROWS)) * _ROWS
-    is_large = rows > device_count * length and rows % device_count == 0
-    return Cuts(part, device_count, length) if is_large else None
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def run_end(
-    program: Program, end: End, cuts: Cuts | LineCuts, args: Sequence[jax.Array]
+    program: Program, end: End, cuts: Cuts, args: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Return the outputs of an end.
 
@@ -200,40 +206,52 @@ def run_end(
         program: the program that the end is of.
         end: the end.
         cuts: of its arrays.
-        args: the values of what it reads.
+        args: the values of what it reads. An array in host memory is copied to the
+            device chunk by chunk, and what replaces it back.
     """
     outputs = [program.outputs[i] for i in end.outputs]
     shapes = [cuts.part.shape_of(value.aval.shape) for value in outputs]
-    given = [
-        cuts.view(x) if value.aval.ndim else x
+    views = [
+        x.reshape(cuts.shape_of(x.shape)) if value.aval.ndim else x
         for value, x in zip(end.reads, args, strict=True)
     ]
     # What is replaced is read from where results go, so that it is overwritten.
     output_of = {read: at for at, read in end.replaced.items()}
     made = [
-        given[end.replaced[at]]
+        views[end.replaced[at]]
         if at in end.replaced
-        else cuts.view(jnp.zeros(shape, value.aval.dtype))
+        else jnp.zeros(cuts.shape_of(shape), value.aval.dtype)
         for at, (value, shape) in enumerate(zip(outputs, shapes, strict=True))
     ]
+    used = set(program.reads_of(end.places))
+    is_from_host = any(map(is_on_host, args))
 
-    def run_chunk(
-        chunk: Chunk | LineChunk, made: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        known: dict[Value, Any] = {}
-        for i, value in enumerate(end.reads):
-            x = made[output_of[i]] if i in output_of else given[i]
-            known[value] = chunk.of(x) if value.aval.ndim else x
-        chunk.run_all(program, end, known)
-        return [
-            chunk.put(x, known[value]) for value, x in zip(outputs, made, strict=True)
-        ]
+    def run_chunk(chunk: _Chunk, made: Sequence[jax.Array]) -> list[jax.Array]:
+        local: dict[Value, Any] = dict(zip(end.reads, views, strict=True))
+        arrays = {
+            i: chunk.of(made[output_of[i]] if i in output_of else views[i])
+            for i, value in enumerate(end.reads)
+            if value.aval.ndim and value in used
+        }
+        # Read once, and before anything is written: XLA would copy a whole array that
+        # several fusions read, in each turn of the loop. And apart from what reads and
+        # writes arrays, XLA for CPUs then compiles this as it does without chunks, to
+        # the same bits. (Not the numbers: where each is used once, XLA makes divisions
+        # by them products.)
+        for i, array in lax.optimization_barrier(arrays).items():
+            local[end.reads[i]] = array
+        chunk.run_all(program, end, local)
+        results = [local[value] for value in outputs]
+        if is_from_host:  # or XLA would compute in host memory
+            results = lax.optimization_barrier(results)
+        return [chunk.put(x, new) for x, new in zip(made, results, strict=True)]
 
-    def run_number(number: jax.Array, made: Sequence[jax.Array]) -> list[jax.Array]:
-        return run_chunk(cuts.chunk(number * cuts.length, cuts.length), made)
+    for first, length, count in cuts.runs():
 
-    count, left_over = divmod(cuts.rest, cuts.length)
-    made = lax.fori_loop(jnp.int32(0), jnp.int32(count), run_number, made)
-    if left_over:
-        made = run_chunk(cuts.chunk(count * cuts.length, left_over), made)
+        def run_number(
+            k: Any, made: Sequence[jax.Array], first: int = first, length: int = length
+        ) -> list[jax.Array]:
+            return run_chunk(_Chunk(cuts, k * length + first, length), made)
+
+        made = lax.fori_loop(jnp.int32(0), jnp.int32(count), run_number, made)
     return [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]

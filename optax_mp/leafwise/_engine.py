@@ -1,9 +1,21 @@
-"""Take a step leaf by leaf: in one pass over each, where a platform has a kernel."""
+"""Take a step: trace it once, and run the end of each leaf in the best way there is.
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+A step is traced as one call of `jit`, and that is what a program holds. Where the
+program is lowered for a TPU or a GPU, the call is cut: what comes before the
+elementwise ends of the leaves is computed as it is written, and each end
+
+- by a kernel, where the platform has one for it and the layout of its arrays is known;
+- else chunk by chunk, if it is large and the platform is a TPU;
+- else as it is written.
+
+Everywhere else the call is lowered as it is.
+"""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,37 +23,28 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from optax_mp._jax._apart import apart
-from optax_mp._jax._arrays import is_traced_by_jit, looks_for_leaks
-from optax_mp._jax._by_platform import Way, by_platform, kernel_obstacle
-from optax_mp._jax._jaxpr import open_jaxpr
-from optax_mp._jax._memory import is_on_host
-from optax_mp._jax._traced import TracedCall, is_dynamic
-from optax_mp._tree import is_array
-from optax_mp.leafwise import _chunks, _gpu, _tpu
+from optax_mp._jax._arrays import has_explicit_axes
+from optax_mp._jax._by_platform import PLATFORMS, Target
+from optax_mp._warnings import warn
+from optax_mp.leafwise import _chunks
 from optax_mp.leafwise._alike import form_of
-from optax_mp.leafwise._block_operations import is_block_operation
-from optax_mp.leafwise._ends import End, cut, is_packed
-from optax_mp.leafwise._evaluator import Part, PartEvaluator
-from optax_mp.leafwise._in_turn import Turns
-from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
+from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._evaluator import Part
+from optax_mp.leafwise._layout import Layout
 from optax_mp.leafwise._program import Program, Value, read_output
-from optax_mp.leafwise._together import Team, TeamRun
+from optax_mp.leafwise._traced_step import Step, TracedStep, obstacle_of
 
-Step = Callable[[Any, Any], tuple[Any, Any]]
-_KERNELS = {"tpu": _tpu, "cuda": _gpu}
-# Whether a step is being traced: one within it is a part of that.
-_is_within: ContextVar[bool] = ContextVar("_is_within", default=False)
+Function = Callable[..., list[Any]]
 
 
-def run_leafwise(
+def run_step(
     step: Step,
     given: Any,
     kept: Any,
     shardings: Sequence[NamedSharding | None] = (),
-    platforms: Collection[str] = (*_KERNELS, "cpu"),
-) -> tuple[Any, Any]:
-    """Return `step(given, kept)`, with the elementwise end of each leaf in one pass.
+    platforms: Collection[str] = PLATFORMS,
+) -> tuple[tuple[Any, Any], str | None]:
+    """Return `step(given, kept)`, and why it is not cut on any platform, or None.
 
     Args:
         step: returns what it makes, and what takes the place of `kept`.
@@ -49,259 +52,213 @@ def run_leafwise(
         kept: another. Its arrays can be overwritten, if they are donated.
         shardings: how the leaves of `kept` are sharded under `jit`, None where that is
             not known. A kernel goes only where it is known.
-        platforms: those that have a way of their own.
+        platforms: those for which it is cut.
     """
-    if _is_within.get():
-        return step(given, kept)
-    cut_step = CutStep.of(step, given, kept, shardings)
-    if isinstance(cut_step, str):
-        with within_step():
-            return step(given, kept)
-    return cut_step.run(platforms)
+    obstacle = obstacle_of(jax.tree.leaves((given, kept)))
+    if obstacle is not None:
+        return step(given, kept), obstacle
+    traced = TracedStep.of(step, given, kept, shardings)
+    if traced.obstacle is not None:
+        return traced.run(None), traced.obstacle
+    return traced.run(partial(_rewrite, traced, platforms)), None
 
 
-@contextmanager
-def within_step() -> Iterator[None]:
-    """Leave all steps that are taken in here as they are: they are part of one."""
-    token = _is_within.set(True)
+def _rewrite(
+    traced: TracedStep, platforms: Collection[str], target: Target
+) -> Function | None:
+    """Return what computes a step on a target; None for the step as it is."""
+    is_cut = target.platform in platforms and any(
+        end.obstacle is None for end in traced.ends
+    )
+    return _CutStep(traced, target).run if is_cut else None
+
+
+def find_kernel(
+    traced: TracedStep, end: End, layout: Layout | None, target: Target
+) -> Any:
+    """Return the module of the kernel for an end, or a string: why it has none.
+
+    Args:
+        traced: the step.
+        end: one of its ends.
+        layout: how its arrays are sharded, if that is known.
+        target: what the program is lowered for.
+    """
+    if end.obstacle is not None:
+        return end.obstacle
+    if os.environ.get("OPTAX_MP_KERNELS") == "0":
+        return "OPTAX_MP_KERNELS=0"
+    # Kernels do not run on later versions.
+    if target.is_exported:
+        return "exported"
+    if target.platform == "tpu" and _is_old_tpu():
+        return "TPU v2 or v3"
+    # An array that is sharded would be gathered for a kernel.
+    if layout is None and target.device_count > 1:
+        return "layout not known, or uneven"
     try:
-        yield
-    finally:
-        _is_within.reset(token)
+        kernel = _import_kernel(target.platform)
+    except Exception as error:
+        return _warn_of(error)
+    return kernel.obstacle(traced.program, end, _part(end, layout)) or kernel
+
+
+def _import_kernel(platform: str) -> Any:
+    # Pallas is experimental, and takes long to import: only where a kernel may go.
+    if platform == "tpu":
+        from optax_mp.leafwise import _tpu as kernel
+    else:
+        from optax_mp.leafwise import _gpu as kernel
+    return kernel
+
+
+def _part(end: End, layout: Layout | None) -> Part:
+    return Part.of(end) if layout is None else layout.part(end)
+
+
+@functools.cache
+def _is_old_tpu() -> bool:
+    """Return whether this machine has TPUs for which Mosaic compiles no such kernel."""
+    try:
+        kind = jax.local_devices(backend="tpu")[0].device_kind
+    except RuntimeError:
+        return False
+    return kind in ("TPU v2", "TPU v3")
+
+
+def _warn_of(error: Exception) -> str:
+    """Say what an error costs, and return the obstacle that it is."""
+    _warn_once(f"{type(error).__name__}: {error}".splitlines()[0])
+    return "no kernel by this version of JAX"
+
+
+@functools.cache
+def _warn_once(error: str) -> None:
+    warn(
+        "optax_mp: this version of JAX could not make a kernel for a leaf that is "
+        "stored in few bits, and XLA alone compiles its step. That takes more "
+        "operations on a TPU, and moves 1.5 times as many bytes on a GPU. Another "
+        "version of JAX may do better; OPTAX_MP_KERNELS=0 makes no kernels, and no "
+        f"warning. {error}"
+    )
 
 
 @dataclass(frozen=True)
-class CutStep:
-    """A step, traced and cut.
+class _CutStep:
+    """A step for a target.
 
     Attributes:
         traced: the step.
-        program: its equations.
-        ends: the elementwise end of each leaf.
-        shardings: of the program's inputs, where they are known.
+        target: what it is lowered for.
+        shared: what runs the ends that are alike, by their form.
     """
 
-    traced: TracedCall
-    program: Program
-    ends: list[End]
-    shardings: Shardings
+    traced: TracedStep
+    target: Target
+    shared: dict[Any, Function] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        step: Step,
-        given: Any,
-        kept: Any,
-        shardings: Sequence[NamedSharding | None] = (),
-    ) -> "CutStep | str":
-        """Trace and cut a step, or return why that cannot be, or would not pay.
-
-        Args:
-            step: see `run_leafwise`, as for the others.
-            given: a pytree.
-            kept: another.
-            shardings: how the leaves of `kept` are sharded.
-        """
-        leaves = jax.tree.leaves((given, kept))
-        if not any(is_array(x) and is_packed(x) for x in leaves):
-            return "nothing in few bits"
-        # Under `vmap` or `grad` there is no kernel. What is known stays known.
-        if not all(is_traced_by_jit(x) for x in leaves if is_dynamic(x)):
-            return "arrays not traced by `jit` alone"
-        if any(map(is_on_host, leaves)):
-            return "state in host memory"
-        if looks_for_leaks():
-            return "JAX looks for leaked tracers"
-        with within_step():
-            traced = TracedCall.of(lambda both: step(*both), (given, kept))
-        if not _has_fixed_shapes(traced):
-            return "sizes known later only"
-        # What nothing reads the result of, such as printing, would be lost.
-        if any(map(_is_seen, traced.closed.effects)):
-            return "the update has effects"
-        program = Program.of(traced.closed, is_block_operation)
-        replaced = {
-            output: read
-            for output, read in traced.replaced(
-                kept, traced.unflatten_outputs()[1]
-            ).items()
-            if _are_alike(program.outputs[output], program.inputs[read])
-        }
-        ends = cut(program, replaced)
-        return cls(traced, program, ends, shardings_of_inputs(program, kept, shardings))
-
-    def run(self, platforms: Collection[str]) -> Any:
-        """Return the result of the step, computed in the way of these platforms."""
-        program, ends = self.program, self.ends
+    def run(self, *inputs: Any) -> list[Any]:
+        """Return the outputs of the program."""
+        program, ends = self.traced.program, self.traced.ends
+        # First what no end computes: outputs that are not elementwise, and what the
+        # ends read. Then each end, by itself: XLA orders them, and none waits for the
+        # other.
         at_ends = {i for end in ends for i in end.outputs}
         others = [v for i, v in enumerate(program.outputs) if i not in at_ends]
-        inputs = zip(program.inputs, self.traced.arrays, strict=True)
-        known: dict[Value, Any] = dict(inputs) | program.constants
         reads = [value for end in ends for value in end.reads]
+        known: dict[Value, Any] = dict(zip(program.inputs, inputs, strict=True))
+        known |= program.constants
         program.run(program.needed([*others, *reads]), known)
         results: dict[int, Any] = {}
-        runners, turns = _Runners(program, platforms), Turns(program)
-        for team in self._teams(known, platforms):
-            args = [known[value] for value in team.reads]
-            run = partial(runners.run_team, team, shardings=self.shardings)
-            if len(team.ends) == 1 and "cpu" in platforms:
-                run = partial(turns.run, team.ends[0], run)
-            outputs = run(args)
-            places = [i for end in team.ends for i in end.outputs]
-            results.update(zip(places, outputs, strict=True))
+        for end in ends:
+            outputs = self._run_end(end, [known[value] for value in end.reads])
+            results.update(zip(end.outputs, outputs, strict=True))
         for i, value in enumerate(program.outputs):
             if i not in at_ends:
                 results[i] = read_output(known, value)
-        return self.traced.unflatten([results[i] for i in range(len(results))])
+        return [results[i] for i in range(len(results))]
 
-    def _teams(self, known: dict[Value, Any], platforms: Collection[str]) -> list[Team]:
-        """Return the ends, together with those that they may be stacked with."""
-
-        def form(end: End) -> Hashable:
-            args = [known[value] for value in end.reads]
-            is_spread = Layout.find(end, args, self.shardings) is not None
-            return object() if is_spread else form_of(self.program, end)
-
-        if "cpu" not in platforms:
-            return [Team([end]) for end in self.ends]
-        return Team.find(self.ends, form)
-
-    def obstacle(self, end: End, platform: str, is_sharded: bool) -> str | None:
-        """Return why an end has no kernel on a platform; None if it has one.
-
-        Args:
-            end: one of the ends.
-            platform: "tpu" or "cuda".
-            is_sharded: whether its arrays are on several devices.
-        """
-        if end.obstacle is not None or kernel_obstacle() is not None:
-            return end.obstacle or kernel_obstacle()
-        inputs = dict(zip(self.program.inputs, self.traced.arrays, strict=True))
-        args = [inputs.get(value, 0) for value in end.reads]
-        layout = Layout.find(end, args, self.shardings)
-        if layout is None and is_sharded:
-            return "layout not known, or uneven"
-        part = layout.part(end) if layout else Part.of(end)
-        return _KERNELS[platform].obstacle(self.program, end, part)
-
-
-def _has_fixed_shapes(traced: TracedCall) -> bool:
-    opened, _ = open_jaxpr(traced.closed)
-    sizes = [size for var in opened.invars for size in getattr(var.aval, "shape", ())]
-    return all(isinstance(size, int) for size in sizes)
-
-
-def _is_seen(effect: Any) -> bool:
-    """Return whether an effect is more than to read the name of an axis of a mesh."""
-    # By name, because this class is not in JAX's documented API.
-    return type(effect).__name__ != "NamedAxisEffect"
-
-
-def _are_alike(new: Any, old: Value) -> bool:
-    """Return whether a value can be written where another one is."""
-    return (new.aval.shape, new.aval.dtype) == (old.aval.shape, old.aval.dtype)
-
-
-class _Runners:
-    """Runs the ends of a program. Those that are alike are traced and lowered once."""
-
-    def __init__(self, program: Program, platforms: Collection[str]) -> None:
-        self._program = program
-        self._platforms = platforms
-        self._known: dict[Any, Callable[..., list[Any]]] = {}
-
-    def run_team(
-        self, team: Team, args: Sequence[Any], shardings: Shardings
-    ) -> list[Any]:
-        """Return the outputs of the ends of a team, given what it reads."""
-        end, count, is_shared = team.ends[0], len(team.ends), team.is_shared
-        if count == 1:
-            return self.run(end, args, shardings)
-        form = form_of(self._program, end), count, is_shared
-        if form not in self._known:
-            each = TeamRun(lambda *args: self.run(end, args, {}), count, is_shared)
-            whole = TeamRun(run_whole(self._program, end), count, is_shared)
-            separately, stacked = jax.jit(each.separately), apart(whole.stacked)
-
-            def on_cpu(device_count: int, *args: Any) -> list[Any]:
-                # XLA would gather what is stacked from several devices.
-                return (stacked if device_count == 1 else separately)(*args)
-
-            self._known[form] = partial(by_platform, separately, {}, {"cpu": on_cpu})
-        return self._known[form](*args)
-
-    def run(self, end: End, args: Sequence[Any], shardings: Shardings) -> list[Any]:
+    def _run_end(self, end: End, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of an end."""
+        program = self.traced.program
+        # A kernel sees one device. Where the layout of sharded arrays is known, each
+        # device runs it on its own part, inside of a `shard_map` made here.
+        layout = Layout.find(end, args, self.traced.shardings)
+        kernel = find_kernel(self.traced, end, layout, self.target)
+        if not isinstance(kernel, str):
+            try:
+                run = self._by_kernel(kernel, end, layout)
+            except Exception as error:
+                _warn_of(error)
+            else:
+                if layout is None:
+                    return run(Part.of(end), args)
+                return layout.run(run, program, end, args)
+        run = self._by_chunks(end, args) or partial(_as_it_is, program, end)
+        return run(*args)
 
-        def run_part(part: Part, args: Sequence[Any]) -> list[Any]:
-            return self._runner(end, part)(*map(jnp.int32, part.origin), *args)
+    def _by_kernel(self, kernel: Any, end: End, layout: Layout | None) -> Function:
+        """Return what runs an end in a kernel; raise if that cannot be lowered."""
+        program, rank = self.traced.program, len(end.shape)
+        part = replace(_part(end, layout), origin=())
 
-        if end.obstacle is not None:
-            return self._runner(end, None)(*args)
-        layout = Layout.find(end, args, shardings)
-        if layout is None:
-            return run_part(Part.of(end), args)
-        return layout.run(run_part, self._program, end, args)
+        @jax.jit
+        def run(*args: Any) -> list[Any]:
+            here = replace(part, origin=args[:rank])
+            return list(kernel.run_end(program, end, here, args[rank:]))
 
-    def _runner(self, end: End, part: Part | None) -> Callable[..., list[Any]]:
-        """Return a function of the place of a part, and of what an end reads of it.
+        # Leaves of one shape have ends of one form: one kernel is lowered for all.
+        form = form_of(program, end), part
+        if form not in self.shared:
+            # Types inside of shard_map name its axes, which exist nowhere else.
+            if layout is None and not self.target.is_within_shard_map:
+                self._try(run, end, part)
+            self.shared[form] = run
+        shared = self.shared[form]
+        return lambda part, args: shared(*map(jnp.int32, part.origin), *args)
 
-        Without a part, of what it reads alone.
+    def _try(self, run: Function, end: End, part: Part) -> None:
+        """Raise if a kernel cannot be lowered.
+
+        In a program of its own: a failure would leave half of a function in this one.
         """
-        form = form_of(self._program, end), part and replace(part, origin=())
-        if form not in self._known:
-            self._known[form] = (
-                run_part(self._program, end, replace(part, origin=()), self._platforms)
-                if part
-                else run_whole(self._program, end)
-            )
-        return self._known[form]
+        avals = [
+            jax.ShapeDtypeStruct(part.shape_of(value.aval.shape), value.aval.dtype)
+            for value in end.reads
+        ]
+        place = [jax.ShapeDtypeStruct((), jnp.int32)] * len(part.shape)
+        with warnings.catch_warnings():
+            # JAX 0.12 deprecates kernels in Triton.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            traced: Any = jax.jit(run).trace(*place, *avals)
+            traced.lower(lowering_platforms=(self.target.platform,))
 
-
-def run_whole(program: Program, end: End) -> Callable[..., list[Any]]:
-    """Return what runs an end as it is written."""
-
-    @jax.jit
-    def run(*args: Any) -> list[Any]:
-        known: dict[Value, Any] = dict(zip(end.reads, args, strict=True))
-        program.run(end.places, known)
-        return [known[program.outputs[i]] for i in end.outputs]
-
-    return run
-
-
-def run_part(
-    program: Program, end: End, part: Part, platforms: Collection[str]
-) -> Callable[..., list[Any]]:
-    """Return what runs an end on one device, by a kernel if there is one."""
-    rank = len(part.shape)
-
-    @jax.jit
-    def anywhere(*args: Any) -> list[Any]:
-        known: dict[Value, Any] = dict(zip(end.reads, args[rank:], strict=True))
-        if part.is_shard:
-            PartEvaluator(replace(part, origin=args[:rank])).run_all(
-                program, end, known
-            )
-        else:
-            program.run(end.places, known)
-        return [known[program.outputs[i]] for i in end.outputs]
-
-    def by_kernel(kernel: Any, *args: Any) -> list[Any]:
-        here = replace(part, origin=args[:rank])
-        return list(kernel.run_end(program, end, here, args[rank:]))
-
-    @partial(jax.jit, static_argnums=0)
-    def by_chunks(device_count: int, *args: Any) -> list[Any]:
-        here = replace(part, origin=args[:rank])
-        cuts = _chunks.cuts_of(here, device_count)
+    def _by_chunks(self, end: End, args: Sequence[Any]) -> Function | None:
+        """Return what runs an end chunk by chunk; None where that is not worth it."""
+        if end.obstacle is not None or self.target.platform != "tpu":
+            return None
+        # Where types say how arrays are sharded, they would be wrong for chunks.
+        if self.target.is_within_shard_map or any(map(_has_explicit_axes, args)):
+            return None
+        cuts = _chunks.cuts_of(Part.of(end), self.target.device_count)
         if cuts is None:
-            return anywhere(*args)
-        return _chunks.run_end(program, end, cuts, args[rank:])
+            return None
+        program = self.traced.program
 
-    kernels = {
-        platform: Way(partial(by_kernel, kernel))
-        for platform, kernel in _KERNELS.items()
-        if platform in platforms and kernel.obstacle(program, end, part) is None
-    }
-    return partial(by_platform, anywhere, kernels, {"tpu": by_chunks})
+        @jax.jit
+        def run(*args: Any) -> list[Any]:
+            return _chunks.run_end(program, end, cuts, args)
+
+        return self.shared.setdefault(form_of(program, end), run)
+
+
+def _has_explicit_axes(x: Any) -> bool:
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    return has_explicit_axes(mesh)
+
+
+def _as_it_is(program: Program, end: End, *args: Any) -> list[Any]:
+    """Return the outputs of an end as it is written."""
+    known: dict[Value, Any] = dict(zip(end.reads, args, strict=True))
+    program.run(end.places, known)
+    return [known[program.outputs[i]] for i in end.outputs]

@@ -24,20 +24,18 @@ class Part:
         shape: of their shards.
         block_size: how many elements along the last axis share a scale.
         origin: the place of the first element in the whole arrays.
-        is_shard: whether it is in a `shard_map`, in which the program was not traced.
     """
 
     whole: tuple[int, ...]
     shape: tuple[int, ...]
     block_size: int
     origin: tuple[Any, ...]
-    is_shard: bool
 
     @classmethod
     def of(cls, end: End) -> "Part":
         """Return all of the arrays of an end."""
         origin = (0,) * len(end.shape)
-        return cls(end.shape, end.shape, end.block_size or 1, origin, is_shard=False)
+        return cls(end.shape, end.shape, end.block_size or 1, origin)
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the shard of an array, of elements or of scales."""
@@ -74,12 +72,15 @@ class Evaluator(ABC):
 
     def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of an elementwise equation for this part."""
+        # Only what names a shape has to be done in another way for a part: constants,
+        # indices, and what goes between elements and blocks. All else takes the shape
+        # of its inputs.
         equation, aval = node.equation, node.outputs[0].aval
         name = equation.primitive.name
         if is_block_operation(equation):
-            if equation.params["name"] == SPREAD:
+            if equation.params["kind"] == SPREAD:
                 return [self.spread(inputs[0])]
-            return [self.reduce(equation.params["name"], inputs[0])]
+            return [self.reduce(equation.params["kind"], inputs[0])]
         if not aval.ndim:
             return bind(equation, inputs)
         shape = self.shape_of(aval.shape)

@@ -1,12 +1,17 @@
 """Take a step whose state is in host memory, with little of it on the device at a time.
 
-A leaf is brought chunk by chunk where its step goes element by element, else as a
-whole. XLA starts every copy as early as it can, so that all of the state would be on
-the device at once; what is copied inside of a loop waits for the loop's turn.
+The step is traced as if all of the state were on the device, and then taken job by job.
+A job is the outputs of one leaf, or of several that are made of the same arrays. It is
+a loop of one round: XLA starts every copy as early as it can, so that all of the state
+would be on the device at once, but what is copied inside of a loop waits for the loop's
+turn. In it `_chunks` runs what goes element by element; all else takes whole arrays.
+
+What several jobs need is computed before, such as the norm of all updates: leaf after
+leaf is brought, and reduced to a number. The jobs bring them again.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,103 +23,158 @@ from jax.sharding import NamedSharding
 from optax_mp._jax._arrays import is_partitioned
 from optax_mp._jax._choose import Choice, select
 from optax_mp._jax._jaxpr import is_literal
-from optax_mp._jax._memory import (
-    bring,
-    is_host_type,
-    is_on_host,
-    moves_memory,
-    to_device,
-    to_host,
-)
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._memory import bring, is_host_type, is_on_host, to_device, to_host
+from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._warnings import warn
 from optax_mp.leafwise._block_operations import is_block_operation
+from optax_mp.leafwise._chunks import Cuts, cuts_of, in_rows, run_end
 from optax_mp.leafwise._ends import End, cut
-from optax_mp.leafwise._engine import within_step
 from optax_mp.leafwise._evaluator import Part
-from optax_mp.leafwise._host_chunks import run_chunks, start_value
-from optax_mp.leafwise._host_flow import HostFlow
-from optax_mp.leafwise._layout import Layout, Shardings, shardings_of_inputs
-from optax_mp.leafwise._program import Program, Value, read, read_output, values_in
+from optax_mp.leafwise._layout import Layout
+from optax_mp.leafwise._program import Program, Value, read_output, values_in
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+OUTER_STEP = "optax_mp_outer_step"  # the extra argument
 
 
-class Limits(NamedTuple):
-    """What may be on the device.
+class Plan(NamedTuple):
+    """What may be on the device, and how arrays lie on several devices.
 
     Attributes:
-        min_size: arrays of fewer elements always are.
+        min_size: arrays of fewer elements always are on the device.
         chunk_bytes: of the others as many bytes at a time, by `bytes_on_device`.
+        shardings: of the leaves of the state under `jit`, None where that is not known.
+            What is sharded in an unknown way is brought as a whole.
     """
 
     min_size: int
     chunk_bytes: int
+    shardings: Sequence[NamedSharding | None] = ()
+
+
+@dataclass(eq=False)
+class OuterStep:
+    """A step of which `offload` is a part, such as that of `take_step`.
+
+    It is an extra argument of the update. `offload` leaves all to it but the moves.
+
+    Attributes:
+        plans: those of each `offload`, without shardings.
+        param_shardings: what the last one was told.
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+    param_shardings: Any = None
+
+    def plan(self, shardings: Sequence[NamedSharding | None]) -> Plan | None:
+        """Return what fits all plans; None if there is no `offload`."""
+        return min(self.plans)._replace(shardings=shardings) if self.plans else None
+
+
+def bytes_on_device(aval: Any) -> int:
+    """Return how many bytes an array takes that is brought to the device.
+
+    Codes of few bits become numbers of 32 bits there.
+    """
+    return aval.size * max(4, aval.dtype.itemsize)
+
+
+def run_between_moves(
+    step: Step, given: Any, kept: Any, proceed: Choice = True
+) -> tuple[Any, Any]:
+    """Return `step(given, kept)`, taken on the device, with `kept` where it was.
+
+    If `proceed` is false, arrays in host memory are what they were.
+    """
+    leaves, treedef = jax.tree.flatten(kept)
+    brought = bring(leaves)
+    updates, new = step(given, treedef.unflatten(brought))
+    new_leaves, new_def = jax.tree.flatten(new)
+    if new_def != treedef:
+        return updates, new
+    for i, old in enumerate(leaves):
+        if not is_on_host(old):
+            continue
+        leaf, before = new_leaves[i], brought[i]
+        if leaf is not before and proceed is not True:
+            leaf = select(proceed, leaf, before)
+        new_leaves[i] = old if leaf is before else to_host(leaf)
+    return updates, new_def.unflatten(new_leaves)
 
 
 def run_from_host(
-    step: Callable[[Any, Any], tuple[Any, Any]],
+    step: Step,
     given: Any,
     kept: Any,
-    limits: Limits,
-    shardings: Sequence[NamedSharding | None] = (),
+    make_plan: Callable[[], Plan | None],
     proceed: Choice = True,
 ) -> tuple[Any, Any]:
     """Return `step(given, kept)`.
 
     Args:
-        step: returns updates, and what takes the place of `kept`.
+        step: returns what it makes, and what takes the place of `kept`. It moves arrays
+            to the device and back.
         given: a pytree.
         kept: another. Its arrays in host memory are overwritten there, if they are
             donated.
-        limits: what may be on the device.
-        shardings: how the leaves of `kept` are sharded under `jit`, None where that is
-            not known. What is sharded in an unknown way is brought as a whole.
+        make_plan: called once the step is traced; returns None if all of the state may
+            be on the device.
         proceed: if false, nothing is brought, what was in host memory stays as it was,
             and the rest of the result is of no use.
     """
-    traced = TracedCall.of(lambda both: _between_moves(step, *both), (given, kept))
+    traced = TracedCall.of(lambda both: step(*both), (given, kept))
+    plan = make_plan()
     if traced.closed.effects:
         warn(
             "optax_mp: the update has effects, such as printing, that would be lost in "
             "parts of a step: all of its state is brought to the device at once. Leave "
             "them out, or expect as much memory as without `offload`."
         )
-        return _between_moves(step, given, kept, proceed)
+    if traced.closed.effects or plan is None:
+        updates, new = step(given, kept)
+        return updates, _keep_unless(proceed, new, kept)
     program = Program.of(traced.closed, is_block_operation, opens_branches=True)
     known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
     known.update(program.constants)
+    both = zip(jax.tree.leaves(kept), plan.shardings, strict=False)
+    of_kept = [sharding for x, sharding in both if is_dynamic(x)]
+    inputs = program.inputs[len(program.inputs) - len(of_kept) :]
     step_from_host = _StepFromHost(
         program=program,
         known=known,
-        flow=HostFlow.of(program, limits.min_size),
+        sources=_find_sources(program),
         replaced=traced.replaced(kept, traced.unflatten_outputs()[1]),
-        limits=limits,
-        shardings=shardings_of_inputs(program, kept, shardings),
-        proceed=proceed,
+        plan=plan,
+        shardings={v: s for v, s in zip(inputs, of_kept, strict=True) if s is not None},
+        # As a number that XLA does not know: a loop of one round would be no loop.
+        rounds=lax.optimization_barrier(jnp.asarray(proceed).astype(jnp.int32)),
     )
     return traced.unflatten(step_from_host.run())
 
 
-def _between_moves(
-    step: Any, given: Any, kept: Any, proceed: Choice = True
-) -> tuple[Any, Any]:
-    """Return `step(given, kept)`, taken on the device, with `kept` where it was.
+def _keep_unless(proceed: Choice, new: Any, kept: Any) -> Any:
+    """Return a new state; if not `proceed`, the arrays in host memory as before."""
+    if proceed is True:
+        return new
 
-    If `proceed` is false, `kept` is what it was.
-    """
-    leaves, treedef = jax.tree.flatten(kept)
-    brought = bring(leaves)
-    with within_step():
-        updates, new = step(given, treedef.unflatten(brought))
-    new_leaves, new_def = jax.tree.flatten(new)
-    if new_def != treedef:
-        return updates, new
-    for i, old in enumerate(leaves):
-        if is_on_host(old):
-            leaf = new_leaves[i]
-            if leaf is not brought[i] and proceed is not True:
-                leaf = select(proceed, leaf, brought[i])
-            new_leaves[i] = old if leaf is brought[i] else to_host(leaf)
-    return updates, new_def.unflatten(new_leaves)
+    def choose(new: Any, old: Any) -> Any:
+        if not is_on_host(old):
+            return new
+        return to_host(select(proceed, to_device(new), to_device(old)))
+
+    return jax.tree.map(choose, new, kept)
+
+
+def _find_sources(program: Program) -> dict[Value, frozenset[Value]]:
+    """Return which arrays in host memory a value is made of, if it is of any."""
+    hosted = [value for value in program.inputs if is_host_type(value.aval)]
+    sources = {value: frozenset([value]) for value in hosted}
+    for node in program.nodes:
+        inputs = [v for v in values_in(node.inputs) if v in sources]
+        if inputs:
+            union = frozenset().union(*(sources[v] for v in inputs))
+            sources.update(dict.fromkeys(node.outputs, union))
+    return sources
 
 
 @dataclass
@@ -124,50 +184,51 @@ class _Job:
     Attributes:
         arrays: these.
         outputs: which outputs of the program.
-        ends: the elementwise ends that make them. If there are several, or none, or
-            `by_chunks` is false, the arrays are brought as a whole.
-        by_chunks: whether they are brought chunk by chunk.
-        layout: how they are sharded, if that is known.
+        ends: the elementwise ends that make them.
+        end: the only one, if all is computed in it; else whole arrays are brought.
+        layout: how its arrays are sharded, if that is known.
     """
 
     arrays: set[Value]
     outputs: list[int]
     ends: list[End]
-    by_chunks: bool = False
+    end: End | None = None
     layout: Layout | None = None
 
 
 @dataclass(frozen=True)
 class _StepFromHost:
-    """A step, and what of it is known so far. See `run_from_host`."""
+    """A step, and what of it is known so far. See `run_from_host`.
+
+    A value is *brought* if it is large and made of arrays in host memory: it is on the
+    device only within a loop. A small one is computed once, and stays.
+    """
 
     program: Program
     known: dict[Value, Any]
-    flow: HostFlow
+    sources: dict[Value, frozenset[Value]]
     replaced: dict[int, int]
-    limits: Limits
-    shardings: Shardings
-    proceed: Choice
+    plan: Plan
+    shardings: dict[Value, NamedSharding]
+    rounds: Any
 
     def run(self) -> list[Any]:
         """Return the outputs of the program."""
         outputs = self.program.outputs
-        jobs, others = self._find_jobs()
+        jobs = self._find_jobs()
+        of_jobs = {i for job in jobs for i in job.outputs}
+        others = [i for i in range(len(outputs)) if i not in of_jobs]
         wanted = list(values_in([outputs[i] for i in others]))
         for job in jobs:
             self._choose_way(job)
             wanted += self._needed_before(job)
-        for turn in self.flow.schedule(wanted):
-            self._reduce(turn.reduced)
-            self.program.run(sorted(turn.places), self.known)
+        self._compute(wanted)
         results = {i: read_output(self.known, outputs[i]) for i in others}
         for job in jobs:
-            run = self._run_chunks if job.by_chunks else self._run_whole
-            results.update(zip(job.outputs, map(_mark_memory, run(job)), strict=True))
+            results.update(zip(job.outputs, self._run_job(job), strict=True))
         return [results[i] for i in range(len(outputs))]
 
-    def _find_jobs(self) -> tuple[list[_Job], list[int]]:
-        """Return the jobs, and the outputs that are of none."""
+    def _find_jobs(self) -> list[_Job]:
         ends = cut(self.program, self.replaced)
         at_ends = {i for end in ends for i in end.outputs}
         rest = [i for i in range(len(self.program.outputs)) if i not in at_ends]
@@ -183,9 +244,7 @@ class _StepFromHost:
                 job.outputs = [*other.outputs, *job.outputs]
                 job.ends = [*other.ends, *job.ends]
             jobs.append(job)
-        of_jobs = {i for job in jobs for i in job.outputs}
-        others = [i for i in range(len(self.program.outputs)) if i not in of_jobs]
-        return jobs, others
+        return jobs
 
     def _arrays_of(self, outputs: Sequence[int]) -> set[Value]:
         """Return the arrays to bring, or to overwrite, for these outputs."""
@@ -194,85 +253,40 @@ class _StepFromHost:
             value = self.program.outputs[i]
             if is_literal(value) or value.made_at is None:
                 continue
-            arrays.update(self.flow.arrays_read(self.flow.cone([value])[0]))
+            arrays.update(self._arrays_read(self._cone([value])[0]))
             if is_host_type(value.aval) and i in self.replaced:
                 arrays.add(self.program.inputs[self.replaced[i]])
         return arrays
 
     def _choose_way(self, job: _Job) -> None:
-        """Bring the arrays of a job chunk by chunk, if all goes element by element."""
-        if len(job.ends) != 1 or len(job.ends[0].outputs) != len(job.outputs):
+        """Set the end of a job, if all in it goes element by element."""
+        if len(job.ends) != 1 or job.ends[0].entangled is not None:
             return
-        if any(i in self.replaced and not self._overwritten(i) for i in job.outputs):
-            return  # of another type than before
         end = self._with_replaced(job.ends[0])
-        for value in end.reads:
-            if value.made_at is None:
-                continue
-            sources = self.flow.sources.get(value, frozenset())
-            # A norm of the arrays: once they are here for it, all can be done.
-            if self.flow.is_brought(value) or (sources and sources <= job.arrays):
-                return
-        if end.entangled is not None:
+        if len(end.outputs) != len(job.outputs):
             return
+        if any(i in self.replaced and not self._overwritten(i) for i in end.outputs):
+            return  # of another type than before
+        for value in end.reads:
+            # A norm of the arrays: once they are here for it, all can be done.
+            is_own = value in self.sources and self.sources[value] <= job.arrays
+            if value.made_at is not None and (is_own or self._is_brought(value)):
+                return
         # What is still to be computed says nothing of how arrays are sharded.
         args = [self.known.get(value, 0) for value in end.reads]
         job.layout = Layout.find(end, args, self.shardings)
-        is_local = not any(map(is_partitioned, args))
-        if job.layout is not None or is_local:
-            job.ends, job.outputs, job.by_chunks = [end], end.outputs, True
+        if job.layout is not None or not any(map(is_partitioned, args)):
+            job.end, job.outputs = end, end.outputs
 
     def _with_replaced(self, end: End) -> End:
-        """Return an end that reads all arrays that it overwrites."""
+        """Return an end all of whose outputs overwrite something that it reads."""
         reads, places = list(end.reads), dict(end.replaced)
         for at, i in enumerate(end.outputs):
-            old = self._overwritten(i)
-            if at not in places and old is not None:
+            if at not in places:
                 places[at] = len(reads)
-                reads.append(old)
+                new = Value(self.program.outputs[i].aval)  # what the loop carries
+                reads.append(self._overwritten(i) or new)
         return replace(end, reads=reads, replaced=places)
-
-    def _needed_before(self, job: _Job) -> list[Value]:
-        """Return what must be known before a job is run."""
-        if job.by_chunks:
-            return job.ends[0].reads
-        targets = [self.program.outputs[i] for i in job.outputs]
-        return self.flow.cone(targets, job.arrays)[1]
-
-    def _reduce(self, targets: Sequence[Value]) -> None:
-        """Compute small values from arrays that are brought as a whole."""
-        groups: list[tuple[set[Value], list[Value]]] = []
-        for target in targets:
-            brought = filter(self.flow.is_brought, self.flow.inputs_of(target))
-            arrays, members = set(self.flow.sources_of(brought)), [target]
-            for group in [x for x in groups if x[0] & arrays]:
-                groups.remove(group)
-                arrays |= group[0]
-                members = [*group[1], *members]
-            groups.append((arrays, members))
-        for _, members in groups:
-            starts = [start_value(v.aval, v.aval.shape, 0) for v in members]
-            results = self._run_once(members, self._rounds(), starts)
-            self.known.update(zip(members, results, strict=True))
-
-    def _run_whole(self, job: _Job) -> list[Any]:
-        outputs = [self.program.outputs[i] for i in job.outputs]
-        overwritten = [self._overwritten(i) for i in job.outputs]
-        proceed, fills = self._choice(job.outputs)
-        starts = list(map(self._start, job.outputs, fills))
-        rounds = self._rounds(proceed)
-        return self._run_once(outputs, rounds, starts, overwritten, job.arrays)
-
-    def _start(self, i: int, fill: Any) -> jax.Array:
-        """Return what an output is if nothing is brought."""
-        aval, old = self.program.outputs[i].aval, self.replaced.get(i)
-        if old is None:
-            return start_value(aval, aval.shape, fill)
-        array = self.known[self.program.inputs[old]]
-        if array.dtype == aval.dtype:
-            return array
-        array = to_device(array).astype(aval.dtype)  # widened at the first step
-        return to_host(array) if is_host_type(aval) else array
 
     def _overwritten(self, i: int) -> Value | None:
         """Return the input that an output can overwrite."""
@@ -281,105 +295,197 @@ class _StepFromHost:
         old, new = self.program.inputs[self.replaced[i]], self.program.outputs[i]
         return old if old.aval == new.aval else None
 
+    def _needed_before(self, job: _Job) -> list[Value]:
+        """Return what must be known before a job is run."""
+        if job.end is not None:
+            return job.end.reads
+        targets = [self.program.outputs[i] for i in job.outputs]
+        return self._cone(targets, job.arrays)[1]
+
+    def _is_small(self, value: Value) -> bool:
+        return value.aval.size < self.plan.min_size
+
+    def _is_brought(self, value: Value) -> bool:
+        return value in self.sources and not self._is_small(value)
+
+    def _is_reduced(self, value: Value) -> bool:
+        return self._is_small(value) and any(
+            map(self._is_brought, self._inputs_of(value))
+        )
+
+    def _inputs_of(self, value: Value) -> list[Value]:
+        if value.made_at is None:
+            return []
+        return list(values_in(self.program.nodes[value.made_at].inputs))
+
+    def _arrays_read(self, places: Iterable[int]) -> list[Value]:
+        """Return the arrays in host memory that some equations read."""
+        reads = self.program.reads_of(list(places))
+        return [v for v in reads if v.made_at is None and v in self.sources]
+
+    def _cone(
+        self, targets: Iterable[Value], arrays: Iterable[Value] = ()
+    ) -> tuple[list[int], list[Value]]:
+        """Return the equations to compute some values, and the small values they need.
+
+        Args:
+            targets: the values.
+            arrays: which arrays are brought as a whole for this. Small values that are
+                made of others, too, or of none, must be known before.
+        """
+        own, places = frozenset(arrays), set[int]()
+        needed: dict[Value, None] = {}
+        stack = list(targets)
+        seen = set(stack)
+        while stack:
+            target = stack.pop()
+            if target.made_at is not None:
+                places.add(target.made_at)
+            for value in self._inputs_of(target):
+                is_own = value in self.sources and self.sources[value] <= own
+                if self._is_small(value) and not is_own:
+                    needed[value] = None
+                elif value not in seen:
+                    seen.add(value)
+                    stack.append(value)
+        return sorted(places), list(needed)
+
+    def _compute(self, targets: Sequence[Value]) -> None:
+        """Compute values that are not brought, and small ones from what is."""
+        places = self.program.needed(targets)
+        reduced = [
+            value
+            for place in places
+            for value in self.program.nodes[place].outputs
+            if self._is_small(value)
+            and any(map(self._is_brought, self._inputs_of(value)))
+        ]
+        for place in places:
+            node = self.program.nodes[place]
+            if not any(map(self._is_brought, values_in(node.inputs))):
+                self.program.run([place], self.known)
+                continue
+            for value in node.outputs:
+                if value in reduced and value not in self.known:
+                    self._reduce(value, reduced)
+
+    def _reduce(self, value: Value, reduced: Sequence[Value]) -> None:
+        """Compute a small value, and others that the same arrays can be reduced to."""
+        sources = self.sources[value]
+        group = [
+            other
+            for other in reduced
+            if other not in self.known
+            and self.sources[other] == sources
+            and all(x in self.known for x in self._cone([other])[1])
+        ]
+        starts = [_start_value(v.aval, v.aval.shape) for v in group]
+
+        def compute(carry: Sequence[Any], local: dict[Value, Any]) -> list[Any]:
+            return self._run_whole(group, local)
+
+        arrays = self._arrays_read(self._cone(group)[0])
+        made = self._run_once(compute, starts, arrays)
+        self.known.update(zip(group, made, strict=True))
+
+    def _run_job(self, job: _Job) -> list[Any]:
+        """Return the outputs of a job."""
+        overwritten = (
+            [job.end.reads[i] for _, i in sorted(job.end.replaced.items())]
+            if job.end
+            else [self._overwritten(i) for i in job.outputs]
+        )
+        starts = list(map(self._start, job.outputs))
+        outputs = [self.program.outputs[i] for i in job.outputs]
+        places = job.end.places if job.end else self._cone(outputs, job.arrays)[0]
+        read = [v for v in self._arrays_read(places) if v not in overwritten]
+
+        def compute(carry: Sequence[Any], local: dict[Value, Any]) -> list[Any]:
+            for old, array in zip(overwritten, carry, strict=True):
+                if old is not None:
+                    local[old] = array
+            end = job.end
+            if end is None:
+                return self._run_whole(outputs, local, job.arrays)
+            args = [local[value] for value in end.reads]
+            run_part = partial(self._run_part, end)
+            if job.layout is None:
+                return run_part(Part.of(end), args)
+            return job.layout.run(run_part, self.program, end, args)
+
+        made = self._run_once(compute, starts, read)
+        # Of a result of a loop that is in host memory `jit` learns that by a move.
+        return [to_host(x) if is_host_type(x.aval) else x for x in made]
+
+    def _start(self, i: int) -> jax.Array:
+        """Return what an output is if nothing is brought."""
+        aval, old = self.program.outputs[i].aval, self.replaced.get(i)
+        if old is None:
+            return _start_value(aval, aval.shape)
+        array = self.known[self.program.inputs[old]]
+        if array.dtype == aval.dtype:
+            return array
+        array = to_device(array).astype(aval.dtype)  # widened at the first step
+        return to_host(array) if is_host_type(aval) else array
+
     def _run_once(
         self,
-        targets: Sequence[Value],
-        rounds: Any,
+        compute: Callable[[Sequence[Any], dict[Value, Any]], list[Any]],
         starts: Sequence[Any],
-        overwritten: Sequence[Value | None] = (),
-        arrays: Sequence[Value] | set[Value] = (),
+        arrays: Sequence[Value],
     ) -> list[Any]:
-        """Compute values in a loop of one round."""
-        places, _ = self.flow.cone(targets, arrays)
-        read = self.flow.arrays_read(places)
+        """Run something in a loop of one round, or of none.
+
+        Args:
+            compute: takes what it is to replace, and the values that are known.
+            starts: what is to be replaced.
+            arrays: what it only reads in host memory.
+        """
 
         def body(k: Any, carry: Any) -> list[Any]:
             # XLA would bring what a loop only reads ahead of it, and so all at once.
-            _, held = lax.optimization_barrier((k, [self.known[v] for v in read]))
-            local = self.known | dict(zip(read, held, strict=True))
-            for old, value in zip(overwritten, carry, strict=False):
-                if old is not None:
-                    local[old] = value
-            self.program.run(places, local)
-            return [read_output(local, target) for target in targets]
+            _, held = lax.optimization_barrier((k, [self.known[v] for v in arrays]))
+            return compute(carry, self.known | dict(zip(arrays, held, strict=True)))
 
-        return lax.fori_loop(jnp.int32(0), rounds, body, list(starts))
+        return lax.fori_loop(jnp.int32(0), self.rounds, body, list(starts))
 
-    def _run_chunks(self, job: _Job) -> list[Any]:
-        (end,) = job.ends
-        args = [self.known[value] for value in end.reads]
-        proceed, fills = self._choice(end.outputs)
-        run_part = partial(
-            run_chunks,
-            self.program,
-            end,
-            rounds=self._rounds(proceed),
-            fills=fills,
-            chunk_bytes=self.limits.chunk_bytes,
-        )
-        if job.layout is None:
-            return run_part(Part.of(end), args)
-        return job.layout.run(run_part, self.program, end, args)
+    def _run_whole(
+        self,
+        targets: Sequence[Value],
+        local: dict[Value, Any],
+        arrays: Iterable[Value] = (),
+    ) -> list[Any]:
+        """Return values that are computed from whole arrays."""
+        places, _ = self._cone(targets, arrays)
+        for value in self._arrays_read(places):
+            local[value] = _bring_whole(local[value])
+        self.program.run(places, local)
+        return [read_output(local, target) for target in targets]
 
-    def _rounds(self, proceed: Any = True) -> Any:
-        """Return 1, or 0 if the step is skipped, as a number that XLA does not know.
-
-        A loop of one round would be no loop for it.
-        """
-        rounds = jnp.asarray(proceed & self.proceed).astype(jnp.int32)
-        return lax.optimization_barrier(rounds)
-
-    def _choice(self, outputs: Sequence[int]) -> tuple[Any, list[Any]]:
-        """Return whether the step itself proceeds, and what outputs are if it does not.
-
-        A wrapper inside of the step may choose between each new value and the old one,
-        or a constant. If all outputs are chosen by one number, nothing is brought where
-        it is false.
-        """
-        chosen = [self._chosen(i) for i in outputs]
-        predicates = {each[0] for each in chosen if each is not None}
-        if None in chosen or len(predicates) != 1:
-            return True, [0] * len(outputs)
-        return read(self.known, *predicates), [each[1] for each in chosen if each]
-
-    def _chosen(self, i: int) -> tuple[Value, Any] | None:
-        """Return by what an output is chosen, and the constant it can be; or None."""
-        value = self._moved(self.program.outputs[i])
-        at = getattr(value, "made_at", None)
-        if at is None or self.program.nodes[at].equation.primitive.name != "select_n":
-            return None
-        predicate, other, *_ = self.program.nodes[at].inputs
-        if is_literal(predicate) or predicate not in self.known:
-            return None
-        if predicate.aval.shape or predicate.aval.dtype != bool:
-            return None
-        old = self._overwritten(i)
-        if old is not None:
-            return (predicate, 0) if self._moved(other) is old else None
-        fill = self._constant(other)
-        return None if fill is None else (predicate, fill)
-
-    def _moved(self, value: Any) -> Any:
-        """Return what a value was before it was moved to another memory."""
-        while isinstance(value, Value) and value.made_at is not None:
-            node = self.program.nodes[value.made_at]
-            if not moves_memory(node.equation):
-                break
-            (value,) = node.inputs
-        return value
-
-    def _constant(self, value: Any) -> Any:
-        """Return the number that an array repeats, or None."""
-        if not isinstance(value, Value) or value.made_at is None:
-            return None
-        node = self.program.nodes[value.made_at]
-        if node.equation.primitive.name != "broadcast_in_dim":
-            return None
-        (number,) = node.inputs
-        is_known = is_literal(number) or number in self.known
-        return read(self.known, number) if is_known and not number.aval.ndim else None
+    def _run_part(self, end: End, part: Part, args: Sequence[Any]) -> list[Any]:
+        """Return the outputs of an end for the part that one device has."""
+        avals = [v.aval for v in end.reads if is_host_type(v.aval)]
+        sizes = [bytes_on_device(x) // x.size for x in avals if x.shape == end.shape]
+        most = max(1, self.plan.chunk_bytes // max(4, sum(sizes)))
+        cuts = cuts_of(part, most=most)
+        brought = [
+            x if cuts is not None and cuts.can_leave_host(x) else _bring_whole(x)
+            for x in args
+        ]
+        made = run_end(self.program, end, cuts or Cuts.whole(part), brought)
+        outputs = [self.program.outputs[i] for i in end.outputs]
+        return [
+            to_host(in_rows(x)) if is_host_type(v.aval) and not is_on_host(x) else x
+            for v, x in zip(outputs, made, strict=True)
+        ]
 
 
-def _mark_memory(x: jax.Array) -> jax.Array:
-    """Return a result of a loop; of one that is in host memory `jit` learns that."""
-    return to_host(x) if is_host_type(x.aval) else x
+def _start_value(aval: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Return an array to be overwritten, of a type but for the shape."""
+    array = jnp.zeros(shape, aval.dtype)
+    return to_host(array) if is_host_type(aval) else array
+
+
+def _bring_whole(x: jax.Array) -> jax.Array:
+    """Return an array on the device."""
+    return in_rows(to_device(x)) if is_on_host(x) else x

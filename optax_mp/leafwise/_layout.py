@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optax_mp._jax._arrays import sharding_in_type
-from optax_mp._jax._traced import is_dynamic
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._program import Program, Value
@@ -38,8 +37,8 @@ class Layout:
             args: the values of what it reads.
             known: the shardings of some of these.
         """
-        if not hasattr(jax, "shard_map"):  # before JAX 0.6
-            return None
+        # By what the user said, or by types. All arrays of a leaf are sharded alike;
+        # scales as the elements, whose blocks must not lie on two devices.
         found = [known[value] for value in end.reads if value in known]
         in_types = [sharding_in_type(x) for x in args if jnp.ndim(x) == len(end.shape)]
         found += in_types
@@ -85,7 +84,7 @@ class Layout:
     def part(self, end: End, origin: tuple[Any, ...] = ()) -> Part:
         """Return the part of a device that begins at a place of the whole arrays."""
         size = end.block_size or 1
-        return Part(self.whole, self.shape, size, origin, is_shard=True)
+        return Part(self.whole, self.shape, size, origin)
 
     def _names(self) -> list[Any]:
         spec = self.sharding.spec
@@ -93,17 +92,6 @@ class Layout:
 
     def _spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         return self.sharding.spec if shape else PartitionSpec()
-
-
-def shardings_of_inputs(
-    program: Program, kept: Any, shardings: Sequence[NamedSharding | None]
-) -> Shardings:
-    """Return the shardings by the inputs of a program, the last of which are `kept`."""
-    leaves = jax.tree.leaves(kept)
-    of_arrays = [s for x, s in zip(leaves, shardings, strict=False) if is_dynamic(x)]
-    inputs = program.inputs[len(program.inputs) - len(of_arrays) :]
-    both = zip(inputs, of_arrays, strict=True)
-    return {value: sharding for value, sharding in both if sharding is not None}
 
 
 def spread_shardings(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_mp._jax._by_platform import NAME
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
@@ -21,8 +22,8 @@ from optax_mp._jax._products import is_product
 
 Test = Callable[[Equation], bool]
 
-# Calls that are opened; "pjit" up to JAX 0.6.
-_CALLS = ("jit", "pjit", "closed_call")
+# Calls that are opened, and steps within a step. JAX 0.8 has "pjit".
+_CALLS = ("jit", "pjit", "closed_call", NAME)
 _SLOW = frozenset(
     """while scan custom_linear_solve triangular_solve lu cholesky eigh eig svd sort
     schur householder_product geqrf geqp3""".split()
@@ -97,6 +98,8 @@ class Program:
         def read(atom: Any) -> Any:
             return atom if is_literal(atom) else known[atom]
 
+        # Calls are opened so that an end is found through them: an optimizer is made of
+        # many, and each function of `jax.numpy` is one.
         for equation in jaxpr.eqns:
             given = [read(atom) for atom in equation.invars]
             if _is_call(equation) and not is_atomic(equation):

@@ -1,15 +1,21 @@
 """take_step: `tx.update` and `optax.apply_updates` in one pass over memory."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import optax
 from jax.sharding import NamedSharding
 
-from optax_mp._inner import as_transformation
-from optax_mp._jax._arrays import split_traced
-from optax_mp.leafwise._engine import Step, run_leafwise
+from optax_mp._inner import as_transformation, or_no_change
+from optax_mp._jax._arrays import has_tracers
+from optax_mp._jax._memory import is_on_host
+from optax_mp._leaves import is_absent
+from optax_mp._warnings import warn
+from optax_mp.leafwise._engine import run_step
+from optax_mp.leafwise._from_host import OUTER_STEP, OuterStep, Plan, run_from_host
 from optax_mp.leafwise._layout import spread_shardings
+from optax_mp.leafwise._traced_step import NOT_PACKED, Step
 
 
 def take_step(
@@ -34,14 +40,14 @@ def take_step(
     `stochastic_rounding` store in few bits. On TPUs and GPUs the step of such a leaf
     runs in one kernel, which reads and writes each array once, in place. `tx` can be
     any optimizer: its update is traced, and what is not computed element by element,
-    such as a global norm, is computed before the kernels. An update with effects, such
-    as `jax.debug.print`, is left to XLA.
+    such as a global norm, is computed before the kernels. There are none outside of
+    `jit`, within `vmap` or `grad`, or if the update has effects, such as
+    `jax.debug.print`: a warning says so.
 
     A kernel is used in a program for one device, inside `jax.shard_map` over all axes
     of a mesh, and on sharded arrays if their types or `param_shardings` say how they
     are sharded. Elsewhere, on other platforms, and for small leaves, XLA compiles the
-    step as it does `tx.update`. On a TPU it takes a large leaf chunk by chunk. On a CPU
-    it takes small leaves that do the same in one stack, and large ones in turn.
+    step as it does `tx.update`. On a TPU it takes a large leaf chunk by chunk.
     `step_report` says which leaves have a kernel, and why others have none.
     `tx.update` runs kernels on a TPU as well, but has to write the updates.
     `OPTAX_MP_KERNELS=0` in the environment turns kernels off.
@@ -81,15 +87,58 @@ def take_step(
         >>> float(params["w"][0, 0])
         0.8984375
     """
+    if has_tracers((grads, opt_state, params)) and any(
+        map(is_on_host, jax.tree.leaves(opt_state))
+    ):
+        return _take_step_from_host(
+            tx, grads, opt_state, params, param_shardings, extra_args
+        )
     whole = WholeStep.of(
         "take_step", tx, grads, opt_state, params, param_shardings, extra_args
     )
-    _, (opt_state, params) = run_leafwise(*whole)
+    (_, (opt_state, params)), obstacle = run_step(*whole)
+    if obstacle not in (None, NOT_PACKED):
+        _warn_once(obstacle)
     return params, opt_state
 
 
+def _take_step_from_host(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    opt_state: optax.OptState,
+    params: optax.Params,
+    param_shardings: Any,
+    extra_args: dict[str, Any],
+) -> tuple[optax.Params, optax.OptState]:
+    """Return (params, opt_state) after a step whose state is in host memory."""
+    outer = OuterStep()
+    extra_args = extra_args | {OUTER_STEP: outer}
+    whole = WholeStep.of(
+        "take_step", tx, grads, opt_state, params, param_shardings, extra_args
+    )
+
+    def plan() -> Plan | None:
+        if param_shardings is not None:
+            return outer.plan(whole.shardings)
+        of_params = spread_shardings(params, outer.param_shardings, "offload")
+        return outer.plan([None] * len(jax.tree.leaves(opt_state)) + of_params)
+
+    step, given, kept, _ = whole
+    _, (opt_state, params) = run_from_host(step, given, kept, plan)
+    return params, opt_state
+
+
+@functools.cache
+def _warn_once(obstacle: str) -> None:
+    warn(
+        f"take_step: no kernel computes this step, because of what it is: {obstacle}. "
+        "XLA computes it as it does `tx.update`. Call `take_step` in a function that "
+        "`jax.jit` compiles, with all state on the device."
+    )
+
+
 class WholeStep(NamedTuple):
-    """The arguments of `run_leafwise` for a step of an optimizer."""
+    """The arguments of `run_step` for a step of an optimizer."""
 
     step: Step
     given: Any
@@ -109,14 +158,23 @@ class WholeStep(NamedTuple):
     ) -> "WholeStep":
         """Check the arguments of the function `name`, and return the step."""
         tx = as_transformation(tx, name, "tx")
-        traced, known = split_traced(extra_args)
 
         def step(given: Any, kept: Any) -> Any:
-            grads, traced = given
+            grads, extra_args = given
             opt_state, params = kept
-            updates, opt_state = tx.update(grads, opt_state, params, **traced, **known)
-            return None, (opt_state, optax.apply_updates(params, updates))
+            updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+            return None, (opt_state, _apply_updates(params, updates))
 
         shardings = [None] * len(jax.tree.leaves(opt_state))
         shardings += spread_shardings(params, param_shardings, name)
-        return cls(step, (grads, traced), (opt_state, params), shardings)
+        return cls(step, (grads, extra_args), (opt_state, params), shardings)
+
+
+def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
+    """Return what `optax.apply_updates` does; a param whose update is None stays."""
+
+    def apply(param: Any, update: Any) -> Any:
+        update = or_no_change(update, param)
+        return param if is_absent(update) else optax.apply_updates(param, update)
+
+    return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)

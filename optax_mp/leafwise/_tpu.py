@@ -58,6 +58,10 @@ def run_end(
         interpret: whether to run the kernel without a TPU.
     """
     shape, block_size = part.shape, end.block_size or 32
+    # Each program of the grid has a tile: some rows, and as many columns as have 128
+    # scales, or all. Mosaic brings the tiles of the next program while one computes.
+    # Inside, a loop takes the columns by chunks, so that what is computed in between
+    # fits into registers; scales stay whole, and are chosen together at the end.
     *leading, height, width = shape
     rows = min(_ROWS, height)
     # As many columns as 128 scales are for, since those fill a register's lanes.

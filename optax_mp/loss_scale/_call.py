@@ -1,13 +1,15 @@
 """Checks of a call of what `value_and_grad` returns: f(opt_state, params, ...)."""
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
 
 from optax_mp._arguments import check_opt_state, may_be_state
-from optax_mp._float16 import Event
+from optax_mp._float16 import Event, counts
 from optax_mp._states import holds_state
 from optax_mp._tree import is_array, is_inexact, summarize
 from optax_mp._warnings import warn
@@ -15,7 +17,6 @@ from optax_mp._warnings import warn
 
 def check_state_argument(
     fun: Callable[..., Any],
-    chosen: Sequence[int],
     opt_state: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -24,14 +25,12 @@ def check_state_argument(
 
     Args:
         fun: the user's function.
-        chosen: the arguments to differentiate.
         opt_state: the first argument of the call.
         args: those for `fun`.
         kwargs: keyword arguments for `fun`.
     """
     check_opt_state(opt_state, "value_and_grad")
-    params = [args[i] for i in chosen if -len(args) <= i < len(args)]
-    if may_be_state(opt_state, params[0] if len(params) == 1 else params):
+    if holds_state(opt_state):
         return
     problem = (
         f"value_and_grad: `opt_state` is {summarize(opt_state)}, expected the state of "
@@ -46,7 +45,9 @@ def check_state_argument(
             f"{problem}. The state comes before all arguments of the function itself; "
             "without an optimizer use `jax.value_and_grad`."
         )
-    warn(f"{problem}. No part of it looks like a state, nor like the params.")
+    # The function can be called with what is left, as if it has defaults.
+    if not may_be_state(opt_state):
+        warn(f"{problem}. Nothing in it looks like a state.")
 
 
 def _takes(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
@@ -80,22 +81,32 @@ def check_argnums(chosen: Sequence[int], args: Sequence[Any], caller: str) -> No
         )
 
 
-def check_function(fun: Any, caller: str) -> None:
-    """Raise unless `fun` can be called."""
+def check_function(fun: Any, argnums: Any, has_aux: Any, caller: str) -> None:
+    """Raise unless `fun` can be called, and the others are settings."""
     if not callable(fun):
         raise TypeError(
             f"{caller}: `fun` is {summarize(fun)}, expected a function that returns "
             "the loss; pass the function itself, and its arguments to the result."
         )
+    numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+    are_integers = all(isinstance(i, Integral) for i in numbers)
+    if not (isinstance(has_aux, bool) and are_integers):
+        raise TypeError(
+            f"{caller}: `argnums` is {summarize(argnums)} and `has_aux` is "
+            f"{summarize(has_aux)}, expected integers and a bool; pass arguments of "
+            f"the function to the result: `{caller}(fun)(opt_state, params, ...)`."
+        )
 
 
-def warn_if_unscaled(events: set[Event], known_events: set[Event]) -> None:
+def warn_if_unscaled(before: Counter[Event], known_events: set[Event]) -> None:
     """Warn once if a function computes in float16, and nothing scales its loss.
 
     Args:
-        events: what happened in this call of the function.
-        known_events: what happened in earlier calls; these events are added to it.
+        before: what had been counted before this call of the function.
+        known_events: what happened in earlier calls, because what is jitted inside
+            reports when it is traced only; what happened in this one is added.
     """
+    events = set(counts() - before)
     is_new = "computes in float16" in events - known_events
     known_events |= events
     if is_new and "scales its loss" not in known_events:

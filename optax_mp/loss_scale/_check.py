@@ -7,6 +7,7 @@ import optax
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._arguments import warn_unless_state
+from optax_mp._float16 import counts
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import is_absent
 from optax_mp._nnx import plain_trees
@@ -15,9 +16,6 @@ from optax_mp._tree import describe, nonfinite_paths, spell
 from optax_mp._warnings import warn
 from optax_mp.loss_scale._settings import check_number
 from optax_mp.loss_scale._state import LossScaleState, loss_scale_state
-
-# The default `max_scale`: a state does not say its own.
-_SUSPICIOUS_SCALE = 2.0**24
 
 
 def check_loss_scale(
@@ -33,8 +31,9 @@ def check_loss_scale(
     Overflows stop when the scale is low enough; a NaN from the model itself does not.
     With the defaults, 30 skipped steps take the scale from 65536 down to `min_scale`.
 
-    Warns if the scale has grown to 2^24, the default `max_scale`, and no step was ever
-    skipped: then gradients were probably not scaled.
+    Warns after finite steps if neither `value_and_grad`, `scale_loss` nor `loss_scale`
+    was called in this process and no step was ever skipped: then the loss was probably
+    not scaled.
 
     Args:
         opt_state: a state with a loss scale in it, at any depth of wrappers. A state
@@ -68,12 +67,11 @@ def check_loss_scale(
         FloatingPointError: check_loss_scale: 1 steps ... not finite was ['w'].
     """
     opt_state, params = plain_trees(opt_state, params)
-    _check_max_skipped(max_skipped)
     state = loss_scale_state(opt_state, "check_loss_scale")
+    _check_arguments(max_skipped, state)
     if state is None:
         warn_unless_state(opt_state, "check_loss_scale")
         return
-    _check_concrete(state)
     state = jax.device_get(state._replace(inner_state=()))
     _warn_if_never_scaled(state)
     if state.skipped_count <= max_skipped:
@@ -98,26 +96,24 @@ def check_loss_scale(
 
 def _explain_cause(state: LossScaleState) -> str:
     """Return what the scale says about the cause: an overflow, or the model itself."""
-    of_model = (
-        "a NaN or infinity of the model or its data, such as a division by zero or the "
-        "log of a negative number."
-    )
     # Only a dynamic scale without hysteresis left has been lowered.
     has_fallen = state.hysteresis_left == 0
-    scale = f"is {'down to ' if has_fallen else ''}{state.scale:g}"
     if state.scale <= 1:
-        return (
-            f"{scale}. A scale of at most 1 makes no gradient overflow, so this is "
-            f"{of_model}"
+        sign = ". A scale of at most 1 makes no gradient overflow, so this is"
+    elif has_fallen:
+        sign = (
+            ". If this ends before the scale is down to 1, it is an overflow: raise "
+            "`max_skipped`, or lower `init_scale`. If not, it is"
         )
-    if not has_fallen:
-        return (
-            f"{scale}, and has not fallen. If a lower scale, or `dynamic_loss_scale`, "
-            f"ends this, it is an overflow; if not, it is {of_model}"
+    else:
+        sign = (
+            ", and has not fallen. If a lower scale, or `dynamic_loss_scale`, ends "
+            "this, it is an overflow; if not, it is"
         )
     return (
-        f"{scale}. If this ends before the scale is down to 1, it is an overflow: "
-        f"raise `max_skipped`, or lower `init_scale`. If not, it is {of_model}"
+        f"is {'down to ' if has_fallen else ''}{state.scale:g}{sign} a NaN or "
+        "infinity of the model or its data, such as a division by zero or the log of a "
+        "negative number."
     )
 
 
@@ -144,17 +140,11 @@ def _sees_masked_gradients(opt_state: Any) -> bool:
     )
 
 
-def _check_max_skipped(max_skipped: Any) -> None:
-    check_number(
-        "check_loss_scale: `max_skipped`",
-        max_skipped,
-        "a number of steps (pass gradients by keyword, as `grads=grads`)",
-        lambda _: True,
-    )
-
-
-def _check_concrete(state: LossScaleState) -> None:
-    if is_traced(state.scale):
+def _check_arguments(max_skipped: Any, state: LossScaleState | None) -> None:
+    expected = "a number of steps (pass gradients by keyword, as `grads=grads`)"
+    name = "check_loss_scale: `max_skipped`"
+    check_number(name, max_skipped, expected, lambda _: True)
+    if state is not None and is_traced(state.scale):
         raise TypeError(
             f"check_loss_scale: the loss scale is traced ({describe(state.scale)}), "
             "expected a concrete value; call it outside jit."
@@ -162,14 +152,18 @@ def _check_concrete(state: LossScaleState) -> None:
 
 
 def _warn_if_never_scaled(state: LossScaleState) -> None:
-    # A float16 value in the backward pass that is scaled by 2^24 overflows from 0.004
-    # on. Without the scale none does, and the scale only grows.
-    if state.scale >= _SUSPICIOUS_SCALE and state.total_skipped_count == 0:
+    """Warn after finite steps whose gradients nobody can have scaled.
+
+    The counters cannot tell: without the scale nothing overflows, and the scale grows
+    to its bound, after thousands of steps with gradients divided by it.
+    """
+    has_scale = state.scale != 1 and state.finite_count > 0
+    if has_scale and state.total_skipped_count == 0 and not counts()["scales its loss"]:
         warn(
-            f"check_loss_scale: the loss scale is {state.scale:g}, and no step "
-            "was ever skipped, so gradients are probably not scaled. They are "
-            "divided by the scale all the same: take them with "
-            "`optax_mp.value_and_grad(loss)(opt_state, params, ...)`, or of "
+            f"check_loss_scale: the loss scale is {state.scale:g}, no step was ever "
+            "skipped, and no loss was scaled in this process, so gradients are "
+            "probably not scaled. They are divided by the scale all the same: take "
+            "them with `optax_mp.value_and_grad(loss)(opt_state, params, ...)`, or of "
             "`optax_mp.scale_loss(loss, opt_state)`. If nothing is computed in "
             "float16, no loss scale is needed; `optax_mp.static_loss_scale` skips "
             "non-finite steps."

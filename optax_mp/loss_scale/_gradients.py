@@ -9,7 +9,7 @@ import optax
 
 from optax_mp._arguments import warn_unless_state
 from optax_mp._dtypes import at_least_float32
-from optax_mp._float16 import Event, collect_events, report
+from optax_mp._float16 import Event, counts, report
 from optax_mp._nnx import plain_state
 from optax_mp._tree import describe, is_floating, is_inexact
 from optax_mp.loss_scale._call import (
@@ -99,19 +99,20 @@ def value_and_grad(
         (5.0, 'float32', [16.0, 32.0])
     """
     caller = "value_and_grad"
-    check_function(fun, caller)
-    # What is jitted inside reports when it is traced, and not in later calls.
+    check_function(fun, argnums, has_aux, caller)
     known_events: set[Event] = set()
 
     def evaluate(opt_state: optax.OptState, *args: Any, **kwargs: Any) -> Any:
         opt_state = plain_state(opt_state)
-        check_state_argument(fun, _as_tuple(argnums), opt_state, args, kwargs)
+        check_state_argument(fun, opt_state, args, kwargs)
         state = loss_scale_state(opt_state, caller)
+        if state is not None:
+            report("scales its loss")
         factor = None if state is None else state.scale
-        with collect_events() as events:
-            result = differentiate(fun, argnums, has_aux, factor, args, kwargs, caller)
+        before = counts()
+        result = differentiate(fun, argnums, has_aux, factor, args, kwargs, caller)
         if state is None:
-            warn_if_unscaled(events, known_events)
+            warn_if_unscaled(before, known_events)
         return result
 
     return evaluate

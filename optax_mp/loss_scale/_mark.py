@@ -4,15 +4,22 @@ A link of `optax.chain` cannot stop those that follow. It hands them negative ze
 numerically zero for every optimizer, and real gradients are hardly ever all negative
 zeros. If a later `mixed_precision` finds nothing but negative zeros, it skips the step.
 
-This check reads all gradients once more. So it is made only while a link exists in this
-process, that is a `dynamic_loss_scale()` or `static_loss_scale()` without `inner`. It
-is not enough to check only if a link ran earlier in the same trace, because a link may
-be compiled apart from the optimizer that follows it. A link that
-`optax.inject_hyperparams` makes lives for one call only, but the state that it returns
-lives on: the check is made while that exists, too.
+The search for the mark reads all gradients once more, and takes a collective where they
+are sharded. So optimizers look for it only from the first update of a link on, in this
+process. No other call to this package changes what a later one does. It means:
+
+- A program that was traced before that, apart from the link, does not look for it: put
+  link and optimizer into one chain.
+- After it, gradients that happen to be all negative zeros are a skipped step.
+
+No mark without these limits is known. A few elements of each leaf take a collective if
+they are sharded; small leaves alone may have no gradient in a step in which others do.
+A choice for each element costs nothing, but real gradients have single negative zeros,
+and step counts need one answer. A NaN with a certain payload, or a value other than
+zero, would move every optimizer that does not know it.
 """
 
-import weakref
+import threading
 from typing import Any
 
 import jax
@@ -25,22 +32,14 @@ from optax_mp._jax._choose import Choice, or_negative_zeros
 from optax_mp._tree import PyTree, all_true, is_inexact
 from optax_mp.loss_scale._overwrite import hide_overwritten
 
-# The `update` functions of all links that are still in use, and an array of each state
-# that such a function returned, by their ids: arrays are not hashable.
-_links: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-def register_link(owner: Any) -> None:
-    """Make `is_unmarked` check gradients as long as `owner` exists.
-
-    Args:
-        owner: the `update` function of a link, or an array of a state it returned.
-    """
-    _links[id(owner)] = owner
+# Whether a link has run. Never reset: the garbage collector would decide how long one
+# exists, and a link that `optax.inject_hyperparams` makes lives for one call.
+_a_link_ran = threading.Event()
 
 
 def mark_skipped(finite: jax.Array, grads: PyTree) -> PyTree:
     """Return gradients for the links that follow: negative zeros in a skipped step."""
+    _a_link_ran.set()
     return jax.tree.map(lambda grad: or_negative_zeros(finite, grad), grads)
 
 
@@ -49,7 +48,7 @@ def is_unmarked(grads: PyTree) -> Choice:
 
     A link hands on float32 or wider gradients. So if one has 16 bits, there is none.
     """
-    if not _links:
+    if not _a_link_ran.is_set():
         return True
     # A link does not mark the gradients of overwritten leaves.
     grads = hide_overwritten(grads)
@@ -67,9 +66,8 @@ def _is_negative_zero(x: Any) -> jax.Array:
     """Return whether all of `x` is negative zero."""
     if jnp.iscomplexobj(x):
         return _is_negative_zero(jnp.real(x)) & _is_negative_zero(jnp.imag(x))
-    # As bits, because CPUs compare the smallest numbers equal to zero. By the maximum,
-    # because for `all` XLA's CPU kernels would write out an array of bools.
-    unsigned = jnp.dtype(f"uint{bits(x.dtype)}")
-    sign = unsigned.type(1 << (bits(x.dtype) - 1))
-    differing = lax.bitcast_convert_type(x, unsigned) ^ sign
-    return lax.reduce_max(differing, range(differing.ndim)) == 0
+    # As bits, those of the least integer, because CPUs compare the smallest numbers
+    # equal to zero.
+    integer = jnp.dtype(f"int{bits(x.dtype)}")
+    largest = lax.reduce_max(lax.bitcast_convert_type(x, integer), range(x.ndim))
+    return lax.eq(largest, integer.type(jnp.iinfo(integer).min))

@@ -20,6 +20,7 @@ from jax.tree_util import (
 from optax_mp._dtypes import at_least_float32, difference
 from optax_mp._leaves import Leaves
 from optax_mp._tree import PyTree, is_floating
+from optax_mp._warnings import warn
 
 # The collection of these leaves, `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`.
 _COLLECTION = "_overwrite_with_gradient"
@@ -42,6 +43,17 @@ def restore_overwritten(tree: PyTree, original: PyTree) -> PyTree:
         original,
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )
+
+
+def warn_if_overwritten(grads: PyTree, caller: str) -> None:
+    """Warn that a link of a chain cannot overwrite leaves."""
+    if _has_overwritten(grads):
+        warn(
+            f"{caller}: gradients under {_COLLECTION!r} are to take the place of their "
+            "params. As a link of a chain this transform only hands them on, "
+            "and an optimizer after it moves these params as if they were weights; "
+            f"put `optax_mp.{caller}` around the optimizer."
+        )
 
 
 def update_overwritten(

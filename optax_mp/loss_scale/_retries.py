@@ -10,7 +10,6 @@ from jax import lax
 from optax_mp._tree import all_finite, describe, is_array
 from optax_mp.loss_scale._call import check_function
 from optax_mp.loss_scale._gradients import differentiate
-from optax_mp.loss_scale._values import LossScale
 
 
 def dynamic_scale_value_and_grad(
@@ -91,14 +90,14 @@ def dynamic_scale_grad(
 def _with_retries(
     fun: Callable[..., Any], has_aux: bool, redo_on_nan: int, caller: str
 ) -> Callable[..., Any]:
-    check_function(fun, caller)
+    check_function(fun, 0, has_aux, caller)
     if not (isinstance(redo_on_nan, int) and redo_on_nan >= 0):
         raise ValueError(
             f"{caller}: `redo_on_nan` is {redo_on_nan!r}, expected how often to try "
             "again, 0 or more."
         )
 
-    def attempt(scale: LossScale, args: Any, kwargs: Any) -> Any:
+    def attempt(scale: Any, args: Any, kwargs: Any) -> Any:
         factor = scale.loss_scale
         value, grads = differentiate(fun, 0, has_aux, factor, args, kwargs, caller)
         grads = scale.unscale(grads)

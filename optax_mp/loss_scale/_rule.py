@@ -58,9 +58,13 @@ def adjust(
 ) -> ScaleCounters:
     """Return the counters after a step whose gradients were `finite` or not."""
     after = _after_finite(rule, counters), _after_overflow(rule, counters)
-    return ScaleCounters(
-        *(jnp.where(finite, a, b) for a, b in zip(*after, strict=True))
+    scale, finite_count, hysteresis_left = (
+        jnp.where(finite, a, b) for a, b in zip(*after, strict=True)
     )
+    # Out of bounds only after a change of settings: in a run that goes on.
+    scale = jnp.clip(scale, jnp.float32(rule.min_scale), jnp.float32(rule.max_scale))
+    hysteresis_left = jnp.minimum(hysteresis_left, _as_count(rule.hysteresis))
+    return ScaleCounters(scale, finite_count, hysteresis_left)
 
 
 def _after_finite(rule: ScaleRule, counters: ScaleCounters) -> ScaleCounters:

@@ -43,19 +43,20 @@ def check_scale(argument: str, value: Any) -> float:
 
 def check_count(argument: str, value: Any) -> float:
     """Return a positive count of steps; whole floats such as 2000.0 are accepted."""
-    return check_number(
-        argument,
-        value,
-        "an integer greater than 0",
-        lambda count: 1 <= count < math.inf and count == int(count),
-    )
+
+    def is_count(x: float) -> bool:
+        return 1 <= x < math.inf and x == int(x)
+
+    return check_number(argument, value, "an integer greater than 0", is_count)
 
 
 def check_growth_factor(argument: str, value: Any) -> float:
     """Return a growth factor as a float, if it is finite and greater than 1."""
-    return check_number(
-        argument,
-        value,
-        "a finite number greater than 1",
-        lambda factor: 1 < factor < math.inf,
-    )
+    expected = "a finite number greater than 1"
+    return check_number(argument, value, expected, lambda x: 1 < x < math.inf)
+
+
+def check_backoff_factor(argument: str, value: Any) -> float:
+    """Return a backoff factor as a float, if it is between 0 and 1."""
+    expected = "a number between 0 and 1"
+    return check_number(argument, value, expected, lambda x: 0 < x < 1)

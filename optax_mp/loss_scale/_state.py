@@ -8,6 +8,7 @@ import optax
 from jax.tree_util import keystr
 
 from optax_mp._arguments import check_opt_state, warn_unless_state
+from optax_mp._float16 import report
 from optax_mp._nesting import check_nesting
 from optax_mp._nnx import plain_state
 from optax_mp._states import check_classes, find_states
@@ -78,7 +79,10 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
     opt_state = plain_state(opt_state)
     state = loss_scale_state(opt_state, "loss_scale")
     warn_unless_state(opt_state, "loss_scale")
-    return jnp.float32(1) if state is None else state.scale
+    if state is None:
+        return jnp.float32(1)
+    report("scales its loss")  # by hand
+    return state.scale
 
 
 def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:

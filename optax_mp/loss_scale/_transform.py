@@ -11,18 +11,15 @@ from jax import lax
 
 from optax_mp._arguments import check_init_params, check_own_state
 from optax_mp._descriptions import takes_descriptions
-from optax_mp._inner import (
-    as_transformation,
-    check_gradients,
-    explain_failure,
-)
+from optax_mp._inner import as_transformation, check_gradients, explain_failure
 from optax_mp._jax._choose import choose_step
 from optax_mp.leafwise._update import leafwise_update
-from optax_mp.loss_scale._mark import mark_skipped, register_link
+from optax_mp.loss_scale._mark import mark_skipped
 from optax_mp.loss_scale._overwrite import (
     hide_overwritten,
     restore_overwritten,
     update_overwritten,
+    warn_if_overwritten,
 )
 from optax_mp.loss_scale._rule import (
     ScaleCounters,
@@ -32,6 +29,7 @@ from optax_mp.loss_scale._rule import (
     start_counters,
 )
 from optax_mp.loss_scale._settings import (
+    check_backoff_factor,
     check_count,
     check_growth_factor,
     check_number,
@@ -73,8 +71,8 @@ def dynamic_loss_scale(
 
     Leaves under flax's `_overwrite_with_gradient` (fp8 scales) are neither unscaled nor
     checked nor optimized: the wrapper's update brings each of them to its gradient, as
-    nearly as one addition can. A link hands their gradients on as they are, so hide
-    these leaves from the optimizer after it, and replace them in the training loop.
+    nearly as one addition can. A link hands their gradients on as they are, and warns:
+    an optimizer after it would move them.
 
     Args:
         inner: the optimizer; None for a link in a chain.
@@ -185,33 +183,30 @@ def static_loss_scale(
     return _loss_scaling(inner, "static_loss_scale", scale, 1, count_finite, axis_name)
 
 
+_CHECKS = {
+    "growth_interval": check_count,
+    "hysteresis": check_count,
+    "growth_factor": check_growth_factor,
+    "backoff_factor": check_backoff_factor,
+    "min_scale": check_scale,
+    "max_scale": check_scale,
+}
+
+
 def _check_settings(rule: ScaleRule, init_scale: Any) -> None:
     """Raise an error that names the first setting that is out of range."""
     argument = "dynamic_loss_scale: `{}`".format
-    check_count(argument("growth_interval"), rule.growth_interval)
-    check_count(argument("hysteresis"), rule.hysteresis)
-    check_growth_factor(argument("growth_factor"), rule.growth_factor)
-    check_number(
-        argument("backoff_factor"),
-        rule.backoff_factor,
-        "a number between 0 and 1",
-        lambda factor: 0 < factor < 1,
+    # Each bound alone first: the errors on both show both.
+    for name, check in _CHECKS.items():
+        check(argument(name), getattr(rule, name))
+    low, high = float(rule.min_scale), float(rule.max_scale)
+    expected = f"at most `max_scale`, which is {high}"
+    check_number(argument("min_scale"), low, expected, lambda scale: scale <= high)
+    expected = (
+        f"a scale from `min_scale` {low} to `max_scale` {high}; change one of these"
     )
-    # Each bound alone first: the errors below show both.
-    low = check_scale(argument("min_scale"), rule.min_scale)
-    high = check_scale(argument("max_scale"), rule.max_scale)
-    check_number(
-        argument("min_scale"),
-        rule.min_scale,
-        f"at most `max_scale`, which is {high}",
-        lambda scale: scale <= high,
-    )
-    check_number(
-        argument("init_scale"),
-        check_scale(argument("init_scale"), init_scale),
-        f"a scale from `min_scale` {low} to `max_scale` {high}; change one of these",
-        lambda scale: low <= scale <= high,
-    )
+    start = check_scale(argument("init_scale"), init_scale)
+    check_number(argument("init_scale"), start, expected, lambda x: low <= x <= high)
 
 
 def _loss_scaling(
@@ -222,7 +217,7 @@ def _loss_scaling(
     adjust_counters: Adjust,
     axis_name: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    wrapped = None if inner is None else as_transformation(inner, caller)
+    wrapped: Any = None if inner is None else as_transformation(inner, caller)
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> LossScaleState:
@@ -255,31 +250,27 @@ def _loss_scaling(
         finite = bad_index == ALL_FINITE
         next_state = partial(_next_state, state, bad_index, finite, adjust_counters)
         if wrapped is None:
+            warn_if_overwritten(updates, caller)
             # The links that follow run in any case: all they can be told is a mark.
             out = restore_overwritten(mark_skipped(finite, grads), updates)
-            state = next_state(state.inner_state)
-            # What nothing else in the trace reads: of a call that failed, JAX can keep
-            # the trace, and all arrays that it reads, for good.
-            register_link(state.nonfinite_index)
-            return out, state
+            return out, next_state(state.inner_state)
         if extra_args.get("grad") is not None:
             # A line search compares it with the updates and the unscaled loss.
             hidden = hide_overwritten(extra_args["grad"])
             extra_args["grad"] = divide(hidden, state.scale)
         inner_params = hide_overwritten(params)
 
-        def step(inner_state: Any, wrapped: Any = wrapped) -> Any:
+        def step(inner_state: Any, extra_args: dict[str, Any]) -> Any:
             args = grads, inner_state, inner_params
             with explain_failure(wrapped, *args, caller):
                 out, inner_state = wrapped.update(*args, **extra_args)
             return update_overwritten(out, updates, params, caller), inner_state
 
         # In a skipped step the updates are negative zeros, and the state stays.
-        out, inner_state = choose_step(finite, step, state.inner_state)
+        out, inner_state = choose_step(finite, step, state.inner_state, extra_args)
         return out, next_state(inner_state)
 
     if wrapped is None:
-        register_link(update_fn)
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
     return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
 

@@ -8,15 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from optax_mp._dtypes import at_least_float32, bits
+from optax_mp._dtypes import at_least_float32
 from optax_mp._leaves import is_absent
-from optax_mp._tree import (
-    PyTree,
-    is_floating,
-    is_inexact,
-    leaf_finite,
-    leaf_finite_without_sum,
-)
+from optax_mp._tree import PyTree, is_inexact, leaf_finite
 
 # In the place of an index, where all leaves are finite. Larger than any index, so that
 # the minimum over leaves, and over ranks, is the first leaf that is not.
@@ -42,11 +36,10 @@ def unscale(grads: PyTree, scale: jax.Array) -> tuple[PyTree, jax.Array]:
     not the gradients: divided by a scale below 1, a finite gradient can overflow.
     """
     unscaled = divide(grads, scale)
-    both = zip(leaves_and_gaps(grads), leaves_and_gaps(unscaled), strict=True)
     finite = {
-        index: _quotient_finite(*pair, scale)
-        for index, pair in enumerate(both)
-        if is_inexact(pair[0])
+        index: leaf_finite(leaf)
+        for index, leaf in enumerate(leaves_and_gaps(unscaled))
+        if is_inexact(leaf)
     }
     return unscaled, _first_false(finite)
 
@@ -70,18 +63,6 @@ def _first_false(flags: dict[int, jax.Array]) -> jax.Array:
     )
     # The minimum, by a sort, for the reason that `all_true` gives.
     return lax.sort(bad)[0]
-
-
-def _quotient_finite(grad: Any, quotient: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return whether all of one quotient is finite."""
-    if not is_floating(grad):
-        return leaf_finite(quotient)  # complex
-    if bits(grad.dtype) < 32:
-        return leaf_finite_without_sum(quotient)
-    # Divide again, for this check only: if `quotient` were summed here, XLA's CPU
-    # backend would store it, for 4 bytes per weight and half of a step's time.
-    grad = jnp.asarray(grad)
-    return leaf_finite(lax.div(grad, lax.convert_element_type(scale, grad.dtype)))
 
 
 def _multiply(tree: PyTree, factor_as: Callable[[jnp.dtype], jax.Array]) -> PyTree:

@@ -1,7 +1,7 @@
 """Loss scales as plain values, for loops without an optimizer state."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +19,6 @@ from optax_mp.loss_scale._settings import (
     check_scale,
 )
 from optax_mp.loss_scale._unscale import divide, multiply
-
-
-class LossScale(Protocol):
-    """The interface of the three loss scales below."""
-
-    @property
-    def loss_scale(self) -> Any:
-        """The factor."""
-        ...
-
-    def scale(self, tree: PyTree) -> PyTree:
-        """Multiply floating leaves by the factor; 16-bit ones become float32."""
-        ...
-
-    def unscale(self, tree: PyTree) -> PyTree:
-        """Divide floating leaves by the factor; 16-bit ones become float32."""
-        ...
-
-    def adjust(self, grads_finite: ArrayLike) -> Self:
-        """Return the loss scale for the next step."""
-        ...
 
 
 @dataclass(frozen=True)

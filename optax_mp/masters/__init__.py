@@ -2,13 +2,18 @@
 
 `mixed_precision` (`_transform.py`; one step of it is in `_step.py`) runs an optimizer
 on float32 masters of low-precision params. `MixedPrecisionState` (`_state.py`) holds
-the masters in the form that a storage (`storage/`) gives them. `master_params` and
-`replace_master_params` (`_access.py`) read and replace them, wherever the state is
-nested. `_checks.py` has the errors for what does not belong together, `_param_dtype.py`
-what users declare about the dtypes of their params.
+the masters in the form that a storage (`storage/`) gives them. `master_params`,
+`replace_master_params` and `follow_params` (`_access.py`) read and change them,
+wherever the state is nested; `_edits.py` says which params count as edited.
+`_checks.py` has the errors for what does not belong together, `_param_dtype.py` what
+users declare about the dtypes of their params.
 """
 
-from optax_mp.masters._access import master_params, replace_master_params
+from optax_mp.masters._access import (
+    follow_params,
+    master_params,
+    replace_master_params,
+)
 from optax_mp.masters._state import MixedPrecisionState
 from optax_mp.masters._transform import mixed_precision
 from optax_mp.masters.storage import FullCopy, Split, Storage
@@ -18,6 +23,7 @@ __all__ = [
     "MixedPrecisionState",
     "Split",
     "Storage",
+    "follow_params",
     "master_params",
     "mixed_precision",
     "replace_master_params",

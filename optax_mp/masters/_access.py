@@ -1,6 +1,6 @@
-"""Read and replace masters, at any depth of an optimizer state."""
+"""Read, replace and update masters, at any depth of an optimizer state."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._arguments import check_state_first
-from optax_mp._dtypes import at_least_float32, bits, round_to
+from optax_mp._dtypes import at_least_float32, round_to
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._explicit import reshard_beside
 from optax_mp._jax._memory import bring, put_beside
@@ -17,6 +17,7 @@ from optax_mp._nesting import check_nesting
 from optax_mp._nnx import plain_trees
 from optax_mp._states import check_classes, find_states, map_states
 from optax_mp._tree import describe, is_floating, spell
+from optax_mp.masters._edits import follow_edits
 from optax_mp.masters._state import MixedPrecisionState, storage_of
 from optax_mp.masters.storage import Storage
 from optax_mp.masters.storage._contract import list_taken_dtypes
@@ -89,25 +90,22 @@ def replace_master_params(
 ) -> optax.OptState:
     """Return `opt_state` with new masters, such as weights loaded after `init`.
 
-    Everything else in the state stays. The next update moves finite params to the new
-    masters. To move them now, cast the params: `Policy.cast_to_param(new_master)`.
-
-    With `Split`, where the param is part of the master, `params` must be the cast new
-    masters (outside of `jit` it is an error if they are not). Leaves that are their own
-    master live in the params alone, so set those there. New masters take the sharding
-    of the old ones.
+    Everything else in the state stays. `params` are the new masters, cast: a param that
+    is not its master rounded counts as edited, and the next step would follow it. So
+    outside of `jit` it is an error if they are not. Leaves that are their own master
+    live in the params alone. New masters take the sharding of the old ones.
 
     Args:
         opt_state: a state with `mixed_precision` in it, at any depth of wrappers.
-        params: the params that the state belongs to.
+        params: the params to continue with, such as `Policy.cast_to_param(new_master)`.
         new_master: a tree like `params`, in any floating dtype.
 
     Returns:
         The new state. It shares no buffer with `new_master`.
 
     Raises:
-        ValueError: if the state holds no `MixedPrecisionState`, or if a structure or
-            shape differs.
+        ValueError: if the state holds no `MixedPrecisionState`, if a structure or shape
+            differs, or if a param is not its new master rounded.
         TypeError: if a new master is not floating, or if `opt_state` is no optimizer
             state, or not the first argument.
 
@@ -118,6 +116,7 @@ def replace_master_params(
         >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
         >>> state = optax_mp.mixed_precision(optax.sgd(0.1)).init(params)
         >>> loaded = {"w": jnp.array([1.001, 2.002])}
+        >>> params = optax_mp.get_policy("bf16").cast_to_param(loaded)
         >>> state = optax_mp.replace_master_params(state, params, loaded)
         >>> optax_mp.master_params(state, params)["w"].tolist() == loaded["w"].tolist()
         True
@@ -136,34 +135,106 @@ def replace_master_params(
     leaves = Leaves.of(params, caller=caller, name="`params`")
     given = leaves.match(new_master, "`new_master`")
 
-    def replace(state: MixedPrecisionState) -> MixedPrecisionState:
-        storage = storage_of(state, caller)
-        new_stored = match_stored(leaves, state)
-        for i, stored in enumerate(new_stored):
-            if not is_absent(stored):
-                at = spell(leaves.paths[i])
-                param = reshard_beside(leaves.values[i], stored)
-                old = decode_master(storage, stored, param, f"{caller}: param {at}")
-                where = f"{caller}: `new_master` at {at}"
-                _check_not_swapped(given[i], param, old, where, call)
-                new = _like_old_master(given[i], old, where)
-                if storage.param_is_part:
-                    _check_param_is_rounded(storage, new, param, where)
-                new_stored[i] = put_beside(storage.encode(new, param), stored)
-        return replace_stored(leaves, state, new_stored)
-
-    return map_states(replace, opt_state, MixedPrecisionState)
-
-
-def _check_not_swapped(new: Any, param: Any, old: Any, where: str, call: str) -> None:
-    """Raise if the param is as wide as its master, and the new master is not."""
-    both = is_floating(new) and is_floating(param)
-    if both and param.dtype == old.dtype and bits(new.dtype) < bits(old.dtype):
-        raise ValueError(
-            f"{where} is {describe(new)}, and the param {describe(param)} is in the "
-            f"dtype of the master {describe(old)}: they seem to be swapped; call "
-            f"`{call}`, with the params in their training dtype."
+    def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
+        where = f"{caller}: `new_master` at {spell(leaves.paths[i])}"
+        new = _like_old_master(given[i], old, where)
+        remedy = (
+            "Cast first, with `new_params = policy.cast_to_param(new_master)`; then "
+            f"`{caller}(opt_state, new_params, new_master)`, and continue with "
+            "`new_params`."
         )
+        check_param_is_rounded(storage, new, leaves.values[i], where, remedy)
+        return new
+
+    return _map_masters(replace, opt_state, leaves)
+
+
+def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptState:
+    """Return `opt_state` with the masters of params that were edited since the step.
+
+    A projection, a pruning mask, an averaging of replicas or a checkpoint may change
+    params between two steps. With float32 updates (float32 gradients, or
+    `update_dtype=jnp.float32`) the next step takes an edited param as its master by
+    itself. With 16-bit updates it cannot tell an edit from a rounding and would undo
+    it: call this function after the edit. Also call it before `master_params`, if no
+    step comes first.
+
+    Element by element: where a param is finite and not its master rounded, it is the
+    new master. After 16-bit updates a few params in a thousand miss their master by a
+    rounding; their masters lose what they had beyond the param. `Split` and
+    `stochastic_rounding` always follow. Such states, and those without masters, are
+    returned unchanged.
+
+    Args:
+        opt_state: any optimizer state, with `mixed_precision` at any depth of wrappers
+            or without. Or an `nnx.Optimizer`.
+        params: the params after the edit. Or the `nnx.Module`.
+
+    Returns:
+        The new state. It can be computed under `jit`.
+
+    Raises:
+        TypeError: if `opt_state` is no optimizer state, or not the first argument.
+        ValueError: if the state belongs to other params.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
+        >>> state = optax_mp.mixed_precision(optax.sgd(0.1)).init(params)
+        >>> params = {"w": params["w"] / 2}
+        >>> state = optax_mp.follow_params(state, params)
+        >>> optax_mp.master_params(state, params)["w"].tolist()
+        [0.5, 0.5]
+    """
+    caller = "follow_params"
+    opt_state, params = plain_trees(opt_state, params)
+    check_state_first(opt_state, params, caller, "follow_params(opt_state, params)")
+    check_nesting(opt_state, caller)
+    leaves = Leaves.of(params, caller=caller, name="`params`")
+
+    def follow(i: int, storage: Storage, old: jax.Array) -> jax.Array | None:
+        if storage.param_is_part:
+            return None
+        return follow_edits(old, _beside(leaves.values[i], old))
+
+    return _map_masters(follow, opt_state, leaves)
+
+
+def _map_masters(
+    change: Callable[[int, Storage, jax.Array], jax.Array | None],
+    opt_state: optax.OptState,
+    params: Leaves,
+) -> optax.OptState:
+    """Return `opt_state` with other masters.
+
+    Args:
+        change: from the index of a param, the storage and the old master to the new
+            one, or to None for no change.
+        opt_state: a state.
+        params: its params.
+    """
+
+    def map_state(state: MixedPrecisionState) -> MixedPrecisionState:
+        storage = storage_of(state, params.caller)
+        new_stored = match_stored(params, state)
+        for i, stored in enumerate(new_stored):
+            if is_absent(stored):
+                continue
+            param = reshard_beside(params.values[i], stored)
+            where = f"{params.caller}: param {spell(params.paths[i])}"
+            new = change(i, storage, decode_master(storage, stored, param, where))
+            if new is not None:
+                new_stored[i] = put_beside(storage.encode(new, param), stored)
+        return replace_stored(params, state, new_stored)
+
+    return map_states(map_state, opt_state, MixedPrecisionState)
+
+
+def _beside(x: Any, old: jax.Array) -> jax.Array:
+    """Return an array with the sharding of a master."""
+    return jnp.asarray(x) if is_traced(old) else jax.device_put(x, old.sharding)
 
 
 def match_stored(params: Leaves, state: MixedPrecisionState) -> list[Any]:
@@ -225,28 +296,29 @@ def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:
             f"{where} is {describe(new)}, expected the shape of the master "
             f"{describe(old)}."
         )
-    if not is_traced(old):
-        new = jax.device_put(new, old.sharding)
-    return jnp.array(new, old.dtype, copy=True)
+    return jnp.array(_beside(new, old), old.dtype, copy=True)
 
 
-def _check_param_is_rounded(storage: Storage, new: Any, param: Any, where: str) -> None:
+def check_param_is_rounded(
+    storage: Storage, new: Any, param: Any, where: str, remedy: str
+) -> None:
     """Raise unless `param` is the new master rounded; traced values go unchecked."""
     if is_traced(new) or is_traced(param):
         return
-    value = param.astype(new.dtype)
+    param = _beside(param, new)
     # The storage may round ties differently from a cast: accept both.
     _, target = storage.advance(storage.encode(new, param), param, new)
-    is_rounded = (value == target) | (value == round_to(new, param.dtype))
-    is_rounded |= jnp.isnan(value) & jnp.isnan(new)
-    if not bool(is_rounded.all()):
+    value, rounded = param.astype(new.dtype), round_to(new, param.dtype)
+    is_right = (
+        (value == target) | (value == rounded) | jnp.isnan(value) & jnp.isnan(new)
+    )
+    if not storage.param_is_part:
+        is_right |= ~jnp.isfinite(value)  # no edit, as `follow_edits` says
+    if not bool(is_right.all()):
         raise ValueError(
             f"{where} is {describe(new)}, and the param {describe(param)} in `params` "
-            f"is not this master rounded, as {storage} requires, because the param is "
-            "part of the master. Cast first, with `new_params = "
-            "policy.cast_to_param(new_master)`; then call "
-            "`replace_master_params(opt_state, new_params, new_master)` and continue "
-            "with `new_params`."
+            f"is not this master rounded, as {storage} requires: a param that is not "
+            f"its master rounded was edited, and the master follows it. {remedy}"
         )
 
 

@@ -37,6 +37,14 @@ def check_storable(
     ):
         if dtype is None or not needs_master:
             continue
+        if float(jnp.finfo(dtype).min) > 0:
+            raise ValueError(
+                f"mixed_precision: param {spell(path)} is {describe(param)}, in "
+                f"training {dtype}, which has neither a sign nor zero, expected a "
+                "dtype of weights such as float8_e4m3fn; wrap the optimizer in "
+                "`optax.masked` if this leaf, such as the scales of blocks, is not "
+                "trained."
+            )
         if not storage.takes(dtype, master_dtype):
             raise ValueError(
                 f"mixed_precision: param {spell(path)} is {describe(param)}, in "
@@ -129,7 +137,7 @@ def check_master(
     master_dtype: jnp.dtype,
     storage: Storage,
 ) -> None:
-    """Raise unless a decoded master has the expected dtype and its param's shape."""
+    """Raise unless a decoded master has the expected dtype."""
     # Only `decode` shows this: the type of the state does not say its `master_dtype`.
     if master.dtype != master_dtype:
         raise ValueError(
@@ -137,12 +145,6 @@ def check_master(
             f"param {spell(path)}, expected {master_dtype} with the storage {storage}: "
             "the state was made with another `master_dtype`; convert it with "
             "`optax_mp.convert_opt_state`."
-        )
-    if master.shape != param.shape:
-        raise ValueError(
-            f"mixed_precision: the storage {storage} keeps {describe(master)} as the "
-            f"master of param {spell(path)}, expected the shape of the param "
-            f"{describe(param)}."
         )
 
 

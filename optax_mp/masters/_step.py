@@ -23,13 +23,15 @@ from optax_mp._inner import (
     as_inner_param,
     check_gradient,
     check_update,
+    or_no_change,
 )
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._tree import is_floating, is_inexact, spell
+from optax_mp._tree import is_floating, is_inexact
 from optax_mp.masters._checks import check_master, check_param, check_state
+from optax_mp.masters._edits import follow_edits, shows_edits
 from optax_mp.masters._param_dtype import DTypeRule
 from optax_mp.masters.storage import Storage
-from optax_mp.masters.storage._contract import as_advanced, check_target
+from optax_mp.masters.storage._contract import as_own_arrays
 
 
 class Settings(NamedTuple):
@@ -100,14 +102,22 @@ class Step:
         return cls(leaves, grads, is_lookahead, settings), stored
 
     def decode(self, stored: Sequence[Any]) -> list[Any]:
-        """Return the master of each param that has one, else `MaskedNode()`."""
+        """Return the master of each param that has one, else `MaskedNode()`.
+
+        Where the param was edited since the last step, it is the master.
+        """
         master_dtype, storage = self.settings.master_dtype, self.settings.storage
         masters = list(stored)
         for i, stored_leaf in enumerate(stored):
-            if not is_absent(stored_leaf):
-                path, param = self.params.paths[i], self.params.values[i]
-                masters[i] = storage.decode(stored_leaf, param)
-                check_master(path, param, masters[i], master_dtype, storage)
+            if is_absent(stored_leaf):
+                continue
+            path, param = self.params.paths[i], self.params.values[i]
+            masters[i] = storage.decode(stored_leaf, param)
+            check_master(path, param, masters[i], master_dtype, storage)
+            if not storage.param_is_part and shows_edits(
+                param.dtype, self._update_dtype_of_master(i)
+            ):
+                masters[i] = follow_edits(masters[i], jnp.asarray(param))
         return masters
 
     def inner_params(self, masters: Sequence[Any]) -> list[Any]:
@@ -141,10 +151,9 @@ class Step:
         for i, change in enumerate(changes):
             path, param, grad = self.params.paths[i], self.params.values[i], updates[i]
             has_master = not is_absent(stored[i])
-            if not has_master and not is_inexact(param):
-                continue  # hidden from `inner`: its gradient is returned unchanged
-            if is_absent(change):
-                updates[i] = change
+            is_hidden = not has_master and not is_inexact(param)
+            if is_hidden or is_absent(change):
+                updates[i] = or_no_change(grad if is_hidden else change, param)
                 continue
             check_update(path, param, grad, change)
             if has_master:
@@ -156,11 +165,8 @@ class Step:
 
     def _advance_leaf(self, i: int, stored: Any, master: Any) -> tuple[Any, jax.Array]:
         """Return (stored, update) of a leaf whose master moves to `master`."""
-        storage, param = self.settings.storage, self.params.values[i]
-        new_stored, target = storage.advance(stored, param, master)
-        where = f"param {spell(self.params.paths[i])}"
-        new_stored = as_advanced(storage, new_stored, stored, where)
-        check_target(storage, target, param, where)
+        param = self.params.values[i]
+        new_stored, target = self.settings.storage.advance(stored, param, master)
         # The difference to the actual param, not to the previous target: an update that
         # is rounded to 16 bits can miss its target, and the next one makes up for it.
         if target.dtype == param.dtype:
@@ -168,7 +174,8 @@ class Step:
         else:
             target = round_to(target, param.dtype)
         update = difference(target, lax.convert_element_type(param, target.dtype))
-        return new_stored, _cast_update(update, self._update_dtype_of_master(i))
+        update = _cast_update(update, self._update_dtype_of_master(i))
+        return as_own_arrays(new_stored), update
 
     def _update_dtype_of_master(self, i: int) -> jnp.dtype:
         """Return the dtype of the update of a leaf that has a master."""

@@ -29,11 +29,7 @@ from optax_mp.masters._param_dtype import DeclaredDType, read_param_dtype
 from optax_mp.masters._state import MixedPrecisionState, state_type
 from optax_mp.masters._step import Settings, Step
 from optax_mp.masters.storage import FullCopy, Storage
-from optax_mp.masters.storage._contract import (
-    as_stored,
-    check_decoded,
-    check_storage,
-)
+from optax_mp.masters.storage._contract import check_storage, store
 
 _CALLER = "mixed_precision"
 UpdateDType = DTypeLike | Literal["params"] | None
@@ -53,23 +49,29 @@ def mixed_precision(
     because each update is less than half a unit in its last place. With this transform
     the updates add up in a float32 master, which the optimizer state holds, and the
     param is the master rounded to the param's dtype. The inner optimizer sees masters,
-    gradients and state in `master_dtype`. So, given the same gradients, its trajectory
-    is bit for bit that of float32 training.
+    gradients and state in `master_dtype`. So its trajectory is bit for bit that of
+    float32 training whose jitted step casts the same gradients. (Against a program that
+    is given 16-bit gradients already cast, 4% of AdamW's masters differ in their last
+    places after five steps, because XLA contracts products and sums differently.)
 
     - A leaf at least as wide as `master_dtype` is its own master: no copy is made.
       Complex leaves are passed to `inner` unchanged. Integers, bools, keys, None and
-      other leaves that are not floating arrays are hidden from `inner`, and their
-      gradients are returned unchanged.
+      other leaves that are not floating arrays are hidden from `inner`. Their updates
+      are their gradients, or zeros for an array whose gradient is None or float0.
     - The update of a leaf is `round(master) - param`. After `optax.apply_updates` the
-      param is the rounded master, whatever finite value it had before. Finite masters
-      never become infinite; infinite ones, as after a step that diverged, stay infinite
-      where the param's dtype has infinities.
+      param is the rounded master. Finite masters never become infinite; infinite ones,
+      as after a step that diverged, stay infinite where the param's dtype has
+      infinities.
+    - If your loop edits params between steps, as a projection does, each edited element
+      is its new master in the next step, where updates are float32. 16-bit updates are
+      rounded, so that an edit cannot be told: call `follow_params` after it, or pass
+      `update_dtype=jnp.float32`.
     - An infinite param, such as the -inf of a mask, stays infinite until its master is
       NaN, and NaN stays NaN. To make such params finite, cast them anew from
       `master_params`. Weight decay makes infinities NaN, as in float32 training:
       exclude a mask from it.
     - Put this transform last in a chain, or around the chain. A later transform would
-      change the rounded difference, and the next step would undo it.
+      change the rounded difference, and small updates would be lost again.
     - If a loss scale is an earlier link of the same chain, a step that it skips is
       skipped here entirely, too. The link marks such a step by handing on float32
       gradients that are negative zero everywhere. The mark is not seen in 16-bit
@@ -149,7 +151,9 @@ def mixed_precision(
         warn_if_none(leaves, step.grads)
         warn_if_float16(leaves, step.grads)
 
-        def run_step(before: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
+        def run_step(
+            before: tuple[Any, Any], extra_args: dict[str, Any]
+        ) -> tuple[Any, tuple[Any, Any]]:
             stored, inner_state = before
             masters = step.decode(stored)
             inner_params = step.inner_params(masters)
@@ -168,7 +172,7 @@ def mixed_precision(
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.
         out, (stored, inner_state) = choose_step(
-            is_unmarked(updates), run_step, (stored, state.inner_state)
+            is_unmarked(updates), run_step, (stored, state.inner_state), extra_args
         )
         return leaves.unflatten(out), make_state(leaves.unflatten(stored), inner_state)
 
@@ -194,12 +198,11 @@ def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[A
         master = jnp.array(leaf, master_dtype, copy=True)
         param = round_to(master, dtype).astype(dtype)
         where = f"param {spell(params.paths[i])}"
-        encoded = storage.encode(master, param)
-        stored.append(as_stored(storage, encoded, param, where))
         # Decoded, because a storage may keep less than the whole master: `inner` must
         # see the same master at `init` as at the first update.
-        inner_params.append(storage.decode(stored[-1], param))
-        check_decoded(storage, inner_params[-1], master, where)
+        first, decoded = store(storage, master, param, where)
+        stored.append(first)
+        inner_params.append(decoded)
     return stored, inner_params
 
 

@@ -1,8 +1,11 @@
 """gradient_range_report: which low-precision formats the values of a tree fit into."""
 
+import dataclasses
+import functools
 import math
+import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,39 +16,93 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._arrays import is_traced
-from optax_mp._table import align_by_path
-from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
-from optax_mp.reports._formats import (
-    EXPONENT_BIT,
-    FORMATS,
-    Limits,
-    bin_starts,
-    limits_of,
-    octave_cuts,
-    values_of,
-)
-from optax_mp.reports._leaf_counts import (
-    LeafCounts,
-    check_size,
-    count_bins,
-    percent,
-    share,
-)
+from optax_mp._nnx import plain_params
+from optax_mp._table import percent
+from optax_mp._tree import PyTree, is_floating, spell, summarize
+from optax_mp.reports._leaf_counts import LeafCounts, count_bins, count_leaves, share
+
+FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+# The exponent of a float32 begins at this bit.
+_EXPONENT_BIT = 23
+
+
+class _Limits(NamedTuple):
+    """The positive float32 numbers, as bit patterns, where a format's rounding changes.
+
+    Rounding is to nearest, and to even halfway between two numbers.
+
+    Attributes:
+        nonzero: the smallest that is rounded to a number other than 0.
+        normal: the smallest that is rounded to a normal number.
+        overflow: the smallest that is rounded to infinity, or to NaN if the format has
+            no infinity.
+    """
+
+    nonzero: int
+    normal: int
+    overflow: int
+
+
+@functools.cache
+def _limits_of(name: str) -> _Limits:
+    """Return the limits of one of `FORMATS`."""
+    info = jnp.finfo(name)
+    kinds = info.smallest_subnormal, info.smallest_normal, info.max
+    smallest, normal, largest = map(float, kinds)
+    last_place = math.ldexp(1.0, math.frexp(largest)[1] - 1 - info.nmant)
+    # Half of the smallest number is rounded to 0, which is even, so that `nonzero` is
+    # the next float32. Half a unit below the smallest normal number is rounded up to
+    # that. Half a unit above the largest overflows, unless the largest is even (in
+    # float8_e4m3fn, where NaN comes next).
+    is_even = largest / last_place % 2 == 0
+    return _Limits(
+        nonzero=_bit_pattern(smallest / 2) + 1,
+        normal=_bit_pattern(normal - smallest / 2),
+        overflow=_bit_pattern(largest + last_place / 2) + is_even,
+    )
+
+
+def _bit_pattern(value: float) -> int:
+    """Return the bits of a positive float32 as an integer, ordered as the values."""
+    return struct.unpack("<I", struct.pack("<f", value))[0]
+
+
+@functools.cache
+def _octave_cuts() -> tuple[int, ...]:
+    """Return the bit patterns at which an octave is cut in two bins."""
+    return tuple(sorted({1, *(x for name in FORMATS for x in _limits_of(name))}))
+
+
+@functools.cache
+def _bin_starts() -> tuple[int, ...]:
+    """Return the bit pattern of the float32 at which each bin begins.
+
+    The first bin counts 0, the last infinity and NaN. Those in between are octaves,
+    from one power of two to the next, cut at the `_Limits` of the formats.
+    """
+    octaves = (exponent << _EXPONENT_BIT for exponent in range(1, 256))
+    return tuple(sorted([0, *_octave_cuts(), *octaves]))
+
+
+def _values_of(patterns: Any) -> np.ndarray:
+    """Return the float32 numbers of bit patterns, as float64; 2^128 for infinity."""
+    values = np.asarray(patterns, np.uint32).view(np.float32).astype(np.float64)
+    return np.where(np.isinf(values), 2.0**128, values)
 
 
 @jax.jit
-def _count(leaf: jax.Array, loss_scale: jax.Array | None) -> jax.Array:
+def _count(leaf: jax.Array, loss_scale: jax.Array | None = None) -> jax.Array:
     """Return how many values of an array lie in each bin."""
     values = leaf.astype(jnp.float32)
     if loss_scale is not None:
-        values = values / loss_scale
+        values = values / jnp.asarray(loss_scale).astype(jnp.float32)
     # Bit patterns of magnitudes are ordered as the floats, so the bin is the exponent
     # plus the number of cuts that the value has passed.
     magnitudes = lax.bitcast_convert_type(values, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
-    bins = magnitudes >> EXPONENT_BIT
-    for cut in octave_cuts():
-        bins += magnitudes >= jnp.uint32(cut)
-    return count_bins(bins, len(bin_starts()))
+    bins = magnitudes >> jnp.uint32(_EXPONENT_BIT)
+    for cut in _octave_cuts():
+        bins += (magnitudes >= jnp.uint32(cut)).astype(jnp.uint32)
+    return count_bins(bins, len(_bin_starts()))
 
 
 @dataclass(frozen=True)
@@ -94,6 +151,9 @@ class GradientRangeReport(LeafCounts):
         (("['b']", "['w']"), 0.25, 32768.0)
     """
 
+    _legend = "% of values; for each format: underflow / subnormal / overflow"
+    _columns = ("values", *(name.removeprefix("float8_") for name in FORMATS))
+
     def in_format(
         self, dtype: DTypeLike, path: str | None = None, *, loss_scale: float = 1.0
     ) -> FormatRange:
@@ -107,16 +167,6 @@ class GradientRangeReport(LeafCounts):
         """
         _check_loss_scale(loss_scale, "in_format")
         return _in_format(self._counts_of(path), _limits_for(dtype), loss_scale)
-
-    def zeros(self, path: str | None = None) -> float:
-        """Return the share of values that are 0, of a leaf or of all."""
-        counts = self._counts_of(path)
-        return share(counts[0], counts)
-
-    def not_finite(self, path: str | None = None) -> float:
-        """Return the share of values that are infinite or NaN, of a leaf or of all."""
-        counts = self._counts_of(path)
-        return share(counts[-1], counts)
 
     def best_loss_scale(
         self, dtype: DTypeLike = jnp.float16, *, headroom: float = 4.0
@@ -136,6 +186,9 @@ class GradientRangeReport(LeafCounts):
         Args:
             dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
             headroom: the factor by which values may grow before one overflows.
+
+        Raises:
+            ValueError: if `headroom` is below 1, or leaves room for no scale.
         """
         if not headroom >= 1:
             raise ValueError(
@@ -146,10 +199,16 @@ class GradientRangeReport(LeafCounts):
         if not occupied.size:
             return math.nan
         limits = _limits_for(dtype)
-        largest = values_of(bin_starts()[2 + occupied[-1]])
-        room = values_of(limits.overflow) / (headroom * largest)
+        largest = _values_of(_bin_starts()[2 + occupied[-1]])
+        room = _values_of(limits.overflow) / (headroom * largest)
         scales = [2.0**exponent for exponent in range(-126, 128)]
         fits = {x: _in_format(counts, limits, x) for x in scales if x <= room}
+        if not fits:
+            raise ValueError(
+                f"best_loss_scale: `headroom` is {headroom:g} and the largest value is "
+                f"about {largest:.2g}, so that every loss scale from {scales[0]:.2g} "
+                f"on overflows in {jnp.dtype(dtype).name}; pass a smaller `headroom`."
+            )
         least = min((fit.underflow, fit.subnormal) for fit in fits.values())
         best = [x for x in fits if (fits[x].underflow, fits[x].subnormal) == least]
         return best[-1 if least[0] else (len(best) - 1) // 2]
@@ -163,61 +222,32 @@ class GradientRangeReport(LeafCounts):
             path: one of `paths`; by default, all leaves together.
         """
         counts = self._counts_of(path)
-        octaves = [bound >> EXPONENT_BIT for bound in bin_starts()[1:-1]]
+        octaves = [bound >> _EXPONENT_BIT for bound in _bin_starts()[1:-1]]
         exponents = np.arange(255) - 127
         shares = 100 * np.bincount(octaves, counts[1:-1]) / max(counts.sum(), 1)
         axes.bar(exponents, shares, width=0.9, color="#4477aa")
-        (occupied,) = np.nonzero(shares)
-        first, last = exponents[occupied[[0, -1]]] if occupied.size else (0, 0)
-        right = max(last, 17) + 1
-        top = shares.max() or 1.0
+        occupied = exponents[shares > 0]
+        first, last = occupied[[0, -1]] if occupied.size else (0, 0)
+        right, top = max(last, 17) + 1, shares.max() or 1.0
         for row, name in enumerate(FORMATS):
-            zero, normal, overflow = np.log2(values_of(limits_of(name)))
+            zero, normal, overflow = np.log2(_values_of(_limits_of(name)))
             height, end = top * (1.1 + 0.12 * row), min(overflow, right)
-            axes.hlines(height, zero, end, color="#bbbbbb", linewidth=4)
-            axes.hlines(height, normal, end, color="#228833", linewidth=4)
-            axes.text(
-                *(0.99, height, name),
-                transform=axes.get_yaxis_transform(),
-                ha="right",
-                va="center",
-                fontsize="x-small",
-            )
+            for start, color in ((zero, "#bbbbbb"), (normal, "#228833")):
+                axes.hlines(height, start, end, color=color, linewidth=4)
+            axes.text(right + 1, height, name, va="center", fontsize="x-small")
         axes.set_xlim(min(first, -28) - 2, right + 14)
-        axes.set_ylim(0, top * (1.15 + 0.12 * len(FORMATS)))
         axes.set_xlabel("exponent: log2 of the magnitude")
         axes.set_ylabel("% of values")
+        zeros, infinite = percent(self.zeros(path)), percent(self.not_finite(path))
         axes.set_title(
-            f"{percent(self.zeros(path))}% are 0, {percent(self.not_finite(path))}% "
-            "inf or NaN; green: normal, grey: subnormal",
-            fontsize="medium",
+            f"{zeros}% 0, {infinite}% inf or NaN; green normal, grey subnormal"
         )
 
-    def __str__(self) -> str:
-        """Return the table."""
-        names = [name.removeprefix("float8_") for name in FORMATS]
-        rows = [("", "values", "inf, NaN", "0", *names)]
-        rows += [self._row(path, path) for path in self.paths]
-        if len(self.paths) > 1:
-            rows.append(self._row("all", None))
-        legend = "% of values; for each format: underflow / subnormal / overflow"
-        return "\n".join([legend, *align_by_path(rows), *self._advice()])
+    def _cells(self, path: str | None) -> list[str]:
+        shares = [self.in_format(name, path) for name in FORMATS]
+        return ["/".join(map(percent, dataclasses.astuple(x))) for x in shares]
 
-    def _row(self, title: str, path: str | None) -> tuple[str, ...]:
-        counts = self._counts_of(path)
-        shares = [_in_format(counts, limits_of(name), 1.0) for name in FORMATS]
-        return (
-            title,
-            f"{counts.sum():,}",
-            percent(self.not_finite(path)),
-            percent(self.zeros(path)),
-            *(
-                f"{percent(x.underflow)}/{percent(x.subnormal)}/{percent(x.overflow)}"
-                for x in shares
-            ),
-        )
-
-    def _advice(self) -> list[str]:
+    def _conclusions(self) -> list[str]:
         if math.isnan(self.best_loss_scale()):
             return ["no loss scale fits: there is no finite value other than 0"]
         lines = []
@@ -225,13 +255,11 @@ class GradientRangeReport(LeafCounts):
             lines.append("of the finite values (use gradients that did not overflow):")
         for name in FORMATS[1:]:
             scale = self.best_loss_scale(name)
-            without, by = (
-                f"{percent(fit.underflow)}/{percent(fit.overflow)}%"
-                for fit in (self.in_format(name, loss_scale=x) for x in (1.0, scale))
-            )
+            fits = [self.in_format(name, loss_scale=x) for x in (1.0, scale)]
+            losses = [f"{percent(x.underflow)}/{percent(x.overflow)}%" for x in fits]
             lines.append(
                 f"{name}: best loss scale 2**{int(np.log2(scale))}: under/overflow "
-                f"{without} -> {by}"
+                f"{' -> '.join(losses)}"
             )
         return lines
 
@@ -294,58 +322,53 @@ def gradient_range_report(
         float8_e5m2: best loss scale 2**23: under/overflow 77/0% -> 20/0%
     """
     _check_loss_scale(loss_scale, "gradient_range_report")
-    leaves = [
-        (spell(path), leaf)
-        for path, leaf in tree_leaves_with_path(grads)
+    leaves = {
+        spell(path): (leaf, loss_scale)[: 1 if loss_scale is None else 2]
+        for path, leaf in tree_leaves_with_path(plain_params(grads))
         if is_floating(leaf)
-    ]
+    }
     if not leaves:
         raise ValueError(
             f"gradient_range_report: `grads` is a {type(grads).__name__} without "
             "floating arrays, expected a tree of gradients."
         )
-    for path, leaf in leaves:
-        check_size(path, leaf, "gradient_range_report")
-    # A NumPy float64 can overflow in float32, and then counts as infinite.
-    with np.errstate(over="ignore"):
-        arrays = [jnp.asarray(leaf) for _, leaf in leaves]
-    counts = jnp.stack([_count(array, loss_scale) for array in arrays])
-    return GradientRangeReport(counts, tuple(path for path, _ in leaves))
+    return GradientRangeReport(*count_leaves(leaves, _count, "gradient_range_report"))
 
 
 def _check_loss_scale(loss_scale: Any, caller: str) -> None:
     if loss_scale is None or (is_traced(loss_scale) and not loss_scale.ndim):
         return
-    is_number = isinstance(loss_scale, int | float | np.number) or is_array(loss_scale)
-    is_scalar = is_number and not jnp.ndim(loss_scale)
-    if not is_scalar or not 0 < float(loss_scale) < math.inf:
-        given = repr(loss_scale) if is_scalar else describe(loss_scale)
+    try:
+        is_positive = 0 < float(loss_scale) < math.inf
+    except TypeError:  # An array, or no number.
+        is_positive = False
+    if not is_positive:
         raise ValueError(
-            f"{caller}: `loss_scale` is {given}, expected a positive finite number."
+            f"{caller}: `loss_scale` is {summarize(loss_scale)}, expected a positive "
+            "finite number."
         )
 
 
-def _limits_for(dtype: DTypeLike) -> Limits:
+def _limits_for(dtype: DTypeLike) -> _Limits:
     name = floating_dtype(dtype, "GradientRangeReport: `dtype`").name
     if name not in FORMATS:
         raise ValueError(
             f"GradientRangeReport: `dtype` is {name}, expected one of "
             f"{', '.join(FORMATS)}."
         )
-    return limits_of(name)
+    return _limits_of(name)
 
 
-def _in_format(counts: np.ndarray, limits: Limits, loss_scale: float) -> FormatRange:
+def _in_format(counts: np.ndarray, limits: _Limits, loss_scale: float) -> FormatRange:
     # With a scale of 1 a bin lies on one side of each limit. With others the middle of
     # a bin decides for all of it.
-    edges = values_of(bin_starts()[1:])
+    edges = _values_of(_bin_starts()[1:])
     middles = loss_scale * (edges[:-1] + edges[1:]) / 2
-    nonzero, normal, overflow = values_of(limits)
+    nonzero, normal, overflow = _values_of(limits)
     finite = counts[1:-1]
+    are_subnormal = (middles >= nonzero) & (middles < normal)
     return FormatRange(
-        underflow=share(finite[middles < nonzero].sum(), counts),
-        subnormal=share(
-            finite[(middles >= nonzero) & (middles < normal)].sum(), counts
-        ),
-        overflow=share(finite[middles >= overflow].sum(), counts),
+        underflow=share(finite[middles < nonzero], counts),
+        subnormal=share(finite[are_subnormal], counts),
+        overflow=share(finite[middles >= overflow], counts),
     )

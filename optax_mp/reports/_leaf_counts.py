@@ -1,7 +1,8 @@
-"""Reports that count the values of each leaf by bins, and add up."""
+"""Reports that count the values of each leaf by bins, add up, and print as a table."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_mp._jax._arrays import has_explicit_axes, is_traced
+from optax_mp._table import align_by_path, percent
 from optax_mp._tree import describe
 
 _MOST_VALUES = 2**32 - 1  # A uint32 can count no more.
@@ -20,6 +22,8 @@ _MOST_VALUES = 2**32 - 1  # A uint32 can count no more.
 class LeafCounts:
     """How many values of each leaf lie in each bin, to be registered as a pytree.
 
+    The first bin counts zeros, the last what is infinite or NaN.
+
     Attributes:
         counts: uint32, shape (leaves, bins), or stacks of such arrays.
         paths: the path of each leaf, as `jax.tree_util.keystr` writes it.
@@ -27,6 +31,21 @@ class LeafCounts:
 
     counts: jax.Array
     paths: tuple[str, ...]
+
+    _legend: ClassVar[str]
+    _columns: ClassVar[tuple[str, ...]]
+
+    def zeros(self, path: str | None = None) -> float:
+        """Return the share of values that are exactly 0, of a leaf or of all."""
+        return self._share_of(path, 0)
+
+    def not_finite(self, path: str | None = None) -> float:
+        """Return the share of values that are infinite or NaN, of a leaf or of all."""
+        return self._share_of(path, -1)
+
+    def _share_of(self, path: str | None, *bins: int) -> float:
+        counts = self._counts_of(path)
+        return share(counts[list(bins)], counts)
 
     def _counts_of(self, path: str | None) -> np.ndarray:
         """Return the counts of a leaf, or of all, summed over stacked reports."""
@@ -48,41 +67,52 @@ class LeafCounts:
             )
         return counts[self.paths.index(path)]
 
+    def __str__(self) -> str:
+        """Return the table, and what it says."""
+        rows = [("", self._columns[0], "inf, NaN", "0", *self._columns[1:])]
+        places = [(path, path) for path in self.paths]
+        for title, path in places + [("all", None)] * (len(places) > 1):
+            shares = percent(self.not_finite(path)), percent(self.zeros(path))
+            count = f"{self._counts_of(path).sum():,}"
+            rows.append((title, count, *shares, *self._cells(path)))
+        return "\n".join([self._legend, *align_by_path(rows), *self._conclusions()])
 
-def check_size(path: str, leaf: Any, caller: str) -> None:
-    """Raise if a leaf has more values than can be counted."""
-    if leaf.size > _MOST_VALUES:
-        raise ValueError(
-            f"{caller}: leaf {path} is {describe(leaf)}, expected at most "
-            f"{_MOST_VALUES} values; pass slices of it."
-        )
+    def _cells(self, path: str | None) -> Sequence[str]:
+        """Return the cells of a row that are the report's own."""
+        raise NotImplementedError
+
+    def _conclusions(self) -> Sequence[str]:
+        """Return the lines below the table."""
+        raise NotImplementedError
+
+
+def count_leaves(
+    leaves: dict[str, tuple[Any, ...]], count: Callable[..., jax.Array], caller: str
+) -> tuple[jax.Array, tuple[str, ...]]:
+    """Return the counts of each leaf by `count`, and the paths."""
+    for path, (leaf, *_) in leaves.items():
+        if leaf.size > _MOST_VALUES:
+            raise ValueError(
+                f"{caller}: leaf {path} is {describe(leaf)}, expected at most "
+                f"{_MOST_VALUES} values; pass slices of it."
+            )
+    # A NumPy float64 can overflow in float32, and then counts as infinite.
+    with np.errstate(over="ignore"):
+        arrays = [map(jnp.asarray, leaf) for leaf in leaves.values()]
+        return jnp.stack([count(*leaf) for leaf in arrays]), tuple(leaves)
 
 
 def count_bins(bins: jax.Array, bin_count: int) -> jax.Array:
     """Return how often each of the integers below `bin_count` is in `bins`."""
     # On an explicit mesh JAX must be told that all devices get the sum.
-    mesh = _explicit_mesh(bins)
-    sharding: dict[str, Any] = (
-        {} if mesh is None else {"out_sharding": NamedSharding(mesh, P())}
-    )
+    mesh: Any = getattr(getattr(jax.typeof(bins), "sharding", None), "mesh", None)
+    explicit = has_explicit_axes(mesh)
+    sharding: Any = {"out_sharding": NamedSharding(mesh, P())} if explicit else {}
     # Without bounds checks, which take longer to compile than the rest.
     empty = jnp.zeros(bin_count, jnp.uint32)
-    return empty.at[bins].add(1, mode="promise_in_bounds", **sharding)
-
-
-def _explicit_mesh(leaf: jax.Array) -> Any:
-    """Return the mesh of an array whose type says how it is sharded, or None."""
-    mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
-    return mesh if has_explicit_axes(mesh) else None
+    return empty.at[bins].add(jnp.uint32(1), mode="promise_in_bounds", **sharding)
 
 
 def share(part: Any, counts: np.ndarray) -> float:
     """Return a part of all counts as a share; 0 of nothing."""
-    return float(part) / max(int(counts.sum()), 1)
-
-
-def percent(value: float) -> str:
-    """Return a share in percent: two digits, and 0 and 100 only for none and all."""
-    if 0 < value < 0.001:
-        return "<.1"
-    return ">99" if 0.995 <= value < 1 else f"{100 * value:.{2 if value < 1 else 3}g}"
+    return float(part.sum()) / max(int(counts.sum()), 1)

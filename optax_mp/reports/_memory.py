@@ -1,7 +1,7 @@
 """memory_report: the bytes of optimizer state and params, and what they are for."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +9,12 @@ import jax
 import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
-from optax_mp._arguments import are_swapped, check_opt_state, is_optax_state
+from optax_mp._arguments import check_opt_state
 from optax_mp._jax._memory import is_stored_on_host
 from optax_mp._nnx import plain_trees
 from optax_mp._quantized import Quantized
 from optax_mp._states import find_owners, find_states, holds_state
-from optax_mp._table import align_columns
+from optax_mp._table import align_columns, format_bytes
 from optax_mp._tree import (
     PyTree,
     describe,
@@ -27,6 +27,7 @@ from optax_mp.masters._state import MixedPrecisionState
 
 _Path = tuple[Any, ...]
 _PARAMS, _SCALES, _REST = "params", "block scales", "rest"
+_TITLES = ("role", "dtype", "size", "bytes per weight", "share", "on the host")
 _CODES = GetAttrKey("codes")
 # Fields of wrappers: they hold the state of another transform, and are not its role.
 _WRAPPER_FIELDS = ("inner_state", "inner_states", "inner_opt_state")
@@ -112,7 +113,7 @@ class MemoryReport:
     @property
     def bytes_per_weight(self) -> float:
         """All bytes divided by all weights; NaN if no param is floating."""
-        return _ratio(self.total_bytes, self.weights)
+        return self.total_bytes / self.weights if self.weights else math.nan
 
     def by_role(self) -> dict[str, int]:
         """Return the bytes of each role: params first, block scales and rest last."""
@@ -136,34 +137,29 @@ class MemoryReport:
 
     def __str__(self) -> str:
         """Return the table."""
-        cells = [("role", "dtype", "size", "bytes per weight", "share", "on the host")]
-        for role, count in self.by_role().items():
+        cells: list[tuple[str, ...]] = [_TITLES]
+        for role in self.by_role():
             rows = [row for row in self.rows if row.role == role]
             dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
-            on_host = _format_bytes(sum(row.host_bytes for row in rows))
-            cells.append((role, dtypes, *self._amounts(count), on_host))
-        weights, on_host = f"{self.weights:,} weights", _format_bytes(self.host_bytes)
-        cells.append(("total", weights, *self._amounts(self.total_bytes), on_host))
-        cells = [(_shorten(a, 28), _shorten(b, 34), *rest) for a, b, *rest in cells]
+            cells.append((role[:28], dtypes[:34], *self._amounts(rows)))
+        weights = f"{self.weights:,} weights"
+        cells.append(("total", weights, *self._amounts(self.rows)))
         if not self.host_bytes:
             cells = [row[:-1] for row in cells]
-        size, per_weight, _ = self._amounts(self.float32_bytes)
-        ratio = _format(_ratio(self.float32_bytes, self.total_bytes), ".2f")
-        return "\n".join(
-            [
-                *align_columns(cells, left=2),
-                f"plain float32: {size}, {per_weight} bytes per weight ({ratio} times "
-                "as much)",
-            ]
-        )
+        size, plain = format_bytes(self.float32_bytes), self.float32_bytes
+        per_weight = _ratio(plain, self.weights, ".2f")
+        times = _ratio(plain, self.total_bytes, ".2f")
+        last = f"plain float32: {size}, {per_weight} bytes per weight ({times} times as"
+        return "\n".join([*align_columns(cells, left=2), f"{last} much)"])
 
-    def _amounts(self, count: int) -> tuple[str, str, str]:
-        """Return a number of bytes, the same per weight, and its share of the total."""
-        return (
-            _format_bytes(count),
-            _format(_ratio(count, self.weights), ".2f"),
-            _format(_ratio(count, self.total_bytes), ".1%"),
+    def _amounts(self, rows: Sequence[MemoryRow]) -> tuple[str, ...]:
+        """Return the bytes of rows, per weight, of the total, and on the host."""
+        count, on_host = (
+            sum(getattr(x, k) for x in rows) for k in ("bytes", "host_bytes")
         )
+        per_weight = _ratio(count, self.weights, ".2f")
+        share = _ratio(count, self.total_bytes, ".1%")
+        return format_bytes(count), per_weight, share, format_bytes(on_host)
 
 
 def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryReport:
@@ -193,7 +189,7 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
 
     Raises:
         ValueError: if `params` holds no array.
-        TypeError: if `opt_state` is the optimizer itself, or if the state comes second.
+        TypeError: if `opt_state` is the optimizer itself, or `params` a state.
 
     Example:
         >>> import jax
@@ -222,25 +218,11 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
 
 
 def _check_arguments(opt_state: Any, params: Any) -> None:
-    for tree in (opt_state, params):
-        if isinstance(tree, optax.GradientTransformation):
-            raise TypeError(
-                f"memory_report: `opt_state` is a {type(tree).__name__}, expected an "
-                "optimizer state; pass `tx.init(params)`, or "
-                "`jax.eval_shape(tx.init, params)` to allocate nothing."
-            )
     check_opt_state(opt_state, "memory_report")
-    if is_optax_state(params) and holds_state(opt_state):
+    if holds_state(params):
         raise TypeError(
-            f"memory_report: `params` is {summarize(params)}, another optimizer state, "
+            f"memory_report: `params` is {summarize(params)}, an optimizer state, "
             "expected the params; call `memory_report(opt_state, params)`."
-        )
-    if are_swapped(opt_state, params):
-        raise TypeError(
-            f"memory_report: `params` is a {type(params).__name__} that holds the "
-            "optimizer state, expected the state first and the params second; "
-            "`memory_report(params, opt_state)` is now "
-            "`memory_report(opt_state, params)`."
         )
     if not any(map(is_array, jax.tree.leaves(params))):
         raise ValueError(
@@ -330,21 +312,5 @@ def _size(leaf: Any) -> int:
     return math.prod(leaf.shape)
 
 
-def _ratio(a: int, b: int) -> float:
-    return a / b if b else math.nan
-
-
-def _format(number: float, form: str) -> str:
-    return "-" if math.isnan(number) else format(number, form)
-
-
-def _shorten(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _format_bytes(count: int) -> str:
-    """Return bytes in the largest unit that they fill."""
-    if count < 1024:
-        return f"{count} B"
-    power = min((count.bit_length() - 1) // 10, 4)
-    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+def _ratio(a: int, b: int, form: str) -> str:
+    return format(a / b, form) if b else "-"

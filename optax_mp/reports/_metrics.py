@@ -7,15 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
+from jax.tree_util import DictKey, GetAttrKey, keystr, tree_leaves_with_path
 
+from optax_mp._arguments import check_opt_state
 from optax_mp._nnx import plain_state
-from optax_mp._states import Path, check_classes, find_states
-from optax_mp._tree import PyTree, is_array
+from optax_mp._states import Path, check_classes, find_states, holds_state
+from optax_mp._tree import PyTree, is_array, is_floating, summarize
 from optax_mp.loss_scale._state import LossScaleState
 
 # Fields in which optax's states, and ours, count the steps of an optimizer.
 _STEP_COUNTS = ("count", "step_count", "gradient_step")
+_INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+_SEVERAL = 2  # Only then places are in names.
 # States whose counts start anew, or at 1.
 _OTHER_COUNTS = (optax.contrib.ReduceLROnPlateauState, optax.contrib.ScheduleFreeState)
 
@@ -44,41 +47,64 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         - `"step_count"`: the steps that the optimizer has taken, the largest such
           count. Skipped steps count only with a loss scale that is a link in a chain.
 
-        For several loss scales the names begin with what tells their places apart, as
-        in `"generator/loss_scale"`. The steps are then those counted within each one.
+        For each hyperparameter that `optax.inject_hyperparams` keeps in the state, its
+        value in the last step, by its name, such as `"learning_rate"`.
+
+        For several loss scales, or several such sets of hyperparameters, the names
+        begin with what tells their places apart, as in `"generator/loss_scale"`. The
+        steps are then those counted within each loss scale.
+
+    Raises:
+        TypeError: if `opt_state` is the optimizer, or arrays that are no state of one,
+            such as params.
 
     Example:
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optax_mp
-        >>> scaled = optax_mp.dynamic_loss_scale(optax.adam(1e-3))
-        >>> tx = optax.chain(optax.clip(1.0), scaled)
+        >>> adam = optax.inject_hyperparams(optax.adam)(learning_rate=0.125)
+        >>> tx = optax_mp.dynamic_loss_scale(optax.chain(optax.clip(1.0), adam))
         >>> params = {"w": jnp.ones(2)}
         >>> updates, state = tx.update({"w": jnp.ones(2)}, tx.init(params), params)
-        >>> for name, value in optax_mp.metrics(state).items():
-        ...     print(name, float(value))
-        loss_scale 65536.0
-        finite_count 1.0
-        skipped_count 0.0
-        total_skipped_count 0.0
-        last_finite 1.0
-        step_count 1.0
+        >>> found = {name: float(x) for name, x in optax_mp.metrics(state).items()}
+        >>> found["loss_scale"], found["step_count"], found["learning_rate"]
+        (65536.0, 1.0, 0.125)
+        >>> sorted(set(found) - {"b1", "b2", "eps", "eps_root"})[:3]
+        ['finite_count', 'last_finite', 'learning_rate']
         >>> optax_mp.metrics(optax.sgd(0.1).init(params))
         {}
     """
+    check_opt_state(opt_state, "metrics")
     opt_state = plain_state(opt_state)
-    found = find_states(opt_state, LossScaleState)
-    if not found:
+    scales = find_states(opt_state, LossScaleState)
+    if len(scales) < _SEVERAL:
+        scalars = _of_steps(opt_state)
+        for _, scale in scales:
+            scalars = _of_loss_scale(scale) | scalars
+    else:
+        scalars = _named(
+            [(path, _of_loss_scale(x) | _of_steps(x.inner_state)) for path, x in scales]
+        )
+    injected = find_states(opt_state, _INJECTED)
+    scalars |= _named([(path, _numbers(x.hyperparams)) for path, x in injected])
+    if not scalars:
         check_classes(opt_state, "metrics")
-        return _of_steps(opt_state)
-    if len(found) == 1:
-        return _of_loss_scale(found[0][1]) | _of_steps(opt_state)
-    named: dict[str, jax.Array] = {}
-    places = _tell_apart([path for path, _ in found])
-    for place, (_, state) in zip(places, found, strict=True):
-        scalars = _of_loss_scale(state) | _of_steps(state.inner_state)
-        named |= {"/".join([*place, name]): x for name, x in scalars.items()}
-    return named
+        _check_is_state(opt_state)
+    return scalars
+
+
+def _check_is_state(opt_state: PyTree) -> None:
+    """Raise if what has no metrics is nothing but arrays of numbers, as params are."""
+    leaves = jax.tree.leaves(opt_state)
+    if leaves and all(map(is_floating, leaves)) and not holds_state(opt_state):
+        raise TypeError(
+            f"metrics: `opt_state` is {summarize(opt_state)}, expected an optimizer "
+            "state; pass what `tx.init(params)` or `tx.update` returned."
+        )
+
+
+def _numbers(hyperparams: dict[str, Any]) -> dict[str, jax.Array]:
+    return {k: x for k, x in hyperparams.items() if is_array(x) and not x.shape}
 
 
 def _of_loss_scale(state: LossScaleState) -> dict[str, jax.Array]:
@@ -109,8 +135,21 @@ def _leaves_of_counters(state: PyTree) -> list[tuple[Path, Any]]:
 
 
 def _counts_steps(path: Path, leaf: Any) -> bool:
-    is_count = bool(path) and path[-1] in map(GetAttrKey, _STEP_COUNTS)
+    # A state may be a dict.
+    names = [kind(x) for kind in (GetAttrKey, DictKey) for x in _STEP_COUNTS]
+    is_count = bool(path) and path[-1] in names
     return is_count and is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
+
+
+def _named(groups: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
+    """Return the scalars of several places in one dict, by names that differ."""
+    paths = [path for path, _ in groups]
+    places = _tell_apart(paths) if len(paths) >= _SEVERAL else [[] for _ in paths]
+    return {
+        "/".join([*place, name]): x
+        for place, (_, scalars) in zip(places, groups, strict=True)
+        for name, x in scalars.items()
+    }
 
 
 def _tell_apart(paths: list[Path]) -> list[list[str]]:

@@ -1,45 +1,36 @@
-"""precision_report: in which precision products run, and what makes them float32."""
+"""precision_report: in which precision products run, and what made them float32."""
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from optax_mp._jax._jaxpr import is_literal
-from optax_mp._jax._products import operands
-from optax_mp._jax._source import source_lines
-from optax_mp.reports._precision_origins import (
-    Origin,
-    Value,
-    is_wide_value,
-    sort_origins,
-)
-from optax_mp.reports._precision_products import is_wide, product_dtype
-from optax_mp.reports._precision_rows import PrecisionCause, PrecisionProduct
-from optax_mp.reports._precision_text import (
-    advice_of,
-    describe_shares,
-    shares_of,
-    table_of,
-)
-from optax_mp.reports._precision_trace import Argnums, Trace, trace
-from optax_mp.reports._precision_walk import FoundProduct, Surroundings, Walk
+import jax.numpy as jnp
 
-T = TypeVar("T")
+from optax_mp._table import align_columns, percent
+from optax_mp.reports._precision_trace import Argnums, trace
+from optax_mp.reports._precision_walk import PrecisionProduct, Walk, cause_of_input
+
+# By how much a table is cut. The report itself holds all.
+_MOST_ROWS, _CAUSE_WIDTH = 12, 56
+_ADVICE = (
+    "wrap the function, or the part that has them: `optax_mp.amp(fun)` runs products "
+    "in bfloat16 whatever made them float32, but for those with `precision=`, in "
+    "`amp_stop`, and of complex or sparse operands",
+    "or change what is named above: pass an argument in bfloat16, make an array with "
+    "`dtype=x.dtype`, write a Python number for a NumPy one, cast back before the "
+    "product, or set the `dtype` of a layer to bfloat16",
+)
 
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """What `precision_report` found. Printed, it is a table with advice.
+    """What `precision_report` found. Printed, it is a verdict, a table and advice.
 
     Attributes:
         products: each matrix product and convolution, forward pass first.
-        kept_bytes: the bytes that the forward pass keeps for the backward pass, by
-            dtype; not counted are the arguments and constants themselves. XLA may keep
-            less, if it fuses operations or computes some again.
-        notes: remarks on the counts: loops, branches, and operations whose products
-            are not counted.
+        notes: remarks on the counts: loops, and operations whose products are not
+            counted.
 
     Example:
         >>> import jax.numpy as jnp
@@ -51,14 +42,13 @@ class PrecisionReport:
         >>> report = optax_mp.precision_report(loss, params, x)
         >>> report.low_share, report.shares()
         (0.0, {'float32': 1.0})
-        >>> print(report.summary()[:47])
-        FLOPs of products: 100% in float32; 3 of 3 prod
+        >>> print(report.summary()[:50])
+        0% of the FLOPs of products run below float32 (100
         >>> optax_mp.precision_report(optax_mp.amp(loss), params, x).low_share
         1.0
     """
 
     products: tuple[PrecisionProduct, ...]
-    kept_bytes: dict[str, int]
     notes: tuple[str, ...]
 
     @property
@@ -68,10 +58,9 @@ class PrecisionReport:
         Products of integers do not count, neither as wide nor as low; `shares` has
         them. It is 1 without floating products.
         """
-        floating = [each for each in self.products if each.is_floating]
-        total = sum(each.flops for each in floating)
-        wide = sum(each.flops for each in self.wide_products)
-        return 1 - wide / total if total else 1.0
+        integer = [x for x in self.products if not jnp.issubdtype(x.dtype, jnp.inexact)]
+        total = _flops(self.products) - _flops(integer)
+        return 1 - _flops(self.wide_products) / total if total else 1.0
 
     @property
     def wide_products(self) -> tuple[PrecisionProduct, ...]:
@@ -80,24 +69,52 @@ class PrecisionReport:
 
     def shares(self) -> dict[str, float]:
         """Return the share of each dtype in the FLOPs of products, largest first."""
-        return shares_of(self.products)
+        total = sum(each.flops for each in self.products) or 1
+        groups = _group(self.products, lambda each: each.dtype)
+        return {dtype: _flops(group) / total for dtype, group in groups}
+
+    def summary(self) -> str:
+        """Return the verdict: how much is below float32, and what is first to blame."""
+        if not self.products:
+            return "no matrix products or convolutions"
+        shares = ", ".join(f"{percent(x)}% {k}" for k, x in self.shares().items())
+        line = f"{percent(self.low_share)}% of the FLOPs of products run below float32"
+        causes = _group(self.wide_products, _pattern)
+        more = f" and {len(causes) - 1} more" if causes[1:] else ""
+        first = f"; float32 because of {_label(causes[0][1])}{more}" if causes else ""
+        return f"{line} ({shares}){first}"
 
     def advice(self) -> list[str]:
         """Return what to change so that products run in 16 bits."""
-        return advice_of(self.products)
-
-    def summary(self) -> str:
-        """Return the report in one line."""
-        return describe_shares(self.products)
+        return list(_ADVICE) if self.wide_products else []
 
     def __str__(self) -> str:
-        """Return the table, the notes and the advice."""
-        lines = table_of(self.products, self.kept_bytes)
-        lines += [f"note: {note}" for note in self.notes]
-        advice = self.advice()
-        if advice:
-            lines += ["", "To change that:", *(f"- {each}." for each in advice)]
+        """Return the verdict, the float32 products, the notes and the advice."""
+        lines = [self.summary(), *(f"note: {note}" for note in self.notes)]
+        if self.wide_products:
+            advice = [f"- {each}." for each in self.advice()]
+            lines += ["", *self._table(), "", "To change that:", *advice]
         return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        """Return a table of float32 products, most FLOPs first.
+
+        The products of a line and those of their gradients are together in a row.
+        """
+        total = _flops(self.products) or 1
+        groups = _group(
+            self.wide_products,
+            lambda each: (each.line or each.primitive, _pattern(each)),
+        )
+        cells = [("float32 at", "because of", "shapes", "runs", "FLOPs", "share")]
+        for (place, _), group in groups[:_MOST_ROWS]:
+            runs, flops = sum(each.count for each in group), _flops(group)
+            amounts = str(runs), f"{flops:.3g}", f"{percent(flops / total)}%"
+            shapes = " ".join(str(list(shape)) for shape in group[0].shapes[:2])
+            cells.append((place, _label(group)[-_CAUSE_WIDTH:], shapes, *amounts))
+        left_out = len(groups) - _MOST_ROWS
+        more = [f"... and {left_out} more"] if left_out > 0 else []
+        return [*align_columns(cells, left=3), *more]
 
 
 def precision_report(
@@ -111,8 +128,9 @@ def precision_report(
     JAX promotes: where a 16-bit value meets a float32 one, everything that follows is
     float32, without a warning. The report traces the function and its gradient, with
     `amp` or without, and counts the FLOPs of matrix products and convolutions in each
-    dtype. For each product in float32 it names the argument, constant or cast that made
-    it so, and says what to change. Nothing is computed, so shapes are enough.
+    dtype. For each product in float32 it names the first place where a 16-bit value
+    became float32 on the way to it, what made it so, and what to change. What comes
+    later is not named: change the first, and report again.
 
     Args:
         fun: any function that JAX can trace, such as a loss, or a whole training step.
@@ -127,12 +145,14 @@ def precision_report(
         **kwargs: its keyword arguments.
 
     Returns:
-        The report. Printed, it is a table; `.summary()` is one line.
+        The report. Printed, it begins with a verdict; `.summary()` is that line.
 
     Raises:
-        TypeError: if `fun` is not callable.
-        ValueError: if `argnums` names no argument with floating arrays.
-        Exception: what JAX raises, if it cannot trace or differentiate `fun`.
+        TypeError: if `fun` is not callable, or if a loop in it changes the dtype of its
+            carry, as a scan over bfloat16 layers with float32 norms does.
+        ValueError: if `argnums` names no argument with floating arrays, or if `fun`
+            cannot be differentiated, as a `while` loop.
+        Exception: what JAX raises, if it cannot trace `fun`.
 
     Example:
         >>> import jax
@@ -150,7 +170,7 @@ def precision_report(
         >>> report = optax_mp.precision_report(loss, params, x)
         >>> {name: round(share, 2) for name, share in report.shares().items()}
         {'float32': 0.6, 'bfloat16': 0.4}
-        >>> [str(each.causes[0]) for each in report.wide_products]
+        >>> [each.causes[0].name for each in report.wide_products]
         ["params['norm']", "params['norm']", "params['norm']"]
         >>> report.advice()[0][:17]
         'wrap the function'
@@ -160,110 +180,41 @@ def precision_report(
             f"precision_report: `fun` is {fun!r}, expected a function; call it as "
             "precision_report(fun, *args)."
         )
-    traced = trace(fun, args, kwargs, argnums)
-    walk = Walk()
-    found = _find_products(traced, walk)
-    return PrecisionReport(
-        products=tuple(map(_row, found)),
-        kept_bytes=_kept_bytes(traced),
-        notes=tuple(_notes(found, walk)),
-    )
-
-
-def _find_products(traced: Trace, walk: Walk) -> list[FoundProduct]:
-    """Return the products of the forward and the backward pass."""
-    invars = traced.forward.jaxpr.invars
+    names, jaxpr = trace(fun, args, kwargs, argnums)
     inputs = [
-        _input("argument", path, var)
-        for path, var in zip(traced.paths, invars, strict=True)
+        cause_of_input(var, "argument", name)
+        for var, name in zip(jaxpr.jaxpr.invars, names, strict=True)
     ]
-    outputs, found = walk.follow(traced.forward, inputs, Surroundings())
-    if traced.backward is None:
-        return found
-    kept = outputs[traced.output_count :]
-    gradients = [
-        _input("gradient", path, var)
-        for path, var in zip(
-            traced.gradient_paths,
-            traced.backward.jaxpr.invars[len(kept) :],
-            strict=True,
-        )
-    ]
-    around = Surroundings(is_backward=True)
-    return found + walk.follow(traced.backward, [*kept, *gradients], around)[1]
+    walk = Walk()
+    products = sorted(walk.follow(jaxpr, inputs)[1], key=lambda each: each.is_backward)
+    return PrecisionReport(tuple(products), tuple(walk.notes))
 
 
-def _input(kind: str, path: str, var: Any) -> Value:
-    is_gradient = kind == "gradient"
-    origins = (Origin(kind, path, is_effect=is_gradient),) if is_wide_value(var) else ()
-    return Value(origins, var, is_computed=False, is_gradient=is_gradient)
+def _group(
+    products: Iterable[PrecisionProduct], key: Callable[[PrecisionProduct], Any]
+) -> list[tuple[Any, list[PrecisionProduct]]]:
+    """Return products in groups, the group of most FLOPs first."""
+    groups: dict[Any, list[PrecisionProduct]] = {}
+    for each in products:
+        groups.setdefault(key(each), []).append(each)
+    return sorted(groups.items(), key=lambda pair: -_flops(pair[1]))
 
 
-def _row(found: FoundProduct) -> PrecisionProduct:
-    avals = [*operands(found.equation), found.equation.outvars[0].aval]
-    dtype, lines = product_dtype(found.equation), source_lines(found.at)
-    rule, why = found.amp_rule
-    return PrecisionProduct(
-        primitive=found.equation.primitive.name,
-        dtype=dtype.name,
-        dtypes=_three(aval.dtype.name for aval in avals),
-        shapes=_three(tuple(aval.shape) for aval in avals),
-        flops=found.flops,
-        count=found.count,
-        is_backward=found.is_backward,
-        line=lines.user,
-        library_line=lines.library,
-        causes=tuple(map(_cause, sort_origins(found.origins))),
-        kept_by=why if is_wide(dtype) and rule != "low" else "",
-    )
+def _flops(products: Iterable[PrecisionProduct]) -> int:
+    return sum(each.flops for each in products)
 
 
-def _three(values: Iterable[T]) -> tuple[T, T, T]:
-    left, right, result = values
-    return left, right, result
+def _causes(product: PrecisionProduct) -> str:
+    return " and ".join(map(str, product.causes)) or "what is not known"
 
 
-def _cause(origin: Origin) -> PrecisionCause:
-    return PrecisionCause(origin.kind, origin.name, *origin.lines)
+def _pattern(product: PrecisionProduct) -> str:
+    """Return the causes of a product, with stars for the numbers of layers."""
+    text = re.sub(r"_\d+(?=['/])", "_*", _causes(product))
+    return re.sub(r"\[('?)\d+\1\]", "[*]", text)
 
 
-def _kept_bytes(traced: Trace) -> dict[str, int]:
-    """Return the bytes that are kept for the backward pass, by dtype."""
-    jaxpr: Any = traced.forward.jaxpr
-    # An array may be kept under several names, but once.
-    kept = dict.fromkeys(
-        atom for atom in jaxpr.outvars[traced.output_count :] if not is_literal(atom)
-    )
-    given = {*jaxpr.invars, *jaxpr.constvars}
-    found: dict[str, int] = {}
-    for atom in kept:
-        if atom not in given:
-            count = math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
-            name = str(atom.aval.dtype)
-            found[name] = found.get(name, 0) + count
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def _notes(found: Iterable[FoundProduct], walk: Walk) -> Iterator[str]:
-    """Yield remarks on the counts."""
-    found = list(found)
-    in_while = sum(each.is_in_while for each in found)
-    if in_while:
-        yield (
-            f"products in a `while` loop: {in_while}, counted for one iteration, "
-            "because their number is unknown"
-        )
-    uncounted = sum(each.count == 0 for each in found)
-    if uncounted:
-        yield (
-            f"products that count 0: {uncounted}, in branches with fewer FLOPs than "
-            "another, or loops without iterations"
-        )
-    lines = Counter(
-        (equation.primitive.name, source_lines(at).user)
-        for equation, at in walk.unseen.values()
-    )
-    for (name, line), count in lines.items():
-        place = f" at {line}" if line else ""
-        times = f", {count} times" if count > 1 else ""
-        yield f"not looked into: {name}{place}{times}"
+def _label(group: list[PrecisionProduct]) -> str:
+    """Return the causes of a group of one pattern."""
+    is_one = len(set(map(_causes, group))) == 1
+    return (_causes if is_one else _pattern)(group[0])

@@ -1,12 +1,20 @@
-"""All products of a function: how often each runs, and what makes it float32."""
+"""The products of a function, and where a 16-bit value first became float32.
 
-from collections import ChainMap
-from collections.abc import MutableMapping, Sequence
+A float32 value has one cause. Until it meets a 16-bit value, that is where it comes
+from: an argument, a constant, an array, a number. Where both meet, JAX makes the
+16-bit value float32; from there on the cause has a place and a rank in the program, and
+of several causes the one that ranks first wins. So nothing behind it is blamed.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from optax_mp._dtypes import bits
 from optax_mp._jax._control_flow import has_regions, run_count, wiring_of
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
@@ -16,210 +24,329 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     open_jaxpr,
 )
-from optax_mp._jax._products import flops_of, is_product, operand_indices
-from optax_mp._jax._source import is_function_of_jax, is_transposed, source_lines
-from optax_mp._jax._wiring import Region
-from optax_mp.amp._rules import Rule, Rules, default_amp_rules
-from optax_mp.reports._precision_origins import (
-    Origin,
-    OriginFinder,
-    Origins,
-    Value,
-    is_wide_value,
-    join,
-    meet,
-    union,
+from optax_mp._jax._products import flops_of, is_product, operand_indices, operands
+from optax_mp._jax._source import (
+    SourceLines,
+    is_function_of_jax,
+    is_promotion,
+    is_transposed,
+    source_lines,
 )
+from optax_mp._jax._wiring import Region
 
 # Operations that multiply matrices, and show no jaxpr.
 _CLOSED = ("dot", "matmul", "attention", "gemm", "ffi_call")
+# What JAX or a library of layers makes float32 because of something else: operands that
+# it promotes, and what a norm computes in float32 and casts back.
+_PROMOTION, _LAYER = _UNSURE = "promotion", "layer"
+# What is float32 by itself. The first in this order is the first to be blamed.
+_KINDS = ("argument", "constant", "array", "number", "cast", "result", *_UNSURE)
+# They pass on what they read, so a promoted operand is still on its way.
+_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
+_UNMET = sys.maxsize
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What is known of all that an equation is inside of.
+class PrecisionCause:
+    """What made a product float32.
 
     Attributes:
-        at: the equation whose lines count, because this one is in a function of JAX.
-        outer: the equation that it is inside of.
-        is_backward: whether it is in the backward pass.
-        scope_rule: the rule of amp for the scopes around.
+        kind: `"argument"`; `"constant"`, an array that the function closes over;
+            `"array"`, one that it makes; `"number"`, such as `np.sqrt(32)`; `"cast"`;
+            `"layer"`, a cast in a library of layers; or `"result"`, of a product of
+            16-bit operands.
+        name: the path of an argument; otherwise what it is.
+        line: where it first made a 16-bit value float32; `""` if it made none.
+        rank: how many such places come before.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax_mp
+        >>> w, x = jnp.ones((4, 4)), jnp.ones((2, 4), jnp.bfloat16)
+        >>> report = optax_mp.precision_report(lambda w, x: x @ w, w, x)
+        >>> cause = report.products[0].causes[0]
+        >>> cause.kind, cause.name
+        ('argument', 'w')
     """
 
-    at: Equation = None
-    outer: Equation = None
-    is_backward: bool = False
-    scope_rule: Rule | None = None
+    kind: str
+    name: str
+    line: str = ""
+    rank: int = _UNMET
 
-    def place_of(self, equation: Equation) -> Equation:
-        """Return the equation whose lines an equation is written at."""
-        if self.at or not self.outer or source_lines(equation).user:
-            return self.at or equation
-        return self.outer
-
-
-@dataclass(frozen=True)
-class FoundProduct:
-    """A product in a jaxpr.
-
-    Attributes:
-        equation: the equation.
-        at: the equation whose lines it is written at.
-        is_backward: whether it is in the backward pass.
-        origins: what makes its operands float32.
-        amp_rule: the rule that amp has for it, and what decided on that.
-        count: how often it runs; 0 in a branch with fewer FLOPs than another.
-        is_in_while: whether that is one iteration of a loop of unknown length.
-    """
-
-    equation: Equation
-    at: Equation
-    is_backward: bool
-    origins: Origins
-    amp_rule: tuple[Rule, str]
-    count: int = 1
-    is_in_while: bool = False
+    def __str__(self) -> str:
+        """Return what to call it in a table."""
+        is_said = self.name.endswith(self.line)  # So does an array; or "" if unknown.
+        return self.name if is_said else f"{self.name} at {self.line}"
 
     @property
-    def flops(self) -> int:
-        """The FLOPs of all runs."""
-        return self.count * flops_of(self.equation)
+    def order(self) -> tuple[bool, int, int]:
+        """The smallest of several is to blame."""
+        return self.kind in _UNSURE, self.rank, _KINDS.index(self.kind)
+
+
+_Causes = list[PrecisionCause | None]
+
+
+@dataclass(frozen=True)
+class PrecisionProduct:
+    """A matrix product or convolution.
+
+    Attributes:
+        primitive: its name in JAX, such as `"dot_general"`.
+        dtype: the dtype of its operands; of two dtypes, the wider.
+        dtypes: the dtypes of both operands and of the result.
+        shapes: their shapes; in a `shard_map`, of a shard.
+        flops: the FLOPs of all its runs, over all devices.
+        count: how often it runs: the iterations of a scan, times the shards of a
+            `shard_map`. A product in a `while` loop counts for one iteration, and one
+            in a branch that has fewer FLOPs than another counts 0.
+        is_backward: whether it is in the backward pass.
+        line: the line of your program that it comes from, such as `"model.py:12"`.
+        causes: if it is float32 or wider, what first made it so; two if both operands
+            are float32 by themselves.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax_mp
+        >>> w, x = jnp.ones((4, 4)), jnp.ones((2, 4), jnp.bfloat16)
+        >>> report = optax_mp.precision_report(lambda w, x: x @ w, w, x)
+        >>> product = report.products[0]
+        >>> product.dtype, product.dtypes, product.flops
+        ('float32', ('bfloat16', 'float32', 'float32'), 64)
+    """
+
+    primitive: str
+    dtype: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    flops: int
+    count: int
+    is_backward: bool
+    line: str
+    causes: tuple[PrecisionCause, ...]
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is float32 or wider, or complex; products of integers are not."""
+        return _is_wide(jnp.dtype(self.dtype))
+
+    def times(self, count: int) -> "PrecisionProduct":
+        """Return this product, run so many times as often."""
+        return replace(self, count=count * self.count, flops=count * self.flops)
+
+
+class Around(NamedTuple):
+    """What an equation is inside of.
+
+    Attributes:
+        lines: where that is written.
+        is_in_jax: whether it is a function of JAX. That is traced once for all calls,
+            so the lines inside are those of the first call.
+        is_backward: whether it is in the backward pass.
+    """
+
+    lines: SourceLines = SourceLines()
+    is_in_jax: bool = False
+    is_backward: bool = False
+
+    def lines_of(self, equation: Equation) -> SourceLines:
+        """Return where an equation inside is written."""
+        lines = self.lines if self.is_in_jax else source_lines(equation)
+        return lines if lines.user else self.lines
+
+
+_NOTHING = Around()
 
 
 class Walk:
-    """Follows values through jaxprs, and finds the products on the way.
+    """Follows causes through jaxprs, and finds the products on the way.
 
     Attributes:
-        unseen: operations that multiply, or hold products, and cannot be looked into,
-            each with the equation whose lines it is written at.
+        notes: remarks on the counts, each once.
     """
 
     def __init__(self) -> None:
         """Begin with nothing found."""
-        self.unseen: dict[int, tuple[Equation, Equation]] = {}
-        self._origins = OriginFinder()
-        # What made the products float32 that a variable goes into. Variables inside of
-        # an equation are in a map of their own: another one may have the same jaxpr.
-        self._origins_by_operand: ChainMap[Any, Origins] = ChainMap()
-        self._rules = Rules(default_amp_rules, jnp.bfloat16)
+        self.notes: dict[str, None] = {}
+        # A gradient is float32 because its value is, and has the same line.
+        self._causes_by_lines: dict[SourceLines, tuple[PrecisionCause, ...]] = {}
+        self._ranks: dict[Any, int] = {}
 
     def follow(
-        self, jaxpr: AnyJaxpr, inputs: Sequence[Value], around: Surroundings
-    ) -> tuple[list[Value], list[FoundProduct]]:
-        """Return what is known of the outputs of a jaxpr, and the products in it."""
+        self, jaxpr: AnyJaxpr, causes: _Causes, around: Around = _NOTHING
+    ) -> tuple[_Causes, list[PrecisionProduct]]:
+        """Return the causes of the outputs of a jaxpr, and the products in it."""
         jaxpr, consts = open_jaxpr(jaxpr)
-        known: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-        if consts:
-            known.update((var, _constant(var)) for var in jaxpr.constvars)
-        found: list[FoundProduct] = []
-
-        def value(atom: Any, at: Equation) -> Value:
-            if is_literal(atom):
-                return self._origins.of_literal(atom, at)
-            return known.get(atom, Value())
-
+        known: dict[Any, Any] = dict(zip(jaxpr.invars, causes, strict=True))
+        for var in jaxpr.constvars if consts else ():
+            known[var] = cause_of_input(var, "constant", "a constant")
+        products: list[PrecisionProduct] = []
         for equation in _live_equations(jaxpr):
-            at = around.at or equation
-            given = [value(atom, at) for atom in equation.invars]
+            inputs = [
+                _cause_of_literal(x) if is_literal(x) else known.get(x)
+                for x in equation.invars
+            ]
             if has_regions(equation):
-                outputs, products = self._follow_regions(equation, given, around)
-                found += products
+                outputs, inside = self._follow_regions(equation, inputs, around)
+                products += inside
             else:
-                outputs = self._origins.of_outputs(
-                    equation, given, at, around.is_backward
-                )
+                cause = self._cause_of(equation, inputs, around)
+                outputs = [cause if _has_wide(x) else None for x in equation.outvars]
                 if is_product(equation):
-                    found.append(self._product(equation, given, around))
-                elif _hides_products(equation):
-                    self.unseen[id(equation)] = equation, around.place_of(equation)
+                    products.append(self._product(equation, inputs, around))
             known.update(zip(equation.outvars, outputs, strict=True))
         outvars: Any = jaxpr.outvars
-        return [Value() if is_literal(x) else known[x] for x in outvars], found
+        return [None if is_literal(x) else known[x] for x in outvars], products
+
+    def _cause_of(
+        self, equation: Equation, inputs: _Causes, around: Around
+    ) -> PrecisionCause | None:
+        """Return the cause of a float32 value that is computed from these."""
+        if not is_product(equation) and _hides_products(equation):
+            place = f"{equation.primitive.name} {around.lines_of(equation).user}"
+            self.notes[f"not looked into: {place.rstrip()}"] = None
+        read = equation.invars if is_product(equation) else []
+        if not any(map(_has_wide, (*equation.outvars, *read))):
+            return None
+        lines = around.lines_of(equation)
+        rank = self._ranks.setdefault((id(equation), lines), len(self._ranks))
+        causes = [x for x in inputs if x is not None]
+        # `jnp.zeros` is an array made of a number.
+        is_array = equation.primitive.name == "broadcast_in_dim"
+        if not causes or (is_array and is_literal(equation.invars[0])):
+            return _start(equation, lines, rank)
+        return _first_of(causes, equation, lines.user, rank)
 
     def _product(
-        self, equation: Equation, inputs: Sequence[Value], around: Surroundings
-    ) -> FoundProduct:
-        at = around.place_of(equation)
-        operands = [inputs[i] for i in operand_indices(equation)]
+        self, equation: Equation, inputs: _Causes, around: Around
+    ) -> PrecisionProduct:
+        lines = around.lines_of(equation)
         is_backward = around.is_backward or is_transposed(equation)
-        origins = meet(operands)
-        if origins and any(value.is_gradient for value in operands):
-            origins = self._origins_of_forward(operands) or origins
-        else:
-            self._remember(equation, operands, origins, at)
-        scope_rule = self._rules.scope_rule_of(equation, around.scope_rule)
-        amp_rule = self._rules.rule_of(equation, scope_rule)
-        return FoundProduct(equation, at, is_backward, origins, amp_rule)
-
-    def _remember(
-        self,
-        equation: Equation,
-        operands: Sequence[Value],
-        origins: Origins,
-        at: Equation,
-    ) -> None:
-        """Keep in mind what makes the gradients of a product float32."""
-        result = equation.outvars[0]
-        if not is_wide_value(result):
-            return
-        origins = origins or (Origin("result", result.aval.dtype.name, at),)
-        for value in operands:
-            _add(self._origins_by_operand, value.source, origins)
-
-    def _origins_of_forward(self, operands: Sequence[Value]) -> Origins:
-        """Return what made the product float32 whose gradient these operands give.
-
-        A gradient is float32 because its value is. It is multiplied with the other
-        operand of the product in the forward pass, by which that is found.
-        """
-        sources = [value.source for value in operands if not value.is_gradient]
-        known = self._origins_by_operand
-        return union(known.get(x, ()) for x in sources)
-
-    def _follow_regions(
-        self, equation: Equation, inputs: Sequence[Value], around: Surroundings
-    ) -> tuple[list[Value], list[FoundProduct]]:
-        wiring, found = wiring_of(equation), {}
-        inside = Surroundings(
-            around.at,
-            around.place_of(equation),
-            around.is_backward or is_transposed(equation),
-            self._rules.scope_rule_of(equation, around.scope_rule),
+        avals = [*operands(equation), equation.outvars[0].aval]
+        first = self._cause_of(equation, inputs, around)
+        dtype = max(
+            (aval.dtype for aval in avals[:2]),
+            key=lambda x: (jnp.issubdtype(x, jnp.inexact), x.itemsize),
+        )
+        causes = () if first is None else (first,)
+        if first and first.rank == _UNMET:  # Then both operands must change.
+            both = dict.fromkeys(inputs[i] for i in operand_indices(equation))
+            causes = tuple(x for x in both if x is not None)
+        if is_backward:
+            causes = self._causes_by_lines.get(lines, causes)
+        elif causes:
+            self._causes_by_lines.setdefault(lines, causes)
+        return PrecisionProduct(
+            equation.primitive.name,
+            dtype.name,
+            tuple(aval.dtype.name for aval in avals),
+            tuple(tuple(aval.shape) for aval in avals),
+            flops_of(equation),
+            count=1,
+            is_backward=is_backward,
+            line=lines.user,
+            causes=causes if _is_wide(dtype) else (),
         )
 
-        def through(region: Region, given: tuple[Value, ...]) -> list[Value]:
-            within = inside
-            if equation.primitive.name in _JITS and is_function_of_jax(region.jaxpr):
-                within = replace(inside, at=around.at or equation)
+    def _follow_regions(
+        self, equation: Equation, inputs: _Causes, around: Around
+    ) -> tuple[_Causes, list[PrecisionProduct]]:
+        wiring, lines = wiring_of(equation), around.lines_of(equation)
+        is_jit = equation.primitive.name == "jit"
+        is_backward = around.is_backward or is_transposed(equation)
+        groups: dict[int, list[PrecisionProduct]] = {}
+
+        def through(region: Region, causes: Any) -> _Causes:
+            is_in_jax = is_jit and is_function_of_jax(region.jaxpr)
+            inside = Around(lines, around.is_in_jax or is_in_jax, is_backward)
             # In a loop, the last visit is the one that knows most.
-            outputs, found[id(region)] = self.follow(region.jaxpr, given, within)
+            outputs, groups[id(region)] = self.follow(region.jaxpr, causes, inside)
             return outputs
 
-        outside = self._origins_by_operand
-        self._origins_by_operand = inner = outside.new_child()
-        outputs = wiring.forward(inputs, through, join).outputs
-        self._origins_by_operand = outside
-        names = _names_outside(equation, inputs, outputs)
-        outputs = [x._replace(source=names.get(x.source)) for x in outputs]
-        for source, origins in inner.maps[0].items():
-            _add(outside, names.get(source), origins)
-        groups = [found[id(region)] for region in wiring.regions]
-        if wiring.deciding:
-            groups = _count_costliest(groups)
+        outputs = wiring.forward(inputs, through, _join).outputs
+        if wiring.deciding:  # XLA's cost analysis counts the costliest branch, too.
+            costliest = max(groups, key=lambda x: sum(y.flops for y in groups[x]))
+            for x in groups.keys() - {costliest}:
+                groups[x] = [each.times(0) for each in groups[x]]
+        products = [each for group in groups.values() for each in group]
         count = run_count(equation)
-        products = [
-            replace(
-                each,
-                count=each.count * (1 if count is None else count),
-                is_in_while=each.is_in_while or count is None,
-            )
-            for group in groups
-            for each in group
-        ]
-        return outputs, products
+        if count is None and products:
+            self.notes["products in a `while` loop count for one iteration"] = None
+        return outputs, [each.times(1 if count is None else count) for each in products]
 
 
-_JITS = ("jit", "pjit")
+def cause_of_input(var: Any, kind: str, name: str) -> PrecisionCause | None:
+    """Return the cause of an argument or a constant, or None if it is not float32."""
+    return PrecisionCause(kind, name) if _has_wide(var) else None
+
+
+def _cause_of_literal(atom: Any) -> PrecisionCause | None:
+    # A Python number takes the dtype of what it meets: it is weakly typed.
+    if not _has_wide(atom) or atom.aval.weak_type:
+        return None
+    return PrecisionCause("number", f"the number {atom.val:.7g}")
+
+
+def _join(causes: Sequence[PrecisionCause | None]) -> PrecisionCause | None:
+    """Return the cause of a value that may be any of several."""
+    known = [cause for cause in causes if cause is not None]
+    return min(known, key=lambda cause: cause.order, default=None)
+
+
+def _first_of(
+    causes: list[PrecisionCause], equation: Equation, line: str, rank: int
+) -> PrecisionCause:
+    """Return the cause of what an equation computes from values with causes."""
+    first = min(causes, key=lambda cause: cause.order)
+    unsure = [x for x in causes if x.kind in _UNSURE]
+    if first.rank < _UNMET and first not in unsure:
+        return first
+    sources = [x for x in causes if x not in unsure]
+    layers = [x for x in unsure if x.kind == _LAYER]
+    if layers:  # The epsilon of a norm is not why it does not cast back.
+        unsure = layers
+        sources = [x for x in sources if x.kind in ("argument", "constant")]
+    if sources:
+        source = min(sources, key=lambda cause: cause.order)
+        is_meeting = unsure or any(map(_has_narrow, equation.invars))
+        return replace(source, line=line, rank=rank) if is_meeting else source
+    if unsure[0].kind == _PROMOTION and equation.primitive.name not in _MOVES:
+        return replace(unsure[0], kind="cast")  # Nothing else asked for it.
+    return unsure[0]
+
+
+def _start(equation: Equation, lines: SourceLines, rank: int) -> PrecisionCause | None:
+    """Return the cause of a float32 value that is computed from none."""
+    var, name = equation.outvars[0], equation.primitive.name
+    if not any(map(_has_narrow, equation.invars)):
+        where = f"made at {lines.user}" if lines.user else "of the gradient"
+        is_weak = getattr(var.aval, "weak_type", False)
+        array = PrecisionCause("array", f"an array {where}")
+        return None if is_weak else array
+    dtype, kind = var.aval.dtype.name, "cast"
+    # In the backward pass JAX knows only the lines of the forward pass.
+    if name == "convert_element_type" and not is_transposed(equation):
+        kind = _PROMOTION if is_promotion(equation) else kind
+        kind = _LAYER if lines.library else kind
+    kind = "result" if is_product(equation) else kind
+    text = "a product with result" if kind == "result" else "a cast to"
+    return PrecisionCause(kind, f"{text} {dtype}", lines.user, rank)
+
+
+@functools.cache
+def _is_wide(dtype: Any) -> bool:
+    """Return whether a dtype is float32 or wider; complex64 is."""
+    return jnp.issubdtype(dtype, jnp.inexact) and bits(dtype) >= 32  # noqa: PLR2004
+
+
+def _has_wide(atom: Any) -> bool:
+    return _is_wide(getattr(atom.aval, "dtype", bool))
+
+
+def _has_narrow(atom: Any) -> bool:
+    dtype = getattr(atom.aval, "dtype", bool)
+    return jnp.issubdtype(dtype, jnp.floating) and not _is_wide(dtype)
 
 
 def _live_equations(jaxpr: Jaxpr) -> list[Equation]:
@@ -232,58 +359,15 @@ def _live_equations(jaxpr: Jaxpr) -> list[Equation]:
     return live[::-1]
 
 
-def _names_outside(
-    equation: Equation, inputs: Sequence[Value], outputs: Sequence[Value]
-) -> dict[Any, Any]:
-    """Return the variables outside of an equation for the sources of its outputs."""
-    names: dict[Any, Any] = {value.source: value.source for value in inputs}
-    for value, var in zip(outputs, equation.outvars, strict=True):
-        names.setdefault(value.source, var)
-    return {**names, None: None}
-
-
-def _add(known: MutableMapping[Any, Origins], source: Any, origins: Origins) -> None:
-    if source is not None:
-        known[source] = union([known.get(source, ()), origins])
-
-
-def _constant(var: Any) -> Value:
-    if not is_wide_value(var):
-        return Value(source=var)
-    return Value((Origin("constant", var.aval.str_short()),), var, is_computed=False)
-
-
-def _count_costliest(groups: list[list[FoundProduct]]) -> list[list[FoundProduct]]:
-    """Return the products of branches, with count 0 for all but one branch's.
-
-    XLA's cost analysis counts the costliest, too.
-    """
-    costs = [sum(each.flops for each in group) for group in groups]
-    costliest = costs.index(max(costs))
-    return [
-        group if i == costliest else [replace(each, count=0) for each in group]
-        for i, group in enumerate(groups)
-    ]
-
-
 def _hides_products(equation: Equation) -> bool:
-    inner = jaxprs_within(equation)
-    if inner:
-        return any(map(has_products, inner))
+    if inner := jaxprs_within(equation):
+        return any(any_equation(jaxpr, is_product) for jaxpr in inner)
     return any(word in equation.primitive.name for word in _CLOSED)
 
 
-def has_products(jaxpr: AnyJaxpr) -> bool:
-    """Return whether a jaxpr has a product, at any depth."""
+def any_equation(jaxpr: AnyJaxpr, test: Callable[[Equation], bool]) -> bool:
+    """Return whether a test is true of an equation of a jaxpr, at any depth."""
     return any(
-        is_product(equation) or any(map(has_products, jaxprs_within(equation)))
-        for equation in open_jaxpr(jaxpr)[0].eqns
-    )
-
-
-def has_backward_pass(jaxpr: AnyJaxpr) -> bool:
-    """Return whether a function computes a gradient itself."""
-    return any(
-        is_transposed(equation) or any(map(has_backward_pass, jaxprs_within(equation)))
+        test(equation) or any(any_equation(x, test) for x in jaxprs_within(equation))
         for equation in open_jaxpr(jaxpr)[0].eqns
     )

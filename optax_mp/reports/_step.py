@@ -7,11 +7,19 @@ import jax
 import optax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._traced import is_output
+from optax_mp._jax._by_platform import PLATFORMS, Target
 from optax_mp._table import align_columns
 from optax_mp._tree import spell
-from optax_mp.leafwise._engine import CutStep
+from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._engine import find_kernel
+from optax_mp.leafwise._layout import Layout
 from optax_mp.leafwise._take_step import WholeStep
+from optax_mp.leafwise._traced_step import (
+    TRANSFORMED,
+    TracedStep,
+    is_transformed,
+    obstacle_of,
+)
 
 KERNEL = "kernel"
 
@@ -134,46 +142,54 @@ def step_report(
         ['norm']  bfloat16  512       under 4096 elements  under 4096 elements
         ['w']     bfloat16  512x512   kernel               kernel
     """
-    are_sharded = [_is_sharded(leaf) for leaf in jax.tree.leaves(params)]
     found: list[dict[str, str]] = []
 
     def trace(grads: Any, opt_state: Any, params: Any) -> None:
         whole = WholeStep.of(
             "step_report", tx, grads, opt_state, params, param_shardings, extra_args
         )
-        found.extend(_found(CutStep.of(*whole), are_sharded))
+        found.extend(_rows(whole, counts))
 
-    jax.eval_shape(trace, grads, opt_state, params)
+    leaves = tree_leaves_with_path(params)
+    counts = [_device_count(leaf) for _, leaf in leaves]
+    if is_transformed(jax.tree.leaves((grads, opt_state, params))):
+        found.extend([dict.fromkeys(PLATFORMS, TRANSFORMED)] * len(leaves))
+    else:
+        jax.eval_shape(trace, grads, opt_state, params)
     return StepReport(
         tuple(
-            StepRow(spell(path), leaf.dtype.name, leaf.shape, each["tpu"], each["cuda"])
-            for (path, leaf), each in zip(
-                tree_leaves_with_path(params), found, strict=True
-            )
+            StepRow(spell(path), leaf.dtype.name, leaf.shape, row["tpu"], row["cuda"])
+            for (path, leaf), row in zip(leaves, found, strict=True)
         )
     )
 
 
-def _is_sharded(leaf: Any) -> bool:
-    return len(getattr(getattr(leaf, "sharding", None), "device_set", ())) > 1
+def _device_count(leaf: Any) -> int:
+    return len(getattr(getattr(leaf, "sharding", None), "device_set", ())) or 1
 
 
-def _found(cut_step: CutStep | str, are_sharded: list[bool]) -> list[dict[str, str]]:
-    """Return for each param what a kernel meets on each platform."""
-    if isinstance(cut_step, str):
-        return [dict.fromkeys(("tpu", "cuda"), cut_step) for _ in are_sharded]
-    end_of = {i: end for end in cut_step.ends for i in end.outputs}
+def _rows(whole: WholeStep, device_counts: list[int]) -> list[dict[str, str]]:
+    """Return for each param what computes it on each platform."""
+    obstacle = obstacle_of(jax.tree.leaves((whole.given, whole.kept)))
+    if obstacle is not None:
+        return [dict.fromkeys(PLATFORMS, obstacle) for _ in device_counts]
+    traced = TracedStep.of(*whole)
+    if traced.obstacle is not None:
+        return [dict.fromkeys(PLATFORMS, traced.obstacle) for _ in device_counts]
+    end_of: dict[int | None, End] = {i: end for end in traced.ends for i in end.outputs}
     # The params are the last of the step's results.
-    count = sum(map(is_output, cut_step.traced.outputs))
-    found = []
-    for i, is_sharded in enumerate(are_sharded, start=count - len(are_sharded)):
-        end = end_of.get(i)
-        found.append(
-            {
-                platform: "not changed element by element"
-                if end is None
-                else cut_step.obstacle(end, platform, is_sharded) or KERNEL
-                for platform in ("tpu", "cuda")
-            }
-        )
-    return found
+    first = len(traced.closed.jaxpr.outvars) - len(device_counts)
+    rows = []
+    for i, count in enumerate(device_counts, start=first):
+        end = end_of.get(traced.output(i))
+        rows.append({x: _way(traced, end, Target(x, count)) for x in PLATFORMS})
+    return rows
+
+
+def _way(traced: TracedStep, end: End | None, target: Target) -> str:
+    """Return `KERNEL`, or why an end has none."""
+    if end is None:
+        return "not changed element by element"
+    layout = Layout.find(end, traced.args_of(end), traced.shardings)
+    kernel = find_kernel(traced, end, layout, target)
+    return kernel if isinstance(kernel, str) else KERNEL

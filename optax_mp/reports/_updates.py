@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,9 @@ from jax.typing import DTypeLike
 from optax_mp._dtypes import at_least_float32, bits, floating_dtype, round_to
 from optax_mp._leaves import Leaves
 from optax_mp._nnx import plain_params
-from optax_mp._table import align_by_path
+from optax_mp._table import percent
 from optax_mp._tree import describe, is_floating, spell
-from optax_mp.reports._leaf_counts import (
-    LeafCounts,
-    check_size,
-    count_bins,
-    percent,
-    share,
-)
+from optax_mp.reports._leaf_counts import LeafCounts, count_bins, count_leaves
 
 _CALLER = "update_report"
 # The bins. For those that are neither zero nor not finite: `_OTHERS`, plus 1 if the
@@ -58,9 +53,8 @@ class UpdateReport(LeafCounts):
         (0.25, 0.5, 0.25, 0.5)
     """
 
-    def zeros(self, path: str | None = None) -> float:
-        """Return the share of updates that are exactly 0."""
-        return self._share_of(path, _ZERO)
+    _legend = "% of elements"
+    _columns = ("elements", "stalled", "below half an ulp", "moved")
 
     def stalled(self, path: str | None = None) -> float:
         """Return the share of elements that an update other than 0 does not move."""
@@ -77,43 +71,18 @@ class UpdateReport(LeafCounts):
         """
         return self._share_of(path, _OTHERS, _OTHERS + 2)
 
-    def not_finite(self, path: str | None = None) -> float:
-        """Return the share of elements whose update or param is infinite or NaN."""
-        return self._share_of(path, _NOT_FINITE)
+    def _cells(self, path: str | None) -> list[str]:
+        shares = self.stalled(path), self.below_half_ulp(path), self.moved(path)
+        return list(map(percent, shares))
 
-    def _share_of(self, path: str | None, *bins: int) -> float:
-        counts = self._counts_of(path)
-        return share(counts[list(bins)].sum(), counts)
-
-    def __str__(self) -> str:
-        """Return the table."""
-        columns = ("inf, NaN", "0", "stalled", "below half an ulp", "moved")
-        rows = [("", "elements", *columns)]
-        rows += [self._row(path, path) for path in self.paths]
-        if len(self.paths) > 1:
-            rows.append(self._row("all", None))
-        return "\n".join(["% of elements", *align_by_path(rows), self._summary()])
-
-    def _row(self, title: str, path: str | None) -> tuple[str, ...]:
-        shares = (
-            self.not_finite(path),
-            self.zeros(path),
-            self.stalled(path),
-            self.below_half_ulp(path),
-            self.moved(path),
-        )
-        return title, f"{self._counts_of(path).sum():,}", *map(percent, shares)
-
-    def _summary(self) -> str:
+    def _conclusions(self) -> list[str]:
         others = self.stalled() + self.moved()
         if not others:
-            return "no update is finite and other than 0"
+            return ["no update is finite and other than 0"]
         if not self.stalled():
-            return "every update other than 0 moves its param"
-        lost = percent(self.stalled() / others)
-        return (
-            f"{lost}% of the updates other than 0 are lost: too small to move the param"
-        )
+            return ["every update other than 0 moves its param"]
+        lost = f"{percent(self.stalled() / others)}% of the updates other than 0"
+        return [f"{lost} are lost: too small to move the param"]
 
 
 register_dataclass(UpdateReport, ["counts"], ["paths"])
@@ -194,18 +163,16 @@ def update_report(
             "that have an update, expected the params and the updates of one step."
         )
     for path, (param, update) in found.items():
-        check_size(path, param, _CALLER)
         if param.shape != update.shape:
             raise ValueError(
                 f"{_CALLER}: the update of {path} is {describe(update)}, expected the "
                 f"shape of the param {describe(param)}."
             )
-    counts = [_count(*map(jnp.asarray, pair), dtype) for pair in found.values()]
-    return UpdateReport(jnp.stack(counts), tuple(found))
+    return UpdateReport(*count_leaves(found, partial(_count, dtype=dtype), _CALLER))
 
 
-@partial(jax.jit, static_argnums=2)
-def _count(param: jax.Array, update: jax.Array, dtype: jnp.dtype | None) -> jax.Array:
+@partial(jax.jit, static_argnames="dtype")
+def _count(param: jax.Array, update: jax.Array, dtype: Any = None) -> jax.Array:
     """Return how many elements lie in each bin."""
     dtype = param.dtype if dtype is None else dtype
     wide = jnp.promote_types(*(at_least_float32(x.dtype) for x in (param, update)))
@@ -215,7 +182,7 @@ def _count(param: jax.Array, update: jax.Array, dtype: jnp.dtype | None) -> jax.
     moves = round_to(old + change, dtype) != old
     magnitude = _magnitude_bits(change)
     is_large = magnitude >= _half_unit_bits(old, dtype)
-    others = _OTHERS + is_large.astype(jnp.uint32) + 2 * moves.astype(jnp.uint32)
+    others = _OTHERS + is_large.astype(jnp.int32) + 2 * moves.astype(jnp.int32)
     bins = jnp.where(magnitude == 0, _ZERO, others)
     are_finite = jnp.isfinite(param) & jnp.isfinite(update)
     return count_bins(jnp.where(are_finite, bins, _NOT_FINITE), _BIN_COUNT)

@@ -1,15 +1,10 @@
 """amp with 8-bit products: where they are, in what, and what a report says of them."""
 
-import contextlib
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
-import small_models
 from amp_cases import CASES, error, normal, objective, operations, products, weights
 from forced_devices import run_checks
 from jax import export, lax
@@ -59,6 +54,8 @@ def any_shape(half_the_smallest, monkeypatch):
     monkeypatch.setattr(_eight_bits, "MULTIPLE", 1)
 
 
+UNUSED = "ignore:amp. `compute_dtype` is float8_e4m3fn, but no matrix product"
+
 # Which products
 
 
@@ -86,6 +83,7 @@ def test_all_else_is_as_in_bfloat16():
     assert others(F8) == others("bfloat16")
 
 
+@pytest.mark.filterwarnings(UNUSED)
 @pytest.mark.parametrize(
     ("rows", "inner", "columns", "is_8_bit"),
     [
@@ -103,6 +101,7 @@ def test_small_and_odd_shapes_stay_in_16_bits(rows, inner, columns, is_8_bit):
     assert eight_bit_products(in_8_bits(jnp.matmul), x, w) == (is_8_bit, 1)
 
 
+@pytest.mark.filterwarnings(UNUSED)
 def test_the_smallest_size_is_512(monkeypatch):
     monkeypatch.undo()
     x = jnp.zeros((512, 512))
@@ -111,6 +110,7 @@ def test_the_smallest_size_is_512(monkeypatch):
         assert eight_bit_products(in_8_bits(jnp.matmul), y, x[: y.shape[1]]) == (0, 1)
 
 
+@pytest.mark.filterwarnings(UNUSED)
 def test_the_sizes_are_those_within_a_batch():
     fun = in_8_bits(lambda x, w: jnp.einsum("bmik,bkn->bmin", x, w))
     few = jnp.zeros((512, 2, 4, 256)), jnp.zeros((512, 256, 256))
@@ -119,6 +119,7 @@ def test_the_sizes_are_those_within_a_batch():
     assert eight_bit_products(fun, *many)[0] == 1
 
 
+@pytest.mark.filterwarnings(UNUSED)
 def test_a_symbolic_size_stays_in_16_bits():
     (rows,) = export.symbolic_shape("rows")
     x = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
@@ -156,13 +157,6 @@ def test_words_go_by_operation_and_scope_with_the_outermost_first(rules, expecte
     assert eight_bit_products(fun, X, W) == (expected, 2)
 
 
-def test_a_word_may_be_that_of_a_line():
-    report = optax_mp.amp_report(outer, X, W)
-    lines = {x.line for x in report.operations if x.primitive == "dot_general"}
-    for line in lines:
-        assert eight_bit_products(by_rule(line, outer), X, W) == (1, 2)
-
-
 def test_a_word_may_be_that_of_a_loop():
     def loop(x, w):
         return lax.scan(lambda x, _: (inner(x, w), None), x, None, 3)[0] @ w
@@ -181,6 +175,7 @@ def test_in_the_scope_of_a_word_for_products_all_else_follows_its_own_rule():
         assert "f32[256,256] = exp" in str(jaxpr)
 
 
+@pytest.mark.filterwarnings(UNUSED)
 def test_amp_stop_and_precision_keep_a_product_out():
     def fun(x, w):
         with optax_mp.amp_stop():
@@ -203,6 +198,25 @@ def test_beside_float16_products_are_in_8_bits_too():
     fun = optax_mp.amp(outer, compute_dtype="float16", rules=rules)
     assert eight_bit_products(fun, X, W) == (2, 2)
     assert "f16[256,256] = tanh" in str(jax.make_jaxpr(fun)(X, W))
+
+
+def test_a_call_without_any_product_in_8_bits_warns():
+    text = (
+        "`compute_dtype` is float8_e4m3fn, but no matrix product .*1 because of their"
+    )
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match=text):
+        in_8_bits(jnp.matmul)(X[:8], W)
+    report = optax_mp.amp_report(jnp.matmul, X[:8], W, compute_dtype=F8)
+    assert str(report).endswith("products, by FLOPs: 0% f8, 100% low")
+    assert "Warning: `compute_dtype` is float8_e4m3fn" in str(report)
+
+
+@pytest.mark.filterwarnings(UNUSED)
+def test_an_empty_batch_is_no_error(any_shape):
+    fun = in_8_bits(lambda x, w: jnp.einsum("eti,eij->etj", x, w))
+    x, w = jnp.zeros((0, 16, 16)), jnp.zeros((0, 16, 16))
+    assert fun(x, w).shape == (0, 16, 16)
+    assert jax.grad(lambda w: fun(x, w).sum())(w).shape == w.shape
 
 
 # Bad input
@@ -228,8 +242,8 @@ def test_a_word_on_an_operation_that_is_no_matrix_product_is_refused(name, word)
         optax_mp.amp(jnp.sin, rules=optax_mp.default_amp_rules | {name: word})
 
 
-def test_a_word_for_a_scope_that_does_not_occur_is_refused():
-    with pytest.raises(ValueError, match="`rules` names 'iner'.*'inner'"):
+def test_a_word_for_a_scope_that_does_not_occur_raises_a_warning():
+    with pytest.warns(UserWarning, match="`rules` names 'iner'.*'inner'"):
         by_rule("iner", outer)(X, W)
 
 
@@ -296,50 +310,6 @@ def gradient(fun):
     return jax.grad(lambda params, x: jnp.sum(jnp.sin(fun(params, x))))
 
 
-def repeated(fun):
-    return lambda params, x: lax.scan(
-        lambda x, _: (fun(params, x), None), x, None, length=2
-    )[0]
-
-
-def unrolled(fun):
-    return lambda params, x: fun(params, fun(params, x))
-
-
-def by_rows(fun):
-    return lambda params, x: jnp.concatenate(
-        [fun(params, x[i : i + 1]) for i in range(4)]
-    )
-
-
-def over_rows(fun):
-    return lambda params, x: jax.vmap(fun, (None, 0))(params, x[:, None])[:, 0]
-
-
-SAME = {
-    "jit": (jax.jit, lambda fun: fun),
-    "grad of jit": (lambda fun: gradient(jax.jit(fun)), gradient),
-    "grad of remat": (lambda fun: gradient(jax.checkpoint(fun)), gradient),
-    "grad of scan": (
-        lambda fun: gradient(repeated(fun)),
-        lambda fun: gradient(unrolled(fun)),
-    ),
-    "vmap": (over_rows, by_rows),
-    "grad of vmap": (
-        lambda fun: gradient(over_rows(fun)),
-        lambda fun: gradient(by_rows(fun)),
-    ),
-}
-
-
-@mostly_slow("name", SAME, lambda name: name == "grad of scan")
-def test_a_transformed_function_computes_the_same(name, any_shape):
-    x = normal(4, 8)
-    got, want = (jax.jit(make(in_8_bits(net)))(PARAMS, x) for make in SAME[name])
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2 * np.abs(b).max())
-
-
 @pytest.mark.slow
 def test_amp_around_a_gradient_has_all_its_products_in_8_bits(any_shape):
     fun = in_8_bits(gradient(net))
@@ -382,43 +352,12 @@ def test_a_report_counts_8_bit_products_and_says_why_others_are_not():
     assert report().f8_share == 16 / 17
     assert report().low_share == 1
     assert "1 f8, " in str(report())
-    assert str(report()).endswith("products: 100% low, 94% f8")
-
-
-@pytest.mark.slow
-def test_a_report_in_16_bits_says_nothing_of_8():
-    text = str(optax_mp.amp_report(two_layers, LAYERS, X[:4]))
-    assert not re.search(r"\bf8\b", text)
+    assert str(report()).endswith("products, by FLOPs: 94% f8, 6% low")
 
 
 def test_the_error_of_an_8_bit_product_is_that_of_its_operands():
     (each,) = [x for x in report().operations if x.ran == "f8"]
     assert 2.0**-6 < each.own_error < 2.0**-4
-
-
-def test_rules_keep_the_worst_8_bit_products_in_16_bits_and_nothing_wider():
-    found = report().rules(above=0.02)
-    new = {k: v for k, v in found.items() if k not in optax_mp.default_amp_rules}
-    assert list(new.values()) == ["not_f8"]
-    again = optax_mp.amp_report(two_layers, LAYERS, X, compute_dtype=F8, rules=found)
-    assert again.f8_share == 0
-    assert again.low_share == 1
-    assert {x.primitive: x.ran for x in again.operations}["tanh"] == "low"
-
-
-@pytest.mark.slow
-def test_rules_for_a_smaller_error_reach_float32_in_two_steps():
-    rules = optax_mp.default_amp_rules
-    for warns in (False, True):
-        found = optax_mp.amp_report(
-            two_layers, LAYERS, X, compute_dtype=F8, rules=rules
-        )
-        # No product is left in 16 bits.
-        warning = pytest.warns(UserWarning, match="0% of the FLOPs")
-        with warning if warns else contextlib.nullcontext():
-            rules = found.rules(above=1e-4)
-    last = optax_mp.amp_report(two_layers, LAYERS, X, compute_dtype=F8, rules=rules)
-    assert {x.ran for x in last.operations if x.flops} == {"f32"}
 
 
 def test_a_precision_report_counts_8_bit_products():
@@ -427,41 +366,3 @@ def test_a_precision_report_counts_8_bit_products():
         {"float8_e4m3fn": 16 / 35, "float8_e5m2": 16 / 35, "bfloat16": 3 / 35}
     )
     assert found.low_share == 1
-    assert found.kept_bytes["float8_e4m3fn"] >= 256 * 256
-
-
-# Unmodified models of each framework
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("framework", ["linen", "nnx", "equinox", "haiku"])
-def test_an_unmodified_transformer_trains_in_8_bits_by_one_argument(
-    framework, monkeypatch
-):
-    monkeypatch.setattr(small_models, "WIDTH", 256)
-    problem = getattr(small_models, f"{framework}_transformer")()
-    tx = optax.adam(1e-3)
-
-    def train(dtype):
-        loss = optax_mp.amp(problem.loss, compute_dtype=dtype)
-
-        def step(carry, batch):
-            params, state, opt_state = carry
-            grad = jax.value_and_grad(loss, has_aux=True)
-            (value, state), grads = grad(params, state, batch)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), state, opt_state), value
-
-        carry = problem.params, problem.state, tx.init(problem.params)
-        return np.asarray(
-            jax.jit(lambda c: lax.scan(step, c, problem.batches))(carry)[1]
-        )
-
-    first = jax.tree.map(lambda x: x[0], problem.batches)
-    found = optax_mp.amp_report(
-        problem.loss, problem.params, problem.state, first, compute_dtype=F8
-    )
-    assert found.f8_share > 0.5
-    in_8, in_16 = (train(dtype) for dtype in (F8, "bfloat16"))
-    assert in_16[-10:].mean() < 0.85 * in_16[:3].mean()
-    assert in_8[-10:].mean() == pytest.approx(in_16[-10:].mean(), rel=0.02)

@@ -39,7 +39,7 @@ def test_a_gradient_of_what_a_derivative_rule_closes_over_is_refused():
 
     with pytest.raises(Exception, match="closed-over value"):
         jax.grad(jax.jit(loss))(W, X)
-    value = r"diff.* \(float32\[8,8\], used at test_amp_inputs.py:\d+\), .* argument"
+    value = r"diff.* \(float32\[8,8\]\), .* argument"
     with pytest.raises(TypeError, match="closes over a value that is " + value):
         jax.grad(amp(loss))(W, X)
 

@@ -1,7 +1,6 @@
 """amp's rules: the words, where they apply, what users give, and what is refused."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +8,10 @@ import numpy as np
 import pytest
 from amp_cases import compiled, error, operations, products
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import optax_mp
-from optax_mp import amp, amp_stop, default_amp_rules
+from optax_mp import MixedPrecisionWarning, amp, amp_stop, default_amp_rules
 
 BF16, F16, F32 = (jnp.dtype(x) for x in ("bfloat16", "float16", "float32"))
 X = np.random.default_rng(0).standard_normal((4, 8), np.float32)
@@ -58,15 +58,6 @@ def test_widest_is_low_only_where_no_input_is_float32():
     assert ran(lambda x, w: (x @ w) * x, X, W, primitive="mul") == {F32}
 
 
-def test_as_written_returns_to_float32():
-    rules = default_amp_rules | {"tanh": "as_written"}
-
-    def fun(x, w):
-        return jnp.tanh(x @ w)
-
-    assert ran(fun, X, W, primitive="tanh", rules=rules) == {F32}
-
-
 def test_own_keeps_the_dtype_of_each_input():
     jaxpr = jax.make_jaxpr(amp(lambda x, w: lax.sort((x @ w, x), num_keys=1)))(X, W)
     (sort,) = [each for each in operations(jaxpr) if each.name == "sort"]
@@ -81,6 +72,18 @@ def test_a_bias_is_added_in_float32_and_the_sum_is_low():
     assert ran(fun, X, W, X[0], primitive="tanh") == {BF16}
     widest = default_amp_rules | {"bias_add": "widest"}
     assert ran(fun, X, W, X[0], primitive="tanh", rules=widest) == {F32}
+
+
+def test_a_bias_in_16_bits_that_is_cast_is_a_bias():
+    def fun(x, w, b):
+        x, w, b = optax_mp.cast_floating((x, w, b), F32)
+        return jnp.tanh(checkpoint_name(x @ w + b, "hidden"))
+
+    arguments = optax_mp.cast_floating((X, W, X[0]), BF16)
+    for program in (fun, lambda x, w, b: fun(x.astype(F32), w, b)):
+        assert ran(program, *arguments, primitive="add") == {F32}
+        assert ran(program, *arguments, primitive="name") == {BF16}
+        assert ran(program, *arguments, primitive="tanh") == {BF16}
 
 
 def test_the_gradient_of_a_bias_is_summed_in_float32():
@@ -158,22 +161,10 @@ def test_a_product_in_highest_precision_stays():
         assert ran(jnp.dot, X, W, primitive="dot_general") == {F32}
 
 
-def test_a_product_by_an_algorithm_stays():
-    algorithm = lax.DotAlgorithmPreset.F32_F32_F32
-
-    def fun(x, w):
-        return lax.dot(x, w, precision=algorithm, preferred_element_type=F32)
-
-    assert ran(fun, X, W, primitive="dot_general") == {F32}
-
-
 def test_a_product_of_integers_stays():
-    n = np.arange(16).reshape(4, 4)
-    jaxpr = jax.make_jaxpr(amp(lambda x, n: (x @ x.T, n @ n)))(X, n)
-    dtypes = [
-        jnp.dtype(x.outputs[0]) for x in operations(jaxpr) if x.name == "dot_general"
-    ]
-    assert dtypes == [BF16, jnp.dtype("int32")]
+    assert ran(
+        lambda n: n @ n, np.arange(16).reshape(4, 4), primitive="dot_general"
+    ) == {jnp.dtype("int32")}
 
 
 def test_one_over_a_low_value_runs_in_float32():
@@ -181,17 +172,6 @@ def test_one_over_a_low_value_runs_in_float32():
     assert ran(lambda x, w: (x @ w) / 3.0 + 1, X, W, primitive="div") == {BF16}
     rules = default_amp_rules | {"div": "low"}
     assert ran(lambda x, w: 1.0 / (x @ w), X, W, primitive="div", rules=rules) == {BF16}
-
-
-def test_float64_takes_part_under_x64(x64):
-    def fun(x, w):
-        return jnp.exp(x @ w)
-
-    x, w = X.astype(np.float64), W.astype(np.float64)
-    assert ran(fun, x, w, primitive="dot_general") == {BF16}
-    assert ran(fun, x, w, primitive="exp") == {jnp.dtype("float64")}
-    gradient = jax.grad(lambda w: amp(fun)(x, w).sum())(w)
-    assert gradient.dtype == jnp.float64
 
 
 def test_the_low_constant_of_a_scan_sums_its_gradient_in_float32():
@@ -206,6 +186,22 @@ def test_the_low_constant_of_a_scan_sums_its_gradient_in_float32():
     xs = np.random.default_rng(4).standard_normal((2048, 2, 8), np.float32) + 0.5
     want = jax.grad(total)(W, xs)
     assert error(compiled(jax.grad(amp(total)), W, xs)(W, xs), want) < 2e-2
+
+
+def test_weights_of_layers_that_are_cast_before_a_scan_go_into_it_in_16_bits():
+    def loss(ws, x):
+        ws, x = optax_mp.cast_floating((ws, x), F32)
+        layer = lambda x, w: (x + jnp.tanh(jnp.sin(x) @ w), None)  # noqa: E731
+        return lax.scan(layer, x, ws)[0].sum()
+
+    arguments = optax_mp.cast_floating((np.stack([W] * 3), X), BF16)
+    jaxpr = jax.make_jaxpr(amp(loss))(*arguments)
+    (scan,) = [each for each in operations(jaxpr) if each.name == "scan"]
+    assert list(map(jnp.dtype, scan.inputs)) == [F32, BF16]
+    got, want = (
+        compiled(jax.grad(f), *arguments)(*arguments) for f in (amp(loss), loss)
+    )
+    assert got.dtype == BF16 and error(got, want) < 2e-2
 
 
 # Where a rule applies
@@ -274,6 +270,7 @@ def _backward(residuals, g):
 with_scope_in_its_rule.defvjp(_forward, _backward)
 
 
+@pytest.mark.filterwarnings("ignore:amp. `rules` names 'only_backward'")
 def test_a_scope_that_only_a_derivative_rule_enters_is_known():
     rules = default_amp_rules | {"only_backward": "f32"}
 
@@ -292,41 +289,6 @@ def test_a_scope_around_reaches_into_a_derivative_rule():
 
     jaxpr = jax.make_jaxpr(jax.grad(amp(fun)))(W, X)
     assert {jnp.dtype(x.outputs[0]) for x in products(jaxpr)} == {F32}
-
-
-def test_a_source_line_may_be_that_of_a_scope_or_of_a_caller():
-    def shared(x):
-        return lax.tanh(x)
-
-    def fun(x):
-        low = x @ W
-        with jax.named_scope("first"):
-            x = shared(low)
-        return x, shared(low)
-
-    def dtypes(name):
-        jaxpr = jax.make_jaxpr(amp(fun, rules=default_amp_rules | {name: "f32"}))(X)
-        return re.findall(r":(\w+)\[4,8\] = tanh", str(jaxpr))
-
-    file = "test_amp_rules.py"
-    own, caller = (f.__code__.co_firstlineno for f in (shared, fun))
-    assert dtypes(f"{file}:{own + 1}") == ["f32", "f32"]
-    assert dtypes(f"first/{file}:{own + 1}") == ["f32", "bf16"]
-    assert dtypes(f"{file}:{caller + 4}/{file}:{own + 1}") == ["bf16", "f32"]
-    with pytest.raises(ValueError, match="`rules` names"):
-        dtypes(f"second/{file}:{own + 1}")
-
-
-def test_a_source_line_is_a_place():
-    def fun(x, w):
-        first = x @ w
-        second = jnp.tanh(first) @ w
-        return second
-
-    line = fun.__code__.co_firstlineno + 1
-    rules = default_amp_rules | {f"test_amp_rules.py:{line}": "f32"}
-    found = products(jax.make_jaxpr(amp(fun, rules=rules))(X, W))
-    assert [jnp.dtype(each.outputs[0]) for each in found] == [F32, BF16]
 
 
 def test_amp_default_is_the_rule_of_what_is_not_listed():
@@ -350,11 +312,6 @@ def test_a_scope_leaves_alone_what_has_no_low_form():
 
     rules = default_amp_rules | {"transform": "low"}
     assert amp(fun, rules=rules)(X).dtype == F32
-
-
-def test_the_default_rules_cannot_be_changed_in_place():
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        default_amp_rules["exp"] = "low"
 
 
 # Rules that are functions
@@ -402,19 +359,15 @@ def returning(result):
         (
             lambda x, p: (x, None),
             TypeError,
-            r"returned None as bind_params, expected a dict",
+            r"None\), expected a pair of a list and a d",
         ),
-        (lambda x, p: (x * 2, p), ValueError, r"returned 2 inputs, expected 1"),
+        (lambda x, p: (x * 2, p), ValueError, r"returned float32.*, expected float32"),
         (
             lambda x, p: ([x[0].astype(int)], p),
             ValueError,
-            r"returned int32\[4,8\] as input 0, expected float32\[4,8\]; change",
+            r"returned int32\[4,8\] as inputs, expected float32\[4,8\]; change",
         ),
-        (
-            lambda x, p: ([x[0][0]], p),
-            ValueError,
-            r"returned float32\[8\] as input 0, expected float32\[4,8\]",
-        ),
+        (lambda x, p: ([x[0][0]], p), ValueError, r"returned float32\[8\] as inputs"),
         (
             lambda x, p: ([x[0].astype(jnp.float16)], p),
             ValueError,
@@ -462,28 +415,23 @@ def test_an_unknown_rule_is_refused(rule):
         amp(jnp.sin, rules={"tanh": rule})
 
 
-def test_rules_must_be_a_mapping():
-    with pytest.raises(TypeError, match="`rules` is 'low', expected a mapping"):
-        amp(jnp.sin, rules="low")
-
-
 def test_a_key_without_a_name_is_refused():
     with pytest.raises(TypeError, match="`rules` has the key .* expected a primitive"):
         amp(jnp.sin, rules={jnp.tanh: "f32"})
 
 
-def test_an_unknown_name_is_refused():
+def test_an_unknown_name_raises_a_warning():
     fun = amp(lambda x: jnp.tanh(x), rules=default_amp_rules | {"tahn": "f32"})
-    with pytest.raises(ValueError, match="names 'tahn', .*did you mean .*'tanh'"):
+    with pytest.warns(MixedPrecisionWarning, match="names 'tahn', .* mean .*'tanh'"):
         fun(X)
 
 
-def test_a_misspelt_scope_is_refused():
+def test_a_misspelt_scope_raises_a_warning():
     def fun(x):
         with jax.named_scope("router"):
             return x @ x.T
 
-    with pytest.raises(ValueError, match="names 'ruoter', .*did you mean 'router'"):
+    with pytest.warns(MixedPrecisionWarning, match="'ruoter', .*did you mean 'router'"):
         amp(fun, rules=default_amp_rules | {"ruoter": "f32"})(X)
 
 
@@ -570,21 +518,11 @@ def bounded(fun):
     ],
 )
 def test_the_rule_of_a_loop_or_a_jit_applies_to_everything_inside(key, wrap):
-    if key == "jit":  # its name is another up to JAX 0.6
-        key = jax.make_jaxpr(jax.jit(jnp.sin))(X).eqns[0].primitive
     fun = wrap(lambda x: x @ W)
     for word in ("as_written", "f32"):
         rules = default_amp_rules | {key: word}
         jaxpr = jax.make_jaxpr(amp(fun, rules=rules))(X)
         assert {jnp.dtype(each.outputs[0]) for each in products(jaxpr)} == {F32}
-
-
-def test_a_primitive_outside_the_default_rules_can_be_named():
-    def fun(x):
-        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-    rules = default_amp_rules | {"pure_callback": "as_written"}
-    assert error(amp(fun, rules=rules)(X), np.sin(X)) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["encoder/attention", "layer(1)", "attention"])
@@ -598,14 +536,6 @@ def test_a_scope_with_parts_is_found_by_all_of_them(name):
     assert ran(fun, X, W, primitive="dot_general", rules=rules) == {F32}
     jaxpr = jax.make_jaxpr(jax.grad(lambda w: amp(fun, rules=rules)(X, w).sum()))(W)
     assert {jnp.dtype(each.outputs[0]) for each in products(jaxpr)} == {F32}
-
-
-def test_a_misspelt_name_is_refused_where_no_gradient_exists():
-    def fun(x):
-        return lax.while_loop(lambda x: x.sum() < 10, lambda x: x + 1, x)
-
-    with pytest.raises(ValueError, match="names 'exq', expected a primitive"):
-        amp(fun, rules=default_amp_rules | {"exq": "f32"})(X)
 
 
 def test_a_rule_for_casts_is_refused():
@@ -638,5 +568,5 @@ def test_a_name_without_a_letter_is_unknown(name):
         with jax.named_scope("layer"):
             return x @ x.T
 
-    with pytest.raises(ValueError, match="expected a primitive of JAX"):
+    with pytest.warns(MixedPrecisionWarning, match="expected a primitive of JAX"):
         amp(fun, rules=default_amp_rules | {name: "f32"})(X)

@@ -109,41 +109,19 @@ REVERSE = {
     "grad(amp) by x": lambda wrap, f: jax.grad(wrap(f)),
     "grad(amp) by w": lambda wrap, f: jax.grad(wrap(f), 1),
     "grad(amp) by both": lambda wrap, f: jax.grad(wrap(f), (0, 1)),
-    "grad(jit(amp))": lambda wrap, f: jax.grad(jax.jit(wrap(f))),
     "grad(amp(jit))": lambda wrap, f: jax.grad(wrap(jax.jit(f))),
-    "jit(grad(amp))": lambda wrap, f: jax.jit(jax.grad(wrap(f), 1)),
     "amp(grad)": lambda wrap, f: wrap(jax.grad(f)),
-    "amp(jit(grad(amp)))": lambda wrap, f: wrap(jax.jit(jax.grad(wrap(f), 1))),
-    "vmap(grad(amp))": lambda wrap, f: (
-        lambda x, w: jax.vmap(jax.grad(wrap(f)), (0, None))(batch(x), w)
-    ),
     "grad(amp(vmap))": lambda wrap, f: (
         lambda x, w: jax.grad(lambda x: wrap(jax.vmap(f))(batch(x), batch(w)).sum())(x)
-    ),
-    "grad(vmap(amp))": lambda wrap, f: (
-        lambda x, w: jax.grad(
-            lambda w: jax.vmap(wrap(f), (None, 0))(x, batch(w)).sum()
-        )(w)
     ),
     "grad(amp(scan)) by x": lambda wrap, f: jax.grad(wrap(in_scan(f))),
     "grad(amp(scan)) by w": lambda wrap, f: jax.grad(wrap(in_scan(f)), 1),
     "grad(amp(cond))": lambda wrap, f: jax.grad(wrap(in_cond(f))),
-    "grad(amp(remat))": lambda wrap, f: jax.grad(wrap(jax.checkpoint(f))),
     "grad(remat(amp))": lambda wrap, f: jax.grad(jax.checkpoint(wrap(f)), 1),
-    "grad(amp(amp))": lambda wrap, f: jax.grad(wrap(wrap(f))),
 }
 FORWARD = {
-    "linearize(amp)": lambda wrap, f: (
-        lambda x, w: jax.linearize(wrap(lambda x: f(x, w)), x)[1](x)
-    ),
     "jvp(amp) by x": lambda wrap, f: (
         lambda x, w: jax.jvp(wrap(lambda x: f(x, w)), (x,), (x,))
-    ),
-    "jit(jvp(amp)) by w": lambda wrap, f: jax.jit(
-        lambda x, w: jax.jvp(wrap(lambda w: f(x, w)), (w,), (x,))
-    ),
-    "jacfwd(vmap(amp))": lambda wrap, f: (
-        lambda x, w: jax.jacfwd(lambda x: jax.vmap(wrap(f), (0, None))(batch(x), w))(x)
     ),
     "jvp(grad(amp))": lambda wrap, f: (
         lambda x, w: jax.jvp(lambda x: jax.grad(wrap(f))(x, w), (x,), (x,))
@@ -167,7 +145,6 @@ BY_DEFAULT = {
     ("grad(amp) by x", "jvp vjp"),
     ("grad(amp(vmap))", "vjp jvp"),
     ("grad(amp(scan)) by x", "vjp jvp"),
-    ("amp(jit(grad(amp)))", "vjp vjp"),
 }
 
 
@@ -195,37 +172,6 @@ def test_a_rule_sees_as_differentiated_only_what_it_sees_without_amp(name, kinds
     for seen, by_amp in zip(expected, found, strict=True):
         assert {event[0] for event in by_amp} == {event[0] for event in seen}
         assert all(is_seen_by_jax(event, seen) for event in by_amp)
-
-
-def of_numbers(kind):
-    """Return a function of two numbers, with a product inside."""
-
-    def compute(x, y):
-        return y * jnp.sum((x * X) @ W)
-
-    if kind == "vjp":
-        fun = jax.custom_vjp(compute)
-        fun.defvjp(
-            lambda x, y: (compute(x, y), (x, y)),
-            lambda kept, g: (g * compute(1.0, kept[1]), g * compute(kept[0], 1.0)),
-        )
-    else:
-        fun = jax.custom_jvp(compute)
-        fun.defjvp(lambda p, t: (fun(*p), compute(t[0], p[1]) + compute(p[0], t[1])))
-    return fun
-
-
-@pytest.mark.parametrize("kind", ["vjp", "jvp"])
-def test_a_plain_number_is_differentiated(kind):
-    fun = of_numbers(kind)
-
-    def run(fun):
-        return jax.vjp(fun, 2.0, 3.0)[1](1.0), jax.grad(fun)(2.0, 3.0)
-
-    assert error(run(amp(fun)), run(fun)) < 2e-2
-    if kind == "jvp":
-        numbers = (2.0, 3.0), (1.0, 0.5)
-        assert error(jax.jvp(amp(fun), *numbers), jax.jvp(fun, *numbers)) < 2e-2
 
 
 def filtered_vjp():
@@ -305,7 +251,7 @@ def trajectory_gradients(solver):
 
 @pytest.mark.filterwarnings("ignore:amp. the while loop:UserWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("solver", ["Tsit5", "Kvaerno3"])
+@pytest.mark.parametrize("solver", ["Tsit5"])
 @pytest.mark.parametrize(
     "adjoint", ["RecursiveCheckpointAdjoint", "BacksolveAdjoint", "DirectAdjoint"]
 )

@@ -237,20 +237,6 @@ def test_transformed_products_are_low(name, dtype, side):
     assert all(runs_in(o, dtype) for o in found)
 
 
-@pytest.mark.parametrize(
-    "name", ["grad", "grad_of_scan", "grad_of_cond", "grad_of_shard_map", "custom_vjp"]
-)
-def test_amp_of_grad_has_the_products_of_grad_of_amp(name):
-    found = [
-        sorted(
-            (str(o.inputs), str(o.outputs), str(o.equation.outvars[0].aval.shape))
-            for o in products(traced(name, side, "bfloat16")[0])
-        )
-        for side in SIDES
-    ]
-    assert found[0] == found[1]
-
-
 @functools.cache
 def in_float32(name):
     plain = SIDES["outside"](name, lambda fun: fun)
@@ -420,30 +406,6 @@ def test_amp_stop_inside_derivative_rules_leaves_those_products_in_float32():
         assert runs_in(high[0], jnp.float32)
 
 
-def test_amp_stop_inside_a_jvp_rule_leaves_those_products_in_float32():
-    @jax.custom_jvp
-    def product(x, w):
-        return x @ w
-
-    @product.defjvp
-    def rule(primals, tangents):
-        (x, w), (dx, dw) = primals, tangents
-        with optax_mp.amp_stop():
-            from_x = dx @ w
-        return product(x, w), from_x + x @ dw
-
-    for program in (
-        lambda *args: jax.jvp(autocast(product), args, args),
-        autocast(lambda *args: jax.jvp(product, args, args)),
-    ):
-        found = products(jax.make_jaxpr(program)(X, W))
-        assert sorted(runs_in(o, "bfloat16") for o in found) == [False, True, True]
-
-
-def test_amp_stop_without_amp_changes_no_bit():
-    assert as_bits(optax_mp.amp_stop(net)(PARAMS, X)) == as_bits(net(PARAMS, X))
-
-
 # Derivative rules with unusual arguments
 
 
@@ -460,28 +422,6 @@ def grads_agree(fun, *args):
             found = products(jax.make_jaxpr(program)(*args))
             assert found
             assert all(runs_in(o, dtype) for o in found)
-
-
-def test_symbolic_zeros_of_a_custom_vjp():
-    @jax.custom_vjp
-    def pair(x, w):
-        return x @ w, jnp.sin(x)
-
-    def forward(x, w):
-        return pair(x.value, w.value), (x.value, w.value)
-
-    def backward(residuals, g):
-        x, w = residuals
-        product, wave = (
-            jnp.zeros(c.shape, c.dtype)
-            if isinstance(c, jax.custom_derivatives.SymbolicZero)
-            else c
-            for c in g
-        )
-        return product @ w.T + wave * jnp.cos(x), x.T @ product
-
-    pair.defvjp(forward, backward, symbolic_zeros=True)
-    grads_agree(lambda w, x: pair(jnp.tanh(x @ w), w)[0], W, X)
 
 
 def test_custom_jvp_with_integer_and_keyword_arguments():
@@ -515,20 +455,6 @@ def test_custom_vjp_with_nondifferentiated_arguments():
     grads_agree(lambda w, x: apply(jnp.tanh, x, "on", w), W, X)
 
 
-def test_custom_jvp_with_nondifferentiated_arguments():
-    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-    def apply(fun, x, w):
-        return fun(x @ w)
-
-    @apply.defjvp
-    def rule(fun, primals, tangents):
-        (x, w), (dx, dw) = primals, tangents
-        y, slope = jax.jvp(fun, (x @ w,), (dx @ w + x @ dw,))
-        return y, slope
-
-    grads_agree(lambda w, x: apply(jnp.tanh, x, w), W, X)
-
-
 def test_custom_vjp_with_integer_arguments_and_outputs():
     @jax.custom_vjp
     def top(x, ids, w):
@@ -541,10 +467,6 @@ def test_custom_vjp_with_integer_arguments_and_outputs():
 
     top.defvjp(lambda x, ids, w: (top(x, ids, w), (x, ids, w)), backward)
     grads_agree(lambda w, x, ids: top(x, ids, w)[0], W, X, np.array([1, 1, 3]))
-
-
-def test_custom_gradient_with_residuals_in_a_closure():
-    grads_agree(lambda w, x: gradient_product(jnp.tanh(x @ w), w), W, X)
 
 
 @in_both
@@ -562,19 +484,6 @@ def test_weights_captured_from_an_outer_trace_get_their_gradient():
     got = jax.jit(jax.grad(lambda w: autocast(lambda x: jnp.sum(jnp.sin(x @ w)))(X)))(W)
     want = gradient(lambda w: X @ w)(W)
     assert error(got, want) < 5 * ROUNDING["bfloat16"]
-
-
-def test_one_autocast_function_serves_several_traces():
-    cell = [None]
-    fun = autocast(lambda x: jnp.sin(x @ cell[0]))
-
-    def loss(w):
-        cell[0] = w
-        return jnp.sum(fun(X))
-
-    first, second = jax.jit(jax.grad(loss))(W), jax.jit(jax.grad(loss))(2 * W)
-    want = jax.grad(lambda w: jnp.sum(jnp.sin(X @ w)))
-    assert error((first, second), (want(W), want(2 * W))) < 5 * ROUNDING["bfloat16"]
 
 
 def test_no_tracer_is_left_behind():
@@ -595,7 +504,7 @@ def equation(jaxpr, *names):
     [
         pytest.param(
             lambda x: jax.jit(jnp.dot, donate_argnums=0, inline=False)(x + 1, W),
-            ("jit", "pjit"),
+            ("jit",),
             ["name", "donated_invars", "in_shardings", "out_shardings", "keep_unused"],
             id="jit",
         ),
@@ -632,7 +541,7 @@ def equation(jaxpr, *names):
         pytest.param(
             lambda x: sharded(lambda w, x: x @ w)(W, x),
             ("shard_map",),
-            ["mesh", "in_names", "in_specs", "out_specs", "check_rep", "check_vma"],
+            ["mesh", "in_specs", "out_specs", "check_vma"],
             id="shard_map",
         ),
     ],
@@ -650,15 +559,6 @@ def test_settings_survive(fun, names, settings):
         assert same or before[key] == after[key], key
 
 
-def test_scopes_of_the_user_survive():
-    @jax.named_scope("head")
-    def fun(x):
-        return jax.jit(lambda x: x @ W)(x)
-
-    (found,) = products(jax.make_jaxpr(autocast(fun))(X))
-    assert "head" in found.scopes
-
-
 def test_callbacks_get_what_they_get_without_amp():
     seen = []
 
@@ -674,7 +574,6 @@ def test_callbacks_get_what_they_get_without_amp():
     assert error(got, X @ W + 4) < 2 * ROUNDING["bfloat16"]
 
 
-@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="no references in this JAX")
 @in_both
 def test_references_inside_a_function_stay_float32(dtype):
     def fun(x):
@@ -688,7 +587,6 @@ def test_references_inside_a_function_stay_float32(dtype):
     assert all(runs_in(o, dtype) for o in products(jaxpr))
 
 
-@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="no references in this JAX")
 def test_references_from_outside_are_written():
     ref = jax.new_ref(jnp.zeros((4, 8)))
 
@@ -701,7 +599,6 @@ def test_references_from_outside_are_written():
     assert error(ref[...], 2 * X @ W) < 2 * ROUNDING["bfloat16"]
 
 
-@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="no explicit axes in this JAX")
 @pytest.mark.parametrize("program", ["amp", "grad(amp)", "amp(grad)"])
 def test_explicit_shardings_survive(program):
     axes = (jax.sharding.AxisType.Explicit,)
@@ -750,42 +647,16 @@ def reused(w, xs):
     return lax.scan(step, jnp.zeros(()), xs)[0]
 
 
-def reuse_errors(steps, dtype):
-    """Return the relative error of a gradient: by amp, and with the cast hoisted."""
-    xs = np.abs(normal(steps, 2, 8)) + np.float32(0.5)
-    want = xs.sum((0, 1), dtype=np.float64)[:, None] * np.ones((8, 8))
-
-    def hoisted(w, xs):
-        low = w.astype(dtype)
-
-        def step(total, x):
-            return total + jnp.sum((x.astype(dtype) @ low).astype("float32")), None
-
-        return lax.scan(step, jnp.zeros(()), xs)[0]
-
-    programs = jax.grad(autocast(reused, dtype)), jax.grad(hoisted)
-    return [error(compiled(f, W, xs)(W, xs), want) for f in programs]
-
-
 @pytest.mark.parametrize(
     "steps", [64, 1024, pytest.param(8192, marks=pytest.mark.slow)]
 )
 @in_both
 def test_the_error_of_a_reused_weights_gradient_does_not_grow(dtype, steps):
-    assert reuse_errors(steps, dtype)[0] < 2 * ROUNDING[dtype]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "steps"),
-    [
-        ("bfloat16", 1024),
-        pytest.param("bfloat16", 8192, marks=pytest.mark.slow),
-        pytest.param("float16", 8192, marks=pytest.mark.slow),
-    ],
-)
-def test_a_hoisted_cast_of_a_reused_weight_would_fail(dtype, steps):
-    ours, hoisted = reuse_errors(steps, dtype)
-    assert hoisted > max(0.1, 20 * ours)
+    # With the cast before the loop, as by hand, the error of 8192 steps is 0.47.
+    xs = np.abs(normal(steps, 2, 8)) + np.float32(0.5)
+    want = xs.sum((0, 1), dtype=np.float64)[:, None] * np.ones((8, 8))
+    got = compiled(jax.grad(autocast(reused, dtype)), W, xs)(W, xs)
+    assert error(got, want) < 2 * ROUNDING[dtype]
 
 
 USES = {
@@ -850,30 +721,20 @@ STRESS = {
     "large_layer_norm": (large_layer_norm, (W, X)),
     "accumulated": (accumulated, (np.abs(W), np.abs(normal(4096, 8)))),
 }
-STRESS_FAILS = [(name, "float16") for name in STRESS] + [("accumulated", "bfloat16")]
 
 
 @functools.cache
-def stress(name, dtype=None, how=autocast):
+def stress(name, dtype=None):
     fun, args = STRESS[name]
-    fun = how(fun, dtype) if dtype else fun
+    fun = autocast(fun, dtype) if dtype else fun
     value, slope = compiled(jax.value_and_grad(fun), *args)(*args)
     return np.float32(value), np.float32(slope)
-
-
-def with_cast_arguments(fun, dtype):
-    return lambda *args: fun(*(x.astype(dtype) for x in args)).astype("float32")
 
 
 @in_both
 @pytest.mark.parametrize("name", STRESS)
 def test_numbers_that_16_bits_do_not_hold_are_within_a_percent(name, dtype):
     assert error(stress(name, dtype), stress(name)) < 0.01
-
-
-@pytest.mark.parametrize(("name", "dtype"), STRESS_FAILS)
-def test_cast_arguments_fail_on_numbers_that_16_bits_do_not_hold(name, dtype):
-    assert not error(stress(name, dtype, with_cast_arguments), stress(name)) < 0.1
 
 
 # As a Python function
@@ -887,13 +748,6 @@ def test_keeps_name_documentation_and_signature():
     assert (wrapped.__name__, wrapped.__doc__) == ("loss", "Return a loss.")
     assert wrapped.__wrapped__ is loss
     assert inspect.signature(wrapped) == inspect.signature(loss)
-
-
-def test_keyword_arguments_are_cast_like_others():
-    fun = autocast(lambda *, x, w: x @ w)
-    assert fun(x=X, w=W).dtype == jnp.float32
-    (found,) = products(jax.make_jaxpr(lambda x, w: fun(w=w, x=x))(X, W))
-    assert runs_in(found, "bfloat16")
 
 
 def test_arguments_that_are_not_arrays_pass_through():
@@ -911,54 +765,16 @@ def test_arguments_that_are_not_arrays_pass_through():
     assert seen[0] == ("head", settings, jnp.sin, None)
 
 
-def test_python_numbers_stay_python_numbers():
-    def fun(x, times, transpose):
-        for _ in range(times):
-            x = x @ (W.T if transpose else W)
-        return x
-
-    assert error(autocast(fun)(X, 2, True), X @ W.T @ W.T) < 3 * ROUNDING["bfloat16"]
-
-
-@pytest.mark.parametrize("scale", [2.0, np.float32(2), np.array(2, np.float32)])
-def test_scalars_do_not_change_the_output_dtype(scale):
-    fun = lambda x, scale: (x @ W * scale, scale * jnp.ones(3, "bfloat16"))  # noqa: E731
-    got, want = autocast(fun)(X, scale), fun(X, scale)
-    assert shapes(got) == shapes(want)
-
-
 def test_outputs_may_contain_what_is_not_an_array():
-    got = autocast(
-        lambda x: {"y": x @ W, "name": "head", "nothing": None, "f": jnp.sin}
-    )(X)
+    others = {"name": "head", "nothing": None, "f": jnp.sin, "number": 3}
+    got = autocast(lambda x: {"y": x @ W, **others})(X)
     assert got.pop("y").dtype == jnp.float32
-    assert got == {"name": "head", "nothing": None, "f": jnp.sin}
-
-
-def test_returned_python_numbers_and_numpy_arrays_keep_their_value():
-    y, number, array = autocast(lambda x: (x @ W, 3, np.arange(2)))(X)
-    assert number == 3
-    np.testing.assert_array_equal(array, np.arange(2))
-
-
-def test_random_keys_pass_through():
-    def fun(key, x):
-        key, other = jax.random.split(key)
-        return key, x @ W + jax.random.normal(other, (4, 8))
-
-    key = jax.random.key(3)
-    got, want = autocast(fun)(key, X), fun(key, X)
-    assert as_bits(got[0]) == as_bits(want[0])
-    assert error(got[1], want[1]) < 2 * ROUNDING["bfloat16"]
+    assert got == others
 
 
 def test_random_numbers_are_those_of_the_function():
     def fun(key, x):
-        return (
-            jax.random.normal(key, (4, 8)),
-            jax.random.bernoulli(key, 0.5, (4,)),
-            x @ W,
-        )
+        return key, jax.random.normal(key, (4, 8)), x @ W
 
     key = jax.random.key(3)
     assert as_bits(autocast(fun)(key, X)[:2]) == as_bits(fun(key, X)[:2])
@@ -978,23 +794,6 @@ def test_decorates_a_method():
     # The object is the same, what it holds is not.
     model.w = 2 * W
     assert error(model(X), 2 * X @ W) < 2 * ROUNDING["bfloat16"]
-
-
-def test_casts_of_the_user_are_honoured():
-    def fun(x):
-        return jnp.exp(x.astype("float16")), (x @ W).astype("bfloat16")
-
-    jaxpr, shape = jax.make_jaxpr(autocast(fun), return_shape=True)(X)
-    assert [s.dtype.name for s in shape] == ["float16", "bfloat16"]
-    assert equation(jaxpr, "exp").invars[0].aval.dtype == jnp.float16
-
-
-def test_errors_of_the_function_come_through():
-    def fun(x):
-        raise LookupError("no such layer")
-
-    with pytest.raises(LookupError, match="no such layer"):
-        autocast(fun)(X)
 
 
 # Eager calls
@@ -1017,20 +816,11 @@ def scan_body(x, w):
     return jnp.sin(x @ w), None
 
 
-@jax.jit
-def jitted(x, w):
-    return jnp.where(x > 0, x @ w, 0.0)
-
-
 EAGER = {
     "relu": lambda w, x: jax.nn.relu(x @ w),
-    "where": lambda w, x: jnp.where(x > 0, x @ w, 0.0),
     "scan": lambda w, x: lax.scan(scan_body, x, jnp.stack([w, w]))[0],
-    "closure_in_scan": lambda w, x: scan_product(x, w),
-    "nested_jit": lambda w, x: jitted(jitted(x, w), w),
     "cond": lambda w, x: cond_product(x, w),
     "while_loop": lambda w, x: looped(lambda w, x: x @ w)(w, x),
-    "remat": lambda w, x: PARTS["remat"](x, w),
     "custom_vjp": lambda w, x: vjp_product(x, w),
     "untouched": lambda w, x: jax.nn.silu(x) + jnp.where(x > 0, x, 0.0),
 }
@@ -1041,7 +831,7 @@ EAGER = {
     # A while loop has no reverse mode.
     [(n, d) for n in EAGER for d in (False, True) if (n, d) != ("while_loop", True)],
     lambda name, differentiated: (
-        (name in ("closure_in_scan", "custom_vjp") and differentiated)
+        (name == "custom_vjp" and differentiated)
         or (name in ("while_loop", "untouched") and not differentiated)
     ),
 )
@@ -1059,12 +849,6 @@ def test_a_second_eager_call_compiles_no_more_than_the_function(
     # JAX compiles branches and bodies again that are new functions in each call.
     allowed = in_a_second_call(EAGER[name])
     assert in_a_second_call(autocast(EAGER[name])) <= allowed
-
-
-def test_the_first_eager_call_compiles(compilations):
-    before = len(compilations)
-    jitted(jnp.ones((5, 8)), jnp.array(W)).block_until_ready()
-    assert len(compilations) > before
 
 
 @pytest.mark.parametrize(
@@ -1087,11 +871,3 @@ def test_captured_values_are_read_at_each_call(fun, kind):
     for factor in (1, 2, -1):
         cell[0] = jnp.float32(kind(factor * W))
         assert error(wrapped(X), X @ np.asarray(cell[0])) < 2 * ROUNDING["bfloat16"]
-
-
-def test_a_captured_python_number_is_read_at_each_call():
-    cell = [1.0]
-    wrapped = autocast(lambda x: x @ W * cell[0])
-    first = wrapped(X)
-    cell[0] = 2.0
-    np.testing.assert_array_equal(wrapped(X), 2 * first)

@@ -152,8 +152,8 @@ REFUSED = {
         + r"int8\[4,32\], the template expects int16\[4,32\]: a restore would cast",
     ),
     "codes of other signs": (
-        optax_mp.Quantized(jnp.ones(2, jnp.uint8), jnp.ones(1, jnp.bfloat16)),
-        optax_mp.Quantized(jnp.ones(2, jnp.int8), jnp.ones(1, jnp.bfloat16)),
+        optax_mp.compact.Quantized(jnp.ones(2, jnp.uint8), jnp.ones(1, jnp.bfloat16)),
+        optax_mp.compact.Quantized(jnp.ones(2, jnp.int8), jnp.ones(1, jnp.bfloat16)),
         r"\.codes was saved as uint8\[2\], the template expects int8\[2\]",
     ),
     "another shape": (

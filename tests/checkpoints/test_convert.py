@@ -116,6 +116,26 @@ def test_moments_and_counts_are_bit_for_bit_those_of_the_old_form():
     assert as_bits(bare) == as_bits(state.inner_state)
 
 
+def test_a_scale_with_other_settings_starts_anew():
+    params = {"w": jnp.ones((8, 8), jnp.bfloat16)}
+    tx = optax_mp.dynamic_loss_scale(masters(adamw), hysteresis=3)
+    state = tx.init(params)._replace(scale=jnp.float32(2.0**20))
+    state = state._replace(total_skipped_count=jnp.int32(5))
+    to_tx = optax_mp.static_loss_scale(masters(adamw), scale=1024.0)
+    new = optax_mp.convert_opt_state(state, params, tx, to_tx)
+    assert float(new.scale) == 1024 and int(new.hysteresis_left) == 1
+    assert int(new.total_skipped_count) == 5
+
+
+def test_a_scale_out_of_new_bounds_is_brought_into_them_by_the_first_update():
+    params = {"w": jnp.ones(4)}
+    tx = optax_mp.dynamic_loss_scale(adamw, max_scale=2.0**20, hysteresis=2)
+    old = tx.init(params)
+    old = old._replace(scale=jnp.float32(2.0**24), hysteresis_left=jnp.int32(9))
+    _, new = tx.update(params, old, params)
+    assert float(new.scale) == 2.0**20 and int(new.hysteresis_left) == 2
+
+
 def test_a_scale_and_its_counters_go_over():
     tx = optax_mp.dynamic_loss_scale(masters(adamw))
     params = {"w": jnp.ones((32, 32), jnp.bfloat16)}

@@ -14,7 +14,8 @@ from optimizers import OPTIMIZERS, extra_arguments
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp import Quantized, low_bit_state
+from optax_mp import low_bit_state
+from optax_mp.compact import Quantized
 
 pytestmark = [
     # optax's own: optimistic_adam announces its successor, MoMo its arguments.

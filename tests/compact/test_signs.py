@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
+import optax_mp
 from optax_mp.compact._signs import nonnegative_outputs
 
 
@@ -35,6 +37,8 @@ def custom_cube(x):
 
 custom_cube.defvjp(lambda x: (x, None), lambda _, g: (g,))
 
+half = jax.jit(lambda x: 0.5 * x)
+
 NEVER_NEGATIVE = {
     "abs": jnp.abs,
     "square": jnp.square,
@@ -47,6 +51,11 @@ NEVER_NEGATIVE = {
     "c x d x": lambda x: (0.1 * x) * (0.2 * x),
     "x x / c": lambda x: x * (x / 3.0),
     "an average of squares": lambda x: 0.9 * jnp.abs(x) + 0.1 * x * x,
+    "a power by a float": lambda x: jnp.power(x, 2.0),
+    "an einsum": lambda x: jnp.einsum("i,i->i", x, x),
+    "an einsum with a sum": lambda x: jnp.einsum("ij,ij->i", *[jnp.outer(x, x)] * 2),
+    "a product of one argument in a jit": lambda x: jax.jit(jnp.multiply)(x, 0.5 * x),
+    "1 minus a fraction": lambda x: 1 - jnp.full_like(x, 0.9) * 0.5,
     "max with 0": lambda x: jnp.maximum(x, 0.0),
     "relu": jax.nn.relu,
     "min of two squares": lambda x: jnp.minimum(x * x, jnp.abs(x)),
@@ -79,6 +88,10 @@ UNKNOWN = {
     "a difference": lambda x: x * x - 1,
     "a difference of itself": lambda x: x * x - x * x,
     "minus": lambda x: -(x * x),
+    "a power of 3 by a float": lambda x: jnp.power(x, 3.0),
+    "products of other places": lambda x: jnp.einsum("i,j->ij", x, x).ravel(),
+    "products of two calls of a jit": lambda x: half(x) * half(1 - x),
+    "1 minus a square": lambda x: 1 - x * x,
     "a negative multiple": lambda x: -0.1 * x * x,
     "x y": lambda x: x * jnp.sin(x),
     "a cube": lambda x: x**3,
@@ -136,6 +149,14 @@ def test_unknown(name):
         (lambda x, y: x, (0,), True),
         (lambda x, y: y, (0,), False),
         (lambda x, y: 0.9 * x + 0.1 * y**2, (0,), True),
+        (lambda x, y: x + 0.1 * (y * y - x), (0,), True),
+        (lambda x, y: (y * y - x) * 0.1 + x, (0,), True),
+        (lambda x, y: x - 0.1 * (x - y * y), (0,), True),
+        (lambda x, y: x + 0.1 * (y * y - x), (), False),
+        (lambda x, y: x + 1.1 * (y * y - x), (0,), False),
+        (lambda x, y: x - 0.1 * (y * y - x), (0,), False),
+        (lambda x, y: x + 0.1 * (y - x), (0,), False),
+        (lambda x, y: y + 0.1 * (y * y - x), (0, 1), False),
         (lambda x, y: 0.9 * x + 0.1 * y**2, (), False),
         (lambda x, y: jnp.maximum(0.9 * x, jnp.abs(y)), (), True),
     ],
@@ -172,6 +193,42 @@ def test_averages_of_gradients_differ_from_those_of_squares():
     ]
 
 
+GRADS = jnp.linspace(-1.0, 1.0, 8192).reshape(64, 128)
+SQUARES = {
+    "x * x": lambda g: g * g,
+    "square": jnp.square,
+    "x ** 2": lambda g: g**2,
+    "power by an int": lambda g: jnp.power(g, 2),
+    "power by a float": lambda g: jnp.power(g, 2.0),
+    "einsum": lambda g: jnp.einsum("ij,ij->ij", g, g),
+}
+AVERAGES = {
+    "an average": lambda v, s, b2: b2 * v + (1 - b2) * s,
+    "a step": lambda v, s, b2: v + (1 - b2) * (s - v),
+    "a step the other way": lambda v, s, b2: v - (1 - b2) * (v - s),
+}
+
+
+@pytest.mark.parametrize("b2", ["in Python", "traced"])
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("square", SQUARES)
+def test_a_second_moment_has_unsigned_codes_however_it_is_written(square, average, b2):
+    def init(params):
+        state = jnp.zeros_like(params), jnp.zeros_like(params)
+        return (*state, jnp.float32(0.99)) if b2 == "traced" else state
+
+    def update(grads, state, params=None):
+        mean, moment, *rest = state
+        moment = AVERAGES[average](moment, SQUARES[square](grads), (*rest, 0.99)[0])
+        mean = 0.9 * mean + 0.1 * grads
+        return -0.1 * mean / (jnp.sqrt(moment) + 1e-8), (mean, moment, *rest)
+
+    tx = optax_mp.low_bit_state(optax.GradientTransformation(init, update))
+    leaves = jax.tree.leaves(tx.init(GRADS))
+    codes = [x.dtype.name for x in leaves if x.size == GRADS.size]
+    assert codes == ["int8", "uint8"]
+
+
 UNARY = [
     jnp.abs,
     jnp.square,
@@ -193,6 +250,12 @@ UNARY = [
     lambda x: x.astype(jnp.int32).astype(jnp.float32),
     lambda x: x.astype(bool).astype(jnp.float32),
     lambda x: x[::-1],
+    lambda x: jnp.power(x, 2.0),
+    lambda x: x * half(x),
+    lambda x: jnp.einsum("i,i->i", x, x),
+    lambda x: 1 - jax.nn.sigmoid(x),
+    lambda x: jnp.clip(x, 0.0, 1.0),
+    lambda x: lax.scan(lambda c, y: (y, c * y), x[0], x)[1],
     lambda x: x - x.mean(),
     lambda x: jnp.cumsum(x),
     lambda x: jnp.pad(x, 1, constant_values=-1.0)[:-2],
@@ -234,6 +297,11 @@ BINARY = [
     lambda x, y: jnp.clip(x, y),
     lambda x, y: jnp.concatenate([x[:2], y[:2]]),
     lambda x, y: 0.9 * x + 0.1 * y * y,
+    lambda x, y: x + 0.3 * (y - x),
+    lambda x, y: x - 0.3 * (x - y),
+    lambda x, y: x + 0.3 * (jnp.square(y) - x),
+    lambda x, y: jnp.abs(x) + 0.3 * (jnp.square(y) - jnp.abs(x)),
+    lambda x, y: jax.jit(jnp.multiply)(x, 0.5 * y),
 ]
 
 

@@ -192,8 +192,7 @@ def test_it_compiles_once_and_can_be_donated_after_init():
 
 
 @pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_behind_a_link_negative_zeros_move_nothing(jit):
-    link = optax_mp.dynamic_loss_scale()
+def test_behind_a_link_negative_zeros_move_nothing(jit, after_a_link):
     tx = stochastic_rounding(optax.adamw(1e-2, weight_decay=0.1))
     params, state = run(tx, 2)
     params = params | {"b16": params["b16"].at[0, 0].set(-0.0)}
@@ -205,7 +204,6 @@ def test_behind_a_link_negative_zeros_move_nothing(jit):
     assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
     zeros = jax.tree.map(jnp.abs, held)
     assert int(update(zeros, state, params)[1].step_count) == 3
-    del link
 
 
 def test_a_loss_scale_around_skips_all_and_else_changes_nothing():

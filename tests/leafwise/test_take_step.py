@@ -1,9 +1,12 @@
 """take_step and `tx.update` leaf by leaf: the same as a step as a whole."""
 
 import contextlib
-import dataclasses
 import functools
 import operator
+import subprocess
+import sys
+import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ import optax
 import pytest
 from comparison import as_bits, check_alike
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+from jax.interpreters import mlir
 from optimizers import (
     OPTIMIZERS,
     example_gradients,
@@ -23,17 +26,15 @@ from slow_cases import mostly_slow
 
 import optax_mp
 from optax_mp._jax import _by_platform
-from optax_mp.leafwise import _chunks, _engine, _gpu, _tpu
+from optax_mp.leafwise import _chunks, _engine, _gpu, _take_step, _tpu
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._kernel_evaluator import cube_root, reduce_precision
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
     pytest.mark.filterwarnings("ignore:.*optimistic_adam_v2.*"),
+    pytest.mark.filterwarnings("ignore:take_step. no kernel"),
 ]
-makes_kernels = pytest.mark.skipif(
-    not hasattr(triton, "CompilerParams"), reason="before JAX 0.6"
-)
 KERNELS = {"tpu": _tpu, "cuda": _gpu}
 
 
@@ -78,10 +79,35 @@ def random_tree(seed, dtype="bfloat16", scale=1.0, shapes=SHAPES):
     }
 
 
-@pytest.fixture(autouse=True)
-def for_tpus(monkeypatch):
-    """Else `tx.update` goes leaf by leaf only where a TPU's compiler is installed."""
-    monkeypatch.setattr(_by_platform, "may_compile_for_tpus", lambda: True)
+@contextlib.contextmanager
+def lowered_for(platform, kernels=False, device_count=1):
+    """Lower steps for CPUs as for another platform.
+
+    Yields the shapes of the leaves that a kernel computed, interpreted.
+    """
+    target = _by_platform.Target(platform, device_count)
+    lower = functools.partial(_by_platform._lower, platform="cpu")
+    ran = []
+
+    def interpreted(program, end, part, args):
+        ran.append(end.shape)
+        run_end = KERNELS[platform].run_end
+        return run_end(program, end, part, args, interpret=True)
+
+    kernel = types.SimpleNamespace(
+        obstacle=KERNELS[platform].obstacle, run_end=interpreted
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_by_platform.Target, "of", lambda *_: target)
+        patch.setattr(_engine, "_import_kernel", lambda _: kernel)
+        patch.setenv("OPTAX_MP_KERNELS", str(int(kernels)))
+        mlir.register_lowering(_by_platform._call, lower, platform="cpu")
+        try:
+            yield ran
+        finally:
+            mlir.register_lowering(
+                _by_platform._call, _by_platform._lower, platform="cpu"
+            )
 
 
 def by_update(tx, grads, state, params, **extra):
@@ -89,12 +115,14 @@ def by_update(tx, grads, state, params, **extra):
     return optax.apply_updates(params, updates), state
 
 
-def uncut(tx, grads, state, params, **extra):
-    with _engine.within_step():
-        return by_update(tx, grads, state, params, **extra)
+WAYS = [optax_mp.take_step, by_update]
 
 
-LEAF_BY_LEAF = [optax_mp.take_step, by_update]
+def in_all_ways(run):
+    """Return `run(way)` as a CPU computes it, and cut: each end as it is written."""
+    whole = run(by_update)
+    with lowered_for("tpu"):
+        return [whole, *map(run, WAYS)]
 
 
 def dtype_of(form):
@@ -110,45 +138,55 @@ def trained(step, tx, steps=3, shapes=SHAPES, dtype="bfloat16"):
     return params, state
 
 
+def exactly(way, tx):
+    """Return a step in which XLA rounds to 16 bits where the program says so."""
+    options = {"xla_allow_excess_precision": False}
+    return jax.jit(functools.partial(way, tx), compiler_options=options)
+
+
 @mostly_slow("name", OPTIMIZERS, lambda name: name == "adamw")
 def test_a_step_is_that_of_optax_bit_for_bit(name):
     tx = optax.with_extra_args_support(compact(OPTIMIZERS[name]()))
     params = example_params("bfloat16", name)
     grads = example_gradients(name, params, 3, jnp.float32)
-    results = []
-    for way in (uncut, *LEAF_BY_LEAF):
 
+    def run(way):
         @jax.jit
-        def step(grads, state, params, way=way):
+        def step(grads, state, params):
             return way(tx, grads, state, params, **extra_arguments(name, grads))
 
         carry = (params, tx.init(params))
         for i in range(3):
-            each = jax.tree.map(operator.itemgetter(i), grads)
-            carry = step(each, carry[1], carry[0])
-        results.append(carry)
-    want, *others = map(as_bits, results)
+            carry = step(
+                jax.tree.map(operator.itemgetter(i), grads), carry[1], carry[0]
+            )
+        return as_bits(carry)
+
+    want, *others = in_all_ways(run)
     assert others == [want, want]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", LEAF_BY_LEAF)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_cut_without_a_change(form, way):
+def test_every_form_is_cut_without_a_change(form):
     tx = FORMS[form]()
     # optax's muon divides by the size of an array.
     shapes = SHAPES[:-1] if form == "muon" else SHAPES
-    want = trained(jax.jit(functools.partial(uncut, tx)), tx, 3, shapes, dtype_of(form))
-    got = trained(jax.jit(functools.partial(way, tx)), tx, 3, shapes, dtype_of(form))
-    if form != "muon":
-        assert as_bits(got) == as_bits(want)
-        return
-    # Its end is fused otherwise, so that XLA contracts it otherwise: a few codes.
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (np.asarray(a) != np.asarray(b)).sum() <= 1e-3 * a.size
+
+    def run(way):
+        step = jax.jit(functools.partial(way, tx))
+        return trained(step, tx, 3, shapes, dtype_of(form))
+
+    want, *others = in_all_ways(run)
+    for got in others:
+        if form != "muon":
+            assert as_bits(got) == as_bits(want)
+            continue
+        # Its end is fused otherwise, so that XLA contracts it otherwise: a few codes.
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert (np.asarray(a) != np.asarray(b)).sum() <= 1e-3 * a.size
 
 
-@makes_kernels
 @mostly_slow(
     ("form", "platform", "shapes"),
     [
@@ -161,43 +199,36 @@ def test_every_form_is_cut_without_a_change(form, way):
     ],
     lambda form, platform, shapes: form == "5.1 bytes" and shapes != SHAPES,
 )
-def test_a_kernel_does_the_same(form, platform, shapes, monkeypatch):
+def test_a_kernel_does_the_same(form, platform, shapes):
     """Interpreted: all but what a compiler contracts.
 
     That is the last place of one in a hundred float32, and one code in a thousand.
     """
-    tx, ran = FORMS[form](), []
-    # So that XLA rounds to 16 bits where the program says so, as a kernel does.
-    exactly = {"xla_allow_excess_precision": False}
-    compiled = functools.partial(jax.jit, compiler_options=exactly)
-    want = trained(
-        compiled(functools.partial(uncut, tx)), tx, 2, shapes, dtype_of(form)
-    )
-
-    def interpreted(program, end, part, platforms):
-        kernel = KERNELS[platform]
-        if kernel.obstacle(program, end, part) is not None:
-            return run_part(program, end, part, platforms)
-        ran.append(end.shape)
-
-        def run(*args):
-            here = dataclasses.replace(part, origin=args[: len(part.shape)])
-            args = args[len(part.shape) :]
-            return list(kernel.run_end(program, end, here, args, interpret=True))
-
-        return run
-
-    run_part = _engine.run_part
-    monkeypatch.setattr(_engine, "run_part", interpreted)
-    got = trained(
-        compiled(functools.partial(optax_mp.take_step, tx)),
-        tx,
-        2,
-        shapes,
-        dtype_of(form),
-    )
+    tx = FORMS[form]()
+    want = trained(exactly(by_update, tx), tx, 2, shapes, dtype_of(form))
+    with lowered_for(platform, kernels=True) as ran:
+        step = exactly(optax_mp.take_step, tx)
+        got = trained(step, tx, 2, shapes, dtype_of(form))
     assert ran
     check_alike(got, want, CODES.get(form, 1e-3))
+
+
+def test_masters_of_many_equal_leaves_are_those_of_float32():
+    """Split(16), bit for bit: jit against jit, with float32 gradients."""
+    shapes = [(64, 96)] * 12
+    params = random_tree(0, shapes=shapes)
+    tx = FORMS["split"]()
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    bare = jax.jit(functools.partial(by_update, ADAMW()))
+    for way in WAYS:
+        step = jax.jit(functools.partial(way, tx))
+        got, state = params, tx.init(params)
+        want, bare_state = wide, ADAMW().init(wide)
+        for i in range(3):
+            grads = random_tree(i + 1, "float32", 0.1, shapes)
+            got, state = step(grads, state, got)
+            want, bare_state = bare(grads, bare_state, want)
+        assert as_bits(optax_mp.master_params(state, got)) == as_bits(want)
 
 
 def test_a_cube_root_in_kernels_is_right_to_two_units():
@@ -230,7 +261,7 @@ CHUNKED = [(1096, 300), (4, 64, 256), (70, 256), (33, 4200), (20001,), (300,)]
 
 @pytest.mark.parametrize(("shape", "groups"), [((1096, 3), 8), ((4, 64, 3), 1)])
 def test_a_chunk_knows_where_it_is(shape, groups):
-    part = Part(shape, shape, 1, (0,) * len(shape), is_shard=False)
+    part = Part(shape, shape, 1, (0,) * len(shape))
     cuts = _chunks.Cuts(part, groups, length=32)
     for chunk in (_chunks.Chunk(cuts, 64, 32), _chunks.Chunk(cuts, 128, 9)):
         for axis in range(len(shape)):
@@ -243,33 +274,18 @@ def test_a_chunk_knows_where_it_is(shape, groups):
 @pytest.mark.parametrize("form", FORMS)
 def test_chunks_do_the_same(form, device_count, monkeypatch):
     tx, ran = FORMS[form](), []
-    exactly = {"xla_allow_excess_precision": False}
-    compiled = functools.partial(jax.jit, compiler_options=exactly)
-    want = trained(
-        compiled(functools.partial(uncut, tx)), tx, 2, CHUNKED, dtype_of(form)
-    )
+    want = trained(exactly(by_update, tx), tx, 2, CHUNKED, dtype_of(form))
     monkeypatch.setattr(_chunks, "_COUNT", 2**13)
+    run_end = _chunks.run_end
 
-    def in_chunks(program, end, part, platforms):
-        def run(*args):
-            here = dataclasses.replace(part, origin=args[: len(part.shape)])
-            args = args[len(part.shape) :]
-            if (cuts := _chunks.cuts_of(here, device_count)) is None:
-                return run_part(program, end, part, platforms)(*here.origin, *args)
-            ran.append(end.shape)
-            return _chunks.run_end(program, end, cuts, args)
+    def in_chunks(program, end, cuts, args):
+        ran.append(end.shape)
+        return run_end(program, end, cuts, args)
 
-        return run
-
-    run_part = _engine.run_part
-    monkeypatch.setattr(_engine, "run_part", in_chunks)
-    got = trained(
-        compiled(functools.partial(optax_mp.take_step, tx)),
-        tx,
-        2,
-        CHUNKED,
-        dtype_of(form),
-    )
+    monkeypatch.setattr(_chunks, "run_end", in_chunks)
+    with lowered_for("tpu", device_count=device_count):
+        step = exactly(optax_mp.take_step, tx)
+        got = trained(step, tx, 2, CHUNKED, dtype_of(form))
     assert set(ran) == set(CHUNKED[: -1 if device_count == 1 else 1])
     check_alike(got, want, CODES.get(form, 1e-3))
 
@@ -277,9 +293,7 @@ def test_chunks_do_the_same(form, device_count, monkeypatch):
 def test_without_a_kernel_a_tpu_goes_by_chunks(monkeypatch):
     monkeypatch.setenv("OPTAX_MP_KERNELS", "0")
     shapes = ((2**11, 2**11),)
-    assert (
-        "stablehlo.while" in lowered(FORMS["5.1 bytes"](), "tpu", shapes)
-    ) == hasattr(jax, "shard_map")
+    assert "stablehlo.while" in lowered(FORMS["5.1 bytes"](), "tpu", shapes)
     for platform in ("cpu", "cuda"):
         assert "stablehlo.while" not in lowered(FORMS["5.1 bytes"](), platform, shapes)
 
@@ -312,7 +326,6 @@ def a_gpu():
 CALLS = {"tpu": "tpu_custom_call", "cuda": "triton"}
 
 
-@makes_kernels
 @pytest.mark.parametrize("platform", CALLS)
 def test_a_platform_has_one_kernel_for_each_leaf(platform):
     text = lowered(FORMS["5.1 bytes"](), platform, ((64, 8192), (64, 4096)))
@@ -323,7 +336,6 @@ def test_a_platform_has_one_kernel_for_each_leaf(platform):
     assert CALLS[platform] not in lowered(FORMS["5.1 bytes"](), platform, ((8, 8),))
 
 
-@makes_kernels
 @pytest.mark.parametrize("form", ["5.1 bytes", "split"])
 def test_a_gpu_has_kernels_for_float16_and_a_tpu_none(form):
     for platform in CALLS:
@@ -331,8 +343,7 @@ def test_a_gpu_has_kernels_for_float16_and_a_tpu_none(form):
         assert (CALLS[platform] in text) == (platform == "cuda")
 
 
-@makes_kernels
-def test_an_update_has_kernels_on_a_tpu_alone(monkeypatch):
+def test_an_update_has_kernels_on_a_tpu_alone():
     """On a GPU the updates, which have to be written, cost more than kernels gain."""
     form = FORMS["loss scale"]()
     shapes = ((64, 8192), (64, 4096))
@@ -341,10 +352,6 @@ def test_an_update_has_kernels_on_a_tpu_alone(monkeypatch):
     # In one of two branches, too.
     steps = optax.MultiSteps(FORMS["5.1 bytes"](), 2).gradient_transformation()
     assert "tpu_custom_call" in lowered(steps, "tpu", shapes, by_update)
-    # Where nothing is compiled for a TPU or a CPU, the update is not traced for them.
-    monkeypatch.setattr(_by_platform, "may_compile_for_tpus", lambda: False)
-    monkeypatch.setattr(_by_platform, "compiles_for_cpus", lambda: False)
-    assert "tpu_custom_call" not in lowered(form, "tpu", shapes, by_update)
 
 
 def raises(program, end, part, args):
@@ -361,11 +368,10 @@ def has_a_sort(program, end, part, args):
     return [jnp.full(aval.shape, x[0, 0].astype(aval.dtype)) for aval in out]
 
 
-@makes_kernels
 @pytest.mark.parametrize("failing", [raises, has_a_sort])
 def test_a_kernel_that_cannot_be_made_is_done_without(failing, monkeypatch):
     monkeypatch.setattr(_tpu, "run_end", failing)
-    _by_platform._warn_once.cache_clear()
+    _engine._warn_once.cache_clear()
     with pytest.warns(optax_mp.MixedPrecisionWarning, match="could not make a kernel"):
         text = lowered(FORMS["5.1 bytes"](), "tpu", ((64, 8192), (64, 8192)))
     assert "tpu_custom_call" not in text
@@ -382,7 +388,7 @@ def twice(tree):
     return jax.tree.map(lambda x: jnp.stack([x, x]), tree)
 
 
-@pytest.mark.parametrize("way", LEAF_BY_LEAF)
+@pytest.mark.parametrize("way", WAYS)
 def test_vmap_works(way):
     step, *args = a_step(way)
     got = jax.jit(jax.vmap(step))(*map(twice, args))
@@ -391,7 +397,7 @@ def test_vmap_works(way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", LEAF_BY_LEAF)
+@pytest.mark.parametrize("way", WAYS)
 def test_scan_eager_and_grad_work(way):
     step, grads, start, params = a_step(way)
 
@@ -413,7 +419,7 @@ def test_scan_eager_and_grad_work(way):
     assert np.isfinite(jax.jit(jax.grad(loss))(1.0))
 
 
-@pytest.mark.parametrize("way", LEAF_BY_LEAF)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_derivative_that_is_known_to_be_zero_stays_so(way):
     """That of a second moment of 0 is: else its square root makes NaN of it."""
     params = {"w": jnp.ones((64, 128))}
@@ -425,13 +431,13 @@ def test_a_derivative_that_is_known_to_be_zero_stays_so(way):
         moved, after = way(low, grads, state, params)
         return jnp.sum(way(low, grads, after, moved)[0]["w"] ** 2)
 
-    want, got = (
-        jax.jacfwd(jax.jit(loss, static_argnums=1))(0.1, w) for w in (uncut, way)
-    )
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    slope = jax.jacfwd(jax.jit(loss, static_argnums=1))
+    want = slope(0.1, by_update)
+    assert np.isfinite(want)
+    np.testing.assert_allclose(slope(0.1, way), want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("way", LEAF_BY_LEAF)
+@pytest.mark.parametrize("way", WAYS)
 def test_vmap_leaves_alone_what_is_not_mapped(way):
     params = {"w": jnp.ones((64, 128))}
     state = optax_mp.low_bit_state(optax.adam(0.1), min_size=1).init(params)
@@ -463,7 +469,7 @@ def test_state_of_another_dtype_takes_no_place():
     low = optax_mp.low_bit_state(rule, min_size=1)
     params = {"w": jax.ShapeDtypeStruct((4096, 2048), jnp.float32)}
     state = jax.eval_shape(low.init, params)
-    for way in LEAF_BY_LEAF:
+    for way in WAYS:
         traced = jax.jit(functools.partial(way, low)).trace(params, state, params)
         traced.lower(lowering_platforms=("tpu",))
 
@@ -490,8 +496,8 @@ def test_constants_of_the_optimizer_and_extra_arguments_reach_the_kernel():
         step = jax.jit(lambda g, s, p, factor: way(tx, g, s, p, factor=factor))
         return step(params, tx.init(params), params, jnp.float32(0.01))
 
-    want = as_bits(run(uncut))
-    assert [as_bits(run(way)) for way in LEAF_BY_LEAF] == [want, want]
+    want, *others = map(as_bits, in_all_ways(run))
+    assert others == [want, want]
 
 
 def rule(function):
@@ -507,13 +513,14 @@ def after(inner, **extra):
     tx = compact(optax.chain(optax.trace(0.9), inner))
     params = random_tree(0, shapes=((64, 128),)) | {"b": jnp.float32(2)}
     state = tx.init(params)
-    found = []
-    for way in (uncut, *LEAF_BY_LEAF):
+
+    def run(way):
         step = jax.jit(functools.partial(way, tx, **extra))
         results = step(params, state, params)
         assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(results))
-        found.append(as_bits(results))
-    return found
+        return as_bits(results)
+
+    return in_all_ways(run)
 
 
 def test_effects_of_a_rule_are_kept():
@@ -556,8 +563,8 @@ def test_a_rule_keeps_its_configuration_scopes_and_derivatives():
         grads = jax.tree.map(lambda p: p * scale, params)
         return way(low, grads, state, params)[0]["w"].sum()
 
-    slopes = [jax.grad(moved)(1.5, way) for way in (uncut, *LEAF_BY_LEAF)]
-    assert slopes == [slopes[0]] * 3
+    slopes = [jax.grad(moved)(1.5, way) for way in WAYS]
+    assert slopes[0] == slopes[1]
 
 
 @pytest.mark.slow
@@ -583,14 +590,95 @@ def test_a_rule_may_look_at_numbers_that_are_known():
     tx = optax_mp.low_bit_state(optax.chain(optax.trace(0.9), known), min_size=1)
     params = random_tree(0, "float32", shapes=((64, 128),))
     state = tx.init(params)
-    steps = [
-        jax.jit(lambda grads, way=way: way(tx, grads, state, params))
-        for way in (uncut, *LEAF_BY_LEAF)
-    ]
-    want, *others = (as_bits(step(params)) for step in steps)
+
+    def run(way):
+        return as_bits(jax.jit(lambda grads: way(tx, grads, state, params))(params))
+
+    want, *others = in_all_ways(run)
     assert others == [want, want]
 
 
 def test_what_is_no_optimizer_is_named():
     with pytest.raises(TypeError, match="take_step: `tx` is a function"):
         optax_mp.take_step(optax.adamw, {}, (), {})
+
+
+def test_a_step_without_kernels_says_why_once():
+    tx = compact(ADAMW())
+    args = (
+        random_tree(1, shapes=((64, 128),)),
+        None,
+        random_tree(0, shapes=((64, 128),)),
+    )
+    args = args[0], tx.init(args[2]), args[2]
+    step = functools.partial(optax_mp.take_step, tx)
+
+    def noisy(updates):
+        jax.debug.print("{}", 1)
+        return updates
+
+    printing = functools.partial(
+        optax_mp.take_step, compact(optax.chain(ADAMW(), rule(noisy)))
+    )
+    _take_step._warn_once.cache_clear()
+    for function, values, reason in (
+        (step, args, "not within `jit`"),
+        (jax.vmap(step), map(twice, args), "within `vmap` or `grad`"),
+        (jax.jit(printing), (args[0], printing.args[0].init(args[2]), args[2]), "effe"),
+    ):
+        with pytest.warns(optax_mp.MixedPrecisionWarning, match=f"no kernel.*{reason}"):
+            function(*values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(*args)
+        optax_mp.take_step(ADAMW(), args[0], ADAMW().init(args[2]), args[2])
+
+
+def test_a_constant_turns_no_kernel_off():
+    """One param, or one gradient, that `jit` does not trace."""
+    tx = FORMS["5.1 bytes"]()
+    shapes = ((64, 8192), (64, 4096))
+    params, grads = random_tree(0, shapes=shapes), random_tree(1, shapes=shapes)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(grads, state, params, known):
+        return optax_mp.take_step(tx, grads | known, state, params)
+
+    @jax.jit
+    def closed(state, params):
+        return optax_mp.take_step(
+            tx, grads, state, {"p0": params["p0"], "p1": constant}
+        )
+
+    constant = params["p1"]
+    traced = closed.trace(state, params)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") >= 2
+    assert as_bits(closed(state, params)) == as_bits(step(grads, state, params, {}))
+
+
+@pytest.mark.parametrize("platform", CALLS)
+def test_without_pallas_all_else_works(platform):
+    program = f"""
+import sys
+sys.modules["jax.experimental.pallas"] = None
+import functools, warnings, jax, jax.numpy as jnp, optax, optax_mp
+tx = optax_mp.low_bit_state(optax.adam(0.1))
+params = {{"w": jnp.ones((64, 128))}}
+step = jax.jit(functools.partial(optax_mp.take_step, tx))
+moved, state = step(params, tx.init(params), params)
+assert float(moved["w"][0, 0]) < 1
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    text = step.trace(params, state, params).lower(
+        lowering_platforms=({platform!r},)
+    ).as_text()
+    row = optax_mp.step_report(tx, params, state, params).rows[0]
+assert "custom_call" not in text
+assert "no kernel" in row.tpu and "no kernel" in row.gpu, row
+assert "could not make a kernel" in str(warned[0].message)
+assert len(warned) == 1
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()

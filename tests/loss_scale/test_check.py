@@ -99,6 +99,7 @@ def test_check_sees_the_skips_of(nesting):
 @mostly_slow("nesting", NESTINGS, lambda nesting: nesting in ("alone", "deep"))
 def test_check_finds_the_state_in(nesting):
     state, _ = skipped(0, NESTINGS[nesting](), after_finite=1)
+    assert optax_mp.loss_scale(state) > 1  # what a loop multiplies its loss by
     optax_mp.check_loss_scale(state, max_skipped=0)
     with pytest.raises(FloatingPointError, match="0 steps in a row"):
         optax_mp.check_loss_scale(state, max_skipped=-1)

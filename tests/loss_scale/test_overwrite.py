@@ -186,6 +186,7 @@ def test_float64_leaves_land_in_float64():
 # The link
 
 
+@pytest.mark.filterwarnings("ignore:.*are to take the place of their params")
 @pytest.mark.parametrize("value", [1.0, np.inf, np.nan])
 def test_a_link_hands_overwritten_gradients_on_as_they_are(value):
     """Neither unscaled nor checked, and not zeroed on a skipped step."""
@@ -204,13 +205,15 @@ def test_a_link_hands_overwritten_gradients_on_as_they_are(value):
             assert as_bits(kernel) == as_bits(jnp.full(2, want))
 
 
-def test_a_link_needs_no_params_for_overwritten_leaves():
+def test_a_link_warns_of_overwritten_leaves_and_needs_no_params_for_them():
     tx = optax_mp.dynamic_loss_scale(init_scale=2.0)
     grads = tree(jnp.full(2, 2.0), jnp.ones(1))
-    updates, _ = tx.update(grads, tx.init(grads))
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match="moves these params as if"):
+        updates, _ = tx.update(grads, tx.init(grads))
     assert updates["params"]["kernel"].tolist() == [1, 1]
 
 
+@pytest.mark.filterwarnings("ignore:.*are to take the place of their params")
 def test_mixed_precision_knows_a_skipped_step_by_the_other_leaves():
     adamw = optax_mp.mixed_precision(optax.adamw(1e-2))
     tx = optax.chain(optax_mp.dynamic_loss_scale(), adamw)
@@ -230,10 +233,8 @@ def test_overwritten_leaves_can_be_replaced_in_the_loop(bad, link):
     adamw = optax_mp.mixed_precision(optax.adamw(1e-2))
     tx = wrapper(adamw)
     if link:
-        tx = optax.chain(
-            optax_mp.dynamic_loss_scale(init_scale=2.0**10),
-            optax.masked(adamw, not_overwritten),
-        )
+        chain = optax.chain(optax_mp.dynamic_loss_scale(init_scale=2.0**10), adamw)
+        tx = optax.masked(chain, not_overwritten)
     params = tree(jnp.ones((2, 2), jnp.bfloat16), jnp.array([1.0, 448.0]))
     grads = tree(jnp.full((2, 2), np.nan if bad else 1024.0), jnp.array([1e-9, 1e-3]))
 

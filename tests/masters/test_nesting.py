@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,7 @@ def test_wrappers_inside_move_split_masters_as_they_move_float32(nesting):
     bare, _, bare_state = run(INSIDE[nesting](), "float32", masters=False)
     tx = optax_mp.mixed_precision(INSIDE[nesting](), storage=SPLIT)
     masters, params, state = run(tx, "bfloat16")
-    if nesting == "schedule_free":  # see CONTRACTED_WHEN_SPLIT in test_contract
+    if nesting == "schedule_free":  # see CONTRACTED in test_contract
         for a, b in zip(*map(jax.tree.leaves, (masters, bare)), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
     else:
@@ -115,8 +116,14 @@ def test_wrappers_inside_move_masters_as_they_move_float32(nesting, dtype):
     bare, _, bare_state = run(INSIDE[nesting](), "float32", masters=False)
     tx = optax_mp.mixed_precision(INSIDE[nesting]())
     masters, params, state = run(tx, dtype)
-    assert as_bits(masters) == as_bits(bare)
-    assert as_bits(state.inner_state) == as_bits(bare_state)
+    got, want = (masters, state.inner_state), (bare, bare_state)
+    if nesting.startswith("MultiSteps"):
+        # It takes the step in a `lax.cond`, in which XLA contracts differently.
+        jax.tree.map(
+            partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), got, want
+        )
+    else:
+        assert as_bits(got) == as_bits(want)
     assert_follows(masters, params)
 
 

@@ -1,6 +1,5 @@
 """Skipped steps, behind a link and inside a loss scale: nothing moves, in any form."""
 
-import gc
 import itertools
 
 import jax
@@ -101,7 +100,6 @@ def start(tx, params, update):
 
 @mostly_slow("jitted", [True, False], lambda jitted: jitted)
 def test_behind_a_link_that_is_made_at_every_call_nothing_moves(jitted):
-    gc.collect()
     link = optax.inject_hyperparams(lambda rate: optax_mp.dynamic_loss_scale())(1.0)
     tx = optax.chain(link, mixed())
     update = jax.jit(tx.update) if jitted else tx.update

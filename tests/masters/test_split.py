@@ -120,14 +120,23 @@ def test_16_bits_are_lossless_at_the_edges_of_every_exponent():
     assert_lossless(edges())
 
 
+def test_weights_given_to_init_keep_subnormals():
+    patterns = np.arange(1, 2**23, 129, dtype=np.uint32)
+    weights = {
+        "w": jnp.asarray(np.concatenate([patterns, patterns | 2**31])).view("f4")
+    }
+    tx = mixed(optax.sgd(1.0), 16, param_dtype="bfloat16")
+    params = optax_mp.cast_floating(weights, "bfloat16")
+    found = optax_mp.master_params(tx.init(weights), params)["w"]
+    apart = found.view("i4") - weights["w"].view("i4")
+    # Ties of the cast to even leave a remainder of 32768, one more than int16 has.
+    assert set(np.unique(apart)) <= {0, -1}
+    assert np.count_nonzero(apart) < 10
+
+
 @pytest.mark.slow
 def test_16_bits_are_lossless_for_all_floats():
     assert_lossless(ALL)
-
-
-@pytest.mark.slow
-def test_8_bits_keep_24_at_the_edges_of_every_exponent():
-    assert_within_24_bits(edges()[1::2])
 
 
 @pytest.mark.slow
@@ -457,25 +466,6 @@ def count_of_strays(programs, bits, dtype, steps=20, size=5000):
     return missed
 
 
-@pytest.mark.parametrize("programs", [fused, slow(in_two_programs), slow(eager)])
-def test_weights_that_shrink_a_billionfold_are_bit_equal_to_full_copies(programs):
-    """From 2^-10 to 2^-30 of what they were, without a change of sign, and back."""
-    tx = optax_mp.mixed_precision(optax.sgd(1.0), param_dtype=BFLOAT16)
-    step = programs(tx)
-    weights = {"w": jnp.asarray(start(5000) * 2.0**8)}
-    params, state = optax_mp.cast_floating(weights, BFLOAT16), tx.init(weights)
-    grads, shrunk = [], 0
-    for factor in shrinking(20, 5000, flip=False):
-        master = np.asarray(state.master_params["w"])
-        grads.append(master - (master * factor).astype(np.float32))
-        params, state = step(params, state, {"w": jnp.asarray(grads[-1])})
-        after = np.abs(np.asarray(state.master_params["w"]))
-        shrunk += np.count_nonzero((after < 2.0**-15 * np.abs(master)) & (after > 0))
-    assert shrunk > 5000
-    _, stray = runs(optax.sgd(1.0), programs, weights["w"], grads)
-    assert not stray.any()
-
-
 @BOTH
 @EITHER_DTYPE
 @pytest.mark.parametrize("programs", [fused, slow(in_two_programs)])
@@ -606,99 +596,6 @@ def test_updates_are_float32_whatever_gradients_are(bits, grad_dtype, update_dty
             assert same_bits(param, want)
 
 
-@pytest.mark.slow
-def test_leaves_of_every_kind_beside_split_ones():
-    params = {
-        "bf16": jnp.ones((2, 3), jnp.bfloat16),
-        "f16": jnp.ones(3, jnp.float16),
-        "own": jnp.ones(4),
-        "complex": jnp.ones(2, jnp.complex64),
-        "int": jnp.arange(3),
-        "none": None,
-        "masked": optax.MaskedNode(),
-        "static": "relu",
-        "empty": jnp.zeros((0, 2), jnp.bfloat16),
-        "scalar": jnp.ones((), jnp.bfloat16),
-    }
-    grads = {k: jnp.full(v.shape, 0.5, v.dtype) for k, v in params.items()
-             if hasattr(v, "dtype") and k != "int"}  # fmt: skip
-    grads |= {"int": np.zeros(3, jax.dtypes.float0), "none": None, "static": None}
-    grads |= {"masked": optax.MaskedNode()}
-    inner = optax.sgd(1e-2, momentum=0.9)
-    results = {}
-    for storage in (FULL, SIXTEEN):
-        tx = optax_mp.mixed_precision(inner, storage=storage)
-        state = tx.init(params)
-        updates, after = tx.update(grads, state, params)
-        assert avals(after) == avals(state)
-        assert updates["int"] is grads["int"]
-        assert [updates[k] for k in ("none", "masked", "static")] == [
-            None, optax.MaskedNode(), None,
-        ]  # fmt: skip
-        held = {
-            k: v.dtype.name
-            for k, v in after.master_params.items()
-            if hasattr(v, "dtype")
-        }
-        dtype = f"int{storage.bits}" if hasattr(storage, "bits") else "float32"
-        assert held == dict.fromkeys(("bf16", "f16", "empty", "scalar"), dtype)
-        floating = {k: p for k, p in params.items() if hasattr(p, "dtype")}
-        floating.pop("int")
-        moved = optax.apply_updates(floating, {k: updates[k] for k in floating})
-        assert avals(moved) == avals(floating)
-        results[dtype] = {
-            "own": as_bits({k: moved[k] for k in ("own", "complex")}),
-            "masters": as_bits(optax_mp.master_params(after, params | moved)["scalar"]),
-        }
-    assert results["float32"] == results["int16"]
-
-
-def test_a_float32_leaf_among_bfloat16_ones_is_its_own_master():
-    weights = {"kernel": jnp.asarray(start(64)), "norm": {"scale": jnp.ones(8)}}
-    policy = optax_mp.get_policy("p=bf16", keep_f32=("norm/*",))
-    rng = np.random.default_rng(0)
-    grads = [
-        jax.tree.map(lambda w: rng.normal(size=w.shape).astype("f4"), weights)
-        for _ in range(20)
-    ]
-    bare = weights, optax.adamw(1e-2).init(weights)
-    tx = mixed(optax.adamw(1e-2), param_dtype=policy)
-    ours = policy.cast_to_param(weights), tx.init(weights)
-    assert ours[1].master_params["norm"]["scale"] == optax.MaskedNode()
-    bare_step, step = fused(optax.adamw(1e-2)), fused(tx)
-    for each in grads:
-        bare, ours = bare_step(*bare, each), step(*ours, each)
-    assert same_bits(optax_mp.master_params(ours[1], ours[0]), bare[0])
-    assert same_bits(ours[0]["norm"], bare[0]["norm"])
-
-
-def test_a_missing_gradient_leaves_param_and_remainder_alone():
-    params = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
-    tx = mixed(optax.sgd(1e-3))
-    state = tx.init(params)
-    with pytest.warns(optax_mp.MixedPrecisionWarning, match=r"\['a'\] is None"):
-        updates, after = tx.update({"a": None, "b": jnp.ones(3)}, state, params)
-    assert updates["a"] is None
-    assert same_bits(after.master_params["a"], state.master_params["a"])
-    assert not same_bits(after.master_params["b"], state.master_params["b"])
-
-
-@pytest.mark.parametrize("bits", [16, slow(8)])
-def test_params_and_state_may_be_donated_right_after_init(bits):
-    tx = mixed(optax.adam(1e-2), bits, param_dtype=BFLOAT16)
-    weights = {"w": jnp.asarray(start(100))}
-    state = tx.init(weights)
-    leaves = jax.tree.leaves((weights, state))
-    pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves]
-    assert len(set(pointers)) == len(pointers)
-    params = optax_mp.cast_floating(weights, BFLOAT16)
-    grads = {"w": jnp.ones(100)}
-    want = fused(tx)(*fused(tx)(params, state, grads), grads)
-    step = jax.jit(fused(tx), donate_argnums=(0, 1))
-    got = step(*step(params, state, grads), grads)
-    assert same_bits(got, want)
-
-
 # Params edited outside of the optimizer.
 
 
@@ -726,19 +623,6 @@ def test_an_edited_param_is_the_new_master(dtype, bits):
     assert np.mean(moved == 0) > 0.99
 
 
-def test_with_full_copies_the_master_wins_unless_replaced():
-    tx = optax_mp.mixed_precision(optax.sgd(1.0))
-    params = {"w": jnp.full(3, 1.5, jnp.bfloat16)}
-    state = tx.init(params)
-    edited = {"w": jnp.zeros(3, jnp.bfloat16)}
-    grads = {"w": jnp.zeros(3)}
-    after, _ = fused(tx)(edited, state, grads)
-    np.testing.assert_array_equal(np.asarray(after["w"], np.float32), 1.5)
-    state = optax_mp.replace_master_params(state, params, edited)
-    after, _ = fused(tx)(edited, state, grads)
-    np.testing.assert_array_equal(np.asarray(after["w"], np.float32), 0)
-
-
 @pytest.mark.parametrize("bits", [slow(16), 8])
 def test_replaced_masters_are_kept_as_far_as_the_params_are_theirs(bits):
     weights = start(1000)
@@ -760,7 +644,7 @@ def test_replaced_masters_are_kept_as_far_as_the_params_are_theirs(bits):
     message = (
         rf"`new_master` at \['w'\] is float32\[1000\], and the param "
         rf"bfloat16\[1000\] in `params` is not this master rounded, as Split"
-        rf"\(bits={bits}\) requires, .* Cast first"
+        rf"\(bits={bits}\) requires: .* Cast first"
     )
     with pytest.raises(ValueError, match=message):
         optax_mp.replace_master_params(state, params, far)
@@ -838,44 +722,6 @@ def test_a_skipped_step_moves_no_bit(build, programs, bits):
     assert bool(optax_mp.all_finite((params, masters)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("build", [slow(scaled_wrapper), scaled_link])
-def test_a_run_with_skipped_steps_is_bitwise_the_run_without_them(build):
-    tx = build(16)
-    step = fused(tx)
-    params = {"w": jnp.asarray(follow(start(300), BFLOAT16, 16))}
-    clean = ours = params, tx.init(params)
-    for i, grad in enumerate(noise(300, 12)):
-        for carry_is_ours in (True, False):
-            carry = ours if carry_is_ours else clean
-            scale = optax_mp.loss_scale(carry[1])
-            grads = {"w": jnp.asarray(grad) * scale}
-            if carry_is_ours and i % 3 == 1:
-                carry = step(*carry, spoil(grads))
-                scale = optax_mp.loss_scale(carry[1])
-                grads = {"w": jnp.asarray(grad) * scale}
-            carry = step(*carry, grads)
-            if carry_is_ours:
-                ours = carry
-            else:
-                clean = carry
-    assert as_bits(ours[0]) == as_bits(clean[0])
-    assert as_bits(masters_state(ours[1])) == as_bits(masters_state(clean[1]))
-
-
-def test_a_split_step_after_a_link_skips_negative_zeros():
-    tx = mixed(optax.sgd(1e-2, momentum=0.9))
-    params = {"w": jnp.asarray(follow(start(100), BFLOAT16, 16))}
-    params, state = fused(tx)(params, tx.init(params), {"w": jnp.ones(100)})
-    link = optax_mp.dynamic_loss_scale()
-    for step in (fused(tx), eager(tx)):
-        after = step(params, state, {"w": jnp.full(100, -0.0)})
-        assert as_bits(after) == as_bits((params, state))
-        moved = step(params, state, {"w": jnp.full(100, 0.0)})
-        assert as_bits(moved[1].inner_state) != as_bits(state.inner_state)
-    del link
-
-
 # Errors: each names the leaf or argument, what was expected, and the fix.
 
 PARAMS = {"layer": {"w": jnp.ones(3, jnp.bfloat16)}, "norm": jnp.ones(2)}
@@ -912,13 +758,6 @@ def test_bits_are_8_or_16(bits):
 def test_settings_that_do_not_go_with_split_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         mixed(optax.sgd(0.1), **settings)
-
-
-@pytest.mark.parametrize("storage", [optax_mp.Split, 16, "split"])
-def test_what_is_no_storage_is_named(storage):
-    message = r"`storage` is .*expected an? .*object such as .*Split\(bits=16\)"
-    with pytest.raises(TypeError, match=message):
-        optax_mp.mixed_precision(optax.sgd(0.1), storage=storage)
 
 
 @pytest.mark.parametrize(
@@ -972,44 +811,6 @@ def test_a_state_of_another_storage_is_named(made, used):
     for update in (tx.update, jax.jit(tx.update)):
         with pytest.raises(ValueError, match=message):
             update(GRADS, state, PARAMS)
-
-
-@pytest.mark.parametrize(
-    ("leaf", "message"),
-    [
-        (
-            jnp.ones((3, 1), jnp.bfloat16),
-            rf"{W} is bfloat16\[3,1\], but its master is int16\[3\], .*the same shape",
-        ),
-        (jnp.ones(3), rf"{W} is float32\[3\], expected a dtype narrower than"),
-        (jnp.ones(3, jnp.int32), rf"{W} is int32\[3\], but has a float32 master since"),
-    ],
-)
-def test_params_that_changed_since_init_are_named(leaf, message):
-    tx = mixed(optax.adam(1e-2))
-    state = tx.init(PARAMS)
-    changed = {"layer": {"w": leaf}, "norm": PARAMS["norm"]}
-    for update in (tx.update, jax.jit(tx.update)):
-        with pytest.raises(ValueError, match=message):
-            update(GRADS, state, changed)
-
-
-@pytest.mark.parametrize(
-    ("new", "error", "message"),
-    [
-        (
-            jnp.ones(4),
-            ValueError,
-            rf"{W} is float32\[4\], expected the shape of the master float32\[3\]",
-        ),
-        (jnp.arange(3), TypeError, rf"{W} is int32\[3\], expected a floating array"),
-    ],
-)
-def test_new_masters_that_do_not_fit_are_named(new, error, message):
-    state = mixed(optax.adam(1e-2)).init(PARAMS)
-    given = {"layer": {"w": new}, "norm": PARAMS["norm"]}
-    with pytest.raises(error, match=message):
-        optax_mp.replace_master_params(state, PARAMS, given)
 
 
 def test_splits_are_equal_by_value_and_say_what_they_are():

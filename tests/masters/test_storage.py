@@ -30,6 +30,7 @@ LOADED = jax.tree.map(
     lambda p: p * 1.1 + 0.01 if p.dtype != jnp.int32 else p,
     {**PARAMS, "w": PARAMS["w"].astype(jnp.float32)},
 )
+CAST = jax.tree.map(lambda x, p: x.astype(p.dtype), LOADED, PARAMS)
 OWN = pytest.mark.parametrize("storage", [Negated(), TwoBfloat16()])
 # For what takes long: the one that keeps a tree for each master.
 MOSTLY_TREES = mostly_slow(
@@ -133,9 +134,9 @@ def test_masters_are_read_and_replaced_in_any_nesting(storage):
         state = tx.init(PARAMS)
         found = optax_mp.master_params(state, PARAMS)
         assert as_bits(found["w"]) == as_bits(PARAMS["w"].astype(jnp.float32))
-        state = optax_mp.replace_master_params(state, PARAMS, LOADED)
+        state = optax_mp.replace_master_params(state, CAST, LOADED)
         assert avals(state) == avals(tx.init(PARAMS))
-        found = optax_mp.master_params(state, PARAMS)
+        found = optax_mp.master_params(state, CAST)
         for path in ("w", "group"):
             want = jax.tree.map(lambda x: as_kept(storage, x), LOADED[path])
             assert as_bits(found[path]) == as_bits(want)
@@ -216,18 +217,6 @@ def test_a_storage_has_one_type_of_state_in_all_threads():
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         made = pool.map(lambda _: mixed(Slow()).init(OF_BFLOAT16), range(8))
     assert len({type(state) for state in made}) == 1
-
-
-@MOSTLY_TREES
-def test_a_skipped_step_keeps_what_is_stored(storage):
-    tx = optax_mp.dynamic_loss_scale(mixed(storage), init_scale=1.0)
-    params, state = trained(tx, range(2))
-    bad = gradients(2) | {"w": jnp.full((3, 4), jnp.inf)}
-    for update in (tx.update, jax.jit(tx.update)):
-        updates, after = update(bad, state, params)
-        assert as_bits(after.inner_state) == as_bits(state.inner_state)
-        moved = optax.apply_updates(params["w"], updates["w"])
-        assert as_bits(moved) == as_bits(params["w"])
 
 
 @pytest.mark.slow
@@ -342,9 +331,9 @@ def test_the_target_of_advance_is_checked(of_target):
         def advance(self, stored, param, master):
             return -master, of_target(master)
 
-    tx = mixed(Astray())
-    with pytest.raises(TypeError, match=r"`advance` .* as the target for param \['gro"):
-        tx.update(gradients(0), tx.init(PARAMS), PARAMS)
+    message = r"`advance` .* for param \['group'\]\[0\], .* as the target a floating"
+    with pytest.raises(TypeError, match=message):
+        mixed(Astray()).init(PARAMS)
 
 
 def test_what_advance_returns_is_checked():
@@ -352,10 +341,9 @@ def test_what_advance_returns_is_checked():
         def advance(self, stored, param, master):
             return (master, master), master
 
-    tx = mixed(Widening())
     message = r"`advance` of the storage .* returned float32\[3\], float32\[3\] for"
     with pytest.raises(TypeError, match=message):
-        tx.update(gradients(0), tx.init(PARAMS), PARAMS)
+        mixed(Widening()).init(PARAMS)
 
 
 def test_params_that_a_storage_does_not_take_are_named():

@@ -48,8 +48,6 @@ def example(name):
     """Import an example by its path, or skip the test without what it is for."""
     if FRAMEWORKS.get(name):
         pytest.importorskip(FRAMEWORKS[name])
-    if name == "flax_nnx" and not hasattr(nnx(), "as_pure"):
-        pytest.skip("this Flax has another `nnx.Optimizer`; the example is for 0.12")
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -66,10 +64,7 @@ def equinox():
 
 def pure(tree):
     """Return an NNX tree with arrays in the place of Variables."""
-    if hasattr(nnx(), "as_pure"):
-        return nnx().as_pure(tree)
-    boxes = (nnx().Variable, nnx().VariableState)  # Flax 0.10
-    return jax.tree.map(lambda x: x.value, tree, is_leaf=lambda x: isinstance(x, boxes))
+    return nnx().as_pure(tree)
 
 
 # Training
@@ -224,36 +219,6 @@ def test_nothing_changes_its_structure_or_dtype(name, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "flax_nnx" else pytest.mark.slow)
-        for name in LOOPS
-    ],
-)
-def test_an_infinite_input_changes_nothing_but_the_loss_scale(name):
-    params, opt_state, losses = short_run(name, "float16", BAD_STEP + 1)
-    before, opt_state_before, losses_before = short_run(name, "float16", BAD_STEP)
-    assert as_bits(params) == as_bits(before)
-    assert as_bits(opt_state.inner_state) == as_bits(opt_state_before.inner_state)
-    assert opt_state.scale == opt_state_before.scale / 2
-    assert opt_state.total_skipped_count == opt_state_before.total_skipped_count + 1
-    assert opt_state.skipped_count == 1
-    assert opt_state.finite_count == 0 and not opt_state.last_finite
-    assert as_bits(losses[:-1]) == as_bits(losses_before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["flax_linen", "flax_nnx", "equinox_mlp", "haiku_mlp"])
-def test_split_masters_are_those_of_a_full_copy(name):
-    runs = [short_run(name, form) for form in ("bfloat16", "compact")]
-    full, split = (optax_mp.master_params(state, params) for params, state, _ in runs)
-    assert as_bits(split) == as_bits(full)
-    bfloat16 = optax_mp.cast_floating(full, "bfloat16")
-    assert as_bits(bfloat16) == as_bits(runs[0][0]) == as_bits(runs[1][0])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name, form", combinations([*HALVES, "compact"], ()))
 def test_the_loss_falls_as_in_float32(name, form):
     batches = example(name).data()
@@ -312,16 +277,6 @@ def test_a_train_state_is_bit_for_bit_that_of_float32():
     assert as_bits(low.params) == as_bits(optax_mp.cast_floating(masters, "bf16"))
 
 
-@pytest.mark.slow
-def test_a_train_state_is_donated():
-    module = example("flax_linen")
-    state, _ = module.train(*module.FORMS["float16"], module.data(1))
-    held = jax.tree.leaves((state.params, state.opt_state))
-    module.step(state, *(array[0] for array in module.data(1)))
-    # All but scalars, of which one is not read and so stays.
-    assert all(leaf.is_deleted() for leaf in held if leaf.ndim)
-
-
 def test_a_train_state_with_masters_is_pickled_and_serialized():
     serialization = pytest.importorskip("flax.serialization")
     module = example("flax_linen")
@@ -366,24 +321,7 @@ def test_equinox_apply_updates_with_masters_is_bit_for_bit_float32(update_dtype)
         assert difference(low, rounded) <= 2**-9 * 0.2
 
 
-@pytest.mark.slow
-def test_equinox_serialises_model_and_masters(tmp_path):
-    eqx = equinox()
-    module = example("equinox_mlp")
-    run = module.train(*module.FORMS["float16"], module.data(3))[:2]
-    fresh = module.train(*module.FORMS["float16"], module.data(0))[:2]
-    assert as_bits(eqx.filter(fresh, eqx.is_array)) != as_bits(
-        eqx.filter(run, eqx.is_array)
-    )
-    eqx.tree_serialise_leaves(tmp_path / "run.eqx", run)
-    read = eqx.tree_deserialise_leaves(tmp_path / "run.eqx", fresh)
-    assert as_bits(eqx.filter(read, eqx.is_array)) == as_bits(
-        eqx.filter(run, eqx.is_array)
-    )
-    assert jax.tree.structure(read) == jax.tree.structure(run)
-
-
-# NNX, also of Flax 0.10, whose optimizer holds the model
+# NNX
 
 
 def nnx_linear(dtype):
@@ -395,10 +333,7 @@ def nnx_linear(dtype):
 
 
 def nnx_update(optimizer, model, grads):
-    if hasattr(nnx(), "as_pure"):
-        optimizer.update(model, grads)
-    else:
-        optimizer.update(grads)
+    optimizer.update(model, grads)
 
 
 def nnx_run(dtype, tx, steps=3):
@@ -442,44 +377,6 @@ def test_masters_survive_split_merge_and_update_of_nnx():
     expected = as_bits(nnx_trees(*run))
     assert as_bits(nnx_trees(*merged)) == expected
     assert as_bits(nnx_trees(*updated)) == expected
-
-
-def test_leaves_of_nnx_stay_float32_where_a_policy_says_so():
-    policy = optax_mp.get_policy("bf16", keep_f32=("*bias*",))
-    flax_nnx = nnx()
-    model = nnx_linear("float32")
-    tx = optax_mp.mixed_precision(optax.adamw(0.1), param_dtype=policy)
-    optimizer = flax_nnx.Optimizer(model, tx, wrt=flax_nnx.Param)
-    params = policy.cast_to_param(flax_nnx.state(model, flax_nnx.Param))
-    flax_nnx.update(model, params)
-    (grads,) = gradients(params, jnp.float32, 1)
-    flax_nnx.jit(nnx_update)(optimizer, model, grads)
-    now, opt_state = nnx_trees(model, optimizer)
-    assert now["bias"].dtype == jnp.float32 and now["kernel"].dtype == jnp.bfloat16
-    assert len(jax.tree.leaves(opt_state.master_params)) == 1
-
-
-def test_a_model_of_nnx_is_differentiated_functionally():
-    flax_nnx = nnx()
-    graph, params = flax_nnx.split(nnx_linear("float16"), flax_nnx.Param)[:2]
-    tx = optax_mp.dynamic_loss_scale(
-        optax_mp.mixed_precision(optax.sgd(0.1)), init_scale=2.0**10
-    )
-    x = jnp.ones((2, 4), jnp.float16)
-
-    def loss(params):
-        return flax_nnx.merge(graph, jax.tree.map(lambda x: x, params))(x).sum()
-
-    opt_state = tx.init(params)
-    value, grads = jax.jit(optax_mp.value_and_grad(loss))(opt_state, params)
-    assert value == loss(params)
-    for grad in jax.tree.leaves(grads):  # of two rows of ones, times the scale
-        np.testing.assert_array_equal(grad, np.full_like(grad, 2.0**11))
-    updates, opt_state = tx.update(grads, opt_state, params)
-    start = pure(params)["bias"]
-    moved = pure(optax.apply_updates(params, updates))["bias"]
-    np.testing.assert_allclose(moved, start - 0.2, rtol=1e-3)
-    assert opt_state.total_skipped_count == 0
 
 
 # One script for every precision
@@ -549,15 +446,6 @@ def test_metrics_are_written_as_csv_and_for_tensorboard():
         for number, scalars in seen
         for name, value in scalars.items()
     ]
-
-
-@pytest.mark.slow
-def test_a_real_tensorboard_writer_takes_metrics(tmp_path):
-    writer = pytest.importorskip("tensorboardX").SummaryWriter(str(tmp_path))
-    module = example("any_precision")
-    module.train("f16", module.data(2), [module.to_tensorboard(writer)])
-    writer.close()
-    assert any(tmp_path.iterdir())
 
 
 @pytest.mark.slow

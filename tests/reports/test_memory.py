@@ -1,25 +1,22 @@
 """memory_report: its bytes are those of the arrays, and its roles what they are for."""
 
-from typing import NamedTuple
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from host_memory import HOST, needs_memories
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from host_memory import needs_memories
 
 from optax_mp import (
     Split,
     dynamic_loss_scale,
+    low_bit_state,
     mixed_precision,
     offload,
     static_loss_scale,
 )
-from optax_mp.compact._blocks import Quantized
-from optax_mp.reports._memory import MemoryReport, memory_report
+from optax_mp.reports import memory_report
 
 BF16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
 SHAPES = {"dense": {"kernel": (32, 64), "bias": (64,)}, "norm": (64,)}
@@ -87,6 +84,7 @@ WRAPPERS = {
         (mixed_precision(adam(), storage=Split(16)), 12),
         (mixed_precision(adam(), storage=Split(8)), 11),
         (adam(), 6),
+        (mixed_precision(low_bit_state(adam(), min_size=1), storage=Split(8)), 5.125),
         (mixed_precision(optax.sgd(0.1)), 6),
     ],
 )
@@ -96,11 +94,6 @@ def test_bytes_per_weight_of_known_set_ups(tx, total):
     assert report.weights == WEIGHTS
     assert report.total_bytes - rest == total * WEIGHTS
     assert report.bytes_per_weight == (total * WEIGHTS + rest) / WEIGHTS
-
-
-def test_plain_float32_is_12_bytes_per_weight_and_its_own_baseline():
-    report = planned(adam(), structs(F32))
-    assert report.total_bytes == report.float32_bytes == 12 * WEIGHTS + 4
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -123,77 +116,11 @@ def test_the_baseline_is_what_the_inner_optimizer_holds_in_float32(name, wrapper
     assert report.float32_bytes == nbytes(wide, inner.init(wide))
 
 
-@pytest.mark.parametrize("name", ["chain", "inject", "noise"])
-def test_arrays_numpy_arrays_and_structs_give_equal_reports(name):
-    tx, params = mixed_precision(OPTIMIZERS[name]), numpy_params()
-    arrays = jax.tree.map(jnp.asarray, params)
-    state = tx.init(arrays)
-    abstract = planned(tx, structs())
-    assert memory_report(state, arrays) == abstract
-    if name != "noise":  # NumPy has no keys.
-        assert memory_report(jax.tree.map(np.asarray, state), params) == abstract
-
-
-@pytest.mark.parametrize(
-    ("tx", "roles"),
-    [
-        (adam(), ["params", "mu", "nu", "rest"]),
-        (mixed_precision(adam()), ["params", "masters", "mu", "nu", "rest"]),
-        (
-            mixed_precision(OPTIMIZERS["chain"], storage=Split(16)),
-            ["params", "remainders", "mu", "nu", "trace", "rest"],
-        ),
-        (
-            dynamic_loss_scale(optax.MultiSteps(mixed_precision(adam()), 2)),
-            ["params", "masters", "mu", "nu", "acc_grads", "rest"],
-        ),
-        (
-            optax.masked(mixed_precision(adam()), MASK),
-            ["params", "masters", "mu", "nu", "rest"],
-        ),
-        (
-            optax.partition(
-                {"a": mixed_precision(adam()), "b": optax.sgd(0.1, 0.9)}, LABELS
-            ),
-            ["params", "masters", "mu", "nu", "trace", "rest"],
-        ),
-        (
-            static_loss_scale(mixed_precision(OPTIMIZERS["inject"])),
-            ["params", "masters", "mu", "nu", "rest"],
-        ),
-        (OPTIMIZERS["adafactor"], ["params", "v_row", "v_col", "v", "rest"]),
-        (OPTIMIZERS["sm3"], ["params", "mu", "nu"]),
-    ],
-)
-def test_roles_are_fields_of_the_innermost_state(tx, roles):
-    assert list(planned(tx, structs()).by_role()) == roles
-
-
-def test_params_kept_in_a_state_are_told_from_the_params():
-    roles = planned(OPTIMIZERS["lbfgs"], structs()).by_role()
-    assert roles["params in state"] == roles["params"] == 2 * WEIGHTS
-
-
 def test_state_leaves_belong_to_their_params():
     report = planned(dynamic_loss_scale(mixed_precision(adam())), structs())
     assert report.by_leaf()["['dense']['kernel']"] == 14 * 32 * 64
     assert report.by_leaf()["['norm']"] == 14 * 64
     assert owners(report, "rest") == {""}
-
-
-def test_masked_and_partitioned_leaves_take_only_what_they_have():
-    tx = optax.partition(
-        {"a": mixed_precision(adam()), "b": optax.set_to_zero()}, LABELS
-    )
-    for report in (
-        planned(tx, structs()),
-        planned(optax.masked(mixed_precision(adam()), MASK), structs()),
-    ):
-        kernel = "['dense']['kernel']"
-        for role in ("masters", "mu", "nu"):
-            assert owners(report, role) == {kernel}
-        assert report.by_leaf()[kernel] == 14 * 32 * 64
-        assert report.by_leaf()["['norm']"] == 2 * 64
 
 
 def test_rows_say_where_an_array_is_and_what_it_is():
@@ -205,100 +132,11 @@ def test_rows_say_where_an_array_is_and_what_it_is():
     assert (row.bytes, row.float32_bytes) == (64, 0)
 
 
-class TwoLayers(NamedTuple):
-    mu: jax.Array
-    count: jax.Array
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        [jnp.ones((2, 3), BF16), jnp.ones(5, BF16)],
-        (jnp.ones((2, 3), BF16), [jnp.ones(5, BF16)]),
-        TwoLayers(jnp.ones((2, 3), BF16), jnp.ones(5, BF16)),
-        {"mu": jnp.ones((2, 3), BF16), "count": {"mu": jnp.ones(5, BF16)}},
-        jax.eval_shape(
-            lambda: eqx.filter(
-                eqx.nn.MLP(2, 2, 4, 2, dtype=BF16, key=jax.random.key(0)), eqx.is_array
-            )
-        ),
-        jnp.ones((2, 3), BF16),
-    ],
-    ids=["list", "tuple", "namedtuple", "names of fields", "module", "array"],
-)
-@pytest.mark.parametrize("name", ["chain", "sm3"])
-def test_roles_do_not_depend_on_how_params_are_kept(params, name):
-    report = planned(mixed_precision(OPTIMIZERS[name]), params)
-    expected = {
-        "chain": ["params", "masters", "mu", "nu", "trace", "rest"],
-        "sm3": ["params", "masters", "mu", "nu"],
-    }
-    assert list(report.by_role()) == expected[name]
-    assert owners(report, "nu") == owners(report, "masters") == owners(report, "params")
-    if name == "chain":
-        assert report.by_role()["nu"] == report.weights * 4
-        assert owners(report, "rest") == {""}
-
-
 def test_states_that_are_dicts_have_their_keys_as_roles():
     params = structs()
     state = {"inner": ({"moment": params, "count": np.int32(0)},)}
     report = memory_report(state, params)
     assert report.by_role() == {"params": 4352, "moment": 4352, "rest": 4}
-
-
-def quantized(shape, dtype=jnp.int8, block=32):
-    blocks = (*shape[:-1], -(-shape[-1] // block))
-    return Quantized(np.zeros(shape, dtype), np.zeros(blocks, BF16))
-
-
-def test_codes_count_under_their_field_and_scales_apart():
-    params = {"w": np.ones((64, 96), BF16), "b": np.ones(8, BF16)}
-    adam_state = optax.ScaleByAdamState(
-        count=np.int32(0),
-        mu={"w": quantized((64, 96)), "b": np.zeros(8, F32)},
-        nu={"w": quantized((64, 96), jnp.uint8), "b": np.zeros(8, F32)},
-    )
-    report = memory_report((adam_state, optax.EmptyState()), params)
-    n = 64 * 96
-    assert report.by_role() == {
-        "params": 2 * (n + 8),
-        "mu": n + 4 * 8,
-        "nu": n + 4 * 8,
-        "block scales": 2 * 2 * n // 32,
-        "rest": 4,
-    }
-    assert report.by_leaf()["['w']"] == 4 * n + 2 * 2 * n // 32
-    assert report.float32_bytes == 12 * (n + 8) + 4
-    paths = {row.path for row in report.rows if row.param == "['w']"}
-    assert {"[0].mu['w'].codes", "[0].mu['w'].scales"} < paths
-
-
-def test_codes_that_are_16_bit_floats_have_no_scales():
-    params = {"w": np.ones((64, 96), BF16)}
-    state = {"mu": {"w": Quantized(np.zeros((64, 96), np.float16), None)}}
-    report = memory_report(state, params)
-    assert report.by_role() == {"params": 2 * 64 * 96, "mu": 2 * 64 * 96}
-    assert report.float32_bytes == 8 * 64 * 96
-
-
-def test_adamw_with_8_bit_remainders_and_state_is_about_5_bytes_per_weight():
-    params = {"w": jax.ShapeDtypeStruct((4096, 4096), BF16)}
-    state = jax.eval_shape(mixed_precision(adam(), storage=Split(8)).init, params)
-    state = jax.tree.map(
-        lambda x: quantized(x.shape) if x.dtype == F32 and x.shape else x, state
-    )
-    assert memory_report(state, params).bytes_per_weight == pytest.approx(5.125)
-
-
-def test_float32_leaves_have_no_master_and_each_dtype_is_counted():
-    params = structs() | {"norm": jax.ShapeDtypeStruct((64,), F32)}
-    report = planned(mixed_precision(optax.sgd(0.1)), params)
-    assert report.by_role() == {
-        "params": 2 * (WEIGHTS - 64) + 4 * 64,
-        "masters": 4 * (WEIGHTS - 64),
-    }
-    assert report.by_dtype() == {"bfloat16": 2 * (WEIGHTS - 64), "float32": 4 * WEIGHTS}
 
 
 def test_leaves_that_are_not_floating_arrays_count_as_they_are_or_not_at_all():
@@ -325,27 +163,6 @@ def test_leaves_that_are_not_floating_arrays_count_as_they_are_or_not_at_all():
     str(report)
 
 
-def test_wide_floats_count_as_float32_in_the_baseline(x64):
-    params = structs()
-    report = planned(mixed_precision(adam(), master_dtype=jnp.float64), params)
-    assert report.by_role()["masters"] == 8 * WEIGHTS
-    assert report.float32_bytes == 12 * WEIGHTS + 4
-
-
-@pytest.mark.parametrize(
-    "params", [{"i": np.zeros(3, np.int32)}, {"w": np.zeros((0, 4), BF16)}]
-)
-def test_no_weights_are_shown_as_a_dash(params):
-    report = memory_report((), params)
-    assert report.weights == 0
-    assert np.isnan(report.bytes_per_weight)
-    assert " -" in str(report).splitlines()[1]
-
-
-def test_an_empty_state_leaves_the_params():
-    assert memory_report((), structs()).by_role() == {"params": 2 * WEIGHTS}
-
-
 @needs_memories
 def test_state_in_host_memory_has_a_column():
     params = jax.tree.map(jnp.asarray, numpy_params())
@@ -365,125 +182,100 @@ def test_state_in_host_memory_has_a_column():
     assert "host" not in str(memory_report(inner.init(params), params))
 
 
-@needs_memories
-def test_a_description_with_a_sharding_says_where_its_array_is():
-    mesh = Mesh(np.array(jax.devices()[:1]), ("one",))
-    place = NamedSharding(mesh, PartitionSpec(), memory_kind=HOST)
-    state = {"mu": jax.ShapeDtypeStruct((256, 256), F32, sharding=place)}
-    params = {"w": jax.ShapeDtypeStruct((256, 256), BF16)}
-    report = memory_report(state, params)
-    assert report.host_bytes == 4 * 256 * 256
-    assert report.total_bytes == 6 * 256 * 256
+def test_plain_float32_is_its_own_baseline_and_params_in_a_state_are_a_role():
+    report = planned(adam(), structs(F32))
+    assert report.total_bytes == report.float32_bytes == 12 * WEIGHTS + 4
+    roles = planned(OPTIMIZERS["lbfgs"], structs()).by_role()
+    assert roles["params in state"] == roles["params"] == 2 * WEIGHTS
+    assert memory_report((), structs()).by_role() == {"params": 2 * WEIGHTS}
 
 
-def llama_70b(dtype):
-    """Return the params of a Llama 2 70B: 80 layers, 8 key-value heads of 128."""
-    d, kv, hidden, words = 8192, 1024, 28672, 32000
-    layer = {
-        "attention": {"q": (d, d), "k": (d, kv), "v": (d, kv), "o": (d, d)},
-        "mlp": {"gate": (d, hidden), "up": (d, hidden), "down": (hidden, d)},
-        "norms": {"attention": (d,), "mlp": (d,)},
+def test_codes_count_under_their_field_and_scales_apart():
+    params = {"w": jnp.ones((64, 96), BF16), "b": jnp.ones(8, BF16)}
+    compact = mixed_precision(low_bit_state(adam(), min_size=100), storage=Split(8))
+    report, n = planned(compact, params), 64 * 96
+    roles = report.by_role()
+    rest = roles.pop("rest")
+    assert roles == {
+        "params": 2 * (n + 8),
+        "remainders": n + 8,
+        "mu": n + 4 * 8,
+        "nu": n + 4 * 8,
+        "block scales": 2 * 2 * n // 32,
     }
-    shapes = {
-        "embedding": (words, d),
-        "layers": [layer] * 80,
-        "norm": (d,),
-        "head": (d, words),
-    }
-    return jax.eval_shape(
-        lambda: jax.tree.map(
-            lambda shape: jnp.zeros(shape, dtype),
-            shapes,
-            is_leaf=lambda x: isinstance(x, tuple),
-        )
-    )
+    assert report.by_leaf()["['w']"] == 5 * n + 2 * 2 * n // 32
+    assert report.float32_bytes == 12 * (n + 8) + rest
 
 
-def test_a_70b_model_is_planned_without_allocating_it():
-    report = planned(dynamic_loss_scale(mixed_precision(adam())), llama_70b(BF16))
-    weights = 68_976_648_192
-    assert report.weights == weights
-    assert report.by_role() == {
-        "params": 2 * weights,
-        "masters": 4 * weights,
-        "mu": 4 * weights,
-        "nu": 4 * weights,
-        "rest": 7 * 4 + 1,
-    }
-    assert report.by_leaf()["['layers'][79]['mlp']['up']"] == 14 * 8192 * 28672
-    lines = str(report).splitlines()
-    assert lines[1].split() == ["params", "bfloat16", "128.5", "GiB", "2.00", "14.3%"]
-    assert lines[-2].split()[1:] == (
-        ["68,976,648,192", "weights", "899.4", "GiB", "14.00", "100.0%"]
-    )
-    assert lines[-1] == (
-        "plain float32: 770.9 GiB, 12.00 bytes per weight (0.86 times as much)"
-    )
+def test_an_nnx_model_and_optimizer_are_counted():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(32, 64, param_dtype=BF16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, mixed_precision(adam()), wrt=nnx.Param)
+    report = memory_report(optimizer, model)
+    assert report.weights == 33 * 64
+    assert report.by_role()["masters"] == 4 * 33 * 64
 
 
-@pytest.mark.parametrize(
-    ("count", "shown"),
-    [
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (3 * 2**19, "1.5 MiB"),
-        (2**40, "1.0 TiB"),
-        (2**52, "4096.0 TiB"),
-    ],
-)
-def test_sizes_are_shown_in_the_largest_unit_that_they_fill(count, shown):
-    report = memory_report((), {"w": jax.ShapeDtypeStruct((count,), jnp.int8)})
-    assert shown in str(report).splitlines()[1]
-
-
-def test_the_table_is_at_most_100_columns():
-    narrow = ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32")
-    params = {str(i): jax.ShapeDtypeStruct((2**30,), x) for i, x in enumerate(narrow)}
-    report = memory_report({"a name for a moment " * 5: params}, params)
-    assert max(map(len, str(report).splitlines())) <= 100
-
-
-def test_reports_are_hashable_data():
-    report = planned(mixed_precision(adam()), structs())
-    assert isinstance(report, MemoryReport)
-    assert hash(report) == hash(MemoryReport(report.rows, report.weights))
-
-
-@pytest.mark.parametrize("params", [{}, None, {"f": jnp.tanh, "x": 1.0}])
-def test_params_without_arrays_are_refused(params):
-    with pytest.raises(
-        ValueError,
-        match=rf"memory_report: `params` is a {type(params).__name__} without arrays, "
-        r"expected .* pass what",
-    ):
-        memory_report((), params)
-
-
-def test_an_optimizer_in_the_place_of_its_state_is_refused():
-    with pytest.raises(
-        TypeError,
-        match=r"memory_report: `opt_state` is a GradientTransformationExtraArgs, "
-        r"expected an optimizer state; pass `tx.init\(params\)`",
-    ):
-        memory_report(adam(), structs())
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_old_order_of_arguments_is_refused(name):
+def test_wrong_arguments_are_refused():
     params = structs()
     with pytest.raises(
-        TypeError,
-        match=r"memory_report: `params` is a .* holds the optimizer state, expected .*"
-        r"`memory_report\(params, opt_state\)` is now `memory_report\(opt_state, para",
+        TypeError, match=r"memory_report: `opt_state` .*`tx.init\(params"
     ):
-        memory_report(params, jax.eval_shape(OPTIMIZERS[name].init, params))
+        memory_report(adam(), params)
+    for tx in OPTIMIZERS.values():
+        if tx is not OPTIMIZERS["sgd"]:
+            with pytest.raises(
+                TypeError, match=r"call `memory_report\(opt_state, param"
+            ):
+                memory_report(params, jax.eval_shape(tx.init, params))
+    for nothing in ({}, None, {"f": jnp.tanh, "x": 1.0}):
+        with pytest.raises(ValueError, match=r"without arrays, expected .* pass what"):
+            memory_report((), nothing)
+    integers = memory_report((), {"i": np.zeros(3, np.int32)})
+    assert np.isnan(integers.bytes_per_weight)
+    assert " -" in str(integers).splitlines()[1]
 
 
-@pytest.mark.parametrize("make", [dict, tuple, list])
-def test_the_old_order_is_refused_for_states_without_names(make):
-    params = make({"a": np.ones(3), "b": np.ones((2, 2))}.items())
-    params = jax.tree.map(lambda x: np.ones(3) if isinstance(x, str) else x, params)
-    state = {"moment": params, "step": np.int32(0)}
-    assert memory_report(state, params).by_role()["moment"] > 0
-    with pytest.raises(TypeError, match="memory_report: `params` is a dict that holds"):
-        memory_report(params, state)
+CHAIN, WITHOUT_NORM = OPTIMIZERS["chain"], optax.masked(mixed_precision(adam()), MASK)
+ROLES = {
+    "plain": (adam(), "mu nu rest"),
+    "masters": (mixed_precision(adam()), "masters mu nu rest"),
+    "chain": (mixed_precision(CHAIN, storage=Split()), "remainders mu nu trace rest"),
+    "multisteps": (
+        dynamic_loss_scale(optax.MultiSteps(mixed_precision(adam()), 2)),
+        "masters mu nu acc_grads rest",
+    ),
+    "masked": (WITHOUT_NORM, "masters mu nu rest"),
+    "partition": (mixed_precision(OPTIMIZERS["partition"]), "masters mu nu trace rest"),
+    "inject": (
+        static_loss_scale(mixed_precision(OPTIMIZERS["inject"])),
+        "masters mu nu rest",
+    ),
+    "adafactor": (OPTIMIZERS["adafactor"], "v_row v_col v rest"),
+    "sm3": (OPTIMIZERS["sm3"], "mu nu"),
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_roles_are_fields_of_the_innermost_state(name):
+    tx, roles = ROLES[name]
+    assert list(planned(tx, structs()).by_role()) == ["params", *roles.split()]
+
+
+MLP = eqx.nn.MLP(2, 2, 4, 2, dtype=BF16, key=jax.random.key(0))
+PARAMS = {
+    "tuple": (jnp.ones((2, 3), BF16), [jnp.ones(5, BF16)]),
+    "names of fields": {"mu": jnp.ones((2, 3), BF16), "count": {"mu": jnp.ones(5)}},
+    "module": eqx.filter(MLP, eqx.is_array),
+    "array": jnp.ones((2, 3), BF16),
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_roles_do_not_depend_on_how_params_are_kept(name):
+    params = PARAMS[name]
+    report = planned(mixed_precision(CHAIN), params)
+    assert list(report.by_role()) == "params masters mu nu trace rest".split()
+    assert owners(report, "nu") == owners(report, "params")
+    assert report.by_role()["nu"] == report.weights * 4
+    assert owners(report, "rest") == {""}

@@ -32,34 +32,23 @@ def test_metrics_are_found_in(nesting):
     tx = NESTINGS[nesting]()
     state = tx.init(PARAMS)
     found = optax_mp.metrics(state)
-    assert dtypes(found) == OF_A_SCALE | STEPS
+    rate = {"learning_rate": jnp.float32} if nesting == "inject_hyperparams" else {}
+    assert dtypes(found) == OF_A_SCALE | STEPS | rate
     assert found["loss_scale"] == 1024 and found["last_finite"]
     grads = jax.tree.map(jnp.ones_like, PARAMS)
     for _ in range(2):
         state = jax.jit(tx.update)(grads, state, PARAMS)[1]
     jitted = jax.jit(optax_mp.metrics)(state)
-    assert dtypes(jitted) == OF_A_SCALE | STEPS
+    assert dtypes(jitted) == OF_A_SCALE | STEPS | rate
     assert jitted["finite_count"] == jitted["step_count"] == 2
     # A dict that leaves `jit` is sorted.
-    assert list(optax_mp.metrics(state)) == [*OF_A_SCALE, *STEPS]
+    assert list(optax_mp.metrics(state)) == [*OF_A_SCALE, *STEPS, *rate]
 
 
-FORMS = {
-    "FullCopy": lambda: optax_mp.mixed_precision(optax.adam(0.1)),
-    "Split(16)": lambda: optax_mp.mixed_precision(
-        optax.adam(0.1), storage=optax_mp.Split()
-    ),
-    "Split(8), low_bit_state": lambda: optax_mp.mixed_precision(
-        optax_mp.low_bit_state(optax.adam(0.1)), storage=optax_mp.Split(8)
-    ),
-    "stochastic_rounding": lambda: optax_mp.stochastic_rounding(optax.adam(0.1)),
-}
-
-
-@mostly_slow("form", FORMS, lambda form: form == "Split(16)")
-def test_metrics_are_the_counters_of_plain_python(form):
+def test_metrics_are_the_counters_of_plain_python():
     rule = LossScaleRule(2.0**16, growth_interval=3)
-    tx = optax_mp.dynamic_loss_scale(FORMS[form](), growth_interval=3)
+    inner = optax_mp.mixed_precision(optax.adam(0.1), storage=optax_mp.Split())
+    tx = optax_mp.dynamic_loss_scale(inner, growth_interval=3)
     params = {"w": jnp.ones(2, jnp.bfloat16)}
 
     @jax.jit
@@ -139,3 +128,41 @@ def test_counts_that_do_not_count_steps_are_left_out():
     assert optax_mp.metrics(plateau.init(jnp.ones(2))) == {}
     schedule_free = optax.contrib.schedule_free(optax.adam(0.1), 0.1)
     assert optax_mp.metrics(schedule_free.init(jnp.ones(2))) == {"step_count": 0}
+
+
+def test_injected_hyperparameters_are_metrics():
+    schedule = optax.linear_schedule(1.0, 0.0, 4)
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=schedule, b1=0.5)
+    tx = optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(adam))
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    state = tx.init(params)
+    rates = []
+    for _ in range(3):
+        state = tx.update({"w": jnp.ones(2)}, state, params)[1]
+        found = jax.jit(optax_mp.metrics)(state)
+        rates.append(float(found["learning_rate"]))
+    assert rates == [1.0, 0.75, 0.5]
+    assert found["b1"] == 0.5 and found["step_count"] == 3
+    assert all(value.shape == () for value in found.values())
+
+
+def test_hyperparameters_of_several_places_have_distinct_names():
+    sgd = optax.inject_hyperparams(optax.sgd)
+    tx = optax.partition({"x": sgd(0.5), "y": sgd(0.25)}, LABELS)
+    found = optax_mp.metrics(tx.init(PARAMS))
+    rates = {name: x for name, x in found.items() if name.endswith("learning_rate")}
+    assert rates == {"x/learning_rate": 0.5, "y/learning_rate": 0.25}
+
+
+def test_a_state_that_is_a_dict_counts_its_steps():
+    state = {"count": jnp.int32(3), "mu": PARAMS}
+    assert optax_mp.metrics(state) == {"step_count": 3}
+    assert optax_mp.metrics({"mu": PARAMS, "key": jax.random.key(0)}) == {}
+
+
+@pytest.mark.parametrize("value", [optax.adam(0.1), PARAMS, jnp.ones(3), "state", 3])
+def test_what_is_no_state_is_an_error(value):
+    with pytest.raises(
+        TypeError, match=r"metrics: `opt_state` is .*`tx.init\(params\)`"
+    ):
+        optax_mp.metrics(value)

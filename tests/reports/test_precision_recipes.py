@@ -18,8 +18,7 @@ MODELS = [
     for framework in ("linen", "nnx", "equinox", "haiku")
     for kind in ("transformer", "convolutions")
 ]
-# Linen names a layer after its class, `LayerNorm_0`.
-POLICY = optax_mp.get_policy("p=bf16", keep_f32=("*[nN]orm*",))
+POLICY = optax_mp.get_policy("p=bf16", keep_f32=("*norm*",))
 LEARNING_RATE = 1e-2
 
 
@@ -124,3 +123,54 @@ def test_a_model_that_is_all_low_trains_as_in_float32(model):
     params = POLICY.cast_to_param(problem.params)
     losses = trained(problem, tx, amp_of_float32(problem.loss), params)
     assert last(losses) == pytest.approx(last(full), rel=0.01)
+
+
+def scanned_linen():
+    nn = pytest.importorskip("flax.linen")
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(8)(nn.LayerNorm()(x)), None
+
+    axes, rngs = {"params": 0}, {"params": True}
+    model = nn.scan(Layer, variable_axes=axes, split_rngs=rngs, length=3)()
+    params = model.init(jax.random.key(0), jnp.ones((4, 8)), None)
+    return params, lambda params, x: jnp.sum(model.apply(params, x, None)[0] ** 2)
+
+
+def scanned_nnx():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.dense = (
+                nnx.LayerNorm(8, rngs=rngs),
+                nnx.Linear(8, 8, rngs=rngs),
+            )
+
+    layers = nnx.vmap(Layer)(nnx.Rngs(0).split(3))
+    graphdef, params = nnx.split(layers)
+
+    def loss(params, x):
+        def step(x, params):
+            layer = nnx.merge(graphdef, params)
+            return x + layer.dense(layer.norm(x)), None
+
+        return jnp.sum(lax.scan(step, x, params)[0] ** 2)
+
+    return params, loss
+
+
+@pytest.mark.parametrize("make", [scanned_linen, scanned_nnx])
+def test_a_scan_over_layers_with_float32_norms_has_a_recipe(make):
+    params, loss = make()
+    params, x = POLICY.cast_to_param(params), jnp.ones((4, 8), jnp.bfloat16)
+    with pytest.raises(TypeError, match=r"a loop in `fun` .*run `optax_mp.amp` over"):
+        precision_report(loss, params, x)
+    fixed = amp(lambda *args: loss(*optax_mp.cast_floating(args, jnp.float32)))
+    assert precision_report(fixed, params, x).shares() == {"bfloat16": 1.0}
+    grads = jax.jit(jax.grad(fixed))(params, x)
+    assert optax_mp.all_finite(grads)
+    dtypes = [[y.dtype for y in jax.tree.leaves(x)] for x in (grads, params)]
+    assert dtypes[0] == dtypes[1]

@@ -7,16 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import lax, shard_map
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
 
 import optax_mp
-
-if hasattr(jax, "shard_map"):
-    shard_map = jax.shard_map
-else:
-    from jax.experimental.shard_map import shard_map
 
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Half the distance between 1 and the next number."""

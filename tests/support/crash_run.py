@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from any_orbax import ocp
+import pytest
 
 import optax_mp
+
+ocp = pytest.importorskip("orbax.checkpoint")
 
 SAVE_EVERY = 10
 FINAL = "final.pickle"

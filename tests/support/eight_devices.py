@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_shard_map import shard_map
 from comparison import as_bits, avals
 from forced_devices import run_named
+from jax import shard_map
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from own_storages import Negated, TwoBfloat16
@@ -390,12 +390,7 @@ def a_run_goes_on_with_and_without_and_on_other_devices():
     params, state = jax.device_put((params, state), NamedSharding(other, P()))
     tx = optax_mp.zero1(bare, other, "data")
     params, state, _ = run(tx, params, grads[4:], state)
-    if hasattr(jax, "shard_map"):
-        assert as_bits((params, state)) == as_bits((expected, expected_state))
-    else:  # JAX 0.5 contracts multiplications with sums differently on four devices
-        both = zip(*map(jax.tree.leaves, (state, expected_state)), strict=True)
-        for a, b in both:
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    assert as_bits((params, state)) == as_bits((expected, expected_state))
     assert lies_as(
         state.inner_state.master_params["w"], NamedSharding(other, P("data"))
     )
@@ -472,8 +467,6 @@ def eager_updates_and_donation_work():
 
 
 def explicitly_sharded_params_work():
-    if not (hasattr(jax, "set_mesh") and hasattr(jax.sharding, "reshard")):
-        return  # before explicit sharding
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
     with jax.set_mesh(mesh):
@@ -494,12 +487,10 @@ def explicitly_sharded_params_work():
 def a_range_report_sends_its_counts_alone():
     values = weights(jnp.float32)["w"]
     expected = optax_mp.gradient_range_report(values)
-    meshes = [mesh_of()]
-    if hasattr(jax, "shard_map"):  # Older JAX has no explicit sharding.
-        kinds = (jax.sharding.AxisType.Explicit,) * 2
-        meshes += [jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)]
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
     specs = (P("data"), P(None, "model"), P("model", "data"), P())
-    for mesh, spec in itertools.product(meshes, specs):
+    for mesh, spec in itertools.product((mesh_of(), explicit), specs):
         placed = jax.device_put(values, NamedSharding(mesh, spec))
         eager = optax_mp.gradient_range_report(placed)
         np.testing.assert_array_equal(eager.counts, expected.counts)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from any_shard_map import shard_map
 from faulty_runs import CHUNK, SPLIT, adamw, around, dynamic, momentum, start_late
+from jax import shard_map
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from reference import LossScaleRule
@@ -21,7 +21,6 @@ import optax_mp
 
 RANKS = 4
 MESH = Mesh(np.array(jax.devices()), ("data",))
-check_off = {"check_vma": False} if hasattr(jax, "shard_map") else {"check_rep": False}
 
 
 def as_tree(low, norm, dtype):
@@ -145,7 +144,7 @@ def copies_of_params_stay_equal(steps, tx, dtype, **told):
 
     specs = P("data"), P(None, "data")
     run = jax.jit(
-        shard_map(scan, mesh=MESH, in_specs=specs, out_specs=specs, **check_off)
+        shard_map(scan, mesh=MESH, in_specs=specs, out_specs=specs, check_vma=False)
     )
     for i in range(0, steps, CHUNK):
         part = [x[i : i + CHUNK] for x in (raw, is_fault, fault)]

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from any_shard_map import shard_map, unchecked_before_types
 from comparison import as_bits
 from forced_devices import run_named
+from jax import shard_map
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -178,9 +178,7 @@ def a_link_before_mixed_precision_holds_on_averaged_gradients():
         return tx.update(grads, state, params)
 
     step = jax.jit(
-        unchecked_before_types(
-            step, mesh=MESH, in_specs=(P("data"), P(), P()), out_specs=(P(), P())
-        )
+        shard_map(step, mesh=MESH, in_specs=(P("data"), P(), P()), out_specs=(P(), P()))
     )
     _, after = step(gradients(bad_rank=1), state, PARAMS)
     assert as_bits(after[1]) == as_bits(state[1])
@@ -197,7 +195,7 @@ def leaves_over_different_axes_pass_the_replication_check():
     state_specs = jax.tree_util.tree_map_with_path(
         lambda path, _: specs.get(getattr(path[-1], "key", None), P()), state
     )
-    step = unchecked_before_types(
+    step = shard_map(
         tx.update,
         mesh=mesh,
         in_specs=(specs, state_specs, specs),
@@ -211,8 +209,6 @@ def leaves_over_different_axes_pass_the_replication_check():
 
 
 def explicitly_sharded_arrays_work():
-    if not (hasattr(jax, "set_mesh") and hasattr(jax.sharding, "AxisType")):
-        return  # before explicit sharding
     explicit = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((4,), ("data",), axis_types=explicit)
     with jax.set_mesh(mesh):

@@ -6,8 +6,8 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from any_shard_map import shard_map
 from forced_devices import run_named
+from jax import shard_map
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -67,8 +67,6 @@ def in_shard_map_each_shard_has_its_own_scale():
 
 
 def explicitly_sharded_arrays_have_one_scale():
-    if not hasattr(jax, "set_mesh"):
-        return
     mesh = jax.make_mesh((2, 2), ("x", "y"), (jax.sharding.AxisType.Explicit,) * 2)
 
     def gradients(**sharding):

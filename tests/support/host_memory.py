@@ -17,7 +17,7 @@ needs_memories = pytest.mark.skipif(
 # XLA for CPUs contracts a product and a sum in one program and not in another, by what
 # it fuses: without fusions the same operations give the same bits.
 UNFUSED = {"xla_disable_hlo_passes": "fusion"}
-SHAPES = {"matrix": (40, 64), "cube": (3, 10, 64), "row": (1000,), "small": (64,)}
+SHAPES = {"matrix": (96, 128), "cube": (3, 10, 128), "row": (1000,), "small": (64,)}
 HOST = "pinned_host"
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from any_orbax import ocp
+import pytest
 from comparison import as_bits
 from forced_devices import run_named
 from host_memory import HOST, UNFUSED, in_chunks
@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from offload_devices import masters
 from sharded_steps import arrays, compact
+
+ocp = pytest.importorskip("orbax.checkpoint")
 
 LAYOUTS = {
     "2x4": ((2, 4), {"rows": P(("a", "b")), "both": P("a", "b"), "uneven": P("b")}),

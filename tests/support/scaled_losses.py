@@ -38,7 +38,7 @@ NESTINGS = {
     "a link": lambda: optax.chain(
         optax_mp.static_loss_scale(scale=1024.0), optax.adam(1e-2)
     ),
-    "chain": lambda: optax.chain(optax.clip(1.0), scaler()),
+    "chain": lambda: optax.chain(scaler(), optax.identity()),
     "named_chain": lambda: optax.named_chain(("clip", optax.clip(1.0)), ("s", scaler())),
     "masked": lambda: optax.masked(scaler(), {"a": True, "b": False}),
     "partition": lambda: optax.partition({"x": scaler(), "y": optax.sgd(0.1)}, LABELS),

@@ -9,7 +9,7 @@ import tempfile
 
 import jax
 import numpy as np
-from any_orbax import ocp
+import pytest
 from comparison import as_bits
 from forced_devices import run_named
 from jax.sharding import Mesh, NamedSharding
@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 from trained_forms import start_of, template_of, train
 
 import optax_mp
+
+ocp = pytest.importorskip("orbax.checkpoint")
 
 LAYOUTS = {
     "4x2": ((4, 2), ("data", "model"), P("data", "model")),

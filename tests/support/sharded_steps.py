@@ -5,12 +5,11 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
-from comparison import as_bits, check_alike
+from comparison import as_bits
 from forced_devices import run_named
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_mp
-from optax_mp._jax._apart import can_call_apart
 
 SPECS = {
     "rows": PartitionSpec(("a", "b")),
@@ -119,29 +118,6 @@ def where_nothing_is_known():
     assert {row.tpu for row in known.rows} == {"kernel"}
 
 
-def where_leaves_are_alike():
-    """Small leaves are stacked on one device only: others would have to gather them."""
-    tx, count = compact(), 9
-
-    def step(params, state, grads):
-        return optax_mp.take_step(tx, grads, state, params)
-
-    rng = np.random.default_rng(0)
-    made = rng.normal(size=(2, count, 64, 128))
-    placed = NamedSharding(mesh_of("Auto"), PartitionSpec("a", "b"))
-    params, grads = (
-        {f"p{i}": jnp.asarray(x, "bfloat16") for i, x in enumerate(xs)} for xs in made
-    )
-    want, lowered = steps(step, params, tx.init(params), grads)
-    assert can_call_apart() == (" call(" in lowered.compile().as_text())
-    params, grads = jax.device_put((params, grads), placed)
-    got, lowered = steps(step, params, tx.init(params), grads)
-    check_alike(got, want)
-    text = lowered.compile().as_text()
-    assert not [name for name in (*COLLECTIVES, " call(") if name in text]
-    assert {x.sharding for x in got[0].values()} == {placed}
-
-
 def where_an_export_is_called():
     """What was exported for one device gathers nothing on several."""
     tx = compact()
@@ -243,7 +219,6 @@ CHECKS = [
     where_types_say_it,
     where_nothing_is_known,
     where_types_do_not_say_all,
-    where_leaves_are_alike,
     where_an_export_is_called,
     where_a_part_is_manual,
     where_ranks_agree_on_a_skipped_step,

@@ -14,7 +14,7 @@ from optax_mp._dtypes import bits
 from optax_mp._leaves import is_absent
 from optax_mp._tree import PyTree, describe, is_array, is_floating
 
-_METHODS = ("takes", "encode", "decode", "advance")
+_MEMBERS = ("takes", "encode", "decode", "advance", "param_is_part")
 # The param dtypes that errors mention if a storage takes them.
 _PARAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
 
@@ -84,7 +84,8 @@ class Storage(Protocol):
 
         `stored` and `param` are those before the step. The param moves to `target`,
         rounded to its dtype if that is another. The new `stored` has the structure,
-        shapes and dtypes of the old one.
+        shapes and dtypes of the old one. Unless `param_is_part`, it must decode to a
+        master that rounds to the same param: any other param counts as edited.
         """
         ...
 
@@ -99,13 +100,12 @@ def check_storage(
             f"mixed_precision: `storage` is the class {storage.__name__}, expected an "
             f"object {example}; call the class first."
         )
-    missing = [name for name in _METHODS if not callable(getattr(storage, name, None))]
-    missing += [] if hasattr(storage, "param_is_part") else ["param_is_part"]
+    missing = [name for name in _MEMBERS if not hasattr(storage, name)]
     if missing:
         raise TypeError(
             f"mixed_precision: `storage` is {storage!r}, which has no "
             f"`{'`, `'.join(missing)}`; expected a storage object {example}, with all "
-            "members of `optax_mp.Storage`."
+            "members of `optax_mp.masters.Storage`."
         )
     try:
         hash(storage)
@@ -132,9 +132,8 @@ def check_storage(
 
 def _floats() -> list[jnp.dtype]:
     """Return all dtypes that a float32 master can be rounded to, and float32."""
-    small = [x for x in dir(jnp) if x.startswith(("float8_", "float4_"))]
-    names = {*_PARAM_DTYPES, *small}
-    return [jnp.dtype(getattr(jnp, name)) for name in sorted(names)]
+    small = {x for x in dir(jnp) if x.startswith(("float8_", "float4_"))}
+    return [jnp.dtype(getattr(jnp, name)) for name in small.union(_PARAM_DTYPES)]
 
 
 def list_taken_dtypes(storage: Storage, master_dtype: jnp.dtype) -> str:
@@ -143,76 +142,62 @@ def list_taken_dtypes(storage: Storage, master_dtype: jnp.dtype) -> str:
     return " or ".join(taken) or "no param"
 
 
-def as_stored(storage: Storage, stored: Any, param: jax.Array, where: str) -> PyTree:
-    """Return what `encode` returned, in arrays of their own; raise if it is not kept.
+def store(
+    storage: Storage, master: jax.Array, param: jax.Array, where: str
+) -> tuple[PyTree, jax.Array]:
+    """Return what is stored for a first master, and the master that it decodes to.
 
-    Only these can be donated, and only strong types stay the same in the next step.
+    Raises:
+        TypeError: if a method of the storage returns what its contract excludes.
     """
-    leaves, treedef = jax.tree.flatten(stored)
-    lasting = param.shape
-    for leaf in leaves:
-        fits = (
-            is_array(leaf) and leaf.shape[max(0, leaf.ndim - param.ndim) :] == lasting
+
+    def refuse(method: str, returned: Any, expected: str) -> None:
+        shown = ", ".join(map(describe, jax.tree.leaves(returned))) or describe(
+            returned
         )
-        if not fits:
-            raise TypeError(
-                f"mixed_precision: `encode` of the storage {storage} returned "
-                f"{describe(leaf)} for {where}, which is {describe(param)}, expected "
-                "arrays whose last axes are those of the param."
-            )
-    if is_absent(stored):
         raise TypeError(
-            f"mixed_precision: `encode` of the storage {storage} returned "
-            f"{describe(stored)} for {where}, which stands for a param without a "
-            "master; expected arrays, or an empty tuple where nothing is stored."
+            f"mixed_precision: `{method}` of the storage {storage} returned {shown} "
+            f"for {where}, which is {describe(param)}, expected {expected}."
         )
-    seen: set[int] = set()
-    for i, leaf in enumerate(leaves):
-        array = _strong(jnp.asarray(leaf))
-        leaves[i] = jnp.array(array, copy=True) if id(array) in seen else array
-        seen.add(id(leaves[i]))
-    return treedef.unflatten(leaves)
 
-
-def _strong(array: jax.Array) -> jax.Array:
-    is_weak = getattr(array, "weak_type", False)
-    return jnp.asarray(array, array.dtype) if is_weak else array
-
-
-def check_target(storage: Storage, target: Any, param: jax.Array, where: str) -> None:
-    """Raise unless a param can take the value that a storage says it is to take."""
+    stored = storage.encode(master, param)
+    own_axes = "arrays whose last axes are those of the param, or an empty tuple"
+    for leaf in jax.tree.leaves(stored, is_leaf=is_absent):
+        # Only the last axes, because a storage may add leading ones.
+        if not is_array(leaf) or leaf.shape[max(0, leaf.ndim - param.ndim) :] != (
+            param.shape
+        ):
+            refuse("encode", leaf, own_axes)
+    stored = as_own_arrays(stored)
+    decoded = storage.decode(stored, param)
+    if describe(decoded) != describe(master):
+        refuse("decode", decoded, f"{describe(master)}, as `encode` was given")
+    advanced, target = jax.eval_shape(storage.advance, stored, param, master)
+    if _types(advanced) != _types(stored):
+        shown = ", ".join(map(describe, jax.tree.leaves(stored)))
+        refuse("advance", advanced, f"{shown} as `encode` returns")
     if not is_floating(target) or target.shape != param.shape:
-        raise TypeError(
-            f"mixed_precision: `advance` of the storage {storage} returned "
-            f"{describe(target)} as the target for {where}, which is "
-            f"{describe(param)}, expected a floating array of its shape."
-        )
+        refuse("advance", target, "as the target a floating array of its shape")
+    return stored, decoded
 
 
-def as_advanced(storage: Storage, stored: Any, like: Any, where: str) -> PyTree:
-    """Return what `advance` says to store; raise if its types are not as before."""
-    before, treedef = jax.tree.flatten(like)
-    after, new_treedef = jax.tree.flatten(stored)
-    same = treedef == new_treedef and all(
-        is_array(a) and a.shape == b.shape and a.dtype == b.dtype
-        for a, b in zip(before, after, strict=True)
-    )
-    if not same:
-        shown = [", ".join(map(describe, leaves)) for leaves in (after, before)]
-        raise TypeError(
-            f"mixed_precision: `advance` of the storage {storage} returned {shown[0]} "
-            f"for {where}, expected {shown[1]}, as before the step; a state must keep "
-            "its structure, shapes and dtypes."
-        )
-    return new_treedef.unflatten(map(_strong, after))
+def _types(tree: PyTree) -> Any:
+    return jax.tree.structure(tree), [describe(x) for x in jax.tree.leaves(tree)]
 
 
-def check_decoded(storage: Storage, master: Any, like: Any, where: str) -> None:
-    """Raise unless `decode` gives the shape and dtype of the master `like`."""
-    is_master = isinstance(master, jax.Array) and master.shape == like.shape
-    if not (is_master and master.dtype == like.dtype):
-        raise TypeError(
-            f"mixed_precision: `decode` of the storage {storage} returned "
-            f"{describe(master)} for {where}, expected {describe(like)} of JAX, the "
-            "master that `encode` was given."
-        )
+def as_own_arrays(stored: PyTree) -> PyTree:
+    """Return a tree whose arrays can be donated and have strong types.
+
+    Weak types would not stay the same in the next step.
+    """
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> jax.Array:
+        array = jnp.asarray(leaf)
+        if getattr(array, "weak_type", False):
+            array = jnp.asarray(array, array.dtype)
+        array = jnp.array(array, copy=True) if id(array) in seen else array
+        seen.add(id(array))
+        return array
+
+    return jax.tree.map(own, stored)

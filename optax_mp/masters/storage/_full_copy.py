@@ -13,8 +13,9 @@ class FullCopy:
     """Keep every master as it is: 4 bytes per weight for float32 masters.
 
     The default. It loses nothing, for any `master_dtype` and for params of any floating
-    dtype. If you edit a param outside of the optimizer, the next update brings it back
-    to its master; see `replace_master_params`.
+    dtype. If you edit a param outside of the optimizer, it is the new master in the
+    next step with float32 updates; before one with 16-bit updates call
+    `follow_params`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -6,20 +6,18 @@ from numbers import Integral
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from optax_mp._dtypes import round_to
-from optax_mp._jax._order import hidden_zeros
 
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 # Bit patterns of float32: the sign, infinity, and the largest bfloat16.
-_SIGN = -(2**31)
-_INFINITY = 0x7F800000
-_LARGEST_BFLOAT16 = 0x7F7F0000
-# What is added to a param's pattern and its remainder, so that as a float32 they are
-# not subnormal, which CPUs flush to zero. Of bfloat16 these are zeros, and remainders
-# beside them that are below every normal float32. (A NaN of float16 stays a NaN.)
-_LOWEST_FLOAT = {_BFLOAT16: 0, jnp.dtype(jnp.float16): 0x01000000}
+_SIGN = np.int32(-(2**31))
+_INFINITY = np.int32(0x7F800000)
+_LARGEST_BFLOAT16 = np.int32(0x7F7F0000)
+
+_ZERO = np.int32(0)  # `lax` does not promote Python's where 64-bit types are on
 
 
 # Jitted, so that it is traced once for all arrays of one shape and dtype.
@@ -105,19 +103,25 @@ class Split:
         """Return what a master is beside a param of a dtype, given in float32."""
         largest = 2 ** (self.bits - 1) - 1
         if dtype == _BFLOAT16:
-            unit = 1 << (16 - self.bits)
+            # With `lax` alone, as all that is traced anew for each shape of a leaf:
+            # `jax.numpy` takes five times as long.
+            shift = np.int32(16 - self.bits)
             pattern, base = _to_pattern(master), _to_pattern(wide)
             # Patterns count away from zero, for both signs. For a master of the other
             # sign, the smallest remainder decodes to the nearest value.
-            excess = jnp.where((pattern ^ base) < 0, -0x10000, pattern - base)
-            remainder = _drop_invalid((excess + unit // 2) >> (16 - self.bits), base)
+            is_other = lax.lt(lax.bitwise_xor(pattern, base), _ZERO)
+            lowest = lax.full_like(base, -0x10000)
+            excess = lax.select(is_other, lowest, lax.sub(pattern, base))
+            excess = lax.add(excess, np.int32((1 << shift) // 2))
+            remainder = _drop_invalid(lax.shift_right_arithmetic(excess, shift), base)
             low, high = jnp.int32(-largest - 1), jnp.int32(largest)
         else:
             excess = (master - wide) / self._unit_of(wide)
             remainder = lax.round(excess, lax.RoundingMethod.TO_NEAREST_EVEN)
             remainder = jnp.where(jnp.isfinite(wide), remainder, 0)
             low, high = jnp.float32(-largest), jnp.float32(largest)
-        return lax.clamp(low, remainder, high).astype(f"int{self.bits}")
+        clamped = lax.clamp(low, remainder, high)
+        return lax.convert_element_type(clamped, f"int{self.bits}")
 
     @_traced_once
     def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
@@ -125,8 +129,10 @@ class Split:
         wide = param.astype(jnp.float32)
         if param.dtype == _BFLOAT16:
             base = _to_pattern(wide)
-            remainder = stored.astype(jnp.int32) << (16 - self.bits)
-            return _to_float(base + _drop_invalid(remainder, base))
+            shift = np.int32(16 - self.bits)
+            remainder = lax.convert_element_type(stored, jnp.int32)
+            remainder = _drop_invalid(lax.shift_left(remainder, shift), base)
+            return _to_float(lax.add(base, remainder))
         master = wide + stored.astype(jnp.float32) * self._unit_of(wide)
         return jnp.where(jnp.isfinite(wide), master, wide)
 
@@ -137,9 +143,9 @@ class Split:
         """Return the new remainder, and the param that it was taken against."""
         # The param moves by a float32 sum, which cannot reach every value. So the
         # remainder is taken against the value that this sum will land on.
-        before = param.astype(jnp.float32)
+        before = lax.convert_element_type(param, jnp.float32)
         target = self._round(master, param.dtype)
-        reached = before + (target - before)
+        reached = lax.add(before, lax.sub(target, before))
         # An infinite param stays, but inf - inf is NaN.
         reached = lax.select(lax.is_finite(before), reached, target)
         if param.dtype == _BFLOAT16:
@@ -148,7 +154,7 @@ class Split:
         else:
             landing = round_to(reached, param.dtype)
         remainder = self._remainder(master, landing, param.dtype)
-        return _computed_once(remainder, landing, param.dtype, stored)
+        return remainder, landing.astype(param.dtype)
 
     def _round(self, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Return the master rounded to the dtype; ties of bfloat16 away from zero."""
@@ -157,11 +163,14 @@ class Split:
         # As integers: a carry of the mantissa must reach the exponent, and CPUs flush
         # the smallest floats to zero.
         pattern = _to_pattern(master)
-        sign, magnitude = pattern & _SIGN, pattern & ~_SIGN
+        sign, magnitude = (lax.bitwise_and(pattern, x) for x in (_SIGN, ~_SIGN))
         unit = 1 << (16 - self.bits)
-        magnitude = (jnp.minimum(magnitude, _LARGEST_BFLOAT16) + unit // 2) & -unit
-        rounded = _to_float(sign | ((magnitude + 0x8000) & -0x10000))
-        return jnp.where(jnp.isfinite(master), rounded, master)
+        magnitude = lax.add(lax.min(magnitude, _LARGEST_BFLOAT16), np.int32(unit // 2))
+        magnitude = lax.add(
+            lax.bitwise_and(magnitude, np.int32(-unit)), np.int32(0x8000)
+        )
+        rounded = lax.bitwise_or(sign, lax.bitwise_and(magnitude, np.int32(-0x10000)))
+        return lax.select(lax.is_finite(master), _to_float(rounded), master)
 
     def _unit_of(self, param: jax.Array) -> jax.Array:
         """Return the value of 1 in the remainder of a float16 param."""
@@ -177,52 +186,10 @@ def _drop_invalid(remainder: jax.Array, base: jax.Array) -> jax.Array:
     There are no patterns below that of zero, and no masters between infinity and NaN.
     Such a remainder is left behind if the user edits the param.
     """
-    magnitude = base & ~_SIGN
-    remainder = jnp.where(magnitude == 0, jnp.maximum(remainder, 0), remainder)
-    return jnp.where(magnitude < _INFINITY, remainder, 0)
-
-
-def _computed_once(
-    remainder: jax.Array, landing: jax.Array, dtype: jnp.dtype, stored: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return a remainder and its param, which XLA for CPUs computes only once.
-
-    XLA's CPU kernels have one output each. Both outputs of a step, the param and the
-    remainder, overwrite what both are computed from: XLA would compute everything twice
-    and copy what it is computed from. But XLA never computes a division twice. So both
-    are put together into one float, divided by a 1 that XLA does not know to be 1, and
-    read off the quotient. On GPUs and TPUs the division is free, because the step is
-    limited by memory; if it missed by a last place, the master would move by as much.
-    """
-    ones = hidden_zeros(stored) + 1
-    shift = 16 - jnp.iinfo(remainder.dtype).bits
-    lowest = _LOWEST_FLOAT[dtype]
-    both = _to_upper_half(landing, dtype) + (remainder.astype(jnp.int32) << shift)
-    written = _to_float(both + lowest) / ones.astype(jnp.float32)
-    both = _to_pattern(written) - lowest
-    # There is no remainder beside NaN, of which a division may fill all bits.
-    lower = jnp.where(jnp.isfinite(written), (both << 16) >> 16, 0)
-    remainder = ((lower + (1 << shift) // 2) >> shift).astype(remainder.dtype)
-    return remainder, _from_upper_half(both - lower, dtype)
-
-
-def _to_upper_half(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return the pattern of `x` in a 16-bit dtype, as the upper half of an int32.
-
-    Args:
-        x: float32 numbers that the dtype has.
-        dtype: the dtype.
-    """
-    if dtype == _BFLOAT16:
-        return _to_pattern(x)
-    return lax.bitcast_convert_type(x.astype(dtype), jnp.int16).astype(jnp.int32) << 16
-
-
-def _from_upper_half(pattern: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return in a 16-bit dtype what has this pattern in the upper half of an int32."""
-    if dtype == _BFLOAT16:
-        return _to_float(pattern & -0x10000).astype(dtype)
-    return lax.bitcast_convert_type((pattern >> 16).astype(jnp.int16), dtype)
+    magnitude = lax.bitwise_and(base, ~_SIGN)
+    is_zero, is_finite = lax.eq(magnitude, _ZERO), lax.lt(magnitude, _INFINITY)
+    remainder = lax.select(is_zero, lax.max(remainder, _ZERO), remainder)
+    return lax.select(is_finite, remainder, lax.full_like(remainder, 0))
 
 
 def _to_pattern(x: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from optax_mp._jax._flow import flows
+from optax_mp._jax._dataflow import flows
 
 ROW = np.ones(4, np.float32)
 TABLE = np.ones((3, 4), np.float32)

@@ -18,12 +18,6 @@ from optax_mp._jax._jaxpr import is_shaped
 LOW = "low"
 FULL = "full"
 
-# Primitives that return the value that they are given, perhaps several times.
-REPEATS = frozenset(
-    "broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p pvary "
-    "pbroadcast pcast stop_gradient".split()
-)
-
 
 class Weak(NamedTuple):
     """The precision of a literal, or of its repetition; with its value, if known."""

@@ -11,18 +11,9 @@ import numpy as np
 
 from optax_mp._jax._control_flow import has_regions, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, is_literal, open_jaxpr
+from optax_mp._jax._primitives import FACTORIZATIONS, JOINS, MOVES
 from optax_mp._jax._products import is_product
 
-# These move or drop entries of their first input, and compute nothing.
-_MOVES = {
-    "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "device_put",
-    "dynamic_slice", "expand_dims", "gather", "optimization_barrier", "pad", "pvary",
-    "reduce_precision", "reshape", "reshard", "rev", "sharding_constraint", "slice",
-    "split", "squeeze", "transpose",
-}  # fmt: skip
-# These put entries of several inputs into one array.
-_JOINS = {"concatenate", "dynamic_update_slice", "scatter"}
-_FACTORIZATIONS = {"cholesky", "eig", "eigh", "lu", "qr", "svd", "triangular_solve"}
 _NONE: frozenset[int] = frozenset()
 
 
@@ -89,13 +80,13 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
         )
     if name == "select_n":
         return [_union(inputs[1:])]  # The first input only decides.
-    if name in _MOVES:
+    if name in MOVES:
         return inputs[:count] if name == "optimization_barrier" else inputs[:1] * count
     union = _union(inputs)
-    if name in _JOINS:
+    if name in JOINS:
         return [union._replace(joined=union.copied)]
     result = Flow(union.reached_by, union.faded, multiplied=union.multiplied)
-    if is_product(equation) or name in _FACTORIZATIONS:
+    if is_product(equation) or name in FACTORIZATIONS:
         return [result._replace(multiplied=union.reached_by)] * count
     if name == "mul" and any(each.shrinks for each in inputs):
         return [result._replace(faded=union.reached_by)]

@@ -1,0 +1,94 @@
+"""What is true of each primitive: one table that all analyses read.
+
+A new primitive is one word in one row of `_TABLE`. What is not listed is unknown: it is
+computed as written, by XLA, and nothing follows from its inputs about its outputs. How
+primitives with jaxprs inside work is known to `_control_flow`.
+"""
+
+# The kinds of primitives; one primitive may be of several.
+#
+# - elementwise: an element of the output depends on those at its place in the inputs.
+# - compares: elementwise, from floats to bools.
+# - moves: the output consists of entries of the first input, perhaps rounded.
+# - repeats: moves all of them, unchanged, perhaps several times.
+# - joins: puts entries of several inputs into one array.
+# - product, factors: a matrix product or convolution of dense operands; a factorization
+#   or a solver of linear equations.
+#
+# How amp runs it by default, in the words of `amp`'s docstring:
+#
+# - f32: exponentials, logarithms, and sums. Where the slope is steep, or many terms add
+#   up, 16 bits are too few.
+# - f32_if_f16: 256 squared overflows float16; bfloat16 has the range of float32.
+# - widest, own, low.
+#
+# The sign of its output:
+#
+# - always: never negative. (NaN is not negative.)
+# - keeps: not negative if no input is.
+_TABLE = """
+elementwise           f32         always  exp exp2 rsqrt cosh
+elementwise           f32         keeps   expm1 log1p sinh asinh atan
+elementwise           f32         -       log log2 pow tan asin acos atan2 acosh atanh
+elementwise           f32         -       erf_inv lgamma digamma polygamma igamma
+elementwise           f32         -       igammac
+elementwise           f32_if_f16  always  square
+elementwise           f32_if_f16  -       integer_pow one_minus_square
+elementwise           widest      always  abs sqrt logistic erfc
+elementwise           widest      keeps   add add_any mul div rem min sign cbrt tanh erf
+elementwise           widest      keeps   floor ceil round
+elementwise           widest      -       sub neg max sin cos select_n clamp is_finite
+elementwise,compares  widest      -       eq ne lt le gt ge eq_to lt_to le_to
+elementwise           -           -       and or not xor shift_left nextafter
+elementwise           -           -       shift_right_logical shift_right_arithmetic
+elementwise           -           -       bitcast_convert_type
+elementwise,moves     -           keeps   convert_element_type reduce_precision
+elementwise,repeats   widest      keeps   copy copy_p stop_gradient name pvary pcast
+elementwise,repeats   widest      keeps   pbroadcast
+repeats               widest      keeps   broadcast_in_dim reshape transpose squeeze
+repeats               widest      keeps   expand_dims tile rev reshard device_put
+repeats               widest      keeps   sharding_constraint
+repeats               own         keeps   optimization_barrier
+moves                 widest      keeps   slice dynamic_slice split pad
+moves                 widest      -       gather
+joins                 widest      keeps   concatenate dynamic_update_slice
+joins                 -           -       scatter
+product               low         keeps   dot_general
+product               low         -       conv_general_dilated ragged_dot
+product               low         -       ragged_dot_general
+factors               -           -       cholesky eig eigh lu qr svd triangular_solve
+factors               -           -       schur householder_product geqrf geqp3
+-                     f32         keeps   reduce_sum reduce_prod cumsum cumprod
+-                     f32         keeps   reduce_window_sum
+-                     f32         -       cumlogsumexp
+-                     widest      keeps   reduce_max reduce_min cummax cummin
+-                     widest      keeps   psum psum2 psum_invariant psum_scatter pmax
+-                     widest      keeps   pmin reduce_scatter all_gather all_to_all
+-                     widest      keeps   all_gather_invariant ppermute
+-                     widest      -       reduce_window_max reduce_window_min argmax
+-                     widest      -       argmin top_k real
+-                     own         -       sort
+-                     -           always  iota
+"""
+
+_ROWS = [line.split() for line in _TABLE.strip().splitlines()]
+
+
+def _of_kind(kind: str) -> frozenset[str]:
+    """Return the primitives of a kind."""
+    rows = (row for row in _ROWS if kind in row[0].split(","))
+    return frozenset(name for row in rows for name in row[3:])
+
+
+def _of_sign(word: str) -> frozenset[str]:
+    """Return the primitives with a word for the sign of their output."""
+    return frozenset(name for row in _ROWS if row[2] == word for name in row[3:])
+
+
+ELEMENTWISE, COMPARISONS = _of_kind("elementwise"), _of_kind("compares")
+REPEATS = _of_kind("repeats")
+MOVES = _of_kind("moves") | REPEATS
+JOINS, PRODUCTS, FACTORIZATIONS = map(_of_kind, ("joins", "product", "factors"))
+NEVER_NEGATIVE, KEEPS_SIGN = map(_of_sign, ("always", "keeps"))
+# How amp runs each by default; those without a word run as written.
+AMP_WORDS = {name: row[1] for row in _ROWS if row[1] != "-" for name in row[3:]}

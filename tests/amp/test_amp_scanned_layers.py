@@ -1,0 +1,119 @@
+"""Layers in a scan, with bfloat16 params and float32 norms: the error, and both fixes."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_mp
+
+POLICY = optax_mp.get_policy("p=bf16", keep_f32=("*norm*",))
+X = jax.random.normal(jax.random.key(0), (4, 8), jnp.bfloat16)
+WIDTH, DEPTH = 8, 3
+
+
+def linen(dtype):
+    """Return params and a loss of a Linen model with layers in `nn.scan`."""
+    nn = pytest.importorskip("flax.linen")
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            y = nn.RMSNorm(dtype=dtype)(x)
+            return x + nn.Dense(WIDTH, dtype=dtype)(y), None
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            layers = nn.scan(
+                Block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=DEPTH,
+            )
+            return layers()(x, None)[0]
+
+    model = Net()
+    pretrained = model.init(jax.random.key(1), X.astype(jnp.float32))
+    return pretrained, lambda params, x: jnp.mean(
+        model.apply(params, x).astype(jnp.float32) ** 2
+    )
+
+
+def nnx(dtype):
+    """Return params and a loss of an NNX model with layers in `nnx.scan`."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.RMSNorm(WIDTH, dtype=dtype, rngs=rngs)
+            self.dense = nnx.Linear(WIDTH, WIDTH, dtype=dtype, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.dense(self.norm(x))
+
+    @nnx.split_rngs(splits=DEPTH)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return Block(rngs)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def run(x, layer):
+        return layer(x)
+
+    graph, params = nnx.split(make(nnx.Rngs(0)))
+
+    def loss(params, x):
+        return jnp.mean(run(x, nnx.merge(graph, params)).astype(jnp.float32) ** 2)
+
+    return params, loss
+
+
+in_each = pytest.mark.parametrize("framework", [linen, nnx])
+
+
+@in_each
+def test_the_error_of_a_carry_names_the_fix(framework):
+    params, loss = framework(None)
+    params = POLICY.cast_to_param(params)
+    message = (
+        r"amp: as the function is written.*float32 norms in a scan over layers.*"
+        r"cast_floating\(args, jnp.float32\).*the `dtype` of the layers.*bfloat16\[4,8\]"
+    )
+    with pytest.raises(TypeError, match=f"(?s){message}"):
+        optax_mp.amp(loss)(params, X)
+
+
+@in_each
+@pytest.mark.parametrize("fix", ["amp", "dtype"])
+def test_both_fixes_train_with_all_products_low(framework, fix):
+    params, loss = framework(None if fix == "amp" else jnp.bfloat16)
+    if fix == "amp":
+        as_written = loss
+        loss = optax_mp.amp(
+            lambda *args: as_written(*optax_mp.cast_floating(args, jnp.float32))
+        )
+    tx = optax_mp.mixed_precision(optax.adam(1e-2), param_dtype=POLICY)
+    opt_state, params = tx.init(params), POLICY.cast_to_param(params)
+    assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32", "bfloat16"}
+    assert optax_mp.precision_report(loss, params, X).low_share == 1
+
+    @jax.jit
+    def step(params, opt_state):
+        value, grads = jax.value_and_grad(loss)(params, X)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    losses = []
+    for _ in range(10):
+        params, opt_state, value = step(params, opt_state)
+        losses.append(float(value))
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_other_errors_of_a_loop_stay_jaxs_own():
+    def fun(x):
+        return jax.lax.scan(lambda x, _: (x[:2], None), x, None, 3)[0]
+
+    with pytest.raises(TypeError, match="^scan body function carry"):
+        optax_mp.amp(fun)(X)

@@ -1,0 +1,322 @@
+"""Params that the loop edits between steps: the edit is the new master."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits, avals
+from flax.training.train_state import TrainState
+from reference import rounded
+
+import optax_mp
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+}
+FORMS = {
+    "FullCopy": {},
+    "Split(16)": {"storage": optax_mp.Split(16)},
+    "Split(8)": {"storage": optax_mp.Split(8)},
+}
+# One leaf is larger than 4,096 elements, one is stacked, one is its own master.
+SHAPES = {"w": (80, 64), "layers": (3, 16, 8), "bias": (5,)}
+
+
+def weights(dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    tree = {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in SHAPES.items()}
+    return tree | {"own": jnp.ones(3)}
+
+
+def gradients(i):
+    # Powers of two, so that they are the same in every dtype.
+    rng = np.random.default_rng(100 + i)
+    return jax.tree.map(
+        lambda p: jnp.asarray(rng.choice([-0.5, 0.25, 1.0], p.shape), jnp.float32),
+        weights(),
+    )
+
+
+def apply(params, updates):
+    """Add as `optax.apply_updates` does, to 8-bit floats as well."""
+    return jax.tree.map(
+        lambda p, u: (p.astype(jnp.float32) + u).astype(p.dtype), params, updates
+    )
+
+
+def step_of(tx):
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return apply(params, updates), state
+
+    return step
+
+
+def train(tx, params, edit, steps=33, follow=False, cast=lambda grads: grads):
+    """Return (params, state), with an edit after every tenth step."""
+    state, step = tx.init(params), step_of(tx)
+    before = avals(state)
+    for i in range(steps):
+        params, state = step(params, state, cast(gradients(i)))
+        if i % 10 == 9:
+            params = edit(params)
+            state = optax_mp.follow_params(state, params) if follow else state
+    assert avals(state) == before
+    return params, state
+
+
+def halve(params):
+    return jax.tree.map(lambda p: p / 2, params)
+
+
+def halve_rounded_to(dtypes):
+    """Return what halving params does to masters that follow it."""
+    return lambda masters: jax.tree.map(
+        lambda m, p: jnp.asarray(rounded(m, p.dtype)).astype(m.dtype) / 2,
+        masters,
+        dtypes,
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ("FullCopy", "bfloat16"),
+        ("FullCopy", "float16"),
+        ("FullCopy", "float8_e5m2"),
+        ("Split(16)", "bfloat16"),
+        ("Split(16)", "float16"),
+        ("Split(8)", "bfloat16"),
+    ],
+)
+def test_halved_weights_stay_halved(form, dtype, optimizer):
+    start = weights(dtype)
+    tx = optax_mp.mixed_precision(OPTIMIZERS[optimizer](), **FORMS[form])
+    params, state = train(tx, start, halve)
+    masters = optax_mp.master_params(state, params)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), start)
+    if form == "FullCopy":
+        # The master is the edited param, so both are halved after they are rounded.
+        want, _ = train(OPTIMIZERS[optimizer](), wide, halve_rounded_to(start))
+    else:
+        want, _ = train(OPTIMIZERS[optimizer](), wide, halve)
+    # An edit that rounds (of a subnormal) is not that of float32.
+    atol = 1e-4 if dtype == "float8_e5m2" else 1e-6
+    # A remainder of 8 bits rounds by 2^-16 in every step.
+    rtol, atol = (1e-3, 1e-3) if form == "Split(8)" else (1e-5, atol)
+    for a, b, p in zip(*map(jax.tree.leaves, (masters, want, params)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+        if form == "FullCopy":
+            np.testing.assert_array_equal(
+                np.asarray(p).astype(np.float32),
+                rounded(np.asarray(a), np.asarray(p).dtype).astype(np.float32),
+            )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("jitted", [True, False])
+def test_with_16_bit_updates_follow_params_tells_of_an_edit(form, jitted):
+    """Without it `FullCopy` cannot tell an edit from a rounding, and undoes it."""
+    tx = optax.chain(
+        optax.clip(10.0),
+        optax_mp.mixed_precision(optax.sgd(0.0), **FORMS[form]),
+    )
+    params = weights("bfloat16")
+    state, step = tx.init(params), step_of(tx)
+    edited = halve(params)
+    follow = jax.jit(optax_mp.follow_params) if jitted else optax_mp.follow_params
+    grads = optax_mp.cast_floating(gradients(0), "bfloat16")
+    followed = follow(state, edited)
+    assert avals(followed) == avals(state)
+    after, _ = step(edited, followed, grads)
+    assert as_bits(after) == as_bits(edited)
+    undone, _ = step(edited, state, grads)
+    assert (as_bits(undone) == as_bits(edited)) == (form != "FullCopy")
+    # What is not edited keeps its master.
+    assert as_bits(follow(state, params)) == as_bits(state)
+
+
+def test_follow_params_is_found_in_any_nesting_and_shares_no_buffer():
+    params = weights("bfloat16")
+    masters = optax_mp.mixed_precision(optax.adam(0.1))
+    labels = {"w": "a", "layers": "a", "bias": "b", "own": "b"}
+    for tx in (
+        optax.partition({"a": masters, "b": masters}, labels),
+        optax_mp.dynamic_loss_scale(optax.MultiSteps(masters, 2)),
+    ):
+        edited = halve(params)
+        state = optax_mp.follow_params(tx.init(params), edited)
+        found = optax_mp.master_params(state, edited)
+        assert as_bits(found) == as_bits(optax_mp.cast_floating(edited, "float32"))
+        held = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)}
+        assert not held & {x.unsafe_buffer_pointer() for x in jax.tree.leaves(edited)}
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.adam(0.1), optax_mp.stochastic_rounding(optax.adam(0.1))]
+)
+def test_follow_params_returns_a_state_without_masters(tx):
+    params = weights("bfloat16")
+    state = tx.init(params)
+    assert as_bits(optax_mp.follow_params(state, params)) == as_bits(state)
+
+
+@pytest.mark.parametrize("scale", ["around", "link"])
+def test_a_skipped_step_keeps_the_edit(scale):
+    masters = optax_mp.mixed_precision(optax.sgd(0.0))
+    tx = optax_mp.dynamic_loss_scale(masters)
+    if scale == "link":
+        tx = optax.chain(optax_mp.dynamic_loss_scale(), masters)
+    params = weights("bfloat16")
+    state, step = tx.init(params), step_of(tx)
+    edited = halve(params)
+    bad = jax.tree.map(lambda g: g.at[0].set(jnp.inf), gradients(0))
+    after, state = step(edited, state, bad)
+    assert as_bits(after) == as_bits(edited)
+    after, _ = step(after, state, gradients(0))
+    assert as_bits(after) == as_bits(edited)
+
+
+def test_a_train_state_trains_on_from_replaced_params():
+    tx = optax_mp.mixed_precision(optax.adam(1e-3))
+    pretrained = weights("bfloat16", seed=1)
+    state = TrainState.create(apply_fn=None, params=weights("bfloat16"), tx=tx)
+    state = state.replace(params=pretrained)
+    fresh = TrainState.create(apply_fn=None, params=pretrained, tx=tx)
+    for i in range(3):
+        state = state.apply_gradients(grads=gradients(i))
+        fresh = fresh.apply_gradients(grads=gradients(i))
+    assert as_bits(state.opt_state) == as_bits(fresh.opt_state)
+    assert as_bits(state.params) == as_bits(fresh.params)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_the_cast_of_a_float32_tree_is_no_edit(dtype):
+    """Nor where it saturates, or rounds to a subnormal or to zero."""
+    extreme = [1e5, -500.0, 3e-6, 1e-9, -1e-30, 0.0, -0.0, 0.001953125, np.inf]
+    start = {"w": jnp.asarray(extreme + list(np.geomspace(1e-9, 300, 4096)))}
+    tx = optax_mp.mixed_precision(optax.sgd(0.0), param_dtype=dtype)
+    state = tx.init(start)
+    for cast in (
+        optax_mp.get_policy(f"p={dtype}").cast_to_param(start),
+        {"w": start["w"].astype(dtype)},  # overflows to infinity or NaN
+    ):
+        zeros = jax.tree.map(jnp.zeros_like, start)
+        _, after = step_of(tx)(cast, state, zeros)
+        assert as_bits(after.master_params) == as_bits(state.master_params)
+
+
+def test_a_finite_edit_is_followed_from_any_master():
+    pairs = itertools.product([2.0, 1.0, 0.0, 2.0**-24], [1.001, np.inf, np.nan, 1e6])
+    values, masters = np.float32(list(pairs)).T
+    tx = optax_mp.mixed_precision(optax.sgd(0.0))
+    state = tx.init({"w": jnp.ones(values.size, jnp.float16)})
+    state = state._replace(master_params={"w": jnp.asarray(masters)})
+    params = {"w": jnp.asarray(values, jnp.float16)}
+    after, state = step_of(tx)(params, state, {"w": jnp.zeros(values.size)})
+    is_kept = rounded(masters, np.float16).astype(np.float32) == values
+    want = np.where(is_kept, masters, values)
+    np.testing.assert_array_equal(state.master_params["w"], want)
+    np.testing.assert_array_equal(after["w"], params["w"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_step_is_taken_for_an_edit(dtype):
+    """Masters stay those of bare float32 training, with steps of every size."""
+    rng = np.random.default_rng(0)
+    start = {"w": jnp.asarray(rng.normal(size=100_000), dtype)}
+    tx, bare = optax_mp.mixed_precision(optax.sgd(1.0)), optax.sgd(1.0)
+    wide = optax_mp.cast_floating(start, "float32")
+    params, state = start, tx.init(start)
+    bare_state = bare.init(wide)
+    step, bare_step = step_of(tx), step_of(bare)
+    for _ in range(20):
+        sizes = np.exp2(rng.integers(-12, 2, 100_000))
+        grads = {"w": jnp.asarray(rng.normal(size=100_000) * sizes, jnp.float32)}
+        params, state = step(params, state, grads)
+        wide, bare_state = bare_step(wide, bare_state, grads)
+    apart = np.abs(np.asarray(state.master_params["w"] - wide["w"]))
+    # Where a weight shrank to 2^-15 (2^-12) of what it was, it moved by 2^-24 of that.
+    assert np.count_nonzero(apart) <= 10
+    assert apart.max() < 2.0**-20
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")
+def test_16_bit_gradients_move_masters_as_a_float32_step_that_casts_them(dtype):
+    """Large leaves, and many that are equal."""
+    rng = np.random.default_rng(0)
+    shapes = {"large": (480, 512)} | {f"w{i}": (64, 96) for i in range(12)}
+    draw = lambda: {k: rng.normal(size=s).astype("f4") for k, s in shapes.items()}  # noqa: E731
+    params = optax_mp.cast_floating(draw(), "bfloat16")
+    wide = optax_mp.cast_floating(params, "float32")
+    tx, bare = optax_mp.mixed_precision(optax.adamw(1e-3)), optax.adamw(1e-3)
+    state, bare_state = tx.init(params), bare.init(wide)
+
+    def bare_update(grads, state, params):
+        return bare.update(optax_mp.cast_floating(grads, "float32"), state, params)
+
+    step = step_of(tx)
+    bare_step = step_of(optax.GradientTransformation(bare.init, bare_update))
+    for _ in range(5):
+        grads = optax_mp.cast_floating(draw(), dtype)
+        params, state = step(params, state, grads)
+        wide, bare_state = bare_step(wide, bare_state, grads)
+    assert as_bits(state.master_params) == as_bits(wide)
+    assert as_bits(state.inner_state) == as_bits(bare_state)
+
+
+def test_masters_that_params_miss_are_not_split_silently():
+    """A 16-bit update may miss; beside such a param a remainder does not fit."""
+    before = optax_mp.mixed_precision(optax.sgd(0.5))
+    after = optax_mp.mixed_precision(optax.sgd(0.5), storage=optax_mp.Split(16))
+    params = weights("bfloat16")
+    state, step = before.init(params), step_of(before)
+    for i in range(3):
+        rng = np.random.default_rng(i)
+        noise = jax.tree.map(lambda p: rng.normal(size=p.shape), params)  # noqa: B023
+        grads = jax.tree.map(lambda x: jnp.asarray(x, "bfloat16"), noise)
+        params, state = step(params, state, grads)
+    message = r"param \['\w+'\] .* not this master rounded, .* Cast first, with `params"
+    with pytest.raises(ValueError, match=message):
+        optax_mp.convert_opt_state(state, params, before, after)
+    masters = optax_mp.master_params(state, params)
+    policy = optax_mp.get_policy("p=bf16", keep_f32=("own",))
+    params = policy.cast_to_param(masters)
+    state = optax_mp.convert_opt_state(state, params, before, after)
+    found = optax_mp.master_params(state, params)
+    # `Split` rounds ties away from zero, the cast to even.
+    for a, b in zip(*map(jax.tree.leaves, (found, masters)), strict=True):
+        np.testing.assert_array_max_ulp(a, b, maxulp=1)
+
+
+def test_params_without_a_sign_are_refused():
+    params = {"w": jnp.ones(3), "scales": jnp.ones(3, jnp.float8_e8m0fnu)}
+    tx = optax_mp.mixed_precision(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"param \['scales'\] .* neither a sign nor"):
+        tx.init(params)
+
+
+def inject(factory):
+    return optax.inject_hyperparams(factory)(learning_rate=0.1)
+
+
+def test_hyperparameters_in_16_bits_give_a_warning():
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    for tx in (
+        inject(
+            lambda learning_rate: optax_mp.mixed_precision(optax.adam(learning_rate))
+        ),
+        optax_mp.dynamic_loss_scale(inject(optax.adam)),
+    ):
+        with pytest.warns(optax_mp.MixedPrecisionWarning, match="learning_rate in bfl"):
+            optax_mp.master_params(tx.init(params), params)
+    # Made from the masters, they are float32.
+    state = optax_mp.mixed_precision(inject(optax.adam)).init(params)
+    optax_mp.master_params(state, params)

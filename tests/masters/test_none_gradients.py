@@ -1,0 +1,94 @@
+"""Gradients of None and float0, as integer and frozen params have them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits, avals
+from jax.sharding import Mesh
+
+import optax_mp
+
+PARAMS = {
+    "w": jnp.ones((64, 96), jnp.bfloat16),
+    "b": -jnp.zeros(3, jnp.bfloat16),
+    "steps": jnp.arange(3),
+    "mask": jnp.array([True, False]),
+    "absent": None,
+}
+
+
+def loss(params, x):
+    return jnp.sum((x @ params["w"] + params["b"].sum()) * params["mask"][0])
+
+
+def masters(**settings):
+    return optax_mp.mixed_precision(optax.adamw(0.1), **settings)
+
+
+def sharded():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    return optax_mp.zero1(masters(), mesh, "data")
+
+
+FORMS = {
+    "masters": masters,
+    "Split": lambda: masters(storage=optax_mp.Split(16)),
+    "stochastic_rounding": lambda: optax_mp.stochastic_rounding(optax.adamw(0.1)),
+    "loss scale": lambda: optax_mp.dynamic_loss_scale(masters()),
+    "link": lambda: optax.chain(optax_mp.dynamic_loss_scale(), masters()),
+    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), masters()),
+    "zero1": sharded,
+    "offload": lambda: optax_mp.offload(masters(), memory_kind=None),
+    "low_bit_state": lambda: masters(storage=optax_mp.Split(8)),
+}
+
+
+def by_value_and_grad(state, params, x):
+    return optax_mp.value_and_grad(loss)(state, params, x)[1]
+
+
+def by_jax(state, params, x):
+    del state
+    return jax.grad(loss, allow_int=True)(params, x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", ["take_step", "apply_updates"])
+@pytest.mark.parametrize("gradient", [by_value_and_grad, by_jax])
+def test_integer_params_stay_in_everybodys_loop(form, way, gradient):
+    if form in ("loss scale", "link", "chain") and gradient is by_jax:
+        pytest.skip("optax and the loss scale compute with all gradients")
+    tx = FORMS[form]()
+    state = tx.init(PARAMS)
+
+    @jax.jit
+    def step(state, params, x):
+        grads = gradient(state, params, x)
+        if way == "take_step":
+            return optax_mp.take_step(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, after = step(state, PARAMS, jnp.ones((2, 64), jnp.bfloat16))
+    assert avals((params, after)) == avals((PARAMS, state))
+    kept = ("steps", "mask", "absent")
+    assert as_bits([params[k] for k in kept]) == as_bits([PARAMS[k] for k in kept])
+    assert (params["w"] != PARAMS["w"]).all()
+
+
+@pytest.mark.parametrize("way", ["take_step", "apply_updates"])
+@pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")
+def test_a_param_frozen_by_none_stays(way):
+    tx = optax_mp.mixed_precision(optax.sgd(0.1))
+    params = {k: PARAMS[k] for k in ("w", "b")}
+    grads = {"w": jnp.ones((64, 96)), "b": None}
+    state = tx.init(params)
+    if way == "take_step":
+        after, _ = optax_mp.take_step(tx, grads, state, params)
+    else:
+        updates, _ = tx.update(grads, state, params)
+        after = optax.apply_updates(params, updates)
+    assert as_bits(after["b"]) == as_bits(params["b"])
+    assert (after["w"] != params["w"]).all()
