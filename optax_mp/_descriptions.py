@@ -65,10 +65,10 @@ def _shardings(closed: Any, state: PyTree, params: PyTree) -> list[Any]:
     whole = NamedSharding(known[0].mesh, PartitionSpec())
     shardings = []
     for i, leaf in enumerate(jax.tree.leaves(state)):
-        own, owner = whole, owners[i]
-        of_param = None if owner is None else of_params[owner]
-        if owner is not None and of_param is not None:
-            own = follow(of_param, arrays[owner].shape, leaf.shape)
+        own = whole
+        owner = owners[i]
+        if owner is not None and (of_owner := of_params[owner]) is not None:
+            own = follow(of_owner, arrays[owner].shape, leaf.shape)
         own = _combine(asked[i], own)
         on_host = is_host_type(closed.out_avals[i])
         shardings.append(own.with_memory_kind(HOST_KIND) if on_host else own)

@@ -213,7 +213,7 @@ def _fill(
                 value = bring(value).astype(node.dtype)
             return put_beside(value, node)
         kind = next(kind for kind in _WRAPPERS if isinstance(node, kind))
-        wrapper: Any = node
+        wrapper = node
         if isinstance(node, MixedPrecisionState):
             wrapper = _encode_masters(node, masters)
         elif kind in wrappers:

@@ -52,8 +52,8 @@ def state_shardings(
         >>> params = {"w": jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)}
         >>> by_rows = NamedSharding(mesh, PartitionSpec("data", None))
         >>> shardings = optax_mp.state_shardings(tx, params, by_rows)
-        >>> shardings.inner_state.inner_state[0].nu["w"].scales.spec
-        PartitionSpec('data', None)
+        >>> shardings.inner_state.inner_state[0].nu["w"].scales.spec[0]
+        'data'
         >>> params = {"w": jnp.ones((512, 256), jnp.bfloat16)}
         >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
     """

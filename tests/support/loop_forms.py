@@ -1,7 +1,6 @@
 """The forms in which loops of frameworks keep their optimizer's state."""
 
 import dataclasses
-import os
 
 import jax.numpy as jnp
 import optax
@@ -50,8 +49,3 @@ def collectives(compiled):
     names = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
     counts = {name: text.count(f" {name}(") for name in names}
     return {name: count for name, count in counts.items() if count}
-
-
-def on_devices():
-    """Return whether this process is one with forced devices."""
-    return "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")

@@ -1,0 +1,144 @@
+"""Boxes that the package has never seen, and descriptions of states."""
+
+import dataclasses
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from loop_forms import FORMS, Loop
+
+import optax_mp
+
+
+@jax.tree_util.register_pytree_node_class
+class Opaque:
+    """A node of which nothing is known but its child, without keys."""
+
+    def __init__(self, array):
+        """Hold an array."""
+        self.array = array
+
+    def tree_flatten(self):
+        return (self.array,), "opaque"
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis as haliax has it."""
+
+    name: str
+    size: int
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A box that checks its axes, as haliax's `NamedArray` does."""
+
+    array: Any
+    axes: tuple[Axis, ...]
+
+    def __post_init__(self):
+        """Check the axes."""
+        assert tuple(axis.size for axis in self.axes) == self.array.shape
+
+    def tree_flatten(self):
+        return (self.array,), self.axes
+
+    @classmethod
+    def tree_unflatten(cls, axes, children):
+        new = object.__new__(cls)
+        object.__setattr__(new, "array", children[0])
+        object.__setattr__(new, "axes", axes)
+        return new
+
+
+@jax.tree_util.register_pytree_node_class
+class Stubborn(Opaque):
+    """A box that takes arrays of one shape only."""
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        if getattr(children[0], "shape", (128, 256)) not in [(128, 256), ()]:
+            raise ValueError("another shape")
+        return cls(*children)
+
+
+def named(x):
+    axes = [Axis(f"axis{i}", size) for i, size in enumerate(x.shape)]
+    return Named(x, tuple(axes))
+
+
+def params_in(box):
+    low = jnp.linspace(-1, 1, 128 * 256).reshape(128, 256).astype(jnp.bfloat16)
+    params = {"w": box(low), "count": box(jnp.int32(1))}
+    return params if box is Stubborn else params | {"norm": box(jnp.ones(256))}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("box", [Opaque, named], ids=["opaque", "named"])
+def test_any_box_holds_one_array(box, form):
+    tx, params = Loop.of(form).tx, params_in(box)
+    if form in ("bare", "accumulated"):
+        params.pop("count")  # optax trains no integers
+    state = tx.init(params)
+    grads = jax.tree.map(
+        lambda x: jnp.ones(x.shape) if x.dtype != jnp.int32 else None, params
+    )
+    _, new_state = jax.jit(tx.update)(grads, state, params)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+
+    def check(node):
+        if isinstance(node, Opaque | Named):
+            assert len(jax.tree.leaves(node)) == 1
+            if isinstance(node, Named):
+                node.__post_init__()
+        return node
+
+    jax.tree.map(check, new_state, is_leaf=lambda x: isinstance(x, Opaque | Named))
+
+
+def test_scales_have_the_axes_of_the_param():
+    state = FORMS["5.1 bytes"].init(params_in(named))
+    scales = state.inner_state.inner_state[0].nu["w"].scales
+    assert scales.axes == (Axis("axis0", 128), Axis("axis1", 8))
+    assert state.master_params["norm"] == optax.MaskedNode()
+
+
+def test_a_box_of_one_shape_keeps_arrays_in_bfloat16():
+    tx, params = FORMS["5.1 bytes"], params_in(Stubborn)
+    nu = tx.init(params).inner_state.inner_state[0].nu["w"]
+    assert nu.codes.array.dtype == jnp.bfloat16
+    assert nu.scales is None
+
+
+@pytest.mark.parametrize("form", sorted(set(FORMS) - {"bare", "accumulated"}))
+def test_descriptions_give_descriptions(form):
+    tx, params = FORMS[form], params_in(lambda x: x)
+    state, described = tx.init(params), tx.init(jax.eval_shape(lambda: params))
+    assert jax.tree.structure(described) == jax.tree.structure(state)
+    for x, leaf in zip(*map(jax.tree.leaves, (described, state)), strict=True):
+        assert isinstance(x, jax.ShapeDtypeStruct)
+        assert (x.shape, x.dtype) == (leaf.shape, leaf.dtype)
+
+
+def test_formats_survive_pickles_and_maps():
+    state = FORMS["5.1 bytes"].init(params_in(lambda x: x))
+    for other in (pickle.loads(pickle.dumps(state)), jax.tree.map(jnp.copy, state)):
+        nu = other.inner_state.inner_state[0].nu["w"]
+        assert nu.code == state.inner_state.inner_state[0].nu["w"].code
+        assert jax.tree.structure(other) == jax.tree.structure(state)
+        assert other.inner_state.code_format == state.inner_state.code_format
+
+
+def test_trainers_find_the_learning_rate():
+    adam = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
+    state = optax_mp.mixed_precision(adam).init(params_in(lambda x: x))
+    assert float(optax.tree.get(state, "learning_rate")) == pytest.approx(1e-3)
