@@ -74,7 +74,7 @@ SMALL_STEP = transformer.Size(4, 512, 512, 8, 2048, 1)
 @contextlib.contextmanager
 def any_shape() -> Iterator[None]:
     """Let products of any shape run in 8 bits."""
-    module = "optax_mp.amp._eight_bits"
+    module = "optax_mp.autocast._eight_bits"
     with mock.patch(f"{module}.SMALLEST", 1), mock.patch(f"{module}.MULTIPLE", 1):
         yield
 

@@ -19,7 +19,7 @@ from optax_mp.masters import (
 )
 
 # Float16: scale the loss, skip steps that overflow.
-from optax_mp.loss_scale import (
+from optax_mp.scaling import (
     LossScaleState,
     check_loss_scale,
     dynamic_loss_scale,
@@ -30,7 +30,7 @@ from optax_mp.loss_scale import (
 )
 
 # Loss scaling for loops without an optimizer state.
-from optax_mp.loss_scale import (
+from optax_mp.scaling import (
     DynamicLossScale,
     NoOpLossScale,
     StaticLossScale,
@@ -44,7 +44,7 @@ from optax_mp._dtypes import half_dtype
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
 
 # Run a float32 function in mixed precision.
-from optax_mp.amp import amp, amp_report, amp_stop, default_amp_rules
+from optax_mp.autocast import amp, amp_report, amp_stop, default_amp_rules
 
 # Low-bit optimizer states, and training without masters.
 from optax_mp.compact import low_bit_state, stochastic_rounding

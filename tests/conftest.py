@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import optax_mp
-from optax_mp.loss_scale import _mark
+from optax_mp.scaling import _mark
 
 # What is imported is not to be looked through at every collection of garbage.
 gc.freeze()

@@ -29,7 +29,6 @@ from optax_mp._tree import (
 )
 from optax_mp.compact import LowBitState, StochasticRoundingState
 from optax_mp.compact._blocks import dequantize, quantize
-from optax_mp.loss_scale import LossScaleState
 from optax_mp.masters import Storage
 from optax_mp.masters._access import (
     check_param_is_rounded,
@@ -39,6 +38,7 @@ from optax_mp.masters._access import (
     replace_stored,
 )
 from optax_mp.masters._state import MixedPrecisionState, storage_of
+from optax_mp.scaling import LossScaleState
 
 _CALLER = "convert_opt_state"
 _CAST_FIRST = (

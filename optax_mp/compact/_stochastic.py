@@ -32,7 +32,7 @@ from optax_mp._tree import describe, is_floating, is_inexact, spell
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
 from optax_mp.compact._rounding import round_stochastically
 from optax_mp.leafwise._update import leafwise_update
-from optax_mp.loss_scale._mark import is_unmarked
+from optax_mp.scaling._mark import is_unmarked
 
 
 class StochasticRoundingState(NamedTuple):

@@ -23,13 +23,13 @@ from optax_mp._placement import place_like_params
 from optax_mp._policy import Policy, warn_unmatched_patterns
 from optax_mp._tree import spell
 from optax_mp.leafwise._update import leafwise_update
-from optax_mp.loss_scale._mark import is_unmarked
 from optax_mp.masters._checks import check_storable
 from optax_mp.masters._param_dtype import DeclaredDType, read_param_dtype
 from optax_mp.masters._state import MixedPrecisionState, state_type
 from optax_mp.masters._step import Settings, Step
 from optax_mp.masters.storage import FullCopy, Storage
 from optax_mp.masters.storage._contract import check_storage, store
+from optax_mp.scaling._mark import is_unmarked
 
 _CALLER = "mixed_precision"
 UpdateDType = DTypeLike | Literal["params"] | None

@@ -13,7 +13,7 @@ from optax_mp._arguments import check_opt_state
 from optax_mp._nnx import plain_state
 from optax_mp._states import Path, check_classes, find_states, holds_state
 from optax_mp._tree import PyTree, is_array, is_floating, summarize
-from optax_mp.loss_scale._state import LossScaleState
+from optax_mp.scaling._state import LossScaleState
 
 # Fields in which optax's states, and ours, count the steps of an optimizer.
 _STEP_COUNTS = ("count", "step_count", "gradient_step")

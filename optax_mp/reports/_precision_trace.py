@@ -11,7 +11,7 @@ from optax_mp._jax._jaxpr import ClosedJaxpr
 from optax_mp._jax._source import is_transposed
 from optax_mp._jax._traced import is_dynamic
 from optax_mp._tree import is_inexact
-from optax_mp.amp._changes import pure_call
+from optax_mp.autocast._changes import pure_call
 from optax_mp.reports._precision_walk import any_equation
 
 Argnums = int | Sequence[int] | None

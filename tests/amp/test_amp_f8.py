@@ -11,7 +11,7 @@ from jax import export, lax
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp.amp import _eight_bits
+from optax_mp.autocast import _eight_bits
 
 F8 = "float8_e4m3fn"
 W, X = normal(256, 256) / 16, normal(256, 256, seed=1)

@@ -13,7 +13,7 @@ from amp_cases import normal
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp.amp import _eight_bits
+from optax_mp.autocast import _eight_bits
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 BF16 = ml_dtypes.bfloat16

@@ -94,12 +94,10 @@ def test_a_state_can_be_copied_and_pickled(trip):
 
 
 def test_the_name_of_this_room_stays_the_function():
-    """`optax_mp.loss_scale` is a package and a function; whatever is imported first."""
-    room = Path(optax_mp.__file__).parent / "loss_scale"
-    names = sorted(
-        f"optax_mp.loss_scale.{path.stem}" for path in room.glob("_[a-z]*.py")
-    )
-    assert "optax_mp.loss_scale._rule" in names
-    lines = [f"import {name}" for name in ["optax_mp.loss_scale", *names]]
+    """No function shadows a folder, whatever is imported first."""
+    room = Path(optax_mp.__file__).parent / "scaling"
+    names = sorted(f"optax_mp.scaling.{path.stem}" for path in room.glob("_[a-z]*.py"))
+    assert "optax_mp.scaling._rule" in names
+    lines = [f"import {name}" for name in ["optax_mp.scaling", *names]]
     lines += ["import optax_mp", "assert float(optax_mp.loss_scale(())) == 1"]
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

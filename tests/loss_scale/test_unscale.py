@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from slow_cases import mostly_slow
 
-from optax_mp.loss_scale._unscale import ALL_FINITE, unscale
+from optax_mp.scaling._unscale import ALL_FINITE, unscale
 
 DTYPES = ["float16", "bfloat16", "float32", "complex64"]
 

@@ -13,13 +13,13 @@ from optax_mp._jax._jaxpr import AnyJaxpr, Equation, jaxprs_within, open_jaxpr
 from optax_mp._jax._products import flops_of, is_product
 from optax_mp._jax._source import source_line
 from optax_mp._table import align_columns
-from optax_mp.amp._changes import pure_call
-from optax_mp.amp._lattice import takes_part
-from optax_mp.amp._loop_conditions import ran_low
-from optax_mp.amp._measure import measure_errors
-from optax_mp.amp._plan import Action, Plan
-from optax_mp.amp._rules import Rule, Rules, default_amp_rules
-from optax_mp.amp._run import Interpreter
+from optax_mp.autocast._changes import pure_call
+from optax_mp.autocast._lattice import takes_part
+from optax_mp.autocast._loop_conditions import ran_low
+from optax_mp.autocast._measure import measure_errors
+from optax_mp.autocast._plan import Action, Plan
+from optax_mp.autocast._rules import Rule, Rules, default_amp_rules
+from optax_mp.autocast._run import Interpreter
 
 # What the words of a report mean; those that occur are printed below the table.
 _MEANINGS = {

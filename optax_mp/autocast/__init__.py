@@ -23,9 +23,9 @@ A call is traced to a jaxpr, planned and run. In this order, read:
 What JAX does with jaxprs inside equations is known to `optax_mp._jax` alone.
 """
 
-from optax_mp.amp._amp import amp, amp_stop
-from optax_mp.amp._report import AmpOperation, AmpReport, amp_report
-from optax_mp.amp._rules import default_amp_rules
+from optax_mp.autocast._amp import amp, amp_stop
+from optax_mp.autocast._report import AmpOperation, AmpReport, amp_report
+from optax_mp.autocast._rules import default_amp_rules
 
 __all__ = [
     "AmpOperation",

@@ -16,8 +16,8 @@ from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, is_shaped, open
 from optax_mp._jax._primitives import COMPARISONS
 from optax_mp._jax._source import source_line
 from optax_mp._jax._wiring import ForwardResult, Region
-from optax_mp.amp._lattice import LOW
-from optax_mp.amp._plan import Action, Plan
+from optax_mp.autocast._lattice import LOW
+from optax_mp.autocast._plan import Action, Plan
 
 # How a value depends on the floats that a loop carries: of two ways the larger counts.
 _NOT, _DEPENDS, _DEPENDS_BY_LOW = 0, 1, 2

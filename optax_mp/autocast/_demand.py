@@ -17,8 +17,8 @@ from optax_mp._jax._jaxpr import (
     open_jaxpr,
 )
 from optax_mp._jax._wiring import Region
-from optax_mp.amp._lattice import takes_part
-from optax_mp.amp._rules import Rule, Rules
+from optax_mp.autocast._lattice import takes_part
+from optax_mp.autocast._rules import Rule, Rules
 
 # Whether all readers of a value compute in float32; None if no reader cares.
 Want = bool | None

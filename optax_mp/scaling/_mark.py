@@ -30,7 +30,7 @@ from optax_mp._dtypes import bits
 from optax_mp._jax._arrays import varies_by_rank
 from optax_mp._jax._choose import Choice, or_negative_zeros
 from optax_mp._tree import PyTree, all_true, is_inexact
-from optax_mp.loss_scale._overwrite import hide_overwritten
+from optax_mp.scaling._overwrite import hide_overwritten
 
 # Whether a link has run. Never reset: the garbage collector would decide how long one
 # exists, and a link that `optax.inject_hyperparams` makes lives for one call.

@@ -29,14 +29,14 @@ from optax_mp._jax._source import name_in_errors, scopes
 from optax_mp._jax._traced import TracedCall, explain_carry_error, note_on_leaks
 from optax_mp._tree import is_array
 from optax_mp._warnings import warn
-from optax_mp.amp._biases import argument_axis_counts
-from optax_mp.amp._derivatives import custom_jvp, custom_vjp
-from optax_mp.amp._eight_bits import describe_unused, product
-from optax_mp.amp._function_rules import bind_by_function
-from optax_mp.amp._lattice import FULL, LOW, Precisions, cast, full_precisions
-from optax_mp.amp._loop_conditions import loop_warnings
-from optax_mp.amp._plan import Action, Plan, Planner, RegionPlan
-from optax_mp.amp._rules import Rule, Rules, describe_unknown, scope_parts
+from optax_mp.autocast._biases import argument_axis_counts
+from optax_mp.autocast._derivatives import custom_jvp, custom_vjp
+from optax_mp.autocast._eight_bits import describe_unused, product
+from optax_mp.autocast._function_rules import bind_by_function
+from optax_mp.autocast._lattice import FULL, LOW, Precisions, cast, full_precisions
+from optax_mp.autocast._loop_conditions import loop_warnings
+from optax_mp.autocast._plan import Action, Plan, Planner, RegionPlan
+from optax_mp.autocast._rules import Rule, Rules, describe_unknown, scope_parts
 
 _WITH_RULE = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 _NOTE_ON_CLOSURES = (

@@ -19,15 +19,15 @@ The names below are the public ones. One module each:
 - `_settings`: checks of the numbers that a user passes.
 """
 
-from optax_mp.loss_scale._check import check_loss_scale
-from optax_mp.loss_scale._gradients import scale_loss, value_and_grad
-from optax_mp.loss_scale._retries import (
+from optax_mp.scaling._check import check_loss_scale
+from optax_mp.scaling._gradients import scale_loss, value_and_grad
+from optax_mp.scaling._retries import (
     dynamic_scale_grad,
     dynamic_scale_value_and_grad,
 )
-from optax_mp.loss_scale._state import LossScaleState, loss_scale
-from optax_mp.loss_scale._transform import dynamic_loss_scale, static_loss_scale
-from optax_mp.loss_scale._values import (
+from optax_mp.scaling._state import LossScaleState, loss_scale
+from optax_mp.scaling._transform import dynamic_loss_scale, static_loss_scale
+from optax_mp.scaling._values import (
     DynamicLossScale,
     NoOpLossScale,
     StaticLossScale,

@@ -14,8 +14,8 @@ from optax_mp._nnx import plain_trees
 from optax_mp._states import find_states
 from optax_mp._tree import describe, nonfinite_paths, spell
 from optax_mp._warnings import warn
-from optax_mp.loss_scale._settings import check_number
-from optax_mp.loss_scale._state import LossScaleState, loss_scale_state
+from optax_mp.scaling._settings import check_number
+from optax_mp.scaling._state import LossScaleState, loss_scale_state
 
 
 def check_loss_scale(

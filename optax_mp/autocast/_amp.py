@@ -12,10 +12,10 @@ from jax.typing import DTypeLike
 from optax_mp._float16 import report
 from optax_mp._jax._jaxpr import evaluate
 from optax_mp._warnings import warn
-from optax_mp.amp._changes import pure_call
-from optax_mp.amp._lattice import full_precisions
-from optax_mp.amp._rules import STOP, Rule, Rules, default_amp_rules
-from optax_mp.amp._run import Interpreter
+from optax_mp.autocast._changes import pure_call
+from optax_mp.autocast._lattice import full_precisions
+from optax_mp.autocast._rules import STOP, Rule, Rules, default_amp_rules
+from optax_mp.autocast._run import Interpreter
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -26,8 +26,8 @@ from optax_mp._jax._jaxpr import (
 )
 from optax_mp._jax._primitives import AMP_WORDS
 from optax_mp._jax._source import scopes
-from optax_mp.amp._eight_bits import DTYPES, E4M3, PRIMITIVE, fits
-from optax_mp.amp._lattice import takes_part
+from optax_mp.autocast._eight_bits import DTYPES, E4M3, PRIMITIVE, fits
+from optax_mp.autocast._lattice import takes_part
 
 # Either a word or `(compute_dtype, original_dtypes, *invars, **bind_params)`, which
 # returns the inputs and parameters to bind.

@@ -10,15 +10,15 @@ from jax.typing import ArrayLike
 from optax_mp._float16 import report
 from optax_mp._jax._arrays import is_traced
 from optax_mp._tree import PyTree
-from optax_mp.loss_scale._rule import ScaleCounters, ScaleRule, adjust
-from optax_mp.loss_scale._settings import (
+from optax_mp.scaling._rule import ScaleCounters, ScaleRule, adjust
+from optax_mp.scaling._settings import (
     LARGEST_SCALE,
     check_count,
     check_growth_factor,
     check_number,
     check_scale,
 )
-from optax_mp.loss_scale._unscale import divide, multiply
+from optax_mp.scaling._unscale import divide, multiply
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from optax_mp._dtypes import at_least_float32
 from optax_mp._float16 import Event, counts, report
 from optax_mp._nnx import plain_state
 from optax_mp._tree import describe, is_floating, is_inexact
-from optax_mp.loss_scale._call import (
+from optax_mp.scaling._call import (
     check_argnums,
     check_function,
     check_state_argument,
     warn_if_unscaled,
 )
-from optax_mp.loss_scale._state import loss_scale_state
-from optax_mp.loss_scale._unscale import multiply
+from optax_mp.scaling._state import loss_scale_state
+from optax_mp.scaling._unscale import multiply
 
 
 def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:

@@ -14,29 +14,29 @@ from optax_mp._descriptions import takes_descriptions
 from optax_mp._inner import as_transformation, check_gradients, explain_failure
 from optax_mp._jax._choose import choose_step
 from optax_mp.leafwise._update import leafwise_update
-from optax_mp.loss_scale._mark import mark_skipped
-from optax_mp.loss_scale._overwrite import (
+from optax_mp.scaling._mark import mark_skipped
+from optax_mp.scaling._overwrite import (
     hide_overwritten,
     restore_overwritten,
     update_overwritten,
     warn_if_overwritten,
 )
-from optax_mp.loss_scale._rule import (
+from optax_mp.scaling._rule import (
     ScaleCounters,
     ScaleRule,
     adjust,
     count_up,
     start_counters,
 )
-from optax_mp.loss_scale._settings import (
+from optax_mp.scaling._settings import (
     check_backoff_factor,
     check_count,
     check_growth_factor,
     check_number,
     check_scale,
 )
-from optax_mp.loss_scale._state import LossScaleState
-from optax_mp.loss_scale._unscale import ALL_FINITE, divide, unscale
+from optax_mp.scaling._state import LossScaleState
+from optax_mp.scaling._unscale import ALL_FINITE, divide, unscale
 
 # Takes the counters and whether gradients were finite, and returns the new counters.
 Adjust = Callable[[ScaleCounters, jax.Array], ScaleCounters]

@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from optax_mp._jax._jaxpr import Equation, bind
 from optax_mp._tree import describe, is_inexact
-from optax_mp.amp._lattice import cast
+from optax_mp.autocast._lattice import cast
 
 Call = Callable[..., list[Any]]
 # `interpret(function, arguments, dtypes)` runs `function(*arguments)` under amp. The

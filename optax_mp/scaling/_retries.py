@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._tree import all_finite, describe, is_array
-from optax_mp.loss_scale._call import check_function
-from optax_mp.loss_scale._gradients import differentiate
+from optax_mp.scaling._call import check_function
+from optax_mp.scaling._gradients import differentiate
 
 
 def dynamic_scale_value_and_grad(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from optax_mp._jax._jaxpr import Equation, bind, is_literal, trace_jaxpr, with_dtype
 from optax_mp._tree import describe, is_array, is_floating
-from optax_mp.amp._lattice import FULL, LOW, Precision, Precisions, takes_part
+from optax_mp.autocast._lattice import FULL, LOW, Precision, Precisions, takes_part
 
 
 def bind_by_function(

@@ -15,8 +15,8 @@ from optax_mp._dtypes import at_least_float32
 from optax_mp._jax._control_flow import replay, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, evaluate
 from optax_mp._jax._traced import TracedCall
-from optax_mp.amp._plan import Action, Plan
-from optax_mp.amp._run import Interpreter
+from optax_mp.autocast._plan import Action, Plan
+from optax_mp.autocast._run import Interpreter
 
 # For each action, by its id, the error that it adds to exact inputs.
 Errors = dict[int, Any]
