@@ -1,8 +1,5 @@
 """The guide's recipes for trainers: they do what the framework's own methods do."""
 
-import pathlib
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +7,7 @@ import optax
 import pytest
 from comparison import as_bits
 from flax.training.train_state import TrainState
+from guide import names_of
 from loop_forms import FORMS, Loop
 from slow_cases import mostly_slow
 
@@ -17,22 +15,12 @@ import optax_mp
 
 nnx = pytest.importorskip("flax.nnx")
 pytest.importorskip("orbax.checkpoint")
-GUIDE = pathlib.Path(__file__).parents[2] / "docs" / "guide"
 X = jax.random.normal(jax.random.key(0), (4, 128), jnp.bfloat16)
-
-
-def recipe(page, name):
-    """Run the block of a page that defines `name`, and return what it defines."""
-    blocks = re.findall(r"```python\n(.*?)```", (GUIDE / page).read_text(), re.DOTALL)
-    (block,) = [b for b in blocks if re.search(rf"^(class|def) {name}\(", b, re.M)]
-    names = {"__name__": "recipe"}
-    exec(block, names)
-    return names[name]
 
 
 @mostly_slow("form", FORMS, lambda form: form == "5.1 bytes")
 def test_take_step_does_what_an_nnx_optimizer_does(form):
-    take_step, runs = recipe("nnx.md", "take_step"), []
+    take_step, runs = names_of("nnx.md", "take_step")["take_step"], []
 
     def update(optimizer, model, grads):
         optimizer.update(model, grads)
@@ -54,7 +42,7 @@ def test_take_step_does_what_an_nnx_optimizer_does(form):
 
 @pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")  # eager
 def test_a_train_state_takes_steps_and_averages_masters():
-    state_class, tx = recipe("frameworks.md", "State"), FORMS["FullCopy"]
+    state_class, tx = names_of("frameworks.md", "State")["State"], FORMS["FullCopy"]
     params = {"w": jnp.linspace(-1, 1, 128 * 128).reshape(128, 128)}
     params = optax_mp.cast_floating(params, jnp.bfloat16)
     start = optax_mp.cast_floating(params, jnp.float32)
@@ -98,7 +86,7 @@ def test_trainers_find_injected_hyperparameters():
     assert opt_state.inner_state.inner_state.hyperparams["learning_rate"] == rate
 
 
-@pytest.mark.parametrize("form", ["FullCopy", "5.1 bytes"])
+@pytest.mark.parametrize("form", ["bare", "FullCopy", "5.1 bytes"])
 def test_only_adapters_have_a_state(form):
     """As in Tunix: a float32 model with LoRA, of which the optimizer sees a part."""
 

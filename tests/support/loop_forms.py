@@ -54,3 +54,8 @@ def collectives(compiled):
 def wanted_collectives(name):
     """Return what a form's step may send: a loss scale, whether all is finite."""
     return {"all-reduce": 1} if name == "scaled" else {}
+
+
+def name_of(check, form):
+    """Return how a check of one form is called on a command line."""
+    return f"{check}[{form.replace(' ', '_')}]"
