@@ -10,8 +10,6 @@ import optax
 import pytest
 from loop_forms import FORMS, Loop
 
-import optax_mp
-
 
 @jax.tree_util.register_pytree_node_class
 class Opaque:
@@ -145,9 +143,3 @@ def test_formats_survive_pickles_and_maps():
         assert nu.code == state.inner_state.inner_state[0].nu["w"].code
         assert jax.tree.structure(other) == jax.tree.structure(state)
         assert other.inner_state.code_format == state.inner_state.code_format
-
-
-def test_trainers_find_the_learning_rate():
-    adam = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
-    state = optax_mp.mixed_precision(adam).init(params_in(lambda x: x))
-    assert float(optax.tree.get(state, "learning_rate")) == pytest.approx(1e-3)

@@ -3,6 +3,7 @@
 import jax
 import pytest
 from forced_devices import run_checks
+from slow_cases import mostly_slow
 
 pytest.importorskip("flax.nnx")
 pytest.importorskip("equinox")
@@ -10,12 +11,18 @@ if not hasattr(jax, "set_mesh"):
     pytest.skip("needs jax.set_mesh", allow_module_level=True)
 from loops_on_devices import CHECKS, DEVICES
 
-
-def without_form(check):
-    return check.__name__.split("[")[0]
+OFTEN = ("", "FullCopy", "5.1_bytes")
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(map(without_form, CHECKS)))
-def test_loop(name):
-    checks = [check for check in CHECKS if without_form(check) == name]
+def split(check):
+    """Return the name of a check without its form, and whether it often runs."""
+    name, _, form = check.__name__.rstrip("]").partition("[")
+    return name, form in OFTEN
+
+
+@mostly_slow(
+    ("name", "often"), dict.fromkeys(map(split, CHECKS)), lambda _, often: often
+)
+def test_loop(name, often):
+    checks = [check for check in CHECKS if split(check) == (name, often)]
     run_checks("loops_on_devices", DEVICES, checks)
