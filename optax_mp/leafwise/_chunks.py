@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from optax_mp._jax._block_operations import Blocks
 from optax_mp._jax._memory import is_on_host, moves_memory, to_device, to_host
-from optax_mp.leafwise._block_operations import Blocks
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part, XlaEvaluator
 from optax_mp.leafwise._program import Node, Program, Value
