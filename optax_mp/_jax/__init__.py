@@ -10,7 +10,10 @@
 - `_dataflow`: how they do: faded as in an average, or unchanged.
 - `_traced`: a call of a function of pytrees, as a jaxpr of their arrays.
 - `_arrays`: what is known of one array: whether it is traced, and its type.
-- `_placement`: put an optimizer's state on the devices of its params.
+- `_explicit`: shardings that are part of the types of arrays.
+- `_placed`: shardings that a traced function asks for.
+- `_memory`: arrays in host memory.
+- `_block_operations`: between elements and the scales of their blocks.
 - `_choose`: take a step, or skip it entirely.
 - `_by_platform`: a call that is computed in another way on some platforms.
 """
