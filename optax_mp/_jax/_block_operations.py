@@ -31,18 +31,6 @@ class Blocks:
     size: int
     length: int
 
-    @classmethod
-    def of(cls, shape: tuple[int, ...], scales: tuple[int, ...]) -> "Blocks":
-        """Read them off the shapes of an array and of its scales."""
-        axes = [i for i in range(len(shape)) if shape[i] != scales[i]]
-        axis = axes[0] if axes else len(shape) - 1
-        # The only power of two with ceil(length / size) == count. (For a single block
-        # larger ones would do as well, and would give the same result.)
-        size = 1
-        while size * scales[axis] < shape[axis]:
-            size *= 2
-        return cls(axis, size, shape[axis])
-
     @property
     def count(self) -> int:
         """Return how many blocks there are along the axis."""

@@ -4,9 +4,14 @@ The step runs in any case, and each leaf of its result is chosen afterwards. A T
 GPU reads the old values anyway, so a choice between them and the new ones costs nothing
 there, whereas `lax.cond` copies its operands.
 
-Arrays in host memory are the exception: a choice between two of them would bring both
-to the device. So the optimizer within is told by an extra argument whether the step is
-taken, and `optax_mp.offload`, which puts arrays there, leaves them alone if it is not.
+The step is told by an extra argument whether it is taken. It need not care: whatever it
+returns otherwise is dropped. Two transforms do:
+
+- `optax_mp.offload`: a choice between two arrays in host memory would bring both to the
+  device. It leaves them alone.
+- `mixed_precision` with full copies: it makes the same choice between masters for the
+  param that it rounds from them, and XLA merges the two. Else XLA would store the new
+  master beside the one that is chosen.
 """
 
 from collections.abc import Callable
@@ -15,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from optax_mp._jax._memory import is_on_host, to_device, to_host
@@ -27,7 +33,7 @@ Choice = jax.Array | bool
 # returns (updates, state after it).
 StepFunction = Callable[[Any, dict[str, Any]], tuple[Any, Any]]
 # The extra argument that tells a step whether it is taken. Transforms hand extra
-# arguments on that they do not know.
+# arguments on that they do not know; so it goes only where it is of use.
 PROCEED = "optax_mp_proceed"
 
 
@@ -41,14 +47,34 @@ def choose_step(
     """
     if proceed is True:
         return step(state, extra_args)
-    if any(map(is_on_host, jax.tree.leaves(state))):
-        extra_args = extra_args | {PROCEED: extra_args.get(PROCEED, True) & proceed}
-    updates, new_state = step(state, extra_args)
+    choice = read_choice(extra_args) & proceed
+    updates, new_state = step(state, extra_args | {PROCEED: choice})
     _check_stable(state, new_state)
     state = jax.tree.map(
         lambda new, old: _choose_leaf(proceed, new, old), new_state, state
     )
     return jax.tree.map(lambda x: or_negative_zeros(proceed, x), updates), state
+
+
+def read_choice(extra_args: dict[str, Any]) -> Choice:
+    """Return whether the wrappers around a transform take the step."""
+    choice = extra_args.get(PROCEED, True)
+    # `optax.masked` may mask extra arguments.
+    return True if isinstance(choice, optax.MaskedNode) else choice
+
+
+def pass_choice(extra_args: dict[str, Any], state: Any) -> dict[str, Any]:
+    """Return the extra arguments of a step, for an inner optimizer with that state."""
+    if _has_masters(state) or any(map(is_on_host, jax.tree.leaves(state))):
+        return extra_args
+    return {name: x for name, x in extra_args.items() if name != PROCEED}
+
+
+def _has_masters(state: Any) -> bool:
+    """Return whether a state is of a `mixed_precision`, or of a chain with one."""
+    links = jax.tree.leaves(state, is_leaf=lambda x: type(x) not in (tuple, dict))
+    # By the field, because the module of that state imports this one.
+    return any(hasattr(link, "master_params") for link in links)
 
 
 def or_negative_zeros(proceed: Choice, value: Any) -> Any:

@@ -25,7 +25,7 @@ from optax_mp._inner import (
     warn_if_float16,
     warn_if_none,
 )
-from optax_mp._jax._choose import choose_step
+from optax_mp._jax._choose import choose_step, pass_choice
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._placement import place_like_params
 from optax_mp._tree import describe, is_floating, is_inexact, spell
@@ -147,6 +147,7 @@ def stochastic_rounding(
             inner_grads = leaves.unflatten(map(as_inner_grad, wide, grads))
             args = inner_grads, state.inner_state, leaves.unflatten(wide)
             with explain_failure(inner, *args, "stochastic_rounding"):
+                extra_args = pass_choice(extra_args, state.inner_state)
                 changes, inner_state = inner.update(*args, **extra_args)
             # The update of a leaf that is hidden from `inner` is its gradient.
             new_updates = list(grads)

@@ -25,12 +25,13 @@ from optax_mp._inner import (
     check_update,
     or_no_change,
 )
+from optax_mp._jax._choose import Choice, select
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import is_floating, is_inexact
 from optax_mp.masters._checks import check_master, check_param, check_state
 from optax_mp.masters._edits import follow_edits, shows_edits
 from optax_mp.masters._param_dtype import DTypeRule
-from optax_mp.masters.storage import Storage
+from optax_mp.masters.storage import FullCopy, Storage
 from optax_mp.masters.storage._contract import as_own_arrays
 
 
@@ -143,9 +144,16 @@ class Step:
         return {**extra_args, "grad": cast}
 
     def apply_changes(
-        self, stored: Sequence[Any], masters: Sequence[Any], changes: Any
+        self,
+        stored: Sequence[Any],
+        masters: Sequence[Any],
+        changes: Any,
+        proceed: Choice,
     ) -> tuple[list[Any], list[Any]]:
-        """Return (stored, updates) after `inner` changed the masters by `changes`."""
+        """Return (stored, updates) after `inner` changed the masters by `changes`.
+
+        If not `proceed`, they are dropped.
+        """
         changes = self.params.match(changes, "the updates of `inner`")
         new_stored, updates = list(stored), list(self.grads)
         for i, change in enumerate(changes):
@@ -158,15 +166,23 @@ class Step:
             check_update(path, param, grad, change)
             if has_master:
                 master = optax.apply_updates(masters[i], change)
-                new_stored[i], updates[i] = self._advance_leaf(i, stored[i], master)
+                new_stored[i], updates[i] = self._advance_leaf(
+                    i, stored[i], master, proceed
+                )
             else:
                 updates[i] = _cast_update(change, self._update_dtype(param, grad))
         return new_stored, updates
 
-    def _advance_leaf(self, i: int, stored: Any, master: Any) -> tuple[Any, jax.Array]:
+    def _advance_leaf(
+        self, i: int, stored: Any, master: Any, proceed: Choice
+    ) -> tuple[Any, jax.Array]:
         """Return (stored, update) of a leaf whose master moves to `master`."""
         param = self.params.values[i]
         new_stored, target = self.settings.storage.advance(stored, param, master)
+        if proceed is not True and type(self.settings.storage) is FullCopy:
+            # The master that `choose_step` stores. From the new one alone, XLA would
+            # write that one, too, and read it again for the param.
+            target = select(proceed, target, stored)
         # The difference to the actual param, not to the previous target: an update that
         # is rounded to 16 bits can miss its target, and the next one makes up for it.
         if target.dtype == param.dtype:

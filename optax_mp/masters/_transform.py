@@ -17,7 +17,7 @@ from optax_mp._inner import (
     warn_if_float16,
     warn_if_none,
 )
-from optax_mp._jax._choose import choose_step
+from optax_mp._jax._choose import choose_step, pass_choice, read_choice
 from optax_mp._leaves import Leaves
 from optax_mp._placement import place_like_params
 from optax_mp._policy import Policy, warn_unmatched_patterns
@@ -160,13 +160,15 @@ def mixed_precision(
             grads = step.inner_grads(inner_params)
             inner_tree = leaves.unflatten(inner_params)
             with explain_failure(inner, grads, inner_state, inner_tree, _CALLER):
+                passed = pass_choice(extra_args, inner_state)
                 changes, inner_state = inner.update(
                     grads,
                     inner_state,
                     inner_tree,
-                    **step.inner_extra_args(inner_params, extra_args),
+                    **step.inner_extra_args(inner_params, passed),
                 )
-            stored, updates = step.apply_changes(stored, masters, changes)
+            proceed = read_choice(extra_args)
+            stored, updates = step.apply_changes(stored, masters, changes, proceed)
             return updates, (stored, inner_state)
 
         # A loss scale earlier in a chain marks the gradients of a step that it skips.

@@ -12,7 +12,7 @@ from jax import lax
 from optax_mp._arguments import check_init_params, check_own_state
 from optax_mp._descriptions import takes_descriptions
 from optax_mp._inner import as_transformation, check_gradients, explain_failure
-from optax_mp._jax._choose import choose_step
+from optax_mp._jax._choose import choose_step, pass_choice
 from optax_mp.leafwise._update import leafwise_update
 from optax_mp.scaling._mark import mark_skipped
 from optax_mp.scaling._overwrite import (
@@ -263,6 +263,7 @@ def _loss_scaling(
         def step(inner_state: Any, extra_args: dict[str, Any]) -> Any:
             args = grads, inner_state, inner_params
             with explain_failure(wrapped, *args, caller):
+                extra_args = pass_choice(extra_args, inner_state)
                 out, inner_state = wrapped.update(*args, **extra_args)
             return update_overwritten(out, updates, params, caller), inner_state
 

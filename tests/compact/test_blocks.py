@@ -144,7 +144,9 @@ def test_other_block_sizes_are_those_of_the_reference(shape, block_size):
         ((40, 256), (40, 8)),
         ((512, 256), (512, 8)),
         ((50257, 768), (50257, 24)),
-        ((4096, 128), (128, 128)),
+        ((4096, 128), (4096, 4)),
+        ((2048, 16, 128), (2048, 16, 4)),
+        ((4096, 96), (128, 96)),
         ((128, 64), (4, 64)),
         ((40, 64), (40, 2)),
         ((64, 5), (2, 5)),
@@ -158,7 +160,7 @@ def test_other_block_sizes_are_those_of_the_reference(shape, block_size):
     ],
     ids=str,
 )
-def test_blocks_lie_along_the_last_axis_that_8_devices_can_share(shape, scales):
+def test_blocks_lie_along_the_last_axis_of_four_blocks(shape, scales):
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
     made = jax.eval_shape(lambda: quantized_zeros(like, jnp.int8, 32))
     assert made.scales.shape == scales

@@ -18,13 +18,13 @@ pytestmark = pytest.mark.slow
 rows = functools.partial(rows_of, "accelerators.py")
 
 
-FORMS = "masters,Split(8),5.1,stochastic"
+FORMS = "masters,loss scale,Split(8),5.1,stochastic"
 
 
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
 def test_a_step_moves_what_it_must(target, tmp_path):
     found = rows(tmp_path, "--tables", "AdamW", "--forms", FORMS, "--target", target)
-    assert len(found) == 7
+    assert len(found) == 9
     for row in found:
         assert row["moved, take_step"] <= 1.05 * row["limit"], row
         assert row["temporaries, take_step"] <= 0.05, row

@@ -182,6 +182,29 @@ def test_inside_a_loss_scale_nothing_moves(form, jitted):
     assert as_bits(after.inner_state) == as_bits(state.inner_state)
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        optax_mp.mixed_precision,
+        optax_mp.dynamic_loss_scale,
+        lambda rule: optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(rule)),
+        lambda rule: optax.chain(
+            optax_mp.dynamic_loss_scale(), optax_mp.mixed_precision(rule)
+        ),
+    ],
+)
+def test_a_rule_gets_no_extra_argument_but_its_own(around):
+    def update(updates, state, params=None, *, value):
+        return jax.tree.map(lambda g: -g * value, updates), state
+
+    rule = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    tx = around(rule)
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    grads = {"w": jnp.full(3, np.inf)}
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, value=1.0)
+    assert updates["w"].shape == (3,)
+
+
 def primitives(jaxpr):
     for equation in jaxpr.eqns:
         yield equation.primitive.name

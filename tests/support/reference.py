@@ -197,9 +197,9 @@ def scale_trace(rule, finite):
 def block_axis(shape, block_size):
     """Return the axis along which an array is cut into blocks.
 
-    The last that fills 8 blocks; else the longest, and of equals the last.
+    The last that fills 4 blocks; else the longest, and of equals the last.
     """
-    filled = [i for i, length in enumerate(shape) if length >= 8 * block_size]
+    filled = [i for i, length in enumerate(shape) if length >= 4 * block_size]
     return filled[-1] if filled else max(range(len(shape)), key=lambda i: (shape[i], i))
 
 
