@@ -6,11 +6,10 @@
 - `_products`: matrix products and convolutions, and their FLOPs.
 - `_control_flow`: equations with jaxprs inside. Add support for another one here.
 - `_wiring`: what feeds what in such an equation, and searches along that.
-- `_dependence`: which outputs of a jaxpr depend on its inputs.
-- `_dataflow`: how they do: faded as in an average, or unchanged.
+- `_dataflow`: which outputs of a jaxpr depend on its inputs, and how: faded as in an
+  average, or unchanged.
 - `_traced`: a call of a function of pytrees, as a jaxpr of their arrays.
 - `_arrays`: what is known of one array: whether it is traced, and its type.
-- `_placement`: put an optimizer's state on the devices of its params.
 - `_choose`: take a step, or skip it entirely.
 - `_by_platform`: a call that is computed in another way on some platforms.
 """

@@ -11,7 +11,7 @@ from optax_mp._arguments import (
     check_init_params,
     check_own_state,
 )
-from optax_mp._descriptions import takes_descriptions
+from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, difference
 from optax_mp._inner import (
     as_inner_grad,
@@ -27,10 +27,13 @@ from optax_mp._inner import (
 )
 from optax_mp._jax._choose import choose_step
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._placement import place_like_params
 from optax_mp._tree import describe, is_floating, is_inexact, spell
-from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
-from optax_mp.compact._rounding import round_stochastically
+from optax_mp.compact._random_numbers import (
+    check_seed,
+    round_stochastically,
+    rounding_keys,
+    split_keys,
+)
 from optax_mp.leafwise._update import leafwise_update
 from optax_mp.scaling._mark import is_unmarked
 

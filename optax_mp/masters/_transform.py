@@ -7,7 +7,7 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params
-from optax_mp._descriptions import takes_descriptions
+from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, floating_dtype, round_to
 from optax_mp._inner import (
     as_inner_param,
@@ -19,7 +19,6 @@ from optax_mp._inner import (
 )
 from optax_mp._jax._choose import choose_step
 from optax_mp._leaves import Leaves
-from optax_mp._placement import place_like_params
 from optax_mp._policy import Policy, warn_unmatched_patterns
 from optax_mp._tree import spell
 from optax_mp.leafwise._update import leafwise_update
