@@ -14,8 +14,7 @@ from optax_mp._inner import (
     as_transformation,
     copy_shared,
     explain_failure,
-    warn_if_float16,
-    warn_if_none,
+    warn_of_gradients,
 )
 from optax_mp._jax._choose import choose_step
 from optax_mp._leaves import Leaves
@@ -147,8 +146,7 @@ def mixed_precision(
     ) -> tuple[optax.Updates, MixedPrecisionState]:
         step, stored = Step.match(updates, state, params, settings)
         leaves = step.params
-        warn_if_none(leaves, step.grads)
-        warn_if_float16(leaves, step.grads)
+        warn_of_gradients(leaves, step.grads)
 
         def run_step(
             before: tuple[Any, Any], extra_args: dict[str, Any]

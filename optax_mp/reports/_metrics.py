@@ -87,8 +87,9 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         )
     injected = find_states(opt_state, _INJECTED)
     scalars |= _named([(path, _numbers(x.hyperparams)) for path, x in injected])
-    if not scalars:
+    if not scales:
         check_classes(opt_state, "metrics")
+    if not scalars:
         _check_is_state(opt_state)
     return scalars
 
