@@ -1,9 +1,8 @@
 """Time, memory and compile time of an optimizer step, against plain float32 optax.
 
-    python benchmarks/optimizer_step.py             # both sizes, Markdown tables
+    python benchmarks/optimizer_step.py             # Markdown tables
     python benchmarks/optimizer_step.py --rounds 5  # quicker, noisier
-    python benchmarks/optimizer_step.py --everything  # also what compiles for minutes
-    python benchmarks/optimizer_step.py --json FILE   # the tables as data, too
+    python benchmarks/optimizer_step.py --json FILE    # the tables as data, too
 
 Every contender is one jitted program with donated params and state:
 (gradients, params, state) -> (params, state), AdamW throughout. The contenders take
@@ -15,7 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,7 +26,6 @@ import optax_mp
 
 SIZES = {
     "16.8M weights in 4 leaves": [(2048, 2048)] * 4,
-    "1.6M weights in 400 leaves": [(64, 64)] * 390 + [(8, 8)] * 10,
 }
 LEARNING_RATE = 1e-3
 
@@ -42,7 +40,6 @@ class Contender:
         grad_dtype: the dtype of the gradients.
         init: from params to state.
         step: (grads, params, state) -> (params, state).
-        many_leaves: whether it compiles for hundreds of leaves without taking minutes.
     """
 
     name: str
@@ -50,7 +47,6 @@ class Contender:
     grad_dtype: Any
     init: Callable[[Any], Any]
     step: Callable[[Any, Any, Any], tuple[Any, Any]]
-    many_leaves: bool = True
 
 
 def from_transform(
@@ -132,7 +128,7 @@ def where_on_every_leaf(name: str, all_finite: Callable[[Any], jax.Array]) -> Co
         counter = jnp.where(finite & ~grows, counter + 1, 0)
         return chosen[0], (scale, counter, chosen[1])
 
-    return Contender(name, jnp.float32, jnp.float32, init, step, many_leaves=False)
+    return Contender(name, jnp.float32, jnp.float32, init, step)
 
 
 def finite_at_once(grads: Any) -> jax.Array:
@@ -186,10 +182,9 @@ def contenders() -> list[Contender]:
         from_transform("Split(16), bf16, f32 gradients", bf16, f32, split16),
         from_transform("Split(16), f16, f16 gradients", f16, f16, split16),
         from_transform("Split(8), bf16, bf16 gradients", bf16, bf16, split8),
-        replace(from_transform("Split(8), 8-bit state, bf16, bf16 gradients", bf16,
-                               bf16, compact), many_leaves=False),
-        replace(from_transform("8-bit state, plain optax, float32", f32, f32, low_bit),
-                many_leaves=False),
+        from_transform("Split(8), 8-bit state, bf16, bf16 gradients", bf16, bf16,
+                       compact),
+        from_transform("8-bit state, plain optax, float32", f32, f32, low_bit),
         from_transform("stochastic rounding, bf16, bf16 gradients", bf16, bf16,
                        optax_mp.stochastic_rounding(adamw)),
     ]  # fmt: skip
@@ -261,12 +256,7 @@ def compile_medians(
 def measure(shapes: list[tuple[int, ...]], args: argparse.Namespace) -> list[dict]:
     """Return the rows of one table."""
     first, *others = contenders()
-    entries = [first] + [
-        entry
-        for entry in others
-        if args.only in entry.name
-        and (entry.many_leaves or len(shapes) < 100 or args.everything)
-    ]
+    entries = [first] + [entry for entry in others if args.only in entry.name]
     compile_seconds = compile_medians(entries, shapes, args.compile_rounds)
     running = [Running.start(contender, shapes) for contender in entries]
     for _ in range(args.rounds):
@@ -307,9 +297,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps in a row a round")
     parser.add_argument("--compile-rounds", type=int, default=3)
     parser.add_argument("--runs", type=int, default=1, help="whole runs, for a spread")
-    parser.add_argument(
-        "--everything", action="store_true", help="also what compiles for minutes"
-    )
     parser.add_argument("--only", default="", help="rows whose name holds this text")
     record.add_option(parser)
     args = parser.parse_args()

@@ -10,6 +10,9 @@
   average, or unchanged.
 - `_traced`: a call of a function of pytrees, as a jaxpr of their arrays.
 - `_arrays`: what is known of one array: whether it is traced, and its type.
+- `_explicit`: shardings in types of arrays, and those that a traced function asks for.
+- `_memory`: arrays in host memory.
+- `_block_operations`: between elements and the scales of their blocks.
 - `_choose`: take a step, or skip it entirely.
 - `_by_platform`: a call that is computed in another way on some platforms.
 """

@@ -14,6 +14,7 @@ from optax_mp._arguments import check_init_params, check_whole_number
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
+from optax_mp._jax._block_operations import is_block_operation
 from optax_mp._jax._choose import PROCEED
 from optax_mp._jax._memory import (
     HOST_KIND,
@@ -28,7 +29,6 @@ from optax_mp._states import Path, find_owners
 from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
 from optax_mp.leafwise._alike import form_of_values
-from optax_mp.leafwise._block_operations import is_block_operation
 from optax_mp.leafwise._from_host import (
     OUTER_STEP,
     Plan,

@@ -8,7 +8,6 @@
 - `_ends`: where the elementwise end of a leaf begins.
 - `_alike`: which ends are the same computation.
 - `_layout`: how a leaf lies on many devices.
-- `_block_operations`: between elements and the scales of their blocks.
 - `_evaluator`: parts of a leaf, and what evaluates elementwise equations on them.
 - `_kernel_evaluator`: the same inside a kernel, where some operations do not exist.
 - `_chunks`: chunk by chunk, from device or host memory.

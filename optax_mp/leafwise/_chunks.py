@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from optax_mp._jax._block_operations import Blocks
 from optax_mp._jax._memory import is_on_host, moves_memory, to_device, to_host
-from optax_mp.leafwise._block_operations import Blocks
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part, XlaEvaluator
 from optax_mp.leafwise._program import Node, Program, Value
@@ -32,7 +32,7 @@ from optax_mp.leafwise._program import Node, Program, Value
 # four times as many it does not.
 _COUNT = 2**20
 _ROWS, _SUBLANES, _LANES = 32, 8, 128  # tiles of 8-bit numbers have 32 rows, others 8
-_WIDTH = 2**12  # of the rows of which an array of one axis is made
+_TILE = _SUBLANES * _LANES
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Cuts:
 
     Attributes:
         part: what is cut.
-        view: the shape in which its arrays are seen. The last axis is never cut.
+        view: the shape in which its arrays are seen. The last axis is cut if it is the
+            only one.
         axis: the axis that is cut.
         length: how many indices along it a chunk has.
     """
@@ -98,11 +99,12 @@ def cuts_of(part: Part, device_count: int = 1, most: int = _COUNT) -> Cuts | Non
     rows, step, axis = math.prod(before) * height, _ROWS, 0
     view: tuple[int, ...] = rows, width
     if len(part.shape) == 1:
-        # Tiles of one axis are 1024 elements that follow each other.
-        rows, width = part.shape[0] // _WIDTH, _WIDTH
-        if device_count > 1 or part.shape[0] % _WIDTH or _WIDTH % part.block_size:
+        # It stays one: XLA would copy scales, of which a row has few, to see them in
+        # rows. Its tiles are 1024 elements in a row, or scales of blocks of 32.
+        if device_count > 1:
             return None
-        view = rows, width
+        (rows,), width, view = part.shape, 1, part.shape
+        step = max(_TILE * _ROWS, part.block_size)
     elif len(part.shape) > 2 and device_count > 1:
         return None
     elif len(part.shape) > 2 and height % _ROWS:
@@ -141,13 +143,19 @@ class _Chunk(XlaEvaluator):
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the chunk of an array."""
         view = list(self.cuts.shape_of(self.cuts.part.shape_of(shape)))
-        view[self.cuts.axis] = self.length
+        view[self.cuts.axis] = self._span(view)[1]
         return tuple(view)
+
+    def _span(self, view: Sequence[int]) -> tuple[Any, int]:
+        """Return where the chunk of an array that is seen so begins, and its length."""
+        if len(view) > 1 or view[0] == self.cuts.view[0]:
+            return self.first, self.length
+        size = self.cuts.part.block_size  # scales along the axis that is cut
+        return lax.div(jnp.int32(self.first), jnp.int32(size)), -(-self.length // size)
 
     def of(self, view: jax.Array) -> jax.Array:
         """Return the chunk of a view of an array."""
-        axis = self.cuts.axis
-        chunk = lax.dynamic_slice_in_dim(view, self.first, self.length, axis)
+        chunk = lax.dynamic_slice_in_dim(view, *self._span(view.shape), self.cuts.axis)
         return in_rows(to_device(chunk)) if is_on_host(view) else chunk
 
     def put(self, view: jax.Array, chunk: jax.Array) -> jax.Array:
@@ -155,8 +163,8 @@ class _Chunk(XlaEvaluator):
         chunk = chunk.astype(view.dtype)
         if is_on_host(view):
             chunk = to_host(in_rows(chunk))
-        axis = self.cuts.axis
-        return lax.dynamic_update_slice_in_dim(view, chunk, self.first, axis)
+        first, _ = self._span(view.shape)
+        return lax.dynamic_update_slice_in_dim(view, chunk, first, self.cuts.axis)
 
     def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of an elementwise equation for this chunk."""
@@ -169,23 +177,22 @@ class _Chunk(XlaEvaluator):
         part, view = self.cuts.part, self.cuts.view
         shape = self.shape_of(part.whole)
         column = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-        if axis == len(part.shape) - 1 and axis:
-            return column + part.origin[axis]
+        if axis == len(part.shape) - 1:
+            start = 0 if axis else self.first
+            return column + start + part.origin[axis]
         row = jnp.zeros(shape, jnp.int32)
         for i in range(len(view) - 1):
             at = lax.broadcasted_iota(jnp.int32, shape, i)
             at = at + self.first if i == self.cuts.axis else at
             row += at * math.prod(view[i + 1 : -1])
-        if not axis and len(part.shape) == 1:
-            return row * view[-1] + column + part.origin[0]
         row = lax.div(row, jnp.int32(math.prod(part.shape[axis + 1 : -1])))
         return lax.rem(row, jnp.int32(part.shape[axis])) + part.origin[axis]
 
     @property
     def blocks(self) -> Blocks:
         """The blocks of its arrays."""
-        view = self.cuts.view
-        return Blocks(len(view) - 1, self.cuts.part.block_size, view[-1])
+        shape = self.shape_of(self.cuts.part.whole)
+        return Blocks(len(shape) - 1, self.cuts.part.block_size, shape[-1])
 
 
 def in_rows(x: jax.Array) -> jax.Array:

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from optax_mp._jax._block_operations import blocks_in, is_block_operation
 from optax_mp._jax._memory import moves_memory
-from optax_mp.leafwise._block_operations import blocks_in, is_block_operation
 from optax_mp.leafwise._program import Node, Program, Value, values_in
 
 ELEMENTWISE = frozenset(

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_mp._jax._block_operations import SPREAD, Blocks, is_block_operation
 from optax_mp._jax._jaxpr import bind
-from optax_mp.leafwise._block_operations import SPREAD, Blocks, is_block_operation
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._program import Node, Program, Value, read
 

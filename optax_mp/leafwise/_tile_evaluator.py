@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from optax_mp.leafwise._block_operations import MAXIMUM
+from optax_mp._jax._block_operations import MAXIMUM
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._kernel_evaluator import KernelEvaluator
 

@@ -14,12 +14,12 @@ from optax_mp._jax._arrays import (
     is_traced_by_jit,
     looks_for_leaks,
 )
+from optax_mp._jax._block_operations import is_block_operation
 from optax_mp._jax._by_platform import NAME, Rewrite, call_by_platform
 from optax_mp._jax._jaxpr import Equation, bind, evaluate
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import is_dynamic
 from optax_mp._tree import is_array
-from optax_mp.leafwise._block_operations import is_block_operation
 from optax_mp.leafwise._ends import End, cut, is_packed
 from optax_mp.leafwise._layout import Shardings
 from optax_mp.leafwise._program import Program

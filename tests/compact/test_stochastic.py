@@ -333,10 +333,3 @@ def test_params_of_one_shape_are_traced_once():
 
     # Casts, the step, its choice and one call for the rounding.
     assert counted(6) - counted(5) <= 20
-
-
-def test_the_old_name_of_the_count_names_the_new_one():
-    state = stochastic_rounding(optax.sgd(1.0)).init(jnp.ones(3, jnp.bfloat16))
-    match = r"StochasticRoundingState: `step` .* `step_count`"
-    with pytest.raises(AttributeError, match=match):
-        _ = state.step

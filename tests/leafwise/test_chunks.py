@@ -45,8 +45,12 @@ def test_scales_are_cut_where_their_blocks_are():
     cuts = cuts_of(part_of((64, 100), 32), most=2**9)
     assert cuts.shape_of((64, 4)) == (64, 4)
     assert next(chunks_of(cuts)).shape_of((64, 4)) == (32, 4)
-    cuts = cuts_of(part_of((2**18,), 32), most=2**9)
-    assert cuts.shape_of((2**13,)) == (64, 128)
+    cuts = cuts_of(part_of((2**17 + 40,), 32), most=2**9)
+    assert cuts.shape_of((2**12 + 2,)) == (2**12 + 2,)
+    first, *_, last = chunks_of(cuts)
+    assert first.shape_of((2**12 + 2,)) == (2**10,)
+    assert last.shape_of((2**12 + 2,)) == (2,)
+    np.testing.assert_array_equal(last.of(jnp.arange(2**12 + 2)), 2**12 + np.arange(2))
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,16 @@ def test_a_box_of_one_shape_keeps_arrays_in_bfloat16():
     assert nu.scales is None
 
 
-@pytest.mark.parametrize("form", sorted(set(FORMS) - {"bare", "accumulated"}))
+AS_OPTAX = pytest.mark.xfail(reason="optax 0.2.8 makes arrays", strict=False)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=AS_OPTAX if form in ("bare", "accumulated") else ())
+        for form in FORMS
+    ],
+)
 def test_descriptions_give_descriptions(form):
     tx, params = FORMS[form], params_in(lambda x: x)
     state, described = tx.init(params), tx.init(jax.eval_shape(lambda: params))

@@ -315,7 +315,9 @@ def test_hyperparameters_in_16_bits_give_a_warning():
         ),
         optax_mp.dynamic_loss_scale(inject(optax.adam)),
     ):
-        with pytest.warns(optax_mp.MixedPrecisionWarning, match="learning_rate in bfl"):
+        with pytest.warns(
+            optax_mp.MixedPrecisionWarning, match="in bfloat16, the dtype of the params"
+        ):
             optax_mp.master_params(tx.init(params), params)
     # Made from the masters, they are float32.
     state = optax_mp.mixed_precision(inject(optax.adam)).init(params)

@@ -160,7 +160,7 @@ def test_a_thousand_updates_give_the_figures_of_the_page(run, script):
 
 def test_the_step_benchmark_writes_what_the_page_reads(run, script, monkeypatch):
     committed = script("evidence").read_records()["optimizer_step"]
-    (title, before), _ = committed.tables.items()
+    ((title, before),) = committed.tables.items()
     monkeypatch.setattr(script("optimizer_step"), "SIZES", {title: [(8, 8)]})
     found = run(
         "optimizer_step", "--only", "naive", "--rounds", "2", "--compile-rounds", "1"

@@ -49,3 +49,13 @@ def collectives(compiled):
     names = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
     counts = {name: text.count(f" {name}(") for name in names}
     return {name: count for name, count in counts.items() if count}
+
+
+def wanted_collectives(name):
+    """Return what a form's step may send: a loss scale, whether all is finite."""
+    return {"all-reduce": 1} if name == "scaled" else {}
+
+
+def name_of(check, form):
+    """Return how a check of one form is called on a command line."""
+    return f"{check}[{form.replace(' ', '_')}]"

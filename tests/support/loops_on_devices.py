@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from forced_devices import run_named
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from loop_forms import FORMS, Loop, collectives
+from loop_forms import FORMS, Loop, collectives, name_of, wanted_collectives
 
 import optax_mp
 
@@ -50,27 +50,26 @@ def linen_params(box):
     return {name: box(f, names)(key, shape) for name, (f, shape, names) in make.items()}
 
 
-def linen_states_are_sharded_by_their_boxes():
+def linen_states_are_sharded_by_their_boxes(name):
     for box in (nn.with_partitioning, nn.with_logical_partitioning):
-        for name in FORMS:
-            tx = Loop.of(name).tx
+        tx = Loop.of(name).tx
 
-            def init(box=box, tx=tx):
-                params = linen_params(box)
-                return params, tx.init(params)
+        def init(box=box, tx=tx):
+            params = linen_params(box)
+            return params, tx.init(params)
 
-            abstract = jax.eval_shape(init)
-            assert jax.tree.leaves(nn.get_partition_spec(abstract))
-            shardings = nn.get_sharding(abstract, MESH)
-            params, state = jax.jit(init, out_shardings=shardings)()
-            jax.tree.map(jax.device_put, nn.meta.unbox(state), shardings[1])
-            step = jax.jit(step_of(tx)).lower(params, state).compile()
-            assert not collectives(step), (name, collectives(step))
-            params, state = step(params, state)
-            assert jax.tree.structure(state) == jax.tree.structure(abstract[1])
+        abstract = jax.eval_shape(init)
+        assert jax.tree.leaves(nn.get_partition_spec(abstract))
+        shardings = nn.get_sharding(abstract, MESH)
+        params, state = jax.jit(init, out_shardings=shardings)()
+        jax.tree.map(jax.device_put, nn.meta.unbox(state), shardings[1])
+        step = jax.jit(step_of(tx)).lower(params, state).compile()
+        assert collectives(step) == wanted_collectives(name), name
+        params, state = step(params, state)
+        assert jax.tree.structure(state) == jax.tree.structure(abstract[1])
 
 
-def nnx_optimizers_are_described_under_a_mesh():
+def nnx_optimizers_are_described_under_a_mesh(name):
     class Net(nnx.Module):
         def __init__(self, rngs):
             def normal(*names):
@@ -81,21 +80,20 @@ def nnx_optimizers_are_described_under_a_mesh():
             self.b = nnx.Linear(64, 256, kernel_init=normal("fsdp", None), **low)
             self.norm = nnx.RMSNorm(256, rngs=rngs)
 
-    for name in FORMS:
-        tx = Loop.of(name).tx
+    tx = Loop.of(name).tx
 
-        def make(tx=tx):
-            model = Net(nnx.Rngs(0))
-            return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+    def make(tx=tx):
+        model = Net(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-        with jax.set_mesh(MESH):
-            _, abstract = nnx.eval_shape(make)
-            for _, variable in nnx.to_flat_state(nnx.state(abstract)):
-                assert variable.dtype == variable.get_value().dtype
-            nnx.get_partition_spec(nnx.state(abstract))
-            _, optimizer = nnx.jit(make)()
-        for leaf in jax.tree.leaves(nnx.state(optimizer)):
-            assert leaf.ndim < 2 or "fsdp" in leaf.sharding.spec, (name, leaf.shape)
+    with jax.set_mesh(MESH):
+        _, abstract = nnx.eval_shape(make)
+        for _, variable in nnx.to_flat_state(nnx.state(abstract)):
+            assert variable.dtype == variable.get_value().dtype
+        nnx.get_partition_spec(nnx.state(abstract))
+        _, optimizer = nnx.jit(make)()
+    for leaf in jax.tree.leaves(nnx.state(optimizer)):
+        assert leaf.ndim < 2 or "fsdp" in leaf.sharding.spec, (name, leaf.shape)
 
 
 def largest_axis(x):
@@ -122,28 +120,27 @@ def described(name):
     return jax.ShapeDtypeStruct(SHAPES[name], dtype)
 
 
-def a_rule_by_shape_for_params_and_state_shardings_for_the_state():
+def a_rule_by_shape_for_params_and_state_shardings_for_the_state(name):
     params = {name: described(name) for name in SHAPES}
     shardings = jax.tree.map(largest_axis, params)
     params = jax.tree.map(lambda x, s: x.update(sharding=s), params, shardings)
-    for name in FORMS:
-        tx = Loop.of(name).tx
-        chosen = optax_mp.state_shardings(tx, params)
-        state = jax.tree.map(
-            lambda x, s: x.update(sharding=s), jax.eval_shape(tx.init, params), chosen
-        )
-        again = optax_mp.state_shardings(
-            tx, {name: described(name) for name in SHAPES}, shardings
-        )
-        assert again == chosen
-        if name != "bare" and name != "accumulated":
-            assert specs(tx.init(params)) == specs(state)
-            init = jax.jit(tx.init).lower(params).compile().output_shardings
-            for x, found in zip(*map(jax.tree.leaves, (state, init)), strict=True):
-                assert found.is_equivalent_to(x.sharding, x.ndim), (name, x, found)
-        out = shardings, chosen
-        step = jax.jit(step_of(tx), out_shardings=out).lower(params, state).compile()
-        assert not collectives(step), (name, collectives(step))
+    tx = Loop.of(name).tx
+    chosen = optax_mp.state_shardings(tx, params)
+    state = jax.tree.map(
+        lambda x, s: x.update(sharding=s), jax.eval_shape(tx.init, params), chosen
+    )
+    again = optax_mp.state_shardings(
+        tx, {name: described(name) for name in SHAPES}, shardings
+    )
+    assert again == chosen
+    if name != "bare" and name != "accumulated":
+        assert specs(tx.init(params)) == specs(state)
+        init = jax.jit(tx.init).lower(params).compile().output_shardings
+        for x, found in zip(*map(jax.tree.leaves, (state, init)), strict=True):
+            assert found.is_equivalent_to(x.sharding, x.ndim), (name, x, found)
+    out = shardings, chosen
+    step = jax.jit(step_of(tx), out_shardings=out).lower(params, state).compile()
+    assert collectives(step) == wanted_collectives(name), name
 
 
 def zero1_and_offload_say_where_their_state_is():
@@ -229,10 +226,23 @@ def zero1_with_split_on_an_explicit_mesh():
     np.testing.assert_array_equal(back.master_params["w"], masters["w"])
 
 
+def of_each_form(check):
+    """Return a check of each form, called like `check[two_arrays]`."""
+
+    def of(form):
+        def run():
+            check(form)
+
+        run.__name__ = name_of(check.__name__, form)
+        return run
+
+    return [of(form) for form in FORMS]
+
+
 CHECKS = [
-    linen_states_are_sharded_by_their_boxes,
-    nnx_optimizers_are_described_under_a_mesh,
-    a_rule_by_shape_for_params_and_state_shardings_for_the_state,
+    *of_each_form(linen_states_are_sharded_by_their_boxes),
+    *of_each_form(nnx_optimizers_are_described_under_a_mesh),
+    *of_each_form(a_rule_by_shape_for_params_and_state_shardings_for_the_state),
     zero1_and_offload_say_where_their_state_is,
     the_names_of_params_change_no_sharding,
     explicit_parts_shorter_than_a_block,

@@ -99,7 +99,7 @@ def test_codes_and_scales_are_boxed_one_by_one():
     assert optax_mp.memory_report(optimizer, Net(nnx.Rngs(0))).by_role()["nu"]
 
 
-@pytest.mark.parametrize("form", ["5.1 bytes", "FullCopy"])
+@pytest.mark.parametrize("form", ["bare", "FullCopy", "5.1 bytes"])
 def test_in_a_branch(form):
     model, optimizer = made(form)
 
@@ -132,33 +132,3 @@ def test_model_and_optimizer_in_one():
     step(both)
     step(both)
     assert int(both.step[...]) == 2
-
-
-def test_a_float32_model_trains_wrapped():
-    """As in Tunix's trainer: no leaf has a master, and all are as without."""
-
-    def trained(tx):
-        model = nnx.Linear(128, 128, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer):
-            grads = nnx.grad(lambda m: (m(X) ** 2).mean())(model)
-            optimizer.update(model, grads)
-
-        for _ in range(3):
-            step(model, optimizer)
-        jax.tree.map(jnp.copy, nnx.state(optimizer))
-        return as_bits(nnx.as_pure(nnx.state(model)))
-
-    tx = optax.adamw(1e-2)
-    assert trained(optax_mp.mixed_precision(tx)) == trained(tx)
-
-
-def test_learning_rates_are_found():
-    adam = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
-    for tx in (adam, optax_mp.mixed_precision(adam)):
-        _, optimizer = Net(nnx.Rngs(0)), None
-        optimizer = nnx.Optimizer(Net(nnx.Rngs(0)), tx, wrt=nnx.Param)
-        rate = optax.tree.get(nnx.as_pure(optimizer.opt_state), "learning_rate")
-        assert float(rate) == pytest.approx(1e-3)

@@ -11,6 +11,11 @@ if not hasattr(jax, "set_mesh"):
 from loops_on_devices import CHECKS, DEVICES
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_loop(check):
-    run_checks("loops_on_devices", DEVICES, [check])
+def without_form(check):
+    return check.__name__.split("[")[0]
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(map(without_form, CHECKS)))
+def test_loop(name):
+    checks = [check for check in CHECKS if without_form(check) == name]
+    run_checks("loops_on_devices", DEVICES, checks)

@@ -1,0 +1,118 @@
+"""What loops do to params and states, on one device, with and without this package."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits
+from flax.training.train_state import TrainState
+from guide import names_of
+from loop_forms import ADAMW, FORMS
+
+import optax_mp
+
+nnx = pytest.importorskip("flax.nnx")
+in_each_form = pytest.mark.parametrize("form", ["bare", "FullCopy", "5.1 bytes"])
+# `Split` refuses a model without a 16-bit param, as it would store nothing.
+WITHOUT_MASTERS = FORMS | {"5.1 bytes": optax_mp.low_bit_state(ADAMW)}
+START = jnp.linspace(-1, 1, 128 * 128).reshape(128, 128).astype(jnp.bfloat16)
+
+
+def float32_like(tree):
+    return jax.tree.map(lambda x: jnp.sin(x.astype(jnp.float32)), tree)
+
+
+def dtypes_of(optimizer):
+    """Return the dtype of each variable, as Tunix reads them around an update."""
+    return jax.tree.map(
+        lambda variable: variable.get_value().dtype,
+        nnx.state(optimizer, nnx.optimizer.OptState),
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+
+
+@in_each_form
+def test_a_float32_model_trains(form):
+    """As in Tunix's trainer: no leaf has a master."""
+
+    def trained(tx):
+        model = nnx.Linear(128, 128, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        before = dtypes_of(optimizer)
+
+        @nnx.jit
+        def step(model, optimizer):
+            grads = nnx.grad(lambda m: (m(jnp.ones((4, 128))) ** 2).mean())(model)
+            optimizer.update(model, grads)
+
+        for _ in range(3):
+            step(model, optimizer)
+        assert dtypes_of(optimizer) == before
+        state = nnx.state(optimizer, nnx.optimizer.OptState)
+        jax.tree.map(lambda x, _: x, state, nnx.get_partition_spec(state))
+        return nnx.as_pure(nnx.state(model))
+
+    found, bare = trained(WITHOUT_MASTERS[form]), trained(ADAMW)
+    if form == "FullCopy":
+        assert as_bits(found) == as_bits(bare)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-3), found, bare)
+
+
+@in_each_form
+def test_weights_that_the_loop_halves_stay_halved(form):
+    tx, params = FORMS[form], {"w": START}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(3):
+        updates, state = update(float32_like(params), state, params)
+        params = optax.apply_updates(params, updates)
+        params = jax.tree.map(lambda p: p / 2, params)
+    updates, state = update(float32_like(params), state, params)
+    params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params["w"], START.astype(np.float32) / 8, atol=4e-3)
+
+
+@in_each_form
+def test_pretrained_weights_in_a_train_state_stay(form):
+    zeros = {"w": jnp.zeros_like(START)}
+    state = TrainState.create(apply_fn=None, params=zeros, tx=FORMS[form])
+    state = state.replace(params={"w": START})
+    step = jax.jit(lambda s: s.apply_gradients(grads=float32_like(s.params)))
+    for _ in range(2):
+        state = step(state)
+    np.testing.assert_allclose(state.params["w"], START.astype(np.float32), atol=8e-3)
+
+
+@in_each_form
+@pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")  # short rows
+def test_layers_in_a_scan_with_float32_norms(form):
+    names, tx = names_of("frameworks.md", "Block"), FORMS[form]
+    params = names["policy"].cast_to_param(names["pretrained"])
+    loss, state = jax.value_and_grad(names["loss"]), tx.init(params)
+    losses = []
+    for _ in range(3):
+        value, grads = jax.jit(loss)(params, names["x"])
+        updates, state = jax.jit(tx.update)(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    assert losses[-1] < losses[0]
+
+
+INTEGERS = pytest.mark.xfail(reason="optax 0.2.8 trains no integers", strict=False)
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param("bare", marks=INTEGERS), "FullCopy", "5.1 bytes"]
+)
+def test_integer_params_without_gradients_pass(form):
+    tx, params = FORMS[form], {"w": START, "steps": jnp.arange(3)}
+    state = tx.init(params)
+
+    def loss(params):
+        return (params["w"] ** 2).sum()
+
+    _, grads = optax_mp.value_and_grad(loss)(state, params)
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    after = optax.apply_updates(params, updates)
+    assert as_bits(after["steps"]) == as_bits(params["steps"])
+    assert (after["w"] != START).any()

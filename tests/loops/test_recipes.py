@@ -1,0 +1,121 @@
+"""The guide's recipes for trainers: they do what the framework's own methods do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits
+from flax.training.train_state import TrainState
+from guide import names_of
+from loop_forms import FORMS, Loop
+from slow_cases import mostly_slow
+
+import optax_mp
+
+nnx = pytest.importorskip("flax.nnx")
+pytest.importorskip("orbax.checkpoint")
+X = jax.random.normal(jax.random.key(0), (4, 128), jnp.bfloat16)
+
+
+@mostly_slow("form", FORMS, lambda form: form == "5.1 bytes")
+def test_take_step_does_what_an_nnx_optimizer_does(form):
+    take_step, runs = names_of("nnx.md", "take_step")["take_step"], []
+
+    def update(optimizer, model, grads):
+        optimizer.update(model, grads)
+
+    for advance in (take_step, update):
+        model = nnx.Linear(128, 128, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, Loop.of(form).tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, advance=advance):
+            grads = nnx.grad(lambda model: (model(X) ** 2).mean())(model)
+            advance(optimizer, model, grads)
+
+        for _ in range(3):
+            step(model, optimizer)
+        runs.append(as_bits(nnx.as_pure(nnx.state((model, optimizer)))))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")  # eager
+def test_a_train_state_takes_steps_and_averages_masters():
+    state_class, tx = names_of("frameworks.md", "State")["State"], FORMS["FullCopy"]
+    params = {"w": jnp.linspace(-1, 1, 128 * 128).reshape(128, 128)}
+    params = optax_mp.cast_floating(params, jnp.bfloat16)
+    start = optax_mp.cast_floating(params, jnp.float32)
+    fast = state_class.create(apply_fn=None, params=params, tx=tx, ema=start)
+    slow = TrainState.create(apply_fn=None, params=params, tx=tx)
+    mean = np.asarray(start["w"])
+    step = jax.jit(lambda s: s.apply_gradients(grads=jax.tree.map(jnp.sin, s.params)))
+    for i in range(3):
+        fast, slow = step(fast), step(slow)
+        masters = optax_mp.master_params(slow.opt_state, slow.params)
+        mean = 0.99 * mean + 0.01 * np.asarray(masters["w"])
+        assert int(fast.step) == i + 1
+    assert as_bits((fast.params, fast.opt_state)) == as_bits(
+        (slow.params, slow.opt_state)
+    )
+    np.testing.assert_allclose(fast.ema["w"], mean, rtol=1e-6)
+
+
+def learning_rate_as_tunix_reads_it(opt_state):
+    """Look at the state, then at its fields, for hyperparameters."""
+    for part in (opt_state, *opt_state):
+        if hasattr(part, "hyperparams"):
+            return part.hyperparams["learning_rate"][...]
+    return None
+
+
+def test_trainers_find_injected_hyperparameters():
+    schedule = optax.linear_schedule(1e-2, 0.0, 100)
+    adamw = optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)
+    low_bit = optax_mp.mixed_precision(optax_mp.low_bit_state(adamw))
+    for tx in (adamw, optax_mp.mixed_precision(adamw), low_bit):
+        model = nnx.Linear(128, 128, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+        opt_state = nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state
+        rate = optax.tree.get(nnx.as_pure(opt_state), "hyperparams")["learning_rate"]
+        assert float(rate) == pytest.approx(1e-2)
+        if tx is not low_bit:
+            assert float(learning_rate_as_tunix_reads_it(opt_state)) == float(rate)
+        if tx is not adamw:
+            logged = optax_mp.metrics(nnx.as_pure(opt_state))["learning_rate"]
+            assert float(logged) == float(rate)
+    assert opt_state.inner_state.inner_state.hyperparams["learning_rate"] == rate
+
+
+@pytest.mark.parametrize("form", ["bare", "FullCopy", "5.1 bytes"])
+def test_only_adapters_have_a_state(form):
+    """As in Tunix: a float32 model with LoRA, of which the optimizer sees a part."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(128, 128, rngs=rngs)
+            self.lora = nnx.LoRA(128, 64, 128, base_module=self.layer, rngs=rngs)
+
+        def __call__(self, x):
+            return self.lora(x)
+
+    model = Net(nnx.Rngs(0))
+    low = optax_mp.cast_floating(nnx.state(model, nnx.LoRAParam), jnp.bfloat16)
+    nnx.update(model, low)
+    optimizer = nnx.Optimizer(model, FORMS[form], wrt=nnx.LoRAParam)
+    only = nnx.DiffState(0, nnx.LoRAParam)
+
+    @nnx.jit
+    def step(model, optimizer):
+        grads = nnx.grad(lambda m: ((m(X) - 1) ** 2).mean(), argnums=only)(model)
+        optimizer.update(model, grads)
+
+    before = as_bits(nnx.as_pure(nnx.state(model.layer)))
+    adapters = as_bits(nnx.as_pure(nnx.state(model, nnx.LoRAParam)))
+    dtypes = [x.dtype for x in jax.tree.leaves(nnx.state(optimizer))]
+    for _ in range(2):
+        step(model, optimizer)
+    assert as_bits(nnx.as_pure(nnx.state(model.layer))) == before
+    assert as_bits(nnx.as_pure(nnx.state(model, nnx.LoRAParam))) != adapters
+    assert [x.dtype for x in jax.tree.leaves(nnx.state(optimizer))] == dtypes
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(optimizer.opt_state))]
+    assert not any("layer" in path for path in paths)
