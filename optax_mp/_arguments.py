@@ -73,17 +73,12 @@ def check_state_first(opt_state: Any, params: Any, caller: str, call: str) -> No
         call: how it is called.
     """
     check_opt_state(opt_state, caller)
-    if are_swapped(opt_state, params):
+    if holds_state(params) and not holds_state(opt_state):
         raise TypeError(
             f"{caller}: `params` is {summarize(params)}, which is an optimizer state, "
             f"and `opt_state` is {summarize(opt_state)}, expected the state first; "
             f"call `{call}`."
         )
-
-
-def are_swapped(opt_state: Any, params: Any) -> bool:
-    """Return whether the state is `params`, and the params are `opt_state`."""
-    return holds_state(params) and not holds_state(opt_state)
 
 
 def check_whole_number(argument: str, value: Any) -> int:

@@ -5,9 +5,13 @@ with one child, which is a leaf, and is neither a mapping nor a sequence. Framew
 look into boxes for arrays, and map functions over a state and its shardings. So in our
 states a box holds one array, like the param's box, and what is absent is absent with
 its box.
+
+NNX hides its boxes from optax. `plain_state`, `plain_params` and `plain_trees` do so
+for functions that take an `nnx.Optimizer` or a module, without importing Flax.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -142,3 +146,40 @@ def _front(entries: Any, at: int, size: int) -> Any:
     return (
         dataclasses.replace(axes[0], name=f"stored_{at}", size=size) if axes else None
     )
+
+
+def plain_state(opt_state: PyTree) -> PyTree:
+    """Return an optimizer state without NNX's boxes; also that of an `nnx.Optimizer`.
+
+    `nnx.Optimizer` keeps each array of its `opt_state` in a Variable of its own, but
+    shows arrays to optax.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return opt_state
+    if isinstance(opt_state, nnx.Optimizer):
+        opt_state = opt_state.opt_state
+    return nnx.as_pure(opt_state)
+
+
+def plain_trees(opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    """Return state and params without NNX's boxes.
+
+    Of an `nnx.Module` those are the params that the `nnx.Optimizer` trains, or its
+    `nnx.Param`s if the state is not given as one.
+    """
+    return plain_state(opt_state), _plain_params(params, opt_state)
+
+
+def plain_params(params: PyTree) -> PyTree:
+    """Return params, gradients or updates without NNX's boxes."""
+    return _plain_params(params, None)
+
+
+def _plain_params(params: PyTree, optimizer: Any) -> PyTree:
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return params
+    if isinstance(params, nnx.Module):
+        params = nnx.state(params, getattr(optimizer, "wrt", nnx.Param))
+    return nnx.as_pure(params)

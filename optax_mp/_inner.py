@@ -100,37 +100,28 @@ def check_gradients(params: PyTree, grads: PyTree, caller: str) -> None:
     """
     if params is None or isinstance(params, optax.LookaheadParams):
         return
-    leaves = Leaves.of(params, caller=caller, name="`params`")
-    found = leaves.match(grads, "the gradients")
-    for path, param, grad in zip(leaves.paths, leaves.values, found, strict=True):
+    match_gradients(Leaves.of(params, caller=caller, name="`params`"), grads)
+
+
+def match_gradients(params: Leaves, grads: PyTree) -> list[Any]:
+    """Return the gradient of each param; raise unless it can be its own."""
+    found = params.match(grads, "the gradients")
+    for path, param, grad in zip(params.paths, params.values, found, strict=True):
         # Python numbers are params, too, as under `jit`.
         param = jnp.asarray(param) if isinstance(param, float | complex) else param
-        check_gradient(path, param, grad, caller)
+        check_gradient(path, param, grad, params.caller)
+    return found
 
 
-def warn_if_none(params: Leaves, grads: Sequence[Any]) -> None:
-    """Warn if a floating param has None as its gradient.
+def warn_of_gradients(params: Leaves, grads: Sequence[Any]) -> None:
+    """Warn if a floating param has None as its gradient, or a gradient is float16.
 
-    Some rules leave such a param alone, and `equinox.apply_updates` takes None as its
-    update. Others, and `optax.apply_updates`, fail.
+    Some rules leave a param without a gradient alone, and `equinox.apply_updates` takes
+    None as its update. Others, and `optax.apply_updates`, fail. A float16 gradient was
+    not unscaled in float32 by a loss scale.
     """
-    leaves = zip(params.paths, params.values, grads, strict=True)
-    for path, param, grad in leaves:
-        if grad is None and is_inexact(param):
-            warn(_describe_none(path, param, params.caller))
-            return
-
-
-def _describe_none(path: tuple[Any, ...], param: Any, caller: str) -> str:
-    return (
-        f"{caller}: the gradient of {spell(path)} is None, expected a gradient for the "
-        f"param {describe(param)}. If this param is not trained, wrap the optimizer in "
-        "`optax.masked`, or let its gradient be zero."
-    )
-
-
-def warn_if_float16(params: Leaves, grads: Sequence[Any]) -> None:
-    """Warn if a gradient is float16: no loss scale unscaled it in float32."""
+    if problem := _find_none(params, grads):
+        warn(problem)
     for path, grad in zip(params.paths, grads, strict=True):
         if is_floating(grad) and grad.dtype == jnp.float16:
             warn(
@@ -141,6 +132,19 @@ def warn_if_float16(params: Leaves, grads: Sequence[Any]) -> None:
                 "yourself, cast the gradients to float32 before you unscale them."
             )
             return
+
+
+def _find_none(params: Leaves, grads: Sequence[Any]) -> str | None:
+    """Return what is wrong if a floating param has None as its gradient."""
+    for path, param, grad in zip(params.paths, params.values, grads, strict=True):
+        if grad is None and is_inexact(param):
+            return (
+                f"{params.caller}: the gradient of {spell(path)} is None, expected a "
+                f"gradient for the param {describe(param)}. If this param is not "
+                "trained, wrap the optimizer in `optax.masked`, or let its gradient be "
+                "zero."
+            )
+    return None
 
 
 def or_no_change(update: Any, param: Any) -> Any:
@@ -198,7 +202,7 @@ def explain_failure(
         # An error of this package says what is wrong already.
         if params is None or _module_that_raised(error).startswith("optax_mp."):
             raise
-        problem = _find_none(grads, params, caller)
+        problem = _find_missing(grads, params, caller)
         problem = problem or _find_host_memory(error, state, caller)
         problem = problem or _difference_to_own(inner, state, params, caller)
         if problem is None:
@@ -209,20 +213,16 @@ def explain_failure(
         raise ValueError(problem) from error
 
 
-def _find_none(grads: PyTree, params: PyTree, caller: str) -> str | None:
+def _find_missing(grads: PyTree, params: PyTree, caller: str) -> str | None:
     """Return what is wrong if gradients are missing, or None is among them."""
     # `optax.lookahead` has two copies of the params, and gradients of one.
     if isinstance(params, optax.LookaheadParams):
         params = params.fast
     leaves = Leaves.of(params, caller=caller, name="`params`")
     try:
-        found = leaves.match(grads, "the gradients")
+        return _find_none(leaves, leaves.match(grads, "the gradients"))
     except ValueError as error:
         return str(error)
-    for path, param, grad in zip(leaves.paths, leaves.values, found, strict=True):
-        if grad is None and is_inexact(param):
-            return _describe_none(path, param, caller)
-    return None
 
 
 def _find_host_memory(error: Exception, state: PyTree, caller: str) -> str | None:

@@ -1,8 +1,16 @@
-"""The category of this package's warnings, and the line that they point to."""
+"""The category of this package's warnings, and the line that they point to.
+
+Two warnings need to know what was done elsewhere in the process. `value_and_grad` warns
+if it finds float16 and no loss scale, but params may be float32, and float16 only
+inside, by `amp`; and a function may scale its loss by itself. `check_loss_scale` warns
+if nobody has scaled a loss. `event_counts` decides over these two alone.
+"""
 
 import sys
 import warnings
+from collections import Counter
 from types import FrameType
+from typing import Literal
 
 # A warning points to the first line outside of these packages.
 _SKIPPED = {"contextlib", "equinox", "flax", "functools", "jax", "optax", "optax_mp"}
@@ -36,3 +44,18 @@ def warn(message: str) -> None:
 
 def _package(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "").partition(".")[0]
+
+
+Event = Literal["computes in float16", "scales its loss"]
+
+_counts: Counter[Event] = Counter()
+
+
+def count_event(event: Event) -> None:
+    """Count something that is done, or traced."""
+    _counts[event] += 1
+
+
+def event_counts() -> Counter[Event]:
+    """Return how often what has been done in this process, up to now."""
+    return _counts.copy()

@@ -6,12 +6,11 @@
 - `_products`: matrix products and convolutions, and their FLOPs.
 - `_control_flow`: equations with jaxprs inside. Add support for another one here.
 - `_wiring`: what feeds what in such an equation, and searches along that.
-- `_dependence`: which outputs of a jaxpr depend on its inputs.
-- `_dataflow`: how they do: faded as in an average, or unchanged.
+- `_dataflow`: which outputs of a jaxpr depend on its inputs, and how: faded as in an
+  average, or unchanged.
 - `_traced`: a call of a function of pytrees, as a jaxpr of their arrays.
 - `_arrays`: what is known of one array: whether it is traced, and its type.
-- `_explicit`: shardings that are part of the types of arrays.
-- `_placed`: shardings that a traced function asks for.
+- `_explicit`: shardings in types of arrays, and those that a traced function asks for.
 - `_memory`: arrays in host memory.
 - `_block_operations`: between elements and the scales of their blocks.
 - `_choose`: take a step, or skip it entirely.

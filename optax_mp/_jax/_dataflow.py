@@ -1,7 +1,7 @@
 """How the inputs of a jaxpr reach its outputs, array by array.
 
-`depending_outputs` says that an output depends on an input. This says how: whether the
-input fades on the way, as in an average, and whether its entries arrive unchanged.
+`depending_outputs` says that an output depends on an input. A `Flow` says how: whether
+the input fades on the way, as in an average, and whether its entries arrive unchanged.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,9 +10,50 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optax_mp._jax._control_flow import has_regions, wiring_of
-from optax_mp._jax._jaxpr import AnyJaxpr, is_literal, open_jaxpr
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, open_jaxpr
 from optax_mp._jax._primitives import FACTORIZATIONS, JOINS, MOVES
 from optax_mp._jax._products import is_product
+
+
+def depending_outputs(
+    jaxpr: AnyJaxpr, inputs: Sequence[bool] | None = None
+) -> list[bool]:
+    """Return which outputs of `jaxpr` depend on its inputs.
+
+    An output depends on the values it is computed from, and on those that decide what
+    runs: the index of a branch, the condition of a loop.
+
+    Args:
+        jaxpr: the jaxpr.
+        inputs: for each input, whether to look for outputs that depend on it; by
+            default, for all.
+    """
+    jaxpr, _ = open_jaxpr(jaxpr)
+    sources = [True] * len(jaxpr.invars) if inputs is None else inputs
+    known: dict[Any, bool] = dict(zip(jaxpr.invars, sources, strict=True))
+
+    def depends(atom: Any) -> bool:
+        return not is_literal(atom) and known.get(atom, False)
+
+    for equation in jaxpr.eqns:
+        inputs = [depends(atom) for atom in equation.invars]
+        outputs = _depending_results(equation, inputs)
+        known.update(zip(equation.outvars, outputs, strict=True))
+    outvars: Any = jaxpr.outvars
+    return [depends(atom) for atom in outvars]
+
+
+def _depending_results(equation: Equation, inputs: list[bool]) -> list[bool]:
+    """Return which outputs of an equation depend on something, given its inputs."""
+    if equation.primitive.name == "shard_alike":
+        return inputs  # it reads one only to tell XLA where to put the other
+    if not (has_regions(equation) and any(inputs)):
+        return [any(inputs)] * len(equation.outvars)
+    result = wiring_of(equation).forward(
+        inputs, lambda region, given: depending_outputs(region.jaxpr, given), any
+    )
+    return [output or any(result.decisions) for output in result.outputs]
+
 
 _NONE: frozenset[int] = frozenset()
 

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._float16 import report
 from optax_mp._jax._jaxpr import evaluate
-from optax_mp._warnings import warn
+from optax_mp._warnings import count_event, warn
 from optax_mp.autocast._changes import pure_call
 from optax_mp.autocast._lattice import full_precisions
 from optax_mp.autocast._rules import STOP, Rule, Rules, default_amp_rules
@@ -114,7 +113,7 @@ def amp(
     @functools.wraps(fun, updated=())
     def autocast(*args: Any, **kwargs: Any) -> Any:
         if checked_rules.compute_dtype == jnp.float16:
-            report("computes in float16")
+            count_event("computes in float16")
         call = pure_call(fun, args, kwargs)
         traced, plan = interpreter.trace(call.fun, call.args, {})
         for text in interpreter.warnings(traced, plan):

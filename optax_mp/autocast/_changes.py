@@ -71,10 +71,7 @@ def _nnx() -> Any:
 def _is_module(x: Any) -> bool:
     # Without Flax imported, nothing is a module of it.
     nnx: Any = sys.modules.get("flax.nnx")
-    # `Object` is the name up to Flax 0.11.
-    return nnx is not None and isinstance(
-        x, (getattr(nnx, "Pytree", None) or nnx.Object, nnx.Variable)
-    )
+    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def _variables(modules: list[Any]) -> dict[Any, Any]:
@@ -92,11 +89,7 @@ def _changes(modules: list[Any], before: Arrays) -> PyTree:
     changed = [
         (path, variable)
         for path, variable in _variables(modules).items()
-        if (
-            not _are_same(jax.tree.leaves(variable), before[path])
-            if path in before
-            else _can_be_added(variable)
-        )
+        if not _are_same(jax.tree.leaves(variable), before.get(path))
     ]
     return _nnx().from_flat_state(changed) if changed else {}
 
@@ -104,20 +97,15 @@ def _changes(modules: list[Any], before: Arrays) -> PyTree:
 def _lost_any(modules: list[Any], graphdef: Any, before: Arrays) -> bool:
     """Return whether modules changed in a way that cannot be written back."""
     now = _variables(modules)
-    added = [variable for path, variable in now.items() if path not in before]
-    if added:
+    if now.keys() - before.keys():
         # The graph differs, if only in these.
-        return not (all(map(_can_be_added, added)) and before.keys() < now.keys())
+        return not before.keys() < now.keys()
     return _nnx().graphdef(modules) != graphdef
 
 
-def _can_be_added(variable: Any) -> bool:
-    # Up to Flax 0.11, `nnx.update` takes new variables, as of `sow`, for other ones.
-    return isinstance(variable, _nnx().Variable)
-
-
-def _are_same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(lambda a, b: a is b, some, others))
+def _are_same(some: list[Any], others: list[Any] | None) -> bool:
+    # Compared by identity: `==` would compare traced values.
+    return others is not None and list(map(id, some)) == list(map(id, others))
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ from optax_mp._jax._source import name_in_errors
 from optax_mp._jax._wiring import Region, Wiring
 from optax_mp.autocast._biases import AxisCounts, Biases
 from optax_mp.autocast._demand import Demand, Wants, is_better_full
-from optax_mp.autocast._function_rules import precisions_by_function
 from optax_mp.autocast._lattice import (
     FULL,
     LOW,
@@ -40,7 +39,7 @@ from optax_mp.autocast._lattice import (
     widest,
     without_weak,
 )
-from optax_mp.autocast._rules import Rule, Rules
+from optax_mp.autocast._rules import Rule, Rules, precisions_by_function
 
 
 @dataclass(frozen=True)

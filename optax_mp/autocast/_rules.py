@@ -7,12 +7,12 @@ primitive, and that of the outermost scope over those of others.
 import difflib
 import functools
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
-from jax.lax import Precision
+from jax import lax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits, floating_dtype
@@ -20,14 +20,18 @@ from optax_mp._jax._control_flow import has_regions, may_have_regions
 from optax_mp._jax._jaxpr import (
     Equation,
     Primitive,
+    bind,
     is_literal,
     jaxprs_within,
     primitive_names,
+    trace_jaxpr,
+    with_dtype,
 )
 from optax_mp._jax._primitives import AMP_WORDS
 from optax_mp._jax._source import scopes
+from optax_mp._tree import describe, is_array, is_floating
 from optax_mp.autocast._eight_bits import DTYPES, E4M3, PRIMITIVE, fits
-from optax_mp.autocast._lattice import takes_part
+from optax_mp.autocast._lattice import FULL, LOW, Precision, Precisions, takes_part
 
 # Either a word or `(compute_dtype, original_dtypes, *invars, **bind_params)`, which
 # returns the inputs and parameters to bind.
@@ -215,7 +219,7 @@ def describe_unknown(names: set[str], seen: set[str]) -> str:
 def _is_free(precision: Any) -> bool:
     """Return whether a product of this `precision` may run in 16 bits."""
     given = precision if isinstance(precision, tuple) else (precision,)
-    return all(x in (None, Precision.DEFAULT, Precision.HIGH) for x in given)
+    return all(x in (None, lax.Precision.DEFAULT, lax.Precision.HIGH) for x in given)
 
 
 def _is_half(atom: Any) -> bool:
@@ -259,4 +263,85 @@ def _check_rule(key: Any, rule: Any) -> Rule:
         f"amp: the rule of {name!r} is {rule!r}, expected one of {', '.join(WORDS)}, "
         "or a hashable function (compute_dtype, original_dtypes, *invars, "
         "**bind_params) -> (invars, bind_params)."
+    )
+
+
+def bind_by_function(
+    rule: Callable[..., Any],
+    compute_dtype: Any,
+    equation: Equation,
+    inputs: Sequence[Any],
+) -> list[Any]:
+    """Return the outputs of an equation, bound as a user's function says."""
+    originals = tuple(atom.aval.dtype for atom in equation.invars)
+    # A rule may ask each input for its dtype, but a literal is a plain number.
+    given = [
+        jnp.asarray(x, atom.aval.dtype) if is_literal(atom) else x
+        for x, atom in zip(inputs, equation.invars, strict=True)
+    ]
+    returned = rule(compute_dtype, originals, *given, **equation.params)
+    invars, params = _check(equation.primitive.name, returned, given)
+    return bind(equation, invars, params)
+
+
+def _check(name: str, returned: Any, given: Sequence[Any]) -> tuple[Any, Any]:
+    """Return what a rule returned, if the primitive may be bound with it."""
+    match returned:
+        case (tuple() | list() as invars, dict() as params):
+            pass
+        case _:
+            raise TypeError(
+                f"amp: the rule of {name} returned {returned!r}, expected a pair of a "
+                "list and a dictionary; return (invars, bind_params)."
+            )
+    if len(invars) != len(given) or not all(map(_may_replace, invars, given)):
+        raise ValueError(
+            f"amp: the rule of {name} returned {', '.join(map(describe, invars))} as "
+            f"inputs, expected {', '.join(map(describe, given))}; change nothing but "
+            "their floating dtypes."
+        )
+    return invars, params
+
+
+def _may_replace(new: Any, old: Any) -> bool:
+    if not is_array(new) or new.shape != old.shape:
+        return False
+    return new.dtype == old.dtype or (is_floating(new) and is_floating(old))
+
+
+def precisions_by_function(
+    rule: Callable[..., Any],
+    compute_dtype: Any,
+    equation: Equation,
+    precisions: Precisions,
+) -> Precisions:
+    """Return the precisions of the outputs of an equation that a function binds."""
+    avals = [
+        with_dtype(atom.aval, compute_dtype) if precision == LOW else atom.aval
+        for atom, precision in zip(equation.invars, precisions, strict=True)
+    ]
+
+    def run(*inputs: Any) -> list[Any]:
+        return bind_by_function(rule, compute_dtype, equation, inputs)
+
+    # The only way to know what a user's function does is to call it.
+    outputs = trace_jaxpr(run, avals).out_avals
+    return tuple(
+        _precision(equation, atom, aval.dtype, compute_dtype)
+        for atom, aval in zip(equation.outvars, outputs, strict=True)
+    )
+
+
+def _precision(
+    equation: Equation, atom: Any, dtype: Any, compute_dtype: Any
+) -> Precision:
+    if dtype == atom.aval.dtype:
+        return FULL if takes_part(atom) else None
+    if takes_part(atom) and dtype == compute_dtype:
+        return LOW
+    expected = {jnp.dtype(atom.aval.dtype).name, jnp.dtype(compute_dtype).name}
+    raise ValueError(
+        f"amp: {equation.primitive.name} returns {jnp.dtype(dtype).name} by its rule, "
+        f"expected {' or '.join(sorted(expected))}; set `preferred_element_type` among "
+        "the bind_params, or cast the inputs to one of them."
     )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_mp._jax._control_flow import bind_with, wiring_of
-from optax_mp._jax._dependence import depending_outputs
+from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     ClosedJaxpr,
@@ -32,11 +32,16 @@ from optax_mp._warnings import warn
 from optax_mp.autocast._biases import argument_axis_counts
 from optax_mp.autocast._derivatives import custom_jvp, custom_vjp
 from optax_mp.autocast._eight_bits import describe_unused, product
-from optax_mp.autocast._function_rules import bind_by_function
 from optax_mp.autocast._lattice import FULL, LOW, Precisions, cast, full_precisions
 from optax_mp.autocast._loop_conditions import loop_warnings
 from optax_mp.autocast._plan import Action, Plan, Planner, RegionPlan
-from optax_mp.autocast._rules import Rule, Rules, describe_unknown, scope_parts
+from optax_mp.autocast._rules import (
+    Rule,
+    Rules,
+    bind_by_function,
+    describe_unknown,
+    scope_parts,
+)
 
 _WITH_RULE = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 _NOTE_ON_CLOSURES = (

@@ -2,7 +2,7 @@
 
 Orbax, `flax.serialization` and pickle save and restore states as they are; nothing here
 reads or writes files. `check_checkpoint` (`_check.py`) says before a restore whether a
-checkpoint matches the state, name by name (`_compare.py`). `convert_opt_state`
+checkpoint matches the state, name by name. `convert_opt_state`
 (`_convert.py`) converts the state of a run to another form of its optimizer, such as
 other storage.
 """

@@ -1,9 +1,19 @@
-"""check_checkpoint: whether a checkpoint matches what it is restored into."""
+"""check_checkpoint: whether a checkpoint matches what it is restored into.
 
+Leaves are compared name by name.
+"""
+
+from numbers import Number
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
-from optax_mp._tree import PyTree
-from optax_mp.checkpoints._compare import differences, leaves_by_name, unwrap_metadata
+from optax_mp._dtypes import bits
+from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 
 _CALLER = "check_checkpoint"
 
@@ -81,3 +91,119 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
             "`optax_mp.convert_opt_state(opt_state, params, tx, new_tx)`, and the "
             "dtype of the params with `optax_mp.cast_floating`."
         )
+
+
+Path = tuple[Any, ...]
+# The names along a path, without the types of the containers.
+PathNames = tuple[str, ...]
+NamedLeaves = dict[PathNames, tuple[Path, Any]]
+
+_MOST_SHOWN = 3  # differences of each kind
+
+
+def unwrap_metadata(saved: PyTree) -> PyTree:
+    """Return the tree inside the objects that Orbax returns as metadata."""
+    for name in ("item_metadata", "metadata"):
+        if all_leaves([saved]) and not is_array(saved):
+            saved = getattr(saved, name, saved)
+    return saved
+
+
+def names_of(path: Path) -> PathNames:
+    """Return the names along a path."""
+    names = tuple(keystr((entry,), simple=True) for entry in path)
+    # Flax's boxes hold their array in `value`; its pure trees have no boxes.
+    return names[:-1] if names[-1:] == ("value",) else names
+
+
+# By name and not by path: metadata and state dicts have dicts and lists where states
+# have NamedTuples and tuples.
+def leaves_by_name(tree: PyTree) -> NamedLeaves:
+    """Return path and leaf of every number and array, by the names along the path."""
+    return {
+        names_of(path): (path, leaf)
+        for path, leaf in tree_flatten_with_path(tree)[0]
+        if is_array(leaf) or isinstance(leaf, Number)
+    }
+
+
+def differences(found: NamedLeaves, expected: NamedLeaves) -> list[str]:
+    """Return a line for each difference between a checkpoint and a template.
+
+    Those with a consequence come first: a restore may succeed in spite of them.
+    """
+    missing = [
+        f"{spell(path)} was not saved, the template expects {describe(leaf)}"
+        for names, (path, leaf) in expected.items()
+        if names not in found
+    ]
+    additional = [
+        f"{spell(path)} was saved as {describe(leaf)}, the template has no such leaf"
+        for names, (path, leaf) in found.items()
+        if names not in expected
+    ]
+    changed = []
+    for names in (names for names in expected if names in found):
+        (path, want), (_, leaf) = expected[names], found[names]
+        consequence = _consequence(leaf, want, names)
+        if consequence:
+            changed.append(
+                f"{spell(path)} was saved as {describe(leaf)}, the template expects "
+                f"{describe(want)}: {consequence}"
+            )
+    return [*_shorten(changed), *_shorten(missing), *_shorten(additional)]
+
+
+def _shorten(lines: list[str]) -> list[str]:
+    rest = len(lines) - _MOST_SHOWN
+    return lines[:_MOST_SHOWN] + ([f"and {rest} more like these"] if rest > 0 else [])
+
+
+def _consequence(leaf: Any, want: Any, names: PathNames) -> str:
+    """Return what a restore would do to a leaf; an empty string if nothing is wrong."""
+    leaf, want = _without_key_type(leaf, want), _without_key_type(want, leaf)
+    if tuple(getattr(leaf, "shape", ())) != tuple(getattr(want, "shape", ())):
+        return "another shape"
+    if not (is_array(leaf) and is_array(want)):
+        is_same = _kind(leaf) == _kind(want)
+        return "" if is_same else "a restore would change the kind of number"
+    if leaf.dtype == want.dtype or _may_be_number(leaf, want):
+        return ""
+    whose = "the masters" if "master_params" in names else "the values"
+    if not (is_floating(leaf) and is_floating(want)):
+        return f"a restore would cast {whose}, which are stored in another form"
+    if bits(leaf.dtype) < bits(want.dtype):
+        return "saved in a narrower dtype than the template"
+    return f"a restore would round {whose}"
+
+
+def _may_be_number(leaf: Any, want: Any) -> bool:
+    """Return whether a saved scalar may have been a Python number.
+
+    Orbax describes those in 64 bits, where JAX uses its widest dtype.
+    """
+    if want.shape or not jnp.issubdtype(want.dtype, jnp.number):
+        return False
+    is_weak = getattr(want, "weak_type", False)
+    if not (is_weak or jnp.issubdtype(want.dtype, jnp.integer)):
+        return False
+    return jax.dtypes.canonicalize_dtype(leaf.dtype) == want.dtype
+
+
+def _kind(x: Any) -> Any:
+    """Return the kind of a number, whatever its width; None for anything else."""
+    dtype = x.dtype if is_array(x) else np.asarray(x).dtype
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), None)
+
+
+def is_key(x: Any) -> bool:
+    """Return whether `x` is an array of typed PRNG keys."""
+    return is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _without_key_type(leaf: Any, other: Any) -> Any:
+    """Return the data of a PRNG key if the other leaf is not a key."""
+    if is_key(leaf) and not is_key(other):
+        return jax.eval_shape(jax.random.key_data, leaf)
+    return leaf

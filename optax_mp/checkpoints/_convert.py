@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._arguments import check_state_first
+from optax_mp._boxes import plain_trees
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._explicit import reshard_beside
 from optax_mp._jax._jaxpr import evaluate
@@ -16,7 +17,6 @@ from optax_mp._jax._memory import bring, is_on_host, put_beside, to_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._nesting import check_nesting
-from optax_mp._nnx import plain_trees
 from optax_mp._quantized import Quantized
 from optax_mp._states import find_states, map_states
 from optax_mp._tree import (

@@ -11,13 +11,13 @@ Tracing the update shows which arrays those are, and which must stay in full pre
 stochastically, up or down at random but right on average, because updates smaller than
 half a unit in the last place are lost if they are always rounded to nearest.
 
-- `_low_bit`: the transform, with its settings in `_code_format`.
+- `_low_bit`: the transform.
 - `_blocks`: from an array to a `Quantized`, and back.
-- `_code_choice`: which arrays get which codes. It traces the update (`_traced_update`),
-  and finds arrays that are never negative (`_signs`), and those that must stay in full
-  precision (`_full_precision`).
+- `_code_choice`: its settings, and which arrays get which codes. It traces the update
+  (`_traced_update`), and finds arrays that are never negative (`_signs`), and those
+  that must stay in full precision (`_full_precision`).
 - `_stochastic`: the other transform.
-- `_rounding`, `_random_numbers`: stochastic rounding, for both.
+- `_random_numbers`: stochastic rounding, for both.
 """
 
 from optax_mp._quantized import Quantized

@@ -14,8 +14,7 @@ from optax_mp._dtypes import saturating_cast
 from optax_mp._jax._block_operations import MAXIMUM, MINIMUM, Blocks
 from optax_mp._jax._explicit import reshard_like, whole_along
 from optax_mp._quantized import Code, Quantized, new_quantized
-from optax_mp.compact._random_numbers import uniform_numbers
-from optax_mp.compact._rounding import round_stochastically
+from optax_mp.compact._random_numbers import round_stochastically, uniform_numbers
 
 # Bit patterns of float32. Scales lie between 2^-126 and 2^126, because CPUs flush
 # smaller numbers to zero, and the inverse of a larger scale is one of those.

@@ -10,20 +10,18 @@ from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params, check_own_state
 from optax_mp._boxes import flatten_slots, put, put_resized, unbox
-from optax_mp._descriptions import takes_descriptions
+from optax_mp._descriptions import divides_names, place_like_params, takes_descriptions
 from optax_mp._inner import (
     as_transformation,
     check_gradients,
     copy_shared,
     explain_failure,
 )
-from optax_mp._placement import divides_names, place_like_params
 from optax_mp._quantized import Code, is_quantized, new_quantized
 from optax_mp._tree import PyTree
 from optax_mp._typed import type_with
 from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
-from optax_mp.compact._code_choice import choose_codes
-from optax_mp.compact._code_format import BFLOAT16, CodeFormat
+from optax_mp.compact._code_choice import BFLOAT16, CodeFormat, choose_codes
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
 from optax_mp.leafwise._update import leafwise_update
 

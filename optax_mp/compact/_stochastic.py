@@ -11,26 +11,28 @@ from optax_mp._arguments import (
     check_init_params,
     check_own_state,
 )
-from optax_mp._descriptions import takes_descriptions
+from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, difference
 from optax_mp._inner import (
     as_inner_grad,
     as_inner_param,
     as_transformation,
-    check_gradient,
     check_update,
     copy_shared,
     explain_failure,
+    match_gradients,
     or_no_change,
-    warn_if_float16,
-    warn_if_none,
+    warn_of_gradients,
 )
 from optax_mp._jax._choose import choose_step, pass_choice
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._placement import place_like_params
 from optax_mp._tree import describe, is_floating, is_inexact, spell
-from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
-from optax_mp.compact._rounding import round_stochastically
+from optax_mp.compact._random_numbers import (
+    check_seed,
+    round_stochastically,
+    rounding_keys,
+    split_keys,
+)
 from optax_mp.leafwise._update import leafwise_update
 from optax_mp.scaling._mark import is_unmarked
 
@@ -133,11 +135,8 @@ def stochastic_rounding(
         check_given_params(params, "stochastic_rounding")
         check_own_state(state, StochasticRoundingState, "stochastic_rounding")
         leaves = Leaves.of(params, caller="stochastic_rounding", name="`params`")
-        grads = leaves.match(updates, "the gradients")
-        for path, param, grad in zip(leaves.paths, leaves.values, grads, strict=True):
-            check_gradient(path, param, grad, "stochastic_rounding")
-        warn_if_none(leaves, grads)
-        warn_if_float16(leaves, grads)
+        grads = match_gradients(leaves, updates)
+        warn_of_gradients(leaves, grads)
         wide = list(map(_widen, leaves.values))
         if extra_args.get("grad") is not None:
             grad = leaves.match(extra_args["grad"], "the extra argument `grad`")

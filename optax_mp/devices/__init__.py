@@ -1,9 +1,8 @@
 """Training on many devices.
 
 JAX itself shards arrays and computations. `zero1` (`_zero1.py`) makes it shard the
-state of an optimizer over devices that hold the same params: `_param_specs.py` finds
-out how the params are sharded, `_cut.py` decides how each array is cut, and `_parts.py`
-tells what is inside of `zero1`.
+state of an optimizer over devices that hold the same params: `_cut.py` finds out how
+the params are sharded, and decides how each array is cut.
 
 `state_shardings` (`_state_shardings.py`) says how a state should be sharded.
 

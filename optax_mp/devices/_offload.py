@@ -1,6 +1,7 @@
 """Keep the large arrays of an optimizer state in the memory of the host."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._arguments import check_init_params, check_whole_number
-from optax_mp._descriptions import takes_descriptions
+from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
 from optax_mp._jax._block_operations import is_block_operation
@@ -24,11 +25,9 @@ from optax_mp._jax._memory import (
     to_host,
 )
 from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall, is_dynamic
-from optax_mp._placement import place_like_params
-from optax_mp._states import find_owners
+from optax_mp._states import Path, find_owners
 from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
-from optax_mp.devices._parts import shardings_handed_on
 from optax_mp.leafwise._alike import form_of_values
 from optax_mp.leafwise._from_host import (
     OUTER_STEP,
@@ -41,6 +40,30 @@ from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.leafwise._program import Program, Value, read_output, values_in
 
 _CALLER = "offload"
+
+# The extra argument by which `zero1` says how it cut the params: under `jit` with
+# automatic sharding nothing else knows. Transforms hand on what they do not know.
+PART_SHARDINGS = "optax_mp_part_shardings"
+
+
+# No pytree: transforms between `zero1` and here are to hand it on as it is.
+@dataclass(frozen=True, eq=False)
+class PartShardings:
+    """How params are sharded.
+
+    Attributes:
+        by_path: the shape of each param and its sharding, by its path.
+    """
+
+    by_path: Mapping[Path, tuple[tuple[int, ...], NamedSharding]]
+
+    def of(self, params: Any) -> list[NamedSharding | None]:
+        """Return the sharding of each of some params; None where it is not known."""
+        found = []
+        for path, leaf in tree_flatten_with_path(params)[0]:
+            shape, sharding = self.by_path.get(path, (None, None))
+            found.append(sharding if shape == jnp.shape(leaf) else None)
+        return found
 
 
 def offload(
@@ -155,6 +178,7 @@ def offload(
         outer = extra_args.pop(OUTER_STEP, None)
         # A wrapper that skips this step chooses all but what is in host memory.
         proceed = extra_args.pop(PROCEED, True)
+        parts = extra_args.pop(PART_SHARDINGS, None)
         traced, known = split_traced(extra_args)
 
         def step(given: Any, kept: Any) -> tuple[Any, Any]:
@@ -172,7 +196,7 @@ def offload(
             return run_between_moves(step, given, state, proceed)
 
         def plan() -> Plan:
-            shardings = _state_shardings(state, params, param_shardings)
+            shardings = _state_shardings(state, params, parts, param_shardings)
             return Plan(min_size, chunk_bytes, shardings)
 
         return run_from_host(step_between, given, state, plan, proceed)
@@ -324,15 +348,16 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
 
 
 def _state_shardings(
-    state: Any, params: Any, param_shardings: Any
+    state: Any, params: Any, parts: PartShardings | None, param_shardings: Any
 ) -> list[NamedSharding | None]:
     """Return how arrays of a state are sharded: as their params, None if unknown."""
     if params is None:
         return []
-    of_params = shardings_handed_on(params)
-    if of_params is None:
-        if param_shardings is None:
-            return []
+    if parts is None and param_shardings is None:
+        return []
+    if parts is not None:
+        of_params = parts.of(params)
+    else:
         of_params = spread_shardings(params, param_shardings, _CALLER)
     arrays = jax.tree.leaves(params)
     shardings: list[NamedSharding | None] = []

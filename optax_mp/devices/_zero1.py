@@ -10,31 +10,29 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_mp._arguments import check_given_params, check_init_params
-from optax_mp._descriptions import takes_descriptions
+from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation, explain_failure
 from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._jaxpr import evaluate
+from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._placement import place_like_params
 from optax_mp._states import find_owners
 from optax_mp._tree import PyTree, describe, is_floating, spell
 from optax_mp.devices._cut import (
     Cut,
     MeshAxes,
     axis_names,
-    choose_cut,
-    divides,
-    shard,
-)
-from optax_mp.devices._param_specs import (
     check_on_mesh,
     check_spec,
+    choose_cut,
+    divides,
     known_spec,
+    shard,
     specs_of_params,
 )
-from optax_mp.devices._parts import Parts, hand_on
+from optax_mp.devices._offload import PART_SHARDINGS, PartShardings
 
 
 def zero1(
@@ -140,10 +138,9 @@ def zero1(
         if extra_args.get("grad") is not None:
             extra_args["grad"] = cuts.cut(extra_args["grad"])
         parts = cuts.cut(params)
-        with (
-            explain_failure(inner, updates, state, params, "zero1"),
-            hand_on(cuts.shardings_of_parts()),
-        ):
+        if any(map(is_on_host, jax.tree.leaves(state))):
+            extra_args[PART_SHARDINGS] = cuts.shardings_of_parts()
+        with explain_failure(inner, updates, state, params, "zero1"):
             changes, state = inner.update(
                 cuts.cut(updates), cuts.cut(state), parts, **extra_args
             )
@@ -200,7 +197,7 @@ class _Cuts:
                 )
         return cls(leaves, mesh, axes, specs, by_param)
 
-    def shardings_of_parts(self) -> Parts:
+    def shardings_of_parts(self) -> PartShardings:
         """Return how the params are sharded once they are cut."""
         found = {}
         both = zip(self.specs, self.by_param, strict=True)
@@ -213,7 +210,7 @@ class _Cuts:
                 spec = PartitionSpec(*(each or None for each in names))
             shape = jnp.shape(self.leaves.values[i])
             found[self.leaves.paths[i]] = shape, NamedSharding(self.mesh, spec)
-        return found
+        return PartShardings(found)
 
     def cut(self, tree: PyTree) -> PyTree:
         """Return `tree` with its arrays cut, each as the param that it belongs to."""
@@ -304,9 +301,9 @@ def _check_axes(mesh: Any, axis: Any) -> MeshAxes:
 
 
 def _check_not_manual(axes: MeshAxes) -> None:
-    """Raise within `shard_map` over these axes, as far as this JAX can tell."""
-    current = getattr(jax.sharding, "get_abstract_mesh", lambda: None)()
-    manual = [name for name in axes if name in getattr(current, "manual_axes", ())]
+    """Raise within `shard_map` over these axes."""
+    current = jax.sharding.get_abstract_mesh().manual_axes
+    manual = [name for name in axes if name in current]
     if manual:
         raise ValueError(
             f"zero1: called within shard_map over `{manual[0]}`, where each rank has "

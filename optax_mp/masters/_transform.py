@@ -7,19 +7,17 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params
-from optax_mp._descriptions import takes_descriptions
+from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, floating_dtype, round_to
 from optax_mp._inner import (
     as_inner_param,
     as_transformation,
     copy_shared,
     explain_failure,
-    warn_if_float16,
-    warn_if_none,
+    warn_of_gradients,
 )
 from optax_mp._jax._choose import choose_step, pass_choice, read_choice
 from optax_mp._leaves import Leaves
-from optax_mp._placement import place_like_params
 from optax_mp._policy import Policy, warn_unmatched_patterns
 from optax_mp._tree import spell
 from optax_mp.leafwise._update import leafwise_update
@@ -148,8 +146,7 @@ def mixed_precision(
     ) -> tuple[optax.Updates, MixedPrecisionState]:
         step, stored = Step.match(updates, state, params, settings)
         leaves = step.params
-        warn_if_none(leaves, step.grads)
-        warn_if_float16(leaves, step.grads)
+        warn_of_gradients(leaves, step.grads)
 
         def run_step(
             before: tuple[Any, Any], extra_args: dict[str, Any]

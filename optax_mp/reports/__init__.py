@@ -7,8 +7,8 @@ gradients by magnitude, and says what each low-precision format would lose.
 `update_report` (`_updates.py`) counts the updates that are too small to move a param;
 `_leaf_counts.py` holds what both share. `step_report` (`_step.py`) says which leaves
 `take_step` computes in a kernel. `precision_report` (`_precision.py`) says in which
-dtype products run: it traces a function (`_precision_trace.py`), and follows where
-float32 comes from (`_precision_walk.py`).
+dtype products run: it traces a function, and follows where float32 comes from
+(`_precision_walk.py`).
 """
 
 from optax_mp.reports._gradient_range import (

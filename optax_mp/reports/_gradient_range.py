@@ -14,9 +14,9 @@ from jax import lax
 from jax.tree_util import register_dataclass, tree_leaves_with_path
 from jax.typing import ArrayLike, DTypeLike
 
+from optax_mp._boxes import plain_params
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._arrays import is_traced
-from optax_mp._nnx import plain_params
 from optax_mp._table import percent
 from optax_mp._tree import PyTree, is_floating, spell, summarize
 from optax_mp.reports._leaf_counts import LeafCounts, count_bins, count_leaves, share

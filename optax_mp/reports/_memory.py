@@ -10,8 +10,8 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from optax_mp._arguments import check_opt_state
+from optax_mp._boxes import plain_trees
 from optax_mp._jax._memory import is_stored_on_host
-from optax_mp._nnx import plain_trees
 from optax_mp._quantized import Quantized
 from optax_mp._states import find_owners, find_states, holds_state
 from optax_mp._table import align_columns, format_bytes

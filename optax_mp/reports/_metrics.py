@@ -10,7 +10,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey, keystr, tree_leaves_with_path
 
 from optax_mp._arguments import check_opt_state
-from optax_mp._nnx import plain_state
+from optax_mp._boxes import plain_state
 from optax_mp._states import Path, check_classes, find_states, holds_state
 from optax_mp._tree import PyTree, is_array, is_floating, summarize
 from optax_mp.scaling._state import LossScaleState

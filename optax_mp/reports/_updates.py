@@ -12,9 +12,9 @@ from jax import lax
 from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
+from optax_mp._boxes import plain_params
 from optax_mp._dtypes import at_least_float32, bits, floating_dtype, round_to
 from optax_mp._leaves import Leaves
-from optax_mp._nnx import plain_params
 from optax_mp._table import percent
 from optax_mp._tree import describe, is_floating, spell
 from optax_mp.reports._leaf_counts import LeafCounts, count_bins, count_leaves

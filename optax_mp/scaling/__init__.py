@@ -6,31 +6,28 @@ gradient is skipped and lowers the scale; a long run of finite steps raises it.
 
 The names below are the public ones. One module each:
 
-- `_rule`: how the scale grows and shrinks, as a pure function of three counters.
+- `_rule`: how the scale grows and shrinks, as a pure function of three counters, and
+  checks of its settings.
 - `_unscale`: multiply and divide trees by a scale in float32, and check them.
 - `_state`: `LossScaleState`, and how to find it in any optimizer state.
 - `_transform`: `dynamic_loss_scale` and `static_loss_scale`, for optax.
 - `_overwrite`: leaves that are replaced by their gradient, as in flax's fp8 layers.
 - `_mark`: how a link in a chain tells later links that a step is skipped.
 - `_gradients`: gradients of a scaled loss, for loops with an optimizer state.
-- `_call`: checks of what such a function was called with.
-- `_values`, `_retries`: loss scales for loops without an optimizer state.
+- `_values`: loss scales for loops without an optimizer state.
 - `_check`: `check_loss_scale`, which stops a run that skips too many steps.
-- `_settings`: checks of the numbers that a user passes.
 """
 
 from optax_mp.scaling._check import check_loss_scale
 from optax_mp.scaling._gradients import scale_loss, value_and_grad
-from optax_mp.scaling._retries import (
-    dynamic_scale_grad,
-    dynamic_scale_value_and_grad,
-)
 from optax_mp.scaling._state import LossScaleState, loss_scale
 from optax_mp.scaling._transform import dynamic_loss_scale, static_loss_scale
 from optax_mp.scaling._values import (
     DynamicLossScale,
     NoOpLossScale,
     StaticLossScale,
+    dynamic_scale_grad,
+    dynamic_scale_value_and_grad,
 )
 
 __all__ = [

@@ -7,14 +7,13 @@ import optax
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._arguments import warn_unless_state
-from optax_mp._float16 import counts
+from optax_mp._boxes import plain_trees
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import is_absent
-from optax_mp._nnx import plain_trees
 from optax_mp._states import find_states
 from optax_mp._tree import describe, nonfinite_paths, spell
-from optax_mp._warnings import warn
-from optax_mp.scaling._settings import check_number
+from optax_mp._warnings import event_counts, warn
+from optax_mp.scaling._rule import check_number
 from optax_mp.scaling._state import LossScaleState, loss_scale_state
 
 
@@ -158,7 +157,11 @@ def _warn_if_never_scaled(state: LossScaleState) -> None:
     to its bound, after thousands of steps with gradients divided by it.
     """
     has_scale = state.scale != 1 and state.finite_count > 0
-    if has_scale and state.total_skipped_count == 0 and not counts()["scales its loss"]:
+    if (
+        has_scale
+        and state.total_skipped_count == 0
+        and not event_counts()["scales its loss"]
+    ):
         warn(
             f"check_loss_scale: the loss scale is {state.scale:g}, no step was ever "
             "skipped, and no loss was scaled in this process, so gradients are "

@@ -8,10 +8,10 @@ import optax
 from jax.tree_util import keystr
 
 from optax_mp._arguments import check_opt_state, warn_unless_state
-from optax_mp._float16 import report
+from optax_mp._boxes import plain_state
 from optax_mp._nesting import check_nesting
-from optax_mp._nnx import plain_state
 from optax_mp._states import check_classes, find_states
+from optax_mp._warnings import count_event
 
 
 class LossScaleState(NamedTuple):
@@ -81,7 +81,7 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
     warn_unless_state(opt_state, "loss_scale")
     if state is None:
         return jnp.float32(1)
-    report("scales its loss")  # by hand
+    count_event("scales its loss")  # by hand
     return state.scale
 
 

@@ -25,15 +25,13 @@ from optax_mp.scaling._rule import (
     ScaleCounters,
     ScaleRule,
     adjust,
-    count_up,
-    start_counters,
-)
-from optax_mp.scaling._settings import (
     check_backoff_factor,
     check_count,
     check_growth_factor,
     check_number,
     check_scale,
+    count_up,
+    start_counters,
 )
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.scaling._unscale import ALL_FINITE, divide, unscale

@@ -16,7 +16,7 @@ from jax.extend.core import primitives
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_mp._jax._control_flow import bind_with, has_regions, replay, wiring_of
-from optax_mp._jax._dependence import depending_outputs
+from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._jaxpr import bind, evaluate, is_literal, open_jaxpr, trace_jaxpr
 
 TURNS = 6  # more than any carry here is long

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.shard_alike import shard_alike
 
 from optax_mp import _jax
-from optax_mp._jax._dependence import depending_outputs
+from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._jaxpr import bind, evaluate
 from optax_mp._jax._source import scopes, source_line
 
@@ -104,6 +104,6 @@ def test_the_folder_imports_nothing_else_of_the_package():
         path.name: re.findall(r"from (optax_mp\.(?!_jax\b)[\w.]+)", path.read_text())
         for path in folder.glob("*.py")
     }
-    # Of these, `_placement` and `_choose` are about states and are to move out of it.
-    moving = {"_by_platform.py", "_choose.py", "_placement.py"}
+    # Of these, `_choose` is about states and is to move out of it.
+    moving = {"_by_platform.py", "_choose.py"}
     assert {name for name, found in imports.items() if found} <= moving

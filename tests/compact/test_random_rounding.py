@@ -13,11 +13,11 @@ from forced_devices import run_on
 from slow_cases import mostly_slow
 
 from optax_mp.compact._random_numbers import (
+    round_stochastically,
     rounding_keys,
     split_keys,
     uniform_numbers,
 )
-from optax_mp.compact._rounding import round_stochastically
 
 BOTH = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 round_jitted = jax.jit(round_stochastically, static_argnums=1)

@@ -13,7 +13,7 @@ import pytest
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp import _float16
+from optax_mp import _warnings
 
 Warned = optax_mp.MixedPrecisionWarning
 BF16, F16 = jnp.bfloat16, jnp.float16
@@ -796,7 +796,7 @@ def trained(scaled, steps):
 @pytest.fixture
 def nothing_scaled(monkeypatch):
     """Forget that other tests scaled a loss in this process."""
-    monkeypatch.setattr(_float16, "_counts", Counter())
+    monkeypatch.setattr(_warnings, "_counts", Counter())
 
 
 @pytest.mark.filterwarnings("error")
