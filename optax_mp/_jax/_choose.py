@@ -35,6 +35,8 @@ StepFunction = Callable[[Any, dict[str, Any]], tuple[Any, Any]]
 # The extra argument that tells a step whether it is taken. Transforms hand extra
 # arguments on that they do not know; so it goes only where it is of use.
 PROCEED = "optax_mp_proceed"
+# The states of chains and groups, which hand it on.
+_PARTED = (tuple, dict, optax.PartitionState, optax.MaskedState)
 
 
 def choose_step(
@@ -71,10 +73,10 @@ def pass_choice(extra_args: dict[str, Any], state: Any) -> dict[str, Any]:
 
 
 def _has_masters(state: Any) -> bool:
-    """Return whether a state is of a `mixed_precision`, or of a chain with one."""
-    links = jax.tree.leaves(state, is_leaf=lambda x: type(x) not in (tuple, dict))
+    """Return whether a state is of `mixed_precision`, in a chain or group or not."""
+    parts = jax.tree.leaves(state, is_leaf=lambda x: type(x) not in _PARTED)
     # By the field, because the module of that state imports this one.
-    return any(hasattr(link, "master_params") for link in links)
+    return any(hasattr(part, "master_params") for part in parts)
 
 
 def or_negative_zeros(proceed: Choice, value: Any) -> Any:

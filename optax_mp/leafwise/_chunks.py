@@ -95,6 +95,8 @@ def cuts_of(part: Part, device_count: int = 1, most: int = _COUNT) -> Cuts | Non
         device_count: how many devices may hold shards of it.
         most: up to how many elements of a device a chunk may have.
     """
+    # All axes but the last become rows, and a chunk some of these rows: the last one
+    # whole, since blocks lie along it.
     *before, height, width = (1, 1, *part.shape)
     rows, step, axis = math.prod(before) * height, _ROWS, 0
     view: tuple[int, ...] = rows, width
@@ -223,7 +225,9 @@ def run_end(
         x.reshape(cuts.shape_of(x.shape)) if value.aval.ndim else x
         for value, x in zip(end.reads, args, strict=True)
     ]
-    # What is replaced is read from where results go, so that it is overwritten.
+    # The loop carries the results, and each turn writes its chunk into them: XLA keeps
+    # what a loop carries in one buffer. What is replaced is the first value of that. It
+    # is also read from there, or XLA would copy it to keep what it was before the loop.
     output_of = {read: at for at, read in end.replaced.items()}
     made = [
         views[end.replaced[at]]

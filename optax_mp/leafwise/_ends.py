@@ -15,6 +15,8 @@ from optax_mp._jax._block_operations import blocks_in, is_block_operation
 from optax_mp._jax._memory import moves_memory
 from optax_mp.leafwise._program import Node, Program, Value, values_in
 
+# Fewer than in `_jax._primitives`: what kernels compute on every platform. That it has
+# no such operation as another, Mosaic may say only when the whole program is compiled.
 ELEMENTWISE = frozenset(
     """add sub mul div rem max min neg sign abs sqrt rsqrt cbrt exp exp2 log log1p
     expm1 tanh logistic pow integer_pow square select_n clamp convert_element_type eq ne
@@ -168,6 +170,7 @@ def _has_integers(program: Program, outputs: Collection[int]) -> bool:
 
 def _has_one_shape(nodes: list[Node], shape: tuple[int, ...]) -> bool:
     """Return whether all arrays are of a shape, or scales of such an array."""
+    # Scales have the shape of their elements but for the last axis.
     made = {value.aval.shape for node in nodes for value in node.outputs}
     return all(len(each) == len(shape) and each[:-1] == shape[:-1] for each in made)
 

@@ -207,7 +207,8 @@ class _CutStep:
             here = replace(part, origin=args[:rank])
             return list(kernel.run_end(program, end, here, args[rank:]))
 
-        # Leaves of one shape have ends of one form: one kernel is lowered for all.
+        # Leaves of one shape have ends of one form: one kernel is lowered for all. The
+        # place of a shard is an argument of it, as it differs among devices.
         form = form_of(program, end), part
         if form not in self.shared:
             # Types inside of shard_map name its axes, which exist nowhere else.

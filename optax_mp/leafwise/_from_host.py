@@ -229,6 +229,9 @@ class _StepFromHost:
         return [results[i] for i in range(len(outputs))]
 
     def _find_jobs(self) -> list[_Job]:
+        # Each end is a job, and each output that no end makes. Jobs with an array in
+        # common become one: it would be brought twice, and a job that overwrites it
+        # would have to wait for the other.
         ends = cut(self.program, self.replaced)
         at_ends = {i for end in ends for i in end.outputs}
         rest = [i for i in range(len(self.program.outputs)) if i not in at_ends]
@@ -352,6 +355,9 @@ class _StepFromHost:
 
     def _compute(self, targets: Sequence[Value]) -> None:
         """Compute values that are not brought, and small ones from what is."""
+        # In the order of the program. An equation that reads nothing large is run as it
+        # is. One that does is skipped: what it makes is large, and a job or a reduction
+        # makes it again where it is read, or small, and is such a reduction.
         places = self.program.needed(targets)
         reduced = [
             value
@@ -371,6 +377,8 @@ class _StepFromHost:
 
     def _reduce(self, value: Value, reduced: Sequence[Value]) -> None:
         """Compute a small value, and others that the same arrays can be reduced to."""
+        # Together, because bringing the arrays is what costs: the norm of a leaf and
+        # whether it is finite are computed in one loop.
         sources = self.sources[value]
         group = [
             other
@@ -396,6 +404,8 @@ class _StepFromHost:
             else [self._overwritten(i) for i in job.outputs]
         )
         starts = list(map(self._start, job.outputs))
+        # What is overwritten is carried through the loop, so that XLA writes into its
+        # buffer in host memory. What is only read there is held back by a barrier.
         outputs = [self.program.outputs[i] for i in job.outputs]
         places = job.end.places if job.end else self._cone(outputs, job.arrays)[0]
         read = [v for v in self._arrays_read(places) if v not in overwritten]
@@ -464,6 +474,8 @@ class _StepFromHost:
 
     def _run_part(self, end: End, part: Part, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of an end for the part that one device has."""
+        # A chunk has as many elements as the plan has bytes for, over the bytes that
+        # all arrays of the host have for one element.
         avals = [v.aval for v in end.reads if is_host_type(v.aval)]
         sizes = [bytes_on_device(x) // x.size for x in avals if x.shape == end.shape]
         most = max(1, self.plan.chunk_bytes // max(4, sum(sizes)))

@@ -50,6 +50,7 @@ class RunEvaluator(KernelEvaluator):
     def index(self, axis: int) -> jax.Array:
         """Return the indices of the elements along an axis of the whole array."""
         shape = self.part.shape
+        # From the place in memory, where the last axis runs fastest.
         at = lax.broadcasted_iota(jnp.int32, (self.count,), 0) + self.first
         at = lax.div(at, jnp.int32(math.prod(shape[axis + 1 :])))
         at = at if not axis else lax.rem(at, jnp.int32(shape[axis]))
@@ -62,6 +63,8 @@ class RunEvaluator(KernelEvaluator):
 
     def reduce(self, name: str, values: jax.Array) -> jax.Array:
         """Return the extreme of each block."""
+        # Unlike a TPU's lanes, the threads of a GPU exchange values freely: Triton
+        # reshapes to blocks, and reduces these.
         choose = jnp.max if name == MAXIMUM else jnp.min
         return choose(values.reshape(-1, self.block_size), axis=1)
 

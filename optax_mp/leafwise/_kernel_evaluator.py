@@ -175,6 +175,7 @@ def _round(x: jax.Array, method: Any) -> jax.Array:
     """Round to whole numbers, which Triton has no operation for."""
     if method != lax.RoundingMethod.TO_NEAREST_EVEN:
         return jnp.where(x < 0, -jnp.floor(0.5 - x), jnp.floor(x + 0.5))
+    # To the nearest, and from halfway to the even neighbour.
     below = jnp.floor(x)
     rest = x - below
     is_odd = below - 2 * jnp.floor(below * 0.5) == 1
@@ -190,6 +191,8 @@ def reduce_precision(x: jax.Array, params: Any) -> jax.Array:
         return x
     if dropped == 16:
         return x.astype(jnp.bfloat16).astype(jnp.float32)
+    # Half a unit less one carries into the kept bits from above halfway on; where the
+    # last of these is odd, one more does from halfway on.
     unit = 1 << dropped
     pattern = lax.bitcast_convert_type(x, jnp.int32)
     is_odd = (pattern >> dropped) & 1

@@ -59,6 +59,8 @@ class Layout:
     ) -> list[Any]:
         """Return the outputs of an end, computed on each device for its own part."""
 
+        # Random numbers are a hash of the place in the whole array: a shard must know
+        # where it begins.
         def run_shard(*args: Any) -> tuple[Any, ...]:
             origin = tuple(
                 jax.lax.axis_index(names) * size if names else jnp.int32(0)
@@ -130,6 +132,8 @@ def spread_shardings(
 
 def _divides(sharding: NamedSharding, end: End) -> bool:
     """Return whether shards are of one shape, and none begins within a block."""
+    # The other axes may be cut anywhere: an element shares a scale with neighbours
+    # along the last axis alone.
     try:
         width = sharding.shard_shape(end.shape)[-1]
     except ValueError:

@@ -124,6 +124,7 @@ class Program:
 
     def _choose(self, which: Any, cases: Sequence[Any]) -> Any:
         """Return one of several values."""
+        # What both branches return as they got it, as a state that stays, needs none.
         if all(case is cases[0] for case in cases):
             return cases[0]
         avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in cases]
@@ -140,6 +141,8 @@ class Program:
             values: the values.
             among: look at the equations at these places alone.
         """
+        # Backwards from the values. Places are in the order of the jaxpr, in which an
+        # equation comes after those that it hangs on: sorted, they can be run.
         found: set[int] = set()
         stack = list(values)
         while stack:

@@ -101,6 +101,9 @@ def run_end(
                 if not is_scales(end.reads[i]):
                     local[end.reads[i]] = hold(ref[:, pl.ds(first, chunk)])
             tile.run_all(program, end, local)
+            # Elements are stored at once. Of scales a chunk has less than a register
+            # has lanes. So the loop carries all scales of the tile, and each chunk sets
+            # its own; they are stored together at the end.
             scales = list(scales)
             for i, (value, ref) in enumerate(zip(outputs, made, strict=True)):
                 result = local[value]

@@ -96,6 +96,8 @@ class TracedStep:
         """
         leaves, treedef = jax.tree.flatten((given, kept))
         inputs = _numbered(i for i, leaf in enumerate(leaves) if is_traced(leaf))
+        # A step may return what is no array, such as a function or a name in a state.
+        # The jaxpr has arrays alone; the others are noted while it is traced.
         results: list[Any] = []
         structures: list[Any] = []
 
