@@ -13,6 +13,5 @@
 - `_explicit`: shardings in types of arrays, and those that a traced function asks for.
 - `_memory`: arrays in host memory.
 - `_block_operations`: between elements and the scales of their blocks.
-- `_choose`: take a step, or skip it entirely.
 - `_by_platform`: a call that is computed in another way on some platforms.
 """

@@ -11,6 +11,7 @@ from optax_mp._arguments import (
     check_init_params,
     check_own_state,
 )
+from optax_mp._choose import choose_step, pass_choice
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, difference
 from optax_mp._inner import (
@@ -24,7 +25,6 @@ from optax_mp._inner import (
     or_no_change,
     warn_of_gradients,
 )
-from optax_mp._jax._choose import choose_step, pass_choice
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import describe, is_floating, is_inexact, spell
 from optax_mp.compact._random_numbers import (

@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._arguments import check_init_params, check_whole_number
+from optax_mp._choose import PROCEED
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
 from optax_mp._jax._block_operations import is_block_operation
-from optax_mp._jax._choose import PROCEED
 from optax_mp._jax._memory import (
     HOST_KIND,
     is_on_host,

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from optax_mp._choose import Choice, select
 from optax_mp._jax._arrays import is_partitioned
 from optax_mp._jax._block_operations import is_block_operation
-from optax_mp._jax._choose import Choice, select
 from optax_mp._jax._jaxpr import is_literal
 from optax_mp._jax._memory import bring, is_host_type, is_on_host, to_device, to_host
 from optax_mp._jax._traced import TracedCall, is_dynamic

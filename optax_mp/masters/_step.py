@@ -11,6 +11,7 @@ import optax
 from jax import lax
 
 from optax_mp._arguments import check_given_params
+from optax_mp._choose import Choice, select
 from optax_mp._dtypes import (
     at_least_float32,
     check_available,
@@ -25,7 +26,6 @@ from optax_mp._inner import (
     check_update,
     or_no_change,
 )
-from optax_mp._jax._choose import Choice, select
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import is_floating, is_inexact
 from optax_mp.masters._checks import check_master, check_param, check_state

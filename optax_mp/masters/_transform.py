@@ -7,6 +7,7 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params
+from optax_mp._choose import choose_step, pass_choice, read_choice
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, floating_dtype, round_to
 from optax_mp._inner import (
@@ -16,7 +17,6 @@ from optax_mp._inner import (
     explain_failure,
     warn_of_gradients,
 )
-from optax_mp._jax._choose import choose_step, pass_choice, read_choice
 from optax_mp._leaves import Leaves
 from optax_mp._policy import Policy, warn_unmatched_patterns
 from optax_mp._tree import spell

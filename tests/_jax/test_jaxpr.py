@@ -104,6 +104,4 @@ def test_the_folder_imports_nothing_else_of_the_package():
         path.name: re.findall(r"from (optax_mp\.(?!_jax\b)[\w.]+)", path.read_text())
         for path in folder.glob("*.py")
     }
-    # Of these, `_choose` is about states and is to move out of it.
-    moving = {"_by_platform.py", "_choose.py"}
-    assert {name for name, found in imports.items() if found} <= moving
+    assert {name for name, found in imports.items() if found} == set()

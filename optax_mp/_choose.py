@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_mp._jax._arrays import describe, is_array, is_traced
 from optax_mp._jax._memory import is_on_host, to_device, to_host
 from optax_mp._jax._traced import is_dynamic
-from optax_mp._tree import describe, is_array, spell
+from optax_mp._tree import spell
 
 # Whether to take a step: a plain bool if that is known while tracing.
 Choice = jax.Array | bool
@@ -52,9 +53,10 @@ def choose_step(
     choice = read_choice(extra_args) & proceed
     updates, new_state = step(state, extra_args | {PROCEED: choice})
     _check_stable(state, new_state)
-    state = jax.tree.map(
-        lambda new, old: _choose_leaf(proceed, new, old), new_state, state
-    )
+    if is_traced(proceed) or proceed:
+        state = jax.tree.map(
+            lambda new, old: _choose_leaf(proceed, new, old), new_state, state
+        )
     return jax.tree.map(lambda x: or_negative_zeros(proceed, x), updates), state
 
 
