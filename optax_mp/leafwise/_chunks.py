@@ -87,7 +87,7 @@ class Cuts:
         return self.axis < len(self.view) - 2 or self.length % _SUBLANES == 0
 
 
-def cuts_of(part: Part, device_count: int = 1, most: int = _COUNT) -> Cuts | None:
+def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts | None:
     """Return how to cut a part, or None if it is small or does not divide.
 
     Args:
@@ -95,6 +95,7 @@ def cuts_of(part: Part, device_count: int = 1, most: int = _COUNT) -> Cuts | Non
         device_count: how many devices may hold shards of it.
         most: up to how many elements of a device a chunk may have.
     """
+    most = _COUNT if most is None else most
     # All axes but the last become rows, and a chunk some of these rows: the last one
     # whole, since blocks lie along it.
     *before, height, width = (1, 1, *part.shape)

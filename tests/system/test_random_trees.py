@@ -160,7 +160,8 @@ def test_masters_move_as_the_bare_optimizer_does(scenario):
             if is_number(param):
                 assert update.dtype == wanted_dtype(scenario, param, grad)
             else:
-                assert update is grad
+                # What has no gradient is moved by an update of zeros.
+                assert update is grad or not np.asarray(update).any()
         changes, bare_state = bare.update(
             gradients_in_float32(before, grads), bare_state, weights
         )
