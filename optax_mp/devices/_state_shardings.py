@@ -30,7 +30,7 @@ def state_shardings(
     Args:
         tx: any optax optimizer, with or without transformations of this package.
         params: the params, or descriptions of them: only shapes and dtypes are read.
-        shardings: a tree of `NamedSharding`s like the params, or a prefix of one. By
+        shardings: a tree of `NamedSharding` like the params, or a prefix of one. By
             default those of the params themselves.
 
     Returns:

