@@ -48,9 +48,6 @@ WANTED = tuple(
     for result, table, column, limits in (
         ("optimizer_step", LARGE, "temporaries", {
             "mixed_precision, bf16, bf16 gradients": 0,
-            "mixed_precision, bf16, f32 gradients": 0,
-            "loss scale around, bf16, bf16 gradients": 1,
-            "loss scale as a link, bf16, f32 gradients": 1,
         }),
         ("host_memory", ON_HOST, "host temporaries, MiB", {"masters": 0}),
         ("host_memory", ON_HOST, "device temporaries, MiB", {

@@ -159,7 +159,7 @@ def plain_state(opt_state: PyTree) -> PyTree:
         return opt_state
     if isinstance(opt_state, nnx.Optimizer):
         opt_state = opt_state.opt_state
-    return nnx.as_pure(opt_state)
+    return _as_pure(nnx, opt_state)
 
 
 def plain_trees(opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -182,4 +182,15 @@ def _plain_params(params: PyTree, optimizer: Any) -> PyTree:
         return params
     if isinstance(params, nnx.Module):
         params = nnx.state(params, getattr(optimizer, "wrt", nnx.Param))
-    return nnx.as_pure(params)
+    return _as_pure(nnx, params)
+
+
+def _as_pure(nnx: Any, tree: PyTree) -> PyTree:
+    # Flax 0.12.0, the newest for JAX 0.8, has no `as_pure`.
+    if hasattr(nnx, "as_pure"):
+        return nnx.as_pure(tree)
+    return jax.tree.map(
+        lambda x: x.get_value() if isinstance(x, nnx.Variable) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )

@@ -11,6 +11,7 @@
 - `_traced`: a call of a function of pytrees, as a jaxpr of their arrays.
 - `_arrays`: what is known of one array: whether it is traced, and its type.
 - `_explicit`: shardings in types of arrays, and those that a traced function asks for.
+- `_place_like`: shard one array like another.
 - `_memory`: arrays in host memory.
 - `_block_operations`: between elements and the scales of their blocks.
 - `_by_platform`: a call that is computed in another way on some platforms.

@@ -11,6 +11,7 @@ import numpy as np
 
 from optax_mp._jax._control_flow import has_regions, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, open_jaxpr
+from optax_mp._jax._place_like import NAME as PLACE_LIKE
 from optax_mp._jax._primitives import FACTORIZATIONS, JOINS, MOVES
 from optax_mp._jax._products import is_product
 
@@ -45,8 +46,8 @@ def depending_outputs(
 
 def _depending_results(equation: Equation, inputs: list[bool]) -> list[bool]:
     """Return which outputs of an equation depend on something, given its inputs."""
-    if equation.primitive.name == "shard_alike":
-        return inputs  # it reads one only to tell XLA where to put the other
+    if equation.primitive.name == PLACE_LIKE:
+        return inputs[:1]  # it reads one only to tell XLA where to put the other
     if not (has_regions(equation) and any(inputs)):
         return [any(inputs)] * len(equation.outvars)
     result = wiring_of(equation).forward(

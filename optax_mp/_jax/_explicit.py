@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import sharding_in_type
 from optax_mp._jax._jaxpr import AnyJaxpr, is_literal, open_jaxpr
+from optax_mp._jax._place_like import NAME as PLACE_LIKE
 
 
 def whole_along(x: jax.Array, axis: int, size: int) -> jax.Array:
@@ -55,7 +56,7 @@ def without_axis(sharding: NamedSharding, axis: int) -> NamedSharding:
 
 
 # Equations whose outputs are their inputs, in the same order.
-_HAND_ON = {"copy", "copy_p", "device_put", "optimization_barrier", "shard_alike"}
+_HAND_ON = {"copy", "copy_p", "device_put", "optimization_barrier", PLACE_LIKE}
 # The parameter that holds the sharding which an equation asks for.
 _ASK = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 

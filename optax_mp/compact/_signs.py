@@ -139,6 +139,8 @@ def _result(equation: Equation, inputs: list[Fact]) -> Fact:
             return Fact(
                 all(holds), multiple_of=inputs[0].multiple_of if holds[1] else None
             )
+        case "optax_mp_place_like":
+            return inputs[0]
         case "convert_element_type":
             return inputs[0]._replace(value=None, bounds=frozenset())
         case "dot_general":

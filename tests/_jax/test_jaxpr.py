@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.experimental.shard_alike import shard_alike
 
 from optax_mp import _jax
 from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._jaxpr import bind, evaluate
+from optax_mp._jax._place_like import place_like
 from optax_mp._jax._source import scopes, source_line
 
 X = jnp.arange(4.0)
@@ -89,11 +89,11 @@ def test_an_array_does_not_depend_on_what_it_is_sharded_like():
     """A call is not known by its name, which a function of a user's may have, too."""
 
     @jax.jit
-    def place_like(x, other):
+    def optax_mp_place_like(x, other):
         return x * other
 
-    ours = jax.make_jaxpr(lambda x: shard_alike(jnp.zeros(4), x)[0])(X)
-    theirs = jax.make_jaxpr(lambda x: place_like(jnp.zeros(4), x))(X)
+    ours = jax.make_jaxpr(lambda x: place_like(jnp.zeros(4), x))(X)
+    theirs = jax.make_jaxpr(lambda x: optax_mp_place_like(jnp.zeros(4), x))(X)
     assert depending_outputs(ours) == [False]
     assert depending_outputs(theirs) == [True]
 

@@ -48,7 +48,11 @@ PRODUCTS = {
     "valid": (convolution(), (2, 3, 9), (4, 3, 3)),
     "same": (convolution(**SAME), (2, 3, 9), (4, 3, 3)),
     "strided": (convolution(window_strides=(2,), **SAME), (2, 3, 9), (4, 3, 4)),
-    "transposed": (convolution(lhs_dilation=(2,), padding=[(2, 2)]), (2, 3, 9), (4, 3, 3)),
+    "transposed": (
+        convolution(lhs_dilation=(2,), padding=[(2, 2)]),
+        (2, 3, 9),
+        (4, 3, 3),
+    ),
     "dilated": (convolution(rhs_dilation=(2,)), (2, 3, 9), (4, 3, 3)),
     "cropped": (convolution(padding=[(-1, 3)]), (2, 3, 9), (4, 3, 3)),
     "grouped": (convolution(feature_group_count=3), (2, 6, 9), (9, 2, 3)),
