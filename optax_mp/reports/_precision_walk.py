@@ -285,7 +285,7 @@ def _cause_of_literal(atom: Any) -> PrecisionCause | None:
     # A Python number takes the dtype of what it meets: it is weakly typed.
     if not _has_wide(atom) or atom.aval.weak_type:
         return None
-    return PrecisionCause("number", f"the number {atom.val:.7g}")
+    return PrecisionCause("number", f"the number {np.asarray(atom.val).item():.7g}")
 
 
 def _join(causes: Sequence[PrecisionCause | None]) -> PrecisionCause | None:
