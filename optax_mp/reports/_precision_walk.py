@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from optax_mp._dtypes import bits
 from optax_mp._jax._control_flow import has_regions, run_count, wiring_of

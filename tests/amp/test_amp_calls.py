@@ -67,6 +67,8 @@ def mapped(fun):
 def test_functions_with_batching_and_transposition_rules_keep_these(fun, transform):
     if fun is sequential and transform is gradient:
         pytest.skip("it has no gradient in reverse")
+    if fun is with_linear_rule and jax.__version_info__ < (0, 9):
+        pytest.skip("JAX 0.8 gives such a rule literals that are no arrays")
     want, got = transform(fun)(X, W), transform(amp(fun))(X, W)
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         assert a.dtype == b.dtype and error(a, b) < 2e-2
