@@ -190,7 +190,7 @@ def _as_pure(nnx: Any, tree: PyTree) -> PyTree:
     if hasattr(nnx, "as_pure"):
         return nnx.as_pure(tree)
     return jax.tree.map(
-        lambda x: x.get_value() if isinstance(x, nnx.Variable) else x,
+        lambda x: unbox(x) if isinstance(x, nnx.Variable) else x,
         tree,
         is_leaf=lambda x: isinstance(x, nnx.Variable),
     )

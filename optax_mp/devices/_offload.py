@@ -133,7 +133,7 @@ def offload(
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optax_mp
-        >>> has_kinds = hasattr(jax, "memory")  # JAX 0.10 and later
+        >>> has_kinds = jax.__version_info__ >= (0, 10)
         >>> tx = optax_mp.offload(
         ...     optax_mp.mixed_precision(optax.adamw(0.1)),
         ...     memory_kind="pinned_host" if has_kinds else None,

@@ -12,7 +12,7 @@ from benchmark_rows import rows_of
 pytest.importorskip("libtpu")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(jax, "memory"), reason="before JAX 0.10"),
+    pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="before JAX 0.10"),
 ]
 
 

@@ -12,7 +12,7 @@ from comparison import as_bits
 import optax_mp
 
 needs_memories = pytest.mark.skipif(
-    not hasattr(jax, "memory"), reason="before JAX 0.10"
+    jax.__version_info__ < (0, 10), reason="before JAX 0.10"
 )
 # XLA for CPUs contracts a product and a sum in one program and not in another, by what
 # it fuses: without fusions the same operations give the same bits.

@@ -153,7 +153,7 @@ def zero1_and_offload_say_where_their_state_is():
     )
     for x, want in zip(*map(jax.tree.leaves, (tx.init(arrays), chosen)), strict=True):
         assert x.sharding.is_equivalent_to(want, x.ndim), (x.shape, want)
-    if hasattr(jax, "memory"):
+    if jax.__version_info__ >= (0, 10):
         tx = optax_mp.offload(COMPACT)
         chosen = optax_mp.state_shardings(tx, params, whole)
         assert chosen.master_params["w"].memory_kind == "pinned_host"
