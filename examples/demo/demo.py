@@ -26,7 +26,7 @@ from train import FORMS, STEPS_PER_CALL, Result, calls, train
 
 COLORS = ("#D55E00", "#0072B2", "#CC79A7", "0.6", "#56B4E9")  # of FORMS[1:]
 PICTURE = Path("optax_mp_demo.png")
-WORSE_BY = 0.02  # More than forms differ by chance.
+WORSE_BY = 0.02  # More than the forms differ by luck of the seed.
 AVERAGED = 8  # Points of a curve, in its trailing mean.
 
 

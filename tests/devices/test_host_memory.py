@@ -30,7 +30,7 @@ def test_the_device_needs_two_chunks_and_an_update_and_the_host_no_copy(
         assert row["device holds"] == pytest.approx(4, abs=0.01), row
         if name != "5.1 bytes":  # libtpu 0.0.42 copies its codes, one leaf at a time
             assert row["host temporaries, MiB"] == 0, row
-            # XLA may keep two of the update.
+            # Two chunks and an update were the goal: 163 of 160, 227 of 192 MiB are taken.
             most = 1.25 * row["two chunks and an update, MiB"]
             assert row["device temporaries, MiB"] <= most, row
 
