@@ -1,7 +1,7 @@
 """Shardings that a traced function says itself, in its types and for its outputs."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -30,6 +30,13 @@ def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
     if sharding is None or sharding_in_type(x) == sharding:
         return x
     return jax.sharding.reshard(x, sharding)
+
+
+def on_mesh_of(arrays: Iterable[jax.Array], x: jax.Array) -> jax.Array:
+    """Return `x` on the mesh in the types of some arrays, if one is; not sharded."""
+    for sharding in filter(None, map(sharding_in_type, arrays)):
+        return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec()))
+    return x
 
 
 def reshard_beside(x: jax.Array, stored: Any) -> jax.Array:

@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_mp._jax._block_operations import Blocks
+from optax_mp._jax._explicit import on_mesh_of
 from optax_mp._jax._memory import is_on_host, moves_memory, to_device, to_host
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part, XlaEvaluator
@@ -233,7 +234,7 @@ def run_end(
     made = [
         views[end.replaced[at]]
         if at in end.replaced
-        else jnp.zeros(cuts.shape_of(shape), value.aval.dtype)
+        else on_mesh_of(args, jnp.zeros(cuts.shape_of(shape), value.aval.dtype))
         for at, (value, shape) in enumerate(zip(outputs, shapes, strict=True))
     ]
     used = set(program.reads_of(end.places))

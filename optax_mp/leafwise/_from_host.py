@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from optax_mp._choose import Choice, select
-from optax_mp._jax._arrays import is_partitioned
+from optax_mp._jax._arrays import has_explicit_axes, is_partitioned
 from optax_mp._jax._block_operations import is_block_operation
 from optax_mp._jax._jaxpr import is_literal
 from optax_mp._jax._memory import bring, is_host_type, is_on_host, to_device, to_host
@@ -495,9 +495,8 @@ class _StepFromHost:
 def _start_value(aval: Any) -> jax.Array:
     """Return an array to be overwritten, of a type."""
     array = jnp.zeros(aval.shape, aval.dtype)
-    spec = aval.sharding.spec
-    if any(spec):  # on a mesh with explicit axes
-        array = jax.sharding.reshard(array, spec)
+    if has_explicit_axes(aval.sharding.mesh):
+        array = jax.sharding.reshard(array, aval.sharding)
     return to_host(array) if is_host_type(aval) else array
 
 

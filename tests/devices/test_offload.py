@@ -20,6 +20,7 @@ from host_memory import (
     random_params,
     train,
 )
+from jax.sharding import AxisType
 from offload_devices import CHECKS
 from optimizers import OPTIMIZERS, extra_arguments
 from slow_cases import mostly_slow
@@ -286,6 +287,15 @@ def test_a_second_step_is_not_compiled_again():
     placed = jax.NamedSharding(mesh, jax.P())
     params = jax.device_put(random_params(), placed)
     assert taken(tx, 3, params)[2]._cache_size() == 1
+
+
+@needs_memories
+def test_on_a_mesh_of_one_device_with_explicit_axes():
+    mesh = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Explicit,))
+    params = jax.device_put(random_params(), jax.NamedSharding(mesh, jax.P()))
+    for form in ("masters", "compact"):
+        got = train(FORMS[form](in_chunks), 2, params=params)
+        assert as_bits(got) == as_bits(train(FORMS[form](in_chunks), 2))
 
 
 def keeping(rule):

@@ -6,13 +6,14 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
-from flax.training.train_state import TrainState
 from guide import names_of
 from loop_forms import ADAMW, FORMS
+from recent_flax import recent_nnx
 
 import optax_mp
 
-nnx = pytest.importorskip("flax.nnx")
+nnx = recent_nnx()
+train_state = pytest.importorskip("flax.training.train_state")
 in_each_form = pytest.mark.parametrize("form", ["bare", "FullCopy", "5.1 bytes"])
 # `Split` refuses a model without a 16-bit param, as it would store nothing.
 WITHOUT_MASTERS = FORMS | {"5.1 bytes": optax_mp.low_bit_state(ADAMW)}
@@ -75,7 +76,7 @@ def test_weights_that_the_loop_halves_stay_halved(form):
 @in_each_form
 def test_pretrained_weights_in_a_train_state_stay(form):
     zeros = {"w": jnp.zeros_like(START)}
-    state = TrainState.create(apply_fn=None, params=zeros, tx=FORMS[form])
+    state = train_state.TrainState.create(apply_fn=None, params=zeros, tx=FORMS[form])
     state = state.replace(params={"w": START})
     step = jax.jit(lambda s: s.apply_gradients(grads=float32_like(s.params)))
     for _ in range(2):

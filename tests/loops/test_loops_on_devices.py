@@ -1,15 +1,8 @@
 """Loops of frameworks on eight devices: Linen, NNX, openpi's rule, explicit meshes."""
 
-import jax
-import pytest
 from forced_devices import run_checks
-from slow_cases import mostly_slow
-
-pytest.importorskip("flax.nnx")
-pytest.importorskip("equinox")
-if not hasattr(jax, "set_mesh"):
-    pytest.skip("needs jax.set_mesh", allow_module_level=True)
 from loops_on_devices import CHECKS, DEVICES
+from slow_cases import mostly_slow
 
 OFTEN = ("", "FullCopy", "5.1_bytes")
 

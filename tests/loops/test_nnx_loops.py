@@ -6,11 +6,12 @@ import optax
 import pytest
 from comparison import as_bits
 from loop_forms import FORMS, Loop
+from recent_flax import recent_nnx
 from slow_cases import mostly_slow
 
 import optax_mp
 
-nnx = pytest.importorskip("flax.nnx")
+nnx = recent_nnx()
 OFTEN = {"5.1 bytes", "two arrays"}
 every_form = mostly_slow("form", FORMS, lambda form: form in OFTEN)
 

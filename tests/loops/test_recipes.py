@@ -6,14 +6,15 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
-from flax.training.train_state import TrainState
 from guide import names_of
 from loop_forms import FORMS, Loop
+from recent_flax import recent_nnx
 from slow_cases import mostly_slow
 
 import optax_mp
 
-nnx = pytest.importorskip("flax.nnx")
+nnx = recent_nnx()
+train_state = pytest.importorskip("flax.training.train_state")
 pytest.importorskip("orbax.checkpoint")
 X = jax.random.normal(jax.random.key(0), (4, 128), jnp.bfloat16)
 
@@ -47,7 +48,7 @@ def test_a_train_state_takes_steps_and_averages_masters():
     params = optax_mp.cast_floating(params, jnp.bfloat16)
     start = optax_mp.cast_floating(params, jnp.float32)
     fast = state_class.create(apply_fn=None, params=params, tx=tx, ema=start)
-    slow = TrainState.create(apply_fn=None, params=params, tx=tx)
+    slow = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
     mean = np.asarray(start["w"])
     step = jax.jit(lambda s: s.apply_gradients(grads=jax.tree.map(jnp.sin, s.params)))
     for i in range(3):

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits, avals
-from flax.training.train_state import TrainState
 from reference import rounded
 
 import optax_mp
@@ -186,9 +185,12 @@ def test_a_skipped_step_keeps_the_edit(scale):
 def test_a_train_state_trains_on_from_replaced_params():
     tx = optax_mp.mixed_precision(optax.adam(1e-3))
     pretrained = weights("bfloat16", seed=1)
-    state = TrainState.create(apply_fn=None, params=weights("bfloat16"), tx=tx)
+    train_state = pytest.importorskip("flax.training.train_state")
+    state = train_state.TrainState.create(
+        apply_fn=None, params=weights("bfloat16"), tx=tx
+    )
     state = state.replace(params=pretrained)
-    fresh = TrainState.create(apply_fn=None, params=pretrained, tx=tx)
+    fresh = train_state.TrainState.create(apply_fn=None, params=pretrained, tx=tx)
     for i in range(3):
         state = state.apply_gradients(grads=gradients(i))
         fresh = fresh.apply_gradients(grads=gradients(i))

@@ -4,17 +4,20 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+import pytest
 from forced_devices import run_named
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from loop_forms import FORMS, Loop, collectives, name_of, wanted_collectives
+from recent_flax import recent_nnx
 
 import optax_mp
+
+nnx = recent_nnx()
+nn = pytest.importorskip("flax.linen")
 
 DEVICES = 8
 MESH: Any = None  # where the tests are collected, with one device
