@@ -123,11 +123,8 @@ def _is_narrower(param: Any, dtype: jnp.dtype) -> bool:
 
 
 def _cast_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    both = (
-        jnp.issubdtype(x.dtype, jnp.floating),
-        jnp.issubdtype(like.dtype, jnp.floating),
-    )
-    return x.astype(like.dtype) if all(both) else x
+    both_float = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (x, like))
+    return x.astype(like.dtype) if both_float else x
 
 
 def _round(master: jax.Array, dtype: jnp.dtype) -> jax.Array:
