@@ -39,9 +39,13 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
     """Raise or warn if `opt_state` is that of transforms in an order that fails."""
     for path, node in reversed(list(_nodes(opt_state))):
         where = f"{caller}: opt_state{keystr(path)} is of"
-        if isinstance(node, (*_WRAPPERS, optax.ConditionallyMaskState)):
-            if any(_is_scale(inner) for _, inner in _nodes(node)):
-                _check_wrapper(node, where)
+        for kind, (name, harm) in _WRAPPERS.items():
+            if isinstance(node, kind) and any(_is_scale(x) for _, x in _nodes(node)):
+                raise ValueError(
+                    f"{where} `{name}` around a loss scale, expected the loss scale "
+                    f"outside: `{name}` {harm}. Put it inside, as "
+                    f"`optax_mp.dynamic_loss_scale({name}(...))`."
+                )
         if isinstance(node, optax.MultiStepsState):
             _warn_if_around_offload(node, where)
         if isinstance(node, optax.InjectStatefulHyperparamsState):
@@ -82,24 +86,6 @@ def _ends_in_masters(state: Any) -> bool:
     if _is_scale(state):
         return _ends_in_masters(state.inner_state)
     return _is_masters(state)
-
-
-def _check_wrapper(state: Any, where: str) -> None:
-    """Raise or warn, because this state is of a wrapper around a loss scale."""
-    if isinstance(state, optax.ConditionallyMaskState):
-        # Its condition may be of the step alone, and nothing is wrong with that.
-        warn(
-            f"{where} `optax.conditionally_mask` around a loss scale. If its condition "
-            "reads the gradients, it hides overflows from the loss scale, and the "
-            f"scale never falls; {_WRAP_ALL}."
-        )
-        return
-    wrapper, harm = next(_WRAPPERS[x] for x in _WRAPPERS if isinstance(state, x))
-    raise ValueError(
-        f"{where} `{wrapper}` around a loss scale, expected the loss scale "
-        f"outside: `{wrapper}` {harm}. Put it inside, as "
-        f"`optax_mp.dynamic_loss_scale({wrapper}(...))`."
-    )
 
 
 def _check_before(before: tuple[Any, ...], link: Any, where: str) -> None:

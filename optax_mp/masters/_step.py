@@ -14,6 +14,7 @@ from optax_mp._arguments import check_given_params
 from optax_mp._choose import Choice, select
 from optax_mp._dtypes import (
     at_least_float32,
+    bits,
     check_available,
     difference,
     round_to,
@@ -27,12 +28,11 @@ from optax_mp._inner import (
     or_no_change,
 )
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._tree import is_floating, is_inexact
+from optax_mp._tree import is_floating, is_inexact, spell
 from optax_mp.masters._checks import check_master, check_param, check_state
-from optax_mp.masters._edits import follow_edits, shows_edits
+from optax_mp.masters._full_copy import FullCopy
 from optax_mp.masters._param_dtype import DTypeRule
-from optax_mp.masters.storage import FullCopy, Storage
-from optax_mp.masters.storage._contract import as_own_arrays
+from optax_mp.masters._storage import Storage, as_own_arrays
 
 
 class Settings(NamedTuple):
@@ -98,7 +98,8 @@ class Step:
             leaves.paths, leaves.values, stored, grads, strict=True
         ):
             declared = settings.dtype_in_training(path, param)
-            check_param(path, param, stored_leaf, master_dtype, declared, storage)
+            where = spell(path)
+            check_param(where, param, stored_leaf, master_dtype, declared, storage)
             check_gradient(path, param, grad)
         return cls(leaves, grads, is_lookahead, settings), stored
 
@@ -112,9 +113,9 @@ class Step:
         for i, stored_leaf in enumerate(stored):
             if is_absent(stored_leaf):
                 continue
-            path, param = self.params.paths[i], self.params.values[i]
+            param = self.params.values[i]
             masters[i] = storage.decode(stored_leaf, param)
-            check_master(path, param, masters[i], master_dtype, storage)
+            check_master(spell(self.params.paths[i]), masters[i], master_dtype, storage)
             if not storage.param_is_part and shows_edits(
                 param.dtype, self._update_dtype_of_master(i)
             ):
@@ -221,3 +222,27 @@ def _cast_update(update: Any, dtype: jnp.dtype) -> jax.Array:
     if jnp.finfo(dtype).nexp < jnp.finfo(update.dtype).nexp:
         return saturating_cast(update, dtype)
     return lax.convert_element_type(update, dtype)
+
+
+def shows_edits(param_dtype: jnp.dtype, update_dtype: jnp.dtype) -> bool:
+    """Return whether updates of a dtype bring a param to its master rounded, exactly.
+
+    Then a param that is anything else was edited. A float32 sum of params of 16 or 8
+    bits lands exactly, and so does a float64 sum of float32 params. The exception is a
+    weight that a step shrinks to less than 2^-15 (float16: 2^-12) of what it was. Such
+    a param, too, is taken as its master: both move by at most 2^-23 of the old weight.
+    """
+    return bits(update_dtype) >= 32 and bits(update_dtype) > bits(param_dtype)
+
+
+def follow_edits(master: jax.Array, param: jax.Array) -> jax.Array:
+    """Return `master`, but the param where this is not the master rounded.
+
+    A param that is not finite is no edit: a large weight may have overflowed in the
+    cast, and an infinite one stays infinite whatever its master is.
+    """
+    wide = lax.convert_element_type(param, at_least_float32(master.dtype))
+    # As numbers and not as bits: -0.0 is no edit of 0.0.
+    is_edited = lax.is_finite(wide) & lax.ne(wide, round_to(master, param.dtype))
+    edited = lax.convert_element_type(wide, master.dtype)
+    return lax.select(is_edited, edited, master)

@@ -214,8 +214,8 @@ def dynamic_scale_value_and_grad(
     lower scale, up to `redo_on_nan` times. If the last try fails as well, its gradients
     are returned, so check them with `all_finite`.
 
-    Auxiliary outputs may be infinite or NaN; they cause no retry. With `redo_on_nan` they
-    must be arrays, because JAX carries them through a loop.
+    Auxiliary outputs may be infinite or NaN; they cause no retry. With `redo_on_nan`
+    they must be arrays, because JAX carries them through a loop.
 
     Args:
         fun: a function that returns a scalar loss, or (loss, aux) with `has_aux`.

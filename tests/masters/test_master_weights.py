@@ -377,8 +377,7 @@ def test_leaves_that_are_their_own_master_move_as_without_the_wrapper(grad_dtype
 FLOAT64 = {
     "master_dtype": {"master_dtype": jnp.float64},
     "update_dtype": {"update_dtype": "float64"},
-    "param_dtype": {"param_dtype": np.float64},
-    r"param_dtype` for \['w'\]": {"param_dtype": optax_mp.get_policy("f64")},
+    r"param_dtype` for \['w'\]": {"param_dtype": np.float64},
 }
 
 

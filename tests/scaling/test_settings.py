@@ -43,13 +43,6 @@ def test_a_scale_that_is_no_normal_float32_is_named(caller, name, make, bad):
         make(**{name: bad})
 
 
-@MAKERS
-@pytest.mark.parametrize("bad", [np.float32(NAN), jnp.float32(0), np.float16(0)])
-def test_a_bad_scale_that_is_an_array_is_named(caller, name, make, bad):
-    with pytest.raises(ValueError, match=f"^{caller}: `{name}` is .*{POSITIVE}"):
-        make(**{name: bad})
-
-
 NUMBERS_BY_NAME = [
     *makers(),
     *[
