@@ -109,17 +109,9 @@ def check_given_params(params: Any, caller: str) -> Any:
 
 
 def check_init_params(params: Any, caller: str) -> None:
-    """Raise if what `init` was given is an optimizer, or a state of one."""
-    if isinstance(params, optax.GradientTransformation) or is_optax_state(params):
+    """Raise if `init` was given an optimizer."""
+    if isinstance(params, optax.GradientTransformation):
         raise TypeError(
             f"{caller}: `params` is {summarize(params)}, expected the params of a "
             "model; call `tx.init(params)`."
         )
-
-
-def is_optax_state(tree: Any) -> bool:
-    """Return whether `tree` is a state of optax's or ours, or a tuple of such."""
-    if type(tree) is tuple and tree:
-        return all(map(is_optax_state, tree))
-    package = type(tree).__module__.partition(".")[0]
-    return package in ("optax", "optax_mp") and holds_state(tree)

@@ -106,17 +106,13 @@ def select(proceed: Choice, new: Any, old: Any) -> jax.Array:
 
 def _choose_leaf(proceed: Choice, new: Any, old: Any) -> Any:
     """Return a leaf of the new state, or what it was before."""
-    if new is old or (_is_plain(new) and _is_plain(old) and new == old):
-        return new  # a plain number stays one: a rule may use it in an `if`
     if _is_plain(new):  # a rule may reset a count to a plain 0
-        fits = is_array(old) and jnp.result_type(old, new) == old.dtype
-        new = jnp.asarray(new, old.dtype if fits else None)
-    if not is_dynamic(new) or is_on_host(old):
+        new = jnp.asarray(new, jnp.result_type(old, new))
+    if new is old or not is_dynamic(new) or is_on_host(old):
         return new
-    old = jnp.asarray(old, new.dtype) if _is_plain(old) else old
     if is_on_host(new):  # a state that was restored into device memory
         return to_host(select(proceed, to_device(new), old))
-    return select(proceed, new, old)
+    return select(proceed, new, jnp.asarray(old))
 
 
 def _is_plain(x: Any) -> bool:

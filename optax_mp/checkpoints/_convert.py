@@ -97,12 +97,6 @@ def convert_opt_state(
         >>> state.master_params["w"].dtype.name
         'int8'
     """
-    if isinstance(params, optax.GradientTransformation):
-        raise TypeError(
-            f"{_CALLER}: `params` is a {type(params).__name__}, expected the params; "
-            "`convert_opt_state(state, from_tx, to_tx, params)` is now "
-            "`convert_opt_state(opt_state, params, from_tx, to_tx)`."
-        )
     opt_state, params = plain_trees(opt_state, params)
     call = "convert_opt_state(opt_state, params, from_tx, to_tx)"
     check_state_first(opt_state, params, _CALLER, call)

@@ -15,12 +15,45 @@ import numpy as np
 import optax
 import pytest
 from comparison import avals
-from faulty_runs import CHUNK, SPLIT, adamw, around, dynamic, momentum, start_late
-from forced_devices import run_on, script
 from reference import LossScaleRule, rounded
 from slow_cases import mostly_slow
 
 import optax_mp
+
+CHUNK = 1000
+SPLIT = optax_mp.Split(bits=16)
+
+dynamic = functools.partial(
+    optax_mp.dynamic_loss_scale, init_scale=2.0**10, **faults.LIVELY
+)
+
+
+def momentum():
+    limit = float(faults.LIMIT)
+    return optax.chain(
+        optax.clip(limit),
+        optax.trace(0.5),
+        optax.add_decayed_weights(0.25),
+        optax.scale(-(2.0**-4)),
+    )
+
+
+def adamw():
+    limit = float(faults.LIMIT)
+    rule = optax.adamw(2.0**-4, b1=0.5, b2=0.5, eps=2.0**-20, weight_decay=2.0**-4)
+    return optax.chain(optax.clip(limit), rule)
+
+
+def around(scaling, inner, **settings):
+    return scaling(optax_mp.mixed_precision(inner, **settings))
+
+
+def start_late(state):
+    """Return the state with the count at which the reference starts AdamW."""
+    if not optax.tree.get_all_with_path(state, "mu"):
+        return state
+    return optax.tree.set(state, count=jnp.asarray(faults.AdamW.START))
+
 
 KERNEL = 5
 LOW_COUNT = KERNEL + 1  # and a scalar
@@ -279,12 +312,3 @@ def test_faults_leave_low_bit_moments_sound(storage, steps):
         followed = rounded(seen[1][:, :LOW_COUNT], jnp.bfloat16).astype(np.float32)
         followed_by = seen[0][:, :LOW_COUNT]
         np.testing.assert_allclose(followed_by, followed, rtol=2.0**-7, atol=2.0**-20)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [SHORT, LONG])
-def test_faults_on_one_rank_leave_what_the_reference_has_on_all(steps):
-    """shard_map over four devices: see faults_on_ranks.py."""
-    names = ["parts, float16, adamw", "copies"] if steps == SHORT else []
-    printed = run_on(4, script("faults_on_ranks.py"), str(steps), *names)
-    assert len(printed.splitlines()) == (len(names) or 4)
