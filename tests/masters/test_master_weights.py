@@ -358,7 +358,7 @@ W = r"\['layer'\]\['w'\]"
         ),
         (
             {"params": with_leaf(PARAMS, jnp.ones(3, jnp.int32))},
-            rf"ValueError: .* param {W} is int32\[3\], but has a float32 master since",
+            rf"ValueError: .* param {W} is int32\[3\], but its master is float32\[3\], ",
         ),
         (
             {"params": with_leaf(PARAMS, jnp.ones(3, jnp.float16)), "param_dtype": "bf16"},
@@ -366,11 +366,11 @@ W = r"\['layer'\]\['w'\]"
         ),
         (
             {"grads": with_leaf(GRADS, jnp.ones(4))},
-            rf"ValueError: .* gradient of {W} is float32\[4\], expected the shape .*\[3\]",
+            rf"ValueError: .* gradient of {W} is float32\[4\], expected the same shape .*\[3\]",
         ),
         (
             {"grads": with_leaf(GRADS, jnp.ones((2, 3)))},
-            rf"ValueError: .* gradient of {W} is float32\[2,3\], .*expected the shape of",
+            rf"ValueError: .* gradient of {W} is float32\[2,3\], .*expected the (same )?shape",
         ),
         (
             {"grads": with_leaf(GRADS, jnp.ones(3, jnp.int32))},
@@ -412,7 +412,7 @@ def test_what_does_not_fit_is_named(given, message):
 def test_an_integer_param_with_a_gradient_is_named():
     params = {"i": jnp.arange(3)}
     tx = optax_mp.mixed_precision(optax.adam(1e-2))
-    message = r"gradient of \['i'\] is float32\[3\], but the param is int32\[3\], which"
+    message = r"gradient of \['i'\] is float32\[3\], expected None or .* param int32\[3\]"
     with pytest.raises(TypeError, match=message):
         tx.update({"i": jnp.ones(3)}, tx.init(params), params)
 
