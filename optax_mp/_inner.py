@@ -194,16 +194,13 @@ def explain_failure(
     """
     try:
         yield
-    except Exception as error:
+    except _ERRORS_OF_TREES as error:
         # An error of this package says what is wrong already.
         if params is None or _module_that_raised(error).startswith("optax_mp."):
             raise
         problem = _find_missing(grads, params, caller)
         problem = problem or _difference_to_own(inner, state, params, caller)
         if problem is None:
-            raise
-        if not isinstance(error, _ERRORS_OF_TREES):
-            error.add_note(problem)
             raise
         raise ValueError(problem) from error
 

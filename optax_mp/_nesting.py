@@ -101,9 +101,9 @@ def _check_before(before: tuple[Any, ...], link: Any, where: str) -> None:
     # Transforms such as clipping keep no state.
     if scales and any(isinstance(x, optax.EmptyState) for x in before):
         warn(
-            f"{where} a chain with a transform before a loss scale. The transform sees "
-            "gradients that are still scaled: clipping, say, clips all of them. Put it "
-            "inside, as `optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
+            f"{where} a chain with a transform before a loss scale. The transform, "
+            "such as clipping, sees gradients that are still scaled; put it inside, as "
+            "`optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
         )
 
 
@@ -118,9 +118,8 @@ def _warn_if_followed(link: Any, later: tuple[Any, ...], where: str) -> None:
     if names and not any(_is_masters(node) for _, node in _nodes(later)):
         warn(
             f"{where} a chain in which `mixed_precision` is followed by a transform "
-            f"(its state: {names[0]}). If that changes the updates, as weight decay "
-            "does, the next step undoes it or, with float32 updates, takes the rounded "
-            "params as masters: put the chain inside, as "
+            f"(its state: {names[0]}). If that changes the updates, the next step "
+            "undoes it or takes the rounded params as masters; put it inside, as "
             "`optax_mp.mixed_precision(optax.chain(...))`."
         )
 
@@ -130,11 +129,10 @@ def _warn_of_rounded_hyperparams(state: Any, where: str) -> None:
     for name, value in state.hyperparams.items():
         if is_floating(value) and bits(value.dtype) < 32:
             warn(
-                f"{where} `optax.inject_hyperparams` with {name} in {value.dtype}, the "
-                "dtype of the params, in which b2=0.999 is 1.0 and Adam's loss becomes "
-                "NaN. Put it inside, as `optax_mp.mixed_precision("
-                "optax.inject_hyperparams(optax.adamw)(...))`, or pass "
-                "`hyperparam_dtype=jnp.float32` to it."
+                f"{where} `optax.inject_hyperparams` with {name} in {value.dtype}, in "
+                "which b2=0.999 is 1.0 and Adam's loss becomes NaN; put it inside, as "
+                "`optax_mp.mixed_precision(optax.inject_hyperparams(optax.adamw)(...))`"
+                ", or pass it `hyperparam_dtype=jnp.float32`."
             )
             return
 
@@ -144,9 +142,7 @@ def _warn_if_around_offload(state: Any, where: str) -> None:
     inner, sums = map(jax.tree.leaves, (state.inner_opt_state, state.acc_grads))
     if any(map(is_on_host, inner)) and not any(map(is_on_host, sums)):
         warn(
-            f"{where} `optax.MultiSteps` around `offload`, which XLA does not compile "
-            "for TPUs (its error: output index is already aliased), and which copies "
-            "the state elsewhere: it chooses between whole arrays in host memory. Sum "
-            "the gradients of micro-batches in your step, or put `offload` outside: "
-            "`optax_mp.offload(optax.MultiSteps(...))`."
+            f"{where} `optax.MultiSteps` around `offload`. It chooses between whole "
+            "arrays in host memory, which XLA does not compile for TPUs and copies "
+            "elsewhere; put it inside, as `optax_mp.offload(optax.MultiSteps(...))`."
         )

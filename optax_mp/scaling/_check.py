@@ -107,7 +107,7 @@ def _explain_cause(state: LossScaleState) -> str:
     else:
         sign = (
             "If a lower scale ends this, it is an overflow: raise `max_skipped`, or "
-            "lower `init_scale`. If not, it is"
+            "start with a lower scale. If not, it is"
         )
     # Only a dynamic scale without hysteresis left has been lowered.
     down = "down to " if state.hysteresis_left == 0 else ""
