@@ -32,6 +32,10 @@ _WRAPPERS = {
         "optax.conditionally_transform",
         "hands on gradients that are still scaled when it does not run it",
     ),
+    optax.ConditionallyMaskState: (
+        "optax.conditionally_mask",
+        "hides overflows from it if its condition reads the gradients",
+    ),
 }
 
 
@@ -41,11 +45,14 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
         where = f"{caller}: opt_state{keystr(path)} is of"
         for kind, (name, harm) in _WRAPPERS.items():
             if isinstance(node, kind) and any(_is_scale(x) for _, x in _nodes(node)):
-                raise ValueError(
+                message = (
                     f"{where} `{name}` around a loss scale, expected the loss scale "
                     f"outside: `{name}` {harm}. Put it inside, as "
                     f"`optax_mp.dynamic_loss_scale({name}(...))`."
                 )
+                if kind is not optax.ConditionallyMaskState:
+                    raise ValueError(message)
+                warn(message)  # its condition may be of the step alone
         if isinstance(node, optax.MultiStepsState):
             _warn_if_around_offload(node, where)
         if isinstance(node, optax.InjectStatefulHyperparamsState):

@@ -580,6 +580,13 @@ def test_a_wrapper_around_a_loss_scale_is_an_error(wrapper, asked, tx, jitted):
         call(ASKED[asked], (state,), jitted and asked != "check_loss_scale")
 
 
+def test_conditionally_mask_around_a_loss_scale_is_a_warning():
+    tx = optax.conditionally_mask(SCALED, lambda step: step < 2)
+    message = "is of `optax.conditionally_mask` around a loss scale"
+    with pytest.warns(Warned, match=message):
+        assert optax_mp.loss_scale(tx.init(PARAMS)) == 2.0**16
+
+
 def test_a_loss_scale_after_the_masters_is_an_error():
     tx = optax.chain(MASTERS, optax_mp.dynamic_loss_scale())
     message = "chain with a loss scale after `mixed_precision`, .*expected it before"
