@@ -103,9 +103,9 @@ def replace_master_params(
 
     Raises:
         ValueError: if the state holds no `MixedPrecisionState`, if a structure or shape
-            differs, or if a param is not its new master rounded.
-        TypeError: if a new master is not floating, or if `opt_state` is no optimizer
-            state, or not the first argument.
+            differs, if a new master is not floating, or a param not its new master
+            rounded.
+        TypeError: if `opt_state` is no optimizer state, or not the first argument.
 
     Example:
         >>> import jax.numpy as jnp
@@ -273,15 +273,10 @@ def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
 
 def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:
     """Return a copy of a new master with the dtype and sharding of the old one."""
-    if not is_floating(new):
-        raise TypeError(
-            f"{where} is {describe(new)}, expected a floating array like the master "
-            f"{describe(old)}."
-        )
-    if new.shape != old.shape:
+    if not is_floating(new) or new.shape != old.shape:
         raise ValueError(
-            f"{where} is {describe(new)}, expected the shape of the master "
-            f"{describe(old)}."
+            f"{where} is {describe(new)}, expected a floating array of the shape of "
+            f"the master {describe(old)}."
         )
     return jnp.array(_beside(new, old), old.dtype, copy=True)
 

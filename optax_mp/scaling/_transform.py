@@ -160,13 +160,6 @@ def static_loss_scale(
         >>> updates["w"].tolist(), int(state.total_skipped_count)
         ([-0.0, -0.0], 1)
     """
-    # As in `static_loss_scale(1024.0)`: a scale in the place of the optimizer.
-    if isinstance(inner, (int, float)):
-        raise TypeError(
-            f"static_loss_scale: `inner` is a {type(inner).__name__}, expected an "
-            "optax gradient transformation; pass the scale by keyword: "
-            f"`scale={inner!r}`."
-        )
     caller = "static_loss_scale"
     check_settings(caller, scale=scale)
 

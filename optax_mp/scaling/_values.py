@@ -18,7 +18,6 @@ from optax_mp.scaling._rule import (
     ScaleCounters,
     ScaleRule,
     adjust,
-    check_number,
     check_settings,
 )
 from optax_mp.scaling._unscale import divide, multiply
@@ -133,20 +132,14 @@ class DynamicLossScale(_LossScale):
 
     def __post_init__(self) -> None:
         """Check all fields that are not traced, and cast each to its dtype."""
-        caller = "DynamicLossScale"
-        _check_concrete(caller, **vars(self))
-        low = float(self.min_loss_scale)
-        if not is_traced(self.loss_scale):
-            expected = f"at least `min_loss_scale`, which is {low}"
-            start = float(self.loss_scale)
-            check_number(f"{caller}: `loss_scale`", start, expected, lambda x: x >= low)
+        _check_concrete("DynamicLossScale", **vars(self))
         _set_fields(
             self,
             loss_scale=jnp.asarray(self.loss_scale, jnp.float32),
             counter=jnp.asarray(self.counter, jnp.int32),
             period=int(self.period),
             factor=float(self.factor),
-            min_loss_scale=low,
+            min_loss_scale=float(self.min_loss_scale),
         )
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":

@@ -412,7 +412,9 @@ def test_what_does_not_fit_is_named(given, message):
 def test_an_integer_param_with_a_gradient_is_named():
     params = {"i": jnp.arange(3)}
     tx = optax_mp.mixed_precision(optax.adam(1e-2))
-    message = r"gradient of \['i'\] is float32\[3\], expected None or .* param int32\[3\]"
+    message = (
+        r"gradient of \['i'\] is float32\[3\], expected None or .* param int32\[3\]"
+    )
     with pytest.raises(TypeError, match=message):
         tx.update({"i": jnp.ones(3)}, tx.init(params), params)
 

@@ -231,12 +231,6 @@ def test_a_factor_of_any_dtype_becomes_float32(cls, name):
     assert as_bits(value.adjust(False)) == as_bits(plain.adjust(False))
 
 
-def test_a_value_may_be_made_under_jit():
-    made = jax.jit(lambda x: optax_mp.DynamicLossScale(x, period=1).adjust(True))(8)
-    assert made.loss_scale.dtype == jnp.float32
-    assert made.loss_scale == 16
-
-
 @pytest.mark.parametrize("finite", [True, False, np.bool_(True), jnp.array(False)])
 def test_adjust_takes_any_bool(finite):
     scale = optax_mp.DynamicLossScale(8.0, period=1)
