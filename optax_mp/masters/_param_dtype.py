@@ -1,7 +1,7 @@
 """Which dtype each param has in training, as the user declares it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +29,20 @@ def read_param_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
     Raises:
         ValueError: if a dtype is not floating. So does the returned function.
     """
-    function: Any
+    by_leaf: Any = None
+    for_all = None
     if isinstance(declared, Policy):
-        function = declared.param_dtype_of
+        by_leaf = declared.param_dtype_of
     # Dtypes such as `jnp.bfloat16` are callable, too: they are types.
     elif callable(declared) and not isinstance(declared, type):
-        function = declared
-    else:
-        dtype = None if declared is None else floating_dtype(declared, argument)
-
-        def function(_path: str, _leaf: Any) -> jnp.dtype | None:
-            return dtype
+        by_leaf = declared
+    elif declared is not None:
+        for_all = floating_dtype(cast(DTypeLike, declared), argument)
 
     def rule(path: tuple[Any, ...], leaf: Any) -> jnp.dtype | None:
         if not is_floating(leaf):
             return None
-        dtype = function(slash_path(path), leaf)
+        dtype = by_leaf(slash_path(path), leaf) if by_leaf else for_all
         if dtype is None:
             return leaf.dtype
         where = f"{argument} for {spell(path)}"

@@ -175,8 +175,8 @@ def test_argnums_choose_as_for_jax(argnums):
 def test_argnums_out_of_range_are_named(argnums):
     f = optax_mp.value_and_grad(jnp.dot, argnums)
     expected = (
-        r"^value_and_grad: `argnums` has (2|-3|5), but 2 positional arguments were "
-        r"given after `opt_state`; call as f\(opt_state, params, ...\)"
+        r"^value_and_grad: `argnums` has (2|-3|5), but 2 positional arguments of the "
+        r"function were given; call as f\(opt_state, params, ...\)"
     )
     with pytest.raises(ValueError, match=expected):
         f(state_with(8.0), VECTOR, VECTOR)
