@@ -167,8 +167,10 @@ def _consequence(leaf: Any, want: Any, names: PathNames) -> str:
         return ""
     are_floats = is_floating(leaf) and is_floating(want)
     # Orbax describes Python's numbers in 64 bits, where JAX uses its widest dtype.
-    if not want.shape and (getattr(want, "weak_type", False) or not are_floats):
-        return ""
+    if not (want.shape or is_key(want)):
+        may_be_number = getattr(want, "weak_type", False) or not are_floats
+        if may_be_number and jax.dtypes.canonicalize_dtype(leaf.dtype) == want.dtype:
+            return ""
     whose = "the masters" if "master_params" in names else "the values"
     if not are_floats:
         return f"a restore would cast {whose}, which are stored in another form"
