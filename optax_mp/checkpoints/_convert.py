@@ -8,14 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._arguments import check_state_first
-from optax_mp._boxes import plain_trees
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._memory import bring, is_on_host, put_beside, to_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves
-from optax_mp._nesting import check_nesting
 from optax_mp._quantized import Quantized
 from optax_mp._states import find_states, map_states
 from optax_mp._tree import (
@@ -33,6 +30,7 @@ from optax_mp.masters._access import (
     check_param_is_rounded,
     decode_all,
     map_masters,
+    read_arguments,
 )
 from optax_mp.masters._state import MixedPrecisionState, storage_of
 from optax_mp.scaling import LossScaleState
@@ -97,9 +95,8 @@ def convert_opt_state(
         >>> state.master_params["w"].dtype.name
         'int8'
     """
-    opt_state, params = plain_trees(opt_state, params)
-    call = "convert_opt_state(opt_state, params, from_tx, to_tx)"
-    check_state_first(opt_state, params, _CALLER, call)
+    names = "opt_state, params, from_tx, to_tx"
+    opt_state, params, leaves = read_arguments(opt_state, params, _CALLER, names)
     from_tx = as_transformation(from_tx, _CALLER, "from_tx")
     to_tx = as_transformation(to_tx, _CALLER, "to_tx")
     _check_made_by(opt_state, from_tx, params)
@@ -109,7 +106,7 @@ def convert_opt_state(
         if (found := find_states(opt_state, kind))
     }
     has_masters = MixedPrecisionState in wrappers
-    weights = _masters(opt_state, params) if has_masters else params
+    weights = _masters(opt_state, leaves) if has_masters else params
     if StochasticRoundingState in wrappers:
         weights = cast_floating(weights, jnp.float32)  # as the inner optimizer saw them
     template = to_tx.init(params)
@@ -127,7 +124,7 @@ def convert_opt_state(
     )
     filled = _fill(template, iter(values), wrappers)
     if has_masters:
-        filled = _replace_masters(filled, weights, params)
+        filled = _replace_masters(filled, weights, leaves)
     # Arrays that were not changed are copied, so that all three can be donated.
     return copy_shared(filled, (opt_state, params))
 
@@ -159,10 +156,8 @@ def _adapt_scale(
 
 # State in host memory is brought to the device leaf by leaf and put back, so that the
 # device never holds all of it.
-def _masters(opt_state: optax.OptState, params: optax.Params) -> PyTree:
+def _masters(opt_state: optax.OptState, leaves: Leaves) -> PyTree:
     """Return the masters, in the memory in which the state has them."""
-    check_nesting(opt_state, _CALLER)
-    leaves = Leaves.of(params, caller=_CALLER, name="`params`")
     values = list(leaves.values)
     states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
     for i, master, stored in decode_all(leaves, states, _CALLER):
@@ -213,10 +208,9 @@ def _fill(template: PyTree, values: Iterator[Any], wrappers: dict[type, Any]) ->
 
 
 def _replace_masters(
-    opt_state: optax.OptState, weights: PyTree, params: optax.Params
+    opt_state: optax.OptState, weights: PyTree, leaves: Leaves
 ) -> optax.OptState:
     """Return a state of the new form with the masters of the run."""
-    leaves = Leaves.of(params, caller=_CALLER, name="`params`")
     values = leaves.match(weights, "the masters")
 
     def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:

@@ -58,18 +58,28 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         'float32'
     """
     caller = "master_params"
-    opt_state, params = plain_trees(opt_state, params)
-    check_state_first(opt_state, params, caller, "master_params(opt_state, params)")
-    check_nesting(opt_state, caller)
+    opt_state, params, leaves = read_arguments(opt_state, params, caller)
     found = find_states(opt_state, MixedPrecisionState)
     if not found:
         check_classes(opt_state, caller)
         return jax.tree.map(_widen, params)
-    leaves = Leaves.of(params, caller=caller, name="`params`")
     result = list(leaves.values)
     for i, master, _ in decode_all(leaves, [state for _, state in found], caller):
         result[i] = master
     return leaves.unflatten(result)
+
+
+def read_arguments(
+    opt_state: Any, params: Any, caller: str, names: str = "opt_state, params"
+) -> tuple[Any, Any, Leaves]:
+    """Return state and params without NNX's boxes, and the leaves of the params.
+
+    Raises if one is in the place of the other, or transforms in an order that fails.
+    """
+    opt_state, params = plain_trees(opt_state, params)
+    check_state_first(opt_state, params, caller, f"{caller}({names})")
+    check_nesting(opt_state, caller)
+    return opt_state, params, Leaves.of(params, caller=caller, name="`params`")
 
 
 def decode_all(
@@ -121,16 +131,15 @@ def replace_master_params(
     """
     caller = "replace_master_params"
     new_master = plain_trees(opt_state, new_master)[1]
-    opt_state, params = plain_trees(opt_state, params)
-    call = "replace_master_params(opt_state, params, new_master)"
-    check_state_first(opt_state, params, caller, call)
+    opt_state, params, leaves = read_arguments(
+        opt_state, params, caller, "opt_state, params, new_master"
+    )
     if not find_states(opt_state, MixedPrecisionState):
         raise ValueError(
             f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state "
             "of an optimizer with optax_mp.mixed_precision in it. This optimizer keeps "
             "no masters; replace `params`."
         )
-    leaves = Leaves.of(params, caller=caller, name="`params`")
     given = leaves.match(new_master, "`new_master`")
 
     def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
@@ -187,10 +196,7 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
         [0.5, 0.5]
     """
     caller = "follow_params"
-    opt_state, params = plain_trees(opt_state, params)
-    check_state_first(opt_state, params, caller, "follow_params(opt_state, params)")
-    check_nesting(opt_state, caller)
-    leaves = Leaves.of(params, caller=caller, name="`params`")
+    opt_state, params, leaves = read_arguments(opt_state, params, caller)
 
     def follow(i: int, storage: Storage, old: jax.Array) -> jax.Array | None:
         if storage.param_is_part:

@@ -117,7 +117,7 @@ class Step:
             masters[i] = storage.decode(stored_leaf, param)
             check_master(spell(self.params.paths[i]), masters[i], master_dtype, storage)
             if not storage.param_is_part and shows_edits(
-                param.dtype, self._update_dtype_of_master(i)
+                param.dtype, self._update_dtype(i, has_master=True)
             ):
                 masters[i] = follow_edits(masters[i], jnp.asarray(param))
         return masters
@@ -171,7 +171,8 @@ class Step:
                     i, stored[i], master, proceed
                 )
             else:
-                updates[i] = _cast_update(change, self._update_dtype(param, grad))
+                dtype = self._update_dtype(i, has_master=False)
+                updates[i] = _cast_update(change, dtype)
         return new_stored, updates
 
     def _advance_leaf(
@@ -191,25 +192,22 @@ class Step:
         else:
             target = round_to(target, param.dtype)
         update = difference(target, lax.convert_element_type(param, target.dtype))
-        update = _cast_update(update, self._update_dtype_of_master(i))
+        update = _cast_update(update, self._update_dtype(i, has_master=True))
         return as_own_arrays(new_stored), update
 
-    def _update_dtype_of_master(self, i: int) -> jnp.dtype:
-        """Return the dtype of the update of a leaf that has a master."""
-        if self.settings.storage.param_is_part:
+    def _update_dtype(self, i: int, *, has_master: bool) -> jnp.dtype:
+        """Return the dtype of the update of a leaf."""
+        if has_master and self.settings.storage.param_is_part:
             # The param decodes the master: if it missed its target by a rounding, the
             # stored remainder would decode to another master.
             return jnp.dtype(jnp.float32)
         update_dtype = self.settings.update_dtype
+        if has_master and isinstance(update_dtype, np.dtype):
+            return update_dtype
+        param, grad = self.params.values[i], self.grads[i]
         # `is` and not `==`, because NumPy takes None for float64.
-        if update_dtype is None or isinstance(update_dtype, str):
-            return self._update_dtype(self.params.values[i], self.grads[i])
-        return update_dtype
-
-    def _update_dtype(self, param: Any, grad: Any) -> jnp.dtype:
-        """Return the dtype of the update of a leaf that is its own master."""
-        like_grad = self.settings.update_dtype is None and is_floating(grad)
-        return jax.dtypes.canonicalize_dtype((grad if like_grad else param).dtype)
+        like = grad if update_dtype is None and is_floating(grad) else param
+        return jax.dtypes.canonicalize_dtype(like.dtype)
 
 
 def _cast_update(update: Any, dtype: jnp.dtype) -> jax.Array:

@@ -49,7 +49,6 @@ EVERY_OPTIMIZER_IN_LOW_DTYPES = [
     )
     if dtype == "bfloat16" or name in DISTINCT
 ]
-FLOAT64_TOO = ("adamw", "adafactor", "lion", "muon", "radam")
 
 FULL_COPY, SPLIT_16, SPLIT_8 = (
     optax_mp.FullCopy(),
@@ -288,6 +287,9 @@ def test_extra_arguments_are_accepted(name, storage):
         extra |= {"nobody_expects_this": 1}
     updates, _ = tx.update(grads, tx.init(params), params, **extra)
     assert avals(updates)[1] == avals(params | grads)[1] or name == "dpsgd"
+
+
+FLOAT64_TOO = ("adamw", "adafactor", "lion", "muon", "radam")
 
 
 @pytest.mark.slow

@@ -286,7 +286,8 @@ def test_hyperparameters_in_16_bits_give_a_warning():
         optax_mp.dynamic_loss_scale(inject(optax.adam)),
     ):
         with pytest.warns(
-            optax_mp.MixedPrecisionWarning, match="in bfloat16, the dtype of the params"
+            optax_mp.MixedPrecisionWarning,
+            match="in bfloat16, in which b2=0.999 is 1.0",
         ):
             optax_mp.master_params(tx.init(params), params)
     # Made from the masters, they are float32.

@@ -137,7 +137,9 @@ def test_masters_cannot_be_replaced_without_any():
 ])  # fmt: skip
 def test_what_is_no_state_is_an_error(access):
     tx = wrapped("alone")
-    with pytest.raises(TypeError, match="`opt_state` is a .*, expected an optimizer state"):
+    with pytest.raises(
+        TypeError, match="`opt_state` is a .*, expected an optimizer state"
+    ):
         access(tx, PARAMS)
     with pytest.raises(
         TypeError, match="is an optimizer state, .*expected the state f"

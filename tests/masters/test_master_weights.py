@@ -120,24 +120,6 @@ def test_a_finite_master_never_makes_a_param_infinite(dtype):
         np.testing.assert_array_equal(np.abs(got[:4]), largest)
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_float8_params_follow_their_masters(dtype):
-    tx = optax_mp.mixed_precision(optax.adam(1e-2), update_dtype="params")
-    params = {"w": jnp.linspace(-1, 1, 101).astype(dtype)}
-    state = tx.init(params)
-    step = jax.jit(tx.update)
-    for i in range(200):
-        grads = {"w": jax.random.normal(jax.random.key(i), (101,))}
-        updates, state = step(grads, state, params)
-        assert updates["w"].dtype == dtype
-        params = optax.apply_updates(params, updates)
-    got = np.asarray(params["w"]).astype(np.float32)
-    want = rounded(state.master_params["w"], dtype).astype(np.float32)
-    # The sum of two 8-bit floats rounds: a few elements miss by a unit for one step.
-    assert np.mean(got != want) < 0.05
-    np.testing.assert_allclose(got, want, rtol=0.26, atol=0.02)
-
-
 @pytest.mark.parametrize(
     ("grad_dtype", "update_dtype", "want"),
     [
@@ -272,20 +254,6 @@ def test_masters_keep_the_bits_of_float32_weights(param_dtype):
     updates, state = tx.update(PRETRAINED, state, params)
     masters = optax_mp.master_params(state, optax.apply_updates(params, updates))
     assert as_bits(masters) == as_bits(want)
-
-
-def test_policies_make_params_that_masters_can_follow():
-    """Weights over the range of the param dtype saturate, as round(master) does."""
-    policy = optax_mp.get_policy("e4m3fn")
-    tx = optax_mp.mixed_precision(
-        optax.sgd(0.0), param_dtype=policy, update_dtype="params"
-    )
-    weights = {"w": jnp.array([1000.0, -1e6, 1.0])}
-    params = policy.cast_to_param(weights)
-    updates, _ = tx.update({"w": jnp.zeros(3)}, tx.init(weights), params)
-    after = optax.apply_updates(params, updates)["w"]
-    assert as_bits(after) == as_bits(params["w"])
-    np.testing.assert_array_equal(np.asarray(after, np.float32), [448, -448, 1])
 
 
 FLOAT64 = {
@@ -443,18 +411,6 @@ def test_wrong_settings_are_named_before_anything_runs(settings, error, message)
         optax_mp.mixed_precision(optax.sgd(0.1), **settings)
 
 
-def test_a_param_dtype_function_that_says_nonsense_is_named_with_the_leaf():
-    tx = optax_mp.mixed_precision(optax.sgd(0.1), param_dtype=lambda path, leaf: "int8")
-    with pytest.raises(ValueError, match=rf"`param_dtype` for {W} is 'int8', expected"):
-        tx.init(PARAMS)
-
-
-@pytest.mark.parametrize("inner", [optax.adam, None, 1e-3])
-def test_inner_must_be_a_transformation(inner):
-    with pytest.raises(TypeError, match="`inner` is a .*call its factory first"):
-        optax_mp.mixed_precision(inner)
-
-
 SHARDED = """
 import jax, jax.numpy as jnp, numpy as np, optax, optax_mp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -504,12 +460,11 @@ def test_params_as_wide_as_narrow_masters_are_their_own(master_dtype, param_dtyp
     assert state.master_params["w"] == optax.MaskedNode()
 
 
-@pytest.mark.parametrize("master_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    "params", [{}, {"n": jnp.arange(3)}, {"n": None, "key": jax.random.key(0)}]
-)
-def test_trees_without_floating_leaves_have_no_masters(master_dtype, params):
-    tx = optax_mp.mixed_precision(optax.adam(1.0), master_dtype)
-    grads = jax.tree.map(lambda _: None, params)
-    updates, state = tx.update(grads, tx.init(params), params)
-    assert not any(map(jnp.any, jax.tree.leaves((updates, state.master_params))))
+def test_weakly_typed_params_keep_the_state_stable():
+    params = {"weak": jnp.asarray(1.0), "w": jnp.ones(2, jnp.bfloat16)}
+    assert params["weak"].weak_type
+    tx = optax_mp.mixed_precision(optax.adam(1e-2))
+    state = tx.init(params)
+    grads = {"weak": jnp.float32(1), "w": jnp.ones(2)}
+    _, after = tx.update(grads, state, params)
+    assert avals(after) == avals(state)

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from comparison import avals
-from reference import LossScaleRule, rounded
+from reference import LossScaleRule
 from slow_cases import mostly_slow
 
 import optax_mp
@@ -288,27 +287,3 @@ def test_faults_leave_what_the_reference_has(case, steps):
     assert 0.03 * steps < system.scaling.total_skipped_count < 0.9 * steps
     if not told.get("is_static"):
         assert all(system.scaling.events.values()), system.scaling.events
-
-
-@pytest.mark.slow
-@mostly_slow(
-    ("storage", "steps"),
-    itertools.product([optax_mp.FullCopy(), optax_mp.Split(bits=8)], [SHORT, LONG]),
-    lambda storage, steps: storage == optax_mp.Split(bits=8) and steps == SHORT,
-)
-def test_faults_leave_low_bit_moments_sound(storage, steps):
-    inner = optax_mp.low_bit_state(adamw(), min_size=KERNEL)
-    tx = around(dynamic, inner, storage=storage)
-    params = first_params({}, "bfloat16")
-    dtypes = {x.dtype.name for x in jax.tree.leaves(tx.init(params))}
-    assert {"int8", "uint8"} <= dtypes
-    given = faults.make_faults(5, steps, COUNT)
-    system = reference_system("bfloat16", "bfloat16", {})
-    for i, (_, seen) in enumerate(run(tx, "bfloat16", params, given)):
-        part = tuple(x[i * CHUNK : (i + 1) * CHUNK] for x in given)
-        # The masters are others, but not what is skipped.
-        want = reference_run(system, part)
-        assert_same_steps(seen[2:], want[2:])
-        followed = rounded(seen[1][:, :LOW_COUNT], jnp.bfloat16).astype(np.float32)
-        followed_by = seen[0][:, :LOW_COUNT]
-        np.testing.assert_allclose(followed_by, followed, rtol=2.0**-7, atol=2.0**-20)

@@ -261,50 +261,6 @@ def buffers(tree):
     return out
 
 
-@examples(2, 20, scenarios(max_leaves=4))
-def test_params_and_state_can_be_donated_and_compile_once(scenario):
-    tx = scenario.transformation()
-    params = scenario.params()
-    state = tx.init(params)
-    places = buffers((params, state))
-    assert len(places) == len(set(places))
-    report = optax_mp.memory_report
-    if any(hasattr(x, "dtype") for x in jax.tree.leaves(params)):
-        total = sum(len(data) for _, _, data in as_bits((params, state)))
-        assert report(state, params).total_bytes == total
-        planned = jax.eval_shape(lambda: params)
-        planned = report(jax.eval_shape(tx.init, planned), planned)
-        assert planned.total_bytes == total
-    grads = scenario.gradients(0)
-    start = avals((params, state))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state):
-        updates, state = tx.update(grads, state, params)
-        return applied(params, updates), state
-
-    def scanned(carry, _):
-        return step(*carry), None
-
-    for _ in range(2):
-        params, state = step(params, state)
-        assert avals((params, state)) == start
-    assert step._cache_size() == 1
-    (params, state), _ = jax.lax.scan(scanned, (params, state), None, length=2)
-    assert avals((params, state)) == start
-    masters = optax_mp.master_params(state, params)
-    for param, master in pairs(params, masters):
-        assert not is_number(param) or not is_low(param) or is_near(param, master)
-
-
-def is_near(param, master):
-    """Return whether a param is its master, to what a 16-bit update may miss."""
-    assert master.dtype == jnp.float32
-    spacing = float(jnp.finfo(param.dtype).eps)
-    have, want = np.asarray(param, np.float32), np.asarray(master)
-    return np.allclose(have, want, rtol=2 * spacing, atol=4 * spacing, equal_nan=True)
-
-
 @examples(2, 20, scenarios(insides=set(INSIDE) - {"low_bit_state"}), st.booleans())
 def test_conversion_there_and_back_keeps_every_bit(scenario, with_scale):
     tx = scenario.transformation()
