@@ -105,7 +105,8 @@ def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts 
     if len(part.shape) == 1:
         # It stays one: XLA would copy scales, of which a row has few, to see them in
         # rows. Its tiles are 1024 elements in a row, or scales of blocks of 32.
-        if device_count > 1:
+        # The starts of its chunks are int32.
+        if device_count > 1 or part.shape[0] > jnp.iinfo(jnp.int32).max:
             return None
         (rows,), width, view = part.shape, 1, part.shape
         step = max(_TILE * _ROWS, part.block_size)
