@@ -17,7 +17,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from optax_mp._jax._jaxpr import Equation, bind
-from optax_mp._tree import describe, is_inexact
+from optax_mp._tree import is_inexact
 from optax_mp.autocast._lattice import cast
 
 Call = Callable[..., list[Any]]
@@ -106,7 +106,6 @@ class _VjpRule:
         perturbed = [
             i for i, x in enumerate(given) if x.perturbed and is_inexact(invars[i].aval)
         ]
-        _check_closure(self.equation, perturbed)
         treedef: Any = None
         residual_dtypes: tuple[Any, ...] = ()
 
@@ -169,21 +168,6 @@ def _nonzero(tangents: Sequence[Any], atoms: Sequence[Any]) -> list[int]:
         for i, (x, atom) in enumerate(zip(tangents, atoms, strict=True))
         if is_inexact(atom.aval) and not isinstance(x, SymbolicZero)
     ]
-
-
-def _check_closure(equation: Equation, perturbed: Sequence[int]) -> None:
-    """Raise if a custom_vjp is differentiated by what its function closes over.
-
-    Those inputs come first, and its rule has no gradients for them.
-    """
-    closed_over = [i for i in perturbed if i < equation.params["num_consts"]]
-    if closed_over:
-        values = ", ".join(describe(equation.invars[i].aval) for i in closed_over)
-        raise TypeError(
-            "amp: a jax.custom_vjp function closes over a value that is "
-            f"differentiated ({values}), expected one that is an argument, so that the "
-            "function's rule has a gradient for it; make it an argument."
-        )
 
 
 def _restrict(

@@ -130,12 +130,11 @@ def test_a_report_changes_no_module():
         assert a is b
 
 
-def test_changes_of_a_captured_module_are_an_error_with_the_fix():
+def test_changes_of_a_captured_module_are_an_error():
     nnx = pytest.importorskip("flax.nnx")
     model = counter(nnx)
-    with pytest.raises(Exception, match="different trace level") as error:
+    with pytest.raises(Exception, match="different trace level"):
         amp(lambda x: loss(model, x))(X)
-    assert "must be an argument of the function that amp" in error.value.__notes__[0]
 
 
 def test_a_variable_that_is_new_reaches_the_module_or_raises_a_warning():

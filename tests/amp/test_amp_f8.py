@@ -4,7 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+import small_models
 from amp_cases import CASES, error, normal, objective, operations, products, weights
 from forced_devices import run_checks
 from jax import export, lax
@@ -160,13 +162,6 @@ def inner(x, w):
 def test_words_go_by_operation_and_scope_with_the_outermost_first(rules, expected):
     fun = optax_mp.amp(outer, rules=optax_mp.default_amp_rules | rules)
     assert eight_bit_products(fun, X, W) == (expected, 2)
-
-
-def test_a_word_may_be_that_of_a_loop():
-    def loop(x, w):
-        return lax.scan(lambda x, _: (inner(x, w), None), x, None, 3)[0] @ w
-
-    assert eight_bit_products(by_rule("scan", loop), X, W) == (1, 2)
 
 
 def test_in_the_scope_of_a_word_for_products_all_else_follows_its_own_rule():
@@ -373,3 +368,34 @@ def test_a_precision_report_counts_8_bit_products():
         {"float8_e4m3fn": 16 / 35, "float8_e5m2": 16 / 35, "bfloat16": 3 / 35}
     )
     assert found.low_share == 1
+
+
+# Unmodified models of each framework
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["linen", "nnx", "equinox", "haiku"])
+def test_an_unmodified_transformer_trains_in_8_bits(framework, monkeypatch):
+    monkeypatch.setattr(small_models, "WIDTH", 256)
+    problem = getattr(small_models, f"{framework}_transformer")()
+    tx = optax.adam(1e-3)
+
+    def train(dtype):
+        loss = optax_mp.amp(problem.loss, compute_dtype=dtype)
+
+        def step(carry, batch):
+            params, state, opt_state = carry
+            grad = jax.value_and_grad(loss, has_aux=True)
+            (value, state), grads = grad(params, state, batch)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), state, opt_state), value
+
+        carry = problem.params, problem.state, tx.init(problem.params)
+        return jax.jit(lambda c: lax.scan(step, c, problem.batches))(carry)[1]
+
+    batch = jax.tree.map(lambda x: x[0], problem.batches)
+    args = problem.params, problem.state, batch
+    assert optax_mp.amp_report(problem.loss, *args, compute_dtype=F8).f8_share > 0.5
+    in_8, in_16 = (train(dtype) for dtype in (F8, "bfloat16"))
+    assert in_16[-10:].mean() < 0.85 * in_16[:3].mean()
+    assert in_8[-10:].mean() == pytest.approx(in_16[-10:].mean(), rel=0.02)
