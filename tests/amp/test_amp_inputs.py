@@ -108,15 +108,6 @@ def test_leaves_that_are_not_arrays_pass_through(static):
     assert got.dtype == jnp.float32
 
 
-def test_an_object_with_a_shape_can_be_called():
-    assert error(amp(lambda layer, x: layer(x))(Layer(), X), X @ W) < 2e-2
-
-
-def test_a_shape_dtype_struct_passes_through():
-    described = jax.ShapeDtypeStruct((2,), jnp.float32)
-    assert amp(lambda x, d: (x @ W, d))(X, described)[1] == described
-
-
 @pytest.mark.parametrize(
     "use",
     [

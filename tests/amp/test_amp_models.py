@@ -190,16 +190,6 @@ def test_every_product_of_a_model_and_its_gradient_is_low(model, half):
     assert dtypes_of_products(gradient_equations(model, half)) == ({half}, number)
 
 
-@pytest.mark.slow
-def test_every_product_of_float32_inputs_and_bfloat16_params_is_low():
-    model = "equinox_transformer"
-    written, low = (
-        dtypes_of_products(gradient_equations(model, dtype, "bfloat16"))[0]
-        for dtype in ("float32", "bfloat16")
-    )
-    assert "float32" in written and low == {"bfloat16"}
-
-
 @every_pair
 def test_no_sum_nor_exponential_of_a_model_and_its_gradient_is_low(model, half):
     sensitive = named(gradient_equations(model, half), SENSITIVE)
@@ -274,51 +264,3 @@ def test_a_whole_equinox_module_passes_through_amp():
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_allclose(x, y, atol=2**-5 * np.abs(y).max())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("linen_transformer", "Dense_0"),
-        ("equinox_transformer", "eqx.nn.MultiheadAttention"),
-        ("haiku_transformer", "multi_head_attention"),
-    ],
-)
-def test_rules_may_name_a_module(model, name):
-    problem = problem_of(model)
-    rules = optax_mp.default_amp_rules | {name: "as_written"}
-    function = jax.value_and_grad(optax_mp.amp(problem.loss, rules=rules), has_aux=True)
-    args = (problem.params, problem.state, first_batch(problem))
-    equations = equations_of(jax.make_jaxpr(function)(*args).jaxpr)
-    by_dtype = {"bfloat16": 0, "float32": 0}
-    for product in named(equations, PRODUCTS):
-        by_dtype[product.outvars[0].aval.dtype.name] += 1
-        scopes = str(product.source_info.name_stack)
-        assert (name in scopes) == (product.outvars[0].aval.dtype == "float32"), scopes
-    assert min(by_dtype.values()) >= 3
-
-
-# Losses
-
-
-def test_every_loss_of_optax_is_trained():
-    public = {name for name in dir(optax.losses) if name[0] != "_"}
-    assert public == small_models.LOSSES.keys()
-
-
-# Their least is 0, where a relative error says nothing.
-DOWN_TO_ZERO = {"perceptron_loss", "multiclass_perceptron_loss"}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The function convex_kl_divergence is deprecated")
-@pytest.mark.parametrize("loss", small_models.LOSSES)
-def test_a_loss_of_optax_under_amp_trains_as_in_float32(loss):
-    problem = small_models.perceptron(loss)
-    full = trained_under_amp(problem, "float32")[0]
-    start = full[:3].mean()
-    assert start - last(full) > 0.15 * abs(start)
-    scale = start if loss in DOWN_TO_ZERO else last(full)
-    got = trained_under_amp(problem, "bfloat16")[0]
-    assert abs(last(got) - last(full)) < 0.01 * abs(scale)

@@ -98,22 +98,6 @@ def test_the_error_of_the_outputs_is_that_of_amp(name):
     np.testing.assert_allclose(report.error, error(got, want), rtol=0.3, atol=1e-5)
 
 
-def test_the_backward_pass_is_that_of_the_gradient():
-    def loss(w, x):
-        return jnp.mean(jnp.tanh(x @ w) ** 2)
-
-    report = amp_report(jax.grad(loss), W, X)
-    products = [x for x in report.operations if x.primitive == "dot_general"]
-    assert sum(each.count for each in products) == 2
-    assert {each.ran for each in products} == {"low"}
-
-
-def cancelling(x, w):
-    large = x @ w + 1000.0
-    exact = large - 1000.0
-    return exact @ w
-
-
 def in_scan(x, w):
     return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, 3)[0] + 0.0
 
@@ -137,11 +121,6 @@ def test_a_loop_branch_or_shard_map_is_measured_as_a_whole(fun):
     assert 0 < whole.own_error < 0.1
     assert "mixed: a loop, branch or shard_map" in str(report)
     assert "operations that were not measured" in str(report)
-
-
-def test_an_overflow_is_an_infinite_error():
-    report = amp_report(lambda x: (x @ x.T) * 2.0, X * 1e4, compute_dtype=jnp.float16)
-    assert report.error == np.inf
 
 
 @pytest.mark.parametrize(
@@ -216,14 +195,12 @@ def test_the_share_counts_the_iterations_of_a_scan():
     assert amp_report(jnp.sin, X).low_share == 1
 
 
-def test_the_flops_of_a_convolution():
-    image, kernel = jnp.ones((2, 4, 5, 5)), jnp.ones((6, 2, 3, 3))
+def cancelling(x, w):
+    large = x @ w + 1000.0
+    exact = large - 1000.0
+    return exact @ w
 
-    def fun(image, kernel):
-        return lax.conv_general_dilated(
-            image, kernel, (1, 1), "SAME", feature_group_count=2
-        )
 
-    (convolution,) = amp_report(fun, image, kernel).operations
-    # Along an axis the three taps meet 5 + 2 * 4 values; padding does not count.
-    assert convolution.flops == 2 * (2 * 6 * 2) * (13 * 13)
+def test_an_overflow_is_an_infinite_error():
+    report = amp_report(lambda x: (x @ x.T) * 2.0, X * 1e4, compute_dtype=jnp.float16)
+    assert report.error == np.inf
