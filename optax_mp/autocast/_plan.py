@@ -183,27 +183,9 @@ class Planner:
         self._smallest, self._largest = float(info.tiny), float(info.max)
         # Without the cache, a nested loop would be planned again in every step of the
         # search for the outer loop.
-        self._plan_cached = cache_by_jaxpr(self._plan)
+        self._plan_cached = cache_by_jaxpr(self.plan)
 
-    def plan_whole(
-        self,
-        jaxpr: Jaxpr,
-        inputs: Precisions,
-        axis_counts: AxisCounts,
-        scope_rule: str | None,
-    ) -> Plan:
-        """Plan a jaxpr whose readers are not known.
-
-        Args:
-            jaxpr: the jaxpr.
-            inputs: the precisions of its inputs.
-            axis_counts: for its inputs, to tell a bias.
-            scope_rule: the rule of the scopes around.
-        """
-        wants = (None,) * len(jaxpr.outvars)
-        return self._plan(jaxpr, inputs, axis_counts, wants, scope_rule)
-
-    def _plan(
+    def plan(
         self,
         jaxpr: Jaxpr,
         inputs: Precisions,
@@ -211,6 +193,15 @@ class Planner:
         wants: Wants,
         scope_rule: str | None,
     ) -> Plan:
+        """Plan a jaxpr.
+
+        Args:
+            jaxpr: the jaxpr.
+            inputs: the precisions of its inputs.
+            axis_counts: for its inputs, to tell a bias.
+            wants: for its outputs, what their readers want.
+            scope_rule: the rule of the scopes around.
+        """
         known = dict(
             zip(jaxpr.constvars, full_precisions(jaxpr.constvars), strict=True)
         )

@@ -72,7 +72,8 @@ class Interpreter:
             traced = TracedCall.of(lambda x: fun(*x[0], **x[1]), (args, kwargs))
         jaxpr = traced.closed.jaxpr
         inputs, counts = full_precisions(jaxpr.invars), argument_axis_counts(jaxpr)
-        return traced, self._planner.plan_whole(jaxpr, inputs, counts, None)
+        wants = (None,) * len(jaxpr.outvars)
+        return traced, self._planner.plan(jaxpr, inputs, counts, wants, None)
 
     def warnings(self, traced: TracedCall, plan: Plan) -> tuple[str, ...]:
         """Return what may harm, or not be what was meant, without an error."""
@@ -183,9 +184,10 @@ class Interpreter:
                 full and (LOW if x.dtype == self._low else FULL)
                 for full, x in zip(full_precisions(jaxpr.invars), leaves, strict=True)
             )
-            # It is not known here which of them are arguments of the whole function.
-            no_biases = (None,) * len(precisions)
-            plan = self._planner.plan_whole(jaxpr, precisions, no_biases, scope_rule)
+            # It is not known here which of them are arguments of the whole function,
+            # nor what reads the outputs.
+            no_biases, wants = (None,) * len(precisions), (None,) * len(jaxpr.outvars)
+            plan = self._planner.plan(jaxpr, precisions, no_biases, wants, scope_rule)
             for text in loop_warnings(list(plan.sites(jaxpr)), self._low):
                 warn(f"amp: {text}")
             values = self.run(closed, plan, leaves)
