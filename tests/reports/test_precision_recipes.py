@@ -11,11 +11,8 @@ from jax import lax
 import optax_mp
 from optax_mp import amp, precision_report
 
-MODELS = [
-    f"{framework}_{kind}"
-    for framework in ("linen", "nnx", "equinox", "haiku")
-    for kind in ("transformer", "convolutions")
-]
+MODELS = [f"{x}_transformer" for x in ("linen", "nnx", "equinox", "haiku")]
+MODELS.append("nnx_convolutions")
 POLICY = optax_mp.get_policy("p=bf16", keep_f32=("*norm*",))
 
 
@@ -85,11 +82,7 @@ def test_amp_makes_all_products_of_a_model_low(model):
     problem = problem_of(model)
     report = report_on(problem, amp_of_float32, "float32")
     assert report.shares() == {"bfloat16": 1.0}
-    if model == "haiku_convolutions":
-        with pytest.raises(TypeError, match="requires arguments to have the same dtyp"):
-            report_on(problem, amp, "bfloat16")
-    else:
-        assert report_on(problem, amp, "bfloat16").shares() == {"bfloat16": 1.0}
+    assert report_on(problem, amp, "bfloat16").shares() == {"bfloat16": 1.0}
 
 
 def scanned_linen():
