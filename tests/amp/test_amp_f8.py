@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import small_models
-from amp_cases import CASES, error, normal, objective, operations, products, weights
+from amp_cases import CASES, error, normal, objective, operations, products
 from forced_devices import run_checks
 from jax import export, lax
 from slow_cases import mostly_slow
@@ -275,17 +275,6 @@ def test_free_products_are_in_8_bits_in_every_kind_of_function(name, any_shape):
         assert left == 0 or name == "custom_jvp"
         # Under remat there may be one more, whose result nothing reads.
         assert in_8 >= in_16 or name == "custom_jvp"
-
-
-PARAMS = weights(w1=(8, 8), b=(8,), w2=(8, 8))
-
-
-def net(params, x):
-    return jnp.tanh(x @ params["w1"] + params["b"]) @ params["w2"]
-
-
-def gradient(fun):
-    return jax.grad(lambda params, x: jnp.sum(jnp.sin(fun(params, x))))
 
 
 @pytest.mark.slow
