@@ -143,7 +143,7 @@ def run_from_host(
         program=program,
         known=known,
         sources=_find_sources(program),
-        replaced=traced.replaced(kept, traced.unflatten_outputs()[1]),
+        replaced=traced.replaced(kept),
         plan=plan,
         shardings={v: s for v, s in zip(inputs, of_kept, strict=True) if s is not None},
         # As a number that XLA does not know: a loop of one round would be no loop.
