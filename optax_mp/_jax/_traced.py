@@ -104,6 +104,17 @@ class TracedCall:
         first = self.leaf_count - count
         return {at - first: i for i, at in enumerate(self.places) if at >= first}
 
+    def by_input(self, kept: PyTree, values: Sequence[Any]) -> dict[int, Any]:
+        """Return by the inputs that they are for what is known of leaves of `kept`.
+
+        Args:
+            kept: the last part of the argument.
+            values: one for each of its leaves, or for the first; None if not known.
+        """
+        inputs = self.inputs_among_last(len(jax.tree.leaves(kept)))
+        known = {at: x for at, x in enumerate(values) if x is not None}
+        return {inputs[at]: x for at, x in known.items() if at in inputs}
+
     def replaced(self, kept: PyTree) -> dict[int, int]:
         """Return for each output that takes the place of an input, which that is.
 

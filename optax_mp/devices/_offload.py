@@ -37,7 +37,7 @@ from optax_mp.leafwise._from_host import (
     run_from_host,
 )
 from optax_mp.leafwise._layout import spread_shardings
-from optax_mp.leafwise._program import Program, Value, read_output, values_in
+from optax_mp.leafwise._program import Program, Value, read_output
 
 _CALLER = "offload"
 

@@ -131,7 +131,9 @@ class Program:
         return self._add(equation, [which, *cases])[0]
 
     def behind(
-        self, targets: Iterable[Any], stops_at: Callable[[Value], bool] = lambda _: False
+        self,
+        targets: Iterable[Any],
+        stops_at: Callable[[Value], bool] = lambda _: False,
     ) -> tuple[list[int], list[Value]]:
         """Walk backwards from some values.
 

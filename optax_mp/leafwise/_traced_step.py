@@ -83,13 +83,7 @@ class TracedStep:
         traced = TracedCall.of(
             lambda both: step(*both), (given, kept), is_traced, jit_name=NAME
         )
-        inputs = traced.inputs_among_last(len(jax.tree.leaves(kept)))
-        known = {
-            inputs[at]: sharding
-            for at, sharding in enumerate(shardings)
-            if sharding is not None and at in inputs
-        }
-        return cls(traced, traced.replaced(kept), known)
+        return cls(traced, traced.replaced(kept), traced.by_input(kept, shardings))
 
     @property
     def obstacle(self) -> str | None:
