@@ -5,11 +5,14 @@ The command is `sphinx-build -W --keep-going -n -b html docs docs/_build`.
 
 import ast
 import inspect
+import re
 import shutil
 import textwrap
 from pathlib import Path
 
 from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.transforms import SphinxTransform
 
 import optax_mp
 
@@ -103,6 +106,48 @@ def _other_name(app, env, node, shown):
     return shown
 
 
+class _LinkNames(SphinxTransform):
+    """Link names of the package in the text to the reference, once in each section."""
+
+    default_priority = 500
+    # `zero1` or `zero1(inner, mesh)`, but no nested calls.
+    name = re.compile(r"(?:optax_mp\.)?(\w+)(?:\([^()]*\))?")
+    linked = (nodes.reference, pending_xref, nodes.title)
+
+    def apply(self):
+        """Put references around the names."""
+        seen = set()
+        for literal in list(self.document.findall(nodes.literal)):
+            name = self.name.fullmatch(literal.astext())
+            if name is None or name[1] not in optax_mp.__all__:
+                continue
+            above = list(_ancestors(literal))
+            section = next(
+                x for x in above if isinstance(x, (nodes.section, nodes.document))
+            )
+            if (
+                any(isinstance(x, self.linked) for x in above)
+                or (section, name[1]) in seen
+            ):
+                continue
+            seen.add((section, name[1]))
+            link = pending_xref(
+                refdomain="py",
+                reftype="obj",
+                reftarget=f"optax_mp.{name[1]}",
+                refdoc=self.env.docname,
+                refexplicit=True,
+            )
+            literal.replace_self(link)
+            link += literal
+
+
+def _ancestors(node):
+    while node.parent is not None:
+        node = node.parent
+        yield node
+
+
 def _link_to_copies(app, docname, source):
     """Lead links to the notebooks, right in the repository, to their copies."""
     del app
@@ -119,3 +164,4 @@ def setup(app):
     app.connect("autodoc-skip-member", _skip_fields)
     app.connect("source-read", _link_to_copies)
     app.connect("missing-reference", _other_name)
+    app.add_transform(_LinkNames)
