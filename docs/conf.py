@@ -38,6 +38,7 @@ napoleon_numpy_docstring = False
 napoleon_attr_annotations = False
 napoleon_use_rtype = False
 autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
@@ -91,6 +92,15 @@ def _skip_fields(app, what, name, obj, skip, options):
     """Leave the fields of a NamedTuple to the docstring, which says what they are."""
     del app, what, name, options
     return True if type(obj).__name__ == "_tuplegetter" else skip
+
+
+def _as_text(app, what, name, obj, options, lines):
+    """Put back the first words of a property, which napoleon takes for a type."""
+    del app, name, obj, options
+    types = [line for line in lines if line.startswith(":type: ")]
+    if what == "property" and types:
+        lines.remove(types[0])
+        lines[0] = f"{types[0].removeprefix(':type: ')}: {lines[0]}"
 
 
 def _other_name(app, env, node, shown):
@@ -162,6 +172,7 @@ def setup(app):
     _copy_notebooks()
     app.connect("autodoc-process-signature", _short_signature)
     app.connect("autodoc-skip-member", _skip_fields)
+    app.connect("autodoc-process-docstring", _as_text, priority=600)
     app.connect("source-read", _link_to_copies)
     app.connect("missing-reference", _other_name)
     app.add_transform(_LinkNames)
