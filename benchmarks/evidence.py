@@ -207,7 +207,7 @@ def spread(rows: list[record.Row], run: str) -> str:
 
 
 def wanted_rows(records: Records) -> list[record.Row]:
-    """Return what was wanted beside what was measured."""
+    """Return the limits beside what was measured."""
     rows = []
     for what, result, table, name, column, most in WANTED:
         found = row_of(records[result], table, name)[column]
@@ -215,7 +215,7 @@ def wanted_rows(records: Records) -> list[record.Row]:
             {
                 "what": what,
                 "of": table.split(",")[0],
-                "wanted at most": f"{most:g}",
+                "limit": f"{most:g}",
                 "measured": record.cell(column, found),
                 "met": "yes" if round(found, 2) <= most else "**no**",
             }
