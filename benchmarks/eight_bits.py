@@ -298,8 +298,8 @@ def eight_bit_products(text: str) -> int:
 
 def written_products(fun: Callable[..., Any], *args: Any) -> int:
     """Return how many products of a function have 8-bit operands as JAX traces it."""
-    report = optax_mp.precision_report(fun, *args, argnums=())
-    return sum("float8" in str(each.dtypes[:2]) for each in report.products)
+    report = optax_mp.precision_report(fun, *args)
+    return sum(each.dtype.startswith("float8") for each in report.products)
 
 
 def step_of_mlp(dtype: str) -> tuple[Any, Any]:

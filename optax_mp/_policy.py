@@ -3,7 +3,7 @@
 import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from typing import Any
 
 import jax
@@ -158,23 +158,13 @@ def warn_unmatched_patterns(policy: Policy, params: PyTree, caller: str) -> None
         return
     for pattern in policy.keep_f32:
         if not any(_matches(path, pattern) for path in paths):
-            nearest = ", ".join(map(repr, _nearest(pattern, paths)))
+            likest = get_close_matches(pattern.strip("*/"), paths, cutoff=0)
+            nearest = ", ".join(map(repr, likest))
             warn(
                 f"{caller}: the pattern {pattern!r} in `keep_f32` matches no floating "
                 f"leaf; the nearest paths are {nearest}. A pattern must match the "
                 "whole path, with * for any part of it."
             )
-
-
-def _nearest(pattern: str, paths: list[str]) -> list[str]:
-    """Return the three paths that are most like a pattern."""
-    wanted = pattern.strip("*/").lower()
-
-    def likeness(path: str) -> float:
-        parts = [path, *path.split("/")]
-        return max(SequenceMatcher(None, wanted, x.lower()).ratio() for x in parts)
-
-    return sorted(paths, key=likeness, reverse=True)[:3]
 
 
 def _matches(path: str, pattern: str) -> bool:

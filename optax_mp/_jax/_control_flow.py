@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, evaluate, trace_jaxpr
@@ -21,19 +20,11 @@ from optax_mp._jax._wiring import Region, Wiring
 Values = list[Any]
 # Returns the new jaxpr of each region.
 Convert = Callable[[], Sequence[ClosedJaxpr]]
-# Takes the inputs of a region and the log; returns its outputs and the new log.
-Run = Callable[[Values, Any], tuple[Values, Any]]
-Runs = Sequence[Run]
 
 
 def has_regions(equation: Equation) -> bool:
     """Return whether an equation has jaxprs inside, of a primitive in `_KINDS`."""
     return equation.primitive.name in _KINDS
-
-
-def may_have_regions(primitive: str) -> bool:
-    """Return whether equations of the primitive of this name have jaxprs inside."""
-    return primitive in _KINDS
 
 
 def wiring_of(equation: Equation) -> Wiring:
@@ -59,24 +50,6 @@ def bind_with(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Va
             because the axis names of a shard_map exist only inside of it.
     """
     return _KINDS[equation.primitive.name].bind(equation, inputs, convert)
-
-
-def replay(
-    equation: Equation, inputs: Sequence[Any], runs: Runs, log: Any
-) -> tuple[Values, Any]:
-    """Run an equation with a function in place of each region.
-
-    Args:
-        equation: an equation that `has_regions`, and is not sharded.
-        inputs: the values of its inputs.
-        runs: a function for each region.
-        log: a pytree of arrays that is passed from one function, and from one iteration
-            of a loop, to the next. What the condition of a loop adds to it is lost.
-
-    Returns:
-        The outputs, and the log.
-    """
-    return _KINDS[equation.primitive.name].replay(equation, list(inputs), runs, log)
 
 
 def run_count(equation: Equation) -> int | None:
@@ -108,20 +81,6 @@ _HOLDERS = (
 )  # fmt: skip
 
 
-def _scan_counts(equation: Equation) -> tuple[int, int]:
-    """Return how many inputs of a scan are constants, and how many are carried."""
-    params = equation.params
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, *_ = params["ft_in"].unpack()  # JAX 0.11 and later
-    return len(consts), len(carry)
-
-
-def _while_counts(equation: Equation) -> tuple[int, int]:
-    """Return how many constants the condition and the body of a while loop have."""
-    return equation.params["cond_nconsts"], equation.params["body_nconsts"]
-
-
 def _wire_call(equation: Equation) -> Wiring:
     return Wiring(equation, (_only_region(equation),))
 
@@ -131,7 +90,11 @@ def _wire_shard_map(equation: Equation) -> Wiring:
 
 
 def _wire_scan(equation: Equation) -> Wiring:
-    consts, count = _scan_counts(equation)
+    params = equation.params
+    if "num_consts" in params:
+        consts, count = params["num_consts"], params["num_carry"]
+    else:  # JAX 0.11 and later
+        consts, count = map(len, params["ft_in"].unpack()[:2])
     carry = tuple((i, consts + i) for i in range(count))
     region, summed = _only_region(equation), tuple(range(consts))
     return Wiring(equation, (region,), carry, repeats=True, summed=summed)
@@ -146,8 +109,8 @@ def _only_region(equation: Equation) -> Region:
 
 def _wire_while(equation: Equation) -> Wiring:
     condition, body = _jaxprs_of(equation)
-    condition_count, body_count = _while_counts(equation)
-    start = condition_count + body_count
+    condition_count = equation.params["cond_nconsts"]
+    start = condition_count + equation.params["body_nconsts"]
     carried = range(start, len(equation.invars))
     outputs = range(len(equation.outvars))
     # Inputs are the constants of the condition, those of the body, and the carry.
@@ -223,69 +186,11 @@ def _manual_axes(params: dict[str, Any]) -> set[Any]:
     return set(params.get("newly_manual_axes") or params["manual_axes"])
 
 
-def _replay_call(
-    equation: Equation, inputs: Values, runs: Runs, log: Any
-) -> tuple[Values, Any]:
-    (run,), (region,) = runs, wiring_of(equation).regions
-    return run(list(region.read(inputs)), log)
-
-
-def _replay_scan(
-    equation: Equation, inputs: Values, runs: Runs, log: Any
-) -> tuple[Values, Any]:
-    (run,) = runs
-    start, count = _scan_counts(equation)
-    consts, carry, xs = _split(inputs, start, start + count)
-
-    def iterate(carry_and_log: Any, xs: list[Any]) -> Any:
-        carry, log = carry_and_log
-        outputs, log = run([*consts, *carry, *xs], log)
-        return (outputs[:count], log), outputs[count:]
-
-    length, reverse = equation.params["length"], equation.params["reverse"]
-    (carry, log), ys = lax.scan(iterate, (carry, log), xs, length, reverse)
-    return [*carry, *ys], log
-
-
-def _replay_while(
-    equation: Equation, inputs: Values, runs: Runs, log: Any
-) -> tuple[Values, Any]:
-    run_condition, run_body = runs
-    condition_count, body_count = _while_counts(equation)
-    condition_consts, body_consts, carry = _split(
-        inputs, condition_count, condition_count + body_count
-    )
-
-    def goes_on(carry_and_log: Any) -> jax.Array:
-        carry, log = carry_and_log
-        # The condition of `lax.while_loop` returns only a bool, so its log is lost.
-        (result,), _ = run_condition([*condition_consts, *carry], log)
-        return result
-
-    def iterate(carry_and_log: Any) -> Any:
-        carry, log = carry_and_log
-        return run_body([*body_consts, *carry], log)
-
-    return lax.while_loop(goes_on, iterate, (carry, log))
-
-
-def _replay_cond(
-    equation: Equation, inputs: Values, runs: Runs, log: Any
-) -> tuple[Values, Any]:
-    index, *operands = inputs
-    return lax.switch(index, runs, operands, log)
-
-
-def _split(values: Values, start: int, stop: int) -> tuple[Values, Values, Values]:
-    return values[:start], values[start:stop], values[stop:]
-
-
 class _Kind(NamedTuple):
-    """How to wire, bind and replay the equations of a primitive with regions."""
+    """How to wire and to bind the equations of a primitive with regions."""
 
     wire: Callable[[Equation], Wiring]
     bind: Callable[[Equation, Sequence[Any], Convert], Values] = _bind_same
-    replay: Callable[..., tuple[Values, Any]] = _replay_call
 
 
 _CALL = _Kind(_wire_call)
@@ -309,9 +214,9 @@ _KINDS = {
     "custom_vjp_call": _CALL,
     "custom_vmap_call": _CALL,
     "linear_call": _CALL,
-    "scan": _Kind(_wire_scan, replay=_replay_scan),
-    "while": _Kind(_wire_while, replay=_replay_while),
-    "cond": _Kind(_wire_cond, replay=_replay_cond),
+    "scan": _Kind(_wire_scan),
+    "while": _Kind(_wire_while),
+    "cond": _Kind(_wire_cond),
     "shard_map": _Kind(_wire_shard_map, _bind_shard_map),
 }
 _WITH_FIXED_RULES = ("custom_vmap_call", "linear_call")

@@ -4,8 +4,8 @@
 the input fades on the way, as in an average, and whether its entries arrive unchanged.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,35 @@ from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, open_jaxpr
 from optax_mp._jax._place_like import NAME as PLACE_LIKE
 from optax_mp._jax._primitives import FACTORIZATIONS, JOINS, MOVES
 from optax_mp._jax._products import is_product
+
+T = TypeVar("T")
+
+
+def follow(
+    jaxpr: AnyJaxpr,
+    inputs: Sequence[T],
+    results: Callable[[Equation, list[T]], Sequence[T]],
+    constant: Callable[[Any], T],
+) -> list[T]:
+    """Return what is known of the outputs of a jaxpr, from what is of its inputs.
+
+    Args:
+        jaxpr: the jaxpr.
+        inputs: what is known of each input.
+        results: returns what is known of the outputs of an equation, given its inputs.
+        constant: returns what is known of a literal or a constant, given its value.
+    """
+    jaxpr, consts = open_jaxpr(jaxpr)
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    known.update(zip(jaxpr.constvars, map(constant, consts), strict=True))
+
+    def read(atom: Any) -> T:
+        return constant(atom.val) if is_literal(atom) else known[atom]
+
+    for equation in jaxpr.eqns:
+        outputs = results(equation, list(map(read, equation.invars)))
+        known.update(zip(equation.outvars, outputs, strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def depending_outputs(
@@ -29,19 +58,9 @@ def depending_outputs(
         inputs: for each input, whether to look for outputs that depend on it; by
             default, for all.
     """
-    jaxpr, _ = open_jaxpr(jaxpr)
-    sources = [True] * len(jaxpr.invars) if inputs is None else inputs
-    known: dict[Any, bool] = dict(zip(jaxpr.invars, sources, strict=True))
-
-    def depends(atom: Any) -> bool:
-        return not is_literal(atom) and known.get(atom, False)
-
-    for equation in jaxpr.eqns:
-        inputs = [depends(atom) for atom in equation.invars]
-        outputs = _depending_results(equation, inputs)
-        known.update(zip(equation.outvars, outputs, strict=True))
-    outvars: Any = jaxpr.outvars
-    return [depends(atom) for atom in outvars]
+    if inputs is None:
+        inputs = [True] * len(open_jaxpr(jaxpr)[0].invars)
+    return follow(jaxpr, inputs, _depending_results, lambda _: False)
 
 
 def _depending_results(equation: Equation, inputs: list[bool]) -> list[bool]:
@@ -91,23 +110,16 @@ def flows(jaxpr: AnyJaxpr, inputs: Sequence[Flow] = ()) -> list[Flow]:
         inputs: for each input of `jaxpr`, the inputs of an outer jaxpr that reach it;
             by default, only itself.
     """
-    jaxpr, consts = open_jaxpr(jaxpr)
     inputs = inputs or [
         _without_scalars(Flow(frozenset({i}), copied=frozenset({i})), var)
-        for i, var in enumerate(jaxpr.invars)
+        for i, var in enumerate(open_jaxpr(jaxpr)[0].invars)
     ]
-    given = [*map(_constant, consts), *inputs]
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
 
-    def flow(atom: Any) -> Flow:
-        return _constant(atom.val) if is_literal(atom) else known[atom]
+    def results(equation: Equation, inputs: list[Flow]) -> list[Flow]:
+        outputs = _results(equation, inputs)
+        return list(map(_without_scalars, outputs, equation.outvars))
 
-    for equation in jaxpr.eqns:
-        results = _results(equation, [flow(atom) for atom in equation.invars])
-        for var, result in zip(equation.outvars, results, strict=True):
-            known[var] = _without_scalars(result, var)
-    outvars: Any = jaxpr.outvars
-    return [flow(atom) for atom in outvars]
+    return follow(jaxpr, inputs, results, _constant)
 
 
 def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:

@@ -1,13 +1,11 @@
 """Matrix products and convolutions: which equations are some, and their FLOPs.
 
-A multiplication and an addition are two FLOPs, as XLA counts.
+A multiplication and an addition are two FLOPs.
 """
 
 import math
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from optax_mp._jax._jaxpr import Equation
 from optax_mp._jax._primitives import PRODUCTS
@@ -78,36 +76,12 @@ def _right_dimensions(
 
 
 def _convolution_flops(equation: Equation) -> int:
-    params, (left, right) = equation.params, operands(equation)
-    numbers = params["dimension_numbers"]
-    batch, features, *spatial = (left.shape[i] for i in numbers.lhs_spec)
-    out_features, _, *kernel = (right.shape[i] for i in numbers.rhs_spec)
-    out = equation.outvars[0].aval.shape
-    pairs = [
-        _meetings(*sizes)
-        for sizes in zip(
-            spatial,
-            kernel,
-            [out[i] for i in numbers.out_spec[2:]],
-            params["window_strides"],
-            [low for low, _ in params["padding"]],
-            params["lhs_dilation"],
-            params["rhs_dilation"],
-            strict=True,
-        )
-    ]
-    groups = params["feature_group_count"] * params["batch_group_count"]
-    return 2 * batch * features * out_features * math.prod(pairs) // groups
+    """Return the FLOPs of a convolution, in which padding is multiplied like the rest.
 
-
-def _meetings(
-    size: int, kernel: int, out: int, stride: int, low: int, dilation: int, spread: int
-) -> int:
-    """Return how often an entry of the kernel meets one of the input, along one axis.
-
-    Padding, and the holes that a dilated input has, are not multiplied.
+    The holes of a dilated input, as in the gradient of a strided one, are not.
     """
-    starts = np.arange(out)[:, None] * stride - low
-    places = starts + np.arange(kernel)[None] * spread
-    is_inside = (places >= 0) & (places < (size - 1) * dilation + 1)
-    return int(np.count_nonzero(is_inside & (places % dilation == 0)))
+    numbers = equation.params["dimension_numbers"]
+    kernel = operands(equation)[1].shape
+    terms = math.prod(kernel[i] for i in numbers.rhs_spec[1:])
+    sums = math.prod(equation.outvars[0].aval.shape)
+    return 2 * sums * terms // math.prod(equation.params["lhs_dilation"])

@@ -1,6 +1,5 @@
 """Where an equation is written: its scopes and its lines."""
 
-import contextlib
 import os
 import re
 import sysconfig
@@ -50,19 +49,6 @@ def source_line(equation: Equation) -> str:
     # A path, a line, perhaps a column, and a function in brackets.
     found = re.match(r"(?:.*[/\\])?([^:/\\]+:\d+)", place)
     return found[1] if found else place
-
-
-@contextlib.contextmanager
-def name_in_errors(equation: Equation, caller: str) -> Iterator[None]:
-    """Add a note to an error raised inside: the innermost operation, and its line."""
-    try:
-        yield
-    except Exception as error:
-        notes = getattr(error, "__notes__", ())
-        if not any(note.startswith(f"{caller}: in ") for note in notes):
-            name, line = equation.primitive.name, source_line(equation)
-            error.add_note(f"{caller}: in {name}, written at {line}")
-        raise
 
 
 class SourceLines(NamedTuple):

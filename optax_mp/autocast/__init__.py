@@ -10,7 +10,7 @@ Public:
 
 A call is traced to a jaxpr, planned and run. In this order, read:
 
-- `_rules`: which rule an operation follows, be it a word or a user's function.
+- `_rules`: which rule an operation follows.
 - `_lattice`: the precision of a value.
 - `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`,
   and tells a bias by `_biases`.
@@ -18,7 +18,7 @@ A call is traced to a jaxpr, planned and run. In this order, read:
   rules of their own; `_eight_bits`: matrix products of 8-bit operands.
 - `_loop_conditions`: loops that low values may keep from ending.
 - `_changes`: what a function changes in its arguments, such as Flax NNX modules.
-- `_report`, and for its errors `_measure`: single operations with and without amp.
+- `_report`: single operations with and without amp.
 
 What JAX does with jaxprs inside equations is known to `optax_mp._jax` alone.
 """

@@ -1,7 +1,6 @@
 """amp: any JAX function, with its matrix products in 16 bits, or in 8."""
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ from optax_mp._jax._jaxpr import evaluate
 from optax_mp._warnings import count_event, warn
 from optax_mp.autocast._changes import pure_call
 from optax_mp.autocast._lattice import full_precisions
-from optax_mp.autocast._rules import STOP, Rule, Rules, default_amp_rules
+from optax_mp.autocast._rules import STOP, Rules, default_amp_rules
 from optax_mp.autocast._run import Interpreter
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -23,7 +22,7 @@ def amp(
     fun: Function,
     *,
     compute_dtype: DTypeLike = jnp.bfloat16,
-    rules: Mapping[Any, Rule] = default_amp_rules,
+    rules: Mapping[Any, str] = default_amp_rules,
 ) -> Function:
     """Run a function that is written for float32 in mixed precision.
 
@@ -48,9 +47,8 @@ def amp(
         rules: how each operation runs: a mapping that replaces `default_amp_rules`, or
             extends them by `|`. A key is a primitive (`jax.lax.tanh_p`, or its name
             `"tanh"`) or the name of a `jax.named_scope`. `"amp_default"` stands for
-            primitives that are not listed. The rule of a loop or a `jit` applies to
-            everything inside it. A name that occurs nowhere raises a warning. A value
-            is one of these words:
+            primitives that are not listed. A name that occurs nowhere raises a
+            warning. A value is one of these words:
 
             - `"low"`: in the compute dtype;
             - `"f32"`: in float32, inputs and outputs (float64 stays float64);
@@ -65,11 +63,9 @@ def amp(
               column or contracted size below 512, or no multiple of 16, run low;
             - `"not_f8"`: for matrix products: in the compute dtype. These two words
               concern matrix products alone, and yield to other rules around or inside
-              of their scope;
+              of their scope.
 
-            or a function `(compute_dtype, original_dtypes, *invars, **bind_params) ->
-            (invars, bind_params)`, which returns what the primitive is bound with. The
-            rule of a scope wins over that of an operation, and the rule of the
+            The rule of a scope wins over that of an operation, and the rule of the
             outermost scope over those of others.
 
     Returns:
@@ -82,6 +78,7 @@ def amp(
             8-bit floats, or a rule is unknown, or for products and given to another
             operation.
         NotImplementedError: if a function with 8-bit products is differentiated twice.
+            Such a function has no derivative in forward mode (`jax.jvp`) either.
 
     Example:
         >>> import jax
@@ -168,15 +165,4 @@ def amp_stop(fun: Any = None) -> Any:
             f"amp_stop: `fun` is {fun!r}, expected a function, or no argument; use it "
             "as a decorator, @amp_stop, or as a context, `with amp_stop():`."
         )
-    if inspect.isgeneratorfunction(fun) or inspect.iscoroutinefunction(fun):
-        raise TypeError(
-            f"amp_stop: `fun` is {fun!r}, whose body runs after its call has returned, "
-            "expected a plain function; use `with amp_stop():` inside it."
-        )
-
-    @functools.wraps(fun, updated=())
-    def stopped(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(STOP):
-            return fun(*args, **kwargs)
-
-    return stopped
+    return functools.wraps(fun, updated=())(jax.named_scope(STOP)(fun))

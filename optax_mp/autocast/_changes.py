@@ -1,22 +1,18 @@
-"""What a function changes in its arguments, of which amp traces copies.
+"""What a function changes in the Flax NNX modules among its arguments.
 
-A Flax NNX module changes in place: a BatchNorm replaces its statistics, a dropout
-counts its random numbers. So that this reaches the caller's module, its state goes
-through the trace by itself, and what changed is returned and written back, as `nnx.jit`
-does. A change that cannot be written back raises a warning.
+A module changes in place: a BatchNorm replaces its statistics, a dropout counts its
+random numbers. amp traces a copy, so the values of variables that changed are returned
+and written to the caller's module, as `nnx.jit` does. Other changes raise a warning.
 """
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from optax_mp._tree import PyTree
 from optax_mp._warnings import warn
-
-Arrays = dict[Any, list[Any]]
 
 
 class PureCall(NamedTuple):
@@ -35,97 +31,54 @@ class PureCall(NamedTuple):
 
 def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> PureCall:
     """Return the call `fun(*args, **kwargs)`, which returns its changes, too."""
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
-    modules = [leaf for leaf in leaves if _is_module(leaf)]
-    graphdef, state = _nnx().split(modules) if modules else (None, {})
-    others = [None if _is_module(leaf) else leaf for leaf in leaves]
-    lost: set[str] = set()
+    nnx: Any = sys.modules.get("flax.nnx")  # without it, nothing is a module of it
+
+    def is_module(x: Any) -> bool:
+        return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
+
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_module)
+    modules = {i: leaf for i, leaf in enumerate(leaves) if is_module(leaf)}
+    if not modules:
+        return PureCall(lambda x, y: (fun(*x, **y), {}), (args, kwargs), lambda _: None)
+    graphdef, state = nnx.split(modules)
+    others = [None if i in modules else leaf for i, leaf in enumerate(leaves)]
 
     def pure(state: PyTree, others: list[Any]) -> tuple[Any, PyTree]:
-        copies = _nnx().merge(graphdef, state) if modules else []
-        rest, before = iter(copies), _arrays(copies)
-        filled = (
-            next(rest) if _is_module(leaf) else other
-            for leaf, other in zip(leaves, others, strict=True)
+        copies = nnx.merge(graphdef, state)
+        before = _arrays(nnx, copies)
+        args, kwargs = treedef.unflatten(
+            copies.get(i, other) for i, other in enumerate(others)
         )
-        args, kwargs = treedef.unflatten(filled)
-        with _note_on_captured_modules():
-            result = fun(*args, **kwargs)
-        if modules and _lost_any(copies, graphdef, before):
-            lost.update(type(x).__name__ for x in copies)
-        return result, _changes(copies, before)
+        result = fun(*args, **kwargs)
+        after = _arrays(nnx, copies)
+        # New variables change the graph, too, but can be written back.
+        if after.keys() == before.keys() and nnx.graphdef(copies) != graphdef:
+            names = sorted({type(x).__name__ for x in copies.values()})
+            warn(_LOST.format(", ".join(names)))
+        # By identity, because `==` would compare traced values.
+        flat = nnx.to_flat_state(nnx.state(copies))
+        changed = [
+            (path, variable)
+            for path, variable in flat
+            if list(map(id, after[path])) != list(map(id, before.get(path, ())))
+        ]
+        return result, nnx.from_flat_state(changed)
 
     def write_back(changes: PyTree) -> None:
         if changes:
-            _nnx().update(modules, changes)
-        if lost:
-            _warn_of_lost(lost)
+            nnx.update(modules, changes)
 
     return PureCall(pure, (state, others), write_back)
 
 
-def _nnx() -> Any:
-    return sys.modules["flax.nnx"]
-
-
-def _is_module(x: Any) -> bool:
-    # Without Flax imported, nothing is a module of it.
-    nnx: Any = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
-
-
-def _variables(modules: list[Any]) -> dict[Any, Any]:
-    """Return the variables of modules by their paths."""
-    return dict(_nnx().to_flat_state(_nnx().state(modules))) if modules else {}
-
-
-def _arrays(modules: list[Any]) -> Arrays:
+def _arrays(nnx: Any, modules: Any) -> dict[Any, list[Any]]:
     """Return the arrays of variables, which are replaced in place, by their paths."""
-    return {path: jax.tree.leaves(x) for path, x in _variables(modules).items()}
+    flat = nnx.to_flat_state(nnx.state(modules))
+    return {path: jax.tree.leaves(variable) for path, variable in flat}
 
 
-def _changes(modules: list[Any], before: Arrays) -> PyTree:
-    """Return the part of the state of modules that is new."""
-    changed = [
-        (path, variable)
-        for path, variable in _variables(modules).items()
-        if not _are_same(jax.tree.leaves(variable), before.get(path))
-    ]
-    return _nnx().from_flat_state(changed) if changed else {}
-
-
-def _lost_any(modules: list[Any], graphdef: Any, before: Arrays) -> bool:
-    """Return whether modules changed in a way that cannot be written back."""
-    now = _variables(modules)
-    if now.keys() - before.keys():
-        # The graph differs, if only in these.
-        return not before.keys() < now.keys()
-    return _nnx().graphdef(modules) != graphdef
-
-
-def _are_same(some: list[Any], others: list[Any] | None) -> bool:
-    # Compared by identity: `==` would compare traced values.
-    return others is not None and list(map(id, some)) == list(map(id, others))
-
-
-@contextlib.contextmanager
-def _note_on_captured_modules() -> Iterator[None]:
-    """Say in Flax's error on changes from another trace how to avoid it."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ == "TraceContextError":
-            error.add_note(
-                "amp: a module that changes in place must be an argument of the "
-                "function that amp wraps, not a captured value."
-            )
-        raise
-
-
-def _warn_of_lost(names: set[str]) -> None:
-    warn(
-        f"amp: the function changed its argument of class {', '.join(sorted(names))}, "
-        "and the change is lost, because amp traces a copy, as jax.jit does; expected "
-        "changes of the values of NNX Variables only; return what is to be kept, or "
-        "change it outside of the function."
-    )
+_LOST = (
+    "amp: the function changed its argument of class {}, and the change is lost, "
+    "because amp traces a copy, as jax.jit does; expected changes of the values of NNX "
+    "Variables only; return what is to be kept, or change it outside of the function."
+)

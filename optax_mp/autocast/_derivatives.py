@@ -17,7 +17,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from optax_mp._jax._jaxpr import Equation, bind
-from optax_mp._tree import describe, is_inexact
+from optax_mp._tree import is_inexact
 from optax_mp.autocast._lattice import cast
 
 Call = Callable[..., list[Any]]
@@ -62,9 +62,63 @@ def custom_vjp(
     equation: Equation, call: Call, output_dtypes: Sequence[Any], interpret: Interpret
 ) -> Call:
     """Return `call` with the rule of a custom_vjp; its outputs have these dtypes."""
-    rule = _VjpRule(equation, output_dtypes, interpret)
+    invars, outvars = equation.invars, equation.outvars
+    dtypes = [atom.aval.dtype for atom in invars]
+
+    def forward(*given: Any) -> tuple[Any, Any]:
+        perturbed = [
+            i for i, x in enumerate(given) if x.perturbed and is_inexact(invars[i].aval)
+        ]
+        treedef: Any = None
+        residual_dtypes: tuple[Any, ...] = ()
+
+        def linearize(inputs: Sequence[Any]) -> Any:
+            nonlocal treedef, residual_dtypes
+            function = _restrict(equation, perturbed, inputs)
+            outputs, linear = jax.linearize(function, *(inputs[i] for i in perturbed))
+            # The function that jax.linearize returns is a pytree: its leaves are
+            # arrays, and its structure is code.
+            residuals, treedef = jax.tree.flatten(linear)
+            residual_dtypes = tuple(x.dtype for x in residuals)
+            return outputs, residuals
+
+        inputs = [x.value for x in given]
+        (outputs, residuals), _ = interpret(linearize, (inputs,), (dtypes,))
+        # A plain number is given as written.
+        given_dtypes = tuple(getattr(inputs[i], "dtype", dtypes[i]) for i in perturbed)
+        linearized = _Linearized(
+            treedef, residual_dtypes, tuple(perturbed), given_dtypes
+        )
+        return list(map(cast, outputs, output_dtypes)), (residuals, linearized)
+
+    def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        residuals, linearized = saved
+        read = _nonzero(cotangents, outvars)
+
+        def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+            linear = jax.tree.unflatten(linearized.treedef, residuals)
+
+            def read_outputs(*tangents: Any) -> list[Any]:
+                outputs = linear(*tangents)
+                return [outputs[i] for i in read]
+
+            avals = [invars[i].aval for i in linearized.perturbed]
+            return jax.linear_transpose(read_outputs, *avals)(cotangents)
+
+        given = (residuals, [cotangents[i] for i in read])
+        out_dtypes = [outvars[i].aval.dtype for i in read]
+        as_written = (list(linearized.residual_dtypes), out_dtypes)
+        pulled, depend = interpret(transpose, given, as_written)
+        # None for an input without a gradient. JAX wants the others in the dtypes of
+        # the inputs, which may be low.
+        gradients: list[Any] = [None] * len(invars)
+        pairs = zip(linearized.perturbed, linearized.dtypes, strict=True)
+        for (i, dtype), gradient, depends in zip(pairs, pulled, depend, strict=True):
+            gradients[i] = cast(gradient, dtype) if depends else None
+        return tuple(gradients)
+
     function = jax.custom_vjp(call)
-    function.defvjp(rule.forward, rule.backward, symbolic_zeros=True)
+    function.defvjp(forward, backward, symbolic_zeros=True)
     return function
 
 
@@ -87,81 +141,6 @@ class _Linearized:
     dtypes: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class _VjpRule:
-    """The rule of a custom_vjp, interpreted.
-
-    Attributes:
-        equation: the custom_vjp.
-        output_dtypes: the dtypes of its outputs under amp.
-        interpret: the interpreter.
-    """
-
-    equation: Equation
-    output_dtypes: Sequence[Any]
-    interpret: Interpret
-
-    def forward(self, *given: Any) -> tuple[Any, Any]:
-        invars = self.equation.invars
-        perturbed = [
-            i for i, x in enumerate(given) if x.perturbed and is_inexact(invars[i].aval)
-        ]
-        _check_closure(self.equation, perturbed)
-        treedef: Any = None
-        residual_dtypes: tuple[Any, ...] = ()
-
-        def linearize(inputs: Sequence[Any]) -> Any:
-            nonlocal treedef, residual_dtypes
-            function = _restrict(self.equation, perturbed, inputs)
-            outputs, linear = jax.linearize(function, *(inputs[i] for i in perturbed))
-            # The function that jax.linearize returns is a pytree: its leaves are
-            # arrays, and its structure is code.
-            residuals, treedef = jax.tree.flatten(linear)
-            residual_dtypes = tuple(x.dtype for x in residuals)
-            return outputs, residuals
-
-        inputs = [x.value for x in given]
-        dtypes = [atom.aval.dtype for atom in invars]
-        (outputs, residuals), _ = self.interpret(linearize, (inputs,), (dtypes,))
-        # A plain number is given as written.
-        given_dtypes = tuple(getattr(inputs[i], "dtype", dtypes[i]) for i in perturbed)
-        linearized = _Linearized(
-            treedef, residual_dtypes, tuple(perturbed), given_dtypes
-        )
-        return list(map(cast, outputs, self.output_dtypes)), (residuals, linearized)
-
-    def backward(self, saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        residuals, linearized = saved
-        invars, outvars = self.equation.invars, self.equation.outvars
-        read = _nonzero(cotangents, outvars)
-
-        def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-            linear = jax.tree.unflatten(linearized.treedef, residuals)
-
-            def read_outputs(*tangents: Any) -> list[Any]:
-                outputs = linear(*tangents)
-                return [outputs[i] for i in read]
-
-            avals = [invars[i].aval for i in linearized.perturbed]
-            return jax.linear_transpose(read_outputs, *avals)(cotangents)
-
-        given = (residuals, [cotangents[i] for i in read])
-        as_written = (
-            list(linearized.residual_dtypes),
-            [outvars[i].aval.dtype for i in read],
-        )
-        pulled, depend = self.interpret(transpose, given, as_written)
-        # None for an input without a gradient.
-        gradients: list[Any] = [None] * len(invars)
-        for i, dtype, gradient, depends in zip(
-            linearized.perturbed, linearized.dtypes, pulled, depend, strict=True
-        ):
-            if depends:
-                # JAX wants gradients in the dtypes of the inputs, which may be low.
-                gradients[i] = cast(gradient, dtype)
-        return tuple(gradients)
-
-
 def _nonzero(tangents: Sequence[Any], atoms: Sequence[Any]) -> list[int]:
     """Return where tangents or cotangents are neither zero nor of integers."""
     return [
@@ -169,21 +148,6 @@ def _nonzero(tangents: Sequence[Any], atoms: Sequence[Any]) -> list[int]:
         for i, (x, atom) in enumerate(zip(tangents, atoms, strict=True))
         if is_inexact(atom.aval) and not isinstance(x, SymbolicZero)
     ]
-
-
-def _check_closure(equation: Equation, perturbed: Sequence[int]) -> None:
-    """Raise if a custom_vjp is differentiated by what its function closes over.
-
-    Those inputs come first, and its rule has no gradients for them.
-    """
-    closed_over = [i for i in perturbed if i < equation.params["num_consts"]]
-    if closed_over:
-        values = ", ".join(describe(equation.invars[i].aval) for i in closed_over)
-        raise TypeError(
-            "amp: a jax.custom_vjp function closes over a value that is "
-            f"differentiated ({values}), expected one that is an argument, so that the "
-            "function's rule has a gradient for it; make it an argument."
-        )
 
 
 def _restrict(

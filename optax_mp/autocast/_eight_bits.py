@@ -6,13 +6,12 @@ all of the error is that one rounding, and whatever overflows does so in float32
 a loss scale sees it. There is no state: the scale is that of the values at hand.
 
 What JAX keeps of an operand for the backward pass is its 8 bits. Incoming gradients are
-rounded to float8_e5m2, which has a wider range, and multiplied with them. In forward
-mode tangents stay in 16 bits. There is no derivative of a derivative.
+rounded to float8_e5m2, which has a wider range, and multiplied with them. There is no
+forward mode, and no derivative of a derivative.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -21,14 +20,12 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from optax_mp._jax._jaxpr import (
-    ClosedJaxpr,
     Equation,
     bind,
     evaluate,
     trace_jaxpr,
     with_dtype,
 )
-from optax_mp._jax._linear import Linear
 from optax_mp._jax._products import is_product, matrix_sizes
 
 # The two of the Open Compute Project, which hardware multiplies.
@@ -132,87 +129,57 @@ def product(
         dtype: the 8-bit dtype for them; gradients are rounded to float8_e5m2.
         out_dtype: the dtype of the result.
     """
-    factors = _Factors(equation, out_dtype)
+    # What a policy of `jax.checkpoint` keeps is to be no wider than the result. The
+    # sums are not scaled yet: bfloat16 has the range for them, float16 has not.
+    sum_dtype = out_dtype if out_dtype == jnp.bfloat16 else _F32
+    dtypes = [x.dtype for x in operands]
 
-    @jax.custom_jvp
-    def multiply(left: Any, right: Any) -> Any:
-        return factors.multiply(round_to(left, dtype), round_to(right, dtype))
+    def multiply(left: Rounded, right: Rounded) -> jax.Array:
+        product = functools.partial(_bind_to, sum_dtype, equation)
+        return _multiply(product, left, right).astype(out_dtype)
 
-    def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        rounded = [round_to(x, dtype) for x in primals]
-        value = factors.multiply(*rounded)
-        terms = [
-            factors.linear_in(i, primals[i].dtype)(rounded[1 - i], tangent)[0]
-            for i, tangent in enumerate(tangents)
-            if not isinstance(tangent, SymbolicZero)
-        ]
-        return value, _sum(terms, value)
+    def forward(*operands: Any) -> Any:
+        # Those that are not differentiated are kept by nobody.
+        rounded = [round_to(x.value, dtype) for x in operands]
+        left, right = (x.perturbed for x in operands)
+        needed = (rounded[1] if left else None, rounded[0] if right else None)
+        return multiply(*rounded), needed
 
-    multiply.defjvp(derivative, symbolic_zeros=True)
-    return multiply(*operands)
+    def backward(others: Any, cotangent: Any) -> tuple[Any, ...]:
+        if isinstance(cotangent, SymbolicZero):
+            return None, None
+        rounded = round_to(cotangent, E5M2)
+        return tuple(
+            None
+            if other is None
+            else _multiply(_pullback(equation, i), rounded, other).astype(dtypes[i])
+            for i, other in enumerate(others)
+        )
 
+    @jax.custom_vjp
+    def multiply_8_bits(left: Any, right: Any) -> Any:
+        return multiply(round_to(left, dtype), round_to(right, dtype))
 
-@dataclass(frozen=True, eq=False)
-class _Factors:
-    """A product, as a function of either of its operands.
-
-    Attributes:
-        equation: the product.
-        out_dtype: the dtype of its result.
-    """
-
-    equation: Equation
-    out_dtype: Any
-
-    def multiply(self, left: Rounded, right: Rounded) -> Any:
-        # What a policy of `jax.checkpoint` keeps is to be no wider than the result. The
-        # sums are not scaled yet: bfloat16 has the range for them, float16 has not.
-        narrow = self.out_dtype == jnp.bfloat16
-        bind = functools.partial(self._bind_8_bit, self.out_dtype if narrow else _F32)
-        return _multiply(bind, left, right).astype(self.out_dtype)
-
-    def linear_in(self, i: int, dtype: Any) -> Linear:
-        """Return it as a function of operand `i`, with the other one in 8 bits."""
-
-        def forward(values: Any, unit: Any, x: Any) -> list[Any]:
-            other = (values.astype(jnp.float32) * unit).astype(dtype)
-            (result,) = self._bind(*_in_order(i, x, other))
-            return [result.astype(self.out_dtype)]
-
-        def transpose(values: Any, unit: Any, cotangent: Any) -> Any:
-            jaxpr = self._transposed(i)
-
-            def pull(cotangent: Any, other: Any) -> Any:
-                return evaluate(jaxpr, [cotangent, other], _to_float32)[0]
-
-            rounded = round_to(cotangent, E5M2)
-            return _multiply(pull, rounded, Rounded(values, unit)).astype(dtype)
-
-        return Linear(forward, transpose, _SECOND_DERIVATIVE)
-
-    def _transposed(self, i: int) -> ClosedJaxpr:
-        """Return the jaxpr from a cotangent and the other operand to a cotangent."""
-        avals = [with_dtype(x.aval, jnp.float32) for x in self.equation.invars]
-        out = with_dtype(self.equation.outvars[0].aval, jnp.float32)
-
-        def transposed(cotangent: Any, other: Any) -> Any:
-            def of_operand(x: Any) -> Any:
-                return self._bind(*_in_order(i, x, other))[0]
-
-            return jax.linear_transpose(of_operand, avals[i])(cotangent)[0]
-
-        return trace_jaxpr(transposed, [out, avals[1 - i]])
-
-    def _bind(self, *operands: Any) -> list[Any]:
-        params = self.equation.params | {"preferred_element_type": None}
-        return bind(self.equation, operands, params)
-
-    def _bind_8_bit(self, dtype: Any, *operands: Any) -> Any:
-        return _bind_to(dtype, self.equation, operands)[0]
+    multiply_8_bits.defvjp(forward, backward, symbolic_zeros=True)
+    return multiply_8_bits(*operands)
 
 
-def _in_order(i: int, x: Any, other: Any) -> tuple[Any, Any]:
-    return (x, other) if i == 0 else (other, x)
+def _pullback(equation: Equation, i: int) -> Callable[..., Any]:
+    """Return the product of a cotangent and one operand that the gradient of `i` is."""
+    avals = [with_dtype(x.aval, jnp.float32) for x in equation.invars]
+    out = with_dtype(equation.outvars[0].aval, jnp.float32)
+    params = equation.params | {"preferred_element_type": None}
+
+    def pull(cotangent: Any, other: Any) -> Any:
+        def of_operand(x: Any) -> Any:
+            operands = (x, other) if i == 0 else (other, x)
+            return bind(equation, operands, params)[0]
+
+        return jax.linear_transpose(of_operand, avals[i])(cotangent)[0]
+
+    jaxpr = trace_jaxpr(pull, [out, avals[1 - i]])
+    run = functools.partial(_bind_to, _F32)
+    return lambda inputs: evaluate(jaxpr, inputs, run)
 
 
 def _bind_to(dtype: Any, equation: Equation, inputs: Sequence[Any]) -> list[Any]:
@@ -224,17 +191,7 @@ def _bind_to(dtype: Any, equation: Equation, inputs: Sequence[Any]) -> list[Any]
     return bind(equation, inputs, params)
 
 
-_to_float32 = functools.partial(_bind_to, _F32)
-
-
 def _multiply(multiply: Callable[..., Any], left: Rounded, right: Rounded) -> jax.Array:
     """Return the product of two rounded arrays, by that of 8-bit floats."""
-    values = multiply(left.values, right.values)
+    (values,) = multiply([left.values, right.values])
     return values * (left.unit * right.unit).astype(values.dtype)
-
-
-def _sum(tangents: Sequence[Any], value: Any) -> Any:
-    """Return the sum of tangents of `value`."""
-    if not tangents:
-        return SymbolicZero.from_primal_value(value)
-    return functools.reduce(jnp.add, tangents)

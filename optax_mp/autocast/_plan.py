@@ -9,13 +9,14 @@ changes, at a fix-point.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jax._control_flow import can_convert, wiring_of
+from optax_mp._jax._control_flow import can_convert, run_count, wiring_of
 from optax_mp._jax._jaxpr import (
+    AnyJaxpr,
     Equation,
     Jaxpr,
     cache_by_jaxpr,
@@ -23,8 +24,8 @@ from optax_mp._jax._jaxpr import (
     open_jaxpr,
 )
 from optax_mp._jax._primitives import REPEATS
-from optax_mp._jax._source import name_in_errors
-from optax_mp._jax._wiring import Region, Wiring
+from optax_mp._jax._source import source_line
+from optax_mp._jax._wiring import Region
 from optax_mp.autocast._biases import AxisCounts, Biases
 from optax_mp.autocast._demand import Demand, Wants, is_better_full
 from optax_mp.autocast._lattice import (
@@ -39,7 +40,7 @@ from optax_mp.autocast._lattice import (
     widest,
     without_weak,
 )
-from optax_mp.autocast._rules import Rule, Rules, precisions_by_function
+from optax_mp.autocast._rules import Rules
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Action:
 
     Attributes:
         how: `"bind"`: its inputs are cast and it is bound; `"same"`: it returns its
-            input; `"function"`: a user's function binds it; `"f8"`: it is a product
-            of its inputs in 8 bits; `"regions"`: it is bound with other regions.
+            input; `"f8"`: it is a product of its inputs in 8 bits; `"regions"`: it is
+            bound with other regions.
         inputs: the precision to which each input is cast.
         outputs: the precisions of its outputs.
         rule: the rule that it follows.
@@ -85,11 +86,16 @@ class Action:
     regions: tuple[RegionPlan, ...] = ()
 
     @property
+    def ran_low(self) -> bool:
+        """Whether the operation itself runs in the compute dtype, or in 8 bits."""
+        return LOW in self.inputs or self.how == "f8"
+
+    @property
     def is_changed(self) -> bool:
         """Whether anything differs from the equation as written."""
         changed_inside = any(region.plan.is_changed for region in self.regions)
         changed_here = LOW in self.inputs or LOW in self.outputs
-        return self.how in ("function", "f8") or changed_here or changed_inside
+        return self.how == "f8" or changed_here or changed_inside
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,12 +114,42 @@ class Plan:
     outputs: Precisions
     is_changed: bool
 
-    def all_actions(self) -> Iterator[Action]:
-        """Yield its actions, and those of all regions inside."""
-        for action in self.actions:
-            yield action
-            for region in action.regions:
-                yield from region.plan.all_actions()
+    def sites(
+        self, jaxpr: AnyJaxpr, around: tuple[Equation, ...] = (), runs: int = 1
+    ) -> Iterator["Site"]:
+        """Yield the equations of its jaxpr, each after those in its regions."""
+        equations = open_jaxpr(jaxpr)[0].eqns
+        for equation, action in zip(equations, self.actions, strict=True):
+            site = Site(equation, action, around, runs)
+            if action.regions:
+                regions = wiring_of(equation).regions
+                inside = ((equation, *around), runs * (run_count(equation) or 1))
+                for region, inner in zip(regions, action.regions, strict=True):
+                    yield from inner.plan.sites(region.jaxpr, *inside)
+            yield site
+
+
+class Site(NamedTuple):
+    """An equation, and what becomes of it.
+
+    Attributes:
+        equation: the equation.
+        action: what becomes of it.
+        around: the equations that it is inside of, innermost first.
+        runs: how often it runs; the body of a while loop counts once.
+    """
+
+    equation: Equation
+    action: Action
+    around: tuple[Equation, ...]
+    runs: int
+
+    @property
+    def line(self) -> str:
+        """Its line, or that of the nearest equation around it that has one."""
+        # A function of JAX has lines of its own only where it is called.
+        lines = map(source_line, (self.equation, *self.around))
+        return next(filter(None, lines), "")
 
 
 @dataclass(frozen=True)
@@ -133,7 +169,7 @@ class _Context:
     axis_counts: AxisCounts
     are_exact: tuple[bool, ...]
     wants: Wants
-    scope_rule: Rule | None
+    scope_rule: str | None
 
 
 class Planner:
@@ -147,34 +183,25 @@ class Planner:
         self._smallest, self._largest = float(info.tiny), float(info.max)
         # Without the cache, a nested loop would be planned again in every step of the
         # search for the outer loop.
-        self._plan_cached = cache_by_jaxpr(self._plan)
+        self._plan_cached = cache_by_jaxpr(self.plan)
 
-    def plan_whole(
-        self,
-        jaxpr: Jaxpr,
-        inputs: Precisions,
-        axis_counts: AxisCounts,
-        scope_rule: Rule | None,
-    ) -> Plan:
-        """Plan a jaxpr whose readers are not known.
-
-        Args:
-            jaxpr: the jaxpr.
-            inputs: the precisions of its inputs.
-            axis_counts: for its inputs, to tell a bias.
-            scope_rule: the rule of the scopes around.
-        """
-        wants = (None,) * len(jaxpr.outvars)
-        return self._plan(jaxpr, inputs, axis_counts, wants, scope_rule)
-
-    def _plan(
+    def plan(
         self,
         jaxpr: Jaxpr,
         inputs: Precisions,
         axis_counts: AxisCounts,
         wants: Wants,
-        scope_rule: Rule | None,
+        scope_rule: str | None,
     ) -> Plan:
+        """Plan a jaxpr.
+
+        Args:
+            jaxpr: the jaxpr.
+            inputs: the precisions of its inputs.
+            axis_counts: for its inputs, to tell a bias.
+            wants: for its outputs, what their readers want.
+            scope_rule: the rule of the scopes around.
+        """
         known = dict(
             zip(jaxpr.constvars, full_precisions(jaxpr.constvars), strict=True)
         )
@@ -217,11 +244,6 @@ class Planner:
                 return self._plan_cast(equation, precisions, scope_rule)
         adds_bias = biases.is_added_by(equation)
         rule, why = self.rules.rule_of(equation, scope_rule, adds_bias)
-        if callable(rule):
-            low = self.rules.compute_dtype
-            with name_in_errors(equation, "amp"):
-                outputs = precisions_by_function(rule, low, equation, precisions)
-            return Action("function", precisions, outputs, rule, why, scope_rule)
         if rule == "own":
             # Such a primitive returns one output for each input.
             own = without_weak(precisions)
@@ -248,7 +270,7 @@ class Planner:
         return Action("bind", inputs, outputs, rule, why, scope_rule, params)
 
     def _target(
-        self, equation: Equation, rule: Rule, context: _Context, why: str
+        self, equation: Equation, rule: str, context: _Context, why: str
     ) -> tuple[str, str]:
         """Return the precision in which an operation is done, and why."""
         if not self._fit(context.precisions):
@@ -276,7 +298,7 @@ class Planner:
         return equation.params | {"preferred_element_type": low}
 
     def _plan_cast(
-        self, equation: Equation, precisions: Precisions, scope_rule: Rule | None
+        self, equation: Equation, precisions: Precisions, scope_rule: str | None
     ) -> Action:
         """Plan a change of dtype. The user asked for it, so it is honoured."""
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
@@ -346,12 +368,13 @@ class Planner:
             )
             for region, plan in zip(wiring.regions, plans, strict=True)
         )
-        why = _why(wiring, context.precisions, flow.inputs, plans)
         how, outputs = "regions", tuple(flow.outputs)
         if not any(plan.is_changed for plan in plans):
             # Bound as written, it takes and returns values as written.
             how, given, outputs = "bind", set_all(FULL, given), without_weak(outputs)
-        return Action(how, given, outputs, "inside", why, scope_rule, regions=regions)
+        return Action(
+            how, given, outputs, "inside", "inside", scope_rule, regions=regions
+        )
 
     def _join(self, precisions: Sequence[Precision]) -> Precision:
         """Return the precision of a value that may be any of several."""
@@ -368,18 +391,3 @@ def _region_outputs(
         own if i is None else outputs[i]
         for i, own in zip(region.outputs, plan.outputs, strict=True)
     )
-
-
-def _why(
-    wiring: Wiring,
-    initial: Precisions,
-    inputs: Sequence[Precision],
-    plans: Sequence[Plan],
-) -> str:
-    """Return "fix-point" if a carry is full, but low at the start or after the body."""
-    for region, plan in zip(wiring.regions, plans, strict=True):
-        returned = dict(zip(region.outputs, plan.outputs, strict=True))
-        for output, i in wiring.carry:
-            if inputs[i] == FULL and LOW in (initial[i], returned.get(output)):
-                return "fix-point"
-    return "inside"

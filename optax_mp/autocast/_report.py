@@ -1,38 +1,52 @@
-"""amp_report: what ran in which precision, why, and what error that adds."""
+"""amp_report: what ran in which precision, why, and what error that adds.
 
+The function runs as written, operation by operation. Beside each one that amp changes,
+the same runs as planned on the same inputs: the difference is the error that it adds.
+"""
+
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from optax_mp._jax._control_flow import wiring_of
-from optax_mp._jax._jaxpr import AnyJaxpr, Equation, jaxprs_within, open_jaxpr
+from optax_mp._jax._jaxpr import (
+    AnyJaxpr,
+    Equation,
+    bind,
+    evaluate,
+    jaxprs_within,
+    open_jaxpr,
+)
 from optax_mp._jax._products import flops_of, is_product
-from optax_mp._jax._source import source_line
-from optax_mp._table import align_columns
+from optax_mp._jax._traced import TracedCall
+from optax_mp._table import align_columns, percent
 from optax_mp.autocast._changes import pure_call
 from optax_mp.autocast._lattice import takes_part
-from optax_mp.autocast._loop_conditions import ran_low
-from optax_mp.autocast._measure import measure_errors
-from optax_mp.autocast._plan import Action, Plan
-from optax_mp.autocast._rules import Rule, Rules, default_amp_rules
+from optax_mp.autocast._plan import Action, Plan, Site
+from optax_mp.autocast._rules import Rules, default_amp_rules
 from optax_mp.autocast._run import Interpreter
 
 # What the words of a report mean; those that occur are printed below the table.
 _MEANINGS = {
+    "mixed": "a loop, branch or shard_map; the error is that of the whole",
     "scope": "the rule of a jax.named_scope, such as amp_stop",
     "inputs": "an input is float32 as amp runs it, or none is float32 as written",
     "literal": "the compute dtype cannot hold a number",
     "sink": "everything that reads it computes in float32",
-    "fix-point": "a loop's carry that is low only before or only after an iteration",
     "shape": "too small for products in 8 bits to pay",
     "precision": "the product asks for its precision",
     "parameters": "its parameters fix its dtypes, or hold a function",
     "cast": "the function itself casts",
 }
+_RAN = ("f8", "low", "f32", "as_written")
+_NOT_MEASURED = math.nan
 
 
 @dataclass(frozen=True)
@@ -42,16 +56,17 @@ class AmpOperation:
     Attributes:
         primitive: its name.
         line: where it is written.
-        ran: `"low"`, `"f8"` (a product in 8 bits), `"f32"` or `"as_written"`.
+        ran: `"low"`, `"f8"` (a product in 8 bits), `"f32"` or `"as_written"`; `"mixed"`
+            for a loop, branch or `shard_map`, whose operations are listed, too.
         why: what decided: `"rule"`, `"scope"`, `"inputs"` (one is float32, or none is),
             `"literal"` (the compute dtype cannot hold it), `"sink"` (everything that
-            reads it computes in float32), `"fix-point"` (a loop's carry that is low
-            only before the first iteration, or only after one), `"shape"` (8 bits
-            would not pay), `"precision"`, `"parameters"` or `"cast"` (as the user
-            wrote it).
+            reads it computes in float32), `"shape"` (8 bits would not pay),
+            `"precision"`, `"parameters"`, `"cast"` (as the user wrote it) or `"inside"`
+            (of a mixed one, the operations inside).
         count: the number of such equations; the body of a loop counts once.
         own_error: the relative error, by norm, that the operation adds to exact inputs;
-            the largest of all such equations, or NaN if it was not measured.
+            the largest of all such equations. NaN inside of a mixed one, which is
+            measured as a whole.
         flops: the floating-point operations of matrix products and convolutions, in all
             iterations of a scan, and in one of a while loop; 0 for other operations.
 
@@ -69,6 +84,12 @@ class AmpOperation:
     count: int
     own_error: float
     flops: float = 0
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the printed table has it: it adds an error, or is a wide product."""
+        is_wide_product = self.flops and self.ran not in ("low", "f8")
+        return self.own_error > 0 or bool(is_wide_product)
 
 
 @dataclass(frozen=True)
@@ -115,31 +136,32 @@ class AmpReport:
         part = sum(x.flops for x in self.operations if x.ran in ran)
         return part / total if total else without_products
 
-    def by_primitive(self) -> tuple[AmpOperation, ...]:
-        """Return the operations, merged over all lines of the source."""
-        return _merge(replace(x, line="") for x in self.operations)
-
     def __str__(self) -> str:
         """Return the table.
 
         It shows what adds an error, and the products that do not run low. The other
         operations are counted.
         """
-        rows = sorted(filter(_is_shown, self.operations), key=_rank, reverse=True)
+        shown = [x for x in self.operations if x.is_shown]
         cells = [("primitive", "line", "ran", "why", "count", "own error")]
-        cells += [
-            (x.primitive, x.line, x.ran, x.why, str(x.count), _format(x.own_error))
-            for x in rows
+        for x in sorted(shown, key=lambda x: -np.nan_to_num(x.own_error, nan=-1)):
+            error = _format(x.own_error)
+            cells.append((x.primitive, x.line, x.ran, x.why, str(x.count), error))
+        words = {word for x in shown for word in (x.ran, x.why)}
+        legend = [
+            f"{word}: {text}" for word, text in _MEANINGS.items() if word in words
         ]
-        whys = {x.why for x in rows}
-        legend = [f"{why}: {text}" for why, text in _MEANINGS.items() if why in whys]
-        table = align_columns(cells, left=4) if rows else []
+        table = align_columns(cells, left=4) if shown else []
         return "\n".join([*table, *legend, *self._summary()])
 
     def _summary(self) -> Iterator[str]:
-        hidden = sum(x.count for x in self.operations if not _is_shown(x))
-        if hidden:
-            yield f"not shown: {hidden} operations that add no error"
+        hidden = [x for x in self.operations if not x.is_shown]
+        for is_measured, text in ((True, "add no error"), (False, "were not measured")):
+            count = sum(
+                x.count for x in hidden if math.isnan(x.own_error) != is_measured
+            )
+            if count:
+                yield f"not shown: {count} operations that {text}"
         counts: Counter[str] = Counter()
         for x in self.operations:
             counts[x.ran] += x.count
@@ -147,35 +169,22 @@ class AmpReport:
         yield f"operations: {ran}; error of the outputs {_format(self.error)}"
         yield from (f"Warning: {warning}" for warning in self.warnings)
         if any(x.flops for x in self.operations):
-            shares = {x: self._share((x,), 0.0) for x in _RAN}
             # Where 8 bits were asked for, 0% is worth saying.
             asked = {"f8"} if any(x.why == "shape" for x in self.operations) else set()
-            parts = ", ".join(
-                f"{y:.0%} {x}" for x, y in shares.items() if y or x in asked
-            )
-            yield f"products, by FLOPs: {parts}"
-
-
-_RAN = ("f8", "low", "f32", "as_written")
-
-
-def _is_shown(x: AmpOperation) -> bool:
-    return x.own_error > 0 or bool(x.flops and x.ran not in ("low", "f8"))
-
-
-def _rank(x: AmpOperation) -> float:
-    return x.own_error if x.own_error == x.own_error else -1.0
+            shares = ((self._share((x,), 0.0), x) for x in _RAN)
+            parts = (f"{percent(y)}% {x}" for y, x in shares if y or x in asked)
+            yield f"products, by FLOPs: {', '.join(parts)}"
 
 
 def _format(error: float) -> str:
-    return "-" if error != error else f"{error:.1e}"
+    return "-" if math.isnan(error) else f"{error:.1e}"
 
 
 def amp_report(
     fun: Callable[..., Any],
     *args: Any,
     compute_dtype: DTypeLike = jnp.bfloat16,
-    rules: Mapping[Any, Rule] = default_amp_rules,
+    rules: Mapping[Any, str] = default_amp_rules,
     **kwargs: Any,
 ) -> AmpReport:
     """Compare a function as written with the same under `amp`, on these arguments.
@@ -184,10 +193,11 @@ def amp_report(
     adds, and so which operations to put into `amp_stop`. For the backward pass, report
     on `jax.grad(fun)`.
 
-    It takes several times the memory and time of the function. A function with side
-    effects, such as a callback, runs once, as written, and the error of its outputs is
-    not measured. Operations inside a `shard_map` are listed but not measured, and so
-    are the products inside what amp leaves as written, such as a linear solver.
+    It takes several times the memory and time of the function, whose operations run one
+    by one, as without `jax.jit`. A function with side effects, such as a callback, runs
+    once, as written, and the error of its outputs is not measured. A loop, a branch and
+    a `shard_map` are measured as a whole: for errors inside, report on their function.
+    The products inside what amp leaves as written, such as a linear solver, are listed.
 
     Args:
         fun: the function as written, not `amp(fun)`.
@@ -222,97 +232,127 @@ def amp_report(
     interpreter = Interpreter(checked_rules)
     call = pure_call(fun, args, kwargs)
     traced, plan = interpreter.trace(call.fun, call.args, {})
-    errors, error = measure_errors(interpreter, traced, plan)
-    operations = (_operation(site, errors) for site in _sites(traced.closed, plan))
-    return AmpReport(_merge(operations), error, interpreter.warnings(traced, plan))
+    errors, error = _measure(interpreter, traced, plan)
+    merged: dict[Any, AmpOperation] = {}
+    for site in _decided(traced.closed, plan):
+        x = _operation(site, errors)
+        key = (x.primitive, x.line, x.ran, x.why)
+        merged[key] = _merge(merged[key], x) if key in merged else x
+    operations = tuple(merged.values())
+    return AmpReport(operations, error, interpreter.warnings(traced, plan))
 
 
-class _Site(NamedTuple):
-    """An equation that amp decides on.
-
-    Attributes:
-        equation: the equation.
-        action: what becomes of it.
-        line: its line, or that of the nearest equation around it that has one.
-        runs: how often it runs; the body of a while loop counts once.
-    """
-
-    equation: Equation
-    action: Action
-    line: str
-    runs: int
-
-
-def _sites(
-    jaxpr: AnyJaxpr, plan: Plan, line: str = "", runs: int = 1
-) -> Iterator[_Site]:
-    """Yield the equations that amp decides on, those in regions, too."""
-    for equation, action in zip(open_jaxpr(jaxpr)[0].eqns, plan.actions, strict=True):
-        # A function of JAX has lines of its own only where it is called.
-        own_line = source_line(equation) or line
-        if action.regions:
-            repeats = runs * equation.params.get("length", 1)  # of a scan
-            regions = wiring_of(equation).regions
-            for region, inner in zip(regions, action.regions, strict=True):
-                yield from _sites(region.jaxpr, inner.plan, own_line, repeats)
-        # An equation with regions is itself listed only if it casts its carry.
-        if action.how == "same" or (action.regions and action.why != "fix-point"):
+def _decided(jaxpr: AnyJaxpr, plan: Plan) -> Iterator[Site]:
+    """Yield the equations that amp decides on, and products in those it leaves."""
+    for site in plan.sites(jaxpr):
+        equation, action = site.equation, site.action
+        is_call = action.regions and not _is_whole(equation)
+        if (
+            action.how == "same"
+            or is_call
+            or (action.regions and not action.is_changed)
+        ):
             continue
         if any(map(takes_part, (*equation.invars, *equation.outvars))):
-            yield _Site(equation, action, own_line, runs)
+            yield site
             if not action.regions:
-                yield from _products_within(equation, action, own_line, runs)
+                yield from _products_within(site)
 
 
-def _products_within(
-    equation: Equation, action: Action, line: str, runs: int
-) -> Iterator[_Site]:
+def _products_within(site: Site) -> Iterator[Site]:
     """Yield the products inside an equation that is bound whole: as written.
 
     Such are those of a linear solver, of a kernel, and of what `amp_stop` leaves alone.
     """
-    as_written = Action("bind", (), (), "as_written", action.why)
-    repeats = runs * equation.params.get("length", 1)
-    for jaxpr in jaxprs_within(equation):
-        for inner in open_jaxpr(jaxpr)[0].eqns:
-            own_line = source_line(inner) or line
-            if is_product(inner):
-                yield _Site(inner, as_written, own_line, repeats)
-            yield from _products_within(inner, action, own_line, repeats)
+    action = Action("bind", (), (), "as_written", site.action.why)
+    runs = site.runs * site.equation.params.get("length", 1)
+    around = (site.equation, *site.around)
+    for jaxpr in jaxprs_within(site.equation):
+        for equation in open_jaxpr(jaxpr)[0].eqns:
+            inner = Site(equation, action, around, runs)
+            if is_product(equation):
+                yield inner
+            yield from _products_within(inner)
 
 
-def _operation(site: _Site, errors: Mapping[int, float]) -> AmpOperation:
+def _is_whole(equation: Equation) -> bool:
+    """Return whether an equation with regions does more than to call one of them."""
+    wiring = wiring_of(equation)
+    return wiring.repeats or bool(wiring.deciding) or wiring.is_sharded
+
+
+def _operation(site: Site, errors: Mapping[int, float]) -> AmpOperation:
     equation, action = site.equation, site.action
-    return AmpOperation(
-        equation.primitive.name,
-        site.line,
-        _how_it_ran(action),
-        action.why,
-        1,
-        errors.get(id(action), float("nan")),
-        site.runs * flops_of(equation) if is_product(equation) else 0,
-    )
+    if action.regions:
+        ran = "mixed"
+    elif action.ran_low:
+        ran = "f8" if action.how == "f8" else "low"
+    else:
+        ran = "as_written" if action.rule == "as_written" else "f32"
+    error = errors.get(id(action), _NOT_MEASURED)
+    flops = site.runs * flops_of(equation) if is_product(equation) else 0
+    name = equation.primitive.name
+    return AmpOperation(name, site.line, ran, action.why, 1, error, flops)
 
 
-def _how_it_ran(action: Action) -> str:
-    if action.how == "f8":
-        return "f8"
-    if ran_low(action):
-        return "low"
-    return "as_written" if action.rule == "as_written" else "f32"
+def _merge(a: AmpOperation, b: AmpOperation) -> AmpOperation:
+    """Return two operations that differ only in what was measured as one."""
+    error = float(np.fmax(a.own_error, b.own_error))
+    count, flops = a.count + b.count, a.flops + b.flops
+    return replace(a, count=count, own_error=error, flops=flops)
 
 
-def _merge(operations: Iterable[AmpOperation]) -> tuple[AmpOperation, ...]:
-    """Return operations, with those merged that differ only in their errors."""
-    merged: dict[tuple[str, ...], AmpOperation] = {}
-    for x in operations:
-        key = (x.primitive, x.line, x.ran, x.why)
-        if same := merged.get(key):
-            x = replace(
-                x,
-                count=same.count + x.count,
-                own_error=max(same, x, key=_rank).own_error,
-                flops=same.flops + x.flops,
-            )
-        merged[key] = x
-    return tuple(merged.values())
+def _measure(
+    interpreter: Interpreter, traced: TracedCall, plan: Plan
+) -> tuple[dict[int, float], float]:
+    """Return the error of each action of a plan, by its id, and that of the outputs."""
+    errors: dict[int, float] = {}
+
+    def run(jaxpr: AnyJaxpr, plan: Plan, inputs: Sequence[Any]) -> list[Any]:
+        actions = iter(plan.actions)
+
+        def run_next(equation: Equation, inputs: list[Any]) -> Sequence[Any]:
+            action = next(actions)
+            if action.regions and not _is_whole(equation):
+                (region,), (inner,) = wiring_of(equation).regions, action.regions
+                return run(region.jaxpr, inner.plan, region.read(inputs))
+            full = bind(equation, inputs)
+            # What has effects, such as a callback, must happen once: as written.
+            low = full
+            if action.is_changed and not equation.effects:
+                low = interpreter.run_equation(equation, action, inputs)
+            # An action may be here already: a jaxpr can be called in several places.
+            error = _largest_error(full, low)
+            errors[id(action)] = max(errors.get(id(action), 0.0), error)
+            return full
+
+        return evaluate(jaxpr, inputs, run_next)
+
+    full = run(traced.closed, plan, traced.arrays)
+    if traced.closed.effects:
+        return errors, _NOT_MEASURED
+    # On CPU XLA would leave out casts to 16 bits and back, and with them the errors.
+    options: Any = {"xla_allow_excess_precision": False}
+    program = jax.jit(lambda arrays: interpreter.run(traced.closed, plan, arrays))
+    compiled = program.lower(traced.arrays).compile(compiler_options=options)
+    return errors, _largest_error(full, compiled(traced.arrays))
+
+
+def _largest_error(full: Sequence[Any], low: Sequence[Any]) -> float:
+    return max(map(_error, full, low), default=0.0)
+
+
+def _error(full: Any, low: Any) -> float:
+    """Return the norm of the difference over the norm, where the value is finite."""
+    if full is low or not jnp.issubdtype(full.dtype, jnp.inexact):
+        return 0.0
+    wide = np.complex128 if jnp.iscomplexobj(full) else np.float64
+    full, low = (np.asarray(x).astype(wide).ravel() for x in (full, low))
+    # What is infinite or NaN as written, such as the -inf of a mask, has no error.
+    is_finite = np.isfinite(full)
+    full, low = full[is_finite], low[is_finite]
+    # NaN only under amp is an infinite error: NaN would mean "not measured".
+    error, norm = float(np.linalg.norm(low - full)), float(np.linalg.norm(full))
+    if math.isnan(error) or not norm:
+        return math.inf if error else 0.0
+    return error / norm

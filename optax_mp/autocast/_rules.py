@@ -7,7 +7,7 @@ primitive, and that of the outermost scope over those of others.
 import difflib
 import functools
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,28 +16,19 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits, floating_dtype
-from optax_mp._jax._control_flow import has_regions, may_have_regions
 from optax_mp._jax._jaxpr import (
     Equation,
     Primitive,
-    bind,
     is_literal,
     jaxprs_within,
     primitive_names,
-    trace_jaxpr,
-    with_dtype,
 )
 from optax_mp._jax._primitives import AMP_WORDS
 from optax_mp._jax._source import scopes
-from optax_mp._tree import describe, is_array, is_floating
 from optax_mp.autocast._eight_bits import DTYPES, E4M3, PRIMITIVE, fits
-from optax_mp.autocast._lattice import FULL, LOW, Precision, Precisions, takes_part
+from optax_mp.autocast._lattice import takes_part
 
-# Either a word or `(compute_dtype, original_dtypes, *invars, **bind_params)`, which
-# returns the inputs and parameters to bind.
-Rule = str | Callable[..., Any]
-
-# The docstring of `amp` says what they mean.
+# A rule is one of these words. The docstring of `amp` says what they mean.
 WORDS = (
     "low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written", "f8",
     "not_f8",
@@ -51,7 +42,7 @@ STOP = "amp_stop"
 RECIPROCAL = "reciprocal"
 BIAS_ADD = "bias_add"
 
-default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
+default_amp_rules: Mapping[Any, str] = MappingProxyType(
     AMP_WORDS
     # 1 / x, which is large if x is small.
     | {RECIPROCAL: "f32"}
@@ -87,9 +78,10 @@ class Rules:
         self.is_8_bit = dtype in DTYPES
         self.f8_dtype = dtype if self.is_8_bit else E4M3
         self.compute_dtype = jnp.dtype(jnp.bfloat16) if self.is_8_bit else dtype
-        self._by_name: dict[str, Rule] = {DEFAULT: "as_written"}
+        self._by_name: dict[str, str] = {DEFAULT: "as_written"}
         for key, rule in rules.items():
-            self._by_name[_name(key)] = _check_rule(key, rule)
+            name = _name(key)
+            self._by_name[name] = _check_rule(name, rule)
         if self.is_8_bit and self._by_name.get(PRIMITIVE) == "low":
             self._by_name[PRIMITIVE] = "f8"
         # The name of a primitive never names a scope: the whole backward pass is in a
@@ -99,7 +91,7 @@ class Rules:
         for name in operations & set(self._by_name):
             _check_product_word(name, self._by_name[name])
         by_scope = {x: rule for x, rule in self._by_name.items() if x not in operations}
-        self.names_to_find = set(by_scope) - {STOP}
+        self._names_to_find = set(by_scope) - {STOP}
         # A name without parts, such as `"/"`, would match everywhere.
         self._by_scope = [
             (name, parts, rule)
@@ -109,7 +101,7 @@ class Rules:
         # Cached, because many equations are in the same scope.
         self._in_scopes = functools.lru_cache(maxsize=1024)(self._look_up)
 
-    def scope_rule_of(self, equation: Equation, around: Rule | None) -> Rule | None:
+    def scope_rule_of(self, equation: Equation, around: str | None) -> str | None:
         """Return the rule of the scopes of an equation, or None without one.
 
         Args:
@@ -122,19 +114,32 @@ class Rules:
         # Words for products yield to other rules, further inside, too.
         others = (rule for rule in rules if rule not in PRODUCT_WORDS)
         rule = next(others, rules[0] if rules else None)
-        if around is not None:
-            return around if rule is None or rule in PRODUCT_WORDS else rule
-        if rule is None and has_regions(equation):
-            # The rule of a loop or a jit applies to everything inside.
-            rule = self._by_name.get(equation.primitive.name)
+        if around is not None and (rule is None or rule in PRODUCT_WORDS):
+            return around
         return rule
 
-    def names_at(self, equation: Equation) -> set[str]:
-        """Return the names of all rules for an equation and for its scopes."""
-        in_scopes = self._in_scopes(scopes(equation))
-        return {name for name, _ in in_scopes} | {equation.primitive.name}
+    def warnings_of_names(self, equations: Iterable[Equation]) -> tuple[str, ...]:
+        """Return a warning of the names that none of these equations has."""
+        missing, seen = set(self._names_to_find), set()
+        for equation in equations if missing else ():
+            stack = scopes(equation)
+            seen.update(scope_parts(stack))
+            missing -= {
+                equation.primitive.name,
+                *(x for x, _ in self._in_scopes(stack)),
+            }
+        if not missing:
+            return ()
+        names = {*default_amp_rules, *primitive_names(), *seen}
+        nearest = difflib.get_close_matches(min(missing), names)
+        hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else "."
+        return (
+            f"`rules` names {', '.join(map(repr, sorted(missing)))}, expected a "
+            "primitive of JAX, or a `jax.named_scope` that the function enters in this "
+            f"call (scopes that only a derivative rule enters are not seen){hint}",
+        )
 
-    def _look_up(self, stack: str) -> list[tuple[str, Rule]]:
+    def _look_up(self, stack: str) -> list[tuple[str, str]]:
         """Return names and rules for the scopes in a name stack, outermost first."""
         parts = scope_parts(stack)
         return [
@@ -145,8 +150,8 @@ class Rules:
         ]
 
     def rule_of(
-        self, equation: Equation, scope: Rule | None, adds_bias: bool = False
-    ) -> tuple[Rule, str]:
+        self, equation: Equation, scope: str | None, adds_bias: bool = False
+    ) -> tuple[str, str]:
         """Return the rule that an equation follows in a scope, and what decided."""
         rule, why = self._named(equation, scope, adds_bias)
         if rule == "f8" and not fits(equation):
@@ -157,7 +162,7 @@ class Rules:
             if is_16_bit and _is_free(equation.params["precision"]):
                 return rule, why
             return "as_written", "inputs"
-        if callable(rule) or rule in ("f32", "as_written"):
+        if rule in ("f32", "as_written"):
             return rule, why
         params = equation.params
         if jaxprs_within(equation) or params.get("out_dtype") is not None:
@@ -172,8 +177,8 @@ class Rules:
         return rule, why
 
     def _named(
-        self, equation: Equation, scope: Rule | None, adds_bias: bool
-    ) -> tuple[Rule, str]:
+        self, equation: Equation, scope: str | None, adds_bias: bool
+    ) -> tuple[str, str]:
         """Return the rule of the scope or the primitive, and which of them decided."""
         name = equation.primitive.name
         own, why = self._by_name.get(name, self._by_name[DEFAULT]), "rule"
@@ -187,9 +192,9 @@ class Rules:
             if name == PRIMITIVE and own != "as_written":
                 own, why = scope, "scope"
         # A scope decides only where amp has a choice: an fft has no 16-bit form.
-        elif scope is not None and (own != "as_written" or callable(scope)):
+        elif scope is not None and own != "as_written":
             own, why = scope, "scope"
-        own = PRODUCT_WORDS.get(own, own) if isinstance(own, str) else own
+        own = PRODUCT_WORDS.get(own, own)
         if own == "f32_if_f16":
             own = "f32" if self.compute_dtype == "float16" else "widest"
         return own, why
@@ -203,19 +208,6 @@ def scope_parts(name: str) -> tuple[str, ...]:
     return tuple(re.findall(r"[^/()]+", name))
 
 
-def describe_unknown(names: set[str], seen: set[str]) -> str:
-    """Say that rules have names that no operation has, and what may be meant."""
-    close = difflib.get_close_matches(
-        min(names), {*default_amp_rules, *primitive_names(), *seen}, n=3
-    )
-    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
-    return (
-        f"amp: `rules` names {', '.join(map(repr, sorted(names)))}, expected a "
-        "primitive of JAX, or a `jax.named_scope` that the function enters in this "
-        "call (scopes that only a derivative rule enters are not seen)" + hint
-    )
-
-
 def _is_free(precision: Any) -> bool:
     """Return whether a product of this `precision` may run in 16 bits."""
     given = precision if isinstance(precision, tuple) else (precision,)
@@ -226,14 +218,13 @@ def _is_half(atom: Any) -> bool:
     return atom.aval.dtype in (jnp.bfloat16, jnp.float16)
 
 
-def _check_product_word(name: str, rule: Rule) -> None:
+def _check_product_word(name: str, rule: str) -> None:
     """Raise if a word for products is the rule of an operation that is none."""
-    if rule in PRODUCT_WORDS and name != PRIMITIVE and not may_have_regions(name):
+    if rule in PRODUCT_WORDS and name != PRIMITIVE:
         raise ValueError(
             f"amp: the rule of {name!r} is {rule!r}, expected that word for "
-            f"{PRIMITIVE!r}, a loop, a jit or a scope, because amp has "
-            "8-bit products of matrices and of nothing else; remove the rule, or say "
-            "'low' for 16 bits."
+            f"{PRIMITIVE!r} or a scope, because amp has 8-bit products of matrices and "
+            "of nothing else; remove the rule, or say 'low' for 16 bits."
         )
 
 
@@ -248,100 +239,15 @@ def _name(key: Any) -> str:
     )
 
 
-def _check_rule(key: Any, rule: Any) -> Rule:
-    name = _name(key)
+def _check_rule(name: str, rule: Any) -> str:
     if name == "convert_element_type":
         raise ValueError(
             "amp: `rules` has a rule for convert_element_type, expected none, because "
             "amp honours the function's own casts; remove the rule."
         )
-    if isinstance(rule, Hashable) and (
-        callable(rule) or (isinstance(rule, str) and rule in WORDS)
-    ):
-        return rule
-    raise ValueError(
-        f"amp: the rule of {name!r} is {rule!r}, expected one of {', '.join(WORDS)}, "
-        "or a hashable function (compute_dtype, original_dtypes, *invars, "
-        "**bind_params) -> (invars, bind_params)."
-    )
-
-
-def bind_by_function(
-    rule: Callable[..., Any],
-    compute_dtype: Any,
-    equation: Equation,
-    inputs: Sequence[Any],
-) -> list[Any]:
-    """Return the outputs of an equation, bound as a user's function says."""
-    originals = tuple(atom.aval.dtype for atom in equation.invars)
-    # A rule may ask each input for its dtype, but a literal is a plain number.
-    given = [
-        jnp.asarray(x, atom.aval.dtype) if is_literal(atom) else x
-        for x, atom in zip(inputs, equation.invars, strict=True)
-    ]
-    returned = rule(compute_dtype, originals, *given, **equation.params)
-    invars, params = _check(equation.primitive.name, returned, given)
-    return bind(equation, invars, params)
-
-
-def _check(name: str, returned: Any, given: Sequence[Any]) -> tuple[Any, Any]:
-    """Return what a rule returned, if the primitive may be bound with it."""
-    match returned:
-        case (tuple() | list() as invars, dict() as params):
-            pass
-        case _:
-            raise TypeError(
-                f"amp: the rule of {name} returned {returned!r}, expected a pair of a "
-                "list and a dictionary; return (invars, bind_params)."
-            )
-    if len(invars) != len(given) or not all(map(_may_replace, invars, given)):
+    if rule not in WORDS:
         raise ValueError(
-            f"amp: the rule of {name} returned {', '.join(map(describe, invars))} as "
-            f"inputs, expected {', '.join(map(describe, given))}; change nothing but "
-            "their floating dtypes."
+            f"amp: the rule of {name!r} is {rule!r}, expected one of "
+            f"{', '.join(WORDS)}."
         )
-    return invars, params
-
-
-def _may_replace(new: Any, old: Any) -> bool:
-    if not is_array(new) or new.shape != old.shape:
-        return False
-    return new.dtype == old.dtype or (is_floating(new) and is_floating(old))
-
-
-def precisions_by_function(
-    rule: Callable[..., Any],
-    compute_dtype: Any,
-    equation: Equation,
-    precisions: Precisions,
-) -> Precisions:
-    """Return the precisions of the outputs of an equation that a function binds."""
-    avals = [
-        with_dtype(atom.aval, compute_dtype) if precision == LOW else atom.aval
-        for atom, precision in zip(equation.invars, precisions, strict=True)
-    ]
-
-    def run(*inputs: Any) -> list[Any]:
-        return bind_by_function(rule, compute_dtype, equation, inputs)
-
-    # The only way to know what a user's function does is to call it.
-    outputs = trace_jaxpr(run, avals).out_avals
-    return tuple(
-        _precision(equation, atom, aval.dtype, compute_dtype)
-        for atom, aval in zip(equation.outvars, outputs, strict=True)
-    )
-
-
-def _precision(
-    equation: Equation, atom: Any, dtype: Any, compute_dtype: Any
-) -> Precision:
-    if dtype == atom.aval.dtype:
-        return FULL if takes_part(atom) else None
-    if takes_part(atom) and dtype == compute_dtype:
-        return LOW
-    expected = {jnp.dtype(atom.aval.dtype).name, jnp.dtype(compute_dtype).name}
-    raise ValueError(
-        f"amp: {equation.primitive.name} returns {jnp.dtype(dtype).name} by its rule, "
-        f"expected {' or '.join(sorted(expected))}; set `preferred_element_type` among "
-        "the bind_params, or cast the inputs to one of them."
-    )
+    return rule

@@ -4,7 +4,7 @@ Nothing is cast before it is used, and no cast is shared: a weight that is used 
 cast twice, so that the gradients of its uses are summed in float32.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +20,10 @@ from optax_mp._jax._jaxpr import (
     bind,
     cache_by_jaxpr,
     evaluate,
-    jaxprs_within,
     open_jaxpr,
     trace_jaxpr,
     with_dtype,
 )
-from optax_mp._jax._source import name_in_errors, scopes
 from optax_mp._jax._traced import TracedCall, explain_carry_error, note_on_leaks
 from optax_mp._tree import is_array
 from optax_mp._warnings import warn
@@ -35,13 +33,7 @@ from optax_mp.autocast._eight_bits import describe_unused, product
 from optax_mp.autocast._lattice import FULL, LOW, Precisions, cast, full_precisions
 from optax_mp.autocast._loop_conditions import loop_warnings
 from optax_mp.autocast._plan import Action, Plan, Planner, RegionPlan
-from optax_mp.autocast._rules import (
-    Rule,
-    Rules,
-    bind_by_function,
-    describe_unknown,
-    scope_parts,
-)
+from optax_mp.autocast._rules import Rules
 
 _WITH_RULE = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 _NOTE_ON_CLOSURES = (
@@ -79,16 +71,17 @@ class Interpreter:
         with explain_carry_error(CARRY_ERROR):
             traced = TracedCall.of(lambda x: fun(*x[0], **x[1]), (args, kwargs))
         jaxpr = traced.closed.jaxpr
-        _warn_of_names(self._rules, jaxpr)
         inputs, counts = full_precisions(jaxpr.invars), argument_axis_counts(jaxpr)
-        return traced, self._planner.plan_whole(jaxpr, inputs, counts, None)
+        wants = (None,) * len(jaxpr.outvars)
+        return traced, self._planner.plan(jaxpr, inputs, counts, wants, None)
 
     def warnings(self, traced: TracedCall, plan: Plan) -> tuple[str, ...]:
         """Return what may harm, or not be what was meant, without an error."""
-        actions = list(plan.all_actions())
-        texts = loop_warnings(traced.closed, plan, self._low)
-        if self._rules.is_8_bit and all(x.how != "f8" for x in actions):
-            small = sum(x.why == "shape" for x in actions)
+        sites = list(plan.sites(traced.closed))
+        texts = loop_warnings(sites, self._low)
+        texts += self._rules.warnings_of_names(x.equation for x in sites)
+        if self._rules.is_8_bit and all(x.action.how != "f8" for x in sites):
+            small = sum(x.action.why == "shape" for x in sites)
             texts += (describe_unused(self._rules.f8_dtype, small),)
         return texts
 
@@ -105,26 +98,23 @@ class Interpreter:
         self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> Sequence[Any]:
         """Return the outputs of one equation, as its action says."""
-        with name_in_errors(equation, "amp"):
-            inputs = self.cast_all(inputs, action.inputs, equation.invars)
-            match action.how:
-                case "same":
-                    return inputs
-                case "bind":
-                    outputs = bind(equation, inputs, action.params)
-                    return self.cast_all(outputs, action.outputs, equation.outvars)
-                case "f8":
-                    (dtype,) = self._dtypes(action.outputs, equation.outvars)
-                    dtype = dtype or equation.outvars[0].aval.dtype
-                    return [product(equation, inputs, self._rules.f8_dtype, dtype)]
-                case "function":
-                    return bind_by_function(action.rule, self._low, equation, inputs)
-            # What is left are regions.
-            if equation.primitive.name in _WITH_RULE:
-                return self._run_with_rule(equation, action, inputs)
-            return bind_with(
-                equation, inputs, lambda: self._convert_regions(equation, action)
-            )
+        inputs = self.cast_all(inputs, action.inputs, equation.invars)
+        match action.how:
+            case "same":
+                return inputs
+            case "bind":
+                outputs = bind(equation, inputs, action.params)
+                return self.cast_all(outputs, action.outputs, equation.outvars)
+            case "f8":
+                (dtype,) = self._dtypes(action.outputs, equation.outvars)
+                dtype = dtype or equation.outvars[0].aval.dtype
+                return [product(equation, inputs, self._rules.f8_dtype, dtype)]
+        # What is left are regions.
+        if equation.primitive.name in _WITH_RULE:
+            return self._run_with_rule(equation, action, inputs)
+        return bind_with(
+            equation, inputs, lambda: self._convert_regions(equation, action)
+        )
 
     def _convert_regions(self, equation: Equation, action: Action) -> list[ClosedJaxpr]:
         regions = zip(wiring_of(equation).regions, action.regions, strict=True)
@@ -167,7 +157,7 @@ class Interpreter:
         interpret = self._interpret_in(scope_rule)
         return with_rule(equation, call, dtypes, interpret)(*inputs)
 
-    def _interpret_in(self, scope_rule: Rule | None) -> Callable[..., Any]:
+    def _interpret_in(self, scope_rule: str | None) -> Callable[..., Any]:
         """Return a function that runs others as amp does, in a scope with this rule.
 
         It takes `(function, given, dtypes)` and returns `function(*given)`, and for
@@ -194,10 +184,11 @@ class Interpreter:
                 full and (LOW if x.dtype == self._low else FULL)
                 for full, x in zip(full_precisions(jaxpr.invars), leaves, strict=True)
             )
-            # It is not known here which of them are arguments of the whole function.
-            no_biases = (None,) * len(precisions)
-            plan = self._planner.plan_whole(jaxpr, precisions, no_biases, scope_rule)
-            for text in loop_warnings(jaxpr, plan, self._low):
+            # It is not known here which of them are arguments of the whole function,
+            # nor what reads the outputs.
+            no_biases, wants = (None,) * len(precisions), (None,) * len(jaxpr.outvars)
+            plan = self._planner.plan(jaxpr, precisions, no_biases, wants, scope_rule)
+            for text in loop_warnings(list(plan.sites(jaxpr)), self._low):
                 warn(f"amp: {text}")
             values = self.run(closed, plan, leaves)
             before_last = len(jax.tree.leaves(given[:-1]))
@@ -220,22 +211,3 @@ class Interpreter:
             self._low if x == LOW else atom.aval.dtype if x == FULL else None
             for x, atom in zip(precisions, atoms, strict=True)
         ]
-
-
-def _warn_of_names(rules: Rules, jaxpr: AnyJaxpr) -> None:
-    """Warn of rules for names that no equation of a jaxpr has."""
-    missing = rules.names_to_find
-    equations = list(_equations(jaxpr)) if missing else []
-    for equation in equations:
-        missing = missing - rules.names_at(equation)
-    if missing:
-        seen = {word for x in equations for word in scope_parts(scopes(x))}
-        warn(describe_unknown(missing, seen))
-
-
-def _equations(jaxpr: AnyJaxpr) -> Iterator[Equation]:
-    """Yield all equations, also those in regions."""
-    for equation in open_jaxpr(jaxpr)[0].eqns:
-        yield equation
-        for inner in jaxprs_within(equation):
-            yield from _equations(inner)

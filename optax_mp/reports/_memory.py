@@ -45,7 +45,6 @@ class MemoryRow:
         path: the path of the array in the params or in the state.
         param: the path of the param that it belongs to, or `""` if it belongs to none.
         dtype: the name of the dtype.
-        shape: the shape of the whole array, if it is sharded.
         bytes: the size of the array.
         float32_bytes: the size of its counterpart in plain float32 training.
         host_bytes: `bytes` if it is in the memory of the host, as `offload` keeps it,
@@ -65,7 +64,6 @@ class MemoryRow:
     path: str
     param: str
     dtype: str
-    shape: tuple[int, ...]
     bytes: int
     float32_bytes: int
     host_bytes: int = 0
@@ -86,8 +84,8 @@ class MemoryReport:
         >>> params = {"w": jnp.ones(1024)}
         >>> state = optax.sgd(0.1, momentum=0.9).init(params)
         >>> report = optax_mp.memory_report(state, params)
-        >>> report.total_bytes, report.by_role(), report.by_dtype()
-        (8192, {'params': 4096, 'trace': 4096}, {'float32': 8192})
+        >>> report.total_bytes, report.by_role()
+        (8192, {'params': 4096, 'trace': 4096})
         >>> report.by_leaf()
         {"['w']": 8192}
     """
@@ -120,10 +118,6 @@ class MemoryReport:
         last = {_SCALES: 1, _REST: 2}
         found = self._sum_by(lambda row: row.role)
         return dict(sorted(found.items(), key=lambda item: last.get(item[0], 0)))
-
-    def by_dtype(self) -> dict[str, int]:
-        """Return the bytes in each dtype."""
-        return self._sum_by(lambda row: row.dtype)
 
     def by_leaf(self) -> dict[str, int]:
         """Return the bytes of each param with its state; those of none under `""`."""
@@ -301,7 +295,6 @@ def _row(
         path=spell(path),
         param="" if param is None else spell(param),
         dtype=describe(leaf).split("[")[0],
-        shape=tuple(leaf.shape),
         bytes=count,
         host_bytes=count if is_stored_on_host(leaf) else 0,
         float32_bytes=0 if role in ("masters", "remainders", _SCALES) else plain,

@@ -2,9 +2,9 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from optax_mp._jax._jaxpr import ClosedJaxpr
 from optax_mp._jax._source import is_transposed
-from optax_mp._jax._traced import is_dynamic
+from optax_mp._jax._traced import explain_carry_error, is_dynamic
 from optax_mp._table import align_columns, percent
 from optax_mp._tree import is_inexact
 from optax_mp.autocast._changes import pure_call
@@ -23,17 +23,22 @@ from optax_mp.reports._precision_walk import (
     cause_of_input,
 )
 
-Argnums = int | Sequence[int] | None
-
 # By how much a table is cut. The report itself holds all.
 _MOST_ROWS, _CAUSE_WIDTH = 12, 56
-_ADVICE = (
-    "wrap the function, or the part that has them: `optax_mp.amp(fun)` runs products "
-    "in bfloat16 whatever made them float32, but for those with `precision=`, in "
-    "`amp_stop`, and of complex or sparse operands",
-    "or change what is named above: pass an argument in bfloat16, make an array with "
-    "`dtype=x.dtype`, write a Python number for a NumPy one, cast back before the "
-    "product, or set the `dtype` of a layer to bfloat16",
+_ADVICE = """
+To change that:
+- wrap the function, or the part that has them: `optax_mp.amp(fun)` runs products in \
+bfloat16 whatever made them float32, but for those with `precision=`, in `amp_stop`, \
+and of complex or sparse operands.
+- or change what is named above: pass an argument in bfloat16, make an array with \
+`dtype=x.dtype`, write a Python number for a NumPy one, cast back before the product, \
+or set the `dtype` of a layer to bfloat16."""
+_CARRY = (
+    "precision_report: a loop in `fun` returns its carry in another dtype than it "
+    "takes, as a scan over layers of bfloat16 params with float32 norms does, expected "
+    "the same dtype; run `optax_mp.amp` over float32, as in `amp(lambda *args: "
+    "fun(*cast_floating(args, jnp.float32)))`, set the `dtype` of the layers to "
+    "bfloat16 where they cast back, or cast the carry back. JAX says:"
 )
 
 
@@ -43,8 +48,8 @@ class PrecisionReport:
 
     Attributes:
         products: each matrix product and convolution, forward pass first.
-        notes: remarks on the counts: loops, and operations whose products are not
-            counted.
+        notes: remarks on the counts: loops, operations whose products are not counted,
+            and why there is no gradient.
 
     Example:
         >>> import jax.numpy as jnp
@@ -98,16 +103,11 @@ class PrecisionReport:
         first = f"; float32 because of {_label(causes[0][1])}{more}" if causes else ""
         return f"{line} ({shares}){first}"
 
-    def advice(self) -> list[str]:
-        """Return what to change so that products run in 16 bits."""
-        return list(_ADVICE) if self.wide_products else []
-
     def __str__(self) -> str:
         """Return the verdict, the float32 products, the notes and the advice."""
         lines = [self.summary(), *(f"note: {note}" for note in self.notes)]
         if self.wide_products:
-            advice = [f"- {each}." for each in self.advice()]
-            lines += ["", *self._table(), "", "To change that:", *advice]
+            lines += ["", *self._table(), _ADVICE]
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
@@ -132,30 +132,26 @@ class PrecisionReport:
 
 
 def precision_report(
-    fun: Callable[..., Any],
-    *args: Any,
-    argnums: Argnums = None,
-    **kwargs: Any,
+    fun: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> PrecisionReport:
     """Say in which precision a function's matrix products run, and why, before it runs.
 
     JAX promotes: where a 16-bit value meets a float32 one, everything that follows is
-    float32, without a warning. The report traces the function and its gradient, with
-    `amp` or without, and counts the FLOPs of matrix products and convolutions in each
-    dtype. For each product in float32 it names the first place where a 16-bit value
-    became float32 on the way to it, what made it so, and what to change. What comes
-    later is not named: change the first, and report again.
+    float32, without a warning. The report traces the function, with `amp` or without,
+    and counts the FLOPs of matrix products and convolutions in each dtype. For each
+    product in float32 it names the first place where a 16-bit value became float32 on
+    the way to it, what made it so, and what to change. What comes later is not named:
+    change the first, and report again.
+
+    Of a loss, a function that returns a scalar, perhaps first in a tuple as in `(loss,
+    aux)`, it traces the gradient, too, with respect to the first argument with floating
+    arrays. What computes a gradient itself, such as a training step, is reported as it
+    is: for the gradient of anything else, pass that.
 
     Args:
         fun: any function that JAX can trace, such as a loss, or a whole training step.
         *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`; what is no array
             is passed on as it is.
-        argnums: the arguments to differentiate, by position, as in `jax.grad`; `()` for
-            the forward pass alone. By default the first with floating arrays; or none,
-            if `fun` computes a gradient itself and returns more than one number, as a
-            training step does. If `fun` returns a tuple that begins with a scalar, such
-            as `(loss, aux)`, only that scalar is differentiated; otherwise all floating
-            outputs are.
         **kwargs: its keyword arguments.
 
     Returns:
@@ -164,8 +160,6 @@ def precision_report(
     Raises:
         TypeError: if `fun` is not callable, or if a loop in it changes the dtype of its
             carry, as a scan over bfloat16 layers with float32 norms does.
-        ValueError: if `argnums` names no argument with floating arrays, or if `fun`
-            cannot be differentiated, as a `while` loop.
         Exception: what JAX raises, if it cannot trace `fun`.
 
     Example:
@@ -186,22 +180,20 @@ def precision_report(
         {'float32': 0.6, 'bfloat16': 0.4}
         >>> [each.causes[0].name for each in report.wide_products]
         ["params['norm']", "params['norm']", "params['norm']"]
-        >>> report.advice()[0][:17]
-        'wrap the function'
     """
     if not callable(fun):
         raise TypeError(
             f"precision_report: `fun` is {fun!r}, expected a function; call it as "
             "precision_report(fun, *args)."
         )
-    names, jaxpr = trace(fun, args, kwargs, argnums)
+    jaxpr, names, notes = _trace(fun, args, kwargs)
     inputs = [
         cause_of_input(var, "argument", name)
         for var, name in zip(jaxpr.jaxpr.invars, names, strict=True)
     ]
     walk = Walk()
-    products = sorted(walk.follow(jaxpr, inputs)[1], key=lambda each: each.is_backward)
-    return PrecisionReport(tuple(products), tuple(walk.notes))
+    _, products = walk.follow(jaxpr, inputs)
+    return PrecisionReport(tuple(products), (*notes, *walk.notes))
 
 
 def _group(
@@ -234,162 +226,75 @@ def _label(group: list[PrecisionProduct]) -> str:
     return (_causes if is_one else _pattern)(group[0])
 
 
-_FORWARD_ONLY = "for the forward pass alone pass argnums=()."
-
-
-class _Input(NamedTuple):
-    """An array among the arguments: which argument, how to write it, and the array."""
-
-    position: int
-    name: str
-    value: Any
-
-
-class _Call:
-    """A call whose arrays are inputs, and all else is as it is."""
-
-    def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Read the arguments of `fun(*args, **kwargs)`."""
-        self.fun, self._bound = fun, _bind(fun, args, kwargs)
-        self.leaves, self._treedef = tree_flatten_with_path(
-            tuple(self._bound.arguments.values())
-        )
-        self.inputs = [self._input(*leaf) for leaf in self.leaves if _is_input(leaf[1])]
-
-    def _input(self, path: Any, value: Any) -> _Input:
-        position, name = path[0].idx, list(self._bound.arguments)[path[0].idx]
-        kind = self._bound.signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            position += path[1].idx
-        return _Input(position, f"{name}{keystr(path[1:])}", value)
-
-    def run(self, arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Return what the function returns for these arrays, and all arrays of that.
-
-        A Flax NNX module changes in place: a training step may return nothing at all.
-        """
-        rest = iter(arrays)
-        filled = [next(rest) if _is_input(x) else x for _, x in self.leaves]
-        values = self._treedef.unflatten(filled)
-        self._bound.arguments.update(zip(self._bound.arguments, values, strict=True))
-        call = pure_call(self.fun, self._bound.args, self._bound.kwargs)
-        outputs, changes = call.fun(*call.args)
-        return outputs, _arrays((outputs, changes))
-
-
-def trace(
-    fun: Callable[..., Any], args: Any, kwargs: Any, argnums: Argnums
-) -> tuple[list[str], ClosedJaxpr]:
-    """Trace a function, with its gradient if it has one.
-
-    Args:
-        fun: the function.
-        args: its arguments; arrays may be `jax.ShapeDtypeStruct`s.
-        kwargs: its keyword arguments.
-        argnums: as in `precision_report`.
+def _trace(
+    fun: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[ClosedJaxpr, list[str], list[str]]:
+    """Trace a function, with its gradient if it is a loss.
 
     Returns:
-        The name of each input of the jaxpr, such as `params['w']`, and the jaxpr.
+        The jaxpr, the name of each of its inputs, such as `params['w']`, and remarks.
     """
-    call = _Call(fun, args, kwargs)
-    chosen = _choose(call, argnums)
-    names, values = [x.name for x in call.inputs], [x.value for x in call.inputs]
-    at = [i for i, x in enumerate(call.inputs) if x.position in chosen]
-    at = [i for i in at if is_inexact(values[i])]
-    if argnums is None or not at:
-        forward = _trace_forward(call, values)
-        if not at or _computes_gradient(forward, [values[i].shape for i in at]):
-            return names, forward
+    leaves, treedef = tree_flatten_with_path((args, kwargs))
+    inputs = {i: leaf for i, (_, leaf) in enumerate(leaves) if _is_input(leaf)}
+    values, paths = list(inputs.values()), [leaves[i][0] for i in inputs]
+    is_loss = False
+
+    def run(arrays: list[Any]) -> tuple[Any, list[Any]]:
+        nonlocal is_loss
+        filled = dict(enumerate(leaf for _, leaf in leaves))
+        filled.update(zip(inputs, arrays, strict=True))
+        call = pure_call(fun, *treedef.unflatten(filled.values()))
+        outputs, changes = call.fun(*call.args)
+        is_tuple = isinstance(outputs, tuple) and outputs
+        first: Any = outputs[0] if is_tuple else outputs
+        is_loss = is_dynamic(first) and is_inexact(first) and not first.shape
+        # A Flax NNX module changes in place: a step may return nothing at all.
+        return first, [x for x in jax.tree.leaves((outputs, changes)) if is_dynamic(x)]
+
+    with explain_carry_error(_CARRY):
+        forward = jax.make_jaxpr(lambda arrays: run(arrays)[1])(values)
+    names = _argument_names(fun, len(args))
+    names = [_name_of(path, names) for path in paths]
+    floating = [i for i, x in enumerate(values) if is_inexact(x)]
+    # The place of the first argument with floating arrays, among all.
+    chosen = [i for i in floating if paths[i][:2] == paths[floating[0]][:2]]
+    if not (is_loss and chosen) or any_equation(forward, is_transposed):
+        return forward, names, []
+
+    def with_gradient(arrays: list[Any]) -> Any:
+        def loss(some: list[Any]) -> tuple[Any, list[Any]]:
+            replaced = dict(enumerate(arrays)) | dict(zip(chosen, some, strict=True))
+            return run(list(replaced.values()))
+
+        some = [arrays[i] for i in chosen]
+        return jax.value_and_grad(loss, has_aux=True)(some)
+
     try:
-        return names, jax.make_jaxpr(lambda x: _run_with_gradient(call, at, x))(values)
-    except Exception as error:
-        # If it is the function that does not trace, this raises what JAX says of that.
-        _trace_forward(call, values)
-        raise ValueError(
-            "precision_report: `fun` cannot be differentiated with respect to "
-            f"{', '.join(names[i] for i in at)}, expected a function that `jax.grad` "
-            f"takes; name other arguments by `argnums`, or {_FORWARD_ONLY} JAX says: "
-            f"{error}"
-        ) from error
-
-
-def _trace_forward(call: _Call, values: list[Any]) -> ClosedJaxpr:
-    try:
-        return jax.make_jaxpr(lambda x: call.run(x)[1])(values)
-    except TypeError as error:
-        if "carry output must have equal types" not in str(error):
-            raise
-        raise TypeError(
-            "precision_report: a loop in `fun` returns its carry in another dtype than "
-            "it takes, as a scan over layers of bfloat16 params with float32 norms "
-            "does, expected the same dtype; run `optax_mp.amp` over float32, as in "
-            "`amp(lambda *args: fun(*cast_floating(args, jnp.float32)))`, set the "
-            "`dtype` of the layers to bfloat16 where they cast back, or cast the carry "
-            f"back. JAX says: {error}"
-        ) from error
-
-
-def _run_with_gradient(call: _Call, at: list[int], inputs: list[Any]) -> list[Any]:
-    """Return what a call returns, and the gradients of some inputs."""
-
-    def run(some: list[Any]) -> tuple[list[Any], list[Any]]:
-        replaced = dict(zip(at, some, strict=True))
-        outputs, arrays = call.run([replaced.get(i, x) for i, x in enumerate(inputs)])
-        return _differentiated(outputs), arrays
-
-    outputs, pull, arrays = jax.vjp(run, [inputs[i] for i in at], has_aux=True)
-    ones = [jax.lax.full_like(x, 1) for x in outputs]
-    return arrays + list(pull(ones)[0])
-
-
-def _computes_gradient(traced: ClosedJaxpr, shapes: list[tuple[int, ...]]) -> bool:
-    """Return whether a function is a training step, or returns gradients.
-
-    Such a function has a backward pass inside. So has a loss of a gradient, but it
-    returns one number, which is no gradient unless that is of one number, too.
-    """
-    is_number = [aval.shape for aval in traced.out_avals] == [()] != shapes
-    return any_equation(traced, is_transposed) and not is_number
-
-
-def _arrays(outputs: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(outputs) if is_dynamic(x)]
-
-
-def _differentiated(outputs: Any) -> list[Any]:
-    """Return the outputs to differentiate: a loss, or else all that are floating."""
-    if isinstance(outputs, tuple) and len(outputs) > 1:
-        first = outputs[0]
-        if is_dynamic(first) and is_inexact(first) and not first.shape:
-            return [first]  # What comes with a loss is auxiliary.
-    return list(filter(is_inexact, _arrays(outputs)))
-
-
-def _choose(call: _Call, argnums: Argnums) -> list[int]:
-    """Return the positions of the arguments to differentiate."""
-    floating = {x.position: x for x in call.inputs if is_inexact(x.value)}
-    if argnums is None:
-        return list(floating)[:1]
-    count = len(call.leaves) and call.leaves[-1][0][0].idx + 1
-    chosen = [argnums] if isinstance(argnums, int) else argnums
-    positions = [x if x >= 0 else x + count for x in chosen]
-    if set(positions) - set(floating):
-        names = [f"{i} ({x.name.split('[')[0]})" for i, x in floating.items()]
-        raise ValueError(
-            f"precision_report: `argnums` is {argnums}, expected arguments with "
-            f"floating arrays: {', '.join(names) or 'there are none'}; {_FORWARD_ONLY}"
-        )
-    return positions
+        return jax.make_jaxpr(with_gradient)(values), names, []
+    except Exception as error:  # whatever a derivative rule may raise
+        reason = str(error).splitlines()[0]
+        return forward, names, [f"the forward pass alone, as JAX says: {reason}"]
 
 
 def _is_input(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) or is_dynamic(leaf)
 
 
-def _bind(fun: Callable[..., Any], args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """Return arguments by their names, or by numbers if there is no signature."""
+def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
+    """Return the names of so many positional arguments."""
     try:
-        return inspect.signature(fun).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # A call that does not fit fails by itself.
-        anything = inspect.signature(lambda *args, **kwargs: None)
-        return anything.bind(*args, **kwargs)
+        found = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        found = []
+    names = [
+        x.name for x in found if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
+    ]
+    rest = next((x.name for x in found if x.kind == x.VAR_POSITIONAL), "args")
+    return [*names, *(f"{rest}[{i}]" for i in range(count - len(names)))]
+
+
+def _name_of(path: tuple[Any, ...], names: list[str]) -> str:
+    """Return how to write an array at a path in `(args, kwargs)`."""
+    place, argument, *rest = path
+    name = argument.key if place.idx else names[argument.idx]
+    return f"{name}{keystr(tuple(rest))}"

@@ -96,8 +96,7 @@ class PrecisionProduct:
     Attributes:
         primitive: its name in JAX, such as `"dot_general"`.
         dtype: the dtype of its operands; of two dtypes, the wider.
-        dtypes: the dtypes of both operands and of the result.
-        shapes: their shapes; in a `shard_map`, of a shard.
+        shapes: of both operands and the result; in a `shard_map`, of a shard.
         flops: the FLOPs of all its runs, over all devices.
         count: how often it runs: the iterations of a scan, times the shards of a
             `shard_map`. A product in a `while` loop counts for one iteration, and one
@@ -113,13 +112,12 @@ class PrecisionProduct:
         >>> w, x = jnp.ones((4, 4)), jnp.ones((2, 4), jnp.bfloat16)
         >>> report = optax_mp.precision_report(lambda w, x: x @ w, w, x)
         >>> product = report.products[0]
-        >>> product.dtype, product.dtypes, product.flops
-        ('float32', ('bfloat16', 'float32', 'float32'), 64)
+        >>> product.dtype, product.shapes, product.flops
+        ('float32', ((2, 4), (4, 4), (2, 4)), 64)
     """
 
     primitive: str
     dtype: str
-    dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     flops: int
     count: int
@@ -241,7 +239,6 @@ class Walk:
         return PrecisionProduct(
             equation.primitive.name,
             dtype.name,
-            tuple(aval.dtype.name for aval in avals),
             tuple(tuple(aval.shape) for aval in avals),
             flops_of(equation),
             count=1,

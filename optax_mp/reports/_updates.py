@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.tree_util import register_dataclass
@@ -20,11 +19,7 @@ from optax_mp._tree import describe, is_floating, spell
 from optax_mp.reports._leaf_counts import LeafCounts, count_bins, count_leaves
 
 _CALLER = "update_report"
-# The bins. For those that are neither zero nor not finite: `_OTHERS`, plus 1 if the
-# update is at least half a unit in the last place, plus 2 if it moves the param. Ties
-# go to even, and below a power of two the units are half as large, so all four occur.
-_ZERO, _OTHERS, _NOT_FINITE = 0, 1, 5
-_BIN_COUNT = 6
+_BINS = _ZERO, _STALLED, _MOVED, _NOT_FINITE = range(4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +33,8 @@ class UpdateReport(LeafCounts):
     return shares of all elements, of one leaf or of all leaves together.
 
     Attributes:
-        counts: uint32, shape (leaves, 6): updates that are 0; that do not move their
-            param, below half a unit in the last place and from there on; that move it,
-            below and from there on; updates or params that are infinite or NaN.
+        counts: uint32, shape (leaves, 4): updates that are 0; that do not move their
+            param; that move it; updates or params that are infinite or NaN.
         paths: the path of each leaf, as `jax.tree_util.keystr` writes it.
 
     Example:
@@ -49,31 +43,23 @@ class UpdateReport(LeafCounts):
         >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
         >>> updates = {"w": jnp.array([0.0, -0.001, -0.01, 0.003])}
         >>> report = optax_mp.update_report(params, updates)
-        >>> report.zeros(), report.stalled(), report.moved(), report.below_half_ulp()
-        (0.25, 0.5, 0.25, 0.5)
+        >>> report.zeros(), report.stalled(), report.moved()
+        (0.25, 0.5, 0.25)
     """
 
     _legend = "% of elements"
-    _columns = ("elements", "stalled", "below half an ulp", "moved")
+    _columns = ("elements", "stalled", "moved")
 
     def stalled(self, path: str | None = None) -> float:
         """Return the share of elements that an update other than 0 does not move."""
-        return self._share_of(path, _OTHERS, _OTHERS + 1)
+        return self._share_of(path, _STALLED)
 
     def moved(self, path: str | None = None) -> float:
         """Return the share of elements that an update moves."""
-        return self._share_of(path, _OTHERS + 2, _OTHERS + 3)
-
-    def below_half_ulp(self, path: str | None = None) -> float:
-        """Return the share of updates other than 0 below half a unit in the last place.
-
-        The unit is the distance from the magnitude of the param to the next larger one.
-        """
-        return self._share_of(path, _OTHERS, _OTHERS + 2)
+        return self._share_of(path, _MOVED)
 
     def _cells(self, path: str | None) -> list[str]:
-        shares = self.stalled(path), self.below_half_ulp(path), self.moved(path)
-        return list(map(percent, shares))
+        return [percent(self.stalled(path)), percent(self.moved(path))]
 
     def _conclusions(self) -> list[str]:
         others = self.stalled() + self.moved()
@@ -141,10 +127,10 @@ def update_report(
         >>> updates, _ = tx.update(grads, tx.init(params), params)
         >>> print(optax_mp.update_report(params, updates, dtype="bfloat16"))
         % of elements
-               elements  inf, NaN  0  stalled  below half an ulp  moved
-        ['b']         8         0  0        0                  0    100
-        ['w']     1,000         0  0       50                 50     50
-        all       1,008         0  0       50                 50     50
+               elements  inf, NaN  0  stalled  moved
+        ['b']         8         0  0        0    100
+        ['w']     1,000         0  0       50     50
+        all       1,008         0  0       50     50
         50% of the updates other than 0 are lost: too small to move the param
     """
     if dtype is not None:
@@ -180,33 +166,8 @@ def _count(param: jax.Array, update: jax.Array, dtype: Any = None) -> jax.Array:
     old, change = round_to(param.astype(wide), dtype), update.astype(wide)
     # Not by casts, which XLA may leave out.
     moves = round_to(old + change, dtype) != old
-    magnitude = _magnitude_bits(change)
-    is_large = magnitude >= _half_unit_bits(old, dtype)
-    others = _OTHERS + is_large.astype(jnp.int32) + 2 * moves.astype(jnp.int32)
-    bins = jnp.where(magnitude == 0, _ZERO, others)
+    # By its bits, because CPUs take the smallest numbers for 0.
+    magnitude = lax.bitcast_convert_type(change, f"uint{bits(wide)}") << 1
+    bins = jnp.where(magnitude == 0, _ZERO, jnp.where(moves, _MOVED, _STALLED))
     are_finite = jnp.isfinite(param) & jnp.isfinite(update)
-    return count_bins(jnp.where(are_finite, bins, _NOT_FINITE), _BIN_COUNT)
-
-
-# As bit patterns, because CPUs take the smallest numbers for 0.
-def _magnitude_bits(x: jax.Array) -> jax.Array:
-    """Return the bits of |x| as an unsigned integer, ordered as the values."""
-    unsigned = np.dtype(f"uint{bits(x.dtype)}")
-    pattern = lax.bitcast_convert_type(x, unsigned)
-    return pattern & unsigned.type(2 ** (bits(x.dtype) - 1) - 1)
-
-
-def _half_unit_bits(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return the bits of half a unit in the last place of `x` in a narrower dtype."""
-    info, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
-    pattern = _magnitude_bits(x)
-    bias = 1 - int(wide.minexp)
-    # Subnormal numbers have the unit of the smallest normal ones.
-    smallest = int(info.minexp) + bias
-    exponent = jnp.maximum((pattern >> wide.nmant).astype(jnp.int32), smallest)
-    exponent = exponent - (info.nmant + 1)
-    # Half a unit may be a subnormal number; smaller ones than the smallest are no limit
-    # for any update other than 0.
-    normal = exponent.astype(pattern.dtype) << wide.nmant
-    place = jnp.maximum(exponent + wide.nmant - 1, 0).astype(pattern.dtype)
-    return jnp.where(exponent > 0, normal, pattern.dtype.type(1) << place)
+    return count_bins(jnp.where(are_finite, bins, _NOT_FINITE), len(_BINS))

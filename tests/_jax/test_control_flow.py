@@ -15,7 +15,7 @@ from jax import lax, shard_map
 from jax.extend.core import primitives
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_mp._jax._control_flow import bind_with, has_regions, replay, wiring_of
+from optax_mp._jax._control_flow import bind_with, has_regions, wiring_of
 from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._jaxpr import bind, evaluate, is_literal, open_jaxpr, trace_jaxpr
 
@@ -310,54 +310,6 @@ def test_backward_finds_the_same_from_the_other_end(program):
     assert found == [
         {i for i, names in enumerate(sources) if name in names} for name in NAMES
     ]
-
-
-def run_replayed(jaxpr, inputs):
-    """Return the outputs of a jaxpr by `replay`, and how often regions ran."""
-    turns = jnp.int32(0)
-
-    def run(equation, values):
-        nonlocal turns
-        if not has_regions(equation):
-            return bind(equation, values)
-
-        def replacement(region):
-            def run_region(values, log):
-                outputs, inside = run_replayed(region.jaxpr, values)
-                return outputs, log + 1 + inside
-
-            return run_region
-
-        runs = list(map(replacement, wiring_of(equation).regions))
-        outputs, turns = replay(equation, values, runs, turns)
-        return outputs
-
-    return evaluate(jaxpr, inputs, run), turns
-
-
-@pytest.mark.parametrize(
-    ("name", "turns"),
-    [
-        ("jit", 1),
-        ("remat", 1),
-        ("custom_jvp", 1),
-        ("custom_vjp", 1),
-        ("closed_call", 1),
-        ("scan", TURNS),
-        ("scan_without_turns", 0),
-        ("slow_scan", TURNS),
-        ("while_loop", 2),
-        ("cond", 1),
-        ("switch", 1),
-        ("scan_in_while_in_cond", 1 + 2 * (1 + TURNS)),
-        ("while_in_jit_in_scan", TURNS * (1 + 1 + 2)),
-    ],
-)
-def test_replay_runs_each_region_as_often_as_the_equation(name, turns):
-    program = PROGRAMS[name]
-    outputs, counted = run_replayed(jaxpr_of(program), list(map(jnp.float32, INPUTS)))
-    np.testing.assert_allclose(outputs, program(JaxOperations(), *INPUTS), rtol=1e-6)
-    assert counted == turns
 
 
 def with_cosines(jaxpr, args):

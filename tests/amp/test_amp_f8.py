@@ -4,8 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
-from amp_cases import CASES, error, normal, objective, operations, products, weights
+import small_models
+from amp_cases import CASES, error, normal, objective, operations, products
 from forced_devices import run_checks
 from jax import export, lax
 from slow_cases import mostly_slow
@@ -116,15 +119,6 @@ def test_the_smallest_size_is_512(monkeypatch):
 
 
 @pytest.mark.filterwarnings(UNUSED)
-def test_the_sizes_are_those_within_a_batch():
-    fun = in_8_bits(lambda x, w: jnp.einsum("bmik,bkn->bmin", x, w))
-    few = jnp.zeros((512, 2, 4, 256)), jnp.zeros((512, 256, 256))
-    many = jnp.zeros((2, 64, 4, 256)), jnp.zeros((2, 256, 256))
-    assert eight_bit_products(fun, *few)[0] == 0
-    assert eight_bit_products(fun, *many)[0] == 1
-
-
-@pytest.mark.filterwarnings(UNUSED)
 def test_a_symbolic_size_stays_in_16_bits():
     (rows,) = export.symbolic_shape("rows")
     x = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
@@ -160,24 +154,6 @@ def inner(x, w):
 def test_words_go_by_operation_and_scope_with_the_outermost_first(rules, expected):
     fun = optax_mp.amp(outer, rules=optax_mp.default_amp_rules | rules)
     assert eight_bit_products(fun, X, W) == (expected, 2)
-
-
-def test_a_word_may_be_that_of_a_loop():
-    def loop(x, w):
-        return lax.scan(lambda x, _: (inner(x, w), None), x, None, 3)[0] @ w
-
-    assert eight_bit_products(by_rule("scan", loop), X, W) == (1, 2)
-
-
-def test_in_the_scope_of_a_word_for_products_all_else_follows_its_own_rule():
-    def fun(x, w):
-        with jax.named_scope("scope"):
-            return jnp.exp(x @ w)
-
-    for word in ("f8", "not_f8"):
-        rules = optax_mp.default_amp_rules | {"scope": word}
-        jaxpr = jax.make_jaxpr(optax_mp.amp(fun, rules=rules))(X, W)
-        assert "f32[256,256] = exp" in str(jaxpr)
 
 
 @pytest.mark.filterwarnings(UNUSED)
@@ -247,11 +223,6 @@ def test_a_word_on_an_operation_that_is_no_matrix_product_is_refused(name, word)
         optax_mp.amp(jnp.sin, rules=optax_mp.default_amp_rules | {name: word})
 
 
-def test_a_word_for_a_scope_that_does_not_occur_raises_a_warning():
-    with pytest.warns(UserWarning, match="`rules` names 'iner'.*'inner'"):
-        by_rule("iner", outer)(X, W)
-
-
 # Functions and transformations of every kind
 
 WITH_PRODUCTS = [name for name, case in CASES.items() if name != "callbacks_in_scan"]
@@ -306,25 +277,6 @@ def test_free_products_are_in_8_bits_in_every_kind_of_function(name, any_shape):
         assert in_8 >= in_16 or name == "custom_jvp"
 
 
-PARAMS = weights(w1=(8, 8), b=(8,), w2=(8, 8))
-
-
-def net(params, x):
-    return jnp.tanh(x @ params["w1"] + params["b"]) @ params["w2"]
-
-
-def gradient(fun):
-    return jax.grad(lambda params, x: jnp.sum(jnp.sin(fun(params, x))))
-
-
-@pytest.mark.slow
-def test_amp_around_a_gradient_has_all_its_products_in_8_bits(any_shape):
-    fun = in_8_bits(gradient(net))
-    assert eight_bit_products(fun, PARAMS, normal(4, 8)) == (5, 5)
-    got, want = fun(PARAMS, normal(4, 8)), gradient(net)(PARAMS, normal(4, 8))
-    assert max(map(error, *map(jax.tree.leaves, (got, want)))) < 0.2
-
-
 @pytest.mark.slow
 def test_sharded_operands_cost_one_scalar_all_reduce_each_and_none_in_shard_map():
     from four_devices_f8 import CHECKS
@@ -359,17 +311,36 @@ def test_a_report_counts_8_bit_products_and_says_why_others_are_not():
     assert report().f8_share == 16 / 17
     assert report().low_share == 1
     assert "1 f8, " in str(report())
-    assert str(report()).endswith("products, by FLOPs: 94% f8, 6% low")
+    assert str(report()).endswith("products, by FLOPs: 94% f8, 5.9% low")
 
 
-def test_the_error_of_an_8_bit_product_is_that_of_its_operands():
-    (each,) = [x for x in report().operations if x.ran == "f8"]
-    assert 2.0**-6 < each.own_error < 2.0**-4
+# Unmodified models of each framework
 
 
-def test_a_precision_report_counts_8_bit_products():
-    found = optax_mp.precision_report(in_8_bits(two_layers), LAYERS, X)
-    assert found.shares() == pytest.approx(
-        {"float8_e4m3fn": 16 / 35, "float8_e5m2": 16 / 35, "bfloat16": 3 / 35}
-    )
-    assert found.low_share == 1
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["linen", "nnx", "equinox", "haiku"])
+def test_an_unmodified_transformer_trains_in_8_bits(framework, monkeypatch):
+    monkeypatch.setattr(small_models, "WIDTH", 256)
+    problem = getattr(small_models, f"{framework}_transformer")()
+    tx = optax.adam(1e-3)
+
+    def train(dtype):
+        loss = optax_mp.amp(problem.loss, compute_dtype=dtype)
+
+        def step(carry, batch):
+            params, state, opt_state = carry
+            grad = jax.value_and_grad(loss, has_aux=True)
+            (value, state), grads = grad(params, state, batch)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), state, opt_state), value
+
+        carry = problem.params, problem.state, tx.init(problem.params)
+        losses = jax.jit(lambda c: lax.scan(step, c, problem.batches))(carry)[1]
+        return np.asarray(losses)
+
+    batch = jax.tree.map(lambda x: x[0], problem.batches)
+    args = problem.params, problem.state, batch
+    assert optax_mp.amp_report(problem.loss, *args, compute_dtype=F8).f8_share > 0.5
+    in_8, in_16 = (train(dtype) for dtype in (F8, "bfloat16"))
+    assert in_16[-10:].mean() < 0.85 * in_16[:3].mean()
+    assert in_8[-10:].mean() == pytest.approx(in_16[-10:].mean(), rel=0.02)

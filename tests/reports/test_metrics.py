@@ -112,17 +112,6 @@ def test_several_loss_scales_have_distinct_names(name):
     assert list(found) == list(optax_mp.metrics(jax.tree.map(jnp.ones_like, state)))
 
 
-def test_states_of_two_models_are_told_apart_by_their_names():
-    states = {"generator": scaler(8.0).init(PARAMS), "critic": (scaler().init(PARAMS),)}
-    found = optax_mp.metrics(states)
-    assert found["generator/loss_scale"] == 8 and found["critic/0/step_count"] == 0
-
-
-def test_metrics_add_no_equation_to_a_step():
-    jaxpr = jax.make_jaxpr(optax_mp.metrics)(scaler().init(PARAMS))
-    assert not jaxpr.eqns
-
-
 def test_counts_that_do_not_count_steps_are_left_out():
     plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
     assert optax_mp.metrics(plateau.init(jnp.ones(2))) == {}
@@ -144,14 +133,6 @@ def test_injected_hyperparameters_are_metrics():
     assert rates == [1.0, 0.75, 0.5]
     assert found["b1"] == 0.5 and found["step_count"] == 3
     assert all(value.shape == () for value in found.values())
-
-
-def test_hyperparameters_of_several_places_have_distinct_names():
-    sgd = optax.inject_hyperparams(optax.sgd)
-    tx = optax.partition({"x": sgd(0.5), "y": sgd(0.25)}, LABELS)
-    found = optax_mp.metrics(tx.init(PARAMS))
-    rates = {name: x for name, x in found.items() if name.endswith("learning_rate")}
-    assert rates == {"x/learning_rate": 0.5, "y/learning_rate": 0.25}
 
 
 def test_a_state_that_is_a_dict_counts_its_steps():

@@ -29,7 +29,7 @@ def line_of(fun, text):
 
 def causes(fun, *args, **kwargs):
     """Return the kinds and names of the causes of each float32 product."""
-    report = precision_report(fun, *args, argnums=(), **kwargs)
+    report = precision_report(fun, *args, **kwargs)
     return [[(x.kind, x.name) for x in each.causes] for each in report.wide_products]
 
 
@@ -102,11 +102,6 @@ def test_python_numbers_and_what_is_cast_back_make_nothing_float32(fun):
     assert causes(fun, X) == []
 
 
-def test_operands_that_never_were_16_bits_are_both_named():
-    assert names(lambda a, b: a @ b, F, F) == [["a", "b"]]
-    assert names(lambda a: a @ a, F) == [["a"]]
-
-
 # The first place counts, and nothing behind it.
 
 
@@ -117,20 +112,12 @@ def test_only_the_first_promotion_is_blamed():
             x = (x * scale) @ x.astype(w.dtype)
         return x @ TABLE
 
-    report = precision_report(fun, [S] * 4, X, argnums=())
+    report = precision_report(fun, [S] * 4, X)
     assert len(report.wide_products) == 4
     for each in report.wide_products:
         ((name, line),) = [(cause.name, cause.line) for cause in each.causes]
         assert (name, line) == ("params[0]", line_of(fun, "first"))
         assert str(each.causes[0]) == f"params[0] at {line}"
-
-
-def test_a_value_that_is_cast_back_ends_the_blame():
-    def fun(x, first, second):
-        x = ((x * first) @ x).astype(LOW)
-        return (x * second) @ x
-
-    assert names(fun, X, S, S) == [["first"], ["second"]]
 
 
 def test_a_cast_before_a_float32_scale_is_first():
@@ -163,7 +150,7 @@ def test_paths_are_those_of_the_arguments():
         return rest[1]["a"][0] @ more["w"]
 
     found = names(fun, X, X, {"a": [F]}, key=X, w=F)
-    assert found == [["rest[1]['a'][0]", "more['w']"]]
+    assert found == [["rest[1]['a'][0]", "w"]]
 
     class Call:
         __signature__ = "none that `inspect` can read"
@@ -196,23 +183,12 @@ def test_causes_go_through(wrap):
     assert names(fun, X, S, X) in ([["scale"]], [["a constant"]])
 
 
-def test_a_carry_has_what_any_iteration_gives_it():
-    def fun(x, scale, w):
-        def body(carry, _):
-            a, b = carry
-            return (b, b * scale), a @ w
-
-        return lax.scan(body, (jnp.zeros((8, 8)), x.astype(FULL)), None, 3)
-
-    assert names(fun, X, S, X) == [["a cast to float32"]]
-
-
 def test_a_function_of_jax_that_is_jitted_has_the_line_of_each_call():
     def fun(x):
         x = jnp.convolve(x[0], x[1], mode="same")  # first
         return jnp.convolve(x, x, mode="same")  # second
 
-    lines = [each.line for each in precision_report(fun, F, argnums=()).products]
+    lines = [each.line for each in precision_report(fun, F).products]
     assert lines == [line_of(fun, "first"), line_of(fun, "second")]
 
 
@@ -239,14 +215,6 @@ def test_the_products_of_a_gradient_have_the_causes_of_the_forward_pass(fun):
         assert [x.name for x in each.causes] == ["params['scale']"]
 
 
-def test_the_gradient_of_a_float32_result_is_float32_because_of_it():
-    def loss(w, x):
-        return jnp.matmul(x, w, preferred_element_type=FULL).sum()
-
-    (product,) = precision_report(loss, X, X).wide_products
-    assert product.is_backward and product.causes[0].kind == "result"
-
-
 def test_a_rule_that_casts_is_the_cause_in_the_backward_pass():
     @jax.custom_vjp
     def double(x, w):
@@ -258,14 +226,6 @@ def test_a_rule_that_casts_is_the_cause_in_the_backward_pass():
         return (gradient @ w.T).astype(LOW), (x.T @ gradient).astype(LOW)
 
     double.defvjp(lambda x, w: (x @ w, (x, w)), backward)
-    report = precision_report(lambda x, w: double(x, w).sum(), X, X, argnums=(0, 1))
+    report = precision_report(lambda x: double(*x).sum(), (X, X))
     assert [each.is_backward for each in report.wide_products] == [True, True]
     assert {each.causes[0].kind for each in report.wide_products} == {"cast"}
-
-
-def test_products_of_one_line_are_told_apart():
-    def fun(x):
-        return jax.nn.softmax((x @ x).astype(FULL)) @ x
-
-    wide = precision_report(fun, X).wide_products
-    assert {cause.kind for each in wide for cause in each.causes} == {"cast"}

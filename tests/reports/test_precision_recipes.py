@@ -4,8 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 import small_models
 from jax import lax
@@ -13,13 +11,9 @@ from jax import lax
 import optax_mp
 from optax_mp import amp, precision_report
 
-MODELS = [
-    f"{framework}_{kind}"
-    for framework in ("linen", "nnx", "equinox", "haiku")
-    for kind in ("transformer", "convolutions")
-]
+MODELS = [f"{x}_transformer" for x in ("linen", "nnx", "equinox", "haiku")]
+MODELS.append("nnx_convolutions")
 POLICY = optax_mp.get_policy("p=bf16", keep_f32=("*norm*",))
-LEARNING_RATE = 1e-2
 
 
 @functools.cache
@@ -88,41 +82,7 @@ def test_amp_makes_all_products_of_a_model_low(model):
     problem = problem_of(model)
     report = report_on(problem, amp_of_float32, "float32")
     assert report.shares() == {"bfloat16": 1.0}
-    if model == "haiku_convolutions":
-        with pytest.raises(TypeError, match="requires arguments to have the same dtyp"):
-            report_on(problem, amp, "bfloat16")
-    else:
-        assert report_on(problem, amp, "bfloat16").shares() == {"bfloat16": 1.0}
-
-
-def trained(problem, tx, loss, params):
-    """Return the loss of each step."""
-    loss_and_grads = jax.value_and_grad(loss, has_aux=True)
-
-    def step(carry, batch):
-        params, state, opt_state = carry
-        (value, state), grads = loss_and_grads(params, state, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), state, opt_state), value
-
-    carry = (params, problem.state, tx.init(problem.params))
-    return np.asarray(jax.jit(lambda x: lax.scan(step, x, problem.batches))(carry)[1])
-
-
-def last(losses):
-    return losses[-10:].astype(np.float32).mean()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [x for x in MODELS if "convolutions" in x])
-def test_a_model_that_is_all_low_trains_as_in_float32(model):
-    problem = problem_of(model)
-    full = trained(problem, optax.adam(LEARNING_RATE), problem.loss, problem.params)
-    assert last(full) < 0.85 * full[:3].mean()
-    tx = optax_mp.mixed_precision(optax.adam(LEARNING_RATE), param_dtype=POLICY)
-    params = POLICY.cast_to_param(problem.params)
-    losses = trained(problem, tx, amp_of_float32(problem.loss), params)
-    assert last(losses) == pytest.approx(last(full), rel=0.01)
+    assert report_on(problem, amp, "bfloat16").shares() == {"bfloat16": 1.0}
 
 
 def scanned_linen():

@@ -57,12 +57,6 @@ def images():
     return (5 * x + 3).astype(np.float32), y.astype(np.float32)
 
 
-def classes():
-    """Return images and which of four ranges each score is in."""
-    x, y = images()
-    return x, np.digitize(y, [-2.0, 0.0, 2.0])
-
-
 def noise():
     """Return images with noise, how much, and the noise, of which some can be told."""
     random = np.random.default_rng(5)
@@ -71,12 +65,6 @@ def noise():
     added = random.normal(size=(STEPS, BATCH, 8, 8, 3))
     x = bright + level[..., None, None] * added
     return tuple(array.astype(np.float32) for array in (x, level, added))
-
-
-def signs():
-    """Return images and whether each score is positive."""
-    x, y = images()
-    return x, (y > 0).astype(np.float32)
 
 
 def keys():
@@ -125,33 +113,6 @@ def linen_transformer():
         return cross_entropy(logits, y), state
 
     return Problem(loss, params, {}, batches)
-
-
-def linen_convolutions():
-    """Return a convolutional net with batch norms in Flax Linen."""
-    nn = pytest.importorskip("flax.linen")
-
-    class Convolutions(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for width in (8, 16):
-                x = nn.Conv(width, (3, 3))(x)
-                x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9)(x))
-                x = nn.max_pool(x, (2, 2), strides=(2, 2))
-            return nn.Dense(1)(x.mean((1, 2)))[:, 0]
-
-    model, batches = Convolutions(), signs()
-    variables = jax.jit(model.init)(jax.random.key(0), batches[0][0])
-
-    def loss(params, state, batch):
-        x, y = batch
-        logits, state = model.apply(
-            {"params": params, **state}, x, mutable=["batch_stats"]
-        )
-        return optax.losses.sigmoid_binary_cross_entropy(logits, y).mean(), state
-
-    state = {"batch_stats": variables["batch_stats"]}
-    return Problem(loss, variables["params"], state, batches)
 
 
 def functional(nnx, model, loss_of_model, batches):
@@ -359,43 +320,6 @@ def equinox_transformer():
     return Problem(loss, params, {}, sequences())
 
 
-def equinox_convolutions():
-    """Return a convolutional net with batch norms in Equinox: a mean over a vmap."""
-    eqx = pytest.importorskip("equinox")
-
-    class Convolutions(eqx.Module):
-        convolution: eqx.nn.Conv2d
-        norm: eqx.nn.BatchNorm
-        pool: eqx.nn.MaxPool2d
-        head: eqx.nn.Linear
-
-        def __init__(self, key):
-            first, second = jax.random.split(key)
-            self.convolution = eqx.nn.Conv2d(3, 8, 3, padding=1, key=first)
-            self.norm = eqx.nn.BatchNorm(8, axis_name="batch", mode="batch")
-            self.pool = eqx.nn.MaxPool2d(2, 2)
-            self.head = eqx.nn.Linear(8, "scalar", key=second)
-
-        def __call__(self, x, state):
-            x, state = self.norm(self.convolution(x.transpose(2, 0, 1)), state)
-            return self.head(self.pool(jax.nn.relu(x)).mean((1, 2))), state
-
-    model, state = eqx.filter_jit(eqx.nn.make_with_state(Convolutions))(
-        jax.random.key(0)
-    )
-    params, rest = eqx.partition(model, eqx.is_inexact_array)
-
-    def loss(params, state, batch):
-        x, y = batch
-        model = jax.vmap(
-            eqx.combine(params, rest), (0, None), (0, None), axis_name="batch"
-        )
-        outputs, state = model(x, state)
-        return optax.losses.log_cosh(outputs, y).mean(), state
-
-    return Problem(loss, params, state, images())
-
-
 def haiku_transformer():
     """Return a transformer in Haiku."""
     hk = pytest.importorskip("haiku")
@@ -423,184 +347,3 @@ def haiku_transformer():
         return cross_entropy(model.apply(params, key, x), y), state
 
     return Problem(loss, params, {}, batches)
-
-
-def haiku_convolutions():
-    """Return a convolutional net with batch norms in Haiku."""
-    hk = pytest.importorskip("haiku")
-
-    def forward(x):
-        for width in (8, 16):
-            x = hk.Conv2D(width, 3)(x)
-            x = jax.nn.relu(hk.BatchNorm(True, True, 0.9)(x, is_training=True))
-            x = hk.max_pool(x, (2, 2, 1), (2, 2, 1), "VALID")
-        return hk.Linear(4)(x.mean((1, 2)))
-
-    model, batches = hk.transform_with_state(forward), classes()
-    params, state = jax.jit(model.init)(jax.random.key(0), batches[0][0])
-
-    def loss(params, state, batch):
-        x, y = batch
-        logits, state = model.apply(params, state, None, x)
-        return cross_entropy(logits, y), state
-
-    return Problem(loss, params, state, batches)
-
-
-# Half of what a layer without bias returns, dropped: what is 0 was dropped.
-
-
-def linen_dropout():
-    """Return params, and a function of params, inputs and a key."""
-    nn = pytest.importorskip("flax.linen")
-    model = nn.Sequential(
-        [nn.Dense(32, use_bias=False), nn.Dropout(0.5, deterministic=False)]
-    )
-    first = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    params = model.init(first, jnp.ones((1, 8)))
-    return params, lambda params, x, key: model.apply(params, x, rngs={"dropout": key})
-
-
-def nnx_dropout():
-    """Return params, and a function of params, inputs and a key."""
-    nnx = pytest.importorskip("flax.nnx")
-    graph, params = nnx.split(nnx.Linear(8, 32, use_bias=False, rngs=nnx.Rngs(0)))
-
-    def apply(params, x, key):
-        dropout = nnx.Dropout(0.5, deterministic=False, rngs=nnx.Rngs(key))
-        return dropout(nnx.merge(graph, params)(x))
-
-    return params, apply
-
-
-def equinox_dropout():
-    """Return params, and a function of params, inputs and a key."""
-    eqx = pytest.importorskip("equinox")
-    linear = eqx.nn.Linear(8, 32, use_bias=False, key=jax.random.key(0))
-    dropout = eqx.nn.Dropout(0.5)
-    return linear, lambda linear, x, key: dropout(jax.vmap(linear)(x), key=key)
-
-
-def haiku_dropout():
-    """Return params, and a function of params, inputs and a key."""
-    hk = pytest.importorskip("haiku")
-
-    def forward(x):
-        y = hk.Linear(32, with_bias=False)(x)
-        return hk.dropout(hk.next_rng_key(), 0.5, y)
-
-    model = hk.transform(forward)
-    params = model.init(jax.random.key(0), jnp.ones((1, 8)))
-    return params, lambda params, x, key: model.apply(params, key, x)
-
-
-# Every loss of optax, of what a small net makes of inputs `x` (32, 16). The targets `y`
-# are 12 noisy functions of each input.
-
-_losses = optax.losses
-
-
-def _signs(y):
-    return jnp.sign(y[:, 0])
-
-
-def _one_hot(y):
-    return jax.nn.one_hot(y.argmax(-1), y.shape[-1])
-
-
-def _frames(z, y):
-    """Return what ctc losses take: 4 frames of 3 classes, and 2 labels."""
-    labels = 1 + (y[:, :2] > 0).astype(jnp.int32)
-    return z.reshape(-1, 4, 3), jnp.zeros((len(z), 4)), labels, jnp.zeros((len(z), 2))
-
-
-LOSSES: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
-    "binary_dice_loss": lambda z, y: _losses.binary_dice_loss(z, y > 0),
-    "convex_kl_divergence": lambda z, y: _losses.convex_kl_divergence(
-        jax.nn.log_softmax(z), jax.nn.softmax(y)
-    ),
-    "cosine_distance": lambda z, y: _losses.cosine_distance(z, y),
-    "cosine_similarity": lambda z, y: -_losses.cosine_similarity(z, y, epsilon=1e-6),
-    "ctc_loss": lambda z, y: _losses.ctc_loss(*_frames(z, y)),
-    "ctc_loss_with_forward_probs": lambda z, y: _losses.ctc_loss_with_forward_probs(
-        *_frames(z, y)
-    )[0],
-    "dice_loss": lambda z, y: _losses.dice_loss(z, _one_hot(y)),
-    "generalized_kl_divergence": lambda z, y: _losses.generalized_kl_divergence(
-        z - jnp.log(12), jax.nn.softmax(y)
-    ),
-    "hinge_loss": lambda z, y: _losses.hinge_loss(z[:, 0], _signs(y)),
-    "huber_loss": lambda z, y: _losses.huber_loss(z, y),
-    "kl_divergence": lambda z, y: _losses.kl_divergence(
-        jax.nn.log_softmax(z), jax.nn.softmax(y)
-    ),
-    "kl_divergence_with_log_targets": lambda z, y: (
-        _losses.kl_divergence_with_log_targets(
-            jax.nn.log_softmax(z), jax.nn.log_softmax(y)
-        )
-    ),
-    "l2_loss": lambda z, y: _losses.l2_loss(z, y),
-    "log_cosh": lambda z, y: _losses.log_cosh(z, y),
-    "make_fenchel_young_loss": lambda z, y: _losses.make_fenchel_young_loss(
-        jax.nn.logsumexp
-    )(z, _one_hot(y)),
-    "multiclass_generalized_dice_loss": lambda z, y: (
-        _losses.multiclass_generalized_dice_loss(z, _one_hot(y))
-    ),
-    "multiclass_hinge_loss": lambda z, y: _losses.multiclass_hinge_loss(
-        z, y.argmax(-1)
-    ),
-    "multiclass_perceptron_loss": lambda z, y: _losses.multiclass_perceptron_loss(
-        z, y.argmax(-1)
-    ),
-    "multiclass_sparsemax_loss": lambda z, y: _losses.multiclass_sparsemax_loss(
-        z, y.argmax(-1)
-    ),
-    "ntxent": lambda z, y: _losses.ntxent(z, y[:, :3].argmax(-1)),
-    "perceptron_loss": lambda z, y: _losses.perceptron_loss(z[:, 0], _signs(y)),
-    "poly_loss_cross_entropy": lambda z, y: _losses.poly_loss_cross_entropy(
-        z, _one_hot(y)
-    ),
-    "ranking_softmax_loss": lambda z, y: _losses.ranking_softmax_loss(
-        z, jax.nn.softmax(y)
-    ),
-    "safe_softmax_cross_entropy": lambda z, y: _losses.safe_softmax_cross_entropy(
-        z, _one_hot(y)
-    ),
-    "sigmoid_binary_cross_entropy": lambda z, y: _losses.sigmoid_binary_cross_entropy(
-        z, y > 0
-    ),
-    "sigmoid_focal_loss": lambda z, y: _losses.sigmoid_focal_loss(z, y > 0),
-    "smooth_labels": lambda z, y: _losses.softmax_cross_entropy(
-        z, _losses.smooth_labels(_one_hot(y), 0.2)
-    ),
-    "softmax_cross_entropy": lambda z, y: _losses.softmax_cross_entropy(z, _one_hot(y)),
-    "softmax_cross_entropy_with_integer_labels": lambda z, y: (
-        _losses.softmax_cross_entropy_with_integer_labels(z, y.argmax(-1))
-    ),
-    "sparsemax_loss": lambda z, y: _losses.sparsemax_loss(z, y > 0),
-    "squared_error": lambda z, y: _losses.squared_error(z, y),
-    "triplet_margin_loss": lambda z, y: _losses.triplet_margin_loss(
-        z, y, jnp.roll(y, 1, 0), margin=4.0
-    ),
-}
-
-
-def perceptron(loss):
-    """Return a net of two layers, for a loss by name."""
-    random = np.random.default_rng(4)
-    x = random.normal(size=(STEPS, BATCH, WIDTH)).astype(np.float32)
-    y = x @ random.normal(size=(WIDTH, 12)) / 3 + random.normal(size=(STEPS, BATCH, 12))
-    keys = jax.random.split(jax.random.key(5))
-    params = {
-        "in": jax.random.normal(keys[0], (WIDTH, 32)) / 4,
-        "bias": jnp.zeros(32),
-        "out": jax.random.normal(keys[1], (32, 12)) / 6,
-    }
-
-    def mean(params, state, batch):
-        x, y = batch
-        outputs = jax.nn.relu(x @ params["in"] + params["bias"]) @ params["out"]
-        return jnp.mean(LOSSES[loss](outputs, y)), state
-
-    return Problem(mean, params, {}, (x, y.astype(np.float32)))
