@@ -59,9 +59,7 @@ def as_inner_grad(inner_param: Any, grad: Any) -> Any:
     return grad
 
 
-def check_gradient(
-    path: tuple[Any, ...], param: Any, grad: Any, caller: str = "mixed_precision"
-) -> None:
+def _check_gradient(path: tuple[Any, ...], param: Any, grad: Any, caller: str) -> None:
     """Raise unless `grad` can be a gradient of `param`."""
     if is_absent(grad):
         return
@@ -105,7 +103,7 @@ def match_gradients(params: Leaves, grads: PyTree) -> list[Any]:
     for path, param, grad in zip(params.paths, params.values, found, strict=True):
         # Python numbers are params, too, as under `jit`.
         param = jnp.asarray(param) if isinstance(param, float | complex) else param
-        check_gradient(path, param, grad, params.caller)
+        _check_gradient(path, param, grad, params.caller)
     return found
 
 
