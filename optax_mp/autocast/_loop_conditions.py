@@ -57,7 +57,7 @@ def _through(equation: Equation, inputs: Sequence[int], low: Set[int]) -> Forwar
         return [_result(equation, inputs, low, x) for x in equation.outvars]
 
     return wiring_of(equation).forward(
-        inputs, lambda x, given: follow(x.jaxpr, given, results, lambda _: _NOT), max
+        inputs, lambda x, values: follow(x.jaxpr, values, results, lambda _: _NOT), max
     )
 
 
