@@ -147,15 +147,20 @@ def _moved(computations: dict[str, Computation], here: Computation) -> float:
     for each in here.instructions.values():
         if each.operation == "while":
             body = computations[each.computation("body")]
-            trips = _trips(computations[each.computation("condition")])
-            total += trips * _moved(computations, body)
+            total += _trips(computations, each) * _moved(computations, body)
         elif each.operation not in _FREE:
             total += _moved_by(computations, here, each)
     return total
 
 
-def _trips(condition: Computation) -> int:
-    """Return how often a loop from 0 runs, by the bound that it compares with."""
+def _trips(computations: dict[str, Computation], loop: Instruction) -> int:
+    """Return how often a loop from 0 runs, by the bound that it compares with.
+
+    XLA says it for GPUs, whose conditions are fusions.
+    """
+    if said := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
+        return int(said[1])
+    condition = computations[loop.computation("condition")]
     constants = [
         int(each.rest.split(")")[0])
         for each in condition.instructions.values()

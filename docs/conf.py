@@ -5,11 +5,14 @@ The command is `sphinx-build -W --keep-going -n -b html docs docs/_build`.
 
 import ast
 import inspect
+import re
 import shutil
 import textwrap
 from pathlib import Path
 
 from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.transforms import SphinxTransform
 
 import optax_mp
 
@@ -35,6 +38,7 @@ napoleon_numpy_docstring = False
 napoleon_attr_annotations = False
 napoleon_use_rtype = False
 autodoc_member_order = "bysource"
+toc_object_entries_show_parents = "hide"
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
@@ -90,6 +94,15 @@ def _skip_fields(app, what, name, obj, skip, options):
     return True if type(obj).__name__ == "_tuplegetter" else skip
 
 
+def _as_text(app, what, name, obj, options, lines):
+    """Put back the first words of a property, which napoleon takes for a type."""
+    del app, name, obj, options
+    types = [line for line in lines if line.startswith(":type: ")]
+    if what == "property" and types:
+        lines.remove(types[0])
+        lines[0] = f"{types[0].removeprefix(':type: ')}: {lines[0]}"
+
+
 def _other_name(app, env, node, shown):
     """Show a name that is not of this package as plain code, without a warning.
 
@@ -101,6 +114,48 @@ def _other_name(app, env, node, shown):
     if isinstance(shown, nodes.literal):
         shown["classes"] = []
     return shown
+
+
+class _LinkNames(SphinxTransform):
+    """Link names of the package in the text to the reference, once in each section."""
+
+    default_priority = 500
+    # `zero1` or `zero1(inner, mesh)`, but no nested calls.
+    name = re.compile(r"(?:optax_mp\.)?(\w+)(?:\([^()]*\))?")
+    linked = (nodes.reference, pending_xref, nodes.title)
+
+    def apply(self):
+        """Put references around the names."""
+        seen = set()
+        for literal in list(self.document.findall(nodes.literal)):
+            name = self.name.fullmatch(literal.astext())
+            if name is None or name[1] not in optax_mp.__all__:
+                continue
+            above = list(_ancestors(literal))
+            section = next(
+                x for x in above if isinstance(x, (nodes.section, nodes.document))
+            )
+            if (
+                any(isinstance(x, self.linked) for x in above)
+                or (section, name[1]) in seen
+            ):
+                continue
+            seen.add((section, name[1]))
+            link = pending_xref(
+                refdomain="py",
+                reftype="obj",
+                reftarget=f"optax_mp.{name[1]}",
+                refdoc=self.env.docname,
+                refexplicit=True,
+            )
+            literal.replace_self(link)
+            link += literal
+
+
+def _ancestors(node):
+    while node.parent is not None:
+        node = node.parent
+        yield node
 
 
 def _link_to_copies(app, docname, source):
@@ -117,5 +172,7 @@ def setup(app):
     _copy_notebooks()
     app.connect("autodoc-process-signature", _short_signature)
     app.connect("autodoc-skip-member", _skip_fields)
+    app.connect("autodoc-process-docstring", _as_text, priority=600)
     app.connect("source-read", _link_to_copies)
     app.connect("missing-reference", _other_name)
+    app.add_transform(_LinkNames)

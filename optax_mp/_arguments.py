@@ -18,25 +18,21 @@ def check_opt_state(opt_state: Any, caller: str) -> None:
 
     A state may be any pytree, so a tree of arrays always passes.
     """
-    given = f"{caller}: `opt_state` is a {type(opt_state).__name__}"
-    if isinstance(opt_state, optax.GradientTransformation | optax.MultiSteps):
-        raise TypeError(
-            f"{given}, the optimizer itself, expected its state; pass what "
-            "`tx.init(params)` returned."
-        )
-    if hasattr(opt_state, "adjust") and hasattr(opt_state, "unscale"):
-        raise TypeError(
-            f"{given}, expected an optimizer state with a loss scale in it; a loss "
-            "scale that is a value is for `optax_mp.dynamic_scale_value_and_grad`."
-        )
+    problem = f"{caller}: `opt_state` is a {type(opt_state).__name__}"
+    remedy = "pass what `tx.init(params)` returned"
     is_number = isinstance(opt_state, Number) and not is_array(opt_state)
     # A callable may hold a state, as an Equinox module does.
     is_function = callable(opt_state) and jax.tree_util.all_leaves([opt_state])
-    if is_function or isinstance(opt_state, str) or is_number:
-        raise TypeError(
-            f"{given}, expected an optimizer state; pass what `tx.init(params)` "
-            "returned."
+    if isinstance(opt_state, optax.GradientTransformation | optax.MultiSteps):
+        problem += ", the optimizer itself"
+    elif hasattr(opt_state, "adjust") and hasattr(opt_state, "unscale"):
+        remedy = (
+            "a loss scale that is a value goes to "
+            "`optax_mp.dynamic_scale_value_and_grad`"
         )
+    elif not (is_function or is_number or isinstance(opt_state, str)):
+        return
+    raise TypeError(f"{problem}, expected an optimizer state; {remedy}.")
 
 
 def may_be_state(tree: PyTree) -> bool:
@@ -45,12 +41,15 @@ def may_be_state(tree: PyTree) -> bool:
     It holds a NamedTuple, as the states of optax do, or a count of steps, or no
     floating arrays at all. Params have none of these but by chance.
     """
+
+    def is_named_tuple(node: Any) -> bool:
+        return isinstance(node, tuple) and hasattr(node, "_fields")
+
     leaves = jax.tree.leaves(tree)
-    is_count = [is_array(x) and not (x.shape or is_floating(x)) for x in leaves]
-    has_fields = any(
-        map(_is_named_tuple, jax.tree.leaves(tree, is_leaf=_is_named_tuple))
-    )
-    return has_fields or any(is_count) or not any(map(is_floating, leaves))
+    if any(is_array(x) and not (x.shape or is_floating(x)) for x in leaves):
+        return True
+    nodes = jax.tree.leaves(tree, is_leaf=is_named_tuple)
+    return any(map(is_named_tuple, nodes)) or not any(map(is_floating, leaves))
 
 
 def warn_unless_state(opt_state: Any, caller: str) -> None:
@@ -110,21 +109,9 @@ def check_given_params(params: Any, caller: str) -> Any:
 
 
 def check_init_params(params: Any, caller: str) -> None:
-    """Raise if what `init` was given is an optimizer, or a state of one."""
-    if isinstance(params, optax.GradientTransformation) or is_optax_state(params):
+    """Raise if `init` was given an optimizer."""
+    if isinstance(params, optax.GradientTransformation):
         raise TypeError(
             f"{caller}: `params` is {summarize(params)}, expected the params of a "
             "model; call `tx.init(params)`."
         )
-
-
-def is_optax_state(tree: Any) -> bool:
-    """Return whether `tree` is a state of optax's or ours, or a tuple of such."""
-    if type(tree) is tuple and tree:
-        return all(map(is_optax_state, tree))
-    package = type(tree).__module__.partition(".")[0]
-    return package in ("optax", "optax_mp") and holds_state(tree)
-
-
-def _is_named_tuple(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "_fields")

@@ -26,6 +26,7 @@ from jax import lax
 from optax_mp._jax._arrays import describe, is_array, is_traced
 from optax_mp._jax._memory import is_on_host, to_device, to_host
 from optax_mp._jax._traced import is_dynamic
+from optax_mp._leaves import Leaves
 from optax_mp._tree import spell
 
 # Whether to take a step: a plain bool if that is known while tracing.
@@ -105,17 +106,13 @@ def select(proceed: Choice, new: Any, old: Any) -> jax.Array:
 
 def _choose_leaf(proceed: Choice, new: Any, old: Any) -> Any:
     """Return a leaf of the new state, or what it was before."""
-    if new is old or (_is_plain(new) and _is_plain(old) and new == old):
-        return new  # a plain number stays one: a rule may use it in an `if`
     if _is_plain(new):  # a rule may reset a count to a plain 0
-        fits = is_array(old) and jnp.result_type(old, new) == old.dtype
-        new = jnp.asarray(new, old.dtype if fits else None)
-    if not is_dynamic(new) or is_on_host(old):
+        new = jnp.asarray(new, jnp.result_type(old, new))
+    if new is old or not is_dynamic(new) or is_on_host(old):
         return new
-    old = jnp.asarray(old, new.dtype) if _is_plain(old) else old
     if is_on_host(new):  # a state that was restored into device memory
         return to_host(select(proceed, to_device(new), old))
-    return select(proceed, new, old)
+    return select(proceed, new, jnp.asarray(old))
 
 
 def _is_plain(x: Any) -> bool:
@@ -124,16 +121,10 @@ def _is_plain(x: Any) -> bool:
 
 def _check_stable(before: Any, after: Any) -> None:
     """Raise unless a step keeps the structure and shapes of the state."""
-    old, old_def = jax.tree_util.tree_flatten_with_path(before)
-    new, new_def = jax.tree.flatten(after)
-    if old_def != new_def:
-        raise ValueError(
-            "optax_mp: `inner` was given a state of the structure "
-            f"{old_def} and returned one of {new_def}, expected the same, because a "
-            "skipped step returns the old state; call `init` again with the params "
-            "that the gradients belong to."
-        )
-    for (path, a), b in zip(old, new, strict=True):
+    name = "the state that `inner` was given"
+    old = Leaves.of(before, caller="optax_mp", name=name)
+    new = old.match(after, "the state that it returned")
+    for path, a, b in zip(old.paths, old.values, new, strict=True):
         if is_array(a) and is_array(b) and a.shape != b.shape:
             raise ValueError(
                 f"optax_mp: `inner` was given {describe(a)} in its state at "

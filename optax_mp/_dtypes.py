@@ -1,5 +1,6 @@
 """Floating dtypes by name, and rounding to them."""
 
+import reprlib
 from typing import Any
 
 import jax
@@ -54,13 +55,6 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
     expected = (
         "expected a floating dtype such as bfloat16, float16, float32 or float8_e4m3fn"
     )
-    # Not `isinstance`, because the module of `Policy` imports this one.
-    if hasattr(spec, "cast_to_param"):
-        raise ValueError(
-            f"{argument} is a Policy ({spec}), {expected}; a policy casts trees by "
-            "`policy.cast_to_param(tree)`, and goes to `mixed_precision` as "
-            "`param_dtype`."
-        )
     if isinstance(spec, str):
         if spec == "half":
             return half_dtype()
@@ -74,11 +68,8 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
         except (TypeError, ValueError):
             dtype = None
     if dtype is None:
-        # The whole of a tree of arrays would hide the rest of the message.
-        is_tree = not jax.tree_util.all_leaves([spec]) and spec is not None
-        shown = f"a {type(spec).__name__}" if is_tree else repr(spec)
         raise ValueError(
-            f"{argument} is {shown}, {expected}; short names are "
+            f"{argument} is {reprlib.repr(spec)}, {expected}; short names are "
             f"{', '.join(sorted(_ALIASES))} and half."
         )
     if not jnp.issubdtype(dtype, jnp.floating):

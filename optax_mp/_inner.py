@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import PyTree, describe, is_array, is_floating, is_inexact, spell
@@ -67,30 +65,28 @@ def check_gradient(
     """Raise unless `grad` can be a gradient of `param`."""
     if is_absent(grad):
         return
-    where = f"{caller}: the gradient of {spell(path)} is {describe(grad)}"
-    if not is_inexact(param):
-        if is_inexact(grad):
-            raise TypeError(
-                f"{where}, but the param is {describe(param)}, which cannot be "
-                "trained; expected None or the float0 gradient that "
-                "`jax.grad(..., allow_int=True)` gives; make the param a floating "
-                "array, or its gradient None."
-            )
-        return
-    if not is_inexact(grad):
-        raise TypeError(
-            f"{where}, expected a floating gradient for the param {describe(param)}; "
-            "wrap the optimizer in `optax.masked` if this param is not trained."
-        )
-    if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
-        raise TypeError(
-            f"{where}, expected a real gradient for the param {describe(param)}; take "
-            "its real part."
-        )
     # Only the last axes: `inner` reduces the leading ones of per-example gradients.
-    shape = jnp.shape(grad)
-    if shape[len(shape) - jnp.ndim(param) :] != jnp.shape(param):
-        raise ValueError(f"{where}, expected the shape of the param {describe(param)}.")
+    ndim, shape = jnp.ndim(param), jnp.shape(grad)
+    error: type[Exception] = TypeError
+    if not is_inexact(param):
+        if not is_inexact(grad):
+            return
+        expected = "None or the float0 that `jax.grad(..., allow_int=True)` gives"
+        remedy = "to train it, make it a floating array"
+    elif not is_inexact(grad):
+        expected = "a floating gradient"
+        remedy = "if it is not trained, wrap the optimizer in `optax.masked`"
+    elif jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
+        expected, remedy = "a real gradient", "take its real part"
+    elif shape[len(shape) - ndim :] != jnp.shape(param):
+        error, expected = ValueError, "the same shape"
+        remedy = "pass params and gradients of the same model"
+    else:
+        return
+    raise error(
+        f"{caller}: the gradient of {spell(path)} is {describe(grad)}, expected "
+        f"{expected} for the param {describe(param)}; {remedy}."
+    )
 
 
 def check_gradients(params: PyTree, grads: PyTree, caller: str) -> None:
@@ -198,17 +194,13 @@ def explain_failure(
     """
     try:
         yield
-    except Exception as error:
+    except _ERRORS_OF_TREES as error:
         # An error of this package says what is wrong already.
         if params is None or _module_that_raised(error).startswith("optax_mp."):
             raise
         problem = _find_missing(grads, params, caller)
-        problem = problem or _find_host_memory(error, state, caller)
         problem = problem or _difference_to_own(inner, state, params, caller)
         if problem is None:
-            raise
-        if not isinstance(error, _ERRORS_OF_TREES):
-            error.add_note(problem)
             raise
         raise ValueError(problem) from error
 
@@ -225,21 +217,6 @@ def _find_missing(grads: PyTree, params: PyTree, caller: str) -> str | None:
         return str(error)
 
 
-def _find_host_memory(error: Exception, state: PyTree, caller: str) -> str | None:
-    """Return what is wrong if JAX refused to compute with a state in host memory."""
-    if "memory_space" not in str(error):
-        return None
-    for path, leaf in tree_leaves_with_path(state):
-        if is_on_host(leaf):
-            return (
-                f"{caller}: the inner state at {spell(path)} is {describe(leaf)} in "
-                "host memory, expected device memory. Take the step with the "
-                "optimizer in `optax_mp.offload`, or bring the state to the device "
-                "with `optax_mp.convert_opt_state`."
-            )
-    return None
-
-
 def _module_that_raised(error: BaseException) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return frames[-1].f_globals.get("__name__", "") if frames else ""
@@ -249,28 +226,28 @@ def _difference_to_own(
     inner: optax.GradientTransformation, state: PyTree, params: PyTree, caller: str
 ) -> str | None:
     """Return how a state differs from what `inner` makes; None if it does not."""
-    remedy = (
-        "The state is that of another optimizer, or of other params. Call `init` "
-        "again, or convert it with `optax_mp.convert_opt_state`."
-    )
+    name = "what `inner.init(params)` makes"
     try:
-        traced = TracedCall.of(inner.init, params)
-        expected = traced.unflatten_outputs()
-        name = "what `inner.init(params)` makes"
+        expected = TracedCall.of(inner.init, params).unflatten_outputs()
         own = Leaves.of(expected, caller=caller, name=name)
     except Exception:
         return None  # `init` fails, too: nothing is known about the state
+    difference = None
     try:
         found = own.match(state, "the inner state")
     except ValueError as error:
-        return f"{error}\n  {remedy}"
-    for path, want, leaf in zip(own.paths, own.values, found, strict=True):
+        difference, found = f"{error}\n ", []
+    for path, want, leaf in zip(own.paths, own.values, found, strict=False):
         if is_array(want) and getattr(leaf, "shape", None) != want.shape:
-            return (
+            difference = (
                 f"{caller}: the inner state at {spell(path)} is {describe(leaf)}, "
-                f"expected {describe(want)} as in {name}. {remedy}"
+                f"expected {describe(want)} as in {name}."
             )
-    return None
+            break
+    return difference and (
+        f"{difference} The state is that of another optimizer, or of other params. "
+        "Call `init` again, or convert it with `optax_mp.convert_opt_state`."
+    )
 
 
 def copy_shared(state: PyTree, others: PyTree) -> PyTree:

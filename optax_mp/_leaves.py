@@ -94,30 +94,20 @@ class Leaves:
         return self.treedef.unflatten(map(_close, self.slots, values))
 
     def _describe_mismatch(self, tree: PyTree, name: str) -> str:
-        theirs = dict(_named_leaves(tree))
         own = {spell(p): x for p, x in zip(self.paths, self.values, strict=True)}
+        paths_and_leaves = tree_flatten_with_path(tree, is_leaf=is_absent)[0]
+        theirs = {spell(path): leaf for path, leaf in paths_and_leaves}
         where = (
             "their containers differ (with Flax NNX, pass both through `nnx.as_pure`)"
         )
-        for leaves, others, tree_name in (
-            (own, theirs, self.name),
-            (theirs, own, name),
-        ):
-            alone = [path for path in leaves if path not in others]
-            if alone:
-                leaf = describe(leaves[alone[0]])
-                where = f"leaf {alone[0]} ({leaf}) is only in {tree_name}"
-                break
+        for leaves, others, whose in ((theirs, own, name), (own, theirs, self.name)):
+            for path in [path for path in leaves if path not in others][:1]:
+                where = f"leaf {path} ({describe(leaves[path])}) is only in {whose}"
         return (
             f"{self.caller}: {name} and {self.name} must have the same structure, but "
             f"{where}.\n  {self.name}: {self.treedef}\n  {name}: "
             f"{jax.tree.structure(tree)}"
         )
-
-
-def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    leaves = tree_flatten_with_path(tree, is_leaf=is_absent)[0]
-    return [(spell(path), leaf) for path, leaf in leaves]
 
 
 def _open(slot: Any, content: Any) -> Any:

@@ -32,6 +32,10 @@ _WRAPPERS = {
         "optax.conditionally_transform",
         "hands on gradients that are still scaled when it does not run it",
     ),
+    optax.ConditionallyMaskState: (
+        "optax.conditionally_mask",
+        "hides overflows from it if its condition reads the gradients",
+    ),
 }
 
 
@@ -39,9 +43,16 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
     """Raise or warn if `opt_state` is that of transforms in an order that fails."""
     for path, node in reversed(list(_nodes(opt_state))):
         where = f"{caller}: opt_state{keystr(path)} is of"
-        if isinstance(node, (*_WRAPPERS, optax.ConditionallyMaskState)):
-            if any(_is_scale(inner) for _, inner in _nodes(node)):
-                _check_wrapper(node, where)
+        for kind, (name, harm) in _WRAPPERS.items():
+            if isinstance(node, kind) and any(_is_scale(x) for _, x in _nodes(node)):
+                message = (
+                    f"{where} `{name}` around a loss scale, expected the loss scale "
+                    f"outside: `{name}` {harm}. Put it inside, as "
+                    f"`optax_mp.dynamic_loss_scale({name}(...))`."
+                )
+                if kind is not optax.ConditionallyMaskState:
+                    raise ValueError(message)
+                warn(message)  # its condition may be of the step alone
         if isinstance(node, optax.MultiStepsState):
             _warn_if_around_offload(node, where)
         if isinstance(node, optax.InjectStatefulHyperparamsState):
@@ -84,24 +95,6 @@ def _ends_in_masters(state: Any) -> bool:
     return _is_masters(state)
 
 
-def _check_wrapper(state: Any, where: str) -> None:
-    """Raise or warn, because this state is of a wrapper around a loss scale."""
-    if isinstance(state, optax.ConditionallyMaskState):
-        # Its condition may be of the step alone, and nothing is wrong with that.
-        warn(
-            f"{where} `optax.conditionally_mask` around a loss scale. If its condition "
-            "reads the gradients, it hides overflows from the loss scale, and the "
-            f"scale never falls; {_WRAP_ALL}."
-        )
-        return
-    wrapper, harm = next(_WRAPPERS[x] for x in _WRAPPERS if isinstance(state, x))
-    raise ValueError(
-        f"{where} `{wrapper}` around a loss scale, expected the loss scale "
-        f"outside: `{wrapper}` {harm}. Put it inside, as "
-        f"`optax_mp.dynamic_loss_scale({wrapper}(...))`."
-    )
-
-
 def _check_before(before: tuple[Any, ...], link: Any, where: str) -> None:
     """Raise or warn if what is before a loss scale in a chain should be inside."""
     scales = [node for _, node in _nodes(link) if _is_scale(node)]
@@ -115,9 +108,9 @@ def _check_before(before: tuple[Any, ...], link: Any, where: str) -> None:
     # Transforms such as clipping keep no state.
     if scales and any(isinstance(x, optax.EmptyState) for x in before):
         warn(
-            f"{where} a chain with a transform before a loss scale. The transform sees "
-            "gradients that are still scaled: clipping, say, clips all of them. Put it "
-            "inside, as `optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
+            f"{where} a chain with a transform before a loss scale. The transform, "
+            "such as clipping, sees gradients that are still scaled; put it inside, as "
+            "`optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
         )
 
 
@@ -132,9 +125,8 @@ def _warn_if_followed(link: Any, later: tuple[Any, ...], where: str) -> None:
     if names and not any(_is_masters(node) for _, node in _nodes(later)):
         warn(
             f"{where} a chain in which `mixed_precision` is followed by a transform "
-            f"(its state: {names[0]}). If that changes the updates, as weight decay "
-            "does, the next step undoes it or, with float32 updates, takes the rounded "
-            "params as masters: put the chain inside, as "
+            f"(its state: {names[0]}). If that changes the updates, the next step "
+            "undoes it or takes the rounded params as masters; put it inside, as "
             "`optax_mp.mixed_precision(optax.chain(...))`."
         )
 
@@ -144,11 +136,10 @@ def _warn_of_rounded_hyperparams(state: Any, where: str) -> None:
     for name, value in state.hyperparams.items():
         if is_floating(value) and bits(value.dtype) < 32:
             warn(
-                f"{where} `optax.inject_hyperparams` with {name} in {value.dtype}, the "
-                "dtype of the params, in which b2=0.999 is 1.0 and Adam's loss becomes "
-                "NaN. Put it inside, as `optax_mp.mixed_precision("
-                "optax.inject_hyperparams(optax.adamw)(...))`, or pass "
-                "`hyperparam_dtype=jnp.float32` to it."
+                f"{where} `optax.inject_hyperparams` with {name} in {value.dtype}, in "
+                "which b2=0.999 is 1.0 and Adam's loss becomes NaN; put it inside, as "
+                "`optax_mp.mixed_precision(optax.inject_hyperparams(optax.adamw)(...))`"
+                ", or pass it `hyperparam_dtype=jnp.float32`."
             )
             return
 
@@ -158,9 +149,7 @@ def _warn_if_around_offload(state: Any, where: str) -> None:
     inner, sums = map(jax.tree.leaves, (state.inner_opt_state, state.acc_grads))
     if any(map(is_on_host, inner)) and not any(map(is_on_host, sums)):
         warn(
-            f"{where} `optax.MultiSteps` around `offload`, which XLA does not compile "
-            "for TPUs (its error: output index is already aliased), and which copies "
-            "the state elsewhere: it chooses between whole arrays in host memory. Sum "
-            "the gradients of micro-batches in your step, or put `offload` outside: "
-            "`optax_mp.offload(optax.MultiSteps(...))`."
+            f"{where} `optax.MultiSteps` around `offload`. It chooses between whole "
+            "arrays in host memory, which XLA does not compile for TPUs and copies "
+            "elsewhere; put it inside, as `optax_mp.offload(optax.MultiSteps(...))`."
         )

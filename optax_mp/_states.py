@@ -1,7 +1,6 @@
 """Optimizer states as trees: find and map states, and find the param of each leaf."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -20,7 +19,7 @@ from optax_mp._quantized import is_quantized
 from optax_mp._tree import PyTree
 
 Path = tuple[Any, ...]
-Kind = type | tuple[type, ...] | str
+Kind = type | tuple[type, ...]
 
 _INNER_STATE = GetAttrKey("inner_state")
 # Fields that only states of this package have.
@@ -32,14 +31,16 @@ def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
 
     Args:
         opt_state: an optimizer state, or a tree of several.
-        kind: the type of the states to find, a tuple of types, or the name of a type.
+        kind: the type of the states to find, or a tuple of types.
             The `inner_state` of a state that was found is searched as well.
 
     Returns:
         Pairs of a path, as `jax.tree_util.keystr` takes it, and the state there.
     """
     found: list[tuple[Path, Any]] = []
-    is_kind = _is_of(kind)
+
+    def is_kind(node: Any) -> bool:
+        return isinstance(node, kind)
 
     def collect(tree: PyTree, prefix: Path) -> None:
         for path, node in tree_flatten_with_path(tree, is_leaf=is_kind)[0]:
@@ -58,9 +59,11 @@ def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) ->
     Args:
         function: takes a state whose `inner_state` is mapped already.
         opt_state: an optimizer state, or a tree of several.
-        kind: a type, a tuple of types, or the name of a type.
+        kind: a type, or a tuple of types.
     """
-    is_kind = _is_of(kind)
+
+    def is_kind(node: Any) -> bool:
+        return isinstance(node, kind)
 
     def replace(node: Any) -> Any:
         if not is_kind(node):
@@ -89,53 +92,30 @@ def find_owners(tree: PyTree, params: PyTree) -> list[int | None]:
     Returns:
         For each leaf of `tree` the index of a leaf of `params`, or None.
     """
-    return _Owners.of(params).find(tree)
+    slots, treedef = flatten_slots(params)
+    is_single = len(slots) == 1 and treedef == jax.tree.structure(0)
 
-
-@dataclass(frozen=True)
-class _Owners:
-    """Finds the owners of leaves by comparing nodes of a state with the params.
-
-    Attributes:
-        params: the params.
-        slots: each param, in its box if it has one.
-        treedef: the structure above these.
-    """
-
-    params: PyTree
-    slots: list[Any]
-    treedef: Any
-
-    @classmethod
-    def of(cls, params: PyTree) -> "_Owners":
-        return cls(params, *flatten_slots(params))
-
-    def find(self, tree: PyTree) -> list[int | None]:
-        """Return the owner of each leaf of a tree."""
-        if self._is_single:
-            return self._find_by_shape(tree)
-        contents = _contents(tree, self.params)
-        if contents is not None and all(map(_may_belong, contents, self.slots)):
+    def find(tree: PyTree) -> list[int | None]:
+        contents = _contents(tree, params)
+        if contents is not None and all(map(_may_belong, contents, slots)):
             owners = [[i] * len(jax.tree.leaves(x)) for i, x in enumerate(contents)]
             return list(chain.from_iterable(owners))
         children = [child for path, child in one_level(tree) if path]
         if not children:
             return [None] * len(jax.tree.leaves(tree))
-        return list(chain.from_iterable(map(self.find, children)))
+        return list(chain.from_iterable(map(find, children)))
 
-    @property
-    def _is_single(self) -> bool:
-        return len(self.slots) == 1 and self.treedef == jax.tree.structure(0)
+    return _find_by_shape(tree, _shape(unbox(slots[0]))) if is_single else find(tree)
 
-    def _find_by_shape(self, tree: PyTree) -> list[int | None]:
-        """Return the owners if a single array or box, which fits everywhere, owns."""
-        shape = _shape(unbox(self.slots[0]))
-        found: list[int | None] = []
-        for node in jax.tree.leaves(tree, is_leaf=is_quantized):
-            first = jax.tree.leaves(node)[0]
-            fits = _shape(first) == shape or bool(shape and _ends_in(first, shape))
-            found += [0 if fits else None] * len(jax.tree.leaves(node))
-        return found
+
+def _find_by_shape(tree: PyTree, shape: tuple[int, ...]) -> list[int | None]:
+    """Return the owners if a single array or box, which fits everywhere, owns."""
+    owners: list[int | None] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_quantized):
+        leaves = jax.tree.leaves(node)
+        fits = _shape(leaves[0]) == shape or bool(shape and _ends_in(leaves[0], shape))
+        owners += [0 if fits else None] * len(leaves)
+    return owners
 
 
 def _contents(tree: PyTree, params: PyTree) -> list[Any] | None:
@@ -221,9 +201,3 @@ def check_classes(opt_state: PyTree, caller: str) -> None:
 
 def _is_own_field(key: Any) -> bool:
     return isinstance(key, GetAttrKey) and key.name in _OWN_FIELDS
-
-
-def _is_of(kind: Kind) -> Callable[[Any], bool]:
-    if isinstance(kind, str):
-        return lambda node: type(node).__name__ == kind
-    return lambda node: isinstance(node, kind)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.tree_util import keystr
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import check_available, floating_dtype
@@ -34,7 +34,7 @@ def summarize(tree: PyTree) -> str:
         return describe(tree)
     kind = type(tree).__name__
     name = f"{'an' if kind[0] in 'AEIOaeio' else 'a'} {kind}"
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = tree_leaves_with_path(tree)
     arrays = [f"{keystr(path)} {describe(x)}" for path, x in leaves if is_array(x)]
     if not arrays:
         return name
@@ -161,40 +161,34 @@ def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
             f"select_tree: `pred` is {summarize(pred)}, expected a bool scalar; call "
             "`select_tree(pred, on_true, on_false)`."
         )
-    true_leaves, treedef = jax.tree_util.tree_flatten_with_path(on_true)
-    false_leaves, false_treedef = jax.tree.flatten(on_false)
-    if treedef != false_treedef:
+    structures = jax.tree.structure(on_true), jax.tree.structure(on_false)
+    if structures[0] != structures[1]:
         raise ValueError(
-            f"select_tree: `on_true` has the structure {treedef} and `on_false` "
-            f"{false_treedef}, expected the same."
+            f"select_tree: `on_true` has the structure {structures[0]} and `on_false` "
+            f"{structures[1]}, expected the same."
         )
-    for (path, a), b in zip(true_leaves, false_leaves, strict=True):
-        if is_array(a) or is_array(b):
-            same = is_array(a) and is_array(b) and describe(a) == describe(b)
-        else:
-            same = a is b or a == b
-        if not same:
-            shown = [describe(x) if is_array(x) else repr(x) for x in (a, b)]
-            raise ValueError(
-                f"select_tree: leaf {keystr(path)} is {shown[0]} in `on_true` and "
-                f"{shown[1]} in `on_false`, expected the same shape and dtype, or the "
-                "same value for a leaf that is no array; cast one side first."
-            )
-    are_arrays = [is_array(b) for b in false_leaves]
-    chosen = iter(
-        lax.cond(
-            pred,
-            _first,
-            _second,
-            [a for (_, a), use in zip(true_leaves, are_arrays, strict=True) if use],
-            [b for b, use in zip(false_leaves, are_arrays, strict=True) if use],
-        )
+    tree_map_with_path(_check_alike, on_true, on_false)
+    arrays = (
+        jax.tree.map(lambda x: x if is_array(x) else None, tree)
+        for tree in (on_true, on_false)
     )
-    leaves = [
-        next(chosen) if use else b
-        for b, use in zip(false_leaves, are_arrays, strict=True)
-    ]
-    return treedef.unflatten(leaves)
+    chosen = lax.cond(pred, _first, _second, *arrays)
+    return jax.tree.map(lambda x, new: x if new is None else new, on_false, chosen)
+
+
+def _check_alike(path: tuple[Any, ...], a: Any, b: Any) -> None:
+    """Raise unless one of two leaves can take the place of the other."""
+    if is_array(a) or is_array(b):
+        same = is_array(a) and is_array(b) and describe(a) == describe(b)
+    else:
+        same = a is b or a == b
+    if not same:
+        shown = [describe(x) if is_array(x) else repr(x) for x in (a, b)]
+        raise ValueError(
+            f"select_tree: leaf {keystr(path)} is {shown[0]} in `on_true` and "
+            f"{shown[1]} in `on_false`, expected the same shape and dtype, or the "
+            "same value for a leaf that is no array; cast one side first."
+        )
 
 
 # Named, not lambdas: an eager `lax.cond` is compiled once for each function object.
@@ -230,7 +224,7 @@ def nonfinite_paths(tree: PyTree) -> list[str]:
         >>> optax_mp.nonfinite_paths(grads)
         ["['dense']['kernel']"]
     """
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves = tree_leaves_with_path(tree)
     suspects = [(path, leaf) for path, leaf in leaves if is_inexact(leaf)]
     for path, leaf in suspects:
         if is_traced(leaf):

@@ -30,6 +30,8 @@ class TracedCall:
     Attributes:
         closed: the jaxpr, from the arrays among the inputs to those among the outputs.
         arrays: the arrays among the inputs.
+        places: which leaves of the argument these are.
+        leaf_count: how many leaves the argument has.
         outputs: the leaves that the function returned. In the place of an array there
             is an object with its shape and dtype, for which `is_output` is true.
         treedef: the structure of what the function returned.
@@ -37,22 +39,39 @@ class TracedCall:
 
     closed: Any
     arrays: list[Any]
+    places: list[int]
+    leaf_count: int
     outputs: list[Any]
     treedef: Any
 
     @classmethod
-    def of(cls, function: Callable[[Any], Any], argument: PyTree) -> "TracedCall":
-        """Trace `function(argument)`."""
+    def of(
+        cls,
+        function: Callable[[Any], Any],
+        argument: PyTree,
+        is_input: Callable[[Any], bool] | None = None,
+        jit_name: str | None = None,
+    ) -> "TracedCall":
+        """Trace `function(argument)`.
+
+        Args:
+            function: the function.
+            argument: its only argument.
+            is_input: which leaves are inputs of the jaxpr; by default, all arrays.
+            jit_name: if the jaxpr is to be one call of `jit`, the name of that.
+        """
         leaves, argument_def = jax.tree.flatten(argument)
-        leaves = [_as_jax(x) if is_dynamic(x) else x for x in leaves]
-        arrays_at = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
+        if is_input is None:
+            leaves = [_as_jax(x) if is_dynamic(x) else x for x in leaves]
+        test = is_input or is_dynamic
+        places = [i for i, leaf in enumerate(leaves) if test(leaf)]
         outputs: list[Any] = []
         treedef: Any = None
 
         def flat_function(arrays: list[Any]) -> list[Any]:
             nonlocal treedef
             filled = list(leaves)
-            for i, array in zip(arrays_at, arrays, strict=True):
+            for i, array in zip(places, arrays, strict=True):
                 filled[i] = array
             result = function(argument_def.unflatten(filled))
             returned, treedef = jax.tree.flatten(result)
@@ -62,8 +81,13 @@ class TracedCall:
             )
             return [leaf for leaf in returned if is_dynamic(leaf)]
 
-        arrays = [leaves[i] for i in arrays_at]
-        return cls(jax.make_jaxpr(flat_function)(arrays), arrays, outputs, treedef)
+        traced: Any = flat_function
+        if jit_name is not None:
+            flat_function.__name__ = flat_function.__qualname__ = jit_name
+            traced = jax.jit(flat_function)
+        arrays = [leaves[i] for i in places]
+        closed = jax.make_jaxpr(traced)(arrays)
+        return cls(closed, arrays, places, len(leaves), outputs, treedef)
 
     def unflatten(self, values: Sequence[Any]) -> Any:
         """Return what the function returned, with `values` for its arrays."""
@@ -75,24 +99,36 @@ class TracedCall:
         """Return what the function returned, with descriptions of its arrays."""
         return self.treedef.unflatten(self.outputs)
 
-    def replaced(self, kept: PyTree, new: PyTree) -> dict[int, int]:
-        """Return for each array that takes the place of one of the input, which.
+    def inputs_among_last(self, count: int) -> dict[int, int]:
+        """Return which of the last leaves of the argument are inputs, and which."""
+        first = self.leaf_count - count
+        return {at - first: i for i, at in enumerate(self.places) if at >= first}
+
+    def by_input(self, kept: PyTree, values: Sequence[Any]) -> dict[int, Any]:
+        """Return by the inputs that they are for what is known of leaves of `kept`.
 
         Args:
-            kept: the last part of the input.
-            new: the last part of the output: what takes its place.
+            kept: the last part of the argument.
+            values: one for each of its leaves, or for the first; None if not known.
         """
-        if jax.tree.structure(kept) != jax.tree.structure(new):
+        inputs = self.inputs_among_last(len(jax.tree.leaves(kept)))
+        known = {at: x for at, x in enumerate(values) if x is not None}
+        return {inputs[at]: x for at, x in known.items() if at in inputs}
+
+    def replaced(self, kept: PyTree) -> dict[int, int]:
+        """Return for each output that takes the place of an input, which that is.
+
+        Args:
+            kept: the last part of the argument. The function returns a pair, of which
+                the last part takes its place, if it has the same structure.
+        """
+        structure = jax.tree.structure(kept)
+        if jax.tree.structure(self.unflatten_outputs()[1]) != structure:
             return {}
-        pairs = list(zip(jax.tree.leaves(kept), jax.tree.leaves(new), strict=True))
-        at_input, at_output = len(self.arrays), sum(map(is_output, self.outputs))
-        found: dict[int, int] = {}
-        for old, leaf in reversed(pairs):
-            at_input -= is_dynamic(old)
-            at_output -= is_output(leaf)
-            if is_dynamic(old) and is_output(leaf):
-                found[at_output] = at_input
-        return found
+        old = self.inputs_among_last(structure.num_leaves)
+        first = len(self.outputs) - structure.num_leaves
+        arrays = [at for at, leaf in enumerate(self.outputs) if is_output(leaf)]
+        return {i: old[at - first] for i, at in enumerate(arrays) if at - first in old}
 
 
 @contextlib.contextmanager

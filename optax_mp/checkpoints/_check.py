@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
@@ -164,37 +163,20 @@ def _consequence(leaf: Any, want: Any, names: PathNames) -> str:
     leaf, want = _without_key_type(leaf, want), _without_key_type(want, leaf)
     if tuple(getattr(leaf, "shape", ())) != tuple(getattr(want, "shape", ())):
         return "another shape"
-    if not (is_array(leaf) and is_array(want)):
-        is_same = _kind(leaf) == _kind(want)
-        return "" if is_same else "a restore would change the kind of number"
-    if leaf.dtype == want.dtype or _may_be_number(leaf, want):
+    if not (is_array(leaf) and is_array(want)) or leaf.dtype == want.dtype:
         return ""
+    are_floats = is_floating(leaf) and is_floating(want)
+    # Orbax describes Python's numbers in 64 bits, where JAX uses its widest dtype.
+    if not (want.shape or is_key(want)):
+        may_be_number = getattr(want, "weak_type", False) or not are_floats
+        if may_be_number and jax.dtypes.canonicalize_dtype(leaf.dtype) == want.dtype:
+            return ""
     whose = "the masters" if "master_params" in names else "the values"
-    if not (is_floating(leaf) and is_floating(want)):
+    if not are_floats:
         return f"a restore would cast {whose}, which are stored in another form"
     if bits(leaf.dtype) < bits(want.dtype):
         return "saved in a narrower dtype than the template"
     return f"a restore would round {whose}"
-
-
-def _may_be_number(leaf: Any, want: Any) -> bool:
-    """Return whether a saved scalar may have been a Python number.
-
-    Orbax describes those in 64 bits, where JAX uses its widest dtype.
-    """
-    if want.shape or not jnp.issubdtype(want.dtype, jnp.number):
-        return False
-    is_weak = getattr(want, "weak_type", False)
-    if not (is_weak or jnp.issubdtype(want.dtype, jnp.integer)):
-        return False
-    return jax.dtypes.canonicalize_dtype(leaf.dtype) == want.dtype
-
-
-def _kind(x: Any) -> Any:
-    """Return the kind of a number, whatever its width; None for anything else."""
-    dtype = x.dtype if is_array(x) else np.asarray(x).dtype
-    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), None)
 
 
 def is_key(x: Any) -> bool:

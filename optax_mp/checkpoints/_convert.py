@@ -8,15 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._arguments import check_state_first
-from optax_mp._boxes import plain_trees
 from optax_mp._inner import as_transformation, copy_shared
-from optax_mp._jax._explicit import reshard_beside
 from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._memory import bring, is_on_host, put_beside, to_host
 from optax_mp._jax._traced import TracedCall
-from optax_mp._leaves import Leaves, is_absent
-from optax_mp._nesting import check_nesting
+from optax_mp._leaves import Leaves
 from optax_mp._quantized import Quantized
 from optax_mp._states import find_states, map_states
 from optax_mp._tree import (
@@ -32,10 +28,9 @@ from optax_mp.compact._blocks import dequantize, quantize
 from optax_mp.masters import Storage
 from optax_mp.masters._access import (
     check_param_is_rounded,
-    check_takes_param,
     decode_all,
-    match_stored,
-    replace_stored,
+    map_masters,
+    read_arguments,
 )
 from optax_mp.masters._state import MixedPrecisionState, storage_of
 from optax_mp.scaling import LossScaleState
@@ -100,15 +95,8 @@ def convert_opt_state(
         >>> state.master_params["w"].dtype.name
         'int8'
     """
-    if isinstance(params, optax.GradientTransformation):
-        raise TypeError(
-            f"{_CALLER}: `params` is a {type(params).__name__}, expected the params; "
-            "`convert_opt_state(state, from_tx, to_tx, params)` is now "
-            "`convert_opt_state(opt_state, params, from_tx, to_tx)`."
-        )
-    opt_state, params = plain_trees(opt_state, params)
-    call = "convert_opt_state(opt_state, params, from_tx, to_tx)"
-    check_state_first(opt_state, params, _CALLER, call)
+    names = "opt_state, params, from_tx, to_tx"
+    opt_state, params, leaves = read_arguments(opt_state, params, _CALLER, names)
     from_tx = as_transformation(from_tx, _CALLER, "from_tx")
     to_tx = as_transformation(to_tx, _CALLER, "to_tx")
     _check_made_by(opt_state, from_tx, params)
@@ -118,7 +106,7 @@ def convert_opt_state(
         if (found := find_states(opt_state, kind))
     }
     has_masters = MixedPrecisionState in wrappers
-    weights = _masters(opt_state, params) if has_masters else params
+    weights = _masters(opt_state, leaves) if has_masters else params
     if StochasticRoundingState in wrappers:
         weights = cast_floating(weights, jnp.float32)  # as the inner optimizer saw them
     template = to_tx.init(params)
@@ -134,8 +122,9 @@ def convert_opt_state(
         "the optimizer's part of `opt_state`",
         "that of `to_tx`",
     )
-    masters = (weights, params) if has_masters else None
-    filled = _fill(template, iter(values), wrappers, masters)
+    filled = _fill(template, iter(values), wrappers)
+    if has_masters:
+        filled = _replace_masters(filled, weights, leaves)
     # Arrays that were not changed are copied, so that all three can be donated.
     return copy_shared(filled, (opt_state, params))
 
@@ -158,16 +147,17 @@ def _adapt_scale(
     new = start(template)
     if not new or all(map(jnp.array_equal, old, new)):
         return state
-    state = state._replace(finite_count=jnp.zeros_like(state.finite_count))
-    return state._replace(scale=new[0], hysteresis_left=new[1])
+    return state._replace(
+        scale=new[0],
+        hysteresis_left=new[1],
+        finite_count=jnp.zeros_like(state.finite_count),
+    )
 
 
 # State in host memory is brought to the device leaf by leaf and put back, so that the
 # device never holds all of it.
-def _masters(opt_state: optax.OptState, params: optax.Params) -> PyTree:
+def _masters(opt_state: optax.OptState, leaves: Leaves) -> PyTree:
     """Return the masters, in the memory in which the state has them."""
-    check_nesting(opt_state, _CALLER)
-    leaves = Leaves.of(params, caller=_CALLER, name="`params`")
     values = list(leaves.values)
     states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
     for i, master, stored in decode_all(leaves, states, _CALLER):
@@ -187,19 +177,13 @@ def _unwrap(state: optax.OptState) -> PyTree:
     return map_states(unwrap, state, (*_WRAPPERS, Quantized))
 
 
-def _fill(
-    template: PyTree,
-    values: Iterator[Any],
-    wrappers: dict[type, Any],
-    masters: tuple[PyTree, PyTree] | None,
-) -> Any:
+def _fill(template: PyTree, values: Iterator[Any], wrappers: dict[type, Any]) -> PyTree:
     """Return the template with `values` for the leaves of the bare optimizer.
 
     Args:
         template: a state of the new form.
         values: the leaves of the bare optimizer's state, in order.
         wrappers: the states of our wrappers in the old form, by their type.
-        masters: the masters and the params of the run, or None if it had no masters.
     """
 
     def fill(node: Any) -> Any:
@@ -214,53 +198,31 @@ def _fill(
             return put_beside(value, node)
         kind = next(kind for kind in _WRAPPERS if isinstance(node, kind))
         wrapper = node
-        if isinstance(node, MixedPrecisionState):
-            wrapper = _encode_masters(node, masters)
-        elif kind in wrappers:
+        if kind in wrappers and kind is not MixedPrecisionState:
             # Of the new type, which may say other settings.
             wrapper = type(node)(*wrappers[kind])
-        inner_state = _fill(node.inner_state, values, wrappers, masters)
-        return wrapper._replace(inner_state=inner_state)
+        return wrapper._replace(inner_state=_fill(node.inner_state, values, wrappers))
 
     kinds = (*_WRAPPERS, Quantized)
     return jax.tree.map(fill, template, is_leaf=lambda node: isinstance(node, kinds))
 
 
-def _encode_masters(
-    template: MixedPrecisionState, masters: tuple[PyTree, PyTree] | None
-) -> MixedPrecisionState:
-    """Return `template` with the masters of the run.
-
-    If the run had none, those stay that `init` made from the params.
-    """
-    if masters is None:
-        return template
-    weights, params = masters
-    storage = storage_of(template, _CALLER)
-    leaves = Leaves.of(params, caller=_CALLER, name="`params`")
+def _replace_masters(
+    opt_state: optax.OptState, weights: PyTree, leaves: Leaves
+) -> optax.OptState:
+    """Return a state of the new form with the masters of the run."""
     values = leaves.match(weights, "the masters")
-    encoded = match_stored(leaves, template)
-    for i, stored in enumerate(encoded):
-        if is_absent(stored):
-            continue
-        param = leaves.values[i]
-        where = f"{_CALLER}: param {spell(leaves.paths[i])}"
-        if storage.param_is_part:
-            check_takes_param(storage, param, where)
-        # Only `decode` knows the master's dtype: what is stored may have another one.
-        dtype = jax.eval_shape(partial(_decode_on_device, storage), stored, param).dtype
-        master = bring(values[i]).astype(dtype)
+
+    def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
+        master = bring(values[i]).astype(old.dtype)
         if storage.param_is_part:
             # Its updates had 16 bits, so that some params missed their masters.
+            where = f"{_CALLER}: param {spell(leaves.paths[i])}"
+            param = leaves.values[i]
             check_param_is_rounded(storage, master, param, where, _CAST_FIRST)
-        # As `zero1` shards it, and not the params.
-        pair = (reshard_beside(x, stored) for x in (master, param))
-        encoded[i] = put_beside(storage.encode(*pair), stored)
-    return replace_stored(leaves, template, encoded)
+        return master
 
-
-def _decode_on_device(storage: Storage, stored: Any, param: Any) -> jax.Array:
-    return storage.decode(bring(stored), reshard_beside(param, stored))
+    return map_masters(replace, opt_state, leaves)
 
 
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:

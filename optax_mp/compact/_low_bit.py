@@ -1,15 +1,17 @@
 """low_bit_state: the large arrays of any optimizer's state in 8 or 16 bits."""
 
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params, check_own_state
-from optax_mp._boxes import flatten_slots, put, put_resized, unbox
+from optax_mp._boxes import flatten_slots, is_box, put, put_resized, unbox
 from optax_mp._descriptions import divides_names, place_like_params, takes_descriptions
 from optax_mp._inner import (
     as_transformation,
@@ -18,8 +20,9 @@ from optax_mp._inner import (
     explain_failure,
 )
 from optax_mp._quantized import Code, is_quantized, new_quantized
-from optax_mp._tree import PyTree
+from optax_mp._tree import PyTree, describe, is_floating, spell
 from optax_mp._typed import type_with
+from optax_mp._warnings import warn
 from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
 from optax_mp.compact._code_choice import BFLOAT16, CodeFormat, choose_codes
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
@@ -28,6 +31,8 @@ from optax_mp.leafwise._update import leafwise_update
 # So that the random numbers differ from those of `stochastic_rounding` with the same
 # seed.
 _SALT = 1
+# Elements, 4 MB in float32: below that nobody needs the memory.
+_LARGE_STATE = 2**20
 
 
 class LowBitState(NamedTuple):
@@ -149,6 +154,7 @@ def low_bit_state(
         check_init_params(params, "low_bit_state")
         state = place_like_params(inner.init(params), params)
         chosen = choose_codes(inner, params, state, code_format, min_size)
+        _warn_if_mostly_wide(state, chosen, min_size)
         slots, treedef = flatten_slots(state)
         for i, code in enumerate(chosen):
             if code is not None:
@@ -174,6 +180,35 @@ def low_bit_state(
         return updates, make_state(count, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
+
+
+def _warn_if_mostly_wide(
+    state: PyTree, chosen: Sequence[Code | None], min_size: int
+) -> None:
+    """Warn if less than half of a large state is stored in codes.
+
+    Args:
+        state: the state of the inner optimizer.
+        chosen: how each of its leaves is quantized, or None.
+        min_size: the number of elements that an array needs for that.
+    """
+    sizes = [
+        (leaf.size, code is not None, f"{spell(path)} {describe(leaf)}")
+        for (path, leaf), code in zip(tree_leaves_with_path(state), chosen, strict=True)
+        if is_floating(leaf)
+    ]
+    total = sum(size for size, _, _ in sizes)
+    coded = sum(size for size, is_coded, _ in sizes if is_coded)
+    if total < _LARGE_STATE or 2 * coded >= total:
+        return
+    _, _, largest = max(x for x in sizes if not x[1])
+    warn(
+        f"low_bit_state: {coded / total:.0%} of the {total:,} numbers of the state are "
+        f"stored in codes; the largest array that is not is {largest}. Arrays of fewer "
+        f"than `min_size` ({min_size}) elements stay as they are, and so do those that "
+        "hold histories or weights and those that are not float32. Pass a smaller "
+        "`min_size`, or leave `low_bit_state` out."
+    )
 
 
 def _check_state(state: Any, code_format: CodeFormat) -> None:
@@ -209,12 +244,15 @@ def _quantize_slot(slot: Any, code: Code) -> Any:
 
 def _quantize_again(after: PyTree, state: LowBitState, seed: int | None) -> PyTree:
     """Return the new inner state, quantized where that in `state` is."""
-    old, treedef = jax.tree.flatten(state.inner_state, is_leaf=is_quantized)
-    leaves = treedef.flatten_up_to(after)
-    quantized = [i for i, leaf in enumerate(old) if is_quantized(leaf)]
-    keys = [None] * len(quantized)
+    # By path: a state may gain leaves at the first step, as that of `optax.monitor`.
+    nodes = tree_leaves_with_path(state.inner_state, is_leaf=is_quantized)
+    old = {path: node for path, node in nodes if is_quantized(node)}
+    keys = [None] * len(old)
     if seed is not None:
-        keys = split_keys(rounding_keys(len(quantized), seed, _SALT, state.step_count))
-    for i, key in zip(quantized, keys, strict=True):
-        leaves[i] = quantize(leaves[i], old[i], key)
-    return treedef.unflatten(leaves)
+        keys = split_keys(rounding_keys(len(old), seed, _SALT, state.step_count))
+    key_of = dict(zip(old, keys, strict=True))
+
+    def quantize_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
+        return quantize(leaf, old[path], key_of[path]) if path in old else leaf
+
+    return tree_map_with_path(quantize_leaf, after, is_leaf=is_box)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
 from optax_mp._tree import is_floating
@@ -69,14 +70,16 @@ def _trace(
 ) -> TracedUpdate:
     def update(given: Any) -> Any:
         gradients, state, params = given
-        return inner.update(gradients, state, params, **extra_args)
+        updates, new_state = inner.update(gradients, state, params, **extra_args)
+        # By path: a state may gain leaves at the first step, as `optax.monitor` does.
+        new_leaves = dict(tree_leaves_with_path(new_state))
+        return updates, [new_leaves[path] for path, _ in tree_leaves_with_path(state)]
 
     traced = TracedCall.of(update, (params, state, params))
-    new_state = traced.unflatten_outputs()[1]
     param_count = sum(map(is_dynamic, jax.tree.leaves(params)))
     state_count = sum(map(is_dynamic, jax.tree.leaves(state)))
-    if sum(map(is_output, jax.tree.leaves(new_state))) != state_count:
-        raise ValueError("its new state has a different structure")
+    if sum(map(is_output, traced.unflatten_outputs()[1])) != state_count:
+        raise ValueError("its new state has other arrays")
     return TracedUpdate(traced.closed, param_count, state_count, not extra_args)
 
 

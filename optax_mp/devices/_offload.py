@@ -37,7 +37,7 @@ from optax_mp.leafwise._from_host import (
     run_from_host,
 )
 from optax_mp.leafwise._layout import spread_shardings
-from optax_mp.leafwise._program import Program, Value, read_output, values_in
+from optax_mp.leafwise._program import Program, Value, read_output
 
 _CALLER = "offload"
 
@@ -312,11 +312,9 @@ def _compute(
         compiled: what has been compiled so far, by what it computes.
         min_size: as many elements an array has at the least to go to the host.
     """
-    places = program.needed(outputs)
-    reads = [*program.reads_of(places), *(v for v in values_in(outputs) if v in known)]
+    places, reads = program.behind(outputs)
     if not any(value in program.inputs for value in reads):
         reads += program.inputs  # so that results are on the devices of the params
-    reads = list(dict.fromkeys(reads))
 
     def run(args: Sequence[Any]) -> list[Any]:
         local = dict(zip(reads, args, strict=True))

@@ -4,11 +4,12 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 
 from optax_mp._descriptions import describe_state
 from optax_mp._inner import as_transformation
 from optax_mp._tree import PyTree, describe, is_array, spell
+from optax_mp.leafwise._layout import spread_prefix
 
 _CALLER = "state_shardings"
 
@@ -66,23 +67,10 @@ def _describe_params(params: PyTree, shardings: PyTree) -> PyTree:
     """Return descriptions of the params, with their shardings."""
     if shardings is None:
         shardings = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
-    try:
-        spread = jax.tree.map(
-            lambda sharding, part: jax.tree.map(lambda _: sharding, part),
-            shardings,
-            params,
-            is_leaf=lambda x: x is None or isinstance(x, Sharding),
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"{_CALLER}: `shardings` has the structure "
-            f"{jax.tree.structure(shardings)}, expected that of the params, "
-            f"{jax.tree.structure(params)}, or a prefix of it."
-        ) from error
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    given = jax.tree.leaves(spread, is_leaf=lambda x: x is None)
-    described = [_describe(*pair, s) for pair, s in zip(leaves, given, strict=True)]
-    return jax.tree.structure(params).unflatten(described)
+    spread = spread_prefix(params, shardings, f"{_CALLER}: `shardings`")
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    both = zip(leaves, spread, strict=True)
+    return treedef.unflatten([_describe(*pair, s) for pair, s in both])
 
 
 def _describe(path: Any, param: Any, sharding: Any) -> Any:

@@ -26,7 +26,7 @@ from optax_mp._jax._block_operations import Blocks
 from optax_mp._jax._explicit import on_mesh_of
 from optax_mp._jax._memory import is_on_host, moves_memory, to_device, to_host
 from optax_mp.leafwise._ends import End
-from optax_mp.leafwise._evaluator import Part, XlaEvaluator
+from optax_mp.leafwise._evaluator import Evaluator, Part
 from optax_mp.leafwise._program import Node, Program, Value
 
 # On a TPU v5e, AdamW's step of as many or twice as many weights stays on the chip; of
@@ -105,7 +105,8 @@ def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts 
     if len(part.shape) == 1:
         # It stays one: XLA would copy scales, of which a row has few, to see them in
         # rows. Its tiles are 1024 elements in a row, or scales of blocks of 32.
-        if device_count > 1:
+        # The starts of its chunks are int32.
+        if device_count > 1 or part.shape[0] > jnp.iinfo(jnp.int32).max:
             return None
         (rows,), width, view = part.shape, 1, part.shape
         step = max(_TILE * _ROWS, part.block_size)
@@ -131,7 +132,7 @@ def _good_length(most: int, whole: int, step: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Chunk(XlaEvaluator):
+class _Chunk(Evaluator):
     """Evaluates equations on a chunk, which is on the device with all made of it.
 
     Attributes:
@@ -192,9 +193,16 @@ class _Chunk(XlaEvaluator):
         row = lax.div(row, jnp.int32(math.prod(part.shape[axis + 1 : -1])))
         return lax.rem(row, jnp.int32(part.shape[axis])) + part.origin[axis]
 
+    def spread(self, scales: jax.Array) -> jax.Array:
+        """Return for each element the scale of its block."""
+        return self._blocks.spread(scales)
+
+    def reduce(self, name: str, values: jax.Array) -> jax.Array:
+        """Return the extreme of each block."""
+        return self._blocks.reduce(name, values)
+
     @property
-    def blocks(self) -> Blocks:
-        """The blocks of its arrays."""
+    def _blocks(self) -> Blocks:
         shape = self.shape_of(self.cuts.part.whole)
         return Blocks(len(shape) - 1, self.cuts.part.block_size, shape[-1])
 

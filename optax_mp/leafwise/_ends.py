@@ -5,15 +5,21 @@ shape, on scalars, and on the scale of its block.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
-from optax_mp._jax._block_operations import blocks_in, is_block_operation
+from optax_mp._jax._block_operations import Blocks, blocks_in, is_block_operation
 from optax_mp._jax._memory import moves_memory
-from optax_mp.leafwise._program import Node, Program, Value, values_in
+from optax_mp.leafwise._program import (
+    Node,
+    Program,
+    Value,
+    groups_with_common,
+    values_in,
+)
 
 # Fewer than in `_jax._primitives`: what kernels compute on every platform. That it has
 # no such operation as another, Mosaic may say only when the whole program is compiled.
@@ -25,7 +31,6 @@ ELEMENTWISE = frozenset(
     nextafter pvary pcast""".split()
 )
 _SMALLEST_SIZE = 4096
-_Suffix = tuple[set[int], set[Value]]
 
 
 @dataclass(frozen=True)
@@ -80,30 +85,26 @@ def cut(program: Program, replaced: dict[int, int]) -> list[End]:
     # passed; arrays made of numbers alone, such as zeros, of which each end makes its
     # own; and equations that are not elementwise, where every walk stops.
     fits = [_fits(node) for node in program.nodes]
-    suffixes: dict[int, _Suffix] = {}
-    outputs_of: dict[int, set[int]] = {}
-    touched_by: dict[int, set[Any]] = {}
-    group_of: dict[Any, int] = {}
+
+    def stops_at(value: Value) -> bool:
+        at = value.made_at
+        return at is None or not value.aval.ndim or not fits[at]
+
+    outputs: list[int] = []
+    touched: list[set[Any]] = []
     for i, value in enumerate(program.outputs):
-        if not isinstance(value, Value) or value.made_at is None:
+        if not isinstance(value, Value) or stops_at(value):
             continue
-        if not value.aval.ndim or not fits[value.made_at]:
-            continue
-        places, reads = suffixes[i] = _suffix(program, value, fits)
-        # What shares an equation on arrays, or an array, is one end. Arrays that are
-        # made of scalars are not shared: each end makes its own.
-        outputs = {i}
-        touched: set[Any] = {read for read in reads if read.aval.ndim}
-        touched |= {place for place in places if _reads_arrays(program.nodes[place])}
-        for at in {group_of[x] for x in touched if x in group_of}:
-            outputs |= outputs_of.pop(at)
-            touched |= touched_by.pop(at)
-        outputs_of[i], touched_by[i] = outputs, touched
-        group_of.update(dict.fromkeys(touched, i))
-    return [
-        _end(program, replaced, {i: suffixes[i] for i in outputs})
-        for outputs in outputs_of.values()
-    ]
+        places, reads = program.behind([value], stops_at)
+        outputs.append(i)
+        touched.append({read for read in reads if read.aval.ndim})
+        touched[-1].update(at for at in places if _reads_arrays(program.nodes[at]))
+    ends = []
+    for group in groups_with_common(touched):
+        together = [outputs[at] for at in group]
+        places, _ = program.behind([program.outputs[i] for i in together], stops_at)
+        ends.append(_end(program, replaced, places, together))
+    return ends
 
 
 def _reads_arrays(node: Node) -> bool:
@@ -111,94 +112,54 @@ def _reads_arrays(node: Node) -> bool:
 
 
 def _end(
-    program: Program, replaced: dict[int, int], outputs: dict[int, _Suffix]
+    program: Program, replaced: dict[int, int], places: list[int], outputs: list[int]
 ) -> End:
-    """Return the end with these outputs."""
-    places = sorted({place for suffix, _ in outputs.values() for place in suffix})
+    """Return the end with these equations and outputs."""
     nodes = [program.nodes[place] for place in places]
     shape = max((program.outputs[i].aval.shape for i in outputs), key=math.prod)
-    found = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
-    sizes = {each.size for each in found}
+    blocks = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
     reads = program.reads_of(places)
     place_of = {value: i for i, value in enumerate(reads)}
-    ordered = sorted(outputs)
-    entangled = _entangled(nodes, shape)
+    old = [program.inputs[replaced[i]] if i in replaced else None for i in outputs]
+    entangled = _entangled(nodes, blocks, shape)
     return End(
         places=places,
         reads=reads,
-        outputs=ordered,
-        replaced={
-            at: place_of[program.inputs[replaced[i]]]
-            for at, i in enumerate(ordered)
-            if i in replaced and program.inputs[replaced[i]] in place_of
-        },
+        outputs=outputs,
+        replaced={at: place_of[x] for at, x in enumerate(old) if x in place_of},
         shape=shape,
-        block_size=max(sizes, default=None),
+        block_size=max((x.size for x in blocks), default=None),
         entangled=entangled,
         obstacle=_obstacle(program, outputs, shape) or entangled,
     )
 
 
 def _obstacle(
-    program: Program, outputs: Collection[int], shape: tuple[int, ...]
+    program: Program, outputs: Sequence[int], shape: tuple[int, ...]
 ) -> str | None:
     """Return why a kernel would not pay."""
-    if not _has_integers(program, outputs):
+    # Floats alone XLA puts into one kernel itself.
+    dtypes = [program.outputs[i].aval.dtype for i in outputs]
+    if not any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes):
         return "nothing in few bits"
     if math.prod(shape) < _SMALLEST_SIZE:
         return f"under {_SMALLEST_SIZE} elements"
     return None
 
 
-def _entangled(nodes: list[Node], shape: tuple[int, ...]) -> str | None:
+def _entangled(
+    nodes: list[Node], blocks: list[Blocks], shape: tuple[int, ...]
+) -> str | None:
     """Return why no part of the arrays of an end can be computed alone."""
-    found = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
-    if len({each.size for each in found}) > 1:
+    if len({x.size for x in blocks}) > 1:
         return "blocks of several sizes"
-    if any(each.axis != len(shape) - 1 for each in found):
+    if any(x.axis != len(shape) - 1 for x in blocks):
         return "blocks not along the last axis"
-    if not _has_one_shape(nodes, shape):
-        return "arrays of several shapes"
-    return None
-
-
-def _has_integers(program: Program, outputs: Collection[int]) -> bool:
-    """Return whether an output has codes. Floats XLA puts into one kernel itself."""
-    dtypes = [program.outputs[i].aval.dtype for i in outputs]
-    return any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)
-
-
-def _has_one_shape(nodes: list[Node], shape: tuple[int, ...]) -> bool:
-    """Return whether all arrays are of a shape, or scales of such an array."""
     # Scales have the shape of their elements but for the last axis.
     made = {value.aval.shape for node in nodes for value in node.outputs}
-    return all(len(each) == len(shape) and each[:-1] == shape[:-1] for each in made)
-
-
-def _suffix(program: Program, output: Value, fits: Sequence[bool]) -> _Suffix:
-    """Return the equations of an output's elementwise end, and what these read.
-
-    Args:
-        program: the program.
-        output: one of its outputs.
-        fits: which equations are elementwise.
-    """
-    places: set[int] = set()
-    reads: set[Value] = set()
-    stack = [output]
-    seen = {output}
-    while stack:
-        value = stack.pop()
-        at = value.made_at
-        if at is not None and value.aval.ndim and fits[at]:
-            places.add(at)
-            for other in values_in(program.nodes[at].inputs):
-                if other not in seen:
-                    seen.add(other)
-                    stack.append(other)
-        else:
-            reads.add(value)
-    return places, reads
+    if any(len(x) != len(shape) or x[:-1] != shape[:-1] for x in made):
+        return "arrays of several shapes"
+    return None
 
 
 def _fits(node: Node) -> bool:

@@ -168,7 +168,7 @@ class _CutStep:
         reads = [value for end in ends for value in end.reads]
         known: dict[Value, Any] = dict(zip(program.inputs, inputs, strict=True))
         known |= program.constants
-        program.run(program.needed([*others, *reads]), known)
+        program.run(program.behind([*others, *reads])[0], known)
         results: dict[int, Any] = {}
         for end in ends:
             outputs = self._run_end(end, [known[value] for value in end.reads])

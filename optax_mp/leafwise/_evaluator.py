@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp._jax._block_operations import SPREAD, Blocks, is_block_operation
+from optax_mp._jax._block_operations import SPREAD, is_block_operation
 from optax_mp._jax._jaxpr import bind
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._program import Node, Program, Value, read
@@ -102,46 +102,3 @@ class Evaluator(ABC):
     ) -> list[Any]:
         """Return the outputs of an equation that does the same to all elements."""
         return bind(equation, inputs)
-
-
-class XlaEvaluator(Evaluator):
-    """A part outside of kernels."""
-
-    @property
-    @abstractmethod
-    def blocks(self) -> Blocks:
-        """The blocks of its arrays."""
-
-    def spread(self, scales: jax.Array) -> jax.Array:
-        """Return for each element the scale of its block."""
-        return self.blocks.spread(scales)
-
-    def reduce(self, name: str, values: jax.Array) -> jax.Array:
-        """Return the extreme of each block."""
-        return self.blocks.reduce(name, values)
-
-
-@dataclass(frozen=True)
-class PartEvaluator(XlaEvaluator):
-    """Evaluates equations on all of a part, outside of kernels.
-
-    Attributes:
-        part: the part.
-    """
-
-    part: Part
-
-    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the shard of an array."""
-        return self.part.shape_of(shape)
-
-    def index(self, axis: int) -> jax.Array:
-        """Return the indices of the elements along an axis of the whole array."""
-        at = lax.broadcasted_iota(jnp.int32, self.part.shape, axis)
-        return at + self.part.origin[axis]
-
-    @property
-    def blocks(self) -> Blocks:
-        """The blocks of its arrays."""
-        shape = self.part.shape
-        return Blocks(len(shape) - 1, self.part.block_size, shape[-1])

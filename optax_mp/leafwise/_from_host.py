@@ -10,7 +10,7 @@ What several jobs need is computed before, such as the norm of all updates: leaf
 leaf is brought, and reduced to a number. The jobs bring them again.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,13 +25,19 @@ from optax_mp._jax._arrays import has_explicit_axes, is_partitioned
 from optax_mp._jax._block_operations import is_block_operation
 from optax_mp._jax._jaxpr import is_literal
 from optax_mp._jax._memory import bring, is_host_type, is_on_host, to_device, to_host
-from optax_mp._jax._traced import TracedCall, is_dynamic
+from optax_mp._jax._traced import TracedCall
 from optax_mp._warnings import warn
 from optax_mp.leafwise._chunks import Cuts, cuts_of, in_rows, run_end
 from optax_mp.leafwise._ends import End, cut
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._layout import Layout
-from optax_mp.leafwise._program import Program, Value, read_output, values_in
+from optax_mp.leafwise._program import (
+    Program,
+    Value,
+    groups_with_common,
+    read_output,
+    values_in,
+)
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 OUTER_STEP = "optax_mp_outer_step"  # the extra argument
@@ -135,17 +141,14 @@ def run_from_host(
         return updates, _keep_unless(proceed, new, kept)
     program = Program.of(traced.closed, is_block_operation, opens_branches=True)
     known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
-    known.update(program.constants)
-    both = zip(jax.tree.leaves(kept), plan.shardings, strict=False)
-    of_kept = [sharding for x, sharding in both if is_dynamic(x)]
-    inputs = program.inputs[len(program.inputs) - len(of_kept) :]
+    shardings = traced.by_input(kept, plan.shardings)
     step_from_host = _StepFromHost(
         program=program,
-        known=known,
+        known=known | program.constants,
         sources=_find_sources(program),
-        replaced=traced.replaced(kept, traced.unflatten_outputs()[1]),
+        replaced=traced.replaced(kept),
         plan=plan,
-        shardings={v: s for v, s in zip(inputs, of_kept, strict=True) if s is not None},
+        shardings={program.inputs[i]: x for i, x in shardings.items()},
         # As a number that XLA does not know: a loop of one round would be no loop.
         rounds=lax.optimization_barrier(jnp.asarray(proceed).astype(jnp.int32)),
     )
@@ -177,21 +180,20 @@ def _find_sources(program: Program) -> dict[Value, frozenset[Value]]:
     return sources
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Job:
     """Outputs that are made of the same arrays in host memory, or overwrite them.
 
     Attributes:
         arrays: these.
         outputs: which outputs of the program.
-        ends: the elementwise ends that make them.
-        end: the only one, if all is computed in it; else whole arrays are brought.
+        end: the elementwise end that makes all of them; None if whole arrays are
+            brought.
         layout: how its arrays are sharded, if that is known.
     """
 
     arrays: set[Value]
     outputs: list[int]
-    ends: list[End]
     end: End | None = None
     layout: Layout | None = None
 
@@ -218,11 +220,10 @@ class _StepFromHost:
         jobs = self._find_jobs()
         of_jobs = {i for job in jobs for i in job.outputs}
         others = [i for i in range(len(outputs)) if i not in of_jobs]
-        wanted = list(values_in([outputs[i] for i in others]))
-        for job in jobs:
-            self._choose_way(job)
-            wanted += self._needed_before(job)
-        self._compute(wanted)
+        self._compute(
+            [outputs[i] for i in others]
+            + [value for job in jobs for value in self._needed_before(job)]
+        )
         results = {i: read_output(self.known, outputs[i]) for i in others}
         for job in jobs:
             results.update(zip(job.outputs, self._run_job(job), strict=True))
@@ -232,21 +233,21 @@ class _StepFromHost:
         # Each end is a job, and each output that no end makes. Jobs with an array in
         # common become one: it would be brought twice, and a job that overwrites it
         # would have to wait for the other.
-        ends = cut(self.program, self.replaced)
+        ends: list[Any] = cut(self.program, self.replaced)
         at_ends = {i for end in ends for i in end.outputs}
         rest = [i for i in range(len(self.program.outputs)) if i not in at_ends]
-        found = [_Job(self._arrays_of(end.outputs), end.outputs, [end]) for end in ends]
-        found += [_Job(self._arrays_of([i]), [i], []) for i in rest]
-        jobs: list[_Job] = []
-        for job in found:
-            if not job.arrays:
-                continue
-            for other in [x for x in jobs if x.arrays & job.arrays]:
-                jobs.remove(other)
-                job.arrays |= other.arrays
-                job.outputs = [*other.outputs, *job.outputs]
-                job.ends = [*other.ends, *job.ends]
-            jobs.append(job)
+        makers = [(end, end.outputs) for end in ends] + [(None, [i]) for i in rest]
+        of_makers = [
+            (self._arrays_of(outputs), outputs, end) for end, outputs in makers
+        ]
+        found = [maker for maker in of_makers if maker[0]]
+        jobs = []
+        for group in groups_with_common([arrays for arrays, _, _ in found]):
+            arrays = set[Value]().union(*(found[at][0] for at in group))
+            outputs = [i for at in group for i in found[at][1]]
+            ends = [found[at][2] for at in group if found[at][2] is not None]
+            end = ends[0] if len(ends) == 1 and ends[0].outputs == outputs else None
+            jobs.append(self._by_chunks(arrays, end) or _Job(arrays, outputs))
         return jobs
 
     def _arrays_of(self, outputs: Sequence[int]) -> set[Value]:
@@ -256,30 +257,30 @@ class _StepFromHost:
             value = self.program.outputs[i]
             if is_literal(value) or value.made_at is None:
                 continue
-            arrays.update(self._arrays_read(self._cone([value])[0]))
+            arrays.update(self._arrays_read(self._behind([value])[0]))
             if is_host_type(value.aval) and i in self.replaced:
                 arrays.add(self.program.inputs[self.replaced[i]])
         return arrays
 
-    def _choose_way(self, job: _Job) -> None:
-        """Set the end of a job, if all in it goes element by element."""
-        if len(job.ends) != 1 or job.ends[0].entangled is not None:
-            return
-        end = self._with_replaced(job.ends[0])
-        if len(end.outputs) != len(job.outputs):
-            return
+    def _by_chunks(self, arrays: set[Value], end: End | None) -> _Job | None:
+        """Return the job of an end; None if it needs whole arrays."""
+        if end is None or end.entangled is not None:
+            return None
         if any(i in self.replaced and not self._overwritten(i) for i in end.outputs):
-            return  # of another type than before
+            return None  # of another type than before
         for value in end.reads:
             # A norm of the arrays: once they are here for it, all can be done.
-            is_own = value in self.sources and self.sources[value] <= job.arrays
-            if value.made_at is not None and (is_own or self._is_brought(value)):
-                return
+            if value.made_at is not None and (
+                self._is_made_of(value, arrays) or self._is_brought(value)
+            ):
+                return None
+        end = self._with_replaced(end)
         # What is still to be computed says nothing of how arrays are sharded.
         args = [self.known.get(value, 0) for value in end.reads]
-        job.layout = Layout.find(end, args, self.shardings)
-        if job.layout is not None or not any(map(is_partitioned, args)):
-            job.end, job.outputs = end, end.outputs
+        layout = Layout.find(end, args, self.shardings)
+        if layout is None and any(map(is_partitioned, args)):
+            return None
+        return _Job(arrays, end.outputs, end, layout)
 
     def _with_replaced(self, end: End) -> End:
         """Return an end all of whose outputs overwrite something that it reads."""
@@ -303,7 +304,7 @@ class _StepFromHost:
         if job.end is not None:
             return job.end.reads
         targets = [self.program.outputs[i] for i in job.outputs]
-        return self._cone(targets, job.arrays)[1]
+        return self._behind(targets, job.arrays)[1]
 
     def _is_small(self, value: Value) -> bool:
         return value.aval.size < self.plan.min_size
@@ -311,119 +312,61 @@ class _StepFromHost:
     def _is_brought(self, value: Value) -> bool:
         return value in self.sources and not self._is_small(value)
 
-    def _is_reduced(self, value: Value) -> bool:
-        return self._is_small(value) and any(
-            map(self._is_brought, self._inputs_of(value))
-        )
+    def _is_made_of(self, value: Value, arrays: Collection[Value]) -> bool:
+        return value in self.sources and self.sources[value].issubset(arrays)
 
-    def _inputs_of(self, value: Value) -> list[Value]:
-        if value.made_at is None:
-            return []
-        return list(values_in(self.program.nodes[value.made_at].inputs))
-
-    def _arrays_read(self, places: Iterable[int]) -> list[Value]:
+    def _arrays_read(self, places: Sequence[int]) -> list[Value]:
         """Return the arrays in host memory that some equations read."""
-        reads = self.program.reads_of(list(places))
+        reads = self.program.reads_of(places)
         return [v for v in reads if v.made_at is None and v in self.sources]
 
-    def _cone(
-        self, targets: Iterable[Value], arrays: Iterable[Value] = ()
+    def _behind(
+        self, targets: Iterable[Value], arrays: Collection[Value] = ()
     ) -> tuple[list[int], list[Value]]:
-        """Return the equations to compute some values, and the small values they need.
+        """Return the equations to compute some values, and the values they need.
 
         Args:
             targets: the values.
             arrays: which arrays are brought as a whole for this. Small values that are
                 made of others, too, or of none, must be known before.
         """
-        own, places = frozenset(arrays), set[int]()
-        needed: dict[Value, None] = {}
-        stack = list(targets)
-        seen = set(stack)
-        while stack:
-            target = stack.pop()
-            if target.made_at is not None:
-                places.add(target.made_at)
-            for value in self._inputs_of(target):
-                is_own = value in self.sources and self.sources[value] <= own
-                if self._is_small(value) and not is_own:
-                    needed[value] = None
-                elif value not in seen:
-                    seen.add(value)
-                    stack.append(value)
-        return sorted(places), list(needed)
+        return self.program.behind(
+            targets, lambda v: self._is_small(v) and not self._is_made_of(v, arrays)
+        )
 
     def _compute(self, targets: Sequence[Value]) -> None:
         """Compute values that are not brought, and small ones from what is."""
         # In the order of the program. An equation that reads nothing large is run as it
-        # is. One that does is skipped: what it makes is large, and a job or a reduction
-        # makes it again where it is read, or small, and is such a reduction.
-        places = self.program.needed(targets)
-        reduced = [
-            value
-            for place in places
-            for value in self.program.nodes[place].outputs
-            if self._is_small(value)
-            and any(map(self._is_brought, self._inputs_of(value)))
-        ]
-        for place in places:
+        # is. One that does is skipped: what it makes is large, and a job makes it again
+        # where it is read, or small, and a loop brings what it is made of.
+        for place in self.program.behind(targets)[0]:
             node = self.program.nodes[place]
             if not any(map(self._is_brought, values_in(node.inputs))):
                 self.program.run([place], self.known)
                 continue
-            for value in node.outputs:
-                if value in reduced and value not in self.known:
-                    self._reduce(value, reduced)
-
-    def _reduce(self, value: Value, reduced: Sequence[Value]) -> None:
-        """Compute a small value, and others that the same arrays can be reduced to."""
-        # Together, because bringing the arrays is what costs: the norm of a leaf and
-        # whether it is finite are computed in one loop.
-        sources = self.sources[value]
-        group = [
-            other
-            for other in reduced
-            if other not in self.known
-            and self.sources[other] == sources
-            and all(x in self.known for x in self._cone([other])[1])
-        ]
-        starts = [_start_value(v.aval) for v in group]
-
-        def compute(carry: Sequence[Any], local: dict[Value, Any]) -> list[Any]:
-            return self._run_whole(group, local)
-
-        arrays = self._arrays_read(self._cone(group)[0])
-        made = self._run_once(compute, starts, arrays)
-        self.known.update(zip(group, made, strict=True))
+            for value in filter(self._is_small, node.outputs):
+                compute = partial(self._run_whole, [value])
+                read = self._arrays_read(self._behind([value])[0])
+                start = _start_value(value.aval)
+                (self.known[value],) = self._run_once(compute, [start], read)
 
     def _run_job(self, job: _Job) -> list[Any]:
         """Return the outputs of a job."""
-        overwritten = (
-            [job.end.reads[i] for _, i in sorted(job.end.replaced.items())]
-            if job.end
-            else [self._overwritten(i) for i in job.outputs]
-        )
-        starts = list(map(self._start, job.outputs))
+        outputs = [self.program.outputs[i] for i in job.outputs]
+        if job.end is None:
+            overwritten = [self._overwritten(i) for i in job.outputs]
+            places = self._behind(outputs, job.arrays)[0]
+            compute = partial(self._run_whole, outputs, arrays=job.arrays)
+        else:
+            replaced = sorted(job.end.replaced.items())
+            overwritten = [job.end.reads[i] for _, i in replaced]
+            places = job.end.places
+            compute = partial(self._run_end, job.end, job.layout)
         # What is overwritten is carried through the loop, so that XLA writes into its
         # buffer in host memory. What is only read there is held back by a barrier.
-        outputs = [self.program.outputs[i] for i in job.outputs]
-        places = job.end.places if job.end else self._cone(outputs, job.arrays)[0]
         read = [v for v in self._arrays_read(places) if v not in overwritten]
-
-        def compute(carry: Sequence[Any], local: dict[Value, Any]) -> list[Any]:
-            for old, array in zip(overwritten, carry, strict=True):
-                if old is not None:
-                    local[old] = array
-            end = job.end
-            if end is None:
-                return self._run_whole(outputs, local, job.arrays)
-            args = [local[value] for value in end.reads]
-            run_part = partial(self._run_part, end)
-            if job.layout is None:
-                return run_part(Part.of(end), args)
-            return job.layout.run(run_part, self.program, end, args)
-
-        made = self._run_once(compute, starts, read)
+        starts = list(map(self._start, job.outputs))
+        made = self._run_once(compute, starts, read, overwritten)
         # Of a result of a loop that is in host memory `jit` learns that by a move.
         return [to_host(x) if is_host_type(x.aval) else x for x in made]
 
@@ -440,22 +383,26 @@ class _StepFromHost:
 
     def _run_once(
         self,
-        compute: Callable[[Sequence[Any], dict[Value, Any]], list[Any]],
+        compute: Callable[[dict[Value, Any]], list[Any]],
         starts: Sequence[Any],
         arrays: Sequence[Value],
+        overwritten: Sequence[Value | None] = (),
     ) -> list[Any]:
         """Run something in a loop of one round, or of none.
 
         Args:
-            compute: takes what it is to replace, and the values that are known.
+            compute: takes the values that are known.
             starts: what is to be replaced.
             arrays: what it only reads in host memory.
+            overwritten: for each of `starts`, which value it is.
         """
 
         def body(k: Any, carry: Any) -> list[Any]:
             # XLA would bring what a loop only reads ahead of it, and so all at once.
             _, held = lax.optimization_barrier((k, [self.known[v] for v in arrays]))
-            return compute(carry, self.known | dict(zip(arrays, held, strict=True)))
+            local = self.known | dict(zip(arrays, held, strict=True))
+            both = zip(overwritten, carry, strict=False)
+            return compute(local | {v: x for v, x in both if v is not None})
 
         return lax.fori_loop(jnp.int32(0), self.rounds, body, list(starts))
 
@@ -463,14 +410,24 @@ class _StepFromHost:
         self,
         targets: Sequence[Value],
         local: dict[Value, Any],
-        arrays: Iterable[Value] = (),
+        arrays: Collection[Value] = (),
     ) -> list[Any]:
         """Return values that are computed from whole arrays."""
-        places, _ = self._cone(targets, arrays)
+        places, _ = self._behind(targets, arrays)
         for value in self._arrays_read(places):
             local[value] = _bring_whole(local[value])
         self.program.run(places, local)
         return [read_output(local, target) for target in targets]
+
+    def _run_end(
+        self, end: End, layout: Layout | None, local: dict[Value, Any]
+    ) -> list[Any]:
+        """Return the outputs of an end, computed chunk by chunk."""
+        args = [local[value] for value in end.reads]
+        run_part = partial(self._run_part, end)
+        if layout is None:
+            return run_part(Part.of(end), args)
+        return layout.run(run_part, self.program, end, args)
 
     def _run_part(self, end: End, part: Part, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of an end for the part that one device has."""

@@ -108,18 +108,7 @@ def spread_shardings(
     """
     if shardings is None:
         return []
-    try:
-        spread = jax.tree.map(
-            lambda each, part: jax.tree.map(lambda _: each, part), shardings, params
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"{caller}: `param_shardings` has the structure "
-            f"{jax.tree.structure(shardings)}, expected that of the params, which is "
-            f"{jax.tree.structure(params)}, or a prefix of it; pass "
-            "`jax.tree.map(lambda p: p.sharding, params)`."
-        ) from error
-    leaves = jax.tree.leaves(spread)
+    leaves = spread_prefix(params, shardings, f"{caller}: `param_shardings`")
     for leaf in leaves:
         if not isinstance(leaf, Sharding):
             raise TypeError(
@@ -128,6 +117,29 @@ def spread_shardings(
                 "`jax.tree.map(lambda p: p.sharding, params)`."
             )
     return [leaf if isinstance(leaf, NamedSharding) else None for leaf in leaves]
+
+
+def spread_prefix(params: Any, prefix: Any, name: str) -> list[Any]:
+    """Return for each param the leaf that stands for it in a prefix of their tree."""
+
+    def is_leaf(x: Any) -> bool:
+        return x is None
+
+    spread: list[Any] = []
+    try:
+        jax.tree.map(
+            lambda x, part: spread.extend([x] * len(jax.tree.leaves(part))),
+            prefix,
+            params,
+            is_leaf=is_leaf,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{name} has the structure {jax.tree.structure(prefix, is_leaf=is_leaf)}, "
+            f"expected that of the params, which is {jax.tree.structure(params)}, or a "
+            "prefix of it; pass `jax.tree.map(lambda p: p.sharding, params)`."
+        ) from error
+    return spread
 
 
 def _divides(sharding: NamedSharding, end: End) -> bool:

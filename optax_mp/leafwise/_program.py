@@ -1,6 +1,6 @@
 """A jaxpr as one list of equations, with calls of `jit` opened."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +18,14 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     open_jaxpr,
 )
+from optax_mp._jax._primitives import FACTORIZATIONS
 from optax_mp._jax._products import is_product
 
 Test = Callable[[Equation], bool]
 
 # Calls that are opened, and steps within a step. JAX 0.8 has "pjit".
 _CALLS = ("jit", "pjit", "closed_call", NAME)
-_SLOW = frozenset(
-    """while scan custom_linear_solve triangular_solve lu cholesky eigh eig svd sort
-    schur householder_product geqrf geqp3""".split()
-)
+_SLOW = FACTORIZATIONS | {"while", "scan", "sort", "custom_linear_solve"}
 
 
 class Value:
@@ -132,27 +130,40 @@ class Program:
         (equation,) = jax.make_jaxpr(lax.select_n)(index, *avals).eqns
         return self._add(equation, [which, *cases])[0]
 
-    def needed(
-        self, values: Sequence[Any], among: Container[int] | None = None
-    ) -> list[int]:
-        """Return the places of the equations that these values hang on, in order.
+    def behind(
+        self,
+        targets: Iterable[Any],
+        stops_at: Callable[[Value], bool] = lambda _: False,
+    ) -> tuple[list[int], list[Value]]:
+        """Walk backwards from some values.
 
         Args:
-            values: the values.
-            among: look at the equations at these places alone.
+            targets: the values, or literals.
+            stops_at: where to stop. Targets are passed in any case.
+
+        Returns:
+            The places of the equations that the targets hang on, in order, and the
+            values at which the walk stopped: these, and inputs.
         """
-        # Backwards from the values. Places are in the order of the jaxpr, in which an
-        # equation comes after those that it hangs on: sorted, they can be run.
-        found: set[int] = set()
-        stack = list(values)
+        # Places are in the order of the jaxpr, in which an equation comes after those
+        # that it hangs on: sorted, they can be run.
+        places: set[int] = set()
+        stops: dict[Value, None] = {}
+        stack = list(values_in(targets))
+        seen = set(stack)
         while stack:
             value = stack.pop()
-            if isinstance(value, Value) and value.made_at is not None:
-                is_among = among is None or value.made_at in among
-                if is_among and value.made_at not in found:
-                    found.add(value.made_at)
-                    stack.extend(self.nodes[value.made_at].inputs)
-        return sorted(found)
+            if value.made_at is None:
+                stops[value] = None
+                continue
+            places.add(value.made_at)
+            for read in values_in(self.nodes[value.made_at].inputs):
+                if stops_at(read):
+                    stops[read] = None
+                elif read not in seen:
+                    seen.add(read)
+                    stack.append(read)
+        return sorted(places), list(stops)
 
     def reads_of(self, places: Sequence[int]) -> list[Value]:
         """Return the values that some equations read and do not make."""
@@ -215,6 +226,21 @@ def read_output(known: dict[Value, Any], atom: Any) -> Any:
     )
 
 
-def values_in(atoms: Sequence[Any]) -> Iterator[Value]:
+def groups_with_common(members: Sequence[Iterable[Hashable]]) -> list[list[int]]:
+    """Return the places of these, together if they have a member in common."""
+    groups: dict[int, list[int]] = {}
+    all_of: dict[int, set[Hashable]] = {}
+    group_of: dict[Hashable, int] = {}
+    for i, own in enumerate(members):
+        places, together = [i], set(own)
+        for group in sorted({group_of[x] for x in together if x in group_of}):
+            places += groups.pop(group)
+            together |= all_of.pop(group)
+        groups[i], all_of[i] = sorted(places), together
+        group_of.update(dict.fromkeys(together, i))
+    return list(groups.values())
+
+
+def values_in(atoms: Iterable[Any]) -> Iterator[Value]:
     """Yield what is a value, and no literal."""
     return (atom for atom in atoms if isinstance(atom, Value))

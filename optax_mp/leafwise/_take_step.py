@@ -1,7 +1,7 @@
 """take_step: `tx.update` and `optax.apply_updates` in one pass over memory."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -87,44 +87,28 @@ def take_step(
         >>> float(params["w"][0, 0])
         0.8984375
     """
-    if has_tracers((grads, opt_state, params)) and any(
+    is_hosted = has_tracers((grads, opt_state, params)) and any(
         map(is_on_host, jax.tree.leaves(opt_state))
-    ):
-        return _take_step_from_host(
-            tx, grads, opt_state, params, param_shardings, extra_args
-        )
-    whole = WholeStep.of(
-        "take_step", tx, grads, opt_state, params, param_shardings, extra_args
     )
-    (_, (opt_state, params)), obstacle = run_step(*whole)
-    if obstacle not in (None, NOT_PACKED):
-        _warn_once(obstacle)
-    return params, opt_state
-
-
-def _take_step_from_host(
-    tx: optax.GradientTransformation,
-    grads: optax.Updates,
-    opt_state: optax.OptState,
-    params: optax.Params,
-    param_shardings: Any,
-    extra_args: dict[str, Any],
-) -> tuple[optax.Params, optax.OptState]:
-    """Return (params, opt_state) after a step whose state is in host memory."""
     outer = OuterStep()
-    extra_args = extra_args | {OUTER_STEP: outer}
-    whole = WholeStep.of(
+    if is_hosted:
+        extra_args = extra_args | {OUTER_STEP: outer}
+    step, given, kept, shardings = whole_step(
         "take_step", tx, grads, opt_state, params, param_shardings, extra_args
     )
 
     def plan() -> Plan | None:
         if param_shardings is not None:
-            return outer.plan(whole.shardings)
+            return outer.plan(shardings)
         of_params = spread_shardings(params, outer.param_shardings, "offload")
         return outer.plan([None] * len(jax.tree.leaves(opt_state)) + of_params)
 
-    step, given, kept, _ = whole
-    _, (opt_state, params) = run_from_host(step, given, kept, plan)
+    if is_hosted:
+        _, (opt_state, params) = run_from_host(step, given, kept, plan)
+        return params, opt_state
+    (_, (opt_state, params)), obstacle = run_step(step, given, kept, shardings)
+    if obstacle not in (None, NOT_PACKED):
+        _warn_once(obstacle)
     return params, opt_state
 
 
@@ -137,37 +121,27 @@ def _warn_once(obstacle: str) -> None:
     )
 
 
-class WholeStep(NamedTuple):
-    """The arguments of `run_step` for a step of an optimizer."""
+def whole_step(
+    name: str,
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    opt_state: optax.OptState,
+    params: optax.Params,
+    param_shardings: Any,
+    extra_args: dict[str, Any],
+) -> tuple[Step, Any, Any, list[NamedSharding | None]]:
+    """Return the arguments of `run_step` for those of the function `name`."""
+    tx = as_transformation(tx, name, "tx")
 
-    step: Step
-    given: Any
-    kept: Any
-    shardings: list[NamedSharding | None]
+    def step(given: Any, kept: Any) -> Any:
+        grads, extra_args = given
+        opt_state, params = kept
+        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+        return None, (opt_state, _apply_updates(params, updates))
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        tx: optax.GradientTransformation,
-        grads: optax.Updates,
-        opt_state: optax.OptState,
-        params: optax.Params,
-        param_shardings: Any,
-        extra_args: dict[str, Any],
-    ) -> "WholeStep":
-        """Check the arguments of the function `name`, and return the step."""
-        tx = as_transformation(tx, name, "tx")
-
-        def step(given: Any, kept: Any) -> Any:
-            grads, extra_args = given
-            opt_state, params = kept
-            updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
-            return None, (opt_state, _apply_updates(params, updates))
-
-        shardings = [None] * len(jax.tree.leaves(opt_state))
-        shardings += spread_shardings(params, param_shardings, name)
-        return cls(step, (grads, extra_args), (opt_state, params), shardings)
+    shardings = [None] * len(jax.tree.leaves(opt_state))
+    shardings += spread_shardings(params, param_shardings, name)
+    return step, (grads, extra_args), (opt_state, params), shardings
 
 
 def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:

@@ -1,6 +1,6 @@
 """A step that was traced: once, whatever is done with it later."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from optax_mp._jax._block_operations import is_block_operation
 from optax_mp._jax._by_platform import NAME, Rewrite, call_by_platform
 from optax_mp._jax._jaxpr import Equation, bind, evaluate
 from optax_mp._jax._memory import is_on_host
-from optax_mp._jax._traced import is_dynamic
+from optax_mp._jax._traced import TracedCall
 from optax_mp._tree import is_array
 from optax_mp.leafwise._ends import End, cut, is_packed
 from optax_mp.leafwise._layout import Shardings
@@ -27,15 +27,13 @@ from optax_mp.leafwise._program import Program
 Step = Callable[[Any, Any], tuple[Any, Any]]
 NOT_PACKED = "nothing in few bits"
 TRANSFORMED = "within `vmap` or `grad`"
-_ARRAY = object()  # stands for one
 
 
 def obstacle_of(leaves: Sequence[Any]) -> str | None:
     """Return why a step of these arrays is taken as it is; None if it may be cut."""
     if not any(is_array(x) and is_packed(x) for x in leaves):
         return NOT_PACKED
-    tracers = [x for x in leaves if is_traced(x)]
-    if not tracers or not compiles():
+    if not any(map(is_traced, leaves)) or not compiles():
         return "not within `jit`"
     if is_transformed(leaves):
         return TRANSFORMED
@@ -59,21 +57,17 @@ class TracedStep:
     """A step as one equation: a call of `jit`.
 
     Its inputs are what `jit` traces. Arrays with numbers are constants of it, so that a
-    rule may look at them.
+    rule may look at them. A call of `jit`, because JAX has all rules for one: it can be
+    lowered as it is, batched and differentiated, without evaluating its equations once
+    more.
 
     Attributes:
-        closed: the jaxpr with this equation.
-        arrays: the inputs of the jaxpr.
-        outputs: the leaves of what the step returned, with a mark for each array.
-        treedef: its structure.
+        traced: the jaxpr with this equation.
         replaced: which output of the jaxpr takes the place of which input.
         known_shardings: of the inputs for which they are known.
     """
 
-    closed: Any
-    arrays: list[Any]
-    outputs: list[Any]
-    treedef: Any
+    traced: TracedCall
     replaced: dict[int, int]
     known_shardings: dict[int, NamedSharding]
 
@@ -85,64 +79,19 @@ class TracedStep:
         kept: Any,
         shardings: Sequence[NamedSharding | None] = (),
     ) -> "TracedStep":
-        """Trace `step(given, kept)`.
-
-        Args:
-            step: returns what it makes, and what takes the place of `kept`.
-            given: a pytree.
-            kept: another.
-            shardings: how the leaves of `kept` are sharded under `jit`, None where that
-                is not known.
-        """
-        leaves, treedef = jax.tree.flatten((given, kept))
-        inputs = _numbered(i for i, leaf in enumerate(leaves) if is_traced(leaf))
-        # A step may return what is no array, such as a function or a name in a state.
-        # The jaxpr has arrays alone; the others are noted while it is traced.
-        results: list[Any] = []
-        structures: list[Any] = []
-
-        def flat_step(*arrays: Any) -> list[Any]:
-            filled = [
-                arrays[inputs[i]] if i in inputs else leaf
-                for i, leaf in enumerate(leaves)
-            ]
-            made, new = step(*treedef.unflatten(filled))
-            returned, structure = jax.tree.flatten((made, new))
-            structures.extend((structure, jax.tree.structure(new)))
-            # The arrays themselves must not outlive the trace.
-            results.extend(_ARRAY if is_dynamic(x) else x for x in returned)
-            return [x for x in returned if is_dynamic(x)]
-
-        flat_step.__name__ = flat_step.__qualname__ = NAME
-        # A call of `jit`, because JAX has all rules for one: it can be lowered as it
-        # is, batched and differentiated, without evaluating its equations once more.
-        arrays = [leaves[i] for i in inputs]
-        closed = jax.make_jaxpr(jax.jit(flat_step))(*arrays)
-        outputs = _numbered(i for i, x in enumerate(results) if x is _ARRAY)
-        # `kept` is the last part of what goes in, and of what comes out.
-        count = jax.tree.structure(kept).num_leaves
-        old, new = len(leaves) - count, len(results) - count
-        replaced = {}
-        if structures[1] == jax.tree.structure(kept):
-            replaced = {
-                outputs[new + i]: inputs[old + i]
-                for i in range(count)
-                if new + i in outputs and old + i in inputs
-            }
-        known = {
-            inputs[old + i]: sharding
-            for i, sharding in enumerate(shardings)
-            if sharding is not None and old + i in inputs
-        }
-        return cls(closed, arrays, results, structures[0], replaced, known)
+        """Trace `step(given, kept)`; see `run_step`."""
+        traced = TracedCall.of(
+            lambda both: step(*both), (given, kept), is_traced, jit_name=NAME
+        )
+        return cls(traced, traced.replaced(kept), traced.by_input(kept, shardings))
 
     @property
     def obstacle(self) -> str | None:
         """Why it is not cut, or None."""
         # What nothing reads the result of, such as printing, would be lost.
-        if any(map(_is_seen, self.closed.effects)):
+        if any(map(_is_seen, self.traced.closed.effects)):
             return "the update has effects"
-        sizes = (n for x in self.arrays for n in jax.typeof(x).shape)
+        sizes = (n for x in self.traced.arrays for n in jax.typeof(x).shape)
         if not all(isinstance(n, int) for n in sizes):
             return "sizes known later only"
         return None
@@ -159,14 +108,13 @@ class TracedStep:
                 return bind(call, inputs)
             return call_by_platform(call, inputs, rewrite)
 
-        arrays = iter(evaluate(self.closed, self.arrays, run_call))
-        leaves = [next(arrays) if x is _ARRAY else x for x in self.outputs]
-        return self.treedef.unflatten(leaves)
+        traced = self.traced
+        return traced.unflatten(evaluate(traced.closed, traced.arrays, run_call))
 
     @cached_property
     def call(self) -> Equation:
         """The equation."""
-        (call,) = self.closed.jaxpr.eqns
+        (call,) = self.traced.closed.jaxpr.eqns
         return call
 
     @cached_property
@@ -179,7 +127,7 @@ class TracedStep:
         """The elementwise end of each leaf."""
         replaced = {}
         for output, read in self.replaced.items():
-            new, old = self.output(output), self.input(read)
+            new, old = self.output(output), self._input_places.get(read)
             if new is not None and old is not None and self._are_alike(new, old):
                 replaced[new] = old
         return cut(self.program, replaced)
@@ -187,32 +135,29 @@ class TracedStep:
     @cached_property
     def shardings(self) -> Shardings:
         """The shardings of the program's inputs, where they are known."""
-        places = {self.input(i): x for i, x in self.known_shardings.items()}
-        return {self.program.inputs[i]: x for i, x in places.items() if i is not None}
-
-    def input(self, i: int) -> int | None:
-        """Return which input of the program an input of the jaxpr is, if it is one."""
-        return self._input_places.get(id(self.closed.jaxpr.invars[i]))
+        places, known = self._input_places, self.known_shardings
+        return {self.program.inputs[places[i]]: known[i] for i in places if i in known}
 
     def output(self, i: int) -> int | None:
         """Return which output of the program an output of the jaxpr is, if it is one.
 
         What the step returns as it got it is none.
         """
-        return self._output_places.get(id(self.closed.jaxpr.outvars[i]))
+        outvars: Any = self.traced.closed.jaxpr.outvars
+        return self._output_places.get(id(outvars[i]))
 
     def args_of(self, end: End) -> list[Any]:
         """Return what an end reads; 0 for what is still to be computed."""
-        jaxpr = self.closed.jaxpr
-        variables = map(id, [*jaxpr.constvars, *jaxpr.invars])
-        arrays = dict(zip(variables, [*self.closed.consts, *self.arrays], strict=True))
-        inputs = [arrays.get(id(var), 0) for var in self.call.invars]
-        known = dict(zip(self.program.inputs, inputs, strict=True))
+        places, arrays = self._input_places, self.traced.arrays
+        known = {self.program.inputs[at]: arrays[i] for i, at in places.items()}
         return [known.get(value, 0) for value in end.reads]
 
     @cached_property
     def _input_places(self) -> dict[int, int]:
-        return {id(var): i for i, var in enumerate(self.call.invars)}
+        """Which input of the program each input of the jaxpr is."""
+        number = {id(v): i for i, v in enumerate(self.traced.closed.jaxpr.invars)}
+        places = enumerate(self.call.invars)
+        return {number[id(v)]: at for at, v in places if id(v) in number}
 
     @cached_property
     def _output_places(self) -> dict[int, int]:
@@ -222,11 +167,6 @@ class TracedStep:
         """Return whether an output can be written where an input is."""
         avals = self.program.outputs[new].aval, self.program.inputs[old].aval
         return len({(aval.shape, aval.dtype) for aval in avals}) == 1
-
-
-def _numbered(places: Iterable[int]) -> dict[int, int]:
-    """Return the number of each place among these."""
-    return {place: i for i, place in enumerate(places)}
 
 
 def _is_seen(effect: Any) -> bool:

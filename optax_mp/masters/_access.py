@@ -17,10 +17,9 @@ from optax_mp._leaves import Leaves, expand_absent, is_absent
 from optax_mp._nesting import check_nesting
 from optax_mp._states import check_classes, find_states, map_states
 from optax_mp._tree import describe, is_floating, spell
-from optax_mp.masters._edits import follow_edits
 from optax_mp.masters._state import MixedPrecisionState, storage_of
-from optax_mp.masters.storage import Storage
-from optax_mp.masters.storage._contract import list_taken_dtypes
+from optax_mp.masters._step import follow_edits
+from optax_mp.masters._storage import Storage, list_taken_dtypes
 
 
 def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
@@ -59,18 +58,28 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         'float32'
     """
     caller = "master_params"
-    opt_state, params = plain_trees(opt_state, params)
-    check_state_first(opt_state, params, caller, "master_params(opt_state, params)")
-    check_nesting(opt_state, caller)
+    opt_state, params, leaves = read_arguments(opt_state, params, caller)
     found = find_states(opt_state, MixedPrecisionState)
     if not found:
         check_classes(opt_state, caller)
         return jax.tree.map(_widen, params)
-    leaves = Leaves.of(params, caller=caller, name="`params`")
     result = list(leaves.values)
     for i, master, _ in decode_all(leaves, [state for _, state in found], caller):
         result[i] = master
     return leaves.unflatten(result)
+
+
+def read_arguments(
+    opt_state: Any, params: Any, caller: str, names: str = "opt_state, params"
+) -> tuple[Any, Any, Leaves]:
+    """Return state and params without NNX's boxes, and the leaves of the params.
+
+    Raises if one is in the place of the other, or transforms in an order that fails.
+    """
+    opt_state, params = plain_trees(opt_state, params)
+    check_state_first(opt_state, params, caller, f"{caller}({names})")
+    check_nesting(opt_state, caller)
+    return opt_state, params, Leaves.of(params, caller=caller, name="`params`")
 
 
 def decode_all(
@@ -79,10 +88,9 @@ def decode_all(
     """Yield which param has a master, the master, and what is stored for it."""
     for state in states:
         storage = storage_of(state, caller)
-        for i, stored in enumerate(match_stored(params, state)):
+        for i, stored in enumerate(_match_stored(params, state)):
             if not is_absent(stored):
-                where = f"{caller}: param {spell(params.paths[i])}"
-                yield i, decode_master(storage, stored, params.values[i], where), stored
+                yield i, _decode(storage, stored, params, i), stored
 
 
 def replace_master_params(
@@ -105,9 +113,9 @@ def replace_master_params(
 
     Raises:
         ValueError: if the state holds no `MixedPrecisionState`, if a structure or shape
-            differs, or if a param is not its new master rounded.
-        TypeError: if a new master is not floating, or if `opt_state` is no optimizer
-            state, or not the first argument.
+            differs, if a new master is not floating, or a param not its new master
+            rounded.
+        TypeError: if `opt_state` is no optimizer state, or not the first argument.
 
     Example:
         >>> import jax.numpy as jnp
@@ -123,16 +131,15 @@ def replace_master_params(
     """
     caller = "replace_master_params"
     new_master = plain_trees(opt_state, new_master)[1]
-    opt_state, params = plain_trees(opt_state, params)
-    call = "replace_master_params(opt_state, params, new_master)"
-    check_state_first(opt_state, params, caller, call)
+    opt_state, params, leaves = read_arguments(
+        opt_state, params, caller, "opt_state, params, new_master"
+    )
     if not find_states(opt_state, MixedPrecisionState):
         raise ValueError(
             f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state "
             "of an optimizer with optax_mp.mixed_precision in it. This optimizer keeps "
             "no masters; replace `params`."
         )
-    leaves = Leaves.of(params, caller=caller, name="`params`")
     given = leaves.match(new_master, "`new_master`")
 
     def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
@@ -146,7 +153,7 @@ def replace_master_params(
         check_param_is_rounded(storage, new, leaves.values[i], where, remedy)
         return new
 
-    return _map_masters(replace, opt_state, leaves)
+    return map_masters(replace, opt_state, leaves)
 
 
 def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptState:
@@ -189,20 +196,17 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
         [0.5, 0.5]
     """
     caller = "follow_params"
-    opt_state, params = plain_trees(opt_state, params)
-    check_state_first(opt_state, params, caller, "follow_params(opt_state, params)")
-    check_nesting(opt_state, caller)
-    leaves = Leaves.of(params, caller=caller, name="`params`")
+    opt_state, params, leaves = read_arguments(opt_state, params, caller)
 
     def follow(i: int, storage: Storage, old: jax.Array) -> jax.Array | None:
         if storage.param_is_part:
             return None
         return follow_edits(old, _beside(leaves.values[i], old))
 
-    return _map_masters(follow, opt_state, leaves)
+    return map_masters(follow, opt_state, leaves)
 
 
-def _map_masters(
+def map_masters(
     change: Callable[[int, Storage, jax.Array], jax.Array | None],
     opt_state: optax.OptState,
     params: Leaves,
@@ -218,16 +222,23 @@ def _map_masters(
 
     def map_state(state: MixedPrecisionState) -> MixedPrecisionState:
         storage = storage_of(state, params.caller)
-        new_stored = match_stored(params, state)
+        new_stored = _match_stored(params, state)
         for i, stored in enumerate(new_stored):
             if is_absent(stored):
                 continue
-            param = reshard_beside(params.values[i], stored)
-            where = f"{params.caller}: param {spell(params.paths[i])}"
-            new = change(i, storage, decode_master(storage, stored, param, where))
+            new = change(i, storage, _decode(storage, stored, params, i))
             if new is not None:
-                new_stored[i] = put_beside(storage.encode(new, param), stored)
-        return replace_stored(params, state, new_stored)
+                # As `zero1` shards what is stored, and not the params.
+                pair = (reshard_beside(x, stored) for x in (new, params.values[i]))
+                new_stored[i] = put_beside(storage.encode(*pair), stored)
+        # Of its own structure: one `MaskedNode` may stand for a branch of params.
+        master_params = jax.tree.map(
+            lambda old, new: old if is_absent(old) else new,
+            state.master_params,
+            params.unflatten(new_stored),
+            is_leaf=is_absent,
+        )
+        return state._replace(master_params=master_params)
 
     return map_states(map_state, opt_state, MixedPrecisionState)
 
@@ -237,64 +248,41 @@ def _beside(x: Any, old: jax.Array) -> jax.Array:
     return jnp.asarray(x) if is_traced(old) else jax.device_put(x, old.sharding)
 
 
-def match_stored(params: Leaves, state: MixedPrecisionState) -> list[Any]:
+def _match_stored(params: Leaves, state: MixedPrecisionState) -> list[Any]:
     """Return what a state stores for each param; absent where it stores nothing."""
     # Under `optax.partition` one `MaskedNode` can stand for a whole branch of params.
     stored = expand_absent(state.master_params, params.unflatten(params.values))
     return params.match_subtrees(stored, "the masters in `opt_state`")
 
 
-def replace_stored(
-    params: Leaves, state: MixedPrecisionState, values: list[Any]
-) -> MixedPrecisionState:
-    """Return `state` with other stored values, in the order of `match_stored`."""
-    stored = jax.tree.map(
-        lambda old, new: old if is_absent(old) else new,
-        state.master_params,
-        params.unflatten(values),
-        is_leaf=is_absent,
-    )
-    return state._replace(master_params=stored)
-
-
-def decode_master(storage: Storage, stored: Any, param: Any, where: str) -> jax.Array:
-    """Return the master of a param; `where` names the caller and the param."""
-    if storage.param_is_part:
-        check_takes_param(storage, param, where)
-    # `zero1` shards what is stored, and not the params.
+def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
+    """Return the master of a param, in device memory."""
+    param = params.values[i]
+    where = f"{params.caller}: param {spell(params.paths[i])} is {describe(param)}"
+    if storage.param_is_part and not (
+        is_floating(param) and storage.takes(param.dtype, jnp.dtype(jnp.float32))
+    ):
+        expected = list_taken_dtypes(storage, jnp.dtype(jnp.float32))
+        raise ValueError(
+            f"{where}, expected {expected}, since with {storage} the param is part of "
+            "its master. Pass the params in their training dtype: cast them with "
+            "`Policy.cast_to_param` or `optax_mp.cast_floating`."
+        )
     master = storage.decode(bring(stored), reshard_beside(param, stored))
     if master.shape != jnp.shape(param):
         raise ValueError(
-            f"{where} is {describe(param)}, but its master is {describe(master)}, "
-            "expected the same shape: the state belongs to other params."
+            f"{where}, but its master is {describe(master)}, expected the same shape: "
+            "the state belongs to other params."
         )
     return master
 
 
-def check_takes_param(storage: Storage, param: Any, where: str) -> None:
-    """Raise unless `storage` takes the dtype of a param that is part of its master."""
-    master_dtype = jnp.dtype(jnp.float32)
-    if is_floating(param) and storage.takes(param.dtype, master_dtype):
-        return
-    expected = list_taken_dtypes(storage, master_dtype)
-    raise ValueError(
-        f"{where} is {describe(param)}, expected {expected}, since with {storage} the "
-        "param is part of its master. Pass the params in their training dtype: cast "
-        "them with `Policy.cast_to_param` or `optax_mp.cast_floating`."
-    )
-
-
 def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:
     """Return a copy of a new master with the dtype and sharding of the old one."""
-    if not is_floating(new):
-        raise TypeError(
-            f"{where} is {describe(new)}, expected a floating array like the master "
-            f"{describe(old)}."
-        )
-    if new.shape != old.shape:
+    if not is_floating(new) or new.shape != old.shape:
         raise ValueError(
-            f"{where} is {describe(new)}, expected the shape of the master "
-            f"{describe(old)}."
+            f"{where} is {describe(new)}, expected a floating array of the shape of "
+            f"the master {describe(old)}."
         )
     return jnp.array(_beside(new, old), old.dtype, copy=True)
 

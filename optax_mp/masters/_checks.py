@@ -10,9 +10,9 @@ from optax_mp._arguments import check_own_state
 from optax_mp._dtypes import bits
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import describe, is_floating, is_inexact, spell
+from optax_mp.masters._full_copy import FullCopy
 from optax_mp.masters._state import MixedPrecisionState, storage_of
-from optax_mp.masters.storage import FullCopy, Storage
-from optax_mp.masters.storage._contract import list_taken_dtypes
+from optax_mp.masters._storage import Storage, list_taken_dtypes
 
 
 def check_storable(
@@ -32,33 +32,33 @@ def check_storable(
         master_dtype: the dtype of masters.
     """
     expected = list_taken_dtypes(storage, master_dtype)
-    for path, param, dtype, needs_master in zip(
-        params.paths, params.values, dtypes, has_master, strict=True
-    ):
-        if dtype is None or not needs_master:
+    shown = [
+        f"param {spell(path)} is {describe(param)}"
+        for path, param in zip(params.paths, params.values, strict=True)
+    ]
+    for i, dtype in enumerate(dtypes):
+        if dtype is None or not has_master[i]:
             continue
         if float(jnp.finfo(dtype).min) > 0:
             raise ValueError(
-                f"mixed_precision: param {spell(path)} is {describe(param)}, in "
-                f"training {dtype}, which has neither a sign nor zero, expected a "
-                "dtype of weights such as float8_e4m3fn; wrap the optimizer in "
-                "`optax.masked` if this leaf, such as the scales of blocks, is not "
-                "trained."
+                f"mixed_precision: {shown[i]}, in training {dtype}, which has neither "
+                "a sign nor zero, expected a dtype of weights such as float8_e4m3fn; "
+                "wrap the optimizer in `optax.masked` if this leaf, such as the scales "
+                "of blocks, is not trained."
             )
         if not storage.takes(dtype, master_dtype):
             raise ValueError(
-                f"mixed_precision: param {spell(path)} is {describe(param)}, in "
-                f"training {dtype}, expected {expected} with the storage {storage}; "
-                "use `optax_mp.FullCopy()` for it."
+                f"mixed_precision: {shown[i]}, in training {dtype}, expected "
+                f"{expected} with the storage {storage}; use `optax_mp.FullCopy()` for "
+                "it."
             )
     # A float32 leaf among others is its own master. But if all leaves are, the user
     # asked for a storage that would store nothing.
     inexact = [i for i, param in enumerate(params.values) if is_inexact(param)]
     if inexact and not any(has_master) and storage != FullCopy():
-        path, param = params.paths[inexact[0]], params.values[inexact[0]]
         raise ValueError(
             f"mixed_precision: the storage {storage} needs params of {expected}, found "
-            f"none (param {spell(path)} is {describe(param)}). Cast the params with "
+            f"none ({shown[inexact[0]]}). Cast the params with "
             "`optax_mp.cast_floating`, or pass `param_dtype` if you cast them later; "
             "params that stay as they are need no storage."
         )
@@ -78,15 +78,18 @@ def check_state(state: Any, storage: Storage) -> None:
 
 
 def check_param(
-    path: tuple[Any, ...],
+    where: str,
     param: Any,
     stored: Any,
     master_dtype: jnp.dtype,
     declared: jnp.dtype | None,
     storage: Storage,
 ) -> None:
-    """Raise unless `param` has the dtype and shape that the state was made for."""
-    where = f"mixed_precision: param {spell(path)} is {describe(param)}"
+    """Raise unless `param` has the dtype and shape that the state was made for.
+
+    `where` names the param.
+    """
+    where = f"mixed_precision: param {where} is {describe(param)}"
     is_narrow = is_floating(param) and bits(param.dtype) < bits(master_dtype)
     # First, because a param that was not cast as declared fails the others as well.
     if is_floating(param) and declared != param.dtype:
@@ -95,55 +98,44 @@ def check_param(
             "`Policy.cast_to_param` or `optax_mp.cast_floating` before training. If "
             f"they were cast, {_explain_promotion(storage)}"
         )
-    # It was its own master so far. Trained in this dtype it would lose small updates.
-    if is_absent(stored) and is_narrow:
-        raise ValueError(
-            f"{where}, and the state holds no master for it: at `init` it was not "
-            f"floating or was as wide as {master_dtype.name}. Call `init` with params "
-            "in the dtype they are trained in, or say which it will be with "
-            "`param_dtype`."
-        )
     if is_absent(stored):
+        # It was its own master. Trained in this dtype it would lose small updates.
+        if is_narrow:
+            raise ValueError(
+                f"{where}, and the state holds no master for it: at `init` it was not "
+                f"floating or was as wide as {master_dtype.name}. Call `init` with "
+                "params in the dtype they are trained in, or say which it will be with "
+                "`param_dtype`."
+            )
         return
-    if not is_floating(param):
-        raise ValueError(
-            f"{where}, but has a {master_dtype.name} master since `init`, expected a "
-            "floating array: the state belongs to other params; call `init` again."
-        )
     # It would now be its own master, beside the one that the state has.
-    if not is_narrow:
+    if is_floating(param) and not is_narrow:
         raise ValueError(
             f"{where}, expected a dtype narrower than its {master_dtype.name} master: "
             f"it was at `init`, and {_explain_promotion(storage)}"
         )
-    _check_stored_shape(stored, param, where)
-
-
-def _check_stored_shape(stored: Any, param: Any, where: str) -> None:
-    """Raise unless all that is stored for a param has its shape."""
     # Only the last axes, because a storage may add leading ones.
-    for leaf in jax.tree.leaves(stored):
-        if leaf.shape[leaf.ndim - param.ndim :] != param.shape:
-            raise ValueError(
-                f"{where}, but its master is {describe(leaf)}, expected the same "
-                "shape: the state belongs to other params; call `init` again."
-            )
+    leaves = jax.tree.leaves(stored)
+    if not is_floating(param) or any(
+        x.shape[x.ndim - param.ndim :] != param.shape for x in leaves
+    ):
+        shown = " and ".join(map(describe, leaves))
+        raise ValueError(
+            f"{where}, but its master is {shown}, expected a floating array of the "
+            "same shape: the state belongs to other params; call `init` again."
+        )
 
 
 def check_master(
-    path: tuple[Any, ...],
-    param: Any,
-    master: Any,
-    master_dtype: jnp.dtype,
-    storage: Storage,
+    where: str, master: Any, master_dtype: jnp.dtype, storage: Storage
 ) -> None:
-    """Raise unless a decoded master has the expected dtype."""
+    """Raise unless the decoded master of the param `where` has the expected dtype."""
     # Only `decode` shows this: the type of the state does not say its `master_dtype`.
     if master.dtype != master_dtype:
         raise ValueError(
             f"mixed_precision: the state keeps {describe(master)} as the master of "
-            f"param {spell(path)}, expected {master_dtype} with the storage {storage}: "
-            "the state was made with another `master_dtype`; convert it with "
+            f"param {where}, expected {master_dtype} with the storage {storage}: the "
+            "state was made with another `master_dtype`; convert it with "
             "`optax_mp.convert_opt_state`."
         )
 

@@ -29,37 +29,27 @@ def read_param_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
     Raises:
         ValueError: if a dtype is not floating. So does the returned function.
     """
+    by_leaf: Any = None
+    for_all = None
     if isinstance(declared, Policy):
-        function: Any = declared.param_dtype_of
+        by_leaf = declared.param_dtype_of
     # Dtypes such as `jnp.bfloat16` are callable, too: they are types.
     elif callable(declared) and not isinstance(declared, type):
-        function = declared
-    else:
-        return _rule_for_all(cast(DTypeLike | None, declared), argument)
+        by_leaf = declared
+    elif declared is not None:
+        for_all = floating_dtype(cast(DTypeLike, declared), argument)
 
     def rule(path: tuple[Any, ...], leaf: Any) -> jnp.dtype | None:
         if not is_floating(leaf):
             return None
-        dtype = function(slash_path(path), leaf)
+        dtype = by_leaf(slash_path(path), leaf) if by_leaf else for_all
         if dtype is None:
             return leaf.dtype
-        dtype = floating_dtype(dtype, f"{argument} for {spell(path)}")
+        where = f"{argument} for {spell(path)}"
+        dtype = floating_dtype(dtype, where)
         if dtype == leaf.dtype:
             # NumPy's float64 is float32 to JAX.
             return jax.dtypes.canonicalize_dtype(dtype)
-        return check_available(dtype, f"{argument} for {spell(path)}")
-
-    return rule
-
-
-def _rule_for_all(declared: DTypeLike | None, argument: str) -> DTypeRule:
-    """Return the rule of one dtype for all leaves, or of each leaf's own."""
-    dtype = None if declared is None else floating_dtype(declared, argument)
-
-    def rule(path: tuple[Any, ...], leaf: Any) -> jnp.dtype | None:
-        del path
-        if not is_floating(leaf):
-            return None
-        return leaf.dtype if dtype is None else check_available(dtype, argument)
+        return check_available(dtype, where)
 
     return rule

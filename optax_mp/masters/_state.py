@@ -5,7 +5,7 @@ from typing import NamedTuple
 import optax
 
 from optax_mp._typed import type_with
-from optax_mp.masters.storage import Storage
+from optax_mp.masters._storage import Storage
 
 
 class MixedPrecisionState(NamedTuple):

@@ -14,6 +14,7 @@ from optax_mp._arguments import check_given_params
 from optax_mp._choose import Choice, select
 from optax_mp._dtypes import (
     at_least_float32,
+    bits,
     check_available,
     difference,
     round_to,
@@ -27,12 +28,11 @@ from optax_mp._inner import (
     or_no_change,
 )
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._tree import is_floating, is_inexact
+from optax_mp._tree import is_floating, is_inexact, spell
 from optax_mp.masters._checks import check_master, check_param, check_state
-from optax_mp.masters._edits import follow_edits, shows_edits
+from optax_mp.masters._full_copy import FullCopy
 from optax_mp.masters._param_dtype import DTypeRule
-from optax_mp.masters.storage import FullCopy, Storage
-from optax_mp.masters.storage._contract import as_own_arrays
+from optax_mp.masters._storage import Storage, as_own_arrays
 
 
 class Settings(NamedTuple):
@@ -98,7 +98,8 @@ class Step:
             leaves.paths, leaves.values, stored, grads, strict=True
         ):
             declared = settings.dtype_in_training(path, param)
-            check_param(path, param, stored_leaf, master_dtype, declared, storage)
+            where = spell(path)
+            check_param(where, param, stored_leaf, master_dtype, declared, storage)
             check_gradient(path, param, grad)
         return cls(leaves, grads, is_lookahead, settings), stored
 
@@ -112,11 +113,11 @@ class Step:
         for i, stored_leaf in enumerate(stored):
             if is_absent(stored_leaf):
                 continue
-            path, param = self.params.paths[i], self.params.values[i]
+            param = self.params.values[i]
             masters[i] = storage.decode(stored_leaf, param)
-            check_master(path, param, masters[i], master_dtype, storage)
+            check_master(spell(self.params.paths[i]), masters[i], master_dtype, storage)
             if not storage.param_is_part and shows_edits(
-                param.dtype, self._update_dtype_of_master(i)
+                param.dtype, self._update_dtype(i, has_master=True)
             ):
                 masters[i] = follow_edits(masters[i], jnp.asarray(param))
         return masters
@@ -170,7 +171,8 @@ class Step:
                     i, stored[i], master, proceed
                 )
             else:
-                updates[i] = _cast_update(change, self._update_dtype(param, grad))
+                dtype = self._update_dtype(i, has_master=False)
+                updates[i] = _cast_update(change, dtype)
         return new_stored, updates
 
     def _advance_leaf(
@@ -190,25 +192,22 @@ class Step:
         else:
             target = round_to(target, param.dtype)
         update = difference(target, lax.convert_element_type(param, target.dtype))
-        update = _cast_update(update, self._update_dtype_of_master(i))
+        update = _cast_update(update, self._update_dtype(i, has_master=True))
         return as_own_arrays(new_stored), update
 
-    def _update_dtype_of_master(self, i: int) -> jnp.dtype:
-        """Return the dtype of the update of a leaf that has a master."""
-        if self.settings.storage.param_is_part:
+    def _update_dtype(self, i: int, *, has_master: bool) -> jnp.dtype:
+        """Return the dtype of the update of a leaf."""
+        if has_master and self.settings.storage.param_is_part:
             # The param decodes the master: if it missed its target by a rounding, the
             # stored remainder would decode to another master.
             return jnp.dtype(jnp.float32)
         update_dtype = self.settings.update_dtype
+        if has_master and isinstance(update_dtype, np.dtype):
+            return update_dtype
+        param, grad = self.params.values[i], self.grads[i]
         # `is` and not `==`, because NumPy takes None for float64.
-        if update_dtype is None or isinstance(update_dtype, str):
-            return self._update_dtype(self.params.values[i], self.grads[i])
-        return update_dtype
-
-    def _update_dtype(self, param: Any, grad: Any) -> jnp.dtype:
-        """Return the dtype of the update of a leaf that is its own master."""
-        like_grad = self.settings.update_dtype is None and is_floating(grad)
-        return jax.dtypes.canonicalize_dtype((grad if like_grad else param).dtype)
+        like = grad if update_dtype is None and is_floating(grad) else param
+        return jax.dtypes.canonicalize_dtype(like.dtype)
 
 
 def _cast_update(update: Any, dtype: jnp.dtype) -> jax.Array:
@@ -221,3 +220,27 @@ def _cast_update(update: Any, dtype: jnp.dtype) -> jax.Array:
     if jnp.finfo(dtype).nexp < jnp.finfo(update.dtype).nexp:
         return saturating_cast(update, dtype)
     return lax.convert_element_type(update, dtype)
+
+
+def shows_edits(param_dtype: jnp.dtype, update_dtype: jnp.dtype) -> bool:
+    """Return whether updates of a dtype bring a param to its master rounded, exactly.
+
+    Then a param that is anything else was edited. A float32 sum of params of 16 or 8
+    bits lands exactly, and so does a float64 sum of float32 params. The exception is a
+    weight that a step shrinks to less than 2^-15 (float16: 2^-12) of what it was. Such
+    a param, too, is taken as its master: both move by at most 2^-23 of the old weight.
+    """
+    return bits(update_dtype) >= 32 and bits(update_dtype) > bits(param_dtype)
+
+
+def follow_edits(master: jax.Array, param: jax.Array) -> jax.Array:
+    """Return `master`, but the param where this is not the master rounded.
+
+    A param that is not finite is no edit: a large weight may have overflowed in the
+    cast, and an infinite one stays infinite whatever its master is.
+    """
+    wide = lax.convert_element_type(param, at_least_float32(master.dtype))
+    # As numbers and not as bits: -0.0 is no edit of 0.0.
+    is_edited = lax.is_finite(wide) & lax.ne(wide, round_to(master, param.dtype))
+    edited = lax.convert_element_type(wide, master.dtype)
+    return lax.select(is_edited, edited, master)

@@ -13,7 +13,7 @@ from optax_mp._tree import spell
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._engine import find_kernel
 from optax_mp.leafwise._layout import Layout
-from optax_mp.leafwise._take_step import WholeStep
+from optax_mp.leafwise._take_step import whole_step
 from optax_mp.leafwise._traced_step import (
     TRANSFORMED,
     TracedStep,
@@ -145,7 +145,7 @@ def step_report(
     found: list[dict[str, str]] = []
 
     def trace(grads: Any, opt_state: Any, params: Any) -> None:
-        whole = WholeStep.of(
+        whole = whole_step(
             "step_report", tx, grads, opt_state, params, param_shardings, extra_args
         )
         found.extend(_rows(whole, counts))
@@ -168,17 +168,18 @@ def _device_count(leaf: Any) -> int:
     return len(getattr(getattr(leaf, "sharding", None), "device_set", ())) or 1
 
 
-def _rows(whole: WholeStep, device_counts: list[int]) -> list[dict[str, str]]:
+def _rows(whole: tuple[Any, ...], device_counts: list[int]) -> list[dict[str, str]]:
     """Return for each param what computes it on each platform."""
-    obstacle = obstacle_of(jax.tree.leaves((whole.given, whole.kept)))
+    step, given, kept, shardings = whole
+    obstacle = obstacle_of(jax.tree.leaves((given, kept)))
     if obstacle is not None:
         return [dict.fromkeys(PLATFORMS, obstacle) for _ in device_counts]
-    traced = TracedStep.of(*whole)
+    traced = TracedStep.of(step, given, kept, shardings)
     if traced.obstacle is not None:
         return [dict.fromkeys(PLATFORMS, traced.obstacle) for _ in device_counts]
     end_of: dict[int | None, End] = {i: end for end in traced.ends for i in end.outputs}
     # The params are the last of the step's results.
-    first = len(traced.closed.jaxpr.outvars) - len(device_counts)
+    first = len(traced.traced.closed.jaxpr.outvars) - len(device_counts)
     rows = []
     for i, count in enumerate(device_counts, start=first):
         end = end_of.get(traced.output(i))

@@ -67,10 +67,17 @@ def check_loss_scale(
     """
     opt_state, params = plain_trees(opt_state, params)
     state = loss_scale_state(opt_state, "check_loss_scale")
-    _check_arguments(max_skipped, state)
+    expected = "a number of steps (pass gradients by keyword, as `grads=grads`)"
+    name = "check_loss_scale: `max_skipped`"
+    check_number(name, max_skipped, expected, lambda _: True)
     if state is None:
         warn_unless_state(opt_state, "check_loss_scale")
         return
+    if is_traced(state.scale):
+        raise TypeError(
+            f"check_loss_scale: the loss scale is traced ({describe(state.scale)}), "
+            "expected a concrete value; call it outside jit."
+        )
     state = jax.device_get(state._replace(inner_state=()))
     _warn_if_never_scaled(state)
     if state.skipped_count <= max_skipped:
@@ -95,24 +102,18 @@ def check_loss_scale(
 
 def _explain_cause(state: LossScaleState) -> str:
     """Return what the scale says about the cause: an overflow, or the model itself."""
-    # Only a dynamic scale without hysteresis left has been lowered.
-    has_fallen = state.hysteresis_left == 0
     if state.scale <= 1:
-        sign = ". A scale of at most 1 makes no gradient overflow, so this is"
-    elif has_fallen:
-        sign = (
-            ". If this ends before the scale is down to 1, it is an overflow: raise "
-            "`max_skipped`, or lower `init_scale`. If not, it is"
-        )
+        sign = "A scale of at most 1 makes no gradient overflow, so this is"
     else:
         sign = (
-            ", and has not fallen. If a lower scale, or `dynamic_loss_scale`, ends "
-            "this, it is an overflow; if not, it is"
+            "If a lower scale ends this, it is an overflow: raise `max_skipped`, or "
+            "start with a lower scale. If not, it is"
         )
+    # Only a dynamic scale without hysteresis left has been lowered.
+    down = "down to " if state.hysteresis_left == 0 else ""
     return (
-        f"is {'down to ' if has_fallen else ''}{state.scale:g}{sign} a NaN or "
-        "infinity of the model or its data, such as a division by zero or the log of a "
-        "negative number."
+        f"is {down}{state.scale:g}. {sign} a NaN or infinity of the model or its data, "
+        "such as a division by zero or the log of a negative number."
     )
 
 
@@ -121,33 +122,13 @@ def _name_leaf(index: int, opt_state: Any, params: Any) -> str:
     if isinstance(params, optax.LookaheadParams):
         params = params.fast  # of the two copies the one that has gradients
     paths = [path for path, _ in tree_flatten_with_path(params, is_leaf=is_absent)[0]]
-    if 0 <= index < len(paths) and not _sees_masked_gradients(opt_state):
+    # `optax.masked` and `optax.partition` hide leaves and whole branches from a loss
+    # scale in them, so that the indices of the others are unknown.
+    masked = find_states(opt_state, optax.MaskedState)
+    are_masked = any(find_states(state, LossScaleState) for _, state in masked)
+    if 0 <= index < len(paths) and not are_masked:
         return spell(paths[index])
     return f"number {index} of the gradients that the loss scale sees, counted from 0"
-
-
-def _sees_masked_gradients(opt_state: Any) -> bool:
-    """Return whether `optax.masked` or `optax.partition` is around the loss scale.
-
-    It hides leaves and whole branches, so the indices of the others are unknown.
-    """
-    found = find_states(opt_state, (optax.MaskedState, LossScaleState))
-    at = next(path for path, state in found if isinstance(state, LossScaleState))
-    return any(
-        isinstance(state, optax.MaskedState) and at[: len(path)] == path
-        for path, state in found
-    )
-
-
-def _check_arguments(max_skipped: Any, state: LossScaleState | None) -> None:
-    expected = "a number of steps (pass gradients by keyword, as `grads=grads`)"
-    name = "check_loss_scale: `max_skipped`"
-    check_number(name, max_skipped, expected, lambda _: True)
-    if state is not None and is_traced(state.scale):
-        raise TypeError(
-            f"check_loss_scale: the loss scale is traced ({describe(state.scale)}), "
-            "expected a concrete value; call it outside jit."
-        )
 
 
 def _warn_if_never_scaled(state: LossScaleState) -> None:
@@ -156,12 +137,8 @@ def _warn_if_never_scaled(state: LossScaleState) -> None:
     The counters cannot tell: without the scale nothing overflows, and the scale grows
     to its bound, after thousands of steps with gradients divided by it.
     """
-    has_scale = state.scale != 1 and state.finite_count > 0
-    if (
-        has_scale
-        and state.total_skipped_count == 0
-        and not event_counts()["scales its loss"]
-    ):
+    has_stepped = state.finite_count > 0 and state.total_skipped_count == 0
+    if state.scale != 1 and has_stepped and not event_counts()["scales its loss"]:
         warn(
             f"check_loss_scale: the loss scale is {state.scale:g}, no step was ever "
             "skipped, and no loss was scaled in this process, so gradients are "

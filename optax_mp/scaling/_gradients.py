@@ -126,42 +126,31 @@ def differentiate(
     caller: str,
 ) -> tuple[Any, Any]:
     """Return the unscaled value of `fun`, and float32 gradients times `factor`."""
-    chosen = _as_tuple(argnums)
+    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     # A float that is an argument is differentiated; one inside a model is a setting.
     args = tuple(jnp.asarray(x) if isinstance(x, float) else x for x in args)
     check_argnums(chosen, args, caller)
-    leaves, treedef = jax.tree.flatten([args[i] for i in chosen])
-    inexact = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
+    trees = [args[i] for i in chosen]
+    variables = jax.tree.map(lambda x: x if is_inexact(x) else None, trees)
 
-    def scaled_loss(values: list[Any]) -> tuple[Any, Any]:
-        new_args = treedef.unflatten(_replace_at(inexact, values, leaves))
-        value = fun(*_replace_at(chosen, new_args, args), **kwargs)
+    def scaled_loss(variables: Any) -> tuple[Any, Any]:
+        new_args = list(args)
+        filled = jax.tree.map(lambda x, v: x if v is None else v, trees, variables)
+        for i, tree in zip(chosen, filled, strict=True):
+            new_args[i] = tree
+        value = fun(*new_args, **kwargs)
         loss = _loss_of(value, has_aux, caller)
         return loss if factor is None else multiply(loss, factor), value
 
     # Not `jax.value_and_grad`: its value would be the scaled loss.
-    gradient = jax.grad(scaled_loss, has_aux=True)
-    grads, value = gradient([leaves[i] for i in inexact])
-    if any(g.dtype == jnp.float16 for g in grads):
+    grads, value = jax.grad(scaled_loss, has_aux=True)(variables)
+    if any(g.dtype == jnp.float16 for g in jax.tree.leaves(grads)):
         count_event("computes in float16")
     # In 16 bits, small gradients would be lost when they are unscaled or accumulated.
-    wide = [g.astype(at_least_float32(g.dtype)) if is_floating(g) else g for g in grads]
-    grads = treedef.unflatten(_replace_at(inexact, wide, [None] * len(leaves)))
+    grads = jax.tree.map(
+        lambda g: g.astype(at_least_float32(g.dtype)) if is_floating(g) else g, grads
+    )
     return value, grads[0] if isinstance(argnums, int) else tuple(grads)
-
-
-def _replace_at(
-    places: Sequence[int], values: Sequence[Any], items: Sequence[Any]
-) -> list[Any]:
-    """Return a copy of `items` with `values` at some places."""
-    copy = list(items)
-    for place, value in zip(places, values, strict=True):
-        copy[place] = value
-    return copy
-
-
-def _as_tuple(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
 def _loss_of(value: Any, has_aux: bool, caller: str) -> Any:
@@ -186,10 +175,7 @@ def _check_loss(loss: Any, caller: str, remedy: str) -> None:
 
 
 def check_state_argument(
-    fun: Callable[..., Any],
-    opt_state: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    fun: Callable[..., Any], opt_state: Any, args: tuple[Any, ...], kwargs: Any
 ) -> None:
     """Raise if the optimizer state is missing or in another place; warn if it may be.
 
@@ -224,23 +210,21 @@ def _takes(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether `fun` can be called with these arguments, as far as is known."""
     try:
         inspect.signature(fun).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    except ValueError:  # a function without a signature
-        return True
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # a function without a signature
     return True
 
 
 def check_argnums(chosen: Sequence[int], args: Sequence[Any], caller: str) -> None:
     """Raise unless the chosen arguments exist and hold an array to differentiate."""
-    has_state = caller == "value_and_grad"
-    call = "f(opt_state, params, ...)" if has_state else "f(params, ...)"
-    after = " after `opt_state`" if has_state else ""
+    call = "f(params, ...)"
+    if caller == "value_and_grad":
+        call = "f(opt_state, params, ...)"
     for i in chosen:
         if not -len(args) <= i < len(args):
             raise ValueError(
                 f"{caller}: `argnums` has {i}, but {len(args)} positional arguments "
-                f"were given{after}; call as {call}."
+                f"of the function were given; call as {call}."
             )
     leaves = jax.tree.leaves([args[i] for i in chosen])
     if any(map(is_array, leaves)) and not any(map(is_inexact, leaves)):

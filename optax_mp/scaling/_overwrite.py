@@ -17,6 +17,7 @@ from jax.tree_util import (
     tree_map_with_path,
 )
 
+from optax_mp._arguments import check_given_params
 from optax_mp._dtypes import at_least_float32, difference
 from optax_mp._leaves import Leaves
 from optax_mp._tree import PyTree, is_floating
@@ -35,8 +36,6 @@ def hide_overwritten(tree: PyTree) -> PyTree:
 
 def restore_overwritten(tree: PyTree, original: PyTree) -> PyTree:
     """Return `tree` with the leaves of `original` in the place of the hidden ones."""
-    if not _has_overwritten(original):
-        return tree
     return jax.tree.map(
         lambda own, other: other if isinstance(own, optax.MaskedNode) else own,
         tree,
@@ -63,17 +62,11 @@ def update_overwritten(
     if not _has_overwritten(grads):
         return updates
     leaves = Leaves.of(grads, caller=caller, name="the gradients")
-    if params is None:
-        raise ValueError(
-            f"{caller}: `params` is None, expected the current params, because leaves "
-            f"under {_COLLECTION!r} are overwritten; call "
-            "`tx.update(grads, state, params)`."
-        )
     filled = leaves.match(updates, "the updates of `inner`")
-    params = leaves.match(params, "`params`")
-    for i, (path, grad) in enumerate(zip(leaves.paths, leaves.values, strict=True)):
+    params = leaves.match(check_given_params(params, caller), "`params`")
+    for i, path in enumerate(leaves.paths):
         if _is_overwritten(path):
-            filled[i] = change_to(grad, params[i])
+            filled[i] = change_to(leaves.values[i], params[i])
     return leaves.unflatten(filled)
 
 
@@ -107,8 +100,4 @@ def _has_overwritten(tree: PyTree) -> bool:
 
 
 def _is_overwritten(path: tuple[Any, ...]) -> bool:
-    return any(
-        _COLLECTION in (getattr(key, "key", None), getattr(key, "name", None))
-        for key in path
-        if isinstance(key, (DictKey, GetAttrKey))
-    )
+    return any(key in (DictKey(_COLLECTION), GetAttrKey(_COLLECTION)) for key in path)

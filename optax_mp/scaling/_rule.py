@@ -1,12 +1,10 @@
 """How a dynamic loss scale grows and shrinks, as a pure function of its counters.
 
-The checks of its settings are here, too. In these `argument` names the caller and its
-argument, as errors begin with them: "dynamic_loss_scale: `growth_factor`".
+The checks of its settings are here, too.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -21,56 +19,46 @@ SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 LARGEST_SCALE = 1 / SMALLEST_SCALE
 
 
+# What errors say of a setting, and the test of it. Other settings are scales.
+_COUNT = "an integer greater than 0", lambda x: 1 <= x < math.inf and x == int(x)
+_GROWTH = "a finite number greater than 1", lambda x: 1 < x < math.inf
+_SCALE = (
+    f"a positive finite float32 from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}",
+    lambda x: SMALLEST_SCALE <= x <= LARGEST_SCALE,
+)
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "growth_interval": _COUNT,
+    "period": _COUNT,
+    "hysteresis": _COUNT,
+    "counter": ("a number", lambda _: True),
+    "growth_factor": _GROWTH,
+    "factor": _GROWTH,
+    "backoff_factor": ("a number between 0 and 1", lambda x: 0 < x < 1),
+}
+
+
+def check_settings(caller: str, **settings: Any) -> None:
+    """Raise an error that names the first setting that is out of range."""
+    for name, value in settings.items():
+        check_number(f"{caller}: `{name}`", value, *_RANGES.get(name, _SCALE))
+
+
 def check_number(
     argument: str, value: Any, expected: str, accept: Callable[[float], bool]
-) -> float:
-    """Return `value` as a float, or raise an error that says what is `expected`."""
+) -> None:
+    """Raise an error that says what is `expected`, unless `value` is acceptable."""
     is_scalar = not is_array(value) or value.shape == ()
     if isinstance(value, str) or not hasattr(value, "__float__") or not is_scalar:
         raise TypeError(f"{argument} is {describe(value)}, expected {expected}.")
-    number = float(value)
-    if not accept(number):
+    if not accept(float(value)):
         raise ValueError(f"{argument} is {value}, expected {expected}.")
-    return number
-
-
-def check_scale(argument: str, value: Any) -> float:
-    """Return a loss scale as a float, if it and its reciprocal are normal float32s."""
-    return check_number(
-        argument,
-        value,
-        f"a positive finite float32 from {SMALLEST_SCALE:.3g} to {LARGEST_SCALE:.3g}",
-        lambda scale: SMALLEST_SCALE <= scale <= LARGEST_SCALE,
-    )
-
-
-def check_count(argument: str, value: Any) -> float:
-    """Return a positive count of steps; whole floats such as 2000.0 are accepted."""
-
-    def is_count(x: float) -> bool:
-        return 1 <= x < math.inf and x == int(x)
-
-    return check_number(argument, value, "an integer greater than 0", is_count)
-
-
-def check_growth_factor(argument: str, value: Any) -> float:
-    """Return a growth factor as a float, if it is finite and greater than 1."""
-    expected = "a finite number greater than 1"
-    return check_number(argument, value, expected, lambda x: 1 < x < math.inf)
-
-
-def check_backoff_factor(argument: str, value: Any) -> float:
-    """Return a backoff factor as a float, if it is between 0 and 1."""
-    expected = "a number between 0 and 1"
-    return check_number(argument, value, expected, lambda x: 0 < x < 1)
 
 
 # Of an int32. A longer interval would not end in practice.
 _LARGEST_COUNT = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class ScaleRule:
+class ScaleRule(NamedTuple):
     """The settings of a dynamic loss scale, already checked.
 
     Attributes:
@@ -104,13 +92,6 @@ class ScaleCounters(NamedTuple):
     hysteresis_left: jax.Array
 
 
-def start_counters(scale: float, hysteresis: int) -> ScaleCounters:
-    """Return the counters before the first step."""
-    return ScaleCounters(
-        jnp.float32(scale), jnp.int32(0), jnp.int32(_as_count(hysteresis))
-    )
-
-
 def adjust(
     rule: ScaleRule, counters: ScaleCounters, finite: jax.Array
 ) -> ScaleCounters:
@@ -121,7 +102,7 @@ def adjust(
     )
     # Out of bounds only after a change of settings: in a run that goes on.
     scale = jnp.clip(scale, jnp.float32(rule.min_scale), jnp.float32(rule.max_scale))
-    hysteresis_left = jnp.minimum(hysteresis_left, _as_count(rule.hysteresis))
+    hysteresis_left = jnp.minimum(hysteresis_left, as_count(rule.hysteresis))
     return ScaleCounters(scale, finite_count, hysteresis_left)
 
 
@@ -130,7 +111,7 @@ def _after_finite(rule: ScaleRule, counters: ScaleCounters) -> ScaleCounters:
     # Counted up before it is compared: growth comes after exactly `growth_interval`
     # finite steps, as in torch. (flax compares first and needs one step more.)
     finite_count = count_up(finite_count)
-    is_due = finite_count >= _as_count(rule.growth_interval)
+    is_due = finite_count >= as_count(rule.growth_interval)
     # Not clamped to `max_scale`: if that is no power of two, the scale would be none
     # either, and would round every gradient from then on.
     grown = scale * jnp.float32(rule.growth_factor)
@@ -140,7 +121,7 @@ def _after_finite(rule: ScaleRule, counters: ScaleCounters) -> ScaleCounters:
         jnp.where(is_due, 0, finite_count),
         # Refilled also where the scale has no room to grow: a run at `max_scale` would
         # otherwise spend its hysteresis once and never get it back.
-        jnp.where(is_due, _as_count(rule.hysteresis), hysteresis_left),
+        jnp.where(is_due, as_count(rule.hysteresis), hysteresis_left),
     )
 
 
@@ -164,5 +145,6 @@ def count_up(count: jax.Array) -> jax.Array:
     return jnp.asarray(optax.safe_increment(count))
 
 
-def _as_count(value: int) -> int:
+def as_count(value: float) -> int:
+    """Return a count of steps as an int32 holds it."""
     return min(int(value), _LARGEST_COUNT)

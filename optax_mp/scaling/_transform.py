@@ -25,13 +25,10 @@ from optax_mp.scaling._rule import (
     ScaleCounters,
     ScaleRule,
     adjust,
-    check_backoff_factor,
-    check_count,
-    check_growth_factor,
+    as_count,
     check_number,
-    check_scale,
+    check_settings,
     count_up,
-    start_counters,
 )
 from optax_mp.scaling._state import LossScaleState
 from optax_mp.scaling._unscale import ALL_FINITE, divide, unscale
@@ -113,22 +110,21 @@ def dynamic_loss_scale(
         https://arxiv.org/abs/1710.03740
     """
     rule = ScaleRule(
-        growth_interval,
-        growth_factor,
-        backoff_factor,
-        min_scale,
-        max_scale,
-        hysteresis,
+        growth_interval, growth_factor, backoff_factor, min_scale, max_scale, hysteresis
     )
-    _check_settings(rule, init_scale)
-    return _loss_scaling(
-        inner,
-        "dynamic_loss_scale",
-        init_scale,
-        hysteresis,
-        partial(adjust, rule),
-        axis_name,
+    caller = "dynamic_loss_scale"
+    # Alone first: the errors on two of them show both.
+    check_settings(caller, **rule._asdict(), init_scale=init_scale)
+    low, high = float(min_scale), float(max_scale)
+    expected = f"at most `max_scale`, which is {high}"
+    check_number(f"{caller}: `min_scale`", low, expected, lambda x: x <= high)
+    expected = (
+        f"a scale from `min_scale` {low} to `max_scale` {high}; change one of these"
     )
+    start = float(init_scale)
+    check_number(f"{caller}: `init_scale`", start, expected, lambda x: low <= x <= high)
+    counters = start, 0, hysteresis
+    return _loss_scaling(inner, caller, counters, partial(adjust, rule), axis_name)
 
 
 def static_loss_scale(
@@ -164,54 +160,22 @@ def static_loss_scale(
         >>> updates["w"].tolist(), int(state.total_skipped_count)
         ([-0.0, -0.0], 1)
     """
-    # As in `static_loss_scale(1024.0)`: a scale in the place of the optimizer.
-    if isinstance(inner, (int, float)):
-        raise TypeError(
-            f"static_loss_scale: `inner` is a {type(inner).__name__}, expected an "
-            "optax gradient transformation; pass the scale by keyword: "
-            f"`scale={inner!r}`."
-        )
-    check_scale("static_loss_scale: `scale`", scale)
+    caller = "static_loss_scale"
+    check_settings(caller, scale=scale)
 
     # The scale stays, but the state still says how many steps in a row were finite.
     def count_finite(counters: ScaleCounters, finite: jax.Array) -> ScaleCounters:
         finite_count = jnp.where(finite, count_up(counters.finite_count), 0)
         return counters._replace(finite_count=finite_count)
 
-    return _loss_scaling(inner, "static_loss_scale", scale, 1, count_finite, axis_name)
-
-
-_CHECKS = {
-    "growth_interval": check_count,
-    "hysteresis": check_count,
-    "growth_factor": check_growth_factor,
-    "backoff_factor": check_backoff_factor,
-    "min_scale": check_scale,
-    "max_scale": check_scale,
-}
-
-
-def _check_settings(rule: ScaleRule, init_scale: Any) -> None:
-    """Raise an error that names the first setting that is out of range."""
-    argument = "dynamic_loss_scale: `{}`".format
-    # Each bound alone first: the errors on both show both.
-    for name, check in _CHECKS.items():
-        check(argument(name), getattr(rule, name))
-    low, high = float(rule.min_scale), float(rule.max_scale)
-    expected = f"at most `max_scale`, which is {high}"
-    check_number(argument("min_scale"), low, expected, lambda scale: scale <= high)
-    expected = (
-        f"a scale from `min_scale` {low} to `max_scale` {high}; change one of these"
-    )
-    start = check_scale(argument("init_scale"), init_scale)
-    check_number(argument("init_scale"), start, expected, lambda x: low <= x <= high)
+    counters = float(scale), 0, 1
+    return _loss_scaling(inner, caller, counters, count_finite, axis_name)
 
 
 def _loss_scaling(
     inner: optax.GradientTransformation | None,
     caller: str,
-    init_scale: float,
-    hysteresis: int,
+    start: tuple[float, int, int],
     adjust_counters: Adjust,
     axis_name: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -222,10 +186,10 @@ def _loss_scaling(
         check_init_params(params, caller)
         # `inner` never updates overwritten leaves, so it needs no moments for them.
         inner_params = hide_overwritten(params)
+        scale, *counts = start
         return LossScaleState(
-            *start_counters(init_scale, hysteresis),
-            skipped_count=jnp.int32(0),
-            total_skipped_count=jnp.int32(0),
+            jnp.float32(scale),
+            *[jnp.int32(as_count(n)) for n in (*counts, 0, 0)],
             last_finite=jnp.array(True),
             inner_state=wrapped.init(inner_params) if wrapped else optax.EmptyState(),
             nonfinite_index=jnp.int32(-1),

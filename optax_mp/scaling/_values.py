@@ -1,6 +1,6 @@
 """Loss scales as values, and gradients with retries, for loops without a state."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_mp._jax._arrays import is_traced
-from optax_mp._tree import PyTree, all_finite, describe, is_array
+from optax_mp._tree import PyTree, all_finite, describe
 from optax_mp._warnings import count_event
 from optax_mp.scaling._gradients import check_function, differentiate
 from optax_mp.scaling._rule import (
@@ -18,16 +18,33 @@ from optax_mp.scaling._rule import (
     ScaleCounters,
     ScaleRule,
     adjust,
-    check_count,
-    check_growth_factor,
-    check_number,
-    check_scale,
+    check_settings,
 )
 from optax_mp.scaling._unscale import divide, multiply
 
 
+class _LossScale:
+    """Scales trees by `self.loss_scale`, and does not adjust it."""
+
+    loss_scale: Any
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Multiply floating leaves by the factor; 16-bit ones become float32."""
+        count_event("scales its loss")
+        return multiply(tree, self.loss_scale)
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Divide floating leaves by the factor; 16-bit ones become float32."""
+        return divide(tree, self.loss_scale)
+
+    def adjust(self, grads_finite: ArrayLike) -> Any:
+        """Return the loss scale for the next step."""
+        del grads_finite
+        return self
+
+
 @dataclass(frozen=True)
-class NoOpLossScale:
+class NoOpLossScale(_LossScale):
     """No loss scaling, for code that expects a loss scale.
 
     `scale` and `unscale` return what they are given, so the code computes what it would
@@ -54,29 +71,9 @@ class NoOpLossScale:
         """Return `tree`."""
         return tree
 
-    def adjust(self, grads_finite: ArrayLike) -> "NoOpLossScale":
-        """Return this loss scale."""
-        del grads_finite
-        return self
-
-
-class _Scaler:
-    """Scales trees by `self.loss_scale`."""
-
-    loss_scale: Any
-
-    def scale(self, tree: PyTree) -> PyTree:
-        """Multiply floating leaves by the factor; 16-bit ones become float32."""
-        count_event("scales its loss")
-        return multiply(tree, self.loss_scale)
-
-    def unscale(self, tree: PyTree) -> PyTree:
-        """Divide floating leaves by the factor; 16-bit ones become float32."""
-        return divide(tree, self.loss_scale)
-
 
 @dataclass(frozen=True)
-class StaticLossScale(_Scaler):
+class StaticLossScale(_LossScale):
     """A constant loss scale.
 
     Attributes:
@@ -97,18 +94,12 @@ class StaticLossScale(_Scaler):
 
     def __post_init__(self) -> None:
         """Check the factor, unless it is traced, and cast it to float32."""
-        if not is_traced(self.loss_scale):
-            check_scale("StaticLossScale: `loss_scale`", self.loss_scale)
+        _check_concrete("StaticLossScale", loss_scale=self.loss_scale)
         _set_fields(self, loss_scale=jnp.asarray(self.loss_scale, jnp.float32))
-
-    def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
-        """Return this loss scale."""
-        del grads_finite
-        return self
 
 
 @dataclass(frozen=True)
-class DynamicLossScale(_Scaler):
+class DynamicLossScale(_LossScale):
     """A loss scale that grows while gradients are finite and shrinks if they are not.
 
     Attributes:
@@ -141,26 +132,14 @@ class DynamicLossScale(_Scaler):
 
     def __post_init__(self) -> None:
         """Check all fields that are not traced, and cast each to its dtype."""
-        argument = "DynamicLossScale: `{}`".format
-        period = check_count(argument("period"), self.period)
-        factor = check_growth_factor(argument("factor"), self.factor)
-        low = check_scale(argument("min_loss_scale"), self.min_loss_scale)
-        if not is_traced(self.loss_scale):
-            check_number(
-                argument("loss_scale"),
-                check_scale(argument("loss_scale"), self.loss_scale),
-                f"at least `min_loss_scale`, which is {low}",
-                lambda scale: scale >= low,
-            )
-        if not is_traced(self.counter):
-            check_number(argument("counter"), self.counter, "a number", lambda _: True)
+        _check_concrete("DynamicLossScale", **vars(self))
         _set_fields(
             self,
             loss_scale=jnp.asarray(self.loss_scale, jnp.float32),
             counter=jnp.asarray(self.counter, jnp.int32),
-            period=int(period),
-            factor=factor,
-            min_loss_scale=low,
+            period=int(self.period),
+            factor=float(self.factor),
+            min_loss_scale=float(self.min_loss_scale),
         )
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
@@ -180,36 +159,41 @@ class DynamicLossScale(_Scaler):
         return structure.unflatten([after.scale, after.finite_count])
 
 
+def _check_concrete(caller: str, **settings: Any) -> None:
+    """Raise an error that names the first value out of range, of those not traced."""
+    settings = {name: x for name, x in settings.items() if not is_traced(x)}
+    check_settings(caller, **settings)
+
+
 def _set_fields(value: Any, **items: Any) -> None:
     """Set fields of a frozen dataclass, while it is being built."""
     for name, item in items.items():
         object.__setattr__(value, name, item)
 
 
-def _register(cls: type, *arrays: str) -> None:
-    """Register a dataclass as a pytree of its `arrays`; its other fields are static.
+def _register(cls: type, count: int) -> None:
+    """Register a dataclass as a pytree of its first fields; the others are static.
 
     JAX rebuilds values with tracers and placeholders in them, so rebuilding must not
     run the checks of `__post_init__`, as `jax.tree_util.register_dataclass` would.
     """
-    static = [field.name for field in fields(cls) if field.name not in arrays]
+    names = [field.name for field in fields(cls)]
 
     def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        leaves = [getattr(value, name) for name in arrays]
-        return leaves, tuple(getattr(value, name) for name in static)
+        items = [getattr(value, name) for name in names]
+        return items[:count], tuple(items[count:])
 
     def unflatten(settings: tuple[Any, ...], leaves: Any) -> Any:
         value = object.__new__(cls)
-        _set_fields(value, **dict(zip(arrays, leaves, strict=True)))
-        _set_fields(value, **dict(zip(static, settings, strict=True)))
+        _set_fields(value, **dict(zip(names, (*leaves, *settings), strict=True)))
         return value
 
     jax.tree_util.register_pytree_node(cls, flatten, unflatten)
 
 
-_register(NoOpLossScale)
-_register(StaticLossScale, "loss_scale")
-_register(DynamicLossScale, "loss_scale", "counter")
+_register(NoOpLossScale, 0)
+_register(StaticLossScale, 1)
+_register(DynamicLossScale, 2)
 
 
 def dynamic_scale_value_and_grad(
@@ -223,7 +207,8 @@ def dynamic_scale_value_and_grad(
     lower scale, up to `redo_on_nan` times. If the last try fails as well, its gradients
     are returned, so check them with `all_finite`.
 
-    Auxiliary outputs may be infinite or NaN; they cause no retry.
+    Auxiliary outputs may be infinite or NaN; they cause no retry. With `redo_on_nan`
+    they must be arrays, because JAX carries them through a loop.
 
     Args:
         fun: a function that returns a scalar loss, or (loss, aux) with `has_aux`.
@@ -311,29 +296,18 @@ def _with_retries(
                 "scale such as `optax_mp.DynamicLossScale(2.0**15)`; call as f(params, "
                 "..., loss_scale=loss_scale)."
             )
-        finite, first = attempt(loss_scale, args, kwargs)
+        first = attempt(loss_scale, args, kwargs)
         if not redo_on_nan:
-            return first
-        # A loop carries only arrays, and auxiliary output may be anything.
-        leaves, treedef = jax.tree.flatten(first)
-        arrays_at = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-
-        def fill(arrays: Sequence[Any]) -> Any:
-            for i, array in zip(arrays_at, arrays, strict=True):
-                leaves[i] = array
-            return treedef.unflatten(leaves)
+            return first[1]
 
         def needs_retry(carry: Any) -> jax.Array:
-            tries, finite, _ = carry
+            tries, (finite, _) = carry
             return ~finite & (tries < redo_on_nan)
 
         def retry(carry: Any) -> Any:
-            tries, _, arrays = carry
-            finite, result = attempt(fill(arrays)[0], args, kwargs)
-            new_leaves = jax.tree.leaves(result)
-            return tries + 1, finite, [new_leaves[i] for i in arrays_at]
+            tries, (_, (scale, _)) = carry
+            return tries + 1, attempt(scale, args, kwargs)
 
-        start = jnp.int32(0), finite, [leaves[i] for i in arrays_at]
-        return fill(lax.while_loop(needs_retry, retry, start)[2])
+        return lax.while_loop(needs_retry, retry, (jnp.int32(0), first))[1][1]
 
     return evaluate

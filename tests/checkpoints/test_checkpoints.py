@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparison import as_bits, avals
+from comparison import as_bits
 from slow_cases import mostly_slow
 from trained_forms import FORMS, gradients, start_of, take_steps, train
 
@@ -81,19 +81,6 @@ def test_keys_of_random_numbers_are_like_their_data():
     other = jax.random.key(0, impl="rbg")
     with pytest.raises(ValueError, match=r"key<fry>\[\].*key<rbg>\[\]"):
         optax_mp.check_checkpoint({"key": key}, {"key": other})
-
-
-def test_what_stands_around_metadata_is_taken_off():
-    class StepMetadata:
-        item_metadata = {"w": jnp.ones(2)}
-
-    class NewerMetadata:
-        metadata = {"w": jnp.ones(2)}
-
-    for saved in (StepMetadata(), NewerMetadata()):
-        optax_mp.check_checkpoint(saved, {"w": jnp.ones(2)})
-        with pytest.raises(ValueError, match="would round"):
-            optax_mp.check_checkpoint(saved, {"w": jnp.ones(2, jnp.bfloat16)})
 
 
 # What does not.
@@ -196,27 +183,6 @@ def test_another_form_is_refused(case):
         optax_mp.check_checkpoint(without_types(saved), wanted)
 
 
-def test_a_few_leaves_of_each_kind_are_named_and_the_others_counted():
-    saved = {str(i): jnp.ones(i + 1) for i in range(9)}
-    wanted = {str(i): jnp.ones(1, jnp.bfloat16) for i in range(1, 15)}
-    with pytest.raises(ValueError, match="expected the same leaves") as error:
-        optax_mp.check_checkpoint(saved, wanted)
-    lines = str(error.value).splitlines()[1:-1]
-    assert [line.strip().split(": ")[0] for line in lines] == [
-        *(
-            f"['{i}'] was saved as float32[{i + 1}], the template expects bfloat16[1]"
-            for i in (1, 2, 3)
-        ),
-        "and 5 more like these",
-        *(
-            f"['{i}'] was not saved, the template expects bfloat16[1]"
-            for i in (10, 11, 12)
-        ),
-        "and 3 more like these",
-        "['0'] was saved as float32[1], the template has no such leaf",
-    ]
-
-
 @pytest.mark.slow
 def test_the_fix_in_the_message_works():
     """Restore in the old form, then convert: the run goes on with the same masters."""
@@ -270,19 +236,6 @@ def test_msgpack_of_flax_keeps_every_bit(name):
     empty = jax.tree.map(jnp.zeros_like, run)
     optax_mp.check_checkpoint(serialization.msgpack_restore(saved), empty)
     goes_on(name, run, serialization.from_bytes(empty, saved))
-
-
-def test_msgpack_of_flax_into_another_form_is_refused():
-    """The trap: flax itself takes whatever dtype and shape it finds."""
-    serialization = pytest.importorskip("flax.serialization")
-    state = masters.init(bf16_params)
-    saved = serialization.to_bytes(state)
-    narrow = {"w": bf16_params["w"][:1], "norm": bf16_params["norm"]}
-    for other in (split16.init(bf16_params), masters.init(narrow)):
-        restored = serialization.from_bytes(other, saved)
-        assert avals(restored.master_params) != avals(other.master_params)
-        with pytest.raises(ValueError, match=r"\.master_params\['w'\] was saved as fl"):
-            optax_mp.check_checkpoint(serialization.msgpack_restore(saved), other)
 
 
 @pytest.mark.parametrize("name", ["full copy", "split 16", "partition"])
@@ -380,20 +333,6 @@ def test_a_run_of_plain_adamw_goes_on_as_if_in_float32(storage, scaled):
         bare = optax_mp.convert_opt_state(state, params, tx, adamw)
         assert as_bits(bare) == as_bits(wanted_state)
     assert int(optax.tree.get(state, "count")) == 10
-
-
-@pytest.mark.parametrize(
-    ("saved", "template"),
-    [
-        (jnp.float32(1.5), 3),
-        (2.5, jnp.int32(3)),
-        (jnp.int32(3), 2.5),
-        (True, 1),
-    ],
-)
-def test_a_number_of_another_kind_is_refused(saved, template):
-    with pytest.raises(ValueError, match=r"\['x'\] was saved as .* kind of number"):
-        optax_mp.check_checkpoint({"x": saved}, {"x": template})
 
 
 def test_numbers_and_boxes_of_the_same_kind_pass():

@@ -192,16 +192,6 @@ def test_a_state_of_something_else_is_an_error():
         optax_mp.convert_opt_state(state, params | {"w": params["w"][:3]}, tx, tx)
 
 
-def test_the_old_order_of_arguments_is_refused():
-    tx, params, state = start_of("split 16")
-    message = (
-        r"convert_opt_state: `params` is a GradientTransformationExtraArgs, expected "
-        r".* is now `convert_opt_state\(opt_state, params, from_tx, to_tx\)`"
-    )
-    with pytest.raises(TypeError, match=message):
-        optax_mp.convert_opt_state(state, tx, FORMS["full copy"](), params)
-
-
 def test_something_else_in_the_place_of_a_transformation_is_refused():
     tx, params, state = start_of("split 16")
     with pytest.raises(TypeError, match="convert_opt_state: `to_tx` is a dict"):

@@ -67,6 +67,17 @@ def test_a_leaf_of_one_axis_needs_no_more(target, tmp_path):
     assert row["temporaries, take_step"] <= 0.05, row
 
 
+@pytest.mark.parametrize("target", ["v5e", "h100"])
+def test_a_whole_training_step_needs_no_more_than_by_hand(target, tmp_path):
+    forms = "masters by hand;masters, take;5.1 bytes, loss scale, take"
+    options = "--targets", target, "--devices", "1", "--forms", forms
+    by_hand, ours, compact = rows_of("training_step.py", tmp_path, *options)
+    assert ours["peak GB"] <= 1.02 * by_hand["peak GB"]
+    assert compact["peak GB"] <= 0.6 * by_hand["peak GB"]
+    assert compact["kernels"] >= 5  # for each matrix one
+    assert {row["collectives"] for row in (by_hand, ours, compact)} == {"none"}
+
+
 def test_every_optimizer_has_a_kernel_on_a_tpu():
     support = pathlib.Path(__file__).parents[1] / "support"
     command = [sys.executable, str(support / "compiled_for_tpus.py")]

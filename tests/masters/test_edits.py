@@ -1,7 +1,5 @@
 """Params that the loop edits between steps: the edit is the new master."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,36 +196,6 @@ def test_a_train_state_trains_on_from_replaced_params():
     assert as_bits(state.params) == as_bits(fresh.params)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
-def test_the_cast_of_a_float32_tree_is_no_edit(dtype):
-    """Nor where it saturates, or rounds to a subnormal or to zero."""
-    extreme = [1e5, -500.0, 3e-6, 1e-9, -1e-30, 0.0, -0.0, 0.001953125, np.inf]
-    start = {"w": jnp.asarray(extreme + list(np.geomspace(1e-9, 300, 4096)))}
-    tx = optax_mp.mixed_precision(optax.sgd(0.0), param_dtype=dtype)
-    state = tx.init(start)
-    for cast in (
-        optax_mp.get_policy(f"p={dtype}").cast_to_param(start),
-        {"w": start["w"].astype(dtype)},  # overflows to infinity or NaN
-    ):
-        zeros = jax.tree.map(jnp.zeros_like, start)
-        _, after = step_of(tx)(cast, state, zeros)
-        assert as_bits(after.master_params) == as_bits(state.master_params)
-
-
-def test_a_finite_edit_is_followed_from_any_master():
-    pairs = itertools.product([2.0, 1.0, 0.0, 2.0**-24], [1.001, np.inf, np.nan, 1e6])
-    values, masters = np.float32(list(pairs)).T
-    tx = optax_mp.mixed_precision(optax.sgd(0.0))
-    state = tx.init({"w": jnp.ones(values.size, jnp.float16)})
-    state = state._replace(master_params={"w": jnp.asarray(masters)})
-    params = {"w": jnp.asarray(values, jnp.float16)}
-    after, state = step_of(tx)(params, state, {"w": jnp.zeros(values.size)})
-    is_kept = rounded(masters, np.float16).astype(np.float32) == values
-    want = np.where(is_kept, masters, values)
-    np.testing.assert_array_equal(state.master_params["w"], want)
-    np.testing.assert_array_equal(after["w"], params["w"])
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_no_step_is_taken_for_an_edit(dtype):
     """Masters stay those of bare float32 training, with steps of every size."""
@@ -318,7 +286,8 @@ def test_hyperparameters_in_16_bits_give_a_warning():
         optax_mp.dynamic_loss_scale(inject(optax.adam)),
     ):
         with pytest.warns(
-            optax_mp.MixedPrecisionWarning, match="in bfloat16, the dtype of the params"
+            optax_mp.MixedPrecisionWarning,
+            match="in bfloat16, in which b2=0.999 is 1.0",
         ):
             optax_mp.master_params(tx.init(params), params)
     # Made from the masters, they are float32.

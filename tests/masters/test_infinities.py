@@ -65,7 +65,6 @@ FORMS = {
     "float32 updates": lambda inner: mixed(inner, update_dtype="float32"),
     "updates like params": lambda inner: mixed(inner, update_dtype="params"),
 }
-A_FEW = {"full copies", "5.1 bytes", "trees", "stochastic rounding", "link, split"}
 
 
 def params_in(dtype, values=VALUES):
@@ -146,37 +145,6 @@ def test_an_infinite_master_makes_its_param_infinite(form, jitted, dtype):
         assert (np.isinf(masters) == ~is_finite).all()
 
 
-@mostly_slow(
-    ("dtype", "jitted"),
-    itertools.product(["float8_e5m2", "float8_e4m3fn"], [True, False]),
-    lambda dtype, jitted: jitted,
-)
-def test_float8_params_are_infinite_if_their_dtype_has_infinities(dtype, jitted):
-    tx = mixed(optax.sgd(1e38), update_dtype="params")
-    values = VALUES if dtype == "float8_e5m2" else [1.0] * 6
-    params = params_in(dtype, values)
-    grads = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
-    after, _ = take_steps(tx, params, grads, jitted=jitted)
-    assert as_bits(after["mask"]) == as_bits(params["mask"])
-    grads["mask"] += 100.0
-    after, state = take_steps(tx, params_in(dtype, [1.0] * 6), grads, jitted=jitted)
-    end = -INF if dtype == "float8_e5m2" else -448.0
-    np.testing.assert_array_equal(np.asarray(after["mask"], np.float32), end)
-    np.testing.assert_array_equal(state.master_params["mask"], -INF)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("x64")
-def test_infinite_float32_params_of_float64_masters_stay():
-    params = params_in("float32")
-    tx = mixed(adam, master_dtype="float64")
-    grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    after, state = take_steps(tx, params, grads)
-    assert as_bits(after["mask"]) == as_bits(params["mask"])
-    assert state.master_params["mask"].dtype == jnp.float64
-    np.testing.assert_array_equal(state.master_params["mask"], params["mask"])
-
-
 RULES = {
     "decay": lambda: optax.adamw(1e-2, weight_decay=0.1),
     "decay of 0": lambda: optax.adamw(1e-2, weight_decay=0.0),
@@ -235,131 +203,7 @@ def test_a_param_that_is_set_to_infinity_stays_until_it_is_cast_anew(jitted):
     np.testing.assert_array_equal(np.asarray(anew, np.float32)[:3], 1.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "storage",
-    [optax_mp.FullCopy(), optax_mp.Split(16), optax_mp.Split(8), TwoBfloat16()],
-)
-def test_infinite_masters_are_replaced_and_converted(storage):
-    bare = optax.sgd(1e-2, momentum=0.9)
-    tx = mixed(bare, storage=storage)
-    params = params_in("bfloat16")
-    masters = jax.tree.map(lambda p: p.astype(jnp.float32) * 1.0005, params)
-    state = optax_mp.replace_master_params(tx.init(params), params, masters)
-    want = np.asarray(masters["mask"])
-    found = optax_mp.master_params(state, params)["mask"]
-    np.testing.assert_allclose(found, want, rtol=2.0**-15)
-    there = optax_mp.convert_opt_state(state, params, tx, mixed(bare))
-    np.testing.assert_array_equal(there.master_params["mask"], found)
-    back = optax_mp.convert_opt_state(there, params, mixed(bare), tx)
-    assert as_bits(back) == as_bits(state)
-    # From a run in float32, with an infinity among its weights.
-    state = optax_mp.convert_opt_state(
-        bare.init(masters),
-        masters,
-        bare,
-        mixed(bare, storage=storage, param_dtype="bf16"),
-    )
-    params = optax_mp.get_policy("bf16").cast_to_param(masters)
-    found = optax_mp.master_params(state, params)["mask"]
-    np.testing.assert_allclose(found, want, rtol=2.0**-15)
-
-
-@mostly_slow("bad", [INF, np.nan], lambda bad: bad == INF)
-def test_a_finite_master_of_an_infinite_param_is_refused_where_both_are_the_master(bad):
-    """`cast_floating` of 1e6 to float16 would be such a param."""
-    params = params_in("float16", [1.0] * 6)
-    state = split(16, adam).init(params)
-    masters = {**params, "mask": jnp.full((4, 6), 1e6)}
-    params["mask"] = jnp.full((4, 6), bad, jnp.float16)
-    message = r"is not this master rounded, .*`new_params = policy.cast_to_param\(new_m"
-    with pytest.raises(ValueError, match=message):
-        optax_mp.replace_master_params(state, params, masters)
-    params = optax_mp.get_policy("f16").cast_to_param(masters)
-    state = optax_mp.replace_master_params(state, params, masters)
-    found = optax_mp.master_params(state, params)["mask"]
-    np.testing.assert_allclose(found, 65520, atol=1)
-
-
-def test_policies_keep_infinities():
-    x = jnp.array([INF, -INF, 1e30, jnp.nan])
-    for name, end in (("f16", 65504.0), ("bf16", np.float32(jnp.bfloat16(1e30)))):
-        found = optax_mp.get_policy(name).cast_to_param(x)
-        np.testing.assert_array_equal(np.float32(found), [INF, -INF, end, np.nan])
-
-
 # What it costs
 
 
-@mostly_slow(
-    "form",
-    ["full copies", "stochastic rounding", "float32 updates", "updates like params"],
-    lambda form: form == "full copies",
-)
-def test_a_step_needs_no_memory_beside_params_and_state(form):
-    tx = FORMS[form](adam)
-    params = {"w": jnp.ones((512, 512), jnp.bfloat16)}
-    grads = {"w": jnp.ones((512, 512))}
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = jax.eval_shape(tx.init, params)
-    compiled = (
-        jax.jit(step, donate_argnums=(0, 1)).lower(params, state, grads).compile()
-    )
-    # Not even of a bool for each weight.
-    assert compiled.memory_analysis().temp_size_in_bytes < params["w"].size / 4
-
-
 # A model
-
-
-@pytest.mark.slow
-def test_an_equinox_module_with_a_mask_of_minus_infinity_trains():
-    eqx = pytest.importorskip("equinox")
-
-    class Attention(eqx.Module):
-        query: jax.Array
-        value: jax.Array
-        mask: jax.Array  # not trained, but one of the leaves
-
-        def __call__(self, x):
-            scores = x @ self.query @ x.T + jax.lax.stop_gradient(self.mask)
-            return jax.nn.softmax(scores) @ x @ self.value
-
-    keys = jax.random.split(jax.random.key(0), 3)
-    model = Attention(
-        query=jax.random.normal(keys[0], (8, 8)) / 8,
-        value=jax.random.normal(keys[1], (8, 8)) / 8,
-        mask=jnp.where(jnp.tri(6, dtype=bool), 0.0, -INF),
-    )
-    x = jax.random.normal(keys[2], (6, 8))
-
-    def loss(model):
-        return jnp.mean((model(x) - x[::-1]) ** 2)
-
-    def train(tx, model):
-        state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-
-        @eqx.filter_jit
-        def step(model, state):
-            value, grads = optax_mp.value_and_grad(loss)(state, model)
-            params = eqx.filter(model, eqx.is_inexact_array)
-            updates, state = tx.update(grads, state, params)
-            return eqx.apply_updates(model, updates), state, value
-
-        losses = []
-        for _ in range(20):
-            model, state, value = step(model, state)
-            losses.append(float(value))
-        return model, losses
-
-    _, want = train(optax.adam(1e-2), model)
-    low = optax_mp.cast_floating(model, "bfloat16")
-    tx = optax_mp.mixed_precision(optax.adam(1e-2), update_dtype="params")
-    trained, losses = train(tx, low)
-    assert as_bits(trained.mask) == as_bits(low.mask)
-    assert want[-1] < 0.9 * want[0]
-    np.testing.assert_allclose(losses, want, rtol=0.02)

@@ -83,27 +83,12 @@ def test_params_that_are_not_the_new_masters_are_refused():
         optax_mp.replace_master_params(state, PARAMS, LOADED)
 
 
-def test_replaced_masters_share_no_buffer_with_what_was_given():
-    state = wrapped("alone").init(PARAMS)
-    state = optax_mp.replace_master_params(state, CAST, LOADED)
-    given = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(LOADED)}
-    held = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)}
-    assert not given & held
-
-
 def test_reading_and_replacing_work_under_jit():
     tx = wrapped("chain")
     state = tx.init(PARAMS)
     replaced = jax.jit(optax_mp.replace_master_params)(state, PARAMS, LOADED)
     masters = jax.jit(optax_mp.master_params)(replaced, PARAMS)
     assert as_bits(masters["a"]) == as_bits(LOADED["a"])
-
-
-def test_half_precision_weights_can_be_loaded():
-    state = wrapped("alone").init(PARAMS)
-    half = optax_mp.cast_floating(LOADED, "bf16")
-    state = optax_mp.replace_master_params(state, CAST, half)
-    assert state.master_params["a"].dtype == jnp.float32
 
 
 WITHOUT_MASTERS = {
@@ -152,7 +137,9 @@ def test_masters_cannot_be_replaced_without_any():
 ])  # fmt: skip
 def test_what_is_no_state_is_an_error(access):
     tx = wrapped("alone")
-    with pytest.raises(TypeError, match="`opt_state` is a .*, expected its state"):
+    with pytest.raises(
+        TypeError, match="`opt_state` is a .*, expected an optimizer state"
+    ):
         access(tx, PARAMS)
     with pytest.raises(
         TypeError, match="is an optimizer state, .*expected the state f"
@@ -170,21 +157,11 @@ def test_params_of_another_model_are_an_error():
         optax_mp.replace_master_params(state, PARAMS, others)
 
 
-@pytest.mark.parametrize(
-    ("new", "error", "message"),
-    [
-        (
-            jnp.ones(4),
-            ValueError,
-            r"\['a'\] is float32\[4\], expected the shape of .*\[3\]",
-        ),
-        (jnp.arange(3), TypeError, r"\['a'\] is int32\[3\], expected a floating array"),
-        (None, TypeError, r"\['a'\] is NoneType, expected a floating array"),
-    ],
-)
-def test_new_masters_that_do_not_fit_are_named(new, error, message):
+@pytest.mark.parametrize("new", [jnp.ones(4), jnp.arange(3), None])
+def test_new_masters_that_do_not_fit_are_named(new):
     state = wrapped("alone").init(PARAMS)
-    with pytest.raises(error, match=message):
+    message = r"\['a'\] is \w+\S*, expected a floating array of the shape of .*\[3\]"
+    with pytest.raises(ValueError, match=message):
         optax_mp.replace_master_params(state, PARAMS, LOADED | {"a": new})
 
 

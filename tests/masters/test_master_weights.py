@@ -10,7 +10,7 @@ import optax
 import pytest
 from comparison import as_bits, avals
 from forced_devices import run_on
-from reference import adamw_step, rounded, smallest_landing
+from reference import rounded, smallest_landing
 
 import optax_mp
 
@@ -118,33 +118,6 @@ def test_a_finite_master_never_makes_a_param_infinite(dtype):
     np.testing.assert_array_equal(np.abs(got) <= largest, True)
     if dtype != "bfloat16":
         np.testing.assert_array_equal(np.abs(got[:4]), largest)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
-def test_a_step_from_end_to_end_of_the_range_stays_finite(dtype):
-    largest = jnp.finfo(dtype).max
-    param = jnp.array([largest, -largest], dtype)
-    target = -np.asarray(param).astype(np.float32)
-    got, _ = sgd_to(target, param, update_dtype="params")
-    assert np.isfinite(np.asarray(got).astype(np.float32)).all()
-
-
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_float8_params_follow_their_masters(dtype):
-    tx = optax_mp.mixed_precision(optax.adam(1e-2), update_dtype="params")
-    params = {"w": jnp.linspace(-1, 1, 101).astype(dtype)}
-    state = tx.init(params)
-    step = jax.jit(tx.update)
-    for i in range(200):
-        grads = {"w": jax.random.normal(jax.random.key(i), (101,))}
-        updates, state = step(grads, state, params)
-        assert updates["w"].dtype == dtype
-        params = optax.apply_updates(params, updates)
-    got = np.asarray(params["w"]).astype(np.float32)
-    want = rounded(state.master_params["w"], dtype).astype(np.float32)
-    # The sum of two 8-bit floats rounds: a few elements miss by a unit for one step.
-    assert np.mean(got != want) < 0.05
-    np.testing.assert_allclose(got, want, rtol=0.26, atol=0.02)
 
 
 @pytest.mark.parametrize(
@@ -283,102 +256,10 @@ def test_masters_keep_the_bits_of_float32_weights(param_dtype):
     assert as_bits(masters) == as_bits(want)
 
 
-def test_a_plain_param_dtype_holds_for_every_floating_leaf():
-    tx = optax_mp.mixed_precision(optax.adam(1e-3), param_dtype="float16")
-    state = tx.init(PRETRAINED | {"step": jnp.arange(2)})
-    assert as_bits(state.master_params["kernel"]) == as_bits(PRETRAINED["kernel"])
-    assert len(jax.tree.leaves(state.master_params)) == 2
-
-
-def test_numpy_params_are_params():
-    params = {"w": np.ones(3, jnp.bfloat16), "own": np.ones(3, np.float32)}
-    tx = optax_mp.mixed_precision(optax.adam(1e-2))
-    updates, state = tx.update(params, tx.init(params), params)
-    assert as_bits(optax.apply_updates(params, updates)) != as_bits(params)
-
-
-def test_weakly_typed_params_keep_the_state_stable():
-    params = {"weak": jnp.asarray(1.0), "w": jnp.ones(2, jnp.bfloat16)}
-    assert params["weak"].weak_type
-    tx = optax_mp.mixed_precision(optax.adam(1e-2))
-    state = tx.init(params)
-    grads = {"weak": jnp.float32(1), "w": jnp.ones(2)}
-    _, after = tx.update(grads, state, params)
-    assert avals(after) == avals(state)
-
-
-def test_bf16_masters_of_float8_params():
-    tx = optax_mp.mixed_precision(optax.sgd(0.1), "bf16", update_dtype="params")
-    params = {"w": jnp.ones(3, jnp.float8_e4m3fn), "own": jnp.ones(3, jnp.bfloat16)}
-    state = tx.init(params)
-    assert state.master_params["w"].dtype == jnp.bfloat16
-    assert state.master_params["own"] == optax.MaskedNode()
-    grads = jax.tree.map(jnp.ones_like, params)
-    updates, state = tx.update(grads, state, params)
-    np.testing.assert_array_equal(state.master_params["w"], jnp.bfloat16(0.9))
-
-
-def test_policies_make_params_that_masters_can_follow():
-    """Weights over the range of the param dtype saturate, as round(master) does."""
-    policy = optax_mp.get_policy("e4m3fn")
-    tx = optax_mp.mixed_precision(
-        optax.sgd(0.0), param_dtype=policy, update_dtype="params"
-    )
-    weights = {"w": jnp.array([1000.0, -1e6, 1.0])}
-    params = policy.cast_to_param(weights)
-    updates, _ = tx.update({"w": jnp.zeros(3)}, tx.init(weights), params)
-    after = optax.apply_updates(params, updates)["w"]
-    assert as_bits(after) == as_bits(params["w"])
-    np.testing.assert_array_equal(np.asarray(after, np.float32), [448, -448, 1])
-
-
-def test_float64_updates_are_float64(x64):
-    tx = optax_mp.mixed_precision(optax.sgd(0.1), "f64", update_dtype="f64")
-    params = {"w": jnp.ones(3, jnp.bfloat16)}
-    updates, _ = tx.update(params, tx.init(params), params)
-    assert updates["w"].dtype == jnp.float64
-
-
-@pytest.mark.parametrize("grad_dtype", ["bfloat16", "float32"])
-def test_leaves_that_are_their_own_master_move_as_without_the_wrapper(grad_dtype):
-    upcast = optax.stateless(lambda g, _: optax.tree.cast(g, jnp.float32))
-    params = {"low": jnp.ones(1000, jnp.bfloat16), "own": jnp.ones(1000)}
-    for inner in (optax.adamw(1e-2), optax.sgd(1e-2), optax.rmsprop(1e-2)):
-        results = []
-        for tx, start in (
-            (optax.chain(upcast, inner), optax.tree.cast(params, jnp.float32)),
-            (optax_mp.mixed_precision(inner), params),
-        ):
-
-            @jax.jit
-            def step(params, state, grads, tx=tx):
-                updates, state = tx.update(grads, state, params)
-                return optax.apply_updates(params, updates), state
-
-            carry = (start, tx.init(start))
-            for key in jax.random.split(jax.random.key(0), 20):
-                noise = jax.random.normal(key, (1000,))
-                grads = {"low": noise.astype(grad_dtype), "own": noise * 2}
-                carry = step(*carry, grads)
-            results.append(carry)
-        (bare, bare_state), (ours, state) = results
-        assert as_bits(state.master_params["low"]) == as_bits(bare["low"])
-        assert as_bits(state.inner_state) == as_bits(bare_state[1])
-        if grad_dtype == "bfloat16":
-            assert as_bits(ours["own"]) == as_bits(bare["own"])
-        else:
-            # Float32 gradients may carry the mark of a skipped step. The updates then
-            # leave a `lax.cond` rounded, and are not contracted with the sum: half a
-            # unit a step.
-            atol = 20 * 2.0**-24 * np.abs(bare["own"]).max()
-            np.testing.assert_allclose(ours["own"], bare["own"], rtol=0, atol=atol)
-
-
 FLOAT64 = {
     "master_dtype": {"master_dtype": jnp.float64},
     "update_dtype": {"update_dtype": "float64"},
-    "param_dtype": {"param_dtype": np.float64},
-    r"param_dtype` for \['w'\]": {"param_dtype": optax_mp.get_policy("f64")},
+    r"param_dtype` for \['w'\]": {"param_dtype": np.float64},
 }
 
 
@@ -398,47 +279,6 @@ def test_float64_without_x64_is_an_error_at_init_and_update(name):
     for update in (tx.update, jax.jit(tx.update)):
         with pytest.raises(ValueError, match=message):
             update(start, state, start)
-
-
-def test_x64_is_asked_for_when_a_dtype_is_used(x64):
-    """A script may build the optimizer first."""
-    jax.config.update("jax_enable_x64", False)
-    tx = optax_mp.mixed_precision(optax.sgd(0.1), jnp.float64)
-    params = {"w": jnp.ones(3)}
-    jax.config.update("jax_enable_x64", True)
-    state = tx.init(params)
-    assert state.master_params["w"].dtype == jnp.float64
-    jax.config.update("jax_enable_x64", False)
-    with pytest.raises(ValueError, match="`master_dtype` is float64, but JAX's 64-bit"):
-        tx.update(params, state, params)
-
-
-def test_numpy_float64_params_without_x64_are_float32():
-    params = {"w": np.ones(3)}
-    for declared in (None, lambda _, leaf: leaf.dtype):
-        tx = optax_mp.mixed_precision(optax.sgd(0.1), param_dtype=declared)
-        assert tx.init(params).master_params["w"] == optax.MaskedNode()
-
-
-def test_adamw_against_numpy():
-    """Not against optax, which the package runs: the formula itself, in float64."""
-    rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.normal(size=50), jnp.bfloat16)}
-    tx = optax_mp.mixed_precision(optax.adamw(1e-2))
-    state = tx.init(params)
-    weight = np.asarray(params["w"]).astype(np.float64)
-    mu = nu = np.zeros(50)
-    for count in range(1, 101):
-        grad = np.asarray(rng.normal(size=50), np.float32)
-        updates, state = tx.update({"w": jnp.asarray(grad)}, state, params)
-        params = optax.apply_updates(params, updates)
-        mu, nu, weight = adamw_step(
-            grad.astype(np.float64), mu, nu, weight, count, 1e-2
-        )
-    np.testing.assert_allclose(state.master_params["w"], weight, rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(
-        np.asarray(params["w"]), rounded(state.master_params["w"], jnp.bfloat16)
-    )
 
 
 # Errors: each names the leaf or argument, what was expected, and the fix.
@@ -486,7 +326,7 @@ W = r"\['layer'\]\['w'\]"
         ),
         (
             {"params": with_leaf(PARAMS, jnp.ones(3, jnp.int32))},
-            rf"ValueError: .* param {W} is int32\[3\], but has a float32 master since",
+            rf"ValueError: .* param {W} is int32\[3\], but its master is float32\[3\], ",
         ),
         (
             {"params": with_leaf(PARAMS, jnp.ones(3, jnp.float16)), "param_dtype": "bf16"},
@@ -494,11 +334,11 @@ W = r"\['layer'\]\['w'\]"
         ),
         (
             {"grads": with_leaf(GRADS, jnp.ones(4))},
-            rf"ValueError: .* gradient of {W} is float32\[4\], expected the shape .*\[3\]",
+            rf"ValueError: .* gradient of {W} is float32\[4\], expected the same shape .*\[3\]",
         ),
         (
             {"grads": with_leaf(GRADS, jnp.ones((2, 3)))},
-            rf"ValueError: .* gradient of {W} is float32\[2,3\], .*expected the shape of",
+            rf"ValueError: .* gradient of {W} is float32\[2,3\], .*expected the (same )?shape",
         ),
         (
             {"grads": with_leaf(GRADS, jnp.ones(3, jnp.int32))},
@@ -540,7 +380,9 @@ def test_what_does_not_fit_is_named(given, message):
 def test_an_integer_param_with_a_gradient_is_named():
     params = {"i": jnp.arange(3)}
     tx = optax_mp.mixed_precision(optax.adam(1e-2))
-    message = r"gradient of \['i'\] is float32\[3\], but the param is int32\[3\], which"
+    message = (
+        r"gradient of \['i'\] is float32\[3\], expected None or .* param int32\[3\]"
+    )
     with pytest.raises(TypeError, match=message):
         tx.update({"i": jnp.ones(3)}, tx.init(params), params)
 
@@ -567,42 +409,6 @@ def test_an_integer_param_with_a_gradient_is_named():
 def test_wrong_settings_are_named_before_anything_runs(settings, error, message):
     with pytest.raises(error, match=message):
         optax_mp.mixed_precision(optax.sgd(0.1), **settings)
-
-
-def test_a_param_dtype_function_that_says_nonsense_is_named_with_the_leaf():
-    tx = optax_mp.mixed_precision(optax.sgd(0.1), param_dtype=lambda path, leaf: "int8")
-    with pytest.raises(ValueError, match=rf"`param_dtype` for {W} is 'int8', expected"):
-        tx.init(PARAMS)
-
-
-def test_a_state_of_another_transform_is_named():
-    tx = optax_mp.mixed_precision(optax.adam(1e-2))
-    with pytest.raises(
-        TypeError, match="`state` is a tuple .*expected the MixedPrecisio"
-    ):
-        tx.update(GRADS, optax.adam(1e-2).init(PARAMS), PARAMS)
-
-
-def test_forgetting_to_cast_the_params_is_named():
-    tx = optax_mp.mixed_precision(optax.sgd(0.1), param_dtype="bf16")
-    message = r"\['w'\] is float32\[2\], expected bfloat16 as `param_dtype` says; cast"
-    with pytest.raises(ValueError, match=message):
-        tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}), {"w": jnp.ones(2)})
-
-
-@pytest.mark.parametrize("inner", [optax.adam, None, 1e-3])
-def test_inner_must_be_a_transformation(inner):
-    with pytest.raises(TypeError, match="`inner` is a .*call its factory first"):
-        optax_mp.mixed_precision(inner)
-
-
-def test_a_failed_update_changes_nothing():
-    tx = optax_mp.mixed_precision(optax.adam(1e-2))
-    state = tx.init(PARAMS)
-    before = as_bits((state, PARAMS))
-    with pytest.raises(ValueError, match="expected the shape"):
-        tx.update(with_leaf(GRADS, jnp.ones(4)), state, PARAMS)
-    assert as_bits((state, PARAMS)) == before
 
 
 SHARDED = """
@@ -654,47 +460,11 @@ def test_params_as_wide_as_narrow_masters_are_their_own(master_dtype, param_dtyp
     assert state.master_params["w"] == optax.MaskedNode()
 
 
-@pytest.mark.parametrize("master_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(
-    "params", [{}, {"n": jnp.arange(3)}, {"n": None, "key": jax.random.key(0)}]
-)
-def test_trees_without_floating_leaves_have_no_masters(master_dtype, params):
-    tx = optax_mp.mixed_precision(optax.adam(1.0), master_dtype)
-    grads = jax.tree.map(lambda _: None, params)
-    updates, state = tx.update(grads, tx.init(params), params)
-    assert not any(map(jnp.any, jax.tree.leaves((updates, state.master_params))))
-
-
-def test_a_group_without_narrower_leaves_has_no_masters():
-    """Also a group of integers, and one of nothing."""
-    params = {
-        "wide": [jnp.ones(4, jnp.bfloat16), jnp.ones(2)],
-        "narrow": jnp.ones(4, jnp.float8_e5m2),
-        "count": jnp.int32(1),
-    }
-    tx = optax.partition(
-        {
-            name: optax_mp.mixed_precision(
-                optax.sgd(1.0), "bfloat16", update_dtype="params"
-            )
-            for name in (*params, "nothing")
-        },
-        {"wide": "wide", "narrow": "narrow", "count": "count"},
-    )
-    grads = {**jax.tree.map(lambda p: p / 4, params), "count": None}
-    for update in (tx.update, jax.jit(tx.update)):
-        state = tx.init(params)
-        updates, state = update(grads, state, params)
-        masters = [x.inner_state.master_params for x in state.inner_states.values()]
-        assert [x.dtype for x in jax.tree.leaves(masters)] == [jnp.bfloat16]
-        new = optax.apply_updates(params, {**updates, "count": jnp.int32(0)})
-        for leaf in jax.tree.leaves((new["wide"], new["narrow"])):
-            np.testing.assert_array_equal(np.asarray(leaf, np.float32), 0.75)
-
-
-def test_a_policy_in_the_place_of_a_dtype_is_an_error_that_says_where_it_goes():
-    policy = optax_mp.get_policy("p=bf16")
-    with pytest.raises(ValueError, match="is a Policy .*mixed_precision` as `param_d"):
-        optax_mp.mixed_precision(optax.sgd(1.0), policy)
-    with pytest.raises(ValueError, match="is a Policy .*`policy.cast_to_param"):
-        optax_mp.cast_floating({"w": jnp.ones(1)}, policy)
+def test_weakly_typed_params_keep_the_state_stable():
+    params = {"weak": jnp.asarray(1.0), "w": jnp.ones(2, jnp.bfloat16)}
+    assert params["weak"].weak_type
+    tx = optax_mp.mixed_precision(optax.adam(1e-2))
+    state = tx.init(params)
+    grads = {"weak": jnp.float32(1), "w": jnp.ones(2)}
+    _, after = tx.update(grads, state, params)
+    assert avals(after) == avals(state)

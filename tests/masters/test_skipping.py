@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparison import as_bits, avals
+from comparison import as_bits
 from own_storages import TwoBfloat16
 from slow_cases import mostly_slow
 
@@ -108,38 +108,6 @@ def test_behind_a_link_that_is_made_at_every_call_nothing_moves(jitted):
     updates, after = update(grads, state, params)
     assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
     assert as_bits(after[1]) == as_bits(state[1])
-
-
-def test_a_restored_link_may_have_numpy_scalars():
-    tx = optax.chain(optax_mp.static_loss_scale(), mixed())
-    params, (link, state) = start(tx, PARAMS, tx.update)
-    link = jax.tree.map(lambda x: np.asarray(x)[()], link)
-    grads = scaled_gradients(params, 1.0, np.nan)
-    updates, (_, after) = tx.update(grads, (link, state), params)
-    assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
-    assert as_bits(after) == as_bits(state)
-
-
-@pytest.mark.parametrize("value", [0, 0.0, False, True])
-def test_a_plain_number_of_a_rule_is_chosen_like_an_array(value):
-    rule = optax.GradientTransformation(
-        lambda _: {"count": jnp.int32(5), "reset": jnp.float32(3)},
-        lambda updates, state, _: (
-            jax.tree.map(lambda _: -0.5, updates),
-            {"count": state["count"] + 1, "reset": value},
-        ),
-    )
-    tx = optax_mp.dynamic_loss_scale(rule)
-    params = {"w": jnp.float32(1)}
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    updates, after = update({"w": jnp.float32(np.nan)}, state, params)
-    assert float(updates["w"]) == 0 and np.signbit(updates["w"])
-    assert as_bits(after.inner_state) == as_bits(state.inner_state)
-    updates, after = update({"w": jnp.float32(2.0**16)}, state, params)
-    assert float(updates["w"]) == -0.5
-    assert avals(after) == avals(state)
-    assert float(after.inner_state["reset"]) == value
 
 
 @mostly_slow(

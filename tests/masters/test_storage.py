@@ -1,10 +1,7 @@
 """Storages of a user's own, in every function; and what is refused as no storage."""
 
-import concurrent.futures
-import copy
 import dataclasses
 import pickle
-import time
 import types
 
 import jax
@@ -187,51 +184,11 @@ def test_checkpoints_are_checked_and_pickled(storage):
 
 
 @ALL
-def test_structures_of_states_are_pickled(storage):
-    """As users of `jax.experimental.serialize_executable` do."""
-    state = mixed(storage).init(OF_BFLOAT16)
-    structure = jax.tree.structure(state)
-    for protocol in (2, pickle.HIGHEST_PROTOCOL):
-        assert pickle.loads(pickle.dumps(structure, protocol)) == structure
-    assert copy.deepcopy(structure) == structure
-
-
-@ALL
 def test_optax_finds_states_by_the_name_of_their_type(storage):
     state = (optax.EmptyState(), mixed(storage).init(OF_BFLOAT16))
     found = optax.tree_utils.tree_get(state, "MixedPrecisionState")
     assert found is state[1]
     assert repr(found).startswith(f"MixedPrecisionState[{storage}](master_params=")
-
-
-def test_a_storage_has_one_type_of_state_in_all_threads():
-    class Slow(Negated):
-        def __hash__(self):
-            time.sleep(0.001)
-            return 7
-
-        def __eq__(self, other):
-            time.sleep(0.001)
-            return type(self) is type(other)
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        made = pool.map(lambda _: mixed(Slow()).init(OF_BFLOAT16), range(8))
-    assert len({type(state) for state in made}) == 1
-
-
-@pytest.mark.slow
-@OWN
-def test_it_goes_with_low_bit_states_and_vmap(storage):
-    tx = mixed(storage, optax_mp.low_bit_state(adam, min_size=1))
-    params = {"w": jnp.ones((2, 4, 64), jnp.bfloat16)}
-    grads = {"w": jax.random.normal(jax.random.key(0), (2, 4, 64))}
-    state = jax.vmap(tx.init)(params)
-    _, mapped = jax.vmap(tx.update)(grads, state, params)
-    for i in range(2):
-        own = jax.tree.map(lambda x, i=i: x[i], (grads, state, params))
-        assert as_bits(tx.update(*own)[1]) == as_bits(
-            jax.tree.map(lambda x, i=i: x[i], mapped)
-        )
 
 
 # What is no storage.
@@ -246,14 +203,6 @@ def test_a_missing_method_is_named_at_construction(missing):
     )
     with pytest.raises(TypeError, match=f"which has no `{missing}`; expected a stor"):
         mixed(partial)
-
-
-def test_all_that_is_missing_is_named():
-    message = "`storage` is 'full', which has no `takes`, .*`advance`, `param_is_part`"
-    with pytest.raises(TypeError, match=message):
-        mixed("full")
-    with pytest.raises(TypeError, match="is the class Negated, .*call the class first"):
-        mixed(Negated)
 
 
 def test_a_storage_that_is_not_hashable_is_refused():
@@ -292,35 +241,6 @@ def test_what_encode_returns_is_checked_at_init(shown):
 
     with pytest.raises(TypeError, match=f"`encode` of the storage .* returned {shown}"):
         mixed(Odd()).init({"w": PARAMS["w"]})
-
-
-def test_what_encode_returns_twice_or_with_weak_types_is_stored_in_arrays_of_its_own():
-    class Twice(Negated):
-        def encode(self, master, param):
-            return master, master, jnp.broadcast_to(jnp.asarray(1.0), master.shape)
-
-        def decode(self, stored, param):
-            return stored[0]
-
-        def advance(self, stored, param, master):
-            return self.encode(master, param), master
-
-    tx = mixed(Twice())
-    params = jax.tree.map(jnp.copy, PARAMS)
-    state = tx.init(params)
-    expected = avals(state)
-    _, state = jax.jit(tx.update, donate_argnums=1)(gradients(0), state, params)
-    assert avals(state) == expected
-
-
-def test_a_storage_may_take_one_rare_dtype_alone():
-    class OfRare(Negated):
-        def takes(self, param_dtype, master_dtype):
-            return param_dtype == jnp.float8_e4m3b11fnuz
-
-    params = {"w": jnp.ones(3, jnp.float8_e4m3b11fnuz)}
-    state = mixed(OfRare()).init(params)
-    assert optax_mp.master_params(state, params)["w"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize(

@@ -83,19 +83,6 @@ def test_another_figure_in_a_result_is_another_figure_on_the_page(script):
     assert "to +7.000 nats at the rates" in rendered(script, records)
 
 
-def test_a_limit_that_is_not_kept_is_shown(script):
-    records = script("evidence").read_records()
-    before = rendered(script, records).count("**no**")
-    row = script("record").row_of(
-        records["optimizer_step"],
-        "16.8M weights in 4 leaves",
-        "mixed_precision, bf16, bf16 gradients",
-    )
-    assert round(row["temporaries"], 2) <= 0
-    row["temporaries"] = 1
-    assert rendered(script, records).count("**no**") == before + 1
-
-
 def test_every_result_is_on_the_page_with_command_date_and_machine(script):
     page = PAGE.read_text(encoding="utf-8")
     for name, record in script("evidence").read_records().items():
@@ -130,18 +117,6 @@ def test_results_are_as_their_scripts_write_them(script, tmp_path):
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", found.date)
         assert re.match(r"\d+ CPU cores|\d+ x |no machine: ", found.machine)
         assert found.versions and all(found.tables.values())
-
-
-def test_tables_have_a_column_for_each_key_and_blanks(script):
-    record = script("record")
-    rows = [
-        {"form": "a", "ratio": 1.0, "losses": [1.0]},
-        {"form": "b", "bytes": 12345, "8": [1234.5, 0.02615]},
-    ]
-    assert record.as_markdown(rows) == (
-        "| form | ratio | bytes | 8 |\n|---|---|---|---|\n"
-        "| a | 1.00 |  |  |\n| b |  | 12,345 | 1,234, 0.026 |"
-    )
 
 
 def test_the_planner_gives_the_figures_of_the_page(run, script):
@@ -195,20 +170,6 @@ def of(row):
     return row["library"], row["model"], row["dtype"]
 
 
-def test_the_benchmark_of_libraries_leaves_out_what_is_not_installed(
-    script, monkeypatch, capsys
-):
-    libraries, models = script("libraries"), script("library_models")
-
-    def build():
-        return importlib.import_module("a_library_that_nobody_has")
-
-    missing = models.Model("Missing", "missing", "network", build)
-    monkeypatch.setattr(libraries, "MODELS", (missing,))
-    assert libraries.measure_all("") == []
-    assert "Left out: Missing, network: No module" in capsys.readouterr().out
-
-
 def test_checks_of_a_report_are_counted_by_area_and_by_optimizer(script, tmp_path):
     conformance = script("conformance")
     report = tmp_path / "report.xml"
@@ -219,49 +180,6 @@ def test_checks_of_a_report_are_counted_by_area_and_by_optimizer(script, tmp_pat
     assert [row for row in areas if sum(row)] == [[2, 2, 0, 1], [0, 0, 1, 0]]
     (row,) = conformance.by_check(outcomes, cases)
     assert list(row.values()) == ["it runs", 1, 4]
-
-
-def test_a_run_is_worse_from_where_it_stays_above_float32(script):
-    characters = script("characters")
-    flat = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]  # After 1, 25, 50, 75, 100 and 125 steps.
-    # Means over four points: two of them are not above by enough.
-    rising = [1.0, 1.0, 1.0, 1.0, 1.015, 1.015]
-    early = [1.01, 1.0, 1.0, 1.0, 1.0, 1.0]
-    assert characters.worse_from(rising, flat, 125) == "50"
-    assert characters.worse_from(early, flat, 125) == "-"
-    assert characters.worse_from([1.1] * 6, flat, 125) == "1"
-
-
-def test_a_later_run_adds_seeds_to_those_of_the_file(script):
-    characters = script("characters")
-
-    def result(name, losses, skipped=None):
-        form = characters.Form(name, "float16")
-        curves = [[loss, loss] for loss in losses]
-        return characters.Result(form, losses, curves, 12.0, 1.0, skipped)
-
-    first = characters.with_result(None, result("f16", [1.5], skipped=2), [1])
-    both = characters.with_result(first, result("f16", [2.0, 1.0], skipped=3), [2, 0])
-    assert both["seeds"] == [0, 1, 2] and both["losses"] == [1.0, 1.5, 2.0]
-    assert both["curve"] == [[1.0, 1.0], [1.5, 1.5], [2.0, 2.0]]
-    assert both["skipped"] == 5
-    # The reference has other seeds: only those that both have are compared.
-    reference = characters.with_result(None, result("float32", [0.5, 0.75]), [2, 1])
-    rows = {"float32": reference, "f16": both}
-    row = characters.compared(both, rows, 25)
-    assert row["above float32"] == (0.75 + 1.5) / 2
-    assert row["of each seed"] == "+0.750, +1.500"
-    assert row["loss"] == 1.5
-    assert characters.compared(reference, rows, 25)["above float32"] is None
-
-
-def test_numbers_outside_of_a_tolerance_are_counted(script):
-    comparisons = script("comparisons")
-    exact = {"a": [1.0, 10.0], "b": [0.0, -4.0]}
-    found = {"a": [1.2, 10.2], "b": [0.2, -4.2]}
-    assert comparisons.share_outside(found, exact, (0.0, 0.1)) == 1.0
-    assert comparisons.share_outside(found, exact, (0.03, 0.1)) == 0.5
-    assert comparisons.share_outside(found, exact, (0.0, 0.3)) == 0.0
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
 """The examples train as float32 does, and as mixed precision written by hand does."""
 
-import csv
 import functools
 import importlib.util
-import io
-import pickle
 from pathlib import Path
 
 import jax
@@ -277,50 +274,6 @@ def test_a_train_state_is_bit_for_bit_that_of_float32():
     assert as_bits(low.params) == as_bits(optax_mp.cast_floating(masters, "bf16"))
 
 
-def test_a_train_state_with_masters_is_pickled_and_serialized():
-    serialization = pytest.importorskip("flax.serialization")
-    module = example("flax_linen")
-    state, _ = module.train(*module.FORMS["float16"], module.data(3))
-    arrays = (state.step, state.params, state.opt_state)
-    assert as_bits(pickle.loads(pickle.dumps(arrays))) == as_bits(arrays)
-    fresh, _ = module.train(*module.FORMS["float16"], module.data(0))
-    assert as_bits(fresh) != as_bits(state)
-    read = serialization.from_bytes(fresh, serialization.to_bytes(state))
-    assert as_bits(read) == as_bits(state)
-    assert jax.tree.structure(read.opt_state) == jax.tree.structure(state.opt_state)
-
-
-@pytest.mark.parametrize("update_dtype", [None, "params"])
-def test_equinox_apply_updates_with_masters_is_bit_for_bit_float32(update_dtype):
-    eqx = equinox()
-    low = eqx.nn.Linear(4, 3, key=jax.random.key(0), dtype=jnp.bfloat16)
-    full = optax_mp.cast_floating(low, "float32")
-
-    @eqx.filter_jit
-    def step(model, grads, tx, opt_state, dtype=None):
-        updates, opt_state = tx.update(grads, opt_state, model)
-        model = eqx.apply_updates(model, updates)
-        return (optax_mp.cast_floating(model, dtype) if dtype else model), opt_state
-
-    bare = optax.adamw(0.1)
-    tx = optax_mp.mixed_precision(bare, update_dtype=update_dtype)
-    low_state, full_state = tx.init(low), bare.init(full)
-    cast_back = None if update_dtype else "bfloat16"
-    for grads in gradients(low, jnp.float32):
-        low, low_state = step(low, grads, tx, low_state, cast_back)
-        full, full_state = step(full, grads, bare, full_state)
-    masters = optax_mp.master_params(low_state, low)
-    assert as_bits(masters) == as_bits(full)
-    assert as_bits(low_state.inner_state) == as_bits(full_state)
-    rounded = optax_mp.cast_floating(masters, "bfloat16")
-    if update_dtype is None:
-        assert as_bits(low) == as_bits(rounded)
-    else:
-        # As the README has it: half a unit in the last place of the step.
-        assert low.weight.dtype == jnp.bfloat16
-        assert difference(low, rounded) <= 2**-9 * 0.2
-
-
 # NNX
 
 
@@ -359,24 +312,6 @@ def test_an_nnx_optimizer_is_bit_for_bit_that_of_float32():
     assert as_bits(masters) == as_bits(full)
     assert as_bits(opt_state.inner_state) == as_bits(full_state)
     assert as_bits(params) == as_bits(optax_mp.cast_floating(masters, "bf16"))
-
-
-def test_masters_survive_split_merge_and_update_of_nnx():
-    tx = optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(optax.adamw(0.1)))
-    run = nnx_run("float16", tx)
-    graph, state = nnx().split(run)
-    # A copy: `merge` of Flax 0.12 takes the Variables that it is given, those of `run`.
-    merged = nnx().merge(graph, jax.tree.map(lambda x: x, state))
-    assert merged[0].kernel is not run[0].kernel
-    updated = nnx_run("float16", tx, steps=0)
-    assert as_bits(nnx_trees(*updated)) != as_bits(nnx_trees(*run))
-    nnx().update(updated, nnx().state(run))
-    for model, optimizer in (run, merged, updated):
-        (grads,) = gradients(nnx().state(model, nnx().Param), jnp.float32, 1)
-        nnx_update(optimizer, model, grads)
-    expected = as_bits(nnx_trees(*run))
-    assert as_bits(nnx_trees(*merged)) == expected
-    assert as_bits(nnx_trees(*updated)) == expected
 
 
 # One script for every precision
@@ -418,34 +353,6 @@ def test_one_script_learns_as_float32_in_every_precision(precision):
     module, batch = example("any_precision"), example("any_precision").data(1, seed=1)
     full, low = (float(module.loss(run_in(x)[0], *batch)) for x in ("f32", precision))
     assert low == pytest.approx(full, rel=0.05)
-
-
-class Writer:
-    """The part of TensorBoard's `SummaryWriter` that is used."""
-
-    def __init__(self):
-        self.rows = []
-
-    def add_scalar(self, tag, value, step):
-        self.rows.append((tag, value, step))
-
-
-def test_metrics_are_written_as_csv_and_for_tensorboard():
-    module, file, writer = example("any_precision"), io.StringIO(newline=""), Writer()
-    loggers = module.to_csv(file), module.to_tensorboard(writer)
-    _, _, seen = run_in("f16", 12)
-    for logged in seen:
-        for log in loggers:
-            log(*logged)
-    rows = list(csv.DictReader(io.StringIO(file.getvalue())))
-    assert [int(row.pop("step")) for row in rows] == [0, 10]
-    read = [{name: float(value) for name, value in row.items()} for row in rows]
-    assert read == [scalars for _, scalars in seen]
-    assert writer.rows == [
-        (f"train/{name}", value, number)
-        for number, scalars in seen
-        for name, value in scalars.items()
-    ]
 
 
 @pytest.mark.slow
@@ -493,43 +400,12 @@ def test_frozen_weights_keep_every_bit(way):
     assert as_bits(params["adapters"]) != as_bits(example("lora").init()["adapters"])
 
 
-@pytest.mark.parametrize("way", LORA[1:])
-def test_adapters_are_the_same_in_each_way(way):
-    runs = [lora_run(each) for each in ("partition", way)]
-    first, second = (
-        optax_mp.master_params(state, params)["adapters"]
-        if each != "adapters only"
-        else optax_mp.master_params(state, params["adapters"])
-        for each, (params, state, _) in zip(("partition", way), runs, strict=True)
-    )
-    assert difference(first, second) < 1e-6
-    assert first["up"].dtype == jnp.float32
-
-
 def test_adapters_learn_the_change():
     losses = lora_run("adapters only", 150)[2]
     assert losses[-1] < 0.01 * losses[0]
 
 
 # Averages
-
-
-@pytest.mark.slow
-def test_the_params_of_schedule_free_to_evaluate_are_those_of_float32():
-    module = example("schedule_free")
-    params, opt_state, _ = short_run("schedule_free", "float16")
-    weights = module.eval_params(opt_state, params)
-    masters, *_ = run_by_hand("schedule_free", "float16")
-    state = opt_state.inner_state.inner_state
-    # x = y / b1 + z (1 - 1 / b1), of the masters.
-    by_hand = jax.tree.map(
-        lambda y, z: np.float64(y) / 0.9 + np.float64(z) * (1 - 1 / 0.9),
-        masters,
-        state.z,
-    )
-    assert difference(weights, by_hand) < 1e-5
-    of_params = optax.contrib.schedule_free_eval_params(state, params)
-    assert difference(of_params, by_hand) > 1e-4
 
 
 @functools.cache

@@ -65,6 +65,17 @@ def test_the_reference_lists_every_page():
     assert {page.stem for page in PAGES} <= set(listed)
 
 
+SHORT = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", SHORT, ids=lambda page: page.stem)
+def test_a_page_for_users_has_900_words_without_code(page):
+    text = re.sub(
+        r"```.*?```|<!--.*?-->|\]\(.*?\)", "", page.read_text(), flags=re.DOTALL
+    )
+    assert len(re.findall(r"[^\s|]*\w[^\s|]*", text)) <= 900
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_in_the_reference_run(page):
     assert doctest.testfile(str(page), module_relative=False).failed == 0

@@ -13,14 +13,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from comparison import avals
-from faulty_runs import CHUNK, SPLIT, adamw, around, dynamic, momentum, start_late
-from forced_devices import run_on, script
-from reference import LossScaleRule, rounded
+from reference import LossScaleRule
 from slow_cases import mostly_slow
 
 import optax_mp
+
+CHUNK = 1000
+SPLIT = optax_mp.Split(bits=16)
+
+dynamic = functools.partial(
+    optax_mp.dynamic_loss_scale, init_scale=2.0**10, **faults.LIVELY
+)
+
+
+def momentum():
+    limit = float(faults.LIMIT)
+    return optax.chain(
+        optax.clip(limit),
+        optax.trace(0.5),
+        optax.add_decayed_weights(0.25),
+        optax.scale(-(2.0**-4)),
+    )
+
+
+def adamw():
+    limit = float(faults.LIMIT)
+    rule = optax.adamw(2.0**-4, b1=0.5, b2=0.5, eps=2.0**-20, weight_decay=2.0**-4)
+    return optax.chain(optax.clip(limit), rule)
+
+
+def around(scaling, inner, **settings):
+    return scaling(optax_mp.mixed_precision(inner, **settings))
+
+
+def start_late(state):
+    """Return the state with the count at which the reference starts AdamW."""
+    if not optax.tree.get_all_with_path(state, "mu"):
+        return state
+    return optax.tree.set(state, count=jnp.asarray(faults.AdamW.START))
+
 
 KERNEL = 5
 LOW_COUNT = KERNEL + 1  # and a scalar
@@ -255,36 +287,3 @@ def test_faults_leave_what_the_reference_has(case, steps):
     assert 0.03 * steps < system.scaling.total_skipped_count < 0.9 * steps
     if not told.get("is_static"):
         assert all(system.scaling.events.values()), system.scaling.events
-
-
-@pytest.mark.slow
-@mostly_slow(
-    ("storage", "steps"),
-    itertools.product([optax_mp.FullCopy(), optax_mp.Split(bits=8)], [SHORT, LONG]),
-    lambda storage, steps: storage == optax_mp.Split(bits=8) and steps == SHORT,
-)
-def test_faults_leave_low_bit_moments_sound(storage, steps):
-    inner = optax_mp.low_bit_state(adamw(), min_size=KERNEL)
-    tx = around(dynamic, inner, storage=storage)
-    params = first_params({}, "bfloat16")
-    dtypes = {x.dtype.name for x in jax.tree.leaves(tx.init(params))}
-    assert {"int8", "uint8"} <= dtypes
-    given = faults.make_faults(5, steps, COUNT)
-    system = reference_system("bfloat16", "bfloat16", {})
-    for i, (_, seen) in enumerate(run(tx, "bfloat16", params, given)):
-        part = tuple(x[i * CHUNK : (i + 1) * CHUNK] for x in given)
-        # The masters are others, but not what is skipped.
-        want = reference_run(system, part)
-        assert_same_steps(seen[2:], want[2:])
-        followed = rounded(seen[1][:, :LOW_COUNT], jnp.bfloat16).astype(np.float32)
-        followed_by = seen[0][:, :LOW_COUNT]
-        np.testing.assert_allclose(followed_by, followed, rtol=2.0**-7, atol=2.0**-20)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [SHORT, LONG])
-def test_faults_on_one_rank_leave_what_the_reference_has_on_all(steps):
-    """shard_map over four devices: see faults_on_ranks.py."""
-    names = ["parts, float16, adamw", "copies"] if steps == SHORT else []
-    printed = run_on(4, script("faults_on_ranks.py"), str(steps), *names)
-    assert len(printed.splitlines()) == (len(names) or 4)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from slow_cases import mostly_slow
@@ -58,10 +57,6 @@ NO_STATE = {
         (PARAMS, STATE, X),
         IS_DICT + f".*{EXPECTS_STATE}.*later argument is a MixedPrecisionState of ",
     ),
-    "params, plain state": (
-        (PARAMS, ADAM.init(PARAMS), X),
-        IS_DICT + r".*later argument is a tuple of \[0\].count int32",
-    ),
     "x, params, state": (
         (X, PARAMS, SCALED_STATE),
         r"`opt_state` is float32\[2,4\], .*later argument is a LossScaleState",
@@ -71,8 +66,6 @@ NO_STATE = {
         "`opt_state` is a GradientTransformationExtraArgs, the optimizer itself, .*"
         r"pass what `tx.init\(params\)` returned",
     ),
-    "init": ((SCALED.init, PARAMS, X), "`opt_state` is a function, expected an opt"),
-    "a number": ((1024.0, PARAMS, X), "`opt_state` is a float, expected an optimizer"),
     "a loss scale": (
         (optax_mp.DynamicLossScale(8.0), PARAMS, X),
         "`opt_state` is a DynamicLossScale, .*dynamic_scale_value_and_grad",
@@ -159,16 +152,6 @@ MISPLACED = {
         lambda: optax_mp.scale_loss(jnp.float32(1), SCALED), TypeError, IS_OPTIMIZER,
     ),
     "loss_scale(tx)": (lambda: optax_mp.loss_scale(SCALED), TypeError, IS_OPTIMIZER),
-    "loss_scale(2.0)": (
-        lambda: optax_mp.loss_scale(2.0), TypeError, "`opt_state` is a float, expected",
-    ),
-    "value_and_grad(loss(params))": (
-        lambda: optax_mp.value_and_grad(loss(PARAMS, X)),
-        TypeError, r"^value_and_grad: `fun` is float32\[\], expected a function",
-    ),
-    "check_loss_scale(tx)": (
-        lambda: optax_mp.check_loss_scale(SCALED), TypeError, IS_OPTIMIZER,
-    ),
     "check_loss_scale(state, grads)": (
         lambda: optax_mp.check_loss_scale(SCALED_STATE, GRADS),
         TypeError, "`max_skipped` is dict, expected a number of steps .*`grads=grads`",
@@ -181,24 +164,13 @@ MISPLACED = {
         lambda: optax_mp.master_params(PARAMS, STATE),
         TypeError, f"{STATE_SECOND}.*call `master_params.opt_state, params.`",
     ),
-    "master_params(tx, params)": (
-        lambda: optax_mp.master_params(MASTERS, PARAMS), TypeError, IS_OPTIMIZER,
-    ),
     "master_params, other shapes": (
         lambda: optax_mp.master_params(STATE, OTHER_SHAPE),
         ValueError, r"\['w'\] is bfloat16\[3,3\], but its master is float32\[4,4\]",
     ),
-    "replace_master_params(params, state)": (
-        lambda: optax_mp.replace_master_params(PARAMS, STATE, WIDE),
-        TypeError, f"{STATE_SECOND}.*call `replace_master_params.opt_state, params, ",
-    ),
     "memory_report(params, state)": (
         lambda: optax_mp.memory_report(PARAMS, STATE),
         TypeError, "an optimizer state, expected the params; call `memory_report.opt_s",
-    ),
-    "memory_report(state, state)": (
-        lambda: optax_mp.memory_report(STATE, STATE),
-        TypeError, "`params` is a MixedPrecisionState of .*an optimizer state, expected",
     ),
     "convert_opt_state(params, state)": (
         lambda: optax_mp.convert_opt_state(PARAMS, STATE, MASTERS, SPLIT),
@@ -224,18 +196,6 @@ MISPLACED = {
         lambda: optax_mp.dynamic_scale_grad(loss)(PARAMS, X),
         TypeError, r"`loss_scale` is NoneType, .*f\(params, \.\.\., loss_scale=loss_sc",
     ),
-    "dynamic_scale_grad(scale, params)": (
-        lambda: optax_mp.dynamic_scale_grad(loss)(scale, PARAMS, X),
-        TypeError, "`loss_scale` is NoneType, expected a loss scale such as",
-    ),
-    "dynamic_scale_grad of a state": (
-        lambda: optax_mp.dynamic_scale_grad(loss)(PARAMS, X, loss_scale=SCALED_STATE),
-        TypeError, "`loss_scale` is LossScaleState, expected a loss scale such as",
-    ),
-    "dynamic_scale_grad(loss(params))": (
-        lambda: optax_mp.dynamic_scale_grad(loss(PARAMS, X)),
-        TypeError, r"^dynamic_scale_grad: `fun` is float32\[\], expected a function",
-    ),
     "gradient_range_report(loss_scale=state)": (
         lambda: optax_mp.gradient_range_report(GRADS, loss_scale=SCALED_STATE),
         ValueError, "`loss_scale` is a LossScaleState of .*, expected a positive finite",
@@ -244,13 +204,9 @@ MISPLACED = {
         lambda: optax_mp.select_tree(PARAMS, GRADS, jnp.array(True)),
         TypeError, r"`pred` is a dict of .*call `select_tree\(pred, on_true, on_false",
     ),
-    "select_tree(flags, a, b)": (
-        lambda: optax_mp.select_tree(jnp.array([True, False]), PARAMS, GRADS),
-        TypeError, r"`pred` is bool\[2\], expected a bool scalar",
-    ),
     "cast_floating(dtype, tree)": (
         lambda: optax_mp.cast_floating(BF16, PARAMS),
-        ValueError, "`dtype` is a dict, expected a floating dtype such as",
+        ValueError, "`dtype` is .*, expected a floating dtype such as",
     ),
 }  # fmt: skip
 
@@ -291,13 +247,10 @@ FORM = mostly_slow("form", FORMS, lambda form: form in BY_DEFAULT)
 
 
 @FORM
-@pytest.mark.parametrize("given", ["state", "optimizer"])
-def test_init_refuses_what_is_not_params(form, given):
-    tx = FORMS[form]()
-    params = {"state": STATE, "optimizer": MASTERS}[given]
-    message = "`params` is a (MixedPrec|Gradient).*, expected the params of a model"
+def test_init_refuses_an_optimizer(form):
+    message = "`params` is a Gradient.*, expected the params of a model"
     with pytest.raises(TypeError, match=message):
-        tx.init(params)
+        FORMS[form]().init(MASTERS)
 
 
 ORDERS = ["params, grads, state", "state, grads, params", "grads, params, state"]
@@ -446,9 +399,7 @@ def gradient_of(fun, state, params=HALF, jitted=False):
 amp16 = optax_mp.amp(loss, compute_dtype=F16)
 UNSCALED = {
     "params": (loss, HALF),
-    "one of the params": (loss, WIDE | {"b": HALF["b"]}),
     "amp": (amp16, WIDE),
-    "amp in a function": (lambda p, x: 2 * amp16(p, x), WIDE),
     # A function of its own at each call: JAX keeps what it traced.
     "amp in a jit": (lambda p, x: jax.jit(lambda *a: amp16(*a))(p, x), WIDE),
     "amp in a loop": (
@@ -487,10 +438,6 @@ RIGHT = {
     "a link": (loss, FORMS["a link"]().init(HALF), HALF),
     "by a value": (lambda p, x: by_hand.scale(loss(p, x)), STATE, HALF),
     "by no scale": (lambda p, x: optax_mp.NoOpLossScale().scale(loss(p, x)), (), HALF),
-    "by another state": (
-        lambda p, x: optax_mp.scale_loss(loss(p, x), SCALED_STATE), (), HALF,
-    ),
-    "amp, by a value": (lambda p, x: by_hand.scale(amp16(p, x)), (), WIDE),
     "bfloat16": (loss, STATE, PARAMS),
     "amp in bfloat16": (optax_mp.amp(loss), ADAM.init(WIDE), WIDE),
     "float16 elsewhere": (lambda p, x: loss(WIDE, x) * p["w"].sum(), STATE, PARAMS),
@@ -507,12 +454,6 @@ def test_no_warning_where_the_loss_is_scaled(case, jitted):
     gradient = optax_mp.value_and_grad(fun)
     for _ in range(2):  # the second call finds what was jitted inside in JAX's cache
         call(gradient, (state, params, X), jitted)
-
-
-def test_no_warning_where_a_jit_inside_scales_the_loss():
-    gradient = optax_mp.value_and_grad(jax.jit(lambda p, x: by_hand.scale(loss(p, x))))
-    for _ in range(2):  # the second call finds in JAX's cache what was traced
-        gradient((), HALF, X)
 
 
 FLOAT16 = {
@@ -549,11 +490,6 @@ def test_gradients_that_are_unscaled_in_float32_are_no_warning(unscale):
     tx.update(grads, tx.init(HALF), HALF)
 
 
-def test_no_warning_where_nothing_is_differentiated():
-    assert amp16(WIDE, X) == loss(WIDE, X)
-    assert loss(HALF, X).shape == ()
-
-
 # Orders of transforms that fail.
 
 WRAPPERS = {
@@ -561,12 +497,6 @@ WRAPPERS = {
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "conditionally_transform": lambda tx: optax.conditionally_transform(
         tx, lambda step: step % 2 == 0
-    ),
-    "apply_if_finite in a chain": lambda tx: optax.chain(
-        optax.clip(1.0), optax.apply_if_finite(tx, 3)
-    ),
-    "MultiSteps around a chain": lambda tx: optax.MultiSteps(
-        optax.chain(optax_mp.dynamic_loss_scale(), MASTERS), 2
     ),
 }
 ASKED = {
@@ -597,9 +527,8 @@ def test_a_wrapper_around_a_loss_scale_is_an_error(wrapper, asked, tx, jitted):
 
 def test_conditionally_mask_around_a_loss_scale_is_a_warning():
     tx = optax.conditionally_mask(SCALED, lambda step: step < 2)
-    with pytest.warns(
-        Warned, match="is of `optax.conditionally_mask` around a loss sc"
-    ):
+    message = "is of `optax.conditionally_mask` around a loss scale"
+    with pytest.warns(Warned, match=message):
         assert optax_mp.loss_scale(tx.init(PARAMS)) == 2.0**16
 
 
@@ -648,10 +577,6 @@ LATER = {
     "learning rate": lambda: optax.chain(
         optax_mp.mixed_precision(optax.scale_by_adam()), optax.scale(-1e-3)
     ),
-    "after a chain": lambda: optax.chain(
-        optax.chain(optax.clip(1.0), MASTERS), optax.scale(0.5)
-    ),
-    "after a loss scale": lambda: optax.chain(SCALED, optax.scale(0.5)),
     "inside of a loss scale": lambda: optax_mp.dynamic_loss_scale(
         optax.chain(MASTERS, optax.scale(0.5))
     ),
@@ -672,28 +597,6 @@ def test_a_transform_after_the_masters_is_a_warning(order, jitted):
         Warned, match="^master_params: opt_state.* followed by a transfo"
     ):
         optax_mp.master_params(state, PARAMS)
-
-
-def test_what_a_transform_after_the_masters_does_is_undone():
-    # Why that is a warning: with the decay the param ends where it does without.
-    last = {}
-    sgd, decay = optax.sgd(0.1), optax.add_decayed_weights(-1e-3)
-    params = jnp.ones(4, BF16)
-
-    def step(carry, _):
-        params, state = carry
-        updates, state = tx.update(jnp.zeros(4), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    for name, tx in {
-        "none": optax_mp.mixed_precision(sgd),
-        "after": optax.chain(optax_mp.mixed_precision(sgd), decay),
-        "inside": optax_mp.mixed_precision(optax.chain(sgd, decay)),
-    }.items():
-        (end, _), _ = jax.lax.scan(step, (params, tx.init(params)), length=50)
-        last[name] = float(end[0])
-    assert last["none"] == last["after"] == 1.0
-    assert last["inside"] < 0.96
 
 
 ORDERS_THAT_WORK = {
@@ -754,16 +657,6 @@ def test_a_pattern_that_matches_nothing_is_a_warning(case, jitted):
             call(cast, (MODEL,), jitted)
 
 
-def test_each_pattern_that_matches_nothing_is_a_warning_of_its_own():
-    policy = optax_mp.get_policy("bf16", keep_f32=("*Norm*", "*bias", "*/b"))
-    tx = optax_mp.mixed_precision(ADAM, param_dtype=policy)
-    for cast in (policy.cast_to_param, tx.init):
-        with pytest.warns(Warned) as caught:
-            cast(MODEL)
-        patterns = [str(each.message).split("'")[1] for each in caught]
-        assert patterns == ["*bias", "*/b"]
-
-
 def test_no_warning_of_patterns_for_what_may_be_a_part():
     policy = optax_mp.get_policy("bf16", keep_f32=("*norm*",))
     tx = optax_mp.mixed_precision(ADAM, param_dtype=policy)
@@ -815,23 +708,6 @@ def test_check_loss_scale_warns_of_gradients_that_were_never_scaled(nothing_scal
     optax_mp.check_loss_scale(never_scaled)
 
 
-@pytest.mark.slow
-def test_check_loss_scale_says_nothing_of_gradients_that_were_scaled():
-    state = trained(scaled=True, steps=20)
-    assert state.total_skipped_count > 0
-    optax_mp.check_loss_scale(state)
-
-
-def test_adam_does_not_see_that_gradients_were_never_scaled():
-    # Its step does not depend on the size of gradients, but for `eps`.
-    tx = optax_mp.dynamic_loss_scale(optax.adam(1e-3))
-    params, grads = jnp.ones(4), jnp.full(4, 1e-2)
-    scaled, never = (
-        tx.update(factor * grads, tx.init(params), params)[0] for factor in (2.0**16, 1)
-    )
-    np.testing.assert_allclose(never, scaled, rtol=0.07)
-
-
 # States that are right, and look like a mistake; and that look right, and are not.
 
 
@@ -855,38 +731,11 @@ def flax_like(state):
     return state
 
 
-def test_states_of_two_models_are_no_chain():
-    both = MASTERS.init(PARAMS), optax_mp.static_loss_scale(ADAM, 8.0).init(PARAMS)
-    assert optax_mp.loss_scale(both) == 8
-    beside = MASTERS.init(PARAMS), optax.adam(0.1).init(PARAMS)
-    optax_mp.master_params(beside, PARAMS)
-
-
-@pytest.mark.parametrize("state", [jnp.int32(0), {"scale": jnp.ones(())}])
-def test_a_state_of_one_array_is_not_taken_for_params(state):
-    params = {"norm": {"scale": jnp.ones((), BF16)}, "w": jnp.ones(3, BF16)}
-    assert optax_mp.master_params(state, params)["w"].dtype == jnp.float32
-
-
-def test_numbers_may_be_params():
-    tx = optax_mp.static_loss_scale(optax.sgd(0.5), 2.0)
-    params = {"w": 1.0}
-    updates, _ = tx.update({"w": jnp.float32(2)}, tx.init(params), params)
-    assert updates["w"] == -0.5
-
-
-def test_an_error_of_the_rule_itself_stays_as_it_is():
-    class Own(Exception):
-        pass
-
-    def update(updates, state, params=None):
-        raise Own("mine")
-
-    tx = optax_mp.mixed_precision(optax.GradientTransformation(ADAM.init, update))
-    with pytest.warns(Warned, match="is None"), pytest.raises(Own, match="mine"):
-        tx.update(GRADS | {"b": None}, tx.init(PARAMS), PARAMS)
-
-
-def test_patterns_may_match_other_parts_of_a_model():
-    policy = optax_mp.get_policy("p=bf16", keep_f32=("*norm*",))
-    policy.cast_to_param({"w": jnp.ones(3), "norm": None})
+def test_each_pattern_that_matches_nothing_is_a_warning_of_its_own():
+    policy = optax_mp.get_policy("bf16", keep_f32=("*Norm*", "*bias", "*/b"))
+    tx = optax_mp.mixed_precision(ADAM, param_dtype=policy)
+    for cast in (policy.cast_to_param, tx.init):
+        with pytest.warns(Warned) as caught:
+            cast(MODEL)
+        patterns = [str(each.message).split("'")[1] for each in caught]
+        assert patterns == ["*bias", "*/b"]

@@ -23,8 +23,6 @@ from hypothesis import strategies as st
 from random_trees import (
     INSIDE,
     applied,
-    by_axes,
-    labels,
     leaves_of,
     scenarios,
 )
@@ -263,50 +261,6 @@ def buffers(tree):
     return out
 
 
-@examples(2, 20, scenarios(max_leaves=4))
-def test_params_and_state_can_be_donated_and_compile_once(scenario):
-    tx = scenario.transformation()
-    params = scenario.params()
-    state = tx.init(params)
-    places = buffers((params, state))
-    assert len(places) == len(set(places))
-    report = optax_mp.memory_report
-    if any(hasattr(x, "dtype") for x in jax.tree.leaves(params)):
-        total = sum(len(data) for _, _, data in as_bits((params, state)))
-        assert report(state, params).total_bytes == total
-        planned = jax.eval_shape(lambda: params)
-        planned = report(jax.eval_shape(tx.init, planned), planned)
-        assert planned.total_bytes == total
-    grads = scenario.gradients(0)
-    start = avals((params, state))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state):
-        updates, state = tx.update(grads, state, params)
-        return applied(params, updates), state
-
-    def scanned(carry, _):
-        return step(*carry), None
-
-    for _ in range(2):
-        params, state = step(params, state)
-        assert avals((params, state)) == start
-    assert step._cache_size() == 1
-    (params, state), _ = jax.lax.scan(scanned, (params, state), None, length=2)
-    assert avals((params, state)) == start
-    masters = optax_mp.master_params(state, params)
-    for param, master in pairs(params, masters):
-        assert not is_number(param) or not is_low(param) or is_near(param, master)
-
-
-def is_near(param, master):
-    """Return whether a param is its master, to what a 16-bit update may miss."""
-    assert master.dtype == jnp.float32
-    spacing = float(jnp.finfo(param.dtype).eps)
-    have, want = np.asarray(param, np.float32), np.asarray(master)
-    return np.allclose(have, want, rtol=2 * spacing, atol=4 * spacing, equal_nan=True)
-
-
 @examples(2, 20, scenarios(insides=set(INSIDE) - {"low_bit_state"}), st.booleans())
 def test_conversion_there_and_back_keeps_every_bit(scenario, with_scale):
     tx = scenario.transformation()
@@ -324,108 +278,3 @@ def test_conversion_there_and_back_keeps_every_bit(scenario, with_scale):
     assert as_bits(back) == as_bits(state)
     places = buffers((params, state, there, back))
     assert len(places) == len(set(places))
-
-
-@examples(2, 20, scenarios(hidden=()), st.sampled_from(["bfloat16", "float16"]))
-def test_conversion_from_float32_keeps_every_bit(scenario, dtype):
-    bare = scenario.inner()
-    weights = in_float32(scenario.params())
-    assume(any(x.is_inexact for x in leaves_of(scenario.tree)))
-    assume(any(x.dtype == jnp.float32 for x in jax.tree.leaves(weights)))
-    state = bare.init(weights)
-    grads = in_float32(scenario.gradients(0))
-    updates, state = bare.update(grads, state, weights)
-    weights = optax.apply_updates(weights, updates)
-    tx = optax_mp.mixed_precision(
-        scenario.inner(), param_dtype=dtype, storage=scenario.storage
-    )
-    there = optax_mp.convert_opt_state(state, weights, bare, tx)
-    params = optax_mp.cast_floating(weights, dtype)
-    if scenario.inside != "low_bit_state":
-        assert as_bits(there.inner_state) == as_bits(state)
-    if scenario.storage == optax_mp.FullCopy():
-        assert as_bits(optax_mp.master_params(there, params)) == as_bits(weights)
-    back = optax_mp.convert_opt_state(there, params, tx, bare)
-    assert avals(back) == avals(state)
-    if scenario.inside != "low_bit_state":
-        assert as_bits(back) == as_bits(state)
-
-
-OUTSIDE = {
-    "chain": lambda tx: optax.chain(optax.clip(1.0), tx),
-    "masked": lambda tx: optax.masked(tx, by_axes),
-    "partition": lambda tx: optax.partition({"a": tx, "b": tx}, labels),
-    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
-    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 2),
-    "low_bit_state": lambda tx: optax_mp.low_bit_state(tx, min_size=4),
-    "dynamic, MultiSteps": lambda tx: optax_mp.dynamic_loss_scale(
-        optax.MultiSteps(tx, 2)
-    ),
-    "dynamic, masked": lambda tx: optax_mp.dynamic_loss_scale(
-        optax.masked(tx, by_axes)
-    ),
-}
-
-
-FINITE = scenarios(hidden=("MaskedNode",), infinities=(False,))
-
-
-@examples(2, 20, FINITE, st.sampled_from(sorted(OUTSIDE)))
-def test_wrappers_outside_keep_params_on_their_masters(scenario, outside):
-    assume(not any(x.dtype == "complex64" for x in leaves_of(scenario.tree)))
-    # JAX adds float32 updates, which a loss scale makes, to no float8.
-    assume(not any(x.dtype.startswith("float8") for x in leaves_of(scenario.tree)))
-    if outside == "apply_if_finite":
-        # Updates in another dtype than the gradients' do not fit its zeros.
-        assume(scenario.update_dtype is None)
-    if scenario.storage != optax_mp.FullCopy():
-        # Its updates are float32, and it refuses a group without 16-bit leaves.
-        assume(scenario.grad_dtype == "float32")
-        assume(outside not in ("partition", "masked", "dynamic, masked"))
-    tx = OUTSIDE[outside](scenario.transformation())
-    params = scenario.params()
-    state = tx.init(params)
-    start = avals((params, state))
-    for step in range(STEPS):
-        updates, state = tx.update(scenario.gradients(step), state, params)
-        params = applied(params, updates)
-        assert avals((params, state)) == start
-    masters = optax_mp.master_params(state, params)
-    assert not optax_mp.nonfinite_paths((params, state, masters))
-    for param, master in pairs(params, masters):
-        if is_low(param) and master.dtype == jnp.float32:
-            assert is_near(param, master)
-
-
-@examples(2, 20, scenarios())
-def test_stochastic_rounding_lands_on_a_neighbour(scenario):
-    assume(not any(x.dtype.startswith("float8") for x in leaves_of(scenario.tree)))
-    tx, bare = optax_mp.stochastic_rounding(scenario.inner(), 3), scenario.inner()
-    params = scenario.params()
-    state = tx.init(params)
-    places = buffers((params, state))
-    assert len(places) == len(set(places))
-    bare_state = bare.init(in_float32(params))
-    start = avals((params, state))
-    for step in range(STEPS):
-        grads = scenario.gradients(step)
-        updates, state = tx.update(grads, state, params)
-        weights = in_float32(params)
-        changes, bare_state = bare.update(
-            gradients_in_float32(params, grads), bare_state, weights
-        )
-        wanted = optax.apply_updates(weights, changes)
-        before, params = params, applied(params, updates)
-        assert avals((params, state)) == start
-        assert as_bits(state.inner_state) == as_bits(bare_state)
-        for param, want, was in pairs(params, wanted, before):
-            if is_number(param) and is_low(param):
-                have, want, was = (
-                    np.asarray(x, np.float32) for x in (param, want, was)
-                )
-                is_finite = np.isfinite(want)
-                np.testing.assert_array_equal(have[~is_finite], want[~is_finite])
-                have, want, was = (x[is_finite] for x in (have, want, was))
-                spacing = np.spacing(np.abs(want).astype(param.dtype))
-                limit = spacing.astype(np.float32) + 2.0**-23 * np.abs(was)
-                assert (np.abs(have - want) <= limit).all()

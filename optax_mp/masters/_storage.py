@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_mp._dtypes import bits
+from optax_mp._inner import copy_shared
 from optax_mp._leaves import is_absent
 from optax_mp._tree import PyTree, describe, is_array, is_floating
 
@@ -151,33 +152,31 @@ def store(
         TypeError: if a method of the storage returns what its contract excludes.
     """
 
-    def refuse(method: str, returned: Any, expected: str) -> None:
-        shown = ", ".join(map(describe, jax.tree.leaves(returned))) or describe(
-            returned
-        )
-        raise TypeError(
-            f"mixed_precision: `{method}` of the storage {storage} returned {shown} "
-            f"for {where}, which is {describe(param)}, expected {expected}."
-        )
+    def check(is_right: bool, method: str, returned: Any, expected: str) -> None:
+        if not is_right:
+            arrays = jax.tree.leaves(returned) or [returned]
+            raise TypeError(
+                f"mixed_precision: `{method}` of the storage {storage} returned "
+                f"{', '.join(map(describe, arrays))} for {where}, which is "
+                f"{describe(param)}, expected {expected}."
+            )
 
     stored = storage.encode(master, param)
     own_axes = "arrays whose last axes are those of the param, or an empty tuple"
-    for leaf in jax.tree.leaves(stored, is_leaf=is_absent):
+    for x in jax.tree.leaves(stored, is_leaf=is_absent):
         # Only the last axes, because a storage may add leading ones.
-        if not is_array(leaf) or leaf.shape[max(0, leaf.ndim - param.ndim) :] != (
-            param.shape
-        ):
-            refuse("encode", leaf, own_axes)
+        fits = is_array(x) and x.shape[max(0, x.ndim - param.ndim) :] == param.shape
+        check(fits, "encode", x, own_axes)
     stored = as_own_arrays(stored)
     decoded = storage.decode(stored, param)
-    if describe(decoded) != describe(master):
-        refuse("decode", decoded, f"{describe(master)}, as `encode` was given")
+    is_master = describe(decoded) == describe(master)
+    check(is_master, "decode", decoded, f"{describe(master)}, as `encode` was given")
     advanced, target = jax.eval_shape(storage.advance, stored, param, master)
-    if _types(advanced) != _types(stored):
-        shown = ", ".join(map(describe, jax.tree.leaves(stored)))
-        refuse("advance", advanced, f"{shown} as `encode` returns")
-    if not is_floating(target) or target.shape != param.shape:
-        refuse("advance", target, "as the target a floating array of its shape")
+    types = ", ".join(map(describe, jax.tree.leaves(stored)))
+    is_stable = _types(advanced) == _types(stored)
+    check(is_stable, "advance", advanced, f"{types} as `encode` returns")
+    is_target = is_floating(target) and target.shape == param.shape
+    check(is_target, "advance", target, "as the target a floating array of its shape")
     return stored, decoded
 
 
@@ -190,14 +189,5 @@ def as_own_arrays(stored: PyTree) -> PyTree:
 
     Weak types would not stay the same in the next step.
     """
-    seen: set[int] = set()
-
-    def own(leaf: Any) -> jax.Array:
-        array = jnp.asarray(leaf)
-        if getattr(array, "weak_type", False):
-            array = jnp.asarray(array, array.dtype)
-        array = jnp.array(array, copy=True) if id(array) in seen else array
-        seen.add(id(array))
-        return array
-
-    return jax.tree.map(own, stored)
+    arrays = jax.tree.map(jnp.asarray, stored)
+    return copy_shared(jax.tree.map(lambda x: jnp.asarray(x, x.dtype), arrays), ())

@@ -41,45 +41,15 @@ def test_check_raises_past_max_skipped_with_the_counters():
         optax_mp.check_loss_scale(state, max_skipped=3)
 
 
-def test_check_tells_the_total_apart():
-    state, _ = skipped(2)
-    state = state._replace(total_skipped_count=jnp.int32(7))
-    with pytest.raises(
-        FloatingPointError, match="2 steps in a row.*allowed: 1; skipped .*: 7"
-    ):
-        optax_mp.check_loss_scale(state, max_skipped=1)
-
-
-def test_check_allows_thirty_by_default():
-    state, _ = skipped(1)
-    optax_mp.check_loss_scale(state._replace(skipped_count=jnp.int32(30)))
-    with pytest.raises(FloatingPointError, match=r"31 steps .*allowed: 30"):
-        optax_mp.check_loss_scale(state._replace(skipped_count=jnp.int32(31)))
-
-
 def test_thirty_skips_take_the_default_scale_to_its_floor():
     state, _ = skipped(30, optax_mp.dynamic_loss_scale(optax.sgd(0.1)))
     assert state.scale == 2.0**-14
-
-
-def test_check_passes_after_a_finite_step():
-    tx = optax_mp.dynamic_loss_scale(optax.sgd(0.1))
-    state, _ = skipped(4, tx)
-    state = tx.update(jax.tree.map(jnp.ones_like, PARAMS), state, PARAMS)[1]
-    optax_mp.check_loss_scale(state, max_skipped=0)
-    assert state.total_skipped_count == 4
 
 
 def test_check_names_the_leaves_of_grads():
     state, grads = skipped(2)
     with pytest.raises(FloatingPointError, match=r"Leaves: \['a'\]\.$"):
         optax_mp.check_loss_scale(state, max_skipped=1, grads=grads)
-
-
-def test_check_says_if_grads_are_finite():
-    state, _ = skipped(2)
-    with pytest.raises(FloatingPointError, match="Leaves: none in `grads`"):
-        optax_mp.check_loss_scale(state, max_skipped=1, grads=PARAMS)
 
 
 @pytest.mark.parametrize("state", [NO_SCALE, ()])
@@ -92,17 +62,8 @@ def test_check_without_a_loss_scale_passes(state):
 def test_check_sees_the_skips_of(nesting):
     state, grads = skipped(2, NESTINGS[nesting]())
     optax_mp.check_loss_scale(state, max_skipped=2)
-    with pytest.raises(FloatingPointError, match=r"2 steps .* is 1024, .*\['a'\]"):
+    with pytest.raises(FloatingPointError, match=r"2 steps .* is 1024\. .*\['a'\]"):
         optax_mp.check_loss_scale(state, max_skipped=1, grads=grads)
-
-
-@mostly_slow("nesting", NESTINGS, lambda nesting: nesting in ("alone", "deep"))
-def test_check_finds_the_state_in(nesting):
-    state, _ = skipped(0, NESTINGS[nesting](), after_finite=1)
-    assert optax_mp.loss_scale(state) > 1  # what a loop multiplies its loss by
-    optax_mp.check_loss_scale(state, max_skipped=0)
-    with pytest.raises(FloatingPointError, match="0 steps in a row"):
-        optax_mp.check_loss_scale(state, max_skipped=-1)
 
 
 # Which leaf, and why
@@ -162,14 +123,6 @@ def test_of_several_leaves_the_first_is_named_also_by_a_link():
     assert error_of(after(tx, params, grads), params=params).endswith("was ['b'].")
 
 
-@pytest.mark.slow
-def test_fast_params_of_lookahead_are_named():
-    params = optax.LookaheadParams.init_synced({"a": GOOD, "b": GOOD})
-    tx = optax_mp.dynamic_loss_scale(optax.lookahead(optax.sgd(0.1), 2, 0.5))
-    state = after(tx, params, {"a": GOOD, "b": BAD})
-    assert error_of(state, params=params).endswith("was ['b'].")
-
-
 @mostly_slow("wrap", ["masked", "partition"], lambda wrap: wrap == "partition")
 def test_leaves_of_masked_gradients_are_numbered(wrap):
     """One `MaskedNode` may hide a whole branch, so the path is unknown."""
@@ -189,18 +142,21 @@ def test_leaves_of_masked_gradients_are_numbered(wrap):
     assert error_of(after(around, params, grads), params=params).endswith("was ['d'].")
 
 
-def test_params_that_are_too_few_name_no_leaf():
-    state = after(
-        optax_mp.dynamic_loss_scale(optax.sgd(0.1)), [GOOD] * 3, [GOOD, GOOD, BAD]
-    )
-    assert "was number 2 of the gradients" in error_of(state, params=[GOOD])
-
-
 CAUSES = {
     "an overflow, perhaps": (optax_mp.dynamic_loss_scale, {}, 3, "raise `max_skipped`"),
     "the model": (optax_mp.dynamic_loss_scale, {}, 16, "down to 1. A scale of at most"),
-    "hysteresis": (optax_mp.dynamic_loss_scale, {"hysteresis": 9}, 8, "has not fallen"),
-    "a static scale": (optax_mp.static_loss_scale, {"scale": 8.0}, 9, "has not fallen"),
+    "hysteresis": (
+        optax_mp.dynamic_loss_scale,
+        {"hysteresis": 9},
+        8,
+        "If a lower scale ends this",
+    ),
+    "a static scale": (
+        optax_mp.static_loss_scale,
+        {"scale": 8.0},
+        9,
+        "If a lower scale ends this",
+    ),
     "no scale": (optax_mp.static_loss_scale, {}, 9, "is 1. A scale of at most 1"),
 }
 

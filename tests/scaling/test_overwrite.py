@@ -91,7 +91,7 @@ def test_overwritten_leaves_are_not_checked():
 def test_overwritten_leaves_need_params(make):
     tx = make(optax.sgd(0.1))
     params = tree(jnp.ones(2), jnp.ones(1))
-    expected = f"^{make.__name__}: `params` is None, .*{NAME}"
+    expected = f"^{make.__name__}: `params` is None, expected the current"
     with pytest.raises(ValueError, match=expected):
         tx.update(params, tx.init(params))
 
@@ -138,49 +138,12 @@ def test_a_gradient_that_float16_would_round_to_zero_lands_on_its_least_number(s
         assert land(jnp.array([param], jnp.float16), tiny) == [sign * 2.0**-24]
 
 
-@pytest.mark.parametrize("param", [0.0, -0.0, 1.0, -1.0, 3e4, 6e-8])
-@pytest.mark.parametrize("zero", [0.0, -0.0])
-@pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16", "float16"]
-)
-def test_a_gradient_of_zero_brings_a_leaf_to_zero(dtype, zero, param):
-    assert land(jnp.array([param], dtype), jnp.array([zero], dtype)) == [0.0]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_an_infinite_leaf_stays_where_no_sum_brings_it_back(dtype):
     params = jnp.array([np.inf, -np.inf, np.inf, -np.inf, 1.0, 1.0], dtype)
     grads = jnp.array([np.inf, -np.inf, 2.0, 0.0, np.inf, -np.inf], dtype)
     want = [np.inf, -np.inf, np.inf, -np.inf, np.inf, -np.inf]
     assert land(params, grads).tolist() == want
-
-
-@mostly_slow(
-    "dtype", ["float32", "bfloat16", "float16"], lambda dtype: dtype == "bfloat16"
-)
-def test_random_leaves_land_on_their_gradients(dtype):
-    rng = np.random.default_rng(0)
-
-    def draw():
-        values = rng.normal(size=2000) * 2.0 ** rng.uniform(-5, 5, 2000)
-        return jnp.asarray(values, dtype)
-
-    params, grads = draw(), draw()
-    found, want = land(params, grads), np.asarray(grads, np.float32)
-    size = np.maximum(np.abs(np.asarray(params, np.float32)), np.abs(want))
-    assert (np.abs(found - want) <= 2.0**-23 * size).all()
-    assert_exact_in_16_bits(found, params, grads)
-
-
-@pytest.mark.usefixtures("x64")
-def test_float64_leaves_land_in_float64():
-    params, grads = jnp.array([1.0, 0.0, 2.0]), jnp.array([1e-30, 1e-100, 1 / 3])
-    assert params.dtype == jnp.float64
-    tx = wrapper(optax.sgd(0.1))
-    params, grads = tree(jnp.ones(1), params), tree(jnp.ones(1), grads)
-    updates, _ = tx.update(grads, tx.init(params), params)
-    found = scale_of(optax.apply_updates(params, updates)).tolist()
-    assert found == [2.0**-53, 1e-100, pytest.approx(1 / 3, rel=2.0**-50)]
 
 
 # The link

@@ -43,13 +43,6 @@ def test_a_scale_that_is_no_normal_float32_is_named(caller, name, make, bad):
         make(**{name: bad})
 
 
-@MAKERS
-@pytest.mark.parametrize("bad", [np.float32(NAN), jnp.float32(0), np.float16(0)])
-def test_a_bad_scale_that_is_an_array_is_named(caller, name, make, bad):
-    with pytest.raises(ValueError, match=f"^{caller}: `{name}` is .*{POSITIVE}"):
-        make(**{name: bad})
-
-
 NUMBERS_BY_NAME = [
     *makers(),
     *[
@@ -96,23 +89,13 @@ def test_what_is_no_number_is_named(caller, name, make, bad):
     ("settings", "message"),
     [
         (dict(growth_interval=0), f"`growth_interval` is 0, {WHOLE}"),
-        (dict(growth_interval=-5), f"`growth_interval` is -5, {WHOLE}"),
         (dict(growth_interval=2.5), f"`growth_interval` is 2.5, {WHOLE}"),
-        (dict(growth_interval=NAN), f"`growth_interval` is nan, {WHOLE}"),
         (dict(growth_interval=INF), f"`growth_interval` is inf, {WHOLE}"),
         (dict(hysteresis=0), f"`hysteresis` is 0, {WHOLE}"),
-        (dict(hysteresis=-1), f"`hysteresis` is -1, {WHOLE}"),
-        (dict(hysteresis=1.5), f"`hysteresis` is 1.5, {WHOLE}"),
-        (dict(hysteresis=INF), f"`hysteresis` is inf, {WHOLE}"),
         (dict(growth_factor=1), "`growth_factor` is 1, expected a finite number greater than 1"),
-        (dict(growth_factor=0.5), "`growth_factor` is 0.5, expected a finite"),
         (dict(growth_factor=INF), "`growth_factor` is inf, expected a finite"),
-        (dict(growth_factor=NAN), "`growth_factor` is nan, expected a finite"),
         (dict(backoff_factor=1), "`backoff_factor` is 1, expected a number between 0 "),
         (dict(backoff_factor=0), "`backoff_factor` is 0, expected a number between 0 "),
-        (dict(backoff_factor=2.0), "`backoff_factor` is 2.0, expected a number betwee"),
-        (dict(backoff_factor=-0.5), "`backoff_factor` is -0.5, expected a number betw"),
-        (dict(backoff_factor=NAN), "`backoff_factor` is nan, expected a number betwee"),
         (
             dict(min_scale=4.0, max_scale=2.0),
             "`min_scale` is 4.0, expected at most `max_scale`, which is 2.0",
@@ -137,19 +120,9 @@ def test_a_setting_out_of_range_is_named(settings, message):
     ("settings", "message"),
     [
         (dict(period=0), f"`period` is 0, {WHOLE}"),
-        (dict(period=-5), f"`period` is -5, {WHOLE}"),
         (dict(period=2.5), f"`period` is 2.5, {WHOLE}"),
-        (dict(period=NAN), f"`period` is nan, {WHOLE}"),
-        (dict(period=INF), f"`period` is inf, {WHOLE}"),
         (dict(factor=1.0), "`factor` is 1.0, expected a finite number greater than 1"),
-        (dict(factor=0.0), "`factor` is 0.0, expected a finite number greater than 1"),
         (dict(factor=0.5), "`factor` is 0.5, expected a finite number greater than 1"),
-        (dict(factor=INF), "`factor` is inf, expected a finite number greater than 1"),
-        (dict(factor=NAN), "`factor` is nan, expected a finite number greater than 1"),
-        (
-            dict(min_loss_scale=16.0),
-            "`loss_scale` is 8.0, expected at least `min_loss_scale`, which is 16.0",
-        ),
     ],
 )
 def test_a_setting_of_a_value_out_of_range_is_named(settings, message):
@@ -165,11 +138,6 @@ def test_a_whole_float_is_an_integer(name):
         run_link(optax_mp.dynamic_loss_scale(), np.array([False, True]))
     )[1][:5]  # fmt: skip
     assert state.scale[0] == (8 if name == "hysteresis" else 4)
-
-
-def test_an_interval_past_int32_never_grows():
-    tx = optax_mp.dynamic_loss_scale(growth_interval=2**40)
-    assert run_link(tx, np.ones(3, bool)).scale.tolist() == [2.0**16] * 3
 
 
 @pytest.mark.parametrize("factory", ["dynamic_loss_scale", "static_loss_scale"])

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparison import as_bits, avals
-from jax import lax
+from comparison import as_bits
 from scaled_losses import (
     BAD_LOSSES,
     BATCH,
@@ -50,18 +49,6 @@ def test_scale_loss_is_a_float32_product(dtype):
     assert float(scaled) == float(loss) * 2.0**16
 
 
-@pytest.mark.usefixtures("x64")
-def test_scale_loss_keeps_float64():
-    loss = jnp.float64(1 + 2.0**-40)
-    scaled = optax_mp.scale_loss(loss, state_with(4.0))
-    assert scaled.dtype == jnp.float64
-    assert float(scaled) == 4 + 2.0**-38
-
-
-def test_scale_loss_takes_a_python_float():
-    assert float(optax_mp.scale_loss(3.0, state_with(8.0))) == 24
-
-
 @pytest.mark.parametrize("dtype", [*HALVES, "float32"])
 def test_scale_loss_returns_the_loss_without_a_scale(dtype):
     loss = jnp.array(1.5, dtype)
@@ -86,27 +73,6 @@ def test_value_and_grad_without_a_scale_adds_no_equation():
     assert ours == plain
 
 
-def test_value_and_grad_without_a_scale_only_adds_casts_of_16_bit_gradients():
-    half = optax_mp.cast_floating(PARAMS, "bfloat16")
-
-    def primitives(fun):
-        return [eqn.primitive.name for eqn in jax.make_jaxpr(fun)(half).jaxpr.eqns]
-
-    plain = primitives(jax.value_and_grad(quadratic))
-    ours = primitives(lambda p: optax_mp.value_and_grad(quadratic)(NO_SCALE, p))
-    casts = ["convert_element_type"] * len(PARAMS)
-    assert sorted(ours) == sorted(plain + casts)
-
-
-def test_with_a_scale_there_are_equations_more():
-    # So that the comparisons above can fail.
-    plain = equations(jax.value_and_grad(quadratic), PARAMS)
-    state = state_with(8.0)
-    assert plain != equations(
-        lambda p: optax_mp.value_and_grad(quadratic)(state, p), PARAMS
-    )
-
-
 BAD_LOSS = pytest.mark.parametrize("name", BAD_LOSSES)
 
 
@@ -126,12 +92,6 @@ def test_value_and_grad_names_a_loss_that_is_no_floating_scalar(name, has_aux):
     fun = (lambda x: (make(x), 1)) if has_aux else make
     with pytest.raises(ValueError, match=expected):
         optax_mp.value_and_grad(fun, has_aux=has_aux)(state_with(8.0), VECTOR)
-
-
-def test_has_aux_of_a_bare_loss_says_so():
-    f = optax_mp.value_and_grad(lambda x: x.sum(), has_aux=True)
-    with pytest.raises((TypeError, ValueError), match="value_and_grad: .*has_aux"):
-        f(state_with(8.0), VECTOR)
 
 
 # value_and_grad
@@ -195,24 +155,6 @@ def test_a_float16_loss_past_65504_when_scaled_is_right():
     assert grads.tolist() == [2 * 200 * 64.0]
 
 
-def test_a_float16_loss_that_overflows_by_itself_is_reported_as_it_is():
-    weight = jnp.array([300.0], jnp.float16)
-    loss, _ = optax_mp.value_and_grad(lambda w: (w * w).sum())(state_with(2.0), weight)
-    assert float(loss) == float("inf")
-    wide = optax_mp.value_and_grad(lambda w: (w.astype(jnp.float32) ** 2).sum())
-    loss, grads = wide(state_with(2.0), weight)
-    assert float(loss) == 90000.0
-    assert grads.tolist() == [1200.0]
-
-
-def test_the_loss_at_the_largest_float16_is_finite():
-    weight = jnp.array([1.0], jnp.float16)
-    f = optax_mp.value_and_grad(lambda w: (w * jnp.float16(65504)).sum())
-    loss, _ = f(state_with(2.0**16), weight)
-    assert float(loss) == 65504.0
-    assert float(optax_mp.scale_loss(loss, state_with(2.0**16))) == 65504.0 * 65536
-
-
 def three(x, y, z):
     return jnp.sum(x * y**2 * z["w"])
 
@@ -233,8 +175,8 @@ def test_argnums_choose_as_for_jax(argnums):
 def test_argnums_out_of_range_are_named(argnums):
     f = optax_mp.value_and_grad(jnp.dot, argnums)
     expected = (
-        r"^value_and_grad: `argnums` has (2|-3|5), but 2 positional arguments were "
-        r"given after `opt_state`; call as f\(opt_state, params, ...\)"
+        r"^value_and_grad: `argnums` has (2|-3|5), but 2 positional arguments of the "
+        r"function were given; call as f\(opt_state, params, ...\)"
     )
     with pytest.raises(ValueError, match=expected):
         f(state_with(8.0), VECTOR, VECTOR)
@@ -262,13 +204,6 @@ def test_aux_comes_back_unscaled_and_as_it_is():
     assert grads.tolist() == [24.0]
 
 
-def test_a_nan_in_aux_leaves_the_gradients():
-    f = optax_mp.value_and_grad(lambda w: (jnp.sum(w), jnp.log(-w)), has_aux=True)
-    (_, aux), grads = f(state_with(4.0), jnp.ones(2))
-    assert np.isnan(aux).all()
-    assert grads.tolist() == [4, 4]
-
-
 def test_leaves_that_are_no_floats_get_none():
     tree = {
         "w": jnp.array([2.0], jnp.bfloat16),
@@ -292,26 +227,6 @@ def test_leaves_that_are_no_floats_get_none():
     assert grads["w"].dtype == jnp.float32
 
 
-def test_an_argument_without_floats_has_no_gradient():
-    f = optax_mp.value_and_grad(lambda n, w: jnp.sum(w) * n, argnums=(0, 1))
-    _, grads = f(state_with(8.0), jnp.int32(3), jnp.ones(2))
-    assert grads[0] is None
-    assert grads[1].tolist() == [24, 24]
-
-
-def test_numpy_arrays_are_differentiated():
-    _, grads = optax_mp.value_and_grad(quadratic)(
-        state_with(8.0), {"a": np.array([1.0, 2.0], np.float16)}
-    )
-    assert grads["a"].dtype == jnp.float32
-    assert grads["a"].tolist() == [16, 32]
-
-
-def test_a_python_float_is_differentiated_as_by_jax():
-    _, grad = optax_mp.value_and_grad(lambda x: x**2)(state_with(8.0), 3.0)
-    assert float(grad) == 48
-
-
 def test_complex_leaves_are_differentiated_as_by_jax():
     w = jnp.array([1 + 2j, -3j], jnp.complex64)
 
@@ -332,63 +247,6 @@ def test_float64_gradients_stay_float64():
     )
     assert loss.dtype == grads.dtype == jnp.float64
     assert grads.tolist() == [8, 8]
-
-
-def test_gradients_are_the_same_under_jit():
-    params, x = network_params("float32"), jnp.asarray(BATCH, "float32")
-    f = optax_mp.value_and_grad(network)
-    eager, compiled = (g(state_with(8.0), params, x) for g in (f, jax.jit(f)))
-    assert avals(compiled) == avals(eager)
-    # XLA sums in another order when it compiles the whole.
-    for got, want in zip(*map(jax.tree.leaves, (compiled, eager)), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_gradients_under_vmap_use_the_scale_of_each():
-    state = state_with(8.0)
-    stack = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), state)
-    w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
-    loss, grads = jax.vmap(optax_mp.value_and_grad(quadratic))(stack, w)
-    assert loss.tolist() == [5, 25]
-    assert grads.tolist() == [[16, 32], [96, 128]]
-
-
-@mostly_slow("dtype", ["float16", "float32"], lambda dtype: dtype == "float16")
-def test_training_in_a_scan_equals_training_without_a_scale(dtype):
-    x = jnp.asarray(BATCH, dtype)
-
-    def train(scale):
-        tx = optax_mp.static_loss_scale(
-            optax_mp.mixed_precision(optax.sgd(0.1, momentum=0.9)), scale
-        )
-        params = network_params(dtype)
-
-        def step(carry, _):
-            params, state = carry
-            loss, grads = optax_mp.value_and_grad(network)(state, params, x)
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), loss
-
-        carry = (params, tx.init(params))
-        return jax.jit(lambda c: lax.scan(step, c, None, length=5))(carry)
-
-    (_, state), losses = train(256.0)
-    (_, _), plain = train(1.0)
-    assert losses[-1] < losses[0]
-    assert state.total_skipped_count == 0
-    # A power of two changes no mantissa unless small cotangents round in float16.
-    rtol = 2e-3 if dtype == "float16" else 1e-6
-    np.testing.assert_allclose(
-        losses.astype(jnp.float32), plain.astype(jnp.float32), rtol=rtol
-    )
-
-
-def test_value_and_grad_can_be_differentiated_through():
-    def outer(w):
-        _, grads = optax_mp.value_and_grad(lambda v: jnp.sum(v**3))(state_with(4.0), w)
-        return jnp.sum(grads)
-
-    np.testing.assert_allclose(jax.grad(outer)(jnp.array([2.0])), [4 * 6 * 2.0])
 
 
 # Equinox
@@ -460,18 +318,3 @@ def test_an_equinox_module_trains_under_filter_jit(model):
     assert model.linear.weight.dtype == dtype
     assert model.steps.dtype == jnp.int32
     assert model.head.activation is jax.nn.gelu
-
-
-@pytest.mark.slow
-def test_dynamic_scale_grad_takes_an_equinox_module(model):
-    x = jnp.asarray(BATCH, jnp.float32)
-    f = optax_mp.dynamic_scale_grad(model_loss, redo_on_nan=2)
-    scale = optax_mp.DynamicLossScale(16.0, period=5)
-    new, grads = eqx.filter_jit(lambda m: f(m, x, loss_scale=scale))(model)
-    want = eqx.filter_jit(eqx.filter_grad(model_loss))(model, x)
-    assert grads.head.activation is None
-    assert grads.steps is None
-    assert new.counter == 1
-    assert_close_trees(
-        eqx.filter(grads, eqx.is_array), eqx.filter(want, eqx.is_array), rtol=1e-4
-    )

@@ -1,0 +1,338 @@
+"""Whole training steps of a language model, compiled for TPUs and GPUs not here.
+
+    python benchmarks/training_step.py                            # small, in minutes
+    python benchmarks/training_step.py --size 1.3B --targets v5e,h100  # an hour or more
+    python benchmarks/training_step.py --size 7B --devices 8 --remat dots --json FILE
+
+A decoder whose layers are stacked and scanned, with float32 norms; the step is forward,
+backward, clipping by the global norm, AdamW with a decay mask and a schedule. Nothing
+is run: `pip install 'optax_mp[accelerators]'` brings the compilers. On eight devices
+params and state are sharded (FSDP), and so is the batch.
+
+Gigabytes are per device. "peak" is all that the step holds: params, state, batch and
+temporaries, in which the gradients are. "moved" is to and from its main memory.
+Collectives are of more than 1024 elements, with the gigabytes of their results; those
+in the scan over layers count once.
+"""
+
+import argparse
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# First: it tells JAX that no hardware is to be looked for.
+import accelerators
+import collectives
+import forms
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import record
+import traffic
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import optax_mp
+
+F32, BF16 = forms.F32, forms.BF16
+
+
+@dataclass(frozen=True)
+class Size:
+    """The shape of a decoder and of its batch for each device."""
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    vocabulary: int = 50304
+    batch: int = 4
+    length: int = 1024
+
+
+SIZES = {
+    "small": Size(4, 256, 1024, 4, 2048, 4, 128),
+    "1.3B": Size(24, 2048, 8192, 16),
+    "2.7B": Size(32, 2560, 10240, 32),
+    "7B": Size(32, 4096, 16384, 32),
+}
+TARGETS = {"v5e": "TPU v5e", "v6e": "TPU v6e", "v5p": "TPU v5p", "h100": "H100"}
+# What the backward pass keeps, besides what is carried from layer to layer.
+REMAT = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "none": jax.checkpoint_policies.everything_saveable,
+}
+
+
+# The model
+
+
+def init(size: Size, dtype: str) -> Any:
+    """Return params as descriptions: norms are float32, all else is in `dtype`."""
+    make, layers, width = jax.ShapeDtypeStruct, size.layers, size.width
+    return {
+        "embedding": make((size.vocabulary, width), dtype),
+        "layers": {
+            "attention norm": make((layers, width), F32),
+            "qkv": make((layers, width, 3 * width), dtype),
+            "out": make((layers, width, width), dtype),
+            "mlp norm": make((layers, width), F32),
+            "up": make((layers, width, size.hidden), dtype),
+            "down": make((layers, size.hidden, width), dtype),
+        },
+        "norm": make((width,), F32),
+    }
+
+
+def loss(
+    params: Any,
+    tokens: jax.Array,
+    size: Size,
+    dtype: str,
+    remat: str,
+    cut: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Return the loss; products are in `dtype`, and `cut` shards a batch."""
+
+    def norm(scale: jax.Array, x: jax.Array) -> jax.Array:
+        wide = x.astype(F32)
+        mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return (wide * jax.lax.rsqrt(mean + 1e-6) * scale).astype(dtype)
+
+    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return x @ weight.astype(dtype)
+
+    def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
+        y = product(norm(weights["attention norm"], x), weights["qkv"])
+        y = y.reshape(*y.shape[:2], 3, size.heads, -1)
+        q, k, v = (y[:, :, i] for i in range(3))
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        x = cut(x + product(y, weights["out"]))
+        y = product(norm(weights["mlp norm"], x), weights["up"])
+        return cut(x + product(jax.nn.gelu(y), weights["down"])), None
+
+    x = cut(params["embedding"].astype(dtype)[tokens[:, :-1]])
+    x, _ = jax.lax.scan(jax.checkpoint(layer, policy=REMAT[remat]), x, params["layers"])
+    logits = product(norm(params["norm"], x), params["embedding"].T).astype(F32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def adamw() -> optax.GradientTransformation:
+    """Return AdamW as language models are trained by it."""
+    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-4, 100, 1000)
+    decay = functools.partial(
+        jax.tree_util.tree_map_with_path, lambda path, _: "norm" not in str(path)
+    )
+    chain = optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=decay)
+    return optax.chain(optax.clip_by_global_norm(1.0), chain)
+
+
+# The forms
+
+
+def masters_by_hand() -> optax.GradientTransformation:
+    """Return float32 masters as a loop has them, as a transformation.
+
+    Its update returns the new params themselves.
+    """
+    tx = adamw()
+
+    def init(params: Any) -> Any:
+        masters = optax_mp.cast_floating(params, jnp.float32)
+        return masters, tx.init(masters)
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        masters, inner = state
+        grads = optax_mp.cast_floating(grads, jnp.float32)
+        updates, inner = tx.update(grads, inner, masters)
+        masters = optax.apply_updates(masters, updates)
+        params = jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params)
+        return params, (masters, inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to train.
+
+    Attributes:
+        param_dtype: the dtype of params, but for norms.
+        dtype: the dtype of products.
+        make: makes the transformation.
+        way: "tx.update", "take_step" or "by hand".
+    """
+
+    param_dtype: str
+    dtype: str
+    make: Callable[[], optax.GradientTransformation]
+    way: str = "tx.update"
+
+
+OURS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "masters": lambda: forms.masters(adamw()),
+    "Split(16)": lambda: forms.masters(adamw(), storage=optax_mp.Split(16)),
+    "5.1 bytes": lambda: forms.compact(adamw()),
+}
+FORMS = {
+    "float32": Form(F32, F32, adamw),
+    "float32 params, bf16 products": Form(F32, BF16, adamw),
+    "masters by hand": Form(BF16, BF16, masters_by_hand, "by hand"),
+} | {
+    f"{name}{scale}, {way}": Form(
+        BF16, BF16, (lambda m=make: forms.scaled(m())) if scale else make, way
+    )
+    for name, make in OURS.items()
+    for scale in ("", ", loss scale")
+    for way in ("tx.update", "take_step")
+}
+
+
+# What is measured
+
+
+def devices_of(target: str, count: int) -> list[Any]:
+    """Return devices that XLA can compile for."""
+    if target == "h100":
+        return accelerators.devices_of("gpu", count)
+    shape = "2x2x2" if target == "v5p" else "2x4"
+    topology = accelerators.topologies.get_topology_desc(f"{target}:{shape}", "tpu")
+    return topology.devices[:count]
+
+
+def measure(name: str, target: str, count: int, size: Size, remat: str) -> record.Row:
+    """Return what a step of a form needs, moves and sends."""
+    form = FORMS[name]
+    params = init(size, form.param_dtype)
+    began = time.perf_counter()
+    lowered, grads = lower(form, params, target, count, size, remat)
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    done = time.perf_counter()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    held += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    size_of_params = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    state = memory.argument_size_in_bytes - size_of_params / count
+    return {
+        "step": name,
+        "state GB": state / 1e9,
+        "gradients GB": grads / count / 1e9,
+        "temporaries GB": memory.temp_size_in_bytes / 1e9,
+        "peak GB": held / 1e9,
+        "moved GB": traffic.bytes_moved(text) / 1e9,
+        "kernels": count_kernels(text),
+        "collectives": describe_collectives(text),
+        "lowering s": traced - began,
+        "compile s": done - traced,
+    }
+
+
+def lower(
+    form: Form, params: Any, target: str, count: int, size: Size, remat: str
+) -> tuple[Any, int]:
+    """Return the lowered step, and the bytes of its gradients."""
+    mesh = Mesh(np.array(devices_of(target, count)), ("devices",))
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*x)) for x in (("devices",), ()))
+    shardings = jax.tree_util.tree_map_with_path(functools.partial(shard, mesh), params)
+    tx = form.make()
+    if form.way == "by hand":
+        inner = optax_mp.state_shardings(adamw(), params, shardings)
+        state_shardings: Any = shardings, inner
+    else:
+        state_shardings = optax_mp.state_shardings(tx, params, shardings)
+    fun = functools.partial(
+        loss,
+        size=size,
+        dtype=form.dtype,
+        remat=remat,
+        cut=lambda x: jax.lax.with_sharding_constraint(x, rows),
+    )
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        value, grads = optax_mp.value_and_grad(fun)(state, params, tokens)
+        if form.way == "take_step":
+            pair = optax_mp.take_step(tx, grads, state, params,
+                                      param_shardings=shardings)  # fmt: skip
+            return *pair, value
+        updates, state = tx.update(grads, state, params)
+        is_new = form.way == "by hand"
+        return (
+            updates if is_new else optax.apply_updates(params, updates),
+            state,
+            value,
+        )
+
+    tokens = jax.ShapeDtypeStruct((size.batch * count, size.length + 1), jnp.int32)
+    args = params, jax.eval_shape(tx.init, params), tokens
+    placed = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        args,
+        (shardings, state_shardings, rows),
+    )
+    out = shardings, state_shardings, whole
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
+    with accelerators.lowering_for("gpu" if target == "h100" else "tpu"):
+        lowered = jitted.lower(*placed)
+    _, grads = jax.eval_shape(optax_mp.value_and_grad(fun), args[1], params, tokens)
+    return lowered, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(grads))
+
+
+def shard(mesh: Mesh, path: Any, leaf: Any) -> NamedSharding:
+    """Return the sharding of a param: by its rows, those of each layer if stacked."""
+    rows = (None, "devices") if len(leaf.shape) == 3 else ("devices",)
+    is_norm = "norm" in str(path)
+    return NamedSharding(mesh, PartitionSpec(*() if is_norm else rows))
+
+
+def count_kernels(text: str) -> int:
+    """Return how many kernels of the package a program calls."""
+    calls = [line for line in text.splitlines() if " custom-call(" in line]
+    return sum(any(kind in line for kind in accelerators.KERNELS) for line in calls)
+
+
+def describe_collectives(text: str) -> str:
+    """Return how many collectives a program has, and the size of their results."""
+    times: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for (kind, dtype, elements), n in collectives.collectives(text).items():
+        if elements > 1024:
+            times[kind] += n
+            sizes[kind] += n * traffic.bytes_of(f"{dtype}[{elements}]")
+    found = [f"{n} {kind} ({sizes[kind] / 1e9:.2f} GB)" for kind, n in times.items()]
+    return ", ".join(sorted(found)) or "none"
+
+
+def main() -> None:
+    """Read the options and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--targets", default=",".join(TARGETS), help="some of them")
+    parser.add_argument("--devices", default="1,8", help="how many")
+    parser.add_argument("--remat", choices=REMAT, default="full")
+    parser.add_argument("--forms", default="", help="some, by how their names begin")
+    record.add_option(parser)
+    args = parser.parse_args()
+    starts = tuple(args.forms.split(";"))
+    tables: record.Tables = {}
+    for target in args.targets.split(","):
+        for count in map(int, args.devices.split(",")):
+            title = f"{args.size}, remat {args.remat}, {count} x {TARGETS[target]}"
+            for name in (x for x in FORMS if x.startswith(starts)):
+                row = measure(name, target, count, SIZES[args.size], args.remat)
+                tables.setdefault(title, []).append(row)
+                print(title, row, flush=True)
+                # At once, so that an interrupted run keeps what it has.
+                record.finish(
+                    args.json, tables, accelerators.MACHINE, accelerators.PACKAGES
+                )
+    for title, rows in tables.items():
+        print(f"\n### {title}\n\n{record.as_markdown(rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Writes docs/messages.md: every error and warning of the package, with its fix.
+
+    python docs/messages.py
+
+The messages are read from the code, from `raise Error(...)` and `warn(...)`. What a
+message fills in when it is raised is shown in words, as ‹path›.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+PACKAGE = HERE.parent / "optax_mp"
+PAGE = HERE / "messages.md"
+SHARED = "Messages of several functions"
+HEAD = f"""---
+orphan: true
+---
+
+# Errors and warnings
+
+Every error and warning of `optax_mp`, by the function that its text starts with, and
+what to do. Words in ‹these marks› are filled in when it is raised. Messages that
+several functions share come last, under *{SHARED}*.
+
+Warnings have the category `optax_mp.MixedPrecisionWarning`. They come while a function
+is traced or set up, never from a compiled step.
+
+This page is made from the code by `python docs/messages.py`.
+"""
+# What functions and variables that fill in a part of a message give, in words.
+WORDS = {
+    "describe": "dtype and shape",
+    "summarize": "what was passed",
+    "spell": "path",
+    "keystr": "path",
+    "type": "type",
+    "call": "the call",
+    "given": "what was passed",
+    "shown": "what was passed",
+    "expected": "what fits",
+    "where": "param",
+}
+# Parts of an expression that say nothing to a reader.
+NO_WORDS = {"self", "jnp", "jax", "repr", "str", "sorted", "join", "__name__", "name"}
+MOST_CHARACTERS = 120  # of alternatives that are written out
+# Functions that make the texts of warnings of `amp`, which others give to `warn`.
+MAKERS = ("loop_warnings", "describe_unused")
+
+
+class Message(NamedTuple):
+    """An error or a warning.
+
+    Attributes:
+        function: the public function that it starts with; empty if several share it.
+        topic: what its module is about.
+        kind: the class of the error, or "Warning".
+        text: what it says.
+        fix: what to do.
+    """
+
+    function: str
+    topic: str
+    kind: str
+    text: str
+    fix: str
+
+
+class Module:
+    """The code of a file, in which the text of messages is looked up."""
+
+    def __init__(self, path: Path) -> None:
+        """Read and parse a file."""
+        self.tree = ast.parse(path.read_text(encoding="utf-8"))
+        docstring = ast.get_docstring(self.tree) or path.stem
+        self.topic = docstring.split("\n\n")[0].replace("\n", " ").rstrip(".")
+        every = [x for x in ast.walk(self.tree) if isinstance(x, ast.FunctionDef)]
+        self.scopes = [self.tree, *every]
+        self.functions = {x.name: x for x in every}
+
+    def messages(self) -> Iterator[Message]:
+        """Yield the messages in order."""
+        for function in self.scopes:
+            for node in own_nodes(function):
+                for kind, argument in raised(node):
+                    for text in self.texts(argument, function):
+                        yield message(kind, text, self.topic)
+            if getattr(function, "name", "") in MAKERS:
+                for node in own_nodes(function):
+                    if isinstance(node, ast.JoinedStr):
+                        (text,) = self.texts(node, function)
+                        yield message("Warning", f"amp: {text}", self.topic)
+
+    def texts(self, node: ast.AST, scope: ast.AST, depth: int = 5) -> list[str]:
+        """Return what an expression can say, looking up variables and functions."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return [node.value]
+        if isinstance(node, ast.JoinedStr):
+            return ["".join(self.part(x, scope, depth) for x in node.values)]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            sides = [self.part(x, scope, depth) for x in (node.left, node.right)]
+            return ["".join(sides)]
+        values: list[ast.AST] = []
+        if isinstance(node, ast.IfExp):
+            values = [node.body, node.orelse]
+        elif isinstance(node, ast.Name):
+            values = assigned(node.id, scope) or assigned(node.id, self.tree)
+            if not values and node.id == "where":  # of the function's caller
+                values = [x for each in self.scopes for x in assigned("where", each)]
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            scope = self.functions.get(name, self.tree)
+            values = returned(scope)
+        if depth == 0:
+            return []
+        return [x for value in values for x in self.texts(value, scope, depth - 1)]
+
+    def part(self, node: ast.AST, scope: ast.AST, depth: int) -> str:
+        """Return a part of a text; what is not in the code, in words."""
+        inside = node.value if isinstance(node, ast.FormattedValue) else node
+        found = list(dict.fromkeys(self.texts(inside, scope, depth - 1)))
+        if len(found) == 1:
+            return found[0]
+        words = " / ".join(x.strip() or "nothing" for x in found)
+        is_short = found and len(words) < MOST_CHARACTERS and "‹" not in words
+        return f"‹{words if is_short else in_words(inside)}›"
+
+
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function, without those of functions inside it."""
+    for node in ast.iter_child_nodes(function):
+        if not isinstance(node, ast.FunctionDef):
+            yield node
+            yield from own_nodes(node)
+
+
+def raised(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Yield (class of error, or "Warning"; its text) if a node raises or warns."""
+    call = node.exc if isinstance(node, ast.Raise) else node
+    if not (isinstance(call, ast.Call) and call.args):
+        return
+    name = ast.unparse(call.func)
+    if isinstance(node, ast.Raise):
+        yield name, call.args[0]
+    elif name == "warn":
+        yield "Warning", call.args[0]
+
+
+def assigned(name: str, scope: ast.AST) -> list[ast.AST]:
+    """Return what a function or a module assigns to a variable."""
+    found: list[ast.AST] = []
+    for node in own_nodes(scope):
+        if not isinstance(node, ast.Assign | ast.NamedExpr):
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if isinstance(target, ast.Name) and target.id == name:
+            found.append(node.value)
+    return found
+
+
+def returned(function: ast.AST) -> list[ast.AST]:
+    """Return what a function returns."""
+    if not isinstance(function, ast.FunctionDef):
+        return []
+    found = [x.value for x in own_nodes(function) if isinstance(x, ast.Return)]
+    return [x for x in found if x is not None]
+
+
+def in_words(node: ast.AST) -> str:
+    """Return words for what is only known when a message is raised."""
+    names = [
+        x.id if isinstance(x, ast.Name) else x.attr
+        for x in ast.walk(node)
+        if isinstance(x, ast.Name | ast.Attribute)
+    ]
+    for name in names:
+        if name in WORDS:
+            return WORDS[name]
+    words = [x for x in names if x not in NO_WORDS] or names or ["…"]
+    return words[0].strip("_").lower().replace("_", " ")
+
+
+def message(kind: str, text: str, topic: str) -> Message:
+    """Split a text into the function, what is wrong, and what to do."""
+    text = " ".join(text.split())
+    function, colon, rest = text.partition(": ")
+    named = re.fullmatch(r"(\w+)(\(.*\))?|‹(name|caller)›", function)
+    if colon and named and function != "optax_mp":
+        text = rest
+    function = function if colon and named and function.isidentifier() else ""
+    function = "" if function == "optax_mp" else function
+    # What to do comes behind what was expected, or else behind what is wrong.
+    start = max(0, text.lower().find("expected"))
+    hidden = re.sub(r"\([^()]*\)|`[^`]*`", lambda x: "_" * len(x[0]), text)
+    end = re.search(r"(?:; |\. |: (?=put|pass|use|call))(?=.)", hidden[start:])
+    if end is None:
+        return Message(function, topic, kind, text, "")
+    wrong, fix = text[: start + end.start()], text[start + end.end() :]
+    return Message(function, topic, kind, wrong + ".", fix[0].upper() + fix[1:])
+
+
+def page() -> str:
+    """Return the page."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    every = [x for path in paths for x in Module(path).messages()]
+    # What JAX or this package catches itself says neither.
+    every = [
+        x
+        for x in dict.fromkeys(every)
+        if (x.fix or "expected" in x.text) and len(x.text) > 9
+    ]
+    lines = [HEAD]
+    for function in sorted({x.function for x in every if x.function}, key=str.lower):
+        lines.append(f"## `{function}`\n")
+        lines += [in_markdown(x) for x in every if x.function == function]
+        lines.append("")
+    lines.append(f"## {SHARED}\n")
+    for topic in dict.fromkeys(x.topic for x in every if not x.function):
+        lines.append(f"### {topic}\n")
+        lines += [in_markdown(x) for x in every if (x.function, x.topic) == ("", topic)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def in_markdown(each: Message) -> str:
+    """Return an item of a list."""
+    text, fix = (without_markup(x) for x in (each.text, each.fix))
+    return f"- **{each.kind}**: {text}" + (f"\n\n  *Fix:* {fix}" if fix else "")
+
+
+def without_markup(text: str) -> str:
+    """Escape what Markdown would read as markup, outside of code."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"([*<_\[\]])", r"\\\1", x) for x in parts[::2]]
+    return "`".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
