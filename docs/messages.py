@@ -48,7 +48,7 @@ WORDS = {
 NO_WORDS = {"self", "jnp", "jax", "repr", "str", "sorted", "join", "__name__", "name"}
 MOST_CHARACTERS = 120  # of alternatives that are written out
 # Functions that make the texts of warnings of `amp`, which others give to `warn`.
-MAKERS = ("loop_warnings", "describe_unused")
+MAKERS = ("loop_warnings", "describe_unused", "warnings_of_names")
 
 
 class Message(NamedTuple):

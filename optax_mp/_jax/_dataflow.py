@@ -33,15 +33,15 @@ def follow(
         constant: returns what is known of a literal or a constant, given its value.
     """
     jaxpr, consts = open_jaxpr(jaxpr)
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-    known.update(zip(jaxpr.constvars, map(constant, consts), strict=True))
+    facts = dict(zip(jaxpr.invars, inputs, strict=True))
+    facts.update(zip(jaxpr.constvars, map(constant, consts), strict=True))
 
     def read(atom: Any) -> T:
-        return constant(atom.val) if is_literal(atom) else known[atom]
+        return constant(atom.val) if is_literal(atom) else facts[atom]
 
     for equation in jaxpr.eqns:
         outputs = results(equation, list(map(read, equation.invars)))
-        known.update(zip(equation.outvars, outputs, strict=True))
+        facts.update(zip(equation.outvars, outputs, strict=True))
     return list(map(read, jaxpr.outvars))
 
 

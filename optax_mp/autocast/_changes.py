@@ -53,8 +53,13 @@ def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> PureCall:
         after = _arrays(nnx, copies)
         # New variables change the graph, too, but can be written back.
         if after.keys() == before.keys() and nnx.graphdef(copies) != graphdef:
-            names = sorted({type(x).__name__ for x in copies.values()})
-            warn(_LOST.format(", ".join(names)))
+            names = ", ".join(sorted({type(x).__name__ for x in copies.values()}))
+            warn(
+                f"amp: the function changed its argument of class {names}, and the "
+                "change is lost, because amp traces a copy, as jax.jit does; expected "
+                "changes of the values of NNX Variables only; return what is to be "
+                "kept, or change it outside of the function."
+            )
         # By identity, because `==` would compare traced values.
         flat = nnx.to_flat_state(nnx.state(copies))
         changed = [
@@ -75,10 +80,3 @@ def _arrays(nnx: Any, modules: Any) -> dict[Any, list[Any]]:
     """Return the arrays of variables, which are replaced in place, by their paths."""
     flat = nnx.to_flat_state(nnx.state(modules))
     return {path: jax.tree.leaves(variable) for path, variable in flat}
-
-
-_LOST = (
-    "amp: the function changed its argument of class {}, and the change is lost, "
-    "because amp traces a copy, as jax.jit does; expected changes of the values of NNX "
-    "Variables only; return what is to be kept, or change it outside of the function."
-)

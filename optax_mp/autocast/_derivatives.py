@@ -65,9 +65,9 @@ def custom_vjp(
     invars, outvars = equation.invars, equation.outvars
     dtypes = [atom.aval.dtype for atom in invars]
 
-    def forward(*given: Any) -> tuple[Any, Any]:
+    def forward(*args: Any) -> tuple[Any, Any]:
         perturbed = [
-            i for i, x in enumerate(given) if x.perturbed and is_inexact(invars[i].aval)
+            i for i, x in enumerate(args) if x.perturbed and is_inexact(invars[i].aval)
         ]
         treedef: Any = None
         residual_dtypes: tuple[Any, ...] = ()
@@ -82,13 +82,11 @@ def custom_vjp(
             residual_dtypes = tuple(x.dtype for x in residuals)
             return outputs, residuals
 
-        inputs = [x.value for x in given]
+        inputs = [x.value for x in args]
         (outputs, residuals), _ = interpret(linearize, (inputs,), (dtypes,))
-        # A plain number is given as written.
-        given_dtypes = tuple(getattr(inputs[i], "dtype", dtypes[i]) for i in perturbed)
-        linearized = _Linearized(
-            treedef, residual_dtypes, tuple(perturbed), given_dtypes
-        )
+        # A plain number comes as written.
+        low_dtypes = tuple(getattr(inputs[i], "dtype", dtypes[i]) for i in perturbed)
+        linearized = _Linearized(treedef, residual_dtypes, tuple(perturbed), low_dtypes)
         return list(map(cast, outputs, output_dtypes)), (residuals, linearized)
 
     def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
@@ -105,10 +103,10 @@ def custom_vjp(
             avals = [invars[i].aval for i in linearized.perturbed]
             return jax.linear_transpose(read_outputs, *avals)(cotangents)
 
-        given = (residuals, [cotangents[i] for i in read])
+        values = (residuals, [cotangents[i] for i in read])
         out_dtypes = [outvars[i].aval.dtype for i in read]
         as_written = (list(linearized.residual_dtypes), out_dtypes)
-        pulled, depend = interpret(transpose, given, as_written)
+        pulled, depend = interpret(transpose, values, as_written)
         # None for an input without a gradient. JAX wants the others in the dtypes of
         # the inputs, which may be low.
         gradients: list[Any] = [None] * len(invars)

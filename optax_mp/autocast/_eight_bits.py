@@ -135,15 +135,15 @@ def product(
     dtypes = [x.dtype for x in operands]
 
     def multiply(left: Rounded, right: Rounded) -> jax.Array:
-        product = functools.partial(_bind_to, sum_dtype, equation)
-        return _multiply(product, left, right).astype(out_dtype)
+        dot = functools.partial(_bind_to, sum_dtype, equation)
+        return _multiply(dot, left, right).astype(out_dtype)
 
-    def forward(*operands: Any) -> Any:
-        # Those that are not differentiated are kept by nobody.
-        rounded = [round_to(x.value, dtype) for x in operands]
-        left, right = (x.perturbed for x in operands)
-        needed = (rounded[1] if left else None, rounded[0] if right else None)
-        return multiply(*rounded), needed
+    def forward(left: Any, right: Any) -> Any:
+        factors = [round_to(x.value, dtype) for x in (left, right)]
+        # The gradient by one operand needs the other; nothing else is kept.
+        needed = [factors[1] if left.perturbed else None]
+        needed += [factors[0] if right.perturbed else None]
+        return multiply(*factors), needed
 
     def backward(others: Any, cotangent: Any) -> tuple[Any, ...]:
         if isinstance(cotangent, SymbolicZero):

@@ -24,6 +24,7 @@ _NOT, _DEPENDS, _DEPENDS_BY_LOW = 0, 1, 2
 
 def loop_warnings(sites: Sequence[Site], dtype: Any) -> tuple[str, ...]:
     """Return a warning for each loop whose condition reads what is computed low."""
+    epsilon = float(jnp.finfo(dtype).eps)
     low = {id(x.equation) for x in sites if x.action.ran_low}
     loops = (x for x in sites if low and x.equation.primitive.name == "while")
     # In a derivative rule, the line may not be known.
@@ -31,7 +32,7 @@ def loop_warnings(sites: Sequence[Site], dtype: Any) -> tuple[str, ...]:
     return tuple(
         f"the while loop{f' at {line}' if line else ''} compares floats that it "
         "computes low to decide whether it goes on. Under amp these have the precision "
-        f"of {dtype.name}, {float(jnp.finfo(dtype).eps):.1g}, so the loop may take "
+        f"of {dtype.name}, {epsilon:.1g}, so the loop may take "
         "many more iterations than in float32, or not converge at all. Put it into "
         "`with optax_mp.amp_stop():`, or raise its tolerance."
         for line in lines
@@ -57,7 +58,7 @@ def _through(equation: Equation, inputs: Sequence[int], low: Set[int]) -> Forwar
         return [_result(equation, inputs, low, x) for x in equation.outvars]
 
     return wiring_of(equation).forward(
-        inputs, lambda x, given: follow(x.jaxpr, given, results, lambda _: _NOT), max
+        inputs, lambda x, values: follow(x.jaxpr, values, results, lambda _: _NOT), max
     )
 
 

@@ -130,13 +130,14 @@ class Rules:
             }
         if not missing:
             return ()
-        names = {*default_amp_rules, *primitive_names(), *seen}
-        nearest = difflib.get_close_matches(min(missing), names)
+        names = ", ".join(map(repr, sorted(missing)))
+        seen |= {*default_amp_rules, *primitive_names()}
+        nearest = difflib.get_close_matches(min(missing), seen)
         hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else "."
         return (
-            f"`rules` names {', '.join(map(repr, sorted(missing)))}, expected a "
-            "primitive of JAX, or a `jax.named_scope` that the function enters in this "
-            f"call (scopes that only a derivative rule enters are not seen){hint}",
+            f"`rules` names {names}, expected a primitive of JAX, or a "
+            "`jax.named_scope` that the function enters in this call (scopes that only "
+            f"a derivative rule enters are not seen){hint}",
         )
 
     def _look_up(self, stack: str) -> list[tuple[str, str]]:

@@ -47,7 +47,7 @@ class PrecisionReport:
     """What `precision_report` found. Printed, it is a verdict, a table and advice.
 
     Attributes:
-        products: each matrix product and convolution, forward pass first.
+        products: each matrix product and convolution, in the order of the program.
         notes: remarks on the counts: loops, operations whose products are not counted,
             and why there is no gradient.
 
@@ -84,12 +84,12 @@ class PrecisionReport:
     @property
     def wide_products(self) -> tuple[PrecisionProduct, ...]:
         """The products in float32 or wider."""
-        return tuple(each for each in self.products if each.is_wide)
+        return tuple(x for x in self.products if x.is_wide)
 
     def shares(self) -> dict[str, float]:
         """Return the share of each dtype in the FLOPs of products, largest first."""
-        total = sum(each.flops for each in self.products) or 1
-        groups = _group(self.products, lambda each: each.dtype)
+        total = sum(x.flops for x in self.products) or 1
+        groups = _group(self.products, lambda x: x.dtype)
         return {dtype: _flops(group) / total for dtype, group in groups}
 
     def summary(self) -> str:
@@ -118,11 +118,11 @@ class PrecisionReport:
         total = _flops(self.products) or 1
         groups = _group(
             self.wide_products,
-            lambda each: (each.line or each.primitive, _pattern(each)),
+            lambda x: (x.line or x.primitive, _pattern(x)),
         )
         cells = [("float32 at", "because of", "shapes", "runs", "FLOPs", "share")]
         for (place, _), group in groups[:_MOST_ROWS]:
-            runs, flops = sum(each.count for each in group), _flops(group)
+            runs, flops = sum(x.count for x in group), _flops(group)
             amounts = str(runs), f"{flops:.3g}", f"{percent(flops / total)}%"
             shapes = " ".join(str(list(shape)) for shape in group[0].shapes[:2])
             cells.append((place, _label(group)[-_CAUSE_WIDTH:], shapes, *amounts))
@@ -201,13 +201,13 @@ def _group(
 ) -> list[tuple[Any, list[PrecisionProduct]]]:
     """Return products in groups, the group of most FLOPs first."""
     groups: dict[Any, list[PrecisionProduct]] = {}
-    for each in products:
-        groups.setdefault(key(each), []).append(each)
+    for x in products:
+        groups.setdefault(key(x), []).append(x)
     return sorted(groups.items(), key=lambda pair: -_flops(pair[1]))
 
 
 def _flops(products: Iterable[PrecisionProduct]) -> int:
-    return sum(each.flops for each in products)
+    return sum(x.flops for x in products)
 
 
 def _causes(product: PrecisionProduct) -> str:
@@ -283,13 +283,15 @@ def _is_input(leaf: Any) -> bool:
 def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
     """Return the names of so many positional arguments."""
     try:
-        found = list(inspect.signature(fun).parameters.values())
+        declared = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
-        found = []
+        declared = []
     names = [
-        x.name for x in found if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
+        x.name
+        for x in declared
+        if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
     ]
-    rest = next((x.name for x in found if x.kind == x.VAR_POSITIONAL), "args")
+    rest = next((x.name for x in declared if x.kind == x.VAR_POSITIONAL), "args")
     return [*names, *(f"{rest}[{i}]" for i in range(count - len(names)))]
 
 
