@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guide" / "where_it_runs.md"
 START, END = "<!-- where_it_runs.py writes from here -->", "<!-- to here -->"
 FORMS = {"plain optax": "bare", "masters": "FullCopy", "compact": "5.1 bytes"}
-PACKAGES = ("jax", "optax", "flax", "orbax-checkpoint", "equinox")
+PACKAGES = ("jax", "optax", "flax", "haliax", "orbax-checkpoint", "equinox")
 NNX = "test_nnx.py::test_"
 LOOPS = "test_loops.py::test_"
 # Each row's test; those without a file are checks on eight devices.
@@ -35,6 +35,7 @@ ROWS = {
     ),
     "Linen boxes, `nn.get_partition_spec`, `nn.get_sharding`, `tree.map` over "
     "state and shardings (MaxText, nanodo)": "linen_states_are_sharded_by_their_boxes",
+    "haliax's `named_jit` with FSDP": "haliax_states_are_sharded_by_their_axes",
     "FSDP by shapes (openpi), the state by `state_shardings`": (
         "a_rule_by_shape_for_params_and_state_shardings_for_the_state"
     ),

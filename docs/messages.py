@@ -42,7 +42,7 @@ WORDS = {
     "given": "what was passed",
     "shown": "what was passed",
     "expected": "what fits",
-    "where": "param",
+    "where": "path",
 }
 # Parts of an expression that say nothing to a reader.
 NO_WORDS = {"self", "jnp", "jax", "repr", "str", "sorted", "join", "__name__", "name"}
@@ -94,34 +94,54 @@ class Module:
                         (text,) = self.texts(node, function)
                         yield message("Warning", f"amp: {text}", self.topic)
 
-    def texts(self, node: ast.AST, scope: ast.AST, depth: int = 5) -> list[str]:
-        """Return what an expression can say, looking up variables and functions."""
+    def texts(
+        self, node: ast.AST, scope: ast.AST, without: frozenset[str] = frozenset()
+    ) -> list[str]:
+        """Return what an expression can say, looking up variables and functions.
+
+        Those in `without` are being looked up.
+        """
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return [node.value]
         if isinstance(node, ast.JoinedStr):
-            return ["".join(self.part(x, scope, depth) for x in node.values)]
+            first, *rest = node.values
+            start = self.start(first, scope, without)
+            return [start + "".join(self.part(x, scope, without) for x in rest)]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            sides = [self.part(x, scope, depth) for x in (node.left, node.right)]
+            sides = [self.part(x, scope, without) for x in (node.left, node.right)]
             return ["".join(sides)]
         values: list[ast.AST] = []
-        if isinstance(node, ast.IfExp):
+        name = ast.unparse(getattr(node, "func", node)).rpartition(".")[2]
+        if name in without:
+            return []
+        if isinstance(node, ast.ListComp | ast.Subscript):
+            values = [node.elt if isinstance(node, ast.ListComp) else node.value]
+        elif isinstance(node, ast.IfExp):
             values = [node.body, node.orelse]
         elif isinstance(node, ast.Name):
-            values = assigned(node.id, scope) or assigned(node.id, self.tree)
-            if not values and node.id == "where":  # of the function's caller
-                values = [x for each in self.scopes for x in assigned("where", each)]
+            values = assigned(name, scope) or assigned(name, self.tree)
         elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
             scope = self.functions.get(name, self.tree)
             values = returned(scope)
-        if depth == 0:
-            return []
-        return [x for value in values for x in self.texts(value, scope, depth - 1)]
+        inside = without | {name}
+        return [x for value in values for x in self.texts(value, scope, inside)]
 
-    def part(self, node: ast.AST, scope: ast.AST, depth: int) -> str:
+    def start(self, node: ast.AST, scope: ast.AST, without: frozenset[str]) -> str:
+        """Return the first part of a text, which another function may have begun."""
+        if not isinstance(node, ast.FormattedValue):
+            return self.part(node, scope, without)
+        name = ast.unparse(node.value)
+        is_own = not name.isidentifier() or name in without or assigned(name, scope)
+        found = [] if is_own else [x for y in self.scopes for x in assigned(name, y)]
+        inside = without | {name}
+        texts = {x for value in found for x in self.texts(value, self.tree, inside)}
+        begun = [x for x in texts if re.match(r"(\w+|‹caller›): ", x)]
+        return begun[0] if len(begun) == 1 else self.part(node, scope, without)
+
+    def part(self, node: ast.AST, scope: ast.AST, without: frozenset[str]) -> str:
         """Return a part of a text; what is not in the code, in words."""
         inside = node.value if isinstance(node, ast.FormattedValue) else node
-        found = list(dict.fromkeys(self.texts(inside, scope, depth - 1)))
+        found = list(dict.fromkeys(self.texts(inside, scope, without)))
         if len(found) == 1:
             return found[0]
         words = " / ".join(x.strip() or "nothing" for x in found)
@@ -144,7 +164,7 @@ def raised(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         return
     name = ast.unparse(call.func)
     if isinstance(node, ast.Raise):
-        yield name, call.args[0]
+        yield name if name[0].isupper() else "Error", call.args[0]
     elif name == "warn":
         yield "Warning", call.args[0]
 

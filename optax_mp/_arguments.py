@@ -7,7 +7,7 @@ import jax
 import optax
 
 from optax_mp._states import holds_state
-from optax_mp._tree import PyTree, is_array, is_floating, summarize
+from optax_mp._tree import is_array, is_floating, summarize
 from optax_mp._warnings import warn
 
 _UPDATE = "`tx.update(grads, state, params)`"
@@ -35,31 +35,26 @@ def check_opt_state(opt_state: Any, caller: str) -> None:
     raise TypeError(f"{problem}, expected an optimizer state; {remedy}.")
 
 
-def may_be_state(tree: PyTree) -> bool:
-    """Return whether a tree may be the state of an optimizer.
+def warn_unless_state(opt_state: Any, caller: str) -> None:
+    """Warn if nothing in `opt_state` looks like the state of an optimizer.
 
-    It holds a NamedTuple, as the states of optax do, or a count of steps, or no
+    A state holds a NamedTuple, as those of optax do, or a count of steps, or no
     floating arrays at all. Params have none of these but by chance.
     """
 
     def is_named_tuple(node: Any) -> bool:
         return isinstance(node, tuple) and hasattr(node, "_fields")
 
-    leaves = jax.tree.leaves(tree)
-    if any(is_array(x) and not (x.shape or is_floating(x)) for x in leaves):
-        return True
-    nodes = jax.tree.leaves(tree, is_leaf=is_named_tuple)
-    return any(map(is_named_tuple, nodes)) or not any(map(is_floating, leaves))
-
-
-def warn_unless_state(opt_state: Any, caller: str) -> None:
-    """Warn if nothing in `opt_state` looks like the state of an optimizer."""
-    if not may_be_state(opt_state):
-        warn(
-            f"{caller}: `opt_state` is {summarize(opt_state)}, in which nothing looks "
-            "like an optimizer state, and no loss scale is found; pass what "
-            "`tx.init(params)` returned."
-        )
+    leaves = jax.tree.leaves(opt_state)
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_named_tuple)
+    counts = [x for x in leaves if is_array(x) and not (x.shape or is_floating(x))]
+    if counts or any(map(is_named_tuple, nodes)) or not any(map(is_floating, leaves)):
+        return
+    warn(
+        f"{caller}: `opt_state` is {summarize(opt_state)}, in which nothing looks "
+        "like an optimizer state, and no loss scale is found; pass what "
+        "`tx.init(params)` returned."
+    )
 
 
 def check_state_first(opt_state: Any, params: Any, caller: str, call: str) -> None:

@@ -80,40 +80,24 @@ def put_resized(box: Any, value: Any, divides: Divides) -> Any:
 
     def fit(entries: Any) -> Any:
         """Return what is said about the axes of `value`, if `entries` is about axes."""
-        kept = [
-            _resize(entry, before, after, divides)
-            for entry, before, after in zip(
-                entries, old.shape, value.shape[more:], strict=True
-            )
-        ]
+        if not _is_about_axes(entries, old.ndim):
+            return entries
+        lengths = zip(entries, old.shape, value.shape[more:], strict=True)
+        kept = [_resize(*of_axis, divides) for of_axis in lengths]
         front = [_front(entries, i, n) for i, n in enumerate(value.shape[:more])]
         whole = front + kept
         return tuple(whole) if isinstance(entries, tuple) else type(entries)(*whole)
 
-    if hasattr(box, "get_metadata"):
-        return _put_in_variable(box, value, fit, old.ndim)
+    if hasattr(box, "get_metadata"):  # a variable of NNX
+        new = put(box, value)
+        new.set_metadata(**{name: fit(x) for name, x in box.get_metadata().items()})
+        return new
     if dataclasses.is_dataclass(box) and not isinstance(box, type):
-        changes: dict[str, Any] = {}
-        for field in dataclasses.fields(box):
-            attribute = getattr(box, field.name)
-            if attribute is old:
-                changes[field.name] = value
-            elif _is_about_axes(attribute, old.ndim):
-                changes[field.name] = fit(attribute)
+        before = {x.name: getattr(box, x.name) for x in dataclasses.fields(box)}
+        after = {name: value if x is old else fit(x) for name, x in before.items()}
+        changes = {name: x for name, x in after.items() if x is not before[name]}
         return dataclasses.replace(box, **changes)
     return put(box, value)
-
-
-def _put_in_variable(box: Any, value: Any, fit: Any, ndim: int) -> Any:
-    """Return a variable of NNX, whose metadata is a dict."""
-    new = put(box, value)
-    about_axes = {
-        name: fit(entries)
-        for name, entries in box.get_metadata().items()
-        if _is_about_axes(entries, ndim)
-    }
-    new.set_metadata(**{**box.get_metadata(), **about_axes})
-    return new
 
 
 def _is_about_axes(entries: Any, ndim: int) -> bool:

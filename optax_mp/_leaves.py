@@ -12,7 +12,7 @@ import optax
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._boxes import flatten_slots, is_box, one_level, put, put_resized
-from optax_mp._tree import PyTree, describe, is_array, spell
+from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 
 
 def is_absent(leaf: Any) -> bool:
@@ -74,6 +74,25 @@ class Leaves:
                     "Flax NNX, pass both through `nnx.as_pure`)."
                 )
         return matched
+
+    def match_arrays(
+        self, tree: PyTree, name: str, *, with_dtypes: bool = False
+    ) -> list[Any]:
+        """Return what `tree` has at each leaf; raise unless the shapes are the same.
+
+        With `with_dtypes` the dtypes must agree, too, except for those of two floats.
+        """
+        found = self.match(tree, name)
+        for path, want, leaf in zip(self.paths, self.values, found, strict=True):
+            same = not is_array(want) or getattr(leaf, "shape", None) == want.shape
+            if same and with_dtypes and not (is_floating(leaf) and is_floating(want)):
+                same = getattr(leaf, "dtype", None) == getattr(want, "dtype", None)
+            if not same:
+                raise ValueError(
+                    f"{self.caller}: {name} at {spell(path)} is {describe(leaf)}, "
+                    f"expected {describe(want)} as in {self.name}."
+                )
+        return found
 
     def match_subtrees(self, tree: PyTree, name: str) -> list[Any]:
         """Return what `tree` has in each slot, whatever it is, without boxes."""

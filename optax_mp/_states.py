@@ -38,9 +38,7 @@ def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
         Pairs of a path, as `jax.tree_util.keystr` takes it, and the state there.
     """
     found: list[tuple[Path, Any]] = []
-
-    def is_kind(node: Any) -> bool:
-        return isinstance(node, kind)
+    is_kind = _is_of(kind)
 
     def collect(tree: PyTree, prefix: Path) -> None:
         for path, node in tree_flatten_with_path(tree, is_leaf=is_kind)[0]:
@@ -61,9 +59,7 @@ def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) ->
         opt_state: an optimizer state, or a tree of several.
         kind: a type, or a tuple of types.
     """
-
-    def is_kind(node: Any) -> bool:
-        return isinstance(node, kind)
+    is_kind = _is_of(kind)
 
     def replace(node: Any) -> Any:
         if not is_kind(node):
@@ -201,3 +197,7 @@ def check_classes(opt_state: PyTree, caller: str) -> None:
 
 def _is_own_field(key: Any) -> bool:
     return isinstance(key, GetAttrKey) and key.name in _OWN_FIELDS
+
+
+def _is_of(kind: Kind) -> Callable[[Any], bool]:
+    return lambda node: isinstance(node, kind)

@@ -89,11 +89,16 @@ def _names_all_axes(mesh: Any) -> bool:
 
 def is_partitioned(x: Any) -> bool:
     """Return whether `x` is on several devices, and XLA decides what each computes."""
-    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-    sizes = getattr(mesh, "shape", {}) if mesh is not None else {}
+    mesh = mesh_in_type(x)
+    sizes = getattr(mesh, "shape", {})
     kinds = getattr(mesh, "axis_types", None) or ()
     both = zip(sizes.values(), kinds, strict=False)
     return any(size > 1 and "Manual" not in str(kind) for size, kind in both)
+
+
+def mesh_in_type(x: Any) -> Any:
+    """Return the mesh in the type of an array, or None if it has none."""
+    return getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
 
 
 def has_explicit_axes(mesh: Any) -> bool:

@@ -5,6 +5,7 @@ be elementwise, and computes them for a part of an array.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -61,6 +62,8 @@ def blocks_in(equation: Any) -> Blocks:
     return equation.params["blocks"]
 
 
+# Jitted, so that what is of one shape is traced and lowered once.
+@partial(jax.jit, static_argnames=("kind", "blocks"))
 def _compute(x: jax.Array, *, kind: str, blocks: Blocks) -> jax.Array:
     return _spread(x, blocks) if kind == SPREAD else _reduce(x, kind, blocks)
 
@@ -87,6 +90,8 @@ def _spread(scales: jax.Array, blocks: Blocks) -> jax.Array:
     repeated = lax.broadcast_in_dim(scales, shape, dimensions)
     shape[blocks.axis : blocks.axis + 2] = [blocks.count * blocks.size]
     repeated = lax.reshape(repeated, shape)
+    if shape[blocks.axis] == blocks.length:
+        return repeated
     return lax.slice_in_dim(repeated, 0, blocks.length, axis=blocks.axis)
 
 

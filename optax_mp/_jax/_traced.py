@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_mp._jax._arrays import is_array
+from optax_mp._jax._jaxpr import evaluate
 
 PyTree = Any
 
@@ -88,6 +89,11 @@ class TracedCall:
         arrays = [leaves[i] for i in places]
         closed = jax.make_jaxpr(traced)(arrays)
         return cls(closed, arrays, places, len(leaves), outputs, treedef)
+
+    def run(self) -> Any:
+        """Return what the function returned, computed as one program of `jit`."""
+        program = jax.jit(lambda arrays: evaluate(self.closed, arrays))
+        return self.unflatten(program(self.arrays))
 
     def unflatten(self, values: Sequence[Any]) -> Any:
         """Return what the function returned, with `values` for its arrays."""

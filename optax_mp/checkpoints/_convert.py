@@ -18,8 +18,6 @@ from optax_mp._states import find_states, map_states
 from optax_mp._tree import (
     PyTree,
     cast_floating,
-    describe,
-    is_array,
     is_floating,
     spell,
 )
@@ -253,28 +251,12 @@ def _match(
     *,
     with_dtypes: bool = False,
 ) -> list[Any]:
-    """Return the leaves of `state`; raise if they do not fit those of `template`.
-
-    Args:
-        state: a state.
-        template: a state, or a description of one.
-        name: what an error calls `state`.
-        template_name: what an error calls `template`.
-        with_dtypes: whether dtypes must agree, except for those of two floats.
-    """
+    """Return the leaves of `state`; raise if they do not fit those of `template`."""
     expected = Leaves.of(template, caller=_CALLER, name=template_name)
-    found = expected.match(state, name)
-    for path, want, leaf in zip(expected.paths, expected.values, found, strict=True):
-        if not is_array(want):
-            continue
-        same = is_array(leaf) and leaf.shape == want.shape
-        if same and with_dtypes and not (is_floating(leaf) and is_floating(want)):
-            same = leaf.dtype == want.dtype
-        if not same:
-            raise ValueError(
-                f"{_CALLER}: {name} is {describe(leaf)} at {spell(path)}, expected "
-                f"{describe(want)} as {template_name} has it; both transformations "
-                "must have the same optimizer inside, and `opt_state` must belong "
-                "to `from_tx` and `params`."
-            )
-    return found
+    try:
+        return expected.match_arrays(state, name, with_dtypes=with_dtypes)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Both transformations must have the same optimizer inside, and "
+            "`opt_state` must belong to `from_tx` and `params`."
+        ) from error

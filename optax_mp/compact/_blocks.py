@@ -71,8 +71,9 @@ def _dequantize(
         return wide
     blocks = _blocks_of(codes.shape, code)
     roots = lax.mul(wide, _ONE / _largest_code(codes))
+    sizes = lax.abs(roots) if code.dtype.startswith("int") else roots
     spread = blocks.spread(lax.convert_element_type(scales, jnp.float32))
-    return lax.mul(lax.mul(roots, lax.abs(roots)), reshard_like(spread, codes))
+    return lax.mul(lax.mul(roots, sizes), reshard_like(spread, codes))
 
 
 def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
@@ -104,28 +105,57 @@ def _quantize(
     blocks = _blocks_of(x.shape, code)
     # With `lax` alone: see `uniform_numbers`.
     values = lax.convert_element_type(x, jnp.float32)
-    sizes = lax.abs(values)
-    pattern = whole_along(_bit_pattern(sizes), blocks.axis, blocks.size)
-    scales = _round_scales_up(blocks.reduce(MAXIMUM, pattern))
-    inverse = lax.div(lax.full_like(scales, 1), scales)
-    inverse = lax.select(lax.gt(scales, _ZERO), inverse, lax.full_like(scales, 0))
+    scales, inverse = _scales_of(blocks, values)
     if jnp.issubdtype(old_codes.dtype, jnp.signedinteger):
         # The sign of the inverse marks these blocks. A second array of flags would cost
         # another broadcast, and broadcasting takes most of the time.
         whole = whole_along(old_codes, blocks.axis, blocks.size)
         lowest = blocks.reduce(MINIMUM, whole)
-        was_negative = lax.lt(lowest, lax.full_like(lowest, 0))
+        was_negative = lax.lt(lowest, np.zeros((), lowest.dtype))
         inverse = lax.select(was_negative, lax.neg(inverse), inverse)
-    product = lax.mul(sizes, reshard_like(blocks.spread(inverse), sizes))
     largest = _largest_code(old_codes)
-    squares = lax.mul(lax.min(lax.abs(product), _ONE), largest * largest)
+    codes = _codes_of(blocks, values, inverse, largest * largest, key)
+    codes = lax.convert_element_type(codes, old_codes.dtype)
+    return [codes, reshard_like(scales, old_scales)]
+
+
+# What follows does not know the dtype of the codes: moments of one shape share it.
+@partial(jax.jit, static_argnums=0)
+def _scales_of(blocks: Blocks, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the scales, in bfloat16, and their inverse, 0 where that is infinite."""
+    # Bit patterns of nonnegative floats are ordered as the floats are. CPUs vectorize a
+    # maximum of integers, but not one of floats, where NaN is a special case.
+    pattern = lax.bitcast_convert_type(lax.abs(values), jnp.int32)
+    largest = blocks.reduce(MAXIMUM, whole_along(pattern, blocks.axis, blocks.size))
+    # Up to the next bfloat16, which is the upper half of a float32.
+    rounded = lax.add(lax.min(largest, _LARGEST_SCALE), np.int32(0xFFFF))
+    rounded = lax.bitwise_and(rounded, np.int32(-0x10000))
+    scales = lax.bitcast_convert_type(rounded, jnp.float32)
+    is_small, zero = lax.lt(largest, _SMALLEST_SCALE), lax.full_like(scales, 0)
+    inverse = lax.select(is_small, zero, lax.div(_ONE, scales))
+    scales = lax.select(is_small, zero, scales)
+    is_finite = lax.lt(largest, _INFINITY)
+    scales = lax.select(is_finite, scales, lax.full_like(scales, jnp.nan))
+    return lax.convert_element_type(scales, jnp.bfloat16), inverse
+
+
+@partial(jax.jit, static_argnums=0)
+def _codes_of(
+    blocks: Blocks,
+    values: jax.Array,
+    inverse: jax.Array,
+    largest_square: jax.Array,
+    key: jax.Array | None,
+) -> jax.Array:
+    """Return codes, in float32; `inverse` is negative where zero is allowed."""
+    sizes = lax.abs(values)
+    product = lax.mul(sizes, reshard_like(blocks.spread(inverse), sizes))
+    squares = lax.mul(lax.min(lax.abs(product), _ONE), largest_square)
     codes = _round_roots(squares, key)
-    # 1 where zero is not allowed, as the docstring says.
+    # 1 where zero is not allowed, as `quantize` says.
     smallest = lax.convert_element_type(lax.gt(product, _ZERO), jnp.float32)
     is_negative = lax.lt(values, _ZERO)
-    codes = lax.select(is_negative, lax.neg(codes), lax.max(codes, smallest))
-    scales = reshard_like(lax.convert_element_type(scales, jnp.bfloat16), old_scales)
-    return [lax.convert_element_type(codes, old_codes.dtype), scales]
+    return lax.select(is_negative, lax.neg(codes), lax.max(codes, smallest))
 
 
 def _round(x: jax.Array, dtype: DTypeLike, key: jax.Array | None) -> jax.Array:
@@ -150,21 +180,3 @@ def _round_roots(squares: jax.Array, key: jax.Array | None) -> jax.Array:
 
 def _largest_code(codes: jax.Array) -> Any:
     return np.float32(jnp.iinfo(codes.dtype).max)
-
-
-def _bit_pattern(sizes: jax.Array) -> jax.Array:
-    # Bit patterns of nonnegative floats are ordered as the floats are. CPUs vectorize a
-    # maximum of integers, but not one of floats, where NaN is a special case.
-    return lax.bitcast_convert_type(sizes, jnp.int32)
-
-
-def _round_scales_up(largest: jax.Array) -> jax.Array:
-    """Return float32 scales that are exact in bfloat16, given bit patterns of sizes."""
-    # bfloat16 is the upper half of float32.
-    rounded = lax.add(lax.min(largest, _LARGEST_SCALE), np.int32(0xFFFF))
-    rounded = lax.bitwise_and(rounded, np.int32(-0x10000))
-    is_small = lax.lt(largest, _SMALLEST_SCALE)
-    rounded = lax.select(is_small, lax.full_like(rounded, 0), rounded)
-    scales = lax.bitcast_convert_type(rounded, jnp.float32)
-    is_finite = lax.lt(largest, _INFINITY)
-    return lax.select(is_finite, scales, lax.full_like(scales, jnp.nan))

@@ -6,7 +6,6 @@ the rounding, where `jax.random` would write all of its numbers to memory first.
 """
 
 import math
-from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -50,8 +49,6 @@ def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
     raise TypeError(f"{caller}: `seed` is {seed!r}, expected {expected}.")
 
 
-# Jitted, so that arrays of one shape share the trace.
-@partial(jax.jit, static_argnums=0)
 def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     """Return float32 numbers from [0, 1), multiples of 2^-24.
 
@@ -61,14 +58,12 @@ def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     """
     # With `lax` alone, as all that is traced anew for each shape of a leaf: `jax.numpy`
     # takes five times as long.
-    positions = lax.full(shape, 0, jnp.uint32)
-    for axis in reversed(range(len(shape))):
+    last = len(shape) - 1
+    positions = lax.broadcasted_iota(jnp.uint32, shape, last) if shape else np.uint32(0)
+    for axis in reversed(range(last)):
         place = lax.broadcasted_iota(jnp.uint32, shape, axis)
         stride = math.prod(shape[axis + 1 :]) % 2**32
-        if stride == 1:
-            positions = place
-        else:
-            positions = lax.add(positions, lax.mul(place, np.uint32(stride)))
+        positions = lax.add(positions, lax.mul(place, np.uint32(stride)))
     numbers = _hash(lax.bitwise_xor(positions, lax.reshape(key, ())))
     bits = lax.shift_right_logical(numbers, np.uint32(8))
     # As signed numbers, which all hardware converts to floats in one operation.

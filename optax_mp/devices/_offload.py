@@ -24,7 +24,7 @@ from optax_mp._jax._memory import (
     name_memory,
     to_host,
 )
-from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall, is_dynamic
+from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall
 from optax_mp._states import Path, find_owners
 from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
@@ -173,7 +173,8 @@ def offload(
                 "all of the state in host memory; expected a call within `jit`, with "
                 "the state donated: `jax.jit(step, donate_argnums=...)`."
             )
-            return _jit_arrays(update_fn, (updates, state, params), extra_args)
+            given = (updates, state, params), extra_args
+            return TracedCall.of(lambda x: update_fn(*x[0], **x[1]), given).run()
         _warn_if_on_device(state, min_size)
         outer = extra_args.pop(OUTER_STEP, None)
         # A wrapper that skips this step chooses all but what is in host memory.
@@ -349,9 +350,7 @@ def _state_shardings(
     state: Any, params: Any, parts: PartShardings | None, param_shardings: Any
 ) -> list[NamedSharding | None]:
     """Return how arrays of a state are sharded: as their params, None if unknown."""
-    if params is None:
-        return []
-    if parts is None and param_shardings is None:
+    if params is None or (parts is None and param_shardings is None):
         return []
     if parts is not None:
         of_params = parts.of(params)
@@ -364,18 +363,3 @@ def _state_shardings(
         has_shape = owner is not None and jnp.shape(leaf) == jnp.shape(arrays[owner])
         shardings.append(of_params[owner] if has_shape and owner is not None else None)
     return shardings
-
-
-def _jit_arrays(function: Any, args: Any, extra_args: dict[str, Any]) -> Any:
-    """Return `jit(function)(*args, **extra_args)`; what is no array stays as it is."""
-    leaves, treedef = jax.tree.flatten((args, extra_args))
-    at = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
-
-    def call(arrays: Sequence[Any]) -> Any:
-        filled = list(leaves)
-        for i, array in zip(at, arrays, strict=True):
-            filled[i] = array
-        args, extra_args = treedef.unflatten(filled)
-        return function(*args, **extra_args)
-
-    return jax.jit(call)([leaves[i] for i in at])

@@ -14,7 +14,6 @@ from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation, explain_failure
 from optax_mp._jax._arrays import has_explicit_axes
-from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
@@ -124,9 +123,7 @@ def zero1(
             return cuts.cut(place_like_params(inner.init(given), given))
 
         # One program, so that no device ever holds more than its part.
-        traced = TracedCall.of(init_parts, params)
-        program = jax.jit(lambda arrays: evaluate(traced.closed, arrays))
-        return traced.unflatten(program(traced.arrays))
+        return TracedCall.of(init_parts, params).run()
 
     def update_fn(
         updates: optax.Updates,

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from optax_mp._jax._arrays import has_explicit_axes
+from optax_mp._jax._arrays import has_explicit_axes, mesh_in_type
 from optax_mp._jax._by_platform import PLATFORMS, Target
 from optax_mp._warnings import warn
 from optax_mp.leafwise import _chunks
@@ -239,7 +239,9 @@ class _CutStep:
         if end.obstacle is not None or self.target.platform != "tpu":
             return None
         # Where types say how arrays are sharded, they would be wrong for chunks.
-        if self.target.is_within_shard_map or any(map(_has_explicit_axes, args)):
+        if self.target.is_within_shard_map or any(
+            has_explicit_axes(mesh_in_type(x)) for x in args
+        ):
             return None
         cuts = _chunks.cuts_of(Part.of(end), self.target.device_count)
         if cuts is None:
@@ -251,11 +253,6 @@ class _CutStep:
             return _chunks.run_end(program, end, cuts, args)
 
         return self.shared.setdefault(form_of(program, end), run)
-
-
-def _has_explicit_axes(x: Any) -> bool:
-    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-    return has_explicit_axes(mesh)
 
 
 def _as_it_is(program: Program, end: End, *args: Any) -> list[Any]:

@@ -103,33 +103,20 @@ def _convert(x: jax.Array, old: Any, new: Any) -> jax.Array:
     held = held_dtype(new)
     if new == jnp.bool_:
         return x != 0
+    if jnp.uint32 in (old, new) and jnp.issubdtype(old, jnp.floating) != (
+        jnp.issubdtype(new, jnp.floating)
+    ):
+        raise NotImplementedError(f"a kernel does not convert {old} to {new}")
+    if old == jnp.bool_:
+        x = jnp.where(x, jnp.int32(1), jnp.int32(0))
     if jnp.issubdtype(new, jnp.floating):
-        return _as(new, _to_float32(x, old))
+        return _as(new, x.astype(jnp.float32))
     if jnp.issubdtype(old, jnp.floating):
-        if new == jnp.uint32:
-            raise NotImplementedError(f"a kernel does not convert {old} to {new}")
         if _is_narrow_integer(new):
             bounds = jnp.iinfo(new)
             x = jnp.clip(x, float(bounds.min), float(bounds.max))
         return x.astype(held)
-    if old == jnp.uint32 and held != old:
-        x = lax.bitcast_convert_type(x, jnp.int32)
-    elif old == jnp.bool_:
-        x = x.astype(jnp.int32)
-    if held == jnp.uint32 and x.dtype != held:
-        return lax.bitcast_convert_type(x, held)
-    return _as(new, x)
-
-
-def _to_float32(x: jax.Array, old: Any) -> jax.Array:
-    if old == jnp.bool_:
-        return jnp.where(x, jnp.float32(1), jnp.float32(0))
-    if old != jnp.uint32:
-        return x.astype(jnp.float32)
-    # By halves, as signed numbers: only the sum is rounded.
-    low = lax.bitcast_convert_type(x & 0xFFFF, jnp.int32).astype(jnp.float32)
-    high = lax.bitcast_convert_type(x >> 16, jnp.int32).astype(jnp.float32)
-    return high * 65536 + low
+    return _as(new, x if x.dtype == held else lax.bitcast_convert_type(x, held))
 
 
 def _bitcast(x: jax.Array, old: Any, new: Any) -> jax.Array:
@@ -174,7 +161,7 @@ def cube_root(x: jax.Array) -> jax.Array:
 def _round(x: jax.Array, method: Any) -> jax.Array:
     """Round to whole numbers, which Triton has no operation for."""
     if method != lax.RoundingMethod.TO_NEAREST_EVEN:
-        return jnp.where(x < 0, -jnp.floor(0.5 - x), jnp.floor(x + 0.5))
+        raise NotImplementedError(f"a kernel does not round {method}")
     # To the nearest, and from halfway to the even neighbour.
     below = jnp.floor(x)
     rest = x - below

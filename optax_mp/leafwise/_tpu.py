@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from optax_mp._jax._arrays import result_like
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
-from optax_mp.leafwise._kernel_evaluator import DTYPES, hold, other_dtype
+from optax_mp.leafwise._kernel_evaluator import DTYPES, held_dtype, hold, other_dtype
 from optax_mp.leafwise._program import Program, Value
 from optax_mp.leafwise._tile_evaluator import LANES, TileEvaluator
 
@@ -68,8 +68,8 @@ def run_end(
     columns = min(block_size * LANES, _round_up(width, LANES))
     chunk = math.gcd(columns, _CHUNK)
     tile_scales = _round_up(columns // block_size, LANES)
-    numbers = _Numbers.of(end)
     arrays = [i for i, v in enumerate(end.reads) if v.aval.ndim]
+    singles = [i for i, v in enumerate(end.reads) if not v.aval.ndim]
     outputs = [program.outputs[i] for i in end.outputs]
 
     def is_scales(value: Value) -> bool:
@@ -80,12 +80,15 @@ def run_end(
         return pl.BlockSpec((*[None] * len(leading), *tile), lambda *at: at)
 
     def kernel(*refs: Any) -> None:
-        integers, floats, *given = refs[: 2 + len(arrays)]
-        made = refs[2 + len(arrays) :]
-        here = replace(part, origin=tuple(integers[i] for i in range(len(shape))))
+        numbers, *given = refs[: 1 + len(arrays)]
+        made = refs[1 + len(arrays) :]
+        here = replace(part, origin=tuple(numbers[i] for i in range(len(shape))))
         ids = [pl.program_id(axis) for axis in range(len(shape))]
         origin = (*ids[:-2], ids[-2] * rows, ids[-1] * columns)
-        known = numbers.read(end, integers, floats, len(shape))
+        known = {
+            end.reads[i]: _unpack(numbers[at], end.reads[i].aval.dtype)
+            for at, i in enumerate(singles, start=len(shape))
+        }
         of_arrays = dict(zip(arrays, given, strict=True))
         for i, ref in of_arrays.items():
             if is_scales(end.reads[i]):
@@ -122,73 +125,41 @@ def run_end(
             if is_scales(value):
                 ref[...] = result.astype(ref.dtype)
 
-    alias = {2 + arrays.index(at): out for out, at in end.replaced.items()}
+    alias = {1 + arrays.index(at): out for out, at in end.replaced.items()}
     in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
     return pl.pallas_call(
         kernel,
         grid=(*leading, pl.cdiv(height, rows), pl.cdiv(width, columns)),
-        in_specs=[in_scalar_memory] * 2 + [spec(end.reads[i]) for i in arrays],
+        in_specs=[in_scalar_memory, *(spec(end.reads[i]) for i in arrays)],
         out_specs=[spec(value) for value in outputs],
         out_shape=[result_like(v.aval, part.shape_of(v.aval.shape)) for v in outputs],
         input_output_aliases=alias,
         interpret=interpret,
-    )(*numbers.pack(part.origin, args), *[args[i] for i in arrays])
+    )(
+        _pack([*part.origin, *(args[i] for i in singles)]),
+        *(args[i] for i in arrays),
+    )
 
 
 def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """Which inputs of an end are single numbers.
-
-    A kernel gets them in two arrays: each takes a kilobyte of a small memory.
-
-    Attributes:
-        integers: the places of integers and bools.
-        floats: the places of the others.
-    """
-
-    integers: list[int]
-    floats: list[int]
-
-    @classmethod
-    def of(cls, end: End) -> "_Numbers":
-        places = [i for i, value in enumerate(end.reads) if not value.aval.ndim]
-        is_float = [
-            jnp.issubdtype(end.reads[i].aval.dtype, jnp.floating) for i in places
+def _pack(numbers: Sequence[Any]) -> jax.Array:
+    """Return single numbers as one array, since each takes a kilobyte of memory."""
+    wide = [x.astype(held_dtype(x.dtype)) for x in map(jnp.asarray, numbers)]
+    return jnp.stack(
+        [
+            x.astype(jnp.int32)
+            if x.dtype == jnp.bool_
+            else lax.bitcast_convert_type(x, jnp.int32)
+            for x in wide
         ]
-        return cls(
-            [i for i, each in zip(places, is_float, strict=True) if not each],
-            [i for i, each in zip(places, is_float, strict=True) if each],
-        )
-
-    def pack(self, origin: Sequence[Any], args: Sequence[Any]) -> list[jax.Array]:
-        """Return the two arrays; the first begins with the place of a part."""
-        integers = [*origin, *(args[i] for i in self.integers)]
-        floats = [jnp.float32(0), *(args[i] for i in self.floats)]
-        return [
-            jnp.stack([_as_int32(jnp.asarray(x)) for x in integers]),
-            jnp.stack([jnp.asarray(x).astype(jnp.float32) for x in floats]),
-        ]
-
-    def read(self, end: End, integers: Any, floats: Any, rank: int) -> dict[Value, Any]:
-        """Return the numbers, as a kernel holds them."""
-        known: dict[Value, Any] = {}
-        for at, i in enumerate(self.integers):
-            x, dtype = integers[rank + at], end.reads[i].aval.dtype
-            if dtype == jnp.bool_:
-                x = x != 0
-            elif dtype == jnp.uint32:
-                x = lax.bitcast_convert_type(x, jnp.uint32)
-            known[end.reads[i]] = x
-        for at, i in enumerate(self.floats):
-            known[end.reads[i]] = floats[1 + at]
-        return known
+    )
 
 
-def _as_int32(x: jax.Array) -> jax.Array:
-    if x.dtype == jnp.uint32:
-        return lax.bitcast_convert_type(x, jnp.int32)
-    return x.astype(jnp.int32)
+def _unpack(number: jax.Array, dtype: Any) -> jax.Array:
+    """Return one of the numbers, as a kernel holds it."""
+    if dtype == jnp.bool_:
+        return number != 0
+    return lax.bitcast_convert_type(number, held_dtype(dtype))

@@ -140,11 +140,11 @@ def replace_master_params(
             "of an optimizer with optax_mp.mixed_precision in it. This optimizer keeps "
             "no masters; replace `params`."
         )
-    given = leaves.match(new_master, "`new_master`")
+    new_leaves = leaves.match(new_master, "`new_master`")
 
     def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
         where = f"{caller}: `new_master` at {spell(leaves.paths[i])}"
-        new = _like_old_master(given[i], old, where)
+        new = _like_old_master(new_leaves[i], old, where)
         remedy = (
             "Cast first, with `new_params = policy.cast_to_param(new_master)`; then "
             f"`{caller}(opt_state, new_params, new_master)`, and continue with "

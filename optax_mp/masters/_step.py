@@ -23,8 +23,8 @@ from optax_mp._dtypes import (
 from optax_mp._inner import (
     as_inner_grad,
     as_inner_param,
-    check_gradient,
     check_update,
+    match_gradients,
     or_no_change,
 )
 from optax_mp._leaves import Leaves, is_absent
@@ -92,15 +92,14 @@ class Step:
         leaves = Leaves.of(params, caller="mixed_precision", name="`params`")
         # Subtrees, because a storage may store several arrays for one master.
         stored = leaves.match_subtrees(state.master_params, "the masters in the state")
-        grads = leaves.match(updates, "the gradients")
         master_dtype, storage = settings.master_dtype, settings.storage
-        for path, param, stored_leaf, grad in zip(
-            leaves.paths, leaves.values, stored, grads, strict=True
+        for path, param, stored_leaf in zip(
+            leaves.paths, leaves.values, stored, strict=True
         ):
             declared = settings.dtype_in_training(path, param)
             where = spell(path)
             check_param(where, param, stored_leaf, master_dtype, declared, storage)
-            check_gradient(path, param, grad)
+        grads = match_gradients(leaves, updates)
         return cls(leaves, grads, is_lookahead, settings), stored
 
     def decode(self, stored: Sequence[Any]) -> list[Any]:

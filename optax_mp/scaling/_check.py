@@ -6,7 +6,6 @@ import jax
 import optax
 from jax.tree_util import tree_flatten_with_path
 
-from optax_mp._arguments import warn_unless_state
 from optax_mp._boxes import plain_trees
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import is_absent
@@ -71,7 +70,6 @@ def check_loss_scale(
     name = "check_loss_scale: `max_skipped`"
     check_number(name, max_skipped, expected, lambda _: True)
     if state is None:
-        warn_unless_state(opt_state, "check_loss_scale")
         return
     if is_traced(state.scale):
         raise TypeError(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._arguments import check_opt_state, may_be_state, warn_unless_state
+from optax_mp._arguments import check_opt_state
 from optax_mp._boxes import plain_state
 from optax_mp._dtypes import at_least_float32
 from optax_mp._states import holds_state
@@ -47,9 +47,7 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
         131072.0
     """
     _check_loss(loss, "scale_loss", "call `scale_loss(loss, opt_state)`")
-    opt_state = plain_state(opt_state)
-    state = loss_scale_state(opt_state, "scale_loss")
-    warn_unless_state(opt_state, "scale_loss")
+    state = loss_scale_state(plain_state(opt_state), "scale_loss")
     if state is None:
         return loss
     count_event("scales its loss")
@@ -177,7 +175,7 @@ def _check_loss(loss: Any, caller: str, remedy: str) -> None:
 def check_state_argument(
     fun: Callable[..., Any], opt_state: Any, args: tuple[Any, ...], kwargs: Any
 ) -> None:
-    """Raise if the optimizer state is missing or in another place; warn if it may be.
+    """Raise if the optimizer state is missing or in another place.
 
     Args:
         fun: the user's function.
@@ -201,9 +199,6 @@ def check_state_argument(
             f"{problem}. The state comes before all arguments of the function itself; "
             "without an optimizer use `jax.value_and_grad`."
         )
-    # The function can be called with what is left, as if it has defaults.
-    if not may_be_state(opt_state):
-        warn(f"{problem}. Nothing in it looks like a state.")
 
 
 def _takes(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_mp._jax._arrays import is_traced
 from optax_mp._tree import describe, is_array
 
 # Between these both a scale and its reciprocal are normal float32 numbers: CPUs flush
@@ -38,9 +39,10 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def check_settings(caller: str, **settings: Any) -> None:
-    """Raise an error that names the first setting that is out of range."""
+    """Raise an error that names the first setting out of range, of those not traced."""
     for name, value in settings.items():
-        check_number(f"{caller}: `{name}`", value, *_RANGES.get(name, _SCALE))
+        if not is_traced(value):
+            check_number(f"{caller}: `{name}`", value, *_RANGES.get(name, _SCALE))
 
 
 def check_number(

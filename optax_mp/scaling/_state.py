@@ -76,9 +76,7 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
         >>> float(optax_mp.loss_scale(tx.init(jnp.ones(2))))
         65536.0
     """
-    opt_state = plain_state(opt_state)
-    state = loss_scale_state(opt_state, "loss_scale")
-    warn_unless_state(opt_state, "loss_scale")
+    state = loss_scale_state(plain_state(opt_state), "loss_scale")
     if state is None:
         return jnp.float32(1)
     count_event("scales its loss")  # by hand
@@ -99,5 +97,6 @@ def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
         )
     if not found:
         check_classes(opt_state, caller)
+        warn_unless_state(opt_state, caller)
         return None
     return found[0][1]

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from optax_mp._jax._arrays import is_traced
 from optax_mp._tree import PyTree, all_finite, describe
 from optax_mp._warnings import count_event
 from optax_mp.scaling._gradients import check_function, differentiate
@@ -94,7 +93,7 @@ class StaticLossScale(_LossScale):
 
     def __post_init__(self) -> None:
         """Check the factor, unless it is traced, and cast it to float32."""
-        _check_concrete("StaticLossScale", loss_scale=self.loss_scale)
+        check_settings("StaticLossScale", loss_scale=self.loss_scale)
         _set_fields(self, loss_scale=jnp.asarray(self.loss_scale, jnp.float32))
 
 
@@ -132,7 +131,7 @@ class DynamicLossScale(_LossScale):
 
     def __post_init__(self) -> None:
         """Check all fields that are not traced, and cast each to its dtype."""
-        _check_concrete("DynamicLossScale", **vars(self))
+        check_settings("DynamicLossScale", **vars(self))
         _set_fields(
             self,
             loss_scale=jnp.asarray(self.loss_scale, jnp.float32),
@@ -157,12 +156,6 @@ class DynamicLossScale(_LossScale):
         # Not by the constructor, whose checks have run already.
         structure = jax.tree.structure(self)
         return structure.unflatten([after.scale, after.finite_count])
-
-
-def _check_concrete(caller: str, **settings: Any) -> None:
-    """Raise an error that names the first value out of range, of those not traced."""
-    settings = {name: x for name, x in settings.items() if not is_traced(x)}
-    check_settings(caller, **settings)
 
 
 def _set_fields(value: Any, **items: Any) -> None:

@@ -187,7 +187,7 @@ def test_a_state_of_something_else_is_an_error():
     message = "convert_opt_state: `opt_state` and a state of `from_tx` must have the"
     with pytest.raises(ValueError, match=message):
         optax_mp.convert_opt_state(state, params, scaled, tx)
-    message = r"`opt_state` is int16\[32,32\] at .*'w'\], expected int16\[3,32\] as "
+    message = r"`opt_state` at .*'w'\] is int16\[32,32\], expected int16\[3,32\] as "
     with pytest.raises(ValueError, match=message):
         optax_mp.convert_opt_state(state, params | {"w": params["w"][:3]}, tx, tx)
 

@@ -196,12 +196,6 @@ def test_blocks_of_zeros_stay_and_do_not_touch_others(dtype):
 
 
 @EVERY_FORM
-def test_values_under_the_least_scale_become_zero(dtype):
-    x = np.full((40, 64), 2.0**-127, np.float32)
-    assert (np.asarray(decode(encode(x, dtype))) == 0).all()
-
-
-@EVERY_FORM
 def test_what_is_over_the_largest_scale_saturates(dtype):
     x = np.full((40, 64), 2.0**20, np.float32)
     x[:, :32] = np.finfo(np.float32).max
@@ -253,16 +247,6 @@ def test_blocks_that_were_never_negative_stay_positive_in_signed_codes(
     np.testing.assert_array_equal(back[:, :32] > 0, x[:, :32] > 0)
     # The others are rounded as any: to zero, mostly.
     assert (back[:, 32:] == 0).sum() > (x[:, 32:] == 0).sum() + 100
-
-
-@EVERY_FORM
-def test_nearest_codes_of_a_decoded_array_are_its_codes(dtype):
-    x = values((40, 64), dtype)
-    # Where the largest value is the scale itself; else its code is less than the
-    # largest one, and the next scale another.
-    x[:, ::32] = 2.0**5
-    once = encode(x, dtype)
-    assert as_bits(encode(decode(once), dtype)) == as_bits(once)
 
 
 @EVERY_FORM
@@ -352,15 +336,6 @@ def test_a_16_bit_float_has_no_scales(dtype):
     assert not np.array_equal(stochastic.codes, got.codes)
     once = quantize(decode(got), form, rounding_key(1))
     np.testing.assert_array_equal(once.codes, got.codes)
-
-
-def test_a_16_bit_float_keeps_infinities_as_the_optimizer_has_them():
-    x = np.tile(np.float32([np.inf, -np.inf, 3.4e38, np.nan]), (32, 8))
-    form = quantized_zeros(x, jnp.dtype("bfloat16"), None)
-    want = np.where(x == np.float32(3.4e38), 3.3895314e38, x).astype(np.float32)
-    for key in (None, rounding_key(1)):
-        got = decode(quantize(jnp.asarray(x), form, key))
-        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint16"])

@@ -1,6 +1,5 @@
 """Which arrays stay in full precision, whatever an optimizer is called."""
 
-import collections
 import itertools
 
 import jax
@@ -10,7 +9,6 @@ import optax
 import optax.contrib
 import pytest
 from comparison import as_bits
-from optimizers import OPTIMIZERS, extra_arguments
 from slow_cases import mostly_slow
 
 import optax_mp
@@ -50,52 +48,6 @@ def quantized_names(tx, min_size=100):
         for path, leaf in found
         if is_quantized(leaf)
     }
-
-
-def with_other_names(tx):
-    """Return `tx` with another class in place of every NamedTuple of its state."""
-    types = {}
-
-    def hide(node):
-        if isinstance(node, tuple) and hasattr(node, "_fields"):
-            fields = [f"field{i}" for i in range(len(node))]
-            name = f"Anonymous{len(types)}"
-            types.setdefault(type(node), collections.namedtuple(name, fields))
-            return types[type(node)](*map(hide, node))
-        return through_containers(hide, node)
-
-    def show(node):
-        for original, anonymous in types.items():
-            if type(node) is anonymous:
-                return original(*map(show, node))
-        return through_containers(show, node)
-
-    def through_containers(function, node):
-        if isinstance(node, dict):
-            return {key: function(value) for key, value in node.items()}
-        return type(node)(map(function, node)) if type(node) in (list, tuple) else node
-
-    tx = optax.with_extra_args_support(tx)
-
-    def update(grads, state, params=None, **extra):
-        updates, state = tx.update(grads, show(state), params, **extra)
-        return updates, hide(state)
-
-    return optax.GradientTransformationExtraArgs(lambda p: hide(tx.init(p)), update)
-
-
-@mostly_slow(
-    "name",
-    OPTIMIZERS,
-    # Moments, positions, factors, averages within another, and a history.
-    lambda name: name in ("adamw", "madgrad", "adafactor", "mechanize", "lbfgs"),
-)
-def test_the_names_of_states_do_not_matter(name):
-    make = OPTIMIZERS[name]
-    for min_size in (100, 1):
-        assert codes_of(with_other_names(make()), min_size) == codes_of(
-            make(), min_size
-        )
 
 
 # The same methods in other words: dicts, loops over lists, another order.
@@ -197,15 +149,12 @@ def lbfgs(as_list, memory=3):
 POSITIONS_AND_HISTORIES = {
     "madgrad": lambda: optax.contrib.madgrad(1e-2),
     "madgrad without momentum": lambda: optax.contrib.madgrad(1e-2, momentum=0.0),
-    "madgrad, renamed": lambda: with_other_names(optax.contrib.madgrad(1e-2)),
     "madgrad, rewritten": lambda: madgrad(1e-2, 1.0),
     "madgrad, rewritten, with a traced factor": lambda: madgrad(1e-2, jnp.asarray(1.0)),
     "cocob": optax.contrib.cocob,
-    "cocob, renamed": lambda: with_other_names(optax.contrib.cocob()),
     "cocob, rewritten": cocob,
     "lbfgs": lambda: optax.lbfgs(1e-2, linesearch=None),
     "lbfgs with a line search": optax.lbfgs,
-    "lbfgs, renamed": lambda: with_other_names(optax.lbfgs(1e-2, linesearch=None)),
     "lbfgs, rewritten, lists": lambda: lbfgs(as_list=True),
     "lbfgs, rewritten, rolled": lambda: lbfgs(as_list=False),
 }
@@ -363,18 +312,6 @@ def test_signs_are_not_taken_from_a_made_up_loss():
     zeros = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
     tx = optax.GradientTransformationExtraArgs(zeros, hutchinson)
     assert set(codes_of(tx)) == {None, "int8"}
-
-
-@pytest.mark.slow
-def test_optimizers_that_need_a_loss_are_traced_with_one():
-    params = example()
-    for name in ("momo_adam", "sophia", "lbfgs"):
-        tx = low_bit_state(OPTIMIZERS[name](), min_size=100)
-        extra = extra_arguments(name, params)
-        _, state = jax.jit(
-            lambda p, tx=tx, extra=extra: tx.update(p, tx.init(p), p, **extra)
-        )(params)
-        assert int(state.step_count) == 1
 
 
 @pytest.mark.slow

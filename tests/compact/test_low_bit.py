@@ -10,7 +10,7 @@ import optax
 import optax.contrib
 import pytest
 from comparison import as_bits, avals
-from jax import export, shard_map
+from jax import export
 from optimizers import OPTIMIZERS, PER_EXAMPLE, extra_arguments
 from reference import adamw_step, block_codes, block_scales, block_values
 from slow_cases import mostly_slow
@@ -271,23 +271,6 @@ def test_what_a_product_reads_has_16_bits(case):
     assert codes(bits=16, product_bits=8) == "int16"
 
 
-@pytest.mark.slow
-def test_a_state_with_8_bits_for_products_is_converted():
-    muon = optax.contrib.muon(1e-2)
-    old = optax_mp.low_bit_state(muon, min_size=1, product_bits=8)
-    new = optax_mp.low_bit_state(muon, min_size=1)
-    params = example()
-    grads = first_noises(1)[0]
-    _, state = old.update(grads, old.init(params), params)
-    with pytest.raises(ValueError, match="made with 8 bits, .* expected 8 bits, 16 in"):
-        new.update(grads, state, params)
-    converted = optax_mp.convert_opt_state(state, params, old, new)
-    assert kinds(converted) == kinds(jax.eval_shape(new.init, params))
-    assert kinds(converted) != kinds(state)
-    with pytest.raises(ValueError, match="product_bits"):
-        optax_mp.low_bit_state(muon, product_bits=4)
-
-
 @every_optimizer_or_a_few
 def test_state_is_stable_compiles_once_and_can_be_donated_after_init(name):
     tx = low_bit(name)
@@ -341,22 +324,10 @@ def test_it_trains_as_the_bare_optimizer(name, form):
 
 # Second moments of which the analysis does not know that they are never negative, or
 # that come by another way: sizes of gradients that differ by 10^4 within a block.
-@pytest.mark.parametrize(
+@mostly_slow(
     "name",
-    [
-        pytest.param(name, marks=() if name == "momo_adam" else pytest.mark.slow)
-        for name in (
-            *(
-                "adam",
-                "adafactor, unfactored",
-                "rmsprop",
-                "adagrad",
-                "amsgrad",
-                "radam",
-            ),
-            *("yogi", "momo_adam", "sam", "simplified_ademamix", "sophia", "adopt"),
-        )
-    ],
+    "adam rmsprop amsgrad yogi momo_adam sam sophia adopt".split(),
+    lambda name: name == "momo_adam",
 )
 def test_small_second_moments_in_a_block_do_not_blow_the_step_up(name):
     rng = np.random.default_rng(1)
@@ -490,15 +461,6 @@ def test_float64_state_is_left(x64):
     assert set(quantized_leaves(state)) == {"mu['b']", "nu['b']"}
 
 
-def test_the_init_of_adagrad_is_kept():
-    params = jnp.ones((64, 64))
-    state = jax.jit(low_bit_state(optax.adagrad(1e-3)).init)(params)
-    kept = state.inner_state[0].sum_of_squares
-    back = optax_mp.compact._blocks.dequantize(kept)
-    # 0.1 rounded up to bfloat16 is the scale; a nearest code is 1/127 away at most.
-    np.testing.assert_allclose(back, 0.1, rtol=1 / 127)
-
-
 def test_masters_inside_are_left():
     params = jnp.ones((64, 64), jnp.bfloat16)
     tx = low_bit_state(optax_mp.mixed_precision(optax.adam(1e-3)))
@@ -532,14 +494,10 @@ NESTED = {
     "a loss scale around mixed": lambda: optax_mp.dynamic_loss_scale(
         optax_mp.mixed_precision(base(), storage=optax_mp.Split(8)), init_scale=1.0
     ),
-    "chain inside": lambda: low_bit_state(
-        optax.chain(optax.clip_by_global_norm(1e3), optax.adamw(1e-2)), min_size=100
-    ),
     "chain outside": lambda: optax.chain(optax.clip_by_global_norm(1e3), base()),
     "masked inside": lambda: low_bit_state(
         optax.masked(optax.adamw(1e-2), decay_mask), min_size=100
     ),
-    "masked outside": lambda: optax.masked(base(), decay_mask),
     "partition inside": lambda: low_bit_state(
         optax.partition(
             {"a": optax.adamw(1e-2), "b": optax.sgd(1e-2)}, {"w": "a", "b": "b"}
@@ -549,16 +507,10 @@ NESTED = {
     "partition outside": lambda: optax.partition(
         {"a": base(), "b": optax.sgd(1e-2)}, {"w": "a", "b": "b"}
     ),
-    "MultiSteps inside": lambda: low_bit_state(
-        optax.MultiSteps(optax.adamw(1e-2), 2), min_size=100
-    ),
     "MultiSteps outside": lambda: optax.MultiSteps(base(), 2),
     "inject_hyperparams inside": lambda: low_bit_state(
         optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2), min_size=100
     ),
-    "inject_hyperparams outside": lambda: optax.inject_hyperparams(
-        lambda learning_rate: low_bit_state(optax.adamw(learning_rate), min_size=100)
-    )(learning_rate=1e-2),
     "apply_if_finite outside": lambda: optax.apply_if_finite(base(), 3),
 }
 
@@ -632,24 +584,6 @@ def is_state(node):
     return isinstance(node, optax_mp.compact.LowBitState)
 
 
-@pytest.mark.slow
-def test_scan_jit_and_eager_agree():
-    tx = low_bit("adamw")
-    step = step_function("adamw", tx)
-    params = example()
-    start = (params, tx.init(params))
-    eager = jitted = start
-    jit_step = jax.jit(step)
-    for noise in first_noises(4):
-        eager, jitted = step(eager, noise), jit_step(jitted, noise)
-    scanned, _ = jax.lax.scan(lambda c, n: (step(c, n), None), start, noises(4))
-    assert avals(eager) == avals(jitted) == avals(scanned)
-    for other in (jitted, scanned):
-        for a, b in zip(eager[0].values(), other[0].values(), strict=True):
-            # Another code here and there, where XLA rounds otherwise.
-            np.testing.assert_allclose(a, b, atol=5e-4)
-
-
 @pytest.mark.parametrize(
     "form",
     [
@@ -678,20 +612,6 @@ def test_a_run_resumed_from_a_checkpoint_has_the_same_bits(form):
         for noise in each[3:]:
             resumed = step(resumed, noise)
         assert as_bits(resumed) == as_bits(carry)
-
-
-@pytest.mark.slow
-def test_another_seed_is_another_run_and_none_rounds_to_nearest():
-    runs = {}
-    for seed in (0, -1, 2**31, None):
-        tx = base(seed=seed)
-        params = example()
-        state = jax.jit(tx.init)(params)
-        step = jax.jit(tx.update)
-        for noise in first_noises(2):
-            _, state = step(noise, state, params)
-        runs[seed] = as_bits(quantized_leaves(state)["mu['w']"].codes)
-    assert len(set(map(str, runs.values()))) == 4
 
 
 def test_optax_finds_fields_in_the_state():
@@ -754,16 +674,12 @@ def test_vmap_over_an_ensemble_is_each_alone():
     ("settings", "match"),
     [
         ({"bits": 4}, r"low_bit_state: `bits` is 4, expected 8 or 16"),
-        ({"bits": 8.0}, r"low_bit_state: `bits` is 8\.0, expected 8 or 16"),
+        ({"product_bits": 4}, r"low_bit_state: `product_bits` is 4, expected 8 or 16"),
         ({"bits": "8"}, r"low_bit_state: `bits` is '8', expected 8 or 16"),
         ({"block_size": 48}, r"`block_size` is 48, expected a power of two"),
         ({"block_size": 0}, r"`block_size` is 0, expected a power of two"),
-        ({"block_size": 32.0}, r"`block_size` is 32\.0, expected a power of two"),
-        ({"block_size": -32}, r"`block_size` is -32, expected a power of two"),
         ({"dtype": "float32"}, r"`dtype` is float32 .* expected bfloat16 and"),
-        ({"dtype": "float8_e4m3fn"}, r"`dtype` is float8_e4m3fn .* expected bfloat16"),
         ({"dtype": "float16"}, r"`dtype` is float16 .* expected bfloat16 and"),
-        ({"dtype": "int8"}, r"low_bit_state: `dtype` is 'int8', expected a floating"),
         ({"dtype": jnp.int8}, r"low_bit_state: `dtype` is int8, expected a floating"),
         ({"dtype": jnp.bfloat16, "bits": 16}, r"with bits=16 .* neither of the others"),
         ({"dtype": jnp.bfloat16, "block_size": 64}, r"block_size=64, expected"),
@@ -841,18 +757,3 @@ def test_an_exported_step_has_the_same_bits(form):
     exported = export.export(jax.jit(flat))(jax.tree.leaves(start), noise)
     got = exported.call(jax.tree.leaves(start), noise)
     assert as_bits(got) == as_bits(jax.jit(flat)(jax.tree.leaves(start), noise))
-
-
-def test_under_shard_map_each_rank_quantizes_its_own_part():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
-    tx = base()
-    spec = jax.sharding.PartitionSpec("data")
-    params = example()["w"]
-
-    def step(params, grads):
-        updates, state = tx.update(grads, tx.init(params), params)
-        return updates, state.inner_state[0].nu
-
-    mapped = jax.jit(shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
-    alone = jax.jit(step)(params, jnp.sin(params))
-    assert as_bits(mapped(params, jnp.sin(params))) == as_bits(alone)

@@ -15,7 +15,6 @@ from slow_cases import mostly_slow
 from optax_mp.compact._random_numbers import (
     round_stochastically,
     rounding_keys,
-    split_keys,
     uniform_numbers,
 )
 
@@ -83,27 +82,11 @@ def test_keys_and_random_numbers_are_those_of_the_reference(parts):
     )
 
 
-def test_keys_of_traced_parts_are_those_of_numbers():
-    traced = jax.jit(lambda step: rounding_key(3, 1, step))(jnp.int32(9))
-    assert int(traced) == int(rounding_key(3, 1, 9)) == key_of(3, 1, 9)
-
-
 @mostly_slow("count", [0, 1, 7, 300], lambda count: count < 300)
 def test_the_keys_of_many_arrays_are_those_of_the_reference(count):
     got = jax.jit(lambda step: rounding_keys(count, 5, step))(jnp.int32(3))
     want = [key_of(5, 3, leaf=leaf) for leaf in range(count)]
     assert [int(key) for key in got] == want
-
-
-@pytest.mark.parametrize("count", [0, 1, 9])
-def test_keys_one_by_one_are_the_array_in_parts(count):
-    keys = rounding_keys(count, 5, 3)
-    want = [int(key) for key in keys]
-    assert [int(key[0]) for key in split_keys(keys)] == want
-    with jax.disable_jit():
-        assert [int(key[0]) for key in split_keys(keys)] == want
-    of_each = jax.jit(jax.vmap(split_keys))(jnp.stack([keys, keys]))
-    assert [[int(x) for x in key[:, 0]] for key in of_each] == [[x, x] for x in want]
 
 
 def test_seeds_leaves_and_steps_have_keys_of_their_own():
@@ -205,20 +188,6 @@ def test_too_large_values_become_the_largest_and_infinity_and_nan_stay(dtype):
         np.testing.assert_array_equal(
             got, [np.inf, -np.inf, largest, -largest, np.nan, np.nan]
         )
-
-
-@BOTH
-def test_another_step_leaf_or_seed_rounds_otherwise_and_the_same_one_alike(dtype):
-    x = np.float32(1) + np.random.default_rng(0).uniform(0, 1, 999).astype(np.float32)
-    runs = [
-        np.asarray(round_jitted(x, dtype, rounding_key(*parts)))
-        for parts in ((0, 1, 2), (0, 1, 3), (0, 2, 2), (1, 1, 2), (0, 1, 2))
-    ]
-    for i, one in enumerate(runs[:-1]):
-        for other in runs[i + 1 : -1]:
-            # About a third: two roundings differ in less than half of the values.
-            assert 0.2 < (one != other).mean() < 0.5
-    assert as_bits(runs[0]) == as_bits(runs[-1])
 
 
 @mostly_slow("dtype", ["bfloat16", "float16"], lambda dtype: dtype == "bfloat16")

@@ -179,20 +179,6 @@ def test_a_random_key_is_no_number():
     assert claimed(lambda x: (key, x * x), ROW) == [False, True]
 
 
-def test_averages_of_gradients_differ_from_those_of_squares():
-    def rule(grad, mu, nu, count):
-        mu = 0.9 * mu + 0.1 * grad
-        nu = 0.999 * nu + 0.001 * jnp.square(grad)
-        return mu / (1 - 0.9**count), mu, nu, jnp.maximum(nu, jnp.sqrt(nu))
-
-    assert claimed(rule, ROW, ROW, ROW, 3, known=(1, 2, 3)) == [
-        False,
-        False,
-        True,
-        True,
-    ]
-
-
 GRADS = jnp.linspace(-1.0, 1.0, 8192).reshape(64, 128)
 SQUARES = {
     "x * x": lambda g: g * g,
@@ -229,55 +215,26 @@ def test_a_second_moment_has_unsigned_codes_however_it_is_written(square, averag
     assert codes == ["int8", "uint8"]
 
 
+# Of the functions above, those from a row to a row, and some more.
 UNARY = [
-    jnp.abs,
-    jnp.square,
-    jnp.negative,
+    *[
+        function
+        for function in (*NEVER_NEGATIVE.values(), *UNKNOWN.values())
+        if jax.eval_shape(function, ROW).shape == ROW.shape
+    ],
     jnp.sign,
-    jnp.exp,
-    jnp.sqrt,
     jnp.tanh,
-    jnp.sin,
-    jnp.log1p,
     jnp.cbrt,
     jnp.floor,
-    lambda x: x**3,
-    lambda x: x**-2,
-    lambda x: 0.5 * x,
-    lambda x: -0.5 * x,
     lambda x: 1 - x,
-    lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
     lambda x: x.astype(jnp.int32).astype(jnp.float32),
-    lambda x: x.astype(bool).astype(jnp.float32),
     lambda x: x[::-1],
-    lambda x: jnp.power(x, 2.0),
     lambda x: x * half(x),
-    lambda x: jnp.einsum("i,i->i", x, x),
     lambda x: 1 - jax.nn.sigmoid(x),
-    lambda x: jnp.clip(x, 0.0, 1.0),
-    lambda x: lax.scan(lambda c, y: (y, c * y), x[0], x)[1],
     lambda x: x - x.mean(),
-    lambda x: jnp.cumsum(x),
     lambda x: jnp.pad(x, 1, constant_values=-1.0)[:-2],
-    lambda x: jnp.pad(x, 1)[1:-1],
     lambda x: jnp.full_like(x, x.max()),
-    lambda x: jnp.full_like(x, jnp.dot(x, x)),
-    jax.nn.relu,
-    jax.nn.silu,
-    jax.nn.softplus,
-    jax.nn.sigmoid,
-    jax.jit(lambda x: x * jnp.abs(x)),
-    custom_square,
-    custom_cube,
-    jax.checkpoint(lambda x: x * x * 0.5),
-    lambda x: lax.cond(x[0] > 0, jnp.abs, jnp.negative, x),
-    lambda x: lax.cond(x[0] > 0, jnp.abs, jnp.square, x),
-    lambda x: lax.scan(lambda c, y: (c + y, c * y), 0.0, x)[1],
     lambda x: lax.scan(lambda c, y: (c + jnp.abs(y), c * y), 0.0, x)[1],
-    # Roots of infinity would never end.
-    lambda x: lax.while_loop(
-        lambda c: (c.sum() > 9) & (c.sum() < jnp.inf), jnp.sqrt, x
-    ),
 ]
 BINARY = [
     jnp.add,

@@ -1,5 +1,6 @@
 """Loops of frameworks on eight devices: Linen, NNX, openpi's rule, explicit meshes."""
 
+import pytest
 from forced_devices import run_checks
 from loops_on_devices import CHECKS, DEVICES
 from slow_cases import mostly_slow
@@ -17,5 +18,7 @@ def split(check):
     ("name", "often"), dict.fromkeys(map(split, CHECKS)), lambda _, often: often
 )
 def test_loop(name, often):
+    if name.startswith("haliax"):
+        pytest.importorskip("haliax")
     checks = [check for check in CHECKS if split(check) == (name, often)]
     run_checks("loops_on_devices", DEVICES, checks)

@@ -21,12 +21,14 @@ def tables_of(tmp_path, *options):
 def test_everything_is_measured_or_said_to_be_left_out(tmp_path):
     tables = tables_of(tmp_path)
     left_out = tables.pop("not run", [])
-    assert all("torch" in row["why"] or "flash" in row["why"] for row in left_out)
-    assert len(tables) == 4 and all(len(rows) >= 3 for rows in tables.values())
+    reasons = ("torch", "flashoptim", "expected JAX 0.10 or later")
+    assert all(any(x in row["why"] for x in reasons) for row in left_out)
+    rows = {title.split()[0]: len(found) for title, found in tables.items()}
+    assert rows["kernels"] == rows["training"] == 6 and rows["time"] >= 20
     for row in tables["kernels against XLA, three steps"]:
         differing = [x for name, x in row.items() if name.endswith("differing")]
         assert differing and all(x.startswith("0 of ") for x in differing), row
-    assert tables["host memory"][1]["GB on the host"] > 0
+    assert all(row.get("GB on the host", 1) > 0 for row in tables["host memory"])
     losses = [row["loss"] for row in tables["training"]]
     assert max(losses) - min(losses) < 0.01
 

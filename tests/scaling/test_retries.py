@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from scaled_losses import (
     BAD_LOSSES,
     BATCH,
@@ -165,19 +164,6 @@ def test_gradients_of_leaves_that_are_no_floats_are_none(redo):
     assert (grads["n"], grads["f"], grads["s"]) == (None, None, None)
 
 
-@pytest.mark.parametrize("redo", [0, 2])
-def test_other_arguments_and_keywords_reach_the_function(redo):
-    def fun(w, x, *, power):
-        return jnp.sum((w * x) ** power), "aux" if redo == 0 else x
-
-    f = optax_mp.dynamic_scale_grad(fun, has_aux=True, redo_on_nan=redo)
-    _, (grads, aux) = f(
-        jnp.array([3.0]), 2.0, power=2, loss_scale=optax_mp.DynamicLossScale(8.0)
-    )
-    assert grads.tolist() == [24.0]
-    assert aux == ("aux" if redo == 0 else 2.0)
-
-
 def test_aux_of_the_last_try_comes_back():
     def fun(w):
         loss = jnp.sum(w * jnp.float16(1024))
@@ -189,24 +175,6 @@ def test_aux_of_the_last_try_comes_back():
     assert new.loss_scale == 32
     assert (float(loss), float(aux["loss"]), int(aux["name"])) == (1024, 1024, 3)
     assert grads.tolist() == [1024.0]
-
-
-def test_a_loop_in_a_scan_finds_its_scale_and_keeps_the_params_finite():
-    fun, slope = overflowing(64.0)
-    f = optax_mp.dynamic_scale_grad(fun)
-
-    def step(carry, _):
-        weight, scale = carry
-        scale, grads = f(weight, loss_scale=scale)
-        new = weight - (1e-4 * grads).astype(jnp.float16)
-        weight = optax_mp.select_tree(optax_mp.all_finite(grads), new, weight)
-        return (weight, scale), scale.loss_scale
-
-    carry = (jnp.ones(2, jnp.float16), optax_mp.DynamicLossScale(256.0))
-    (weight, _), scales = jax.jit(lambda c: lax.scan(step, c, None, length=5))(carry)
-    assert scales.tolist() == [128, 64, 32, 32, 32]
-    # Two steps were good.
-    np.testing.assert_allclose(weight, 1 - 2 * 1e-4 * slope, rtol=2e-3)
 
 
 @pytest.mark.parametrize("bad", [-1, -10])

@@ -153,21 +153,6 @@ def test_a_scale_is_float32_with_64_bit_types_on():
     assert after.loss_scale == 16
 
 
-def test_what_is_no_float_passes_through():
-    tree = {
-        "int": jnp.arange(3),
-        "key": jax.random.key(0),
-        "bool": jnp.array([True]),
-        "none": None,
-        "string": "name",
-        "function": jax.nn.relu,
-    }
-    scale = optax_mp.StaticLossScale(8.0)
-    for out in (scale.scale(tree), scale.unscale(tree)):
-        assert out.keys() == tree.keys()
-        assert all(out[name] is tree[name] for name in tree)
-
-
 def test_numpy_arrays_and_scalars_are_scaled():
     scale = optax_mp.StaticLossScale(8.0)
     out = scale.scale([np.ones(2, np.float16), np.float32(3)])

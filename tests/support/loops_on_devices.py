@@ -53,6 +53,30 @@ def linen_params(box):
     return {name: box(f, names)(key, shape) for name, (f, shape, names) in make.items()}
 
 
+def haliax_states_are_sharded_by_their_axes(name):
+    # Found where the checks run: it is not installed wherever they are collected.
+    import haliax
+
+    embed, mlp = haliax.Axis("embed", 512), haliax.Axis("mlp", 1024)
+
+    def init():
+        def normal(*axes):
+            return haliax.random.normal(jax.random.key(0), axes).astype(jnp.bfloat16)
+
+        params = Named(normal(embed, mlp), {"down": normal(mlp, embed)})
+        return params, Loop.of(name).tx.init(params)
+
+    with jax.set_mesh(MESH), haliax.axis_mapping({"embed": "fsdp"}):
+        params, state = haliax.named_jit(init)()
+        advance = step_of(Loop.of(name).tx)
+        step = jax.jit(advance).lower(params, state).compile()
+        assert collectives(step) == wanted_collectives(name), name
+        _, new_state = haliax.named_jit(advance)(params, state)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    for leaf in jax.tree.leaves((state, new_state)):
+        assert leaf.ndim == 0 or not leaf.sharding.is_fully_replicated, leaf.shape
+
+
 def linen_states_are_sharded_by_their_boxes(name):
     for box in (nn.with_partitioning, nn.with_logical_partitioning):
         tx = Loop.of(name).tx
@@ -243,6 +267,7 @@ def of_each_form(check):
 
 
 CHECKS = [
+    *of_each_form(haliax_states_are_sharded_by_their_axes),
     *of_each_form(linen_states_are_sharded_by_their_boxes),
     *of_each_form(nnx_optimizers_are_described_under_a_mesh),
     *of_each_form(a_rule_by_shape_for_params_and_state_shardings_for_the_state),

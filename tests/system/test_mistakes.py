@@ -87,7 +87,7 @@ def test_value_and_grad_names_what_stands_in_the_place_of_the_state(mistake, jit
 
 def test_value_and_grad_warns_of_what_can_hardly_be_a_state():
     # `weight` has a default: the function can be called with what is left.
-    with pytest.warns(Warned, match=IS_DICT + ".*Nothing in it looks like a state"):
+    with pytest.warns(Warned, match=IS_DICT + ".*in which nothing looks like an opt"):
         optax_mp.value_and_grad(lambda x, y=0.0: (x + y).sum())(PARAMS, X)
 
 
