@@ -145,7 +145,7 @@ def stacked(trees):
 
 
 def wrapped(name, dtype="bfloat16", storage=FULL_COPY):
-    # JAX does not add float32 to an 8-bit float: see the table in the README.
+    # JAX does not add float32 to an 8-bit float: see docs/guide/masters.md.
     update_dtype = "params" if dtype.startswith("float8") else None
     return optax_mp.mixed_precision(
         OPTIMIZERS[name](), update_dtype=update_dtype, storage=storage

@@ -155,7 +155,7 @@ def test_a_param_of_negative_zero_stays_through_a_bad_jitted_step(build):
     assert as_bits(after) == as_bits(params)
 
 
-# The nestings of the README's table.
+# The nestings of docs/guide/loss_scaling.md.
 
 STEPS = 12
 

@@ -128,7 +128,7 @@ def assert_numbers_equal(have, want):
 
 
 def wanted_dtype(scenario, param, grad):
-    """Return the dtype of an update, by the table in the README."""
+    """Return the dtype of an update, by the table in docs/guide/masters.md."""
     if scenario.storage != optax_mp.FullCopy() and is_low(param):
         return jnp.float32
     if not jnp.issubdtype(param.dtype, jnp.floating):
