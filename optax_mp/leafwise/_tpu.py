@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from optax_mp._jax._arrays import result_like
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
-from optax_mp.leafwise._kernel_evaluator import DTYPES, held_dtype, hold, other_dtype
+from optax_mp.leafwise._kernel_evaluator import DTYPES, hold, other_dtype
 from optax_mp.leafwise._program import Program, Value
 from optax_mp.leafwise._tile_evaluator import LANES, TileEvaluator
 
@@ -80,13 +80,13 @@ def run_end(
         return pl.BlockSpec((*[None] * len(leading), *tile), lambda *at: at)
 
     def kernel(*refs: Any) -> None:
-        numbers, *given = refs[: 1 + len(arrays)]
-        made = refs[1 + len(arrays) :]
-        here = replace(part, origin=tuple(numbers[i] for i in range(len(shape))))
+        integers, floats, *given = refs[: 2 + len(arrays)]
+        made = refs[2 + len(arrays) :]
+        here = replace(part, origin=tuple(integers[i] for i in range(len(shape))))
         ids = [pl.program_id(axis) for axis in range(len(shape))]
         origin = (*ids[:-2], ids[-2] * rows, ids[-1] * columns)
         known = {
-            end.reads[i]: _unpack(numbers[at], end.reads[i].aval.dtype)
+            end.reads[i]: _unpack(integers[at], floats[at], end.reads[i].aval.dtype)
             for at, i in enumerate(singles, start=len(shape))
         }
         of_arrays = dict(zip(arrays, given, strict=True))
@@ -125,18 +125,18 @@ def run_end(
             if is_scales(value):
                 ref[...] = result.astype(ref.dtype)
 
-    alias = {1 + arrays.index(at): out for out, at in end.replaced.items()}
+    alias = {2 + arrays.index(at): out for out, at in end.replaced.items()}
     in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
     return pl.pallas_call(
         kernel,
         grid=(*leading, pl.cdiv(height, rows), pl.cdiv(width, columns)),
-        in_specs=[in_scalar_memory, *(spec(end.reads[i]) for i in arrays)],
+        in_specs=[in_scalar_memory] * 2 + [spec(end.reads[i]) for i in arrays],
         out_specs=[spec(value) for value in outputs],
         out_shape=[result_like(v.aval, part.shape_of(v.aval.shape)) for v in outputs],
         input_output_aliases=alias,
         interpret=interpret,
     )(
-        _pack([*part.origin, *(args[i] for i in singles)]),
+        *_pack([*part.origin, *(args[i] for i in singles)]),
         *(args[i] for i in arrays),
     )
 
@@ -145,21 +145,25 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def _pack(numbers: Sequence[Any]) -> jax.Array:
-    """Return single numbers as one array, since each takes a kilobyte of memory."""
-    wide = [x.astype(held_dtype(x.dtype)) for x in map(jnp.asarray, numbers)]
-    return jnp.stack(
-        [
-            x.astype(jnp.int32)
-            if x.dtype == jnp.bool_
-            else lax.bitcast_convert_type(x, jnp.int32)
-            for x in wide
-        ]
-    )
+def _pack(numbers: Sequence[Any]) -> list[jax.Array]:
+    """Return single numbers as two arrays, of integers and floats.
+
+    Alone, each would take a kilobyte of a small memory. Both arrays have a place for
+    each number, since Mosaic of JAX 0.8 cannot read the bits of one as the other.
+    """
+    integers, floats = [], []
+    for x in map(jnp.asarray, numbers):
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        bits = lax.bitcast_convert_type(x, jnp.int32) if x.dtype == jnp.uint32 else x
+        integers.append(jnp.int32(0) if is_float else bits.astype(jnp.int32))
+        floats.append(x.astype(jnp.float32) if is_float else jnp.float32(0))
+    return [jnp.stack(integers), jnp.stack(floats)]
 
 
-def _unpack(number: jax.Array, dtype: Any) -> jax.Array:
+def _unpack(integer: jax.Array, number: jax.Array, dtype: Any) -> jax.Array:
     """Return one of the numbers, as a kernel holds it."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return number
     if dtype == jnp.bool_:
-        return number != 0
-    return lax.bitcast_convert_type(number, held_dtype(dtype))
+        return integer != 0
+    return integer.astype(jnp.uint32) if dtype == jnp.uint32 else integer
