@@ -16,11 +16,7 @@ HERE = Path(__file__).parent
 PACKAGE = HERE.parent / "optax_mp"
 PAGE = HERE / "messages.md"
 SHARED = "Messages of several functions"
-HEAD = f"""---
-orphan: true
----
-
-# Errors and warnings
+HEAD = f"""# Errors and warnings
 
 Every error and warning of `optax_mp`, by the function that its text starts with, and
 what to do. Words in ‹these marks› are filled in when it is raised. Messages that

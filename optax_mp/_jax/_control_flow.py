@@ -220,3 +220,4 @@ _KINDS = {
     "shard_map": _Kind(_wire_shard_map, _bind_shard_map),
 }
 _WITH_FIXED_RULES = ("custom_vmap_call", "linear_call")
+WITH_REGIONS = frozenset(_KINDS)

@@ -16,6 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits, floating_dtype
+from optax_mp._jax._control_flow import WITH_REGIONS
 from optax_mp._jax._jaxpr import (
     Equation,
     Primitive,
@@ -89,7 +90,7 @@ class Rules:
         operations = {RECIPROCAL, BIAS_ADD, *default_amp_rules, *primitive_names()}
         operations |= {key.name for key in rules if isinstance(key, Primitive)}
         for name in operations & set(self._by_name):
-            _check_product_word(name, self._by_name[name])
+            _check_operation(name, self._by_name[name])
         by_scope = {x: rule for x, rule in self._by_name.items() if x not in operations}
         self._names_to_find = set(by_scope) - {STOP}
         # A name without parts, such as `"/"`, would match everywhere.
@@ -219,8 +220,13 @@ def _is_half(atom: Any) -> bool:
     return atom.aval.dtype in (jnp.bfloat16, jnp.float16)
 
 
-def _check_product_word(name: str, rule: str) -> None:
-    """Raise if a word for products is the rule of an operation that is none."""
+def _check_operation(name: str, rule: str) -> None:
+    """Raise if an operation cannot have a rule."""
+    if name in WITH_REGIONS:
+        raise ValueError(
+            f"amp: `rules` has a rule for {name!r}, expected rules for what is inside "
+            "of it; enter a `jax.named_scope` around it, and give that a rule."
+        )
     if rule in PRODUCT_WORDS and name != PRIMITIVE:
         raise ValueError(
             f"amp: the rule of {name!r} is {rule!r}, expected that word for "

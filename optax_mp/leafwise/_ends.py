@@ -21,6 +21,19 @@ from optax_mp.leafwise._program import (
     values_in,
 )
 
+# How the cut is found. Walk backwards from each array that the step returns, as
+# long as the equations are elementwise: what is passed is its end, and the values
+# at which the walk stops are what the end reads. They are inputs of the step (the
+# gradient, the codes), or were computed in another way (a global norm, a product of
+# matrices, a key for random numbers).
+#
+# The ends of a leaf's param, remainder, moments and scales overlap: they all pass
+# the equations that dequantize the moments. What overlaps is computed together, so
+# they become one end. Three things must not tie leaves to each other, or the whole
+# step would be one end: numbers, such as a learning rate, which are read and not
+# passed; arrays made of numbers alone, such as zeros, of which each end makes its
+# own; and equations that are not elementwise, where every walk stops.
+
 # Fewer than in `_jax._primitives`: what kernels compute on every platform. That it has
 # no such operation as another, Mosaic may say only when the whole program is compiled.
 ELEMENTWISE = frozenset(
@@ -72,18 +85,6 @@ def cut(program: Program, replaced: dict[int, int]) -> list[End]:
         program: the program.
         replaced: which input an output takes the place of.
     """
-    # How the cut is found. Walk backwards from each array that the step returns, as
-    # long as the equations are elementwise: what is passed is its end, and the values
-    # at which the walk stops are what the end reads. They are inputs of the step (the
-    # gradient, the codes), or were computed in another way (a global norm, a product of
-    # matrices, a key for random numbers).
-    #
-    # The ends of a leaf's param, remainder, moments and scales overlap: they all pass
-    # the equations that dequantize the moments. What overlaps is computed together, so
-    # they become one end. Three things must not tie leaves to each other, or the whole
-    # step would be one end: numbers, such as a learning rate, which are read and not
-    # passed; arrays made of numbers alone, such as zeros, of which each end makes its
-    # own; and equations that are not elementwise, where every walk stops.
     fits = [_fits(node) for node in program.nodes]
 
     def stops_at(value: Value) -> bool:

@@ -12,6 +12,22 @@ from optax_mp._jax._block_operations import MAXIMUM
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._kernel_evaluator import KernelEvaluator
 
+# How blocks are reduced. A register of a TPU is 8 rows of 128 lanes, and 32 of
+# its lanes are a block. Mosaic has no reduction over a part of the lanes, and
+# no reshape that would make blocks an axis. But lanes can be rotated:
+#
+#     lanes      0     1     2     3     4 ...      of a block of four
+#     part       a     b     c     d     e ...
+#     by two     ac    bd    ce    df    ...        chosen with lane + 2
+#     by one     abcd  bcde  cdef  ...              chosen with lane + 1
+#
+# After log2(block size) rotations the first lane of each block has the extreme
+# of its block; the other lanes have extremes across blocks, which nobody reads.
+# The scales of the tile are an array of their own, one lane for each block. So
+# lane k of it takes what is in lane k * block size of `part`. A gather along
+# lanes reaches 128 of them: hence the loop over groups of 128 columns, each of
+# which fills 128 / block size lanes and leaves the others as they are.
+
 LANES = 128
 
 
@@ -73,21 +89,6 @@ class TileEvaluator(KernelEvaluator):
 
     def reduce(self, name: str, values: jax.Array) -> jax.Array:
         """Return the extreme of each block, in the place of its scale in the tile."""
-        # How blocks are reduced. A register of a TPU is 8 rows of 128 lanes, and 32 of
-        # its lanes are a block. Mosaic has no reduction over a part of the lanes, and
-        # no reshape that would make blocks an axis. But lanes can be rotated:
-        #
-        #     lanes      0     1     2     3     4 ...      of a block of four
-        #     part       a     b     c     d     e ...
-        #     by two     ac    bd    ce    df    ...        chosen with lane + 2
-        #     by one     abcd  bcde  cdef  ...              chosen with lane + 1
-        #
-        # After log2(block size) rotations the first lane of each block has the extreme
-        # of its block; the other lanes have extremes across blocks, which nobody reads.
-        # The scales of the tile are an array of their own, one lane for each block. So
-        # lane k of it takes what is in lane k * block size of `part`. A gather along
-        # lanes reaches 128 of them: hence the loop over groups of 128 columns, each of
-        # which fills 128 / block size lanes and leaves the others as they are.
         choose = jnp.maximum if name == MAXIMUM else jnp.minimum
         # The last block is padded with zeros.
         last = len(self.part.shape) - 1

@@ -373,3 +373,9 @@ def test_the_gradient_of_a_bias_is_summed_in_float32():
     x = np.random.default_rng(2).standard_normal((8192, 8), np.float32)
     want = jax.grad(total)(X[0], x)
     assert error(compiled(jax.grad(amp(total)), X[0], x)(X[0], x), want) < 4e-3
+
+
+@pytest.mark.parametrize("name", ["scan", "jit", "custom_jvp_call"])
+def test_a_rule_for_a_loop_or_a_call_is_refused(name):
+    with pytest.raises(ValueError, match=f"rule for '{name}', .*jax.named_scope"):
+        amp(jnp.sin, rules=default_amp_rules | {name: "f32"})

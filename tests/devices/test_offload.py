@@ -27,7 +27,6 @@ from slow_cases import mostly_slow
 
 import optax_mp
 from optax_mp._jax._jaxpr import bind, evaluate
-from optax_mp.devices import _offload
 
 ADAMW = optax.adamw(1e-2)
 
@@ -161,25 +160,6 @@ def test_large_arrays_are_in_host_memory_and_stay_there():
         params, state = step(params, state)
         check(state)
         assert all(x.is_deleted() for x in before)
-
-
-@needs_memories
-def test_init_compiles_once_for_leaves_of_one_shape(monkeypatch):
-    made = []
-    compute = _offload._compute
-
-    def count(program, outputs, known, compiled, min_size):
-        results = compute(program, outputs, known, compiled, min_size)
-        made.append(len(compiled))
-        return results
-
-    monkeypatch.setattr(_offload, "_compute", count)
-    shapes = [(40, 64), (64, 40), (1000,)] * 5
-    params = {f"w{i}": jnp.full(s, i, jnp.bfloat16) for i, s in enumerate(shapes)}
-    state = in_chunks(compact(ADAMW)).init(params)
-    assert as_bits(state) == as_bits(compact(ADAMW).init(params))
-    # All that is small, and for each shape the codes of masters, `mu` and `nu`.
-    assert len(made) == 1 + 15 * 3 and made[-1] <= 1 + 3 * 3
 
 
 def take(tx, params, state):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_mp.leafwise._chunks import Cuts, _Chunk, cuts_of
+from optax_mp.leafwise._chunks import _Chunk, cuts_of
 from optax_mp.leafwise._evaluator import Part
 
 
@@ -41,18 +41,6 @@ def test_chunks_cover_each_element_once_and_know_where_they_are(shape, device_co
     assert (seen == 1).all()
 
 
-def test_scales_are_cut_where_their_blocks_are():
-    cuts = cuts_of(part_of((64, 100), 32), most=2**9)
-    assert cuts.shape_of((64, 4)) == (64, 4)
-    assert next(chunks_of(cuts)).shape_of((64, 4)) == (32, 4)
-    cuts = cuts_of(part_of((2**17 + 40,), 32), most=2**9)
-    assert cuts.shape_of((2**12 + 2,)) == (2**12 + 2,)
-    first, *_, last = chunks_of(cuts)
-    assert first.shape_of((2**12 + 2,)) == (2**10,)
-    assert last.shape_of((2**12 + 2,)) == (2,)
-    np.testing.assert_array_equal(last.of(jnp.arange(2**12 + 2)), 2**12 + np.arange(2))
-
-
 @pytest.mark.parametrize(
     ("shape", "can"),
     [
@@ -71,8 +59,3 @@ def test_only_whole_tiles_leave_host_memory_in_chunks(shape, can):
     assert not cuts.can_leave_host(jax.ShapeDtypeStruct(shape, "uint8"))
     scales = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // 32), "float32")
     assert not cuts.can_leave_host(scales)
-
-
-def test_a_length_that_divides_is_preferred():
-    assert cuts_of(part_of((192, 128)), most=2**14).length == 96
-    assert Cuts.whole(part_of((3, 4))).length == 3
