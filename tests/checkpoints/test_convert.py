@@ -210,7 +210,5 @@ def test_another_optimizer_inside_is_an_error():
 def test_params_of_another_shape_are_an_error():
     tx, params, state = start_of("full copy")
     params["w"] = params["w"][:4]
-    with pytest.raises(
-        ValueError, match=r"float32\[32,32\], expected float32\[4,32\]"
-    ):
+    with pytest.raises(ValueError, match=r"float32\[32,32\], expected float32\[4,32\]"):
         optax_mp.convert_opt_state(state, params, tx, FORMS["split 16"]())
