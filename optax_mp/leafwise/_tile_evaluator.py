@@ -111,5 +111,13 @@ class TileEvaluator(KernelEvaluator):
 
 
 def _take_lanes(x: jax.Array, index: jax.Array) -> jax.Array:
-    # Mosaic knows no other mode up to JAX 0.6.
-    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
+    """Return what is in the lanes of `x`, 128 at a time."""
+    # Mosaic of JAX 0.8 takes an index of the shape of `x` alone.
+    width = x.shape[1]
+    groups = [
+        jnp.take_along_axis(
+            x, index[:, first : first + width], axis=1, mode="promise_in_bounds"
+        )
+        for first in range(0, index.shape[1], width)
+    ]
+    return groups[0] if len(groups) == 1 else jnp.concatenate(groups, axis=1)
