@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits, avals
+from recent_flax import recent_nnx
 from slow_cases import mostly_slow
 
 import optax_mp
@@ -61,7 +62,7 @@ def equinox():
 
 def pure(tree):
     """Return an NNX tree with arrays in the place of Variables."""
-    return nnx().as_pure(tree)
+    return recent_nnx().as_pure(tree)
 
 
 # Training

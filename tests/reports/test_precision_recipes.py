@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 import small_models
 from jax import lax
+from recent_flax import recent_nnx
 
 import optax_mp
 from optax_mp import amp, precision_report
@@ -100,7 +101,7 @@ def scanned_linen():
 
 
 def scanned_nnx():
-    nnx = pytest.importorskip("flax.nnx")
+    nnx = recent_nnx()
 
     class Layer(nnx.Module):
         def __init__(self, rngs):
