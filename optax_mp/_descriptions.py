@@ -14,8 +14,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._boxes import Divides
-from optax_mp._jax._arrays import is_traced_by_jit, spec_in_type, varies_by_rank
-from optax_mp._jax._explicit import asked_shardings, fits_blocks
+from optax_mp._jax._arrays import (
+    is_traced_by_jit,
+    sharding_in_type,
+    spec_in_type,
+    varies_by_rank,
+)
+from optax_mp._jax._explicit import asked_shardings, fits_blocks, reshard_like
 from optax_mp._jax._memory import HOST_KIND, is_host_type, is_on_host
 from optax_mp._jax._place_like import place_like
 from optax_mp._states import find_owners
@@ -34,7 +39,9 @@ def place_like_params(state: PyTree, params: PyTree) -> PyTree:
     for i, owner in enumerate(find_owners(state, params)):
         if owner is not None and _can_follow(leaves[i], arrays[owner]):
             like = jnp.broadcast_to(arrays[owner], leaves[i].shape)
-            leaves[i] = place_like(leaves[i], like)
+            # A sharding in a type needs no hint: XLA has to follow it.
+            place = place_like if sharding_in_type(like) is None else reshard_like
+            leaves[i] = place(leaves[i], like)
     return treedef.unflatten(leaves)
 
 
