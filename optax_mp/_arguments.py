@@ -39,7 +39,7 @@ def warn_unless_state(opt_state: Any, caller: str) -> None:
     """Warn if nothing in `opt_state` looks like the state of an optimizer.
 
     A state holds a NamedTuple, as those of optax do, or a count of steps, or no
-    floating arrays at all. Params have none of these but by chance.
+    floating arrays at all. Params rarely do.
     """
 
     def is_named_tuple(node: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What is known of one array: whether it is one, is traced, and what its type says."""
+"""Questions about one array: is it one, is it traced, what does its type say?"""
 
 from typing import Any
 

@@ -109,7 +109,7 @@ class Interpreter:
                 (dtype,) = self._dtypes(action.outputs, equation.outvars)
                 dtype = dtype or equation.outvars[0].aval.dtype
                 return [product(equation, inputs, self._rules.f8_dtype, dtype)]
-        # What is left are regions.
+        # All others are regions.
         if equation.primitive.name in _WITH_RULE:
             return self._run_with_rule(equation, action, inputs)
         return bind_with(

@@ -1,7 +1,7 @@
 """Cut a step into the elementwise end of each leaf, and what comes before.
 
-Elementwise: an element of an output hangs on the elements at its place in arrays of one
-shape, on scalars, and on the scale of its block.
+Elementwise: an element of an output depends on the elements at its place in arrays of
+one shape, on scalars, and on the scale of its block.
 """
 
 import math

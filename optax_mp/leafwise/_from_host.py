@@ -275,7 +275,7 @@ class _StepFromHost:
             ):
                 return None
         end = self._with_replaced(end)
-        # What is still to be computed says nothing of how arrays are sharded.
+        # Values that are still to be computed have no sharding yet.
         args = [self.known.get(value, 0) for value in end.reads]
         layout = Layout.find(end, args, self.shardings)
         if layout is None and any(map(is_partitioned, args)):

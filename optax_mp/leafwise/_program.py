@@ -142,11 +142,11 @@ class Program:
             stops_at: where to stop. Targets are passed in any case.
 
         Returns:
-            The places of the equations that the targets hang on, in order, and the
+            The places of the equations that the targets need, in order, and the
             values at which the walk stopped: these, and inputs.
         """
         # Places are in the order of the jaxpr, in which an equation comes after those
-        # that it hangs on: sorted, they can be run.
+        # that it needs: sorted, they can be run.
         places: set[int] = set()
         stops: dict[Value, None] = {}
         stack = list(values_in(targets))
