@@ -212,9 +212,13 @@ def in_rows(x: jax.Array) -> jax.Array:
 
     XLA prefers the columns of arrays that meet scales, of which a row is shorter than
     the lanes are. But it cannot copy a part of the lanes to host memory, and copies
-    codes there in other tiles than they have.
+    codes there in other tiles than they have. On other platforms XLA would gather a
+    sharded array for it.
     """
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    rows = Layout(tuple(range(x.ndim)))
+    return lax.platform_dependent(
+        x, tpu=lambda x: with_layout_constraint(x, rows), default=lambda x: x
+    )
 
 
 def run_end(

@@ -255,7 +255,7 @@ def test_kernels_round_as_xla_does(mantissa_bits):
 
 # Rows left over, of a group of each device; more axes; rows that groups do not divide;
 # one axis; a small one.
-CHUNKED = [(1096, 300), (4, 64, 256), (70, 256), (33, 4200), (2**18,), (300,)]
+CHUNKED = [(1096, 520), (4, 64, 256), (70, 256), (33, 4200), (2**18,), (300,)]
 
 
 # MADGRAD keeps sums of histories, which are never coded.
