@@ -265,7 +265,7 @@ def run_end(
         # the same bits. (Not the numbers: where each is used once, XLA makes divisions
         # by them products.)
         for i, array in lax.optimization_barrier(arrays).items():
-            local[end.reads[i]] = array
+            local[end.reads[i]] = array.astype(end.reads[i].aval.dtype)
         chunk.run_all(program, end, local)
         results = [local[value] for value in outputs]
         if is_from_host:  # or XLA would compute in host memory
