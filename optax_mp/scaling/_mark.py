@@ -6,8 +6,8 @@ zeros. If a later `mixed_precision` finds nothing but negative zeros, it skips t
 
 The search for the mark reads all gradients once more, and takes a collective where they
 are sharded. So optimizers look for it only from the first update of a link on, in this
-process. No other call to this package changes what a later one does. docs/design/mark.md
-says what follows from that, and which other marks were tried.
+process. No other call to this package changes what a later one does. The page
+docs/design/mark.md says what follows from that, and which other marks were tried.
 """
 
 import threading

@@ -1,6 +1,5 @@
 """Errors for the numbers that a loss scale is made with."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -129,14 +128,6 @@ def test_a_setting_out_of_range_is_named(settings, message):
 def test_a_setting_of_a_value_out_of_range_is_named(settings, message):
     with pytest.raises(ValueError, match=f"^DynamicLossScale: {message}"):
         optax_mp.DynamicLossScale(8.0, **settings)
-
-
-def test_a_setting_that_is_traced_is_named():
-    link = optax.inject_hyperparams(optax_mp.static_loss_scale)(scale=2.0)
-    params = jnp.ones(2)
-    match = "^static_loss_scale: `scale` is traced .float32.*`static_args`"
-    with pytest.raises(TypeError, match=match):
-        jax.jit(link.update)(params, link.init(params), params)
 
 
 @pytest.mark.parametrize("name", ["growth_interval", "hysteresis"])
