@@ -6,8 +6,7 @@ the masters in the form that a storage gives them: `Storage` (`_storage.py`) say
 one must do, `FullCopy` keeps the whole master, `Split` only the bits that a 16-bit
 param lacks. `master_params`, `replace_master_params` and `follow_params` (`_access.py`)
 read and change masters, wherever the state is nested. `_checks.py` has the errors for
-what does not belong together, `_param_dtype.py` what users declare about the dtypes of
-their params.
+what does not belong together.
 """
 
 from optax_mp.masters._access import (
@@ -15,10 +14,9 @@ from optax_mp.masters._access import (
     master_params,
     replace_master_params,
 )
-from optax_mp.masters._full_copy import FullCopy
 from optax_mp.masters._split import Split
 from optax_mp.masters._state import MixedPrecisionState
-from optax_mp.masters._storage import Storage
+from optax_mp.masters._storage import FullCopy, Storage
 from optax_mp.masters._transform import mixed_precision
 
 __all__ = [
