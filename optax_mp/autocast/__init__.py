@@ -12,8 +12,7 @@ A call is traced to a jaxpr, planned and run. In this order, read:
 
 - `_rules`: which rule an operation follows.
 - `_lattice`: the precision of a value.
-- `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`,
-  and tells a bias by `_biases`.
+- `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`.
 - `_run`: each equation bound again, as planned; `_derivatives`: those with derivative
   rules of their own; `_eight_bits`: matrix products of 8-bit operands.
 - `_loop_conditions`: loops that low values may keep from ending.

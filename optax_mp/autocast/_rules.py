@@ -27,7 +27,7 @@ from optax_mp._jax._jaxpr import (
 from optax_mp._jax._primitives import AMP_WORDS
 from optax_mp._jax._source import scopes
 from optax_mp.autocast._eight_bits import DTYPES, E4M3, PRIMITIVE, fits
-from optax_mp.autocast._lattice import takes_part
+from optax_mp.autocast._lattice import is_half, takes_part
 
 # A rule is one of these words. The docstring of `amp` says what they mean.
 WORDS = (
@@ -160,7 +160,7 @@ class Rules:
             rule, why = "low", "shape"
         if not any(map(takes_part, equation.invars)):
             # In 16 bits as written, it may still be done in 8.
-            is_16_bit = rule == "f8" and all(map(_is_half, equation.invars))
+            is_16_bit = rule == "f8" and all(map(is_half, equation.invars))
             if is_16_bit and _is_free(equation.params["precision"]):
                 return rule, why
             return "as_written", "inputs"
@@ -212,12 +212,8 @@ def scope_parts(name: str) -> tuple[str, ...]:
 
 def _is_free(precision: Any) -> bool:
     """Return whether a product of this `precision` may run in 16 bits."""
-    given = precision if isinstance(precision, tuple) else (precision,)
-    return all(x in (None, lax.Precision.DEFAULT, lax.Precision.HIGH) for x in given)
-
-
-def _is_half(atom: Any) -> bool:
-    return atom.aval.dtype in (jnp.bfloat16, jnp.float16)
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return all(x in (None, lax.Precision.DEFAULT, lax.Precision.HIGH) for x in asked)
 
 
 def _check_operation(name: str, rule: str) -> None:

@@ -27,10 +27,17 @@ from optax_mp._jax._jaxpr import (
 from optax_mp._jax._traced import TracedCall, explain_carry_error, note_on_leaks
 from optax_mp._tree import is_array
 from optax_mp._warnings import warn
-from optax_mp.autocast._biases import argument_axis_counts
 from optax_mp.autocast._derivatives import custom_jvp, custom_vjp
 from optax_mp.autocast._eight_bits import describe_unused, product
-from optax_mp.autocast._lattice import FULL, LOW, Precisions, cast, full_precisions
+from optax_mp.autocast._lattice import (
+    FULL,
+    LOW,
+    Precisions,
+    Weak,
+    argument_precisions,
+    cast,
+    full_precisions,
+)
 from optax_mp.autocast._loop_conditions import loop_warnings
 from optax_mp.autocast._plan import Action, Plan, Planner, RegionPlan
 from optax_mp.autocast._rules import Rules
@@ -71,9 +78,8 @@ class Interpreter:
         with explain_carry_error(CARRY_ERROR):
             traced = TracedCall.of(lambda x: fun(*x[0], **x[1]), (args, kwargs))
         jaxpr = traced.closed.jaxpr
-        inputs, counts = full_precisions(jaxpr.invars), argument_axis_counts(jaxpr)
-        wants = (None,) * len(jaxpr.outvars)
-        return traced, self._planner.plan(jaxpr, inputs, counts, wants, None)
+        inputs, wants = argument_precisions(jaxpr.invars), (None,) * len(jaxpr.outvars)
+        return traced, self._planner.plan(jaxpr, inputs, wants, None)
 
     def warnings(self, traced: TracedCall, plan: Plan) -> tuple[str, ...]:
         """Return what may harm, or not be what was meant, without an error."""
@@ -186,8 +192,8 @@ class Interpreter:
             )
             # It is not known here which of them are arguments of the whole function,
             # nor what reads the outputs.
-            no_biases, wants = (None,) * len(precisions), (None,) * len(jaxpr.outvars)
-            plan = self._planner.plan(jaxpr, precisions, no_biases, wants, scope_rule)
+            wants = (None,) * len(jaxpr.outvars)
+            plan = self._planner.plan(jaxpr, precisions, wants, scope_rule)
             for text in loop_warnings(list(plan.sites(jaxpr)), self._low):
                 warn(f"amp: {text}")
             values = self.run(closed, plan, leaves)
@@ -208,6 +214,10 @@ class Interpreter:
     def _dtypes(self, precisions: Precisions, atoms: Sequence[Any]) -> list[Any]:
         """Return the dtype of each value in its precision; None for one that stays."""
         return [
-            self._low if x == LOW else atom.aval.dtype if x == FULL else None
+            None
+            if isinstance(x, Weak | None)
+            else self._low
+            if x == LOW
+            else atom.aval.dtype
             for x, atom in zip(precisions, atoms, strict=True)
         ]
