@@ -77,23 +77,22 @@ def sharding_in_type(x: Any) -> NamedSharding | None:
     return sharding if is_known else None
 
 
+def _axes(mesh: Any) -> list[tuple[int, str]]:
+    """Return size and type of each axis of a mesh; of an untyped one, nothing."""
+    types = getattr(mesh, "axis_types", None) or ()
+    return [(mesh.shape[x], str(y)) for x, y in zip(mesh.shape, types, strict=False)]
+
+
 def _names_all_axes(mesh: Any) -> bool:
     """Return whether types name all axes of a mesh over which arrays are sharded."""
-    kinds = getattr(mesh, "axis_types", None) or ()
-    sizes = mesh.shape.values()
-    return has_explicit_axes(mesh) and all(
-        size == 1 or "Explicit" in str(kind)
-        for size, kind in zip(sizes, kinds, strict=True)
-    )
+    is_named = [size == 1 or "Explicit" in kind for size, kind in _axes(mesh)]
+    return has_explicit_axes(mesh) and all(is_named)
 
 
 def is_partitioned(x: Any) -> bool:
     """Return whether `x` is on several devices, and XLA decides what each computes."""
-    mesh = mesh_in_type(x)
-    sizes = getattr(mesh, "shape", {})
-    kinds = getattr(mesh, "axis_types", None) or ()
-    both = zip(sizes.values(), kinds, strict=False)
-    return any(size > 1 and "Manual" not in str(kind) for size, kind in both)
+    axes = _axes(mesh_in_type(x))
+    return any(size > 1 and "Manual" not in kind for size, kind in axes)
 
 
 def mesh_in_type(x: Any) -> Any:
@@ -103,8 +102,7 @@ def mesh_in_type(x: Any) -> Any:
 
 def has_explicit_axes(mesh: Any) -> bool:
     """Return whether shardings on `mesh` are part of the types of arrays."""
-    kinds = getattr(mesh, "axis_types", None) or ()
-    return any("Explicit" in str(kind) for kind in kinds)
+    return any("Explicit" in kind for _, kind in _axes(mesh))
 
 
 def result_like(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

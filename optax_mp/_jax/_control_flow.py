@@ -69,9 +69,11 @@ def run_count(equation: Equation) -> int | None:
 
 
 def _jaxprs_of(equation: Equation) -> list[AnyJaxpr]:
-    found = [equation.params[name] for name in _HOLDERS if name in equation.params]
-    groups = (x if isinstance(x, tuple | list) else [x] for x in found)
-    return [jaxpr for group in groups for jaxpr in group]
+    jaxprs: list[AnyJaxpr] = []
+    for name in _HOLDERS:
+        value = equation.params.get(name, ())
+        jaxprs += value if isinstance(value, tuple | list) else (value,)
+    return jaxprs
 
 
 # The parameters that hold regions. In a while loop, the condition comes first.

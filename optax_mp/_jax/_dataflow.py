@@ -70,7 +70,7 @@ def _depending_results(equation: Equation, inputs: list[bool]) -> list[bool]:
     if not (has_regions(equation) and any(inputs)):
         return [any(inputs)] * len(equation.outvars)
     result = wiring_of(equation).forward(
-        inputs, lambda region, given: depending_outputs(region.jaxpr, given), any
+        inputs, lambda region, values: depending_outputs(region.jaxpr, values), any
     )
     return [output or any(result.decisions) for output in result.outputs]
 
@@ -127,11 +127,9 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
     name, count = equation.primitive.name, len(equation.outvars)
     if has_regions(equation):
         # What decides which region runs is a single number, which is left out.
-        return (
-            wiring_of(equation)
-            .forward(inputs, lambda region, given: flows(region.jaxpr, given), _union)
-            .outputs
-        )
+        wiring = wiring_of(equation)
+        through = wiring.forward(inputs, lambda x, y: flows(x.jaxpr, y), _union)
+        return through.outputs
     if name == "select_n":
         return [_union(inputs[1:])]  # The first input only decides.
     if name in MOVES:
@@ -142,21 +140,17 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
     result = Flow(union.reached_by, union.faded, multiplied=union.multiplied)
     if is_product(equation) or name in FACTORIZATIONS:
         return [result._replace(multiplied=union.reached_by)] * count
-    if name == "mul" and any(each.shrinks for each in inputs):
+    if name == "mul" and any(flow.shrinks for flow in inputs):
         return [result._replace(faded=union.reached_by)]
     return [result] * count
 
 
-def _union(each: Iterable[Flow]) -> Flow:
+def _union(flows: Iterable[Flow]) -> Flow:
     """Return the flow of a value that may be any of these, or is made of all."""
-    each = list(each)
-    return Flow(
-        reached_by=_NONE.union(*(flow.reached_by for flow in each)),
-        faded=_NONE.union(*(flow.faded for flow in each)),
-        copied=_NONE.union(*(flow.copied for flow in each)),
-        joined=_NONE.union(*(flow.joined for flow in each)),
-        multiplied=_NONE.union(*(flow.multiplied for flow in each)),
-    )
+    # All fields but `shrinks` are sets.
+    fields = zip(*(flow[:-1] for flow in flows), strict=True)
+    unions: list[Any] = [_NONE.union(*sets) for sets in fields]
+    return Flow(*unions)
 
 
 def _without_scalars(flow: Flow, var: Any) -> Flow:

@@ -118,8 +118,11 @@ class TracedCall:
             values: one for each of its leaves, or for the first; None if not known.
         """
         inputs = self.inputs_among_last(len(jax.tree.leaves(kept)))
-        known = {at: x for at, x in enumerate(values) if x is not None}
-        return {inputs[at]: x for at, x in known.items() if at in inputs}
+        return {
+            inputs[at]: x
+            for at, x in enumerate(values)
+            if x is not None and at in inputs
+        }
 
     def replaced(self, kept: PyTree) -> dict[int, int]:
         """Return for each output that takes the place of an input, which that is.

@@ -91,12 +91,12 @@ class Wiring:
         inputs = list(inputs)
         while True:
             decisions = [inputs[i] for i in self.deciding]
-            found: list[list[T]] = [[] for _ in self.equation.outvars]
+            results: list[list[T]] = [[] for _ in self.equation.outvars]
             for region in self.regions:
-                results = through(region, region.read(inputs))
-                for i, result in zip(region.outputs, results, strict=True):
-                    (decisions if i is None else found[i]).append(result)
-            outputs = [x[0] if len(x) == 1 else join(x) for x in found]
+                values = through(region, region.read(inputs))
+                for i, value in zip(region.outputs, values, strict=True):
+                    (decisions if i is None else results[i]).append(value)
+            outputs = [x[0] if len(x) == 1 else join(x) for x in results]
             before = list(inputs)
             for output, i in self.carry:
                 # The loop returns its input if it has no iteration.

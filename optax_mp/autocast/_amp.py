@@ -112,7 +112,7 @@ def amp(
         if checked_rules.compute_dtype == jnp.float16:
             count_event("computes in float16")
         call = pure_call(fun, args, kwargs)
-        traced, plan = interpreter.trace(call.fun, call.args, {})
+        traced, plan = interpreter.trace(call)
         for text in interpreter.warnings(traced, plan):
             warn(f"amp: {text}")
         if plan.is_changed:

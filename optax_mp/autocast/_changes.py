@@ -20,7 +20,7 @@ class PureCall(NamedTuple):
 
     Attributes:
         fun: the function. It returns what it returned as written, and the changes.
-        args: its arguments.
+        args: its arguments, which are positional.
         write_back: takes the changes, and writes them to the caller's modules.
     """
 

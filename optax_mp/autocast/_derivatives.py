@@ -22,8 +22,8 @@ from optax_mp.autocast._lattice import cast
 
 Call = Callable[..., list[Any]]
 # `interpret(function, arguments, dtypes)` runs `function(*arguments)` under amp. The
-# function expects arguments of these dtypes; those that are given may be low. It
-# returns the outputs, and for each whether it depends on the last argument.
+# function expects arguments of these dtypes, and the arguments may be low. It returns
+# the outputs, and for each one whether it depends on the last argument.
 Interpret = Callable[
     [Callable[..., Any], tuple[Any, ...], tuple[Any, ...]], tuple[Any, Any]
 ]
@@ -42,9 +42,9 @@ def custom_jvp(
             args = [primals[i] for i in perturbed]
             return jax.jvp(_restrict(equation, perturbed, primals), args, tangents)
 
-        given = (list(primals), [tangents[i] for i in perturbed])
+        values = (list(primals), [tangents[i] for i in perturbed])
         as_written = (dtypes, [dtypes[i] for i in perturbed])
-        (outputs, out_tangents), (_, depend) = interpret(jvp, given, as_written)
+        (outputs, out_tangents), (_, depend) = interpret(jvp, values, as_written)
         outputs = list(map(cast, outputs, output_dtypes))
         # `jax.jvp` returns zeros, which are differentiated by what reads them.
         out_tangents = [
@@ -130,7 +130,7 @@ class _Linearized:
             residuals.
         residual_dtypes: the dtypes of the residuals as written.
         perturbed: the indices of the inputs that are differentiated.
-        dtypes: the dtypes in which these were given, which may be low.
+        dtypes: the dtypes of these inputs, which may be low.
     """
 
     treedef: Any

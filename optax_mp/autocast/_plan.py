@@ -53,14 +53,14 @@ class RegionPlan:
 
     Attributes:
         plan: what becomes of its equations.
-        given: the precisions in which its inputs come. They are cast inside to
+        inputs: the precisions in which its inputs come. They are cast inside to
             `plan.inputs`.
-        returned: the precisions to which its outputs are cast.
+        outputs: the precisions to which its outputs are cast.
     """
 
     plan: "Plan"
-    given: Precisions
-    returned: Precisions
+    inputs: Precisions
+    outputs: Precisions
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,29 +346,28 @@ class Planner:
         ]
         # What every iteration reads goes in as written and is cast inside, so that its
         # gradients of all iterations are summed in float32.
-        given = [
+        inputs = [
             FULL if i in wiring.summed and x == LOW else x
             for i, x in enumerate(flow.inputs)
         ]
         if equation.primitive.name == "scan":
             # What an iteration reads alone, such as the weights of a layer that were
             # cast before the loop, is cast inside, so no wide copy of all is made.
-            for i in range(len(given)):
+            for i in range(len(inputs)):
                 if context.are_exact[i] and i not in (*carried, *wiring.summed):
-                    given[i] = LOW
-        given = tuple(given)
+                    inputs[i] = LOW
         regions = tuple(
             RegionPlan(
-                plan, region.read(given), _region_outputs(region, plan, flow.outputs)
+                plan, region.read(inputs), _region_outputs(region, plan, flow.outputs)
             )
             for region, plan in zip(wiring.regions, plans, strict=True)
         )
-        how, outputs = "regions", tuple(flow.outputs)
+        how, inputs, outputs = "regions", tuple(inputs), tuple(flow.outputs)
         if not any(plan.is_changed for plan in plans):
             # Bound as written, it takes and returns values as written.
-            how, given, outputs = "bind", set_all(FULL, given), as_computed(outputs)
+            how, inputs, outputs = "bind", set_all(FULL, inputs), as_computed(outputs)
         return Action(
-            how, given, outputs, "inside", "inside", scope_rule, regions=regions
+            how, inputs, outputs, "inside", "inside", scope_rule, regions=regions
         )
 
     def _join(self, precisions: Sequence[Precision]) -> Precision:

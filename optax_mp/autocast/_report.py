@@ -231,7 +231,7 @@ def amp_report(
     checked_rules = Rules(rules, compute_dtype)
     interpreter = Interpreter(checked_rules)
     call = pure_call(fun, args, kwargs)
-    traced, plan = interpreter.trace(call.fun, call.args, {})
+    traced, plan = interpreter.trace(call)
     errors, error = _measure(interpreter, traced, plan)
     merged: dict[Any, AmpOperation] = {}
     for site in _decided(traced.closed, plan):

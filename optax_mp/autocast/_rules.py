@@ -109,15 +109,11 @@ class Rules:
             equation: the equation.
             around: the rule of the scopes of the equations that it is inside of.
         """
-        if around is not None and around not in PRODUCT_WORDS:
-            return around
-        rules = [rule for _, rule in self._in_scopes(scopes(equation))]
+        rules = [] if around is None else [around]
+        rules += [rule for _, rule in self._in_scopes(scopes(equation))]
         # Words for products yield to other rules, further inside, too.
         others = (rule for rule in rules if rule not in PRODUCT_WORDS)
-        rule = next(others, rules[0] if rules else None)
-        if around is not None and (rule is None or rule in PRODUCT_WORDS):
-            return around
-        return rule
+        return next(others, rules[0] if rules else None)
 
     def warnings_of_names(self, equations: Iterable[Equation]) -> tuple[str, ...]:
         """Return a warning of the names that none of these equations has."""

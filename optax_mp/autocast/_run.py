@@ -16,7 +16,6 @@ from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     ClosedJaxpr,
     Equation,
-    aval_like,
     bind,
     cache_by_jaxpr,
     evaluate,
@@ -27,6 +26,7 @@ from optax_mp._jax._jaxpr import (
 from optax_mp._jax._traced import TracedCall, explain_carry_error, note_on_leaks
 from optax_mp._tree import is_array
 from optax_mp._warnings import warn
+from optax_mp.autocast._changes import PureCall
 from optax_mp.autocast._derivatives import custom_jvp, custom_vjp
 from optax_mp.autocast._eight_bits import describe_unused, product
 from optax_mp.autocast._lattice import (
@@ -70,13 +70,11 @@ class Interpreter:
         # call of the function would compile the regions inside it again.
         self._convert_cached = cache_by_jaxpr(self._convert)
 
-    def trace(
-        self, fun: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[TracedCall, Plan]:
-        """Return a traced call of `fun`, and the plan for it."""
+    def trace(self, call: PureCall) -> tuple[TracedCall, Plan]:
+        """Return a traced call, and the plan for it."""
         # Traced in each call, because what the function closes over may have changed.
         with explain_carry_error(CARRY_ERROR):
-            traced = TracedCall.of(lambda x: fun(*x[0], **x[1]), (args, kwargs))
+            traced = TracedCall.of(lambda args: call.fun(*args), call.args)
         jaxpr = traced.closed.jaxpr
         inputs, wants = argument_precisions(jaxpr.invars), (None,) * len(jaxpr.outvars)
         return traced, self._planner.plan(jaxpr, inputs, wants, None)
@@ -135,11 +133,11 @@ class Interpreter:
         def run(*args: Any) -> list[Any]:
             inputs = self.cast_all(args, region.plan.inputs, old.invars)
             outputs = self.run(jaxpr, region.plan, inputs)
-            return self.cast_all(outputs, region.returned, old.outvars)
+            return self.cast_all(outputs, region.outputs, old.outvars)
 
         avals = [
             with_dtype(atom.aval, self._low) if precision == LOW else atom.aval
-            for atom, precision in zip(old.invars, region.given, strict=True)
+            for atom, precision in zip(old.invars, region.inputs, strict=True)
         ]
         return trace_jaxpr(run, avals)
 
@@ -166,38 +164,40 @@ class Interpreter:
     def _interpret_in(self, scope_rule: str | None) -> Callable[..., Any]:
         """Return a function that runs others as amp does, in a scope with this rule.
 
-        It takes `(function, given, dtypes)` and returns `function(*given)`, and for
-        each output whether it depends on the last of `given`. Each array in `given` is
-        low, or has the dtype in `dtypes` that the function expects.
+        It takes `(function, args, dtypes)` and returns `function(*args)`, and for each
+        output whether it depends on the last of `args`. Each array in `args` is low, or
+        has the dtype in `dtypes` that the function expects.
         """
 
         @note_on_leaks(_NOTE_ON_CLOSURES)
         def interpret(
-            function: Callable[..., Any], given: Any, dtypes: Any
+            function: Callable[..., Any], args: Any, dtypes: Any
         ) -> tuple[Any, Any]:
-            # Some are plain numbers, as the user gave them.
-            given = jax.tree.map(
+            # Some are plain numbers, as the user wrote them.
+            args = jax.tree.map(
                 lambda x, dtype: x if is_array(x) else jnp.asarray(x, dtype),
-                given,
+                args,
                 dtypes,
             )
             # Traced with the dtypes that it expects; the plan knows which are low.
-            avals = jax.tree.map(aval_like, given, dtypes)
+            avals = jax.tree.map(
+                lambda x, dtype: with_dtype(jax.typeof(x), dtype), args, dtypes
+            )
             closed, returned = jax.make_jaxpr(function, return_shape=True)(*avals)
-            jaxpr, leaves = closed.jaxpr, jax.tree.leaves(given)
+            jaxpr, leaves = closed.jaxpr, jax.tree.leaves(args)
             # `full` is None for a value that takes no part in amp.
             precisions = tuple(
                 full and (LOW if x.dtype == self._low else FULL)
                 for full, x in zip(full_precisions(jaxpr.invars), leaves, strict=True)
             )
-            # It is not known here which of them are arguments of the whole function,
-            # nor what reads the outputs.
+            # Neither arguments of the whole function nor readers of the outputs are
+            # known here.
             wants = (None,) * len(jaxpr.outvars)
             plan = self._planner.plan(jaxpr, precisions, wants, scope_rule)
             for text in loop_warnings(list(plan.sites(jaxpr)), self._low):
                 warn(f"amp: {text}")
             values = self.run(closed, plan, leaves)
-            before_last = len(jax.tree.leaves(given[:-1]))
+            before_last = len(jax.tree.leaves(args[:-1]))
             is_last = [i >= before_last for i in range(len(leaves))]
             depend = depending_outputs(closed, is_last)
             unflatten = jax.tree.structure(returned).unflatten
