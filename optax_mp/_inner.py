@@ -1,4 +1,4 @@
-"""The wrapped optimizer, `inner`: what it is given, and checks of what it returns."""
+"""The wrapped optimizer, `inner`: its arguments, and checks of its results."""
 
 import traceback
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ def as_transformation(
     """Return `inner` as a transformation that takes extra arguments, or raise.
 
     Args:
-        inner: an optax transformation, or whatever the user passed instead.
+        inner: the user's argument, which should be an optax transformation.
         caller: the public function that the user called, for error messages.
         name: the name of its argument, for error messages.
     """
@@ -146,8 +146,8 @@ def _find_none(params: Leaves, grads: Sequence[Any]) -> str | None:
 def or_no_change(update: Any, param: Any) -> Any:
     """Return an update; zeros for None or float0, which cannot be added to an array.
 
-    So that the params that `jax.grad` or `value_and_grad` does not differentiate, or
-    that are frozen by a gradient of None, pass through `optax.apply_updates`.
+    Then params that are not differentiated, or are frozen by a gradient of None, pass
+    through `optax.apply_updates`.
     """
     is_none = update is None or getattr(update, "dtype", None) == jax.dtypes.float0
     is_number = is_array(param) and (
@@ -175,7 +175,7 @@ def check_update(
         )
 
 
-# What fails where trees or shapes do not fit. Another error is the rule's own.
+# Errors of trees or shapes that do not fit. Any other error is the rule's own.
 _ERRORS_OF_TREES = (TypeError, ValueError, AttributeError, KeyError, IndexError)
 
 

@@ -95,7 +95,7 @@ class Leaves:
         return found
 
     def match_subtrees(self, tree: PyTree, name: str) -> list[Any]:
-        """Return what `tree` has in each slot, whatever it is, without boxes."""
+        """Return the subtree of `tree` in each slot, without boxes."""
         try:
             contents = self.treedef.flatten_up_to(tree)
         except (ValueError, TypeError, KeyError) as error:
@@ -130,7 +130,7 @@ class Leaves:
 
 
 def _open(slot: Any, content: Any) -> Any:
-    """Return what is in a slot, without boxes like the one in `slot`."""
+    """Return the content of a slot, without boxes like the one in `slot`."""
     if not is_box(slot) or is_absent(content):
         return content
 

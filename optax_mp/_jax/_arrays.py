@@ -21,7 +21,7 @@ def describe(leaf: Any) -> str:
 
 
 def is_traced(x: Any) -> bool:
-    """Return whether `x` is a tracer, which has no numbers yet."""
+    """Return whether `x` is a tracer, which has no values."""
     return isinstance(x, Tracer)
 
 
@@ -33,7 +33,7 @@ def has_tracers(tree: Any) -> bool:
 def split_traced(args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the extra arguments of an update that are traced, and the others.
 
-    What is known while tracing stays known: a rule may use it in an `if`.
+    Concrete values stay concrete: a rule may use them in an `if`.
     """
     traced = {name: x for name, x in args.items() if has_tracers(x)}
     return traced, {name: x for name, x in args.items() if name not in traced}
@@ -72,7 +72,7 @@ def sharding_in_type(x: Any) -> NamedSharding | None:
     """Return the sharding in the type of an array, or None if it says nothing."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     mesh = getattr(sharding, "mesh", None)
-    # Inside of shard_map a type says how the whole array was sharded.
+    # Inside of shard_map the type has the sharding of the whole array.
     is_known = mesh is not None and _names_all_axes(mesh) and not varies_by_rank(x)
     return sharding if is_known else None
 

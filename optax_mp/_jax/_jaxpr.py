@@ -1,7 +1,7 @@
 """Read, run and trace jaxprs.
 
-Together with `_control_flow`, which knows the equations that have jaxprs inside, this
-is where versions of JAX differ.
+Versions of JAX differ here, and in `_control_flow`, which knows equations with jaxprs
+inside.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def is_shaped(aval: Any) -> bool:
 
 def with_dtype(aval: Any, dtype: Any) -> Any:
     """Return an abstract value with another dtype and all else as it was."""
-    # A value that keeps its dtype, such as a random key, keeps its weak type, too.
+    # If the dtype is the same, as of a random key, the weak type is, too.
     return aval if aval.dtype == dtype else aval.update(dtype=dtype, weak_type=False)
 
 
@@ -78,7 +78,7 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]
     Args:
         jaxpr: the jaxpr.
         args: the values of its inputs.
-        run: returns the outputs of an equation, given the equation and its inputs.
+        run: returns the outputs of an equation, from the equation and its inputs.
     """
     jaxpr, consts = open_jaxpr(jaxpr)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))

@@ -1,4 +1,4 @@
-"""Where an equation is written: its scopes and its lines."""
+"""The scopes and lines in which an equation is written."""
 
 import os
 import sysconfig
@@ -13,7 +13,7 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 _OPTAX_MP = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
-# Libraries of layers. The line of the model that calls them tells a reader more.
+# Libraries of layers. The line of the model that calls them is more useful.
 _LAYERS = {"e3nn_jax", "equinox", "flax", "haiku", "optax", "penzai"}
 # Their frames stand between a function and its caller.
 _DECORATORS = {"jaxtyping", "beartype", "typeguard", "wrapt"}

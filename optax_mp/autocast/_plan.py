@@ -1,10 +1,10 @@
-"""Which precision each value of a jaxpr has: a dataflow analysis, without tracing.
+"""The precision of each value of a jaxpr: a dataflow analysis, without tracing.
 
-Equations are planned in order: the precisions of the inputs, the rule, and what the
-readers of the outputs want (`_demand`) decide. A jaxpr inside an equation, of a loop,
-branch or `jit`, is a region, and its `Wiring` says which values go in and out. A loop's
-carry has one precision in all iterations: the body is planned again until nothing
-changes, at a fix-point.
+Equations are planned in order. The plan of one depends on the precisions of its inputs,
+its rule, and the wants of the readers of its outputs (`_demand`). A jaxpr inside an
+equation, of a loop, branch or `jit`, is a region, and its `Wiring` says which values go
+in and out. A loop's carry has one precision in all iterations, so the body is planned
+again until nothing changes: a fix-point.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,8 +52,8 @@ class RegionPlan:
     """How a region of an equation runs. Equal plans share one converted jaxpr.
 
     Attributes:
-        plan: what becomes of its equations.
-        inputs: the precisions in which its inputs come. They are cast inside to
+        plan: the plan of its jaxpr.
+        inputs: the precisions in which it takes its inputs. They are cast inside to
             `plan.inputs`.
         outputs: the precisions to which its outputs are cast.
     """
@@ -65,7 +65,7 @@ class RegionPlan:
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """What becomes of one equation.
+    """How one equation runs.
 
     Attributes:
         how: `"bind"`: its inputs are cast and it is bound; `"same"`: it returns its
@@ -74,7 +74,7 @@ class Action:
         inputs: the precision to which each input is cast.
         outputs: the precisions of its outputs.
         rule: the rule that it follows.
-        why: what decided, in the words of `AmpOperation`; `"inside"` for regions.
+        why: the reason, in the words of `AmpOperation`; `"inside"` for regions.
         scope_rule: the rule of the scope that it is in.
         params: its parameters, if they change.
         regions: how its regions run.
@@ -104,7 +104,7 @@ class Action:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What becomes of one jaxpr.
+    """How one jaxpr runs.
 
     Attributes:
         inputs: the precisions of its inputs.
@@ -134,12 +134,12 @@ class Plan:
 
 
 class Site(NamedTuple):
-    """An equation, and what becomes of it.
+    """An equation, and how it runs.
 
     Attributes:
         equation: the equation.
-        action: what becomes of it.
-        around: the equations that it is inside of, innermost first.
+        action: how it runs.
+        around: the equations around it, innermost first.
         runs: how often it runs; the body of a while loop counts once.
     """
 
@@ -158,13 +158,13 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True)
 class _Context:
-    """What is known of an equation from the equations around it.
+    """Facts of an equation that other equations decide.
 
     Attributes:
         precisions: those of its inputs.
-        are_exact: which inputs the function itself cast from the compute dtype, so that
-            casting them back loses nothing.
-        wants: for its outputs, what their readers want.
+        are_exact: which inputs the function itself cast from the compute dtype. Casting
+            them back loses nothing.
+        wants: what the readers of its outputs want.
         scope_rule: the rule of the scope that it is in.
     """
 
@@ -199,7 +199,7 @@ class Planner:
         Args:
             jaxpr: the jaxpr.
             inputs: the precisions of its inputs.
-            wants: for its outputs, what their readers want.
+            wants: what the readers of its outputs want.
             scope_rule: the rule of the scopes around.
         """
         consts = argument_precisions(jaxpr.constvars)
@@ -246,10 +246,10 @@ class Planner:
             return Action("bind", own, own, rule, why, scope_rule)
         name = equation.primitive.name
         if rule == "widest" and name in REPEATS and isinstance(precisions[0], Weak):
-            # A repeated literal stays weak: what it is combined with later decides.
+            # A repeated literal stays weak: later operations decide.
             return Action("bind", (FULL,), precisions, rule, "literal", scope_rule)
         if rule == "f8":
-            # Of operands that are in 16 bits as written, the result is as written, too.
+            # If operands are in 16 bits as written, the result is as written, too.
             inputs = set_all(LOW, precisions)
             outputs = full_precisions(equation.outvars)
             outputs = set_all(LOW, outputs) if LOW in inputs else outputs
@@ -288,8 +288,8 @@ class Planner:
         return all(self._smallest <= size <= self._largest for size in sizes)
 
     def _low_params(self, equation: Equation) -> dict[str, Any] | None:
-        # A float32 result of 16-bit inputs would give the products of the backward pass
-        # inputs of two dtypes. Hardware accumulates in float32 anyway.
+        # With a float32 result, products of the backward pass would have inputs of two
+        # dtypes. Hardware accumulates in float32 anyway.
         if equation.params.get("preferred_element_type") is None:
             return None
         low = self.rules.compute_dtype
@@ -302,7 +302,7 @@ class Planner:
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         outputs = full_precisions(equation.outvars)
         if old == new and precisions[0] is not None:
-            # It changes nothing but whether JAX calls the type weak.
+            # It only changes whether the type is weak.
             return Action("same", precisions, precisions, "own", "cast", scope_rule)
         if precisions[0] == LOW and new == self.rules.compute_dtype:
             return Action("same", precisions, outputs, "own", "cast", scope_rule)
@@ -344,15 +344,15 @@ class Planner:
         plans = [
             plan_region(region, region.read(flow.inputs)) for region in wiring.regions
         ]
-        # What every iteration reads goes in as written and is cast inside, so that its
-        # gradients of all iterations are summed in float32.
+        # Values that every iteration reads go in as written and are cast inside, so
+        # that their gradients are summed over the iterations in float32.
         inputs = [
             FULL if i in wiring.summed and x == LOW else x
             for i, x in enumerate(flow.inputs)
         ]
         if equation.primitive.name == "scan":
-            # What an iteration reads alone, such as the weights of a layer that were
-            # cast before the loop, is cast inside, so no wide copy of all is made.
+            # Slices for one iteration, such as the weights of a layer, go in low if
+            # they were cast before the loop, so that no wide copy of all layers exists.
             for i in range(len(inputs)):
                 if context.are_exact[i] and i not in (*carried, *wiring.summed):
                     inputs[i] = LOW

@@ -34,8 +34,8 @@ WORDS = (
     "low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written", "f8",
     "not_f8",
 )  # fmt: skip
-# These are for products alone: in their scope, all else runs as without them, and so do
-# products with another rule around or inside of it.
+# These are for products alone. In their scope, other operations run as without them,
+# and so do products with another rule around or inside of the scope.
 PRODUCT_WORDS = {"f8": "f8", "not_f8": "low"}
 # Keys that do not name a primitive.
 DEFAULT = "amp_default"
@@ -50,10 +50,10 @@ default_amp_rules: Mapping[Any, str] = MappingProxyType(
     # x @ w + b: a float32 b would make everything that follows float32. It is added in
     # float32, so that its gradient is summed over the batch in float32.
     | {BIAS_ADD: "rounded"}
-    # Without a word are, among others: scatters, which may sum many small gradients in
-    # one place; products of sparse matrices, which are scatters inside; reductions by
-    # any function; random bits, fft, linear algebra, kernels and callbacks, which have
-    # no 16-bit form that is known to be safe.
+    # No rule is listed for scatters, which may sum many small gradients in one place;
+    # products of sparse matrices, which are scatters inside; reductions by a function;
+    # random bits, fft, linear algebra, kernels and callbacks, which have no 16-bit form
+    # that is safe.
     | {DEFAULT: "as_written"}
 )
 
@@ -107,7 +107,7 @@ class Rules:
 
         Args:
             equation: the equation.
-            around: the rule of the scopes of the equations that it is inside of.
+            around: the rule of the scopes of the equations around it.
         """
         rules = [] if around is None else [around]
         rules += [rule for _, rule in self._in_scopes(scopes(equation))]
@@ -116,7 +116,7 @@ class Rules:
         return next(others, rules[0] if rules else None)
 
     def warnings_of_names(self, equations: Iterable[Equation]) -> tuple[str, ...]:
-        """Return a warning of the names that none of these equations has."""
+        """Return a warning of the names in the rules that no equation has."""
         missing, seen = set(self._names_to_find), set()
         for equation in equations if missing else ():
             stack = scopes(equation)
@@ -150,7 +150,7 @@ class Rules:
     def rule_of(
         self, equation: Equation, scope: str | None, adds_bias: bool = False
     ) -> tuple[str, str]:
-        """Return the rule that an equation follows in a scope, and what decided."""
+        """Return the rule that an equation follows in a scope, and the reason."""
         rule, why = self._named(equation, scope, adds_bias)
         if rule == "f8" and not fits(equation):
             rule, why = "low", "shape"
@@ -177,11 +177,11 @@ class Rules:
     def _named(
         self, equation: Equation, scope: str | None, adds_bias: bool
     ) -> tuple[str, str]:
-        """Return the rule of the scope or the primitive, and which of them decided."""
+        """Return the rule, and whether the scope or the primitive has it."""
         name = equation.primitive.name
         own, why = self._by_name.get(name, self._by_name[DEFAULT]), "rule"
-        # Reciprocals and biases are exceptions from the default "widest" only: a user's
-        # rule for `div` or `add` is meant for all of them.
+        # Reciprocals and biases are exceptions from the default "widest" only. A user's
+        # rule for `div` or `add` is for all of them.
         if own == "widest" and name == "div" and is_literal(equation.invars[0]):
             own = self._by_name.get(RECIPROCAL, own)
         if own == "widest" and adds_bias:

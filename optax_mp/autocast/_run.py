@@ -1,6 +1,6 @@
 """Run a jaxpr as planned: every equation is bound again, with the casts it needs.
 
-Nothing is cast before it is used, and no cast is shared: a weight that is used twice is
+A value is cast where it is used, and no cast is shared: a weight that is used twice is
 cast twice, so that the gradients of its uses are summed in float32.
 """
 
@@ -66,13 +66,13 @@ class Interpreter:
         self._rules = rules
         self._planner = Planner(rules)
         self._low = rules.compute_dtype
-        # JAX's own caches know a jaxpr by its identity: without this cache, every eager
-        # call of the function would compile the regions inside it again.
+        # JAX's caches compare jaxprs by identity. Without this cache, every eager call
+        # of the function would compile its regions again.
         self._convert_cached = cache_by_jaxpr(self._convert)
 
     def trace(self, call: PureCall) -> tuple[TracedCall, Plan]:
         """Return a traced call, and the plan for it."""
-        # Traced in each call, because what the function closes over may have changed.
+        # Traced in each call, because values that it closes over may have changed.
         with explain_carry_error(CARRY_ERROR):
             traced = TracedCall.of(lambda args: call.fun(*args), call.args)
         jaxpr = traced.closed.jaxpr
@@ -80,7 +80,7 @@ class Interpreter:
         return traced, self._planner.plan(jaxpr, inputs, wants, None)
 
     def warnings(self, traced: TracedCall, plan: Plan) -> tuple[str, ...]:
-        """Return what may harm, or not be what was meant, without an error."""
+        """Return warnings of what is probably a mistake."""
         sites = list(plan.sites(traced.closed))
         texts = loop_warnings(sites, self._low)
         texts += self._rules.warnings_of_names(x.equation for x in sites)
@@ -128,8 +128,8 @@ class Interpreter:
         """Return a jaxpr inside an equation, changed as its plan says."""
         old, _ = open_jaxpr(jaxpr)
 
-        # The cast of a full value that is planned low, such as a constant of a loop, is
-        # inside, so that it is repeated in every iteration.
+        # A full value that is planned low, such as a constant of a loop, is cast in
+        # every iteration.
         def run(*args: Any) -> list[Any]:
             inputs = self.cast_all(args, region.plan.inputs, old.invars)
             outputs = self.run(jaxpr, region.plan, inputs)
@@ -145,8 +145,8 @@ class Interpreter:
         self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> list[Any]:
         """Run a function with a rule of its own, and later that rule."""
-        # Bound again with the converted jaxpr, the equation would keep its rule, which
-        # is written for float32 and would return float32.
+        # If the equation were bound again, it would keep its rule, which is written for
+        # float32.
         (region,), (region_plan,) = wiring_of(equation).regions, action.regions
 
         def call(*args: Any) -> list[Any]:

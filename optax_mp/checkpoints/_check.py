@@ -1,4 +1,4 @@
-"""check_checkpoint: whether a checkpoint matches what it is restored into.
+"""check_checkpoint: whether a checkpoint matches the state to restore into.
 
 Leaves are compared name by name.
 """
@@ -30,8 +30,8 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
     empty state) may be present on one side only.
 
     Args:
-        saved: what was saved, or a description of it: a tree of anything that has a
-            shape and a dtype, or what Orbax returns as metadata.
+        saved: the saved tree, or a description of it: a tree of anything that has a
+            shape and a dtype, or the metadata that Orbax returns.
         template: the state, or params and state, to restore into, as arrays or from
             `jax.eval_shape`.
 
@@ -129,7 +129,7 @@ def leaves_by_name(tree: PyTree) -> NamedLeaves:
 def differences(found: NamedLeaves, expected: NamedLeaves) -> list[str]:
     """Return a line for each difference between a checkpoint and a template.
 
-    Those with a consequence come first: a restore may succeed in spite of them.
+    Those that a restore would not raise for come first.
     """
     missing = [
         f"{spell(path)} was not saved, the template expects {describe(leaf)}"

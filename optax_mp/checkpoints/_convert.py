@@ -52,9 +52,9 @@ def convert_opt_state(
     Both transformations must have the same optimizer inside. Around it either may have
     `mixed_precision` with any storage, `low_bit_state`, `stochastic_rounding`,
     `offload` and a loss scale, or none of them. Counts are copied; masters and moments
-    are stored in the new form, and in the memory where the new form keeps them. What
-    only the new form has, such as a loss scale, starts as in its `init`, as does a loss
-    scale with another start or hysteresis; what only the old form had is dropped.
+    are stored in the new form, and in the memory of the new form. Parts that only the
+    new form has, such as a loss scale, start as in its `init`. So does a loss scale
+    with another start or hysteresis. Parts that only the old form had are dropped.
 
     This function does not change the params. Three conversions need that:
 
@@ -132,7 +132,7 @@ def _adapt_scale(
 ) -> LossScaleState:
     """Return the state of a loss scale, started anew if its settings have changed.
 
-    A scale may be out of the new bounds, or other than a new constant.
+    Otherwise the scale might be out of the new bounds, or not the new constant.
     """
 
     def start(state: Any) -> list[Any]:
