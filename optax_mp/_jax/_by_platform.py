@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -55,7 +56,9 @@ class Target:
         return cls(platform, count, not is_whole, module.lowering_parameters.for_export)
 
 
-Rewrite = Callable[[Target], Callable[..., Sequence[Any]] | None]
+# Takes the inputs, and by their index the arrays that some of them were widened from.
+Function = Callable[[Sequence[Any], dict[int, Any]], Sequence[Any]]
+Rewrite = Callable[[Target], Function | None]
 
 
 def call_by_platform(
@@ -66,8 +69,8 @@ def call_by_platform(
     Args:
         call: the equation.
         inputs: its inputs.
-        rewrite: returns a function of the inputs that replaces the call when a program
-            is lowered for a target, or None to keep the call.
+        rewrite: returns a function that replaces the call when a program is lowered
+            for a target, or None to keep the call.
     """
     # The jaxpr is for code that searches the parameters of equations.
     jaxpr = call.params["jaxpr"]
@@ -106,10 +109,35 @@ def _lower(
     **params: Any,
 ) -> Any:
     function = platform and rewrite(Target.of(platform, context.module_context))
-    # One equation: the jaxpr of the call is lowered as it is, without another trace.
-    as_it_is = functools.partial(_run, call=call)
-    lowered = mlir.lower_fun(function or as_it_is, multiple_results=True)
-    return lowered(context, *inputs)
+    if not function:
+        # One equation: the jaxpr of the call is lowered as it is, without another
+        # trace.
+        as_it_is = functools.partial(_run, call=call)
+        return mlir.lower_fun(as_it_is, multiple_results=True)(context, *inputs)
+    narrow = {i: x for i, y in enumerate(inputs) if (x := _widened_from(y)) is not None}
+
+    def run(*values: Any) -> Any:
+        count = len(inputs)
+        return function(values[:count], dict(zip(narrow, values[count:], strict=True)))
+
+    avals = (context.avals_in[i].update(dtype=jnp.bfloat16) for i in narrow)
+    context = context.replace(avals_in=[*context.avals_in, *avals])
+    lowered = mlir.lower_fun(run, multiple_results=True)
+    return lowered(context, *inputs, *narrow.values())
+
+
+def _widened_from(value: Any) -> Any:
+    """Return the bfloat16 array that a float32 one was converted from, or None.
+
+    A loop or `value_and_grad` converts gradients, for example. XLA would write the
+    float32 array to memory for a kernel, at twice the size.
+    """
+    made_by: Any = getattr(value, "owner", None)
+    if getattr(made_by, "name", None) != "stablehlo.convert":
+        return None
+    (source,) = made_by.operands
+    types = [str(getattr(x.type, "element_type", "")) for x in (source, value)]
+    return source if types == ["bf16", "f32"] else None
 
 
 batching.fancy_primitive_batchers[_call] = _batched
@@ -117,4 +145,5 @@ ad.primitive_jvps[_call] = _jvp
 mlir.register_lowering(_call, _lower)
 for _platform in PLATFORMS:
     _lower_for = functools.partial(_lower, platform=_platform)
-    mlir.register_lowering(_call, _lower_for, platform=_platform)
+    # Not cacheable: JAX would lower it within a function, which hides the conversions.
+    mlir.register_lowering(_call, _lower_for, platform=_platform, cacheable=False)

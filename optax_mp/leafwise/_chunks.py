@@ -263,7 +263,7 @@ def run_end(
         # CPUs compile the equations as it does without chunks, to the same bits.
         # (Scalars stay outside: XLA turns a division by a scalar into a product.)
         for i, array in lax.optimization_barrier(arrays).items():
-            local[end.reads[i]] = array
+            local[end.reads[i]] = array.astype(end.reads[i].aval.dtype)
         chunk.run_all(program, end, local)
         results = [local[value] for value in outputs]
         if is_from_host:  # or XLA would compute in host memory

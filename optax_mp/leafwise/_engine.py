@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from optax_mp._jax import _by_platform
 from optax_mp._jax._arrays import has_explicit_axes, mesh_in_type
 from optax_mp._jax._by_platform import PLATFORMS, Target
 from optax_mp._warnings import warn
@@ -31,7 +32,7 @@ from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._layout import Layout
-from optax_mp.leafwise._program import Program, Value, read_output
+from optax_mp.leafwise._program import Value, read_output
 from optax_mp.leafwise._traced_step import Step, TracedStep, obstacle_of
 
 Function = Callable[..., list[Any]]
@@ -65,7 +66,7 @@ def run_step(
 
 def _rewrite(
     traced: TracedStep, platforms: Collection[str], target: Target
-) -> Function | None:
+) -> _by_platform.Function | None:
     """Return what computes a step on a target; None for the step as it is."""
     is_cut = target.platform in platforms and any(
         end.obstacle is None for end in traced.ends
@@ -157,8 +158,8 @@ class _CutStep:
     target: Target
     shared: dict[Any, Function] = field(default_factory=dict)
 
-    def run(self, *inputs: Any) -> list[Any]:
-        """Return the outputs of the program."""
+    def run(self, inputs: Sequence[Any], narrow: dict[int, Any]) -> list[Any]:
+        """Return the outputs of the program; see `call_by_platform`."""
         program, ends = self.traced.program, self.traced.ends
         # First the values outside of the ends: outputs that are not elementwise, and
         # values that the ends read. Then the ends, which do not depend on each other.
@@ -169,16 +170,23 @@ class _CutStep:
         known |= program.constants
         program.run(program.behind([*others, *reads])[0], known)
         results: dict[int, Any] = {}
+        # Kernels and chunks widen what they have read.
+        as_stored = known | {program.inputs[i]: x for i, x in narrow.items()}
         for end in ends:
-            outputs = self._run_end(end, [known[value] for value in end.reads])
+            args = [as_stored[value] for value in end.reads]
+            outputs = self._by_kernel_or_chunks(end, args)
+            if outputs is None:
+                local = dict(known)
+                program.run(end.places, local)
+                outputs = [local[program.outputs[i]] for i in end.outputs]
             results.update(zip(end.outputs, outputs, strict=True))
         for i, value in enumerate(program.outputs):
             if i not in at_ends:
                 results[i] = read_output(known, value)
         return [results[i] for i in range(len(results))]
 
-    def _run_end(self, end: End, args: Sequence[Any]) -> list[Any]:
-        """Return the outputs of an end."""
+    def _by_kernel_or_chunks(self, end: End, args: Sequence[Any]) -> list[Any] | None:
+        """Return the outputs of an end, or None where neither is to be used."""
         program = self.traced.program
         # A kernel sees one device. Where the layout of sharded arrays is known, each
         # device runs it on its own part, inside of a `shard_map` made here.
@@ -186,17 +194,19 @@ class _CutStep:
         kernel = find_kernel(self.traced, end, layout, self.target)
         if not isinstance(kernel, str):
             try:
-                run = self._by_kernel(kernel, end, layout)
+                run = self._by_kernel(kernel, end, layout, args)
             except Exception as error:
                 _warn_of(error)
             else:
                 if layout is None:
                     return run(Part.of(end), args)
                 return layout.run(run, program, end, args)
-        run = self._by_chunks(end, args) or partial(_as_it_is, program, end)
-        return run(*args)
+        by_chunks = self._by_chunks(end, args)
+        return by_chunks and by_chunks(*args)
 
-    def _by_kernel(self, kernel: Any, end: End, layout: Layout | None) -> Function:
+    def _by_kernel(
+        self, kernel: Any, end: End, layout: Layout | None, args: Sequence[Any]
+    ) -> Function:
         """Return what runs an end in a kernel; raise if that cannot be lowered."""
         program, rank = self.traced.program, len(end.shape)
         part = replace(_part(end, layout), origin=())
@@ -212,19 +222,19 @@ class _CutStep:
         if form not in self.shared:
             # Types inside of shard_map name its axes, which exist nowhere else.
             if layout is None and not self.target.is_within_shard_map:
-                self._try(run, end, part)
+                self._try(run, end, part, args)
             self.shared[form] = run
         shared = self.shared[form]
         return lambda part, args: shared(*map(jnp.int32, part.origin), *args)
 
-    def _try(self, run: Function, end: End, part: Part) -> None:
+    def _try(self, run: Function, end: End, part: Part, args: Sequence[Any]) -> None:
         """Raise if a kernel cannot be lowered.
 
         Tried in a separate program: a failure would leave half of a function in this.
         """
         avals = [
-            jax.ShapeDtypeStruct(part.shape_of(value.aval.shape), value.aval.dtype)
-            for value in end.reads
+            jax.ShapeDtypeStruct(part.shape_of(value.aval.shape), x.dtype)
+            for value, x in zip(end.reads, map(jnp.asarray, args), strict=True)
         ]
         place = [jax.ShapeDtypeStruct((), jnp.int32)] * len(part.shape)
         with warnings.catch_warnings():
@@ -252,10 +262,3 @@ class _CutStep:
             return _chunks.run_end(program, end, cuts, args)
 
         return self.shared.setdefault(form_of(program, end), run)
-
-
-def _as_it_is(program: Program, end: End, *args: Any) -> list[Any]:
-    """Return the outputs of an end as it is written."""
-    known: dict[Value, Any] = dict(zip(end.reads, args, strict=True))
-    program.run(end.places, known)
-    return [known[program.outputs[i]] for i in end.outputs]
