@@ -101,12 +101,12 @@ def check_gradients(params: PyTree, grads: PyTree, caller: str) -> None:
 
 def match_gradients(params: Leaves, grads: PyTree) -> list[Any]:
     """Return the gradient of each param; raise unless it can be its own."""
-    found = params.match(grads, "the gradients")
-    for path, param, grad in zip(params.paths, params.values, found, strict=True):
+    matched = params.match(grads, "the gradients")
+    for path, param, grad in zip(params.paths, params.values, matched, strict=True):
         # Python numbers are params, too, as under `jit`.
         param = jnp.asarray(param) if isinstance(param, float | complex) else param
         _check_gradient(path, param, grad, params.caller)
-    return found
+    return matched
 
 
 def warn_of_gradients(params: Leaves, grads: Sequence[Any]) -> None:
@@ -261,14 +261,14 @@ def copy_shared(state: PyTree, others: PyTree) -> PyTree:
     Then all can be donated. Some optimizers keep the params given to `init`, or
     the same zeros in two places.
     """
-    known = {id(leaf) for leaf in jax.tree.leaves(others)}
+    seen = {id(leaf) for leaf in jax.tree.leaves(others)}
 
-    def copy_if_known(leaf: Any) -> Any:
+    def copy_if_seen(leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
-        if id(leaf) in known:
+        if id(leaf) in seen:
             leaf = jnp.array(leaf, copy=True)
-        known.add(id(leaf))
+        seen.add(id(leaf))
         return leaf
 
-    return jax.tree.map(copy_if_known, state)
+    return jax.tree.map(copy_if_seen, state)

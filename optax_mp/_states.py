@@ -37,18 +37,18 @@ def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
     Returns:
         Pairs of a path, as `jax.tree_util.keystr` takes it, and the state there.
     """
-    found: list[tuple[Path, Any]] = []
+    states: list[tuple[Path, Any]] = []
     is_kind = _is_of(kind)
 
     def collect(tree: PyTree, prefix: Path) -> None:
         for path, node in tree_flatten_with_path(tree, is_leaf=is_kind)[0]:
             if is_kind(node):
-                found.append((prefix + path, node))
+                states.append((prefix + path, node))
                 if hasattr(node, "inner_state"):
                     collect(node.inner_state, (*prefix, *path, _INNER_STATE))
 
     collect(opt_state, ())
-    return found
+    return states
 
 
 def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) -> PyTree:

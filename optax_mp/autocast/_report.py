@@ -247,12 +247,9 @@ def _decided(jaxpr: AnyJaxpr, plan: Plan) -> Iterator[Site]:
     """Yield the equations that amp decides on, and products in those it leaves."""
     for site in plan.sites(jaxpr):
         equation, action = site.equation, site.action
-        is_call = action.regions and not _is_whole(equation)
-        if (
-            action.how == "same"
-            or is_call
-            or (action.regions and not action.is_changed)
-        ):
+        # Only a whole equation with changes inside is an operation of its own.
+        is_opened = action.regions and not (action.is_changed and _is_whole(equation))
+        if is_opened or action.how == "same":
             continue
         if any(map(takes_part, (*equation.invars, *equation.outvars))):
             yield site

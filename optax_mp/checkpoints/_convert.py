@@ -99,9 +99,9 @@ def convert_opt_state(
     to_tx = as_transformation(to_tx, _CALLER, "to_tx")
     _check_made_by(opt_state, from_tx, params)
     wrappers = {
-        kind: found[0][1]
+        kind: states[0][1]
         for kind in _WRAPPERS
-        if (found := find_states(opt_state, kind))
+        if (states := find_states(opt_state, kind))
     }
     has_masters = MixedPrecisionState in wrappers
     weights = _masters(opt_state, leaves) if has_masters else params
@@ -136,8 +136,8 @@ def _adapt_scale(
     """
 
     def start(state: Any) -> list[Any]:
-        found = find_states(state, LossScaleState)
-        return [x for _, s in found[:1] for x in (s.scale, s.hysteresis_left)]
+        states = find_states(state, LossScaleState)
+        return [x for _, s in states[:1] for x in (s.scale, s.hysteresis_left)]
 
     traced = TracedCall.of(lambda params: start(from_tx.init(params)), params)
     # By `jit`, which computes nothing else of that state.
@@ -239,8 +239,8 @@ def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) ->
 
 
 def _storages(state: Any) -> list[Storage]:
-    found = find_states(state, MixedPrecisionState)
-    return [storage_of(node, _CALLER) for _, node in found]
+    states = find_states(state, MixedPrecisionState)
+    return [storage_of(node, _CALLER) for _, node in states]
 
 
 def _match(
