@@ -80,17 +80,15 @@ class Rules:
         self.f8_dtype = dtype if self.is_8_bit else E4M3
         self.compute_dtype = jnp.dtype(jnp.bfloat16) if self.is_8_bit else dtype
         self._by_name: dict[str, str] = {DEFAULT: "as_written"}
-        for key, rule in rules.items():
-            name = _name(key)
-            self._by_name[name] = _check_rule(name, rule)
+        self._by_name |= {_name(key): rule for key, rule in rules.items()}
         if self.is_8_bit and self._by_name.get(PRIMITIVE) == "low":
             self._by_name[PRIMITIVE] = "f8"
         # The name of a primitive never names a scope: the whole backward pass is in a
         # scope named "transpose".
         operations = {RECIPROCAL, BIAS_ADD, *default_amp_rules, *primitive_names()}
         operations |= {key.name for key in rules if isinstance(key, Primitive)}
-        for name in operations & set(self._by_name):
-            _check_operation(name, self._by_name[name])
+        for name, rule in self._by_name.items():
+            _check_rule(name, rule, name in operations)
         by_scope = {x: rule for x, rule in self._by_name.items() if x not in operations}
         self._names_to_find = set(by_scope) - {STOP}
         # A name without parts, such as `"/"`, would match everywhere.
@@ -212,14 +210,24 @@ def _is_free(precision: Any) -> bool:
     return all(x in (None, lax.Precision.DEFAULT, lax.Precision.HIGH) for x in asked)
 
 
-def _check_operation(name: str, rule: str) -> None:
-    """Raise if an operation cannot have a rule."""
-    if name in WITH_REGIONS:
+def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
+    """Raise if a rule is unknown, or an operation cannot have it."""
+    if rule not in WORDS:
+        raise ValueError(
+            f"amp: the rule of {name!r} is {rule!r}, expected one of "
+            f"{', '.join(WORDS)}."
+        )
+    if name == "convert_element_type":
+        raise ValueError(
+            "amp: `rules` has a rule for convert_element_type, expected none, because "
+            "amp honours the function's own casts; remove the rule."
+        )
+    if is_operation and name in WITH_REGIONS:
         raise ValueError(
             f"amp: `rules` has a rule for {name!r}, expected rules for what is inside "
             "of it; enter a `jax.named_scope` around it, and give that a rule."
         )
-    if rule in PRODUCT_WORDS and name != PRIMITIVE:
+    if is_operation and rule in PRODUCT_WORDS and name != PRIMITIVE:
         raise ValueError(
             f"amp: the rule of {name!r} is {rule!r}, expected that word for "
             f"{PRIMITIVE!r} or a scope, because amp has 8-bit products of matrices and "
@@ -236,17 +244,3 @@ def _name(key: Any) -> str:
         f"amp: `rules` has the key {key!r}, expected a primitive such as "
         "jax.lax.tanh_p, its name, or the name of a jax.named_scope."
     )
-
-
-def _check_rule(name: str, rule: Any) -> str:
-    if name == "convert_element_type":
-        raise ValueError(
-            "amp: `rules` has a rule for convert_element_type, expected none, because "
-            "amp honours the function's own casts; remove the rule."
-        )
-    if rule not in WORDS:
-        raise ValueError(
-            f"amp: the rule of {name!r} is {rule!r}, expected one of "
-            f"{', '.join(WORDS)}."
-        )
-    return rule
