@@ -1,14 +1,14 @@
 """Take a step: trace it once, and run the end of each leaf in the best way there is.
 
-A step is traced as one call of `jit`, and that is what a program holds. Where the
-program is lowered for a TPU or a GPU, the call is cut: what comes before the
-elementwise ends of the leaves is computed as it is written, and each end
+A step is traced as one call of `jit`, which is one equation of the program. If the
+program is lowered for a TPU or a GPU, the call is cut: the equations before the
+elementwise ends of the leaves are lowered as written, and each end is computed
 
-- by a kernel, where the platform has one for it and the layout of its arrays is known;
+- by a kernel, if the platform has one for it and the layout of its arrays is known;
 - else chunk by chunk, if it is large and the platform is a TPU;
-- else as it is written.
+- else as written.
 
-Everywhere else the call is lowered as it is.
+On other platforms the call is lowered as written.
 """
 
 import functools
@@ -48,12 +48,12 @@ def run_step(
     """Return `step(given, kept)`, and why it is not cut on any platform, or None.
 
     Args:
-        step: returns what it makes, and what takes the place of `kept`.
+        step: returns its result, and a tree that replaces `kept`.
         given: a pytree.
-        kept: another. Its arrays can be overwritten, if they are donated.
-        shardings: how the leaves of `kept` are sharded under `jit`, None where that is
-            not known. A kernel goes only where it is known.
-        platforms: those for which it is cut.
+        kept: a pytree. Its arrays can be overwritten, if they are donated.
+        shardings: how the leaves of `kept` are sharded under `jit`; None if that is not
+            known, and then sharded leaves have no kernel.
+        platforms: for which the step is cut.
     """
     obstacle = obstacle_of(jax.tree.leaves((given, kept)))
     if obstacle is not None:
@@ -105,7 +105,7 @@ def find_kernel(
 
 
 def _import_kernel(platform: str) -> Any:
-    # Pallas is experimental, and takes long to import: only where a kernel may go.
+    # Pallas is experimental and slow to import, so import it only for a kernel.
     if platform == "tpu":
         from optax_mp.leafwise import _tpu as kernel
     else:
@@ -161,9 +161,8 @@ class _CutStep:
     def run(self, inputs: Sequence[Any], narrow: dict[int, Any]) -> list[Any]:
         """Return the outputs of the program; see `call_by_platform`."""
         program, ends = self.traced.program, self.traced.ends
-        # First what no end computes: outputs that are not elementwise, and what the
-        # ends read. Then each end, by itself: XLA orders them, and none waits for the
-        # other.
+        # First the values outside of the ends: outputs that are not elementwise, and
+        # values that the ends read. Then the ends, which do not depend on each other.
         at_ends = {i for end in ends for i in end.outputs}
         others = [v for i, v in enumerate(program.outputs) if i not in at_ends]
         reads = [value for end in ends for value in end.reads]
@@ -217,8 +216,8 @@ class _CutStep:
             here = replace(part, origin=args[:rank])
             return list(kernel.run_end(program, end, here, args[rank:]))
 
-        # Leaves of one shape have ends of one form: one kernel is lowered for all. The
-        # place of a shard is an argument of it, as it differs among devices.
+        # Leaves of one shape have ends of one form, and share one lowered kernel. The
+        # place of a shard is an argument of the kernel, as it differs among devices.
         form = form_of(program, end), part
         if form not in self.shared:
             # Types inside of shard_map name its axes, which exist nowhere else.
@@ -231,7 +230,7 @@ class _CutStep:
     def _try(self, run: Function, end: End, part: Part, args: Sequence[Any]) -> None:
         """Raise if a kernel cannot be lowered.
 
-        In a program of its own: a failure would leave half of a function in this one.
+        Tried in a separate program: a failure would leave half of a function in this.
         """
         avals = [
             jax.ShapeDtypeStruct(part.shape_of(value.aval.shape), x.dtype)
@@ -248,7 +247,7 @@ class _CutStep:
         """Return what runs an end chunk by chunk; None where that is not worth it."""
         if end.obstacle is not None or self.target.platform != "tpu":
             return None
-        # Where types say how arrays are sharded, they would be wrong for chunks.
+        # Types that say how arrays are sharded would be wrong for chunks.
         if self.target.is_within_shard_map or any(
             has_explicit_axes(mesh_in_type(x)) for x in args
         ):
