@@ -413,7 +413,7 @@ def ablations_of(
         row = rows[name]
         line = {"without": name, "with": run.against if run.against != name else ""}
         line |= {"bytes per weight": row["bytes per weight"]}
-        line |= compared(row, both[run.against]) | {"skipped": row["skipped"]}
+        line |= compared(row, both.get(run.against, row)) | {"skipped": row["skipped"]}
         keep = ("form", "losses", "curve", "seeds")
         lines.append(line | {key: row[key] for key in keep})
     return {ABLATIONS: lines}
