@@ -287,7 +287,8 @@ def main() -> None:
     for title, measured in TABLES.items():
         if title.startswith(tuple(args.tables.split(","))):
             tables[title] = measured(args.short)
-            print(f"\n### {title}\n\n{record.as_markdown(tables[title])}", flush=True)            record.finish(args.json, tables, record.machine_of(jax.devices()))
+            print(f"\n### {title}\n\n{record.as_markdown(tables[title])}", flush=True)
+            record.finish(args.json, tables, record.machine_of(jax.devices()))
 
 
 if __name__ == "__main__":
