@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from optax_mp._jax._control_flow import bind_with, has_regions, wiring_of
 from optax_mp._jax._dataflow import depending_outputs
-from optax_mp._jax._jaxpr import bind, evaluate, is_literal, open_jaxpr, trace_jaxpr
+from optax_mp._jax._jaxpr import bind, evaluate, open_jaxpr, trace_jaxpr
 
 TURNS = 6  # more than any carry here is long
 NAMES = "abcdn"
@@ -81,10 +81,7 @@ class JaxOperations:
 class SetOperations:
     """The operations, on sets of names."""
 
-    def __init__(self, decisions):
-        """Count what decides how a value is computed among its sources, or not."""
-        self.decisions = decisions
-        self.one = frozenset()
+    one = frozenset()
 
     def mix(self, *values):
         return frozenset().union(*values)
@@ -123,7 +120,8 @@ class SetOperations:
         return tuple(self.mix(*values) for values in zip(*rows, strict=True))
 
     def decided(self, by, outputs):
-        return tuple(self.mix(x, *(by if self.decisions else ())) for x in outputs)
+        """Count what decides how a value is computed among its sources."""
+        return tuple(self.mix(x, *by) for x in outputs)
 
 
 def call(kind):
@@ -230,9 +228,8 @@ def jaxpr_of(program):
     return closed
 
 
-def sources_of(program, decisions):
-    names = map(frozenset, NAMES)
-    return program(SetOperations(decisions), *names)
+def sources_of(program):
+    return program(SetOperations(), *map(frozenset, NAMES))
 
 
 @in_each
@@ -245,71 +242,7 @@ def test_outputs_depend_on_what_they_are_computed_from_in_plain_python(program):
             strict=True,
         )
     ]
-    assert found == list(map(set, sources_of(program, decisions=True)))
-
-
-def forward(jaxpr, inputs):
-    """Return the sources of the outputs of a jaxpr, without what decides."""
-    jaxpr, _ = open_jaxpr(jaxpr)
-    known = dict.fromkeys(jaxpr.constvars, frozenset())
-    known.update(zip(jaxpr.invars, inputs, strict=True))
-
-    def join(sets):
-        return frozenset().union(*sets)
-
-    def sources(atom):
-        return frozenset() if is_literal(atom) else known[atom]
-
-    for equation in jaxpr.eqns:
-        given = list(map(sources, equation.invars))
-        outputs = [join(given)] * len(equation.outvars)
-        if has_regions(equation):
-            wiring = wiring_of(equation)
-            flow = wiring.forward(given, lambda x, ins: forward(x.jaxpr, ins), join)
-            outputs = flow.outputs
-        known.update(zip(equation.outvars, outputs, strict=True))
-    return list(map(sources, jaxpr.outvars))
-
-
-def backward(jaxpr, outputs):
-    """Return for each input which names among those of the outputs it feeds."""
-    jaxpr, _ = open_jaxpr(jaxpr)
-    read = {}
-
-    def join(sets):
-        return frozenset().union(*sets)
-
-    def note(atoms, names):
-        for atom, each in zip(atoms, names, strict=True):
-            if not is_literal(atom):
-                read[atom] = read.get(atom, frozenset()) | each
-
-    note(jaxpr.outvars, outputs)
-    for equation in reversed(jaxpr.eqns):
-        outs = [read.get(var, frozenset()) for var in equation.outvars]
-        ins = [join(outs)] * len(equation.invars)
-        if has_regions(equation):
-            ins, _ = wiring_of(equation).backward(
-                outs, lambda x, outs: backward(x.jaxpr, outs), join, frozenset()
-            )
-        note(equation.invars, ins)
-    return [read.get(var, frozenset()) for var in jaxpr.invars]
-
-
-@in_each
-def test_forward_finds_the_sources_of_plain_python(program):
-    found = forward(jaxpr_of(program), map(frozenset, NAMES))
-    assert found == list(sources_of(program, decisions=False))
-
-
-@in_each
-def test_backward_finds_the_same_from_the_other_end(program):
-    sources = sources_of(program, decisions=False)
-    outputs = [frozenset([i]) for i in range(len(sources))]
-    found = backward(jaxpr_of(program), outputs)
-    assert found == [
-        {i for i, names in enumerate(sources) if name in names} for name in NAMES
-    ]
+    assert found == list(map(set, sources_of(program)))
 
 
 def with_cosines(jaxpr, args):

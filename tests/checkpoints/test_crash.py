@@ -111,8 +111,7 @@ def final(directory):
 @pytest.mark.parametrize(
     ("form", "kills"),
     [
-        ("masters", 2),
-        ("masters", 20),
+        ("masters", 6),
         pytest.param("offload", 2, marks=needs_memories),
     ],
 )
@@ -130,8 +129,7 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, form, kills):
         assert 0 < after.resumed <= before.last_step
         # One save may be in the queue and one under way, and were not finished.
         assert after.resumed > before.last_step - 3 * SAVE_EVERY
-    if kills == 20:
-        assert died_in_a_save > 0
+    assert died_in_a_save > 0 or kills < 6
 
     params, opt_state, random_state = final(killed)
     wanted_params, wanted_state, wanted_random = final(whole)

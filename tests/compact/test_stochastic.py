@@ -157,13 +157,6 @@ def test_a_run_is_reproduced_and_resumed_and_another_seed_differs():
     assert as_bits(other[0]["f16"]) != as_bits(at_once[0]["f16"])
 
 
-def test_leaves_that_are_alike_are_rounded_each_by_itself():
-    start = {name: jnp.ones(512, jnp.bfloat16) for name in "ab"}
-    grads = jax.tree.map(lambda p: jnp.full(512, 1e-3), start)
-    params, _ = trained(stochastic_rounding(optax.sgd(1.0)), start, grads, 3)
-    assert as_bits(params["a"]) != as_bits(params["b"])
-
-
 def test_it_compiles_once_and_can_be_donated_after_init():
     tx = stochastic_rounding(optax.adamw(1e-2))
     params = mixed_tree()
@@ -266,17 +259,6 @@ def test_extra_arguments_reach_the_inner_optimizer_in_float32():
     tx.update(params, tx.init(params), params, value=1.0, grad=params)
     assert seen["value"] == 1.0
     assert {seen[k].dtype.name for k in ("grad", "updates", "params")} == {"float32"}
-
-
-def test_vmap_over_an_ensemble_is_each_alone():
-    tx = stochastic_rounding(optax.adam(1e-2))
-    params = jnp.linspace(-1, 1, 64).astype(jnp.bfloat16).reshape(2, 32)
-    grads = jnp.cos(jnp.arange(64.0)).reshape(2, 32)
-    states = jax.vmap(tx.init)(params)
-    updates, _ = jax.jit(jax.vmap(tx.update))(grads, states, params)
-    for i in range(2):
-        alone, _ = jax.jit(tx.update)(grads[i], tx.init(params[i]), params[i])
-        assert as_bits(updates[i]) == as_bits(alone)
 
 
 def test_params_are_required():

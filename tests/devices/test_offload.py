@@ -22,7 +22,7 @@ from host_memory import (
 )
 from jax.sharding import AxisType
 from offload_devices import CHECKS
-from optimizers import OPTIMIZERS, extra_arguments
+from optimizers import DISTINCT, OPTIMIZERS, extra_arguments
 from slow_cases import mostly_slow
 
 import optax_mp
@@ -78,7 +78,7 @@ FORMS = {
         masters(
             optax.partition(
                 {"a": optax.adam(1e-2), "b": optax.sgd(1e-2, momentum=0.9)},
-                {"matrix": "a", "cube": "b", "row": "a", "small": "b"},
+                {"matrix": "a", "row": "b", "small": "b"},
             )
         )
     ),
@@ -109,23 +109,13 @@ def test_what_is_around_is_not_cut_for_a_tpu(by_take_step):
     assert report.rows[0].tpu == "state in host memory"
 
 
-@needs_memories
-@pytest.mark.slow
-def test_hundreds_of_steps_give_the_same_bits():
-    assert_same_training(FORMS["masters"], steps=300, options={})
-    # With fusions one block of codes differs from step 139 on.
-    got = assert_same_training(FORMS["compact"], steps=300)
-    assert kinds(got[1]) == {"Host", "Device"}
-
-
 # Their products and norms may be added up in another order.
-ROUNDED = {"muon", "galore", "novograd", "mechanize"}
-# It wants a gradient for each example.
-TABLE = sorted(set(OPTIMIZERS) - {"dpsgd"})
+ROUNDED = {"muon", "novograd", "mechanize"}
+TABLE = sorted(DISTINCT | {"novograd", "mechanize", "lbfgs", "schedule_free", "sm3"})
 
 
 @needs_memories
-@mostly_slow("name", TABLE, lambda name: name == "adafactor")
+@mostly_slow("name", TABLE, lambda name: name == "lion")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_optimizer_trains_as_without(name):
     def form(off):
@@ -175,7 +165,7 @@ def test_a_step_skipped_from_outside_brings_nothing():
     closed = jax.make_jaxpr(tx.update)(params, state, params)
     for bad, rounds in (({0}, 0), ((), 1)):
         grads = random_grads(params, 0, bad)
-        assert loop_rounds(closed, (grads, state, params)) == [rounds] * 3
+        assert loop_rounds(closed, (grads, state, params)) == [rounds] * 2
     moves = [e for e in closed.jaxpr.eqns if e.primitive.name == "device_put"]
     # What is outside of loops tells jit that a result of one is in host memory.
     assert all(str(e.invars[0].aval).startswith("float32<host>") for e in moves)
@@ -232,7 +222,7 @@ def test_take_step_brings_chunks_and_makes_no_update(name):
 
 @needs_memories
 @pytest.mark.filterwarnings("ignore:.*in device memory")
-@pytest.mark.parametrize("name", ["masters", "compact"])
+@mostly_slow("name", ["masters", "compact"], lambda name: name == "masters")
 def test_take_step_moves_a_state_to_the_host_that_was_restored_elsewhere(name):
     params, tx = random_params(), FORMS[name](in_chunks)
     plain = FORMS[name](lambda inner: inner)
@@ -270,12 +260,13 @@ def test_a_second_step_is_not_compiled_again():
 
 
 @needs_memories
-def test_on_a_mesh_of_one_device_with_explicit_axes():
+@mostly_slow("form", ["masters", "compact"], lambda form: form == "masters")
+def test_on_a_mesh_of_one_device_with_explicit_axes(form):
     mesh = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Explicit,))
-    params = jax.device_put(random_params(), jax.NamedSharding(mesh, jax.P()))
-    for form in ("masters", "compact"):
-        got = train(FORMS[form](in_chunks), 2, params=params)
-        assert as_bits(got) == as_bits(train(FORMS[form](in_chunks), 2))
+    params = {"matrix": random_params()["matrix"]}
+    placed = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+    got = train(FORMS[form](in_chunks), 2, params=placed)
+    assert as_bits(got) == as_bits(train(FORMS[form](in_chunks), 2, params=params))
 
 
 def keeping(rule):
@@ -327,7 +318,7 @@ RULES = {
         lambda: m,
     ),
     "with effects": each(lambda m, g: says(m + g)),
-    "swapped": lambda m, g: {**m, "matrix": g["matrix"], "cube": m["cube"] * 2},
+    "swapped": lambda m, g: {**m, "matrix": g["matrix"], "row": m["row"] * 2},
 }
 
 
@@ -344,34 +335,6 @@ def test_a_rule_of_any_kind_gives_the_same(name):
 
 @needs_memories
 @pytest.mark.slow
-def test_state_that_is_widened_at_the_first_step():
-    def update(grads, state, params=None):
-        new = jax.tree.map(lambda m, g: m.astype(jnp.float32) + g, state, grads)
-        return new, new
-
-    def make(off):
-        rule = keeping(None)._replace(update=update)
-        narrow = optax.GradientTransformation(
-            lambda params: jax.tree.map(
-                lambda x: x.astype(jnp.bfloat16), rule.init(params)
-            ),
-            update,
-        )
-        return scaled(off(narrow))
-
-    for bad in ((), {0}):
-        assert_same_training(make, params=random_params("float32"), bad=bad)
-
-
-@needs_memories
-@pytest.mark.slow
-def test_multi_steps_of_float32_params():
-    params = random_params("float32")
-    assert_same_training(lambda off: off(multi_steps(ADAMW)), params=params)
-
-
-@needs_memories
-@pytest.mark.slow
 def test_64_bit_types(x64):
     form = FORMS["clipped"]
     want, got = train(form(lambda inner: inner), 4), train(form(in_chunks), 4)
@@ -384,7 +347,7 @@ def test_64_bit_types(x64):
 @needs_memories
 @pytest.mark.slow
 def test_lbfgs_searches_along_its_line_as_without():
-    start = {k: v for k, v in random_params("float32").items() if k != "cube"}
+    start = random_params("float32")
 
     def loss(params):
         return sum(jnp.sum(jnp.cosh(x - 0.5)) for x in jax.tree.leaves(params))
@@ -413,32 +376,13 @@ def test_lbfgs_searches_along_its_line_as_without():
 
 @needs_memories
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*outside of `jax.jit`")
-def test_what_is_no_array_is_passed_on_outside_of_jit():
-    params = random_params("float32")
-
-    def value(params):
-        return optax.tree.norm(params)
-
-    tx, plain = in_chunks(optax.lbfgs()), optax.lbfgs()
-    extra = {"value": value(params), "grad": params, "value_fn": value}
-    got = tx.update(params, tx.init(params), params, **extra)
-    want = plain.update(params, plain.init(params), params, **extra)
-    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
-
-
-@needs_memories
-@pytest.mark.slow
 def test_on_eight_devices():
     run_checks("offload_devices", 8, CHECKS)
 
 
 @needs_memories
 def test_converts_on_and_off_in_a_live_run():
-    params = random_params()
     plain, tx = masters(ADAMW), in_chunks(masters(ADAMW))
-    want = train(plain, 6)
     half_params, half, _ = train(plain, 3)
     moved = optax_mp.convert_opt_state(half, half_params, plain, tx)
     assert kinds(moved) == {"Host", "Device"}
@@ -446,7 +390,6 @@ def test_converts_on_and_off_in_a_live_run():
     back = optax_mp.convert_opt_state(moved, half_params, tx, plain)
     assert kinds(back) == {"Device"}
     assert as_bits(back) == as_bits(half)
-    del want, params
 
 
 @needs_memories
@@ -521,7 +464,7 @@ def test_state_that_was_pulled_back_is_brought_to_the_host_with_a_warning():
     state = tx.init(params)
     on_device = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), state)
     pulled = jax.device_put(state, on_device)
-    with pytest.warns(UserWarning, match=r"master_params\['cube'\] of the state"):
+    with pytest.warns(UserWarning, match=r"master_params\['matrix'\] of the state"):
         _, new = jax.jit(tx.update)(params, pulled, params)
     assert kinds(new) == {"Host", "Device"}
     want = jax.jit(masters(ADAMW).update)(params, pulled, params)[1]

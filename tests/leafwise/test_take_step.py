@@ -17,6 +17,7 @@ from comparison import as_bits, check_alike
 from jax.experimental import pallas as pl
 from jax.interpreters import mlir
 from optimizers import (
+    DISTINCT,
     OPTIMIZERS,
     example_gradients,
     example_params,
@@ -63,6 +64,9 @@ FORMS = {
     "madgrad": lambda: compact(optax.contrib.madgrad(1e-2)),
     "float16": lambda: compact(ADAMW()),
 }
+# Of those that have codes, what differs most.
+CUT = sorted(DISTINCT | {"adagrad", "adan", "amsgrad", "prodigy", "rprop", "sm3"})
+ON_GPUS = {"5.1 bytes", "16 bits", "stochastic rounding", "float16"}
 # How many codes may differ, where it is more than one in a thousand: each step computes
 # the params anew, so that the last place of any sum shows.
 CODES = {"madgrad": 3e-3}
@@ -143,7 +147,7 @@ def exactly(way, tx):
     return jax.jit(functools.partial(way, tx), compiler_options=options)
 
 
-@mostly_slow("name", OPTIMIZERS, lambda name: name == "adamw")
+@mostly_slow("name", CUT, lambda name: name == "adamw")
 def test_a_step_is_that_of_optax_bit_for_bit(name):
     tx = optax.with_extra_args_support(compact(OPTIMIZERS[name]()))
     params = example_params("bfloat16", name)
@@ -166,24 +170,13 @@ def test_a_step_is_that_of_optax_bit_for_bit(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_cut_without_a_change(form):
+@pytest.mark.parametrize("form", ["16 bits", "split", "loss scale", "clipped"])
+def test_a_form_is_cut_without_a_change(form):
     tx = FORMS[form]()
-    # optax's muon divides by the size of an array.
-    shapes = SHAPES[:-1] if form == "muon" else SHAPES
-
-    def run(way):
-        step = jax.jit(functools.partial(way, tx))
-        return trained(step, tx, 3, shapes, dtype_of(form))
-
-    want, *others = in_all_ways(run)
-    for got in others:
-        if form != "muon":
-            assert as_bits(got) == as_bits(want)
-            continue
-        # Its end is fused otherwise, so that XLA contracts it otherwise: a few codes.
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            assert (np.asarray(a) != np.asarray(b)).sum() <= 1e-3 * a.size
+    want, *others = in_all_ways(
+        lambda way: as_bits(trained(jax.jit(functools.partial(way, tx)), tx))
+    )
+    assert others == [want, want]
 
 
 @mostly_slow(
@@ -192,9 +185,10 @@ def test_every_form_is_cut_without_a_change(form):
         (form, platform, shapes)
         for form in FORMS
         for platform in KERNELS
-        for shapes in (SHAPES[:4:2], SHAPES)
+        for shapes in (SHAPES[:1], SHAPES)
         if form == "5.1 bytes" or shapes != SHAPES
-        if (form, platform) != ("float16", "tpu")
+        # Not of float16 on a TPU, and of GPUs what its kernels alone have.
+        if (form != "float16" if platform == "tpu" else form in ON_GPUS)
     ],
     lambda form, platform, shapes: form == "5.1 bytes" and shapes != SHAPES,
 )
@@ -261,8 +255,9 @@ CHUNKED = [(1096, 520), (4, 64, 256), (70, 256), (33, 4200), (2**18,), (300,)]
 # MADGRAD keeps sums of histories, which are never coded.
 @pytest.mark.filterwarnings("ignore:low_bit_state. 0% of the:UserWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("device_count", [1, 8])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "device_count"), [("5.1 bytes", 8), *((form, 1) for form in FORMS)]
+)
 def test_chunks_do_the_same(form, device_count, monkeypatch):
     tx, ran = FORMS[form](), []
     want = trained(exactly(by_update, tx), tx, 2, CHUNKED, dtype_of(form))
@@ -424,43 +419,6 @@ def test_a_derivative_that_is_known_to_be_zero_stays_so(way):
     np.testing.assert_allclose(slope(0.1, way), want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_vmap_leaves_alone_what_is_not_mapped(way):
-    params = {"w": jnp.ones((64, 128))}
-    state = optax_mp.low_bit_state(optax.adam(0.1), min_size=1).init(params)
-
-    @jax.jit
-    def step(rate, state, params):
-        low = optax_mp.low_bit_state(optax.adam(rate), min_size=1)
-        return way(low, params, state, params)
-
-    of_rates = jax.vmap(step, in_axes=(0, None, None), out_axes=(0, None))
-    moved, after = of_rates(jnp.array([0.1, 0.2]), state, params)
-    assert moved["w"].shape == (2, 64, 128)
-    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
-
-
-def test_state_of_another_dtype_takes_no_place():
-    """It is lowered for a TPU, whose chunks are written where the old ones are."""
-
-    def widened(updates, state, params=None):
-        state = jax.tree.map(
-            lambda m, u: 0.9 * m.astype(jnp.float32) + u, state, updates
-        )
-        return state, state
-
-    start = functools.partial(optax.tree.zeros_like, dtype=jnp.bfloat16)
-    rule = optax.chain(
-        optax.scale_by_adam(), optax.GradientTransformation(start, widened)
-    )
-    low = optax_mp.low_bit_state(rule, min_size=1)
-    params = {"w": jax.ShapeDtypeStruct((4096, 2048), jnp.float32)}
-    state = jax.eval_shape(low.init, params)
-    for way in WAYS:
-        traced = jax.jit(functools.partial(way, low)).trace(params, state, params)
-        traced.lower(lowering_platforms=("tpu",))
-
-
 def test_one_row_and_64_bit_types_are_not_tried(x64):
     """Mosaic cannot lower them: a warning would be an error here."""
     assert "tpu_custom_call" not in lowered(FORMS["5.1 bytes"](), "tpu")
@@ -510,18 +468,6 @@ def after(inner, **extra):
     return in_all_ways(run)
 
 
-def test_effects_of_a_rule_are_kept():
-    seen = []
-
-    def note(updates):
-        jax.debug.callback(lambda x: seen.append(float(x)), updates["p0"][0, 0])
-        return updates
-
-    after(rule(note))
-    jax.effects_barrier()
-    assert seen == [seen[0]] * 3
-
-
 @pytest.mark.slow
 def test_a_rule_keeps_its_configuration_scopes_and_derivatives():
     def noisy(updates):
@@ -552,26 +498,6 @@ def test_a_rule_keeps_its_configuration_scopes_and_derivatives():
 
     slopes = [jax.grad(moved)(1.5, way) for way in WAYS]
     assert slopes[0] == slopes[1]
-
-
-def test_a_rule_may_look_at_numbers_that_are_known():
-    """A step within `jit` whose state is a constant of it."""
-
-    def chosen(updates, state, params=None):
-        return (
-            updates if int(state) > 1 else jax.tree.map(jnp.negative, updates)
-        ), state
-
-    known = optax.GradientTransformation(lambda _: jnp.int32(2), chosen)
-    tx = optax_mp.low_bit_state(optax.chain(optax.trace(0.9), known), min_size=1)
-    params = random_tree(0, "float32", shapes=((64, 128),))
-    state = tx.init(params)
-
-    def run(way):
-        return as_bits(jax.jit(lambda grads: way(tx, grads, state, params))(params))
-
-    want, *others = in_all_ways(run)
-    assert others == [want, want]
 
 
 def test_what_is_no_optimizer_is_named():
@@ -613,7 +539,7 @@ def test_a_step_without_kernels_says_why_once():
 def test_a_constant_turns_no_kernel_off():
     """One param, or one gradient, that `jit` does not trace."""
     tx = FORMS["5.1 bytes"]()
-    shapes = ((64, 8192), (64, 4096))
+    shapes = ((64, 256), (64, 128))
     params, grads = random_tree(0, shapes=shapes), random_tree(1, shapes=shapes)
     state = tx.init(params)
 
@@ -634,27 +560,27 @@ def test_a_constant_turns_no_kernel_off():
     assert as_bits(closed(state, params)) == as_bits(step(grads, state, params, {}))
 
 
-@pytest.mark.parametrize("platform", CALLS)
-def test_without_pallas_all_else_works(platform):
-    program = f"""
+def test_without_pallas_all_else_works():
+    program = """
 import sys
 sys.modules["jax.experimental.pallas"] = None
 import functools, warnings, jax, jax.numpy as jnp, optax, optax_mp
 tx = optax_mp.low_bit_state(optax.adam(0.1))
-params = {{"w": jnp.ones((64, 128))}}
+params = {"w": jnp.ones((64, 128))}
 step = jax.jit(functools.partial(optax_mp.take_step, tx))
-moved, state = step(params, tx.init(params), params)
+state = tx.init(params)
+moved, _ = step(params, state, params)
 assert float(moved["w"][0, 0]) < 1
-with warnings.catch_warnings(record=True) as warned:
-    warnings.simplefilter("always")
-    text = step.trace(params, state, params).lower(
-        lowering_platforms=({platform!r},)
-    ).as_text()
-    row = optax_mp.step_report(tx, params, state, params).rows[0]
-assert "custom_call" not in text
-assert "no kernel" in row.tpu and "no kernel" in row.gpu, row
-assert "could not make a kernel" in str(warned[0].message)
-assert len(warned) == 1
+for platform in ("tpu", "cuda"):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        traced = step.trace(params, state, params)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        row = optax_mp.step_report(tx, params, state, params).rows[0]
+    assert "custom_call" not in text
+    assert "no kernel" in row.tpu and "no kernel" in row.gpu, row
+    assert "could not make a kernel" in str(warned[0].message)
+    assert len(warned) == 1
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

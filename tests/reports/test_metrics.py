@@ -135,12 +135,6 @@ def test_injected_hyperparameters_are_metrics():
     assert all(value.shape == () for value in found.values())
 
 
-def test_a_state_that_is_a_dict_counts_its_steps():
-    state = {"count": jnp.int32(3), "mu": PARAMS}
-    assert optax_mp.metrics(state) == {"step_count": 3}
-    assert optax_mp.metrics({"mu": PARAMS, "key": jax.random.key(0)}) == {}
-
-
 @pytest.mark.parametrize("value", [optax.adam(0.1), PARAMS, jnp.ones(3), "state", 3])
 def test_what_is_no_state_is_an_error(value):
     with pytest.raises(

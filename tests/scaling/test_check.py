@@ -41,11 +41,6 @@ def test_check_raises_past_max_skipped_with_the_counters():
         optax_mp.check_loss_scale(state, max_skipped=3)
 
 
-def test_thirty_skips_take_the_default_scale_to_its_floor():
-    state, _ = skipped(30, optax_mp.dynamic_loss_scale(optax.sgd(0.1)))
-    assert state.scale == 2.0**-14
-
-
 def test_check_names_the_leaves_of_grads():
     state, grads = skipped(2)
     with pytest.raises(FloatingPointError, match=r"Leaves: \['a'\]\.$"):
@@ -114,13 +109,6 @@ def test_the_first_leaf_is_named_that_was_not_finite_in_the_last_skipped_step(fo
         names.append(error_of(state._replace(skipped_count=1), params=params))
     found = [name.split("not finite was ")[1] for name in names]
     assert found == ["['x']['z'].", "['x']['z'].", "['x']['y'].", "['x']['y']."]
-
-
-def test_of_several_leaves_the_first_is_named_also_by_a_link():
-    grads = {"a": GOOD, "b": BAD, "c": BAD}
-    params = jax.tree.map(jnp.ones_like, grads)
-    tx = optax.chain(optax_mp.dynamic_loss_scale(), optax.sgd(0.1))
-    assert error_of(after(tx, params, grads), params=params).endswith("was ['b'].")
 
 
 @mostly_slow("wrap", ["masked", "partition"], lambda wrap: wrap == "partition")

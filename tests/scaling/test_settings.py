@@ -4,8 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from comparison import avals
-from scale_traces import run_link
 
 import optax_mp
 
@@ -128,16 +126,6 @@ def test_a_setting_out_of_range_is_named(settings, message):
 def test_a_setting_of_a_value_out_of_range_is_named(settings, message):
     with pytest.raises(ValueError, match=f"^DynamicLossScale: {message}"):
         optax_mp.DynamicLossScale(8.0, **settings)
-
-
-@pytest.mark.parametrize("name", ["growth_interval", "hysteresis"])
-def test_a_whole_float_is_an_integer(name):
-    settings = {name: 2.0, "init_scale": 8.0}
-    state = run_link(optax_mp.dynamic_loss_scale(**settings), np.array([False, True]))
-    assert avals(state)[1][:5] == avals(
-        run_link(optax_mp.dynamic_loss_scale(), np.array([False, True]))
-    )[1][:5]  # fmt: skip
-    assert state.scale[0] == (8 if name == "hysteresis" else 4)
 
 
 @pytest.mark.parametrize("factory", ["dynamic_loss_scale", "static_loss_scale"])
