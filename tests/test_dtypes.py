@@ -8,7 +8,6 @@ from reference import rounded
 
 import optax_mp
 from optax_mp._dtypes import (
-    difference,
     floating_dtype,
     round_to,
     saturating_cast,
@@ -100,26 +99,6 @@ def test_nan_stays_and_infinity_where_the_dtype_has_it(dtype):
     for function in (round_to, saturating_cast):
         got = np.asarray(function(jnp.asarray(x), dtype)).astype(np.float32)
         np.testing.assert_array_equal(got, np.array([np.nan, end, -end], np.float32))
-
-
-def test_what_is_added_to_an_infinity_is_zero():
-    inf, nan = np.inf, np.nan
-    target, start, want = np.array(
-        [
-            (inf, inf, 0),
-            (-inf, inf, 0),
-            (1, -inf, 0),
-            (nan, inf, nan),
-            (nan, nan, nan),
-            (inf, 1, inf),
-            (3, 1, 2),
-            (-0.0, 0.0, -0.0),
-        ],
-        np.float32,
-    ).T
-    got = np.asarray(difference(jnp.asarray(target), jnp.asarray(start)))
-    np.testing.assert_array_equal(got, want)
-    assert (np.signbit(got) == np.signbit(want))[~np.isnan(want)].all()
 
 
 @pytest.mark.parametrize(

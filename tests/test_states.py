@@ -49,11 +49,7 @@ CONTAINERS = {
     "named": lambda x: Pair({"count": x[0], "mu": x[1]}, x[2]),
     "state's names": lambda x: {"count": x[0], "mu": x[1], "nu": x[2]},
 }
-pytestmark = [
-    # optax's own: optimistic_adam and dpsgd announce what they replace.
-    pytest.mark.filterwarnings("ignore:.*optimistic_adam_v2.*"),
-    pytest.mark.filterwarnings('ignore:"seed" is deprecated'),
-]
+pytestmark = pytest.mark.filterwarnings('ignore:"seed" is deprecated')
 WRAPPERS = {
     "bare": lambda tx: tx,
     "masters": lambda tx: dynamic_loss_scale(mixed_precision(tx)),

@@ -123,19 +123,6 @@ def test_a_loop_branch_or_shard_map_is_measured_as_a_whole(fun):
     assert "operations that were not measured" in str(report)
 
 
-@pytest.mark.parametrize(
-    ("fun", "args"),
-    [
-        (lambda n: n + 1, (np.arange(3),)),
-        (lambda x: x @ x.T, (np.zeros((0, 3), np.float32),)),
-        (lambda x, label: {"x": x, "label": label}, (X, "kept")),
-        (lambda: None, ()),
-    ],
-)
-def test_a_function_in_which_nothing_is_lost_has_no_error(fun, args):
-    assert amp_report(fun, *args).error == 0
-
-
 def test_the_table_has_the_largest_error_first_a_legend_and_a_summary():
     def fun(x, w):
         with amp_stop():

@@ -84,19 +84,6 @@ def test_a_bias_in_16_bits_that_is_cast_is_a_bias():
         assert ran(program, *arguments, primitive="tanh") == {BF16}
 
 
-def test_an_accumulator_that_is_a_vector_is_no_bias():
-    def total(start, xs):
-        def add(carry, x):
-            return carry + x @ W, None
-
-        return lax.scan(add, start, xs)[0]
-
-    xs = np.abs(np.random.default_rng(3).standard_normal((4096, 8), np.float32))
-    start = np.zeros(8, np.float32)
-    got = compiled(amp(total), start, xs)(start, xs)
-    assert error(got, total(start, xs)) < 4e-3
-
-
 @pytest.mark.parametrize("value", [1e-12, 1e30])
 def test_a_literal_that_float16_cannot_hold_keeps_its_operation_in_float32(value):
     def fun(x, w):

@@ -228,40 +228,6 @@ def test_blocks_that_were_never_negative_stay_positive_in_signed_codes(
 
 
 @EVERY_FORM
-def test_nearest_codes_settle_and_do_not_shrink(dtype):
-    """Encoding again and again, as the state of a skipped step is."""
-    x = values((40, 64), dtype)
-    start = np.asarray(decode(encode(x, dtype)), np.float64)
-    back = x
-    for _ in range(20):
-        before, back = back, decode(encode(back, dtype))
-    np.testing.assert_array_equal(before, back)
-    _, each = block_scales(x, 32)
-    moved = np.abs(np.asarray(back, np.float64) - start)
-    assert (moved <= 3 * worst_error(start, each, dtype)).all()
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
-@pytest.mark.parametrize("shape", [(100,), (40, 33), (100, 3)], ids=str)
-def test_padding_never_leaks(shape, dtype):
-    """The last block, which is not full, is that of its values alone."""
-    axis = block_axis(shape, 32)
-    x = np.moveaxis(values(shape, dtype), axis, -1)
-    full = x.shape[-1] // 32 * 32
-    # Of a size that any value from elsewhere would spoil.
-    x[..., full:] *= np.float32(1e-20)
-    got = jax.tree.map(np.asarray, encode(np.moveaxis(x, -1, axis), dtype))
-    codes, scales = (np.moveaxis(leaf, axis, -1) for leaf in got)
-    rest = x[..., full:]
-    for at in np.ndindex(rest.shape[:-1]):
-        want, each = block_scales(rest[at], 32)
-        assert as_bits(scales[at][-1:]) == as_bits(want)
-        np.testing.assert_array_equal(
-            codes[at][full:], block_codes(rest[at], each, dtype)
-        )
-
-
-@EVERY_FORM
 def test_stochastic_rounding_takes_one_of_two_neighbours(dtype):
     x = values((40, 64), dtype)
     _, each = block_scales(x, 32)

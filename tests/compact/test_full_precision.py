@@ -13,12 +13,6 @@ import optax_mp
 from optax_mp import low_bit_state
 from optax_mp.compact import Quantized
 
-pytestmark = [
-    # optax's own: optimistic_adam announces its successor, MoMo its arguments.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
-    pytest.mark.filterwarnings("ignore:.*optimistic_adam_v2.*"),
-]
-
 
 def is_quantized(node):
     return isinstance(node, Quantized)
@@ -188,10 +182,6 @@ MOMENTS = {
         lambda: optax.chain(decay_to_the_start(0.1), optax.adagrad(1e-2)),
         set(),
     ),
-    "adam before L-BFGS": (
-        lambda: optax.chain(optax.scale_by_adam(), optax.scale_by_lbfgs(3)),
-        {"mu['w']", "nu['w']"},
-    ),
     "madgrad that forgets": (
         lambda: madgrad(1e-2, 0.9),
         {"inner_state['sums'][0]['w']", "inner_state['sums'][1]['w']"},
@@ -203,17 +193,9 @@ MOMENTS = {
         ),
         {"mu['w']", "nu['w']"},
     ),
-    "one flat vector": (
-        lambda: optax.flatten(optax.adam(1e-2)),
-        {"mu", "nu"},
-    ),
     "averages of averages": (
         lambda: optax.chain(optax.trace(0.9), optax.ema(0.9), optax.sgd(1e-2)),
         {"trace['w']", "ema['w']"},
-    ),
-    "mechanize around a loop": (
-        lambda: optax.contrib.mechanize(optax.apply_if_finite(optax.adam(1e-2), 3)),
-        {"mu['w']", "nu['w']"},
     ),
 }
 

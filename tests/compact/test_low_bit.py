@@ -18,12 +18,6 @@ import optax_mp
 from optax_mp import low_bit_state
 from optax_mp.compact import Quantized
 
-pytestmark = [
-    # optax's own: optimistic_adam announces its successor, MoMo its arguments.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
-    pytest.mark.filterwarnings("ignore:.*optimistic_adam_v2.*"),
-]
-
 # The table's adafactor has factors, which are too small to be that is quantized.
 EVERY = OPTIMIZERS | {
     "adafactor, unfactored": lambda: optax.adafactor(1e-2, factored=False),
@@ -463,36 +457,21 @@ def base(**settings):
     return low_bit_state(optax.adamw(1e-2), min_size=100, **settings)
 
 
-def decay_mask(params):
-    return jax.tree.map(lambda p: p.ndim > 1, params)
-
-
 NESTED = {
     "FullCopy": lambda: optax_mp.mixed_precision(base()),
     "Split(16)": lambda: optax_mp.mixed_precision(base(), storage=optax_mp.Split(16)),
     "Split(8)": lambda: optax_mp.mixed_precision(base(), storage=optax_mp.Split(8)),
-    "a loss scale around": lambda: optax_mp.dynamic_loss_scale(base(), init_scale=1.0),
     "a loss scale around mixed": lambda: optax_mp.dynamic_loss_scale(
         optax_mp.mixed_precision(base(), storage=optax_mp.Split(8)), init_scale=1.0
     ),
     "chain outside": lambda: optax.chain(optax.clip_by_global_norm(1e3), base()),
-    "masked inside": lambda: low_bit_state(
-        optax.masked(optax.adamw(1e-2), decay_mask), min_size=100
-    ),
     "partition inside": lambda: low_bit_state(
         optax.partition(
             {"a": optax.adamw(1e-2), "b": optax.sgd(1e-2)}, {"w": "a", "b": "b"}
         ),
         min_size=100,
     ),
-    "partition outside": lambda: optax.partition(
-        {"a": base(), "b": optax.sgd(1e-2)}, {"w": "a", "b": "b"}
-    ),
     "MultiSteps outside": lambda: optax.MultiSteps(base(), 2),
-    "inject_hyperparams inside": lambda: low_bit_state(
-        optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2), min_size=100
-    ),
-    "apply_if_finite outside": lambda: optax.apply_if_finite(base(), 3),
 }
 
 
@@ -599,16 +578,6 @@ def test_the_compact_form_is_5_and_an_eighth_bytes_a_weight():
     report = optax_mp.memory_report(state, params)
     # Two bytes of param, one of remainder, two of codes, two scales of 2 for 32 weights.
     assert report.bytes_per_weight == pytest.approx(2 + 1 + 2 + 4 / 32, rel=1e-4)
-
-
-def test_extra_arguments_reach_the_inner_optimizer():
-    tx = low_bit_state(
-        optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()), min_size=100
-    )
-    params = example()
-    updates, state = tx.update(params, tx.init(params), params, value=jnp.float32(2.0))
-    assert float(optax.tree.get(state, "best_value")) == 2.0
-    assert set(kinds(state)) == {"mu['w']", "nu['w']"}
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,6 @@ FORMS = {
     "stochastic": lambda off: off(
         optax_mp.stochastic_rounding(optax_mp.low_bit_state(ADAMW, min_size=128))
     ),
-    "only moments": lambda off: masters(off(ADAMW)),
     "clipped": lambda off: off(
         masters(optax.chain(optax.clip_by_global_norm(1.0), ADAMW))
     ),
@@ -68,9 +67,7 @@ FORMS = {
         optax_mp.dynamic_loss_scale(init_scale=4.0), off(masters(ADAMW))
     ),
     "MultiSteps inside": lambda off: off(masters(multi_steps(ADAMW))),
-    "MultiSteps around": lambda off: multi_steps(off(masters(ADAMW))),
     "apply_if_finite inside": lambda off: off(optax.apply_if_finite(masters(ADAMW), 9)),
-    "apply_if_finite around": lambda off: optax.apply_if_finite(off(masters(ADAMW)), 9),
     "inject_hyperparams": lambda off: off(
         masters(optax.inject_hyperparams(optax.adamw)(1e-2))
     ),
@@ -116,7 +113,6 @@ TABLE = sorted(DISTINCT | {"novograd", "mechanize", "lbfgs", "schedule_free", "s
 
 @needs_memories
 @mostly_slow("name", TABLE, lambda name: name == "lion")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_optimizer_trains_as_without(name):
     def form(off):
         return off(masters(OPTIMIZERS[name]()))
@@ -239,18 +235,6 @@ def test_take_step_moves_a_state_to_the_host_that_was_restored_elsewhere(name):
 
 
 @needs_memories
-def test_a_loss_scale_goes_around_an_update_that_is_jitted():
-    params, inner = random_params(), FORMS["masters"](in_chunks)
-    jitted = optax.GradientTransformationExtraArgs(inner.init, jax.jit(inner.update))
-    tx, step = scaled(jitted), scaled(inner).update
-    state = tx.init(params)
-    for i in range(2):  # the second is traced with the first in a cache
-        grads = random_grads(params, i)
-        got = jax.jit(lambda *args: tx.update(*args))(grads, state, params)
-        assert as_bits(got) == as_bits(jax.jit(step)(grads, state, params))
-
-
-@needs_memories
 def test_a_second_step_is_not_compiled_again():
     tx = FORMS["masters"](in_chunks)
     mesh = jax.make_mesh((1,), ("device",))
@@ -289,19 +273,10 @@ def each(function):
     return lambda *trees: jax.tree.map(function, *trees)
 
 
-def says(x):
-    jax.debug.callback(lambda: None)
-    return x
-
-
 RULES = {
     "reset": each(lambda m, g: jnp.where(g[..., :1].sum() > 0, m + g, 0)),
     "reset by one": lambda m, g: jax.tree.map(
         lambda m, g_: jnp.where(g["row"][0] > 0, m + g_, 0), m, g
-    ),
-    "kept by its own norm": each(lambda m, g: jnp.where(m.sum() < 100, m + g, m)),
-    "kept by one": lambda m, g: jax.tree.map(
-        lambda m, g_: jnp.where(g["row"][0] > 0, m + g_, m), m, g
     ),
     "product after a norm": lambda m, g: jax.tree.map(
         lambda m, g: (
@@ -317,7 +292,6 @@ RULES = {
         lambda: {**m, "matrix": m["matrix"] @ (m["matrix"].T @ g["matrix"])},
         lambda: m,
     ),
-    "with effects": each(lambda m, g: says(m + g)),
     "swapped": lambda m, g: {**m, "matrix": g["matrix"], "row": m["row"] * 2},
 }
 
@@ -331,47 +305,6 @@ def test_a_rule_of_any_kind_gives_the_same(name):
         assert_same_training(
             lambda off: scaled(off(keeping(RULES[name]))), params=params, bad=bad
         )
-
-
-@needs_memories
-@pytest.mark.slow
-def test_64_bit_types(x64):
-    form = FORMS["clipped"]
-    want, got = train(form(lambda inner: inner), 4), train(form(in_chunks), 4)
-    assert kinds(got[1]) == {"Host", "Device"}
-    for a, b in zip(jax.tree.leaves(want[1]), jax.tree.leaves(got[1]), strict=True):
-        # XLA makes some divisions products: one unit in the last place.
-        np.testing.assert_allclose(b, a, rtol=3e-7, atol=3e-7)
-
-
-@needs_memories
-@pytest.mark.slow
-def test_lbfgs_searches_along_its_line_as_without():
-    start = random_params("float32")
-
-    def loss(params):
-        return sum(jnp.sum(jnp.cosh(x - 0.5)) for x in jax.tree.leaves(params))
-
-    def run(tx):
-        @functools.partial(jax.jit, compiler_options=UNFUSED)
-        def step(params, state):
-            value, grads = jax.value_and_grad(loss)(params)
-            given = {"value": value, "grad": grads, "value_fn": loss}
-            updates, state = tx.update(grads, state, params, **given)
-            return optax.apply_updates(params, updates), state, value
-
-        params, state, values = start, tx.init(start), []
-        for _ in range(4):
-            params, state, value = step(params, state)
-            values.append(value)
-        return params, state, values
-
-    tx = in_chunks(optax.lbfgs(memory_size=3))
-    got = run(tx)
-    assert as_bits(got) == as_bits(run(optax.lbfgs(memory_size=3)))
-    assert kinds(got[1]) == {"Host", "Device"}
-    with pytest.raises(TypeError, match="'value', 'grad', and 'value_fn'"):
-        jax.jit(tx.update)(start, got[1], start)
 
 
 @needs_memories

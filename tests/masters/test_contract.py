@@ -21,12 +21,6 @@ from slow_cases import mostly_slow
 
 import optax_mp
 
-pytestmark = [
-    # optax's own: optimistic_adam announces its successor, MoMo its arguments.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
-    pytest.mark.filterwarnings("ignore:.*optimistic_adam_v2.*"),
-]
-
 STEPS = 100
 # A master is put together, or compared with its param, within the program of the rule.
 # There XLA contracts a multiplication and an addition of these otherwise: a unit in the

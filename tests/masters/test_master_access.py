@@ -126,22 +126,6 @@ def test_masters_cannot_be_replaced_without_any():
         optax_mp.replace_master_params(state, PARAMS["a"], PARAMS["a"])
 
 
-@pytest.mark.parametrize("access", [
-    optax_mp.master_params,
-    lambda state, params: optax_mp.replace_master_params(state, params, params),
-])  # fmt: skip
-def test_what_is_no_state_is_an_error(access):
-    tx = wrapped("alone")
-    with pytest.raises(
-        TypeError, match="`opt_state` is a .*, expected an optimizer state"
-    ):
-        access(tx, PARAMS)
-    with pytest.raises(
-        TypeError, match="is an optimizer state, .*expected the state f"
-    ):
-        access(PARAMS, tx.init(PARAMS))
-
-
 def test_params_of_another_model_are_an_error():
     state = wrapped("alone").init(PARAMS)
     others = {"a": PARAMS["a"]}

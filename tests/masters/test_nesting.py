@@ -72,15 +72,11 @@ INSIDE = {
         {"kernel": "a", "layer": [{"bias": "b"}], "scale": "b"},
     ),
     "MultiSteps": lambda: optax.MultiSteps(optax.adamw(1e-2), 3),
-    "MultiSteps, as a transformation": lambda: optax.MultiSteps(
-        optax.adamw(1e-2), 3
-    ).gradient_transformation(),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adamw(1e-2), 3),
     "conditionally_mask": lambda: optax.conditionally_mask(
         optax.adam(1e-2), lambda step: step % 2 == 0
     ),
     "schedule_free": lambda: optax.contrib.schedule_free(optax.adam(1e-2), 1e-2),
-    "schedule": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0, 1e-2, 9, 60)),
     "flatten": lambda: optax.flatten(optax.adamw(1e-2)),
 }
 

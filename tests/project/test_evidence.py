@@ -12,13 +12,6 @@ BENCHMARKS = HERE / "benchmarks"
 PAGE = HERE / "docs" / "evidence.md"
 # What goes into an experiment, and does not come out of it.
 GIVEN = {"1.0", "0.001"}
-REPORT = """<testsuites><testsuite>
-<testcase classname="tests.test_contract" name="test_it_runs[adam-bfloat16]" />
-<testcase classname="tests.test_contract" name="test_it_runs[adam-float16]" />
-<testcase classname="tests.test_contract" name="test_it_runs[sgd]"><failure /></testcase>
-<testcase classname="tests.test_contract" name="test_it_runs[sam]"><error /></testcase>
-<testcase classname="tests.test_transform" name="test_one"><skipped /></testcase>
-</testsuite></testsuites>"""
 
 
 @pytest.fixture
@@ -146,18 +139,6 @@ def test_the_benchmark_of_libraries_writes_what_the_page_reads(run, script, libr
 
 def of(row):
     return row["library"], row["model"], row["dtype"]
-
-
-def test_checks_of_a_report_are_counted_by_area_and_by_optimizer(script, tmp_path):
-    conformance = script("conformance")
-    report = tmp_path / "report.xml"
-    report.write_text(REPORT)
-    outcomes = dict(conformance.outcomes_in(report))
-    cases = [*outcomes, ("test_contract", "test_it_runs[lion-bfloat16]")]
-    areas = [list(row.values())[1:] for row in conformance.by_area(outcomes, cases)]
-    assert [row for row in areas if sum(row)] == [[2, 2, 0, 1], [0, 0, 1, 0]]
-    (row,) = conformance.by_check(outcomes, cases)
-    assert list(row.values()) == ["it runs", 1, 4]
 
 
 @pytest.mark.slow

@@ -226,53 +226,7 @@ def test_an_example_runs_as_a_script(name, capsys):
 # Each framework's own way of an update, against the bare optimizer in float32
 
 
-def gradients(params, dtype, steps=3):
-    """Return gradients like the params for each step."""
-    random = np.random.default_rng(0)
-    return [
-        jax.tree.map(lambda p: jnp.asarray(random.normal(size=p.shape), dtype), params)
-        for _ in range(steps)
-    ]
-
-
 # NNX
-
-
-def nnx_linear(dtype):
-    flax_nnx = nnx()
-    model = flax_nnx.Linear(4, 3, rngs=flax_nnx.Rngs(0))
-    weights = optax_mp.cast_floating(flax_nnx.state(model, flax_nnx.Param), "bf16")
-    flax_nnx.update(model, optax_mp.cast_floating(weights, dtype))
-    return model
-
-
-def nnx_update(optimizer, model, grads):
-    optimizer.update(model, grads)
-
-
-def nnx_run(dtype, tx, steps=3):
-    """Return model and optimizer after some updates under `nnx.jit`."""
-    model = nnx_linear(dtype)
-    optimizer = nnx().Optimizer(model, tx, wrt=nnx().Param)
-    update = nnx().jit(nnx_update)
-    for grads in gradients(nnx().state(model, nnx().Param), jnp.float32, steps):
-        update(optimizer, model, grads)
-    return model, optimizer
-
-
-def nnx_trees(model, optimizer):
-    return pure(nnx().state(model, nnx().Param)), pure(optimizer.opt_state)
-
-
-def test_an_nnx_optimizer_is_bit_for_bit_that_of_float32():
-    params, opt_state = nnx_trees(
-        *nnx_run("bf16", optax_mp.mixed_precision(optax.adamw(0.1)))
-    )
-    full, full_state = nnx_trees(*nnx_run("float32", optax.adamw(0.1)))
-    masters = optax_mp.master_params(opt_state, params)
-    assert as_bits(masters) == as_bits(full)
-    assert as_bits(opt_state.inner_state) == as_bits(full_state)
-    assert as_bits(params) == as_bits(optax_mp.cast_floating(masters, "bf16"))
 
 
 # One script for every precision

@@ -1,6 +1,5 @@
 """What is released: reference pages, metadata, and what a distribution holds."""
 
-import ast
 import doctest
 import importlib
 import inspect
@@ -104,18 +103,6 @@ def test_the_citation_is_of_this_version():
     assert citation_field("title").startswith("optax_mp: ")
     assert citation_field("message")
     assert "\nauthors:\n  - name: The optax_mp developers\n" in CITATION
-
-
-def test_the_version_stands_in_one_place():
-    assert "version" in PROJECT["project"]["dynamic"]
-    # Setuptools reads a literal without importing JAX, and imports if it is none.
-    tree = ast.parse((ROOT / "optax_mp" / "__init__.py").read_text())
-    (value,) = [
-        node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "__version__"
-    ]
-    assert value == optax_mp.__version__
 
 
 def test_what_contributing_points_at_exists():

@@ -94,10 +94,6 @@ SEVERAL = {
         lambda: optax_mp.static_loss_scale(scaler(4.0), 8.0),
         {"loss_scale": 8, "inner_state/loss_scale": 4},
     ),
-    "chain": (
-        lambda: optax.chain(scaler(4.0), optax.masked(scaler(2.0), True)),
-        {"0/loss_scale": 4, "1/inner_state/loss_scale": 2},
-    ),
 }
 
 

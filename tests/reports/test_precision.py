@@ -233,18 +233,6 @@ def test_keys_and_static_arguments_are_passed_on():
         assert products(report) == [FORWARD, BACKWARD]
 
 
-def test_a_function_that_does_not_trace_raises_what_jax_raises():
-    def fun(x):
-        return x if x[0, 0] > 0 else -x
-
-    with pytest.raises(jax.errors.TracerBoolConversionError):
-        precision_report(fun, F)
-    with pytest.raises(TypeError, match="dot_general|matmul"):
-        precision_report(jnp.matmul, F, jax.ShapeDtypeStruct((3, 3), jnp.float32))
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        precision_report(lambda w, x: x @ w, F)
-
-
 def test_a_function_without_a_gradient_is_reported_without():
     def fun(x):
         return lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ x, x).sum()

@@ -134,19 +134,6 @@ def test_every_kind_of_loss_scale_gives_the_gradients_of_jax(kind, redo, jit):
         np.testing.assert_allclose(grad, want[name], rtol=1e-4, atol=1e-6)
 
 
-def test_aux_of_the_last_try_comes_back():
-    def fun(w):
-        loss = jnp.sum(w * jnp.float16(1024))
-        return loss, {"loss": loss, "name": jnp.int32(3)}
-
-    f = optax_mp.dynamic_scale_value_and_grad(fun, has_aux=True, redo_on_nan=9)
-    scale = optax_mp.DynamicLossScale(256.0)
-    new, ((loss, aux), grads) = f(jnp.ones(1, jnp.float16), loss_scale=scale)
-    assert new.loss_scale == 32
-    assert (float(loss), float(aux["loss"]), int(aux["name"])) == (1024, 1024, 3)
-    assert grads.tolist() == [1024.0]
-
-
 @pytest.mark.parametrize("bad", [-1, -10])
 @pytest.mark.parametrize(
     "function", ["dynamic_scale_grad", "dynamic_scale_value_and_grad"]

@@ -74,16 +74,6 @@ def test_trace_of_torch_grad_scaler():
     assert [4.0, *state.scale.tolist()] == [4, 4, 8, 2]
 
 
-@pytest.mark.parametrize(
-    ("start", "finite", "end"), [(400.0, [False] * 4, 25.0), (2.0, [True] * 8, 32.0)]
-)
-def test_trace_of_keras_loss_scale_optimizer(start, finite, end):
-    tx = optax_mp.dynamic_loss_scale(init_scale=start, growth_interval=2)
-    assert run_link(tx, np.array(finite)).scale[-1] == end
-    value = optax_mp.DynamicLossScale(start, period=2)
-    assert run_values(value, np.array(finite))[0][-1] == end
-
-
 def hysteresis_trace(pattern):
     tx = optax_mp.dynamic_loss_scale(init_scale=64.0, growth_interval=3, hysteresis=2)
     state = run_link(tx, np.array([step == "." for step in pattern]))

@@ -12,55 +12,37 @@ POSITIVE = "expected a positive finite float32"
 WHOLE = "expected an integer greater than 0"
 
 
-def makers():
-    """Return every way to give a scale: caller, name of the argument, function."""
-    return [
-        ("dynamic_loss_scale", "init_scale", optax_mp.dynamic_loss_scale),
-        ("dynamic_loss_scale", "min_scale", optax_mp.dynamic_loss_scale),
-        ("dynamic_loss_scale", "max_scale", optax_mp.dynamic_loss_scale),
-        ("static_loss_scale", "scale", optax_mp.static_loss_scale),
-        ("StaticLossScale", "loss_scale", optax_mp.StaticLossScale),
-        ("DynamicLossScale", "loss_scale", optax_mp.DynamicLossScale),
-        (
-            "DynamicLossScale",
-            "min_loss_scale",
-            lambda **kwargs: optax_mp.DynamicLossScale(8.0, **kwargs),
-        ),
-    ]
+def value(**settings):
+    return optax_mp.DynamicLossScale(8.0, **settings)
 
 
-MAKERS = pytest.mark.parametrize(
-    ("caller", "name", "make"), makers(), ids=[f"{c}-{n}" for c, n, _ in makers()]
-)
+DYNAMIC = optax_mp.dynamic_loss_scale
+# Every way to give a scale: caller, name of the argument, function.
+SCALES = [
+    ("static_loss_scale", "scale", optax_mp.static_loss_scale),
+    ("StaticLossScale", "loss_scale", optax_mp.StaticLossScale),
+    ("DynamicLossScale", "loss_scale", optax_mp.DynamicLossScale),
+    ("DynamicLossScale", "min_loss_scale", value),
+    *(
+        ("dynamic_loss_scale", name, DYNAMIC)
+        for name in ("init_scale", "min_scale", "max_scale")
+    ),
+]
+NUMBERS = [
+    *SCALES,
+    *(
+        ("dynamic_loss_scale", name, DYNAMIC)
+        for name in ("growth_interval", "growth_factor", "backoff_factor", "hysteresis")
+    ),
+    *(("DynamicLossScale", name, value) for name in ("counter", "period", "factor")),
+]
 
 
-@MAKERS
+@pytest.mark.parametrize(("caller", "name", "make"), SCALES)
 @pytest.mark.parametrize("bad", [0, 0.0, -1.0, NAN, INF, -INF, 1e39, 1e-39])
 def test_a_scale_that_is_no_normal_float32_is_named(caller, name, make, bad):
     with pytest.raises(ValueError, match=f"^{caller}: `{name}` is .*{POSITIVE}"):
         make(**{name: bad})
-
-
-NUMBERS_BY_NAME = [
-    *makers(),
-    *[
-        ("dynamic_loss_scale", name, optax_mp.dynamic_loss_scale)
-        for name in (
-            "growth_interval",
-            "growth_factor",
-            "backoff_factor",
-            "hysteresis",
-        )
-    ],
-    *[
-        (
-            "DynamicLossScale",
-            name,
-            lambda **kwargs: optax_mp.DynamicLossScale(8.0, **kwargs),
-        )
-        for name in ("counter", "period", "factor")
-    ],
-]
 
 
 NO_NUMBERS = {
@@ -73,11 +55,7 @@ NO_NUMBERS = {
 
 
 @pytest.mark.parametrize("bad", NO_NUMBERS)
-@pytest.mark.parametrize(
-    ("caller", "name", "make"),
-    NUMBERS_BY_NAME,
-    ids=[f"{c}-{n}" for c, n, _ in NUMBERS_BY_NAME],
-)
+@pytest.mark.parametrize(("caller", "name", "make"), NUMBERS)
 def test_what_is_no_number_is_named(caller, name, make, bad):
     with pytest.raises((ValueError, TypeError), match=f"{caller}: `{name}` is "):
         make(**{name: NO_NUMBERS[bad]})

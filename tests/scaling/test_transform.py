@@ -23,12 +23,6 @@ from slow_cases import mostly_slow
 
 import optax_mp
 
-pytestmark = [
-    # optax's own: optimistic_adam announces its successor, MoMo its arguments.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
-    pytest.mark.filterwarnings("ignore:.*optimistic_adam_v2.*"),
-]
-
 
 def wrapper(inner, init_scale=2.0**10):
     return optax_mp.dynamic_loss_scale(inner, init_scale=init_scale)
@@ -149,27 +143,14 @@ SKIPS = {
     "MultiSteps of masters": lambda: wrapper(
         optax.MultiSteps(masters(optax.adamw(1e-2)), 3)
     ),
-    "masters of MultiSteps": lambda: wrapper(
-        masters(optax.MultiSteps(optax.adamw(1e-2), 3))
-    ),
-    "apply_if_finite inside": lambda: wrapper(
-        optax.apply_if_finite(masters(optax.adamw(1e-2)), 3)
-    ),
     "clipping and masters": lambda: wrapper(
         optax.chain(optax.clip_by_global_norm(0.1), masters(optax.adamw(1e-2)))
-    ),
-    "masked": lambda: wrapper(
-        optax.masked(masters(optax.adamw(1e-2)), {"kernel": True, "layer": False,
-                                                  "scale": True})
     ),
     "partition": lambda: wrapper(
         optax.partition(
             {"a": masters(optax.adam(1e-2)), "b": masters(optax.sgd(1e-2))},
             {"kernel": "a", "layer": [{"bias": "b"}], "scale": "b"},
         )
-    ),
-    "schedule_free": lambda: wrapper(
-        masters(optax.contrib.schedule_free(optax.adam(1e-2), 1e-2))
     ),
     "the scale within masters": lambda: masters(wrapper(optax.adamw(1e-2))),
     "link": lambda: linked_masters(optax.adamw(1e-2)),
@@ -295,29 +276,6 @@ def test_a_result_with_clipping_does_not_depend_on_the_scale(build):
             params, state, _ = step(params, state, grads)
         results.append(as_bits((params, without_scale(state))))
     assert results[0] == results[1] == results[2]
-
-
-def test_a_line_search_does_not_depend_on_the_scale():
-    """It compares the extra argument `grad` with the updates and the true value."""
-
-    def loss(params):
-        return jnp.sum((params["w"] - 0.3) ** 4)
-
-    results = []
-    for scale in (1.0, 2.0**16):
-        search = optax.scale_by_backtracking_linesearch(20)
-        tx = optax_mp.static_loss_scale(optax.chain(optax.sgd(1.0), search), scale)
-        params = {"w": jnp.ones(3)}
-        state = tx.init(params)
-        for _ in range(3):
-            value, grads = optax_mp.value_and_grad(loss)(state, params)
-            updates, state = tx.update(
-                grads, state, params, value=value, grad=grads, value_fn=loss
-            )
-            params = optax.apply_updates(params, updates)
-        results.append(np.asarray(params["w"]))
-    np.testing.assert_array_equal(*results)
-    assert (np.abs(results[0] - 0.3) < 0.6).all()
 
 
 def test_complex_leaves_are_unscaled_and_skipped():

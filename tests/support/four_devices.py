@@ -169,29 +169,6 @@ def a_link_before_mixed_precision_holds_on_averaged_gradients():
     assert float(after[0].scale) == 4.0
 
 
-def leaves_over_different_axes_pass_the_replication_check():
-    """Float32 gradients without any loss scale: nothing is looked for across ranks."""
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
-    tx = optax_mp.mixed_precision(optax.adamw(1e-2))
-    params = {name: jnp.ones(8, jnp.bfloat16) for name in "abc"}
-    specs = {"a": P(), "b": P("x"), "c": P("y")}
-    state = tx.init(params)
-    state_specs = jax.tree_util.tree_map_with_path(
-        lambda path, _: specs.get(getattr(path[-1], "key", None), P()), state
-    )
-    step = shard_map(
-        tx.update,
-        mesh=mesh,
-        in_specs=(specs, state_specs, specs),
-        out_specs=(specs, state_specs),
-    )
-    grads = jax.tree.map(lambda p: jnp.ones(p.shape), params)
-    updates, _ = jax.jit(step)(grads, state, params)
-    plain, _ = jax.jit(tx.update)(grads, state, params)
-    for name in params:
-        np.testing.assert_allclose(updates[name], plain[name], rtol=1e-6)
-
-
 def explicitly_sharded_arrays_work():
     explicit = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((4,), ("data",), axis_types=explicit)
@@ -229,7 +206,6 @@ CHECKS = (
     metrics_and_the_bad_leaf_are_found_in_the_state_of_zero1,
     sharded_params_in_shard_map_skip_together,
     a_link_before_mixed_precision_holds_on_averaged_gradients,
-    leaves_over_different_axes_pass_the_replication_check,
     explicitly_sharded_arrays_work,
 )
 

@@ -89,7 +89,7 @@ def devices_hold_what_is_planned():
 
 
 def zero1_gathers_what_is_planned():
-    """The optimizer gathers params; the model sums gradients, as checked below."""
+    """The optimizer gathers params; the model sums gradients."""
     scale_plan = planner()
     for form in scale_plan.FORMS:
         params, state, step = compiled_step(scale_plan, form, "zero1")

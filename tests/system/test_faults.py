@@ -92,7 +92,6 @@ def link(inner):
 
 # What is tested, the dtype of params and of gradients, and what the reference is told.
 CASES = {
-    "bfloat16": (lambda: around(dynamic, momentum()), "bfloat16", "float32", {}),
     "bfloat16, adamw": (
         lambda: around(dynamic, adamw()),
         "bfloat16",
@@ -111,22 +110,10 @@ CASES = {
         "bfloat16",
         {"split_bits": 16},
     ),
-    "float16, split": (
-        lambda: around(dynamic, momentum(), storage=SPLIT),
-        "float16",
-        "float16",
-        {"split_bits": 16},
-    ),
     "MultiSteps inside": (
         lambda: around(dynamic, accumulated()),
         "float16",
         "float16",
-        {"every": 2},
-    ),
-    "MultiSteps between": (
-        lambda: dynamic(optax.MultiSteps(optax_mp.mixed_precision(momentum()), 2)),
-        "bfloat16",
-        "bfloat16",
         {"every": 2},
     ),
     "a link": (lambda: link(momentum()), "bfloat16", "float32", {"is_link": True}),
