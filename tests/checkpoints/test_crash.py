@@ -64,7 +64,7 @@ def at_a_moment(step, chance):
     return kill_at
 
 
-def within_a_save(step, checkpoints, chance):
+def within_a_save(step, checkpoints):
     """Kill while a checkpoint is being written."""
 
     def kill_at(word, number):
@@ -73,7 +73,6 @@ def within_a_save(step, checkpoints, chance):
         give_up = time.monotonic() + 1
         while not unfinished(checkpoints) and time.monotonic() < give_up:
             time.sleep(0.0005)
-        time.sleep(chance.uniform(0, 0.01))
         return True
 
     return kill_at
@@ -92,7 +91,7 @@ def killed_again_and_again(directory, steps, kills):
     for i in range(kills):
         step = (i + 1) * BETWEEN_KILLS + chance.randrange(SAVE_EVERY)
         kill_at = (
-            within_a_save(step, checkpoints, chance)
+            within_a_save(step, checkpoints)
             if i % 2
             else at_a_moment(step, chance)
         )

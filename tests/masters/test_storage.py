@@ -193,7 +193,7 @@ WRONG = {
         r"`decode` of the storage .* returned bfloat16\[3\] .*expected float32",
     ),
     "encode to another shape": (
-        {"encode": returning(lambda master, param: (master, master.reshape(-1)))},
+        {"encode": returning(lambda master, param: (master, master.ravel()[:1]))},
         r"`encode` of the storage .* returned float32\[",
     ),
     "encode to a number": (
