@@ -72,15 +72,15 @@ class Policy:
             object.__setattr__(self, name, dtype)
         if callable(self.keep_f32):
             return
-        given = self.keep_f32
-        patterns = (given,) if isinstance(given, str) else given
+        keep = self.keep_f32
+        patterns = (keep,) if isinstance(keep, str) else keep
         try:
             patterns = tuple(patterns)
         except TypeError:
             patterns = (None,)
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(
-                f"Policy: `keep_f32` is {given!r}, expected patterns such as "
+                f"Policy: `keep_f32` is {keep!r}, expected patterns such as "
                 "('*norm*', '*/bias') or a function of (path string, leaf)."
             )
         object.__setattr__(self, "keep_f32", patterns)

@@ -1,4 +1,4 @@
-"""Shardings that a traced function says itself, in its types and for its outputs."""
+"""Shardings in the types of arrays, and those that a function asks for its outputs."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -15,8 +15,8 @@ from optax_mp._jax._place_like import NAME as PLACE_LIKE
 def whole_along(x: jax.Array, axis: int, size: int) -> jax.Array:
     """Return `x`, not sharded along `axis` unless each part has whole blocks.
 
-    Where a type says how an array is sharded, JAX refuses to reshape it into blocks
-    that lie on several devices.
+    If the type of an array has its sharding, JAX refuses to reshape it into blocks that
+    lie on several devices.
     """
     sharding = sharding_in_type(x)
     if sharding is None or fits_blocks(sharding, axis, x.shape[axis], size):
@@ -25,7 +25,7 @@ def whole_along(x: jax.Array, axis: int, size: int) -> jax.Array:
 
 
 def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Return `x` with the sharding that is in the type of `like`, if one is."""
+    """Return `x` with the sharding in the type of `like`, if it has one."""
     sharding = sharding_in_type(like)
     if sharding is None or sharding_in_type(x) == sharding:
         return x
@@ -33,7 +33,7 @@ def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def on_mesh_of(arrays: Iterable[jax.Array], x: jax.Array) -> jax.Array:
-    """Return `x` on the mesh in the types of some arrays, if one is; not sharded."""
+    """Return `x`, not sharded, on the mesh in the type of an array, if one has it."""
     for sharding in filter(None, map(sharding_in_type, arrays)):
         return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec()))
     return x

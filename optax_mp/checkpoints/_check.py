@@ -1,4 +1,4 @@
-"""check_checkpoint: whether a checkpoint matches what it is restored into.
+"""check_checkpoint: whether a checkpoint matches the state to restore into.
 
 Leaves are compared name by name.
 """
@@ -30,8 +30,8 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
     empty state) may be present on one side only.
 
     Args:
-        saved: what was saved, or a description of it: a tree of anything that has a
-            shape and a dtype, or what Orbax returns as metadata.
+        saved: the saved tree, or a description of it: a tree of anything that has a
+            shape and a dtype, or the metadata that Orbax returns.
         template: the state, or params and state, to restore into, as arrays or from
             `jax.eval_shape`.
 
@@ -72,15 +72,15 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
             "pass `jax.eval_shape(tx.init, params)`."
         )
     saved = unwrap_metadata(saved)
-    found, expected = leaves_by_name(saved), leaves_by_name(template)
-    if expected and not found:
+    saved_leaves, expected = leaves_by_name(saved), leaves_by_name(template)
+    if expected and not saved_leaves:
         raise ValueError(
             f"{_CALLER}: `saved` is a {type(saved).__name__} without arrays, expected "
             "a tree of arrays or of anything with a shape and a dtype. A "
             "`CheckpointManager` describes what it did not save itself only if it is "
             "made with `item_handlers=orbax.checkpoint.StandardCheckpointHandler()`."
         )
-    lines = differences(found, expected)
+    lines = differences(saved_leaves, expected)
     if lines:
         raise ValueError(
             f"{_CALLER}: the checkpoint does not match `template`, expected the same "
@@ -126,24 +126,24 @@ def leaves_by_name(tree: PyTree) -> NamedLeaves:
     }
 
 
-def differences(found: NamedLeaves, expected: NamedLeaves) -> list[str]:
+def differences(saved: NamedLeaves, expected: NamedLeaves) -> list[str]:
     """Return a line for each difference between a checkpoint and a template.
 
-    Those with a consequence come first: a restore may succeed in spite of them.
+    Those that a restore would not raise for come first.
     """
     missing = [
         f"{spell(path)} was not saved, the template expects {describe(leaf)}"
         for names, (path, leaf) in expected.items()
-        if names not in found
+        if names not in saved
     ]
     additional = [
         f"{spell(path)} was saved as {describe(leaf)}, the template has no such leaf"
-        for names, (path, leaf) in found.items()
+        for names, (path, leaf) in saved.items()
         if names not in expected
     ]
     changed = []
-    for names in (names for names in expected if names in found):
-        (path, want), (_, leaf) = expected[names], found[names]
+    for names in (names for names in expected if names in saved):
+        (path, want), (_, leaf) = expected[names], saved[names]
         consequence = _consequence(leaf, want, names)
         if consequence:
             changed.append(

@@ -17,7 +17,7 @@ from optax_mp._quantized import Code, Quantized, new_quantized
 from optax_mp.compact._random_numbers import round_stochastically, uniform_numbers
 
 # Bit patterns of float32. Scales lie between 2^-126 and 2^126, because CPUs flush
-# smaller numbers to zero, and the inverse of a larger scale is one of those.
+# smaller numbers to zero, and the inverses of larger scales are smaller numbers.
 _SMALLEST_SCALE = np.int32(0x00800000)
 _LARGEST_SCALE = np.int32(0x7E800000)
 _INFINITY = np.int32(0x7F800000)
@@ -27,11 +27,11 @@ _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
 def choose_axis(shape: tuple[int, ...], block_size: int) -> int:
     """Return the axis of the blocks of an array, counted from the end."""
-    # Along the last axis of at least 4 blocks, because neighbours there are most alike,
-    # as in one row of an embedding, and kernels are for the last axis, which has 128
-    # elements in the heads of many transformers. If none is as long, along the longest:
-    # devices that share a shorter one would have parts of blocks. By the shape alone,
-    # so that a run can go on with arrays that are sharded in another way.
+    # Take the last axis of at least 4 blocks: neighbours there are most alike, as in a
+    # row of an embedding, and kernels need the last axis, which has 128 elements in the
+    # heads of many transformers. If no axis is as long, take the longest: several
+    # devices would cut the blocks of a shorter one. The choice depends on the shape
+    # alone, so that a run can go on with arrays that are sharded in another way.
     axis = max(range(len(shape)), key=lambda i: (min(shape[i], 4 * block_size), i))
     return axis - len(shape)
 
@@ -79,10 +79,10 @@ def _dequantize(
 def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
     """Return `x` in the form of `like`.
 
-    A positive value never becomes zero where no value was negative, because optimizers
-    divide by its root: in unsigned codes, and in blocks without a negative code in
-    `like`. (Moments of either sign have negative codes from the second step on.) An
-    infinite or NaN value makes its block NaN.
+    A positive value never becomes zero in unsigned codes, nor in blocks without a
+    negative code in `like`, because optimizers divide by its root. (Moments of either
+    sign have negative codes from the second step on.) An infinite or NaN value makes
+    its block NaN.
 
     Args:
         x: the values, in a box or not.
@@ -119,7 +119,8 @@ def _quantize(
     return [codes, reshard_like(scales, old_scales)]
 
 
-# What follows does not know the dtype of the codes: moments of one shape share it.
+# The functions below do not depend on the dtype of the codes, so that moments of one
+# shape share their traces.
 @partial(jax.jit, static_argnums=0)
 def _scales_of(blocks: Blocks, values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the scales, in bfloat16, and their inverse, 0 where that is infinite."""

@@ -30,7 +30,7 @@ from optax_mp.compact._traced_update import TracedUpdate, trace_update
 
 @dataclass(frozen=True)
 class CodeFormat:
-    """What arrays are quantized to; part of the type of a `LowBitState`.
+    """How arrays are quantized; part of the type of a `LowBitState`.
 
     Attributes:
         bits: the width of codes.

@@ -84,7 +84,7 @@ def low_bit_state(
 
     Rounding is stochastic: up or down at random, right on average. A moving average
     over a thousand steps changes by a thousandth per step, less than the distance
-    between two codes, and would stand still if it were rounded to nearest. The random
+    between two codes, and would never move if it were rounded to nearest. The random
     numbers are a hash of position, step and `seed`, so a run can be reproduced, under
     `jit` on any number of devices. (Under `shard_map` each rank counts positions in its
     own part.) An infinite or NaN value makes its block NaN, also where the optimizer
@@ -100,7 +100,7 @@ def low_bit_state(
     - arrays that are not float32, such as counts, or the moments of 16-bit params
       outside of `mixed_precision`;
     - arrays that start as the params, such as masters and averages of the params;
-    - arrays from which an optimizer computes the params themselves, instead of a step;
+    - arrays from which an optimizer computes the params themselves, not a step;
       histories of params or gradients; and arrays that the optimizer does not read
       itself. These are in the states of MADGRAD, COCOB and L-BFGS, and the gradient
       that a line search keeps. Tracing the update finds them in any optimizer.

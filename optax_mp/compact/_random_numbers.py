@@ -56,8 +56,8 @@ def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
         shape: of the result.
         key: a uint32 scalar, or an array of one element.
     """
-    # With `lax` alone, as all that is traced anew for each shape of a leaf: `jax.numpy`
-    # takes five times as long.
+    # `lax` alone, because this is traced for each shape of a leaf: `jax.numpy` takes
+    # five times as long.
     last = len(shape) - 1
     positions = lax.broadcasted_iota(jnp.uint32, shape, last) if shape else np.uint32(0)
     for axis in reversed(range(last)):
@@ -102,9 +102,8 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
     numbers = uniform_numbers(x.shape, key)
     # With `lax` alone: see `uniform_numbers`.
     if info.nexp == jnp.finfo(jnp.float32).nexp:
-        # bfloat16 is the upper half of float32. The lower half is the fraction that is
-        # rounded, and a carry into the exponent is what rounding up to the next power
-        # of two needs.
+        # bfloat16 is the upper half of float32, and the lower half is the fraction to
+        # round. A carry into the exponent rounds up to the next power of two.
         unit = 1 << (23 - info.nmant)
         below = lax.bitwise_and(pattern, np.int32(-unit))
         rest = lax.bitwise_and(pattern, np.int32(unit - 1))

@@ -97,8 +97,8 @@ def run_end(
         args: the values of what it reads.
         interpret: whether to run the kernel without a GPU.
     """
-    # Arrays are seen as they lie in memory, in one row: rows of whole blocks follow
-    # each other without a gap, so that a run of elements has a run of scales. Each
+    # Arrays are seen as one row, in the order of memory: rows of whole blocks follow
+    # each other without a gap, so the scales of a run of elements are a run, too. Each
     # program of the grid takes one run; the last one is masked.
     size = math.prod(part.shape)
     outputs = [program.outputs[i] for i in end.outputs]

@@ -39,10 +39,10 @@ def take_step(
     but with less memory traffic for leaves that `Split`, `low_bit_state` and
     `stochastic_rounding` store in few bits. On TPUs and GPUs the step of such a leaf
     runs in one kernel, which reads and writes each array once, in place. `tx` can be
-    any optimizer: its update is traced, and what is not computed element by element,
-    such as a global norm, is computed before the kernels. There are none outside of
-    `jit`, within `vmap` or `grad`, or if the update has effects, such as
-    `jax.debug.print`: a warning says so.
+    any optimizer: its update is traced, and whatever is not elementwise, such as a
+    global norm, is computed before the kernels. Outside of `jit`, within `vmap` or
+    `grad`, and if the update has effects, such as `jax.debug.print`, there are no
+    kernels, and a warning says so.
 
     A kernel is used in a program for one device, inside `jax.shard_map` over all axes
     of a mesh, and on sharded arrays if their types or `param_shardings` say how they

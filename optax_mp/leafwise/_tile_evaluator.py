@@ -22,11 +22,11 @@ from optax_mp.leafwise._kernel_evaluator import KernelEvaluator
 #     by one     abcd  bcde  cdef  ...              chosen with lane + 1
 #
 # After log2(block size) rotations the first lane of each block has the extreme
-# of its block; the other lanes have extremes across blocks, which nobody reads.
-# The scales of the tile are an array of their own, one lane for each block. So
-# lane k of it takes what is in lane k * block size of `part`. A gather along
-# lanes reaches 128 of them: hence the loop over groups of 128 columns, each of
-# which fills 128 / block size lanes and leaves the others as they are.
+# of its block; the other lanes have extremes across blocks, which are not used.
+# The scales of the tile are another array, with one lane for each block: lane k
+# of it takes the value in lane k * block size of `part`. A gather along lanes
+# reaches 128 of them, so a loop takes groups of 128 columns, and each group fills
+# 128 / block size lanes of the scales.
 
 LANES = 128
 

@@ -59,9 +59,9 @@ def run_end(
     """
     shape, block_size = part.shape, end.block_size or 32
     # Each program of the grid has a tile: some rows, and as many columns as have 128
-    # scales, or all. Mosaic brings the tiles of the next program while one computes.
-    # Inside, a loop takes the columns by chunks, so that what is computed in between
-    # fits into registers; scales stay whole, and are chosen together at the end.
+    # scales, or all. Mosaic copies the tiles of the next program while one computes.
+    # Inside, a loop takes the columns by chunks, so that intermediate values fit into
+    # registers. All scales of the tile are stored together at the end.
     *leading, height, width = shape
     rows = min(_ROWS, height)
     # As many columns as 128 scales are for, since those fill a register's lanes.
@@ -104,9 +104,9 @@ def run_end(
                 if not is_scales(end.reads[i]):
                     local[end.reads[i]] = hold(ref[:, pl.ds(first, chunk)])
             tile.run_all(program, end, local)
-            # Elements are stored at once. Of scales a chunk has less than a register
-            # has lanes. So the loop carries all scales of the tile, and each chunk sets
-            # its own; they are stored together at the end.
+            # Elements are stored at once. The scales of a chunk fill only a part of a
+            # register's lanes. So the loop carries all scales of the tile, each chunk
+            # sets its own, and they are stored at the end.
             scales = list(scales)
             for i, (value, ref) in enumerate(zip(outputs, made, strict=True)):
                 result = local[value]

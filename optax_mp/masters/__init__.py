@@ -2,11 +2,11 @@
 
 `mixed_precision` (`_transform.py`; one step of it is in `_step.py`) runs an optimizer
 on float32 masters of low-precision params. `MixedPrecisionState` (`_state.py`) holds
-the masters in the form that a storage gives them: `Storage` (`_storage.py`) says what
-one must do, `FullCopy` keeps the whole master, `Split` only the bits that a 16-bit
+the masters in the form of a storage: `Storage` (`_storage.py`) is its interface,
+`FullCopy` keeps the whole master, `Split` only the bits that a 16-bit
 param lacks. `master_params`, `replace_master_params` and `follow_params` (`_access.py`)
-read and change masters, wherever the state is nested. `_checks.py` has the errors for
-what does not belong together.
+read and change masters, wherever the state is nested. `_checks.py` raises if storage,
+state and params do not fit together.
 """
 
 from optax_mp.masters._access import (

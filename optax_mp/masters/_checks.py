@@ -65,7 +65,7 @@ def check_storable(
 
 def check_state(state: Any, storage: Storage) -> None:
     """Raise unless a state was made by `mixed_precision` with this storage."""
-    # Any subclass: each storage has one. Which one it is is the second question.
+    # Any subclass, because each storage has one.
     check_own_state(state, MixedPrecisionState, "mixed_precision")
     # By value: equal storages make states of the same type.
     if storage_of(state, "mixed_precision") != storage:
@@ -129,7 +129,7 @@ def check_master(
     where: str, master: Any, master_dtype: jnp.dtype, storage: Storage
 ) -> None:
     """Raise unless the decoded master of the param `where` has the expected dtype."""
-    # Only `decode` shows this: the type of the state does not say its `master_dtype`.
+    # The type of the state does not say the `master_dtype`, so decode a master.
     if master.dtype != master_dtype:
         raise ValueError(
             f"mixed_precision: the state keeps {describe(master)} as the master of "

@@ -1,4 +1,4 @@
-"""step_report: which leaves `take_step` computes in a kernel, and why others not."""
+"""step_report: which leaves `take_step` computes in a kernel, and why not others."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -99,11 +99,11 @@ def step_report(
     """Say which leaves `take_step` computes in a kernel on TPUs and GPUs.
 
     The step is traced as in `jax.jit`, and nothing is computed: descriptions of arrays
-    are enough. Where a reason stands, XLA computes the step. If the `params` given here
-    are sharded, that is the reason unless it is known how they are in `jit`.
+    are enough. A row without a kernel has the reason, and XLA computes that step.
+    Sharded `params` have a kernel only if their layout under `jit` is known.
 
-    What only a compiler knows is not in it: TPU v2 and v3 have no kernels, nor have
-    programs of `jax.export`; under `vmap` there are none.
+    The report cannot know the compiler's limits: TPU v2 and v3 have no kernels, nor
+    have programs of `jax.export` and steps under `vmap`.
 
     Args:
         tx: see `take_step`, as for the others.

@@ -4,9 +4,9 @@ A link of `optax.chain` cannot stop those that follow. It hands them negative ze
 numerically zero for every optimizer, and real gradients are hardly ever all negative
 zeros. If a later `mixed_precision` finds nothing but negative zeros, it skips the step.
 
-The search for the mark reads all gradients once more, and takes a collective where they
-are sharded. So optimizers look for it only from the first update of a link on, in this
-process. No other call to this package changes what a later one does. The page
+The search for the mark reads all gradients once more, and needs a collective if they
+are sharded. So optimizers search only after a link has run its first update in this
+process. No other call to this package changes the effect of a later one.
 docs/design/mark.md says what follows from that, and which other marks were tried.
 """
 

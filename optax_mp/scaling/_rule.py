@@ -20,7 +20,7 @@ SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 LARGEST_SCALE = 1 / SMALLEST_SCALE
 
 
-# What errors say of a setting, and the test of it. Other settings are scales.
+# For each setting, what errors say and how it is tested. Other settings are scales.
 _COUNT = "an integer greater than 0", lambda x: 1 <= x < math.inf and x == int(x)
 _GROWTH = "a finite number greater than 1", lambda x: 1 < x < math.inf
 _SCALE = (
@@ -85,7 +85,7 @@ class ScaleRule(NamedTuple):
 
 
 class ScaleCounters(NamedTuple):
-    """What the rule changes from step to step.
+    """The values that the rule changes from step to step.
 
     Attributes:
         scale: the loss scale, a float32 scalar.
@@ -106,7 +106,7 @@ def adjust(
     scale, finite_count, hysteresis_left = (
         jnp.where(finite, a, b) for a, b in zip(*after, strict=True)
     )
-    # Out of bounds only after a change of settings: in a run that goes on.
+    # Out of bounds only if a run goes on with other settings.
     scale = jnp.clip(scale, jnp.float32(rule.min_scale), jnp.float32(rule.max_scale))
     hysteresis_left = jnp.minimum(hysteresis_left, as_count(rule.hysteresis))
     return ScaleCounters(scale, finite_count, hysteresis_left)

@@ -47,8 +47,7 @@ class _LossScale:
 class NoOpLossScale(_LossScale):
     """No loss scaling, for code that expects a loss scale.
 
-    `scale` and `unscale` return what they are given, so the code computes what it would
-    without a loss scale.
+    `scale` and `unscale` return their argument.
 
     Example:
         >>> import optax_mp
