@@ -34,8 +34,8 @@ Choice = jax.Array | bool
 # Takes the state before the step and extra arguments for the optimizer within, and
 # returns (updates, state after it).
 StepFunction = Callable[[Any, dict[str, Any]], tuple[Any, Any]]
-# The extra argument that tells a step whether it is taken. Transforms hand unknown extra
-# arguments on, so it is passed only to optimizers that read it.
+# The extra argument that tells a step whether it is taken. Transforms hand on unknown
+# arguments, so it is passed only to optimizers that read it.
 PROCEED = "optax_mp_proceed"
 # The states of chains and groups, which hand it on.
 _PARTED = (tuple, dict, optax.PartitionState, optax.MaskedState)

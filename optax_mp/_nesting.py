@@ -106,8 +106,11 @@ def _check_before(before: tuple[Any, ...], link: Any, where: str) -> None:
             f"{where} a chain with a loss scale after `mixed_precision`, which divides "
             f"the updates by the scale, expected it before; {_WRAP_ALL}."
         )
-    # Transforms such as clipping keep no state.
-    if scales and any(isinstance(x, optax.EmptyState) for x in before):
+    # Transforms such as clipping keep no state. What has one may be the optimizer of
+    # another model, but not before a link.
+    others = [x for x in before if not _is_chain(x)]
+    others = [x for x in others if not isinstance(x, optax.MonitorState)]
+    if scales and any(any(are_links) or not jax.tree.leaves(x) for x in others):
         warn(
             f"{where} a chain with a transform before a loss scale. The transform, "
             "such as clipping, sees gradients that are still scaled; put it inside, as "

@@ -151,4 +151,6 @@ def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params
         update = or_no_change(update, param)
         return param if is_absent(update) else optax.apply_updates(param, update)
 
-    return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
+    # It adds float32 updates to 16-bit params, and casts back.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)

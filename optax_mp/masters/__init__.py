@@ -6,8 +6,7 @@ the masters in the form of a storage: `Storage` (`_storage.py`) is its interface
 `FullCopy` keeps the whole master, `Split` only the bits that a 16-bit
 param lacks. `master_params`, `replace_master_params` and `follow_params` (`_access.py`)
 read and change masters, wherever the state is nested. `_checks.py` raises if storage,
-state and params do not fit together; `_param_dtype.py` reads the dtypes that users
-declare for their params.
+state and params do not fit together.
 """
 
 from optax_mp.masters._access import (
@@ -15,10 +14,9 @@ from optax_mp.masters._access import (
     master_params,
     replace_master_params,
 )
-from optax_mp.masters._full_copy import FullCopy
 from optax_mp.masters._split import Split
 from optax_mp.masters._state import MixedPrecisionState
-from optax_mp.masters._storage import Storage
+from optax_mp.masters._storage import FullCopy, Storage
 from optax_mp.masters._transform import mixed_precision
 
 __all__ = [

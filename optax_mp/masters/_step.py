@@ -28,11 +28,10 @@ from optax_mp._inner import (
     or_no_change,
 )
 from optax_mp._leaves import Leaves, is_absent
+from optax_mp._policy import DTypeRule
 from optax_mp._tree import is_floating, is_inexact, spell
 from optax_mp.masters._checks import check_master, check_param, check_state
-from optax_mp.masters._full_copy import FullCopy
-from optax_mp.masters._param_dtype import DTypeRule
-from optax_mp.masters._storage import Storage, as_own_arrays
+from optax_mp.masters._storage import FullCopy, Storage, as_own_arrays
 
 
 class Settings(NamedTuple):

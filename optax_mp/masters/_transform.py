@@ -18,15 +18,18 @@ from optax_mp._inner import (
     warn_of_gradients,
 )
 from optax_mp._leaves import Leaves
-from optax_mp._policy import Policy, warn_unmatched_patterns
+from optax_mp._policy import (
+    DeclaredDType,
+    Policy,
+    read_param_dtype,
+    warn_unmatched_patterns,
+)
 from optax_mp._tree import spell
 from optax_mp.leafwise._update import leafwise_update
 from optax_mp.masters._checks import check_storable
-from optax_mp.masters._full_copy import FullCopy
-from optax_mp.masters._param_dtype import DeclaredDType, read_param_dtype
 from optax_mp.masters._state import MixedPrecisionState, state_type
 from optax_mp.masters._step import Settings, Step
-from optax_mp.masters._storage import Storage, check_storage, store
+from optax_mp.masters._storage import FullCopy, Storage, check_storage, store
 from optax_mp.scaling._mark import is_unmarked
 
 _CALLER = "mixed_precision"

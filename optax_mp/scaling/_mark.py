@@ -6,17 +6,8 @@ zeros. If a later `mixed_precision` finds nothing but negative zeros, it skips t
 
 The search for the mark reads all gradients once more, and needs a collective if they
 are sharded. So optimizers search only after a link has run its first update in this
-process. No other call to this package changes the effect of a later one. This means:
-
-- A program without a link that was traced before does not search: put link and
-  optimizer into one chain.
-- Afterwards, gradients that happen to be all negative zeros are a skipped step.
-
-No mark without these limits is known. To read only a few elements of each leaf needs a
-collective, too; small leaves alone may have zero gradients in a step in which others do
-not. A choice for each element costs nothing, but real gradients have single negative
-zeros, and step counts need one answer. A NaN with a certain payload, or another value
-than zero, would change the state of every optimizer that does not know the mark.
+process. No other call to this package changes the effect of a later one.
+docs/design/mark.md says what follows from that, and which other marks were tried.
 """
 
 import threading

@@ -39,16 +39,20 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def check_settings(caller: str, **settings: Any) -> None:
-    """Raise an error that names the first setting out of range, of those not traced."""
+    """Raise an error that names the first setting out of range."""
     for name, value in settings.items():
-        if not is_traced(value):
-            check_number(f"{caller}: `{name}`", value, *_RANGES.get(name, _SCALE))
+        check_number(f"{caller}: `{name}`", value, *_RANGES.get(name, _SCALE))
 
 
 def check_number(
     argument: str, value: Any, expected: str, accept: Callable[[float], bool]
 ) -> None:
     """Raise an error that says what is `expected`, unless `value` is acceptable."""
+    if is_traced(value):
+        raise TypeError(
+            f"{argument} is traced ({describe(value)}), expected {expected}, known "
+            "before the step; name it in `static_args` of `optax.inject_hyperparams`."
+        )
     is_scalar = not is_array(value) or value.shape == ()
     if isinstance(value, str) or not hasattr(value, "__float__") or not is_scalar:
         raise TypeError(f"{argument} is {describe(value)}, expected {expected}.")
