@@ -225,7 +225,7 @@ def _check_state(state: Any, code_format: CodeFormat) -> None:
 def _quantize_slot(slot: Any, code: Code) -> Any:
     """Return an array of a state in codes; both codes and scales in boxes like its own.
 
-    A box that takes no array of another shape keeps all of it in bfloat16.
+    If a box takes no array of another shape, the array is stored in bfloat16.
     """
     leaf = unbox(slot)
     zeros = quantized_zeros(leaf, code)
@@ -243,7 +243,7 @@ def _quantize_slot(slot: Any, code: Code) -> Any:
 
 
 def _quantize_again(after: PyTree, state: LowBitState, seed: int | None) -> PyTree:
-    """Return the new inner state, quantized where that in `state` is."""
+    """Return the new inner state, quantized where the one in `state` is."""
     # By path: a state may gain leaves at the first step, as that of `optax.monitor`.
     nodes = tree_leaves_with_path(state.inner_state, is_leaf=is_quantized)
     old = {path: node for path, node in nodes if is_quantized(node)}
