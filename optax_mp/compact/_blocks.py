@@ -27,11 +27,11 @@ _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
 def choose_axis(shape: tuple[int, ...], block_size: int) -> int:
     """Return the axis of the blocks of an array, counted from the end."""
-    # Take the last axis of at least 4 blocks: neighbours there are most alike, as in a
-    # row of an embedding, and kernels need the last axis, which has 128 elements in the
-    # heads of many transformers. If no axis is as long, take the longest: several
-    # devices would cut the blocks of a shorter one. The choice depends on the shape
-    # alone, so that a run can go on with arrays that are sharded in another way.
+    # Along the last axis of at least 4 blocks, because neighbours there are most alike,
+    # as in one row of an embedding, and kernels are for the last axis, which has 128
+    # elements in the heads of many transformers. If none is as long, along the longest:
+    # devices that share a shorter one would have parts of blocks. By the shape alone,
+    # so that a run can go on with arrays that are sharded in another way.
     axis = max(range(len(shape)), key=lambda i: (min(shape[i], 4 * block_size), i))
     return axis - len(shape)
 

@@ -65,14 +65,12 @@ def test_the_reference_lists_every_page():
     assert {page.stem for page in PAGES} <= set(listed)
 
 
-SHORT = [
-    ROOT / "README.md",
-    ROOT / "docs" / "porting.md",
-    *sorted((ROOT / "docs" / "guide").glob("*.md")),
-]
+SHORT = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", SHORT, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [*SHORT, ROOT / "docs" / "porting.md"], ids=lambda page: page.stem
+)
 def test_a_page_for_users_has_900_words_without_code(page):
     text = re.sub(
         r"```.*?```|<!--.*?-->|\]\(.*?\)", "", page.read_text(), flags=re.DOTALL
