@@ -3,6 +3,7 @@
 Leaves are compared name by name.
 """
 
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -131,25 +132,19 @@ def differences(saved: NamedLeaves, expected: NamedLeaves) -> list[str]:
 
     Those that a restore would not raise for come first.
     """
-    missing = [
-        f"{spell(path)} was not saved, the template expects {describe(leaf)}"
-        for names, (path, leaf) in expected.items()
-        if names not in saved
-    ]
+    changed, missing = [], []
+    for names, (path, want) in expected.items():
+        wanted = f"the template expects {describe(want)}"
+        if names not in saved:
+            missing.append(f"{spell(path)} was not saved, {wanted}")
+        elif consequence := _consequence(leaf := saved[names][1], want, names):
+            was = f"{spell(path)} was saved as {describe(leaf)}"
+            changed.append(f"{was}, {wanted}: {consequence}")
     additional = [
         f"{spell(path)} was saved as {describe(leaf)}, the template has no such leaf"
         for names, (path, leaf) in saved.items()
         if names not in expected
     ]
-    changed = []
-    for names in (names for names in expected if names in saved):
-        (path, want), (_, leaf) = expected[names], saved[names]
-        consequence = _consequence(leaf, want, names)
-        if consequence:
-            changed.append(
-                f"{spell(path)} was saved as {describe(leaf)}, the template expects "
-                f"{describe(want)}: {consequence}"
-            )
     return [*_shorten(changed), *_shorten(missing), *_shorten(additional)]
 
 
@@ -160,7 +155,9 @@ def _shorten(lines: list[str]) -> list[str]:
 
 def _consequence(leaf: Any, want: Any, names: PathNames) -> str:
     """Return what a restore would do to a leaf; an empty string if nothing is wrong."""
-    leaf, want = _without_key_type(leaf, want), _without_key_type(want, leaf)
+    if is_key(leaf) != is_key(want):
+        key_data = partial(jax.eval_shape, jax.random.key_data)
+        leaf, want = (key_data(x) if is_key(x) else x for x in (leaf, want))
     if tuple(getattr(leaf, "shape", ())) != tuple(getattr(want, "shape", ())):
         return "another shape"
     if not (is_array(leaf) and is_array(want)) or leaf.dtype == want.dtype:
@@ -182,10 +179,3 @@ def _consequence(leaf: Any, want: Any, names: PathNames) -> str:
 def is_key(x: Any) -> bool:
     """Return whether `x` is an array of typed PRNG keys."""
     return is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _without_key_type(leaf: Any, other: Any) -> Any:
-    """Return the data of a PRNG key if the other leaf is not a key."""
-    if is_key(leaf) and not is_key(other):
-        return jax.eval_shape(jax.random.key_data, leaf)
-    return leaf

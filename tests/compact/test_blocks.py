@@ -1,7 +1,6 @@
 """Codes and scales, against a block quantizer in NumPy."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from comparison import as_bits
 from reference import block_axis, block_codes, block_scales, block_share, block_values
-from slow_cases import mostly_slow
 
 from optax_mp._quantized import Code
 from optax_mp.compact import _blocks
@@ -21,19 +19,12 @@ SHAPES = [
     (64,),
     (100,),  # a last block that is not full
     (5,),  # less than a block
-    (1,),
     (40, 64),
     (40, 33),
     (64, 5),  # only the first axis fills a block
     (7, 5),  # none does: the longest
-    (7, 7),
     (3, 3, 40, 2),  # convolutions: height, width, input, output
-    (3, 3, 8, 64),
-    (5, 5, 3, 4),
-    (1, 96),
-    (96, 1),
     (1, 70, 1),
-    (1, 1),
 ]
 
 
@@ -100,11 +91,12 @@ def worst_error(x, scale, dtype, spread=0.5):
             marks=()
             if shape == (40, 64)
             or (dtype == "int8" and shape in ((100,), (5,), (64, 5), (3, 3, 40, 2)))
-            or (dtype == "uint16" and shape in ((40, 33), (7, 7)))
+            or (dtype == "uint16" and shape == (40, 33))
             else pytest.mark.slow,
         )
         for shape in SHAPES
         for dtype in ("int8", "uint8", "int16", "uint16")
+        if dtype == "int8" or len(shape) == 2
     ],
 )
 def test_codes_and_scales_are_those_of_the_reference(shape, dtype):
@@ -122,20 +114,6 @@ def test_codes_and_scales_are_those_of_the_reference(shape, dtype):
     back = np.asarray(decode(got), np.float64)
     np.testing.assert_allclose(back, block_values(got.codes, each), rtol=1e-6)
     assert (np.abs(back - x) <= worst_error(x, each, dtype)).all()
-
-
-@mostly_slow(
-    ("shape", "block_size"),
-    itertools.product([(100,), (3, 3, 40, 2)], [1, 2, 8, 64, 4096]),
-    lambda shape, block_size: len(shape) == 4 and block_size in (1, 8, 4096),
-)
-def test_other_block_sizes_are_those_of_the_reference(shape, block_size):
-    x = values(shape)
-    got = jax.device_get(encode(x, "int8", block_size))
-    scales, each = block_scales(x, block_size)
-    assert as_bits(got.scales) == as_bits(scales)
-    np.testing.assert_array_equal(got.codes, block_codes(x, each, "int8"))
-    np.testing.assert_allclose(decode(got), block_values(got.codes, each), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -250,40 +228,6 @@ def test_blocks_that_were_never_negative_stay_positive_in_signed_codes(
 
 
 @EVERY_FORM
-def test_nearest_codes_settle_and_do_not_shrink(dtype):
-    """Encoding again and again, as the state of a skipped step is."""
-    x = values((40, 64), dtype)
-    start = np.asarray(decode(encode(x, dtype)), np.float64)
-    back = x
-    for _ in range(20):
-        before, back = back, decode(encode(back, dtype))
-    np.testing.assert_array_equal(before, back)
-    _, each = block_scales(x, 32)
-    moved = np.abs(np.asarray(back, np.float64) - start)
-    assert (moved <= 3 * worst_error(start, each, dtype)).all()
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8"])
-@pytest.mark.parametrize("shape", [(100,), (40, 33), (100, 3)], ids=str)
-def test_padding_never_leaks(shape, dtype):
-    """The last block, which is not full, is that of its values alone."""
-    axis = block_axis(shape, 32)
-    x = np.moveaxis(values(shape, dtype), axis, -1)
-    full = x.shape[-1] // 32 * 32
-    # Of a size that any value from elsewhere would spoil.
-    x[..., full:] *= np.float32(1e-20)
-    got = jax.tree.map(np.asarray, encode(np.moveaxis(x, -1, axis), dtype))
-    codes, scales = (np.moveaxis(leaf, axis, -1) for leaf in got)
-    rest = x[..., full:]
-    for at in np.ndindex(rest.shape[:-1]):
-        want, each = block_scales(rest[at], 32)
-        assert as_bits(scales[at][-1:]) == as_bits(want)
-        np.testing.assert_array_equal(
-            codes[at][full:], block_codes(rest[at], each, dtype)
-        )
-
-
-@EVERY_FORM
 def test_stochastic_rounding_takes_one_of_two_neighbours(dtype):
     x = values((40, 64), dtype)
     _, each = block_scales(x, 32)
@@ -338,16 +282,11 @@ def test_a_16_bit_float_has_no_scales(dtype):
     np.testing.assert_array_equal(once.codes, got.codes)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint16"])
-def test_vmap_encodes_each_as_alone(dtype):
-    x = values((3, 40, 33), dtype)
-    key = rounding_key(5)
-
-    def alone(x):
-        form = quantized_zeros(x, jnp.dtype(dtype), 32)
-        return quantize(x, had_all_signs(form), key)
-
-    together = jax.jit(jax.vmap(alone))(x)
-    for i in range(3):
-        one = jax.tree.map(lambda leaf, i=i: leaf[i], together)
-        assert as_bits(one) == as_bits(jax.jit(alone)(x[i]))
+@pytest.mark.parametrize("block_size", [1, 8, 4096])
+def test_other_block_sizes_are_those_of_the_reference(block_size):
+    x = values((3, 3, 40, 2))
+    got = jax.device_get(encode(x, "int8", block_size))
+    scales, each = block_scales(x, block_size)
+    assert as_bits(got.scales) == as_bits(scales)
+    np.testing.assert_array_equal(got.codes, block_codes(x, each, "int8"))
+    np.testing.assert_allclose(decode(got), block_values(got.codes, each), rtol=1e-6)

@@ -5,8 +5,8 @@ As a script it searches: `python tests/support/random_programs.py --cases 10000`
 
 import argparse
 import collections
-import contextlib
 import dataclasses
+import importlib.util
 import threading
 import time
 import traceback
@@ -64,7 +64,8 @@ class Holder:
 
 
 def named(x):
-    haliax = __import__("haliax")
+    with warnings.catch_warnings(action="ignore"):
+        haliax = importlib.import_module("haliax")
     return haliax.named(x, tuple(f"axis{i}" for i in range(np.ndim(x))))
 
 
@@ -77,9 +78,7 @@ BOXES = {
     "holder": Holder,
     "some": lambda x: Holder(x) if np.ndim(x) else x,
 }
-with contextlib.suppress(ImportError):
-    import haliax  # noqa: F401
-
+if importlib.util.find_spec("haliax"):
     BOXES["haliax"] = named
 
 SCALED = {

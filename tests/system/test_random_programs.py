@@ -7,13 +7,15 @@ import pytest
 
 import optax_mp
 
-for name in ("hypothesis", "equinox", "flax"):
-    pytest.importorskip(name)
+pytest.importorskip("equinox")
+pytest.importorskip("flax")
+pytest.importorskip("hypothesis")
 
 from random_programs import check, programs
 from test_random_trees import examples
 
 
+@pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")
 @examples(3, 20, programs())
 def test_boxes_and_ways_change_nothing(program):
     check(program, values=3)
