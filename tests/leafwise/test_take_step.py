@@ -66,7 +66,7 @@ ON_GPUS = {"5.1 bytes", "16 bits", "stochastic rounding", "float16"}
 # the params anew, so that the last place of any sum shows.
 CODES = {"madgrad": 3e-3}
 # No block divides them; several rows of blocks; other ranks; small and empty ones.
-SHAPES = [(40, 300), (33, 4200), (2, 17, 256), (2, 2, 32, 130), (70,), (), (0, 4)]
+SHAPES = [(40, 384), (33, 4224), (2, 17, 256), (2, 2, 32, 130), (70,), (), (0, 4)]
 
 
 def random_tree(seed, dtype="bfloat16", scale=1.0, shapes=SHAPES):
@@ -227,7 +227,7 @@ def test_masters_of_many_equal_leaves_are_those_of_float32():
 def test_a_kernel_reads_gradients_as_they_were_before_they_were_widened(platform):
     """A loop's float32 gradients take no memory if they came from 16 bits."""
     tx = FORMS["loss scale"]()
-    params, slopes = (random_tree(i, shapes=[(40, 320)]) for i in (0, 1))
+    params, slopes = (random_tree(i, shapes=[(40, 384)]) for i in (0, 1))
 
     def loss(params):
         return (slopes["p0"] * params["p0"]).sum()
