@@ -91,9 +91,7 @@ def killed_again_and_again(directory, steps, kills):
     for i in range(kills):
         step = (i + 1) * BETWEEN_KILLS + chance.randrange(SAVE_EVERY)
         kill_at = (
-            within_a_save(step, checkpoints)
-            if i % 2
-            else at_a_moment(step, chance)
+            within_a_save(step, checkpoints) if i % 2 else at_a_moment(step, chance)
         )
         lives.append(live(directory, steps, kill_at))
         died_in_a_save += bool(unfinished(checkpoints))
