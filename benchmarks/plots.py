@@ -21,6 +21,7 @@ COLOURS = {
     "#009E73": ("Split", "split"),
     "#D55E00": (
         "naive",
+        "plain bf16",
         "plain optax, bfloat16",
         "plain optax on bfloat16",
         "cast once",
@@ -287,28 +288,87 @@ def draw_with_band(
     panel.plot(steps, mean_of(curves), **style, label=label)
 
 
-def draw_characters(figure: Any, records: Records) -> None:
-    """How far over float32 the forms of the character model are on the way."""
-    panel = figure.subplots()
-    (rows,) = records["characters"].tables.values()
-    first, *others = [row for row in rows if not row["form"].startswith("Muon")]
-    float32 = dict(zip(first["seeds"], first["curve"], strict=True))
-    for row in others:
-        gaps = [
-            smooth([a - b for a, b in zip(curve, float32[seed], strict=True)], 0.9)
-            for seed, curve in zip(row["seeds"], row["curve"], strict=True)
-        ]
-        steps = [1, *(25 * (i + 1) for i in range(len(gaps[0]) - 1))]
-        style = style_of(row["form"].partition(",")[0])
-        style |= {"f16": {"ls": "--"}, "amp": {"color": "black", "ls": ":"}}.get(
-            row["form"][:3], {}
+def draw_finetune(figure: Any, records: Records) -> None:
+    """How far over float32 the forms are at the gates: all, and without plain bf16."""
+    everything, near = figure.subplots(1, 2)
+    rows = records["finetune"].tables[AT_GATES]
+    for place, row in enumerate(rows):
+        steps = [int(column) for column in row if column != "form"]
+        means, halves = zip(
+            *(mean_and_half(row[str(step)]) for step in steps), strict=True
         )
-        label = f"{row['form']}: {record.cell('above float32', row['above float32'])}"
-        draw_with_band(panel, steps, gaps, label, style)
-    panel.axhline(0, color="0.5", lw=1)
-    panel.set(xlabel="training step", ylabel="loss above float32's (smoothed)")
-    title = "held-out loss above float32's, at the end"
-    figure.legend(loc="outside lower center", ncols=3, title=title)
+        style = style_of(row["form"]) | MARKERS[place]
+        everything.plot(steps, means, **style, label=row["form"])
+        if row["form"] == "plain bf16":
+            continue
+        # Side by side, so that the intervals do not hide each other.
+        beside = [step + 12 * (place - len(rows) / 2) for step in steps]
+        near.errorbar(beside, means, halves, elinewidth=1, **style)
+    for panel in (everything, near):
+        panel.axhline(0, color="0.5", lw=1, zorder=0)
+        panel.set(xlabel="step of fine-tuning")
+    everything.set(ylabel="training loss above float32's", title="all forms")
+    near.set(title="all but plain bf16, with 95% intervals")
+    figure.legend(loc="outside lower center", ncols=5, fontsize=8)
+
+
+AT_GATES = "trailing training loss above float32's, at each gate"
+MARKERS = [
+    {"marker": marker, "ms": 4, "ls": line, "lw": 1.2}
+    for line, markers in (("-", "os^v"), ("--", "Dphx"), (":", "<>"))
+    for marker in markers
+]
+
+
+def mean_and_half(cell: str) -> tuple[float, float]:
+    """Return the numbers of "mean ± half width of the interval"."""
+    mean, _, half = cell.partition(" ± ")
+    return float(mean), float(half or "0")
+
+
+def draw_ablations(figure: Any, records: Records) -> None:
+    """What is lost without each protection, against the form that has it."""
+    panel = figure.subplots()
+    rows = [row for row in records["ablations"].rows if row["with"]]
+    for place, row in enumerate(rows):
+        if row["code, above"] == record.NOT_FINITE:
+            panel.text(0, place, " NaN", va="center")
+            continue
+        mean, half = mean_and_half(row["code, above"])
+        panel.errorbar(mean, place, xerr=half, fmt="o", color=colour_of(row["without"]))
+        panel.annotate(
+            f"{mean:+.4f}", (mean, place), xytext=(0, 5), textcoords="offset points",
+            ha="center", fontsize=7,
+        )  # fmt: skip
+    panel.set_yticks(range(len(rows)), [row["without"] for row in rows])
+    panel.axvline(0, color="0.5", lw=1, zorder=0)
+    panel.set_xscale("symlog", linthresh=1e-3)
+    panel.margins(y=0.1)
+    panel.invert_yaxis()
+    panel.set_xlabel(
+        "held-out loss above that of the form with the protection (symlog)"
+    )
+
+
+def draw_failures(figure: Any, records: Records) -> None:
+    """Rows that few batches touch, and updates under half a unit by learning rate."""
+    rare, tail = figure.subplots(1, 2)
+    tables = list(records["failures"].tables.values())
+    for place, row in enumerate(tables[0]):
+        name, *cells = row.values()
+        style = style_of(name) | MARKERS[place]
+        rare.plot(list(row)[1:], [float(cell) for cell in cells], **style, label=name)
+    rare.set(ylabel="distance left to the goal", title="rows of an embedding")
+    rare.tick_params(axis="x", labelsize=7)
+    rare.set_xlabel("how often a batch had the token")
+    rare.legend(fontsize=6)
+    rates = [float(row["learning rate"]) for row in tables[-1]]
+    for column, marker in (("stalled", "o"), ("predicted", "--")):
+        shares = [float(row[column].rstrip("%")) for row in tables[-1]]
+        tail.semilogx(rates, shares, marker, color="#D55E00", label=column)
+    tail.set(xlabel="learning rate of Adam", title="updates under half a bf16 unit")
+    tail.set(ylabel="% of updates")
+    tail.legend()
 
 
 def draw_accelerators(figure: Any, records: Records) -> None:
@@ -364,7 +424,9 @@ PLOTS: dict[str, tuple[float, Draw]] = {
     "stall": (3.2, draw_stall),
     "convergence": (3.2, draw_convergence),
     "demo": (3.6, draw_demo),
-    "characters": (3.6, draw_characters),
+    "finetune": (3.8, draw_finetune),
+    "ablations": (3.6, draw_ablations),
+    "failures": (3.4, draw_failures),
     "step_time": (4.2, draw_step_time),
     "memory": (3.4, draw_memory),
     "accelerators": (5.2, draw_accelerators),

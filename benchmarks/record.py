@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -140,9 +141,19 @@ def finish(
     """Write the record of this run, if a path is given."""
     if path is None:
         return
-    versions = {name: metadata.version(name) for name in packages}
+    versions = {name: metadata.version(name) for name in packages} | commit()
     date = time.strftime("%Y-%m-%d")
     write(path, Record(date, machine, versions, this_command(), tables))
+
+
+def commit() -> dict[str, str]:
+    """Return the commit that is checked out, if this is a checkout."""
+    command = ["git", "-C", str(RESULTS), "rev-parse", "--short=10", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    return {"commit": found.stdout.strip()}
 
 
 def this_command() -> str:

@@ -8,6 +8,7 @@ FOLDER = Path(__file__).parents[1] / "examples" / "demo"
 sys.path.append(str(FOLDER))
 
 from model import (
+    HELD_OUT_WINDOWS,
     LossFunction,
     Settings,
     attention,
@@ -25,6 +26,8 @@ from train import (
     is_matrix,
     make_adamw,
     make_schedule,
+    make_steps,
+    scaled,
     train,
     unscaled_value_and_grad,
 )

@@ -1,13 +1,15 @@
 """Whole training steps of a language model, compiled for TPUs and GPUs not here.
 
     python benchmarks/training_step.py                            # small, in minutes
-    python benchmarks/training_step.py --size 1.3B --targets v5e,h100  # an hour or more
+    python benchmarks/training_step.py --size 1.3B --targets v5e,h100  # half an hour
     python benchmarks/training_step.py --size 7B --devices 8 --remat dots --json FILE
+    python benchmarks/training_step.py --size uneven --layouts "columns;both"
 
 A decoder whose layers are stacked and scanned, with float32 norms; the step is forward,
 backward, clipping by the global norm, AdamW with a decay mask and a schedule. Nothing
 is run: `pip install 'optax_mp[accelerators]'` brings the compilers. On eight devices
-params and state are sharded (FSDP), and so is the batch.
+params, state and batch are sharded: FSDP by rows or columns, or by rows with tensor
+parallelism of two by columns.
 
 Gigabytes are per device. "peak" is all that the step holds: params, state, batch and
 temporaries, in which the gradients are. "moved" is to and from its main memory.
@@ -17,6 +19,7 @@ in the scan over layers count once.
 
 import argparse
 import functools
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -58,6 +61,13 @@ SIZES = {
     "1.3B": Size(24, 2048, 8192, 16),
     "2.7B": Size(32, 2560, 10240, 32),
     "7B": Size(32, 4096, 16384, 32),
+    # Eight devices have no whole blocks of these columns, and no equal share of words.
+    "uneven": Size(24, 2048, 5504, 16, 50257),
+}
+LAYOUTS: dict[str, tuple[dict[str, int], PartitionSpec]] = {
+    "rows": ({"data": 8}, PartitionSpec("data")),
+    "columns": ({"data": 8}, PartitionSpec(None, "data")),
+    "both": ({"data": 4, "model": 2}, PartitionSpec("data", "model")),
 }
 TARGETS = {"v5e": "TPU v5e", "v6e": "TPU v6e", "v5p": "TPU v5p", "h100": "H100"}
 # What the backward pass keeps, besides what is carried from layer to layer.
@@ -127,8 +137,12 @@ def adamw() -> optax.GradientTransformation:
     decay = functools.partial(
         jax.tree_util.tree_map_with_path, lambda path, _: "norm" not in str(path)
     )
-    chain = optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=decay)
-    return optax.chain(optax.clip_by_global_norm(1.0), chain)
+
+    def make(learning_rate: Any) -> optax.GradientTransformation:
+        rule = optax.adamw(learning_rate, b2=0.95, weight_decay=0.1, mask=decay)
+        return optax.chain(optax.clip_by_global_norm(1.0), rule)
+
+    return optax.inject_hyperparams(make)(learning_rate=rate)
 
 
 # The forms
@@ -165,12 +179,14 @@ class Form:
         dtype: the dtype of products.
         make: makes the transformation.
         way: "tx.update", "take_step" or "by hand".
+        amp: the dtype in which `amp` computes the loss, if it does.
     """
 
     param_dtype: str
     dtype: str
     make: Callable[[], optax.GradientTransformation]
     way: str = "tx.update"
+    amp: str | None = None
 
 
 OURS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -190,6 +206,14 @@ FORMS = {
     for scale in ("", ", loss scale")
     for way in ("tx.update", "take_step")
 }
+# To be compared with "float32 params, bf16 products" and "masters, tx.update".
+FORMS |= {
+    f"amp {words}, {params} params": Form(
+        dtype, F32, OURS["masters"] if dtype == BF16 else adamw, amp=amp
+    )
+    for words, amp in (("bf16", BF16), ("float8", "float8_e4m3fn"))
+    for params, dtype in (("float32", F32), ("bf16", BF16))
+}
 
 
 # What is measured
@@ -204,12 +228,21 @@ def devices_of(target: str, count: int) -> list[Any]:
     return topology.devices[:count]
 
 
-def measure(name: str, target: str, count: int, size: Size, remat: str) -> record.Row:
+def mesh_of(target: str, count: int, layout: str) -> tuple[Mesh, PartitionSpec]:
+    """Return the devices, and how a matrix is sharded over them."""
+    axes, spec = LAYOUTS[layout] if count > 1 else ({"data": 1}, PartitionSpec())
+    devices = np.array(devices_of(target, count)).reshape(tuple(axes.values()))
+    return Mesh(devices, tuple(axes)), spec
+
+
+def measure(
+    name: str, target: str, count: int, layout: str, size: Size, remat: str
+) -> record.Row:
     """Return what a step of a form needs, moves and sends."""
     form = FORMS[name]
     params = init(size, form.param_dtype)
     began = time.perf_counter()
-    lowered, grads = lower(form, params, target, count, size, remat)
+    lowered, grads = lower(form, params, *mesh_of(target, count, layout), size, remat)
     traced = time.perf_counter()
     compiled = lowered.compile()
     done = time.perf_counter()
@@ -233,12 +266,13 @@ def measure(name: str, target: str, count: int, size: Size, remat: str) -> recor
 
 
 def lower(
-    form: Form, params: Any, target: str, count: int, size: Size, remat: str
+    form: Form, params: Any, mesh: Mesh, spec: PartitionSpec, size: Size, remat: str
 ) -> tuple[Any, int]:
     """Return the lowered step, and the bytes of its gradients."""
-    mesh = Mesh(np.array(devices_of(target, count)), ("devices",))
-    rows, whole = (NamedSharding(mesh, PartitionSpec(*x)) for x in (("devices",), ()))
-    shardings = jax.tree_util.tree_map_with_path(functools.partial(shard, mesh), params)
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*x)) for x in (("data",), ()))
+    shardings = jax.tree_util.tree_map_with_path(
+        functools.partial(shard, mesh, spec), params
+    )
     tx = form.make()
     if form.way == "by hand":
         inner = optax_mp.state_shardings(adamw(), params, shardings)
@@ -252,6 +286,8 @@ def lower(
         remat=remat,
         cut=lambda x: jax.lax.with_sharding_constraint(x, rows),
     )
+    if form.amp:
+        fun = optax_mp.amp(fun, compute_dtype=form.amp)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         value, grads = optax_mp.value_and_grad(fun)(state, params, tokens)
@@ -267,7 +303,8 @@ def lower(
             value,
         )
 
-    tokens = jax.ShapeDtypeStruct((size.batch * count, size.length + 1), jnp.int32)
+    batch = size.batch * mesh.shape["data"]
+    tokens = jax.ShapeDtypeStruct((batch, size.length + 1), jnp.int32)
     args = params, jax.eval_shape(tx.init, params), tokens
     placed = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -276,17 +313,23 @@ def lower(
     )
     out = shardings, state_shardings, whole
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
-    with accelerators.lowering_for("gpu" if target == "h100" else "tpu"):
+    with accelerators.lowering_for(mesh.devices.flat[0].platform):
         lowered = jitted.lower(*placed)
     _, grads = jax.eval_shape(optax_mp.value_and_grad(fun), args[1], params, tokens)
     return lowered, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(grads))
 
 
-def shard(mesh: Mesh, path: Any, leaf: Any) -> NamedSharding:
-    """Return the sharding of a param: by its rows, those of each layer if stacked."""
-    rows = (None, "devices") if len(leaf.shape) == 3 else ("devices",)
-    is_norm = "norm" in str(path)
-    return NamedSharding(mesh, PartitionSpec(*() if is_norm else rows))
+def shard(mesh: Mesh, spec: PartitionSpec, path: Any, leaf: Any) -> NamedSharding:
+    """Return the sharding of a param: norms are whole, stacked layers not cut."""
+    stacked = (None,) * (len(leaf.shape) - 2)
+    if "norm" in str(path):
+        spec = PartitionSpec()
+    elif any(
+        name and size % mesh.shape[name]
+        for name, size in zip(spec, leaf.shape[-2:], strict=False)
+    ):
+        spec = PartitionSpec(None, "data")  # words that do not divide
+    return NamedSharding(mesh, PartitionSpec(*stacked, *spec) if spec else spec)
 
 
 def count_kernels(text: str) -> int:
@@ -313,23 +356,27 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--targets", default=",".join(TARGETS), help="some of them")
     parser.add_argument("--devices", default="1,8", help="how many")
+    parser.add_argument("--layouts", default="rows", help="some, separated by ;")
     parser.add_argument("--remat", choices=REMAT, default="full")
     parser.add_argument("--forms", default="", help="some, by how their names begin")
     record.add_option(parser)
     args = parser.parse_args()
     starts = tuple(args.forms.split(";"))
+    counts = map(int, args.devices.split(","))
     tables: record.Tables = {}
-    for target in args.targets.split(","):
-        for count in map(int, args.devices.split(",")):
-            title = f"{args.size}, remat {args.remat}, {count} x {TARGETS[target]}"
-            for name in (x for x in FORMS if x.startswith(starts)):
-                row = measure(name, target, count, SIZES[args.size], args.remat)
-                tables.setdefault(title, []).append(row)
-                print(title, row, flush=True)
-                # At once, so that an interrupted run keeps what it has.
-                record.finish(
-                    args.json, tables, accelerators.MACHINE, accelerators.PACKAGES
-                )
+    for target, count, layout in itertools.product(
+        args.targets.split(","), counts, args.layouts.split(";")
+    ):
+        title = f"{args.size}, remat {args.remat}, {count} x {TARGETS[target]}"
+        title += f", sharded by {layout}" if count > 1 else ""
+        for name in (x for x in FORMS if x.startswith(starts)):
+            row = measure(name, target, count, layout, SIZES[args.size], args.remat)
+            tables.setdefault(title, []).append(row)
+            print(title, row, flush=True)
+            # At once, so that an interrupted run keeps what it has.
+            record.finish(
+                args.json, tables, accelerators.MACHINE, accelerators.PACKAGES
+            )
     for title, rows in tables.items():
         print(f"\n### {title}\n\n{record.as_markdown(rows)}")
 

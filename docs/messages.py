@@ -35,7 +35,7 @@ WORDS = {
     "keystr": "path",
     "type": "type",
     "call": "the call",
-    "given": "what was passed",
+    "keep": "what was passed",
     "shown": "what was passed",
     "expected": "what fits",
     "where": "path",

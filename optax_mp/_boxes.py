@@ -3,8 +3,8 @@
 `nnx.Variable`, Linen's `Partitioned`, haliax's `NamedArray`: a box is a pytree node
 with one child, which is a leaf, and is neither a mapping nor a sequence. Frameworks
 look into boxes for arrays, and map functions over a state and its shardings. So in our
-states a box holds one array, like the param's box, and what is absent is absent with
-its box.
+states a box holds one array, like the param's box. If the array is absent, so is its
+box.
 
 NNX hides its boxes from optax. `plain_state`, `plain_params` and `plain_trees` do so
 for functions that take an `nnx.Optimizer` or a module, without importing Flax.
@@ -52,12 +52,12 @@ def flatten_slots(tree: PyTree) -> tuple[list[Any], Any]:
 
 
 def unbox(slot: Any) -> Any:
-    """Return what a box holds; what is no box is returned as it is."""
+    """Return the array in a box; anything else is returned unchanged."""
     return one_level(slot)[0][1] if is_box(slot) else slot
 
 
 def put(box: Any, value: Any) -> Any:
-    """Return `value` in the place of what a box holds."""
+    """Return a box like `box` that holds `value`."""
     return jax.tree.structure(box).unflatten([value]) if is_box(box) else value
 
 

@@ -126,10 +126,10 @@ def _shardings(closed: Any, state: PyTree, params: PyTree) -> list[Any]:
     owners, arrays = find_owners(state, params), jax.tree.leaves(params)
     of_params = [_named_sharding(x) for x in arrays]
     asked = asked_shardings(closed)
-    known = [x for x in (*of_params, *asked) if x is not None]
-    if not known:
+    named = [x for x in (*of_params, *asked) if x is not None]
+    if not named:
         return [None] * len(owners)
-    whole = NamedSharding(known[0].mesh, PartitionSpec())
+    whole = NamedSharding(named[0].mesh, PartitionSpec())
     shardings = []
     for i, leaf in enumerate(jax.tree.leaves(state)):
         own = whole

@@ -59,8 +59,10 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
         if spec == "half":
             return half_dtype()
         name = _ALIASES.get(spec, spec)
-        known = name in _NAMES or (name.startswith(_MINI_FLOATS) and hasattr(jnp, name))
-        dtype: Any = jnp.dtype(getattr(jnp, name)) if known else None
+        is_name = name in _NAMES or (
+            name.startswith(_MINI_FLOATS) and hasattr(jnp, name)
+        )
+        dtype: Any = jnp.dtype(getattr(jnp, name)) if is_name else None
     else:
         try:
             # NumPy reads None as float64.

@@ -1,4 +1,4 @@
-"""The wrapped optimizer, `inner`: what it is given, and checks of what it returns."""
+"""The wrapped optimizer, `inner`: its arguments, and checks of its results."""
 
 import traceback
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ def as_transformation(
     """Return `inner` as a transformation that takes extra arguments, or raise.
 
     Args:
-        inner: an optax transformation, or whatever the user passed instead.
+        inner: the user's argument, which should be an optax transformation.
         caller: the public function that the user called, for error messages.
         name: the name of its argument, for error messages.
     """
@@ -101,12 +101,12 @@ def check_gradients(params: PyTree, grads: PyTree, caller: str) -> None:
 
 def match_gradients(params: Leaves, grads: PyTree) -> list[Any]:
     """Return the gradient of each param; raise unless it can be its own."""
-    found = params.match(grads, "the gradients")
-    for path, param, grad in zip(params.paths, params.values, found, strict=True):
+    matched = params.match(grads, "the gradients")
+    for path, param, grad in zip(params.paths, params.values, matched, strict=True):
         # Python numbers are params, too, as under `jit`.
         param = jnp.asarray(param) if isinstance(param, float | complex) else param
         _check_gradient(path, param, grad, params.caller)
-    return found
+    return matched
 
 
 def warn_of_gradients(params: Leaves, grads: Sequence[Any]) -> None:
@@ -146,8 +146,8 @@ def _find_none(params: Leaves, grads: Sequence[Any]) -> str | None:
 def or_no_change(update: Any, param: Any) -> Any:
     """Return an update; zeros for None or float0, which cannot be added to an array.
 
-    So that the params that `jax.grad` or `value_and_grad` does not differentiate, or
-    that are frozen by a gradient of None, pass through `optax.apply_updates`.
+    Then params that are not differentiated, or are frozen by a gradient of None, pass
+    through `optax.apply_updates`.
     """
     is_none = update is None or getattr(update, "dtype", None) == jax.dtypes.float0
     is_number = is_array(param) and (
@@ -175,7 +175,7 @@ def check_update(
         )
 
 
-# What fails where trees or shapes do not fit. Another error is the rule's own.
+# Errors of trees or shapes that do not fit. Any other error is the rule's own.
 _ERRORS_OF_TREES = (TypeError, ValueError, AttributeError, KeyError, IndexError)
 
 
@@ -261,14 +261,14 @@ def copy_shared(state: PyTree, others: PyTree) -> PyTree:
     Then all can be donated. Some optimizers keep the params given to `init`, or
     the same zeros in two places.
     """
-    known = {id(leaf) for leaf in jax.tree.leaves(others)}
+    seen = {id(leaf) for leaf in jax.tree.leaves(others)}
 
-    def copy_if_known(leaf: Any) -> Any:
+    def copy_if_seen(leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
-        if id(leaf) in known:
+        if id(leaf) in seen:
             leaf = jnp.array(leaf, copy=True)
-        known.add(id(leaf))
+        seen.add(id(leaf))
         return leaf
 
-    return jax.tree.map(copy_if_known, state)
+    return jax.tree.map(copy_if_seen, state)

@@ -82,8 +82,8 @@ class Leaves:
 
         With `with_dtypes` the dtypes must agree, too, except for those of two floats.
         """
-        found = self.match(tree, name)
-        for path, want, leaf in zip(self.paths, self.values, found, strict=True):
+        matched = self.match(tree, name)
+        for path, want, leaf in zip(self.paths, self.values, matched, strict=True):
             same = not is_array(want) or getattr(leaf, "shape", None) == want.shape
             if same and with_dtypes and not (is_floating(leaf) and is_floating(want)):
                 same = getattr(leaf, "dtype", None) == getattr(want, "dtype", None)
@@ -92,10 +92,10 @@ class Leaves:
                     f"{self.caller}: {name} at {spell(path)} is {describe(leaf)}, "
                     f"expected {describe(want)} as in {self.name}."
                 )
-        return found
+        return matched
 
     def match_subtrees(self, tree: PyTree, name: str) -> list[Any]:
-        """Return what `tree` has in each slot, whatever it is, without boxes."""
+        """Return the subtree of `tree` in each slot, without boxes."""
         try:
             contents = self.treedef.flatten_up_to(tree)
         except (ValueError, TypeError, KeyError) as error:
@@ -130,7 +130,7 @@ class Leaves:
 
 
 def _open(slot: Any, content: Any) -> Any:
-    """Return what is in a slot, without boxes like the one in `slot`."""
+    """Return the content of a slot, without boxes like the one in `slot`."""
     if not is_box(slot) or is_absent(content):
         return content
 

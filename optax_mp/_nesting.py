@@ -1,7 +1,8 @@
 """Orders of transforms that do not work, as an optimizer's state shows them.
 
-A transform does not know what is around it, or after it in a chain. But the state of
-the whole optimizer does, and `value_and_grad`, `scale_loss` and others are given that.
+A transform does not know which transforms are around it, or after it in a chain. The
+state of the whole optimizer shows them, and `value_and_grad`, `scale_loss` and others
+take that state.
 """
 
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from optax_mp._tree import PyTree, is_floating
 from optax_mp._warnings import warn
 
 _WRAP_ALL = "put `optax_mp.dynamic_loss_scale` around the whole optimizer"
-# States of wrappers that decide over gradients before a loss scale in them sees these.
+# States of wrappers that change or drop gradients before a loss scale inside sees them.
 _WRAPPERS = {
     optax.ApplyIfFiniteState: (
         "optax.apply_if_finite",
@@ -96,7 +97,7 @@ def _ends_in_masters(state: Any) -> bool:
 
 
 def _check_before(before: tuple[Any, ...], link: Any, where: str) -> None:
-    """Raise or warn if what is before a loss scale in a chain should be inside."""
+    """Raise or warn if a transform before a loss scale in a chain should be inside."""
     scales = [node for _, node in _nodes(link) if _is_scale(node)]
     # One with an optimizer inside may be beside the masters, as of another model.
     are_links = [isinstance(x.inner_state, optax.EmptyState) for x in scales]
@@ -105,8 +106,11 @@ def _check_before(before: tuple[Any, ...], link: Any, where: str) -> None:
             f"{where} a chain with a loss scale after `mixed_precision`, which divides "
             f"the updates by the scale, expected it before; {_WRAP_ALL}."
         )
-    # Transforms such as clipping keep no state.
-    if scales and any(isinstance(x, optax.EmptyState) for x in before):
+    # Transforms such as clipping keep no state. What has one may be the optimizer of
+    # another model, but not before a link.
+    others = [x for x in before if not _is_chain(x)]
+    others = [x for x in others if not isinstance(x, optax.MonitorState)]
+    if scales and any(any(are_links) or not jax.tree.leaves(x) for x in others):
         warn(
             f"{where} a chain with a transform before a loss scale. The transform, "
             "such as clipping, sees gradients that are still scaled; put it inside, as "

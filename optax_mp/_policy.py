@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from optax_mp._dtypes import check_available, floating_dtype, saturating_cast
 from optax_mp._leaves import is_absent
-from optax_mp._tree import PyTree, cast_floating, is_floating, slash_path
+from optax_mp._tree import PyTree, cast_floating, is_floating, slash_path, spell
 from optax_mp._warnings import warn
 
 _KEYS = {
@@ -72,15 +72,15 @@ class Policy:
             object.__setattr__(self, name, dtype)
         if callable(self.keep_f32):
             return
-        given = self.keep_f32
-        patterns = (given,) if isinstance(given, str) else given
+        keep = self.keep_f32
+        patterns = (keep,) if isinstance(keep, str) else keep
         try:
             patterns = tuple(patterns)
         except TypeError:
             patterns = (None,)
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(
-                f"Policy: `keep_f32` is {given!r}, expected patterns such as "
+                f"Policy: `keep_f32` is {keep!r}, expected patterns such as "
                 "('*norm*', '*/bias') or a function of (path string, leaf)."
             )
         object.__setattr__(self, "keep_f32", patterns)
@@ -173,6 +173,50 @@ def _matches(path: str, pattern: str) -> bool:
     names = (path, path.removesuffix("/value"))
     pattern = pattern.lower()  # `RMSNorm_0` is a norm, too
     return any(fnmatch.fnmatchcase(name.lower(), pattern) for name in names)
+
+
+DTypeRule = Callable[[tuple[Any, ...], Any], jnp.dtype | None]
+DeclaredDType = DTypeLike | Policy | Callable[[str, Any], DTypeLike | None] | None
+
+
+def read_param_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
+    """Return a function that gives the dtype of each leaf in training.
+
+    Args:
+        declared: a dtype for all floating leaves, a `Policy`, a function of (path
+            string, leaf), or None for the dtype that each leaf has.
+        argument: what to call it in an error.
+
+    Returns:
+        A function of (path, leaf); it returns None for a leaf that is not floating.
+
+    Raises:
+        ValueError: if a dtype is not floating. So does the returned function.
+    """
+    by_leaf: Any = None
+    for_all = None
+    if isinstance(declared, Policy):
+        by_leaf = declared.param_dtype_of
+    # Dtypes such as `jnp.bfloat16` are callable, too: they are types.
+    elif callable(declared) and not isinstance(declared, type):
+        by_leaf = declared
+    elif declared is not None:
+        for_all = floating_dtype(cast(DTypeLike, declared), argument)
+
+    def rule(path: tuple[Any, ...], leaf: Any) -> jnp.dtype | None:
+        if not is_floating(leaf):
+            return None
+        dtype = by_leaf(slash_path(path), leaf) if by_leaf else for_all
+        if dtype is None:
+            return leaf.dtype
+        where = f"{argument} for {spell(path)}"
+        dtype = floating_dtype(dtype, where)
+        if dtype == leaf.dtype:
+            # NumPy's float64 is float32 to JAX.
+            return jax.dtypes.canonicalize_dtype(dtype)
+        return check_available(dtype, where)
+
+    return rule
 
 
 def get_policy(

@@ -31,24 +31,24 @@ def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
 
     Args:
         opt_state: an optimizer state, or a tree of several.
-        kind: the type of the states to find, or a tuple of types.
-            The `inner_state` of a state that was found is searched as well.
+        kind: the type of the states to find, or a tuple of types. The `inner_state` of
+            such a state is searched, too.
 
     Returns:
         Pairs of a path, as `jax.tree_util.keystr` takes it, and the state there.
     """
-    found: list[tuple[Path, Any]] = []
+    states: list[tuple[Path, Any]] = []
     is_kind = _is_of(kind)
 
     def collect(tree: PyTree, prefix: Path) -> None:
         for path, node in tree_flatten_with_path(tree, is_leaf=is_kind)[0]:
             if is_kind(node):
-                found.append((prefix + path, node))
+                states.append((prefix + path, node))
                 if hasattr(node, "inner_state"):
                     collect(node.inner_state, (*prefix, *path, _INNER_STATE))
 
     collect(opt_state, ())
-    return found
+    return states
 
 
 def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) -> PyTree:
@@ -76,9 +76,9 @@ def find_owners(tree: PyTree, params: PyTree) -> list[int | None]:
     """Return which param each leaf of `tree` belongs to.
 
     A subtree with the structure of the params, such as `[0].mu`, belongs to the params
-    leaf by leaf; of nested ones the outermost counts. In the place of a param it may
-    have nothing, several arrays (codes and scales, the lists of `optax.sm3`), or any
-    pytree of arrays whose last axes are those of the param, as storages may keep it.
+    leaf by leaf; of nested subtrees the outermost counts. For a param it may have
+    nothing, several arrays (codes and scales, the lists of `optax.sm3`), or any pytree
+    of arrays whose last axes are those of the param, as storages may keep it.
 
     Args:
         tree: a state, or any tree that contains trees like the params.
@@ -115,7 +115,7 @@ def _find_by_shape(tree: PyTree, shape: tuple[int, ...]) -> list[int | None]:
 
 
 def _contents(tree: PyTree, params: PyTree) -> list[Any] | None:
-    """Return what `tree` has in the place of each param; None if it is another tree."""
+    """Return the subtree of `tree` for each param; None if the structures differ."""
     if is_box(params) or all_leaves([params]):
         return [tree]
     own = one_level(params)
@@ -132,7 +132,7 @@ def _contents(tree: PyTree, params: PyTree) -> list[Any] | None:
 
 
 def _may_belong(content: Any, slot: Any) -> bool:
-    """Return whether what is in the place of a param can be made from it."""
+    """Return whether a subtree can be the state of a param."""
     if is_absent(content):
         return True
     shape = _shape(unbox(slot))
@@ -180,8 +180,8 @@ def holds_state(tree: PyTree) -> bool:
 def check_classes(opt_state: PyTree, caller: str) -> None:
     """Raise if a state of ours has lost its class, so that it would not be found.
 
-    So it is if a checkpoint is restored without a template, and for Flax's `nnx.state`
-    of an optimizer.
+    That happens if a checkpoint is restored without a template, and in Flax's
+    `nnx.state` of an optimizer.
     """
     for path, _ in tree_leaves_with_path(opt_state):
         names = {keystr((key,), simple=True) for key in path}

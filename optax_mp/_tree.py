@@ -146,8 +146,8 @@ def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
         A tree with the structure of both.
 
     Raises:
-        TypeError: if `pred` is not a scalar.
-        ValueError: if structure, a shape, a dtype or a static leaf differs.
+        TypeError: if `pred` is not a scalar; JAX's, if a shape or dtype differs.
+        ValueError: if a static leaf differs; JAX's, if the structure does.
 
     Example:
         >>> import jax.numpy as jnp
@@ -161,13 +161,7 @@ def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
             f"select_tree: `pred` is {summarize(pred)}, expected a bool scalar; call "
             "`select_tree(pred, on_true, on_false)`."
         )
-    structures = jax.tree.structure(on_true), jax.tree.structure(on_false)
-    if structures[0] != structures[1]:
-        raise ValueError(
-            f"select_tree: `on_true` has the structure {structures[0]} and `on_false` "
-            f"{structures[1]}, expected the same."
-        )
-    tree_map_with_path(_check_alike, on_true, on_false)
+    tree_map_with_path(_check_static, on_true, on_false)
     arrays = (
         jax.tree.map(lambda x: x if is_array(x) else None, tree)
         for tree in (on_true, on_false)
@@ -176,18 +170,12 @@ def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
     return jax.tree.map(lambda x, new: x if new is None else new, on_false, chosen)
 
 
-def _check_alike(path: tuple[Any, ...], a: Any, b: Any) -> None:
-    """Raise unless one of two leaves can take the place of the other."""
-    if is_array(a) or is_array(b):
-        same = is_array(a) and is_array(b) and describe(a) == describe(b)
-    else:
-        same = a is b or a == b
-    if not same:
-        shown = [describe(x) if is_array(x) else repr(x) for x in (a, b)]
+def _check_static(path: tuple[Any, ...], a: Any, b: Any) -> None:
+    """Raise if two leaves that are no arrays differ; `lax.cond` names arrays."""
+    if not (is_array(a) and is_array(b) or a is b or (not is_array(a) and a == b)):
         raise ValueError(
-            f"select_tree: leaf {keystr(path)} is {shown[0]} in `on_true` and "
-            f"{shown[1]} in `on_false`, expected the same shape and dtype, or the "
-            "same value for a leaf that is no array; cast one side first."
+            f"select_tree: leaf {keystr(path)} is {a!r} in `on_true` and {b!r} in "
+            "`on_false`, expected the same value for a leaf that is no array."
         )
 
 

@@ -1,9 +1,9 @@
 """The category of this package's warnings, and the line that they point to.
 
-Two warnings need to know what was done elsewhere in the process. `value_and_grad` warns
-if it finds float16 and no loss scale, but params may be float32, and float16 only
-inside, by `amp`; and a function may scale its loss by itself. `check_loss_scale` warns
-if nobody has scaled a loss. `event_counts` decides over these two alone.
+Two warnings depend on earlier events in the process. `value_and_grad` warns of float16
+without a loss scale: params may be float32, with float16 only inside `amp`, and a
+function may scale its own loss. `check_loss_scale` warns if no loss was ever scaled.
+Only these two warnings depend on `event_counts`.
 """
 
 import sys

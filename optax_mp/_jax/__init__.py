@@ -1,18 +1,18 @@
 """The only folder that uses more than the public API of JAX. It imports nothing else.
 
 - `_jaxpr`: read, run and trace jaxprs.
-- `_source`: where an equation is written: scopes and lines.
-- `_primitives`: what is true of each primitive, in one table.
+- `_source`: the scopes and lines in which an equation is written.
+- `_primitives`: facts of each primitive, in one table.
 - `_products`: matrix products and convolutions, and their FLOPs.
 - `_control_flow`: equations with jaxprs inside. Add support for another one here.
-- `_wiring`: what feeds what in such an equation, and searches along that.
+- `_wiring`: which values go where in such an equation, and searches along them.
 - `_dataflow`: which outputs of a jaxpr depend on its inputs, and how: faded as in an
   average, or unchanged.
 - `_traced`: a call of a function of pytrees, as a jaxpr of their arrays.
-- `_arrays`: what is known of one array: whether it is traced, and its type.
+- `_arrays`: facts of one array: whether it is traced, and its type.
 - `_explicit`: shardings in types of arrays, and those that a traced function asks for.
 - `_place_like`: shard one array like another.
 - `_memory`: arrays in host memory.
 - `_block_operations`: between elements and the scales of their blocks.
-- `_by_platform`: a call that is computed in another way on some platforms.
+- `_by_platform`: a call with another implementation on some platforms.
 """

@@ -21,7 +21,7 @@ def describe(leaf: Any) -> str:
 
 
 def is_traced(x: Any) -> bool:
-    """Return whether `x` is a tracer, which has no numbers yet."""
+    """Return whether `x` is a tracer, which has no values."""
     return isinstance(x, Tracer)
 
 
@@ -33,7 +33,7 @@ def has_tracers(tree: Any) -> bool:
 def split_traced(args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the extra arguments of an update that are traced, and the others.
 
-    What is known while tracing stays known: a rule may use it in an `if`.
+    Concrete values stay concrete: a rule may use them in an `if`.
     """
     traced = {name: x for name, x in args.items() if has_tracers(x)}
     return traced, {name: x for name, x in args.items() if name not in traced}
@@ -72,28 +72,27 @@ def sharding_in_type(x: Any) -> NamedSharding | None:
     """Return the sharding in the type of an array, or None if it says nothing."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     mesh = getattr(sharding, "mesh", None)
-    # Inside of shard_map a type says how the whole array was sharded.
+    # Inside of shard_map the type has the sharding of the whole array.
     is_known = mesh is not None and _names_all_axes(mesh) and not varies_by_rank(x)
     return sharding if is_known else None
 
 
+def _axes(mesh: Any) -> list[tuple[int, str]]:
+    """Return size and type of each axis of a mesh; of an untyped one, nothing."""
+    types = getattr(mesh, "axis_types", None) or ()
+    return [(mesh.shape[x], str(y)) for x, y in zip(mesh.shape, types, strict=False)]
+
+
 def _names_all_axes(mesh: Any) -> bool:
     """Return whether types name all axes of a mesh over which arrays are sharded."""
-    kinds = getattr(mesh, "axis_types", None) or ()
-    sizes = mesh.shape.values()
-    return has_explicit_axes(mesh) and all(
-        size == 1 or "Explicit" in str(kind)
-        for size, kind in zip(sizes, kinds, strict=True)
-    )
+    is_named = [size == 1 or "Explicit" in kind for size, kind in _axes(mesh)]
+    return has_explicit_axes(mesh) and all(is_named)
 
 
 def is_partitioned(x: Any) -> bool:
     """Return whether `x` is on several devices, and XLA decides what each computes."""
-    mesh = mesh_in_type(x)
-    sizes = getattr(mesh, "shape", {})
-    kinds = getattr(mesh, "axis_types", None) or ()
-    both = zip(sizes.values(), kinds, strict=False)
-    return any(size > 1 and "Manual" not in str(kind) for size, kind in both)
+    axes = _axes(mesh_in_type(x))
+    return any(size > 1 and "Manual" not in kind for size, kind in axes)
 
 
 def mesh_in_type(x: Any) -> Any:
@@ -103,8 +102,7 @@ def mesh_in_type(x: Any) -> Any:
 
 def has_explicit_axes(mesh: Any) -> bool:
     """Return whether shardings on `mesh` are part of the types of arrays."""
-    kinds = getattr(mesh, "axis_types", None) or ()
-    return any("Explicit" in str(kind) for kind in kinds)
+    return any("Explicit" in kind for _, kind in _axes(mesh))
 
 
 def result_like(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

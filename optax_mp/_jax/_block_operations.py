@@ -1,7 +1,7 @@
 """The operations between the elements of an array and the scales of its blocks.
 
-They are equations of their own, which say what the blocks are: the engine takes them to
-be elementwise, and computes them for a part of an array.
+They are primitives that know their blocks. So the engine can treat them as elementwise,
+and compute them for a part of an array.
 """
 
 from dataclasses import dataclass, replace
@@ -53,16 +53,16 @@ _operation = Primitive("optax_mp_blocks")
 
 
 def is_block_operation(equation: Any) -> bool:
-    """Return whether an equation is one of these."""
+    """Return whether an equation is a block operation."""
     return equation.primitive is _operation
 
 
 def blocks_in(equation: Any) -> Blocks:
-    """Return the blocks that such an equation is about."""
+    """Return the blocks of a block operation."""
     return equation.params["blocks"]
 
 
-# Jitted, so that what is of one shape is traced and lowered once.
+# Jitted, so that operations of one shape are traced and lowered once.
 @partial(jax.jit, static_argnames=("kind", "blocks"))
 def _compute(x: jax.Array, *, kind: str, blocks: Blocks) -> jax.Array:
     return _spread(x, blocks) if kind == SPREAD else _reduce(x, kind, blocks)

@@ -1,8 +1,9 @@
-"""A call of `jit` that is computed in another way on some platforms.
+"""A call of `jit` with another implementation on some platforms.
 
-`jax.lax.platform_dependent` would put all ways into every program. Here a program holds
-the call as it was traced, and what takes its place is made when it is lowered: only
-then is it known for which platform, on how many devices, and whether it is exported.
+`jax.lax.platform_dependent` would trace all implementations into every program. Here a
+program holds the call as it was traced, and another implementation is made when it is
+lowered. Only then are the platform and the number of devices known, and whether the
+program is exported.
 """
 
 import functools
@@ -10,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from optax_mp._jax._jaxpr import Equation, bind
 
-# Platforms that may have a way of their own, as JAX names them.
+# Platforms that may have their own implementation, as JAX names them.
 PLATFORMS: tuple[str, ...] = ("tpu", "cuda")
 NAME = "optax_mp_step"
 
@@ -25,15 +27,15 @@ _call.multiple_results = True
 
 @dataclass(frozen=True)
 class Target:
-    """What a program is lowered for.
+    """The platform and devices for which a program is lowered.
 
     Attributes:
         platform: one of `PLATFORMS`.
-        device_count: on how many devices an array of the program may be. That is 1 in a
-            program for one device, and inside of `shard_map` over all axes of a mesh.
-        is_within_shard_map: whether it is a part of a program, where types name axes of
-            a mesh.
-        is_exported: whether it is to run on later versions, and on more devices.
+        device_count: on how many devices an array may be: 1 in a program for one
+            device, and inside of `shard_map` over all axes of a mesh.
+        is_within_shard_map: whether it is inside of `shard_map`, where types name axes
+            of a mesh.
+        is_exported: whether the program may run on later versions, or on more devices.
     """
 
     platform: str
@@ -54,7 +56,9 @@ class Target:
         return cls(platform, count, not is_whole, module.lowering_parameters.for_export)
 
 
-Rewrite = Callable[[Target], Callable[..., Sequence[Any]] | None]
+# Takes the inputs, and by their index the arrays that some of them were widened from.
+Function = Callable[[Sequence[Any], dict[int, Any]], Sequence[Any]]
+Rewrite = Callable[[Target], Function | None]
 
 
 def call_by_platform(
@@ -65,10 +69,10 @@ def call_by_platform(
     Args:
         call: the equation.
         inputs: its inputs.
-        rewrite: returns a function of these that takes the place of the call where a
-            program is lowered for a target, or None for the call as it is.
+        rewrite: returns a function that replaces the call when a program is lowered
+            for a target, or None to keep the call.
     """
-    # The jaxpr is for those who look into equations.
+    # The jaxpr is for code that searches the parameters of equations.
     jaxpr = call.params["jaxpr"]
     return _call.bind(*inputs, jaxpr=jaxpr, call=call, rewrite=rewrite)
 
@@ -83,8 +87,8 @@ def _abstract(*avals: Any, call: Equation, **params: Any) -> list[Any]:
     return [var.aval for var in call.outvars]
 
 
-# Batched or differentiated, it is the call as it was traced. By the rules of the call
-# itself: what is not mapped stays so, and a tangent that is known to be zero does.
+# Batched or differentiated, it is the call as it was traced. The rules are those of the
+# call itself, so inputs that are not mapped stay so, and zero tangents stay zero.
 def _batched(
     axis: Any, inputs: Any, axes: Any, *, call: Equation, **params: Any
 ) -> Any:
@@ -105,10 +109,35 @@ def _lower(
     **params: Any,
 ) -> Any:
     function = platform and rewrite(Target.of(platform, context.module_context))
-    # One equation: the jaxpr of the call is lowered as it is, and not traced again.
-    as_it_is = functools.partial(_run, call=call)
-    lowered = mlir.lower_fun(function or as_it_is, multiple_results=True)
-    return lowered(context, *inputs)
+    if not function:
+        # One equation: the jaxpr of the call is lowered as it is, without another
+        # trace.
+        as_it_is = functools.partial(_run, call=call)
+        return mlir.lower_fun(as_it_is, multiple_results=True)(context, *inputs)
+    narrow = {i: x for i, y in enumerate(inputs) if (x := _widened_from(y)) is not None}
+
+    def run(*values: Any) -> Any:
+        count = len(inputs)
+        return function(values[:count], dict(zip(narrow, values[count:], strict=True)))
+
+    avals = (context.avals_in[i].update(dtype=jnp.bfloat16) for i in narrow)
+    context = context.replace(avals_in=[*context.avals_in, *avals])
+    lowered = mlir.lower_fun(run, multiple_results=True)
+    return lowered(context, *inputs, *narrow.values())
+
+
+def _widened_from(value: Any) -> Any:
+    """Return the bfloat16 array that a float32 one was converted from, or None.
+
+    A loop or `value_and_grad` converts gradients, for example. XLA would write the
+    float32 array to memory for a kernel, at twice the size.
+    """
+    made_by: Any = getattr(value, "owner", None)
+    if getattr(made_by, "name", None) != "stablehlo.convert":
+        return None
+    (source,) = made_by.operands
+    types = [str(getattr(x.type, "element_type", "")) for x in (source, value)]
+    return source if types == ["bf16", "f32"] else None
 
 
 batching.fancy_primitive_batchers[_call] = _batched
@@ -116,4 +145,5 @@ ad.primitive_jvps[_call] = _jvp
 mlir.register_lowering(_call, _lower)
 for _platform in PLATFORMS:
     _lower_for = functools.partial(_lower, platform=_platform)
-    mlir.register_lowering(_call, _lower_for, platform=_platform)
+    # Not cacheable: JAX would lower it within a function, which hides the conversions.
+    mlir.register_lowering(_call, _lower_for, platform=_platform, cacheable=False)

@@ -1,8 +1,8 @@
-"""Equations with jaxprs inside: what feeds what, and how to run them on other values.
+"""Equations with jaxprs inside: which values go where, and how to bind them again.
 
 To follow values through a loop, a branch or a `jit`, one must know which input of the
-equation feeds which input of the jaxpr inside, and where its outputs go. Only this
-module knows that. To support another primitive, add it to `_KINDS`.
+equation feeds which input of the jaxpr inside, and which output comes from which of its
+outputs. Only this module knows that. To support another primitive, add it to `_KINDS`.
 
 The jaxprs inside an equation are called its regions, as in MLIR.
 """
@@ -28,14 +28,14 @@ def has_regions(equation: Equation) -> bool:
 
 
 def wiring_of(equation: Equation) -> Wiring:
-    """Return what feeds what in an equation that `has_regions`."""
+    """Return the wiring of an equation that `has_regions`."""
     return _KINDS[equation.primitive.name].wire(equation)
 
 
 def can_convert(equation: Equation) -> bool:
     """Return whether an equation can be bound with other jaxprs inside.
 
-    Of a custom_vmap or a linear_call the rule would stay as written.
+    A custom_vmap or a linear_call would keep its rule as written.
     """
     return has_regions(equation) and equation.primitive.name not in _WITH_FIXED_RULES
 
@@ -46,8 +46,8 @@ def bind_with(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Va
     Args:
         equation: an equation that `has_regions`.
         inputs: the values of its inputs.
-        convert: returns the new jaxpr of each region. It is called where they will run,
-            because the axis names of a shard_map exist only inside of it.
+        convert: returns the new jaxpr of each region. It is called inside of a
+            shard_map, because only there its axis names exist.
     """
     return _KINDS[equation.primitive.name].bind(equation, inputs, convert)
 
@@ -69,9 +69,11 @@ def run_count(equation: Equation) -> int | None:
 
 
 def _jaxprs_of(equation: Equation) -> list[AnyJaxpr]:
-    found = [equation.params[name] for name in _HOLDERS if name in equation.params]
-    groups = (x if isinstance(x, tuple | list) else [x] for x in found)
-    return [jaxpr for group in groups for jaxpr in group]
+    jaxprs: list[AnyJaxpr] = []
+    for name in _HOLDERS:
+        value = equation.params.get(name, ())
+        jaxprs += value if isinstance(value, tuple | list) else (value,)
+    return jaxprs
 
 
 # The parameters that hold regions. In a while loop, the condition comes first.

@@ -24,13 +24,14 @@ def follow(
     results: Callable[[Equation, list[T]], Sequence[T]],
     constant: Callable[[Any], T],
 ) -> list[T]:
-    """Return what is known of the outputs of a jaxpr, from what is of its inputs.
+    """Return facts of the outputs of a jaxpr, from facts of its inputs.
 
     Args:
         jaxpr: the jaxpr.
-        inputs: what is known of each input.
-        results: returns what is known of the outputs of an equation, given its inputs.
-        constant: returns what is known of a literal or a constant, given its value.
+        inputs: the fact of each input.
+        results: returns the facts of the outputs of an equation, from those of its
+            inputs.
+        constant: returns the fact of a literal or a constant, from its value.
     """
     jaxpr, consts = open_jaxpr(jaxpr)
     facts = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -50,13 +51,12 @@ def depending_outputs(
 ) -> list[bool]:
     """Return which outputs of `jaxpr` depend on its inputs.
 
-    An output depends on the values it is computed from, and on those that decide what
-    runs: the index of a branch, the condition of a loop.
+    An output depends on the values it is computed from, also on the index of a branch
+    and the condition of a loop.
 
     Args:
         jaxpr: the jaxpr.
-        inputs: for each input, whether to look for outputs that depend on it; by
-            default, for all.
+        inputs: for each input, whether to follow it; by default, all.
     """
     if inputs is None:
         inputs = [True] * len(open_jaxpr(jaxpr)[0].invars)
@@ -64,13 +64,13 @@ def depending_outputs(
 
 
 def _depending_results(equation: Equation, inputs: list[bool]) -> list[bool]:
-    """Return which outputs of an equation depend on something, given its inputs."""
+    """Return which outputs of an equation depend on the inputs to follow."""
     if equation.primitive.name == PLACE_LIKE:
-        return inputs[:1]  # it reads one only to tell XLA where to put the other
+        return inputs[:1]  # the other only tells XLA where to put this one
     if not (has_regions(equation) and any(inputs)):
         return [any(inputs)] * len(equation.outvars)
     result = wiring_of(equation).forward(
-        inputs, lambda region, given: depending_outputs(region.jaxpr, given), any
+        inputs, lambda region, values: depending_outputs(region.jaxpr, values), any
     )
     return [output or any(result.decisions) for output in result.outputs]
 
@@ -123,15 +123,13 @@ def flows(jaxpr: AnyJaxpr, inputs: Sequence[Flow] = ()) -> list[Flow]:
 
 
 def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
-    """Return the flow of each output of an equation, given those of its inputs."""
+    """Return the flow of each output of an equation, from those of its inputs."""
     name, count = equation.primitive.name, len(equation.outvars)
     if has_regions(equation):
-        # What decides which region runs is a single number, which is left out.
-        return (
-            wiring_of(equation)
-            .forward(inputs, lambda region, given: flows(region.jaxpr, given), _union)
-            .outputs
-        )
+        # The index of a branch is a single number, which is left out.
+        wiring = wiring_of(equation)
+        through = wiring.forward(inputs, lambda x, y: flows(x.jaxpr, y), _union)
+        return through.outputs
     if name == "select_n":
         return [_union(inputs[1:])]  # The first input only decides.
     if name in MOVES:
@@ -142,21 +140,17 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
     result = Flow(union.reached_by, union.faded, multiplied=union.multiplied)
     if is_product(equation) or name in FACTORIZATIONS:
         return [result._replace(multiplied=union.reached_by)] * count
-    if name == "mul" and any(each.shrinks for each in inputs):
+    if name == "mul" and any(flow.shrinks for flow in inputs):
         return [result._replace(faded=union.reached_by)]
     return [result] * count
 
 
-def _union(each: Iterable[Flow]) -> Flow:
+def _union(flows: Iterable[Flow]) -> Flow:
     """Return the flow of a value that may be any of these, or is made of all."""
-    each = list(each)
-    return Flow(
-        reached_by=_NONE.union(*(flow.reached_by for flow in each)),
-        faded=_NONE.union(*(flow.faded for flow in each)),
-        copied=_NONE.union(*(flow.copied for flow in each)),
-        joined=_NONE.union(*(flow.joined for flow in each)),
-        multiplied=_NONE.union(*(flow.multiplied for flow in each)),
-    )
+    # All fields but `shrinks` are sets.
+    fields = zip(*(flow[:-1] for flow in flows), strict=True)
+    unions: list[Any] = [_NONE.union(*sets) for sets in fields]
+    return Flow(*unions)
 
 
 def _without_scalars(flow: Flow, var: Any) -> Flow:

@@ -1,7 +1,7 @@
 """Read, run and trace jaxprs.
 
-Together with `_control_flow`, which knows the equations that have jaxprs inside, this
-is where versions of JAX differ.
+Versions of JAX differ here, and in `_control_flow`, which knows equations with jaxprs
+inside.
 """
 
 import contextlib
@@ -23,12 +23,10 @@ Run = Callable[[Equation, list[Any]], Sequence[Any]]
 
 def jaxprs_within(equation: Equation) -> list[AnyJaxpr]:
     """Return all jaxprs among the parameters of an equation, whatever their use."""
-    values = [x for group in equation.params.values() for x in _as_group(group)]
+    values: list[Any] = []
+    for value in equation.params.values():
+        values += value if isinstance(value, tuple | list) else (value,)
     return [x for x in values if isinstance(x, Jaxpr | ClosedJaxpr)]
-
-
-def _as_group(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, tuple | list) else (value,)
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[Jaxpr, Sequence[Any]]:
@@ -50,13 +48,8 @@ def is_shaped(aval: Any) -> bool:
 
 def with_dtype(aval: Any, dtype: Any) -> Any:
     """Return an abstract value with another dtype and all else as it was."""
-    # A value that keeps its dtype, such as a random key, keeps its weak type, too.
+    # If the dtype is the same, as of a random key, the weak type is, too.
     return aval if aval.dtype == dtype else aval.update(dtype=dtype, weak_type=False)
-
-
-def aval_like(x: Any, dtype: Any) -> Any:
-    """Return the abstract value of an array at another dtype."""
-    return with_dtype(jax.typeof(x), dtype)
 
 
 def primitive_names() -> set[str]:
@@ -85,25 +78,25 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]
     Args:
         jaxpr: the jaxpr.
         args: the values of its inputs.
-        run: returns the outputs of an equation, given the equation and its inputs.
+        run: returns the outputs of an equation, from the equation and its inputs.
     """
     jaxpr, consts = open_jaxpr(jaxpr)
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    known.update(zip(jaxpr.invars, args, strict=True))
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
     with Location() as location:
         for equation in jaxpr.eqns:
             # Not in a function: this runs for every equation of every traced step.
             inputs = [
-                atom.val if isinstance(atom, Literal) else known[atom]
+                atom.val if isinstance(atom, Literal) else values[atom]
                 for atom in equation.invars
             ]
             with location.of(equation):
                 outputs = run(equation, inputs)
-            known.update(zip(equation.outvars, outputs, strict=True))
+            values.update(zip(equation.outvars, outputs, strict=True))
     # A literal is a plain number, but the outputs are arrays.
     outvars: Any = jaxpr.outvars
     return [
-        jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else known[atom]
+        jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else values[atom]
         for atom in outvars
     ]
 

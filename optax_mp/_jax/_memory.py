@@ -1,6 +1,6 @@
-"""Which memory an array is in, that of its device or that of the host.
+"""The memory that an array is in: that of its device, or that of the host.
 
-From JAX 0.10 on the type of an array says so, on every platform.
+From JAX 0.10 on the type of an array shows it, on every platform.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ HOST_KIND = "pinned_host"
 
 
 def knows_memories() -> bool:
-    """Return whether this JAX says in types where arrays are, and can move them."""
-    # Before, CPUs cannot run such programs, and what is not tested is refused.
+    """Return whether types of this JAX have a memory, and JAX moves arrays between."""
+    # Earlier versions cannot run such programs on CPUs, so they were not tested.
     return jax.__version_info__ >= (0, 10)
 
 
@@ -25,7 +25,7 @@ def kinds_of_memory(device: Any) -> list[str]:
 
 
 def is_on_host(x: Any) -> bool:
-    """Return whether an array is in host memory, or one that is described."""
+    """Return whether an array, or a described one, is in host memory."""
     is_array = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
     if not knows_memories() or not is_array:
         return False
@@ -56,10 +56,10 @@ def to_host(x: jax.Array) -> jax.Array:
 
 
 def name_memory(x: jax.Array) -> jax.Array:
-    """Return an array with a sharding by which descriptions of it know its memory.
+    """Return an array with a sharding that shows its memory in descriptions of it.
 
-    With a `SingleDeviceSharding` the type of a `ShapeDtypeStruct`, or of an array that
-    Orbax restores, says nothing of it.
+    With a `SingleDeviceSharding`, the type of a `ShapeDtypeStruct`, or of an array that
+    Orbax restores, does not show it.
     """
     if not is_on_host(x) or not isinstance(x.sharding, SingleDeviceSharding):
         return x
@@ -77,12 +77,12 @@ def to_device(x: jax.Array) -> jax.Array:
 
 
 def bring(tree: Any) -> Any:
-    """Return a tree with the arrays that are in host memory in device memory."""
+    """Return a tree with all arrays in device memory."""
     return jax.tree.map(lambda x: to_device(x) if is_on_host(x) else x, tree)
 
 
 def put_beside(tree: Any, like: Any) -> Any:
-    """Return a tree with those arrays in host memory that are there in another tree."""
+    """Return a tree with its arrays in the memories of another tree."""
 
     def put(x: Any, other: Any) -> Any:
         if is_on_host(x) == is_on_host(other):

@@ -1,8 +1,8 @@
 """Tell XLA to shard one array like another.
 
-XLA would propagate a sharding through any operation on both, but simplifies those that
-it knows to do nothing before. So a number that XLA cannot know decides which array is
-returned. It is always the first one: analyses of jaxprs know this primitive by name.
+XLA propagates shardings through any operation on both arrays, but it removes operations
+without effect before that. So a number that XLA cannot know chooses between the arrays.
+The result is always the first one: analyses of jaxprs know this primitive by name.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ def _lowered(leaf: jax.Array, like: jax.Array) -> jax.Array:
     never = lax.optimization_barrier(jnp.zeros((), bool))
     if jnp.iscomplexobj(like) and not jnp.iscomplexobj(leaf):
         like = jnp.real(like)
-    # Not a choice between two constants: equal ones are simplified, too.
+    # Not a choice between two constants: XLA removes that if they are equal.
     never = jnp.broadcast_to(never, leaf.shape)
     return lax.select(never, like.astype(leaf.dtype), leaf)
 

@@ -1,8 +1,8 @@
-"""What is true of each primitive: one table that all analyses read.
+"""Facts of each primitive: one table that all analyses read.
 
-A new primitive is one word in one row of `_TABLE`. What is not listed is unknown: it is
-computed as written, by XLA, and nothing follows from its inputs about its outputs. How
-primitives with jaxprs inside work is known to `_control_flow`.
+A new primitive is one word in one row of `_TABLE`. A primitive that is not listed runs
+as written, and analyses know nothing of its outputs. `_control_flow` has the primitives
+with jaxprs inside.
 """
 
 # The kinds of primitives; one primitive may be of several.

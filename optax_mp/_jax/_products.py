@@ -1,4 +1,4 @@
-"""Matrix products and convolutions: which equations are some, and their FLOPs.
+"""Matrix products and convolutions: how to tell them, and their FLOPs.
 
 A multiplication and an addition are two FLOPs.
 """
@@ -56,7 +56,7 @@ def flops_of(equation: Equation) -> int:
     contracted, batch, groups = _right_dimensions(equation)
     fixed = {*contracted, *batch, *groups}
     free = [size for axis, size in enumerate(right.shape) if axis not in fixed]
-    # Of the groups of a ragged product each row meets one.
+    # Each row of a ragged product is multiplied with one group.
     return 2 * math.prod(left.shape) * math.prod(free)
 
 
@@ -76,9 +76,10 @@ def _right_dimensions(
 
 
 def _convolution_flops(equation: Equation) -> int:
-    """Return the FLOPs of a convolution, in which padding is multiplied like the rest.
+    """Return the FLOPs of a convolution, with products of padding.
 
-    The holes of a dilated input, as in the gradient of a strided one, are not.
+    Products of the holes of a dilated input, as in the gradient of a strided
+    convolution, are not counted.
     """
     numbers = equation.params["dimension_numbers"]
     kernel = operands(equation)[1].shape

@@ -1,13 +1,11 @@
-"""Where an equation is written: its scopes and its lines."""
+"""The scopes and lines in which an equation is written."""
 
 import os
-import re
 import sysconfig
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import source_info_util
 
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr
 
@@ -15,7 +13,7 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 _OPTAX_MP = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
-# Libraries of layers. The line of the model that calls them tells a reader more.
+# Libraries of layers. The line of the model that calls them is more useful.
 _LAYERS = {"e3nn_jax", "equinox", "flax", "haiku", "optax", "penzai"}
 # Their frames stand between a function and its caller.
 _DECORATORS = {"jaxtyping", "beartype", "typeguard", "wrapt"}
@@ -39,16 +37,9 @@ def is_transposed(equation: Equation) -> bool:
 
 
 def source_line(equation: Equation) -> str:
-    """Return the user's line that an equation comes from, such as `model.py:12`.
-
-    Returns an empty string if there is none.
-    """
-    place = source_info_util.summarize(equation.source_info)
-    if place.startswith(_OPTAX_MP):
-        return ""  # The nearest caller outside JAX is optax_mp, not the user.
-    # A path, a line, perhaps a column, and a function in brackets.
-    found = re.match(r"(?:.*[/\\])?([^:/\\]+:\d+)", place)
-    return found[1] if found else place
+    """Return the line that an equation comes from, such as `model.py:12`, or `""`."""
+    lines = source_lines(equation)
+    return lines.user or lines.library
 
 
 class SourceLines(NamedTuple):

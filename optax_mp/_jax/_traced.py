@@ -20,7 +20,7 @@ NOT_TRACEABLE = (
     jax.errors.TracerArrayConversionError,
 )
 
-# What JAX says of a loop whose carry has another type after an iteration.
+# JAX's message on a loop whose carry has another type after an iteration.
 _CARRY_ERROR = "carry input and carry output must have equal types"
 
 
@@ -31,7 +31,7 @@ class TracedCall:
     Attributes:
         closed: the jaxpr, from the arrays among the inputs to those among the outputs.
         arrays: the arrays among the inputs.
-        places: which leaves of the argument these are.
+        places: the indices of these among the leaves of the argument.
         leaf_count: how many leaves the argument has.
         outputs: the leaves that the function returned. In the place of an array there
             is an object with its shape and dtype, for which `is_output` is true.
@@ -59,7 +59,7 @@ class TracedCall:
             function: the function.
             argument: its only argument.
             is_input: which leaves are inputs of the jaxpr; by default, all arrays.
-            jit_name: if the jaxpr is to be one call of `jit`, the name of that.
+            jit_name: the name of a call of `jit` around the function; None for no call.
         """
         leaves, argument_def = jax.tree.flatten(argument)
         if is_input is None:
@@ -106,27 +106,30 @@ class TracedCall:
         return self.treedef.unflatten(self.outputs)
 
     def inputs_among_last(self, count: int) -> dict[int, int]:
-        """Return which of the last leaves of the argument are inputs, and which."""
+        """Return, for those of the last leaves that are inputs, the input's index."""
         first = self.leaf_count - count
         return {at - first: i for i, at in enumerate(self.places) if at >= first}
 
     def by_input(self, kept: PyTree, values: Sequence[Any]) -> dict[int, Any]:
-        """Return by the inputs that they are for what is known of leaves of `kept`.
+        """Return values for leaves of `kept` by the indices of their inputs.
 
         Args:
             kept: the last part of the argument.
-            values: one for each of its leaves, or for the first; None if not known.
+            values: one for each of its leaves, or for the first ones; None for none.
         """
         inputs = self.inputs_among_last(len(jax.tree.leaves(kept)))
-        known = {at: x for at, x in enumerate(values) if x is not None}
-        return {inputs[at]: x for at, x in known.items() if at in inputs}
+        return {
+            inputs[at]: x
+            for at, x in enumerate(values)
+            if x is not None and at in inputs
+        }
 
     def replaced(self, kept: PyTree) -> dict[int, int]:
-        """Return for each output that takes the place of an input, which that is.
+        """Return for each output that replaces an input the index of that input.
 
         Args:
-            kept: the last part of the argument. The function returns a pair, of which
-                the last part takes its place, if it has the same structure.
+            kept: the last part of the argument. The function returns a pair, whose last
+                part replaces it, if it has the same structure.
         """
         structure = jax.tree.structure(kept)
         if jax.tree.structure(self.unflatten_outputs()[1]) != structure:

@@ -1,4 +1,4 @@
-"""What feeds what in an equation with jaxprs inside, and searches along that wiring.
+"""The wiring of an equation with jaxprs inside, and searches along it.
 
 `_control_flow.wiring_of` makes the `Wiring` of an equation.
 """
@@ -28,18 +28,17 @@ class Region:
     outputs: tuple[int | None, ...]
 
     def read(self, values: Sequence[T]) -> tuple[T, ...]:
-        """Return what feeds this region, given what feeds the equation."""
+        """Return the values for the inputs of this region, from the equation's."""
         return tuple(values[i] for i in self.inputs)
 
 
 class ForwardResult(NamedTuple):
-    """What `Wiring.forward` finds.
+    """The facts that `Wiring.forward` finds.
 
     Attributes:
-        inputs: what is known of each input of the equation, in every iteration.
-        outputs: what is known of each output.
-        decisions: what is known of each value that decides which region runs, or how
-            often.
+        inputs: the fact of each input of the equation, true in every iteration.
+        outputs: the fact of each output.
+        decisions: the facts of values that decide which region runs, or how often.
     """
 
     inputs: list[Any]
@@ -49,13 +48,13 @@ class ForwardResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Wiring:
-    """What feeds what in an equation with regions.
+    """The inputs and outputs of an equation with regions, and how values flow.
 
     Attributes:
         equation: the equation.
         regions: the jaxprs inside.
-        carry: pairs of an output and an input of the equation: what one iteration of a
-            loop returns as this output, the next one reads as this input.
+        carry: pairs of an output and an input of the equation: the next iteration of a
+            loop reads this output as this input.
         repeats: whether the regions are the body of a loop, run any number of times.
         deciding: the inputs that decide which region runs.
         summed: the inputs that every iteration reads, so that their gradients are
@@ -77,26 +76,26 @@ class Wiring:
         through: Callable[[Region, tuple[T, ...]], Sequence[T]],
         join: Callable[[list[T]], T],
     ) -> ForwardResult:
-        """Follow what is known of values from the inputs to the outputs.
+        """Follow facts of values from the inputs to the outputs.
 
-        What is known of a carry must be true before the first iteration and after each
-        one, so the regions are visited again until nothing changes.
+        A fact of a carry must be true before the first iteration and after each one, so
+        the regions are visited again until nothing changes.
 
         Args:
-            inputs: what is known of each input.
-            through: returns what is known of the outputs of a region, given its inputs.
-            join: returns what is known of a value that may be any of several. It must
-                never add knowledge, or the search does not end.
+            inputs: the fact of each input.
+            through: returns the facts of the outputs of a region, from its inputs'.
+            join: returns the fact of a value that may be any of several. It must never
+                be more precise than they are, or the search does not end.
         """
         inputs = list(inputs)
         while True:
             decisions = [inputs[i] for i in self.deciding]
-            found: list[list[T]] = [[] for _ in self.equation.outvars]
+            results: list[list[T]] = [[] for _ in self.equation.outvars]
             for region in self.regions:
-                results = through(region, region.read(inputs))
-                for i, result in zip(region.outputs, results, strict=True):
-                    (decisions if i is None else found[i]).append(result)
-            outputs = [x[0] if len(x) == 1 else join(x) for x in found]
+                values = through(region, region.read(inputs))
+                for i, value in zip(region.outputs, values, strict=True):
+                    (decisions if i is None else results[i]).append(value)
+            outputs = [x[0] if len(x) == 1 else join(x) for x in results]
             before = list(inputs)
             for output, i in self.carry:
                 # The loop returns its input if it has no iteration.
@@ -111,18 +110,17 @@ class Wiring:
         join: Callable[[list[T]], T],
         unread: T,
     ) -> tuple[list[T], list[T]]:
-        """Follow what is wanted of values from the outputs to the inputs.
+        """Follow wants of values from the outputs to the inputs.
 
         Args:
-            outputs: what is wanted of each output.
-            through: returns what a region wants of its inputs, given what is wanted of
-                its outputs.
+            outputs: the want of each output.
+            through: returns the wants of the inputs of a region, from its outputs'.
             join: returns what several readers want together; as in `forward`.
-            unread: what is wanted of a value that nothing reads.
+            unread: the want of a value that nothing reads.
 
         Returns:
-            What is wanted of the inputs, and of the outputs. For the output of a carry,
-            this includes what the next iteration wants of it.
+            The wants of the inputs, and of the outputs. That of a carry's output
+            includes the want of the next iteration.
         """
         outputs = list(outputs)
         while True:

@@ -1,4 +1,4 @@
-"""Autocast: any JAX function, with its matrix products in 16 bits.
+"""Autocast: run any JAX function with its matrix products in 16 bits.
 
 Public:
 
@@ -12,15 +12,14 @@ A call is traced to a jaxpr, planned and run. In this order, read:
 
 - `_rules`: which rule an operation follows.
 - `_lattice`: the precision of a value.
-- `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`,
-  and tells a bias by `_biases`.
+- `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`.
 - `_run`: each equation bound again, as planned; `_derivatives`: those with derivative
   rules of their own; `_eight_bits`: matrix products of 8-bit operands.
 - `_loop_conditions`: loops that low values may keep from ending.
-- `_changes`: what a function changes in its arguments, such as Flax NNX modules.
+- `_changes`: changes that a function makes to Flax NNX modules.
 - `_report`: single operations with and without amp.
 
-What JAX does with jaxprs inside equations is known to `optax_mp._jax` alone.
+Only `optax_mp._jax` knows how equations use the jaxprs inside them.
 """
 
 from optax_mp.autocast._amp import amp, amp_stop

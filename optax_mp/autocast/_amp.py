@@ -27,9 +27,10 @@ def amp(
     """Run a function that is written for float32 in mixed precision.
 
     Matrix products and convolutions run in the compute dtype, forward and backward;
-    exponentials, logarithms, norms and sums run in float32; other operations follow
-    their inputs. Like `jax.jit` and `jax.vmap`, `amp` takes a function and returns one
-    with the same signature, output dtypes and gradient dtypes, and composes with them.
+    exponentials, logarithms, norms and sums run in float32; other operations have the
+    precision of their inputs. Like `jax.jit` and `jax.vmap`, `amp` takes a function and
+    returns one with the same signature, output dtypes and gradient dtypes, and composes
+    with them.
 
     Params stay float32. Every use of a weight casts it again, so that the gradients of
     its uses are summed in float32. Casts in the function itself are honoured, and so is
@@ -43,7 +44,7 @@ def amp(
             (`optax_mp.dynamic_loss_scale`). float8_e4m3fn stands for bfloat16 with the
             rule `"f8"` in the place of `"low"` for matrix products, and float8_e5m2
             for the same with operands in that dtype. If no product qualifies for 8
-            bits, a call warns.
+            bits, the call warns.
         rules: how each operation runs: a mapping that replaces `default_amp_rules`, or
             extends them by `|`. A key is a primitive (`jax.lax.tanh_p`, or its name
             `"tanh"`) or the name of a `jax.named_scope`. `"amp_default"` stands for
@@ -61,12 +62,12 @@ def amp(
             - `"f8"`: for matrix products (`dot_general`): operands in 8 bits, with a
               scale for each, and the result in the compute dtype. Those with a row,
               column or contracted size below 512, or no multiple of 16, run low;
-            - `"not_f8"`: for matrix products: in the compute dtype. These two words
-              concern matrix products alone, and yield to other rules around or inside
+            - `"not_f8"`: for matrix products: in the compute dtype. The last two words
+              are for matrix products alone. Other rules win over them, around or inside
               of their scope.
 
             The rule of a scope wins over that of an operation, and the rule of the
-            outermost scope over those of others.
+            outermost scope wins over those of inner scopes.
 
     Returns:
         The function in mixed precision.
@@ -75,8 +76,8 @@ def amp(
         TypeError: if `fun` is not callable, or `rules` is not a mapping of such keys;
             when called, if the carry of a loop in `fun` changes its dtype as written.
         ValueError: if `compute_dtype` is neither a 16-bit float nor one of the two
-            8-bit floats, or a rule is unknown, or for products and given to another
-            operation.
+            8-bit floats, if a rule is unknown, or if a rule for products is that of
+            another operation.
         NotImplementedError: if a function with 8-bit products is differentiated twice.
             Such a function has no derivative in forward mode (`jax.jvp`) either.
 
@@ -112,7 +113,7 @@ def amp(
         if checked_rules.compute_dtype == jnp.float16:
             count_event("computes in float16")
         call = pure_call(fun, args, kwargs)
-        traced, plan = interpreter.trace(call.fun, call.args, {})
+        traced, plan = interpreter.trace(call)
         for text in interpreter.warnings(traced, plan):
             warn(f"amp: {text}")
         if plan.is_changed:

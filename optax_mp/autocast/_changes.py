@@ -1,8 +1,9 @@
-"""What a function changes in the Flax NNX modules among its arguments.
+"""Changes that a function makes to the Flax NNX modules among its arguments.
 
 A module changes in place: a BatchNorm replaces its statistics, a dropout counts its
-random numbers. amp traces a copy, so the values of variables that changed are returned
-and written to the caller's module, as `nnx.jit` does. Other changes raise a warning.
+random numbers. amp traces a copy of the module. It returns the values of variables that
+changed and writes them to the caller's module, as `nnx.jit` does. Other changes raise a
+warning.
 """
 
 import sys
@@ -20,7 +21,7 @@ class PureCall(NamedTuple):
 
     Attributes:
         fun: the function. It returns what it returned as written, and the changes.
-        args: its arguments.
+        args: its arguments, which are positional.
         write_back: takes the changes, and writes them to the caller's modules.
     """
 
@@ -51,7 +52,7 @@ def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> PureCall:
         )
         result = fun(*args, **kwargs)
         after = _arrays(nnx, copies)
-        # New variables change the graph, too, but can be written back.
+        # New variables change the graph, too, but they can be written back.
         if after.keys() == before.keys() and nnx.graphdef(copies) != graphdef:
             names = ", ".join(sorted({type(x).__name__ for x in copies.values()}))
             warn(
@@ -77,6 +78,6 @@ def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> PureCall:
 
 
 def _arrays(nnx: Any, modules: Any) -> dict[Any, list[Any]]:
-    """Return the arrays of variables, which are replaced in place, by their paths."""
+    """Return the arrays of each variable, by its path."""
     flat = nnx.to_flat_state(nnx.state(modules))
     return {path: jax.tree.leaves(variable) for path, variable in flat}

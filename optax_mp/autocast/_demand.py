@@ -1,8 +1,8 @@
 """What the readers of a value want: if all compute in float32, it stays float32.
 
-The subtraction in a softmax is read by an `exp`, which runs in float32: rounding the
-difference to 16 bits first would save nothing. Wants are found backwards, from the
-outputs of a jaxpr to its inputs, before any precision is chosen.
+In a softmax, an `exp` reads a difference and runs in float32. Rounding the difference
+to 16 bits would save nothing. Wants are found backwards, from the outputs of a jaxpr to
+its inputs, before any precision is chosen.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ def is_better_full(equation: Equation, wants: Sequence[Want]) -> bool:
     """Return whether its readers make float32 the better choice for an operation."""
     name = equation.primitive.name
     if name == "add_any":
-        # It sums the gradients of two uses, perhaps of a weight. That is done in
-        # float32, unless something reads the sum in 16 bits.
+        # It sums the gradients of two uses, perhaps of a weight: in float32, unless
+        # something reads the sum in 16 bits.
         return False not in wants
     # A select_n rounds nothing, and its derivative would keep zeros in float32.
     return True in wants and False not in wants and name != "select_n"
@@ -47,7 +47,7 @@ class Demand:
     def _wants_within(
         self, jaxpr: Jaxpr, outputs: Wants, scope_rule: str | None
     ) -> dict[Any, Want]:
-        """Return what is wanted of each variable of a jaxpr, given its outputs' wants.
+        """Return the wants of each variable of a jaxpr, from those of its outputs.
 
         A variable is missing if nothing reads it, or no reader cares.
         """
@@ -75,7 +75,7 @@ class Demand:
         return wants
 
     def _float32_results(self, jaxpr: Jaxpr, scopes: Sequence[str | None]) -> set[Any]:
-        """Return the variables that are float32 because of what computes them."""
+        """Return the variables that a float32 operation computes."""
         full: set[Any] = set()
         for equation, scope in zip(jaxpr.eqns, scopes, strict=True):
             if not can_convert(equation):

@@ -1,12 +1,12 @@
 """Functions with derivative rules of their own: amp runs the rules as well.
 
-A rule is written for float32, and JAX keeps it in another place of the
-jaxpr. So we let JAX differentiate the equation as it is written, trace that, and run
-the trace under amp, as the rule of a new function.
+A rule is written for float32, and it is no region of the jaxpr. So JAX differentiates
+the equation as written, that derivative is traced, and the trace runs under amp, as the
+rule of a new function.
 
 A rule may ask which inputs are differentiated, and refuse some. So the new function
-asks JAX the same (`symbolic_zeros=True`), and differentiates the equation by those
-inputs, and for those outputs, alone.
+asks JAX, too (`symbolic_zeros=True`), and differentiates the equation with respect to
+those inputs, and for the outputs that have cotangents, alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ from optax_mp.autocast._lattice import cast
 
 Call = Callable[..., list[Any]]
 # `interpret(function, arguments, dtypes)` runs `function(*arguments)` under amp. The
-# function expects arguments of these dtypes; those that are given may be low. It
-# returns the outputs, and for each whether it depends on the last argument.
+# function expects arguments of these dtypes, and the arguments may be low. It returns
+# the outputs, and for each one whether it depends on the last argument.
 Interpret = Callable[
     [Callable[..., Any], tuple[Any, ...], tuple[Any, ...]], tuple[Any, Any]
 ]
@@ -42,11 +42,11 @@ def custom_jvp(
             args = [primals[i] for i in perturbed]
             return jax.jvp(_restrict(equation, perturbed, primals), args, tangents)
 
-        given = (list(primals), [tangents[i] for i in perturbed])
+        values = (list(primals), [tangents[i] for i in perturbed])
         as_written = (dtypes, [dtypes[i] for i in perturbed])
-        (outputs, out_tangents), (_, depend) = interpret(jvp, given, as_written)
+        (outputs, out_tangents), (_, depend) = interpret(jvp, values, as_written)
         outputs = list(map(cast, outputs, output_dtypes))
-        # `jax.jvp` returns zeros, which are differentiated by what reads them.
+        # `jax.jvp` returns zeros, which later operations would differentiate.
         out_tangents = [
             cast(tangent, x.dtype) if depends else SymbolicZero.from_primal_value(x)
             for tangent, x, depends in zip(out_tangents, outputs, depend, strict=True)
@@ -107,8 +107,8 @@ def custom_vjp(
         out_dtypes = [outvars[i].aval.dtype for i in read]
         as_written = (list(linearized.residual_dtypes), out_dtypes)
         pulled, depend = interpret(transpose, values, as_written)
-        # None for an input without a gradient. JAX wants the others in the dtypes of
-        # the inputs, which may be low.
+        # None for an input without a gradient. The others must have the dtypes of the
+        # inputs, which may be low.
         gradients: list[Any] = [None] * len(invars)
         pairs = zip(linearized.perturbed, linearized.dtypes, strict=True)
         for (i, dtype), gradient, depends in zip(pairs, pulled, depend, strict=True):
@@ -123,14 +123,14 @@ def custom_vjp(
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Linearized:
-    """What the backward pass must know of the forward pass, apart from arrays.
+    """Facts of the forward pass for the backward pass, apart from arrays.
 
     Attributes:
-        treedef: the structure of the linearized function, of which the arrays are the
+        treedef: the structure of the linearized function, whose arrays are the
             residuals.
         residual_dtypes: the dtypes of the residuals as written.
         perturbed: the indices of the inputs that are differentiated.
-        dtypes: the dtypes in which these were given, which may be low.
+        dtypes: the dtypes of these inputs, which may be low.
     """
 
     treedef: Any
@@ -140,7 +140,7 @@ class _Linearized:
 
 
 def _nonzero(tangents: Sequence[Any], atoms: Sequence[Any]) -> list[int]:
-    """Return where tangents or cotangents are neither zero nor of integers."""
+    """Return the indices of (co)tangents that are neither zero nor of integers."""
     return [
         i
         for i, (x, atom) in enumerate(zip(tangents, atoms, strict=True))

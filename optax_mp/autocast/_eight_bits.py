@@ -1,13 +1,13 @@
 """Matrix products of 8-bit operands.
 
 Each operand is multiplied by a power of two that brings its largest magnitude near the
-end of the range of its 8-bit dtype, and rounded. A power of two changes no digit, so
-all of the error is that one rounding, and whatever overflows does so in float32, where
-a loss scale sees it. There is no state: the scale is that of the values at hand.
+largest value of its 8-bit dtype, and rounded. A multiplication by a power of two is
+exact, so that rounding is the only error. Overflows happen in float32, where a loss
+scale sees them. There is no state: the scale comes from the current values.
 
-What JAX keeps of an operand for the backward pass is its 8 bits. Incoming gradients are
-rounded to float8_e5m2, which has a wider range, and multiplied with them. There is no
-forward mode, and no derivative of a derivative.
+For the backward pass JAX keeps the 8 bits of an operand. Incoming gradients are rounded
+to float8_e5m2, which has a wider range, and multiplied with them. There is no forward
+mode, and no second derivative.
 """
 
 import functools
@@ -19,25 +19,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from optax_mp._jax._jaxpr import (
-    Equation,
-    bind,
-    evaluate,
-    trace_jaxpr,
-    with_dtype,
-)
+from optax_mp._jax._jaxpr import Equation, bind, evaluate, trace_jaxpr, with_dtype
 from optax_mp._jax._products import is_product, matrix_sizes
 
 # The two of the Open Compute Project, which hardware multiplies.
 DTYPES = E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 _F32 = jnp.dtype(jnp.float32)
-# The product that has an 8-bit form. Convolutions have none, because JAX does not
-# convolve operands of two dtypes, as their gradients would have to.
+# The product that has an 8-bit form. Convolutions have none: their gradients have
+# operands of two dtypes, which JAX does not convolve.
 PRIMITIVE = "dot_general"
-# To find the scales and to round takes time in proportion to the operands, and what it
-# saves is in proportion to their product: on an H100, at its peak rates, they are equal
-# between widths of 256 and 1024 (`benchmarks/eight_bits.py --only shapes`). GPUs want
-# multiples of 16.
+# Scaling and rounding take time in proportion to the operands, and save time in
+# proportion to their product. On an H100, at its peak rates, these are equal between
+# widths of 256 and 1024 (`benchmarks/eight_bits.py --only shapes`). GPUs need multiples
+# of 16.
 SMALLEST, MULTIPLE = 512, 16
 # Bits of a float32: those that hold the exponent, and its smallest normal number.
 _EXPONENT, _SMALLEST_NORMAL = 0x7F800000, 0x00800000
@@ -65,7 +59,7 @@ class Rounded(NamedTuple):
 def round_to(x: jax.Array, dtype: Any) -> Rounded:
     """Return `x` in an 8-bit dtype, scaled by its largest finite magnitude.
 
-    What is not finite stays so: infinity becomes NaN where the dtype has none.
+    Infinity and NaN stay, but infinity becomes NaN if the dtype has none.
     """
     # The largest and the smallest power of two whose inverse is a normal number, too.
     ratio = float(jnp.finfo(dtype).max) / _largest_finite(x)
@@ -77,10 +71,10 @@ def round_to(x: jax.Array, dtype: Any) -> Rounded:
 
 def _largest_finite(x: jax.Array) -> jax.Array:
     """Return the largest finite magnitude in `x`, or 0, in float32."""
-    # Magnitudes are in the order of their bits, as integers. With the smallest normal
-    # number added, those of infinity and NaN wrap to below zero. So it is one chain of
-    # operations, for which XLA reads `x` once; a mask of what is finite it may write
-    # out, where the product wants `x` transposed.
+    # As integers, the bits of magnitudes have the order of the magnitudes. If the
+    # smallest normal number is added, infinity and NaN wrap to below zero. XLA reads
+    # `x` once for this chain. It may write a mask of finite values to memory, if the
+    # product reads `x` transposed.
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & 0x7FFFFFFF
     wrapped = jnp.max(bits + _SMALLEST_NORMAL)
     bits = jnp.maximum(wrapped, _SMALLEST_NORMAL) - _SMALLEST_NORMAL
@@ -89,21 +83,17 @@ def _largest_finite(x: jax.Array) -> jax.Array:
 
 @round_to.defjvp
 def _refuse(*_: Any) -> Any:
-    # `product` has a derivative of its own, so only a second one comes here. Rounded
-    # tangents cannot be added up: each would have a unit of its own.
+    # `product` has its own derivative, so only a second one comes here. Rounded
+    # tangents have different units, so they cannot be added.
     raise NotImplementedError(_SECOND_DERIVATIVE)
 
 
 def fits(equation: Equation) -> bool:
     """Return whether the shapes of a product are such that 8 bits pay."""
-    sizes = matrix_sizes(equation)
     # An empty batch, as of an expert without tokens, has no largest value.
-    is_empty = any(
-        isinstance(x, int) and x == 0 for x in equation.outvars[0].aval.shape
-    )
-    return not is_empty and all(
+    return 0 not in equation.outvars[0].aval.shape and all(
         isinstance(size, int) and size >= SMALLEST and size % MULTIPLE == 0
-        for size in sizes
+        for size in matrix_sizes(equation)
     )
 
 
@@ -129,8 +119,8 @@ def product(
         dtype: the 8-bit dtype for them; gradients are rounded to float8_e5m2.
         out_dtype: the dtype of the result.
     """
-    # What a policy of `jax.checkpoint` keeps is to be no wider than the result. The
-    # sums are not scaled yet: bfloat16 has the range for them, float16 has not.
+    # A policy of `jax.checkpoint` may keep the sums, so they are no wider than the
+    # result. They are not scaled yet: bfloat16 has the range for them, float16 has not.
     sum_dtype = out_dtype if out_dtype == jnp.bfloat16 else _F32
     dtypes = [x.dtype for x in operands]
 
@@ -140,7 +130,7 @@ def product(
 
     def forward(left: Any, right: Any) -> Any:
         factors = [round_to(x.value, dtype) for x in (left, right)]
-        # The gradient by one operand needs the other; nothing else is kept.
+        # The gradient of one operand needs the other; nothing else is kept.
         needed = [factors[1] if left.perturbed else None]
         needed += [factors[0] if right.perturbed else None]
         return multiply(*factors), needed
@@ -165,7 +155,7 @@ def product(
 
 
 def _pullback(equation: Equation, i: int) -> Callable[..., Any]:
-    """Return the product of a cotangent and one operand that the gradient of `i` is."""
+    """Return the product of a cotangent and the other operand: the gradient of `i`."""
     avals = [with_dtype(x.aval, jnp.float32) for x in equation.invars]
     out = with_dtype(equation.outvars[0].aval, jnp.float32)
     params = equation.params | {"preferred_element_type": None}
@@ -183,8 +173,8 @@ def _pullback(equation: Equation, i: int) -> Callable[..., Any]:
 
 
 def _bind_to(dtype: Any, equation: Equation, inputs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of an equation, of a product of 8-bit floats in `dtype`."""
-    # Cast to 16 bits before the product, the operands would be 16 bits for XLA.
+    """Return the outputs of an equation; a product of 8-bit floats returns `dtype`."""
+    # Casts to 16 bits before the product would hide the 8 bits from XLA.
     params = equation.params
     if is_product(equation):
         params = params | {"preferred_element_type": dtype}

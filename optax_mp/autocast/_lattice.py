@@ -2,18 +2,20 @@
 
 Only values that are float32 or float64 as written take part in amp; the precision of
 all others is None. A value that takes part is `LOW`, in the compute dtype; `FULL`, as
-written; or `Weak`, which is a literal or the repetition of one, and follows the values
-that it is combined with.
+written; `Argument`, which is full, too, and may be a bias; or `Weak`, a literal or the
+repetition of one, which follows the values that it is combined with.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_mp._jax._jaxpr import is_shaped
+from optax_mp._jax._jaxpr import Equation, is_shaped
 
 LOW = "low"
 FULL = "full"
@@ -25,7 +27,25 @@ class Weak(NamedTuple):
     value: float | None = None
 
 
-Precision = Weak | str | None
+@dataclass(frozen=True)  # not a tuple, which would equal a `Weak` of the same number
+class Argument:
+    """The precision of an argument of the function that is only moved, not computed.
+
+    A bias is an argument with one long axis (of a size other than 1) that is added to a
+    larger array. It is often a slice of an argument, and is broadcast or reshaped
+    before it is added.
+
+    Attributes:
+        long_axes: the smallest number of long axes that it has had on the way.
+        is_exact: whether the function cast it from the compute dtype, so that casting
+            it back loses nothing.
+    """
+
+    long_axes: int
+    is_exact: bool = False
+
+
+Precision = Weak | Argument | str | None
 Precisions = tuple[Precision, ...]
 
 
@@ -34,9 +54,46 @@ def takes_part(atom: Any) -> bool:
     return is_shaped(atom.aval) and atom.aval.dtype in (np.float32, np.float64)
 
 
+def is_half(atom: Any) -> bool:
+    """Return whether a value is in 16 bits as written."""
+    return is_shaped(atom.aval) and atom.aval.dtype in (jnp.bfloat16, jnp.float16)
+
+
 def full_precisions(atoms: Iterable[Any]) -> Precisions:
     """Return the precisions that values have as written."""
     return tuple(FULL if takes_part(atom) else None for atom in atoms)
+
+
+def argument_precisions(atoms: Sequence[Any], is_exact: bool = False) -> Precisions:
+    """Return the precisions of the arguments of a whole function."""
+    return tuple(
+        Argument(_long_axes(x), is_exact) if full and x.aval.ndim else full
+        for x, full in zip(atoms, full_precisions(atoms), strict=True)
+    )
+
+
+def moved(precision: Precision, atom: Any) -> Precision:
+    """Return the precision of a value, moved to an array of another shape."""
+    if not isinstance(precision, Argument):
+        return precision
+    return replace(precision, long_axes=min(precision.long_axes, _long_axes(atom)))
+
+
+def adds_bias(equation: Equation, precisions: Precisions) -> bool:
+    """Return whether an equation adds a bias to something larger.
+
+    An argument as large as the sum is not a bias: it may be a term of the sum.
+    """
+    if equation.primitive.name != "add":
+        return False
+    result = _long_axes(equation.outvars[0])
+    counts = [x.long_axes for x in precisions if isinstance(x, Argument)]
+    return any(count <= 1 and count < result for count in counts)
+
+
+def _long_axes(atom: Any) -> int:
+    # Compared for equality only, because a size may be symbolic.
+    return sum(size != 1 for size in atom.aval.shape)
 
 
 def literal_precision(atom: Any) -> Precision:
@@ -46,9 +103,9 @@ def literal_precision(atom: Any) -> Precision:
     return Weak(float(atom.val)) if np.ndim(atom.val) == 0 else FULL
 
 
-def without_weak(precisions: Iterable[Precision]) -> Precisions:
-    """Return precisions in which literals are full."""
-    return tuple(FULL if isinstance(x, Weak) else x for x in precisions)
+def as_computed(precisions: Iterable[Precision]) -> Precisions:
+    """Return precisions in which literals and arguments are full."""
+    return tuple(FULL if isinstance(x, Weak | Argument) else x for x in precisions)
 
 
 def widest(precisions: Sequence[Precision]) -> str:
@@ -57,7 +114,7 @@ def widest(precisions: Sequence[Precision]) -> str:
     Literals follow the other values; without others they are full. Values that take no
     part are ignored.
     """
-    strong = {x for x in precisions if x in (LOW, FULL)}
+    strong = {x for x in precisions if x is not None and not isinstance(x, Weak)}
     return LOW if strong == {LOW} else FULL
 
 

@@ -1,9 +1,9 @@
-"""Loops that may never end under amp: their condition reads what is computed low.
+"""Loops that may never end under amp: their condition reads values computed low.
 
 A root finder iterates until its step is below a tolerance. Computed in 16 bits, the
-step stops shrinking before that. A condition is told apart from a counter, or from a
-search for a token, by what it compares: floats that depend on the floats of the
-iteration before, through an operation that runs low.
+step may never be that small. Counters and searches for a token are no such conditions:
+only those count that compare floats which depend on the floats of the iteration before,
+through an operation that runs low.
 """
 
 from collections.abc import Sequence, Set
@@ -18,12 +18,12 @@ from optax_mp._jax._primitives import COMPARISONS
 from optax_mp._jax._wiring import ForwardResult
 from optax_mp.autocast._plan import Site
 
-# How a value depends on the floats that a loop carries: of two ways the larger counts.
+# How a value depends on the floats that a loop carries; of several, the largest counts.
 _NOT, _DEPENDS, _DEPENDS_BY_LOW = 0, 1, 2
 
 
 def loop_warnings(sites: Sequence[Site], dtype: Any) -> tuple[str, ...]:
-    """Return a warning for each loop whose condition reads what is computed low."""
+    """Return a warning for each loop whose condition reads values computed low."""
     epsilon = float(jnp.finfo(dtype).eps)
     low = {id(x.equation) for x in sites if x.action.ran_low}
     loops = (x for x in sites if low and x.equation.primitive.name == "while")
@@ -53,7 +53,7 @@ def _through(equation: Equation, inputs: Sequence[int], low: Set[int]) -> Forwar
     def results(equation: Equation, inputs: list[int]) -> list[int]:
         if has_regions(equation):
             result = _through(equation, inputs, low)
-            # Which branch runs counts as much as what it computes.
+            # An output depends on the choice of a branch, too.
             return [max([x, *result.decisions]) for x in result.outputs]
         return [_result(equation, inputs, low, x) for x in equation.outvars]
 
@@ -65,8 +65,7 @@ def _through(equation: Equation, inputs: Sequence[int], low: Set[int]) -> Forwar
 def _result(equation: Equation, inputs: list[int], low: Set[int], output: Any) -> int:
     """Return how an output of an equation without regions depends on such floats."""
     if equation.primitive.name not in COMPARISONS and not _is_float(output):
-        # Neither an argmax, the order of a sort, nor `is_finite` is a test against a
-        # tolerance.
+        # An argmax, the order of a sort, or `is_finite` is no test against a tolerance.
         pairs = zip(inputs, equation.invars, strict=True)
         inputs = [x for x, atom in pairs if not _is_float(atom)]
     depends = max(inputs, default=_NOT)

@@ -1,10 +1,10 @@
-"""Which precision each value of a jaxpr has: a dataflow analysis, without tracing.
+"""The precision of each value of a jaxpr: a dataflow analysis, without tracing.
 
-Equations are planned in order: the precisions of the inputs, the rule, and what the
-readers of the outputs want (`_demand`) decide. A jaxpr inside an equation, of a loop,
-branch or `jit`, is a region, and its `Wiring` says which values go in and out. A loop's
-carry has one precision in all iterations: the body is planned again until nothing
-changes, at a fix-point.
+Equations are planned in order. The plan of one depends on the precisions of its inputs,
+its rule, and the wants of the readers of its outputs (`_demand`). A jaxpr inside an
+equation, of a loop, branch or `jit`, is a region, and its `Wiring` says which values go
+in and out. A loop's carry has one precision in all iterations, so the body is planned
+again until nothing changes: a fix-point.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,22 +23,26 @@ from optax_mp._jax._jaxpr import (
     is_literal,
     open_jaxpr,
 )
-from optax_mp._jax._primitives import REPEATS
+from optax_mp._jax._primitives import MOVES, REPEATS
 from optax_mp._jax._source import source_line
 from optax_mp._jax._wiring import Region
-from optax_mp.autocast._biases import AxisCounts, Biases
 from optax_mp.autocast._demand import Demand, Wants, is_better_full
 from optax_mp.autocast._lattice import (
     FULL,
     LOW,
+    Argument,
     Precision,
     Precisions,
     Weak,
+    adds_bias,
+    argument_precisions,
+    as_computed,
     full_precisions,
+    is_half,
     literal_precision,
+    moved,
     set_all,
     widest,
-    without_weak,
 )
 from optax_mp.autocast._rules import Rules
 
@@ -48,20 +52,20 @@ class RegionPlan:
     """How a region of an equation runs. Equal plans share one converted jaxpr.
 
     Attributes:
-        plan: what becomes of its equations.
-        given: the precisions in which its inputs come. They are cast inside to
+        plan: the plan of its jaxpr.
+        inputs: the precisions in which it takes its inputs. They are cast inside to
             `plan.inputs`.
-        returned: the precisions to which its outputs are cast.
+        outputs: the precisions to which its outputs are cast.
     """
 
     plan: "Plan"
-    given: Precisions
-    returned: Precisions
+    inputs: Precisions
+    outputs: Precisions
 
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """What becomes of one equation.
+    """How one equation runs.
 
     Attributes:
         how: `"bind"`: its inputs are cast and it is bound; `"same"`: it returns its
@@ -70,7 +74,7 @@ class Action:
         inputs: the precision to which each input is cast.
         outputs: the precisions of its outputs.
         rule: the rule that it follows.
-        why: what decided, in the words of `AmpOperation`; `"inside"` for regions.
+        why: the reason, in the words of `AmpOperation`; `"inside"` for regions.
         scope_rule: the rule of the scope that it is in.
         params: its parameters, if they change.
         regions: how its regions run.
@@ -100,7 +104,7 @@ class Action:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What becomes of one jaxpr.
+    """How one jaxpr runs.
 
     Attributes:
         inputs: the precisions of its inputs.
@@ -130,12 +134,12 @@ class Plan:
 
 
 class Site(NamedTuple):
-    """An equation, and what becomes of it.
+    """An equation, and how it runs.
 
     Attributes:
         equation: the equation.
-        action: what becomes of it.
-        around: the equations that it is inside of, innermost first.
+        action: how it runs.
+        around: the equations around it, innermost first.
         runs: how often it runs; the body of a while loop counts once.
     """
 
@@ -154,20 +158,15 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True)
 class _Context:
-    """What is known of an equation from the equations around it.
+    """Facts of an equation that other equations decide.
 
     Attributes:
         precisions: those of its inputs.
-        axis_counts: for its inputs, to tell a bias.
-        are_exact: which inputs the function itself cast from the compute dtype, so that
-            casting them back loses nothing.
-        wants: for its outputs, what their readers want.
+        wants: what the readers of its outputs want.
         scope_rule: the rule of the scope that it is in.
     """
 
     precisions: Precisions
-    axis_counts: AxisCounts
-    are_exact: tuple[bool, ...]
     wants: Wants
     scope_rule: str | None
 
@@ -189,7 +188,6 @@ class Planner:
         self,
         jaxpr: Jaxpr,
         inputs: Precisions,
-        axis_counts: AxisCounts,
         wants: Wants,
         scope_rule: str | None,
     ) -> Plan:
@@ -198,43 +196,34 @@ class Planner:
         Args:
             jaxpr: the jaxpr.
             inputs: the precisions of its inputs.
-            axis_counts: for its inputs, to tell a bias.
-            wants: for its outputs, what their readers want.
+            wants: what the readers of its outputs want.
             scope_rule: the rule of the scopes around.
         """
-        known = dict(
-            zip(jaxpr.constvars, full_precisions(jaxpr.constvars), strict=True)
-        )
-        known.update(zip(jaxpr.invars, inputs, strict=True))
+        consts = argument_precisions(jaxpr.constvars)
+        of_vars = dict(zip(jaxpr.constvars, consts, strict=True))
+        # An iteration of a scan reads a slice.
+        own_inputs = map(moved, inputs, jaxpr.invars)
+        of_vars.update(zip(jaxpr.invars, own_inputs, strict=True))
 
         def precision(atom: Any) -> Precision:
-            return literal_precision(atom) if is_literal(atom) else known[atom]
+            return literal_precision(atom) if is_literal(atom) else of_vars[atom]
 
         wanted = self._demand.wants_within(jaxpr, wants, scope_rule)
-        biases = Biases(jaxpr, axis_counts)
-        exact: set[Any] = set()
         actions: list[Action] = []
         for equation in jaxpr.eqns:
             context = _Context(
                 tuple(map(precision, equation.invars)),
-                biases.counts_of(equation),
-                tuple(not is_literal(x) and x in exact for x in equation.invars),
                 tuple(map(wanted.get, equation.outvars)),
                 self.rules.scope_rule_of(equation, scope_rule),
             )
-            action = self._plan_equation(equation, context, biases)
+            action = self._plan_equation(equation, context)
             actions.append(action)
-            known.update(zip(equation.outvars, action.outputs, strict=True))
-            biases.follow(equation)
-            if self._is_exact_cast(equation):
-                exact.update(equation.outvars)
+            of_vars.update(zip(equation.outvars, action.outputs, strict=True))
         is_changed = LOW in inputs or any(action.is_changed for action in actions)
         outputs = tuple(map(precision, jaxpr.outvars))
         return Plan(inputs, tuple(actions), outputs, is_changed)
 
-    def _plan_equation(
-        self, equation: Equation, context: _Context, biases: Biases
-    ) -> Action:
+    def _plan_equation(self, equation: Equation, context: _Context) -> Action:
         precisions, scope_rule = context.precisions, context.scope_rule
         # With this rule, an equation is bound as a whole, with its regions.
         if scope_rule != "as_written":
@@ -242,18 +231,18 @@ class Planner:
                 return self._plan_regions(equation, context)
             if equation.primitive.name == "convert_element_type":
                 return self._plan_cast(equation, precisions, scope_rule)
-        adds_bias = biases.is_added_by(equation)
-        rule, why = self.rules.rule_of(equation, scope_rule, adds_bias)
+        is_bias_add = adds_bias(equation, precisions)
+        rule, why = self.rules.rule_of(equation, scope_rule, is_bias_add)
         if rule == "own":
             # Such a primitive returns one output for each input.
-            own = without_weak(precisions)
+            own = as_computed(precisions)
             return Action("bind", own, own, rule, why, scope_rule)
-        if rule == "widest" and equation.primitive.name in REPEATS:
-            # A repeated literal stays weak: what it is combined with later decides.
-            if isinstance(precisions[0], Weak):
-                return Action("bind", (FULL,), precisions, rule, "literal", scope_rule)
+        name = equation.primitive.name
+        if rule == "widest" and name in REPEATS and isinstance(precisions[0], Weak):
+            # A repeated literal stays weak: later operations decide.
+            return Action("bind", (FULL,), precisions, rule, "literal", scope_rule)
         if rule == "f8":
-            # Of operands that are in 16 bits as written, the result is as written, too.
+            # If operands are in 16 bits as written, the result is as written, too.
             inputs = set_all(LOW, precisions)
             outputs = full_precisions(equation.outvars)
             outputs = set_all(LOW, outputs) if LOW in inputs else outputs
@@ -266,6 +255,8 @@ class Planner:
             result = LOW if is_rounded else target
         inputs = set_all(target, precisions)
         outputs = set_all(result, full_precisions(equation.outvars))
+        if name in MOVES and isinstance(precisions[0], Argument):
+            outputs = tuple(moved(precisions[0], x) for x in equation.outvars)
         params = self._low_params(equation) if target == LOW else None
         return Action("bind", inputs, outputs, rule, why, scope_rule, params)
 
@@ -290,8 +281,8 @@ class Planner:
         return all(self._smallest <= size <= self._largest for size in sizes)
 
     def _low_params(self, equation: Equation) -> dict[str, Any] | None:
-        # A float32 result of 16-bit inputs would give the products of the backward pass
-        # inputs of two dtypes. Hardware accumulates in float32 anyway.
+        # With a float32 result, products of the backward pass would have inputs of two
+        # dtypes. Hardware accumulates in float32 anyway.
         if equation.params.get("preferred_element_type") is None:
             return None
         low = self.rules.compute_dtype
@@ -304,32 +295,26 @@ class Planner:
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         outputs = full_precisions(equation.outvars)
         if old == new and precisions[0] is not None:
-            # It changes nothing but whether JAX calls the type weak.
+            # It only changes whether the type is weak.
             return Action("same", precisions, precisions, "own", "cast", scope_rule)
         if precisions[0] == LOW and new == self.rules.compute_dtype:
             return Action("same", precisions, outputs, "own", "cast", scope_rule)
         if old == np.bool_ and outputs[0]:
             outputs = (Weak(),)  # 0 and 1 are exact in any dtype
-        inputs = without_weak(precisions)
+        if is_half(equation.invars[0]) and outputs[0]:
+            # A bias in 16 bits is cast before it is added.
+            is_exact = old == self.rules.compute_dtype
+            outputs = argument_precisions(equation.outvars, is_exact)
+        inputs = as_computed(precisions)
         return Action("bind", inputs, outputs, "as_written", "cast", scope_rule)
-
-    def _is_exact_cast(self, equation: Equation) -> bool:
-        """Return whether an equation casts from the compute dtype to a wider one."""
-        is_cast = equation.primitive.name == "convert_element_type"
-        return is_cast and equation.invars[0].aval.dtype == self.rules.compute_dtype
 
     def _plan_regions(self, equation: Equation, context: _Context) -> Action:
         wiring, scope_rule = wiring_of(equation), context.scope_rule
         carried = {i for _, i in wiring.carry}
-        # From the second iteration on a carry is a computed value, so it counts neither
-        # as a literal nor as a bias.
+        # From the second iteration on a carry is a computed value.
+        computed = as_computed(context.precisions)
         initial = [
-            FULL if i in carried and isinstance(x, Weak) else x
-            for i, x in enumerate(context.precisions)
-        ]
-        axis_counts = [
-            None if i in carried else count
-            for i, count in enumerate(context.axis_counts)
+            computed[i] if i in carried else x for i, x in enumerate(context.precisions)
         ]
         _, wants = self._demand.wants_through(equation, context.wants, scope_rule)
 
@@ -337,43 +322,42 @@ class Planner:
             # An output that is None only decides whether a loop goes on.
             wanted = tuple(None if i is None else wants[i] for i in region.outputs)
             jaxpr, _ = open_jaxpr(region.jaxpr)
-            counts = region.read(axis_counts)
-            return self._plan_cached(jaxpr, inputs, counts, wanted, scope_rule)
+            return self._plan_cached(jaxpr, inputs, wanted, scope_rule)
 
         def outputs_of(region: Region, inputs: Precisions) -> Precisions:
             outputs = plan_region(region, inputs).outputs
-            return without_weak(outputs) if wiring.repeats else outputs
+            return as_computed(outputs) if wiring.repeats else outputs
 
         flow = wiring.forward(initial, outputs_of, self._join)
         # The search has made these plans already: they come from the cache.
         plans = [
             plan_region(region, region.read(flow.inputs)) for region in wiring.regions
         ]
-        # What every iteration reads goes in as written and is cast inside, so that its
-        # gradients of all iterations are summed in float32.
-        given = [
+        # Values that every iteration reads go in as written and are cast inside, so
+        # that their gradients are summed over the iterations in float32.
+        inputs = [
             FULL if i in wiring.summed and x == LOW else x
             for i, x in enumerate(flow.inputs)
         ]
         if equation.primitive.name == "scan":
-            # What an iteration reads alone, such as the weights of a layer that were
-            # cast before the loop, is cast inside, so no wide copy of all is made.
-            for i in range(len(given)):
-                if context.are_exact[i] and i not in (*carried, *wiring.summed):
-                    given[i] = LOW
-        given = tuple(given)
+            # Slices for one iteration, such as the weights of a layer, go in low if
+            # they were cast before the loop, so that no wide copy of all layers exists.
+            for i, x in enumerate(inputs):
+                is_slice = i not in (*carried, *wiring.summed)
+                if is_slice and isinstance(x, Argument) and x.is_exact:
+                    inputs[i] = LOW
         regions = tuple(
             RegionPlan(
-                plan, region.read(given), _region_outputs(region, plan, flow.outputs)
+                plan, region.read(inputs), _region_outputs(region, plan, flow.outputs)
             )
             for region, plan in zip(wiring.regions, plans, strict=True)
         )
-        how, outputs = "regions", tuple(flow.outputs)
+        how, inputs, outputs = "regions", tuple(inputs), tuple(flow.outputs)
         if not any(plan.is_changed for plan in plans):
             # Bound as written, it takes and returns values as written.
-            how, given, outputs = "bind", set_all(FULL, given), without_weak(outputs)
+            how, inputs, outputs = "bind", set_all(FULL, inputs), as_computed(outputs)
         return Action(
-            how, given, outputs, "inside", "inside", scope_rule, regions=regions
+            how, inputs, outputs, "inside", "inside", scope_rule, regions=regions
         )
 
     def _join(self, precisions: Sequence[Precision]) -> Precision:

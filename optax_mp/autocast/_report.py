@@ -1,4 +1,4 @@
-"""amp_report: what ran in which precision, why, and what error that adds.
+"""amp_report: which operation ran in which precision, why, and with which error.
 
 The function runs as written, operation by operation. Beside each one that amp changes,
 the same runs as planned on the same inputs: the difference is the error that it adds.
@@ -33,7 +33,7 @@ from optax_mp.autocast._plan import Action, Plan, Site
 from optax_mp.autocast._rules import Rules, default_amp_rules
 from optax_mp.autocast._run import Interpreter
 
-# What the words of a report mean; those that occur are printed below the table.
+# The meaning of words in a report. Those that occur are explained below the table.
 _MEANINGS = {
     "mixed": "a loop, branch or shard_map; the error is that of the whole",
     "scope": "the rule of a jax.named_scope, such as amp_stop",
@@ -51,14 +51,14 @@ _NOT_MEASURED = math.nan
 
 @dataclass(frozen=True)
 class AmpOperation:
-    """What became of one operation at one source line.
+    """How one operation at one source line ran.
 
     Attributes:
         primitive: its name.
         line: where it is written.
         ran: `"low"`, `"f8"` (a product in 8 bits), `"f32"` or `"as_written"`; `"mixed"`
             for a loop, branch or `shard_map`, whose operations are listed, too.
-        why: what decided: `"rule"`, `"scope"`, `"inputs"` (one is float32, or none is),
+        why: the reason: `"rule"`, `"scope"`, `"inputs"` (one is float32, or none is),
             `"literal"` (the compute dtype cannot hold it), `"sink"` (everything that
             reads it computes in float32), `"shape"` (8 bits would not pay),
             `"precision"`, `"parameters"`, `"cast"` (as the user wrote it) or `"inside"`
@@ -97,12 +97,12 @@ class AmpReport:
     """What `amp_report` found. Printed, it is a table with the largest errors first.
 
     Attributes:
-        operations: what became of each operation, in the order of the function.
+        operations: how each operation ran, in the order of the function.
         error: the relative error of the function's outputs, compared with float32; NaN
             if it was not measured, because the function has side effects.
-        warnings: what may harm without an error: loops whose condition reads values of
-            the compute dtype, such as Newton's method with a small tolerance; that no
-            product runs in 8 bits, where that was asked for.
+        warnings: of loops whose condition reads values of the compute dtype, such as
+            Newton's method with a small tolerance, and of calls for 8-bit products in
+            which no product runs in 8 bits.
 
     Example:
         >>> import jax.numpy as jnp
@@ -139,8 +139,8 @@ class AmpReport:
     def __str__(self) -> str:
         """Return the table.
 
-        It shows what adds an error, and the products that do not run low. The other
-        operations are counted.
+        It shows operations that add an error, and products that do not run low. The
+        other operations are counted.
         """
         shown = [x for x in self.operations if x.is_shown]
         cells = [("primitive", "line", "ran", "why", "count", "own error")]
@@ -190,14 +190,15 @@ def amp_report(
     """Compare a function as written with the same under `amp`, on these arguments.
 
     The report says for each operation how it ran, why, and which relative error it
-    adds, and so which operations to put into `amp_stop`. For the backward pass, report
-    on `jax.grad(fun)`.
+    adds. Put operations with large errors into `amp_stop`. For the backward pass,
+    report on `jax.grad(fun)`.
 
     It takes several times the memory and time of the function, whose operations run one
     by one, as without `jax.jit`. A function with side effects, such as a callback, runs
     once, as written, and the error of its outputs is not measured. A loop, a branch and
     a `shard_map` are measured as a whole: for errors inside, report on their function.
-    The products inside what amp leaves as written, such as a linear solver, are listed.
+    Products inside an equation that runs as written, such as a linear solver, are
+    listed, too.
 
     Args:
         fun: the function as written, not `amp(fun)`.
@@ -231,7 +232,7 @@ def amp_report(
     checked_rules = Rules(rules, compute_dtype)
     interpreter = Interpreter(checked_rules)
     call = pure_call(fun, args, kwargs)
-    traced, plan = interpreter.trace(call.fun, call.args, {})
+    traced, plan = interpreter.trace(call)
     errors, error = _measure(interpreter, traced, plan)
     merged: dict[Any, AmpOperation] = {}
     for site in _decided(traced.closed, plan):
@@ -246,12 +247,9 @@ def _decided(jaxpr: AnyJaxpr, plan: Plan) -> Iterator[Site]:
     """Yield the equations that amp decides on, and products in those it leaves."""
     for site in plan.sites(jaxpr):
         equation, action = site.equation, site.action
-        is_call = action.regions and not _is_whole(equation)
-        if (
-            action.how == "same"
-            or is_call
-            or (action.regions and not action.is_changed)
-        ):
+        # Only a whole equation with changes inside is an operation of its own.
+        is_opened = action.regions and not (action.is_changed and _is_whole(equation))
+        if is_opened or action.how == "same":
             continue
         if any(map(takes_part, (*equation.invars, *equation.outvars))):
             yield site
@@ -262,7 +260,7 @@ def _decided(jaxpr: AnyJaxpr, plan: Plan) -> Iterator[Site]:
 def _products_within(site: Site) -> Iterator[Site]:
     """Yield the products inside an equation that is bound whole: as written.
 
-    Such are those of a linear solver, of a kernel, and of what `amp_stop` leaves alone.
+    Such are products of a linear solver, of a kernel, and of a loop in `amp_stop`.
     """
     action = Action("bind", (), (), "as_written", site.action.why)
     runs = site.runs * site.equation.params.get("length", 1)
@@ -296,7 +294,7 @@ def _operation(site: Site, errors: Mapping[int, float]) -> AmpOperation:
 
 
 def _merge(a: AmpOperation, b: AmpOperation) -> AmpOperation:
-    """Return two operations that differ only in what was measured as one."""
+    """Return the sum of two operations with the same name, line and reason."""
     error = float(np.fmax(a.own_error, b.own_error))
     count, flops = a.count + b.count, a.flops + b.flops
     return replace(a, count=count, own_error=error, flops=flops)
@@ -317,13 +315,13 @@ def _measure(
                 (region,), (inner,) = wiring_of(equation).regions, action.regions
                 return run(region.jaxpr, inner.plan, region.read(inputs))
             full = bind(equation, inputs)
-            # What has effects, such as a callback, must happen once: as written.
+            # An equation with effects, such as a callback, must run once: as written.
             low = full
             if action.is_changed and not equation.effects:
                 low = interpreter.run_equation(equation, action, inputs)
             # An action may be here already: a jaxpr can be called in several places.
-            error = _largest_error(full, low)
-            errors[id(action)] = max(errors.get(id(action), 0.0), error)
+            before = errors.get(id(action), 0.0)
+            errors[id(action)] = max(before, *map(_error, full, low), 0.0)
             return full
 
         return evaluate(jaxpr, inputs, run_next)
@@ -335,11 +333,7 @@ def _measure(
     options: Any = {"xla_allow_excess_precision": False}
     program = jax.jit(lambda arrays: interpreter.run(traced.closed, plan, arrays))
     compiled = program.lower(traced.arrays).compile(compiler_options=options)
-    return errors, _largest_error(full, compiled(traced.arrays))
-
-
-def _largest_error(full: Sequence[Any], low: Sequence[Any]) -> float:
-    return max(map(_error, full, low), default=0.0)
+    return errors, max(map(_error, full, compiled(traced.arrays)), default=0.0)
 
 
 def _error(full: Any, low: Any) -> float:
@@ -348,7 +342,7 @@ def _error(full: Any, low: Any) -> float:
         return 0.0
     wide = np.complex128 if jnp.iscomplexobj(full) else np.float64
     full, low = (np.asarray(x).astype(wide).ravel() for x in (full, low))
-    # What is infinite or NaN as written, such as the -inf of a mask, has no error.
+    # Values that are infinite or NaN as written, such as in a mask, have no error.
     is_finite = np.isfinite(full)
     full, low = full[is_finite], low[is_finite]
     # NaN only under amp is an infinite error: NaN would mean "not measured".

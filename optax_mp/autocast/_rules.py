@@ -27,15 +27,15 @@ from optax_mp._jax._jaxpr import (
 from optax_mp._jax._primitives import AMP_WORDS
 from optax_mp._jax._source import scopes
 from optax_mp.autocast._eight_bits import DTYPES, E4M3, PRIMITIVE, fits
-from optax_mp.autocast._lattice import takes_part
+from optax_mp.autocast._lattice import is_half, takes_part
 
 # A rule is one of these words. The docstring of `amp` says what they mean.
 WORDS = (
     "low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written", "f8",
     "not_f8",
 )  # fmt: skip
-# These are for products alone: in their scope, all else runs as without them, and so do
-# products with another rule around or inside of it.
+# These are for products alone. In their scope, other operations run as without them,
+# and so do products with another rule around or inside of the scope.
 PRODUCT_WORDS = {"f8": "f8", "not_f8": "low"}
 # Keys that do not name a primitive.
 DEFAULT = "amp_default"
@@ -50,10 +50,10 @@ default_amp_rules: Mapping[Any, str] = MappingProxyType(
     # x @ w + b: a float32 b would make everything that follows float32. It is added in
     # float32, so that its gradient is summed over the batch in float32.
     | {BIAS_ADD: "rounded"}
-    # Without a word are, among others: scatters, which may sum many small gradients in
-    # one place; products of sparse matrices, which are scatters inside; reductions by
-    # any function; random bits, fft, linear algebra, kernels and callbacks, which have
-    # no 16-bit form that is known to be safe.
+    # No rule is listed for scatters, which may sum many small gradients in one place;
+    # products of sparse matrices, which are scatters inside; reductions by a function;
+    # random bits, fft, linear algebra, kernels and callbacks, which have no 16-bit form
+    # that is safe.
     | {DEFAULT: "as_written"}
 )
 
@@ -80,17 +80,15 @@ class Rules:
         self.f8_dtype = dtype if self.is_8_bit else E4M3
         self.compute_dtype = jnp.dtype(jnp.bfloat16) if self.is_8_bit else dtype
         self._by_name: dict[str, str] = {DEFAULT: "as_written"}
-        for key, rule in rules.items():
-            name = _name(key)
-            self._by_name[name] = _check_rule(name, rule)
+        self._by_name |= {_name(key): rule for key, rule in rules.items()}
         if self.is_8_bit and self._by_name.get(PRIMITIVE) == "low":
             self._by_name[PRIMITIVE] = "f8"
         # The name of a primitive never names a scope: the whole backward pass is in a
         # scope named "transpose".
         operations = {RECIPROCAL, BIAS_ADD, *default_amp_rules, *primitive_names()}
         operations |= {key.name for key in rules if isinstance(key, Primitive)}
-        for name in operations & set(self._by_name):
-            _check_operation(name, self._by_name[name])
+        for name, rule in self._by_name.items():
+            _check_rule(name, rule, name in operations)
         by_scope = {x: rule for x, rule in self._by_name.items() if x not in operations}
         self._names_to_find = set(by_scope) - {STOP}
         # A name without parts, such as `"/"`, would match everywhere.
@@ -107,20 +105,16 @@ class Rules:
 
         Args:
             equation: the equation.
-            around: the rule of the scopes of the equations that it is inside of.
+            around: the rule of the scopes of the equations around it.
         """
-        if around is not None and around not in PRODUCT_WORDS:
-            return around
-        rules = [rule for _, rule in self._in_scopes(scopes(equation))]
+        rules = [] if around is None else [around]
+        rules += [rule for _, rule in self._in_scopes(scopes(equation))]
         # Words for products yield to other rules, further inside, too.
         others = (rule for rule in rules if rule not in PRODUCT_WORDS)
-        rule = next(others, rules[0] if rules else None)
-        if around is not None and (rule is None or rule in PRODUCT_WORDS):
-            return around
-        return rule
+        return next(others, rules[0] if rules else None)
 
     def warnings_of_names(self, equations: Iterable[Equation]) -> tuple[str, ...]:
-        """Return a warning of the names that none of these equations has."""
+        """Return a warning of the names in the rules that no equation has."""
         missing, seen = set(self._names_to_find), set()
         for equation in equations if missing else ():
             stack = scopes(equation)
@@ -154,13 +148,13 @@ class Rules:
     def rule_of(
         self, equation: Equation, scope: str | None, adds_bias: bool = False
     ) -> tuple[str, str]:
-        """Return the rule that an equation follows in a scope, and what decided."""
+        """Return the rule that an equation follows in a scope, and the reason."""
         rule, why = self._named(equation, scope, adds_bias)
         if rule == "f8" and not fits(equation):
             rule, why = "low", "shape"
         if not any(map(takes_part, equation.invars)):
             # In 16 bits as written, it may still be done in 8.
-            is_16_bit = rule == "f8" and all(map(_is_half, equation.invars))
+            is_16_bit = rule == "f8" and all(map(is_half, equation.invars))
             if is_16_bit and _is_free(equation.params["precision"]):
                 return rule, why
             return "as_written", "inputs"
@@ -181,11 +175,11 @@ class Rules:
     def _named(
         self, equation: Equation, scope: str | None, adds_bias: bool
     ) -> tuple[str, str]:
-        """Return the rule of the scope or the primitive, and which of them decided."""
+        """Return the rule, and whether the scope or the primitive has it."""
         name = equation.primitive.name
         own, why = self._by_name.get(name, self._by_name[DEFAULT]), "rule"
-        # Reciprocals and biases are exceptions from the default "widest" only: a user's
-        # rule for `div` or `add` is meant for all of them.
+        # Reciprocals and biases are exceptions from the default "widest" only. A user's
+        # rule for `div` or `add` is for all of them.
         if own == "widest" and name == "div" and is_literal(equation.invars[0]):
             own = self._by_name.get(RECIPROCAL, own)
         if own == "widest" and adds_bias:
@@ -212,22 +206,28 @@ def scope_parts(name: str) -> tuple[str, ...]:
 
 def _is_free(precision: Any) -> bool:
     """Return whether a product of this `precision` may run in 16 bits."""
-    given = precision if isinstance(precision, tuple) else (precision,)
-    return all(x in (None, lax.Precision.DEFAULT, lax.Precision.HIGH) for x in given)
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return all(x in (None, lax.Precision.DEFAULT, lax.Precision.HIGH) for x in asked)
 
 
-def _is_half(atom: Any) -> bool:
-    return atom.aval.dtype in (jnp.bfloat16, jnp.float16)
-
-
-def _check_operation(name: str, rule: str) -> None:
-    """Raise if an operation cannot have a rule."""
-    if name in WITH_REGIONS:
+def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
+    """Raise if a rule is unknown, or an operation cannot have it."""
+    if rule not in WORDS:
+        raise ValueError(
+            f"amp: the rule of {name!r} is {rule!r}, expected one of "
+            f"{', '.join(WORDS)}."
+        )
+    if name == "convert_element_type":
+        raise ValueError(
+            "amp: `rules` has a rule for convert_element_type, expected none, because "
+            "amp honours the function's own casts; remove the rule."
+        )
+    if is_operation and name in WITH_REGIONS:
         raise ValueError(
             f"amp: `rules` has a rule for {name!r}, expected rules for what is inside "
             "of it; enter a `jax.named_scope` around it, and give that a rule."
         )
-    if rule in PRODUCT_WORDS and name != PRIMITIVE:
+    if is_operation and rule in PRODUCT_WORDS and name != PRIMITIVE:
         raise ValueError(
             f"amp: the rule of {name!r} is {rule!r}, expected that word for "
             f"{PRIMITIVE!r} or a scope, because amp has 8-bit products of matrices and "
@@ -244,17 +244,3 @@ def _name(key: Any) -> str:
         f"amp: `rules` has the key {key!r}, expected a primitive such as "
         "jax.lax.tanh_p, its name, or the name of a jax.named_scope."
     )
-
-
-def _check_rule(name: str, rule: Any) -> str:
-    if name == "convert_element_type":
-        raise ValueError(
-            "amp: `rules` has a rule for convert_element_type, expected none, because "
-            "amp honours the function's own casts; remove the rule."
-        )
-    if rule not in WORDS:
-        raise ValueError(
-            f"amp: the rule of {name!r} is {rule!r}, expected one of "
-            f"{', '.join(WORDS)}."
-        )
-    return rule

@@ -1,6 +1,6 @@
 """Run a jaxpr as planned: every equation is bound again, with the casts it needs.
 
-Nothing is cast before it is used, and no cast is shared: a weight that is used twice is
+A value is cast where it is used, and no cast is shared: a weight that is used twice is
 cast twice, so that the gradients of its uses are summed in float32.
 """
 
@@ -16,7 +16,6 @@ from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     ClosedJaxpr,
     Equation,
-    aval_like,
     bind,
     cache_by_jaxpr,
     evaluate,
@@ -27,10 +26,18 @@ from optax_mp._jax._jaxpr import (
 from optax_mp._jax._traced import TracedCall, explain_carry_error, note_on_leaks
 from optax_mp._tree import is_array
 from optax_mp._warnings import warn
-from optax_mp.autocast._biases import argument_axis_counts
+from optax_mp.autocast._changes import PureCall
 from optax_mp.autocast._derivatives import custom_jvp, custom_vjp
 from optax_mp.autocast._eight_bits import describe_unused, product
-from optax_mp.autocast._lattice import FULL, LOW, Precisions, cast, full_precisions
+from optax_mp.autocast._lattice import (
+    FULL,
+    LOW,
+    Precisions,
+    Weak,
+    argument_precisions,
+    cast,
+    full_precisions,
+)
 from optax_mp.autocast._loop_conditions import loop_warnings
 from optax_mp.autocast._plan import Action, Plan, Planner, RegionPlan
 from optax_mp.autocast._rules import Rules
@@ -59,24 +66,21 @@ class Interpreter:
         self._rules = rules
         self._planner = Planner(rules)
         self._low = rules.compute_dtype
-        # JAX's own caches know a jaxpr by its identity: without this cache, every eager
-        # call of the function would compile the regions inside it again.
+        # JAX's caches compare jaxprs by identity. Without this cache, every eager call
+        # of the function would compile its regions again.
         self._convert_cached = cache_by_jaxpr(self._convert)
 
-    def trace(
-        self, fun: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[TracedCall, Plan]:
-        """Return a traced call of `fun`, and the plan for it."""
-        # Traced in each call, because what the function closes over may have changed.
+    def trace(self, call: PureCall) -> tuple[TracedCall, Plan]:
+        """Return a traced call, and the plan for it."""
+        # Traced in each call, because values that it closes over may have changed.
         with explain_carry_error(CARRY_ERROR):
-            traced = TracedCall.of(lambda x: fun(*x[0], **x[1]), (args, kwargs))
+            traced = TracedCall.of(lambda args: call.fun(*args), call.args)
         jaxpr = traced.closed.jaxpr
-        inputs, counts = full_precisions(jaxpr.invars), argument_axis_counts(jaxpr)
-        wants = (None,) * len(jaxpr.outvars)
-        return traced, self._planner.plan(jaxpr, inputs, counts, wants, None)
+        inputs, wants = argument_precisions(jaxpr.invars), (None,) * len(jaxpr.outvars)
+        return traced, self._planner.plan(jaxpr, inputs, wants, None)
 
     def warnings(self, traced: TracedCall, plan: Plan) -> tuple[str, ...]:
-        """Return what may harm, or not be what was meant, without an error."""
+        """Return warnings of what is probably a mistake."""
         sites = list(plan.sites(traced.closed))
         texts = loop_warnings(sites, self._low)
         texts += self._rules.warnings_of_names(x.equation for x in sites)
@@ -124,16 +128,16 @@ class Interpreter:
         """Return a jaxpr inside an equation, changed as its plan says."""
         old, _ = open_jaxpr(jaxpr)
 
-        # The cast of a full value that is planned low, such as a constant of a loop, is
-        # inside, so that it is repeated in every iteration.
+        # A full value that is planned low, such as a constant of a loop, is cast in
+        # every iteration.
         def run(*args: Any) -> list[Any]:
             inputs = self.cast_all(args, region.plan.inputs, old.invars)
             outputs = self.run(jaxpr, region.plan, inputs)
-            return self.cast_all(outputs, region.returned, old.outvars)
+            return self.cast_all(outputs, region.outputs, old.outvars)
 
         avals = [
             with_dtype(atom.aval, self._low) if precision == LOW else atom.aval
-            for atom, precision in zip(old.invars, region.given, strict=True)
+            for atom, precision in zip(old.invars, region.inputs, strict=True)
         ]
         return trace_jaxpr(run, avals)
 
@@ -141,8 +145,8 @@ class Interpreter:
         self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> list[Any]:
         """Run a function with a rule of its own, and later that rule."""
-        # Bound again with the converted jaxpr, the equation would keep its rule, which
-        # is written for float32 and would return float32.
+        # If the equation were bound again, it would keep its rule, which is written for
+        # float32.
         (region,), (region_plan,) = wiring_of(equation).regions, action.regions
 
         def call(*args: Any) -> list[Any]:
@@ -160,38 +164,40 @@ class Interpreter:
     def _interpret_in(self, scope_rule: str | None) -> Callable[..., Any]:
         """Return a function that runs others as amp does, in a scope with this rule.
 
-        It takes `(function, given, dtypes)` and returns `function(*given)`, and for
-        each output whether it depends on the last of `given`. Each array in `given` is
-        low, or has the dtype in `dtypes` that the function expects.
+        It takes `(function, args, dtypes)` and returns `function(*args)`, and for each
+        output whether it depends on the last of `args`. Each array in `args` is low, or
+        has the dtype in `dtypes` that the function expects.
         """
 
         @note_on_leaks(_NOTE_ON_CLOSURES)
         def interpret(
-            function: Callable[..., Any], given: Any, dtypes: Any
+            function: Callable[..., Any], args: Any, dtypes: Any
         ) -> tuple[Any, Any]:
-            # Some are plain numbers, as the user gave them.
-            given = jax.tree.map(
+            # Some are plain numbers, as the user wrote them.
+            args = jax.tree.map(
                 lambda x, dtype: x if is_array(x) else jnp.asarray(x, dtype),
-                given,
+                args,
                 dtypes,
             )
             # Traced with the dtypes that it expects; the plan knows which are low.
-            avals = jax.tree.map(aval_like, given, dtypes)
+            avals = jax.tree.map(
+                lambda x, dtype: with_dtype(jax.typeof(x), dtype), args, dtypes
+            )
             closed, returned = jax.make_jaxpr(function, return_shape=True)(*avals)
-            jaxpr, leaves = closed.jaxpr, jax.tree.leaves(given)
+            jaxpr, leaves = closed.jaxpr, jax.tree.leaves(args)
             # `full` is None for a value that takes no part in amp.
             precisions = tuple(
                 full and (LOW if x.dtype == self._low else FULL)
                 for full, x in zip(full_precisions(jaxpr.invars), leaves, strict=True)
             )
-            # It is not known here which of them are arguments of the whole function,
-            # nor what reads the outputs.
-            no_biases, wants = (None,) * len(precisions), (None,) * len(jaxpr.outvars)
-            plan = self._planner.plan(jaxpr, precisions, no_biases, wants, scope_rule)
+            # Neither arguments of the whole function nor readers of the outputs are
+            # known here.
+            wants = (None,) * len(jaxpr.outvars)
+            plan = self._planner.plan(jaxpr, precisions, wants, scope_rule)
             for text in loop_warnings(list(plan.sites(jaxpr)), self._low):
                 warn(f"amp: {text}")
             values = self.run(closed, plan, leaves)
-            before_last = len(jax.tree.leaves(given[:-1]))
+            before_last = len(jax.tree.leaves(args[:-1]))
             is_last = [i >= before_last for i in range(len(leaves))]
             depend = depending_outputs(closed, is_last)
             unflatten = jax.tree.structure(returned).unflatten
@@ -208,6 +214,10 @@ class Interpreter:
     def _dtypes(self, precisions: Precisions, atoms: Sequence[Any]) -> list[Any]:
         """Return the dtype of each value in its precision; None for one that stays."""
         return [
-            self._low if x == LOW else atom.aval.dtype if x == FULL else None
+            None
+            if isinstance(x, Weak | None)
+            else self._low
+            if x == LOW
+            else atom.aval.dtype
             for x, atom in zip(precisions, atoms, strict=True)
         ]

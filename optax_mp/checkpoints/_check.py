@@ -1,8 +1,9 @@
-"""check_checkpoint: whether a checkpoint matches what it is restored into.
+"""check_checkpoint: whether a checkpoint matches the state to restore into.
 
 Leaves are compared name by name.
 """
 
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -30,8 +31,8 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
     empty state) may be present on one side only.
 
     Args:
-        saved: what was saved, or a description of it: a tree of anything that has a
-            shape and a dtype, or what Orbax returns as metadata.
+        saved: the saved tree, or a description of it: a tree of anything that has a
+            shape and a dtype, or the metadata that Orbax returns.
         template: the state, or params and state, to restore into, as arrays or from
             `jax.eval_shape`.
 
@@ -72,15 +73,15 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
             "pass `jax.eval_shape(tx.init, params)`."
         )
     saved = unwrap_metadata(saved)
-    found, expected = leaves_by_name(saved), leaves_by_name(template)
-    if expected and not found:
+    saved_leaves, expected = leaves_by_name(saved), leaves_by_name(template)
+    if expected and not saved_leaves:
         raise ValueError(
             f"{_CALLER}: `saved` is a {type(saved).__name__} without arrays, expected "
             "a tree of arrays or of anything with a shape and a dtype. A "
             "`CheckpointManager` describes what it did not save itself only if it is "
             "made with `item_handlers=orbax.checkpoint.StandardCheckpointHandler()`."
         )
-    lines = differences(found, expected)
+    lines = differences(saved_leaves, expected)
     if lines:
         raise ValueError(
             f"{_CALLER}: the checkpoint does not match `template`, expected the same "
@@ -126,30 +127,24 @@ def leaves_by_name(tree: PyTree) -> NamedLeaves:
     }
 
 
-def differences(found: NamedLeaves, expected: NamedLeaves) -> list[str]:
+def differences(saved: NamedLeaves, expected: NamedLeaves) -> list[str]:
     """Return a line for each difference between a checkpoint and a template.
 
-    Those with a consequence come first: a restore may succeed in spite of them.
+    Those that a restore would not raise for come first.
     """
-    missing = [
-        f"{spell(path)} was not saved, the template expects {describe(leaf)}"
-        for names, (path, leaf) in expected.items()
-        if names not in found
-    ]
+    changed, missing = [], []
+    for names, (path, want) in expected.items():
+        wanted = f"the template expects {describe(want)}"
+        if names not in saved:
+            missing.append(f"{spell(path)} was not saved, {wanted}")
+        elif consequence := _consequence(leaf := saved[names][1], want, names):
+            was = f"{spell(path)} was saved as {describe(leaf)}"
+            changed.append(f"{was}, {wanted}: {consequence}")
     additional = [
         f"{spell(path)} was saved as {describe(leaf)}, the template has no such leaf"
-        for names, (path, leaf) in found.items()
+        for names, (path, leaf) in saved.items()
         if names not in expected
     ]
-    changed = []
-    for names in (names for names in expected if names in found):
-        (path, want), (_, leaf) = expected[names], found[names]
-        consequence = _consequence(leaf, want, names)
-        if consequence:
-            changed.append(
-                f"{spell(path)} was saved as {describe(leaf)}, the template expects "
-                f"{describe(want)}: {consequence}"
-            )
     return [*_shorten(changed), *_shorten(missing), *_shorten(additional)]
 
 
@@ -160,7 +155,9 @@ def _shorten(lines: list[str]) -> list[str]:
 
 def _consequence(leaf: Any, want: Any, names: PathNames) -> str:
     """Return what a restore would do to a leaf; an empty string if nothing is wrong."""
-    leaf, want = _without_key_type(leaf, want), _without_key_type(want, leaf)
+    if is_key(leaf) != is_key(want):
+        key_data = partial(jax.eval_shape, jax.random.key_data)
+        leaf, want = (key_data(x) if is_key(x) else x for x in (leaf, want))
     if tuple(getattr(leaf, "shape", ())) != tuple(getattr(want, "shape", ())):
         return "another shape"
     if not (is_array(leaf) and is_array(want)) or leaf.dtype == want.dtype:
@@ -182,10 +179,3 @@ def _consequence(leaf: Any, want: Any, names: PathNames) -> str:
 def is_key(x: Any) -> bool:
     """Return whether `x` is an array of typed PRNG keys."""
     return is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _without_key_type(leaf: Any, other: Any) -> Any:
-    """Return the data of a PRNG key if the other leaf is not a key."""
-    if is_key(leaf) and not is_key(other):
-        return jax.eval_shape(jax.random.key_data, leaf)
-    return leaf

@@ -52,9 +52,9 @@ def convert_opt_state(
     Both transformations must have the same optimizer inside. Around it either may have
     `mixed_precision` with any storage, `low_bit_state`, `stochastic_rounding`,
     `offload` and a loss scale, or none of them. Counts are copied; masters and moments
-    are stored in the new form, and in the memory where the new form keeps them. What
-    only the new form has, such as a loss scale, starts as in its `init`, as does a loss
-    scale with another start or hysteresis; what only the old form had is dropped.
+    are stored in the new form, and in the memory of the new form. Parts that only the
+    new form has, such as a loss scale, start as in its `init`. So does a loss scale
+    with another start or hysteresis. Parts that only the old form had are dropped.
 
     This function does not change the params. Three conversions need that:
 
@@ -99,9 +99,9 @@ def convert_opt_state(
     to_tx = as_transformation(to_tx, _CALLER, "to_tx")
     _check_made_by(opt_state, from_tx, params)
     wrappers = {
-        kind: found[0][1]
+        kind: states[0][1]
         for kind in _WRAPPERS
-        if (found := find_states(opt_state, kind))
+        if (states := find_states(opt_state, kind))
     }
     has_masters = MixedPrecisionState in wrappers
     weights = _masters(opt_state, leaves) if has_masters else params
@@ -132,12 +132,12 @@ def _adapt_scale(
 ) -> LossScaleState:
     """Return the state of a loss scale, started anew if its settings have changed.
 
-    A scale may be out of the new bounds, or other than a new constant.
+    Otherwise the scale might be out of the new bounds, or not the new constant.
     """
 
     def start(state: Any) -> list[Any]:
-        found = find_states(state, LossScaleState)
-        return [x for _, s in found[:1] for x in (s.scale, s.hysteresis_left)]
+        states = find_states(state, LossScaleState)
+        return [x for _, s in states[:1] for x in (s.scale, s.hysteresis_left)]
 
     traced = TracedCall.of(lambda params: start(from_tx.init(params)), params)
     # By `jit`, which computes nothing else of that state.
@@ -239,8 +239,8 @@ def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) ->
 
 
 def _storages(state: Any) -> list[Storage]:
-    found = find_states(state, MixedPrecisionState)
-    return [storage_of(node, _CALLER) for _, node in found]
+    states = find_states(state, MixedPrecisionState)
+    return [storage_of(node, _CALLER) for _, node in states]
 
 
 def _match(

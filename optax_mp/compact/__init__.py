@@ -2,10 +2,10 @@
 
 `low_bit_state` quantizes the large arrays of any optimizer's state to 8 or 16 bits. A
 `Quantized` array consists of integer codes and one scale for each block of 32
-neighbours, so that one large value costs precision only within its block. Signs matter:
-a second moment is never negative, so its codes need no sign and have twice the
-resolution, and it must not round to zero, because optimizers divide by its root.
-Tracing the update shows which arrays those are, and which must stay in full precision.
+neighbours, so that one large value costs precision only within its block. Second
+moments are never negative, so their codes have no sign and twice the resolution. They
+must not round to zero, because optimizers divide by their root. A trace of the update
+shows which arrays are never negative, and which must stay in full precision.
 
 `stochastic_rounding` keeps params in 16 bits without masters. Both round
 stochastically, up or down at random but right on average, because updates smaller than

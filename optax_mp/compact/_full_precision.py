@@ -2,8 +2,7 @@
 
 Quantization changes every value a little at every step. In a moment the change fades,
 or makes one step a little longer or shorter. In three kinds of arrays it does more
-harm. A trace of the update shows which arrays those are, so no optimizer is known by
-name:
+harm. A trace of the update finds them in any optimizer:
 
 - A *history*: a step replaces some of its entries and copies the others, as L-BFGS does
   with its differences of params and of gradients. Copies would be rounded again at each
@@ -12,14 +11,14 @@ name:
   and COCOB do: the new params are the initial ones plus a function of such sums. An
   error in the sum moves the params, however small the learning rate is. Such a state
   has an *anchor*: the params at the start, or at some step.
-- A *record*: an array from which no update is computed. It is for someone else:
+- A *record*: an array that no update reads, but the user's loop does:
   `optax.value_and_grad_from_state` reads the gradient that a line search keeps.
 
-If the trace does not decide, the array stays in full precision: that costs memory,
-which `memory_report` shows, but the opposite would silently cost accuracy. An example
-is Adagrad's sum in a chain that also pulls the params to where they started.
+If the trace does not decide, the array stays in full precision. That costs memory,
+which `memory_report` shows; a wrong guess would cost accuracy, silently. An example is
+Adagrad's sum in a chain that also pulls the params towards their initial values.
 
-A `Flow` says of one output of a traced function which inputs it is `reached_by`, which
+The `Flow` of an output of a traced function says which inputs it is `reached_by`, which
 of those are `faded` (multiplied by a constant below 1, as in a moving average), and
 which arrive `copied` entry by entry, or `joined` with entries of others.
 """
@@ -44,7 +43,7 @@ def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
         update: `inner.update`.
     """
     updates, new_state = update.split_outputs(flows(update.closed))
-    # Arrays are numbered as inputs of the update, so that both sides have one number.
+    # Arrays are numbered as inputs of the update, before and after it.
     numbers = update.state_inputs
     new = dict(zip(numbers, new_state, strict=True))
     # An average fades. A sum or a maximum lasts; so does a copy of the last params or
@@ -58,8 +57,8 @@ def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
 def reach_products(update: TracedUpdate) -> list[bool]:
     """Return for each array of a state whether a matrix product reads it.
 
-    As Muon's products read its momentum. They spread the error of each entry over whole
-    rows and columns. (An inner product, which gives one number, averages errors.)
+    Muon's products, for example, read its momentum, and spread the error of each entry
+    over whole rows and columns. (An inner product averages errors.)
     """
     found = {i for flow in flows(update.closed) for i in flow.multiplied}
     return [i in found for i in update.state_inputs]
@@ -73,7 +72,7 @@ def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:
         previous = flow.copied & new.keys() - {i}
         if previous or i in flow.joined:
             found |= {i} | previous
-    # What an entry is made of, such as the last params, must be as exact.
+    # Arrays from which entries are computed, such as the last params, must be exact.
     while True:
         sources = {j for i in found for j in new[i].reached_by & lasting}
         if sources <= found:
@@ -91,7 +90,7 @@ def _positions(
 
 
 def _records(updates: list[Flow], new: dict[int, Flow], lasting: set[int]) -> set[int]:
-    """Return the arrays that nothing else is computed from."""
+    """Return the arrays from which nothing else is computed."""
     others = [(None, flow) for flow in updates] + [*new.items()]
     read = {j for i, flow in others for j in flow.reached_by if j != i}
     return lasting - read
@@ -114,8 +113,8 @@ def check_without_update(
     Args:
         init: `inner.init`.
         large: for each array of its state whether it might be quantized.
-        state: what `init` returned.
-        params: what it was given.
+        state: the result of `init`.
+        params: its argument.
         error: why the update could not be traced.
     """
     # A position needs an anchor, and a history holds several params or gradients.

@@ -84,7 +84,7 @@ def low_bit_state(
 
     Rounding is stochastic: up or down at random, right on average. A moving average
     over a thousand steps changes by a thousandth per step, less than the distance
-    between two codes, and would stand still if it were rounded to nearest. The random
+    between two codes, and would never move if it were rounded to nearest. The random
     numbers are a hash of position, step and `seed`, so a run can be reproduced, under
     `jit` on any number of devices. (Under `shard_map` each rank counts positions in its
     own part.) An infinite or NaN value makes its block NaN, also where the optimizer
@@ -100,7 +100,7 @@ def low_bit_state(
     - arrays that are not float32, such as counts, or the moments of 16-bit params
       outside of `mixed_precision`;
     - arrays that start as the params, such as masters and averages of the params;
-    - arrays from which an optimizer computes the params themselves, instead of a step;
+    - arrays from which an optimizer computes the params themselves, not a step;
       histories of params or gradients; and arrays that the optimizer does not read
       itself. These are in the states of MADGRAD, COCOB and L-BFGS, and the gradient
       that a line search keeps. Tracing the update finds them in any optimizer.
@@ -108,7 +108,10 @@ def low_bit_state(
     Args:
         inner: any optax optimizer or chain.
         bits: 8 or 16.
-        block_size: how many values share a scale of 2 bytes; a power of two.
+        block_size: how many values share a scale of 2 bytes; a power of two. Fewer do
+            where 2, 4 or 8 devices would cut blocks of this size: 16 along an axis of
+            128, 8 along one of 2880. Along a few axes they are more, up to an eighth:
+            257 of 2056, where nothing else divides.
         dtype: bfloat16, to store arrays in that instead of in blocks of codes.
         min_size: the number of elements that an array needs to be quantized.
         seed: for stochastic rounding; None rounds to nearest.
@@ -225,7 +228,7 @@ def _check_state(state: Any, code_format: CodeFormat) -> None:
 def _quantize_slot(slot: Any, code: Code) -> Any:
     """Return an array of a state in codes; both codes and scales in boxes like its own.
 
-    A box that takes no array of another shape keeps all of it in bfloat16.
+    If a box takes no array of another shape, the array is stored in bfloat16.
     """
     leaf = unbox(slot)
     zeros = quantized_zeros(leaf, code)
@@ -243,7 +246,7 @@ def _quantize_slot(slot: Any, code: Code) -> Any:
 
 
 def _quantize_again(after: PyTree, state: LowBitState, seed: int | None) -> PyTree:
-    """Return the new inner state, quantized where that in `state` is."""
+    """Return the new inner state, quantized where the one in `state` is."""
     # By path: a state may gain leaves at the first step, as that of `optax.monitor`.
     nodes = tree_leaves_with_path(state.inner_state, is_leaf=is_quantized)
     old = {path: node for path, node in nodes if is_quantized(node)}

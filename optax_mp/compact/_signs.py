@@ -1,9 +1,9 @@
 """Which outputs of a function are never negative, read off its jaxpr.
 
-A moment that is never negative needs no bit for its sign, so its codes are finer. Its
-square is recognised however an optimizer writes it: as `x * x` with factors between, a
-power, a product by `einsum`; and so is the average of it, also written as a step from
-the old value towards the new one, `v + c * (s - v)` with `c` between 0 and 1.
+A moment that is never negative needs no bit for its sign, so its codes are finer. A
+square is recognised in every form: as `x * x` with factors between, as a power, or as a
+product by `einsum`. So is its average, also in the form of a step from the old value
+towards the new one, `v + c * (s - v)` with `c` between 0 and 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from optax_mp._jax._wiring import Region
 
 
 class Fact(NamedTuple):
-    """What is known of a value. Others are named by the variable that holds them.
+    """What is known of a value. Other values are named by their variables.
 
     Attributes:
         nonnegative: that no entry is negative.
@@ -65,7 +65,7 @@ def nonnegative_states(
         before: how many inputs of `update` precede the state.
         after: how many follow it.
     """
-    # Of an output, only what it is by itself still holds in the next update.
+    # In the next update, only facts that name no other value still hold.
     state = [
         _alone(x) for x in facts_of(init, [Fact()] * len(open_jaxpr(init)[0].invars))
     ]
@@ -79,7 +79,7 @@ def nonnegative_states(
 
 
 def facts_of(jaxpr: AnyJaxpr, inputs: Sequence[Fact]) -> list[Fact]:
-    """Return what is known of the outputs of `jaxpr`, from what is of its inputs."""
+    """Return the facts of the outputs of `jaxpr`, from those of its inputs."""
     jaxpr, consts = open_jaxpr(jaxpr)
     facts: dict[Any, Fact] = {}
 

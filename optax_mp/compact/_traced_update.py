@@ -50,8 +50,8 @@ def trace_update(
 ) -> TracedUpdate | Exception:
     """Trace `inner.update`, or return the error that it raised.
 
-    An optimizer that needs more than gradients is given the extra arguments that
-    optax's own optimizers take. Any others only the caller of `update` knows.
+    An optimizer that needs extra arguments gets those that optax's own optimizers take.
+    Only the caller of `update` knows any others.
     """
     try:
         return _trace(inner, params, state, {})

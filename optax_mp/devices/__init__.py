@@ -6,8 +6,8 @@ the params are sharded, and decides how each array is cut.
 
 `state_shardings` (`_state_shardings.py`) says how a state should be sharded.
 
-`offload` (`_offload.py`) keeps the state of an optimizer in the memory of the host; how
-a step is taken from there is in `leafwise/`.
+`offload` (`_offload.py`) keeps the state of an optimizer in host memory; `leafwise/`
+takes the step from there.
 """
 
 from optax_mp.devices._offload import offload

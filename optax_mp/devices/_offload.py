@@ -41,12 +41,12 @@ from optax_mp.leafwise._program import Program, Value, read_output
 
 _CALLER = "offload"
 
-# The extra argument by which `zero1` says how it cut the params: under `jit` with
-# automatic sharding nothing else knows. Transforms hand on what they do not know.
+# The extra argument by which `zero1` says how it cut the params, which is not known
+# otherwise under `jit` with automatic sharding. Transforms hand it on.
 PART_SHARDINGS = "optax_mp_part_shardings"
 
 
-# No pytree: transforms between `zero1` and here are to hand it on as it is.
+# No pytree, so that transforms between `zero1` and here hand it on unchanged.
 @dataclass(frozen=True, eq=False)
 class PartShardings:
     """How params are sharded.
@@ -76,26 +76,26 @@ def offload(
 ) -> optax.GradientTransformationExtraArgs:
     """Keep the large arrays of an optimizer's state in the memory of the host.
 
-    The device then holds params, gradients, and a part of the state at a time. What the
-    optimizer does element by element is done chunk by chunk: a chunk is copied to the
-    device, updated, and copied back. Where a rule needs a whole array, as Muon's
-    products and the norms of LAMB do, that leaf is copied as a whole. Results are those
-    of `inner` alone, but for rounding where XLA compiles the same operations otherwise.
-    The state has the structure that it has without `offload`.
+    The device then holds params, gradients, and a part of the state at a time.
+    Elementwise rules run chunk by chunk: a chunk is copied to the device, updated, and
+    copied back. If a rule needs a whole array, as Muon's products and the norms of LAMB
+    do, that leaf is copied whole. The results are those of `inner` alone, except that
+    XLA may contract the same operations differently. The structure of the state is the
+    same as without `offload`.
 
     - Put it around all other transformations:
       `offload(dynamic_loss_scale(mixed_precision(tx)))`. A loss scale around `offload`
       gives the same numbers, but its unscaled gradients are whole float32 arrays on
       the device. `optax.MultiSteps` around it does not compile for TPUs, because it
       chooses between whole arrays in host memory.
-    - Put the whole step into one `jax.jit`, and donate the params and the state: else
-      all of the state is copied within host memory at each step. The step must return
-      them in the order in which it takes them. JAX matches what is returned with what
-      is donated by shape and dtype alone, in order, and with another order may write
-      an array of the device into host memory; on CPUs the process then aborts.
-    - Do not pass `out_shardings` for the state, unless with `memory_kind`. Otherwise
-      it moves to the device, and with a `SingleDeviceSharding` without a warning, as
-      JAX then takes it for host memory. `memory_report` of the new state shows it.
+    - Put the whole step into one `jax.jit`, and donate the params and the state:
+      otherwise each step copies all of the state within host memory. The step must
+      return them in the order in which it takes them. JAX matches outputs with donated
+      inputs by shape and dtype alone, in order. With another order it may write an
+      array of the device into host memory, and on CPUs the process then aborts.
+    - If you pass `out_shardings` for the state, give them its `memory_kind`. Otherwise
+      the state moves to the device; with a `SingleDeviceSharding` even without a
+      warning. `memory_report` of the new state shows it.
     - A step that a loss scale around `offload` skips copies nothing.
     - `take_step` steps the params chunk by chunk, too, and makes no updates.
     - L-BFGS needs `jax.value_and_grad` in the step: JAX cannot run
@@ -109,10 +109,10 @@ def offload(
     Args:
         inner: any optax optimizer or chain.
         memory_kind: `"pinned_host"`; with None, `offload` has no effect.
-        chunk_bytes: how many bytes of the state are on the device at a time, counted
-            in numbers of at least 32 bits, which codes become there. In a step they
-            are of one param, and XLA may copy a second chunk meanwhile; in `init` they
-            are of one or several whole arrays.
+        chunk_bytes: how many bytes of the state are on the device at a time. Codes
+            count as numbers of 32 bits, which they become there. In a step a chunk is
+            of one param, and XLA may copy a second chunk meanwhile; in `init` it is one
+            or several whole arrays.
         min_size: arrays with fewer elements stay on the device.
         param_shardings: how the params are sharded under `jit`: a tree of shardings
             like the params, or a prefix of one, such as
@@ -177,7 +177,7 @@ def offload(
             return TracedCall.of(lambda x: update_fn(*x[0], **x[1]), given).run()
         _warn_if_on_device(state, min_size)
         outer = extra_args.pop(OUTER_STEP, None)
-        # A wrapper that skips this step chooses all but what is in host memory.
+        # A wrapper that skips this step keeps the old state, except in host memory.
         proceed = extra_args.pop(PROCEED, True)
         parts = extra_args.pop(PART_SHARDINGS, None)
         traced, known = split_traced(extra_args)
@@ -236,7 +236,7 @@ def _check_memory_of(params: Any) -> None:
 
 
 def _is_large(x: Any, min_size: int) -> bool:
-    """Return whether an array of a state belongs into host memory."""
+    """Return whether an array of a state belongs in host memory."""
     is_number = is_array(x) and jnp.issubdtype(x.dtype, jnp.number)
     return is_number and x.size >= min_size
 
@@ -281,7 +281,7 @@ def _init(inner: Any, params: Any, plan: Plan) -> Any:
 
 
 def _groups(avals: Sequence[Any], plan: Plan) -> Iterator[list[int]]:
-    """Yield the outputs of `init` in groups: what is small, then a chunk at a time."""
+    """Yield the outputs of `init` in groups: all small ones, then a chunk at a time."""
     large = [i for i, x in enumerate(avals) if _is_large(x, plan.min_size)]
     yield [i for i in range(len(avals)) if i not in set(large)]
     group: list[int] = []
@@ -304,14 +304,14 @@ def _compute(
     compiled: dict[Hashable, Any],
     min_size: int,
 ) -> list[Any]:
-    """Return some outputs of a program. What is the same is compiled once.
+    """Return some outputs of a program. Equal computations are compiled once.
 
     Args:
         program: the program.
         outputs: values, or literals.
         known: its inputs and constants.
         compiled: what has been compiled so far, by what it computes.
-        min_size: as many elements an array has at the least to go to the host.
+        min_size: arrays with fewer elements stay on the device.
     """
     places, reads = program.behind(outputs)
     if not any(value in program.inputs for value in reads):

@@ -19,10 +19,10 @@ def state_shardings(
 ) -> PyTree:
     """Return how the state of `tx` should be sharded if the params are sharded so.
 
-    Each array is sharded as its param is, so that an update needs no communication but
-    what the optimizer itself asks for. Block scales are sharded like their codes, and
-    whole along an axis that does not divide. What belongs to no param is replicated.
-    `zero1` and `offload` say themselves where their state is.
+    Each array is sharded as its param is. So an update needs no communication, except
+    for the optimizer's own rule, such as a global norm. Block scales are sharded like
+    their codes, but not along an axis that does not divide. Arrays that belong to no
+    param are replicated. The states of `zero1` and `offload` are where those put them.
 
     A rule by shape, such as "the largest axis that divides", shards codes and their
     scales in different ways, and each step then moves them between devices. Use the

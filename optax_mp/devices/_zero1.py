@@ -64,8 +64,8 @@ def zero1(
     `axis`. If N does not divide any dimension of large arrays, split it into two mesh
     axes and name both: they can then cut two dimensions of one array.
 
-    `low_bit_state` gathers its codes at each step if a cut goes through its blocks.
-    Choose a `block_size` that divides the parts.
+    `low_bit_state` gathers its codes at each step if a cut goes through its blocks. Up
+    to 8 devices cut none; for more, choose a `block_size` that divides the parts.
 
     Use it under `jit` with automatic sharding, or with explicit sharding if the rules
     are elementwise. Within `jax.shard_map` over `axis` every rank has its own state
@@ -232,8 +232,8 @@ class _Cuts:
                 # The param's own shape, or a stack of such arrays, as L-BFGS keeps.
                 return Cut(*((None,) * more + by_dim for by_dim in cut))
             if more == 0:
-                # Block scales, for example, are cut as the param or not at all: with
-                # any other cut they would be gathered where they meet the param.
+                # Block scales, for example, are cut as the param is, or not at all:
+                # with another cut each step would gather them.
                 fits = divides(self.mesh, cut.part, x.shape)
                 return cut if fits else Cut(cut.whole, ((),) * x.ndim)
         if not is_floating(x):
@@ -260,7 +260,7 @@ class _Cuts:
 def _gather_update(
     mesh: Mesh, cut: Cut, param: jax.Array, part: jax.Array, change: jax.Array
 ) -> jax.Array:
-    """Return the update of a whole param, given its part and the update of the part."""
+    """Return the update of a whole param, from its part and the update of the part."""
 
     def gather_bits(x: jax.Array) -> jax.Array:
         # Gathered as integers, because XLA gathers 16-bit floats as float32 on CPUs.

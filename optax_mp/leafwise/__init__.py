@@ -1,9 +1,9 @@
 """Take a step in one pass over each leaf: `take_step`.
 
 - `_take_step`: the public function.
-- `_update`: the same for `tx.update`, in which our transformations are wrapped.
-- `_traced_step`: a step that was traced.
-- `_engine`: what a program for a TPU or a GPU has in its place.
+- `_update`: the same for `tx.update` of the package's transformations.
+- `_traced_step`: a step as a jaxpr.
+- `_engine`: what replaces the step in a program for a TPU or a GPU.
 - `_program`: a traced step as one list of equations.
 - `_ends`: where the elementwise end of a leaf begins.
 - `_alike`: which ends are the same computation.

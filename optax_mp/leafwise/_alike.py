@@ -1,6 +1,6 @@
 """Which parts of a program are the same computation, on other arrays.
 
-Those for leaves of one shape mostly are. They are traced and lowered once.
+Leaves of one shape mostly have the same computation. It is traced and lowered once.
 """
 
 from collections.abc import Hashable, Sequence
@@ -13,7 +13,7 @@ from optax_mp.leafwise._program import Program, Value
 
 
 def form_of(program: Program, end: End) -> Hashable:
-    """Return what an end computes: equal for ends that differ in what they read."""
+    """Return a key for what an end computes: equal for ends that only read others."""
     outputs = [program.outputs[i] for i in end.outputs]
     form = form_of_values(program, end.places, end.reads, outputs)
     return end.shape, form, tuple(end.replaced.items())

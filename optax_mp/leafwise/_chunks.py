@@ -1,15 +1,14 @@
 """Run the elementwise end of a step chunk by chunk, wherever its arrays lie.
 
-A TPU needs that for two reasons. Its registers have 128 lanes, which blocks of 32
-cross: XLA writes out what it spreads over blocks, or reduces. If that is a chunk, it
-fits into memory on the chip, and XLA leaves it there. And of arrays in host memory only
-a chunk need be on the device at a time.
+A TPU needs chunks for two reasons. XLA writes arrays to memory that it spreads over
+blocks or reduces by blocks, because blocks of 32 are shorter than the 128 lanes of a
+register. Arrays of a chunk's size stay in memory on the chip. And if arrays are in host
+memory, only one chunk has to be on the device at a time.
 
-How arrays are cut follows from how a TPU lays them out: the last two axes in tiles of
-8 to 32 rows and 128 lanes, none of which is cut. Leading axes become rows where no tile
-is broken up, since XLA copies between memories what is cut along one axis only; else
-the leading axes alone are cut. Rows that may be sharded are cut within each shard, so
-that devices do not send each other chunks.
+A TPU stores the last two axes of an array in tiles of 8 to 32 rows and 128 lanes. No
+tile is cut. XLA copies between memories only slices along one axis, so leading axes are
+merged into rows if that keeps the tiles, and else one leading axis is cut. Rows that
+may be sharded are cut within each shard, so that devices do not exchange chunks.
 """
 
 import math
@@ -97,14 +96,14 @@ def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts 
         most: up to how many elements of a device a chunk may have.
     """
     most = _COUNT if most is None else most
-    # All axes but the last become rows, and a chunk some of these rows: the last one
-    # whole, since blocks lie along it.
+    # All axes but the last become rows. A chunk is some rows; the last axis is not cut,
+    # because blocks lie along it.
     *before, height, width = (1, 1, *part.shape)
     rows, step, axis = math.prod(before) * height, _ROWS, 0
     view: tuple[int, ...] = rows, width
     if len(part.shape) == 1:
-        # It stays one: XLA would copy scales, of which a row has few, to see them in
-        # rows. Its tiles are 1024 elements in a row, or scales of blocks of 32.
+        # Keep one axis: XLA would copy scales to see them in rows, which would be
+        # short. A tile of such an array has 1024 elements, or scales of blocks of 32.
         # The starts of its chunks are int32.
         if device_count > 1 or part.shape[0] > jnp.iinfo(jnp.int32).max:
             return None
@@ -133,7 +132,7 @@ def _good_length(most: int, whole: int, step: int) -> int:
 
 @dataclass(frozen=True)
 class _Chunk(Evaluator):
-    """Evaluates equations on a chunk, which is on the device with all made of it.
+    """Evaluates equations on a chunk, which is on the device.
 
     Attributes:
         cuts: of the part.
@@ -152,7 +151,7 @@ class _Chunk(Evaluator):
         return tuple(view)
 
     def _span(self, view: Sequence[int]) -> tuple[Any, int]:
-        """Return where the chunk of an array that is seen so begins, and its length."""
+        """Return the start and the length of the chunk in an array of this view."""
         if len(view) > 1 or view[0] == self.cuts.view[0]:
             return self.first, self.length
         size = self.cuts.part.block_size  # scales along the axis that is cut
@@ -210,10 +209,10 @@ class _Chunk(Evaluator):
 def in_rows(x: jax.Array) -> jax.Array:
     """Return an array with its rows in the lanes of a TPU.
 
-    XLA prefers the columns of arrays that meet scales, of which a row is shorter than
-    the lanes are. But it cannot copy a part of the lanes to host memory, and copies
-    codes there in other tiles than they have. On other platforms XLA would gather a
-    sharded array for it.
+    XLA puts the columns there if the array is combined with scales, whose rows are
+    shorter than the lanes. But it cannot copy a part of the lanes to host memory, and
+    there it changes the tiles of codes. Only for TPUs: on other platforms XLA would
+    gather a sharded array.
     """
     rows = Layout(tuple(range(x.ndim)))
     return lax.platform_dependent(
@@ -230,8 +229,8 @@ def run_end(
         program: the program that the end is of.
         end: the end.
         cuts: of its arrays.
-        args: the values of what it reads. An array in host memory is copied to the
-            device chunk by chunk, and what replaces it back.
+        args: the values that it reads. An array in host memory is copied to the device
+            chunk by chunk, and the array that replaces it is copied back.
     """
     outputs = [program.outputs[i] for i in end.outputs]
     shapes = [cuts.part.shape_of(value.aval.shape) for value in outputs]
@@ -239,9 +238,9 @@ def run_end(
         x.reshape(cuts.shape_of(x.shape)) if value.aval.ndim else x
         for value, x in zip(end.reads, args, strict=True)
     ]
-    # The loop carries the results, and each turn writes its chunk into them: XLA keeps
-    # what a loop carries in one buffer. What is replaced is the first value of that. It
-    # is also read from there, or XLA would copy it to keep what it was before the loop.
+    # The loop carries the results, and each iteration writes its chunk into them: XLA
+    # keeps a carry in one buffer. Its first value is the array to be replaced. The loop
+    # also reads that array from the carry, or XLA would keep a copy of it.
     output_of = {read: at for at, read in end.replaced.items()}
     made = [
         views[end.replaced[at]]
@@ -259,13 +258,12 @@ def run_end(
             for i, value in enumerate(end.reads)
             if value.aval.ndim and value in used
         }
-        # Read once, and before anything is written: XLA would copy a whole array that
-        # several fusions read, in each turn of the loop. And apart from what reads and
-        # writes arrays, XLA for CPUs then compiles this as it does without chunks, to
-        # the same bits. (Not the numbers: where each is used once, XLA makes divisions
-        # by them products.)
+        # Each array is read once, before any is written: XLA would copy a whole array
+        # that several fusions read, in each iteration. The barrier also makes XLA for
+        # CPUs compile the equations as it does without chunks, to the same bits.
+        # (Scalars stay outside: XLA turns a division by a scalar into a product.)
         for i, array in lax.optimization_barrier(arrays).items():
-            local[end.reads[i]] = array
+            local[end.reads[i]] = array.astype(end.reads[i].aval.dtype)
         chunk.run_all(program, end, local)
         results = [local[value] for value in outputs]
         if is_from_host:  # or XLA would compute in host memory

@@ -22,20 +22,19 @@ from optax_mp.leafwise._program import (
 )
 
 # How the cut is found. Walk backwards from each array that the step returns, as
-# long as the equations are elementwise: what is passed is its end, and the values
-# at which the walk stops are what the end reads. They are inputs of the step (the
-# gradient, the codes), or were computed in another way (a global norm, a product of
-# matrices, a key for random numbers).
+# long as the equations are elementwise. The equations on the way are its end. The
+# end reads the values at which the walk stops: inputs of the step (the gradient,
+# the codes), and results of equations that are not elementwise (a global norm, a
+# matrix product, a key for random numbers).
 #
-# The ends of a leaf's param, remainder, moments and scales overlap: they all pass
-# the equations that dequantize the moments. What overlaps is computed together, so
-# they become one end. Three things must not tie leaves to each other, or the whole
-# step would be one end: numbers, such as a learning rate, which are read and not
-# passed; arrays made of numbers alone, such as zeros, of which each end makes its
-# own; and equations that are not elementwise, where every walk stops.
+# The ends of a leaf's param, remainder, moments and scales overlap: all contain
+# the equations that dequantize the moments. Ends that overlap become one end. Three
+# things must not connect leaves, or the whole step would be one end: the walk stops
+# at single numbers, such as a learning rate, and at equations that are not
+# elementwise; and each end makes its own arrays of constants, such as zeros.
 
-# Fewer than in `_jax._primitives`: what kernels compute on every platform. That it has
-# no such operation as another, Mosaic may say only when the whole program is compiled.
+# Fewer than in `_jax._primitives`: those that kernels compute on every platform. Mosaic
+# may refuse others only when the whole program is compiled.
 ELEMENTWISE = frozenset(
     """add sub mul div rem max min neg sign abs sqrt rsqrt cbrt exp exp2 log log1p
     expm1 tanh logistic pow integer_pow square select_n clamp convert_element_type eq ne
@@ -54,12 +53,12 @@ class End:
         places: its equations in the program.
         reads: what it reads: inputs of the step, or values computed before.
         outputs: which outputs of the step it computes.
-        replaced: for each of these that takes the place of an input, by its place in
-            `outputs`, which of `reads` that is.
+        replaced: outputs that overwrite an input: their index in `outputs`, and the
+            index of that input in `reads`.
         shape: of its elements.
         block_size: how many elements along the last axis share a scale, if any do.
-        entangled: why no part of its arrays can be computed alone; None if any can: all
-            have one shape, or are scales along the last axis of such an array.
+        entangled: why no part of its arrays can be computed alone. None if any part can
+            be: all arrays have one shape, or are scales along its last axis.
         obstacle: why no kernel computes it on any platform; None if one may.
     """
 
@@ -139,7 +138,7 @@ def _obstacle(
     program: Program, outputs: Sequence[int], shape: tuple[int, ...]
 ) -> str | None:
     """Return why a kernel would not pay."""
-    # Floats alone XLA puts into one kernel itself.
+    # If all arrays are floats, XLA makes one kernel itself.
     dtypes = [program.outputs[i].aval.dtype for i in outputs]
     if not any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes):
         return "nothing in few bits"

@@ -1,14 +1,14 @@
 """Take a step: trace it once, and run the end of each leaf in the best way there is.
 
-A step is traced as one call of `jit`, and that is what a program holds. Where the
-program is lowered for a TPU or a GPU, the call is cut: what comes before the
-elementwise ends of the leaves is computed as it is written, and each end
+A step is traced as one call of `jit`, which is one equation of the program. If the
+program is lowered for a TPU or a GPU, the call is cut: the equations before the
+elementwise ends of the leaves are lowered as written, and each end is computed
 
-- by a kernel, where the platform has one for it and the layout of its arrays is known;
+- by a kernel, if the platform has one for it and the layout of its arrays is known;
 - else chunk by chunk, if it is large and the platform is a TPU;
-- else as it is written.
+- else as written.
 
-Everywhere else the call is lowered as it is.
+On other platforms the call is lowered as written.
 """
 
 import functools
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from optax_mp._jax import _by_platform
 from optax_mp._jax._arrays import has_explicit_axes, mesh_in_type
 from optax_mp._jax._by_platform import PLATFORMS, Target
 from optax_mp._warnings import warn
@@ -47,12 +48,12 @@ def run_step(
     """Return `step(given, kept)`, and why it is not cut on any platform, or None.
 
     Args:
-        step: returns what it makes, and what takes the place of `kept`.
+        step: returns its result, and a tree that replaces `kept`.
         given: a pytree.
-        kept: another. Its arrays can be overwritten, if they are donated.
-        shardings: how the leaves of `kept` are sharded under `jit`, None where that is
-            not known. A kernel goes only where it is known.
-        platforms: those for which it is cut.
+        kept: a pytree. Its arrays can be overwritten, if they are donated.
+        shardings: how the leaves of `kept` are sharded under `jit`; None if that is not
+            known, and then sharded leaves have no kernel.
+        platforms: for which the step is cut.
     """
     obstacle = obstacle_of(jax.tree.leaves((given, kept)))
     if obstacle is not None:
@@ -65,7 +66,7 @@ def run_step(
 
 def _rewrite(
     traced: TracedStep, platforms: Collection[str], target: Target
-) -> Function | None:
+) -> _by_platform.Function | None:
     """Return what computes a step on a target; None for the step as it is."""
     is_cut = target.platform in platforms and any(
         end.obstacle is None for end in traced.ends
@@ -104,7 +105,7 @@ def find_kernel(
 
 
 def _import_kernel(platform: str) -> Any:
-    # Pallas is experimental, and takes long to import: only where a kernel may go.
+    # Pallas is experimental and slow to import, so import it only for a kernel.
     if platform == "tpu":
         from optax_mp.leafwise import _tpu as kernel
     else:
@@ -157,12 +158,11 @@ class _CutStep:
     target: Target
     shared: dict[Any, Function] = field(default_factory=dict)
 
-    def run(self, *inputs: Any) -> list[Any]:
-        """Return the outputs of the program."""
+    def run(self, inputs: Sequence[Any], narrow: dict[int, Any]) -> list[Any]:
+        """Return the outputs of the program; see `call_by_platform`."""
         program, ends = self.traced.program, self.traced.ends
-        # First what no end computes: outputs that are not elementwise, and what the
-        # ends read. Then each end, by itself: XLA orders them, and none waits for the
-        # other.
+        # First the values outside of the ends: outputs that are not elementwise, and
+        # values that the ends read. Then the ends, which do not depend on each other.
         at_ends = {i for end in ends for i in end.outputs}
         others = [v for i, v in enumerate(program.outputs) if i not in at_ends]
         reads = [value for end in ends for value in end.reads]
@@ -170,62 +170,107 @@ class _CutStep:
         known |= program.constants
         program.run(program.behind([*others, *reads])[0], known)
         results: dict[int, Any] = {}
+        # Kernels and chunks widen what they have read.
+        as_stored = known | {program.inputs[i]: x for i, x in narrow.items()}
         for end in ends:
-            outputs = self._run_end(end, [known[value] for value in end.reads])
+            args = [as_stored[value] for value in end.reads]
+            outputs = self._by_kernel_or_chunks(end, args)
+            if outputs is None:
+                local = dict(known)
+                program.run(end.places, local)
+                outputs = [local[program.outputs[i]] for i in end.outputs]
             results.update(zip(end.outputs, outputs, strict=True))
         for i, value in enumerate(program.outputs):
             if i not in at_ends:
                 results[i] = read_output(known, value)
         return [results[i] for i in range(len(results))]
 
-    def _run_end(self, end: End, args: Sequence[Any]) -> list[Any]:
-        """Return the outputs of an end."""
-        program = self.traced.program
+    def _by_kernel_or_chunks(self, end: End, args: Sequence[Any]) -> list[Any] | None:
+        """Return the outputs of an end, or None where neither is to be used."""
         # A kernel sees one device. Where the layout of sharded arrays is known, each
         # device runs it on its own part, inside of a `shard_map` made here.
         layout = Layout.find(end, args, self.traced.shardings)
-        kernel = find_kernel(self.traced, end, layout, self.target)
-        if not isinstance(kernel, str):
-            try:
-                run = self._by_kernel(kernel, end, layout)
-            except Exception as error:
-                _warn_of(error)
-            else:
-                if layout is None:
-                    return run(Part.of(end), args)
-                return layout.run(run, program, end, args)
-        run = self._by_chunks(end, args) or partial(_as_it_is, program, end)
-        return run(*args)
+        run = self._by_kernel(end, args, layout) or self._by_chunks(end, args, layout)
+        if run is None or layout is None:
+            return run and run(Part.of(end), args)
+        return layout.run(run, self.traced.program, end, args)
 
-    def _by_kernel(self, kernel: Any, end: End, layout: Layout | None) -> Function:
-        """Return what runs an end in a kernel; raise if that cannot be lowered."""
+    def _by_kernel(
+        self, end: End, args: Sequence[Any], layout: Layout | None
+    ) -> Function | None:
+        """Return what runs a part of an end in a kernel; None if that cannot be."""
+        kernel = find_kernel(self.traced, end, layout, self.target)
+        if isinstance(kernel, str):
+            return None
+        try:
+            # Types inside of shard_map name its axes, which exist nowhere else.
+            is_tried = layout is None and not self.target.is_within_shard_map
+            return self._shared(end, layout, kernel.run_end, args if is_tried else None)
+        except Exception as error:
+            _warn_of(error)
+            return None
+
+    def _by_chunks(
+        self, end: End, args: Sequence[Any], layout: Layout | None
+    ) -> Function | None:
+        """Return what runs a part chunk by chunk; None where that is not worth it."""
+        if end.obstacle is not None or self.target.platform != "tpu":
+            return None
+        # Types that say how arrays are sharded would be wrong for chunks.
+        is_typed = any(has_explicit_axes(mesh_in_type(x)) for x in args)
+        if self.target.is_within_shard_map or (layout is None and is_typed):
+            return None
+        count = self.target.device_count if layout is None else 1
+        cuts = _chunks.cuts_of(_part(end, layout), count)
+        if cuts is None:
+            return None
+
+        def run_end(program: Program, end: End, part: Part, args: Any) -> list[Any]:
+            return _chunks.run_end(program, end, replace(cuts, part=part), args)
+
+        return self._shared(end, layout, run_end)
+
+    def _shared(
+        self,
+        end: End,
+        layout: Layout | None,
+        run_end: Function,
+        tried: Sequence[Any] | None = None,
+    ) -> Function:
+        """Return `run_end` as a function of a part and what the end reads.
+
+        Args:
+            end: the end.
+            layout: how its arrays are sharded, if that is known.
+            run_end: as in `_chunks` and in the modules of kernels.
+            tried: what the end reads, if it is to be tried whether this can be lowered.
+        """
         program, rank = self.traced.program, len(end.shape)
         part = replace(_part(end, layout), origin=())
 
         @jax.jit
         def run(*args: Any) -> list[Any]:
             here = replace(part, origin=args[:rank])
-            return list(kernel.run_end(program, end, here, args[rank:]))
+            return list(run_end(program, end, here, args[rank:]))
 
-        # Leaves of one shape have ends of one form: one kernel is lowered for all. The
-        # place of a shard is an argument of it, as it differs among devices.
+        # Leaves of one shape have ends of one form: one function is lowered for all.
+        # The place of a shard is an argument of it, as it differs among devices.
         form = form_of(program, end), part
         if form not in self.shared:
-            # Types inside of shard_map name its axes, which exist nowhere else.
-            if layout is None and not self.target.is_within_shard_map:
-                self._try(run, end, part)
+            if tried is not None:
+                self._try(run, end, part, tried)
             self.shared[form] = run
         shared = self.shared[form]
         return lambda part, args: shared(*map(jnp.int32, part.origin), *args)
 
-    def _try(self, run: Function, end: End, part: Part) -> None:
+    def _try(self, run: Function, end: End, part: Part, args: Sequence[Any]) -> None:
         """Raise if a kernel cannot be lowered.
 
-        In a program of its own: a failure would leave half of a function in this one.
+        Tried in a separate program: a failure would leave half of a function in this.
         """
         avals = [
-            jax.ShapeDtypeStruct(part.shape_of(value.aval.shape), value.aval.dtype)
-            for value in end.reads
+            jax.ShapeDtypeStruct(part.shape_of(value.aval.shape), x.dtype)
+            for value, x in zip(end.reads, map(jnp.asarray, args), strict=True)
         ]
         place = [jax.ShapeDtypeStruct((), jnp.int32)] * len(part.shape)
         with warnings.catch_warnings():
@@ -233,30 +278,3 @@ class _CutStep:
             warnings.simplefilter("ignore", DeprecationWarning)
             traced: Any = jax.jit(run).trace(*place, *avals)
             traced.lower(lowering_platforms=(self.target.platform,))
-
-    def _by_chunks(self, end: End, args: Sequence[Any]) -> Function | None:
-        """Return what runs an end chunk by chunk; None where that is not worth it."""
-        if end.obstacle is not None or self.target.platform != "tpu":
-            return None
-        # Where types say how arrays are sharded, they would be wrong for chunks.
-        if self.target.is_within_shard_map or any(
-            has_explicit_axes(mesh_in_type(x)) for x in args
-        ):
-            return None
-        cuts = _chunks.cuts_of(Part.of(end), self.target.device_count)
-        if cuts is None:
-            return None
-        program = self.traced.program
-
-        @jax.jit
-        def run(*args: Any) -> list[Any]:
-            return _chunks.run_end(program, end, cuts, args)
-
-        return self.shared.setdefault(form_of(program, end), run)
-
-
-def _as_it_is(program: Program, end: End, *args: Any) -> list[Any]:
-    """Return the outputs of an end as it is written."""
-    known: dict[Value, Any] = dict(zip(end.reads, args, strict=True))
-    program.run(end.places, known)
-    return [known[program.outputs[i]] for i in end.outputs]

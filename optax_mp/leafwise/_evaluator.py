@@ -45,7 +45,7 @@ class Part:
 
 
 class Evaluator(ABC):
-    """Evaluates equations on some elements of a part, and on their scales."""
+    """Evaluates equations on some elements of a part, and on the scales of these."""
 
     @abstractmethod
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -72,9 +72,9 @@ class Evaluator(ABC):
 
     def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of an elementwise equation for this part."""
-        # Only what names a shape has to be done in another way for a part: constants,
-        # indices, and what goes between elements and blocks. All else takes the shape
-        # of its inputs.
+        # Equations that name a shape need another one for a part: constants, indices,
+        # and operations between elements and blocks. All others have the shape of
+        # their inputs.
         equation, aval = node.equation, node.outputs[0].aval
         name = equation.primitive.name
         if is_block_operation(equation):

@@ -1,13 +1,13 @@
 """Take a step whose state is in host memory, with little of it on the device at a time.
 
-The step is traced as if all of the state were on the device, and then taken job by job.
-A job is the outputs of one leaf, or of several that are made of the same arrays. It is
-a loop of one round: XLA starts every copy as early as it can, so that all of the state
-would be on the device at once, but what is copied inside of a loop waits for the loop's
-turn. In it `_chunks` runs what goes element by element; all else takes whole arrays.
+The step is traced as if all of the state were on the device, and then run job by job.
+A job computes the outputs of one leaf, or of several leaves that read the same arrays.
+It is a loop of one iteration. XLA starts copies as early as it can, and would have all
+of the state on the device at once; but it does not move a copy out of a loop. In the
+loop, `_chunks` runs elementwise equations; all others take whole arrays.
 
-What several jobs need is computed before, such as the norm of all updates: leaf after
-leaf is brought, and reduced to a number. The jobs bring them again.
+Values that several jobs need, such as the norm of all updates, are computed before:
+leaf after leaf is copied to the device and reduced to a number. The jobs copy it again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -44,13 +44,14 @@ OUTER_STEP = "optax_mp_outer_step"  # the extra argument
 
 
 class Plan(NamedTuple):
-    """What may be on the device, and how arrays lie on several devices.
+    """What may be on the device, and how arrays are laid out on several devices.
 
     Attributes:
-        min_size: arrays of fewer elements always are on the device.
-        chunk_bytes: of the others as many bytes at a time, by `bytes_on_device`.
-        shardings: of the leaves of the state under `jit`, None where that is not known.
-            What is sharded in an unknown way is brought as a whole.
+        min_size: arrays of fewer elements stay on the device.
+        chunk_bytes: how many bytes of the others are on the device at a time, by
+            `bytes_on_device`.
+        shardings: of the leaves of the state under `jit`; None for those that are not
+            known, which are copied whole.
     """
 
     min_size: int
@@ -62,23 +63,23 @@ class Plan(NamedTuple):
 class OuterStep:
     """A step of which `offload` is a part, such as that of `take_step`.
 
-    It is an extra argument of the update. `offload` leaves all to it but the moves.
+    It is an extra argument of the update. `offload` then only moves arrays.
 
     Attributes:
-        plans: those of each `offload`, without shardings.
-        param_shardings: what the last one was told.
+        plans: of the `offload`s inside, without shardings.
+        param_shardings: those that the last `offload` was called with.
     """
 
     plans: list[Plan] = field(default_factory=list)
     param_shardings: Any = None
 
     def plan(self, shardings: Sequence[NamedSharding | None]) -> Plan | None:
-        """Return what fits all plans; None if there is no `offload`."""
+        """Return a plan that fits all plans; None if there is no `offload`."""
         return min(self.plans)._replace(shardings=shardings) if self.plans else None
 
 
 def bytes_on_device(aval: Any) -> int:
-    """Return how many bytes an array takes that is brought to the device.
+    """Return how many bytes an array takes on the device.
 
     Codes of few bits become numbers of 32 bits there.
     """
@@ -118,15 +119,15 @@ def run_from_host(
     """Return `step(given, kept)`.
 
     Args:
-        step: returns what it makes, and what takes the place of `kept`. It moves arrays
-            to the device and back.
+        step: returns its result, and a tree that replaces `kept`. It moves arrays to
+            the device and back.
         given: a pytree.
-        kept: another. Its arrays in host memory are overwritten there, if they are
+        kept: a pytree. Its arrays in host memory are overwritten there, if they are
             donated.
-        make_plan: called once the step is traced; returns None if all of the state may
-            be on the device.
-        proceed: if false, nothing is brought, what was in host memory stays as it was,
-            and the rest of the result is of no use.
+        make_plan: called after the step was traced; returns None if all of the state
+            may be on the device.
+        proceed: if false, nothing is copied, arrays in host memory keep their values,
+            and the rest of the result has no meaning.
     """
     traced = TracedCall.of(lambda both: step(*both), (given, kept))
     plan = make_plan()
@@ -169,7 +170,7 @@ def _keep_unless(proceed: Choice, new: Any, kept: Any) -> Any:
 
 
 def _find_sources(program: Program) -> dict[Value, frozenset[Value]]:
-    """Return which arrays in host memory a value is made of, if it is of any."""
+    """Return for each value the arrays in host memory that it depends on, if any."""
     hosted = [value for value in program.inputs if is_host_type(value.aval)]
     sources = {value: frozenset([value]) for value in hosted}
     for node in program.nodes:
@@ -182,13 +183,13 @@ def _find_sources(program: Program) -> dict[Value, frozenset[Value]]:
 
 @dataclass(frozen=True)
 class _Job:
-    """Outputs that are made of the same arrays in host memory, or overwrite them.
+    """Outputs that read or overwrite the same arrays in host memory.
 
     Attributes:
-        arrays: these.
+        arrays: the arrays.
         outputs: which outputs of the program.
-        end: the elementwise end that makes all of them; None if whole arrays are
-            brought.
+        end: the elementwise end that computes all of them; None if whole arrays are
+            copied.
         layout: how its arrays are sharded, if that is known.
     """
 
@@ -200,10 +201,10 @@ class _Job:
 
 @dataclass(frozen=True)
 class _StepFromHost:
-    """A step, and what of it is known so far. See `run_from_host`.
+    """A step, and the values computed so far. See `run_from_host`.
 
-    A value is *brought* if it is large and made of arrays in host memory: it is on the
-    device only within a loop. A small one is computed once, and stays.
+    A value is *brought* if it is large and depends on arrays in host memory: it is on
+    the device only within a loop. A small value is computed once, and stays.
     """
 
     program: Program
@@ -230,9 +231,9 @@ class _StepFromHost:
         return [results[i] for i in range(len(outputs))]
 
     def _find_jobs(self) -> list[_Job]:
-        # Each end is a job, and each output that no end makes. Jobs with an array in
-        # common become one: it would be brought twice, and a job that overwrites it
-        # would have to wait for the other.
+        # A job for each end, and for each output that no end computes. Jobs that share
+        # an array become one: it would be copied twice, and a job that overwrites it
+        # would have to wait for the others.
         ends: list[Any] = cut(self.program, self.replaced)
         at_ends = {i for end in ends for i in end.outputs}
         rest = [i for i in range(len(self.program.outputs)) if i not in at_ends]
@@ -269,7 +270,7 @@ class _StepFromHost:
         if any(i in self.replaced and not self._overwritten(i) for i in end.outputs):
             return None  # of another type than before
         for value in end.reads:
-            # A norm of the arrays: once they are here for it, all can be done.
+            # A norm of the arrays needs them whole, so the job takes whole arrays.
             if value.made_at is not None and (
                 self._is_made_of(value, arrays) or self._is_brought(value)
             ):
@@ -300,7 +301,7 @@ class _StepFromHost:
         return old if old.aval == new.aval else None
 
     def _needed_before(self, job: _Job) -> list[Value]:
-        """Return what must be known before a job is run."""
+        """Return the values that must be computed before a job is run."""
         if job.end is not None:
             return job.end.reads
         targets = [self.program.outputs[i] for i in job.outputs]
@@ -327,8 +328,8 @@ class _StepFromHost:
 
         Args:
             targets: the values.
-            arrays: which arrays are brought as a whole for this. Small values that are
-                made of others, too, or of none, must be known before.
+            arrays: the arrays that are copied whole for this. Small values that depend
+                on other arrays, or on none, must be computed before.
         """
         return self.program.behind(
             targets, lambda v: self._is_small(v) and not self._is_made_of(v, arrays)
@@ -336,9 +337,9 @@ class _StepFromHost:
 
     def _compute(self, targets: Sequence[Value]) -> None:
         """Compute values that are not brought, and small ones from what is."""
-        # In the order of the program. An equation that reads nothing large is run as it
-        # is. One that does is skipped: what it makes is large, and a job makes it again
-        # where it is read, or small, and a loop brings what it is made of.
+        # In the order of the program. Equations that read no brought value run as they
+        # are. Others are skipped: a job computes a large result again where it is read,
+        # and a loop copies the arrays for a small one.
         for place in self.program.behind(targets)[0]:
             node = self.program.nodes[place]
             if not any(map(self._is_brought, values_in(node.inputs))):
@@ -362,16 +363,16 @@ class _StepFromHost:
             overwritten = [job.end.reads[i] for _, i in replaced]
             places = job.end.places
             compute = partial(self._run_end, job.end, job.layout)
-        # What is overwritten is carried through the loop, so that XLA writes into its
-        # buffer in host memory. What is only read there is held back by a barrier.
+        # Arrays to overwrite are carried through the loop, so that XLA writes into
+        # their buffers in host memory. A barrier holds back arrays that are only read.
         read = [v for v in self._arrays_read(places) if v not in overwritten]
         starts = list(map(self._start, job.outputs))
         made = self._run_once(compute, starts, read, overwritten)
-        # Of a result of a loop that is in host memory `jit` learns that by a move.
+        # A move tells `jit` that a result of a loop is in host memory.
         return [to_host(x) if is_host_type(x.aval) else x for x in made]
 
     def _start(self, i: int) -> jax.Array:
-        """Return what an output is if nothing is brought."""
+        """Return the value of an output if no iteration runs."""
         aval, old = self.program.outputs[i].aval, self.replaced.get(i)
         if old is None:
             return _start_value(aval)
@@ -388,17 +389,17 @@ class _StepFromHost:
         arrays: Sequence[Value],
         overwritten: Sequence[Value | None] = (),
     ) -> list[Any]:
-        """Run something in a loop of one round, or of none.
+        """Run a function in a loop of one iteration, or of none.
 
         Args:
-            compute: takes the values that are known.
-            starts: what is to be replaced.
-            arrays: what it only reads in host memory.
-            overwritten: for each of `starts`, which value it is.
+            compute: takes the values computed so far.
+            starts: the arrays to be replaced.
+            arrays: the arrays in host memory that it only reads.
+            overwritten: for each of `starts`, the value that it is.
         """
 
         def body(k: Any, carry: Any) -> list[Any]:
-            # XLA would bring what a loop only reads ahead of it, and so all at once.
+            # XLA would copy all arrays that a loop only reads before the loop begins.
             _, held = lax.optimization_barrier((k, [self.known[v] for v in arrays]))
             local = self.known | dict(zip(arrays, held, strict=True))
             both = zip(overwritten, carry, strict=False)
@@ -431,8 +432,8 @@ class _StepFromHost:
 
     def _run_part(self, end: End, part: Part, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of an end for the part that one device has."""
-        # A chunk has as many elements as the plan has bytes for, over the bytes that
-        # all arrays of the host have for one element.
+        # The number of elements of a chunk: the bytes of the plan, divided by the bytes
+        # per element of all arrays in host memory.
         avals = [v.aval for v in end.reads if is_host_type(v.aval)]
         sizes = [bytes_on_device(x) // x.size for x in avals if x.shape == end.shape]
         most = max(1, self.plan.chunk_bytes // max(4, sum(sizes)))

@@ -74,7 +74,10 @@ def obstacle(program: Program, end: End, part: Part) -> str | None:
     other = other_dtype(program, end, DTYPES)
     if other is not None:
         return f"computes in {other}"
-    if end.block_size is not None and part.shape[-1] % end.block_size:
+    size = end.block_size or 1
+    if _COUNT % size:
+        return f"blocks of {size}"
+    if part.shape[-1] % size:
         return "rows not of whole blocks"
     if math.prod(part.shape) >= 2**31:
         return "2^31 elements or more"
@@ -97,8 +100,8 @@ def run_end(
         args: the values of what it reads.
         interpret: whether to run the kernel without a GPU.
     """
-    # Arrays are seen as they lie in memory, in one row: rows of whole blocks follow
-    # each other without a gap, so that a run of elements has a run of scales. Each
+    # Arrays are seen as one row, in the order of memory: rows of whole blocks follow
+    # each other without a gap, so the scales of a run of elements are a run, too. Each
     # program of the grid takes one run; the last one is masked.
     size = math.prod(part.shape)
     outputs = [program.outputs[i] for i in end.outputs]

@@ -1,9 +1,9 @@
 """Elementwise equations inside kernels.
 
-All values are 32 bits wide there, whatever their dtype: TPUs and GPUs have few
-operations on narrower ones, and which they have differs among generations. Integers of
-8 and 16 bits are held as int32, and 16-bit floats as float32 that is rounded after each
-operation. An equation that this module does not know raises; XLA computes it then.
+All values are 32 bits wide in a kernel, whatever their dtype, because TPUs and GPUs
+have few operations on narrower ones, and these differ among generations. Integers of 8
+and 16 bits are held as int32, and 16-bit floats as float32, rounded after each
+operation. An equation that this module does not know raises; then XLA computes it.
 """
 
 from collections.abc import Collection, Sequence
@@ -67,7 +67,7 @@ class KernelEvaluator(Evaluator):
 
 
 def other_dtype(program: Program, end: End, dtypes: Collection[str]) -> str | None:
-    """Return a dtype that an end reads or computes in, and that is none of these."""
+    """Return a dtype outside of `dtypes` that an end reads or computes in, or None."""
     made = [v for place in end.places for v in program.nodes[place].outputs]
     names = (value.aval.dtype.name for value in [*end.reads, *made])
     return next((name for name in names if name not in dtypes), None)
@@ -84,7 +84,7 @@ def held_dtype(dtype: Any) -> Any:
 
 
 def hold(x: jax.Array) -> jax.Array:
-    """Return what was read, as it is held."""
+    """Return an array that was read, in the dtype in which it is held."""
     return x.astype(held_dtype(x.dtype))
 
 
@@ -180,8 +180,8 @@ def reduce_precision(x: jax.Array, params: Any) -> jax.Array:
         return x
     if dropped == 16:
         return x.astype(jnp.bfloat16).astype(jnp.float32)
-    # Half a unit less one carries into the kept bits from above halfway on; where the
-    # last of these is odd, one more does from halfway on.
+    # Adding half a unit less one carries into the kept bits from above halfway. If the
+    # last kept bit is odd, one more is added, so that halfway carries, too.
     unit = 1 << dropped
     pattern = lax.bitcast_convert_type(x, jnp.int32)
     is_odd = (pattern >> dropped) & 1

@@ -37,8 +37,8 @@ class Layout:
             args: the values of what it reads.
             known: the shardings of some of these.
         """
-        # By what the user said, or by types. All arrays of a leaf are sharded alike;
-        # scales as the elements, whose blocks must not lie on two devices.
+        # From `param_shardings`, or from types. All arrays of a leaf are sharded alike,
+        # and scales like the elements. No block may lie on two devices.
         found = [known[value] for value in end.reads if value in known]
         in_types = [sharding_in_type(x) for x in args if jnp.ndim(x) == len(end.shape)]
         found += in_types

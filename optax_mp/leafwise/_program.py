@@ -96,8 +96,8 @@ class Program:
         def read(atom: Any) -> Any:
             return atom if is_literal(atom) else known[atom]
 
-        # Calls are opened so that an end is found through them: an optimizer is made of
-        # many, and each function of `jax.numpy` is one.
+        # Calls are opened, because ends reach through them: an optimizer consists of
+        # many calls, and each function of `jax.numpy` is one.
         for equation in jaxpr.eqns:
             given = [read(atom) for atom in equation.invars]
             if _is_call(equation) and not is_atomic(equation):
@@ -122,7 +122,7 @@ class Program:
 
     def _choose(self, which: Any, cases: Sequence[Any]) -> Any:
         """Return one of several values."""
-        # What both branches return as they got it, as a state that stays, needs none.
+        # Both branches may return the same input, such as an unchanged state.
         if all(case is cases[0] for case in cases):
             return cases[0]
         avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in cases]
@@ -145,8 +145,8 @@ class Program:
             The places of the equations that the targets need, in order, and the
             values at which the walk stopped: these, and inputs.
         """
-        # Places are in the order of the jaxpr, in which an equation comes after those
-        # that it needs: sorted, they can be run.
+        # In the order of places, which is that of the jaxpr, each equation comes after
+        # those that it needs.
         places: set[int] = set()
         stops: dict[Value, None] = {}
         stack = list(values_in(targets))
@@ -186,7 +186,7 @@ class Program:
 
 
 def _is_call(equation: Equation) -> bool:
-    """Return whether an equation is a call that says nothing but what to compute."""
+    """Return whether an equation is a call that changes nothing, such as `jit`."""
     if equation.primitive.name not in _CALLS:
         return False
     names = "in_shardings", "out_shardings", "in_layouts", "out_layouts"
@@ -227,7 +227,7 @@ def read_output(known: dict[Value, Any], atom: Any) -> Any:
 
 
 def groups_with_common(members: Sequence[Iterable[Hashable]]) -> list[list[int]]:
-    """Return the places of these, together if they have a member in common."""
+    """Return groups of indices: sets with a common member are in one group."""
     groups: dict[int, list[int]] = {}
     all_of: dict[int, set[Hashable]] = {}
     group_of: dict[Hashable, int] = {}

@@ -39,10 +39,10 @@ def take_step(
     but with less memory traffic for leaves that `Split`, `low_bit_state` and
     `stochastic_rounding` store in few bits. On TPUs and GPUs the step of such a leaf
     runs in one kernel, which reads and writes each array once, in place. `tx` can be
-    any optimizer: its update is traced, and what is not computed element by element,
-    such as a global norm, is computed before the kernels. There are none outside of
-    `jit`, within `vmap` or `grad`, or if the update has effects, such as
-    `jax.debug.print`: a warning says so.
+    any optimizer: its update is traced, and whatever is not elementwise, such as a
+    global norm, is computed before the kernels. Outside of `jit`, within `vmap` or
+    `grad`, and if the update has effects, such as `jax.debug.print`, there are no
+    kernels, and a warning says so.
 
     A kernel is used in a program for one device, inside `jax.shard_map` over all axes
     of a mesh, and on sharded arrays if their types or `param_shardings` say how they
@@ -151,4 +151,6 @@ def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params
         update = or_no_change(update, param)
         return param if is_absent(update) else optax.apply_updates(param, update)
 
-    return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
+    # It adds float32 updates to 16-bit params, and casts back.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)

@@ -36,8 +36,11 @@ def obstacle(program: Program, end: End, part: Part) -> str | None:
         return "one row"
     if getattr(jax.config, "jax_enable_x64", False):
         return "64-bit types are on"
-    if end.block_size is not None and not 8 <= end.block_size <= LANES:
-        return f"blocks of {end.block_size}, not of 8 to {LANES}"
+    # XLA lays such arrays out by columns, and would copy them for a kernel.
+    if part.shape[-1] % LANES:
+        return f"rows no multiple of {LANES}"
+    if end.block_size is not None and (end.block_size < 8 or LANES % end.block_size):
+        return f"blocks of {end.block_size}"
     return None
 
 
@@ -59,15 +62,15 @@ def run_end(
     """
     shape, block_size = part.shape, end.block_size or 32
     # Each program of the grid has a tile: some rows, and as many columns as have 128
-    # scales, or all. Mosaic brings the tiles of the next program while one computes.
-    # Inside, a loop takes the columns by chunks, so that what is computed in between
-    # fits into registers; scales stay whole, and are chosen together at the end.
+    # scales, or all. Mosaic copies the tiles of the next program while one computes.
+    # Inside, a loop takes the columns by chunks, so that intermediate values fit into
+    # registers. All scales of the tile are stored together at the end.
     *leading, height, width = shape
     rows = min(_ROWS, height)
     # As many columns as 128 scales are for, since those fill a register's lanes.
-    columns = min(block_size * LANES, _round_up(width, LANES))
+    columns = min(block_size * LANES, width)
     chunk = math.gcd(columns, _CHUNK)
-    tile_scales = _round_up(columns // block_size, LANES)
+    tile_scales = -(-columns // block_size // LANES) * LANES
     arrays = [i for i, v in enumerate(end.reads) if v.aval.ndim]
     singles = [i for i, v in enumerate(end.reads) if not v.aval.ndim]
     outputs = [program.outputs[i] for i in end.outputs]
@@ -104,9 +107,9 @@ def run_end(
                 if not is_scales(end.reads[i]):
                     local[end.reads[i]] = hold(ref[:, pl.ds(first, chunk)])
             tile.run_all(program, end, local)
-            # Elements are stored at once. Of scales a chunk has less than a register
-            # has lanes. So the loop carries all scales of the tile, and each chunk sets
-            # its own; they are stored together at the end.
+            # Elements are stored at once. The scales of a chunk fill only a part of a
+            # register's lanes. So the loop carries all scales of the tile, each chunk
+            # sets its own, and they are stored at the end.
             scales = list(scales)
             for i, (value, ref) in enumerate(zip(outputs, made, strict=True)):
                 result = local[value]
@@ -139,10 +142,6 @@ def run_end(
         *_pack([*part.origin, *(args[i] for i in singles)]),
         *(args[i] for i in arrays),
     )
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def _pack(numbers: Sequence[Any]) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""A step that was traced: once, whatever is done with it later."""
+"""A step, traced once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def obstacle_of(leaves: Sequence[Any]) -> str | None:
 def is_transformed(leaves: Sequence[Any]) -> bool:
     """Return whether arrays are traced by another transformation than `jit`.
 
-    Numbers may be known there, and a step may look at them.
+    There, arrays may have concrete values, which a step may look at.
     """
     return any(is_traced(x) and not is_traced_by_jit(x) for x in leaves)
 
@@ -56,10 +56,9 @@ def is_transformed(leaves: Sequence[Any]) -> bool:
 class TracedStep:
     """A step as one equation: a call of `jit`.
 
-    Its inputs are what `jit` traces. Arrays with numbers are constants of it, so that a
-    rule may look at them. A call of `jit`, because JAX has all rules for one: it can be
-    lowered as it is, batched and differentiated, without evaluating its equations once
-    more.
+    Its inputs are the arrays that `jit` traces. Concrete arrays are its constants, so
+    that a rule may look at them. JAX has all rules for a call of `jit`: it can be
+    lowered, batched and differentiated without evaluating its equations again.
 
     Attributes:
         traced: the jaxpr with this equation.
@@ -88,7 +87,7 @@ class TracedStep:
     @property
     def obstacle(self) -> str | None:
         """Why it is not cut, or None."""
-        # What nothing reads the result of, such as printing, would be lost.
+        # An equation without a result, such as printing, would be lost.
         if any(map(_is_seen, self.traced.closed.effects)):
             return "the update has effects"
         sizes = (n for x in self.traced.arrays for n in jax.typeof(x).shape)
@@ -139,15 +138,15 @@ class TracedStep:
         return {self.program.inputs[places[i]]: known[i] for i in places if i in known}
 
     def output(self, i: int) -> int | None:
-        """Return which output of the program an output of the jaxpr is, if it is one.
+        """Return which output of the program an output of the jaxpr is.
 
-        What the step returns as it got it is none.
+        Return None for an input that the step returns unchanged.
         """
         outvars: Any = self.traced.closed.jaxpr.outvars
         return self._output_places.get(id(outvars[i]))
 
     def args_of(self, end: End) -> list[Any]:
-        """Return what an end reads; 0 for what is still to be computed."""
+        """Return the values that an end reads; 0 for one that is not computed yet."""
         places, arrays = self._input_places, self.traced.arrays
         known = {self.program.inputs[at]: arrays[i] for i, at in places.items()}
         return [known.get(value, 0) for value in end.reads]

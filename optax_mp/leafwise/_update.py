@@ -12,16 +12,15 @@ from optax_mp.leafwise._engine import run_step
 def leafwise_update(update: optax.TransformUpdateExtraArgsFn) -> Any:
     """Return the update of a transformation, in one pass where that is less traffic.
 
-    The param that follows from it is computed elsewhere, in one more pass. So kernels
-    are worth it on a TPU only, where XLA alone passes over what is packed several
-    times.
+    The new param is computed outside, in one more pass. So kernels pay on a TPU only,
+    where XLA alone passes over packed arrays several times.
     """
 
     @functools.wraps(update)
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        # A function, as for a line search, may change what is around it.
+        # A function among the arguments, as for a line search, may have side effects.
         if any(map(callable, jax.tree.leaves(extra_args))):
             return update(updates, state, params, **extra_args)
 

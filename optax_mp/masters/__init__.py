@@ -2,12 +2,11 @@
 
 `mixed_precision` (`_transform.py`; one step of it is in `_step.py`) runs an optimizer
 on float32 masters of low-precision params. `MixedPrecisionState` (`_state.py`) holds
-the masters in the form that a storage gives them: `Storage` (`_storage.py`) says what
-one must do, `FullCopy` keeps the whole master, `Split` only the bits that a 16-bit
+the masters in the form of a storage: `Storage` (`_storage.py`) is its interface,
+`FullCopy` keeps the whole master, `Split` only the bits that a 16-bit
 param lacks. `master_params`, `replace_master_params` and `follow_params` (`_access.py`)
-read and change masters, wherever the state is nested. `_checks.py` has the errors for
-what does not belong together, `_param_dtype.py` what users declare about the dtypes of
-their params.
+read and change masters, wherever the state is nested. `_checks.py` raises if storage,
+state and params do not fit together.
 """
 
 from optax_mp.masters._access import (
@@ -15,10 +14,9 @@ from optax_mp.masters._access import (
     master_params,
     replace_master_params,
 )
-from optax_mp.masters._full_copy import FullCopy
 from optax_mp.masters._split import Split
 from optax_mp.masters._state import MixedPrecisionState
-from optax_mp.masters._storage import Storage
+from optax_mp.masters._storage import FullCopy, Storage
 from optax_mp.masters._transform import mixed_precision
 
 __all__ = [

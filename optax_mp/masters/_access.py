@@ -74,7 +74,7 @@ def read_arguments(
 ) -> tuple[Any, Any, Leaves]:
     """Return state and params without NNX's boxes, and the leaves of the params.
 
-    Raises if one is in the place of the other, or transforms in an order that fails.
+    Raises if they are swapped, or if the order of the transforms does not work.
     """
     opt_state, params = plain_trees(opt_state, params)
     check_state_first(opt_state, params, caller, f"{caller}({names})")
@@ -98,10 +98,10 @@ def replace_master_params(
 ) -> optax.OptState:
     """Return `opt_state` with new masters, such as weights loaded after `init`.
 
-    Everything else in the state stays. `params` are the new masters, cast: a param that
-    is not its master rounded counts as edited, and the next step would follow it. So
-    outside of `jit` it is an error if they are not. Leaves that are their own master
-    live in the params alone. New masters take the sharding of the old ones.
+    Everything else in the state stays. `params` must be the new masters, cast: a param
+    that differs from its rounded master counts as edited, and the next step would
+    follow it. Outside of `jit` such params are an error. Leaves that are their own
+    master are in the params alone. New masters take the sharding of the old ones.
 
     Args:
         opt_state: a state with `mixed_precision` in it, at any depth of wrappers.
@@ -113,8 +113,8 @@ def replace_master_params(
 
     Raises:
         ValueError: if the state holds no `MixedPrecisionState`, if a structure or shape
-            differs, if a new master is not floating, or a param not its new master
-            rounded.
+            differs, if a new master is not floating, or if a param differs from its
+            rounded new master.
         TypeError: if `opt_state` is no optimizer state, or not the first argument.
 
     Example:
@@ -166,11 +166,10 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
     it: call this function after the edit. Also call it before `master_params`, if no
     step comes first.
 
-    Element by element: where a param is finite and not its master rounded, it is the
-    new master. After 16-bit updates a few params in a thousand miss their master by a
-    rounding; their masters lose what they had beyond the param. `Split` and
-    `stochastic_rounding` always follow. Such states, and those without masters, are
-    returned unchanged.
+    Element by element: a finite param that differs from its rounded master becomes the
+    new master. After 16-bit updates a few params in a thousand differ by a rounding;
+    their masters are rounded, too. `Split` and `stochastic_rounding` follow edits by
+    themselves. Such states, and those without masters, are returned unchanged.
 
     Args:
         opt_state: any optimizer state, with `mixed_precision` at any depth of wrappers
@@ -249,7 +248,7 @@ def _beside(x: Any, old: jax.Array) -> jax.Array:
 
 
 def _match_stored(params: Leaves, state: MixedPrecisionState) -> list[Any]:
-    """Return what a state stores for each param; absent where it stores nothing."""
+    """Return what a state stores for each param, or that it stores nothing for it."""
     # Under `optax.partition` one `MaskedNode` can stand for a whole branch of params.
     stored = expand_absent(state.master_params, params.unflatten(params.values))
     return params.match_subtrees(stored, "the masters in `opt_state`")

@@ -10,9 +10,8 @@ from optax_mp._arguments import check_own_state
 from optax_mp._dtypes import bits
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import describe, is_floating, is_inexact, spell
-from optax_mp.masters._full_copy import FullCopy
 from optax_mp.masters._state import MixedPrecisionState, storage_of
-from optax_mp.masters._storage import Storage, list_taken_dtypes
+from optax_mp.masters._storage import FullCopy, Storage, list_taken_dtypes
 
 
 def check_storable(
@@ -66,7 +65,7 @@ def check_storable(
 
 def check_state(state: Any, storage: Storage) -> None:
     """Raise unless a state was made by `mixed_precision` with this storage."""
-    # Any subclass: each storage has one. Which one it is is the second question.
+    # Any subclass, because each storage has one.
     check_own_state(state, MixedPrecisionState, "mixed_precision")
     # By value: equal storages make states of the same type.
     if storage_of(state, "mixed_precision") != storage:
@@ -130,7 +129,7 @@ def check_master(
     where: str, master: Any, master_dtype: jnp.dtype, storage: Storage
 ) -> None:
     """Raise unless the decoded master of the param `where` has the expected dtype."""
-    # Only `decode` shows this: the type of the state does not say its `master_dtype`.
+    # The type of the state does not say the `master_dtype`, so decode a master.
     if master.dtype != master_dtype:
         raise ValueError(
             f"mixed_precision: the state keeps {describe(master)} as the master of "

@@ -100,11 +100,11 @@ class Split:
     def _remainder(
         self, master: jax.Array, wide: jax.Array, dtype: jnp.dtype
     ) -> jax.Array:
-        """Return what a master is beside a param of a dtype, given in float32."""
+        """Return the remainder of a master beside a param, which is cast to float32."""
         largest = 2 ** (self.bits - 1) - 1
         if dtype == _BFLOAT16:
-            # With `lax` alone, as all that is traced anew for each shape of a leaf:
-            # `jax.numpy` takes five times as long.
+            # `lax` alone, because this is traced for each shape of a leaf: `jax.numpy`
+            # takes five times as long.
             shift = np.int32(16 - self.bits)
             pattern, base = _to_pattern(master), _to_pattern(wide)
             # Patterns count away from zero, for both signs. For a master of the other

@@ -28,11 +28,10 @@ from optax_mp._inner import (
     or_no_change,
 )
 from optax_mp._leaves import Leaves, is_absent
+from optax_mp._policy import DTypeRule
 from optax_mp._tree import is_floating, is_inexact, spell
 from optax_mp.masters._checks import check_master, check_param, check_state
-from optax_mp.masters._full_copy import FullCopy
-from optax_mp.masters._param_dtype import DTypeRule
-from optax_mp.masters._storage import Storage, as_own_arrays
+from optax_mp.masters._storage import FullCopy, Storage, as_own_arrays
 
 
 class Settings(NamedTuple):
@@ -152,7 +151,7 @@ class Step:
     ) -> tuple[list[Any], list[Any]]:
         """Return (stored, updates) after `inner` changed the masters by `changes`.
 
-        If not `proceed`, they are dropped.
+        If not `proceed`, the changes are dropped.
         """
         changes = self.params.match(changes, "the updates of `inner`")
         new_stored, updates = list(stored), list(self.grads)
@@ -222,21 +221,21 @@ def _cast_update(update: Any, dtype: jnp.dtype) -> jax.Array:
 
 
 def shows_edits(param_dtype: jnp.dtype, update_dtype: jnp.dtype) -> bool:
-    """Return whether updates of a dtype bring a param to its master rounded, exactly.
+    """Return whether updates of a dtype bring a param exactly to its rounded master.
 
-    Then a param that is anything else was edited. A float32 sum of params of 16 or 8
-    bits lands exactly, and so does a float64 sum of float32 params. The exception is a
-    weight that a step shrinks to less than 2^-15 (float16: 2^-12) of what it was. Such
-    a param, too, is taken as its master: both move by at most 2^-23 of the old weight.
+    If so, a param with another value was edited. A float32 sum of params of 16 or 8
+    bits is exact, and so is a float64 sum of float32 params. The exception is a weight
+    that a step shrinks to less than 2^-15 (float16: 2^-12) of its value. Such a param
+    becomes its master, too, which moves it by at most 2^-23 of the old weight.
     """
     return bits(update_dtype) >= 32 and bits(update_dtype) > bits(param_dtype)
 
 
 def follow_edits(master: jax.Array, param: jax.Array) -> jax.Array:
-    """Return `master`, but the param where this is not the master rounded.
+    """Return `master`, or the param where it differs from the rounded master.
 
-    A param that is not finite is no edit: a large weight may have overflowed in the
-    cast, and an infinite one stays infinite whatever its master is.
+    An infinite or NaN param is no edit: a large weight may have overflowed in the cast,
+    and an infinite param stays infinite whatever its master is.
     """
     wide = lax.convert_element_type(param, at_least_float32(master.dtype))
     # As numbers and not as bits: -0.0 is no edit of 0.0.

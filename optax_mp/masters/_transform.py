@@ -18,15 +18,18 @@ from optax_mp._inner import (
     warn_of_gradients,
 )
 from optax_mp._leaves import Leaves
-from optax_mp._policy import Policy, warn_unmatched_patterns
+from optax_mp._policy import (
+    DeclaredDType,
+    Policy,
+    read_param_dtype,
+    warn_unmatched_patterns,
+)
 from optax_mp._tree import spell
 from optax_mp.leafwise._update import leafwise_update
 from optax_mp.masters._checks import check_storable
-from optax_mp.masters._full_copy import FullCopy
-from optax_mp.masters._param_dtype import DeclaredDType, read_param_dtype
 from optax_mp.masters._state import MixedPrecisionState, state_type
 from optax_mp.masters._step import Settings, Step
-from optax_mp.masters._storage import Storage, check_storage, store
+from optax_mp.masters._storage import FullCopy, Storage, check_storage, store
 from optax_mp.scaling._mark import is_unmarked
 
 _CALLER = "mixed_precision"
@@ -49,7 +52,7 @@ def mixed_precision(
     param is the master rounded to the param's dtype. The inner optimizer sees masters,
     gradients and state in `master_dtype`. So its trajectory is bit for bit that of
     float32 training whose jitted step casts the same gradients. (Against a program that
-    is given 16-bit gradients already cast, 4% of AdamW's masters differ in their last
+    that takes the cast gradients as inputs, 4% of AdamW's masters differ in their last
     places after five steps, because XLA contracts products and sums differently.)
 
     - A leaf at least as wide as `master_dtype` is its own master: no copy is made.
@@ -61,9 +64,9 @@ def mixed_precision(
       as after a step that diverged, stay infinite where the param's dtype has
       infinities.
     - If your loop edits params between steps, as a projection does, each edited element
-      is its new master in the next step, where updates are float32. 16-bit updates are
-      rounded, so that an edit cannot be told: call `follow_params` after it, or pass
-      `update_dtype=jnp.float32`.
+      is its new master in the next step, if updates are float32. 16-bit updates are
+      rounded, and an edit cannot be told from a rounding: call `follow_params` after
+      it, or pass `update_dtype=jnp.float32`.
     - An infinite param, such as the -inf of a mask, stays infinite until its master is
       NaN, and NaN stays NaN. To make such params finite, cast them anew from
       `master_params`. Weight decay makes infinities NaN, as in float32 training:

@@ -68,7 +68,7 @@ class LeafCounts:
         return counts[self.paths.index(path)]
 
     def __str__(self) -> str:
-        """Return the table, and what it says."""
+        """Return the table, and conclusions below it."""
         rows = [("", self._columns[0], "inf, NaN", "0", *self._columns[1:])]
         places = [(path, path) for path in self.paths]
         for title, path in places + [("all", None)] * (len(places) > 1):

@@ -100,7 +100,7 @@ class MemoryReport:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of those in the memory of the host; the others are on a device."""
+        """The bytes of arrays in host memory; the others are on a device."""
         return sum(row.host_bytes for row in self.rows)
 
     @property
@@ -120,7 +120,7 @@ class MemoryReport:
         return dict(sorted(found.items(), key=lambda item: last.get(item[0], 0)))
 
     def by_leaf(self) -> dict[str, int]:
-        """Return the bytes of each param with its state; those of none under `""`."""
+        """Return the bytes of each param with its state; `""` for all other arrays."""
         return self._sum_by(lambda row: row.param)
 
     def _sum_by(self, key: Callable[[MemoryRow], str]) -> dict[str, int]:
@@ -162,9 +162,9 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
     Only shapes and dtypes are read. With trees from `jax.eval_shape` you can plan a
     model on a machine that could not hold it.
 
-    What `offload` keeps in host memory has a column of its own. Trees from
-    `jax.eval_shape` say so from JAX 0.12 on; before, arrays and `jax.ShapeDtypeStruct`
-    with a `NamedSharding` of that `memory_kind` do.
+    Arrays in host memory, as `offload` keeps them, have a column of their own. Trees
+    from `jax.eval_shape` show the memory from JAX 0.12 on; before, only arrays and
+    `jax.ShapeDtypeStruct` with a `NamedSharding` of that `memory_kind` do.
 
     The report compares with plain float32 training by the same optimizer: every
     floating array of params and state in float32, without masters, remainders and block

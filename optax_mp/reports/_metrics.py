@@ -50,9 +50,9 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         For each hyperparameter that `optax.inject_hyperparams` keeps in the state, its
         value in the last step, by its name, such as `"learning_rate"`.
 
-        For several loss scales, or several such sets of hyperparameters, the names
-        begin with what tells their places apart, as in `"generator/loss_scale"`. The
-        steps are then those counted within each loss scale.
+        With several loss scales, or several such sets of hyperparameters, the names
+        begin with the part of the path that differs, as in `"generator/loss_scale"`,
+        and steps are counted within each loss scale.
 
     Raises:
         TypeError: if `opt_state` is the optimizer, or arrays that are no state of one,
@@ -95,7 +95,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
 
 
 def _check_is_state(opt_state: PyTree) -> None:
-    """Raise if what has no metrics is nothing but arrays of numbers, as params are."""
+    """Raise if a tree without metrics has only arrays of numbers, as params do."""
     leaves = jax.tree.leaves(opt_state)
     if leaves and all(map(is_floating, leaves)) and not holds_state(opt_state):
         raise TypeError(
@@ -154,7 +154,7 @@ def _named(groups: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _tell_apart(paths: list[Path]) -> list[list[str]]:
-    """Return the names along each path, without those that all begin or end with."""
+    """Return the names along each path, without common first and last names."""
     names = [[keystr((key,), simple=True) for key in path] for path in paths]
     names = [way[_count_common(names) :] for way in names]
     backwards = [way[::-1] for way in names]

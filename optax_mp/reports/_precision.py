@@ -139,19 +139,19 @@ def precision_report(
     JAX promotes: where a 16-bit value meets a float32 one, everything that follows is
     float32, without a warning. The report traces the function, with `amp` or without,
     and counts the FLOPs of matrix products and convolutions in each dtype. For each
-    product in float32 it names the first place where a 16-bit value became float32 on
-    the way to it, what made it so, and what to change. What comes later is not named:
-    change the first, and report again.
+    product in float32 it names the first place on the way where a 16-bit value became
+    float32, the cause, and the fix. Later places are not named: fix the first, and
+    report again.
 
-    Of a loss, a function that returns a scalar, perhaps first in a tuple as in `(loss,
-    aux)`, it traces the gradient, too, with respect to the first argument with floating
-    arrays. What computes a gradient itself, such as a training step, is reported as it
-    is: for the gradient of anything else, pass that.
+    If the function is a loss, which returns a scalar or a tuple such as `(loss, aux)`,
+    the report includes its gradient with respect to the first argument with floating
+    arrays. A function that computes a gradient itself, such as a training step, is
+    reported as it is. For other gradients pass `jax.grad(fun, argnums)`.
 
     Args:
         fun: any function that JAX can trace, such as a loss, or a whole training step.
-        *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`; what is no array
-            is passed on as it is.
+        *args: its arguments. Arrays may be `jax.ShapeDtypeStruct`; other values are
+            passed on.
         **kwargs: its keyword arguments.
 
     Returns:

@@ -1,9 +1,9 @@
 """The products of a function, and where a 16-bit value first became float32.
 
-A float32 value has one cause. Until it meets a 16-bit value, that is where it comes
-from: an argument, a constant, an array, a number. Where both meet, JAX makes the
-16-bit value float32; from there on the cause has a place and a rank in the program, and
-of several causes the one that ranks first wins. So nothing behind it is blamed.
+Each float32 value has one cause: the argument, constant, array or number that it comes
+from. When it meets a 16-bit value, JAX makes that float32, too. From there on the cause
+has a line and a rank, which is its order in the program. A value with several causes
+has the cause of the lowest rank, so later ones are not blamed.
 """
 
 import functools
@@ -37,12 +37,12 @@ from optax_mp._jax._wiring import Region
 
 # Operations that multiply matrices, and show no jaxpr.
 _CLOSED = ("dot", "matmul", "attention", "gemm", "ffi_call")
-# What JAX or a library of layers makes float32 because of something else: operands that
-# it promotes, and what a norm computes in float32 and casts back.
+# Casts that JAX or a library of layers makes because of another value: of promoted
+# operands, and of the inputs of a norm, which is cast back later.
 _PROMOTION, _LAYER = _UNSURE = "promotion", "layer"
 # What is float32 by itself. The first in this order is the first to be blamed.
 _KINDS = ("argument", "constant", "array", "number", "cast", "result", *_UNSURE)
-# They pass on what they read, so a promoted operand is still on its way.
+# These only pass on their input, so a promoted operand is still on its way.
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 _UNMET = sys.maxsize
 

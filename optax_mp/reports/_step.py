@@ -1,4 +1,4 @@
-"""step_report: which leaves `take_step` computes in a kernel, and why others not."""
+"""step_report: which leaves `take_step` computes in a kernel, and why not others."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,7 @@ class StepRow:
         >>> import optax
         >>> import optax_mp
         >>> tx = optax_mp.mixed_precision(optax.sgd(0.1), storage=optax_mp.Split(8))
-        >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+        >>> params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
         >>> report = optax_mp.step_report(tx, params, tx.init(params), params)
         >>> report.rows[0].path, report.rows[0].tpu, report.rows[0].gpu
         ("['w']", 'kernel', 'kernel')
@@ -99,11 +99,11 @@ def step_report(
     """Say which leaves `take_step` computes in a kernel on TPUs and GPUs.
 
     The step is traced as in `jax.jit`, and nothing is computed: descriptions of arrays
-    are enough. Where a reason stands, XLA computes the step. If the `params` given here
-    are sharded, that is the reason unless it is known how they are in `jit`.
+    are enough. A row without a kernel has the reason, and XLA computes that step.
+    Sharded `params` have a kernel only if their layout under `jit` is known.
 
-    What only a compiler knows is not in it: TPU v2 and v3 have no kernels, nor have
-    programs of `jax.export`; under `vmap` there are none.
+    The report cannot know the compiler's limits: TPU v2 and v3 have no kernels, nor
+    have programs of `jax.export` and steps under `vmap`.
 
     Args:
         tx: see `take_step`, as for the others.
@@ -136,11 +136,11 @@ def step_report(
         ... }
         >>> opt_state = jax.eval_shape(tx.init, params)
         >>> print(optax_mp.step_report(tx, params, opt_state, params))
-        param     dtype     shape     TPU                  GPU
-        ['bias']  bfloat16  8192      one axis             kernel
-        ['head']  bfloat16  512x1000  kernel               rows not of whole blocks
-        ['norm']  bfloat16  512       under 4096 elements  under 4096 elements
-        ['w']     bfloat16  512x512   kernel               kernel
+        param     dtype     shape     TPU                      GPU
+        ['bias']  bfloat16  8192      one axis                 kernel
+        ['head']  bfloat16  512x1000  rows no multiple of 128  blocks of 25
+        ['norm']  bfloat16  512       under 4096 elements      under 4096 elements
+        ['w']     bfloat16  512x512   kernel                   kernel
     """
     found: list[dict[str, str]] = []
 

@@ -152,7 +152,7 @@ def differentiate(
 
 
 def _loss_of(value: Any, has_aux: bool, caller: str) -> Any:
-    """Return the loss in what the user's function returned."""
+    """Return the loss from the result of the user's function."""
     if has_aux and not (isinstance(value, tuple) and len(value) == 2):
         raise TypeError(
             f"{caller}: with `has_aux` the function returned {describe(value)}, "
@@ -252,8 +252,8 @@ def warn_if_unscaled(before: Counter[Event], known_events: set[Event]) -> None:
 
     Args:
         before: what had been counted before this call of the function.
-        known_events: what happened in earlier calls, because what is jitted inside
-            reports when it is traced only; what happened in this one is added.
+        known_events: the events of earlier calls, because jitted functions report only
+            when they are traced; the events of this call are added.
     """
     events = set(event_counts() - before)
     is_new = "computes in float16" in events - known_events

@@ -4,19 +4,10 @@ A link of `optax.chain` cannot stop those that follow. It hands them negative ze
 numerically zero for every optimizer, and real gradients are hardly ever all negative
 zeros. If a later `mixed_precision` finds nothing but negative zeros, it skips the step.
 
-The search for the mark reads all gradients once more, and takes a collective where they
-are sharded. So optimizers look for it only from the first update of a link on, in this
-process. No other call to this package changes what a later one does. It means:
-
-- A program that was traced before that, apart from the link, does not look for it: put
-  link and optimizer into one chain.
-- After it, gradients that happen to be all negative zeros are a skipped step.
-
-No mark without these limits is known. A few elements of each leaf take a collective if
-they are sharded; small leaves alone may have no gradient in a step in which others do.
-A choice for each element costs nothing, but real gradients have single negative zeros,
-and step counts need one answer. A NaN with a certain payload, or a value other than
-zero, would move every optimizer that does not know it.
+The search for the mark reads all gradients once more, and needs a collective if they
+are sharded. So optimizers search only after a link has run its first update in this
+process. No other call to this package changes the effect of a later one.
+docs/design/mark.md says what follows from that, and which other marks were tried.
 """
 
 import threading

@@ -20,7 +20,7 @@ SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 LARGEST_SCALE = 1 / SMALLEST_SCALE
 
 
-# What errors say of a setting, and the test of it. Other settings are scales.
+# For each setting, what errors say and how it is tested. Other settings are scales.
 _COUNT = "an integer greater than 0", lambda x: 1 <= x < math.inf and x == int(x)
 _GROWTH = "a finite number greater than 1", lambda x: 1 < x < math.inf
 _SCALE = (
@@ -39,16 +39,20 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def check_settings(caller: str, **settings: Any) -> None:
-    """Raise an error that names the first setting out of range, of those not traced."""
+    """Raise an error that names the first setting out of range."""
     for name, value in settings.items():
-        if not is_traced(value):
-            check_number(f"{caller}: `{name}`", value, *_RANGES.get(name, _SCALE))
+        check_number(f"{caller}: `{name}`", value, *_RANGES.get(name, _SCALE))
 
 
 def check_number(
     argument: str, value: Any, expected: str, accept: Callable[[float], bool]
 ) -> None:
     """Raise an error that says what is `expected`, unless `value` is acceptable."""
+    if is_traced(value):
+        raise TypeError(
+            f"{argument} is traced ({describe(value)}), expected {expected}, known "
+            "before the step; name it in `static_args` of `optax.inject_hyperparams`."
+        )
     is_scalar = not is_array(value) or value.shape == ()
     if isinstance(value, str) or not hasattr(value, "__float__") or not is_scalar:
         raise TypeError(f"{argument} is {describe(value)}, expected {expected}.")
@@ -81,7 +85,7 @@ class ScaleRule(NamedTuple):
 
 
 class ScaleCounters(NamedTuple):
-    """What the rule changes from step to step.
+    """The values that the rule changes from step to step.
 
     Attributes:
         scale: the loss scale, a float32 scalar.
@@ -102,7 +106,7 @@ def adjust(
     scale, finite_count, hysteresis_left = (
         jnp.where(finite, a, b) for a, b in zip(*after, strict=True)
     )
-    # Out of bounds only after a change of settings: in a run that goes on.
+    # Out of bounds only if a run goes on with other settings.
     scale = jnp.clip(scale, jnp.float32(rule.min_scale), jnp.float32(rule.max_scale))
     hysteresis_left = jnp.minimum(hysteresis_left, as_count(rule.hysteresis))
     return ScaleCounters(scale, finite_count, hysteresis_left)

@@ -1,17 +1,21 @@
-"""The state of a loss scale, and how to find it in an optimizer state."""
+"""The state of a loss scale: how to find it in an optimizer state, and to check it."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from optax_mp._arguments import check_opt_state, warn_unless_state
-from optax_mp._boxes import plain_state
+from optax_mp._boxes import plain_state, plain_trees
+from optax_mp._jax._arrays import is_traced
+from optax_mp._leaves import is_absent
 from optax_mp._nesting import check_nesting
 from optax_mp._states import check_classes, find_states
-from optax_mp._warnings import count_event
+from optax_mp._tree import describe, nonfinite_paths, spell
+from optax_mp._warnings import count_event, event_counts, warn
+from optax_mp.scaling._rule import check_number
 
 
 class LossScaleState(NamedTuple):
@@ -100,3 +104,135 @@ def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
         warn_unless_state(opt_state, caller)
         return None
     return found[0][1]
+
+
+def check_loss_scale(
+    opt_state: optax.OptState,
+    max_skipped: int = 30,
+    *,
+    params: Any = None,
+    grads: Any = None,
+) -> None:
+    """Raise if too many steps in a row were skipped.
+
+    Call it every hundred steps or so, outside `jit`, because it waits for the values.
+    Overflows stop when the scale is low enough; a NaN from the model itself does not.
+    With the defaults, 30 skipped steps take the scale from 65536 down to `min_scale`.
+
+    Warns after finite steps if neither `value_and_grad`, `scale_loss` nor `loss_scale`
+    was called in this process and no step was ever skipped: then the loss was probably
+    not scaled.
+
+    Args:
+        opt_state: a state with a loss scale in it, at any depth of wrappers. A state
+            without one passes the check.
+        max_skipped: how many skipped steps in a row are accepted.
+        params: the params, to name the first leaf whose gradient was not finite in the
+            last skipped step. The first in the order of the tree, which need not be the
+            one where the NaN began.
+        grads: the last gradients, to name all leaves that are not finite.
+
+    Raises:
+        FloatingPointError: if more than `max_skipped` steps in a row were skipped; with
+            the counters, the leaf, and the likely cause.
+        TypeError: if called under `jit`, or if an argument is of the wrong kind.
+        ValueError: if the state holds several loss scales.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones(2), "b": jnp.ones(1)}
+        >>> tx = optax_mp.static_loss_scale(optax.sgd(0.1))
+        >>> state = tx.init(params)
+        >>> optax_mp.check_loss_scale(state, params=params)
+        >>> bad = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(1)}
+        >>> updates, state = tx.update(bad, state, params)
+        >>> optax_mp.check_loss_scale(
+        ...     state, max_skipped=0, params=params
+        ... )  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        FloatingPointError: check_loss_scale: 1 steps ... not finite was ['w'].
+    """
+    opt_state, params = plain_trees(opt_state, params)
+    state = loss_scale_state(opt_state, "check_loss_scale")
+    expected = "a number of steps (pass gradients by keyword, as `grads=grads`)"
+    name = "check_loss_scale: `max_skipped`"
+    check_number(name, max_skipped, expected, lambda _: True)
+    if state is None:
+        return
+    if is_traced(state.scale):
+        raise TypeError(
+            f"check_loss_scale: the loss scale is traced ({describe(state.scale)}), "
+            "expected a concrete value; call it outside jit."
+        )
+    state = jax.device_get(state._replace(inner_state=()))
+    _warn_if_never_scaled(state)
+    if state.skipped_count <= max_skipped:
+        return
+    if grads is not None:
+        leaves = f"Leaves: {', '.join(nonfinite_paths(grads)) or 'none in `grads`'}."
+    elif params is not None:
+        name = _name_leaf(int(state.nonfinite_index), opt_state, params)
+        leaves = f"The first leaf that was not finite was {name}."
+    else:
+        leaves = (
+            "Pass `params=params` to see the first leaf; find all of them with "
+            "optax_mp.nonfinite_paths(grads)."
+        )
+    raise FloatingPointError(
+        f"check_loss_scale: {state.skipped_count} steps in a row had non-finite "
+        f"gradients and were skipped (allowed: {max_skipped}; skipped since `init`: "
+        f"{state.total_skipped_count}), and the loss scale {_explain_cause(state)} "
+        f"{leaves}"
+    )
+
+
+def _explain_cause(state: LossScaleState) -> str:
+    """Return what the scale says about the cause: an overflow, or the model itself."""
+    if state.scale <= 1:
+        sign = "A scale of at most 1 makes no gradient overflow, so this is"
+    else:
+        sign = (
+            "If a lower scale ends this, it is an overflow: raise `max_skipped`, or "
+            "start with a lower scale. If not, it is"
+        )
+    # Only a dynamic scale without hysteresis left has been lowered.
+    down = "down to " if state.hysteresis_left == 0 else ""
+    return (
+        f"is {down}{state.scale:g}. {sign} a NaN or infinity of the model or its data, "
+        "such as a division by zero or the log of a negative number."
+    )
+
+
+def _name_leaf(index: int, opt_state: Any, params: Any) -> str:
+    """Return the path of the param whose gradient had an index, or the index."""
+    if isinstance(params, optax.LookaheadParams):
+        params = params.fast  # of the two copies the one that has gradients
+    paths = [path for path, _ in tree_flatten_with_path(params, is_leaf=is_absent)[0]]
+    # `optax.masked` and `optax.partition` hide leaves and whole branches from a loss
+    # scale in them, so that the indices of the others are unknown.
+    masked = find_states(opt_state, optax.MaskedState)
+    are_masked = any(find_states(state, LossScaleState) for _, state in masked)
+    if 0 <= index < len(paths) and not are_masked:
+        return spell(paths[index])
+    return f"number {index} of the gradients that the loss scale sees, counted from 0"
+
+
+def _warn_if_never_scaled(state: LossScaleState) -> None:
+    """Warn after finite steps whose gradients nobody can have scaled.
+
+    The counters cannot tell: without the scale nothing overflows, and the scale grows
+    to its bound, after thousands of steps with gradients divided by it.
+    """
+    has_stepped = state.finite_count > 0 and state.total_skipped_count == 0
+    if state.scale != 1 and has_stepped and not event_counts()["scales its loss"]:
+        warn(
+            f"check_loss_scale: the loss scale is {state.scale:g}, no step was ever "
+            "skipped, and no loss was scaled in this process, so gradients are "
+            "probably not scaled. They are divided by the scale all the same: take "
+            "them with `optax_mp.value_and_grad(loss)(opt_state, params, ...)`, or of "
+            "`optax_mp.scale_loss(loss, opt_state)`. If nothing is computed in "
+            "float16, no loss scale is needed; `optax_mp.static_loss_scale` skips "
+            "non-finite steps."
+        )

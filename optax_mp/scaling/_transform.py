@@ -213,7 +213,7 @@ def _loss_scaling(
         next_state = partial(_next_state, state, bad_index, finite, adjust_counters)
         if wrapped is None:
             warn_if_overwritten(updates, caller)
-            # The links that follow run in any case: all they can be told is a mark.
+            # The links that follow run in any case, so mark the gradients for them.
             out = restore_overwritten(mark_skipped(finite, grads), updates)
             return out, next_state(state.inner_state)
         if extra_args.get("grad") is not None:

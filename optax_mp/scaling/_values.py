@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from optax_mp._jax._arrays import is_traced
 from optax_mp._tree import PyTree, all_finite, describe
 from optax_mp._warnings import count_event
 from optax_mp.scaling._gradients import check_function, differentiate
@@ -46,8 +47,7 @@ class _LossScale:
 class NoOpLossScale(_LossScale):
     """No loss scaling, for code that expects a loss scale.
 
-    `scale` and `unscale` return what they are given, so the code computes what it would
-    without a loss scale.
+    `scale` and `unscale` return their argument.
 
     Example:
         >>> import optax_mp
@@ -93,7 +93,7 @@ class StaticLossScale(_LossScale):
 
     def __post_init__(self) -> None:
         """Check the factor, unless it is traced, and cast it to float32."""
-        check_settings("StaticLossScale", loss_scale=self.loss_scale)
+        _check_fields(self)
         _set_fields(self, loss_scale=jnp.asarray(self.loss_scale, jnp.float32))
 
 
@@ -131,7 +131,7 @@ class DynamicLossScale(_LossScale):
 
     def __post_init__(self) -> None:
         """Check all fields that are not traced, and cast each to its dtype."""
-        check_settings("DynamicLossScale", **vars(self))
+        _check_fields(self)
         _set_fields(
             self,
             loss_scale=jnp.asarray(self.loss_scale, jnp.float32),
@@ -156,6 +156,12 @@ class DynamicLossScale(_LossScale):
         # Not by the constructor, whose checks have run already.
         structure = jax.tree.structure(self)
         return structure.unflatten([after.scale, after.finite_count])
+
+
+def _check_fields(value: Any) -> None:
+    """Raise if a field is out of range, of those that are not traced."""
+    known = {name: x for name, x in vars(value).items() if not is_traced(x)}
+    check_settings(type(value).__name__, **known)
 
 
 def _set_fields(value: Any, **items: Any) -> None:

@@ -78,17 +78,19 @@ def random_tree(seed, dtype="bfloat16", scale=1.0, shapes=SHAPES):
 
 
 @contextlib.contextmanager
-def lowered_for(platform, kernels=False, device_count=1):
+def lowered_for(platform, kernels=False, device_count=1, read=None):
     """Lower steps for CPUs as for another platform.
 
-    Yields the shapes of the leaves that a kernel computed, interpreted.
+    Yields the shapes of the leaves that a kernel computed, interpreted. Adds to `read`
+    the dtypes of the arrays that it read.
     """
     target = _by_platform.Target(platform, device_count)
     lower = functools.partial(_by_platform._lower, platform="cpu")
-    ran = []
+    ran, read = [], set() if read is None else read
 
     def interpreted(program, end, part, args):
         ran.append(end.shape)
+        read.update(x.dtype.name for x in args if jnp.shape(x) == end.shape)
         run_end = KERNELS[platform].run_end
         return run_end(program, end, part, args, interpret=True)
 
@@ -99,7 +101,9 @@ def lowered_for(platform, kernels=False, device_count=1):
         patch.setattr(_by_platform.Target, "of", lambda *_: target)
         patch.setattr(_engine, "_import_kernel", lambda _: kernel)
         patch.setenv("OPTAX_MP_KERNELS", str(int(kernels)))
-        mlir.register_lowering(_by_platform._call, lower, platform="cpu")
+        mlir.register_lowering(
+            _by_platform._call, lower, platform="cpu", cacheable=False
+        )
         try:
             yield ran
         finally:
@@ -217,6 +221,28 @@ def test_masters_of_many_equal_leaves_are_those_of_float32():
             got, state = step(grads, state, got)
             want, bare_state = bare(grads, bare_state, want)
         assert as_bits(optax_mp.master_params(state, got)) == as_bits(want)
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+def test_a_kernel_reads_gradients_as_they_were_before_they_were_widened(platform):
+    """A loop's float32 gradients take no memory if they came from 16 bits."""
+    tx = FORMS["loss scale"]()
+    params, slopes = (random_tree(i, shapes=[(40, 320)]) for i in (0, 1))
+
+    def loss(params):
+        return (slopes["p0"] * params["p0"]).sum()
+
+    def step(params, state):
+        _, grads = optax_mp.value_and_grad(loss)(state, params)
+        assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+        return optax_mp.take_step(tx, grads, state, params)
+
+    state = tx.init(params)
+    want, read = jax.jit(step)(params, state), set()
+    with lowered_for(platform, kernels=True, read=read) as ran:
+        got = jax.jit(lambda *args: step(*args))(params, state)
+    assert ran and read == {"bfloat16", "int8", "uint8"}
+    check_alike(got, want, 1e-3)
 
 
 # Rows left over, of a group of each device; more axes; rows that groups do not divide;

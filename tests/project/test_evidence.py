@@ -1,8 +1,11 @@
 """docs/evidence.md is what the files of results say, and scripts write such files."""
 
 import importlib
+import os
 import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,8 @@ import pytest
 HERE = Path(__file__).parents[2]
 BENCHMARKS = HERE / "benchmarks"
 PAGE = HERE / "docs" / "evidence.md"
-# What goes into an experiment, and does not come out of it.
-GIVEN = {"1.0", "0.001"}
+# What goes into an experiment, and does not come out of it; a paper's number.
+GIVEN = {"1.0", "0.001", "2603.16731"}
 
 
 @pytest.fixture
@@ -135,6 +138,67 @@ def test_the_benchmark_of_libraries_writes_what_the_page_reads(run, script, libr
                 row[share] == pytest.approx(old[share], abs=0.01) and row[share] > 0.9
             )
         assert row["error of gradient"] < 0.05
+
+
+@pytest.fixture
+def short_training(monkeypatch, tmp_path):
+    """Keep the pretrained weights of a short run apart from a user's."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_training")
+def test_fine_tuning_writes_what_the_page_reads(run, script):
+    committed = script("evidence").read_records()["finetune"]
+    names = ["float32", "plain bf16", "masters, FullCopy"]
+    settings = "--steps", "80", "--seeds", "0", "1"
+    found = run("finetune", *settings, "--only", *names)
+    assert list(found.tables) == list(committed.tables)
+    ends = found.rows[: len(names)]
+    assert [row["form"] for row in ends] == names
+    assert ends[0].keys() == committed.rows[0].keys()
+    float32, plain, masters = (row["losses"] for row in ends)
+    for seed in range(2):
+        assert plain[seed][0] > float32[seed][0] + 0.05
+        assert abs(masters[seed][0] - float32[seed][0]) < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_training")
+def test_ablations_write_what_the_page_reads(run, script):
+    committed = script("evidence").read_records()["ablations"]
+    names = ["compact, no square root", "f16, clipped before unscaling"]
+    found = run(
+        "finetune", "--ablations", "--steps", "80", "--seeds", "0", "--only", *names
+    )
+    assert list(found.tables) == list(committed.tables)
+    assert [row["without"] for row in found.rows] == names
+    assert all(row.keys() == committed.rows[0].keys() for row in found.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_training")
+def test_made_failures_write_what_the_page_reads(run, script):
+    committed = script("evidence").read_records()["failures"]
+    found = run("failures", "--short", "--tables", "updates,a weight")
+    for title, rows in found.tables.items():
+        before = committed.tables[title]
+        assert [next(iter(row.values())) for row in rows] == [
+            next(iter(row.values())) for row in before
+        ]
+        assert rows[0].keys() == before[0].keys()
+
+
+@pytest.mark.slow
+def test_all_wrappers_at_once_go_on_after_a_restore(script, tmp_path):
+    path, folder = tmp_path / "result.json", {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(BENCHMARKS / "composition.py"), "--steps", "16"]
+    command += ["--seeds", "0", "--pretraining", "16", "--json", str(path)]
+    environment = os.environ | folder | {"PYTHONPATH": str(HERE)}
+    subprocess.run(command, check=True, env=environment)
+    *_, resumed = script("record").read(path).rows
+    assert resumed["the same bits"] == "yes"
 
 
 def of(row):

@@ -59,7 +59,11 @@ def test_the_reference_shows_every_public_name_at_a_glance():
     assert listed == set(optax_mp.__all__)
 
 
-SHORT = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+SHORT = [
+    ROOT / "README.md",
+    ROOT / "docs" / "porting.md",
+    *sorted((ROOT / "docs" / "guide").glob("*.md")),
+]
 
 
 @pytest.mark.parametrize("page", SHORT, ids=lambda page: page.stem)

@@ -84,7 +84,8 @@ WRAPPERS = {
         (mixed_precision(adam(), storage=Split(16)), 12),
         (mixed_precision(adam(), storage=Split(8)), 11),
         (adam(), 6),
-        (mixed_precision(low_bit_state(adam(), min_size=1), storage=Split(8)), 5.125),
+        # Blocks of 8 along axes this short.
+        (mixed_precision(low_bit_state(adam(), min_size=1), storage=Split(8)), 5.5),
         (mixed_precision(optax.sgd(0.1)), 6),
     ],
 )
@@ -152,9 +153,9 @@ def test_state_in_host_memory_has_a_column():
 
 
 def test_codes_count_under_their_field_and_scales_apart():
-    params = {"w": jnp.ones((64, 96), BF16), "b": jnp.ones(8, BF16)}
+    params = {"w": jnp.ones((64, 256), BF16), "b": jnp.ones(8, BF16)}
     compact = mixed_precision(low_bit_state(adam(), min_size=100), storage=Split(8))
-    report, n = planned(compact, params), 64 * 96
+    report, n = planned(compact, params), 64 * 256
     roles = report.by_role()
     rest = roles.pop("rest")
     assert roles == {

@@ -166,6 +166,10 @@ INSIDE = {
         lambda learning_rate: optax.chain(rule(), optax.scale(learning_rate))
     )(learning_rate=0.5),
     "low_bit_state": lambda rule: optax_mp.low_bit_state(rule(), min_size=4),
+    "ema": lambda rule: optax.chain(rule(), optax.ema(0.9)),
+    "frozen": lambda rule: optax.partition(
+        {"a": rule(), "b": optax.set_to_zero()}, labels
+    ),
     "schedule": lambda rule: optax.chain(
         rule(), optax.scale_by_schedule(lambda count: 1.0 / (1 + count))
     ),
@@ -201,9 +205,14 @@ class Scenario:
     def inner(self):
         return INSIDE[self.inside](RULES[self.rule])
 
-    def transformation(self):
+    def transformation(self, form="masters", rate=None):
+        inner = self.inner()
+        if rate is not None:
+            inner = optax.chain(inner, optax.scale(rate))
+        if form == "stochastic":
+            return optax_mp.stochastic_rounding(inner, seed=0)
         return optax_mp.mixed_precision(
-            self.inner(), storage=self.storage, update_dtype=self.update_dtype
+            inner, storage=self.storage, update_dtype=self.update_dtype
         )
 
     def params(self):

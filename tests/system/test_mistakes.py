@@ -442,8 +442,10 @@ def test_a_loss_scale_after_the_masters_is_an_error():
 @pytest.mark.parametrize("tx", [
     optax.chain(optax.clip(1.0), SCALED),
     optax.chain(optax.clip(1.0), optax_mp.dynamic_loss_scale(), MASTERS),
+    optax.chain(optax.masked(optax.clip(1.0), {"w": True, "b": False}), SCALED),
+    optax.chain(optax.trace(0.9), optax_mp.dynamic_loss_scale(), MASTERS),
 ])  # fmt: skip
-def test_clipping_before_a_loss_scale_is_a_warning(tx):
+def test_a_transform_before_a_loss_scale_is_a_warning(tx):
     with pytest.warns(Warned, match="chain with a transform before a loss scale. The"):
         GRADIENT(tx.init(PARAMS), PARAMS, X)
 
@@ -496,6 +498,9 @@ def test_a_transform_after_the_masters_is_a_warning(order, jitted):
 
 
 ORDERS_THAT_WORK = {
+    "monitor, link": lambda: optax.chain(
+        optax.monitor({}), optax_mp.dynamic_loss_scale(), MASTERS
+    ),
     "masters, monitor": lambda: optax.chain(MASTERS, optax.monitor({})),
     "masked, masked": lambda: optax.chain(
         optax.masked(MASTERS, {"w": True, "b": False}),

@@ -1,0 +1,472 @@
+"""Random programs: scenarios in frameworks' boxes, run in every way that JAX has.
+
+As a script it searches: `python tests/support/random_programs.py --cases 10000`.
+"""
+
+import argparse
+import collections
+import dataclasses
+import importlib.util
+import threading
+import time
+import traceback
+import warnings
+from typing import Any
+
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from comparison import as_bits, avals
+from flax import linen, nnx, serialization
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import strategies as st
+from random_trees import (
+    HIDDEN,
+    LOW,
+    Scenario,
+    applied,
+    by_axes,
+    labels,
+    leaves_of,
+    scenarios,
+)
+
+import optax_mp
+
+STEPS, BAD_STEP = 3, 1
+FORMS = ("masters", "masters", "stochastic")
+
+
+class Weight(equinox.Module):
+    """A box as Equinox has it."""
+
+    value: Any
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass
+class Holder:
+    """A pytree node of a user's, which no framework knows."""
+
+    value: Any
+    name: str = "held"
+
+    def tree_flatten_with_keys(self):
+        """Return the array, and its name as what is static."""
+        return [(jax.tree_util.GetAttrKey("value"), self.value)], self.name
+
+    @classmethod
+    def tree_unflatten(cls, name, children):
+        """Return the node again."""
+        return cls(*children, name)
+
+
+def named(x):
+    with warnings.catch_warnings(action="ignore"):
+        haliax = importlib.import_module("haliax")
+    return haliax.named(x, tuple(f"axis{i}" for i in range(np.ndim(x))))
+
+
+BOXES = {
+    "none": lambda x: x,
+    "nnx": nnx.Param,
+    "state": nnx.Param,
+    "linen": lambda x: linen.Partitioned(x, (None,) * np.ndim(x)),
+    "equinox": Weight,
+    "holder": Holder,
+    "some": lambda x: Holder(x) if np.ndim(x) else x,
+}
+if importlib.util.find_spec("haliax"):
+    BOXES["haliax"] = named
+
+SCALED = {
+    "dynamic": lambda tx: optax_mp.dynamic_loss_scale(tx, init_scale=2.0),
+    "static": lambda tx: optax_mp.static_loss_scale(tx, 4.0),
+    "link": lambda tx: optax.chain(optax_mp.dynamic_loss_scale(init_scale=2.0), tx),
+}
+AROUND = {
+    "nothing": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "masked": lambda tx: optax.masked(tx, by_axes),
+    "partition": lambda tx: optax.partition(
+        {"a": tx, "b": optax.set_to_zero()}, labels
+    ),
+    **SCALED,
+}
+WAYS = (*("eager",) * 6, "jit", "scan", "donate", "rates", "grad", "export", "threads")
+WAYS += ("saved", "described")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A scenario, what is around its transformation and params, and how it runs."""
+
+    scenario: Scenario
+    form: str
+    around: str
+    box: str
+    way: str
+
+    def transformation(self, rate=None):
+        tx = self.scenario.transformation(self.form, rate)
+        return optax.with_extra_args_support(AROUND[self.around](tx))
+
+    def boxed(self, tree):
+        """Return a tree with each array, or absent gradient, in a box."""
+        hidden = (optax.MaskedNode, type(None))
+        leaves, treedef = jax.tree.flatten(
+            tree, is_leaf=lambda x: isinstance(x, optax.MaskedNode)
+        )
+        box = BOXES[self.box]
+        tree = treedef.unflatten(x if isinstance(x, hidden) else box(x) for x in leaves)
+        return nnx.State({"all": tree}) if self.box == "state" else tree
+
+    def gradients(self, step, seed=None):
+        """Return gradients, which are NaN in one step if something skips it."""
+        scenario = dataclasses.replace(self.scenario, seed=seed or self.scenario.seed)
+        grads = scenario.gradients(step)
+        if self.around in SCALED:  # as `value_and_grad` gives them
+            grads = jax.tree.map(
+                lambda x: x.astype(jnp.float32) if _is_plain(x) else x, grads
+            )
+        if step != BAD_STEP or self.around not in (*SCALED, "apply_if_finite"):
+            return grads
+        return jax.tree.map(lambda x: x + jnp.nan if is_number(x) else x, grads)
+
+
+def is_number(x):
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _is_plain(x):
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+@st.composite
+def programs(draw):
+    """Return a strategy of programs."""
+    scenario, form = draw(scenarios()), draw(st.sampled_from(FORMS))
+    around, box = (
+        draw(st.sampled_from(sorted(AROUND))),
+        draw(st.sampled_from(sorted(BOXES))),
+    )
+    dtypes = {x.dtype for x in leaves_of(scenario.tree)}
+    splits = scenario.storage != optax_mp.FullCopy()
+    has_float8 = not dtypes.isdisjoint(LOW[2:])
+    if has_float8 or "complex64" in dtypes:
+        form = "masters"  # stochastic rounding takes neither
+    # Optax's own limits: of dtypes that a `cond` returns, or that have no order; of
+    # gradients that are None; and Split refuses a group without 16-bit leaves.
+    hidden = not dtypes.isdisjoint(HIDDEN)
+    optax_alone = set(AROUND) - {"nothing", "static", "dynamic", "link"}
+    refused = (
+        splits or form == "stochastic" or has_float8 or "complex64" in dtypes or hidden
+    )
+    if around in optax_alone and refused:
+        around = draw(st.sampled_from(["nothing", "dynamic", "static"]))
+    if around == "link" and (has_float8 or not dtypes & set(LOW)):
+        around = "dynamic"
+    assume(any(is_number(x) and x.size for x in jax.tree.leaves(scenario.params())))
+    if scenario.of_hidden == "float0":  # which `jit` does not take
+        scenario = dataclasses.replace(scenario, of_hidden="None")
+    return Program(scenario, form, around, box, draw(st.sampled_from(WAYS)))
+
+
+def stepped(tx, grads, params, state, scaled):
+    """Return params and state after a step, of scaled gradients if there is a scale."""
+    if scaled:
+        scale = optax_mp.loss_scale(state)
+        grads = jax.tree.map(lambda x: x * scale if is_number(x) else x, grads)
+    updates, new_state = tx.update(grads, state, params)
+    return applied(params, updates), new_state
+
+
+def run_eagerly(program, boxed, rate=None):
+    """Return what each step ends with."""
+    tx = program.transformation(rate)
+    box = program.boxed if boxed else lambda tree: tree
+    params = box(program.scenario.params())
+    state, out = tx.init(params), []
+    for step in range(STEPS):
+        grads = box(program.gradients(step))
+        params, state = stepped(tx, grads, params, state, program.around in SCALED)
+        out.append((params, state))
+    return out
+
+
+def run(program):
+    """Return what the last step of the program ends with, in boxes."""
+    tx = program.transformation()
+    params = program.boxed(program.scenario.params())
+    grads = [program.boxed(program.gradients(step)) for step in range(STEPS)]
+    state = tx.init(params)
+
+    def step(grads, params, state):
+        return stepped(tx, grads, params, state, program.around in SCALED)
+
+    if program.way == "scan":
+        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
+
+        def body(carry, grads):
+            return step(grads, *carry), None
+
+        scan = jax.jit(lambda carry, grads: jax.lax.scan(body, carry, grads)[0])
+        return scan((params, state), stacked)
+    if program.way == "described":
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        want, have = (avals(x) for x in (state, tx.init(shapes)))
+        assert have[0] == want[0], "init of descriptions has another structure"
+        assert [x[:2] for x in have[1]] == [x[:2] for x in want[1]]
+    if program.way == "export":
+        step = exported(step, (grads[0], params, state))
+    elif program.way in ("jit", "donate"):
+        step = jax.jit(step, donate_argnums=(1, 2) if program.way == "donate" else ())
+    for x in grads:
+        params, state = step(x, params, state)
+        if program.way == "saved":
+            state = saved_and_restored(state)
+    return params, state
+
+
+def check_many_values(program, count):
+    """Raise unless masters move as the bare optimizer's params, for many values."""
+    # What `masked` leaves to optax is trained in 16 bits; so are sums of `MultiSteps`.
+    skipped = ("MultiSteps", "masked")
+    is_compared = program.form == "masters" and program.around not in skipped
+    if not is_compared or program.scenario.inside == "low_bit_state":
+        return
+    seeds = range(1, count + 1)
+    scenarios = [dataclasses.replace(program.scenario, seed=i) for i in seeds]
+    params = _stack([x.params() for x in scenarios])
+    grads = [_stack([program.gradients(n, i) for i in seeds]) for n in range(STEPS)]
+    tx, scaled = program.transformation(), program.around in SCALED
+    bare = AROUND["nothing" if scaled else program.around](program.scenario.inner())
+
+    def with_masters(params, grads):
+        state = tx.init(program.boxed(params))
+        params = program.boxed(params)
+        for x in grads:
+            params, state = stepped(tx, program.boxed(x), params, state, scaled)
+        return optax_mp.master_params(state, params)
+
+    def in_float32(params, grads):
+        weights = shown(
+            optax_mp.master_params(program.transformation().init(params), params),
+            params,
+        )
+        state = bare.init(weights)
+        for n, x in enumerate(grads):
+            if not (scaled and n == BAD_STEP):
+                updates, state = bare.update(shown(x, params), state, weights)
+                weights = optax.apply_updates(weights, updates)
+        return weights
+
+    have, want = (
+        jax.jit(jax.vmap(f))(params, grads) for f in (with_masters, in_float32)
+    )
+    leaves, treedef = jax.tree.flatten(params)
+    tol = 1e-3 if program.scenario.storage == optax_mp.Split(8) else 2e-5
+    pairs = zip(jax.tree.leaves(have), treedef.flatten_up_to(want), strict=True)
+    for param, (a, b) in zip(leaves, pairs, strict=True):
+        if param.dtype.name in LOW:  # updates of others are rounded as gradients are
+            np.testing.assert_allclose(a, b, rtol=tol, atol=tol)
+
+
+def _stack(trees):
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+
+
+def shown(tree, params):
+    """Return a tree as a bare optimizer has it: float32, and nothing where hidden."""
+    leaves, treedef = jax.tree.flatten(params)
+    return treedef.unflatten(
+        optax.MaskedNode()
+        if not jnp.issubdtype(param.dtype, jnp.inexact)
+        else x.astype(jnp.float32)
+        if _is_plain(x)
+        else x
+        for param, x in zip(leaves, treedef.flatten_up_to(tree), strict=True)
+    )
+
+
+def exported(step, args):
+    """Return a step that went through `jax.export`, whose trees are flat."""
+    leaves, treedef = jax.tree.flatten(args)
+    out_treedef = jax.tree.structure(jax.eval_shape(step, *args))
+    plain = jax.jit(lambda *xs: jax.tree.leaves(step(*treedef.unflatten(xs))))
+    call = jax.export.export(plain)(*leaves).call
+    return lambda *args: out_treedef.unflatten(call(*jax.tree.leaves(args)))
+
+
+def saved_and_restored(state):
+    """Return a state that went through NumPy, or bytes as Flax writes them."""
+    try:
+        restored = serialization.from_bytes(state, serialization.to_bytes(state))
+        return jax.tree.map(jnp.asarray, restored)
+    except (TypeError, ValueError):  # of keys, and of nodes that Flax does not know
+        return jax.tree.map(jnp.asarray, jax.device_get(state))
+
+
+def differences(program, have, want):
+    """Yield how far apart the leaves of two results are."""
+    is_exact = program.way in ("eager", "threads", "saved", "described")
+    pairs = zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True)
+    for a, b in pairs:
+        a, b = (as_numbers(x) for x in (a, b))
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), (a.dtype, b.dtype)
+        if as_bits(a) == as_bits(b):
+            continue
+        if is_exact:
+            same = np.isnan(a.astype(float)) & np.isnan(b.astype(float))
+            assert ((a == b) | same).all(), f"bits of a {a.dtype} differ: {a}, {b}"
+            continue
+        yield a, b
+
+
+def as_numbers(x):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def assert_near(program, have, want):
+    """Raise unless two results differ by roundings alone."""
+    is_coarse = program.scenario.inside == "low_bit_state"
+    is_coarse = is_coarse or program.form == "stochastic"
+    for a, b in differences(program, have, want):
+        if a.dtype.kind in "iub" and a.dtype.itemsize > 2:
+            raise AssertionError(f"counts differ: {a}, {b}")
+        if a.dtype.kind in "iu":  # codes and remainders
+            continue
+        kind = complex if a.dtype.kind == "c" else float
+        tol = {4: 2e-5, 8: 2e-5, 2: 2e-2, 1: 0.5}[a.dtype.itemsize]
+        tol = 0.1 if is_coarse else tol
+        np.testing.assert_allclose(a.astype(kind), b.astype(kind), tol, 5 * tol)
+
+
+def check(program, values):
+    """Raise unless boxes and ways change nothing, and a bad step changes nothing."""
+    if program.way == "rates":
+        return check_rates(program)
+    if program.way == "grad":
+        return check_gradient(program)
+    steps = run_eagerly(program, boxed=False)
+    tx = program.transformation()
+    params = program.scenario.params()
+    start = tx.init(params), params
+    assert avals(steps[-1][1]) == avals(steps[0][1])
+    if program.form == "masters":
+        assert avals(steps[-1]) == avals(start[::-1])
+    assert avals(steps[-1][0]) == avals(params)
+    if program.around in SCALED and program.form == "masters":
+        assert as_bits(steps[BAD_STEP][0]) == as_bits(steps[BAD_STEP - 1][0])
+    if program.way == "eager":
+        have = run_eagerly(program, boxed=True)[-1]
+    elif program.way == "threads":
+        have = run_in_threads(program)
+    else:
+        have = run(program)
+    assert_near(program, have, steps[-1])
+    return check_many_values(program, values)
+
+
+def run_in_threads(program):
+    """Return a result of two threads, which have to agree."""
+    results = []
+
+    def work():
+        results.append(run_eagerly(program, boxed=True)[-1])
+
+    threads = [threading.Thread(target=work) for _ in "ab"]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert as_bits(results[0]) == as_bits(results[1])
+    return results[0]
+
+
+def check_rates(program):
+    """Raise unless learning rates can be mapped over."""
+
+    def whole(rate):
+        return run_eagerly(program, boxed=True, rate=rate)[-1]
+
+    rates = jnp.array([0.5, 1.5])
+    both = jax.jit(jax.vmap(whole))(rates)
+    for i, rate in enumerate(rates):
+        assert_near(program, jax.tree.map(lambda x, i=i: x[i], both), whole(rate))
+
+
+def check_gradient(program):
+    """Raise unless the masters after the steps have the bare optimizer's derivative."""
+
+    def total(rate):
+        params, state = run_eagerly(program, boxed=True, rate=rate)[-1]
+        masters = optax_mp.master_params(state, params)
+        numbers = [x for x in jax.tree.leaves(masters) if _is_plain(x)]
+        numbers = [jnp.where(jnp.isfinite(x), x, 0) for x in numbers]
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in numbers) + 0.0 * rate
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value, slope = jax.value_and_grad(total)(jnp.float32(1.0))
+    assert value.dtype == slope.dtype == jnp.float32
+
+
+def search(cases, start, batch=20, values=50):
+    """Run so many random programs, print what fails, and return how many did."""
+    kinds, count, began = collections.Counter(), 0, time.monotonic()
+
+    def note(number, program):
+        nonlocal count
+        count += values
+        try:
+            check(program, values)
+        except Exception as error:
+            line = str(error).strip().splitlines()
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            kind = f"{type(error).__name__} {frame.filename.split('/')[-1]}"
+            kind += f":{frame.lineno} {line[0][:120] if line else ''}"
+            kinds[kind] += 1
+            if kinds[kind] <= 3:
+                print(f"FAIL batch seed {number}\n  {program}\n  {kind}", flush=True)
+                print("   ", " | ".join(line)[:600], flush=True)
+
+    while count < cases:
+        limits = settings(
+            max_examples=batch,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        number = start
+
+        @seed(number)
+        @limits
+        @given(programs())
+        def draw(program):
+            note(number, program)  # noqa: B023
+
+        draw()
+        start += 1
+        took = time.monotonic() - began
+        print(f"{count} cases, {sum(kinds.values())} failed, {took:.0f} s", flush=True)
+        jax.clear_caches() if start % 20 == 0 else None
+    for kind, times in kinds.most_common():
+        print(times, kind)
+    return sum(kinds.values())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    raise SystemExit(bool(search(arguments.cases, arguments.seed)))

@@ -1,0 +1,51 @@
+"""Random programs in frameworks' boxes, run in every way; and in JAX's strict mode."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_mp
+
+pytest.importorskip("equinox")
+pytest.importorskip("flax")
+pytest.importorskip("hypothesis")
+
+from random_programs import check, programs
+from test_random_trees import examples
+
+
+@pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")
+@examples(3, 20, programs())
+def test_boxes_and_ways_change_nothing(program):
+    check(program, values=3)
+
+
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+LOW = optax_mp.low_bit_state(MOMENTUM)
+FORMS = {
+    "masters": optax_mp.mixed_precision(MOMENTUM),
+    "5.1 bytes": optax_mp.mixed_precision(LOW, storage=optax_mp.Split(8)),
+    "scaled": optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(LOW)),
+    "stochastic": optax_mp.stochastic_rounding(LOW, 0),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_strict_promotion_is_no_obstacle(form, dtype):
+    tx = FORMS[form]
+    params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+    grads = {"w": jnp.ones((64, 128), dtype)}
+    with jax.numpy_dtype_promotion("strict"):
+        args = grads, tx.init(params), params
+        jax.eval_shape(tx.update, *args)
+        jax.eval_shape(lambda *args: optax_mp.take_step(tx, *args), *args)
+        str(optax_mp.gradient_range_report(grads))
+
+
+def test_a_traced_setting_is_named():
+    link = optax.inject_hyperparams(optax_mp.static_loss_scale)(scale=2.0)
+    match = "^static_loss_scale: `scale` is traced .float32.*`static_args`"
+    with pytest.raises(TypeError, match=match):
+        jax.jit(link.update)(jnp.ones(2), link.init(jnp.ones(2)))
