@@ -32,7 +32,7 @@ def test_a_monitor_changes_no_code_and_no_update(is_first):
 
 SHAPE = (1024, 1024)
 MOSTLY_WIDE = {
-    "small leaves": (optax.adam(1e-3), {}, [(1023,)] * 1100),
+    "small leaves": (optax.adam(1e-3), {}, [(4095,)] * 300),
     "min_size": (optax.adam(1e-3), {"min_size": 2**21}, [SHAPE]),
     "a history": (optax.lbfgs(memory_size=4, linesearch=None), {}, [SHAPE]),
 }

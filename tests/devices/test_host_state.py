@@ -30,8 +30,10 @@ FORMS = {
     "compact": compact,
 }
 
+SLOW = pytest.param("Split(16)", marks=pytest.mark.slow)
 
-@pytest.fixture(scope="module", params=FORMS)
+
+@pytest.fixture(scope="module", params=["float32 copies", SLOW, "compact"])
 def run(request):
     """Return the form, params and its state after two steps, on the device and not."""
     inner = FORMS[request.param]()

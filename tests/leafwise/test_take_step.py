@@ -184,7 +184,7 @@ def test_a_form_is_cut_without_a_change(form):
         (form, platform, shapes)
         for form in FORMS
         for platform in KERNELS
-        for shapes in (SHAPES[:1], SHAPES)
+        for shapes in (SHAPES[2:3], SHAPES)
         if form == "5.1 bytes" or shapes != SHAPES
         # Not of float16 on a TPU, and of GPUs what its kernels alone have.
         if (form != "float16" if platform == "tpu" else form in ON_GPUS)
@@ -561,16 +561,17 @@ step = jax.jit(functools.partial(optax_mp.take_step, tx))
 state = tx.init(params)
 moved, _ = step(params, state, params)
 assert float(moved["w"][0, 0]) < 1
-for platform in ("tpu", "cuda"):
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    for platform in ("tpu", "cuda"):
         traced = step.trace(params, state, params)
         text = traced.lower(lowering_platforms=(platform,)).as_text()
-        row = optax_mp.step_report(tx, params, state, params).rows[0]
-    assert "custom_call" not in text
-    assert "no kernel" in row.tpu and "no kernel" in row.gpu, row
-    assert "could not make a kernel" in str(warned[0].message)
-    assert len(warned) == 1
+        assert "custom_call" not in text
+    row = optax_mp.step_report(tx, params, state, params).rows[0]
+assert "no kernel" in row.tpu and "no kernel" in row.gpu, row
+assert 1 <= len(warned) <= 2  # each said once
+for warning in warned:
+    assert "could not make a kernel" in str(warning.message)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
