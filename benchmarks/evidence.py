@@ -142,7 +142,6 @@ def figures(records: Records) -> dict[str, Any]:
         "naive_gap": spread(rates, "plain optax on bfloat16 params"),
         "demo_mean": over_seeds(records["demo"].rows, "held-out loss", mean_of),
         "demo_gaps": over_seeds(records["demo"].rows, "above float32", each_of),
-        "characters_says": long_run_in_words(records["characters"].rows),
         "wanted": record.as_markdown(wanted_rows(records)),
         "checks": f"{sum(row['passed'] for row in checks):,}",
         "checks_failed": f"{sum(row['failed'] for row in checks):,}",
@@ -153,30 +152,6 @@ def share(claims: Iterable[bool]) -> str:
     """Return how many of these are true."""
     claims = list(claims)
     return f"{sum(claims)} of {len(claims)}"
-
-
-def long_run_in_words(rows: list[record.Row]) -> str:
-    """Return what became of naive bfloat16 in the longer run, and of the others."""
-    gaps = {
-        row["form"]: row["above float32"]
-        for row in rows
-        if row["above float32"] is not None
-    }
-    (naive,) = (row for row in rows if row["form"] == "bf16 naive")
-    del gaps["bf16 naive"]
-    adamw = [gap for form, gap in gaps.items() if not form.startswith("Muon")]
-    muon = [gap for form, gap in gaps.items() if form.startswith("Muon")]
-    ends = ", ".join(
-        f"from {min(each):+.3f} to {max(each):+.3f} with {name}"
-        for name, each in (("AdamW", adamw), ("Muon", muon))
-        if each
-    )
-    return (
-        f"Naive bfloat16 ends {naive['above float32']:+.3f} above float32, the mean of "
-        f"{naive['of each seed']}. Its training loss stays above from step "
-        f"{naive['worse from step']} on. Compared with float32, the other forms end "
-        f"{ends}."
-    )
 
 
 def over_seeds(

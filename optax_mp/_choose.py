@@ -4,14 +4,14 @@ The step runs in any case, and each leaf of its result is chosen afterwards. A T
 GPU reads the old values anyway, so a choice between them and the new ones costs nothing
 there, whereas `lax.cond` copies its operands.
 
-The step is told by an extra argument whether it is taken. It need not care: whatever it
-returns otherwise is dropped. Two transforms do:
+An extra argument tells the step whether it is taken. Most transforms ignore it, because
+the results of a skipped step are dropped. Two transforms read it:
 
-- `optax_mp.offload`: a choice between two arrays in host memory would bring both to the
-  device. It leaves them alone.
-- `mixed_precision` with full copies: it makes the same choice between masters for the
-  param that it rounds from them, and XLA merges the two. Else XLA would store the new
-  master beside the one that is chosen.
+- `optax_mp.offload`: a choice between two arrays in host memory would copy both to the
+  device. It does not change them in a skipped step.
+- `mixed_precision` with full copies: it makes the same choice between masters before it
+  rounds the param, and XLA merges both choices. Otherwise XLA would store the new
+  master beside the chosen one.
 """
 
 from collections.abc import Callable
@@ -27,13 +27,13 @@ from optax_mp._jax._arrays import is_array, is_traced
 from optax_mp._jax._memory import is_on_host, to_device, to_host
 from optax_mp._jax._traced import is_dynamic
 
-# Whether to take a step: a plain bool if that is known while tracing.
+# Whether to take a step: a plain bool if it is not traced.
 Choice = jax.Array | bool
 # Takes the state before the step and extra arguments for the optimizer within, and
 # returns (updates, state after it).
 StepFunction = Callable[[Any, dict[str, Any]], tuple[Any, Any]]
-# The extra argument that tells a step whether it is taken. Transforms hand extra
-# arguments on that they do not know; so it goes only where it is of use.
+# The extra argument that tells a step whether it is taken. Transforms hand on unknown
+# arguments, so it is passed only to optimizers that read it.
 PROCEED = "optax_mp_proceed"
 # The states of chains and groups, which hand it on.
 _PARTED = (tuple, dict, optax.PartitionState, optax.MaskedState)
@@ -42,7 +42,7 @@ _PARTED = (tuple, dict, optax.PartitionState, optax.MaskedState)
 def choose_step(
     proceed: Choice, step: StepFunction, state: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Return what `step` returns; if not `proceed`, negative zeros and the old state.
+    """Return the result of `step`; if not `proceed`, negative zeros and the old state.
 
     Results can differ from those of the step alone by rounding, because XLA may fuse
     the operations differently.
@@ -102,7 +102,7 @@ def select(proceed: Choice, new: Any, old: Any) -> jax.Array:
 
 
 def _choose_leaf(proceed: Choice, new: Any, old: Any) -> Any:
-    """Return a leaf of the new state, or what it was before."""
+    """Return a leaf of the new state, or of the old one."""
     if _is_plain(new):  # a rule may reset a count to a plain 0
         new = jnp.asarray(new, jnp.result_type(old, new))
     if new is old or not is_dynamic(new) or is_on_host(old):

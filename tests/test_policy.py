@@ -134,18 +134,3 @@ def test_exceptions_must_be_patterns_or_a_predicate(keep_f32):
 def test_policy_names_the_field_with_the_wrong_dtype():
     with pytest.raises(ValueError, match="Policy: `compute_dtype` is int32, expected"):
         optax_mp.Policy("bf16", jnp.int32, "bf16")
-
-
-@pytest.mark.parametrize("field", ["param", "compute", "output"])
-def test_casts_to_float64_without_x64_name_the_field(field):
-    policy = optax_mp.get_policy("f64")
-    message = f"^Policy: `{field}_dtype` is float64, but JAX's 64-bit types are off"
-    with pytest.raises(ValueError, match=message):
-        getattr(policy, f"cast_to_{field}")(PARAMS)
-
-
-def test_casts_to_float64_with_x64(x64):
-    policy = optax_mp.get_policy("p=f64,c=f32,o=f64", keep_f32=("*norm*",))
-    for cast in (policy.cast_to_param, policy.cast_to_output):
-        assert cast(PARAMS)["layers"][0]["bias"].dtype == jnp.float64
-    assert policy.cast_to_param(PARAMS)["final_norm"]["scale"].dtype == jnp.float32

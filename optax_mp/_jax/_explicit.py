@@ -1,14 +1,15 @@
 """Shardings in the types of arrays, and those that a function asks for its outputs."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import sharding_in_type
-from optax_mp._jax._jaxpr import AnyJaxpr, is_literal, open_jaxpr
+from optax_mp._jax._dataflow import follow
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr
 from optax_mp._jax._place_like import NAME as PLACE_LIKE
 
 
@@ -68,26 +69,21 @@ _HAND_ON = {"copy", "copy_p", "device_put", "optimization_barrier", PLACE_LIKE}
 _ASK = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 
 
-def asked_shardings(jaxpr: AnyJaxpr) -> list[Any]:
-    """Return for each output the sharding that the function asks for, or None."""
-    opened, _ = open_jaxpr(jaxpr)
-    outvars: Any = opened.outvars
-    return list(map(_search(jaxpr), outvars))
+def asked_shardings(jaxpr: AnyJaxpr, inputs: Sequence[Any] = ()) -> list[Any]:
+    """Return for each output the sharding that the function asks for, or None.
 
+    Args:
+        jaxpr: the jaxpr.
+        inputs: the same for each input; by default, None.
+    """
 
-def _search(jaxpr: AnyJaxpr) -> Callable[[Any], Any]:
-    opened, _ = open_jaxpr(jaxpr)
-    makers = {v: (eqn, i) for eqn in opened.eqns for i, v in enumerate(eqn.outvars)}
-
-    def asked(atom: Any) -> Any:
-        if is_literal(atom) or atom not in makers:
-            return None
-        equation, i = makers[atom]
-        name = equation.primitive.name
+    def results(equation: Equation, inputs: list[Any]) -> list[Any]:
+        name, count = equation.primitive.name, len(equation.outvars)
         if name in _ASK:
-            return equation.params[_ASK[name]]
+            return [equation.params[_ASK[name]]]
         if name in ("jit", "pjit"):
-            return asked_shardings(equation.params["jaxpr"])[i]
-        return asked(equation.invars[i]) if name in _HAND_ON else None
+            return asked_shardings(equation.params["jaxpr"], inputs)
+        return inputs[:count] if name in _HAND_ON else [None] * count
 
-    return asked
+    inputs = inputs or [None] * len(open_jaxpr(jaxpr)[0].invars)
+    return follow(jaxpr, inputs, results, lambda _: None)

@@ -19,13 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from optax_mp._jax._jaxpr import (
-    Equation,
-    bind,
-    evaluate,
-    trace_jaxpr,
-    with_dtype,
-)
+from optax_mp._jax._jaxpr import Equation, bind, evaluate, trace_jaxpr, with_dtype
 from optax_mp._jax._products import is_product, matrix_sizes
 
 # The two of the Open Compute Project, which hardware multiplies.
@@ -96,14 +90,10 @@ def _refuse(*_: Any) -> Any:
 
 def fits(equation: Equation) -> bool:
     """Return whether the shapes of a product are such that 8 bits pay."""
-    sizes = matrix_sizes(equation)
     # An empty batch, as of an expert without tokens, has no largest value.
-    is_empty = any(
-        isinstance(x, int) and x == 0 for x in equation.outvars[0].aval.shape
-    )
-    return not is_empty and all(
+    return 0 not in equation.outvars[0].aval.shape and all(
         isinstance(size, int) and size >= SMALLEST and size % MULTIPLE == 0
-        for size in sizes
+        for size in matrix_sizes(equation)
     )
 
 

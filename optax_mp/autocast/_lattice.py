@@ -7,7 +7,7 @@ repetition of one, which follows the values that it is combined with.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -37,9 +37,12 @@ class Argument:
 
     Attributes:
         long_axes: the smallest number of long axes that it has had on the way.
+        is_exact: whether the function cast it from the compute dtype, so that casting
+            it back loses nothing.
     """
 
     long_axes: int
+    is_exact: bool = False
 
 
 Precision = Weak | Argument | str | None
@@ -61,10 +64,10 @@ def full_precisions(atoms: Iterable[Any]) -> Precisions:
     return tuple(FULL if takes_part(atom) else None for atom in atoms)
 
 
-def argument_precisions(atoms: Sequence[Any]) -> Precisions:
+def argument_precisions(atoms: Sequence[Any], is_exact: bool = False) -> Precisions:
     """Return the precisions of the arguments of a whole function."""
     return tuple(
-        Argument(_long_axes(x)) if full and x.aval.ndim else full
+        Argument(_long_axes(x), is_exact) if full and x.aval.ndim else full
         for x, full in zip(atoms, full_precisions(atoms), strict=True)
     )
 
@@ -73,7 +76,7 @@ def moved(precision: Precision, atom: Any) -> Precision:
     """Return the precision of a value, moved to an array of another shape."""
     if not isinstance(precision, Argument):
         return precision
-    return Argument(min(precision.long_axes, _long_axes(atom)))
+    return replace(precision, long_axes=min(precision.long_axes, _long_axes(atom)))
 
 
 def adds_bias(equation: Equation, precisions: Precisions) -> bool:

@@ -162,14 +162,11 @@ class _Context:
 
     Attributes:
         precisions: those of its inputs.
-        are_exact: which inputs the function itself cast from the compute dtype. Casting
-            them back loses nothing.
         wants: what the readers of its outputs want.
         scope_rule: the rule of the scope that it is in.
     """
 
     precisions: Precisions
-    are_exact: tuple[bool, ...]
     wants: Wants
     scope_rule: str | None
 
@@ -212,20 +209,16 @@ class Planner:
             return literal_precision(atom) if is_literal(atom) else of_vars[atom]
 
         wanted = self._demand.wants_within(jaxpr, wants, scope_rule)
-        exact: set[Any] = set()
         actions: list[Action] = []
         for equation in jaxpr.eqns:
             context = _Context(
                 tuple(map(precision, equation.invars)),
-                tuple(not is_literal(x) and x in exact for x in equation.invars),
                 tuple(map(wanted.get, equation.outvars)),
                 self.rules.scope_rule_of(equation, scope_rule),
             )
             action = self._plan_equation(equation, context)
             actions.append(action)
             of_vars.update(zip(equation.outvars, action.outputs, strict=True))
-            if self._is_exact_cast(equation):
-                exact.update(equation.outvars)
         is_changed = LOW in inputs or any(action.is_changed for action in actions)
         outputs = tuple(map(precision, jaxpr.outvars))
         return Plan(inputs, tuple(actions), outputs, is_changed)
@@ -310,14 +303,10 @@ class Planner:
             outputs = (Weak(),)  # 0 and 1 are exact in any dtype
         if is_half(equation.invars[0]) and outputs[0]:
             # A bias in 16 bits is cast before it is added.
-            outputs = argument_precisions(equation.outvars)
+            is_exact = old == self.rules.compute_dtype
+            outputs = argument_precisions(equation.outvars, is_exact)
         inputs = as_computed(precisions)
         return Action("bind", inputs, outputs, "as_written", "cast", scope_rule)
-
-    def _is_exact_cast(self, equation: Equation) -> bool:
-        """Return whether an equation casts from the compute dtype to a wider one."""
-        is_cast = equation.primitive.name == "convert_element_type"
-        return is_cast and equation.invars[0].aval.dtype == self.rules.compute_dtype
 
     def _plan_regions(self, equation: Equation, context: _Context) -> Action:
         wiring, scope_rule = wiring_of(equation), context.scope_rule
@@ -353,8 +342,9 @@ class Planner:
         if equation.primitive.name == "scan":
             # Slices for one iteration, such as the weights of a layer, go in low if
             # they were cast before the loop, so that no wide copy of all layers exists.
-            for i in range(len(inputs)):
-                if context.are_exact[i] and i not in (*carried, *wiring.summed):
+            for i, x in enumerate(inputs):
+                is_slice = i not in (*carried, *wiring.summed)
+                if is_slice and isinstance(x, Argument) and x.is_exact:
                     inputs[i] = LOW
         regions = tuple(
             RegionPlan(

@@ -320,8 +320,8 @@ def _measure(
             if action.is_changed and not equation.effects:
                 low = interpreter.run_equation(equation, action, inputs)
             # An action may be here already: a jaxpr can be called in several places.
-            error = _largest_error(full, low)
-            errors[id(action)] = max(errors.get(id(action), 0.0), error)
+            before = errors.get(id(action), 0.0)
+            errors[id(action)] = max(before, *map(_error, full, low), 0.0)
             return full
 
         return evaluate(jaxpr, inputs, run_next)
@@ -333,11 +333,7 @@ def _measure(
     options: Any = {"xla_allow_excess_precision": False}
     program = jax.jit(lambda arrays: interpreter.run(traced.closed, plan, arrays))
     compiled = program.lower(traced.arrays).compile(compiler_options=options)
-    return errors, _largest_error(full, compiled(traced.arrays))
-
-
-def _largest_error(full: Sequence[Any], low: Sequence[Any]) -> float:
-    return max(map(_error, full, low), default=0.0)
+    return errors, max(map(_error, full, compiled(traced.arrays)), default=0.0)
 
 
 def _error(full: Any, low: Any) -> float:

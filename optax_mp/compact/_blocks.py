@@ -1,5 +1,6 @@
 """Block quantization: arrays in 8 or 16 bits per value, or as a 16-bit float."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -25,15 +26,33 @@ _INFINITY = np.int32(0x7F800000)
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
 
-def choose_axis(shape: tuple[int, ...], block_size: int) -> int:
-    """Return the axis of the blocks of an array, counted from the end."""
+def choose_blocks(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
+    """Return the axis of the blocks of an array, counted from the end, and their size.
+
+    Both depend on the shape alone, so that a run can go on with arrays that are sharded
+    in another way.
+    """
     # Take the last axis of at least 4 blocks: neighbours there are most alike, as in a
     # row of an embedding, and kernels need the last axis, which has 128 elements in the
     # heads of many transformers. If no axis is as long, take the longest: several
-    # devices would cut the blocks of a shorter one. The choice depends on the shape
-    # alone, so that a run can go on with arrays that are sharded in another way.
+    # devices would cut the blocks of a shorter one.
     axis = max(range(len(shape)), key=lambda i: (min(shape[i], 4 * block_size), i))
-    return axis - len(shape)
+    return axis - len(shape), _size_along(shape[axis], block_size)
+
+
+def _size_along(length: int, block_size: int) -> int:
+    """Return the size of blocks that 2, 4 or 8 devices do not cut."""
+    part = length // math.gcd(length, 8)
+    if part == length:  # no two devices have as much of it
+        return max(1, min(length, block_size))
+    # Kernels are for powers of two.
+    if 4 * math.gcd(part, block_size) >= block_size:
+        return math.gcd(part, block_size)
+    divisors = {n for n in range(1, math.isqrt(part) + 1) if part % n == 0}
+    divisors |= {part // n for n in divisors}
+    # Of shorter ones the scales take more than half a byte per value.
+    long = [n for n in divisors if 8 * n >= block_size]
+    return min(long, key=lambda n: max(n / block_size, block_size / n), default=part)
 
 
 def quantized_zeros(x: Any, code: Code) -> Quantized:
@@ -49,9 +68,7 @@ def quantized_zeros(x: Any, code: Code) -> Quantized:
 
 
 def _blocks_of(shape: tuple[int, ...], code: Code) -> Blocks:
-    length = shape[code.axis]
-    size = min(code.block_size or 1, 1 << (length - 1).bit_length())
-    return Blocks(len(shape) + code.axis, size, length)
+    return Blocks(len(shape) + code.axis, code.block_size or 1, shape[code.axis])
 
 
 def dequantize(quantized: Quantized) -> Any:

@@ -18,7 +18,7 @@ from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._quantized import Code
 from optax_mp._tree import is_floating
-from optax_mp.compact._blocks import choose_axis
+from optax_mp.compact._blocks import choose_blocks
 from optax_mp.compact._full_precision import (
     check_without_update,
     need_full_precision,
@@ -78,7 +78,7 @@ class CodeFormat:
             return BFLOAT16
         bits = self.product_bits if is_in_product else self.bits
         dtype = f"uint{bits}" if is_unsigned else f"int{bits}"
-        return Code(dtype, choose_axis(shape, self.block_size), self.block_size)
+        return Code(dtype, *choose_blocks(shape, self.block_size))
 
     def __str__(self) -> str:
         if self.block_size is None:

@@ -1,8 +1,8 @@
 """Stochastic rounding, by reproducible random numbers.
 
 A number is a hash of seed, step, array and position: the same in every run and, under
-`jit`, on any number of devices. The hashes take a few integer operations that fuse with
-the rounding, where `jax.random` would write all of its numbers to memory first.
+`jit`, on any number of devices. A hash takes a few integer operations that fuse with
+the rounding, whereas `jax.random` would write all of its numbers to memory first.
 """
 
 import math
@@ -21,8 +21,8 @@ from optax_mp._dtypes import saturate
 def rounding_keys(count: int, *parts: int | jax.Array) -> jax.Array:
     """Return a uint32 key for each of `count` arrays, from a seed, a step and so on.
 
-    As one array, which is computed before anything else: one scalar per array would be
-    one kernel per array, and seconds of compilation.
+    They are one array, because one scalar per array would be one kernel per array, and
+    take seconds to compile.
     """
     keys = _hash(lax.iota(jnp.uint32, count))
     for part in parts:
@@ -42,7 +42,7 @@ def split_keys(keys: jax.Array) -> list[jax.Array]:
 
 
 def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
-    """Raise unless `seed` is an integer, or None where that is allowed."""
+    """Raise unless `seed` is an integer, or None if that is allowed."""
     if isinstance(seed, Integral) or (or_none and seed is None):
         return
     expected = "an integer" + (", or None to round to nearest" if or_none else "")

@@ -64,8 +64,8 @@ def zero1(
     `axis`. If N does not divide any dimension of large arrays, split it into two mesh
     axes and name both: they can then cut two dimensions of one array.
 
-    `low_bit_state` gathers its codes at each step if a cut goes through its blocks.
-    Choose a `block_size` that divides the parts.
+    `low_bit_state` gathers its codes at each step if a cut goes through its blocks. Up
+    to 8 devices cut none; for more, choose a `block_size` that divides the parts.
 
     Use it under `jit` with automatic sharding, or with explicit sharding if the rules
     are elementwise. Within `jax.shard_map` over `axis` every rank has its own state

@@ -187,42 +187,78 @@ class _CutStep:
 
     def _by_kernel_or_chunks(self, end: End, args: Sequence[Any]) -> list[Any] | None:
         """Return the outputs of an end, or None where neither is to be used."""
-        program = self.traced.program
         # A kernel sees one device. Where the layout of sharded arrays is known, each
         # device runs it on its own part, inside of a `shard_map` made here.
         layout = Layout.find(end, args, self.traced.shardings)
-        kernel = find_kernel(self.traced, end, layout, self.target)
-        if not isinstance(kernel, str):
-            try:
-                run = self._by_kernel(kernel, end, layout, args)
-            except Exception as error:
-                _warn_of(error)
-            else:
-                if layout is None:
-                    return run(Part.of(end), args)
-                return layout.run(run, program, end, args)
-        by_chunks = self._by_chunks(end, args)
-        return by_chunks and by_chunks(*args)
+        run = self._by_kernel(end, args, layout) or self._by_chunks(end, args, layout)
+        if run is None or layout is None:
+            return run and run(Part.of(end), args)
+        return layout.run(run, self.traced.program, end, args)
 
     def _by_kernel(
-        self, kernel: Any, end: End, layout: Layout | None, args: Sequence[Any]
+        self, end: End, args: Sequence[Any], layout: Layout | None
+    ) -> Function | None:
+        """Return what runs a part of an end in a kernel; None if that cannot be."""
+        kernel = find_kernel(self.traced, end, layout, self.target)
+        if isinstance(kernel, str):
+            return None
+        try:
+            # Types inside of shard_map name its axes, which exist nowhere else.
+            is_tried = layout is None and not self.target.is_within_shard_map
+            return self._shared(end, layout, kernel.run_end, args if is_tried else None)
+        except Exception as error:
+            _warn_of(error)
+            return None
+
+    def _by_chunks(
+        self, end: End, args: Sequence[Any], layout: Layout | None
+    ) -> Function | None:
+        """Return what runs a part chunk by chunk; None where that is not worth it."""
+        if end.obstacle is not None or self.target.platform != "tpu":
+            return None
+        # Types that say how arrays are sharded would be wrong for chunks.
+        is_typed = any(has_explicit_axes(mesh_in_type(x)) for x in args)
+        if self.target.is_within_shard_map or (layout is None and is_typed):
+            return None
+        count = self.target.device_count if layout is None else 1
+        cuts = _chunks.cuts_of(_part(end, layout), count)
+        if cuts is None:
+            return None
+
+        def run_end(program: Program, end: End, part: Part, args: Any) -> list[Any]:
+            return _chunks.run_end(program, end, replace(cuts, part=part), args)
+
+        return self._shared(end, layout, run_end)
+
+    def _shared(
+        self,
+        end: End,
+        layout: Layout | None,
+        run_end: Function,
+        tried: Sequence[Any] | None = None,
     ) -> Function:
-        """Return what runs an end in a kernel; raise if that cannot be lowered."""
+        """Return `run_end` as a function of a part and what the end reads.
+
+        Args:
+            end: the end.
+            layout: how its arrays are sharded, if that is known.
+            run_end: as in `_chunks` and in the modules of kernels.
+            tried: what the end reads, if it is to be tried whether this can be lowered.
+        """
         program, rank = self.traced.program, len(end.shape)
         part = replace(_part(end, layout), origin=())
 
         @jax.jit
         def run(*args: Any) -> list[Any]:
             here = replace(part, origin=args[:rank])
-            return list(kernel.run_end(program, end, here, args[rank:]))
+            return list(run_end(program, end, here, args[rank:]))
 
-        # Leaves of one shape have ends of one form, and share one lowered kernel. The
-        # place of a shard is an argument of the kernel, as it differs among devices.
+        # Leaves of one shape have ends of one form: one function is lowered for all.
+        # The place of a shard is an argument of it, as it differs among devices.
         form = form_of(program, end), part
         if form not in self.shared:
-            # Types inside of shard_map name its axes, which exist nowhere else.
-            if layout is None and not self.target.is_within_shard_map:
-                self._try(run, end, part, args)
+            if tried is not None:
+                self._try(run, end, part, tried)
             self.shared[form] = run
         shared = self.shared[form]
         return lambda part, args: shared(*map(jnp.int32, part.origin), *args)
@@ -242,23 +278,3 @@ class _CutStep:
             warnings.simplefilter("ignore", DeprecationWarning)
             traced: Any = jax.jit(run).trace(*place, *avals)
             traced.lower(lowering_platforms=(self.target.platform,))
-
-    def _by_chunks(self, end: End, args: Sequence[Any]) -> Function | None:
-        """Return what runs an end chunk by chunk; None where that is not worth it."""
-        if end.obstacle is not None or self.target.platform != "tpu":
-            return None
-        # Types that say how arrays are sharded would be wrong for chunks.
-        if self.target.is_within_shard_map or any(
-            has_explicit_axes(mesh_in_type(x)) for x in args
-        ):
-            return None
-        cuts = _chunks.cuts_of(Part.of(end), self.target.device_count)
-        if cuts is None:
-            return None
-        program = self.traced.program
-
-        @jax.jit
-        def run(*args: Any) -> list[Any]:
-            return _chunks.run_end(program, end, cuts, args)
-
-        return self.shared.setdefault(form_of(program, end), run)

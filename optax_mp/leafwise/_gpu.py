@@ -74,7 +74,10 @@ def obstacle(program: Program, end: End, part: Part) -> str | None:
     other = other_dtype(program, end, DTYPES)
     if other is not None:
         return f"computes in {other}"
-    if end.block_size is not None and part.shape[-1] % end.block_size:
+    size = end.block_size or 1
+    if _COUNT % size:
+        return f"blocks of {size}"
+    if part.shape[-1] % size:
         return "rows not of whole blocks"
     if math.prod(part.shape) >= 2**31:
         return "2^31 elements or more"

@@ -71,15 +71,12 @@ class TileEvaluator(KernelEvaluator):
 
     def index(self, axis: int) -> jax.Array:
         """Return the indices of the elements along an axis of the whole array."""
-        return self._index(axis) + self.part.origin[axis]
-
-    def _index(self, axis: int) -> jax.Array:
-        """Return the indices within the part."""
         shape, from_last = (self.rows, self.columns), len(self.part.shape) - 1 - axis
+        start = self.origin[axis] + self.part.origin[axis]
         if from_last > 1:
-            return jnp.full(shape, self.origin[axis], jnp.int32)
+            return jnp.full(shape, start, jnp.int32)
         at = lax.broadcasted_iota(jnp.int32, shape, 1 - from_last)
-        return at + self.origin[axis] + (0 if from_last else self.first)
+        return at + start + (0 if from_last else self.first)
 
     def spread(self, scales: jax.Array) -> jax.Array:
         """Return for each element the scale of its block."""
@@ -90,9 +87,6 @@ class TileEvaluator(KernelEvaluator):
     def reduce(self, name: str, values: jax.Array) -> jax.Array:
         """Return the extreme of each block, in the place of its scale in the tile."""
         choose = jnp.maximum if name == MAXIMUM else jnp.minimum
-        # The last block is padded with zeros.
-        last = len(self.part.shape) - 1
-        values = jnp.where(self._index(last) < self.part.shape[-1], values, 0)
         lane = lax.broadcasted_iota(jnp.int32, (self.rows, self.scale_count), 1)
         result = jnp.zeros((self.rows, self.scale_count), jnp.int32)
         for start in range(0, self.columns, LANES):

@@ -36,8 +36,11 @@ def obstacle(program: Program, end: End, part: Part) -> str | None:
         return "one row"
     if getattr(jax.config, "jax_enable_x64", False):
         return "64-bit types are on"
-    if end.block_size is not None and not 8 <= end.block_size <= LANES:
-        return f"blocks of {end.block_size}, not of 8 to {LANES}"
+    # XLA lays such arrays out by columns, and would copy them for a kernel.
+    if part.shape[-1] % LANES:
+        return f"rows no multiple of {LANES}"
+    if end.block_size is not None and (end.block_size < 8 or LANES % end.block_size):
+        return f"blocks of {end.block_size}"
     return None
 
 
@@ -65,9 +68,9 @@ def run_end(
     *leading, height, width = shape
     rows = min(_ROWS, height)
     # As many columns as 128 scales are for, since those fill a register's lanes.
-    columns = min(block_size * LANES, _round_up(width, LANES))
+    columns = min(block_size * LANES, width)
     chunk = math.gcd(columns, _CHUNK)
-    tile_scales = _round_up(columns // block_size, LANES)
+    tile_scales = -(-columns // block_size // LANES) * LANES
     arrays = [i for i, v in enumerate(end.reads) if v.aval.ndim]
     singles = [i for i, v in enumerate(end.reads) if not v.aval.ndim]
     outputs = [program.outputs[i] for i in end.outputs]
@@ -139,10 +142,6 @@ def run_end(
         *_pack([*part.origin, *(args[i] for i in singles)]),
         *(args[i] for i in arrays),
     )
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def _pack(numbers: Sequence[Any]) -> list[jax.Array]:

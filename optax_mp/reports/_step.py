@@ -40,7 +40,7 @@ class StepRow:
         >>> import optax
         >>> import optax_mp
         >>> tx = optax_mp.mixed_precision(optax.sgd(0.1), storage=optax_mp.Split(8))
-        >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+        >>> params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
         >>> report = optax_mp.step_report(tx, params, tx.init(params), params)
         >>> report.rows[0].path, report.rows[0].tpu, report.rows[0].gpu
         ("['w']", 'kernel', 'kernel')
@@ -136,11 +136,11 @@ def step_report(
         ... }
         >>> opt_state = jax.eval_shape(tx.init, params)
         >>> print(optax_mp.step_report(tx, params, opt_state, params))
-        param     dtype     shape     TPU                  GPU
-        ['bias']  bfloat16  8192      one axis             kernel
-        ['head']  bfloat16  512x1000  kernel               rows not of whole blocks
-        ['norm']  bfloat16  512       under 4096 elements  under 4096 elements
-        ['w']     bfloat16  512x512   kernel               kernel
+        param     dtype     shape     TPU                      GPU
+        ['bias']  bfloat16  8192      one axis                 kernel
+        ['head']  bfloat16  512x1000  rows no multiple of 128  blocks of 25
+        ['norm']  bfloat16  512       under 4096 elements      under 4096 elements
+        ['w']     bfloat16  512x512   kernel                   kernel
     """
     found: list[dict[str, str]] = []
 

@@ -32,29 +32,11 @@ def traced_again(function, *args):
     return closed, jax.make_jaxpr(lambda *args: evaluate(closed, args))(*args)
 
 
-def test_evaluation_gives_the_outputs_of_the_function():
-    closed = jax.make_jaxpr(named)(X)
-    outputs = evaluate(closed, [X])
-    assert all(isinstance(x, jax.Array) for x in outputs)
-    assert jnp.array_equal(outputs[0], named(X)[0]) and outputs[1] == 3.0
-
-
 def test_each_equation_keeps_its_scopes_and_its_source_line():
     first, again = traced_again(named, X)
     assert [scopes(x) for x in first.eqns] == ["outer", "outer/inner", "outer", ""]
     for old, new in zip(first.eqns, again.eqns, strict=True):
         assert (scopes(old), source_line(old)) == (scopes(new), source_line(new))
-
-
-def test_the_scopes_around_an_evaluation_come_first():
-    closed = jax.make_jaxpr(named)(X)
-
-    def around(x):
-        with jax.named_scope("around"):
-            return evaluate(closed, [x])
-
-    expected = ["around/outer", "around/outer/inner", "around/outer", "around"]
-    assert [scopes(x) for x in jax.make_jaxpr(around)(X).eqns] == expected
 
 
 def partly_partitionable(x):

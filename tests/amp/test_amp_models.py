@@ -1,7 +1,6 @@
 """Unmodified models of each framework under `amp`: as good as float32, in 16 bits."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +16,17 @@ import optax_mp
 
 MODELS = [f"{x}_transformer" for x in ("linen", "nnx", "equinox", "haiku")]
 MODELS.append("nnx_convolutions")
-HALVES = ["bfloat16", "float16"]
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 # What goes wrong in 16 bits: large results, small differences, long sums.
 SENSITIVE = {"exp", "log", "log1p", "expm1", "pow", "rsqrt", "reduce_sum", "cumsum"}
 LEARNING_RATE = 1e-2
 
 
-# In the default run one is trained and traced, with a loss scale.
-TRAINED = {("nnx_convolutions", "float16")}
-COMBINATIONS = list(itertools.product(MODELS, HALVES))
-every_pair = mostly_slow(("model", "half"), COMBINATIONS, lambda *case: case in TRAINED)
+# One with a loss scale, which is traced in the default run; all others without.
+SCALED = ("nnx_convolutions", "float16")
+COMBINATIONS = [SCALED, *((model, "bfloat16") for model in MODELS)]
+every_pair = mostly_slow(("model", "half"), COMBINATIONS, lambda *case: case == SCALED)
+every_training = pytest.mark.parametrize(("model", "half"), COMBINATIONS)
 
 
 @functools.cache
@@ -134,7 +133,8 @@ def dtypes_of_products(equations):
 # Training
 
 
-@every_pair
+@pytest.mark.slow
+@every_training
 def test_a_model_under_amp_trains_as_in_float32(model, half):
     full = training_of(model, "float32")[0]
     # Else a model that stands still would pass.
@@ -142,7 +142,8 @@ def test_a_model_under_amp_trains_as_in_float32(model, half):
     assert last(training_of(model, half)[0]) == pytest.approx(last(full), rel=0.01)
 
 
-@every_pair
+@pytest.mark.slow
+@every_training
 def test_params_and_statistics_keep_their_dtypes_and_stay_finite(model, half):
     problem = problem_of(model)
     _, params, state, _ = training_of(model, half)
@@ -153,9 +154,9 @@ def test_params_and_statistics_keep_their_dtypes_and_stay_finite(model, half):
         assert optax_mp.all_finite(end)
 
 
-@mostly_slow("model", MODELS, lambda model: (model, "float16") in TRAINED)
-def test_a_loss_scale_skips_almost_no_step(model):
-    assert training_of(model, "float16")[3].total_skipped_count <= 3
+@pytest.mark.slow
+def test_a_loss_scale_skips_almost_no_step():
+    assert training_of(*SCALED)[3].total_skipped_count <= 3
 
 
 @pytest.mark.slow

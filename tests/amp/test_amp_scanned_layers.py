@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -89,7 +90,7 @@ def test_the_error_of_a_carry_names_the_fix(framework):
 
 
 @in_each
-@pytest.mark.parametrize("fix", ["amp", "dtype"])
+@mostly_slow("fix", ["amp", "dtype"], lambda fix: fix == "amp")
 def test_both_fixes_train_with_all_products_low(framework, fix):
     params, loss = framework(None if fix == "amp" else jnp.bfloat16)
     if fix == "amp":

@@ -96,10 +96,6 @@ def in_scan(loss):
     return scanned
 
 
-def in_cond(loss):
-    return lambda x, w: lax.cond(x[0, 0] < 9, loss, lambda x, w: x.sum(), x, w)
-
-
 def batch(x):
     return jnp.stack([x, 2 * x])
 
@@ -108,23 +104,17 @@ def batch(x):
 REVERSE = {
     "grad(amp) by x": lambda wrap, f: jax.grad(wrap(f)),
     "grad(amp) by w": lambda wrap, f: jax.grad(wrap(f), 1),
-    "grad(amp) by both": lambda wrap, f: jax.grad(wrap(f), (0, 1)),
-    "grad(amp(jit))": lambda wrap, f: jax.grad(wrap(jax.jit(f))),
     "amp(grad)": lambda wrap, f: wrap(jax.grad(f)),
     "grad(amp(vmap))": lambda wrap, f: (
         lambda x, w: jax.grad(lambda x: wrap(jax.vmap(f))(batch(x), batch(w)).sum())(x)
     ),
     "grad(amp(scan)) by x": lambda wrap, f: jax.grad(wrap(in_scan(f))),
     "grad(amp(scan)) by w": lambda wrap, f: jax.grad(wrap(in_scan(f)), 1),
-    "grad(amp(cond))": lambda wrap, f: jax.grad(wrap(in_cond(f))),
     "grad(remat(amp))": lambda wrap, f: jax.grad(jax.checkpoint(wrap(f)), 1),
 }
 FORWARD = {
     "jvp(amp) by x": lambda wrap, f: (
         lambda x, w: jax.jvp(wrap(lambda x: f(x, w)), (x,), (x,))
-    ),
-    "jvp(grad(amp))": lambda wrap, f: (
-        lambda x, w: jax.jvp(lambda x: jax.grad(wrap(f))(x, w), (x,), (x,))
     ),
     "grad(grad(amp))": lambda wrap, f: jax.grad(
         lambda x, w: jax.grad(wrap(f), 1)(x, w).sum()
@@ -221,14 +211,14 @@ def test_a_rule_of_equinox_may_refuse_some_gradients(rule, transform):
         assert found and all(runs_in(each, "bfloat16") for each in found)
 
 
-def trajectory(adjoint, solver):
+def trajectory(adjoint):
     """Return a loss of the solution that diffrax finds of a differential equation."""
     diffrax = pytest.importorskip("diffrax")
 
     def loss(w, y):
         solution = diffrax.diffeqsolve(
             diffrax.ODETerm(lambda t, y, w: jnp.tanh(w @ y)),
-            getattr(diffrax, solver)(),
+            diffrax.Tsit5(),
             t0=0.0,
             t1=0.5,
             dt0=0.25,
@@ -244,20 +234,17 @@ def trajectory(adjoint, solver):
 
 
 @functools.cache
-def trajectory_gradients(solver):
-    program = jax.grad(trajectory("RecursiveCheckpointAdjoint", solver), (0, 1))
+def trajectory_gradients():
+    program = jax.grad(trajectory("RecursiveCheckpointAdjoint"), (0, 1))
     return compiled(program, W, X[0])(W, X[0])
 
 
 @pytest.mark.filterwarnings("ignore:amp. the while loop:UserWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("solver", ["Tsit5"])
-@pytest.mark.parametrize(
-    "adjoint", ["RecursiveCheckpointAdjoint", "BacksolveAdjoint", "DirectAdjoint"]
-)
-def test_the_solution_of_a_differential_equation_is_differentiated(adjoint, solver):
-    program = jax.grad(amp(trajectory(adjoint, solver)), (0, 1))
+@pytest.mark.parametrize("adjoint", ["RecursiveCheckpointAdjoint", "BacksolveAdjoint"])
+def test_the_solution_of_a_differential_equation_is_differentiated(adjoint):
+    program = jax.grad(amp(trajectory(adjoint)), (0, 1))
     got = compiled(program, W, X[0])(W, X[0])
-    assert error(got, trajectory_gradients(solver)) < 5e-2
+    assert error(got, trajectory_gradients()) < 5e-2
     found = products(jax.make_jaxpr(program)(W, X[0]))
     assert any(runs_in(each, "bfloat16") for each in found)

@@ -19,7 +19,6 @@ from amp_cases import (
     shard_map,
     weights,
 )
-from comparison import as_bits
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
@@ -136,12 +135,10 @@ TRANSFORMED = {
     "jit": (net, jax.jit),
     "grad": (net, gradient),
     "vmap": (net, over_rows),
-    "vmap_with_psum": (with_mean, over_rows),
     "grad_of_vmap_with_psum": (with_mean, lambda fun: gradient(over_rows(fun))),
     "per_example_grad": (net, lambda fun: jax.vmap(gradient(fun), (None, 0))),
     "jvp": (net, lambda fun: lambda *args: jax.jvp(fun, args, args)),
     "jacfwd": (net, jax.jacfwd),
-    "jacrev": (net, jax.jacrev),
     "hessian_product": (net, hessian_product),
     "scan": (net, repeated),
     "grad_of_scan": (net, lambda fun: gradient(repeated(fun))),
@@ -149,8 +146,6 @@ TRANSFORMED = {
     "cond": (net, either),
     "grad_of_cond": (net, lambda fun: gradient(either(fun))),
     "remat": (net, remat),
-    "remat_inside": (jax.checkpoint(net), gradient),
-    "dots_saved": policy("dots_with_no_batch_dims_saveable"),
     "names_saved": policy("save_only_these_names", "hidden"),
     "shard_map": (net, sharded),
     "grad_of_shard_map": (net, lambda fun: gradient(sharded(fun))),
@@ -235,20 +230,6 @@ def test_amp_stop_leaves_all_as_written_through_a_transformation(name, side):
     assert all(runs_in(o, jnp.float32) for o in found)
 
 
-@pytest.mark.parametrize("program", ["amp", "grad(amp)", "amp(grad)"])
-def test_amp_stop_is_a_context_too(program):
-    def fun(params, x):
-        with optax_mp.amp_stop():
-            hidden = x @ params["w1"]
-        return hidden @ params["w2"]
-
-    found = products(jax.make_jaxpr(PROGRAMS[program](fun))(PARAMS, X))
-    of_w1 = 1 if program == "amp" else 2  # X has no gradient
-    of_w2 = 1 if program == "amp" else 3
-    assert sum(runs_in(o, jnp.float32) for o in found) == of_w1
-    assert sum(runs_in(o, "bfloat16") for o in found) == of_w2
-
-
 # amp_stop where it covers a part
 
 
@@ -289,44 +270,7 @@ PROGRAMS = {
 }
 
 
-def test_amp_stop_inside_derivative_rules_leaves_those_products_in_float32():
-    @jax.custom_vjp
-    def product(x, w):
-        return x @ w
-
-    def backward(residuals, g):
-        x, w = residuals
-        with optax_mp.amp_stop():
-            to_x = g @ w.T
-        return to_x, x.T @ g
-
-    product.defvjp(lambda x, w: (product(x, w), (x, w)), backward)
-    for program in (
-        gradient(autocast(lambda w, x: product(jnp.sin(w) @ x, w))),
-        autocast(gradient(lambda w, x: product(jnp.sin(w) @ x, w))),
-    ):
-        found = products(jax.make_jaxpr(program)(W, normal(8, 8)))
-        high = [o for o in found if not runs_in(o, "bfloat16")]
-        assert len(high) == 1
-        assert runs_in(high[0], jnp.float32)
-
-
 # Derivative rules with unusual arguments
-
-
-def grads_agree(fun, *args):
-    want = compiled(jax.grad(scalar(fun)), *args)(*args)
-    for dtype in ROUNDING:
-        for program in (
-            jax.grad(scalar(autocast(fun, dtype))),
-            autocast(jax.grad(scalar(fun)), dtype),
-        ):
-            got = compiled(program, *args)(*args)
-            assert shapes(got) == shapes(want)
-            assert error(got, want) < 5 * ROUNDING[dtype]
-            found = products(jax.make_jaxpr(program)(*args))
-            assert found
-            assert all(runs_in(o, dtype) for o in found)
 
 
 def test_custom_vjp_with_nondifferentiated_arguments():
@@ -343,7 +287,12 @@ def test_custom_vjp_with_nondifferentiated_arguments():
         return g @ w.T, x.T @ g
 
     apply.defvjp(forward, backward)
-    grads_agree(lambda w, x: apply(jnp.tanh, x, "on", w), W, X)
+    fun = scalar(lambda w, x: apply(jnp.tanh, x, "on", w))
+    want = jax.grad(fun)(W, X)
+    for program in (jax.grad(autocast(fun)), autocast(jax.grad(fun))):
+        assert error(program(W, X), want) < 5 * ROUNDING["bfloat16"]
+        found = products(jax.make_jaxpr(program)(W, X))
+        assert found and all(runs_in(o, "bfloat16") for o in found)
 
 
 def test_no_tracer_is_left_behind():
@@ -359,11 +308,6 @@ def test_no_tracer_is_left_behind():
     ("fun", "name", "settings"),
     [
         (
-            lambda x: jax.jit(jnp.dot, donate_argnums=0, inline=False)(x + 1, W),
-            "jit",
-            ["name", "donated_invars", "in_shardings", "out_shardings", "keep_unused"],
-        ),
-        (
             jax.checkpoint(
                 lambda x: jnp.sin(x @ W),
                 policy=jax.checkpoint_policies.dots_saveable,
@@ -378,13 +322,6 @@ def test_no_tracer_is_left_behind():
             ),
             "scan",
             ["length", "reverse", "unroll"],
-        ),
-        (
-            lambda x: lax.with_sharding_constraint(
-                x @ W, NamedSharding(mesh(), PartitionSpec("data"))
-            ),
-            "sharding_constraint",
-            ["sharding"],
         ),
     ],
 )
@@ -415,19 +352,6 @@ def test_callbacks_get_what_they_get_without_amp():
     assert error(got, X @ W + 4) < 2 * ROUNDING["bfloat16"]
 
 
-@in_both
-def test_references_inside_a_function_stay_float32(dtype):
-    def fun(x):
-        ref = jax.new_ref(jnp.zeros((4, 8)))
-        for _ in range(2):
-            ref[...] += x @ W
-        return ref[...]
-
-    got, jaxpr = autocast(fun, dtype)(X), jax.make_jaxpr(autocast(fun, dtype))(X)
-    assert error(got, 2 * X @ W) < 2 * ROUNDING[dtype]
-    assert all(runs_in(o, dtype) for o in products(jaxpr))
-
-
 @pytest.mark.parametrize("program", ["amp", "grad(amp)", "amp(grad)"])
 def test_explicit_shardings_survive(program):
     axes = (jax.sharding.AxisType.Explicit,)
@@ -449,14 +373,6 @@ def test_explicit_shardings_survive(program):
         )
     assert shapes(got) == shapes(want)
     assert got.sharding == want.sharding
-
-
-def test_lowers_and_compiles_ahead_of_time():
-    program = jax.jit(autocast(net)).lower(PARAMS, X)
-    assert "bf16" in program.as_text()
-    assert as_bits(program.compile()(PARAMS, X)) == as_bits(
-        jax.jit(autocast(net))(PARAMS, X)
-    )
 
 
 # A weight that is used many times
@@ -482,14 +398,12 @@ def test_the_error_of_a_reused_weights_gradient_does_not_grow(dtype, steps):
 
 
 USES = {
-    "unrolled": lambda w, x: jnp.sin(jnp.sin(x @ w) @ w) @ w,
     "jit": lambda w, x: (f := jax.jit(jnp.dot))(f(x, w), w),
     "scan": lambda w, x: scan_product(x, w),
     "remat": lambda w, x: (f := jax.checkpoint(jnp.dot))(f(x, w), w),
     "cond": lambda w, x: cond_product(cond_product(x, w), w),
     "custom_vjp": lambda w, x: vjp_product(vjp_product(x, w), w),
     "custom_jvp": lambda w, x: jvp_product(jvp_product(x, w), w),
-    "captured": lambda w, x: (f := autocast(lambda x: x @ w))(f(x)),
 }
 
 
@@ -588,34 +502,17 @@ def compilations():
     return seen
 
 
-def scan_body(x, w):
-    return jnp.sin(x @ w), None
-
-
 EAGER = {
-    "relu": lambda w, x: jax.nn.relu(x @ w),
-    "scan": lambda w, x: lax.scan(scan_body, x, jnp.stack([w, w]))[0],
-    "cond": lambda w, x: cond_product(x, w),
     "while_loop": lambda w, x: looped(lambda w, x: x @ w)(w, x),
     "custom_vjp": lambda w, x: vjp_product(x, w),
     "untouched": lambda w, x: jax.nn.silu(x) + jnp.where(x > 0, x, 0.0),
 }
 
 
-@mostly_slow(
-    ("name", "differentiated"),
-    # A while loop has no reverse mode.
-    [(n, d) for n in EAGER for d in (False, True) if (n, d) != ("while_loop", True)],
-    lambda name, differentiated: (
-        (name == "custom_vjp" and differentiated)
-        or (name in ("while_loop", "untouched") and not differentiated)
-    ),
-)
-def test_a_second_eager_call_compiles_no_more_than_the_function(
-    name, differentiated, compilations
-):
+@pytest.mark.parametrize("name", EAGER)
+def test_a_second_eager_call_compiles_no_more_than_the_function(name, compilations):
     def in_a_second_call(fun):
-        fun = gradient(fun) if differentiated else fun
+        fun = gradient(fun) if name == "custom_vjp" else fun
         arrays = [(jnp.array(W), jnp.array(X)) for _ in range(2)]
         fun(*arrays[0])
         before = len(compilations)
@@ -638,12 +535,9 @@ def test_a_second_eager_call_compiles_no_more_than_the_function(
     ],
     ids=["dot", "scan", "remat", "cond", "jit"],
 )
-@pytest.mark.parametrize(
-    "kind", [np.array, jnp.array, lambda w: w[0, 0].item() * np.eye(8)]
-)
-def test_captured_values_are_read_at_each_call(fun, kind):
+def test_captured_values_are_read_at_each_call(fun):
     cell = [None]
     wrapped = autocast(lambda x: fun(x, cell))
-    for factor in (1, 2, -1):
-        cell[0] = jnp.float32(kind(factor * W))
+    for factor, kind in ((1, np.array), (2, jnp.array), (-1, jnp.array)):
+        cell[0] = kind(factor * W)
         assert error(wrapped(X), X @ np.asarray(cell[0])) < 2 * ROUNDING["bfloat16"]

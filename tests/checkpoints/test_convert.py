@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits, avals
+from slow_cases import mostly_slow
 from trained_forms import take_steps
 
 import optax_mp
@@ -28,20 +29,10 @@ FORMS = {
 }
 IN_FLOAT32 = ("float32", "low-bit")
 EXACT = ("float32", "full copy", "split 16")
-# Each from and to full copies, and from each to the next.
-PAIRS = [*itertools.pairwise([*FORMS, *FORMS][: len(FORMS) + 1])]
-PAIRS += [pair for form in FORMS for pair in ((form, "full copy"), ("full copy", form))]
-SOME = {
-    ("float32", "split 16"),
-    ("loss scale", "split 16"),
-}
-every_pair = pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        pytest.param(*pair, marks=() if pair in SOME else pytest.mark.slow)
-        for pair in dict.fromkeys([*PAIRS, *sorted(SOME)])
-    ],
-)
+# From each to the next, and two more.
+SOME = [("float32", "split 16"), ("loss scale", "split 16")]
+PAIRS = [*itertools.pairwise([*FORMS, *FORMS][: len(FORMS) + 1]), *SOME]
+every_pair = mostly_slow(("old", "new"), PAIRS, lambda *pair: pair == SOME[0])
 
 
 def gradients(step):
@@ -109,24 +100,6 @@ def test_a_converted_run_goes_on(old, new):
     assert {int(count) for _, count in counts} == {20}
 
 
-def test_moments_and_counts_are_bit_for_bit_those_of_the_old_form():
-    tx, params, state = start_of("split 16")
-    params, state = train(tx, params, state, range(10))
-    bare = optax_mp.convert_opt_state(state, params, tx, adamw)
-    assert as_bits(bare) == as_bits(state.inner_state)
-
-
-def test_a_scale_with_other_settings_starts_anew():
-    params = {"w": jnp.ones((8, 8), jnp.bfloat16)}
-    tx = optax_mp.dynamic_loss_scale(masters(adamw), hysteresis=3)
-    state = tx.init(params)._replace(scale=jnp.float32(2.0**20))
-    state = state._replace(total_skipped_count=jnp.int32(5))
-    to_tx = optax_mp.static_loss_scale(masters(adamw), scale=1024.0)
-    new = optax_mp.convert_opt_state(state, params, tx, to_tx)
-    assert float(new.scale) == 1024 and int(new.hysteresis_left) == 1
-    assert int(new.total_skipped_count) == 5
-
-
 def test_a_scale_out_of_new_bounds_is_brought_into_them_by_the_first_update():
     params = {"w": jnp.ones(4)}
     tx = optax_mp.dynamic_loss_scale(adamw, max_scale=2.0**20, hysteresis=2)
@@ -164,12 +137,6 @@ def test_wrappers_inside_others_are_found():
     state = tx(adamw).init(params)
     found = optax_mp.convert_opt_state(state, params, tx(adamw), tx(low_bit))
     assert avals(found) == avals(tx(low_bit).init(params))
-
-
-def test_the_state_shares_no_buffer_and_can_be_donated():
-    tx, params, state = start_of("full copy")
-    found = optax_mp.convert_opt_state(state, params, tx, FORMS["full copy"]())
-    jax.jit(lambda *trees: trees, donate_argnums=(0, 1, 2))(params, state, found)
 
 
 def test_a_state_of_something_else_is_an_error():

@@ -64,7 +64,7 @@ def at_a_moment(step, chance):
     return kill_at
 
 
-def within_a_save(step, checkpoints, chance):
+def within_a_save(step, checkpoints):
     """Kill while a checkpoint is being written."""
 
     def kill_at(word, number):
@@ -73,7 +73,6 @@ def within_a_save(step, checkpoints, chance):
         give_up = time.monotonic() + 1
         while not unfinished(checkpoints) and time.monotonic() < give_up:
             time.sleep(0.0005)
-        time.sleep(chance.uniform(0, 0.01))
         return True
 
     return kill_at
@@ -92,9 +91,7 @@ def killed_again_and_again(directory, steps, kills):
     for i in range(kills):
         step = (i + 1) * BETWEEN_KILLS + chance.randrange(SAVE_EVERY)
         kill_at = (
-            within_a_save(step, checkpoints, chance)
-            if i % 2
-            else at_a_moment(step, chance)
+            within_a_save(step, checkpoints) if i % 2 else at_a_moment(step, chance)
         )
         lives.append(live(directory, steps, kill_at))
         died_in_a_save += bool(unfinished(checkpoints))
@@ -111,8 +108,7 @@ def final(directory):
 @pytest.mark.parametrize(
     ("form", "kills"),
     [
-        ("masters", 2),
-        ("masters", 20),
+        ("masters", 6),
         pytest.param("offload", 2, marks=needs_memories),
     ],
 )
@@ -130,8 +126,7 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, form, kills):
         assert 0 < after.resumed <= before.last_step
         # One save may be in the queue and one under way, and were not finished.
         assert after.resumed > before.last_step - 3 * SAVE_EVERY
-    if kills == 20:
-        assert died_in_a_save > 0
+    assert died_in_a_save > 0 or kills < 6
 
     params, opt_state, random_state = final(killed)
     wanted_params, wanted_state, wanted_random = final(whole)

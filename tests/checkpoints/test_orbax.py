@@ -2,23 +2,29 @@
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from comparison import as_bits, avals
 from forced_devices import run_checks
 from host_memory import needs_memories
-from offload_restore import CHECKS as CHECKS_IN_HOST_MEMORY
-from sharded_restore import CHECKS
+from offload_restore import CHECKS
 from slow_cases import mostly_slow
-from trained_forms import FORMS, SCALED, start_of, step_of, template_of, train
+from trained_forms import (
+    FORMS,
+    SCALED,
+    UNSCALED,
+    start_of,
+    step_of,
+    template_of,
+    train,
+)
 
 import optax_mp
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
-# By default the most parts, and a key of random numbers.
-OFTEN = {"scaled 5.1 bytes"}
-every_form = mostly_slow("name", FORMS, lambda name: name in OFTEN)
+# By default the one with the most parts.
+OFTEN = "scaled 5.1 bytes"
+every_form = mostly_slow("name", [*UNSCALED, OFTEN], lambda name: name == OFTEN)
 
 
 def saved(path, name, steps=6):
@@ -115,30 +121,8 @@ def test_a_manager_that_knows_no_items_is_told_apart_from_an_empty_checkpoint(tm
         optax_mp.check_checkpoint(metadata, {"w": jnp.ones(2)})
 
 
-def test_metadata_of_the_newer_interface(tmp_path):
-    v1 = pytest.importorskip("orbax.checkpoint.experimental.v1")
-    save, metadata = (
-        getattr(v1, new, None) or getattr(v1, old)
-        for new, old in (("save", "save_pytree"), ("metadata", "pytree_metadata"))
-    )
-    tx = optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(optax.adamw(1e-3)))
-    state = tx.init({"w": jnp.ones(2, jnp.bfloat16)})
-    save(tmp_path / "checkpoint", state)
-    optax_mp.check_checkpoint(metadata(tmp_path / "checkpoint"), state)
-    with pytest.raises(ValueError, match="would round"):
-        optax_mp.check_checkpoint(
-            metadata(tmp_path / "checkpoint"), optax_mp.cast_floating(state, "bfloat16")
-        )
-
-
-@pytest.mark.slow
-def test_restored_onto_another_mesh():
-    """Eight devices: see sharded_restore.py for each claim."""
-    run_checks("sharded_restore", 8, CHECKS)
-
-
 @needs_memories
 @pytest.mark.slow
-def test_sharded_checkpoints_in_host_memory():
+def test_restored_onto_another_mesh():
     """Eight devices, one, and back: see offload_restore.py for each claim."""
-    run_checks("offload_restore", 8, CHECKS_IN_HOST_MEMORY)
+    run_checks("offload_restore", 8, CHECKS)

@@ -10,7 +10,6 @@ import optax
 import optax.contrib
 import pytest
 from comparison import as_bits, avals
-from jax import export
 from optimizers import OPTIMIZERS, PER_EXAMPLE, extra_arguments
 from reference import adamw_step, block_codes, block_scales, block_values
 from slow_cases import mostly_slow
@@ -18,12 +17,6 @@ from slow_cases import mostly_slow
 import optax_mp
 from optax_mp import low_bit_state
 from optax_mp.compact import Quantized
-
-pytestmark = [
-    # optax's own: optimistic_adam announces its successor, MoMo its arguments.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
-    pytest.mark.filterwarnings("ignore:.*optimistic_adam_v2.*"),
-]
 
 # The table's adafactor has factors, which are too small to be that is quantized.
 EVERY = OPTIMIZERS | {
@@ -49,13 +42,6 @@ DISTINCT = (
     "rmsprop",
     "adafactor, unfactored",
     "muon",
-)
-every_optimizer_or_a_few = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "adamw" else pytest.mark.slow)
-        for name in EVERY
-    ],
 )
 
 
@@ -271,7 +257,7 @@ def test_what_a_product_reads_has_16_bits(case):
     assert codes(bits=16, product_bits=8) == "int16"
 
 
-@every_optimizer_or_a_few
+@mostly_slow("name", DISTINCT, lambda name: name == "adamw")
 def test_state_is_stable_compiles_once_and_can_be_donated_after_init(name):
     tx = low_bit(name)
     traces = []
@@ -302,20 +288,18 @@ LOOSE = {
     "adadelta": 0.1,
     "simplified_ademamix": 0.1,  # bare, too, it has not settled by then
 }
+# Which have nothing in codes, or are others by another name.
+LIKE_OTHERS = {name for name, codes in QUANTIZED.items() if not codes}
+LIKE_OTHERS |= {"adam", "adamaxw", "nadamw", "optimistic_adam", "schedule_free"}
 TRAINS = [
-    pytest.param(
-        name,
-        form,
-        id=f"{name}, {form}",
-        marks=() if (name, form) == ("adamw", "8 bits") else pytest.mark.slow,
-    )
+    (name, form)
     for name in EVERY
     for form in ("8 bits", "16 bits", "bfloat16")
-    if form == "8 bits" or name in (*DISTINCT, "adagrad", "adan", "nadam", "radam")
+    if (form == "8 bits" and name not in LIKE_OTHERS) or name in ("adamw", "lion")
 ]
 
 
-@pytest.mark.parametrize(("name", "form"), TRAINS)
+@mostly_slow(("name", "form"), TRAINS, lambda *case: case == ("adamw", "8 bits"))
 def test_it_trains_as_the_bare_optimizer(name, form):
     loss, _ = fitted(name, low_bit(name, **FORMS[form]))
     limit = LOOSE.get(name, 0.03) if form == "8 bits" else 0.01
@@ -469,49 +453,25 @@ def test_masters_inside_are_left():
     assert state.inner_state.master_params.dtype == jnp.float32
 
 
-def test_lookahead_is_around_and_its_slow_params_are_params():
-    tx = low_bit_state(optax.lookahead(optax.adam(1e-2), 4, 0.5))
-    params = optax.LookaheadParams.init_synced(jnp.ones((64, 64)))
-    state = jax.eval_shape(tx.init, params)
-    assert set(quantized_leaves(state)) == {"mu", "nu"}
-    updates, _ = jax.eval_shape(tx.update, params.fast, state, params)
-    assert updates.slow.shape == (64, 64)
-
-
 def base(**settings):
     return low_bit_state(optax.adamw(1e-2), min_size=100, **settings)
-
-
-def decay_mask(params):
-    return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
 NESTED = {
     "FullCopy": lambda: optax_mp.mixed_precision(base()),
     "Split(16)": lambda: optax_mp.mixed_precision(base(), storage=optax_mp.Split(16)),
     "Split(8)": lambda: optax_mp.mixed_precision(base(), storage=optax_mp.Split(8)),
-    "a loss scale around": lambda: optax_mp.dynamic_loss_scale(base(), init_scale=1.0),
     "a loss scale around mixed": lambda: optax_mp.dynamic_loss_scale(
         optax_mp.mixed_precision(base(), storage=optax_mp.Split(8)), init_scale=1.0
     ),
     "chain outside": lambda: optax.chain(optax.clip_by_global_norm(1e3), base()),
-    "masked inside": lambda: low_bit_state(
-        optax.masked(optax.adamw(1e-2), decay_mask), min_size=100
-    ),
     "partition inside": lambda: low_bit_state(
         optax.partition(
             {"a": optax.adamw(1e-2), "b": optax.sgd(1e-2)}, {"w": "a", "b": "b"}
         ),
         min_size=100,
     ),
-    "partition outside": lambda: optax.partition(
-        {"a": base(), "b": optax.sgd(1e-2)}, {"w": "a", "b": "b"}
-    ),
     "MultiSteps outside": lambda: optax.MultiSteps(base(), 2),
-    "inject_hyperparams inside": lambda: low_bit_state(
-        optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2), min_size=100
-    ),
-    "apply_if_finite outside": lambda: optax.apply_if_finite(base(), 3),
 }
 
 
@@ -584,13 +544,7 @@ def is_state(node):
     return isinstance(node, optax_mp.compact.LowBitState)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(form, marks=() if form == "8 bits" else pytest.mark.slow)
-        for form in FORMS
-    ],
-)
+@mostly_slow("form", FORMS, lambda form: form == "8 bits")
 def test_a_run_resumed_from_a_checkpoint_has_the_same_bits(form):
     tx = low_bit("adamw", **FORMS[form])
     step = jax.jit(step_function("adamw", tx))
@@ -614,25 +568,6 @@ def test_a_run_resumed_from_a_checkpoint_has_the_same_bits(form):
         assert as_bits(resumed) == as_bits(carry)
 
 
-def test_optax_finds_fields_in_the_state():
-    params = example()
-    tx = optax_mp.mixed_precision(
-        low_bit_state(
-            optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2), min_size=100
-        )
-    )
-    low = optax_mp.cast_floating(params, "bfloat16")
-    state = tx.init(low)
-    _, state = tx.update(params, state, low)
-    assert int(optax.tree.get(state, "step_count")) == 1
-    assert isinstance(optax.tree.get(state, "nu")["w"], Quantized)
-    assert float(optax.tree.get(state, "learning_rate")) == np.float32(1e-2)
-    state = optax.tree.set(state, learning_rate=0.5)
-    assert float(optax.tree.get(state, "learning_rate")) == 0.5
-    state = base().update(params, base().init(params), params)[1]
-    assert int(optax.tree.get(state, "count")) == 1
-
-
 def test_the_compact_form_is_5_and_an_eighth_bytes_a_weight():
     adamw = low_bit_state(optax.adamw(1e-3))
     tx = optax_mp.mixed_precision(adamw, storage=optax_mp.Split(bits=8))
@@ -643,31 +578,6 @@ def test_the_compact_form_is_5_and_an_eighth_bytes_a_weight():
     report = optax_mp.memory_report(state, params)
     # Two bytes of param, one of remainder, two of codes, two scales of 2 for 32 weights.
     assert report.bytes_per_weight == pytest.approx(2 + 1 + 2 + 4 / 32, rel=1e-4)
-
-
-def test_extra_arguments_reach_the_inner_optimizer():
-    tx = low_bit_state(
-        optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()), min_size=100
-    )
-    params = example()
-    updates, state = tx.update(params, tx.init(params), params, value=jnp.float32(2.0))
-    assert float(optax.tree.get(state, "best_value")) == 2.0
-    assert set(kinds(state)) == {"mu['w']", "nu['w']"}
-
-
-@pytest.mark.slow
-def test_vmap_over_an_ensemble_is_each_alone():
-    tx = base()
-    params = example()
-    many = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params)
-    states = jax.vmap(tx.init)(many)
-    assert kinds(states) == {"mu['w']": "int8", "nu['w']": "uint8"}
-    grads = first_noises(1)[0]
-    _, together = jax.jit(jax.vmap(tx.update, in_axes=(None, 0, 0)))(
-        grads, states, many
-    )
-    _, alone = jax.jit(tx.update)(grads, tx.init(params), params)
-    assert as_bits(jax.tree.map(lambda x: x[0], together)) == as_bits(alone)
 
 
 @pytest.mark.parametrize(
@@ -719,41 +629,3 @@ def test_a_state_made_with_other_settings_is_refused(made, used, match):
     state = base(**made).init(params)
     with pytest.raises(ValueError, match=match):
         base(**used).update(params, state, params)
-
-
-def counted_equations(tx, count):
-    params = {f"w{i}": jnp.ones((64, 8)) for i in range(count)}
-    state = jax.eval_shape(tx.init, params)
-    equations = jax.make_jaxpr(tx.update)(params, state, params).eqns
-    if len(equations) == 1:  # the step of `leafwise_update`
-        equations = equations[0].params["jaxpr"].eqns
-    return len(equations)
-
-
-@pytest.mark.parametrize("seed", [0, None])
-def test_arrays_of_one_shape_are_traced_once(seed):
-    """So tracing costs a call per array, and not fifty equations."""
-    adamw = optax.adamw(1e-2)
-    low = low_bit_state(adamw, min_size=1, seed=seed)
-    calls = [counted_equations(low, n) - counted_equations(adamw, n) for n in (2, 5)]
-    # Two moments, each dequantized and quantized.
-    assert calls[1] - calls[0] == 3 * 2 * 2
-
-
-@pytest.mark.parametrize(
-    "form", ["8 bits", pytest.param("bfloat16", marks=pytest.mark.slow)]
-)
-def test_an_exported_step_has_the_same_bits(form):
-    tx = low_bit("adamw", **FORMS[form])
-    step = jax.jit(step_function("adamw", tx))
-    params = example()
-    start = (params, tx.init(params))
-    noise = first_noises(1)[0]
-
-    def flat(leaves, noise):
-        carry = jax.tree.unflatten(jax.tree.structure(start), leaves)
-        return jax.tree.leaves(step(carry, noise))
-
-    exported = export.export(jax.jit(flat))(jax.tree.leaves(start), noise)
-    got = exported.call(jax.tree.leaves(start), noise)
-    assert as_bits(got) == as_bits(jax.jit(flat)(jax.tree.leaves(start), noise))

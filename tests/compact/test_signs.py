@@ -168,20 +168,6 @@ def test_what_is_known_of_inputs_is_followed(function, known, want):
     assert claimed(function, X, X, known=known) == [want]
 
 
-def test_constants_and_several_outputs_are_judged_one_by_one():
-    positive, negative = np.arange(4.0), -np.arange(4.0)
-
-    def function(x):
-        return x * positive * x, x * negative * x, positive + 0 * x * x, negative, x
-
-    assert claimed(function, np.ones(4)) == [True, False, True, False, False]
-
-
-def test_a_random_key_is_no_number():
-    key = jax.random.key(0)
-    assert claimed(lambda x: (key, x * x), ROW) == [False, True]
-
-
 GRADS = jnp.linspace(-1.0, 1.0, 8192).reshape(64, 128)
 SQUARES = {
     "x * x": lambda g: g * g,
@@ -198,9 +184,11 @@ AVERAGES = {
 }
 
 
-@pytest.mark.parametrize("b2", ["in Python", "traced"])
-@pytest.mark.parametrize("average", AVERAGES)
-@pytest.mark.parametrize("square", SQUARES)
+@pytest.mark.parametrize(
+    ("square", "average", "b2"),
+    [(x, y, "in Python") for x in SQUARES for y in AVERAGES]
+    + [(x, "an average", "traced") for x in SQUARES],
+)
 def test_a_second_moment_has_unsigned_codes_however_it_is_written(square, average, b2):
     def init(params):
         state = jnp.zeros_like(params), jnp.zeros_like(params)
@@ -311,7 +299,6 @@ def test_random_programs_keep_the_claims_made_of_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(100, 300, 50))
-def test_many_random_programs_keep_the_claims_made_of_them(first):
-    for seed in range(first, first + 50):
+def test_many_random_programs_keep_the_claims_made_of_them():
+    for seed in range(100, 140):
         assert_sound(seed)

@@ -22,7 +22,7 @@ from host_memory import (
 )
 from jax.sharding import AxisType
 from offload_devices import CHECKS
-from optimizers import OPTIMIZERS, extra_arguments
+from optimizers import DISTINCT, OPTIMIZERS, extra_arguments
 from slow_cases import mostly_slow
 
 import optax_mp
@@ -55,7 +55,6 @@ FORMS = {
     "stochastic": lambda off: off(
         optax_mp.stochastic_rounding(optax_mp.low_bit_state(ADAMW, min_size=128))
     ),
-    "only moments": lambda off: masters(off(ADAMW)),
     "clipped": lambda off: off(
         masters(optax.chain(optax.clip_by_global_norm(1.0), ADAMW))
     ),
@@ -68,9 +67,7 @@ FORMS = {
         optax_mp.dynamic_loss_scale(init_scale=4.0), off(masters(ADAMW))
     ),
     "MultiSteps inside": lambda off: off(masters(multi_steps(ADAMW))),
-    "MultiSteps around": lambda off: multi_steps(off(masters(ADAMW))),
     "apply_if_finite inside": lambda off: off(optax.apply_if_finite(masters(ADAMW), 9)),
-    "apply_if_finite around": lambda off: optax.apply_if_finite(off(masters(ADAMW)), 9),
     "inject_hyperparams": lambda off: off(
         masters(optax.inject_hyperparams(optax.adamw)(1e-2))
     ),
@@ -78,7 +75,7 @@ FORMS = {
         masters(
             optax.partition(
                 {"a": optax.adam(1e-2), "b": optax.sgd(1e-2, momentum=0.9)},
-                {"matrix": "a", "cube": "b", "row": "a", "small": "b"},
+                {"matrix": "a", "row": "b", "small": "b"},
             )
         )
     ),
@@ -109,24 +106,13 @@ def test_what_is_around_is_not_cut_for_a_tpu(by_take_step):
     assert report.rows[0].tpu == "state in host memory"
 
 
-@needs_memories
-@pytest.mark.slow
-def test_hundreds_of_steps_give_the_same_bits():
-    assert_same_training(FORMS["masters"], steps=300, options={})
-    # With fusions one block of codes differs from step 139 on.
-    got = assert_same_training(FORMS["compact"], steps=300)
-    assert kinds(got[1]) == {"Host", "Device"}
-
-
 # Their products and norms may be added up in another order.
-ROUNDED = {"muon", "galore", "novograd", "mechanize"}
-# It wants a gradient for each example.
-TABLE = sorted(set(OPTIMIZERS) - {"dpsgd"})
+ROUNDED = {"muon", "novograd", "mechanize"}
+TABLE = sorted(DISTINCT | {"novograd", "mechanize", "lbfgs", "schedule_free", "sm3"})
 
 
 @needs_memories
-@mostly_slow("name", TABLE, lambda name: name == "adafactor")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@mostly_slow("name", TABLE, lambda name: name == "lion")
 def test_an_optimizer_trains_as_without(name):
     def form(off):
         return off(masters(OPTIMIZERS[name]()))
@@ -175,7 +161,7 @@ def test_a_step_skipped_from_outside_brings_nothing():
     closed = jax.make_jaxpr(tx.update)(params, state, params)
     for bad, rounds in (({0}, 0), ((), 1)):
         grads = random_grads(params, 0, bad)
-        assert loop_rounds(closed, (grads, state, params)) == [rounds] * 3
+        assert loop_rounds(closed, (grads, state, params)) == [rounds] * 2
     moves = [e for e in closed.jaxpr.eqns if e.primitive.name == "device_put"]
     # What is outside of loops tells jit that a result of one is in host memory.
     assert all(str(e.invars[0].aval).startswith("float32<host>") for e in moves)
@@ -232,7 +218,7 @@ def test_take_step_brings_chunks_and_makes_no_update(name):
 
 @needs_memories
 @pytest.mark.filterwarnings("ignore:.*in device memory")
-@pytest.mark.parametrize("name", ["masters", "compact"])
+@mostly_slow("name", ["masters", "compact"], lambda name: name == "masters")
 def test_take_step_moves_a_state_to_the_host_that_was_restored_elsewhere(name):
     params, tx = random_params(), FORMS[name](in_chunks)
     plain = FORMS[name](lambda inner: inner)
@@ -249,18 +235,6 @@ def test_take_step_moves_a_state_to_the_host_that_was_restored_elsewhere(name):
 
 
 @needs_memories
-def test_a_loss_scale_goes_around_an_update_that_is_jitted():
-    params, inner = random_params(), FORMS["masters"](in_chunks)
-    jitted = optax.GradientTransformationExtraArgs(inner.init, jax.jit(inner.update))
-    tx, step = scaled(jitted), scaled(inner).update
-    state = tx.init(params)
-    for i in range(2):  # the second is traced with the first in a cache
-        grads = random_grads(params, i)
-        got = jax.jit(lambda *args: tx.update(*args))(grads, state, params)
-        assert as_bits(got) == as_bits(jax.jit(step)(grads, state, params))
-
-
-@needs_memories
 def test_a_second_step_is_not_compiled_again():
     tx = FORMS["masters"](in_chunks)
     mesh = jax.make_mesh((1,), ("device",))
@@ -270,12 +244,13 @@ def test_a_second_step_is_not_compiled_again():
 
 
 @needs_memories
-def test_on_a_mesh_of_one_device_with_explicit_axes():
+@mostly_slow("form", ["masters", "compact"], lambda form: form == "masters")
+def test_on_a_mesh_of_one_device_with_explicit_axes(form):
     mesh = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Explicit,))
-    params = jax.device_put(random_params(), jax.NamedSharding(mesh, jax.P()))
-    for form in ("masters", "compact"):
-        got = train(FORMS[form](in_chunks), 2, params=params)
-        assert as_bits(got) == as_bits(train(FORMS[form](in_chunks), 2))
+    params = {"matrix": random_params()["matrix"]}
+    placed = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+    got = train(FORMS[form](in_chunks), 2, params=placed)
+    assert as_bits(got) == as_bits(train(FORMS[form](in_chunks), 2, params=params))
 
 
 def keeping(rule):
@@ -298,19 +273,10 @@ def each(function):
     return lambda *trees: jax.tree.map(function, *trees)
 
 
-def says(x):
-    jax.debug.callback(lambda: None)
-    return x
-
-
 RULES = {
     "reset": each(lambda m, g: jnp.where(g[..., :1].sum() > 0, m + g, 0)),
     "reset by one": lambda m, g: jax.tree.map(
         lambda m, g_: jnp.where(g["row"][0] > 0, m + g_, 0), m, g
-    ),
-    "kept by its own norm": each(lambda m, g: jnp.where(m.sum() < 100, m + g, m)),
-    "kept by one": lambda m, g: jax.tree.map(
-        lambda m, g_: jnp.where(g["row"][0] > 0, m + g_, m), m, g
     ),
     "product after a norm": lambda m, g: jax.tree.map(
         lambda m, g: (
@@ -326,8 +292,7 @@ RULES = {
         lambda: {**m, "matrix": m["matrix"] @ (m["matrix"].T @ g["matrix"])},
         lambda: m,
     ),
-    "with effects": each(lambda m, g: says(m + g)),
-    "swapped": lambda m, g: {**m, "matrix": g["matrix"], "cube": m["cube"] * 2},
+    "swapped": lambda m, g: {**m, "matrix": g["matrix"], "row": m["row"] * 2},
 }
 
 
@@ -344,101 +309,13 @@ def test_a_rule_of_any_kind_gives_the_same(name):
 
 @needs_memories
 @pytest.mark.slow
-def test_state_that_is_widened_at_the_first_step():
-    def update(grads, state, params=None):
-        new = jax.tree.map(lambda m, g: m.astype(jnp.float32) + g, state, grads)
-        return new, new
-
-    def make(off):
-        rule = keeping(None)._replace(update=update)
-        narrow = optax.GradientTransformation(
-            lambda params: jax.tree.map(
-                lambda x: x.astype(jnp.bfloat16), rule.init(params)
-            ),
-            update,
-        )
-        return scaled(off(narrow))
-
-    for bad in ((), {0}):
-        assert_same_training(make, params=random_params("float32"), bad=bad)
-
-
-@needs_memories
-@pytest.mark.slow
-def test_multi_steps_of_float32_params():
-    params = random_params("float32")
-    assert_same_training(lambda off: off(multi_steps(ADAMW)), params=params)
-
-
-@needs_memories
-@pytest.mark.slow
-def test_64_bit_types(x64):
-    form = FORMS["clipped"]
-    want, got = train(form(lambda inner: inner), 4), train(form(in_chunks), 4)
-    assert kinds(got[1]) == {"Host", "Device"}
-    for a, b in zip(jax.tree.leaves(want[1]), jax.tree.leaves(got[1]), strict=True):
-        # XLA makes some divisions products: one unit in the last place.
-        np.testing.assert_allclose(b, a, rtol=3e-7, atol=3e-7)
-
-
-@needs_memories
-@pytest.mark.slow
-def test_lbfgs_searches_along_its_line_as_without():
-    start = {k: v for k, v in random_params("float32").items() if k != "cube"}
-
-    def loss(params):
-        return sum(jnp.sum(jnp.cosh(x - 0.5)) for x in jax.tree.leaves(params))
-
-    def run(tx):
-        @functools.partial(jax.jit, compiler_options=UNFUSED)
-        def step(params, state):
-            value, grads = jax.value_and_grad(loss)(params)
-            given = {"value": value, "grad": grads, "value_fn": loss}
-            updates, state = tx.update(grads, state, params, **given)
-            return optax.apply_updates(params, updates), state, value
-
-        params, state, values = start, tx.init(start), []
-        for _ in range(4):
-            params, state, value = step(params, state)
-            values.append(value)
-        return params, state, values
-
-    tx = in_chunks(optax.lbfgs(memory_size=3))
-    got = run(tx)
-    assert as_bits(got) == as_bits(run(optax.lbfgs(memory_size=3)))
-    assert kinds(got[1]) == {"Host", "Device"}
-    with pytest.raises(TypeError, match="'value', 'grad', and 'value_fn'"):
-        jax.jit(tx.update)(start, got[1], start)
-
-
-@needs_memories
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*outside of `jax.jit`")
-def test_what_is_no_array_is_passed_on_outside_of_jit():
-    params = random_params("float32")
-
-    def value(params):
-        return optax.tree.norm(params)
-
-    tx, plain = in_chunks(optax.lbfgs()), optax.lbfgs()
-    extra = {"value": value(params), "grad": params, "value_fn": value}
-    got = tx.update(params, tx.init(params), params, **extra)
-    want = plain.update(params, plain.init(params), params, **extra)
-    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
-
-
-@needs_memories
-@pytest.mark.slow
 def test_on_eight_devices():
     run_checks("offload_devices", 8, CHECKS)
 
 
 @needs_memories
 def test_converts_on_and_off_in_a_live_run():
-    params = random_params()
     plain, tx = masters(ADAMW), in_chunks(masters(ADAMW))
-    want = train(plain, 6)
     half_params, half, _ = train(plain, 3)
     moved = optax_mp.convert_opt_state(half, half_params, plain, tx)
     assert kinds(moved) == {"Host", "Device"}
@@ -446,7 +323,6 @@ def test_converts_on_and_off_in_a_live_run():
     back = optax_mp.convert_opt_state(moved, half_params, tx, plain)
     assert kinds(back) == {"Device"}
     assert as_bits(back) == as_bits(half)
-    del want, params
 
 
 @needs_memories
@@ -521,7 +397,7 @@ def test_state_that_was_pulled_back_is_brought_to_the_host_with_a_warning():
     state = tx.init(params)
     on_device = jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), state)
     pulled = jax.device_put(state, on_device)
-    with pytest.warns(UserWarning, match=r"master_params\['cube'\] of the state"):
+    with pytest.warns(UserWarning, match=r"master_params\['matrix'\] of the state"):
         _, new = jax.jit(tx.update)(params, pulled, params)
     assert kinds(new) == {"Host", "Device"}
     want = jax.jit(masters(ADAMW).update)(params, pulled, params)[1]

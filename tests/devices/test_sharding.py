@@ -98,7 +98,7 @@ def test_extra_arguments_reach_the_optimizer():
     tx = optax_mp.zero1(bare, mesh(), "data")
     for value in (1.0, 2.0):
         ours, theirs = (
-            each.update(PARAMS, each.init(PARAMS), PARAMS, value=jnp.float32(value))
+            jax.jit(each.update)(PARAMS, each.init(PARAMS), PARAMS, value=value)
             for each in (tx, bare)
         )
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)

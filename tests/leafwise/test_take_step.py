@@ -17,6 +17,7 @@ from comparison import as_bits, check_alike
 from jax.experimental import pallas as pl
 from jax.interpreters import mlir
 from optimizers import (
+    DISTINCT,
     OPTIMIZERS,
     example_gradients,
     example_params,
@@ -27,13 +28,8 @@ from slow_cases import mostly_slow
 import optax_mp
 from optax_mp._jax import _by_platform
 from optax_mp.leafwise import _chunks, _engine, _gpu, _take_step, _tpu
-from optax_mp.leafwise._kernel_evaluator import cube_root, reduce_precision
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
-    pytest.mark.filterwarnings("ignore:.*optimistic_adam_v2.*"),
-    pytest.mark.filterwarnings("ignore:take_step. no kernel"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:take_step. no kernel")
 KERNELS = {"tpu": _tpu, "cuda": _gpu}
 
 
@@ -63,6 +59,9 @@ FORMS = {
     "madgrad": lambda: compact(optax.contrib.madgrad(1e-2)),
     "float16": lambda: compact(ADAMW()),
 }
+# Of those that have codes, what differs most.
+CUT = sorted(DISTINCT | {"adagrad", "adan", "amsgrad", "prodigy", "rprop", "sm3"})
+ON_GPUS = {"5.1 bytes", "16 bits", "stochastic rounding", "float16"}
 # How many codes may differ, where it is more than one in a thousand: each step computes
 # the params anew, so that the last place of any sum shows.
 CODES = {"madgrad": 3e-3}
@@ -147,7 +146,7 @@ def exactly(way, tx):
     return jax.jit(functools.partial(way, tx), compiler_options=options)
 
 
-@mostly_slow("name", OPTIMIZERS, lambda name: name == "adamw")
+@mostly_slow("name", CUT, lambda name: name == "adamw")
 def test_a_step_is_that_of_optax_bit_for_bit(name):
     tx = optax.with_extra_args_support(compact(OPTIMIZERS[name]()))
     params = example_params("bfloat16", name)
@@ -170,24 +169,13 @@ def test_a_step_is_that_of_optax_bit_for_bit(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_cut_without_a_change(form):
+@pytest.mark.parametrize("form", ["16 bits", "split", "loss scale", "clipped"])
+def test_a_form_is_cut_without_a_change(form):
     tx = FORMS[form]()
-    # optax's muon divides by the size of an array.
-    shapes = SHAPES[:-1] if form == "muon" else SHAPES
-
-    def run(way):
-        step = jax.jit(functools.partial(way, tx))
-        return trained(step, tx, 3, shapes, dtype_of(form))
-
-    want, *others = in_all_ways(run)
-    for got in others:
-        if form != "muon":
-            assert as_bits(got) == as_bits(want)
-            continue
-        # Its end is fused otherwise, so that XLA contracts it otherwise: a few codes.
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            assert (np.asarray(a) != np.asarray(b)).sum() <= 1e-3 * a.size
+    want, *others = in_all_ways(
+        lambda way: as_bits(trained(jax.jit(functools.partial(way, tx)), tx))
+    )
+    assert others == [want, want]
 
 
 @mostly_slow(
@@ -196,9 +184,10 @@ def test_every_form_is_cut_without_a_change(form):
         (form, platform, shapes)
         for form in FORMS
         for platform in KERNELS
-        for shapes in (SHAPES[:4:2], SHAPES)
+        for shapes in (SHAPES[:1], SHAPES)
         if form == "5.1 bytes" or shapes != SHAPES
-        if (form, platform) != ("float16", "tpu")
+        # Not of float16 on a TPU, and of GPUs what its kernels alone have.
+        if (form != "float16" if platform == "tpu" else form in ON_GPUS)
     ],
     lambda form, platform, shapes: form == "5.1 bytes" and shapes != SHAPES,
 )
@@ -234,29 +223,6 @@ def test_masters_of_many_equal_leaves_are_those_of_float32():
         assert as_bits(optax_mp.master_params(state, got)) == as_bits(want)
 
 
-def test_a_cube_root_in_kernels_is_right_to_two_units():
-    rng = np.random.default_rng(0)
-    x = (rng.normal(size=10**5) * 10 ** rng.uniform(-37, 37, 10**5)).astype("float32")
-    x = x[np.isfinite(x) & (np.abs(x) > np.finfo(np.float32).tiny)]
-    got = np.asarray(jax.jit(cube_root)(x))
-    want = np.cbrt(x.astype(np.float64))
-    assert np.max(np.abs(got - want) / np.spacing(np.abs(got))) <= 2
-    special = np.float32([0.0, -0.0, np.inf, -np.inf, np.nan])
-    got = np.asarray(jax.jit(cube_root)(special))
-    np.testing.assert_array_equal(got.view(np.uint32), special.view(np.uint32))
-
-
-@pytest.mark.parametrize("mantissa_bits", [1, 7, 10, 22, 23])
-def test_kernels_round_as_xla_does(mantissa_bits):
-    patterns = np.random.default_rng(0).integers(0, 2**32, 10**5, dtype=np.uint32)
-    edges = np.uint32([0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x80000000])
-    x = np.concatenate([patterns, edges]).view(np.float32)
-    bits = {"exponent_bits": 8, "mantissa_bits": mantissa_bits}
-    got = np.asarray(jax.jit(lambda x: reduce_precision(x, bits))(x))
-    want = np.asarray(jax.jit(lambda x: jax.lax.reduce_precision(x, **bits))(x))
-    np.testing.assert_array_equal(got, want)
-
-
 @pytest.mark.parametrize("platform", KERNELS)
 def test_a_kernel_reads_gradients_as_they_were_before_they_were_widened(platform):
     """A loop's float32 gradients take no memory if they came from 16 bits."""
@@ -287,8 +253,9 @@ CHUNKED = [(1096, 520), (4, 64, 256), (70, 256), (33, 4200), (2**18,), (300,)]
 # MADGRAD keeps sums of histories, which are never coded.
 @pytest.mark.filterwarnings("ignore:low_bit_state. 0% of the:UserWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("device_count", [1, 8])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "device_count"), [("5.1 bytes", 8), *((form, 1) for form in FORMS)]
+)
 def test_chunks_do_the_same(form, device_count, monkeypatch):
     tx, ran = FORMS[form](), []
     want = trained(exactly(by_update, tx), tx, 2, CHUNKED, dtype_of(form))
@@ -450,43 +417,6 @@ def test_a_derivative_that_is_known_to_be_zero_stays_so(way):
     np.testing.assert_allclose(slope(0.1, way), want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_vmap_leaves_alone_what_is_not_mapped(way):
-    params = {"w": jnp.ones((64, 128))}
-    state = optax_mp.low_bit_state(optax.adam(0.1), min_size=1).init(params)
-
-    @jax.jit
-    def step(rate, state, params):
-        low = optax_mp.low_bit_state(optax.adam(rate), min_size=1)
-        return way(low, params, state, params)
-
-    of_rates = jax.vmap(step, in_axes=(0, None, None), out_axes=(0, None))
-    moved, after = of_rates(jnp.array([0.1, 0.2]), state, params)
-    assert moved["w"].shape == (2, 64, 128)
-    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
-
-
-def test_state_of_another_dtype_takes_no_place():
-    """It is lowered for a TPU, whose chunks are written where the old ones are."""
-
-    def widened(updates, state, params=None):
-        state = jax.tree.map(
-            lambda m, u: 0.9 * m.astype(jnp.float32) + u, state, updates
-        )
-        return state, state
-
-    start = functools.partial(optax.tree.zeros_like, dtype=jnp.bfloat16)
-    rule = optax.chain(
-        optax.scale_by_adam(), optax.GradientTransformation(start, widened)
-    )
-    low = optax_mp.low_bit_state(rule, min_size=1)
-    params = {"w": jax.ShapeDtypeStruct((4096, 2048), jnp.float32)}
-    state = jax.eval_shape(low.init, params)
-    for way in WAYS:
-        traced = jax.jit(functools.partial(way, low)).trace(params, state, params)
-        traced.lower(lowering_platforms=("tpu",))
-
-
 def test_one_row_and_64_bit_types_are_not_tried(x64):
     """Mosaic cannot lower them: a warning would be an error here."""
     assert "tpu_custom_call" not in lowered(FORMS["5.1 bytes"](), "tpu")
@@ -536,28 +466,8 @@ def after(inner, **extra):
     return in_all_ways(run)
 
 
-def test_effects_of_a_rule_are_kept():
-    seen = []
-
-    def note(updates):
-        jax.debug.callback(lambda x: seen.append(float(x)), updates["p0"][0, 0])
-        return updates
-
-    after(rule(note))
-    jax.effects_barrier()
-    assert seen == [seen[0]] * 3
-
-
 @pytest.mark.slow
-def test_a_rule_keeps_its_configuration_scopes_and_derivatives():
-    def noisy(updates):
-        key = jax.random.key(0)
-        with jax.threefry_partitionable(False):
-            return jax.tree.map(lambda x: x + jax.random.normal(key, x.shape), updates)
-
-    want, *others = after(rule(noisy))
-    assert others == [want, want]
-
+def test_a_rule_keeps_its_derivatives():
     @jax.custom_jvp
     def straight_through(x):
         return jnp.round(x * 4) / 4
@@ -578,26 +488,6 @@ def test_a_rule_keeps_its_configuration_scopes_and_derivatives():
 
     slopes = [jax.grad(moved)(1.5, way) for way in WAYS]
     assert slopes[0] == slopes[1]
-
-
-def test_a_rule_may_look_at_numbers_that_are_known():
-    """A step within `jit` whose state is a constant of it."""
-
-    def chosen(updates, state, params=None):
-        return (
-            updates if int(state) > 1 else jax.tree.map(jnp.negative, updates)
-        ), state
-
-    known = optax.GradientTransformation(lambda _: jnp.int32(2), chosen)
-    tx = optax_mp.low_bit_state(optax.chain(optax.trace(0.9), known), min_size=1)
-    params = random_tree(0, "float32", shapes=((64, 128),))
-    state = tx.init(params)
-
-    def run(way):
-        return as_bits(jax.jit(lambda grads: way(tx, grads, state, params))(params))
-
-    want, *others = in_all_ways(run)
-    assert others == [want, want]
 
 
 def test_what_is_no_optimizer_is_named():
@@ -639,7 +529,7 @@ def test_a_step_without_kernels_says_why_once():
 def test_a_constant_turns_no_kernel_off():
     """One param, or one gradient, that `jit` does not trace."""
     tx = FORMS["5.1 bytes"]()
-    shapes = ((64, 8192), (64, 4096))
+    shapes = ((64, 256), (64, 128))
     params, grads = random_tree(0, shapes=shapes), random_tree(1, shapes=shapes)
     state = tx.init(params)
 
@@ -660,27 +550,27 @@ def test_a_constant_turns_no_kernel_off():
     assert as_bits(closed(state, params)) == as_bits(step(grads, state, params, {}))
 
 
-@pytest.mark.parametrize("platform", CALLS)
-def test_without_pallas_all_else_works(platform):
-    program = f"""
+def test_without_pallas_all_else_works():
+    program = """
 import sys
 sys.modules["jax.experimental.pallas"] = None
 import functools, warnings, jax, jax.numpy as jnp, optax, optax_mp
 tx = optax_mp.low_bit_state(optax.adam(0.1))
-params = {{"w": jnp.ones((64, 128))}}
+params = {"w": jnp.ones((64, 128))}
 step = jax.jit(functools.partial(optax_mp.take_step, tx))
-moved, state = step(params, tx.init(params), params)
+state = tx.init(params)
+moved, _ = step(params, state, params)
 assert float(moved["w"][0, 0]) < 1
-with warnings.catch_warnings(record=True) as warned:
-    warnings.simplefilter("always")
-    text = step.trace(params, state, params).lower(
-        lowering_platforms=({platform!r},)
-    ).as_text()
-    row = optax_mp.step_report(tx, params, state, params).rows[0]
-assert "custom_call" not in text
-assert "no kernel" in row.tpu and "no kernel" in row.gpu, row
-assert "could not make a kernel" in str(warned[0].message)
-assert len(warned) == 1
+for platform in ("tpu", "cuda"):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        traced = step.trace(params, state, params)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        row = optax_mp.step_report(tx, params, state, params).rows[0]
+    assert "custom_call" not in text
+    assert "no kernel" in row.tpu and "no kernel" in row.gpu, row
+    assert "could not make a kernel" in str(warned[0].message)
+    assert len(warned) == 1
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

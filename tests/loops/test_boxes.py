@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from loop_forms import FORMS, Loop
+from slow_cases import mostly_slow
 
 
 @jax.tree_util.register_pytree_node_class
@@ -80,7 +81,7 @@ def params_in(box):
     return params if box is Stubborn else params | {"norm": box(jnp.ones(256))}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@mostly_slow("form", FORMS, lambda form: form in ("FullCopy", "5.1 bytes", "scaled"))
 @pytest.mark.parametrize("box", [Opaque, named], ids=["opaque", "named"])
 def test_any_box_holds_one_array(box, form):
     tx, params = Loop.of(form).tx, params_in(box)

@@ -7,13 +7,10 @@ import optax
 import pytest
 from comparison import as_bits, avals
 from reference import rounded
+from slow_cases import mostly_slow
 
 import optax_mp
 
-OPTIMIZERS = {
-    "adamw": lambda: optax.adamw(1e-2),
-    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
-}
 FORMS = {
     "FullCopy": {},
     "Split(16)": {"storage": optax_mp.Split(16)},
@@ -80,8 +77,7 @@ def halve_rounded_to(dtypes):
     )
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
+@mostly_slow(
     ("form", "dtype"),
     [
         ("FullCopy", "bfloat16"),
@@ -91,18 +87,19 @@ def halve_rounded_to(dtypes):
         ("Split(16)", "float16"),
         ("Split(8)", "bfloat16"),
     ],
+    lambda form, dtype: dtype == "bfloat16",
 )
-def test_halved_weights_stay_halved(form, dtype, optimizer):
-    start = weights(dtype)
-    tx = optax_mp.mixed_precision(OPTIMIZERS[optimizer](), **FORMS[form])
+def test_halved_weights_stay_halved(form, dtype):
+    start, adamw = weights(dtype), optax.adamw(1e-2)
+    tx = optax_mp.mixed_precision(adamw, **FORMS[form])
     params, state = train(tx, start, halve)
     masters = optax_mp.master_params(state, params)
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), start)
     if form == "FullCopy":
         # The master is the edited param, so both are halved after they are rounded.
-        want, _ = train(OPTIMIZERS[optimizer](), wide, halve_rounded_to(start))
+        want, _ = train(adamw, wide, halve_rounded_to(start))
     else:
-        want, _ = train(OPTIMIZERS[optimizer](), wide, halve)
+        want, _ = train(adamw, wide, halve)
     # An edit that rounds (of a subnormal) is not that of float32.
     atol = 1e-4 if dtype == "float8_e5m2" else 1e-6
     # A remainder of 8 bits rounds by 2^-16 in every step.
@@ -217,7 +214,7 @@ def test_no_step_is_taken_for_an_edit(dtype):
     assert apart.max() < 2.0**-20
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@mostly_slow("dtype", ["bfloat16", "float16", "float32"], lambda x: x == "bfloat16")
 @pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")
 def test_16_bit_gradients_move_masters_as_a_float32_step_that_casts_them(dtype):
     """Large leaves, and many that are equal."""

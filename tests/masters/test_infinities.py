@@ -10,7 +10,7 @@ import optax
 import pytest
 from comparison import as_bits, avals
 from jax.sharding import Mesh
-from own_storages import Negated, TwoBfloat16
+from own_storages import Negated
 from reference import rounded
 from slow_cases import mostly_slow
 
@@ -44,26 +44,17 @@ FORMS = {
     "split 16": lambda inner: split(16, inner),
     "split 8": lambda inner: split(8, inner),
     "own storage": lambda inner: mixed(inner, storage=Negated()),
-    "trees": lambda inner: mixed(inner, storage=TwoBfloat16()),
     "stochastic rounding": optax_mp.stochastic_rounding,
     "stochastic, low-bit": lambda inner: optax_mp.stochastic_rounding(low_bit(inner)),
-    "low-bit": lambda inner: mixed(low_bit(inner)),
-    "low-bit bfloat16": lambda inner: mixed(low_bit(inner, dtype="bfloat16")),
     "5.1 bytes": lambda inner: split(8, low_bit(inner)),
     "scaled": lambda inner: optax_mp.dynamic_loss_scale(mixed(inner)),
-    "scaled split": lambda inner: optax_mp.static_loss_scale(split(16, inner), 8.0),
-    "link": lambda inner: linked(mixed(inner)),
     "link, split": lambda inner: linked(split(8, inner)),
-    "link, stochastic": lambda inner: linked(optax_mp.stochastic_rounding(inner)),
     "MultiSteps inside": lambda inner: mixed(optax.MultiSteps(inner, 2)),
     "MultiSteps around": lambda inner: optax.MultiSteps(split(16, inner), 2),
     "zero1": lambda inner: sharded(mixed(inner)),
-    "zero1, split": lambda inner: sharded(split(16, inner)),
     "partition": lambda inner: optax.partition(
         {"a": mixed(inner), "b": split(16, inner)}, {"mask": "a", "w": "b"}
     ),
-    "float32 updates": lambda inner: mixed(inner, update_dtype="float32"),
-    "updates like params": lambda inner: mixed(inner, update_dtype="params"),
 }
 
 
@@ -87,11 +78,12 @@ def take_steps(tx, params, grads, *, steps=4, jitted=True):
 
 RUNS = [(True, "bfloat16", "float32"), (True, "float16", "float16")]
 RUNS += [(False, "bfloat16", "float32")]
+BASIC = ("full copies", "split 16", "stochastic rounding")
 
 
 @mostly_slow(
     ("form", "run"),
-    itertools.product(FORMS, RUNS),
+    [(form, run) for form in FORMS for run in RUNS if run == RUNS[0] or form in BASIC],
     lambda form, run: form == "link, split" and run == RUNS[0],
 )
 def test_an_infinite_param_without_a_gradient_stays(form, run):
@@ -120,7 +112,7 @@ def test_an_infinite_param_without_a_gradient_stays(form, run):
         (form, jitted, dtype)
         for form in FORMS
         for jitted, dtype in ((True, "float16"), (False, "bfloat16"))
-        if form != "MultiSteps around"
+        if form != "MultiSteps around" and (jitted or form in BASIC)
     ],
     lambda form, jitted, dtype: form == "link, split" and jitted,
 )

@@ -1,6 +1,5 @@
 """mixed_precision: what lands in the params, what is stored, and what is an error."""
 
-import functools
 import re
 
 import jax
@@ -9,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits, avals
-from forced_devices import run_on
 from reference import rounded, smallest_landing
 
 import optax_mp
@@ -68,11 +66,14 @@ def sgd_to(target, param, **settings):
 def test_small_updates_add_up_where_naive_bf16_stands_still():
     def train(tx):
         params = {"w": jnp.ones(4, jnp.bfloat16)}
-        state = tx.init(params)
-        for _ in range(1000):
-            grads = {"w": jnp.full(4, 0.001, jnp.bfloat16)}
+        grads = {"w": jnp.full(4, 0.001, jnp.bfloat16)}
+
+        def step(carry, _):
+            params, state = carry
             updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
+            return (optax.apply_updates(params, updates), state), None
+
+        (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), length=1000)
         return params["w"]
 
     np.testing.assert_array_equal(train(optax.sgd(1.0)), 1.0)
@@ -104,20 +105,6 @@ def test_params_land_on_the_rounded_master_from_anywhere(dtype):
     np.testing.assert_array_equal(got[exact], want[exact])
     miss = np.abs(got.astype(np.float64) - want.astype(np.float64))
     assert (miss <= 2.0**-23 * np.abs(param.astype(np.float64))).all()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
-def test_a_finite_master_never_makes_a_param_infinite(dtype):
-    huge = np.float32([3e38, -3e38, 1e6, -1e6, 500.0])
-    largest = float(jnp.finfo(dtype).max)
-    param = jnp.ones(5, dtype)
-    settings = {"update_dtype": "params"} if dtype.startswith("float8") else {}
-    got, _ = sgd_to(huge, param, **settings)
-    got = np.asarray(got).astype(np.float32)
-    assert np.isfinite(got).all()
-    np.testing.assert_array_equal(np.abs(got) <= largest, True)
-    if dtype != "bfloat16":
-        np.testing.assert_array_equal(np.abs(got[:4]), largest)
 
 
 @pytest.mark.parametrize(
@@ -213,22 +200,6 @@ def test_state_shares_no_buffer_with_params_or_itself():
             leaves = jax.tree.leaves((tree, state))
             pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves]
             assert len(set(pointers)) == len(pointers)
-
-
-@STORAGES
-def test_donating_params_and_state_right_after_init(storage):
-    tx = optax_mp.mixed_precision(optax.adam(1e-2), storage=storage)
-    params = {"low": jnp.ones(8, jnp.bfloat16), "own": jnp.ones(8)}
-    state = tx.init(params)
-    grads = jax.tree.map(jnp.ones_like, params)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params, state = step(*step(params, state))
-    assert np.isfinite(optax_mp.master_params(state, params)["low"]).all()
 
 
 PRETRAINED = {"kernel": jnp.array([1.001, -0.3337]), "norm": {"scale": jnp.ones(2)}}
@@ -388,63 +359,19 @@ def test_an_integer_param_with_a_gradient_is_named():
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "message"),
+    ("settings", "message"),
     [
-        (
-            {"master_dtype": jnp.int32},
-            ValueError,
-            "`master_dtype` is int32, expected a",
-        ),
-        (
-            {"master_dtype": "f33"},
-            ValueError,
-            "`master_dtype` is 'f33', expected a flo",
-        ),
-        ({"update_dtype": "param"}, ValueError, "not None or \"params\", is 'param'"),
-        ({"update_dtype": jnp.int8}, ValueError, 'not None or "params", is int8, exp'),
-        ({"param_dtype": jnp.int8}, ValueError, "`param_dtype` is int8, expected a fl"),
-        ({"param_dtype": "half precision"}, ValueError, "`param_dtype` is 'half prec"),
+        ({"master_dtype": jnp.int32}, "`master_dtype` is int32, expected a"),
+        ({"master_dtype": "f33"}, "`master_dtype` is 'f33', expected a flo"),
+        ({"update_dtype": "param"}, "not None or \"params\", is 'param'"),
+        ({"update_dtype": jnp.int8}, 'not None or "params", is int8, exp'),
+        ({"param_dtype": jnp.int8}, "`param_dtype` is int8, expected a fl"),
+        ({"param_dtype": "half precision"}, "`param_dtype` is 'half prec"),
     ],
 )
-def test_wrong_settings_are_named_before_anything_runs(settings, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_settings_are_named_before_anything_runs(settings, message):
+    with pytest.raises(ValueError, match=message):
         optax_mp.mixed_precision(optax.sgd(0.1), **settings)
-
-
-SHARDED = """
-import jax, jax.numpy as jnp, numpy as np, optax, optax_mp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jax.experimental.shard_map import shard_map
-
-mesh = Mesh(np.array(jax.devices()), ("d",))
-sharding = NamedSharding(mesh, P("d"))
-params = {"w": jax.device_put(jnp.ones(16, jnp.bfloat16), sharding)}
-grads = {"w": jax.device_put(jnp.arange(16.0), sharding)}
-tx = optax_mp.mixed_precision(optax.adamw(1e-2))
-state = tx.init(params)
-assert state.master_params["w"].sharding == sharding
-updates, after = jax.jit(tx.update)(grads, state, params)
-assert after.master_params["w"].sharding.is_equivalent_to(sharding, 1)
-loaded = {"w": np.ones(16, np.float32)}
-replaced = optax_mp.replace_master_params(state, params, loaded)
-assert replaced.master_params["w"].sharding == sharding
-
-specs = jax.tree.map(lambda x: P("d") if x.ndim else P(), state)
-mapped = shard_map(
-    lambda g, s, p: (*tx.update(g, s, p), optax_mp.all_finite(g)[None]),
-    mesh=mesh,
-    in_specs=(P("d"), specs, P("d")),
-    out_specs=(P("d"), specs, P("d")),
-)
-got = jax.jit(mapped)(grads, state, params)
-np.testing.assert_array_equal(got[0]["w"], updates["w"])
-assert got[2].all()
-print("sharded", len(jax.devices()))
-"""
-
-
-def test_sharded_params_keep_masters_and_updates_where_they_are():
-    assert run_on(4, "-c", SHARDED) == "sharded 4\n"
 
 
 @pytest.mark.parametrize("master_dtype", ["bfloat16", "float16", "float8_e5m2"])

@@ -72,15 +72,11 @@ INSIDE = {
         {"kernel": "a", "layer": [{"bias": "b"}], "scale": "b"},
     ),
     "MultiSteps": lambda: optax.MultiSteps(optax.adamw(1e-2), 3),
-    "MultiSteps, as a transformation": lambda: optax.MultiSteps(
-        optax.adamw(1e-2), 3
-    ).gradient_transformation(),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adamw(1e-2), 3),
     "conditionally_mask": lambda: optax.conditionally_mask(
         optax.adam(1e-2), lambda step: step % 2 == 0
     ),
     "schedule_free": lambda: optax.contrib.schedule_free(optax.adam(1e-2), 1e-2),
-    "schedule": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(0, 1e-2, 9, 60)),
     "flatten": lambda: optax.flatten(optax.adamw(1e-2)),
 }
 
@@ -182,17 +178,6 @@ def test_wrappers_outside_see_an_ordinary_optimizer(nesting, grad_dtype):
             )
 
 
-def test_apply_if_finite_outside_skips_a_bad_16_bit_step_whole():
-    tx = optax.apply_if_finite(optax_mp.mixed_precision(optax.adamw(1e-2)), 5)
-    params = example_params("bfloat16")
-    state = tx.init(params)
-    grads = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params)
-    updates, after = jax.jit(tx.update)(grads, state, params)
-    assert as_bits(after.inner_state) == as_bits(state.inner_state)
-    assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
-    assert int(after.total_notfinite) == 1
-
-
 @pytest.mark.parametrize("outside", [True, False])
 def test_a_hyperparameter_set_in_the_state_reaches_the_inner_rule(outside):
     def build(learning_rate):
@@ -205,26 +190,6 @@ def test_a_hyperparameter_set_in_the_state_reaches_the_inner_rule(outside):
     state = optax.tree.set(tx.init(params), learning_rate=jnp.float32(0.25))
     updates, _ = tx.update({"w": jnp.ones(3)}, state, params)
     np.testing.assert_array_equal(updates["w"], -0.25)
-
-
-def test_partition_outside_gives_masters_to_one_group_only():
-    labels = {"kernel": "train", "layer": "freeze", "scale": "freeze"}
-    transforms = {
-        "train": optax_mp.mixed_precision(optax.adam(1e-2)),
-        "freeze": optax.set_to_zero(),
-    }
-    tx = optax.partition(transforms, labels)
-    params = example_params("bfloat16")
-    state = tx.init(params)
-    held = optax.tree.get_all_with_path(state, "master_params")[0][1]
-    assert len(jax.tree.leaves(held)) == 1
-    grads = jax.tree.map(jnp.ones_like, params)
-    updates, state = jax.jit(tx.update)(grads, state, params)
-    after = optax.apply_updates(params, updates)
-    assert as_bits(after["layer"]) == as_bits(params["layer"])
-    masters = optax_mp.master_params(state, after)
-    assert masters["kernel"].dtype == jnp.float32
-    assert masters["scale"].dtype == jnp.bfloat16
 
 
 @pytest.mark.slow

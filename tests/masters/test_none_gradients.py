@@ -7,6 +7,7 @@ import optax
 import pytest
 from comparison import as_bits, avals
 from jax.sharding import Mesh
+from slow_cases import mostly_slow
 
 import optax_mp
 
@@ -54,7 +55,7 @@ def by_jax(state, params, x):
     return jax.grad(loss, allow_int=True)(params, x)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@mostly_slow("form", FORMS, lambda form: form in ("masters", "loss scale", "zero1"))
 @pytest.mark.parametrize("way", ["take_step", "apply_updates"])
 @pytest.mark.parametrize("gradient", [by_value_and_grad, by_jax])
 def test_integer_params_stay_in_everybodys_loop(form, way, gradient):

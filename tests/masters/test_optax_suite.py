@@ -33,8 +33,6 @@ class Suite:
         at_least_passed: a bound on the number of those that pass.
         at_least_with_masters: a bound on the number of those of them with a leaf that
             has a master and is not its own.
-        master_dtype: the argument of `mixed_precision`.
-        only: how the names of the tests that run start.
         fail: the ids of the tests that pass in plain optax only, each with the reason.
         never_with_masters: the optimizers of `source` that no test gives such a leaf.
     """
@@ -44,8 +42,6 @@ class Suite:
     at_least_found: int
     at_least_passed: int
     at_least_with_masters: int
-    master_dtype: str = "float32"
-    only: tuple[str, ...] = ("test",)
     fail: dict[str, str] = dataclasses.field(default_factory=dict)
     never_with_masters: frozenset[str] = frozenset()
 
@@ -75,7 +71,6 @@ SUITES = {
         at_least_found=390,
         at_least_passed=340,
         at_least_with_masters=140,
-        only=IN_16_BITS,
         fail={
             f"alias_test.AliasTest.{EXPLICIT_DTYPE}, opt_name='{name}')": STATE_IS_WIDE
             for name in ("adam", "adamw", "sgd_mom")
@@ -87,7 +82,6 @@ SUITES = {
         at_least_found=200,
         at_least_passed=190,
         at_least_with_masters=120,
-        only=IN_16_BITS,
         fail={
             "contrib._galore_test.GaLoreTest."
             "test_mu_dtype_controls_moment_dtype": STATE_IS_WIDE,
@@ -97,26 +91,13 @@ SUITES = {
         },
         never_with_masters=frozenset({"dpsgd", "sam", "split_real_and_imaginary"}),
     ),
-    # With masters in float64 the tests that train float32 params show that optimizers
-    # converge, compile once and take hyperparameters, schedules and extra arguments
-    # through real ones. (Those of `optax.contrib` do, too, but take minutes more.)
-    "alias_float64": Suite(
-        modules=["optax._src.alias_test"],
-        source=alias,
-        at_least_found=195,
-        at_least_passed=160,
-        at_least_with_masters=90,
-        master_dtype="float64",
-        only=("test_optimiz",),
-        never_with_masters=frozenset({"lbfgs"}),
-    ),
 }
 
 
 def run(suite: Suite, folder: Path) -> dict[str, dict[str, Any]]:
     """Run `suite` in processes that share it, and return what became of each test."""
     command = [sys.executable, wrapped_optax.__file__, *suite.modules]
-    command += ["--master-dtype", suite.master_dtype, "--only", *suite.only]
+    command += ["--only", *IN_16_BITS]
     package = str(Path(optax_mp.__file__).parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {

@@ -33,10 +33,6 @@ OWN = pytest.mark.parametrize("storage", [Negated(), TwoBfloat16()])
 MOSTLY_TREES = mostly_slow(
     "storage", [Negated(), TwoBfloat16()], lambda storage: storage == TwoBfloat16()
 )
-OF_BFLOAT16 = {"w": PARAMS["w"]}
-ALL = pytest.mark.parametrize(
-    "storage", [optax_mp.FullCopy(), optax_mp.Split(8), Negated(), TwoBfloat16()]
-)
 adam = optax.adam(1e-2)
 
 
@@ -183,94 +179,58 @@ def test_checkpoints_are_checked_and_pickled(storage):
         optax_mp.check_checkpoint(state, split)
 
 
-@ALL
-def test_optax_finds_states_by_the_name_of_their_type(storage):
-    state = (optax.EmptyState(), mixed(storage).init(OF_BFLOAT16))
-    found = optax.tree_utils.tree_get(state, "MixedPrecisionState")
-    assert found is state[1]
-    assert repr(found).startswith(f"MixedPrecisionState[{storage}](master_params=")
-
-
 # What is no storage.
+
+
+def returning(value):
+    return lambda self, *args: value(*args)
+
+
+# What a storage has instead, and what is said when it is used.
+WRONG = {
+    "decode to a param": (
+        {"decode": returning(lambda stored, param: param)},
+        r"`decode` of the storage .* returned bfloat16\[3\] .*expected float32",
+    ),
+    "encode to another shape": (
+        {"encode": returning(lambda master, param: (master, master.ravel()[:1]))},
+        r"`encode` of the storage .* returned float32\[",
+    ),
+    "encode to a number": (
+        {"encode": returning(lambda master, param: (master, 1.0))},
+        "`encode` of the storage .* returned float",
+    ),
+    "encode to nothing": (
+        {"encode": returning(lambda master, param: None)},
+        "`encode` of the storage .* returned NoneType",
+    ),
+    "an integer target": (
+        {"advance": returning(lambda _, param, master: (-master, master.astype(int)))},
+        r"`advance` .* for param \['group'\]\[0\], .* as the target a floating",
+    ),
+    "another state": (
+        {"advance": returning(lambda _, param, master: ((master,) * 2, master))},
+        r"`advance` of the storage .* returned float32\[3\], float32\[3\] for",
+    ),
+    "another dtype": (
+        {"takes": returning(lambda param, master: param == jnp.float16)},
+        r"\['group'\]\[0\] is bfloat16\[3\], in training bfloat16, expected float",
+    ),
+    "no hash": ({"__hash__": None}, "is not hashable; expected a frozen dataclass"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_what_is_no_storage_is_named_before_the_first_step(mistake):
+    members, message = WRONG[mistake]
+    with pytest.raises((TypeError, ValueError), match=message):
+        mixed(type("Odd", (Negated,), members)()).init(PARAMS)
 
 
 @pytest.mark.parametrize("missing", ["takes", "encode", "decode", "advance"])
 def test_a_missing_method_is_named_at_construction(missing):
     names = {"takes", "encode", "decode", "advance"} - {missing}
-    own = Negated()
-    partial = types.SimpleNamespace(
-        param_is_part=False, **{name: getattr(own, name) for name in names}
-    )
+    methods = {name: getattr(Negated(), name) for name in names}
+    partial = types.SimpleNamespace(param_is_part=False, **methods)
     with pytest.raises(TypeError, match=f"which has no `{missing}`; expected a stor"):
         mixed(partial)
-
-
-def test_a_storage_that_is_not_hashable_is_refused():
-    class Loose(Negated):
-        __hash__ = None
-
-    with pytest.raises(TypeError, match="is not hashable; expected a frozen dataclass"):
-        mixed(Loose())
-
-
-def test_what_decode_returns_is_checked_at_init():
-    class Narrow(Negated):
-        def decode(self, stored, param):
-            return param
-
-    message = r"`decode` of the storage .* returned bfloat16\[3\] .*expected float32"
-    with pytest.raises(TypeError, match=message):
-        mixed(Narrow()).init(PARAMS)
-
-
-# Read by `decode` below; each is what `encode` returns for a master.
-NOT_STORED = {
-    r"float32\[\]": lambda master: (master, jnp.float32(1)),
-    "float": lambda master: (master, 1.0),
-    r"float32\[12\]": lambda master: (master, master.reshape(-1)),
-    "NoneType": lambda master: None,
-    "MaskedNode": lambda master: optax.MaskedNode(),
-}
-
-
-@pytest.mark.parametrize("shown", NOT_STORED)
-def test_what_encode_returns_is_checked_at_init(shown):
-    class Odd(Negated):
-        def encode(self, master, param):
-            return NOT_STORED[shown](master)
-
-    with pytest.raises(TypeError, match=f"`encode` of the storage .* returned {shown}"):
-        mixed(Odd()).init({"w": PARAMS["w"]})
-
-
-@pytest.mark.parametrize(
-    "of_target", [jnp.sum, lambda master: master.astype(jnp.int32)]
-)
-def test_the_target_of_advance_is_checked(of_target):
-    class Astray(Negated):
-        def advance(self, stored, param, master):
-            return -master, of_target(master)
-
-    message = r"`advance` .* for param \['group'\]\[0\], .* as the target a floating"
-    with pytest.raises(TypeError, match=message):
-        mixed(Astray()).init(PARAMS)
-
-
-def test_what_advance_returns_is_checked():
-    class Widening(Negated):
-        def advance(self, stored, param, master):
-            return (master, master), master
-
-    message = r"`advance` of the storage .* returned float32\[3\], float32\[3\] for"
-    with pytest.raises(TypeError, match=message):
-        mixed(Widening()).init(PARAMS)
-
-
-def test_params_that_a_storage_does_not_take_are_named():
-    class OfFloat16(Negated):
-        def takes(self, param_dtype, master_dtype):
-            return param_dtype == jnp.float16
-
-    message = r"\['group'\]\[0\] is bfloat16\[3\], in training bfloat16, expected float"
-    with pytest.raises(ValueError, match=message):
-        mixed(OfFloat16()).init(PARAMS)

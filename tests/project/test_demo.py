@@ -20,6 +20,7 @@ def folder(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_masters_learn_as_float32_does(folder):
     import model
     import train

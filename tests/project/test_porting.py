@@ -89,9 +89,6 @@ def adjusted(scale, finite):
     return scale.adjust(finite)
 
 
-# The page.
-
-
 # By default every fourth one.
 @mostly_slow("section", TRAINING, TRAINING[::4].__contains__)
 def test_new_code_trains(section):
@@ -105,9 +102,6 @@ def test_every_link_of_the_table_has_its_section():
         re.sub(r"[^\w -]", "", name).lower().replace(" ", "-") for name in SECTIONS
     }
     assert set(re.findall(r"\]\(#(.+?)\)", PAGE)) == slugs
-
-
-# jmp.
 
 
 def test_jmp_and_new_code_train_alike():
@@ -146,12 +140,6 @@ def test_scale_moves_as_with_jmp():
     assert len(set(scales)) > 3 and min(scales) == 1
 
 
-# jaxamp.
-
-
-# flax.
-
-
 @pytest.mark.slow
 def test_flax_and_new_code_train_alike():
     scale = pytest.importorskip("flax.training.dynamic_scale")
@@ -168,9 +156,6 @@ def test_flax_and_new_code_train_alike():
     assert loss.shape == ()
 
 
-# Masters by hand.
-
-
 def test_masters_by_hand_are_those_of_mixed_precision_bit_for_bit():
     (old, old_losses), (new, losses) = old_beside_new(
         "Hand-written masters", optax_mp=optax_mp
@@ -182,25 +167,6 @@ def test_masters_by_hand_are_those_of_mixed_precision_bit_for_bit():
     # What it is for: without masters the params end elsewhere.
     start, _ = run("\n".join(block("Hand-written masters", "python").split("\n")[:8]))
     assert as_bits(start["params"]) != as_bits(new["params"])
-
-
-@jax.jit
-def step_by_hand(masters, state, grads):
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-    updates, state = optax.adamw(1e-2).update(grads, state, masters)
-    return optax.apply_updates(masters, updates), state
-
-
-# torch.
-
-
-def scales_by(scaler, sequence):
-    """Return the scale of one of the scalers here after each step."""
-    found = []
-    for finite in sequence:
-        scaler.update(finite)
-        found.append(float(scaler.scale))
-    return found
 
 
 class TorchScaler:
@@ -218,52 +184,6 @@ class TorchScaler:
             doubled = np.float32(self.scale * np.float32(2))
             self.scale = doubled if np.isfinite(doubled) else self.scale
             self.tracker = 0
-
-
-def test_scale_moves_as_that_of_torch_within_the_limits():
-    sequence = random_finite(2, 300, 0.06)
-    scales, state = scales_of(sequence, growth_interval=8)
-    torch = TorchScaler(interval=8)
-    assert scales == scales_by(torch, sequence)
-    assert int(state.finite_count) == torch.tracker
-    assert len(set(scales)) > 3
-
-
-def test_defaults_are_those_of_torch():
-    assert float(scaled().init(jnp.ones(1)).scale) == TorchScaler().scale
-    scales, _ = scales_of([True, True, False], finite_count=1998)
-    assert scales == scales_by(TorchScaler(tracker=1998), [True, True, False])
-    assert scales == [2.0**16, 2.0**17, 2.0**16]
-
-
-# Apex.
-
-
-# Optimisers.jl.
-
-
-def test_learning_rate_is_set_by_name():
-    names, _ = new_code("Optimisers.jl")
-    assert float(optax.tree.get(names["opt_state"], "learning_rate")) == np.float32(
-        1e-3
-    )
-    update = jax.jit(names["tx"].update)
-    grads = jax.tree.map(jnp.ones_like, names["params"])
-    _, state = update(grads, names["opt_state"], names["params"])
-    before = optax_mp.master_params(names["opt_state"], names["params"])
-    after = optax_mp.master_params(state, names["params"])
-    # Adam's first steps are as long as the rate: under it now, where 1e-2 was.
-    assert 0 < np.abs(np.asarray(after["w"]) - np.asarray(before["w"])).max() < 2e-3
-
-
-# Emily.
-
-
-# Runs that are under way.
-
-
-def kinds(tree):
-    return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]
 
 
 def adamw_of_torch(params, grads, m, v, count, rate=1e-3, decay=0.01):
@@ -297,50 +217,3 @@ def test_run_with_torch_goes_on():
     np.testing.assert_allclose(params["w"], old[0], rtol=1e-5)
     assert np.abs(old[0] - 1).max() > 1e-3
     assert int(optax.tree.get(state, "count")) == old[3] == 7197
-
-
-def test_scale_of_a_run_with_jmp_goes_on():
-    jmp = pytest.importorskip("jmp")
-    old, sequence = (
-        jmp.DynamicLossScale(jnp.float32(2.0**9), period=8),
-        random_finite(7),
-    )
-    for finite in sequence[:40]:
-        old = adjusted(old, finite)
-    assert int(old.counter) > 0
-    scales, _ = scales_of(
-        sequence[40:100], old.loss_scale, old.counter, growth_interval=8, min_scale=1.0
-    )
-    expected = []
-    for finite in sequence[40:100]:
-        old = adjusted(old, finite)
-        expected.append(float(old.loss_scale))
-    assert scales == expected and len(set(scales)) > 2
-
-
-def test_run_with_masters_by_hand_goes_on_bit_for_bit():
-    rng = np.random.default_rng(8)
-    masters = {"w": jnp.asarray(rng.normal(size=(8, 32)), jnp.float32)}
-    old_state = optax.adamw(1e-2).init(masters)
-    stream = [{"w": jnp.asarray(g, jnp.float16)} for g in rng.normal(size=(10, 8, 32))]
-    for grads in stream[:5]:
-        masters, old_state = step_by_hand(masters, old_state, grads)
-
-    params = optax_mp.cast_floating(masters, jnp.float16)
-    tx = optax_mp.mixed_precision(optax.adamw(1e-2), param_dtype=jnp.float16)
-    state = tx.init(masters)._replace(inner_state=old_state)
-    assert kinds(state) == kinds(tx.init(masters))
-    around = optax_mp.dynamic_loss_scale(tx)
-    nested = around.init(params)
-    nested = nested._replace(
-        inner_state=tx.init(params)._replace(inner_state=old_state)
-    )
-    nested = optax_mp.replace_master_params(nested, params, masters)
-    assert as_bits(nested.inner_state) == as_bits(state)
-
-    update = jax.jit(tx.update)
-    for grads in stream[5:]:
-        masters, old_state = step_by_hand(masters, old_state, grads)
-        updates, state = update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    assert as_bits(state) == as_bits((masters, old_state))

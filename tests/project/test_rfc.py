@@ -1,7 +1,6 @@
 """The masters proposed to optax are `mixed_precision`, bit for bit."""
 
 import importlib.util
-import itertools
 from pathlib import Path
 
 import jax
@@ -73,8 +72,8 @@ def run(tx, params, stacked, how):
     return carry
 
 
-CASES = list(itertools.product(OPTIMIZERS, ["bfloat16", "float16"], ["jit", "scan"]))
 DEFAULT = {("adamw", "bfloat16", "scan"), ("clipped lion", "float16", "jit")}
+CASES = [*sorted(DEFAULT), *((name, "bfloat16", "jit") for name in OPTIMIZERS)]
 
 
 @mostly_slow(("name", "dtype", "how"), CASES, lambda *case: case in DEFAULT)

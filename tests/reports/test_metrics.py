@@ -94,10 +94,6 @@ SEVERAL = {
         lambda: optax_mp.static_loss_scale(scaler(4.0), 8.0),
         {"loss_scale": 8, "inner_state/loss_scale": 4},
     ),
-    "chain": (
-        lambda: optax.chain(scaler(4.0), optax.masked(scaler(2.0), True)),
-        {"0/loss_scale": 4, "1/inner_state/loss_scale": 2},
-    ),
 }
 
 
@@ -133,12 +129,6 @@ def test_injected_hyperparameters_are_metrics():
     assert rates == [1.0, 0.75, 0.5]
     assert found["b1"] == 0.5 and found["step_count"] == 3
     assert all(value.shape == () for value in found.values())
-
-
-def test_a_state_that_is_a_dict_counts_its_steps():
-    state = {"count": jnp.int32(3), "mu": PARAMS}
-    assert optax_mp.metrics(state) == {"step_count": 3}
-    assert optax_mp.metrics({"mu": PARAMS, "key": jax.random.key(0)}) == {}
 
 
 @pytest.mark.parametrize("value", [optax.adam(0.1), PARAMS, jnp.ones(3), "state", 3])

@@ -77,15 +77,6 @@ def test_amp_makes_a_u_net_low(wrap, batch_dtype):
     assert len(report.products) == 17 + 16 + 16
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_amp_makes_all_products_of_a_model_low(model):
-    problem = problem_of(model)
-    report = report_on(problem, amp_of_float32, "float32")
-    assert report.shares() == {"bfloat16": 1.0}
-    assert report_on(problem, amp, "bfloat16").shares() == {"bfloat16": 1.0}
-
-
 def scanned_linen():
     nn = pytest.importorskip("flax.linen")
 
@@ -135,3 +126,12 @@ def test_a_scan_over_layers_with_float32_norms_has_a_recipe(make):
     assert optax_mp.all_finite(grads)
     dtypes = [[y.dtype for y in jax.tree.leaves(x)] for x in (grads, params)]
     assert dtypes[0] == dtypes[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_amp_makes_all_products_of_a_model_low(model):
+    problem = problem_of(model)
+    report = report_on(problem, amp_of_float32, "float32")
+    assert report.shares() == {"bfloat16": 1.0}
+    assert report_on(problem, amp, "bfloat16").shares() == {"bfloat16": 1.0}

@@ -26,16 +26,18 @@ def reported(tx, *shapes, dtype="bfloat16", **settings):
 
 @has_kernels
 def test_each_reason_is_named():
-    shapes = (64, 128), (8192,), (8, 8), (64, 200)
+    shapes = (64, 128), (8192,), (8, 8), (64, 200), (64, 201)
+    rows = "rows no multiple of 128"
     assert reported(compact(min_size=1), *shapes) == [
         ("kernel", "kernel"),
         ("one axis", "kernel"),
         ("under 4096 elements", "under 4096 elements"),
-        ("kernel", "rows not of whole blocks"),
+        (rows, "blocks of 25"),
+        (rows, "rows not of whole blocks"),
     ]
-    assert reported(compact(block_size=256), (64, 256)) == [
-        ("blocks of 256, not of 8 to 128", "kernel")
-    ]
+    for size, gpu in ((256, "kernel"), (4096, "blocks of 4096")):
+        reasons = reported(compact(block_size=size), (4, 8 * size))
+        assert reasons == [(f"blocks of {size}", gpu)]
     assert reported(compact(), (64, 128), dtype="float16")[0][0] == (
         "computes in float16"
     )

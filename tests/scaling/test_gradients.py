@@ -67,12 +67,6 @@ def test_scale_loss_without_a_scale_adds_no_equation():
     assert scaled == plain
 
 
-def test_value_and_grad_without_a_scale_adds_no_equation():
-    plain = equations(jax.value_and_grad(quadratic), PARAMS)
-    ours = equations(lambda p: optax_mp.value_and_grad(quadratic)(NO_SCALE, p), PARAMS)
-    assert ours == plain
-
-
 BAD_LOSS = pytest.mark.parametrize("name", BAD_LOSSES)
 
 
@@ -146,15 +140,6 @@ def test_gradients_that_float16_loses_are_kept_by_the_scale():
     assert kept.tolist() == [2.0**-16] * 2
 
 
-def test_a_float16_loss_past_65504_when_scaled_is_right():
-    weight = jnp.array([200.0], jnp.float16)
-    f = optax_mp.value_and_grad(lambda w: (w * w).sum())
-    loss, grads = f(state_with(64.0), weight)
-    assert float(loss) == 40000.0
-    assert loss.dtype == jnp.float16
-    assert grads.tolist() == [2 * 200 * 64.0]
-
-
 def three(x, y, z):
     return jnp.sum(x * y**2 * z["w"])
 
@@ -180,16 +165,6 @@ def test_argnums_out_of_range_are_named(argnums):
     )
     with pytest.raises(ValueError, match=expected):
         f(state_with(8.0), VECTOR, VECTOR)
-
-
-def test_keyword_arguments_reach_the_function():
-    def fun(w, *, power, offset=0.0):
-        return jnp.sum(w**power) + offset
-
-    loss, grads = optax_mp.value_and_grad(fun)(
-        state_with(4.0), jnp.array([3.0]), power=2, offset=1.0
-    )
-    assert (float(loss), grads.tolist()) == (10.0, [24.0])
 
 
 def test_aux_comes_back_unscaled_and_as_it_is():
@@ -227,28 +202,6 @@ def test_leaves_that_are_no_floats_get_none():
     assert grads["w"].dtype == jnp.float32
 
 
-def test_complex_leaves_are_differentiated_as_by_jax():
-    w = jnp.array([1 + 2j, -3j], jnp.complex64)
-
-    def fun(w):
-        return jnp.sum(jnp.abs(w) ** 2)
-
-    loss, grads = optax_mp.value_and_grad(fun)(state_with(8.0), w)
-    want_loss, want = jax.value_and_grad(fun)(w)
-    assert loss == want_loss
-    assert grads.dtype == jnp.complex64
-    np.testing.assert_array_equal(grads, 8 * want)
-
-
-@pytest.mark.usefixtures("x64")
-def test_float64_gradients_stay_float64():
-    loss, grads = optax_mp.value_and_grad(jnp.sum)(
-        state_with(8.0), jnp.ones(2, jnp.float64)
-    )
-    assert loss.dtype == grads.dtype == jnp.float64
-    assert grads.tolist() == [8, 8]
-
-
 # Equinox
 
 
@@ -279,20 +232,6 @@ def model():
 
 def model_loss(model, x):
     return jnp.mean(jax.vmap(model)(x) ** 2)
-
-
-@pytest.mark.slow
-def test_gradients_of_an_equinox_module_are_those_of_equinox(model):
-    x = jnp.asarray(BATCH, jnp.float32)
-    f = eqx.filter_jit(optax_mp.value_and_grad(model_loss))
-    loss, grads = f(state_with(16.0), model, x)
-    want_loss, want = eqx.filter_jit(eqx.filter_value_and_grad(model_loss))(model, x)
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
-    assert (grads.steps, grads.key, grads.eps) == (None, None, None)
-    assert grads.head.activation is None
-    assert grads.name == "net"
-    got = jax.tree.map(lambda g: g / 16, eqx.filter(grads, eqx.is_array))
-    assert_close_trees(got, eqx.filter(want, eqx.is_array), rtol=1e-4)
 
 
 def test_an_equinox_module_trains_under_filter_jit(model):

@@ -104,25 +104,6 @@ def test_a_nan_in_aux_does_not_shrink_the_scale(redo):
     assert (float(loss), grads.tolist()) == (2, [1, 1])
 
 
-def test_a_gradient_that_is_not_finite_shrinks_the_scale():
-    # sqrt is finite at 0, its slope is not.
-    f = optax_mp.dynamic_scale_value_and_grad(lambda w: jnp.sum(jnp.sqrt(w)))
-    new, (loss, _) = f(jnp.zeros(2), loss_scale=optax_mp.DynamicLossScale(8.0))
-    assert loss == 0
-    assert new.loss_scale == 4
-
-
-@pytest.mark.parametrize("redo", [0, 2])
-def test_gradients_of_a_growth_step_are_divided_by_the_scale_that_made_them(redo):
-    f = optax_mp.dynamic_scale_grad(quadratic, redo_on_nan=redo)
-    scale = optax_mp.DynamicLossScale(8.0, period=1)
-    for _ in range(3):
-        before = scale.loss_scale
-        scale, grads = f(jnp.array([3.0]), loss_scale=scale)
-        assert scale.loss_scale == 2 * before
-        assert grads.tolist() == [6.0]
-
-
 VALUES = {
     "none": optax_mp.NoOpLossScale(),
     "static": optax_mp.StaticLossScale(1024.0),
@@ -151,30 +132,6 @@ def test_every_kind_of_loss_scale_gives_the_gradients_of_jax(kind, redo, jit):
     for name, grad in grads.items():
         # Sums in another order where XLA fuses.
         np.testing.assert_allclose(grad, want[name], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("redo", [0, 2])
-def test_gradients_of_leaves_that_are_no_floats_are_none(redo):
-    tree = {"w": jnp.array([2.0]), "n": jnp.int32(3), "f": jnp.tanh, "s": "name"}
-    f = optax_mp.dynamic_scale_grad(
-        lambda t: jnp.sum(t["w"] * t["n"]), redo_on_nan=redo
-    )
-    _, grads = f(tree, loss_scale=optax_mp.DynamicLossScale(8.0))
-    assert grads["w"].tolist() == [3.0]
-    assert (grads["n"], grads["f"], grads["s"]) == (None, None, None)
-
-
-def test_aux_of_the_last_try_comes_back():
-    def fun(w):
-        loss = jnp.sum(w * jnp.float16(1024))
-        return loss, {"loss": loss, "name": jnp.int32(3)}
-
-    f = optax_mp.dynamic_scale_value_and_grad(fun, has_aux=True, redo_on_nan=9)
-    scale = optax_mp.DynamicLossScale(256.0)
-    new, ((loss, aux), grads) = f(jnp.ones(1, jnp.float16), loss_scale=scale)
-    assert new.loss_scale == 32
-    assert (float(loss), float(aux["loss"]), int(aux["name"])) == (1024, 1024, 3)
-    assert grads.tolist() == [1024.0]
 
 
 @pytest.mark.parametrize("bad", [-1, -10])

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comparison import as_bits, avals
+from comparison import as_bits
 from jax import lax
 from reference import LossScaleRule, scale_trace
-from scale_traces import LARGEST, SMALLEST, random_finite, run_values
+from scale_traces import LARGEST, random_finite, run_values
 
 import optax_mp
 
@@ -53,14 +53,6 @@ def test_fuzzed_values_equal_the_rule_in_plain_numpy(seed):
     np.testing.assert_array_equal(counters, want[1])
 
 
-@pytest.mark.parametrize("floor", [2.0**-14, 1.0, SMALLEST])
-def test_400_bad_steps_bring_a_value_to_the_floor(floor):
-    scale = optax_mp.DynamicLossScale(2.0**16, min_loss_scale=floor)
-    scales, _ = run_values(scale, np.zeros(400, bool))
-    assert scales[-1] == np.float32(floor)
-    assert scales.min() > 0
-
-
 # No field is lost
 
 
@@ -96,25 +88,6 @@ def test_no_field_is_lost_on_the_way_through(kind, trip):
     assert as_bits(back) == as_bits(value)
 
 
-@pytest.mark.parametrize("trip", ROUND_TRIPS)
-def test_a_floor_under_one_still_holds_after(trip):
-    value = ROUND_TRIPS[trip](CHANGED["dynamic"])
-    scales, _ = run_values(value, np.zeros(40, bool))
-    assert scales[-1] == 2.0**-10
-
-
-@pytest.mark.parametrize("name", ["tree_map", "eval_shape"])
-def test_leaves_may_be_replaced_by_anything(name):
-    value = CHANGED["dynamic"]
-    if name == "tree_map":
-        other = jax.tree.map(lambda _: "any", value)
-        assert (other.loss_scale, other.counter) == ("any", "any")
-    else:
-        other = jax.eval_shape(lambda x: x, value)
-        assert other.loss_scale.dtype == jnp.float32
-    assert other.min_loss_scale == 2.0**-10
-
-
 # Scaling and unscaling
 
 
@@ -134,16 +107,6 @@ def test_floats_are_scaled_in_float32(kind, dtype, direction):
 
 
 @pytest.mark.usefixtures("x64")
-def test_float64_is_scaled_in_float64():
-    scale = optax_mp.StaticLossScale(2.0**10)
-    exact = 1 + 2.0**-40
-    up, down = scale.scale(jnp.float64(exact)), scale.unscale(jnp.float64(exact))
-    assert up.dtype == down.dtype == jnp.float64
-    assert float(up) == exact * 2.0**10
-    assert float(down) == exact * 2.0**-10
-
-
-@pytest.mark.usefixtures("x64")
 def test_a_scale_is_float32_with_64_bit_types_on():
     scale = optax_mp.DynamicLossScale(jnp.float64(8), counter=jnp.int64(1), period=2)
     after = scale.adjust(True)
@@ -151,14 +114,6 @@ def test_a_scale_is_float32_with_64_bit_types_on():
         assert value.loss_scale.dtype == jnp.float32
         assert value.counter.dtype == jnp.int32
     assert after.loss_scale == 16
-
-
-def test_numpy_arrays_and_scalars_are_scaled():
-    scale = optax_mp.StaticLossScale(8.0)
-    out = scale.scale([np.ones(2, np.float16), np.float32(3)])
-    assert [x.dtype for x in out] == [jnp.float32] * 2
-    assert out[0].tolist() == [8, 8]
-    assert float(out[1]) == 24
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
@@ -169,56 +124,9 @@ def test_a_python_float_is_scaled(kind):
     assert float(scale[kind](8.0).unscale(24.0)) == 3
 
 
-def test_the_largest_float16_times_65536_is_finite():
-    loss = jnp.float16(65504)
-    scale = optax_mp.DynamicLossScale(2.0**16)
-    assert float(scale.scale(loss)) == 65504 * 65536
-    assert float(scale.unscale(scale.scale(loss))) == 65504
-
-
-@pytest.mark.parametrize("factor", [3.0, 0.1, 2.0**16, SMALLEST, LARGEST])
-def test_unscale_takes_scale_back(factor):
-    scale = optax_mp.StaticLossScale(factor)
-    x = jnp.array([1.0, -1.7, 1.2345])
-    back = scale.unscale(scale.scale(x))
-    # Two roundings, of the product and of the reciprocal; none for powers of two.
-    exact = np.frexp(factor)[0] == 0.5
-    np.testing.assert_allclose(back, x, rtol=0 if exact else 3e-7)
-
-
 def test_no_scaling_returns_the_tree_itself():
     value, tree = optax_mp.NoOpLossScale(), {"a": jnp.ones(2, jnp.float16), "b": 3}
     assert value.scale(tree) is tree
     assert value.unscale(tree) is tree
     assert value.adjust(jnp.array(False)) is value
     assert value.loss_scale == 1
-
-
-NUMBERS = {
-    "float16": np.float16(1024),
-    "float64": np.float64(1024),
-    "int": 1024,
-    "int32": np.int32(1024),
-    "jax float16": jnp.float16(1024),
-    "jax bfloat16": jnp.bfloat16(1024),
-    "jax int": jnp.int32(1024),
-    "0-d array": np.array(1024.0),
-}
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("cls", [optax_mp.StaticLossScale, optax_mp.DynamicLossScale])
-def test_a_factor_of_any_dtype_becomes_float32(cls, name):
-    value = cls(NUMBERS[name])
-    plain = cls(1024.0)
-    assert value.loss_scale.dtype == jnp.float32
-    assert avals(value) == avals(plain)
-    assert as_bits(value.adjust(False)) == as_bits(plain.adjust(False))
-
-
-@pytest.mark.parametrize("finite", [True, False, np.bool_(True), jnp.array(False)])
-def test_adjust_takes_any_bool(finite):
-    scale = optax_mp.DynamicLossScale(8.0, period=1)
-    want = 16 if finite else 4
-    assert scale.adjust(finite).loss_scale == want
-    assert jax.jit(lambda s, f: s.adjust(f))(scale, finite).loss_scale == want

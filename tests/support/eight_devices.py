@@ -1,7 +1,5 @@
 """Shardings and zero1 over eight devices; run as a script with eight forced devices."""
 
-import functools
-import itertools
 import math
 import re
 
@@ -12,10 +10,8 @@ import optax
 import pytest
 from comparison import as_bits, avals
 from forced_devices import run_named
-from jax import shard_map
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from own_storages import Negated, TwoBfloat16
 
 import optax_mp
 
@@ -234,21 +230,6 @@ def params_are_gathered_in_their_own_dtype():
             assert others <= {"all-reduce", "reduce-scatter"}, sent
 
 
-def a_step_with_float32_updates_gathers_16_bits_too():
-    mesh = mesh_of(8, 1)
-    params = jax.device_put(weights(), NamedSharding(mesh, P()))
-    for form in ("full copies", "split 16"):
-        tx = optax_mp.zero1(FORMS[form](), mesh, "data")
-        state, grads = tx.init(params), gradients(params, 1)[0]
-
-        def step(grads, state, params, tx=tx):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        sent = large(collectives(jax.jit(step).lower(grads, state, params).compile()))
-        assert [x[:2] for x in sent] == [("all-gather", "u16")] * 3, sent
-
-
 def leaves_that_do_not_divide_are_handled():
     mesh = mesh_of(8, 1)
     shapes = {"odd": (3, 5), "second": (7, 16), "none": (0, 8), "scalar": ()}
@@ -271,25 +252,6 @@ def leaves_that_do_not_divide_are_handled():
     masters = results[1][1].master_params
     assert lies_as(masters["second"], NamedSharding(mesh, P(None, "data")))
     assert lies_as(masters["odd"], NamedSharding(mesh, P()))
-
-
-def float16_and_float8_and_extreme_params_land_as_without():
-    mesh = mesh_of(8, 1)
-    extreme = [-0.0, 0.0, 1e-30, -1e30, 3e38, jnp.inf, jnp.nan, 1.0]
-    for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
-        params = {"x": jnp.tile(jnp.asarray(extreme, dtype), 8)}
-        params = jax.device_put(params, NamedSharding(mesh, P()))
-        update_dtype = "params" if dtype.startswith("float8") else None
-        inner = optax_mp.mixed_precision(optax.sgd(1.0), update_dtype=update_dtype)
-        bare = optax_mp.dynamic_loss_scale(inner, init_scale=1.0)
-        values = np.random.default_rng(1).normal(size=(4, 64)) * 1e-3
-        grads = [{"x": jnp.asarray(v, jnp.float32)} for v in values]
-        grads[1]["x"] = grads[1]["x"].at[0].set(jnp.nan)  # a skipped step
-        expected, expected_state, _ = run(bare, params, grads)
-        tx = optax_mp.zero1(bare, mesh, "data")
-        got, state, _ = run(tx, params, grads)
-        assert as_bits(got) == as_bits(expected), dtype
-        assert as_bits(state) == as_bits(expected_state), dtype
 
 
 def params_sharded_otherwise_keep_their_layout():
@@ -316,36 +278,6 @@ def params_sharded_otherwise_keep_their_layout():
         assert "all-to-all" not in {k for k, _, _ in sent} or layout != "tensor"
 
 
-def two_axes_may_go_along_two_axes_of_an_array():
-    mesh = mesh_of()
-    params = {"w": jnp.ones((4, 6), jnp.bfloat16), "v": jnp.ones((16, 3), jnp.bfloat16)}
-    params = jax.device_put(params, NamedSharding(mesh, P()))
-    bare = FORMS["full copies"]()
-    tx = optax_mp.zero1(bare, mesh, ("data", "model"))
-    grads = gradients(params, 3)
-    expected, expected_state, _ = run(bare, params, grads)
-    got, state, _ = run(tx, params, grads)
-    assert as_bits((got, state)) == as_bits((expected, expected_state))
-    for tree in (state.master_params, state.inner_state[0].nu):
-        assert lies_as(tree["w"], NamedSharding(mesh, P("data", "model")))
-        assert lies_as(tree["v"], NamedSharding(mesh, P(("data", "model"))))
-    assert all(lies_as(p, NamedSharding(mesh, P())) for p in got.values())
-
-
-def lists_of_params_and_masters_that_are_small_trees_are_cut():
-    mesh = mesh_of(8, 1)
-    params = jax.device_put(list(weights().values()), NamedSharding(mesh, P()))
-    for storage in (Negated(), TwoBfloat16()):
-        bare = optax.chain(optax_mp.mixed_precision(ADAMW, storage=storage))
-        tx = optax_mp.zero1(bare, mesh, "data")
-        grads = gradients(params, 3)
-        expected, expected_state, _ = run(bare, params, grads)
-        got, state, _ = run(tx, params, grads)
-        assert as_bits((got, state)) == as_bits((expected, expected_state))
-        for leaf in jax.tree.leaves(state):
-            assert leaf.ndim == 0 or lies_as(leaf, NamedSharding(mesh, P("data")))
-
-
 def params_that_lie_otherwise_than_said_are_an_error():
     mesh = mesh_of()
     tx = optax_mp.zero1(ADAMW, mesh, "data")
@@ -363,19 +295,6 @@ def params_that_lie_otherwise_than_said_are_an_error():
     ):
         with pytest.raises(ValueError, match=message):
             tx.init(params)
-
-
-def a_low_bit_state_knows_its_signs_and_compiles_at_once():
-    mesh = mesh_of(8, 1)
-    tx = optax_mp.low_bit_state(optax_mp.zero1(optax.adamw(1e-2), mesh, "data"))
-    params = jax.device_put(weights(jnp.float32), NamedSharding(mesh, P()))
-    state = tx.init(params).inner_state[0]
-    assert state.nu["w"].codes.dtype == jnp.uint8
-    assert state.mu["w"].codes.dtype == jnp.int8
-
-    large = {"w": jnp.ones((4096, 2048), jnp.bfloat16)}
-    # XLA would warn if it computed all those zeros for minutes while it compiles.
-    jax.jit(FORMS["5.1 bytes"]().init).lower(large).compile()
 
 
 def a_run_goes_on_with_and_without_and_on_other_devices():
@@ -423,51 +342,6 @@ def wrappers_of_optax_work_inside():
             assert leaf.ndim == 0 or lies_as(leaf, NamedSharding(mesh, P("data")))
 
 
-def sums_over_whole_arrays_agree_to_rounding_and_compile_once():
-    mesh = mesh_of(8, 1)
-    params = jax.device_put(weights(), NamedSharding(mesh, P()))
-    grads = gradients(params, 4)
-    for inner in (
-        optax.chain(optax.clip_by_global_norm(1.0), ADAMW),
-        optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    ):
-        bare = optax_mp.mixed_precision(inner)
-        _, expected, _ = run(bare, params, grads)
-        _, state, step = run(optax_mp.zero1(bare, mesh, "data"), params, grads)
-        for a, b in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
-        assert step._cache_size() == 1
-
-
-def eager_updates_and_donation_work():
-    mesh = mesh_of(8, 1)
-    params = jax.device_put(weights(), NamedSharding(mesh, P()))
-    bare = FORMS["full copies"]()
-    tx = optax_mp.zero1(bare, mesh, "data")
-    grads = gradients(params, 2)
-    eager = []
-    for each in (bare, tx):
-        got, state = params, each.init(params)
-        for grad in grads:
-            updates, state = each.update(grad, state, got)
-            got = optax.apply_updates(got, updates)
-        eager.append(as_bits((got, state)))
-    assert eager[0] == eager[1]
-
-    expected, expected_state, _ = run(tx, params, grads)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    got = jax.tree.map(jnp.copy, params)
-    state = tx.init(got)
-    for grad in grads:
-        got, state = step(got, state, grad)
-    assert as_bits((got, state)) == as_bits((expected, expected_state))
-
-
 def explicitly_sharded_params_work():
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
@@ -486,58 +360,18 @@ def explicitly_sharded_params_work():
             assert master.sharding.spec[0] == "data"
 
 
-def a_range_report_sends_its_counts_alone():
-    values = weights(jnp.float32)["w"]
-    expected = optax_mp.gradient_range_report(values)
-    kinds = (jax.sharding.AxisType.Explicit,) * 2
-    explicit = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
-    specs = (P("data"), P(None, "model"), P("model", "data"), P())
-    for mesh, spec in itertools.product((mesh_of(), explicit), specs):
-        placed = jax.device_put(values, NamedSharding(mesh, spec))
-        eager = optax_mp.gradient_range_report(placed)
-        np.testing.assert_array_equal(eager.counts, expected.counts)
-        program = jax.jit(optax_mp.gradient_range_report).lower(placed).compile()
-        found = {
-            (x[1], *ARRAY.findall(x[0])) for x in COLLECTIVE.findall(program.as_text())
-        }
-        sent = ("all-reduce", ("u32", str(expected.counts.size)))
-        assert found == ({sent} if any(spec) else set())
-        np.testing.assert_array_equal(program(placed).counts, expected.counts)
-
-
-def range_reports_of_ranks_add_up():
-    values = weights()["w"]
-    add_up = shard_map(
-        lambda part: jax.lax.psum(optax_mp.gradient_range_report(part), "data"),
-        mesh=mesh_of(8, 1),
-        in_specs=P("data"),
-        out_specs=P(),
-    )
-    expected = optax_mp.gradient_range_report(values)
-    np.testing.assert_array_equal(jax.jit(add_up)(values).counts, expected.counts)
-
-
 CHECKS = (
     state_lies_where_its_params_do_from_init_on,
     nothing_is_gathered_that_bare_optax_does_not_gather,
     results_are_bit_equal_to_the_unsharded,
     each_device_holds_its_part_of_the_state,
     params_are_gathered_in_their_own_dtype,
-    a_step_with_float32_updates_gathers_16_bits_too,
     leaves_that_do_not_divide_are_handled,
-    float16_and_float8_and_extreme_params_land_as_without,
     params_sharded_otherwise_keep_their_layout,
-    two_axes_may_go_along_two_axes_of_an_array,
-    lists_of_params_and_masters_that_are_small_trees_are_cut,
     params_that_lie_otherwise_than_said_are_an_error,
-    a_low_bit_state_knows_its_signs_and_compiles_at_once,
     a_run_goes_on_with_and_without_and_on_other_devices,
     wrappers_of_optax_work_inside,
-    sums_over_whole_arrays_agree_to_rounding_and_compile_once,
-    eager_updates_and_donation_work,
     explicitly_sharded_params_work,
-    a_range_report_sends_its_counts_alone,
-    range_reports_of_ranks_add_up,
 )
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from loop_forms import FORMS, Loop, collectives, name_of, wanted_collectives
 from recent_flax import recent_nnx
 
 import optax_mp
+from optax_mp._quantized import Code
+from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
 
 nnx = recent_nnx()
 nn = pytest.importorskip("flax.linen")
@@ -226,16 +228,36 @@ def the_names_of_params_change_no_sharding():
 
 
 def explicit_parts_shorter_than_a_block():
+    """As more than 8 devices may have them: gathered, and right."""
     mesh = jax.make_mesh((8,), ("data",))
-    values = jnp.linspace(-1, 1, 64 * 128).reshape(64, 128).astype(jnp.bfloat16)
-    tx, runs = FORMS["5.1 bytes"], []
+    values, runs = jnp.linspace(-1, 1, 64 * 128).reshape(64, 128), []
     for spec in (PartitionSpec(None, "data"), PartitionSpec("data", None)):
-        params = {"w": jax.device_put(values, NamedSharding(mesh, spec))}
-        state = tx.init(params)
-        for _ in range(2):
-            params, state = jax.jit(step_of(tx))(params, state)
-        runs.append(list(map(np.asarray, jax.tree.leaves((params, state)))))
+        x = jax.device_put(values, NamedSharding(mesh, spec))
+        stored = quantize(x, quantized_zeros(x, Code("int8", -1, 32)), None)
+        runs.append(list(map(np.asarray, (*stored, dequantize(stored)))))
     assert all(map(np.array_equal, *runs))
+
+
+# Most of these are no multiples of 8 x 32: parts of them are not of blocks of 32.
+UNEVEN = (1024, 2056), (48, 2080), (64, 264), (2880, 2880), (6, 64, 5504), (3, 32, 96)
+
+
+def nothing_is_gathered_where_axes_are_no_multiples_of_blocks():
+    def in_one_pass(params, state):
+        return optax_mp.take_step(COMPACT, params, state, params)
+
+    for axis in (-1, -2):
+        params = []
+        for shape in UNEVEN:
+            spec = [None] * len(shape)
+            spec[axis] = "fsdp"
+            where = NamedSharding(MESH, PartitionSpec(*spec))
+            params.append(jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where))
+        state = COMPACT.init(params)
+        for x in jax.tree.leaves(state):
+            assert not x.ndim or x.sharding.spec[axis] == "fsdp", x
+        for step in (step_of(COMPACT), in_one_pass):
+            assert not collectives(jax.jit(step).lower(params, state).compile())
 
 
 def zero1_with_split_on_an_explicit_mesh():
@@ -274,6 +296,7 @@ CHECKS = [
     zero1_and_offload_say_where_their_state_is,
     the_names_of_params_change_no_sharding,
     explicit_parts_shorter_than_a_block,
+    nothing_is_gathered_where_axes_are_no_multiples_of_blocks,
     zero1_with_split_on_an_explicit_mesh,
 ]
 

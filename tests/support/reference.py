@@ -194,13 +194,26 @@ def scale_trace(rule, finite):
     return [np.array(c, d) for c, d in zip(columns, dtypes, strict=True)]
 
 
-def block_axis(shape, block_size):
-    """Return the axis along which an array is cut into blocks.
+def block_layout(shape, block_size):
+    """Return the axis along which an array is cut into blocks, and their size.
 
-    The last that fills 4 blocks; else the longest, and of equals the last.
+    The last axis that fills 4 blocks; else the longest, and of equals the last. Of an
+    eighth, fourth or half of it, as far as these are whole, a multiple: at least a
+    fourth of `block_size`, and a power of two, or else the nearest.
     """
     filled = [i for i, length in enumerate(shape) if length >= 4 * block_size]
-    return filled[-1] if filled else max(range(len(shape)), key=lambda i: (shape[i], i))
+    longest = max(range(len(shape)), key=lambda i: (shape[i], i))
+    axis = filled[-1] if filled else longest
+    length = shape[axis]
+    if length % 2:
+        return axis, min(length, block_size)
+    part = next(length // n for n in (8, 4, 2) if length % n == 0)
+    for size in (block_size, block_size // 2, block_size // 4):
+        if size and part % size == 0:
+            return axis, size
+    sizes = [n for n in range(1, part + 1) if part % n == 0 and 8 * n >= block_size]
+    ratios = [max(n / block_size, block_size / n) for n in sizes]
+    return axis, sizes[np.argmin(ratios)] if sizes else part
 
 
 def block_scales(x, block_size):
@@ -209,7 +222,7 @@ def block_scales(x, block_size):
     The largest size in each block, rounded up to bfloat16; none under 2^-126, where CPUs
     see zero, and none over 2^126.
     """
-    axis = block_axis(x.shape, block_size)
+    axis, block_size = block_layout(x.shape, block_size)
     size = np.moveaxis(np.abs(np.asarray(x, np.float64)), axis, -1)
     length = size.shape[-1]
     starts = range(0, length, block_size)

@@ -1,7 +1,6 @@
 """`take_step` on sharded arrays, in a process that has eight devices."""
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -118,24 +117,6 @@ def where_nothing_is_known():
     assert {row.tpu for row in known.rows} == {"kernel"}
 
 
-def where_an_export_is_called():
-    """What was exported for one device gathers nothing on several."""
-    tx = compact()
-    params = {f"p{i}": jnp.ones((64, 128), "bfloat16") for i in range(9)}
-    arrays, treedef = jax.tree.flatten((params, tx.init(params), params))
-
-    def step(*arrays):
-        params, state, grads = treedef.unflatten(arrays)
-        return jax.tree.leaves(optax_mp.take_step(tx, grads, state, params))
-
-    exported = jax.export.export(jax.jit(step))(*arrays)
-    rows = NamedSharding(mesh_of("Auto"), PartitionSpec(("a", "b")))
-    alone = NamedSharding(rows.mesh, PartitionSpec())
-    placed = [jax.device_put(x, rows if x.ndim else alone) for x in arrays]
-    text = jax.jit(exported.call).lower(*placed).compile().as_text()
-    assert not [name for name in COLLECTIVES if name in text]
-
-
 def where_types_do_not_say_all():
     """Over some axes of a mesh only, or of some arrays: nothing is gathered."""
     tx, rows = compact(), PartitionSpec("a", "b")
@@ -219,7 +200,6 @@ CHECKS = [
     where_types_say_it,
     where_nothing_is_known,
     where_types_do_not_say_all,
-    where_an_export_is_called,
     where_a_part_is_manual,
     where_ranks_agree_on_a_skipped_step,
 ]

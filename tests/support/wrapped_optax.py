@@ -14,7 +14,6 @@ import importlib
 import inspect
 import json
 import re
-import time
 import types
 import unittest
 from collections.abc import Callable, Iterator
@@ -51,7 +50,7 @@ class _ReadThroughState(optax_mp.MixedPrecisionState):
 
 
 def _wrapped(
-    name: str, factory: Callable[..., Any], master_dtype: str, readable: bool
+    name: str, factory: Callable[..., Any], readable: bool
 ) -> Callable[..., Any]:
     """Return `factory` with masters around what it makes, and the same signature."""
 
@@ -60,7 +59,7 @@ def _wrapped(
 
     @functools.wraps(factory)
     def build(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-        optimizer = optax_mp.mixed_precision(factory(*args, **kwargs), master_dtype)
+        optimizer = optax_mp.mixed_precision(factory(*args, **kwargs))
         _built.add(name)
 
         def init(params: Any) -> optax_mp.MixedPrecisionState:
@@ -105,12 +104,9 @@ def _copy_with_wrapped(
 
 
 @contextlib.contextmanager
-def _optimizers_wrapped(
-    test_module: types.ModuleType, master_dtype: str
-) -> Iterator[None]:
+def _optimizers_wrapped(test_module: types.ModuleType) -> Iterator[None]:
     wrap = functools.partial(
         _wrapped,
-        master_dtype=master_dtype,
         readable=test_module.__name__.endswith(_READ_STATE),
     )
     own = dict(vars(test_module))
@@ -170,16 +166,16 @@ def _readable_id(test: unittest.TestCase) -> str:
     return name.removeprefix("optax.").removeprefix("_src.")
 
 
-def _run(test: unittest.TestCase, master_dtype: str) -> _Outcome:
+def _run(test: unittest.TestCase) -> _Outcome:
     # Before each test, since those of one module switch it off when they end.
-    jax.config.update("jax_enable_x64", master_dtype == "float64")
+    jax.config.update("jax_enable_x64", False)
     outcome = _Outcome()
     test.run(outcome)
     return outcome
 
 
 def _run_module(
-    name: str, master_dtype: str, prefixes: list[str], shard: int, shards: int
+    name: str, prefixes: list[str], shard: int, shards: int
 ) -> dict[str, dict[str, Any]]:
     """Run every `shards`-th test of a module, and what fails also without masters."""
     module = importlib.import_module(name)
@@ -192,14 +188,10 @@ def _run_module(
     for test in tests[shard::shards]:
         _built.clear()
         _with_masters.clear()
-        start = time.monotonic()
-        with _optimizers_wrapped(module, master_dtype):
-            outcome = _run(test, master_dtype)
-        seconds = time.monotonic() - start
+        with _optimizers_wrapped(module):
+            outcome = _run(test)
         built, with_masters = sorted(_built), sorted(_with_masters)
-        fails_unwrapped = (
-            outcome.name == "failed" and _run(test, master_dtype).name == "failed"
-        )
+        fails_unwrapped = outcome.name == "failed" and _run(test).name == "failed"
         test_id = _readable_id(test)
         if test_id in results:
             raise ValueError(f"two tests of {name} are called {test_id}")
@@ -209,7 +201,6 @@ def _run_module(
             "fails_unwrapped": fails_unwrapped,
             "built": built,
             "with_masters": with_masters,
-            "seconds": seconds,
         }
     return results
 
@@ -217,7 +208,6 @@ def _run_module(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="+")
-    parser.add_argument("--master-dtype", default="float32")
     parser.add_argument("--only", nargs="+", default=["test"], metavar="PREFIX")
     parser.add_argument("--shard", default="0/1", metavar="I/N")
     parser.add_argument("--out", type=Path, required=True)
@@ -225,9 +215,7 @@ def main() -> None:
     shard, shards = map(int, arguments.shard.split("/"))
     results = {}
     for name in arguments.modules:
-        results |= _run_module(
-            name, arguments.master_dtype, arguments.only, shard, shards
-        )
+        results |= _run_module(name, arguments.only, shard, shards)
     arguments.out.write_text(json.dumps(results))
 
 
