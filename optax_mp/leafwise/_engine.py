@@ -32,7 +32,7 @@ from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._layout import Layout
-from optax_mp.leafwise._program import Value, read_output
+from optax_mp.leafwise._program import Program, Value, read_output
 from optax_mp.leafwise._traced_step import Step, TracedStep, obstacle_of
 
 Function = Callable[..., list[Any]]

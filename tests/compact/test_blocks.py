@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from comparison import as_bits
 from reference import block_codes, block_layout, block_scales, block_share, block_values
-from slow_cases import mostly_slow
 
 from optax_mp._quantized import Code
 from optax_mp.compact import _blocks
