@@ -30,7 +30,7 @@ from optax_mp.masters._access import (
     map_masters,
     read_arguments,
 )
-from optax_mp.masters._state import MixedPrecisionState, storage_of
+from optax_mp.masters._storage import MixedPrecisionState, storage_of
 from optax_mp.scaling import LossScaleState
 
 _CALLER = "convert_opt_state"

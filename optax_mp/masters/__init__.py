@@ -1,10 +1,10 @@
 """Masters: high-precision weights in the optimizer state, around any optimizer.
 
 `mixed_precision` (`_transform.py`; one step of it is in `_step.py`) runs an optimizer
-on float32 masters of low-precision params. `MixedPrecisionState` (`_state.py`) holds
-the masters in the form of a storage: `Storage` (`_storage.py`) is its interface,
-`FullCopy` keeps the whole master, `Split` only the bits that a 16-bit
-param lacks. `master_params`, `replace_master_params` and `follow_params` (`_access.py`)
+on float32 masters of low-precision params. `MixedPrecisionState` holds the masters in
+the form of a storage: `Storage` (both in `_storage.py`) is its interface, `FullCopy`
+keeps the whole master, `Split` only the bits that a 16-bit param lacks.
+`master_params`, `replace_master_params` and `follow_params` (`_access.py`)
 read and change masters, wherever the state is nested. `_checks.py` raises if storage,
 state and params do not fit together.
 """
@@ -15,8 +15,7 @@ from optax_mp.masters._access import (
     replace_master_params,
 )
 from optax_mp.masters._split import Split
-from optax_mp.masters._state import MixedPrecisionState
-from optax_mp.masters._storage import FullCopy, Storage
+from optax_mp.masters._storage import FullCopy, MixedPrecisionState, Storage
 from optax_mp.masters._transform import mixed_precision
 
 __all__ = [

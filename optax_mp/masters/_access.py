@@ -17,9 +17,13 @@ from optax_mp._leaves import Leaves, expand_absent, is_absent
 from optax_mp._nesting import check_nesting
 from optax_mp._states import check_classes, find_states, map_states
 from optax_mp._tree import describe, is_floating, spell
-from optax_mp.masters._state import MixedPrecisionState, storage_of
 from optax_mp.masters._step import follow_edits
-from optax_mp.masters._storage import Storage, list_taken_dtypes
+from optax_mp.masters._storage import (
+    MixedPrecisionState,
+    Storage,
+    list_taken_dtypes,
+    storage_of,
+)
 
 
 def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:

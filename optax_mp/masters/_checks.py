@@ -10,8 +10,13 @@ from optax_mp._arguments import check_own_state
 from optax_mp._dtypes import bits
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import describe, is_floating, is_inexact, spell
-from optax_mp.masters._state import MixedPrecisionState, storage_of
-from optax_mp.masters._storage import FullCopy, Storage, list_taken_dtypes
+from optax_mp.masters._storage import (
+    FullCopy,
+    MixedPrecisionState,
+    Storage,
+    list_taken_dtypes,
+    storage_of,
+)
 
 
 def check_storable(

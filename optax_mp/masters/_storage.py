@@ -1,4 +1,4 @@
-"""The contract of a storage: how a master is kept between steps. The plainest one.
+"""The contract of a storage: how a master is kept between steps; and the state.
 
 A storage is a frozen, hashable object. It is part of the type of the optimizer state,
 so that everything that reads a state (`master_params`, `convert_opt_state`,
@@ -6,15 +6,17 @@ so that everything that reads a state (`master_params`, `convert_opt_state`,
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_mp._dtypes import bits
 from optax_mp._inner import copy_shared
 from optax_mp._leaves import is_absent
 from optax_mp._tree import PyTree, describe, is_array, is_floating
+from optax_mp._typed import type_with
 
 _MEMBERS = ("takes", "encode", "decode", "advance", "param_is_part")
 # The param dtypes that errors mention if a storage takes them.
@@ -136,6 +138,57 @@ class FullCopy:
         """Return the new master twice: to store it, and to round the param from it."""
         del stored, param
         return master, master
+
+
+class MixedPrecisionState(NamedTuple):
+    """State of `mixed_precision`.
+
+    Its structure, shapes and dtypes are the same at `init` and after every update, so
+    it can be the carry of a `jax.lax.scan` and the template of a checkpoint.
+
+    The storage is part of the state's type: `type(state)` is a subclass of this one,
+    and states of two storages have different tree structures. So no function has to
+    guess how masters are kept, and `jax.tree.map` over two such states is an error.
+
+    Attributes:
+        master_params: a tree like the params, with the stored form of each leaf's
+            master, and `optax.MaskedNode()` for each leaf that is its own master.
+        inner_state: the state of the inner optimizer, over masters.
+        storage: the storage that made the state; a class attribute, not a leaf. None
+            for a state that was built by hand.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_mp
+        >>> params = {"w": jnp.ones(2, jnp.bfloat16), "norm": jnp.ones(2)}
+        >>> state = optax_mp.mixed_precision(optax.sgd(0.1)).init(params)
+        >>> state.master_params["w"].dtype.name, state.master_params["norm"]
+        ('float32', MaskedNode())
+        >>> state.storage
+        FullCopy()
+    """
+
+    master_params: optax.Params
+    inner_state: optax.OptState
+    # Not annotated: an annotation would make a field of it, and so a leaf.
+    storage = None
+
+
+def state_type(storage: Storage) -> type[MixedPrecisionState]:
+    """Return the type of states that a storage makes, the same for equal storages."""
+    return type_with(MixedPrecisionState, "storage", storage)
+
+
+def storage_of(state: MixedPrecisionState, caller: str) -> Storage:
+    """Return the storage of a state; raise for a state that was built by hand."""
+    if state.storage is None:
+        raise ValueError(
+            f"{caller}: the MixedPrecisionState does not say which storage made it, "
+            "expected one that `init` returned; change a state with "
+            "`state._replace(...)`."
+        )
+    return state.storage
 
 
 def check_storage(

@@ -27,9 +27,15 @@ from optax_mp._policy import (
 from optax_mp._tree import spell
 from optax_mp.leafwise._update import leafwise_update
 from optax_mp.masters._checks import check_storable
-from optax_mp.masters._state import MixedPrecisionState, state_type
 from optax_mp.masters._step import Settings, Step
-from optax_mp.masters._storage import FullCopy, Storage, check_storage, store
+from optax_mp.masters._storage import (
+    FullCopy,
+    MixedPrecisionState,
+    Storage,
+    check_storage,
+    state_type,
+    store,
+)
 from optax_mp.scaling._mark import is_unmarked
 
 _CALLER = "mixed_precision"

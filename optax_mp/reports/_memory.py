@@ -23,7 +23,7 @@ from optax_mp._tree import (
     spell,
     summarize,
 )
-from optax_mp.masters._state import MixedPrecisionState
+from optax_mp.masters._storage import MixedPrecisionState
 
 _Path = tuple[Any, ...]
 _PARAMS, _SCALES, _REST = "params", "block scales", "rest"

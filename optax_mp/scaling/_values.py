@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,11 +23,26 @@ from optax_mp.scaling._rule import (
 )
 from optax_mp.scaling._unscale import divide, multiply
 
+# What each field is cast to.
+_CASTS: dict[str, Callable[[Any], Any]] = {
+    "loss_scale": partial(jnp.asarray, dtype=jnp.float32),
+    "counter": partial(jnp.asarray, dtype=jnp.int32),
+    "period": int,
+    "factor": float,
+    "min_loss_scale": float,
+}
+
 
 class _LossScale:
     """Scales trees by `self.loss_scale`, and does not adjust it."""
 
     loss_scale: Any
+
+    def __post_init__(self) -> None:
+        """Check all fields that are not traced, and cast each to its dtype."""
+        known = {name: x for name, x in vars(self).items() if not is_traced(x)}
+        check_settings(type(self).__name__, **known)
+        _set_fields(self, **{name: _CASTS[name](x) for name, x in vars(self).items()})
 
     def scale(self, tree: PyTree) -> PyTree:
         """Multiply floating leaves by the factor; 16-bit ones become float32."""
@@ -91,11 +107,6 @@ class StaticLossScale(_LossScale):
 
     loss_scale: Any
 
-    def __post_init__(self) -> None:
-        """Check the factor, unless it is traced, and cast it to float32."""
-        _check_fields(self)
-        _set_fields(self, loss_scale=jnp.asarray(self.loss_scale, jnp.float32))
-
 
 @dataclass(frozen=True)
 class DynamicLossScale(_LossScale):
@@ -129,18 +140,6 @@ class DynamicLossScale(_LossScale):
     factor: float = 2.0
     min_loss_scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        """Check all fields that are not traced, and cast each to its dtype."""
-        _check_fields(self)
-        _set_fields(
-            self,
-            loss_scale=jnp.asarray(self.loss_scale, jnp.float32),
-            counter=jnp.asarray(self.counter, jnp.int32),
-            period=int(self.period),
-            factor=float(self.factor),
-            min_loss_scale=float(self.min_loss_scale),
-        )
-
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
         """Return the loss scale for the next step."""
         rule = ScaleRule(
@@ -156,12 +155,6 @@ class DynamicLossScale(_LossScale):
         # Not by the constructor, whose checks have run already.
         structure = jax.tree.structure(self)
         return structure.unflatten([after.scale, after.finite_count])
-
-
-def _check_fields(value: Any) -> None:
-    """Raise if a field is out of range, of those that are not traced."""
-    known = {name: x for name, x in vars(value).items() if not is_traced(x)}
-    check_settings(type(value).__name__, **known)
 
 
 def _set_fields(value: Any, **items: Any) -> None:

@@ -12,7 +12,7 @@ from comparison import as_bits
 from reference import follow, join, remainder, rounded
 
 import optax_mp
-from optax_mp.masters._state import state_type
+from optax_mp.masters._storage import state_type
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 BOTH = pytest.mark.parametrize("bits", [16, 8])
