@@ -408,10 +408,9 @@ def ablations_of(
             continue
         row = rows[name]
         line = {"without": name, "with": run.against if run.against != name else ""}
-        line |= {"bytes per weight": row["bytes per weight"]}
+        line |= {name: row[name] for name in ("seeds", "bytes per weight")}
         line |= compared(row, both.get(run.against, row)) | {"skipped": row["skipped"]}
-        keep = ("form", "losses", "curve", "seeds")
-        lines.append(line | {key: row[key] for key in keep})
+        lines.append(line | {name: row[name] for name in ("losses", "curve")})
     return {ABLATIONS: lines}
 
 
@@ -419,7 +418,7 @@ def read_rows(path: Path | None, title: str) -> dict[str, record.Row]:
     """Return the rows that a file holds already, by form."""
     if path is None or not path.exists():
         return {}
-    return {row["form"]: row for row in record.read(path).tables[title]}
+    return {next(iter(row.values())): row for row in record.read(path).tables[title]}
 
 
 def main() -> None:

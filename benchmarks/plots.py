@@ -343,7 +343,7 @@ def draw_ablations(figure: Any, records: Records) -> None:
     panel.set_yticks(range(len(rows)), [row["without"] for row in rows])
     panel.axvline(0, color="0.5", lw=1, zorder=0)
     panel.set_xscale("symlog", linthresh=1e-3)
-    panel.margins(y=0.1)
+    panel.margins(x=0.12, y=0.1)
     panel.invert_yaxis()
     panel.set_xlabel(
         "held-out loss above that of the form with the protection (symlog)"
