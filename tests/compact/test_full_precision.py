@@ -257,3 +257,33 @@ def test_signs_are_not_taken_from_a_made_up_loss():
     zeros = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
     tx = optax.GradientTransformationExtraArgs(zeros, hutchinson)
     assert set(codes_of(tx)) == {None, "int8"}
+
+
+@pytest.mark.slow
+def test_the_gradient_that_a_line_search_keeps_serves_the_next_step():
+    params = example()
+
+    def loss(params):
+        return jnp.sum((params["w"] - 0.5) ** 2) + jnp.sum(params["b"] ** 2)
+
+    def run(tx):
+        value_and_grad = optax.value_and_grad_from_state(loss)
+
+        @jax.jit
+        def step(carry):
+            params, state = carry
+            value, grads = value_and_grad(params, state=state)
+            updates, state = tx.update(
+                grads, state, params, value=value, grad=grads, value_fn=loss
+            )
+            return optax.apply_updates(params, updates), state
+
+        carry = (params, tx.init(params))
+        for _ in range(3):
+            carry = step(carry)
+        return carry[0]
+
+    # Far quicker to compile than the search that `lbfgs` has by default.
+    search = optax.scale_by_backtracking_linesearch(5, store_grad=True)
+    lbfgs = optax.lbfgs(linesearch=search)
+    assert as_bits(run(low_bit_state(lbfgs, min_size=100))) == as_bits(run(lbfgs))

@@ -629,3 +629,19 @@ def test_a_state_made_with_other_settings_is_refused(made, used, match):
     state = base(**made).init(params)
     with pytest.raises(ValueError, match=match):
         base(**used).update(params, state, params)
+
+
+def test_an_exported_step_has_the_same_bits():
+    tx = low_bit("adamw", **FORMS["8 bits"])
+    step = jax.jit(step_function("adamw", tx))
+    params = example()
+    start = (params, tx.init(params))
+    noise = first_noises(1)[0]
+
+    def flat(leaves, noise):
+        carry = jax.tree.unflatten(jax.tree.structure(start), leaves)
+        return jax.tree.leaves(step(carry, noise))
+
+    exported = jax.export.export(jax.jit(flat))(jax.tree.leaves(start), noise)
+    got = exported.call(jax.tree.leaves(start), noise)
+    assert as_bits(got) == as_bits(jax.jit(flat)(jax.tree.leaves(start), noise))

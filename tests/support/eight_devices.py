@@ -360,6 +360,41 @@ def explicitly_sharded_params_work():
             assert master.sharding.spec[0] == "data"
 
 
+def float16_and_float8_and_extreme_params_land_as_without():
+    mesh = mesh_of(8, 1)
+    extreme = [-0.0, 0.0, 1e-30, -1e30, 3e38, jnp.inf, jnp.nan, 1.0]
+    for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
+        params = {"x": jnp.tile(jnp.asarray(extreme, dtype), 8)}
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        update_dtype = "params" if dtype.startswith("float8") else None
+        inner = optax_mp.mixed_precision(optax.sgd(1.0), update_dtype=update_dtype)
+        bare = optax_mp.dynamic_loss_scale(inner, init_scale=1.0)
+        values = np.random.default_rng(1).normal(size=(4, 64)) * 1e-3
+        grads = [{"x": jnp.asarray(v, jnp.float32)} for v in values]
+        grads[1]["x"] = grads[1]["x"].at[0].set(jnp.nan)  # a skipped step
+        expected, expected_state, _ = run(bare, params, grads)
+        tx = optax_mp.zero1(bare, mesh, "data")
+        got, state, _ = run(tx, params, grads)
+        assert as_bits(got) == as_bits(expected), dtype
+        assert as_bits(state) == as_bits(expected_state), dtype
+
+
+def two_axes_may_go_along_two_axes_of_an_array():
+    mesh = mesh_of()
+    params = {"w": jnp.ones((4, 6), jnp.bfloat16), "v": jnp.ones((16, 3), jnp.bfloat16)}
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    bare = FORMS["full copies"]()
+    tx = optax_mp.zero1(bare, mesh, ("data", "model"))
+    grads = gradients(params, 3)
+    expected, expected_state, _ = run(bare, params, grads)
+    got, state, _ = run(tx, params, grads)
+    assert as_bits((got, state)) == as_bits((expected, expected_state))
+    for tree in (state.master_params, state.inner_state[0].nu):
+        assert lies_as(tree["w"], NamedSharding(mesh, P("data", "model")))
+        assert lies_as(tree["v"], NamedSharding(mesh, P(("data", "model"))))
+    assert all(lies_as(p, NamedSharding(mesh, P())) for p in got.values())
+
+
 CHECKS = (
     state_lies_where_its_params_do_from_init_on,
     nothing_is_gathered_that_bare_optax_does_not_gather,
@@ -372,6 +407,8 @@ CHECKS = (
     a_run_goes_on_with_and_without_and_on_other_devices,
     wrappers_of_optax_work_inside,
     explicitly_sharded_params_work,
+    float16_and_float8_and_extreme_params_land_as_without,
+    two_axes_may_go_along_two_axes_of_an_array,
 )
 
 if __name__ == "__main__":
