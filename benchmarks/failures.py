@@ -7,9 +7,9 @@
 - A bimodal gradient: that of one layer is a million times that of the other, or that
   of every second column of one matrix.
 - A long tail: updates under half a unit in the last place of bfloat16, by
-  `update_report`, beside the share that is predicted from weights and rate alone, as in
-  arXiv 2603.16731: for Adam, where the gradient is mostly noise, an update is the
-  learning rate times a normal number of variance (1 - b1) / (1 + b1).
+  `update_report`, beside the share that is predicted from weights and rate alone: for
+  Adam, where the gradient is mostly noise, an update is taken to be the learning rate
+  times a normal number of variance (1 - b1) / (1 + b1).
 """
 
 import argparse
