@@ -1,6 +1,7 @@
 """Shared pieces of the suite."""
 
 import gc
+import importlib.util
 import os
 
 import jax
@@ -9,6 +10,11 @@ import pytest
 
 import optax_mp
 from optax_mp.scaling import _mark
+
+# It needs frameworks, and `--doctest-modules` imports every file.
+collect_ignore = (
+    [] if importlib.util.find_spec("flax") else ["support/random_programs.py"]
+)
 
 # What is imported is not to be looked through at every collection of garbage.
 gc.freeze()
