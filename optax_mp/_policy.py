@@ -158,7 +158,8 @@ def warn_unmatched_patterns(policy: Policy, params: PyTree, caller: str) -> None
         return
     for pattern in policy.keep_f32:
         if not any(_matches(path, pattern) for path in paths):
-            likest = get_close_matches(pattern.strip("*/"), paths, cutoff=0)
+            shown = [path.removesuffix("/value") for path in paths]
+            likest = get_close_matches(pattern.strip("*/"), shown, cutoff=0)
             nearest = ", ".join(map(repr, likest))
             warn(
                 f"{caller}: the pattern {pattern!r} in `keep_f32` matches no floating "
