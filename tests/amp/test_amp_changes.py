@@ -22,11 +22,11 @@ def counter(nnx):
             self.is_training = True
 
         def __call__(self, x):
-            y = x @ self.weight.get_value()
-            self.count.set_value(self.count.get_value() + 1)
-            self.mean.set_value(0.9 * self.mean.get_value() + 0.1 * y.mean(0))
-            self.same.set_value(self.same.get_value() + 1)
-            return jnp.where(jnp.arange(4) < self.count.get_value() % 4, 0, y)
+            y = x @ self.weight[...]
+            self.count[...] += 1
+            self.mean[...] = 0.9 * self.mean[...] + 0.1 * y.mean(0)
+            self.same[...] += 1
+            return jnp.where(jnp.arange(4) < self.count[...] % 4, 0, y)
 
     return Counter()
 
