@@ -5,7 +5,6 @@ and compute them for a part of an array.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -62,8 +61,6 @@ def blocks_in(equation: Any) -> Blocks:
     return equation.params["blocks"]
 
 
-# Jitted, so that operations of one shape are traced and lowered once.
-@partial(jax.jit, static_argnames=("kind", "blocks"))
 def _compute(x: jax.Array, *, kind: str, blocks: Blocks) -> jax.Array:
     return _spread(x, blocks) if kind == SPREAD else _reduce(x, kind, blocks)
 
@@ -115,7 +112,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return output, jax.jvp(lambda x: _compute(x, **params), primals, tangents)[1]
 
 
-_operation.def_impl(_compute)
+_operation.def_impl(jax.jit(_compute, static_argnames=("kind", "blocks")))
 batching.primitive_batchers[_operation] = _batched
 ad.primitive_jvps[_operation] = _jvp
 mlir.register_lowering(_operation, mlir.lower_fun(_compute, multiple_results=False))

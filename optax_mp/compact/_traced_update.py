@@ -68,8 +68,8 @@ def _trace(
     state: optax.OptState,
     extra_args: dict[str, Any],
 ) -> TracedUpdate:
-    def update(given: Any) -> Any:
-        gradients, state, params = given
+    def update(args: Any) -> Any:
+        gradients, state, params = args
         updates, new_state = inner.update(gradients, state, params, **extra_args)
         # By path: a state may gain leaves at the first step, as `optax.monitor` does.
         new_leaves = dict(tree_leaves_with_path(new_state))

@@ -36,7 +36,7 @@ from optax_mp.leafwise._program import (
 # Fewer than in `_jax._primitives`: those that kernels compute on every platform. Mosaic
 # may refuse others only when the whole program is compiled.
 ELEMENTWISE = frozenset(
-    """add sub mul div rem max min neg sign abs sqrt rsqrt cbrt exp exp2 log log1p
+    """add sub mul div rem max min neg sign abs sqrt rsqrt exp exp2 log log1p
     expm1 tanh logistic pow integer_pow square select_n clamp convert_element_type eq ne
     lt le gt ge and or not xor is_finite floor ceil round stop_gradient copy shift_left
     shift_right_logical shift_right_arithmetic bitcast_convert_type reduce_precision

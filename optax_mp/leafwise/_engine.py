@@ -40,25 +40,25 @@ Function = Callable[..., list[Any]]
 
 def run_step(
     step: Step,
-    given: Any,
+    inputs: Any,
     kept: Any,
     shardings: Sequence[NamedSharding | None] = (),
     platforms: Collection[str] = PLATFORMS,
 ) -> tuple[tuple[Any, Any], str | None]:
-    """Return `step(given, kept)`, and why it is not cut on any platform, or None.
+    """Return `step(inputs, kept)`, and why it is not cut on any platform, or None.
 
     Args:
         step: returns its result, and a tree that replaces `kept`.
-        given: a pytree.
+        inputs: a pytree.
         kept: a pytree. Its arrays can be overwritten, if they are donated.
         shardings: how the leaves of `kept` are sharded under `jit`; None if that is not
             known, and then sharded leaves have no kernel.
         platforms: for which the step is cut.
     """
-    obstacle = obstacle_of(jax.tree.leaves((given, kept)))
+    obstacle = obstacle_of(jax.tree.leaves((inputs, kept)))
     if obstacle is not None:
-        return step(given, kept), obstacle
-    traced = TracedStep.of(step, given, kept, shardings)
+        return step(inputs, kept), obstacle
+    traced = TracedStep.of(step, inputs, kept, shardings)
     if traced.obstacle is not None:
         return traced.run(None), traced.obstacle
     return traced.run(partial(_rewrite, traced, platforms)), None
@@ -166,23 +166,23 @@ class _CutStep:
         at_ends = {i for end in ends for i in end.outputs}
         others = [v for i, v in enumerate(program.outputs) if i not in at_ends]
         reads = [value for end in ends for value in end.reads]
-        known: dict[Value, Any] = dict(zip(program.inputs, inputs, strict=True))
-        known |= program.constants
-        program.run(program.behind([*others, *reads])[0], known)
+        values: dict[Value, Any] = dict(zip(program.inputs, inputs, strict=True))
+        values |= program.constants
+        program.run(program.behind([*others, *reads])[0], values)
         results: dict[int, Any] = {}
         # Kernels and chunks widen what they have read.
-        as_stored = known | {program.inputs[i]: x for i, x in narrow.items()}
+        as_stored = values | {program.inputs[i]: x for i, x in narrow.items()}
         for end in ends:
             args = [as_stored[value] for value in end.reads]
             outputs = self._by_kernel_or_chunks(end, args)
             if outputs is None:
-                local = dict(known)
+                local = dict(values)
                 program.run(end.places, local)
                 outputs = [local[program.outputs[i]] for i in end.outputs]
             results.update(zip(end.outputs, outputs, strict=True))
         for i, value in enumerate(program.outputs):
             if i not in at_ends:
-                results[i] = read_output(known, value)
+                results[i] = read_output(values, value)
         return [results[i] for i in range(len(results))]
 
     def _by_kernel_or_chunks(self, end: End, args: Sequence[Any]) -> list[Any] | None:

@@ -63,12 +63,12 @@ class Evaluator(ABC):
     def reduce(self, name: str, values: jax.Array) -> jax.Array:
         """Return the extreme of each block."""
 
-    def run_all(self, program: Program, end: End, known: dict[Value, Any]) -> None:
-        """Evaluate the equations of an end for this part; add results to `known`."""
+    def run_all(self, program: Program, end: End, values: dict[Value, Any]) -> None:
+        """Evaluate the equations of an end for this part; add results to `values`."""
         for place in end.places:
             node = program.nodes[place]
-            inputs = [read(known, x) for x in node.inputs]
-            known.update(zip(node.outputs, self.run(node, inputs), strict=True))
+            inputs = [read(values, x) for x in node.inputs]
+            values.update(zip(node.outputs, self.run(node, inputs), strict=True))
 
     def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
         """Return the outputs of an elementwise equation for this part."""

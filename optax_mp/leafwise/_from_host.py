@@ -87,15 +87,15 @@ def bytes_on_device(aval: Any) -> int:
 
 
 def run_between_moves(
-    step: Step, given: Any, kept: Any, proceed: Choice = True
+    step: Step, inputs: Any, kept: Any, proceed: Choice = True
 ) -> tuple[Any, Any]:
-    """Return `step(given, kept)`, taken on the device, with `kept` where it was.
+    """Return `step(inputs, kept)`, taken on the device, with `kept` where it was.
 
     If `proceed` is false, arrays in host memory are what they were.
     """
     leaves, treedef = jax.tree.flatten(kept)
     brought = bring(leaves)
-    updates, new = step(given, treedef.unflatten(brought))
+    updates, new = step(inputs, treedef.unflatten(brought))
     new_leaves, new_def = jax.tree.flatten(new)
     if new_def != treedef:
         return updates, new
@@ -111,17 +111,17 @@ def run_between_moves(
 
 def run_from_host(
     step: Step,
-    given: Any,
+    inputs: Any,
     kept: Any,
     make_plan: Callable[[], Plan | None],
     proceed: Choice = True,
 ) -> tuple[Any, Any]:
-    """Return `step(given, kept)`.
+    """Return `step(inputs, kept)`.
 
     Args:
         step: returns its result, and a tree that replaces `kept`. It moves arrays to
             the device and back.
-        given: a pytree.
+        inputs: a pytree.
         kept: a pytree. Its arrays in host memory are overwritten there, if they are
             donated.
         make_plan: called after the step was traced; returns None if all of the state
@@ -129,7 +129,7 @@ def run_from_host(
         proceed: if false, nothing is copied, arrays in host memory keep their values,
             and the rest of the result has no meaning.
     """
-    traced = TracedCall.of(lambda both: step(*both), (given, kept))
+    traced = TracedCall.of(lambda both: step(*both), (inputs, kept))
     plan = make_plan()
     if traced.closed.effects:
         warn(
@@ -138,14 +138,14 @@ def run_from_host(
             "them out, or expect as much memory as without `offload`."
         )
     if traced.closed.effects or plan is None:
-        updates, new = step(given, kept)
+        updates, new = step(inputs, kept)
         return updates, _keep_unless(proceed, new, kept)
     program = Program.of(traced.closed, is_block_operation, opens_branches=True)
-    known: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
+    values: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
     shardings = traced.by_input(kept, plan.shardings)
     step_from_host = _StepFromHost(
         program=program,
-        known=known | program.constants,
+        values=values | program.constants,
         sources=_find_sources(program),
         replaced=traced.replaced(kept),
         plan=plan,
@@ -208,7 +208,7 @@ class _StepFromHost:
     """
 
     program: Program
-    known: dict[Value, Any]
+    values: dict[Value, Any]
     sources: dict[Value, frozenset[Value]]
     replaced: dict[int, int]
     plan: Plan
@@ -225,7 +225,7 @@ class _StepFromHost:
             [outputs[i] for i in others]
             + [value for job in jobs for value in self._needed_before(job)]
         )
-        results = {i: read_output(self.known, outputs[i]) for i in others}
+        results = {i: read_output(self.values, outputs[i]) for i in others}
         for job in jobs:
             results.update(zip(job.outputs, self._run_job(job), strict=True))
         return [results[i] for i in range(len(outputs))]
@@ -277,7 +277,7 @@ class _StepFromHost:
                 return None
         end = self._with_replaced(end)
         # Values that are still to be computed have no sharding yet.
-        args = [self.known.get(value, 0) for value in end.reads]
+        args = [self.values.get(value, 0) for value in end.reads]
         layout = Layout.find(end, args, self.shardings)
         if layout is None and any(map(is_partitioned, args)):
             return None
@@ -343,13 +343,13 @@ class _StepFromHost:
         for place in self.program.behind(targets)[0]:
             node = self.program.nodes[place]
             if not any(map(self._is_brought, values_in(node.inputs))):
-                self.program.run([place], self.known)
+                self.program.run([place], self.values)
                 continue
             for value in filter(self._is_small, node.outputs):
                 compute = partial(self._run_whole, [value])
                 read = self._arrays_read(self._behind([value])[0])
                 start = _start_value(value.aval)
-                (self.known[value],) = self._run_once(compute, [start], read)
+                (self.values[value],) = self._run_once(compute, [start], read)
 
     def _run_job(self, job: _Job) -> list[Any]:
         """Return the outputs of a job."""
@@ -376,7 +376,7 @@ class _StepFromHost:
         aval, old = self.program.outputs[i].aval, self.replaced.get(i)
         if old is None:
             return _start_value(aval)
-        array = self.known[self.program.inputs[old]]
+        array = self.values[self.program.inputs[old]]
         if array.dtype == aval.dtype:
             return array
         array = to_device(array).astype(aval.dtype)  # widened at the first step
@@ -400,8 +400,8 @@ class _StepFromHost:
 
         def body(k: Any, carry: Any) -> list[Any]:
             # XLA would copy all arrays that a loop only reads before the loop begins.
-            _, held = lax.optimization_barrier((k, [self.known[v] for v in arrays]))
-            local = self.known | dict(zip(arrays, held, strict=True))
+            _, held = lax.optimization_barrier((k, [self.values[v] for v in arrays]))
+            local = self.values | dict(zip(arrays, held, strict=True))
             both = zip(overwritten, carry, strict=False)
             return compute(local | {v: x for v, x in both if v is not None})
 

@@ -119,22 +119,24 @@ def run_end(
             is_inside = at < math.prod(part.shape_of(value.aval.shape))
             return pl.ds(start, count), None if size % _COUNT == 0 else is_inside
 
-        known: dict[Value, Any] = {}
+        values: dict[Value, Any] = {}
         for value, ref in zip(end.reads, refs, strict=False):
             if value.aval.ndim:
                 at, inside = places_of(value)
                 other = None if inside is None else 0
-                known[value] = hold(triton.load(ref.at[at], mask=inside, other=other))
+                values[value] = hold(triton.load(ref.at[at], mask=inside, other=other))
             else:
-                known[value] = hold(ref[0])
+                values[value] = hold(ref[0])
             if value.aval.dtype == jnp.bool_:
-                known[value] = known[value] != 0
-        run.run_all(program, end, known)
+                values[value] = values[value] != 0
+        run.run_all(program, end, values)
         for value, ref in zip(outputs, refs[len(end.reads) :], strict=True):
             at, inside = places_of(value)
-            triton.store(ref.at[at], known[value].astype(value.aval.dtype), mask=inside)
+            triton.store(
+                ref.at[at], values[value].astype(value.aval.dtype), mask=inside
+            )
 
-    given = [
+    flat = [
         jnp.reshape(x, -1).astype(jnp.int32 if x.dtype == jnp.bool_ else x.dtype)
         for x in map(jnp.asarray, [*part.origin, *args])
     ]
@@ -151,5 +153,5 @@ def run_end(
         },
         interpret=interpret,
         compiler_params=None if interpret else triton.CompilerParams(num_warps=4),
-    )(*given)
+    )(*flat)
     return [x.reshape(s) for x, (_, s) in zip(made, made_shapes, strict=True)]

@@ -50,8 +50,6 @@ class KernelEvaluator(Evaluator):
             return [_sign(inputs[0])]
         if name == "is_finite":  # Triton has none in JAX 0.8
             return [jnp.abs(inputs[0]) < jnp.inf]
-        if name == "cbrt":
-            return [_as(new, cube_root(inputs[0]))]
         if name == "reduce_precision":
             return [reduce_precision(inputs[0], equation.params)]
         if name == "shift_right_logical" and old.itemsize < 4:
@@ -145,19 +143,6 @@ def _is_narrow_integer(dtype: Any) -> bool:
 
 def _sign(x: jax.Array) -> jax.Array:
     return jnp.where(x > 0, jnp.ones_like(x), jnp.where(x < 0, -jnp.ones_like(x), x))
-
-
-def cube_root(x: jax.Array) -> jax.Array:
-    """Return the cube root, which Mosaic has no operation for.
-
-    It may differ from XLA's in the last two bits, as XLA's do from each other.
-    """
-    size = jnp.abs(x)
-    root = jnp.exp(jnp.log(size) * (1 / 3))
-    # One of Newton's steps doubles the digits that are right.
-    better = root - (root - size / (root * root)) * (1 / 3)
-    is_plain = (root > 0) & (size < jnp.inf)
-    return jnp.where(is_plain, jnp.where(x < 0, -better, better), x)
 
 
 def _round(x: jax.Array, method: Any) -> jax.Array:

@@ -29,26 +29,28 @@ class Layout:
     whole: tuple[int, ...]
 
     @classmethod
-    def find(cls, end: End, args: Sequence[Any], known: Shardings) -> "Layout | None":
+    def find(
+        cls, end: End, args: Sequence[Any], shardings: Shardings
+    ) -> "Layout | None":
         """Return the layout of the arrays of an end, or None if it is not known.
 
         Args:
             end: the end.
             args: the values of what it reads.
-            known: the shardings of some of these.
+            shardings: of those of these for which they are known.
         """
         # From `param_shardings`, or from types. All arrays of a leaf are sharded alike,
         # and scales like the elements. No block may lie on two devices.
-        found = [known[value] for value in end.reads if value in known]
+        candidates = [shardings[value] for value in end.reads if value in shardings]
         in_types = [sharding_in_type(x) for x in args if jnp.ndim(x) == len(end.shape)]
-        found += in_types
-        found = [x for x in found if x is not None and x.mesh.size > 1]
+        candidates += in_types
+        candidates = [x for x in candidates if x is not None and x.mesh.size > 1]
         # An equation may read a sharded array and one that is not.
         if len({x.spec for x in in_types if x is not None}) > 1:
             return None
-        if not found or not _divides(found[0], end):
+        if not candidates or not _divides(candidates[0], end):
             return None
-        return cls(found[0], end.shape)
+        return cls(candidates[0], end.shape)
 
     def run(
         self,

@@ -87,32 +87,32 @@ class Program:
         self, jaxpr: AnyJaxpr, inputs: Sequence[Any], is_atomic: Test
     ) -> list[Any]:
         jaxpr, consts = open_jaxpr(jaxpr)
-        known: dict[Any, Any] = {}
+        values: dict[Any, Any] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
-            known[var] = Value(var.aval)
-            self.constants[known[var]] = const
-        known.update(zip(jaxpr.invars, inputs, strict=True))
+            values[var] = Value(var.aval)
+            self.constants[values[var]] = const
+        values.update(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> Any:
-            return atom if is_literal(atom) else known[atom]
+            return atom if is_literal(atom) else values[atom]
 
         # Calls are opened, because ends reach through them: an optimizer consists of
         # many calls, and each function of `jax.numpy` is one.
         for equation in jaxpr.eqns:
-            given = [read(atom) for atom in equation.invars]
+            args = [read(atom) for atom in equation.invars]
             if _is_call(equation) and not is_atomic(equation):
                 params = equation.params
                 inner = params["jaxpr" if "jaxpr" in params else "call_jaxpr"]
-                made = self._open(inner, given, is_atomic)
+                made = self._open(inner, args, is_atomic)
             elif self.opens_branches and _is_choice(equation):
-                which, *operands = given
+                which, *operands = args
                 branches = equation.params["branches"]
                 results = [self._open(x, operands, is_atomic) for x in branches]
                 both = zip(*results, strict=True)
-                made = [self._choose(which, values) for values in both]
+                made = [self._choose(which, cases) for cases in both]
             else:
-                made = self._add(equation, given)
-            known.update(zip(equation.outvars, made, strict=True))
+                made = self._add(equation, args)
+            values.update(zip(equation.outvars, made, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _add(self, equation: Equation, inputs: Sequence[Any]) -> list[Value]:
@@ -173,16 +173,16 @@ class Program:
         return [value for value in read if value not in made]
 
     def run(
-        self, places: Sequence[int], known: dict[Value, Any], run: Any = bind
+        self, places: Sequence[int], values: dict[Value, Any], run: Any = bind
     ) -> None:
-        """Evaluate the equations at these places; add their outputs to `known`."""
+        """Evaluate the equations at these places; add their outputs to `values`."""
         with Location() as location:
             for place in places:
                 node = self.nodes[place]
-                given = [read(known, x) for x in node.inputs]
+                args = [read(values, x) for x in node.inputs]
                 with location.of(node.equation):
-                    made = run(node.equation, given)
-                known.update(zip(node.outputs, made, strict=True))
+                    made = run(node.equation, args)
+                values.update(zip(node.outputs, made, strict=True))
 
 
 def _is_call(equation: Equation) -> bool:
@@ -213,14 +213,14 @@ def _takes_long(jaxpr: Any) -> bool:
     return False
 
 
-def read(known: dict[Value, Any], atom: Any) -> Any:
+def read(values: dict[Value, Any], atom: Any) -> Any:
     """Return the array that an input of a node stands for."""
-    return known[atom] if isinstance(atom, Value) else atom.val
+    return values[atom] if isinstance(atom, Value) else atom.val
 
 
-def read_output(known: dict[Value, Any], atom: Any) -> Any:
+def read_output(values: dict[Value, Any], atom: Any) -> Any:
     """Return an output as an array; a literal is a plain number."""
-    array = read(known, atom)
+    array = read(values, atom)
     return (
         array if isinstance(array, jax.Array) else jnp.asarray(array, atom.aval.dtype)
     )

@@ -93,7 +93,7 @@ def take_step(
     outer = OuterStep()
     if is_hosted:
         extra_args = extra_args | {OUTER_STEP: outer}
-    step, given, kept, shardings = whole_step(
+    step, inputs, kept, shardings = whole_step(
         "take_step", tx, grads, opt_state, params, param_shardings, extra_args
     )
 
@@ -104,9 +104,9 @@ def take_step(
         return outer.plan([None] * len(jax.tree.leaves(opt_state)) + of_params)
 
     if is_hosted:
-        _, (opt_state, params) = run_from_host(step, given, kept, plan)
+        _, (opt_state, params) = run_from_host(step, inputs, kept, plan)
         return params, opt_state
-    (_, (opt_state, params)), obstacle = run_step(step, given, kept, shardings)
+    (_, (opt_state, params)), obstacle = run_step(step, inputs, kept, shardings)
     if obstacle not in (None, NOT_PACKED):
         _warn_once(obstacle)
     return params, opt_state
@@ -133,8 +133,8 @@ def whole_step(
     """Return the arguments of `run_step` for those of the function `name`."""
     tx = as_transformation(tx, name, "tx")
 
-    def step(given: Any, kept: Any) -> Any:
-        grads, extra_args = given
+    def step(inputs: Any, kept: Any) -> Any:
+        grads, extra_args = inputs
         opt_state, params = kept
         updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
         return None, (opt_state, _apply_updates(params, updates))

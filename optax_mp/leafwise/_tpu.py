@@ -83,26 +83,26 @@ def run_end(
         return pl.BlockSpec((*[None] * len(leading), *tile), lambda *at: at)
 
     def kernel(*refs: Any) -> None:
-        integers, floats, *given = refs[: 2 + len(arrays)]
+        integers, floats, *inputs = refs[: 2 + len(arrays)]
         made = refs[2 + len(arrays) :]
         here = replace(part, origin=tuple(integers[i] for i in range(len(shape))))
         ids = [pl.program_id(axis) for axis in range(len(shape))]
         origin = (*ids[:-2], ids[-2] * rows, ids[-1] * columns)
-        known = {
+        values = {
             end.reads[i]: _unpack(integers[at], floats[at], end.reads[i].aval.dtype)
             for at, i in enumerate(singles, start=len(shape))
         }
-        of_arrays = dict(zip(arrays, given, strict=True))
+        of_arrays = dict(zip(arrays, inputs, strict=True))
         for i, ref in of_arrays.items():
             if is_scales(end.reads[i]):
-                known[end.reads[i]] = hold(ref[...])
+                values[end.reads[i]] = hold(ref[...])
 
         def run_chunk(k: Any, scales: Sequence[Any]) -> Sequence[Any]:
             first = pl.multiple_of(k * chunk, chunk)
             tile = TileEvaluator(
                 here, rows, chunk, block_size, tile_scales, origin, first
             )
-            local = dict(known)
+            local = dict(values)
             for i, ref in of_arrays.items():
                 if not is_scales(end.reads[i]):
                     local[end.reads[i]] = hold(ref[:, pl.ds(first, chunk)])

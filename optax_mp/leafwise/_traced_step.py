@@ -74,13 +74,13 @@ class TracedStep:
     def of(
         cls,
         step: Step,
-        given: Any,
+        inputs: Any,
         kept: Any,
         shardings: Sequence[NamedSharding | None] = (),
     ) -> "TracedStep":
-        """Trace `step(given, kept)`; see `run_step`."""
+        """Trace `step(inputs, kept)`; see `run_step`."""
         traced = TracedCall.of(
-            lambda both: step(*both), (given, kept), is_traced, jit_name=NAME
+            lambda both: step(*both), (inputs, kept), is_traced, jit_name=NAME
         )
         return cls(traced, traced.replaced(kept), traced.by_input(kept, shardings))
 
@@ -134,8 +134,12 @@ class TracedStep:
     @cached_property
     def shardings(self) -> Shardings:
         """The shardings of the program's inputs, where they are known."""
-        places, known = self._input_places, self.known_shardings
-        return {self.program.inputs[places[i]]: known[i] for i in places if i in known}
+        places, shardings = self._input_places, self.known_shardings
+        return {
+            self.program.inputs[places[i]]: sharding
+            for i, sharding in shardings.items()
+            if i in places
+        }
 
     def output(self, i: int) -> int | None:
         """Return which output of the program an output of the jaxpr is.
@@ -148,8 +152,8 @@ class TracedStep:
     def args_of(self, end: End) -> list[Any]:
         """Return the values that an end reads; 0 for one that is not computed yet."""
         places, arrays = self._input_places, self.traced.arrays
-        known = {self.program.inputs[at]: arrays[i] for i, at in places.items()}
-        return [known.get(value, 0) for value in end.reads]
+        values = {self.program.inputs[at]: arrays[i] for i, at in places.items()}
+        return [values.get(value, 0) for value in end.reads]
 
     @cached_property
     def _input_places(self) -> dict[int, int]:

@@ -24,12 +24,12 @@ def leafwise_update(update: optax.TransformUpdateExtraArgsFn) -> Any:
         if any(map(callable, jax.tree.leaves(extra_args))):
             return update(updates, state, params, **extra_args)
 
-        def step(given: Any, kept: Any) -> tuple[Any, Any]:
-            updates, params, extra_args = given
+        def step(inputs: Any, kept: Any) -> tuple[Any, Any]:
+            updates, params, extra_args = inputs
             return update(updates, kept, params, **extra_args)
 
-        given = updates, params, extra_args
-        result, _ = run_step(step, given, state, platforms=("tpu",))
+        inputs = updates, params, extra_args
+        result, _ = run_step(step, inputs, state, platforms=("tpu",))
         return result
 
     return update_fn
