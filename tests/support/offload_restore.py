@@ -102,8 +102,14 @@ def codes_and_remainders_go_on_elsewhere_and_back():
     goes_on_elsewhere_and_back(functools.partial(in_host_memory, compact))
 
 
+def in_device_memory(placed):
+    # Within `jit` a count is on all devices, as it is restored.
+    tx = compact()
+    return optax.GradientTransformationExtraArgs(jax.jit(tx.init), tx.update)
+
+
 def in_device_memory_they_do_too():
-    goes_on_elsewhere_and_back(lambda _: compact())
+    goes_on_elsewhere_and_back(in_device_memory)
 
 
 CHECKS = [
