@@ -75,7 +75,7 @@ FORMS = {
         masters(
             optax.partition(
                 {"a": optax.adam(1e-2), "b": optax.sgd(1e-2, momentum=0.9)},
-                {"matrix": "a", "row": "b", "small": "b"},
+                {"matrix": "a", "row": "a", "small": "b"},
             )
         )
     ),
@@ -121,7 +121,9 @@ def test_an_optimizer_trains_as_without(name):
     if name not in ROUNDED:
         assert_same_training(form, extra=extra)
         return
-    want, got = train(form(lambda inner: inner), 4), train(form(in_chunks), 4)
+    # With all of XLA's passes: without them its products for Muon are wrong.
+    run = functools.partial(train, steps=4, options={})
+    want, got = run(form(lambda inner: inner)), run(form(in_chunks))
     for a, b in zip(jax.tree.leaves(want[1]), jax.tree.leaves(got[1]), strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
 
