@@ -1,6 +1,6 @@
 """Optimizer states as trees: find and map states, and find the param of each leaf."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -8,15 +8,13 @@ import jax
 from jax.tree_util import (
     GetAttrKey,
     all_leaves,
-    keystr,
     tree_flatten_with_path,
-    tree_leaves_with_path,
 )
 
 from optax_mp._boxes import flatten_slots, is_box, one_level, unbox
-from optax_mp._leaves import is_absent
+from optax_mp._leaves import contents_of, is_absent
 from optax_mp._quantized import is_quantized
-from optax_mp._tree import PyTree
+from optax_mp._tree import PyTree, ends_in
 
 Path = tuple[Any, ...]
 Kind = type | tuple[type, ...]
@@ -92,7 +90,7 @@ def find_owners(tree: PyTree, params: PyTree) -> list[int | None]:
     is_single = len(slots) == 1 and treedef == jax.tree.structure(0)
 
     def find(tree: PyTree) -> list[int | None]:
-        contents = _contents(tree, params)
+        contents = contents_of(tree, params)
         if contents is not None and all(map(_may_belong, contents, slots)):
             owners = [[i] * len(jax.tree.leaves(x)) for i, x in enumerate(contents)]
             return list(chain.from_iterable(owners))
@@ -109,26 +107,9 @@ def _find_by_shape(tree: PyTree, shape: tuple[int, ...]) -> list[int | None]:
     owners: list[int | None] = []
     for node in jax.tree.leaves(tree, is_leaf=is_quantized):
         leaves = jax.tree.leaves(node)
-        fits = _shape(leaves[0]) == shape or bool(shape and _ends_in(leaves[0], shape))
+        fits = _shape(leaves[0]) == shape or bool(shape and ends_in(leaves[0], shape))
         owners += [0 if fits else None] * len(leaves)
     return owners
-
-
-def _contents(tree: PyTree, params: PyTree) -> list[Any] | None:
-    """Return the subtree of `tree` for each param; None if the structures differ."""
-    if is_box(params) or all_leaves([params]):
-        return [tree]
-    own = one_level(params)
-    if is_absent(tree):
-        return [tree] * len(flatten_slots(params)[0])
-    theirs = one_level(tree)
-    # Not by what else is in the structure: a box may say something else of each array.
-    if type(tree) is not type(params) or [k for k, _ in theirs] != [k for k, _ in own]:
-        return None
-    if not own or not own[0][0]:
-        return []
-    below = [_contents(a, b) for (_, a), (_, b) in zip(theirs, own, strict=True)]
-    return None if None in below else list(chain.from_iterable(filter(None, below)))
 
 
 def _may_belong(content: Any, slot: Any) -> bool:
@@ -137,7 +118,7 @@ def _may_belong(content: Any, slot: Any) -> bool:
         return True
     shape = _shape(unbox(slot))
     nodes = jax.tree.leaves(content, is_leaf=lambda x: is_box(x) or is_quantized(x))
-    if shape and all(_ends_in(x, shape) for x in jax.tree.leaves(content)):
+    if shape and all(ends_in(x, shape) for x in jax.tree.leaves(content)):
         return True
     is_one = len(nodes) == 1 and nodes[0] is content
     is_in_like_box = type(content) is type(slot) and is_box(slot)
@@ -152,12 +133,6 @@ def _may_belong(content: Any, slot: Any) -> bool:
 
 def _is_leaf_or_box(node: Any) -> bool:
     return is_quantized(node) or is_box(node) or all_leaves([node])
-
-
-def _ends_in(leaf: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether an array has the shape of a param, or stacks arrays of it."""
-    own = _shape(leaf)
-    return own[max(0, len(own) - len(shape)) :] == shape
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
@@ -183,20 +158,18 @@ def check_classes(opt_state: PyTree, caller: str) -> None:
     That happens if a checkpoint is restored without a template, and in Flax's
     `nnx.state` of an optimizer.
     """
-    for path, _ in tree_leaves_with_path(opt_state):
-        names = {keystr((key,), simple=True) for key in path}
-        fields = sorted(names & _OWN_FIELDS)
-        if fields and not any(map(_is_own_field, path)):
-            raise ValueError(
-                f"{caller}: `opt_state` has {fields[0]!r} in a "
-                f"{type(opt_state).__name__}, expected the states as the optimizer "
-                "made them; restore the checkpoint into `tx.init(params)`, and pass an "
-                "`nnx.Optimizer` itself."
-            )
 
+    def is_without_class(node: Any) -> bool:
+        is_state = isinstance(node, Mapping) and "inner_state" in node
+        return is_state and not _OWN_FIELDS.isdisjoint(node)
 
-def _is_own_field(key: Any) -> bool:
-    return isinstance(key, GetAttrKey) and key.name in _OWN_FIELDS
+    if any(map(is_without_class, jax.tree.leaves(opt_state, is_leaf=is_without_class))):
+        raise ValueError(
+            f"{caller}: a {type(opt_state).__name__} in `opt_state` has the fields of "
+            "a state of optax_mp, expected the states as the optimizer made them; "
+            "restore the checkpoint into `tx.init(params)`, and pass an "
+            "`nnx.Optimizer` itself."
+        )
 
 
 def _is_of(kind: Kind) -> Callable[[Any], bool]:

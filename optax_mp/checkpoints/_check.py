@@ -72,15 +72,8 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
             f"{_CALLER}: `template` is a {type(template).__name__}, expected a state; "
             "pass `jax.eval_shape(tx.init, params)`."
         )
-    saved = unwrap_metadata(saved)
-    saved_leaves, expected = leaves_by_name(saved), leaves_by_name(template)
-    if expected and not saved_leaves:
-        raise ValueError(
-            f"{_CALLER}: `saved` is a {type(saved).__name__} without arrays, expected "
-            "a tree of arrays or of anything with a shape and a dtype. A "
-            "`CheckpointManager` describes what it did not save itself only if it is "
-            "made with `item_handlers=orbax.checkpoint.StandardCheckpointHandler()`."
-        )
+    saved_leaves = leaves_by_name(unwrap_metadata(saved))
+    expected = leaves_by_name(template)
     lines = differences(saved_leaves, expected)
     if lines:
         raise ValueError(

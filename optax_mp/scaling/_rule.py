@@ -32,6 +32,7 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "period": _COUNT,
     "hysteresis": _COUNT,
     "counter": ("a number", lambda _: True),
+    "redo_on_nan": ("an integer, 0 or more", lambda x: x >= 0 and x == int(x)),
     "growth_factor": _GROWTH,
     "factor": _GROWTH,
     "backoff_factor": ("a number between 0 and 1", lambda x: 0 < x < 1),

@@ -216,7 +216,7 @@ WRONG = {
         {"takes": returning(lambda param, master: param == jnp.float16)},
         r"\['group'\]\[0\] is bfloat16\[3\], in training bfloat16, expected float",
     ),
-    "no hash": ({"__hash__": None}, "is not hashable; expected a frozen dataclass"),
+    "no hash": ({"__hash__": None}, "has no `__hash__`; expected a .*: a frozen dataclass"),
 }
 
 
@@ -232,5 +232,5 @@ def test_a_missing_method_is_named_at_construction(missing):
     names = {"takes", "encode", "decode", "advance"} - {missing}
     methods = {name: getattr(Negated(), name) for name in names}
     partial = types.SimpleNamespace(param_is_part=False, **methods)
-    with pytest.raises(TypeError, match=f"which has no `{missing}`; expected a stor"):
+    with pytest.raises(TypeError, match=f"which has no `{missing}`.*; expected a stor"):
         mixed(partial)
