@@ -19,12 +19,8 @@ _ALIASES = {
     "fp32": "float32",
     "full": "float32",
     "f64": "float64",
-    "f8_e4m3fn": "float8_e4m3fn",
-    "f8_e4m3": "float8_e4m3",
-    "f8_e5m2": "float8_e5m2",
-    "e4m3fn": "float8_e4m3fn",
-    "e4m3": "float8_e4m3",
-    "e5m2": "float8_e5m2",
+    **{f"f8_{x}": f"float8_{x}" for x in ("e4m3fn", "e4m3", "e5m2")},
+    **{x: f"float8_{x}" for x in ("e4m3fn", "e4m3", "e5m2")},
 }
 _NAMES = ("bfloat16", "float16", "float32", "float64")
 _MINI_FLOATS = ("float8_", "float6_", "float4_")

@@ -88,10 +88,11 @@ def find_owners(tree: PyTree, params: PyTree) -> list[int | None]:
     """
     slots, treedef = flatten_slots(params)
     is_single = len(slots) == 1 and treedef == jax.tree.structure(0)
+    belongs = _has_shape_of if is_single else _may_belong
 
     def find(tree: PyTree) -> list[int | None]:
         contents = contents_of(tree, params)
-        if contents is not None and all(map(_may_belong, contents, slots)):
+        if contents is not None and all(map(belongs, contents, slots)):
             owners = [[i] * len(jax.tree.leaves(x)) for i, x in enumerate(contents)]
             return list(chain.from_iterable(owners))
         children = [child for path, child in one_level(tree) if path]
@@ -99,17 +100,15 @@ def find_owners(tree: PyTree, params: PyTree) -> list[int | None]:
             return [None] * len(jax.tree.leaves(tree))
         return list(chain.from_iterable(map(find, children)))
 
-    return _find_by_shape(tree, _shape(unbox(slots[0]))) if is_single else find(tree)
+    return find(tree)
 
 
-def _find_by_shape(tree: PyTree, shape: tuple[int, ...]) -> list[int | None]:
-    """Return the owners if a single array or box, which fits everywhere, owns."""
-    owners: list[int | None] = []
-    for node in jax.tree.leaves(tree, is_leaf=is_quantized):
-        leaves = jax.tree.leaves(node)
-        fits = _shape(leaves[0]) == shape or bool(shape and ends_in(leaves[0], shape))
-        owners += [0 if fits else None] * len(leaves)
-    return owners
+def _has_shape_of(content: Any, slot: Any) -> bool:
+    """Return whether an array belongs to a single param, which fits everywhere."""
+    if not _is_leaf_or_box(content):
+        return False
+    own, shape = jax.tree.leaves(content)[0], _shape(unbox(slot))
+    return _shape(own) == shape or bool(shape and ends_in(own, shape))
 
 
 def _may_belong(content: Any, slot: Any) -> bool:

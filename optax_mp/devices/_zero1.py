@@ -180,8 +180,8 @@ class _Cuts:
             # Under jit with automatic sharding only `spec` is known.
             if known is not None and cut != choose_cut(mesh, axes, param.shape, known):
                 raise ValueError(
-                    f"zero1: param {where}, which is {describe(param)}, is "
-                    f"sharded as {known}, but `param_specs` says {spec}, so that "
+                    f"zero1: param {where}, which is {describe(param)}, is sharded "
+                    f"as {known}, but `param_specs` says {spec}, so that "
                     "`update` under jit would move it. Pass "
                     "`param_specs=jax.tree.map(lambda p: p.sharding, params)`."
                 )
@@ -202,13 +202,13 @@ class _Cuts:
         values, treedef = jax.tree.flatten(tree)
         found = find_owners(tree, self.leaves.unflatten(self.leaves.values))
         for i, owner in enumerate(found):
-            cut = self._cut_of(values[i], owner)
-            if cut is not None:
-                values[i] = shard(values[i], self.mesh, cut.part)
+            part = self._part_of(values[i], owner)
+            if part is not None:
+                values[i] = shard(values[i], self.mesh, part)
         return treedef.unflatten(values)
 
-    def _cut_of(self, x: Any, owner: int | None) -> Cut | None:
-        """Return the cut of an array that belongs to a param, or to none."""
+    def _part_of(self, x: Any, owner: int | None) -> PartitionSpec | None:
+        """Return how an array is cut that belongs to a param, or to none."""
         if not is_dynamic(x):
             return None
         if owner is not None:
@@ -218,15 +218,16 @@ class _Cuts:
             if ends_in(x, param.shape):
                 # The param's own shape, or a stack of such arrays, as L-BFGS keeps.
                 front = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - param.ndim)
-                return Cut(*(PartitionSpec(*front, *spec) for spec in cut))
+                return PartitionSpec(*front, *cut.part)
             if x.ndim == param.ndim:
                 # Block scales, for example, are cut as the param is, or not at all:
                 # with another cut each step would gather them.
                 fits = divides(self.mesh, cut.part, x.shape)
-                return cut if fits else Cut(cut.whole, PartitionSpec())
+                return cut.part if fits else PartitionSpec()
         if not is_floating(x):
             return None  # such as a random key
-        return choose_cut(self.mesh, self.axes, x.shape, PartitionSpec())
+        cut = choose_cut(self.mesh, self.axes, x.shape, PartitionSpec())
+        return None if cut is None else cut.part
 
     def gather(self, params: optax.Params, changes: optax.Updates) -> optax.Updates:
         """Return the updates of whole params.

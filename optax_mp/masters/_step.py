@@ -117,27 +117,28 @@ class Step:
             masters[i] = master
         return masters
 
-    def inner_params(self, masters: Sequence[Any]) -> list[Any]:
-        """Return what `inner` sees as each param: its master if it has one."""
-        return [
+    def as_seen_by_inner(
+        self, masters: Sequence[Any], extra_args: dict[str, Any]
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Return (gradients, params, extra arguments) for `inner`.
+
+        It sees the master of a param that has one, and gradients in the dtype of what
+        it sees, also in the extra argument `grad`.
+        """
+        inner_params = [
             as_inner_param(param) if is_absent(master) else master
             for param, master in zip(self.params.values, masters, strict=True)
         ]
 
-    def inner_grads(self, inner_params: Sequence[Any]) -> Any:
-        """Return the gradients for `inner`, in the dtypes of the params it sees."""
-        grads = self.params.unflatten(map(as_inner_grad, inner_params, self.grads))
-        return grads.fast if self.is_lookahead else grads
+        def cast(grads: Sequence[Any]) -> Any:
+            return self.params.unflatten(map(as_inner_grad, inner_params, grads))
 
-    def inner_extra_args(
-        self, inner_params: Sequence[Any], extra_args: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the extra arguments for `inner`; a `grad` is cast as gradients are."""
-        if extra_args.get("grad") is None:
-            return extra_args
-        grads = self.params.match(extra_args["grad"], "the extra argument `grad`")
-        cast = self.params.unflatten(map(as_inner_grad, inner_params, grads))
-        return {**extra_args, "grad": cast}
+        if extra_args.get("grad") is not None:
+            grad = self.params.match(extra_args["grad"], "the extra argument `grad`")
+            extra_args = {**extra_args, "grad": cast(grad)}
+        grads = cast(self.grads)
+        grads = grads.fast if self.is_lookahead else grads
+        return grads, self.params.unflatten(inner_params), extra_args
 
     def apply_changes(
         self, masters: Sequence[Any], changes: Any, proceed: Choice

@@ -160,19 +160,11 @@ def mixed_precision(
         def run_step(
             before: tuple[Any, Any], extra_args: dict[str, Any]
         ) -> tuple[Any, tuple[Any, Any]]:
-            inner_state = before[1]
-            masters = step.decode()
-            inner_params = step.inner_params(masters)
-            grads = step.inner_grads(inner_params)
-            inner_tree = leaves.unflatten(inner_params)
-            with explain_failure(inner, grads, inner_state, inner_tree, _CALLER):
-                passed = pass_choice(extra_args, inner_state)
-                changes, inner_state = inner.update(
-                    grads,
-                    inner_state,
-                    inner_tree,
-                    **step.inner_extra_args(inner_params, passed),
-                )
+            masters, inner_state = step.decode(), before[1]
+            passed = pass_choice(extra_args, inner_state)
+            grads, seen, passed = step.as_seen_by_inner(masters, passed)
+            with explain_failure(inner, grads, inner_state, seen, _CALLER):
+                changes, inner_state = inner.update(grads, inner_state, seen, **passed)
             proceed = read_choice(extra_args)
             stored, updates = step.apply_changes(masters, changes, proceed)
             return updates, (stored, inner_state)
