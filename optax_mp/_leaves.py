@@ -81,19 +81,18 @@ class Leaves:
                 )
         return matched
 
-    def match_arrays(
-        self, tree: PyTree, name: str, *, with_dtypes: bool = False
-    ) -> list[Any]:
-        """Return what `tree` has at each leaf; raise unless the shapes are the same.
+    def match_arrays(self, tree: PyTree, name: str) -> list[Any]:
+        """Return what `tree` has at each leaf; raise unless shape and dtype agree.
 
-        With `with_dtypes` the dtypes must agree, too, except for those of two floats.
+        One float may have another dtype than the other. A plain number is a scalar.
         """
         matched = self.match(tree, name)
         for path, want, leaf in zip(self.paths, self.values, matched, strict=True):
-            shape = () if isinstance(leaf, Number) else getattr(leaf, "shape", None)
-            same = not is_array(want) or shape == want.shape
-            if same and with_dtypes and not (is_floating(leaf) and is_floating(want)):
-                same = getattr(leaf, "dtype", None) == getattr(want, "dtype", None)
+            if not is_array(want) or isinstance(leaf, Number) and not want.shape:
+                continue
+            same = getattr(leaf, "shape", None) == want.shape
+            if not (is_floating(leaf) and is_floating(want)):
+                same &= getattr(leaf, "dtype", None) == want.dtype
             if not same:
                 raise ValueError(
                     f"{self.caller}: {name} at {spell(path)} is {describe(leaf)}, "

@@ -5,15 +5,14 @@ state of the whole optimizer shows them, and `value_and_grad`, `scale_loss` and 
 take that state.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import optax
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr
 
 from optax_mp._dtypes import bits
-from optax_mp._states import Path, holds_state
+from optax_mp._states import holds_state, nodes_of
 from optax_mp._tree import PyTree, is_floating
 from optax_mp._warnings import warn
 
@@ -32,10 +31,10 @@ _WRAPPERS = {
 
 def check_nesting(opt_state: PyTree, caller: str) -> None:
     """Raise or warn if `opt_state` is that of transforms in an order that fails."""
-    for path, node in reversed(list(_nodes(opt_state))):
+    for path, node in reversed(list(nodes_of(opt_state))):
         where = f"{caller}: opt_state{keystr(path)} is of"
         for kind, (name, harm) in _WRAPPERS.items():
-            if isinstance(node, kind) and any(_is_scale(x) for _, x in _nodes(node)):
+            if isinstance(node, kind) and any(_is_scale(x) for _, x in nodes_of(node)):
                 raise ValueError(
                     f"{where} `{name}` around a loss scale, expected the loss scale "
                     f"outside: `{name}` {harm}. Put it inside, as "
@@ -47,15 +46,6 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
             for i, link in enumerate(node):
                 _check_before(node[:i], link, where)
                 _warn_if_followed(link, node[i + 1 :], where)
-
-
-def _nodes(tree: PyTree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield each node of a tree that is no leaf, with its path, outermost first."""
-    children = tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
-    if not (len(children) == 1 and children[0][1] is tree):
-        yield path, tree
-        for key, child in children:
-            yield from _nodes(child, (*path, *key))
 
 
 # By their fields, because the modules of these states import this one.
@@ -90,7 +80,7 @@ def _ends_in_masters(state: Any) -> bool:
 
 def _check_before(before: tuple[Any, ...], link: Any, where: str) -> None:
     """Raise or warn if a transform before a loss scale in a chain should be inside."""
-    scales = [node for _, node in _nodes(link) if _is_scale(node)]
+    scales = [node for _, node in nodes_of(link) if _is_scale(node)]
     # One with an optimizer inside may be beside the masters, as of another model.
     are_links = [isinstance(x.inner_state, optax.EmptyState) for x in scales]
     if any(are_links) and any(map(_ends_in_masters, before)):
@@ -116,7 +106,7 @@ def _warn_if_followed(link: Any, later: tuple[Any, ...], where: str) -> None:
         return
     others = [x for x in _parts(later) if holds_state(x) and not _is_scale(x)]
     names = [type(x).__name__ for x in others]
-    if names and not any(_is_masters(node) for _, node in _nodes(later)):
+    if names and not any(_is_masters(node) for _, node in nodes_of(later)):
         warn(
             f"{where} a chain in which `mixed_precision` is followed by a transform "
             f"(its state: {names[0]}). If that changes the updates, the next step "

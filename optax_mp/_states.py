@@ -1,15 +1,11 @@
 """Optimizer states as trees: find and map states, and find the param of each leaf."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import jax
-from jax.tree_util import (
-    GetAttrKey,
-    all_leaves,
-    tree_flatten_with_path,
-)
+from jax.tree_util import all_leaves
 
 from optax_mp._boxes import flatten_slots, is_box, one_level, unbox
 from optax_mp._leaves import contents_of, is_absent
@@ -19,7 +15,6 @@ from optax_mp._tree import PyTree, ends_in
 Path = tuple[Any, ...]
 Kind = type | tuple[type, ...]
 
-_INNER_STATE = GetAttrKey("inner_state")
 # Fields that only states of this package have.
 _OWN_FIELDS = frozenset({"master_params", "hysteresis_left"})
 
@@ -29,24 +24,23 @@ def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
 
     Args:
         opt_state: an optimizer state, or a tree of several.
-        kind: the type of the states to find, or a tuple of types. The `inner_state` of
-            such a state is searched, too.
+        kind: the type of the states to find, or a tuple of types. What is in such a
+            state is searched, too.
 
     Returns:
         Pairs of a path, as `jax.tree_util.keystr` takes it, and the state there.
     """
-    states: list[tuple[Path, Any]] = []
-    is_kind = _is_of(kind)
+    return [x for x in nodes_of(opt_state) if isinstance(x[1], kind)]
 
-    def collect(tree: PyTree, prefix: Path) -> None:
-        for path, node in tree_flatten_with_path(tree, is_leaf=is_kind)[0]:
-            if is_kind(node):
-                states.append((prefix + path, node))
-                if hasattr(node, "inner_state"):
-                    collect(node.inner_state, (*prefix, *path, _INNER_STATE))
 
-    collect(opt_state, ())
-    return states
+def nodes_of(tree: PyTree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield each node of a tree that is no leaf, with its path, outermost first."""
+    children = one_level(tree)
+    is_leaf = bool(children) and not children[0][0]
+    if not is_leaf:
+        yield path, tree
+        for key, child in children:
+            yield from nodes_of(child, (*path, *key))
 
 
 def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) -> PyTree:
@@ -57,7 +51,9 @@ def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) ->
         opt_state: an optimizer state, or a tree of several.
         kind: a type, or a tuple of types.
     """
-    is_kind = _is_of(kind)
+
+    def is_kind(node: Any) -> bool:
+        return isinstance(node, kind)
 
     def replace(node: Any) -> Any:
         if not is_kind(node):
@@ -148,7 +144,7 @@ def holds_state(tree: PyTree) -> bool:
         names = (kind.__name__ for kind in type(node).__mro__)
         return hasattr(node, "_fields") and any(x.endswith("State") for x in names)
 
-    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+    return any(is_state(node) for _, node in nodes_of(tree))
 
 
 def check_classes(opt_state: PyTree, caller: str) -> None:
@@ -162,14 +158,10 @@ def check_classes(opt_state: PyTree, caller: str) -> None:
         is_state = isinstance(node, Mapping) and "inner_state" in node
         return is_state and not _OWN_FIELDS.isdisjoint(node)
 
-    if any(map(is_without_class, jax.tree.leaves(opt_state, is_leaf=is_without_class))):
+    if any(is_without_class(node) for _, node in nodes_of(opt_state)):
         raise ValueError(
             f"{caller}: a {type(opt_state).__name__} in `opt_state` has the fields of "
             "a state of optax_mp, expected the states as the optimizer made them; "
             "restore the checkpoint into `tx.init(params)`, and pass an "
             "`nnx.Optimizer` itself."
         )
-
-
-def _is_of(kind: Kind) -> Callable[[Any], bool]:
-    return lambda node: isinstance(node, kind)

@@ -231,8 +231,8 @@ def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) ->
             f"expected {wanted or None}, the storage of `from_tx`; pass as `from_tx` "
             "the transformation that made `opt_state`."
         )
-    # Float dtypes may differ: some optimizers change them at their first step.
-    _match(state, expected, "`opt_state`", "a state of `from_tx`", with_dtypes=True)
+    # Dtypes of floats may differ: some optimizers change them at their first step.
+    _match(state, expected, "`opt_state`", "a state of `from_tx`")
 
 
 def _storages(state: Any) -> list[Storage]:
@@ -240,18 +240,11 @@ def _storages(state: Any) -> list[Storage]:
     return [storage_of(node, _CALLER) for _, node in states]
 
 
-def _match(
-    state: PyTree,
-    template: PyTree,
-    name: str,
-    template_name: str,
-    *,
-    with_dtypes: bool = False,
-) -> list[Any]:
+def _match(state: PyTree, template: PyTree, name: str, template_name: str) -> list[Any]:
     """Return the leaves of `state`; raise if they do not fit those of `template`."""
     expected = Leaves.of(template, caller=_CALLER, name=template_name)
     try:
-        return expected.match_arrays(state, name, with_dtypes=with_dtypes)
+        return expected.match_arrays(state, name)
     except ValueError as error:
         raise ValueError(
             f"{error} Both transformations must have the same optimizer inside, and "
