@@ -160,6 +160,7 @@ def mixed_precision(
         def run_step(
             before: tuple[Any, Any], extra_args: dict[str, Any]
         ) -> tuple[Any, tuple[Any, Any]]:
+            # `before[0]` is `step.stored`, which `choose_step` keeps in a skipped step.
             masters, inner_state = step.decode(), before[1]
             passed = pass_choice(extra_args, inner_state)
             grads, seen, passed = step.as_seen_by_inner(masters, passed)

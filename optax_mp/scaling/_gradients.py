@@ -65,7 +65,8 @@ def value_and_grad(
     Other leaves, such as counters or the functions in an Equinox module, get None as
     their gradient.
 
-    Warns if params or `amp` are float16 and nothing scales the loss.
+    Warns if params or `amp` are float16 and nothing scales the loss, and if nothing in
+    `opt_state` looks like the state of an optimizer.
 
     Args:
         fun: a function that returns a scalar loss, or (loss, aux) with `has_aux`.
@@ -76,8 +77,8 @@ def value_and_grad(
         The function. With `has_aux` its value is (loss, aux).
 
     Raises:
-        TypeError: when called, if `opt_state` is missing or in another place, or if
-            there is nothing to differentiate.
+        TypeError: when called, if `opt_state` is in another place, or if there is
+            nothing to differentiate.
         ValueError: when called, if the loss is not a floating scalar; if the state
             holds several loss scales, or is of transforms in an order that does not
             work, such as `optax.MultiSteps` around a loss scale.
