@@ -26,19 +26,16 @@ Divides = Callable[[Any, int], bool]
 
 def is_box(node: Any) -> bool:
     """Return whether `node` is a box around one leaf."""
-    if is_leaf_like(node) or isinstance(node, dict | list | tuple):
+    if node is None or isinstance(node, dict | list | tuple):
+        return False
+    # A box of NNX has the `dtype` and `shape` of its array.
+    if is_array(node) and all_leaves([node]):
         return False
     children = one_level(node)
     if len(children) != 1 or not children[0][0]:
         return False
     (key,), child = children[0]
     return not isinstance(key, DictKey | SequenceKey) and all_leaves([child])
-
-
-def is_leaf_like(node: Any) -> bool:
-    """Return whether `node` is surely a leaf, or None."""
-    # A box of NNX has the `dtype` and `shape` of its array.
-    return node is None or (is_array(node) and all_leaves([node]))
 
 
 def one_level(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
@@ -152,15 +149,11 @@ def plain_trees(opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
     Of an `nnx.Module` those are the params that the `nnx.Optimizer` trains, or its
     `nnx.Param`s if the state is not given as one.
     """
-    return plain_state(opt_state), _plain_params(params, opt_state)
+    return plain_state(opt_state), plain_params(params, opt_state)
 
 
-def plain_params(params: PyTree) -> PyTree:
+def plain_params(params: PyTree, optimizer: Any = None) -> PyTree:
     """Return params, gradients or updates without NNX's boxes."""
-    return _plain_params(params, None)
-
-
-def _plain_params(params: PyTree, optimizer: Any) -> PyTree:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return params
@@ -170,11 +163,10 @@ def _plain_params(params: PyTree, optimizer: Any) -> PyTree:
 
 
 def _as_pure(nnx: Any, tree: PyTree) -> PyTree:
-    # Flax 0.12.0, the newest for JAX 0.8, has no `as_pure`.
-    if hasattr(nnx, "as_pure"):
-        return nnx.as_pure(tree)
+    """Return a tree with the content of each variable in its place."""
+    # Not by `nnx.as_pure`, which Flax 0.12.0, the newest for JAX 0.8, lacks.
     return jax.tree.map(
-        lambda x: unbox(x) if isinstance(x, nnx.Variable) else x,
+        lambda x: one_level(x)[0][1],
         tree,
         is_leaf=lambda x: isinstance(x, nnx.Variable),
     )

@@ -23,11 +23,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_mp._jax._arrays import describe, is_array, is_traced
+from optax_mp._jax._arrays import is_array, is_traced
 from optax_mp._jax._memory import is_on_host, to_device, to_host
 from optax_mp._jax._traced import is_dynamic
 from optax_mp._leaves import Leaves
-from optax_mp._tree import spell
 
 # Whether to take a step: a plain bool if it is not traced.
 Choice = jax.Array | bool
@@ -122,12 +121,5 @@ def _is_plain(x: Any) -> bool:
 def _check_stable(before: Any, after: Any) -> None:
     """Raise unless a step keeps the structure and shapes of the state."""
     name = "the state that `inner` was given"
-    old = Leaves.of(before, caller="optax_mp", name=name)
-    new = old.match(after, "the state that it returned")
-    for path, a, b in zip(old.paths, old.values, new, strict=True):
-        if is_array(a) and is_array(b) and a.shape != b.shape:
-            raise ValueError(
-                f"optax_mp: `inner` was given {describe(a)} in its state at "
-                f"{spell(path)} and returned {describe(b)}, expected the same shape; "
-                "call `init` again with the params that the gradients belong to."
-            )
+    leaves = Leaves.of(before, caller="optax_mp", name=name)
+    leaves.match_arrays(after, "the state that it returned")

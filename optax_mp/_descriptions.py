@@ -24,7 +24,7 @@ from optax_mp._jax._explicit import asked_shardings, fits_blocks, reshard_like
 from optax_mp._jax._memory import HOST_KIND, is_host_type, is_on_host
 from optax_mp._jax._place_like import place_like
 from optax_mp._states import find_owners
-from optax_mp._tree import PyTree, is_array
+from optax_mp._tree import PyTree, ends_in, is_array
 
 
 def place_like_params(state: PyTree, params: PyTree) -> PyTree:
@@ -52,7 +52,7 @@ def _can_follow(leaf: Any, param: Any) -> bool:
         return False
     if is_on_host(leaf):
         return False  # placed already, by `offload`
-    if leaf.shape[max(0, leaf.ndim - param.ndim) :] != param.shape:
+    if not ends_in(leaf, param.shape):
         return False  # neither the param's shape, nor a stack of such arrays
     is_number = jnp.issubdtype(leaf.dtype, jnp.number)
     # With explicit sharding zeros already have the sharding of their param.
@@ -136,7 +136,8 @@ def _shardings(closed: Any, state: PyTree, params: PyTree) -> list[Any]:
         owner = owners[i]
         if owner is not None and (of_owner := of_params[owner]) is not None:
             own = follow(of_owner, arrays[owner].shape, leaf.shape)
-        own = _combine(asked[i], own)
+        if asked[i] is not None:
+            own = NamedSharding(asked[i].mesh, fill_spec(asked[i].spec, own.spec))
         on_host = is_host_type(closed.out_avals[i])
         shardings.append(own.with_memory_kind(HOST_KIND) if on_host else own)
     return shardings
@@ -160,14 +161,11 @@ def follow(
     return sharding.update(spec=PartitionSpec(*spec))
 
 
-def _combine(asked: Any, own: NamedSharding) -> NamedSharding:
-    """Return what `init` asks for; along axes of which it says nothing, as before."""
-    if asked is None:
-        return own
-    before = [*own.spec, *[None] * len(asked.spec)]
+def fill_spec(spec: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
+    """Return a spec with the entries of another where it is unconstrained."""
+    pairs = zip(spec, (*other, *[None] * len(spec)), strict=False)
     unknown = PartitionSpec.UNCONSTRAINED
-    spec = [b if a is unknown else a for a, b in zip(asked.spec, before, strict=False)]
-    return NamedSharding(asked.mesh, PartitionSpec(*spec))
+    return PartitionSpec(*(b if a is unknown else a for a, b in pairs))
 
 
 def _named_sharding(leaf: Any) -> NamedSharding | None:

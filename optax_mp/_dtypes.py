@@ -19,12 +19,8 @@ _ALIASES = {
     "fp32": "float32",
     "full": "float32",
     "f64": "float64",
-    "f8_e4m3fn": "float8_e4m3fn",
-    "f8_e4m3": "float8_e4m3",
-    "f8_e5m2": "float8_e5m2",
-    "e4m3fn": "float8_e4m3fn",
-    "e4m3": "float8_e4m3",
-    "e5m2": "float8_e5m2",
+    **{f"f8_{x}": f"float8_{x}" for x in ("e4m3fn", "e4m3", "e5m2")},
+    **{x: f"float8_{x}" for x in ("e4m3fn", "e4m3", "e5m2")},
 }
 _NAMES = ("bfloat16", "float16", "float32", "float64")
 _MINI_FLOATS = ("float8_", "float6_", "float4_")
@@ -55,20 +51,18 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
     expected = (
         "expected a floating dtype such as bfloat16, float16, float32 or float8_e4m3fn"
     )
+    meant: Any = spec
     if isinstance(spec, str):
         if spec == "half":
             return half_dtype()
         name = _ALIASES.get(spec, spec)
-        is_name = name in _NAMES or (
-            name.startswith(_MINI_FLOATS) and hasattr(jnp, name)
-        )
-        dtype: Any = jnp.dtype(getattr(jnp, name)) if is_name else None
-    else:
-        try:
-            # NumPy reads None as float64.
-            dtype = None if spec is None else jnp.dtype(spec)
-        except (TypeError, ValueError):
-            dtype = None
+        is_name = name in _NAMES or name.startswith(_MINI_FLOATS)
+        meant = getattr(jnp, name, None) if is_name else None
+    try:
+        # NumPy reads None as float64.
+        dtype = None if meant is None else jnp.dtype(meant)
+    except (TypeError, ValueError):
+        dtype = None
     if dtype is None:
         raise ValueError(
             f"{argument} is {reprlib.repr(spec)}, {expected}; short names are "

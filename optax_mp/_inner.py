@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import PyTree, describe, is_array, is_floating, is_inexact, spell
@@ -199,7 +197,6 @@ def explain_failure(
         if params is None or _module_that_raised(error).startswith("optax_mp."):
             raise
         problem = _find_missing(grads, params, caller)
-        problem = problem or _find_host_memory(error, state, caller)
         problem = problem or _difference_to_own(inner, state, params, caller)
         if problem is None:
             raise
@@ -216,18 +213,6 @@ def _find_missing(grads: PyTree, params: PyTree, caller: str) -> str | None:
         return _find_none(leaves, leaves.match(grads, "the gradients"))
     except ValueError as error:
         return str(error)
-
-
-def _find_host_memory(error: Exception, state: PyTree, caller: str) -> str | None:
-    """Return what is wrong if JAX refused to compute with a state in host memory."""
-    on_host = [path for path, x in tree_leaves_with_path(state) if is_on_host(x)]
-    if not on_host or "memory_space" not in str(error):
-        return None
-    return (
-        f"{caller}: the inner state at {spell(on_host[0])} is in host memory, expected "
-        "device memory. Take the step with the optimizer in `optax_mp.offload`, or "
-        "bring the state to the device with `optax_mp.convert_opt_state`."
-    )
 
 
 def _module_that_raised(error: BaseException) -> str:

@@ -5,11 +5,13 @@ Where the tree has boxes (see `_boxes.py`), a leaf is matched with its box.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
+from numbers import Number
 from typing import Any
 
 import jax
 import optax
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import all_leaves, tree_flatten_with_path
 
 from optax_mp._boxes import flatten_slots, is_box, one_level, put, put_resized
 from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
@@ -20,19 +22,23 @@ def is_absent(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, optax.MaskedNode)
 
 
-def expand_absent(tree: PyTree, like: PyTree) -> PyTree:
-    """Return `tree` with each absent node repeated for every leaf of `like` there."""
+def contents_of(tree: PyTree, like: PyTree) -> list[Any] | None:
+    """Return the subtree of `tree` for each leaf or box of another tree.
+
+    An absent node may stand for a whole branch. If the structures differ, return None.
+    """
+    if is_box(like) or all_leaves([like]):
+        return [tree]
     if is_absent(tree):
-        return jax.tree.map(lambda _: tree, like, is_leaf=is_box)
-    children, treedef = _flatten_one_level(tree)
-    like_children, like_treedef = _flatten_one_level(like)
-    if treedef != like_treedef or jax.tree_util.all_leaves([like]):
-        return tree
-    return treedef.unflatten(map(expand_absent, children, like_children))
-
-
-def _flatten_one_level(tree: PyTree) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree, is_leaf=lambda node: node is not tree)
+        return [tree] * len(flatten_slots(like)[0])
+    own, theirs = one_level(like), one_level(tree)
+    # Not by what else is in the structure: a box may say something else of each array.
+    if type(tree) is not type(like) or [k for k, _ in theirs] != [k for k, _ in own]:
+        return None
+    if not own or not own[0][0]:
+        return []
+    below = [contents_of(a, b) for (_, a), (_, b) in zip(theirs, own, strict=True)]
+    return None if None in below else list(chain.from_iterable(filter(None, below)))
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Leaves:
         """Return what `tree` has at each leaf: a leaf, None or a `MaskedNode`."""
         matched = self.match_subtrees(tree, name)
         for path, leaf in zip(self.paths, matched, strict=True):
-            if not (is_absent(leaf) or jax.tree_util.all_leaves([leaf])):
+            if not (is_absent(leaf) or all_leaves([leaf])):
                 raise ValueError(
                     f"{self.caller}: {name} at {spell(path)} is a "
                     f"{type(leaf).__name__}, expected one leaf as in {self.name} (with "
@@ -75,18 +81,18 @@ class Leaves:
                 )
         return matched
 
-    def match_arrays(
-        self, tree: PyTree, name: str, *, with_dtypes: bool = False
-    ) -> list[Any]:
-        """Return what `tree` has at each leaf; raise unless the shapes are the same.
+    def match_arrays(self, tree: PyTree, name: str) -> list[Any]:
+        """Return what `tree` has at each leaf; raise unless shape and dtype agree.
 
-        With `with_dtypes` the dtypes must agree, too, except for those of two floats.
+        One float may have another dtype than the other. A plain number is a scalar.
         """
         matched = self.match(tree, name)
         for path, want, leaf in zip(self.paths, self.values, matched, strict=True):
-            same = not is_array(want) or getattr(leaf, "shape", None) == want.shape
-            if same and with_dtypes and not (is_floating(leaf) and is_floating(want)):
-                same = getattr(leaf, "dtype", None) == getattr(want, "dtype", None)
+            if not is_array(want) or isinstance(leaf, Number) and not want.shape:
+                continue
+            same = getattr(leaf, "shape", None) == want.shape
+            if not (is_floating(leaf) and is_floating(want)):
+                same &= getattr(leaf, "dtype", None) == want.dtype
             if not same:
                 raise ValueError(
                     f"{self.caller}: {name} at {spell(path)} is {describe(leaf)}, "
@@ -96,12 +102,15 @@ class Leaves:
 
     def match_subtrees(self, tree: PyTree, name: str) -> list[Any]:
         """Return the subtree of `tree` in each slot, without boxes."""
+        contents: list[Any] | None
         try:
             contents = self.treedef.flatten_up_to(tree)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(self._describe_mismatch(tree, name)) from error
-        pairs = zip(self.slots, contents, strict=True)
-        if any(is_box(slot) and is_array(x) and not is_box(x) for slot, x in pairs):
+        except (ValueError, TypeError, KeyError):
+            # `optax.masked` may hide a whole branch by one `MaskedNode`.
+            contents = contents_of(tree, self.treedef.unflatten(self.slots))
+        pairs = zip(self.slots, contents or [], strict=False)
+        lacks_box = (is_box(a) and is_array(x) and not is_box(x) for a, x in pairs)
+        if contents is None or any(lacks_box):
             raise ValueError(self._describe_mismatch(tree, name))
         return list(map(_open, self.slots, contents))
 
@@ -147,10 +156,6 @@ def _close(slot: Any, value: Any) -> Any:
     """Return a value in a box like that in `slot`, or in several."""
     if not is_box(slot) or isinstance(value, optax.MaskedNode):
         return value
-    if value is None or not is_array(value) and jax.tree_util.all_leaves([value]):
+    if value is None or not is_array(value) and all_leaves([value]):
         return put(slot, value)
-    return jax.tree.map(lambda x: put_resized(slot, x, _keeps_no_name), value)
-
-
-def _keeps_no_name(_name: Any, _size: int) -> bool:
-    return False
+    return jax.tree.map(lambda x: put_resized(slot, x, lambda *_: False), value)

@@ -5,20 +5,17 @@ state of the whole optimizer shows them, and `value_and_grad`, `scale_loss` and 
 take that state.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import optax
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr
 
 from optax_mp._dtypes import bits
-from optax_mp._jax._memory import is_on_host
-from optax_mp._states import Path, holds_state
+from optax_mp._states import holds_state, nodes_of
 from optax_mp._tree import PyTree, is_floating
 from optax_mp._warnings import warn
 
-_WRAP_ALL = "put `optax_mp.dynamic_loss_scale` around the whole optimizer"
 # States of wrappers that change or drop gradients before a loss scale inside sees them.
 _WRAPPERS = {
     optax.ApplyIfFiniteState: (
@@ -29,48 +26,26 @@ _WRAPPERS = {
         "optax.MultiSteps",
         "adds overflows to its accumulator, which is NaN from then on",
     ),
-    optax.ConditionallyTransformState: (
-        "optax.conditionally_transform",
-        "hands on gradients that are still scaled when it does not run it",
-    ),
-    optax.ConditionallyMaskState: (
-        "optax.conditionally_mask",
-        "hides overflows from it if its condition reads the gradients",
-    ),
 }
 
 
 def check_nesting(opt_state: PyTree, caller: str) -> None:
     """Raise or warn if `opt_state` is that of transforms in an order that fails."""
-    for path, node in reversed(list(_nodes(opt_state))):
+    for path, node in reversed(list(nodes_of(opt_state))):
         where = f"{caller}: opt_state{keystr(path)} is of"
         for kind, (name, harm) in _WRAPPERS.items():
-            if isinstance(node, kind) and any(_is_scale(x) for _, x in _nodes(node)):
-                message = (
+            if isinstance(node, kind) and any(_is_scale(x) for _, x in nodes_of(node)):
+                raise ValueError(
                     f"{where} `{name}` around a loss scale, expected the loss scale "
                     f"outside: `{name}` {harm}. Put it inside, as "
                     f"`optax_mp.dynamic_loss_scale({name}(...))`."
                 )
-                if kind is not optax.ConditionallyMaskState:
-                    raise ValueError(message)
-                warn(message)  # its condition may be of the step alone
-        if isinstance(node, optax.MultiStepsState):
-            _warn_if_around_offload(node, where)
         if isinstance(node, optax.InjectStatefulHyperparamsState):
             _warn_of_rounded_hyperparams(node, where)
         if _is_chain(node):
             for i, link in enumerate(node):
                 _check_before(node[:i], link, where)
                 _warn_if_followed(link, node[i + 1 :], where)
-
-
-def _nodes(tree: PyTree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield each node of a tree that is no leaf, with its path, outermost first."""
-    children = tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
-    if not (len(children) == 1 and children[0][1] is tree):
-        yield path, tree
-        for key, child in children:
-            yield from _nodes(child, (*path, *key))
 
 
 # By their fields, because the modules of these states import this one.
@@ -87,6 +62,13 @@ def _is_chain(node: Any) -> bool:
     return type(node) is tuple
 
 
+def _parts(links: tuple[Any, ...]) -> list[Any]:
+    """Return the states of links that are no whole optimizer, as of another model."""
+    # A monitor only reads.
+    no_parts = optax.MonitorState
+    return [x for x in links if not (_is_chain(x) or isinstance(x, no_parts))]
+
+
 def _ends_in_masters(state: Any) -> bool:
     """Return whether the updates of a transform are those of a `mixed_precision`."""
     if _is_chain(state):
@@ -98,18 +80,18 @@ def _ends_in_masters(state: Any) -> bool:
 
 def _check_before(before: tuple[Any, ...], link: Any, where: str) -> None:
     """Raise or warn if a transform before a loss scale in a chain should be inside."""
-    scales = [node for _, node in _nodes(link) if _is_scale(node)]
+    scales = [node for _, node in nodes_of(link) if _is_scale(node)]
     # One with an optimizer inside may be beside the masters, as of another model.
     are_links = [isinstance(x.inner_state, optax.EmptyState) for x in scales]
     if any(are_links) and any(map(_ends_in_masters, before)):
         raise ValueError(
             f"{where} a chain with a loss scale after `mixed_precision`, which divides "
-            f"the updates by the scale, expected it before; {_WRAP_ALL}."
+            "the updates by the scale, expected it before; put "
+            "`optax_mp.dynamic_loss_scale` around the whole optimizer."
         )
     # Transforms such as clipping keep no state. What has one may be the optimizer of
     # another model, but not before a link.
-    others = [x for x in before if not _is_chain(x)]
-    others = [x for x in others if not isinstance(x, optax.MonitorState)]
+    others = _parts(before)
     if scales and any(any(are_links) or not jax.tree.leaves(x) for x in others):
         warn(
             f"{where} a chain with a transform before a loss scale. The transform, "
@@ -122,11 +104,9 @@ def _warn_if_followed(link: Any, later: tuple[Any, ...], where: str) -> None:
     """Warn if a transform follows on masters in a chain."""
     if not _ends_in_masters(link):
         return
-    # A whole optimizer is that of another model, and a monitor only reads.
-    others = [x for x in later if not (_is_chain(x) or _is_scale(x))]
-    others = [x for x in others if not isinstance(x, optax.MonitorState)]
-    names = [type(x).__name__ for x in others if holds_state(x)]
-    if names and not any(_is_masters(node) for _, node in _nodes(later)):
+    others = [x for x in _parts(later) if holds_state(x) and not _is_scale(x)]
+    names = [type(x).__name__ for x in others]
+    if names and not any(_is_masters(node) for _, node in nodes_of(later)):
         warn(
             f"{where} a chain in which `mixed_precision` is followed by a transform "
             f"(its state: {names[0]}). If that changes the updates, the next step "
@@ -146,14 +126,3 @@ def _warn_of_rounded_hyperparams(state: Any, where: str) -> None:
                 ", or pass it `hyperparam_dtype=jnp.float32`."
             )
             return
-
-
-def _warn_if_around_offload(state: Any, where: str) -> None:
-    """Warn if a `MultiSteps` chooses between arrays in host memory."""
-    inner, sums = map(jax.tree.leaves, (state.inner_opt_state, state.acc_grads))
-    if any(map(is_on_host, inner)) and not any(map(is_on_host, sums)):
-        warn(
-            f"{where} `optax.MultiSteps` around `offload`. It chooses between whole "
-            "arrays in host memory, which XLA does not compile for TPUs and copies "
-            "elsewhere; put it inside, as `optax_mp.offload(optax.MultiSteps(...))`."
-        )

@@ -1,27 +1,20 @@
 """Optimizer states as trees: find and map states, and find the param of each leaf."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import jax
-from jax.tree_util import (
-    GetAttrKey,
-    all_leaves,
-    keystr,
-    tree_flatten_with_path,
-    tree_leaves_with_path,
-)
+from jax.tree_util import all_leaves
 
 from optax_mp._boxes import flatten_slots, is_box, one_level, unbox
-from optax_mp._leaves import is_absent
+from optax_mp._leaves import contents_of, is_absent
 from optax_mp._quantized import is_quantized
-from optax_mp._tree import PyTree
+from optax_mp._tree import PyTree, ends_in
 
 Path = tuple[Any, ...]
 Kind = type | tuple[type, ...]
 
-_INNER_STATE = GetAttrKey("inner_state")
 # Fields that only states of this package have.
 _OWN_FIELDS = frozenset({"master_params", "hysteresis_left"})
 
@@ -31,24 +24,23 @@ def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
 
     Args:
         opt_state: an optimizer state, or a tree of several.
-        kind: the type of the states to find, or a tuple of types. The `inner_state` of
-            such a state is searched, too.
+        kind: the type of the states to find, or a tuple of types. What is in such a
+            state is searched, too.
 
     Returns:
         Pairs of a path, as `jax.tree_util.keystr` takes it, and the state there.
     """
-    states: list[tuple[Path, Any]] = []
-    is_kind = _is_of(kind)
+    return [x for x in nodes_of(opt_state) if isinstance(x[1], kind)]
 
-    def collect(tree: PyTree, prefix: Path) -> None:
-        for path, node in tree_flatten_with_path(tree, is_leaf=is_kind)[0]:
-            if is_kind(node):
-                states.append((prefix + path, node))
-                if hasattr(node, "inner_state"):
-                    collect(node.inner_state, (*prefix, *path, _INNER_STATE))
 
-    collect(opt_state, ())
-    return states
+def nodes_of(tree: PyTree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield each node of a tree that is no leaf, with its path, outermost first."""
+    children = one_level(tree)
+    is_leaf = bool(children) and not children[0][0]
+    if not is_leaf:
+        yield path, tree
+        for key, child in children:
+            yield from nodes_of(child, (*path, *key))
 
 
 def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) -> PyTree:
@@ -59,7 +51,9 @@ def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) ->
         opt_state: an optimizer state, or a tree of several.
         kind: a type, or a tuple of types.
     """
-    is_kind = _is_of(kind)
+
+    def is_kind(node: Any) -> bool:
+        return isinstance(node, kind)
 
     def replace(node: Any) -> Any:
         if not is_kind(node):
@@ -90,10 +84,11 @@ def find_owners(tree: PyTree, params: PyTree) -> list[int | None]:
     """
     slots, treedef = flatten_slots(params)
     is_single = len(slots) == 1 and treedef == jax.tree.structure(0)
+    belongs = _has_shape_of if is_single else _may_belong
 
     def find(tree: PyTree) -> list[int | None]:
-        contents = _contents(tree, params)
-        if contents is not None and all(map(_may_belong, contents, slots)):
+        contents = contents_of(tree, params)
+        if contents is not None and all(map(belongs, contents, slots)):
             owners = [[i] * len(jax.tree.leaves(x)) for i, x in enumerate(contents)]
             return list(chain.from_iterable(owners))
         children = [child for path, child in one_level(tree) if path]
@@ -101,34 +96,15 @@ def find_owners(tree: PyTree, params: PyTree) -> list[int | None]:
             return [None] * len(jax.tree.leaves(tree))
         return list(chain.from_iterable(map(find, children)))
 
-    return _find_by_shape(tree, _shape(unbox(slots[0]))) if is_single else find(tree)
+    return find(tree)
 
 
-def _find_by_shape(tree: PyTree, shape: tuple[int, ...]) -> list[int | None]:
-    """Return the owners if a single array or box, which fits everywhere, owns."""
-    owners: list[int | None] = []
-    for node in jax.tree.leaves(tree, is_leaf=is_quantized):
-        leaves = jax.tree.leaves(node)
-        fits = _shape(leaves[0]) == shape or bool(shape and _ends_in(leaves[0], shape))
-        owners += [0 if fits else None] * len(leaves)
-    return owners
-
-
-def _contents(tree: PyTree, params: PyTree) -> list[Any] | None:
-    """Return the subtree of `tree` for each param; None if the structures differ."""
-    if is_box(params) or all_leaves([params]):
-        return [tree]
-    own = one_level(params)
-    if is_absent(tree):
-        return [tree] * len(flatten_slots(params)[0])
-    theirs = one_level(tree)
-    # Not by what else is in the structure: a box may say something else of each array.
-    if type(tree) is not type(params) or [k for k, _ in theirs] != [k for k, _ in own]:
-        return None
-    if not own or not own[0][0]:
-        return []
-    below = [_contents(a, b) for (_, a), (_, b) in zip(theirs, own, strict=True)]
-    return None if None in below else list(chain.from_iterable(filter(None, below)))
+def _has_shape_of(content: Any, slot: Any) -> bool:
+    """Return whether an array belongs to a single param, which fits everywhere."""
+    if not _is_leaf_or_box(content):
+        return False
+    own, shape = jax.tree.leaves(content)[0], _shape(unbox(slot))
+    return _shape(own) == shape or bool(shape and ends_in(own, shape))
 
 
 def _may_belong(content: Any, slot: Any) -> bool:
@@ -137,7 +113,7 @@ def _may_belong(content: Any, slot: Any) -> bool:
         return True
     shape = _shape(unbox(slot))
     nodes = jax.tree.leaves(content, is_leaf=lambda x: is_box(x) or is_quantized(x))
-    if shape and all(_ends_in(x, shape) for x in jax.tree.leaves(content)):
+    if shape and all(ends_in(x, shape) for x in jax.tree.leaves(content)):
         return True
     is_one = len(nodes) == 1 and nodes[0] is content
     is_in_like_box = type(content) is type(slot) and is_box(slot)
@@ -154,12 +130,6 @@ def _is_leaf_or_box(node: Any) -> bool:
     return is_quantized(node) or is_box(node) or all_leaves([node])
 
 
-def _ends_in(leaf: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether an array has the shape of a param, or stacks arrays of it."""
-    own = _shape(leaf)
-    return own[max(0, len(own) - len(shape)) :] == shape
-
-
 def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(getattr(leaf, "shape", ()))
 
@@ -174,7 +144,7 @@ def holds_state(tree: PyTree) -> bool:
         names = (kind.__name__ for kind in type(node).__mro__)
         return hasattr(node, "_fields") and any(x.endswith("State") for x in names)
 
-    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+    return any(is_state(node) for _, node in nodes_of(tree))
 
 
 def check_classes(opt_state: PyTree, caller: str) -> None:
@@ -183,21 +153,15 @@ def check_classes(opt_state: PyTree, caller: str) -> None:
     That happens if a checkpoint is restored without a template, and in Flax's
     `nnx.state` of an optimizer.
     """
-    for path, _ in tree_leaves_with_path(opt_state):
-        names = {keystr((key,), simple=True) for key in path}
-        fields = sorted(names & _OWN_FIELDS)
-        if fields and not any(map(_is_own_field, path)):
-            raise ValueError(
-                f"{caller}: `opt_state` has {fields[0]!r} in a "
-                f"{type(opt_state).__name__}, expected the states as the optimizer "
-                "made them; restore the checkpoint into `tx.init(params)`, and pass an "
-                "`nnx.Optimizer` itself."
-            )
 
+    def is_without_class(node: Any) -> bool:
+        is_state = isinstance(node, Mapping) and "inner_state" in node
+        return is_state and not _OWN_FIELDS.isdisjoint(node)
 
-def _is_own_field(key: Any) -> bool:
-    return isinstance(key, GetAttrKey) and key.name in _OWN_FIELDS
-
-
-def _is_of(kind: Kind) -> Callable[[Any], bool]:
-    return lambda node: isinstance(node, kind)
+    if any(is_without_class(node) for _, node in nodes_of(opt_state)):
+        raise ValueError(
+            f"{caller}: a {type(opt_state).__name__} in `opt_state` has the fields of "
+            "a state of optax_mp, expected the states as the optimizer made them; "
+            "restore the checkpoint into `tx.init(params)`, and pass an "
+            "`nnx.Optimizer` itself."
+        )

@@ -28,6 +28,12 @@ def is_inexact(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def ends_in(leaf: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether an array has this shape, or stacks arrays of it."""
+    own = tuple(getattr(leaf, "shape", ()))
+    return own[max(0, len(own) - len(shape)) :] == shape
+
+
 def summarize(tree: PyTree) -> str:
     """Say in short what a tree is, such as `a dict of ['w'] float32[2,3]`."""
     if is_array(tree):
@@ -166,7 +172,7 @@ def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
         jax.tree.map(lambda x: x if is_array(x) else None, tree)
         for tree in (on_true, on_false)
     )
-    chosen = lax.cond(pred, _first, _second, *arrays)
+    chosen = lax.cond(pred, _first, _second, tuple(arrays))
     return jax.tree.map(lambda x, new: x if new is None else new, on_false, chosen)
 
 
@@ -180,14 +186,12 @@ def _check_static(path: tuple[Any, ...], a: Any, b: Any) -> None:
 
 
 # Named, not lambdas: an eager `lax.cond` is compiled once for each function object.
-def _first(on_true: PyTree, on_false: PyTree) -> PyTree:
-    del on_false
-    return on_true
+def _first(pair: tuple[PyTree, PyTree]) -> PyTree:
+    return pair[0]
 
 
-def _second(on_true: PyTree, on_false: PyTree) -> PyTree:
-    del on_true
-    return on_false
+def _second(pair: tuple[PyTree, PyTree]) -> PyTree:
+    return pair[1]
 
 
 def nonfinite_paths(tree: PyTree) -> list[str]:

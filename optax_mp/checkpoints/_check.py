@@ -72,16 +72,15 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
             f"{_CALLER}: `template` is a {type(template).__name__}, expected a state; "
             "pass `jax.eval_shape(tx.init, params)`."
         )
-    saved = unwrap_metadata(saved)
-    saved_leaves, expected = leaves_by_name(saved), leaves_by_name(template)
-    if expected and not saved_leaves:
-        raise ValueError(
-            f"{_CALLER}: `saved` is a {type(saved).__name__} without arrays, expected "
-            "a tree of arrays or of anything with a shape and a dtype. A "
-            "`CheckpointManager` describes what it did not save itself only if it is "
-            "made with `item_handlers=orbax.checkpoint.StandardCheckpointHandler()`."
-        )
+    saved_leaves = leaves_by_name(unwrap_metadata(saved))
+    expected = leaves_by_name(template)
     lines = differences(saved_leaves, expected)
+    if lines and not saved_leaves:
+        raise ValueError(
+            f"{_CALLER}: `saved` has no arrays, expected a tree of them. To describe "
+            "what it did not save itself, a `CheckpointManager` needs "
+            "`item_handlers=orbax.checkpoint.StandardCheckpointHandler()`."
+        )
     if lines:
         raise ValueError(
             f"{_CALLER}: the checkpoint does not match `template`, expected the same "
@@ -169,11 +168,9 @@ def _consequence(leaf: Any, want: Any, names: PathNames) -> str:
         if may_be_number and jax.dtypes.canonicalize_dtype(leaf.dtype) == want.dtype:
             return ""
     whose = "the masters" if "master_params" in names else "the values"
-    if not are_floats:
-        return f"a restore would cast {whose}, which are stored in another form"
-    if bits(leaf.dtype) < bits(want.dtype):
+    if are_floats and bits(leaf.dtype) < bits(want.dtype):
         return "saved in a narrower dtype than the template"
-    return f"a restore would round {whose}"
+    return f"a restore would {'round' if are_floats else 'cast'} {whose}"
 
 
 def is_key(x: Any) -> bool:

@@ -1,7 +1,6 @@
 """convert_opt_state: a run's state for another form of the same optimizer."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._inner import as_transformation, copy_shared
-from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._memory import bring, is_on_host, put_beside, to_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves
@@ -139,9 +137,8 @@ def _adapt_scale(
         states = find_states(state, LossScaleState)
         return [x for _, s in states[:1] for x in (s.scale, s.hysteresis_left)]
 
-    traced = TracedCall.of(lambda params: start(from_tx.init(params)), params)
-    # By `jit`, which computes nothing else of that state.
-    old = jax.jit(partial(evaluate, traced.closed))(traced.arrays)
+    # As one program, which computes nothing else of that state.
+    old = TracedCall.of(lambda params: start(from_tx.init(params)), params).run()
     new = start(template)
     if not new or all(map(jnp.array_equal, old, new)):
         return state
@@ -158,7 +155,7 @@ def _masters(opt_state: optax.OptState, leaves: Leaves) -> PyTree:
     """Return the masters, in the memory in which the state has them."""
     values = list(leaves.values)
     states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
-    for i, master, stored in decode_all(leaves, states, _CALLER):
+    for i, _, stored, master in decode_all(leaves, states):
         is_kept_there = any(map(is_on_host, jax.tree.leaves(stored)))
         values[i] = to_host(master) if is_kept_there else master
     return leaves.unflatten(values)
@@ -234,8 +231,8 @@ def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) ->
             f"expected {wanted or None}, the storage of `from_tx`; pass as `from_tx` "
             "the transformation that made `opt_state`."
         )
-    # Float dtypes may differ: some optimizers change them at their first step.
-    _match(state, expected, "`opt_state`", "a state of `from_tx`", with_dtypes=True)
+    # Dtypes of floats may differ: some optimizers change them at their first step.
+    _match(state, expected, "`opt_state`", "a state of `from_tx`")
 
 
 def _storages(state: Any) -> list[Storage]:
@@ -243,18 +240,11 @@ def _storages(state: Any) -> list[Storage]:
     return [storage_of(node, _CALLER) for _, node in states]
 
 
-def _match(
-    state: PyTree,
-    template: PyTree,
-    name: str,
-    template_name: str,
-    *,
-    with_dtypes: bool = False,
-) -> list[Any]:
+def _match(state: PyTree, template: PyTree, name: str, template_name: str) -> list[Any]:
     """Return the leaves of `state`; raise if they do not fit those of `template`."""
     expected = Leaves.of(template, caller=_CALLER, name=template_name)
     try:
-        return expected.match_arrays(state, name, with_dtypes=with_dtypes)
+        return expected.match_arrays(state, name)
     except ValueError as error:
         raise ValueError(
             f"{error} Both transformations must have the same optimizer inside, and "

@@ -356,10 +356,9 @@ def _state_shardings(
         of_params = parts.of(params)
     else:
         of_params = spread_shardings(params, param_shardings, _CALLER)
-    arrays = jax.tree.leaves(params)
-    shardings: list[NamedSharding | None] = []
+    shapes = list(map(jnp.shape, jax.tree.leaves(params)))
     both = zip(jax.tree.leaves(state), find_owners(state, params), strict=True)
-    for leaf, owner in both:
-        has_shape = owner is not None and jnp.shape(leaf) == jnp.shape(arrays[owner])
-        shardings.append(of_params[owner] if has_shape and owner is not None else None)
-    return shardings
+    return [
+        of_params[at] if at is not None and jnp.shape(leaf) == shapes[at] else None
+        for leaf, at in both
+    ]

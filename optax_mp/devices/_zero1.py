@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_mp._arguments import check_given_params, check_init_params
-from optax_mp._descriptions import place_like_params, takes_descriptions
+from optax_mp._descriptions import fill_spec, place_like_params, takes_descriptions
 from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation, explain_failure
 from optax_mp._jax._arrays import has_explicit_axes
@@ -18,12 +18,10 @@ from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import find_owners
-from optax_mp._tree import PyTree, describe, is_floating, spell
+from optax_mp._tree import PyTree, describe, ends_in, is_floating, spell
 from optax_mp.devices._cut import (
     Cut,
     MeshAxes,
-    axis_names,
-    check_on_mesh,
     check_spec,
     choose_cut,
     divides,
@@ -83,8 +81,8 @@ def zero1(
         The transformation.
 
     Raises:
-        TypeError: if `inner` is not a gradient transformation or `mesh` not a mesh.
-        ValueError: if the mesh has no such axis, or `param_specs` does not fit.
+        TypeError: if `inner` is not a gradient transformation.
+        ValueError: if `mesh` has no such axis, or `param_specs` does not fit.
 
     Example:
         >>> import jax
@@ -110,9 +108,8 @@ def zero1(
     axes = _check_axes(mesh, axis)
 
     def cuts_of(params: optax.Params) -> "_Cuts":
-        _check_not_manual(axes)
         leaves = Leaves.of(params, caller="zero1", name="`params`")
-        return _Cuts.of(leaves, mesh, axes, specs_of_params(leaves.paths, param_specs))
+        return _Cuts.of(leaves, mesh, axes, specs_of_params(params, param_specs))
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> optax.OptState:
@@ -169,16 +166,12 @@ class _Cuts:
         cls, leaves: Leaves, mesh: Mesh, axes: MeshAxes, specs: list[PartitionSpec]
     ) -> "_Cuts":
         by_param: list[Cut | None] = []
-        specs = list(specs)
-        for i, (path, param) in enumerate(
-            zip(leaves.paths, leaves.values, strict=True)
-        ):
-            spec = specs[i]
+        for i, param in enumerate(leaves.values):
+            spec, where = specs[i], spell(leaves.paths[i])
             if not (is_dynamic(param) and is_floating(param)):
                 by_param.append(None)
                 continue
-            check_spec(spec, mesh, param, spell(path))
-            check_on_mesh(param, mesh, spell(path))
+            check_spec(spec, mesh, param, where)
             known = known_spec(param)
             if known is not None and has_explicit_axes(mesh):
                 spec = specs[i] = known
@@ -187,8 +180,8 @@ class _Cuts:
             # Under jit with automatic sharding only `spec` is known.
             if known is not None and cut != choose_cut(mesh, axes, param.shape, known):
                 raise ValueError(
-                    f"zero1: param {spell(path)}, which is {describe(param)}, is "
-                    f"sharded as {known}, but `param_specs` says {spec}, so that "
+                    f"zero1: param {where}, which is {describe(param)}, is sharded "
+                    f"as {known}, but `param_specs` says {spec}, so that "
                     "`update` under jit would move it. Pass "
                     "`param_specs=jax.tree.map(lambda p: p.sharding, params)`."
                 )
@@ -199,12 +192,7 @@ class _Cuts:
         found = {}
         both = zip(self.specs, self.by_param, strict=True)
         for i, (spec, cut) in enumerate(both):
-            if cut is not None:
-                names = (
-                    axis_names(spec, dim) if new is None else new
-                    for dim, new in enumerate(cut.part)
-                )
-                spec = PartitionSpec(*(each or None for each in names))
+            spec = spec if cut is None else fill_spec(cut.part, spec)
             shape = jnp.shape(self.leaves.values[i])
             found[self.leaves.paths[i]] = shape, NamedSharding(self.mesh, spec)
         return PartShardings(found)
@@ -214,31 +202,32 @@ class _Cuts:
         values, treedef = jax.tree.flatten(tree)
         found = find_owners(tree, self.leaves.unflatten(self.leaves.values))
         for i, owner in enumerate(found):
-            cut = self._cut_of(values[i], owner)
-            if cut is not None:
-                values[i] = shard(values[i], self.mesh, cut.part)
+            part = self._part_of(values[i], owner)
+            if part is not None:
+                values[i] = shard(values[i], self.mesh, part)
         return treedef.unflatten(values)
 
-    def _cut_of(self, x: Any, owner: int | None) -> Cut | None:
-        """Return the cut of an array that belongs to a param, or to none."""
+    def _part_of(self, x: Any, owner: int | None) -> PartitionSpec | None:
+        """Return how an array is cut that belongs to a param, or to none."""
         if not is_dynamic(x):
             return None
         if owner is not None:
             param, cut = self.leaves.values[owner], self.by_param[owner]
             if cut is None:
                 return None
-            more = x.ndim - param.ndim
-            if more >= 0 and x.shape[more:] == param.shape:
+            if ends_in(x, param.shape):
                 # The param's own shape, or a stack of such arrays, as L-BFGS keeps.
-                return Cut(*((None,) * more + by_dim for by_dim in cut))
-            if more == 0:
+                front = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - param.ndim)
+                return PartitionSpec(*front, *cut.part)
+            if x.ndim == param.ndim:
                 # Block scales, for example, are cut as the param is, or not at all:
                 # with another cut each step would gather them.
                 fits = divides(self.mesh, cut.part, x.shape)
-                return cut if fits else Cut(cut.whole, ((),) * x.ndim)
+                return cut.part if fits else PartitionSpec()
         if not is_floating(x):
             return None  # such as a random key
-        return choose_cut(self.mesh, self.axes, x.shape, PartitionSpec())
+        cut = choose_cut(self.mesh, self.axes, x.shape, PartitionSpec())
+        return None if cut is None else cut.part
 
     def gather(self, params: optax.Params, changes: optax.Updates) -> optax.Updates:
         """Return the updates of whole params.
@@ -282,28 +271,13 @@ def _gather_update(
 
 def _check_axes(mesh: Any, axis: Any) -> MeshAxes:
     """Return the names of the axes, or raise if the mesh does not have them."""
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            f"zero1: `mesh` is a {type(mesh).__name__}, expected a jax.sharding.Mesh, "
-            'such as `jax.make_mesh((8,), ("data",))`.'
-        )
+    sizes = dict(mesh.shape) if isinstance(mesh, Mesh | AbstractMesh) else {}
     axes = (axis,) if isinstance(axis, str) else axis
     are_distinct = isinstance(axes, tuple) and axes and len(set(axes)) == len(axes)
-    if not (are_distinct and all(name in mesh.axis_names for name in axes)):
+    if not (are_distinct and all(name in sizes for name in axes)):
         raise ValueError(
-            f"zero1: `axis` is {axis!r}, expected an axis of the mesh, which has "
-            f"{dict(mesh.shape)}, or a tuple of several."
+            f"zero1: `axis` is {axis!r}, expected an axis of `mesh`, which is a "
+            f"{type(mesh).__name__} of {sizes}, or a tuple of several; make a mesh by "
+            '`jax.make_mesh((8,), ("data",))`.'
         )
     return axes
-
-
-def _check_not_manual(axes: MeshAxes) -> None:
-    """Raise within `shard_map` over these axes."""
-    current = jax.sharding.get_abstract_mesh().manual_axes
-    manual = [name for name in axes if name in current]
-    if manual:
-        raise ValueError(
-            f"zero1: called within shard_map over `{manual[0]}`, where each rank has "
-            "its own state already; use zero1 under jit with shardings, or call "
-            "`lax.psum_scatter` and `lax.all_gather` around `inner` yourself."
-        )

@@ -13,10 +13,11 @@ from optax_mp._dtypes import at_least_float32, round_to
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._explicit import reshard_beside
 from optax_mp._jax._memory import bring, put_beside
-from optax_mp._leaves import Leaves, expand_absent, is_absent
+from optax_mp._leaves import Leaves, is_absent
 from optax_mp._nesting import check_nesting
 from optax_mp._states import check_classes, find_states, map_states
 from optax_mp._tree import describe, is_floating, spell
+from optax_mp.masters._checks import check_shape
 from optax_mp.masters._step import follow_edits
 from optax_mp.masters._storage import (
     MixedPrecisionState,
@@ -68,7 +69,7 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         check_classes(opt_state, caller)
         return jax.tree.map(_widen, params)
     result = list(leaves.values)
-    for i, master, _ in decode_all(leaves, [state for _, state in found], caller):
+    for i, _, _, master in decode_all(leaves, [state for _, state in found]):
         result[i] = master
     return leaves.unflatten(result)
 
@@ -87,14 +88,16 @@ def read_arguments(
 
 
 def decode_all(
-    params: Leaves, states: Sequence[MixedPrecisionState], caller: str
-) -> Iterator[tuple[int, jax.Array, Any]]:
-    """Yield which param has a master, the master, and what is stored for it."""
+    params: Leaves, states: Sequence[MixedPrecisionState]
+) -> Iterator[tuple[int, Storage, Any, jax.Array]]:
+    """Yield which param has a master, the storage, what is stored, and the master."""
     for state in states:
-        storage = storage_of(state, caller)
-        for i, stored in enumerate(_match_stored(params, state)):
+        storage = storage_of(state, params.caller)
+        name = "the masters in `opt_state`"
+        matched = params.match_subtrees(state.master_params, name)
+        for i, stored in enumerate(matched):
             if not is_absent(stored):
-                yield i, _decode(storage, stored, params, i), stored
+                yield i, storage, stored, _decode(storage, stored, params, i)
 
 
 def replace_master_params(
@@ -224,12 +227,10 @@ def map_masters(
     """
 
     def map_state(state: MixedPrecisionState) -> MixedPrecisionState:
-        storage = storage_of(state, params.caller)
-        new_stored = _match_stored(params, state)
-        for i, stored in enumerate(new_stored):
-            if is_absent(stored):
-                continue
-            new = change(i, storage, _decode(storage, stored, params, i))
+        new_stored: list[Any] = [optax.MaskedNode()] * len(params.values)
+        for i, storage, stored, old in decode_all(params, [state]):
+            new_stored[i] = stored
+            new = change(i, storage, old)
             if new is not None:
                 # As `zero1` shards what is stored, and not the params.
                 pair = (reshard_beside(x, stored) for x in (new, params.values[i]))
@@ -251,13 +252,6 @@ def _beside(x: Any, old: jax.Array) -> jax.Array:
     return jnp.asarray(x) if is_traced(old) else jax.device_put(x, old.sharding)
 
 
-def _match_stored(params: Leaves, state: MixedPrecisionState) -> list[Any]:
-    """Return what a state stores for each param, or that it stores nothing for it."""
-    # Under `optax.partition` one `MaskedNode` can stand for a whole branch of params.
-    stored = expand_absent(state.master_params, params.unflatten(params.values))
-    return params.match_subtrees(stored, "the masters in `opt_state`")
-
-
 def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
     """Return the master of a param, in device memory."""
     param = params.values[i]
@@ -271,13 +265,8 @@ def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
             "its master. Pass the params in their training dtype: cast them with "
             "`Policy.cast_to_param` or `optax_mp.cast_floating`."
         )
-    master = storage.decode(bring(stored), reshard_beside(param, stored))
-    if master.shape != jnp.shape(param):
-        raise ValueError(
-            f"{where}, but its master is {describe(master)}, expected the same shape: "
-            "the state belongs to other params."
-        )
-    return master
+    check_shape(where, param, stored)
+    return storage.decode(bring(stored), reshard_beside(param, stored))
 
 
 def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from optax_mp._arguments import check_own_state
 from optax_mp._dtypes import bits
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._tree import describe, is_floating, is_inexact, spell
+from optax_mp._tree import describe, ends_in, is_floating, is_inexact, spell
 from optax_mp.masters._storage import (
     FullCopy,
     MixedPrecisionState,
@@ -20,49 +20,46 @@ from optax_mp.masters._storage import (
 
 
 def check_storable(
-    storage: Storage,
-    params: Leaves,
-    dtypes: Sequence[jnp.dtype | None],
-    has_master: Sequence[bool],
-    master_dtype: jnp.dtype,
+    storage: Storage, where: str, dtype: jnp.dtype, master_dtype: jnp.dtype
 ) -> None:
-    """Raise unless `storage` can keep the masters of these params.
+    """Raise unless `storage` can keep the master of a param.
 
     Args:
         storage: a storage.
-        params: the params given to `init`.
-        dtypes: the dtype of each param in training, or None if it is not floating.
-        has_master: whether each param will have a master.
+        where: the param in words.
+        dtype: its dtype in training.
         master_dtype: the dtype of masters.
     """
-    expected = list_taken_dtypes(storage, master_dtype)
-    shown = [
-        f"param {spell(path)} is {describe(param)}"
-        for path, param in zip(params.paths, params.values, strict=True)
-    ]
-    for i, dtype in enumerate(dtypes):
-        if dtype is None or not has_master[i]:
-            continue
-        if float(jnp.finfo(dtype).min) > 0:
-            raise ValueError(
-                f"mixed_precision: {shown[i]}, in training {dtype}, which has neither "
-                "a sign nor zero, expected a dtype of weights such as float8_e4m3fn; "
-                "wrap the optimizer in `optax.masked` if this leaf, such as the scales "
-                "of blocks, is not trained."
-            )
-        if not storage.takes(dtype, master_dtype):
-            raise ValueError(
-                f"mixed_precision: {shown[i]}, in training {dtype}, expected "
-                f"{expected} with the storage {storage}; use `optax_mp.FullCopy()` for "
-                "it."
-            )
-    # A float32 leaf among others is its own master. But if all leaves are, the user
-    # asked for a storage that would store nothing.
-    inexact = [i for i, param in enumerate(params.values) if is_inexact(param)]
-    if inexact and not any(has_master) and storage != FullCopy():
+    if float(jnp.finfo(dtype).min) > 0:
         raise ValueError(
-            f"mixed_precision: the storage {storage} needs params of {expected}, found "
-            f"none ({shown[inexact[0]]}). Cast the params with "
+            f"mixed_precision: {where}, in training {dtype}, which has neither a sign "
+            "nor zero, expected a dtype of weights such as float8_e4m3fn; wrap the "
+            "optimizer in `optax.masked` if this leaf, such as the scales of blocks, "
+            "is not trained."
+        )
+    if not storage.takes(dtype, master_dtype):
+        raise ValueError(
+            f"mixed_precision: {where}, in training {dtype}, expected "
+            f"{list_taken_dtypes(storage, master_dtype)} with the storage {storage}; "
+            "use `optax_mp.FullCopy()` for it."
+        )
+
+
+def check_any_stored(
+    storage: Storage, params: Leaves, stored: Sequence[Any], master_dtype: jnp.dtype
+) -> None:
+    """Raise if a storage other than full copies would store nothing.
+
+    A float32 leaf among others is its own master. But if all leaves are, the user
+    asked for a storage in vain.
+    """
+    inexact = [i for i, param in enumerate(params.values) if is_inexact(param)]
+    if inexact and all(map(is_absent, stored)) and storage != FullCopy():
+        path, param = params.paths[inexact[0]], params.values[inexact[0]]
+        raise ValueError(
+            f"mixed_precision: the storage {storage} needs params of "
+            f"{list_taken_dtypes(storage, master_dtype)}, found none (param "
+            f"{spell(path)} is {describe(param)}). Cast the params with "
             "`optax_mp.cast_floating`, or pass `param_dtype` if you cast them later; "
             "params that stay as they are need no storage."
         )
@@ -94,7 +91,6 @@ def check_param(
     `where` names the param.
     """
     where = f"mixed_precision: param {where} is {describe(param)}"
-    is_narrow = is_floating(param) and bits(param.dtype) < bits(master_dtype)
     # First, because a param that was not cast as declared fails the others as well.
     if is_floating(param) and declared != param.dtype:
         raise ValueError(
@@ -102,9 +98,10 @@ def check_param(
             "`Policy.cast_to_param` or `optax_mp.cast_floating` before training. If "
             f"they were cast, {_explain_promotion(storage)}"
         )
+    is_wide = is_floating(param) and bits(param.dtype) >= bits(master_dtype)
     if is_absent(stored):
         # It was its own master. Trained in this dtype it would lose small updates.
-        if is_narrow:
+        if is_floating(param) and not is_wide:
             raise ValueError(
                 f"{where}, and the state holds no master for it: at `init` it was not "
                 f"floating or was as wide as {master_dtype.name}. Call `init` with "
@@ -113,16 +110,19 @@ def check_param(
             )
         return
     # It would now be its own master, beside the one that the state has.
-    if is_floating(param) and not is_narrow:
+    if is_wide:
         raise ValueError(
             f"{where}, expected a dtype narrower than its {master_dtype.name} master: "
             f"it was at `init`, and {_explain_promotion(storage)}"
         )
-    # Only the last axes, because a storage may add leading ones.
+    check_shape(where, param, stored)
+
+
+def check_shape(where: str, param: Any, stored: Any) -> None:
+    """Raise unless what is stored can be the master of a param."""
     leaves = jax.tree.leaves(stored)
-    if not is_floating(param) or any(
-        x.shape[x.ndim - param.ndim :] != param.shape for x in leaves
-    ):
+    # A storage may add leading axes.
+    if not is_floating(param) or not all(ends_in(x, param.shape) for x in leaves):
         shown = " and ".join(map(describe, leaves))
         raise ValueError(
             f"{where}, but its master is {shown}, expected a floating array of the "

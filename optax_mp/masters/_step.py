@@ -63,21 +63,21 @@ class Step:
 
     Attributes:
         params: the params.
+        stored: what the state stores for each param.
         grads: the gradient of each param, or None or `MaskedNode()`.
         is_lookahead: whether there are two copies of the params for one of gradients.
         settings: the settings of the transformation.
     """
 
     params: Leaves
+    stored: Sequence[Any]
     grads: Sequence[Any]
     is_lookahead: bool
     settings: Settings
 
     @classmethod
-    def match(
-        cls, updates: Any, state: Any, params: Any, settings: Settings
-    ) -> tuple["Step", list[Any]]:
-        """Return the step, and what the state stores for each param."""
+    def match(cls, updates: Any, state: Any, params: Any, settings: Settings) -> "Step":
+        """Return the step of an `update` with these arguments."""
         check_given_params(params, "mixed_precision")
         settings.check_dtypes()
         check_state(state, settings.storage)
@@ -91,73 +91,67 @@ class Step:
         leaves = Leaves.of(params, caller="mixed_precision", name="`params`")
         # Subtrees, because a storage may store several arrays for one master.
         stored = leaves.match_subtrees(state.master_params, "the masters in the state")
-        master_dtype, storage = settings.master_dtype, settings.storage
-        for path, param, stored_leaf in zip(
-            leaves.paths, leaves.values, stored, strict=True
-        ):
+        for path, param, x in zip(leaves.paths, leaves.values, stored, strict=True):
             declared = settings.dtype_in_training(path, param)
-            where = spell(path)
-            check_param(where, param, stored_leaf, master_dtype, declared, storage)
+            dtypes = settings.master_dtype, declared
+            check_param(spell(path), param, x, *dtypes, settings.storage)
         grads = match_gradients(leaves, updates)
-        return cls(leaves, grads, is_lookahead, settings), stored
+        return cls(leaves, stored, grads, is_lookahead, settings)
 
-    def decode(self, stored: Sequence[Any]) -> list[Any]:
+    def decode(self) -> list[Any]:
         """Return the master of each param that has one, else `MaskedNode()`.
 
         Where the param was edited since the last step, it is the master.
         """
         master_dtype, storage = self.settings.master_dtype, self.settings.storage
-        masters = list(stored)
-        for i, stored_leaf in enumerate(stored):
-            if is_absent(stored_leaf):
+        masters = list(self.stored)
+        for i, param in enumerate(self.params.values):
+            if is_absent(masters[i]):
                 continue
-            param = self.params.values[i]
-            masters[i] = storage.decode(stored_leaf, param)
-            check_master(spell(self.params.paths[i]), masters[i], master_dtype, storage)
+            master = storage.decode(masters[i], param)
+            check_master(spell(self.params.paths[i]), master, master_dtype, storage)
             if not storage.param_is_part and shows_edits(
-                param.dtype, self._update_dtype(i, has_master=True)
+                param.dtype, self._update_dtype(i)
             ):
-                masters[i] = follow_edits(masters[i], jnp.asarray(param))
+                master = follow_edits(master, jnp.asarray(param))
+            masters[i] = master
         return masters
 
-    def inner_params(self, masters: Sequence[Any]) -> list[Any]:
-        """Return what `inner` sees as each param: its master if it has one."""
-        return [
+    def as_seen_by_inner(
+        self, masters: Sequence[Any], extra_args: dict[str, Any]
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Return (gradients, params, extra arguments) for `inner`.
+
+        It sees the master of a param that has one, and gradients in the dtype of what
+        it sees, also in the extra argument `grad`.
+        """
+        inner_params = [
             as_inner_param(param) if is_absent(master) else master
             for param, master in zip(self.params.values, masters, strict=True)
         ]
 
-    def inner_grads(self, inner_params: Sequence[Any]) -> Any:
-        """Return the gradients for `inner`, in the dtypes of the params it sees."""
-        grads = self.params.unflatten(map(as_inner_grad, inner_params, self.grads))
-        return grads.fast if self.is_lookahead else grads
+        def cast(grads: Sequence[Any]) -> Any:
+            return self.params.unflatten(map(as_inner_grad, inner_params, grads))
 
-    def inner_extra_args(
-        self, inner_params: Sequence[Any], extra_args: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the extra arguments for `inner`; a `grad` is cast as gradients are."""
-        if extra_args.get("grad") is None:
-            return extra_args
-        grads = self.params.match(extra_args["grad"], "the extra argument `grad`")
-        cast = self.params.unflatten(map(as_inner_grad, inner_params, grads))
-        return {**extra_args, "grad": cast}
+        if extra_args.get("grad") is not None:
+            grad = self.params.match(extra_args["grad"], "the extra argument `grad`")
+            extra_args = {**extra_args, "grad": cast(grad)}
+        grads = cast(self.grads)
+        grads = grads.fast if self.is_lookahead else grads
+        return grads, self.params.unflatten(inner_params), extra_args
 
     def apply_changes(
-        self,
-        stored: Sequence[Any],
-        masters: Sequence[Any],
-        changes: Any,
-        proceed: Choice,
+        self, masters: Sequence[Any], changes: Any, proceed: Choice
     ) -> tuple[list[Any], list[Any]]:
         """Return (stored, updates) after `inner` changed the masters by `changes`.
 
         If not `proceed`, the changes are dropped.
         """
         changes = self.params.match(changes, "the updates of `inner`")
-        new_stored, updates = list(stored), list(self.grads)
+        new_stored, updates = list(self.stored), list(self.grads)
         for i, change in enumerate(changes):
             path, param, grad = self.params.paths[i], self.params.values[i], updates[i]
-            has_master = not is_absent(stored[i])
+            has_master = not is_absent(masters[i])
             is_hidden = not has_master and not is_inexact(param)
             if is_hidden or is_absent(change):
                 updates[i] = or_no_change(grad if is_hidden else change, param)
@@ -165,19 +159,15 @@ class Step:
             check_update(path, param, grad, change)
             if has_master:
                 master = optax.apply_updates(masters[i], change)
-                new_stored[i], updates[i] = self._advance_leaf(
-                    i, stored[i], master, proceed
-                )
-            else:
-                dtype = self._update_dtype(i, has_master=False)
-                updates[i] = _cast_update(change, dtype)
+                new_stored[i], change = self._advance_leaf(i, master, proceed)
+            updates[i] = _cast_update(change, self._update_dtype(i))
         return new_stored, updates
 
     def _advance_leaf(
-        self, i: int, stored: Any, master: Any, proceed: Choice
+        self, i: int, master: Any, proceed: Choice
     ) -> tuple[Any, jax.Array]:
         """Return (stored, update) of a leaf whose master moves to `master`."""
-        param = self.params.values[i]
+        param, stored = self.params.values[i], self.stored[i]
         new_stored, target = self.settings.storage.advance(stored, param, master)
         if proceed is not True and type(self.settings.storage) is FullCopy:
             # The master that `choose_step` stores. From the new one alone, XLA would
@@ -190,11 +180,11 @@ class Step:
         else:
             target = round_to(target, param.dtype)
         update = difference(target, lax.convert_element_type(param, target.dtype))
-        update = _cast_update(update, self._update_dtype(i, has_master=True))
         return as_own_arrays(new_stored), update
 
-    def _update_dtype(self, i: int, *, has_master: bool) -> jnp.dtype:
+    def _update_dtype(self, i: int) -> jnp.dtype:
         """Return the dtype of the update of a leaf."""
+        has_master = not is_absent(self.stored[i])
         if has_master and self.settings.storage.param_is_part:
             # The param decodes the master: if it missed its target by a rounding, the
             # stored remainder would decode to another master.

@@ -15,12 +15,13 @@ import optax
 from optax_mp._dtypes import bits
 from optax_mp._inner import copy_shared
 from optax_mp._leaves import is_absent
-from optax_mp._tree import PyTree, describe, is_array, is_floating
+from optax_mp._tree import PyTree, describe, ends_in, is_array, is_floating
 from optax_mp._typed import type_with
 
-_MEMBERS = ("takes", "encode", "decode", "advance", "param_is_part")
+# The hash, because a storage becomes part of the state's type.
+_MEMBERS = ("takes", "encode", "decode", "advance", "param_is_part", "__hash__")
 # The param dtypes that errors mention if a storage takes them.
-_PARAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")
+_DTYPES = "bfloat16 float16 float32 float8_e4m3fn float8_e5m2 float4_e2m1fn".split()
 
 
 class Storage(Protocol):
@@ -195,28 +196,16 @@ def check_storage(
     storage: Any, master_dtype: jnp.dtype, update_dtype: jnp.dtype | str | None
 ) -> None:
     """Raise unless `storage` has the members of `Storage` and works with the dtypes."""
-    example = "such as `optax_mp.FullCopy()` or `optax_mp.Split(bits=16)`"
-    if isinstance(storage, type):
+    missing = [name for name in _MEMBERS if getattr(storage, name, None) is None]
+    lack = f"has no `{'`, `'.join(missing)}`" if missing else ""
+    if lack or isinstance(storage, type):
         raise TypeError(
-            f"mixed_precision: `storage` is the class {storage.__name__}, expected an "
-            f"object {example}; call the class first."
+            f"mixed_precision: `storage` is {storage!r}, which {lack or 'is a class'}; "
+            "expected a storage object such as `optax_mp.FullCopy()` or "
+            "`optax_mp.Split(bits=16)`: a frozen dataclass with all members of "
+            "`optax_mp.masters.Storage`."
         )
-    missing = [name for name in _MEMBERS if not hasattr(storage, name)]
-    if missing:
-        raise TypeError(
-            f"mixed_precision: `storage` is {storage!r}, which has no "
-            f"`{'`, `'.join(missing)}`; expected a storage object {example}, with all "
-            "members of `optax_mp.masters.Storage`."
-        )
-    try:
-        hash(storage)
-    except TypeError as error:
-        raise TypeError(
-            f"mixed_precision: `storage` is {storage!r}, which is not hashable; "
-            "expected a frozen dataclass, as it becomes part of the state's type."
-        ) from error
-    narrower = [d for d in _floats() if bits(d) < bits(master_dtype)]
-    if not any(storage.takes(dtype, master_dtype) for dtype in narrower):
+    if not list_taken_dtypes(storage, master_dtype):
         raise ValueError(
             f"mixed_precision: `master_dtype` is {master_dtype}, which the storage "
             f"{storage} does not keep; expected float32, or use "
@@ -231,16 +220,10 @@ def check_storage(
         )
 
 
-def _floats() -> list[jnp.dtype]:
-    """Return all dtypes that a float32 master can be rounded to, and float32."""
-    small = {x for x in dir(jnp) if x.startswith(("float8_", "float4_"))}
-    return [jnp.dtype(getattr(jnp, name)) for name in small.union(_PARAM_DTYPES)]
-
-
 def list_taken_dtypes(storage: Storage, master_dtype: jnp.dtype) -> str:
     """Return the param dtypes that a storage takes, as error messages list them."""
-    taken = [d for d in _PARAM_DTYPES if storage.takes(jnp.dtype(d), master_dtype)]
-    return " or ".join(taken) or "no param"
+    taken = [d for d in _DTYPES if storage.takes(jnp.dtype(d), master_dtype)]
+    return " or ".join(taken)
 
 
 def store(
@@ -262,19 +245,17 @@ def store(
             )
 
     stored = storage.encode(master, param)
+    leaves = jax.tree.leaves(stored, is_leaf=is_absent)
+    fits = all(is_array(x) and ends_in(x, param.shape) for x in leaves)
     own_axes = "arrays whose last axes are those of the param, or an empty tuple"
-    for x in jax.tree.leaves(stored, is_leaf=is_absent):
-        # Only the last axes, because a storage may add leading ones.
-        fits = is_array(x) and x.shape[max(0, x.ndim - param.ndim) :] == param.shape
-        check(fits, "encode", x, own_axes)
+    check(fits, "encode", stored, own_axes)
     stored = as_own_arrays(stored)
     decoded = storage.decode(stored, param)
     is_master = describe(decoded) == describe(master)
     check(is_master, "decode", decoded, f"{describe(master)}, as `encode` was given")
     advanced, target = jax.eval_shape(storage.advance, stored, param, master)
-    types = ", ".join(map(describe, jax.tree.leaves(stored)))
     is_stable = _types(advanced) == _types(stored)
-    check(is_stable, "advance", advanced, f"{types} as `encode` returns")
+    check(is_stable, "advance", advanced, "the types that `encode` returns")
     is_target = is_floating(target) and target.shape == param.shape
     check(is_target, "advance", target, "as the target a floating array of its shape")
     return stored, decoded

@@ -24,9 +24,9 @@ from optax_mp._policy import (
     read_param_dtype,
     warn_unmatched_patterns,
 )
-from optax_mp._tree import spell
+from optax_mp._tree import describe, spell
 from optax_mp.leafwise._update import leafwise_update
-from optax_mp.masters._checks import check_storable
+from optax_mp.masters._checks import check_any_stored, check_storable
 from optax_mp.masters._step import Settings, Step
 from optax_mp.masters._storage import (
     FullCopy,
@@ -153,34 +153,27 @@ def mixed_precision(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MixedPrecisionState]:
-        step, stored = Step.match(updates, state, params, settings)
+        step = Step.match(updates, state, params, settings)
         leaves = step.params
         warn_of_gradients(leaves, step.grads)
 
         def run_step(
             before: tuple[Any, Any], extra_args: dict[str, Any]
         ) -> tuple[Any, tuple[Any, Any]]:
-            stored, inner_state = before
-            masters = step.decode(stored)
-            inner_params = step.inner_params(masters)
-            grads = step.inner_grads(inner_params)
-            inner_tree = leaves.unflatten(inner_params)
-            with explain_failure(inner, grads, inner_state, inner_tree, _CALLER):
-                passed = pass_choice(extra_args, inner_state)
-                changes, inner_state = inner.update(
-                    grads,
-                    inner_state,
-                    inner_tree,
-                    **step.inner_extra_args(inner_params, passed),
-                )
+            # `before[0]` is `step.stored`, which `choose_step` keeps in a skipped step.
+            masters, inner_state = step.decode(), before[1]
+            passed = pass_choice(extra_args, inner_state)
+            grads, seen, passed = step.as_seen_by_inner(masters, passed)
+            with explain_failure(inner, grads, inner_state, seen, _CALLER):
+                changes, inner_state = inner.update(grads, inner_state, seen, **passed)
             proceed = read_choice(extra_args)
-            stored, updates = step.apply_changes(stored, masters, changes, proceed)
+            stored, updates = step.apply_changes(masters, changes, proceed)
             return updates, (stored, inner_state)
 
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.
         out, (stored, inner_state) = choose_step(
-            is_unmarked(updates), run_step, (stored, state.inner_state), extra_args
+            is_unmarked(updates), run_step, (step.stored, state.inner_state), extra_args
         )
         return leaves.unflatten(out), make_state(leaves.unflatten(stored), inner_state)
 
@@ -191,26 +184,25 @@ def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[A
     """Return what is stored for each param, and the param that `inner` sees for it."""
     settings.check_dtypes()
     master_dtype, storage = settings.master_dtype, settings.storage
-    dtypes = list(map(settings.dtype_in_training, params.paths, params.values))
-    has_master = [x is not None and bits(x) < bits(master_dtype) for x in dtypes]
-    check_storable(storage, params, dtypes, has_master, master_dtype)
     stored, inner_params = [], []
-    for i, leaf in enumerate(params.values):
-        dtype = dtypes[i]
-        if dtype is None or not has_master[i]:
+    for path, leaf in zip(params.paths, params.values, strict=True):
+        dtype = settings.dtype_in_training(path, leaf)
+        if dtype is None or bits(dtype) >= bits(master_dtype):
             param = leaf if dtype is None else leaf.astype(dtype)
             stored.append(optax.MaskedNode())
             inner_params.append(as_inner_param(param))
             continue
+        where = f"param {spell(path)}"
+        check_storable(storage, f"{where} is {describe(leaf)}", dtype, master_dtype)
         # A copy even where no cast is needed: the state must not alias the params.
         master = jnp.array(leaf, master_dtype, copy=True)
         param = round_to(master, dtype).astype(dtype)
-        where = f"param {spell(params.paths[i])}"
         # Decoded, because a storage may keep less than the whole master: `inner` must
         # see the same master at `init` as at the first update.
         first, decoded = store(storage, master, param, where)
         stored.append(first)
         inner_params.append(decoded)
+    check_any_stored(storage, params, stored, master_dtype)
     return stored, inner_params
 
 

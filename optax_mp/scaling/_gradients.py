@@ -1,6 +1,5 @@
 """Gradients of a scaled loss, for loops with an optimizer state."""
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from numbers import Integral
@@ -10,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._arguments import check_opt_state
+from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain_state
 from optax_mp._dtypes import at_least_float32
-from optax_mp._states import holds_state
 from optax_mp._tree import describe, is_array, is_floating, is_inexact, summarize
 from optax_mp._warnings import Event, count_event, event_counts, warn
 from optax_mp.scaling._state import loss_scale_state
@@ -67,7 +65,8 @@ def value_and_grad(
     Other leaves, such as counters or the functions in an Equinox module, get None as
     their gradient.
 
-    Warns if params or `amp` are float16 and nothing scales the loss.
+    Warns if params or `amp` are float16 and nothing scales the loss, and if nothing in
+    `opt_state` looks like the state of an optimizer.
 
     Args:
         fun: a function that returns a scalar loss, or (loss, aux) with `has_aux`.
@@ -78,8 +77,8 @@ def value_and_grad(
         The function. With `has_aux` its value is (loss, aux).
 
     Raises:
-        TypeError: when called, if `opt_state` is missing or in another place, or if
-            there is nothing to differentiate.
+        TypeError: when called, if `opt_state` is in another place, or if there is
+            nothing to differentiate.
         ValueError: when called, if the loss is not a floating scalar; if the state
             holds several loss scales, or is of transforms in an order that does not
             work, such as `optax.MultiSteps` around a loss scale.
@@ -100,7 +99,8 @@ def value_and_grad(
 
     def evaluate(opt_state: optax.OptState, *args: Any, **kwargs: Any) -> Any:
         opt_state = plain_state(opt_state)
-        check_state_argument(fun, opt_state, args, kwargs)
+        for other in (*args, *kwargs.values()):
+            check_state_first(opt_state, other, caller, "f(opt_state, params, ...)")
         state = loss_scale_state(opt_state, caller)
         if state is not None:
             count_event("scales its loss")
@@ -172,44 +172,6 @@ def _check_loss(loss: Any, caller: str, remedy: str) -> None:
         )
 
 
-def check_state_argument(
-    fun: Callable[..., Any], opt_state: Any, args: tuple[Any, ...], kwargs: Any
-) -> None:
-    """Raise if the optimizer state is missing or in another place.
-
-    Args:
-        fun: the user's function.
-        opt_state: the first argument of the call.
-        args: those for `fun`.
-        kwargs: keyword arguments for `fun`.
-    """
-    check_opt_state(opt_state, "value_and_grad")
-    if holds_state(opt_state):
-        return
-    problem = (
-        f"value_and_grad: `opt_state` is {summarize(opt_state)}, expected the state of "
-        "an optimizer; call as f(opt_state, params, ...)"
-    )
-    later = [x for x in (*args, *kwargs.values()) if holds_state(x)]
-    if later:
-        raise TypeError(f"{problem}. A later argument is {summarize(later[0])}.")
-    takes_all = _takes(fun, (opt_state, *args), kwargs)
-    if not args or (takes_all and not _takes(fun, args, kwargs)):
-        raise TypeError(
-            f"{problem}. The state comes before all arguments of the function itself; "
-            "without an optimizer use `jax.value_and_grad`."
-        )
-
-
-def _takes(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether `fun` can be called with these arguments, as far as is known."""
-    try:
-        inspect.signature(fun).bind(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        return isinstance(error, ValueError)  # a function without a signature
-    return True
-
-
 def check_argnums(chosen: Sequence[int], args: Sequence[Any], caller: str) -> None:
     """Raise unless the chosen arguments exist and hold an array to differentiate."""
     call = "f(params, ...)"
@@ -232,18 +194,15 @@ def check_argnums(chosen: Sequence[int], args: Sequence[Any], caller: str) -> No
 
 def check_function(fun: Any, argnums: Any, has_aux: Any, caller: str) -> None:
     """Raise unless `fun` can be called, and the others are settings."""
-    if not callable(fun):
-        raise TypeError(
-            f"{caller}: `fun` is {summarize(fun)}, expected a function that returns "
-            "the loss; pass the function itself, and its arguments to the result."
-        )
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-    are_integers = all(isinstance(i, Integral) for i in numbers)
-    if not (isinstance(has_aux, bool) and are_integers):
+    are_settings = isinstance(has_aux, bool)
+    are_settings &= all(isinstance(i, Integral) for i in numbers)
+    if not (callable(fun) and are_settings):
         raise TypeError(
-            f"{caller}: `argnums` is {summarize(argnums)} and `has_aux` is "
-            f"{summarize(has_aux)}, expected integers and a bool; pass arguments of "
-            f"the function to the result: `{caller}(fun)(opt_state, params, ...)`."
+            f"{caller}: `fun` is {summarize(fun)}, `argnums` is {summarize(argnums)} "
+            f"and `has_aux` is {summarize(has_aux)}, expected a function, integers and "
+            "a bool; pass the arguments of the function to the result: "
+            f"`{caller}(fun)(opt_state, params, ...)`."
         )
 
 

@@ -36,11 +36,8 @@ def hide_overwritten(tree: PyTree) -> PyTree:
 
 def restore_overwritten(tree: PyTree, original: PyTree) -> PyTree:
     """Return `tree` with the leaves of `original` in the place of the hidden ones."""
-    return jax.tree.map(
-        lambda own, other: other if isinstance(own, optax.MaskedNode) else own,
-        tree,
-        original,
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    return tree_map_with_path(
+        lambda path, old, new: old if _is_overwritten(path) else new, original, tree
     )
 
 

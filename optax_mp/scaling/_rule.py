@@ -32,6 +32,7 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "period": _COUNT,
     "hysteresis": _COUNT,
     "counter": ("a number", lambda _: True),
+    "redo_on_nan": ("an integer, 0 or more", lambda x: x >= 0 and x == int(x)),
     "growth_factor": _GROWTH,
     "factor": _GROWTH,
     "backoff_factor": ("a number between 0 and 1", lambda x: 0 < x < 1),
@@ -102,47 +103,32 @@ def adjust(
     rule: ScaleRule, counters: ScaleCounters, finite: jax.Array
 ) -> ScaleCounters:
     """Return the counters after a step whose gradients were `finite` or not."""
-    after = _after_finite(rule, counters), _after_overflow(rule, counters)
-    scale, finite_count, hysteresis_left = (
-        jnp.where(finite, a, b) for a, b in zip(*after, strict=True)
-    )
-    # Out of bounds only if a run goes on with other settings.
-    scale = jnp.clip(scale, jnp.float32(rule.min_scale), jnp.float32(rule.max_scale))
-    hysteresis_left = jnp.minimum(hysteresis_left, as_count(rule.hysteresis))
-    return ScaleCounters(scale, finite_count, hysteresis_left)
-
-
-def _after_finite(rule: ScaleRule, counters: ScaleCounters) -> ScaleCounters:
     scale, finite_count, hysteresis_left = counters
     # Counted up before it is compared: growth comes after exactly `growth_interval`
     # finite steps, as in torch. (flax compares first and needs one step more.)
-    finite_count = count_up(finite_count)
+    finite_count = jnp.where(finite, count_up(finite_count), 0)
     is_due = finite_count >= as_count(rule.growth_interval)
     # Not clamped to `max_scale`: if that is no power of two, the scale would be none
     # either, and would round every gradient from then on.
     grown = scale * jnp.float32(rule.growth_factor)
     grows = is_due & (grown <= jnp.float32(rule.max_scale))
-    return ScaleCounters(
-        jnp.where(grows, grown, scale),
-        jnp.where(is_due, 0, finite_count),
-        # Refilled also where the scale has no room to grow: a run at `max_scale` would
-        # otherwise spend its hysteresis once and never get it back.
-        jnp.where(is_due, as_count(rule.hysteresis), hysteresis_left),
-    )
-
-
-def _after_overflow(rule: ScaleRule, counters: ScaleCounters) -> ScaleCounters:
-    scale, finite_count, hysteresis_left = counters
     # Stays at 0, so that each further overflow shrinks the scale, too.
-    hysteresis_left = jnp.maximum(hysteresis_left - 1, 0)
-    # The bound keeps the scale from reaching 0, from which no growth leads back.
-    shrunk = jnp.maximum(
-        scale * jnp.float32(rule.backoff_factor), jnp.float32(rule.min_scale)
-    )
+    spent = jnp.maximum(hysteresis_left - 1, 0)
+    hysteresis_left = jnp.where(finite, hysteresis_left, spent)
+    shrinks = ~finite & (hysteresis_left == 0)
+    shrunk = scale * jnp.float32(rule.backoff_factor)
+    scale = jnp.where(grows, grown, jnp.where(shrinks, shrunk, scale))
+    # The bound keeps the scale from reaching 0, from which no growth leads back. Above
+    # `max_scale` it is only if a run goes on with other settings.
+    scale = jnp.clip(scale, jnp.float32(rule.min_scale), jnp.float32(rule.max_scale))
+    # Refilled also where the scale has no room to grow: a run at `max_scale` would
+    # otherwise spend its hysteresis once and never get it back.
+    hysteresis = as_count(rule.hysteresis)
+    hysteresis_left = jnp.where(is_due, hysteresis, hysteresis_left)
     return ScaleCounters(
-        jnp.where(hysteresis_left == 0, shrunk, scale),
-        jnp.zeros_like(finite_count),
-        hysteresis_left,
+        scale,
+        jnp.where(is_due, 0, finite_count),
+        jnp.minimum(hysteresis_left, hysteresis),
     )
 
 

@@ -116,8 +116,6 @@ def dynamic_loss_scale(
     # Alone first: the errors on two of them show both.
     check_settings(caller, **rule._asdict(), init_scale=init_scale)
     low, high = float(min_scale), float(max_scale)
-    expected = f"at most `max_scale`, which is {high}"
-    check_number(f"{caller}: `min_scale`", low, expected, lambda x: x <= high)
     expected = (
         f"a scale from `min_scale` {low} to `max_scale` {high}; change one of these"
     )
@@ -210,12 +208,11 @@ def _loss_scaling(
             # A rank that skipped a step alone would have other params from then on.
             bad_index = lax.pmin(bad_index, axis_name)
         finite = bad_index == ALL_FINITE
-        next_state = partial(_next_state, state, bad_index, finite, adjust_counters)
+        new_state = _next_state(state, bad_index, finite, adjust_counters)
         if wrapped is None:
             warn_if_overwritten(updates, caller)
             # The links that follow run in any case, so mark the gradients for them.
-            out = restore_overwritten(mark_skipped(finite, grads), updates)
-            return out, next_state(state.inner_state)
+            return restore_overwritten(mark_skipped(finite, grads), updates), new_state
         if extra_args.get("grad") is not None:
             # A line search compares it with the updates and the unscaled loss.
             hidden = hide_overwritten(extra_args["grad"])
@@ -231,11 +228,10 @@ def _loss_scaling(
 
         # In a skipped step the updates are negative zeros, and the state stays.
         out, inner_state = choose_step(finite, step, state.inner_state, extra_args)
-        return out, next_state(inner_state)
+        return out, new_state._replace(inner_state=inner_state)
 
-    if wrapped is None:
-        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-    return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
+    update = update_fn if wrapped is None else leafwise_update(update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update)
 
 
 def _next_state(
@@ -243,16 +239,15 @@ def _next_state(
     bad_index: jax.Array,
     finite: jax.Array,
     adjust_counters: Adjust,
-    inner_state: Any,
 ) -> LossScaleState:
     """Return the state after a step whose gradients were `finite` or not."""
     counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
     total = state.total_skipped_count
     return LossScaleState(
         *adjust_counters(counters, finite),
+        inner_state=state.inner_state,
         skipped_count=jnp.where(finite, 0, count_up(state.skipped_count)),
         total_skipped_count=jnp.where(finite, total, count_up(total)),
         last_finite=finite,
-        inner_state=inner_state,
         nonfinite_index=jnp.where(finite, state.nonfinite_index, bad_index),
     )

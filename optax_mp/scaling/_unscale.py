@@ -32,25 +32,15 @@ def divide(tree: PyTree, divisor: ArrayLike) -> PyTree:
 def unscale(grads: PyTree, scale: jax.Array) -> tuple[PyTree, jax.Array]:
     """Return (`grads` divided by `scale`, index of the first leaf not finite).
 
-    The index is that of `leaves_and_gaps`, or `ALL_FINITE`. The quotients are checked,
-    not the gradients: divided by a scale below 1, a finite gradient can overflow.
+    The index is `ALL_FINITE` if there is none. The quotients are checked, not the
+    gradients: divided by a scale below 1, a finite gradient can overflow.
     """
     unscaled = divide(grads, scale)
-    finite = {
-        index: leaf_finite(leaf)
-        for index, leaf in enumerate(leaves_and_gaps(unscaled))
-        if is_inexact(leaf)
-    }
+    # With a place for None and `MaskedNode`, so that gradients and params have the same
+    # indices: a param that is not trained has None as its gradient.
+    leaves = enumerate(jax.tree.leaves(unscaled, is_leaf=is_absent))
+    finite = {i: leaf_finite(leaf) for i, leaf in leaves if is_inexact(leaf)}
     return unscaled, _first_false(finite)
-
-
-def leaves_and_gaps(tree: PyTree) -> list[Any]:
-    """Return the leaves of a tree, and None or a `MaskedNode` where it lacks one.
-
-    So gradients and params have the same indices: a param that is not trained has None
-    as its gradient.
-    """
-    return jax.tree.leaves(tree, is_leaf=is_absent)
 
 
 def _first_false(flags: dict[int, jax.Array]) -> jax.Array:

@@ -42,7 +42,8 @@ class _LossScale:
         """Check all fields that are not traced, and cast each to its dtype."""
         known = {name: x for name, x in vars(self).items() if not is_traced(x)}
         check_settings(type(self).__name__, **known)
-        _set_fields(self, **{name: _CASTS[name](x) for name, x in vars(self).items()})
+        # The dataclass is frozen.
+        vars(self).update({name: _CASTS[name](x) for name, x in vars(self).items()})
 
     def scale(self, tree: PyTree) -> PyTree:
         """Multiply floating leaves by the factor; 16-bit ones become float32."""
@@ -157,12 +158,6 @@ class DynamicLossScale(_LossScale):
         return structure.unflatten([after.scale, after.finite_count])
 
 
-def _set_fields(value: Any, **items: Any) -> None:
-    """Set fields of a frozen dataclass, while it is being built."""
-    for name, item in items.items():
-        object.__setattr__(value, name, item)
-
-
 def _register(cls: type, count: int) -> None:
     """Register a dataclass as a pytree of its first fields; the others are static.
 
@@ -177,7 +172,7 @@ def _register(cls: type, count: int) -> None:
 
     def unflatten(settings: tuple[Any, ...], leaves: Any) -> Any:
         value = object.__new__(cls)
-        _set_fields(value, **dict(zip(names, (*leaves, *settings), strict=True)))
+        vars(value).update(zip(names, (*leaves, *settings), strict=True))
         return value
 
     jax.tree_util.register_pytree_node(cls, flatten, unflatten)
@@ -268,11 +263,7 @@ def _with_retries(
     fun: Callable[..., Any], has_aux: bool, redo_on_nan: int, caller: str
 ) -> Callable[..., Any]:
     check_function(fun, 0, has_aux, caller)
-    if not (isinstance(redo_on_nan, int) and redo_on_nan >= 0):
-        raise ValueError(
-            f"{caller}: `redo_on_nan` is {redo_on_nan!r}, expected how often to try "
-            "again, 0 or more."
-        )
+    check_settings(caller, redo_on_nan=redo_on_nan)
 
     def attempt(scale: Any, args: Any, kwargs: Any) -> Any:
         factor = scale.loss_scale

@@ -118,25 +118,6 @@ def test_metrics_are_those_of_the_same_state_on_the_device():
     optax_mp.check_loss_scale(state, params=params)
 
 
-def test_multi_steps_around_is_warned_of():
-    def multi_steps(inner):
-        return optax.MultiSteps(inner, 2).gradient_transformation()
-
-    params = few_params()
-    around = multi_steps(in_chunks(masters())).init(params)
-    with pytest.warns(UserWarning, match="`optax.MultiSteps` around `offload`"):
-        optax_mp.master_params(around, params)
-    inside = in_chunks(multi_steps(masters())).init(params)
-    optax_mp.master_params(inside, params)
-
-
-def test_a_step_without_offload_names_it():
-    tx, params = masters(), few_params()
-    state = in_chunks(tx).init(params)
-    with pytest.raises(ValueError, match=r"mixed_precision: .* in host memory.*offlo"):
-        jax.jit(tx.update)(params, state, params)
-
-
 def test_a_step_report_says_that_the_state_is_in_host_memory():
     tx, params = in_chunks(compact()), few_params()
     for row in optax_mp.step_report(tx, params, tx.init(params), params).rows:

@@ -38,14 +38,14 @@ def test_eight_devices_at_length(half):
 
 
 def test_a_mesh_without_the_axis_is_an_error():
-    with pytest.raises(ValueError, match=r"`axis` is 'dp', .* has \{'data': 1\}"):
+    with pytest.raises(ValueError, match=r"`axis` is 'dp', .* of \{'data': 1\}"):
         optax_mp.zero1(ADAMW, mesh(), "dp")
     with pytest.raises(ValueError, match="`axis` is .*'dp'.*, expected an axis of"):
         optax_mp.zero1(ADAMW, mesh(), ("data", "dp"))
     for axes in ((), ("data", "data"), None):
         with pytest.raises(ValueError, match="`axis` is .*, expected an axis of"):
             optax_mp.zero1(ADAMW, mesh(), axes)
-    with pytest.raises(TypeError, match="`mesh` is a list, expected a jax.*Mesh"):
+    with pytest.raises(ValueError, match=r"of `mesh`, which is a list of \{\}"):
         optax_mp.zero1(ADAMW, jax.devices(), "data")
     with pytest.raises(TypeError, match="zero1: `inner` is a function"):
         optax_mp.zero1(optax.adamw, mesh(), "data")
@@ -53,10 +53,10 @@ def test_a_mesh_without_the_axis_is_an_error():
 
 def test_specs_that_do_not_fit_are_an_error():
     for specs, message in (
-        ({"x": P()}, r"at \['x'\], where `params` has no leaf"),
-        ({"w": ("data",)}, r"is a str at \['w'\]\[0\], expected a PartitionSpec"),
-        ({"w": P(None, None, "data")}, r"\['w'\], which is bfloat16\[8,4\]"),
-        ({"w": P("model")}, r"'model'.*the mesh has \{'data': 1\}"),
+        ({"x": P()}, "`param_specs` has the structure .*expected that of the params"),
+        ("data", "`param_specs` holds 'data', expected a PartitionSpec"),
+        ({"w": P(None, None, "data"), "b": None}, r"\['w'\], which is bfloat16\[8,4\]"),
+        ({"w": P("model"), "b": None}, r"'model'.*the mesh has \{'data': 1\}"),
     ):
         tx = optax_mp.zero1(ADAMW, mesh(), "data", param_specs=specs)
         with pytest.raises((ValueError, TypeError), match=message):
@@ -128,12 +128,3 @@ def test_leaves_that_are_no_arrays_pass():
     bare = optax_mp.mixed_precision(ADAMW)
     state = optax_mp.zero1(bare, mesh(), "data").init(params)
     assert jax.tree.structure(state) == jax.tree.structure(bare.init(params))
-
-
-def test_shard_map_over_the_axis_says_what_to_do():
-    if not hasattr(jax, "shard_map"):
-        pytest.skip("JAX before 0.6 does not say in which axes it is manual")
-    tx = optax_mp.zero1(ADAMW, mesh(), "data")
-    init = jax.shard_map(tx.init, mesh=mesh(), in_specs=P(), out_specs=P("data"))
-    with pytest.raises(ValueError, match="zero1: .*shard_map.*`data`"):
-        init(PARAMS)

@@ -177,22 +177,6 @@ def test_a_skipped_step_keeps_the_edit(scale):
     assert as_bits(after) == as_bits(edited)
 
 
-def test_a_train_state_trains_on_from_replaced_params():
-    tx = optax_mp.mixed_precision(optax.adam(1e-3))
-    pretrained = weights("bfloat16", seed=1)
-    train_state = pytest.importorskip("flax.training.train_state")
-    state = train_state.TrainState.create(
-        apply_fn=None, params=weights("bfloat16"), tx=tx
-    )
-    state = state.replace(params=pretrained)
-    fresh = train_state.TrainState.create(apply_fn=None, params=pretrained, tx=tx)
-    for i in range(3):
-        state = state.apply_gradients(grads=gradients(i))
-        fresh = fresh.apply_gradients(grads=gradients(i))
-    assert as_bits(state.opt_state) == as_bits(fresh.opt_state)
-    assert as_bits(state.params) == as_bits(fresh.params)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_no_step_is_taken_for_an_edit(dtype):
     """Masters stay those of bare float32 training, with steps of every size."""

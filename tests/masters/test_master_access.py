@@ -34,7 +34,6 @@ NESTINGS = {
     )(learning_rate=0.1),
     "MultiSteps": lambda: optax.MultiSteps(tx, 2),
     "apply_if_finite": lambda: optax.apply_if_finite(tx, 2),
-    "conditionally_mask": lambda: optax.conditionally_mask(tx, lambda step: step < 2),
     "masked": lambda: optax.masked(tx, {"a": True, "b": True, "i": False}),
     "partition": lambda: optax.partition({"x": tx, "y": tx}, LABELS),
     "deep": lambda: optax.apply_if_finite(

@@ -304,29 +304,12 @@ W = r"\['layer'\]\['w'\]"
             rf"ValueError: .*{W} is float16\[3\], expected bfloat16 as `param_dtype` says",
         ),
         (
-            {"grads": with_leaf(GRADS, jnp.ones(4))},
-            rf"ValueError: .* gradient of {W} is float32\[4\], expected the same shape .*\[3\]",
-        ),
-        (
             {"grads": with_leaf(GRADS, jnp.ones((2, 3)))},
             rf"ValueError: .* gradient of {W} is float32\[2,3\], .*expected the (same )?shape",
         ),
         (
-            {"grads": with_leaf(GRADS, jnp.ones(3, jnp.int32))},
-            rf"TypeError: .* gradient of {W} is int32\[3\], expected a floating grad",
-        ),
-        (
             {"grads": with_leaf(GRADS, jnp.ones(3, jnp.complex64))},
             rf"TypeError: .* gradient of {W} is complex64\[3\], expected a real gradient",
-        ),
-        (
-            {"grads": {"layer": {}, "norm": jnp.ones(2)}},
-            r"ValueError: .*the gradients and `params` must have the same structure, but "
-            rf"leaf {W} \(bfloat16\[3\]\) is only in `params`",
-        ),
-        (
-            {"grads": GRADS | {"more": jnp.ones(1)}},
-            r"ValueError: .*but leaf \['more'\] \(float32\[1\]\) is only in the gradients",
         ),
         (
             {"grads": with_leaf(GRADS, {"a": jnp.ones(3)})},

@@ -73,9 +73,6 @@ INSIDE = {
     ),
     "MultiSteps": lambda: optax.MultiSteps(optax.adamw(1e-2), 3),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adamw(1e-2), 3),
-    "conditionally_mask": lambda: optax.conditionally_mask(
-        optax.adam(1e-2), lambda step: step % 2 == 0
-    ),
     "schedule_free": lambda: optax.contrib.schedule_free(optax.adam(1e-2), 1e-2),
     "flatten": lambda: optax.flatten(optax.adamw(1e-2)),
 }
@@ -131,9 +128,6 @@ OUTSIDE = {
     ),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 3),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
-    "conditionally_mask": lambda tx: optax.conditionally_mask(
-        tx, lambda step: step < 9
-    ),
 }
 
 
@@ -159,7 +153,7 @@ def test_wrappers_outside_see_an_ordinary_optimizer(nesting, grad_dtype):
     if grad_dtype == "float32":
         bare, _, _ = run(bare_tx, "float32", masters=False)
         masters, params, _ = run(tx, "bfloat16")
-        if nesting in ("apply_if_finite", "conditionally_mask", "MultiSteps", "chain"):
+        if nesting in ("apply_if_finite", "MultiSteps", "chain"):
             # Where one of the two crosses a `lax.cond` and the other does not, XLA may
             # contract a multiply and an add to one rounding in only one of them: half a
             # unit a step. (Clipped float32 gradients enter ours by a cond, since they
@@ -190,39 +184,6 @@ def test_a_hyperparameter_set_in_the_state_reaches_the_inner_rule(outside):
     state = optax.tree.set(tx.init(params), learning_rate=jnp.float32(0.25))
     updates, _ = tx.update({"w": jnp.ones(3)}, state, params)
     np.testing.assert_array_equal(updates["w"], -0.25)
-
-
-@pytest.mark.slow
-def test_line_search_runs_on_masters():
-    target = jnp.array([1.001, -2.003, 0.507])
-
-    def loss(params):
-        return jnp.sum((params["w"].astype(jnp.float32) - target) ** 2)
-
-    def train(tx, dtype):
-        params = {"w": jnp.zeros(3, dtype)}
-        state = tx.init(params)
-
-        @jax.jit
-        def step(params, state):
-            value, grads = jax.value_and_grad(loss)(params)
-            updates, state = tx.update(
-                grads, state, params, value=value, grad=grads, value_fn=loss
-            )
-            return optax.apply_updates(params, updates), state
-
-        for _ in range(10):
-            params, state = step(params, state)
-        return params, state
-
-    tx = optax_mp.mixed_precision(optax.lbfgs(), update_dtype=jnp.float32)
-    params, state = train(tx, jnp.bfloat16)
-    bare, _ = train(optax.lbfgs(), jnp.float32)
-    masters = optax_mp.master_params(state, params)
-    np.testing.assert_allclose(bare["w"], target, atol=1e-5)
-    # Gradients are taken at the rounded params: within their spacing of the optimum.
-    np.testing.assert_allclose(masters["w"], target, rtol=2.0**-8)
-    assert_follows(masters, params)
 
 
 def test_optax_tree_functions_find_their_way():

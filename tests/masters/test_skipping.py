@@ -42,24 +42,7 @@ FORMS = {
         lambda: optax.partition({"low": mixed(), "own": mixed(optax.sgd(0.1))}, LABELS),
         PARAMS,
     ),
-    "groups of forms": (
-        lambda: optax.partition(
-            {
-                "w": mixed(
-                    optax_mp.low_bit_state(adamw, min_size=1), storage=optax_mp.Split(8)
-                ),
-                "scale": optax_mp.stochastic_rounding(adamw),
-                "norm": mixed(),
-            },
-            {name: name for name in PARAMS},
-        ),
-        PARAMS,
-    ),
     "MultiSteps inside": (lambda: mixed(optax.MultiSteps(adamw, 2)), PARAMS),
-    "clipped in between": (
-        lambda: optax.chain(optax.clip_by_global_norm(1.0), mixed()),
-        PARAMS,
-    ),
     "MultiSteps between": (lambda: optax.MultiSteps(mixed(), 2), PARAMS),
     "stochastic rounding": (lambda: optax_mp.stochastic_rounding(adamw), PARAMS),
 }

@@ -116,23 +116,17 @@ def test_states_keep_their_types_and_are_not_those_of_another_storage(storage):
 
 
 @OWN
-def test_masters_are_read_and_replaced_in_any_nesting(storage):
-    labels = {"w": "x", "group": "y", "norm": "y", "count": "y"}
-    for tx in (
-        mixed(storage),
-        optax.MultiSteps(mixed(storage), 2),
-        optax_mp.dynamic_loss_scale(mixed(storage)),
-        optax.partition({"x": mixed(storage), "y": mixed(storage)}, labels),
-    ):
-        state = tx.init(PARAMS)
-        found = optax_mp.master_params(state, PARAMS)
-        assert as_bits(found["w"]) == as_bits(PARAMS["w"].astype(jnp.float32))
-        state = optax_mp.replace_master_params(state, CAST, LOADED)
-        assert avals(state) == avals(tx.init(PARAMS))
-        found = optax_mp.master_params(state, CAST)
-        for path in ("w", "group"):
-            want = jax.tree.map(lambda x: as_kept(storage, x), LOADED[path])
-            assert as_bits(found[path]) == as_bits(want)
+def test_masters_are_read_and_replaced(storage):
+    tx = mixed(storage)
+    state = tx.init(PARAMS)
+    found = optax_mp.master_params(state, PARAMS)
+    assert as_bits(found["w"]) == as_bits(PARAMS["w"].astype(jnp.float32))
+    state = optax_mp.replace_master_params(state, CAST, LOADED)
+    assert avals(state) == avals(tx.init(PARAMS))
+    found = optax_mp.master_params(state, CAST)
+    for path in ("w", "group"):
+        want = jax.tree.map(lambda x: as_kept(storage, x), LOADED[path])
+        assert as_bits(found[path]) == as_bits(want)
 
 
 @OWN
@@ -216,7 +210,10 @@ WRONG = {
         {"takes": returning(lambda param, master: param == jnp.float16)},
         r"\['group'\]\[0\] is bfloat16\[3\], in training bfloat16, expected float",
     ),
-    "no hash": ({"__hash__": None}, "is not hashable; expected a frozen dataclass"),
+    "no hash": (
+        {"__hash__": None},
+        "has no `__hash__`; expected a .*: a frozen dataclass",
+    ),
 }
 
 
@@ -232,5 +229,5 @@ def test_a_missing_method_is_named_at_construction(missing):
     names = {"takes", "encode", "decode", "advance"} - {missing}
     methods = {name: getattr(Negated(), name) for name in names}
     partial = types.SimpleNamespace(param_is_part=False, **methods)
-    with pytest.raises(TypeError, match=f"which has no `{missing}`; expected a stor"):
+    with pytest.raises(TypeError, match=f"which has no `{missing}`.*; expected a stor"):
         mixed(partial)

@@ -2,11 +2,9 @@
 
 import contextlib
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from comparison import as_bits
 from scaled_losses import (
@@ -200,60 +198,3 @@ def test_leaves_that_are_no_floats_get_none():
     assert others == dict.fromkeys(others)
     assert others.keys() == tree.keys() - {"w"}
     assert grads["w"].dtype == jnp.float32
-
-
-# Equinox
-
-
-@pytest.fixture
-def model():
-    class Model(eqx.Module):
-        linear: eqx.nn.Linear
-        head: eqx.nn.MLP
-        steps: jax.Array
-        key: jax.Array
-        eps: float
-        name: str = eqx.field(static=True)
-
-        def __call__(self, x):
-            hidden = self.head.activation(self.linear(x))
-            return self.head(hidden) * (1 + self.eps) + self.steps
-
-    keys = jax.random.split(jax.random.key(0), 2)
-    return Model(
-        linear=eqx.nn.Linear(4, 4, key=keys[0]),
-        head=eqx.nn.MLP(4, 1, 8, 1, activation=jax.nn.gelu, key=keys[1]),
-        steps=jnp.int32(0),
-        key=jax.random.key(7),
-        eps=1e-5,
-        name="net",
-    )
-
-
-def model_loss(model, x):
-    return jnp.mean(jax.vmap(model)(x) ** 2)
-
-
-def test_an_equinox_module_trains_under_filter_jit(model):
-    dtype = jnp.float16
-    model = optax_mp.cast_floating(model, dtype)
-    tx = optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(optax.adam(1e-2)))
-    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-    x = jnp.asarray(BATCH, dtype)
-
-    @eqx.filter_jit
-    def step(model, state, x):
-        loss, grads = optax_mp.value_and_grad(model_loss)(state, model, x)
-        weights = eqx.filter(model, eqx.is_inexact_array)
-        updates, state = tx.update(grads, state, weights)
-        weights = optax.apply_updates(weights, updates)
-        return loss, eqx.combine(weights, model), state
-
-    losses = []
-    for _ in range(20):
-        loss, model, state = step(model, state, x)
-        losses.append(float(loss))
-    assert losses[-1] < losses[0] / 2
-    assert model.linear.weight.dtype == dtype
-    assert model.steps.dtype == jnp.int32
-    assert model.head.activation is jax.nn.gelu

@@ -139,7 +139,7 @@ def test_every_kind_of_loss_scale_gives_the_gradients_of_jax(kind, redo, jit):
     "function", ["dynamic_scale_grad", "dynamic_scale_value_and_grad"]
 )
 def test_a_negative_redo_on_nan_is_named(function, bad):
-    expected = f"{function}: `redo_on_nan` is {bad}, expected how often to try again"
+    expected = f"{function}: `redo_on_nan` is {bad}, expected an integer, 0 or more"
     with pytest.raises(ValueError, match=f"^{expected}"):
         getattr(optax_mp, function)(quadratic, redo_on_nan=bad)
 

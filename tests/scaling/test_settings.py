@@ -74,7 +74,7 @@ def test_what_is_no_number_is_named(caller, name, make, bad):
         (dict(backoff_factor=0), "`backoff_factor` is 0, expected a number between 0 "),
         (
             dict(min_scale=4.0, max_scale=2.0),
-            "`min_scale` is 4.0, expected at most `max_scale`, which is 2.0",
+            "`init_scale` is 65536.0, .*`min_scale` 4.0 to `max_scale` 2.0; change one of",
         ),
         (
             dict(init_scale=2.0**25),

@@ -281,20 +281,10 @@ def params_sharded_otherwise_keep_their_layout():
 def params_that_lie_otherwise_than_said_are_an_error():
     mesh = mesh_of()
     tx = optax_mp.zero1(ADAMW, mesh, "data")
-    other = Mesh(mesh.devices, ("x", "model"))
-    for params, message in (
-        (
-            jax.device_put(weights(), shardings(mesh, LAYOUTS["tensor"])),
-            r"\['v'\], which is bfloat16\[256,64\], is sharded as .*param_specs=jax.tree.map",
-        ),
-        (weights(), r"\['b'\], which is bfloat16\[64\], is on .*device_put\(params"),
-        (
-            jax.device_put(weights(), NamedSharding(other, P())),
-            r"\['b'\], which is bfloat16\[64\], is on .*device_put\(params",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            tx.init(params)
+    params = jax.device_put(weights(), shardings(mesh, LAYOUTS["tensor"]))
+    message = r"\['v'\], which is bfloat16\[256,64\], is sharded as .*param_specs=jax.tree.map"
+    with pytest.raises(ValueError, match=message):
+        tx.init(params)
 
 
 def a_run_goes_on_with_and_without_and_on_other_devices():

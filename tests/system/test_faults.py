@@ -92,12 +92,6 @@ def link(inner):
 
 # What is tested, the dtype of params and of gradients, and what the reference is told.
 CASES = {
-    "bfloat16, adamw": (
-        lambda: around(dynamic, adamw()),
-        "bfloat16",
-        "float32",
-        {"rule": faults.AdamW},
-    ),
     "float16, adamw": (
         lambda: around(dynamic, adamw()),
         "float16",
