@@ -6,6 +6,8 @@
 - Rare tokens: rows of an embedding that few batches touch, by how many do.
 - A bimodal gradient: that of one layer is a million times that of the other, or that
   of every second column of one matrix.
+- A matrix that a scan uses 1,000 times: its gradient is a sum over all uses, of which
+  100 pull one way, nine times as hard as the 900 others pull the other way.
 - A long tail: updates under half a unit in the last place of bfloat16, by
   `update_report`, beside the share that is predicted from weights and rate alone: for
   Adam, where the gradient is mostly noise, an update is taken to be the learning rate
@@ -177,6 +179,59 @@ def two_sizes(steps: int, is_interleaved: bool) -> list[record.Row]:
     return rows
 
 
+def many_uses(steps: int) -> list[record.Row]:
+    """Fit one matrix to 1,000 uses; return the errors of its gradient and its own.
+
+    That of the gradient is at the goal, over the gradient's norm at the start.
+    """
+    width, uses = 16, 1000
+    keys = jax.random.split(jax.random.key(0), 2)
+    numbers = jax.random.normal(keys[0], (2, width, width)) / 4
+    goal, apart = numbers.astype(jnp.bfloat16).astype(jnp.float32)
+    start, norm = goal + apart, np.linalg.norm
+    # The last tenth pulls as hard as all others, to the other side of the goal.
+    is_late = np.arange(uses) >= 0.9 * uses
+    sides, pulls = np.where(is_late, -1.0, 1.0), np.where(is_late, 9.0, 1.0)
+
+    def loss(weight: jax.Array, batch: Any) -> jax.Array:
+        def use(total: jax.Array, now: Any) -> Any:
+            x, wanted, pull = now
+            off = (x @ weight - wanted).astype(jnp.float32)
+            return total + pull * jnp.square(off).sum(), None
+
+        batch = optax_mp.cast_floating(batch, weight.dtype)
+        return jax.lax.scan(use, jnp.float32(0), batch)[0] / uses
+
+    def batch(key: jax.Array) -> Any:
+        x = 0.5 + jax.random.normal(key, (uses, 8, width))
+        return x, x @ goal + sides[:, None, None] * (x @ apart), pulls
+
+    def by_amp(weight: jax.Array, batch: Any) -> jax.Array:
+        return optax_mp.amp(loss)(optax_mp.cast_floating(weight, "float32"), batch)
+
+    forms = {name: (FORMS[name], loss) for name in BASIC}
+    forms |= {
+        "amp bf16, float32 params": (FORMS["float32"], by_amp),
+        "masters, amp": (FORMS["masters"], optax_mp.amp(loss)),
+        "masters, amp of float32 copies": (FORMS["masters"], by_amp),
+        "compact, amp of float32 copies": (FORMS["compact"], by_amp),
+    }
+
+    def gradient(of: Loss, at: jax.Array, dtype: str) -> np.ndarray:
+        found = jax.jit(jax.grad(of))(optax_mp.cast_floating(at, dtype), batch(keys[1]))
+        return np.asarray(found, np.float32)
+
+    exact, first = (gradient(loss, at, "float32") for at in (goal, start))
+    rows = []
+    for name, (form, of) in forms.items():
+        error = norm(gradient(of, goal, form[0]) - exact) / norm(first)
+        ends = train(of, start, form, steps, batch, 2e-2)
+        left = [norm(np.asarray(x, np.float32) - goal) / norm(apart) for x in ends]
+        row = {"form": name, "error of the gradient": f"{error:.4f}"}
+        rows.append(row | {"error left": f"{np.mean(left):.4f}"})
+    return rows
+
+
 def predicted_share(params: Any, rate: float) -> float:
     """Return the share of updates under half a unit of their bfloat16 weights."""
     flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(params)])
@@ -228,6 +283,9 @@ TABLES = {
     ),
     "columns in turn, gradients 1 to 1e6: error left": (
         lambda short: two_sizes(40 if short else 1000, is_interleaved=True)
+    ),
+    "one matrix, 1000 uses: error of the gradient at the goal, error left": (
+        lambda short: many_uses(4 if short else 100)
     ),
     "updates under half a unit of bfloat16, by Adam's rate": (
         lambda short: (

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import record
+from amp import exactly
 from library_models import MODELS, Model, Problem
 
 import optax_mp
@@ -68,12 +69,6 @@ def low_share(fun: Callable[..., Any], *args: Any) -> float:
     total = sum(cost for _, cost in found)
     low = sum(cost for dtype, cost in found if dtype in ("bfloat16", "float16"))
     return low / total if total else math.nan
-
-
-def exactly(fun: Callable[..., Any], *args: Any) -> Any:
-    """Return `fun(*args)`, compiled so that every cast is made."""
-    options: Any = {"xla_allow_excess_precision": False}
-    return jax.jit(fun).lower(*args).compile(compiler_options=options)(*args)
 
 
 def relative_error(tree: Any, truth: Any) -> float:
