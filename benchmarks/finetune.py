@@ -280,7 +280,7 @@ def pretrained(settings: Settings) -> optax.Params:
         train = jax.jit(make_steps(unscaled_value_and_grad(loss), tx, settings))
         key = jax.random.key(1)
         run = train(template, tx.init(template), text, key, 0, settings.steps)
-        np.savez(path, *jax.tree.leaves(run[0]))
+        np.savez(path, *jax.device_get(jax.tree.leaves(run[0])))
         print(f"pretrained; the last loss {run[2]:.3f} is a mean", file=sys.stderr)
     with np.load(path) as saved:
         leaves = [jnp.asarray(saved[f"arr_{i}"]) for i in range(len(leaves))]
