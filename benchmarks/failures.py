@@ -30,20 +30,20 @@ from finetune import (
     FULL,
     PRETRAINING,
     SPLIT8,
+    Wrapper,
     loss_scale,
     masters,
     pretrained,
     read_code,
 )
 from scipy.special import erf
-from the_demo import Settings, compact, make_loss
+from the_demo import Settings, compact, drawer, make_loss
 
 import optax_mp
 
 SEEDS = 3
 B1, B2 = 0.9, 0.999
 SHORT, LONG = (4, replace(PRETRAINING, steps=40)), (200, PRETRAINING)
-Wrapper = Callable[[optax.GradientTransformation], optax.GradientTransformation]
 Loss = Callable[..., jax.Array]
 
 
@@ -271,18 +271,13 @@ def fine_tuned(
 ) -> Iterator[tuple[Any, Any, list[float]]]:
     """Yield params, moments, and how many changes of params and both moments stall."""
     start = pretrained(pretraining)
-    text = jnp.asarray(read_code(FINE_TUNING.context)[0])
+    draw = drawer(jnp.asarray(read_code(FINE_TUNING.context)[0]), FINE_TUNING)
     loss = make_loss(FINE_TUNING, "float32")
-    window = np.arange(FINE_TUNING.context + 1)
-    tx = optax.scale_by_adam(B1, B2)
+    tx, key = optax.scale_by_adam(B1, B2), jax.random.key(0)
 
     def step(run: Any, number: jax.Array) -> Any:
         params, state, rate = run
-        key = jax.random.fold_in(jax.random.key(0), number)
-        shape, last = (FINE_TUNING.batch_size, 1), text.size - window.size
-        grads = jax.grad(loss)(
-            params, text[jax.random.randint(key, shape, 0, last) + window]
-        )
+        grads = jax.grad(loss)(params, draw(jax.random.fold_in(key, number)))
         updates, moments = tx.update(grads, state, params)
         updates = jax.tree.map(lambda u: -rate * u, updates)
         before, after = (state.mu, state.nu), (moments.mu, moments.nu)

@@ -68,7 +68,6 @@ AT_GATES = "trailing training loss above float32's, at each gate"
 ABLATIONS = "each protection taken away"
 
 Wrapper = Callable[[optax.GradientTransformation], optax.GradientTransformation]
-Pair = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
