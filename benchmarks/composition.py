@@ -31,6 +31,9 @@ from finetune import (  # noqa: E402
     FINE_TUNING,
     PRETRAINING,
     clipped_adamw,
+    gaps,
+    held_out_losses,
+    interval,
     pretrained,
     read_code,
 )
@@ -42,8 +45,9 @@ import optax_mp  # noqa: E402
 
 EVERY = 2  # Batches for each step of `MultiSteps`.
 AVERAGE = 0.01  # How far the average moves to the weights in a step.
-SETTINGS = replace(FINE_TUNING, steps=300, batch_size=8, seeds=(0,))
+SETTINGS = replace(FINE_TUNING, steps=300, batch_size=8, seeds=(0, 1, 2))
 OVERFLOWS_AT = (37, 200)  # Batches whose loss is infinite.
+ALL = "all at once, f16"
 
 
 def all_at_once(settings: Settings, mesh: Mesh) -> optax.GradientTransformation:
@@ -96,7 +100,8 @@ def train(
     for number in range(settings.steps):
         if is_broken and number == settings.steps // 2:
             run = saved_and_restored(run)
-        run = step(run, jax.random.key(seed), number)
+        # Steps in flight together can starve each other's collectives on few cores.
+        run = jax.block_until_ready(step(run, jax.random.key(seed), number))
     return run
 
 
@@ -120,10 +125,10 @@ def rows_of(settings: Settings, mesh: Mesh, start: optax.Params) -> list[record.
     everywhere = NamedSharding(mesh, P())
     per_step = replace(settings, steps=settings.steps // EVERY)
     plain = optax.MultiSteps(clipped_adamw(per_step), EVERY).gradient_transformation()
-    ends = {}
+    ends: dict[str, list[Any]] = {}
     for name, dtype, tx in (
-        ("all at once, f16", "float16", all_at_once(per_step, mesh)),
         ("float32", "float32", plain),
+        (ALL, "float16", all_at_once(per_step, mesh)),
     ):
         step = make_step(settings, mesh, dtype, tx)
         for seed in settings.seeds:
@@ -131,31 +136,32 @@ def rows_of(settings: Settings, mesh: Mesh, start: optax.Params) -> list[record.
             params, average = jax.device_put((params, start), everywhere)
             run = params, jax.jit(tx.init)(params), average
             kept = jax.tree.map(jnp.copy, run)
-            ends[name, seed] = train(step, run, settings, seed)
-            print(f"{name}, seed {seed}", file=sys.stderr)
-            if dtype == "float16":
+            ends.setdefault(name, []).append(train(step, run, settings, seed))
+            if name == ALL:
                 broken = train(step, kept, settings, seed, is_broken=True)
-                ends[f"{name}, resumed", seed] = broken
+                ends.setdefault(f"{name}, resumed", []).append(broken)
+            print(f"{name}, seed {seed}", file=sys.stderr)
     held_out = jax.device_put(read_code(settings.context)[1], everywhere)
     evaluate = jax.jit(make_loss(settings, "float32"))
-    rows = []
-    for name, seed in sorted(ends, key=lambda end: (end[0] != "float32", *end)):
-        run, other = ends[name, seed], ends["float32", seed]
-        params, state, _ = run
-        held = jax.tree.leaves((params, state))
+    rows: list[record.Row] = []
+    for name, runs in ends.items():
+        held = jax.tree.leaves(runs[0][:2])
         on_device = sum(x.addressable_shards[0].data.nbytes for x in held)
-        count = sum(x.size for x in jax.tree.leaves(params))
-        row = {"run": name, "seed": seed, "bytes per weight": on_device / count}
-        for title, place in {"code": 0, "average": 2}.items():
-            loss, reference = (
-                float(evaluate(r[place], held_out)) for r in (run, other)
-            )
-            row[title] = f"{loss:.4f}"
-            row[f"{title}, above"] = f"{loss - reference:+.4f}"
+        count = sum(x.size for x in jax.tree.leaves(runs[0][0]))
+        row = {"run": name, "seeds": settings.seeds}
+        row |= {"bytes per weight": on_device / count}
+        row["losses"] = [
+            [float(evaluate(run[place], held_out)) for place in (0, 2)] for run in runs
+        ]
+        means = held_out_losses(row).mean(0)
+        above = gaps(row, rows[0], held_out_losses).T if rows else None
+        for place, title in enumerate(("code", "average")):
+            row[title] = f"{means[place]:.4f}"
+            row[f"{title}, above"] = "" if above is None else interval(above[place])
         if name != "float32":
-            row["skipped"] = int(state.total_skipped_count)
+            row["skipped"] = sum(int(run[1].total_skipped_count) for run in runs)
         if name.endswith("resumed"):
-            is_same = as_bits(run) == as_bits(ends["all at once, f16", seed])
+            is_same = as_bits(runs) == as_bits(ends[ALL])
             row["the same bits"] = "yes" if is_same else "**no**"
         rows.append(row)
     return rows

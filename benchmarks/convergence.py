@@ -29,7 +29,14 @@ import numpy as np
 import optax
 import record
 from sklearn.datasets import load_digits, make_friedman1
-from the_demo import Settings, init_params, make_adamw, make_loss, read_corpus
+from the_demo import (
+    Settings,
+    drawer,
+    init_params,
+    make_adamw,
+    make_loss,
+    read_corpus,
+)
 
 import optax_mp
 
@@ -135,11 +142,6 @@ def init_layer(key: jax.Array, *shape: int) -> dict[str, jax.Array]:
 def transformer() -> Task:
     """Return the demo's task, for fewer steps."""
     text, held_out = map(jnp.asarray, read_corpus(DEFAULTS.context))
-    window = np.arange(DEFAULTS.context + 1)
-
-    def draw(key: jax.Array) -> jax.Array:
-        shape = (DEFAULTS.batch_size, 1)
-        return text[jax.random.randint(key, shape, 0, text.size - window.size) + window]
 
     def loss(params: optax.Params, windows: jax.Array) -> jax.Array:
         return make_loss(DEFAULTS, params["logits"].dtype)(params, windows)
@@ -148,7 +150,7 @@ def transformer() -> Task:
         title="transformer on text, nats per character",
         steps=1200,
         init=lambda key: init_params(key, DEFAULTS),
-        draw=draw,
+        draw=drawer(text, DEFAULTS),
         loss=loss,
         held_out=held_out,
     )

@@ -39,6 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from the_demo import (
     Settings,
     attention,
+    drawer,
     init_params,
     make_adamw,
     read_corpus,
@@ -99,15 +100,9 @@ def scoped_loss(settings: Settings, params: Any, windows: jax.Array) -> jax.Arra
 def text_task(settings: Settings) -> tuple[Any, Any, Any, Any]:
     """Return init, draw, loss and held-out windows of the demo's text."""
     text, held_out = map(jnp.asarray, read_corpus(settings.context))
-    window = np.arange(settings.context + 1)
-
-    def draw(key: jax.Array) -> jax.Array:
-        shape, last = (settings.batch_size, 1), text.size - window.size
-        return text[jax.random.randint(key, shape, 0, last) + window]
-
     init = functools.partial(init_params, settings=settings)
     loss = functools.partial(scoped_loss, settings)
-    return init, draw, loss, held_out
+    return init, drawer(text, settings), loss, held_out
 
 
 def digits_task() -> tuple[Any, Any, Any, Any]:

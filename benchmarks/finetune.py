@@ -68,7 +68,6 @@ AT_GATES = "trailing training loss above float32's, at each gate"
 ABLATIONS = "each protection taken away"
 
 Wrapper = Callable[[optax.GradientTransformation], optax.GradientTransformation]
-Pair = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -171,6 +170,8 @@ LINEAR = {
     "optax_mp.compact._blocks._round_roots": linear_round,
     "optax_mp.compact._blocks._dequantize": linear_values,
 }
+# Blocks of the size that is asked for, which several devices may cut.
+UNCUT = {"optax_mp.compact._blocks._size_along": min}
 # So that products as small as these run in 8 bits.
 ANY_SHAPE = {
     "optax_mp.autocast._eight_bits.SMALLEST": 1,
@@ -208,11 +209,17 @@ FORMS = (
 UNPROTECTED = (
     bf16("compact, nearest codes", masters(SPLIT8, seed=None), against="compact"),
     bf16("compact, no square root", compact, against="compact", patches=LINEAR),
-    bf16("compact, blocks of 128", masters(SPLIT8, block_size=128), against="compact"),
+    bf16(
+        "compact, blocks of 128",
+        masters(SPLIT8, block_size=128),
+        against="compact",
+        patches=UNCUT,
+    ),
     bf16(
         "compact, a scale for each row",
         masters(SPLIT8, block_size=WHOLE_AXIS),
         against="compact",
+        patches=UNCUT,
     ),
     bf16(
         "masters, bf16 moments, nearest",
@@ -280,7 +287,7 @@ def pretrained(settings: Settings) -> optax.Params:
         train = jax.jit(make_steps(unscaled_value_and_grad(loss), tx, settings))
         key = jax.random.key(1)
         run = train(template, tx.init(template), text, key, 0, settings.steps)
-        np.savez(path, *jax.tree.leaves(run[0]))
+        np.savez(path, *jax.device_get(jax.tree.leaves(run[0])))
         print(f"pretrained; the last loss {run[2]:.3f} is a mean", file=sys.stderr)
     with np.load(path) as saved:
         leaves = [jnp.asarray(saved[f"arr_{i}"]) for i in range(len(leaves))]

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import record
+from forms import adamw, compact, masters, scaled
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optax_mp
@@ -32,11 +33,6 @@ MIB, GIB = 2**20, 2**30
 CHUNK = 2**26
 SIDE = 4096
 TPU = "TPU v5e with 16 GiB"
-adamw, masters, compact = (
-    accelerators.adamw,
-    accelerators.masters,
-    accelerators.compact,
-)
 
 
 def clipped() -> optax.GradientTransformation:
@@ -47,11 +43,6 @@ def clipped() -> optax.GradientTransformation:
 def clipped_after() -> optax.GradientTransformation:
     """Return AdamW with its updates clipped by their global norm."""
     return masters(optax.chain(adamw(), optax.clip_by_global_norm(1.0)))
-
-
-def scaled() -> optax.GradientTransformation:
-    """Return AdamW with masters and a loss scale."""
-    return optax_mp.dynamic_loss_scale(masters(adamw()))
 
 
 class Case(NamedTuple):
@@ -79,7 +70,7 @@ ONE = {
     "masters": Case(wide_masters),
     "masters, 8 leaves": Case(wide_masters, leaves=8),
     "masters, leaves of 8192 x 8192": Case(wide_masters, side=8192),
-    "masters, loss scale": Case(scaled),
+    "masters, loss scale": Case(lambda: scaled(wide_masters())),
     "masters, clipped gradients": Case(clipped),
     "masters, clipped updates": Case(clipped_after),
     "5.1 bytes": Case(lambda: compact(adamw())),

@@ -24,8 +24,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import record
+from amp import exactly, relative_error
 from library_models import MODELS, Model, Problem
 
 import optax_mp
@@ -68,22 +68,6 @@ def low_share(fun: Callable[..., Any], *args: Any) -> float:
     total = sum(cost for _, cost in found)
     low = sum(cost for dtype, cost in found if dtype in ("bfloat16", "float16"))
     return low / total if total else math.nan
-
-
-def exactly(fun: Callable[..., Any], *args: Any) -> Any:
-    """Return `fun(*args)`, compiled so that every cast is made."""
-    options: Any = {"xla_allow_excess_precision": False}
-    return jax.jit(fun).lower(*args).compile(compiler_options=options)(*args)
-
-
-def relative_error(tree: Any, truth: Any) -> float:
-    """Return the norm of the difference over the norm."""
-    squares = np.zeros(2)
-    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(truth), strict=True):
-        if jnp.issubdtype(b.dtype, jnp.floating):
-            a, b = np.float64(a), np.float64(b)
-            squares += np.sum((a - b) ** 2), np.sum(b**2)
-    return float(np.sqrt(squares[0] / squares[1]))
 
 
 def measure(of: Model, problem: Problem, truth: Any, half: str) -> record.Row:

@@ -162,7 +162,7 @@ def draw_step_time(figure: Any, records: Records) -> None:
             panel.bar_label(bar, [f"{ratio:.2f}"], padding=3, fontsize=8)
     for label, colour in gradients.items():
         panel.barh(0, 0, color=colour, label=label)
-    panel.legend(loc="center right")
+    panel.legend(loc="upper right")
     panel.set_yticks(range(len(STEP_FORMS)), list(STEP_FORMS))
     panel.invert_yaxis()
     panel.margins(x=0.12)

@@ -2,7 +2,11 @@
 
 # ruff: noqa: E402, F401
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import jax
+import numpy as np
 
 FOLDER = Path(__file__).parents[1] / "examples" / "demo"
 sys.path.append(str(FOLDER))
@@ -31,3 +35,10 @@ from train import (
     train,
     unscaled_value_and_grad,
 )
+
+
+def drawer(text: jax.Array, settings: Settings) -> Callable[[jax.Array], jax.Array]:
+    """Return the function that draws a batch of windows of a text by a key."""
+    window = np.arange(settings.context + 1)
+    shape, last = (settings.batch_size, 1), text.size - window.size
+    return lambda key: text[jax.random.randint(key, shape, 0, last) + window]
