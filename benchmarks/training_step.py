@@ -23,7 +23,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # First: it tells JAX that no hardware is to be looked for.
@@ -125,7 +125,8 @@ def loss(
         y = product(norm(weights["mlp norm"], x), weights["up"])
         return cut(x + product(jax.nn.gelu(y), weights["down"])), None
 
-    x = cut(params["embedding"].astype(dtype)[tokens[:, :-1]])
+    with jax.named_scope("lookup"):
+        x = cut(params["embedding"].astype(dtype)[tokens[:, :-1]])
     x, _ = jax.lax.scan(jax.checkpoint(layer, policy=REMAT[remat]), x, params["layers"])
     logits = product(norm(params["norm"], x), params["embedding"].T).astype(F32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
@@ -180,6 +181,7 @@ class Form:
         make: makes the transformation.
         way: "tx.update", "take_step" or "by hand".
         amp: the dtype in which `amp` computes the loss, if it does.
+        rules: its rules beside the default ones.
     """
 
     param_dtype: str
@@ -187,6 +189,7 @@ class Form:
     make: Callable[[], optax.GradientTransformation]
     way: str = "tx.update"
     amp: str | None = None
+    rules: dict[str, str] = field(default_factory=dict)
 
 
 OURS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -213,6 +216,13 @@ FORMS |= {
     )
     for words, amp in (("bf16", BF16), ("float8", "float8_e4m3fn"))
     for params, dtype in (("float32", F32), ("bf16", BF16))
+}
+# With these, layers add to bf16 values, as by hand; by default, to float32 ones.
+FORMS |= {
+    f"{name}, lookup {rule}": replace(FORMS[name], rules={"lookup": rule})
+    for name in FORMS
+    if name.startswith("amp")
+    for rule in ("rounded", "low")
 }
 
 
@@ -287,7 +297,8 @@ def lower(
         cut=lambda x: jax.lax.with_sharding_constraint(x, rows),
     )
     if form.amp:
-        fun = optax_mp.amp(fun, compute_dtype=form.amp)
+        rules = optax_mp.default_amp_rules | form.rules
+        fun = optax_mp.amp(fun, compute_dtype=form.amp, rules=rules)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         value, grads = optax_mp.value_and_grad(fun)(state, params, tokens)

@@ -80,11 +80,11 @@ def moved(precision: Precision, atom: Any) -> Precision:
 
 
 def adds_bias(equation: Equation, precisions: Precisions) -> bool:
-    """Return whether an equation adds a bias to something larger.
+    """Return whether an equation adds a bias to something larger that is low.
 
     An argument as large as the sum is not a bias: it may be a term of the sum.
     """
-    if equation.primitive.name != "add":
+    if equation.primitive.name != "add" or LOW not in precisions:
         return False
     result = _long_axes(equation.outvars[0])
     counts = [x.long_axes for x in precisions if isinstance(x, Argument)]

@@ -8,7 +8,7 @@ again until nothing changes: a fix-point.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -221,7 +221,7 @@ class Planner:
             of_vars.update(zip(equation.outvars, action.outputs, strict=True))
         is_changed = LOW in inputs or any(action.is_changed for action in actions)
         outputs = tuple(map(precision, jaxpr.outvars))
-        return Plan(inputs, tuple(actions), outputs, is_changed)
+        return Plan(inputs, _without_round_trips(jaxpr, actions), outputs, is_changed)
 
     def _plan_equation(self, equation: Equation, context: _Context) -> Action:
         precisions, scope_rule = context.precisions, context.scope_rule
@@ -250,12 +250,11 @@ class Planner:
         target = result = FULL
         if rule in ("low", "widest", "rounded"):
             target, why = self._target(equation, rule, context, why)
-            # A low input and a float32 bias are added in float32, then rounded.
-            is_rounded = rule == "rounded" and LOW in precisions and why == "inputs"
+            is_rounded = rule == "rounded" and why == "inputs"
             result = LOW if is_rounded else target
         inputs = set_all(target, precisions)
         outputs = set_all(result, full_precisions(equation.outvars))
-        if name in MOVES and isinstance(precisions[0], Argument):
+        if name in MOVES and result == FULL and isinstance(precisions[0], Argument):
             outputs = tuple(moved(precisions[0], x) for x in equation.outvars)
         params = self._low_params(equation) if target == LOW else None
         return Action("bind", inputs, outputs, rule, why, scope_rule, params)
@@ -365,6 +364,28 @@ class Planner:
         if precisions[0] is None:
             return None
         return widest(precisions) if self._fit(precisions) else FULL
+
+
+def _without_round_trips(jaxpr: Jaxpr, actions: Sequence[Action]) -> tuple[Action, ...]:
+    """Leave out casts from the compute dtype that the only reader of a value undoes.
+
+    A loop would keep what they return for its backward pass: a copy of all weights.
+    """
+    reads: dict[Any, list[Precision]] = {}
+    pairs = list(zip(jaxpr.eqns, actions, strict=True))
+    all_reads = [(x.invars, action.inputs) for x, action in pairs]
+    for atoms, inputs in (*all_reads, (jaxpr.outvars, (FULL,) * len(jaxpr.outvars))):
+        for atom, precision in zip(atoms, inputs, strict=True):
+            if not is_literal(atom):
+                reads.setdefault(atom, []).append(precision)
+    return tuple(
+        replace(action, how="same", outputs=(LOW,))
+        if equation.primitive.name == "convert_element_type"
+        and getattr(action.outputs[0], "is_exact", False)
+        and reads.get(equation.outvars[0]) == [LOW]
+        else action
+        for equation, action in pairs
+    )
 
 
 def _region_outputs(

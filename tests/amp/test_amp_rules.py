@@ -72,6 +72,22 @@ def test_a_bias_is_added_in_float32_and_the_sum_is_low():
     assert ran(fun, X, W, X[0], primitive="tanh", rules=widest) == {F32}
 
 
+@pytest.mark.parametrize("word", ["widest", "low", "rounded"])
+def test_a_rule_for_a_lookup_decides_what_layers_add_to(word):
+    def fun(table, w):
+        with jax.named_scope("lookup"):
+            x = jnp.take(table, np.zeros(300, int), axis=0)
+        return jnp.tanh(lax.scan(lambda x, _: (x + x @ w, None), x, length=2)[0])
+
+    rules = default_amp_rules | {"lookup": word}
+    is_low, sums_low = word != "widest", word == "low"
+    assert ran(fun, X, W, primitive="tanh", rules=rules) == {BF16 if is_low else F32}
+    # bfloat16 adds ones up to 256.
+    loss = amp(lambda table: fun(table, 0 * W).sum(), rules=rules)
+    grad = jax.grad(loss)(0 * X)[0, 0]
+    assert grad == (256 if sums_low else 300)
+
+
 def test_a_bias_in_16_bits_that_is_cast_is_a_bias():
     def fun(x, w, b):
         x, w, b = optax_mp.cast_floating((x, w, b), F32)
