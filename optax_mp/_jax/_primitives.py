@@ -47,7 +47,7 @@ elementwise,repeats   widest      keeps   copy copy_p stop_gradient name pvary p
 elementwise,repeats   widest      keeps   pbroadcast
 repeats               widest      keeps   broadcast_in_dim reshape transpose squeeze
 repeats               widest      keeps   expand_dims tile rev reshard device_put
-repeats               widest      keeps   sharding_constraint layout_constraint
+repeats               widest      keeps   sharding_constraint
 repeats               own         keeps   optimization_barrier
 moves                 widest      keeps   slice dynamic_slice split pad
 moves                 widest      -       gather

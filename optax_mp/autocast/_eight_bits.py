@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_mp._jax._jaxpr import Equation, bind, evaluate, trace_jaxpr, with_dtype
 from optax_mp._jax._products import is_product, matrix_sizes
@@ -67,12 +66,7 @@ def round_to(x: jax.Array, dtype: Any) -> Rounded:
     ratio = jnp.clip(ratio, 2.0**-126, 2.0**126)
     exponent = lax.bitcast_convert_type(ratio, jnp.int32) & _EXPONENT
     scale = lax.bitcast_convert_type(exponent, jnp.float32)
-    values = (x.astype(jnp.float32) * scale).astype(dtype)
-    # A GPU's product wants the summed axis last. Without this, XLA transposes the
-    # weights of all layers ahead of a scan; with it, the 8 bits of one.
-    return Rounded(
-        with_layout_constraint(values, Layout(tuple(range(x.ndim)))), 1 / scale
-    )
+    return Rounded((x.astype(jnp.float32) * scale).astype(dtype), 1 / scale)
 
 
 def _largest_finite(x: jax.Array) -> jax.Array:
