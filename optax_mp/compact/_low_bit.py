@@ -26,7 +26,7 @@ from optax_mp._warnings import warn
 from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
 from optax_mp.compact._code_choice import BFLOAT16, CodeFormat, choose_codes
 from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
-from optax_mp.leafwise._update import leafwise_update
+from optax_mp.leafwise._take_step import leafwise_update
 
 # So that the random numbers differ from those of `stochastic_rounding` with the same
 # seed.

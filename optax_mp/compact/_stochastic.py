@@ -33,7 +33,7 @@ from optax_mp.compact._random_numbers import (
     rounding_keys,
     split_keys,
 )
-from optax_mp.leafwise._update import leafwise_update
+from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._mark import is_unmarked
 
 

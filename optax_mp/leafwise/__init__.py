@@ -1,7 +1,7 @@
 """Take a step in one pass over each leaf: `take_step`.
 
-- `_take_step`: the public function.
-- `_update`: the same for `tx.update` of the package's transformations.
+- `_take_step`: the public function, and the same for `tx.update` of the package's
+  transformations.
 - `_traced_step`: a step as a jaxpr.
 - `_engine`: what replaces the step in a program for a TPU or a GPU.
 - `_program`: a traced step as one list of equations.

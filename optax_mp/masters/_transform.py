@@ -25,7 +25,7 @@ from optax_mp._policy import (
     warn_unmatched_patterns,
 )
 from optax_mp._tree import describe, spell
-from optax_mp.leafwise._update import leafwise_update
+from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.masters._checks import check_any_stored, check_storable
 from optax_mp.masters._step import Settings, Step
 from optax_mp.masters._storage import (

@@ -13,7 +13,7 @@ from optax_mp._arguments import check_init_params, check_own_state
 from optax_mp._choose import choose_step, pass_choice
 from optax_mp._descriptions import takes_descriptions
 from optax_mp._inner import as_transformation, check_gradients, explain_failure
-from optax_mp.leafwise._update import leafwise_update
+from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._mark import mark_skipped
 from optax_mp.scaling._overwrite import (
     hide_overwritten,
