@@ -219,10 +219,10 @@ FORMS |= {
 }
 # With these, layers add to bf16 values, as by hand; by default, to float32 ones.
 FORMS |= {
-    f"{name}, lookup {rule}": replace(FORMS[name], rules={"lookup": rule})
-    for name in FORMS
-    if name.startswith("amp")
-    for rule in ("rounded", "low")
+    f"amp bf16, {params} params, lookup {rule}": replace(
+        FORMS[f"amp bf16, {params} params"], rules={"lookup": rule}
+    )
+    for params, rule in (("float32", "rounded"), ("bf16", "low"))
 }
 
 
