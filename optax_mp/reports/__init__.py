@@ -1,13 +1,13 @@
 """Reports for people: data that prints as a table, and scalars for loggers.
 
 `metrics` (`_metrics.py`) finds what a training loop logs in any optimizer state.
-`memory_report` (`_memory.py`) counts the bytes of params and optimizer state, also of a
-model that is only planned. `gradient_range_report` (`_gradient_range.py`) counts
-gradients by magnitude, and says what each low-precision format would lose.
+`memory_report` (`_memory_report.py`) counts the bytes of params and optimizer state,
+also of a model that is only planned. `gradient_range_report` (`_gradient_range.py`)
+counts gradients by magnitude, and says what each low-precision format would lose.
 `update_report` (`_updates.py`) counts the updates that are too small to move a param;
-`_leaf_counts.py` holds what both share. `step_report` (`_step.py`) says which leaves
-`take_step` computes in a kernel. `precision_report` (`_precision.py`) says in which
-dtype products run: it traces a function, and follows where float32 comes from
+`_leaf_counts.py` holds what both share. `step_report` (`_step_report.py`) says which
+leaves `take_step` computes in a kernel. `precision_report` (`_precision.py`) says in
+which dtype products run: it traces a function, and follows where float32 comes from
 (`_precision_walk.py`).
 """
 
@@ -16,11 +16,11 @@ from optax_mp.reports._gradient_range import (
     GradientRangeReport,
     gradient_range_report,
 )
-from optax_mp.reports._memory import MemoryReport, MemoryRow, memory_report
+from optax_mp.reports._memory_report import MemoryReport, MemoryRow, memory_report
 from optax_mp.reports._metrics import metrics
 from optax_mp.reports._precision import PrecisionReport, precision_report
 from optax_mp.reports._precision_walk import PrecisionCause, PrecisionProduct
-from optax_mp.reports._step import StepReport, StepRow, step_report
+from optax_mp.reports._step_report import StepReport, StepRow, step_report
 from optax_mp.reports._updates import UpdateReport, update_report
 
 __all__ = [

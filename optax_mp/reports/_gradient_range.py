@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import struct
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +17,9 @@ from optax_mp._boxes import plain_params
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._arrays import is_traced
 from optax_mp._table import percent
-from optax_mp._tree import PyTree, is_floating, spell, summarize
+from optax_mp._tree import PyTree, is_floating, spell
 from optax_mp.reports._leaf_counts import LeafCounts, count_bins, count_leaves, share
+from optax_mp.scaling._rule import check_settings
 
 FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 # The exponent of a float32 begins at this bit.
@@ -64,7 +64,7 @@ def _limits_of(name: str) -> _Limits:
 
 def _bit_pattern(value: float) -> int:
     """Return the bits of a positive float32 as an integer, ordered as the values."""
-    return struct.unpack("<I", struct.pack("<f", value))[0]
+    return int(np.float32(value).view(np.uint32))
 
 
 @functools.cache
@@ -165,8 +165,19 @@ class GradientRangeReport(LeafCounts):
             loss_scale: a factor for the values. The result is exact for 1, and for
                 other factors to the octave.
         """
-        _check_loss_scale(loss_scale, "in_format")
-        return _in_format(self._counts_of(path), _limits_for(dtype), loss_scale)
+        check_settings("in_format", loss_scale=loss_scale)
+        counts, starts = self._counts_of(path), _values_of(_bin_starts())
+        # With a scale of 1 a bin lies on one side of each limit. With others the middle
+        # of a bin decides for all of it.
+        middles = loss_scale * (starts[1:-1] + starts[2:]) / 2
+        nonzero, normal, overflow = _values_of(_limits_for(dtype))
+        finite = counts[1:-1]
+        are_subnormal = (middles >= nonzero) & (middles < normal)
+        return FormatRange(
+            underflow=share(finite[middles < nonzero], counts),
+            subnormal=share(finite[are_subnormal], counts),
+            overflow=share(finite[middles >= overflow], counts),
+        )
 
     def best_loss_scale(
         self, dtype: DTypeLike = jnp.float16, *, headroom: float = 4.0
@@ -194,15 +205,13 @@ class GradientRangeReport(LeafCounts):
             raise ValueError(
                 f"best_loss_scale: `headroom` is {headroom!r}, expected at least 1."
             )
-        counts = self._counts_of(None)
-        (occupied,) = np.nonzero(counts[1:-1])
+        (occupied,) = np.nonzero(self._counts_of(None)[1:-1])
         if not occupied.size:
             return math.nan
-        limits = _limits_for(dtype)
         largest = _values_of(_bin_starts()[2 + occupied[-1]])
-        room = _values_of(limits.overflow) / (headroom * largest)
-        scales = [2.0**exponent for exponent in range(-126, 128)]
-        fits = {x: _in_format(counts, limits, x) for x in scales if x <= room}
+        room = _values_of(_limits_for(dtype).overflow) / (headroom * largest)
+        scales = [2.0**exponent for exponent in range(-126, 127)]
+        fits = {x: self.in_format(dtype, loss_scale=x) for x in scales if x <= room}
         if not fits:
             raise ValueError(
                 f"best_loss_scale: `headroom` is {headroom:g} and the largest value is "
@@ -212,36 +221,6 @@ class GradientRangeReport(LeafCounts):
         least = min((fit.underflow, fit.subnormal) for fit in fits.values())
         best = [x for x in fits if (fits[x].underflow, fits[x].subnormal) == least]
         return best[-1 if least[0] else (len(best) - 1) // 2]
-
-    def plot(self, axes: Any, path: str | None = None) -> None:
-        """Draw the histogram of exponents, and the ranges of the formats above it.
-
-        Args:
-            axes: Matplotlib axes, such as `pyplot.subplots()[1]`. (This package does
-                not depend on Matplotlib.)
-            path: one of `paths`; by default, all leaves together.
-        """
-        counts = self._counts_of(path)
-        octaves = [bound >> _EXPONENT_BIT for bound in _bin_starts()[1:-1]]
-        exponents = np.arange(255) - 127
-        shares = 100 * np.bincount(octaves, counts[1:-1]) / max(counts.sum(), 1)
-        axes.bar(exponents, shares, width=0.9, color="#4477aa")
-        occupied = exponents[shares > 0]
-        first, last = occupied[[0, -1]] if occupied.size else (0, 0)
-        right, top = max(last, 17) + 1, shares.max() or 1.0
-        for row, name in enumerate(FORMATS):
-            zero, normal, overflow = np.log2(_values_of(_limits_of(name)))
-            height, end = top * (1.1 + 0.12 * row), min(overflow, right)
-            for start, color in ((zero, "#bbbbbb"), (normal, "#228833")):
-                axes.hlines(height, start, end, color=color, linewidth=4)
-            axes.text(right + 1, height, name, va="center", fontsize="x-small")
-        axes.set_xlim(min(first, -28) - 2, right + 14)
-        axes.set_xlabel("exponent: log2 of the magnitude")
-        axes.set_ylabel("% of values")
-        zeros, infinite = percent(self.zeros(path)), percent(self.not_finite(path))
-        axes.set_title(
-            f"{zeros}% 0, {infinite}% inf or NaN; green normal, grey subnormal"
-        )
 
     def _cells(self, path: str | None) -> list[str]:
         shares = [self.in_format(name, path) for name in FORMATS]
@@ -285,11 +264,12 @@ def gradient_range_report(
             those of `optax_mp.value_and_grad`. They are divided by it first.
 
     Returns:
-        The report. Print it for a table, or call its `plot`.
+        The report. Print it for a table.
 
     Raises:
         ValueError: if `grads` has no floating array, or one too large to count, or if
-            `loss_scale` is not a positive finite scalar (unchecked if traced).
+            `loss_scale` is not positive and finite (unchecked if traced).
+        TypeError: if `loss_scale` is not a scalar.
 
     References:
         Micikevicius et al., `Mixed Precision Training
@@ -321,9 +301,10 @@ def gradient_range_report(
         float8_e4m3fn: best loss scale 2**16: under/overflow 100/0% -> 55/0%
         float8_e5m2: best loss scale 2**23: under/overflow 77/0% -> 20/0%
     """
-    _check_loss_scale(loss_scale, "gradient_range_report")
+    if not (loss_scale is None or is_traced(loss_scale) and not jnp.ndim(loss_scale)):
+        check_settings("gradient_range_report", loss_scale=loss_scale)
     leaves = {
-        spell(path): (leaf, loss_scale)[: 1 if loss_scale is None else 2]
+        spell(path): (leaf,)
         for path, leaf in tree_leaves_with_path(plain_params(grads))
         if is_floating(leaf)
     }
@@ -332,21 +313,8 @@ def gradient_range_report(
             f"gradient_range_report: `grads` is a {type(grads).__name__} without "
             "floating arrays, expected a tree of gradients."
         )
-    return GradientRangeReport(*count_leaves(leaves, _count, "gradient_range_report"))
-
-
-def _check_loss_scale(loss_scale: Any, caller: str) -> None:
-    if loss_scale is None or (is_traced(loss_scale) and not loss_scale.ndim):
-        return
-    try:
-        is_positive = 0 < float(loss_scale) < math.inf
-    except TypeError:  # An array, or no number.
-        is_positive = False
-    if not is_positive:
-        raise ValueError(
-            f"{caller}: `loss_scale` is {summarize(loss_scale)}, expected a positive "
-            "finite number."
-        )
+    count = functools.partial(_count, loss_scale=loss_scale)
+    return GradientRangeReport(*count_leaves(leaves, count, "gradient_range_report"))
 
 
 def _limits_for(dtype: DTypeLike) -> _Limits:
@@ -357,18 +325,3 @@ def _limits_for(dtype: DTypeLike) -> _Limits:
             f"{', '.join(FORMATS)}."
         )
     return _limits_of(name)
-
-
-def _in_format(counts: np.ndarray, limits: _Limits, loss_scale: float) -> FormatRange:
-    # With a scale of 1 a bin lies on one side of each limit. With others the middle of
-    # a bin decides for all of it.
-    edges = _values_of(_bin_starts()[1:])
-    middles = loss_scale * (edges[:-1] + edges[1:]) / 2
-    nonzero, normal, overflow = _values_of(limits)
-    finite = counts[1:-1]
-    are_subnormal = (middles >= nonzero) & (middles < normal)
-    return FormatRange(
-        underflow=share(finite[middles < nonzero], counts),
-        subnormal=share(finite[are_subnormal], counts),
-        overflow=share(finite[middles >= overflow], counts),
-    )

@@ -1,13 +1,13 @@
 """metrics: what a training loop logs of its optimizer state."""
 
 from functools import reduce
-from itertools import takewhile
+from itertools import compress, zip_longest
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import DictKey, GetAttrKey, keystr, tree_leaves_with_path
+from jax.tree_util import DictKey, keystr, tree_leaves_with_path
 
 from optax_mp._arguments import check_opt_state
 from optax_mp._boxes import plain_state
@@ -18,7 +18,6 @@ from optax_mp.scaling._state import LossScaleState
 # Fields in which optax's states, and ours, count the steps of an optimizer.
 _STEP_COUNTS = ("count", "step_count", "gradient_step")
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-_SEVERAL = 2  # Only then places are in names.
 # States whose counts start anew, or at 1.
 _OTHER_COUNTS = (optax.contrib.ReduceLROnPlateauState, optax.contrib.ScheduleFreeState)
 
@@ -77,14 +76,13 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     check_opt_state(opt_state, "metrics")
     opt_state = plain_state(opt_state)
     scales = find_states(opt_state, LossScaleState)
-    if len(scales) < _SEVERAL:
-        scalars = _of_steps(opt_state)
-        for _, scale in scales:
-            scalars = _of_loss_scale(scale) | scalars
-    else:
-        scalars = _named(
-            [(path, _of_loss_scale(x) | _of_steps(x.inner_state)) for path, x in scales]
-        )
+    # Beside a single loss scale, which may be a link in a chain, all steps are its own.
+    steps = {} if scales[1:] else _of_steps(opt_state)
+    groups = [
+        (path, _of_loss_scale(x) | (steps or _of_steps(x.inner_state)))
+        for path, x in scales
+    ]
+    scalars = _named(groups) or steps
     injected = find_states(opt_state, _INJECTED)
     scalars |= _named([(path, _numbers(x.hyperparams)) for path, x in injected])
     if not scales:
@@ -119,49 +117,23 @@ def _of_loss_scale(state: LossScaleState) -> dict[str, jax.Array]:
 
 
 def _of_steps(state: PyTree) -> dict[str, jax.Array]:
-    leaves = _leaves_of_counters(state)
-    counts = [leaf for path, leaf in leaves if _counts_steps(path, leaf)]
+    others = [path for path, _ in find_states(state, _OTHER_COUNTS)]
+    counts = [
+        leaf
+        for path, leaf in tree_leaves_with_path(state)
+        if keystr(path[-1:], simple=True) in _STEP_COUNTS and path[:-1] not in others
+        if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
+    ]
     return {"step_count": reduce(jnp.maximum, counts)} if counts else {}
-
-
-def _leaves_of_counters(state: PyTree) -> list[tuple[Path, Any]]:
-    """Return leaves with their paths, without the own counts of some states."""
-    others = {
-        (*path, GetAttrKey(name))
-        for path, _ in find_states(state, _OTHER_COUNTS)
-        for name in _STEP_COUNTS
-    }
-    leaves = tree_leaves_with_path(state)
-    return [(path, leaf) for path, leaf in leaves if path not in others]
-
-
-def _counts_steps(path: Path, leaf: Any) -> bool:
-    # A state may be a dict.
-    names = [kind(x) for kind in (GetAttrKey, DictKey) for x in _STEP_COUNTS]
-    is_count = bool(path) and path[-1] in names
-    return is_count and is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
 def _named(groups: list[tuple[Path, dict[str, Any]]]) -> dict[str, Any]:
     """Return the scalars of several places in one dict, by names that differ."""
-    paths = [path for path, _ in groups]
-    places = _tell_apart(paths) if len(paths) >= _SEVERAL else [[] for _ in paths]
+    # At places where all paths have the same key, it tells nothing apart.
+    columns = zip_longest(*[path for path, _ in groups])
+    differs = [len(set(keys)) > 1 for keys in columns]
     return {
-        "/".join([*place, name]): x
-        for place, (_, scalars) in zip(places, groups, strict=True)
+        keystr((*compress(path, differs), DictKey(name)), simple=True, separator="/"): x
+        for path, scalars in groups
         for name, x in scalars.items()
     }
-
-
-def _tell_apart(paths: list[Path]) -> list[list[str]]:
-    """Return the names along each path, without common first and last names."""
-    names = [[keystr((key,), simple=True) for key in path] for path in paths]
-    names = [way[_count_common(names) :] for way in names]
-    backwards = [way[::-1] for way in names]
-    return [way[: len(way) - _count_common(backwards)] for way in names]
-
-
-def _count_common(ways: list[list[str]]) -> int:
-    """Return how many names at their beginning all have in common."""
-    columns = zip(*ways, strict=False)
-    return len(list(takewhile(lambda column: len(set(column)) == 1, columns)))

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from optax_mp._jax._jaxpr import ClosedJaxpr
+from optax_mp._jax._jaxpr import ClosedJaxpr, evaluate
 from optax_mp._jax._source import is_transposed
-from optax_mp._jax._traced import explain_carry_error, is_dynamic
+from optax_mp._jax._traced import TracedCall, explain_carry_error, is_dynamic, is_output
 from optax_mp._table import align_columns, percent
 from optax_mp._tree import is_inexact
 from optax_mp.autocast._changes import pure_call
@@ -77,8 +77,7 @@ class PrecisionReport:
         Products of integers do not count, neither as wide nor as low; `shares` has
         them. It is 1 without floating products.
         """
-        integer = [x for x in self.products if not jnp.issubdtype(x.dtype, jnp.inexact)]
-        total = _flops(self.products) - _flops(integer)
+        total = _flops(x for x in self.products if jnp.issubdtype(x.dtype, jnp.inexact))
         return 1 - _flops(self.wide_products) / total if total else 1.0
 
     @property
@@ -88,7 +87,7 @@ class PrecisionReport:
 
     def shares(self) -> dict[str, float]:
         """Return the share of each dtype in the FLOPs of products, largest first."""
-        total = sum(x.flops for x in self.products) or 1
+        total = _flops(self.products) or 1
         groups = _group(self.products, lambda x: x.dtype)
         return {dtype: _flops(group) / total for dtype, group in groups}
 
@@ -234,46 +233,43 @@ def _trace(
     Returns:
         The jaxpr, the name of each of its inputs, such as `params['w']`, and remarks.
     """
-    leaves, treedef = tree_flatten_with_path((args, kwargs))
-    inputs = {i: leaf for i, (_, leaf) in enumerate(leaves) if _is_input(leaf)}
-    values, paths = list(inputs.values()), [leaves[i][0] for i in inputs]
-    is_loss = False
-
-    def run(arrays: list[Any]) -> tuple[Any, list[Any]]:
-        nonlocal is_loss
-        filled = dict(enumerate(leaf for _, leaf in leaves))
-        filled.update(zip(inputs, arrays, strict=True))
-        call = pure_call(fun, *treedef.unflatten(filled.values()))
-        outputs, changes = call.fun(*call.args)
-        is_tuple = isinstance(outputs, tuple) and outputs
-        first: Any = outputs[0] if is_tuple else outputs
-        is_loss = is_dynamic(first) and is_inexact(first) and not first.shape
-        # A Flax NNX module changes in place: a step may return nothing at all.
-        return first, [x for x in jax.tree.leaves((outputs, changes)) if is_dynamic(x)]
-
     with explain_carry_error(_CARRY):
-        forward = jax.make_jaxpr(lambda arrays: run(arrays)[1])(values)
-    names = _argument_names(fun, len(args))
-    names = [_name_of(path, names) for path in paths]
-    floating = [i for i, x in enumerate(values) if is_inexact(x)]
+        traced = TracedCall.of(
+            lambda both: _call(fun, *both), (args, kwargs), _is_input
+        )
+    leaves, _ = tree_flatten_with_path((args, kwargs))
+    paths = [leaves[i][0] for i in traced.places]
+    argument_names = _argument_names(fun, len(args))
+    names = [_name_of(path, argument_names) for path in paths]
+    floating = [i for i, x in enumerate(traced.arrays) if is_inexact(x)]
     # The place of the first argument with floating arrays, among all.
     chosen = [i for i in floating if paths[i][:2] == paths[floating[0]][:2]]
-    if not (is_loss and chosen) or any_equation(forward, is_transposed):
-        return forward, names, []
+    outputs: Any = traced.unflatten_outputs()[0]
+    first: Any = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+    is_loss = is_output(first) and is_inexact(first) and not first.shape
+    if not (is_loss and chosen) or any_equation(traced.closed, is_transposed):
+        return traced.closed, names, []
+
+    def loss(some: list[Any], arrays: list[Any]) -> tuple[Any, list[Any]]:
+        replaced = dict(enumerate(arrays)) | dict(zip(chosen, some, strict=True))
+        values = evaluate(traced.closed, list(replaced.values()))
+        return values[0], values
 
     def with_gradient(arrays: list[Any]) -> Any:
-        def loss(some: list[Any]) -> tuple[Any, list[Any]]:
-            replaced = dict(enumerate(arrays)) | dict(zip(chosen, some, strict=True))
-            return run(list(replaced.values()))
-
         some = [arrays[i] for i in chosen]
-        return jax.value_and_grad(loss, has_aux=True)(some)
+        return jax.value_and_grad(loss, has_aux=True)(some, arrays)
 
     try:
-        return jax.make_jaxpr(with_gradient)(values), names, []
+        return jax.make_jaxpr(with_gradient)(traced.arrays), names, []
     except Exception as error:  # whatever a derivative rule may raise
         reason = str(error).splitlines()[0]
-        return forward, names, [f"the forward pass alone, as JAX says: {reason}"]
+        return traced.closed, names, [f"the forward pass alone, as JAX says: {reason}"]
+
+
+def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return what a function returns, and how it changes modules among its inputs."""
+    call = pure_call(fun, args, kwargs)
+    return call.fun(*call.args)
 
 
 def _is_input(leaf: Any) -> bool:

@@ -11,7 +11,7 @@ The names below are the public ones. One module each:
 - `_unscale`: multiply and divide trees by a scale in float32, and check them.
 - `_state`: `LossScaleState`, how to find it in any optimizer state, and
   `check_loss_scale`, which stops a run that skips too many steps.
-- `_transform`: `dynamic_loss_scale` and `static_loss_scale`, for optax.
+- `_loss_scaling`: `dynamic_loss_scale` and `static_loss_scale`, for optax.
 - `_overwrite`: leaves that are replaced by their gradient, as in flax's fp8 layers.
 - `_mark`: how a link in a chain tells later links that a step is skipped.
 - `_gradients`: gradients of a scaled loss, for loops with an optimizer state.
@@ -19,8 +19,8 @@ The names below are the public ones. One module each:
 """
 
 from optax_mp.scaling._gradients import scale_loss, value_and_grad
+from optax_mp.scaling._loss_scaling import dynamic_loss_scale, static_loss_scale
 from optax_mp.scaling._state import LossScaleState, check_loss_scale, loss_scale
-from optax_mp.scaling._transform import dynamic_loss_scale, static_loss_scale
 from optax_mp.scaling._values import (
     DynamicLossScale,
     NoOpLossScale,

@@ -184,23 +184,9 @@ def test_bad_input_is_an_error_that_names_it(grads):
     with pytest.raises(TypeError, match="`counts` is traced .* read it outside"):
         jax.jit(lambda g: optax_mp.gradient_range_report(g).zeros())(grads)
     for scale in (0, -2.0, np.nan, np.inf, 1j, np.ones((2, 1))):
-        message = "`loss_scale` is .*, expected a positive finite number"
-        with pytest.raises(ValueError, match="gradient_range_report: " + message):
+        error = TypeError if np.ndim(scale) or scale == 1j else ValueError
+        message = "`loss_scale` is .*, expected a positive finite float32"
+        with pytest.raises(error, match="gradient_range_report: " + message):
             optax_mp.gradient_range_report(jnp.ones(3), loss_scale=scale)
-        with pytest.raises(ValueError, match="in_format: " + message):
+        with pytest.raises(error, match="in_format: " + message):
             report.in_format("f16", loss_scale=scale)
-
-
-def test_the_plot_shows_each_octave(grads):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    report = optax_mp.gradient_range_report(grads)
-    figure, axes = pyplot.subplots()
-    report.plot(axes, "['w']")
-    bars = {round(bar.get_x() + 0.45): bar.get_height() for bar in axes.patches}
-    exponents = np.frexp(np.ravel(grads["w"]))[1] - 1
-    for exponent, height in bars.items():
-        assert height == pytest.approx(100 * np.mean(exponents == exponent))
-    low, high = axes.get_xlim()
-    assert low < exponents.min() and exponents.max() < high
-    assert {text.get_text() for text in axes.texts} == set(FORMATS)
-    pyplot.close(figure)

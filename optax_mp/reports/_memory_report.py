@@ -1,28 +1,21 @@
 """memory_report: the bytes of optimizer state and params, and what they are for."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
-from optax_mp._arguments import check_opt_state
+from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain_trees
 from optax_mp._jax._memory import is_stored_on_host
 from optax_mp._quantized import Quantized
-from optax_mp._states import find_owners, find_states, holds_state
+from optax_mp._states import find_owners, find_states
 from optax_mp._table import align_columns, format_bytes
-from optax_mp._tree import (
-    PyTree,
-    describe,
-    is_array,
-    is_floating,
-    spell,
-    summarize,
-)
+from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 from optax_mp.masters._storage import MixedPrecisionState
 
 _Path = tuple[Any, ...]
@@ -124,10 +117,10 @@ class MemoryReport:
         return self._sum_by(lambda row: row.param)
 
     def _sum_by(self, key: Callable[[MemoryRow], str]) -> dict[str, int]:
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for row in self.rows:
-            found[key(row)] = found.get(key(row), 0) + row.bytes
-        return found
+            found[key(row)] += row.bytes
+        return dict(found)
 
     def __str__(self) -> str:
         """Return the table."""
@@ -148,9 +141,7 @@ class MemoryReport:
 
     def _amounts(self, rows: Sequence[MemoryRow]) -> tuple[str, ...]:
         """Return the bytes of rows, per weight, of the total, and on the host."""
-        count, on_host = (
-            sum(getattr(x, k) for x in rows) for k in ("bytes", "host_bytes")
-        )
+        count, on_host = sum(x.bytes for x in rows), sum(x.host_bytes for x in rows)
         per_weight = _ratio(count, self.weights, ".2f")
         share = _ratio(count, self.total_bytes, ".1%")
         return format_bytes(count), per_weight, share, format_bytes(on_host)
@@ -183,7 +174,8 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
 
     Raises:
         ValueError: if `params` holds no array.
-        TypeError: if `opt_state` is the optimizer itself, or `params` a state.
+        TypeError: if `opt_state` is the optimizer itself, or state and params are
+            swapped.
 
     Example:
         >>> import jax
@@ -203,27 +195,19 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
         plain float32: 384.0 GiB, 12.00 bytes per weight (0.86 times as much)
     """
     opt_state, params = plain_trees(opt_state, params)
-    _check_arguments(opt_state, params)
+    call = "memory_report(opt_state, params)"
+    check_state_first(opt_state, params, "memory_report", call)
     arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
-    rows = [_row(_PARAMS, path, path, x) for path, x in arrays]
-    rows += _state_rows(opt_state, params)
-    weights = sum(_size(x) for _, x in arrays if is_floating(x))
-    return MemoryReport(tuple(rows), weights)
-
-
-def _check_arguments(opt_state: Any, params: Any) -> None:
-    check_opt_state(opt_state, "memory_report")
-    if holds_state(params):
-        raise TypeError(
-            f"memory_report: `params` is {summarize(params)}, an optimizer state, "
-            "expected the params; call `memory_report(opt_state, params)`."
-        )
-    if not any(map(is_array, jax.tree.leaves(params))):
+    if not arrays:
         raise ValueError(
             f"memory_report: `params` is a {type(params).__name__} without arrays, "
             "expected a tree of arrays or of `jax.ShapeDtypeStruct`s; pass what "
             "`tx.init` gets."
         )
+    rows = [_row(_PARAMS, path, path, x) for path, x in arrays]
+    rows += _state_rows(opt_state, params)
+    weights = sum(_size(x) for _, x in arrays if is_floating(x))
+    return MemoryReport(tuple(rows), weights)
 
 
 def _state_rows(opt_state: PyTree, params: PyTree) -> Iterator[MemoryRow]:
