@@ -19,18 +19,12 @@ from optax_mp.masters import (
 )
 
 # Float16: scale the loss, skip steps that overflow.
-from optax_mp.scaling import (
-    LossScaleState,
-    check_loss_scale,
-    dynamic_loss_scale,
-    loss_scale,
-    scale_loss,
-    static_loss_scale,
-    value_and_grad,
-)
+from optax_mp.scaling._loss_scaling import dynamic_loss_scale, static_loss_scale
+from optax_mp.scaling._gradients import scale_loss, value_and_grad
+from optax_mp.scaling._state import LossScaleState, check_loss_scale, loss_scale
 
 # Loss scaling for loops without an optimizer state.
-from optax_mp.scaling import (
+from optax_mp.scaling._values import (
     DynamicLossScale,
     NoOpLossScale,
     StaticLossScale,
@@ -56,7 +50,8 @@ from optax_mp.leafwise import take_step
 from optax_mp.devices import offload, state_shardings, zero1
 
 # Check and convert saved states.
-from optax_mp.checkpoints import check_checkpoint, convert_opt_state
+from optax_mp.checkpoints._check import check_checkpoint
+from optax_mp.checkpoints._convert import convert_opt_state
 
 # In which precision a function runs, what to log while training, what low precision
 # loses, and how much memory is needed.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jax._control_flow import can_convert, run_count, wiring_of
+from optax_mp._jax._control_flow import can_convert, wiring_of
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
@@ -119,18 +119,15 @@ class Plan:
     is_changed: bool
 
     def sites(
-        self, jaxpr: AnyJaxpr, around: tuple[Equation, ...] = (), runs: int = 1
+        self, jaxpr: AnyJaxpr, around: tuple[Equation, ...] = ()
     ) -> Iterator["Site"]:
         """Yield the equations of its jaxpr, each after those in its regions."""
         equations = open_jaxpr(jaxpr)[0].eqns
         for equation, action in zip(equations, self.actions, strict=True):
-            site = Site(equation, action, around, runs)
-            if action.regions:
-                regions = wiring_of(equation).regions
-                inside = ((equation, *around), runs * (run_count(equation) or 1))
-                for region, inner in zip(regions, action.regions, strict=True):
-                    yield from inner.plan.sites(region.jaxpr, *inside)
-            yield site
+            regions = wiring_of(equation).regions if action.regions else ()
+            for region, inner in zip(regions, action.regions, strict=True):
+                yield from inner.plan.sites(region.jaxpr, (equation, *around))
+            yield Site(equation, action, around)
 
 
 class Site(NamedTuple):
@@ -140,13 +137,11 @@ class Site(NamedTuple):
         equation: the equation.
         action: how it runs.
         around: the equations around it, innermost first.
-        runs: how often it runs; the body of a while loop counts once.
     """
 
     equation: Equation
     action: Action
     around: tuple[Equation, ...]
-    runs: int
 
     @property
     def line(self) -> str:

@@ -24,28 +24,16 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     open_jaxpr,
 )
-from optax_mp._jax._products import flops_of, is_product
+from optax_mp._jax._primitives import PRODUCTS
+from optax_mp._jax._products import is_product
 from optax_mp._jax._traced import TracedCall
-from optax_mp._table import align_columns, percent
+from optax_mp._table import align_columns
 from optax_mp.autocast._changes import pure_call
 from optax_mp.autocast._lattice import takes_part
 from optax_mp.autocast._plan import Action, Plan, Site
 from optax_mp.autocast._rules import Rules, default_amp_rules
 from optax_mp.autocast._run import Interpreter
 
-# The meaning of words in a report. Those that occur are explained below the table.
-_MEANINGS = {
-    "mixed": "a loop, branch or shard_map; the error is that of the whole",
-    "scope": "the rule of a jax.named_scope, such as amp_stop",
-    "inputs": "an input is float32 as amp runs it, or none is float32 as written",
-    "literal": "the compute dtype cannot hold a number",
-    "sink": "everything that reads it computes in float32",
-    "shape": "too small for products in 8 bits to pay",
-    "precision": "the product asks for its precision",
-    "parameters": "its parameters fix its dtypes, or hold a function",
-    "cast": "the function itself casts",
-}
-_RAN = ("f8", "low", "f32", "as_written")
 _NOT_MEASURED = math.nan
 
 
@@ -67,8 +55,6 @@ class AmpOperation:
         own_error: the relative error, by norm, that the operation adds to exact inputs;
             the largest of all such equations. NaN inside of a mixed one, which is
             measured as a whole.
-        flops: the floating-point operations of matrix products and convolutions, in all
-            iterations of a scan, and in one of a while loop; 0 for other operations.
 
     Example:
         >>> import jax.numpy as jnp
@@ -83,13 +69,6 @@ class AmpOperation:
     why: str
     count: int
     own_error: float
-    flops: float = 0
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether the printed table has it: it adds an error, or is a wide product."""
-        is_wide_product = self.flops and self.ran not in ("low", "f8")
-        return self.own_error > 0 or bool(is_wide_product)
 
 
 @dataclass(frozen=True)
@@ -110,70 +89,36 @@ class AmpReport:
         >>> report = optax_mp.amp_report(lambda x: x @ x - 0.5, jnp.eye(3) / 3)
         >>> sorted({each.ran for each in report.operations}), report.error < 0.01
         (['low'], True)
-        >>> print(str(report).splitlines()[-1])
-        products, by FLOPs: 100% low
+        >>> print(str(report).split(";")[0].splitlines()[-1])
+        operations: 2 low
     """
 
     operations: tuple[AmpOperation, ...]
     error: float
     warnings: tuple[str, ...] = ()
 
-    @property
-    def low_share(self) -> float:
-        """The share of the FLOPs of products that run in 16 bits or in 8.
-
-        1 if there is no product.
-        """
-        return self._share(("low", "f8"), 1.0)
-
-    @property
-    def f8_share(self) -> float:
-        """The share of the FLOPs of products that run in 8 bits."""
-        return self._share(("f8",), 0.0)
-
-    def _share(self, ran: Sequence[str], without_products: float) -> float:
-        total = sum(x.flops for x in self.operations)
-        part = sum(x.flops for x in self.operations if x.ran in ran)
-        return part / total if total else without_products
-
     def __str__(self) -> str:
-        """Return the table.
-
-        It shows operations that add an error, and products that do not run low. The
-        other operations are counted.
-        """
-        shown = [x for x in self.operations if x.is_shown]
+        """Return a table of what adds an error, and of products that are not low."""
+        shown = [x for x in self.operations if x.own_error > 0 or _is_wide_product(x)]
         cells = [("primitive", "line", "ran", "why", "count", "own error")]
         for x in sorted(shown, key=lambda x: -np.nan_to_num(x.own_error, nan=-1)):
             error = _format(x.own_error)
             cells.append((x.primitive, x.line, x.ran, x.why, str(x.count), error))
-        words = {word for x in shown for word in (x.ran, x.why)}
-        legend = [
-            f"{word}: {text}" for word, text in _MEANINGS.items() if word in words
-        ]
-        table = align_columns(cells, left=4) if shown else []
-        return "\n".join([*table, *legend, *self._summary()])
-
-    def _summary(self) -> Iterator[str]:
-        hidden = [x for x in self.operations if not x.is_shown]
-        for is_measured, text in ((True, "add no error"), (False, "were not measured")):
-            count = sum(
-                x.count for x in hidden if math.isnan(x.own_error) != is_measured
-            )
-            if count:
-                yield f"not shown: {count} operations that {text}"
         counts: Counter[str] = Counter()
         for x in self.operations:
             counts[x.ran] += x.count
-        ran = ", ".join(f"{n} {x}" for x in _RAN if (n := counts[x]) or x != "f8")
-        yield f"operations: {ran}; error of the outputs {_format(self.error)}"
-        yield from (f"Warning: {warning}" for warning in self.warnings)
-        if any(x.flops for x in self.operations):
-            # Where 8 bits were asked for, 0% is worth saying.
-            asked = {"f8"} if any(x.why == "shape" for x in self.operations) else set()
-            shares = ((self._share((x,), 0.0), x) for x in _RAN)
-            parts = (f"{percent(y)}% {x}" for y, x in shares if y or x in asked)
-            yield f"products, by FLOPs: {', '.join(parts)}"
+        ran = ", ".join(f"{count} {ran}" for ran, count in counts.most_common())
+        return "\n".join(
+            [
+                *(align_columns(cells, left=4) if shown else []),
+                f"operations: {ran}; error of the outputs {_format(self.error)}",
+                *(f"Warning: {warning}" for warning in self.warnings),
+            ]
+        )
+
+
+def _is_wide_product(operation: AmpOperation) -> bool:
+    return operation.primitive in PRODUCTS and operation.ran not in ("low", "f8")
 
 
 def _format(error: float) -> str:
@@ -198,7 +143,8 @@ def amp_report(
     once, as written, and the error of its outputs is not measured. A loop, a branch and
     a `shard_map` are measured as a whole: for errors inside, report on their function.
     Products inside an equation that runs as written, such as a linear solver, are
-    listed, too.
+    listed, too. `precision_report(amp(fun), *args)` says which share of the products'
+    FLOPs runs low.
 
     Args:
         fun: the function as written, not `amp(fun)`.
@@ -249,12 +195,10 @@ def _decided(jaxpr: AnyJaxpr, plan: Plan) -> Iterator[Site]:
         equation, action = site.equation, site.action
         # Only a whole equation with changes inside is an operation of its own.
         is_opened = action.regions and not (action.is_changed and _is_whole(equation))
-        if is_opened or action.how == "same":
-            continue
-        if any(map(takes_part, (*equation.invars, *equation.outvars))):
+        takes = any(map(takes_part, (*equation.invars, *equation.outvars)))
+        if takes and not is_opened and action.how != "same":
             yield site
-            if not action.regions:
-                yield from _products_within(site)
+            yield from () if action.regions else _products_within(site)
 
 
 def _products_within(site: Site) -> Iterator[Site]:
@@ -263,11 +207,9 @@ def _products_within(site: Site) -> Iterator[Site]:
     Such are products of a linear solver, of a kernel, and of a loop in `amp_stop`.
     """
     action = Action("bind", (), (), "as_written", site.action.why)
-    runs = site.runs * site.equation.params.get("length", 1)
-    around = (site.equation, *site.around)
     for jaxpr in jaxprs_within(site.equation):
         for equation in open_jaxpr(jaxpr)[0].eqns:
-            inner = Site(equation, action, around, runs)
+            inner = Site(equation, action, (site.equation, *site.around))
             if is_product(equation):
                 yield inner
             yield from _products_within(inner)
@@ -288,16 +230,13 @@ def _operation(site: Site, errors: Mapping[int, float]) -> AmpOperation:
     else:
         ran = "as_written" if action.rule == "as_written" else "f32"
     error = errors.get(id(action), _NOT_MEASURED)
-    flops = site.runs * flops_of(equation) if is_product(equation) else 0
-    name = equation.primitive.name
-    return AmpOperation(name, site.line, ran, action.why, 1, error, flops)
+    return AmpOperation(equation.primitive.name, site.line, ran, action.why, 1, error)
 
 
 def _merge(a: AmpOperation, b: AmpOperation) -> AmpOperation:
     """Return the sum of two operations with the same name, line and reason."""
     error = float(np.fmax(a.own_error, b.own_error))
-    count, flops = a.count + b.count, a.flops + b.flops
-    return replace(a, count=count, own_error=error, flops=flops)
+    return replace(a, count=a.count + b.count, own_error=error)
 
 
 def _measure(

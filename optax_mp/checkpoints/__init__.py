@@ -6,8 +6,3 @@ checkpoint matches the state, name by name. `convert_opt_state`
 (`_convert.py`) converts the state of a run to another form of its optimizer, such as
 other storage.
 """
-
-from optax_mp.checkpoints._check import check_checkpoint
-from optax_mp.checkpoints._convert import convert_opt_state
-
-__all__ = ["check_checkpoint", "convert_opt_state"]

@@ -29,7 +29,7 @@ from optax_mp.masters._access import (
     read_arguments,
 )
 from optax_mp.masters._storage import MixedPrecisionState, storage_of
-from optax_mp.scaling import LossScaleState
+from optax_mp.scaling._state import LossScaleState
 
 _CALLER = "convert_opt_state"
 _CAST_FIRST = (

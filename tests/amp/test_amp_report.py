@@ -119,8 +119,7 @@ def test_a_loop_branch_or_shard_map_is_measured_as_a_whole(fun):
     (product,) = [x for x in report.operations if x.primitive == "dot_general"]
     assert product.ran == "low" and np.isnan(product.own_error)
     assert 0 < whole.own_error < 0.1
-    assert "mixed: a loop, branch or shard_map" in str(report)
-    assert "operations that were not measured" in str(report)
+    assert str(report).splitlines()[1].split()[2] == "mixed"
 
 
 def test_the_table_has_the_largest_error_first_a_legend_and_a_summary():
@@ -134,12 +133,7 @@ def test_the_table_has_the_largest_error_first_a_legend_and_a_summary():
     assert lines[0].split() == "primitive line ran why count own error".split()
     assert lines[1].startswith("sub ")
     assert lines[5].split()[2:] == ["as_written", "scope", "1", "0.0e+00"]
-    assert lines[6:8] == [
-        "scope: the rule of a jax.named_scope, such as amp_stop",
-        "not shown: 3 operations that add no error",
-    ]
-    assert lines[8].startswith("operations: 4 low, 3 f32, 1 as_written; error of the ")
-    assert lines[9] == "products, by FLOPs: 67% low, 33% as_written"
+    assert lines[6].startswith("operations: 4 low, 3 f32, 1 as_written; error of the ")
     assert all(len(line) <= 80 for line in lines)
 
 
@@ -161,18 +155,6 @@ def test_effects_happen_once_and_leave_the_error_of_the_outputs_unknown():
     jax.effects_barrier()
     assert len(seen) == 1
     assert np.isnan(report.error)
-
-
-def test_the_share_counts_the_iterations_of_a_scan():
-    def fun(x, w):
-        exact = jnp.dot(x, w, precision="highest")
-        return lax.scan(lambda x, _: (jnp.exp(x @ w), None), exact, None, length=3)[0]
-
-    report = amp_report(fun, X, W / 9)
-    assert [each.flops for each in report.operations if each.flops] == [512, 3 * 512]
-    assert report.low_share == 0.75
-    assert str(report).endswith("products, by FLOPs: 75% low, 25% as_written")
-    assert amp_report(jnp.sin, X).low_share == 1
 
 
 def cancelling(x, w):
