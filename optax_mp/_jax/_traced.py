@@ -151,14 +151,21 @@ def note_on_leaks(note: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explain_carry_error(text: str) -> Iterator[None]:
+def explain_carry_error(caller: str) -> Iterator[None]:
     """Raise another error for JAX's on a loop whose carry changes its dtype."""
     try:
         yield
     except TypeError as error:
         message = str(error)
         if _CARRY_ERROR in message and "dtypes do not match" in message:
-            raise TypeError(f"{text} {message}") from error
+            raise TypeError(
+                f"{caller}: as `fun` is written, a loop returns its carry in another "
+                "dtype than it takes, as a scan over layers of bfloat16 params with "
+                "float32 norms does, expected the same dtype; run `optax_mp.amp` over "
+                "float32, as in `amp(lambda *args: fun(*cast_floating(args, "
+                "jnp.float32)))`, set the `dtype` of the layers to bfloat16, or cast "
+                f"the carry back. JAX says: {message}"
+            ) from error
         raise
 
 

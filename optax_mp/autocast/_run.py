@@ -49,14 +49,6 @@ _NOTE_ON_CLOSURES = (
     "them arguments of the function that has the rule."
 )
 
-CARRY_ERROR = (
-    "amp: as the function is written, before amp changes anything, a loop over 16-bit "
-    "values meets float32 ones, such as float32 norms in a scan over layers. Expected "
-    "one dtype: call it with all arguments in float32, `amp(lambda *args: "
-    "fun(*optax_mp.cast_floating(args, jnp.float32)))`, which still runs products in "
-    "16 bits, or set the `dtype` of the layers. JAX says:"
-)
-
 
 class Interpreter:
     """Plans and runs functions by one set of rules."""
@@ -73,7 +65,7 @@ class Interpreter:
     def trace(self, call: PureCall) -> tuple[TracedCall, Plan]:
         """Return a traced call, and the plan for it."""
         # Traced in each call, because values that it closes over may have changed.
-        with explain_carry_error(CARRY_ERROR):
+        with explain_carry_error("amp"):
             traced = TracedCall.of(lambda args: call.fun(*args), call.args)
         jaxpr = traced.closed.jaxpr
         inputs, wants = argument_precisions(jaxpr.invars), (None,) * len(jaxpr.outvars)

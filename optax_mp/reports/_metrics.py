@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, keystr, tree_leaves_with_path
 
-from optax_mp._arguments import check_opt_state
+from optax_mp._arguments import check_opt_state, warn_unless_state
 from optax_mp._boxes import plain_state
-from optax_mp._states import Path, check_classes, find_states, holds_state
-from optax_mp._tree import PyTree, is_array, is_floating, summarize
+from optax_mp._states import Path, check_classes, find_states
+from optax_mp._tree import PyTree, is_array
 from optax_mp.scaling._state import LossScaleState
 
 # Fields in which optax's states, and ours, count the steps of an optimizer.
@@ -54,8 +54,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         and steps are counted within each loss scale.
 
     Raises:
-        TypeError: if `opt_state` is the optimizer, or arrays that are no state of one,
-            such as params.
+        TypeError: if `opt_state` is the optimizer.
 
     Example:
         >>> import jax.numpy as jnp
@@ -88,18 +87,8 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     if not scales:
         check_classes(opt_state, "metrics")
     if not scalars:
-        _check_is_state(opt_state)
+        warn_unless_state(opt_state, "metrics")
     return scalars
-
-
-def _check_is_state(opt_state: PyTree) -> None:
-    """Raise if a tree without metrics has only arrays of numbers, as params do."""
-    leaves = jax.tree.leaves(opt_state)
-    if leaves and all(map(is_floating, leaves)) and not holds_state(opt_state):
-        raise TypeError(
-            f"metrics: `opt_state` is {summarize(opt_state)}, expected an optimizer "
-            "state; pass what `tx.init(params)` or `tx.update` returned."
-        )
 
 
 def _numbers(hyperparams: dict[str, Any]) -> dict[str, jax.Array]:

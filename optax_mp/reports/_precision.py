@@ -33,13 +33,6 @@ and of complex or sparse operands.
 - or change what is named above: pass an argument in bfloat16, make an array with \
 `dtype=x.dtype`, write a Python number for a NumPy one, cast back before the product, \
 or set the `dtype` of a layer to bfloat16."""
-_CARRY = (
-    "precision_report: a loop in `fun` returns its carry in another dtype than it "
-    "takes, as a scan over layers of bfloat16 params with float32 norms does, expected "
-    "the same dtype; run `optax_mp.amp` over float32, as in `amp(lambda *args: "
-    "fun(*cast_floating(args, jnp.float32)))`, set the `dtype` of the layers to "
-    "bfloat16 where they cast back, or cast the carry back. JAX says:"
-)
 
 
 @dataclass(frozen=True)
@@ -233,7 +226,7 @@ def _trace(
     Returns:
         The jaxpr, the name of each of its inputs, such as `params['w']`, and remarks.
     """
-    with explain_carry_error(_CARRY):
+    with explain_carry_error("precision_report"):
         traced = TracedCall.of(
             lambda both: _call(fun, *both), (args, kwargs), _is_input
         )

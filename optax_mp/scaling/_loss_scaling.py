@@ -243,9 +243,8 @@ def _next_state(
     """Return the state after a step whose gradients were `finite` or not."""
     counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
     total = state.total_skipped_count
-    return LossScaleState(
-        *adjust_counters(counters, finite),
-        inner_state=state.inner_state,
+    return state._replace(
+        **adjust_counters(counters, finite)._asdict(),
         skipped_count=jnp.where(finite, 0, count_up(state.skipped_count)),
         total_skipped_count=jnp.where(finite, total, count_up(total)),
         last_finite=finite,

@@ -131,7 +131,15 @@ def test_injected_hyperparameters_are_metrics():
     assert all(value.shape == () for value in found.values())
 
 
-@pytest.mark.parametrize("value", [optax.adam(0.1), PARAMS, jnp.ones(3), "state", 3])
+@pytest.mark.parametrize("value", [PARAMS, jnp.ones(3)])
+def test_arrays_that_are_hardly_a_state_are_warned_of(value):
+    with pytest.warns(
+        optax_mp.MixedPrecisionWarning, match=r"metrics: .*nothing looks like an"
+    ):
+        assert optax_mp.metrics(value) == {}
+
+
+@pytest.mark.parametrize("value", [optax.adam(0.1), "state", 3])
 def test_what_is_no_state_is_an_error(value):
     with pytest.raises(
         TypeError, match=r"metrics: `opt_state` is .*`tx.init\(params\)`"

@@ -118,7 +118,9 @@ def scanned_nnx():
 def test_a_scan_over_layers_with_float32_norms_has_a_recipe(make):
     params, loss = make()
     params, x = POLICY.cast_to_param(params), jnp.ones((4, 8), jnp.bfloat16)
-    with pytest.raises(TypeError, match=r"a loop in `fun` .*run `optax_mp.amp` over"):
+    with pytest.raises(
+        TypeError, match=r"a loop returns its .*run `optax_mp.amp` over"
+    ):
         precision_report(loss, params, x)
     fixed = amp(lambda *args: loss(*optax_mp.cast_floating(args, jnp.float32)))
     assert precision_report(fixed, params, x).shares() == {"bfloat16": 1.0}
