@@ -38,7 +38,9 @@ from optax_mp._dtypes import half_dtype
 from optax_mp._tree import all_finite, cast_floating, nonfinite_paths, select_tree
 
 # Run a float32 function in mixed precision.
-from optax_mp.autocast import amp, amp_report, amp_stop, default_amp_rules
+from optax_mp.autocast._amp import amp, amp_stop
+from optax_mp.autocast._report import amp_report
+from optax_mp.autocast._rules import default_amp_rules
 
 # Low-bit optimizer states, and training without masters.
 from optax_mp.compact import low_bit_state, stochastic_rounding
@@ -55,14 +57,12 @@ from optax_mp.checkpoints._convert import convert_opt_state
 
 # In which precision a function runs, what to log while training, what low precision
 # loses, and how much memory is needed.
-from optax_mp.reports import (
-    gradient_range_report,
-    memory_report,
-    metrics,
-    precision_report,
-    step_report,
-    update_report,
-)
+from optax_mp.reports._precision import precision_report
+from optax_mp.reports._metrics import metrics
+from optax_mp.reports._gradient_range import gradient_range_report
+from optax_mp.reports._updates import update_report
+from optax_mp.reports._memory_report import memory_report
+from optax_mp.reports._step_report import step_report
 
 # The category of all warnings of this package.
 from optax_mp._warnings import MixedPrecisionWarning

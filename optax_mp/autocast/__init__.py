@@ -1,6 +1,6 @@
 """Autocast: run any JAX function with its matrix products in 16 bits.
 
-Public:
+Public, in `optax_mp`:
 
 - `amp`: run a function in mixed precision.
 - `amp_stop`: keep amp out of a part of a function.
@@ -22,15 +22,6 @@ A call is traced to a jaxpr, planned and run. In this order, read:
 Only `optax_mp._jax` knows how equations use the jaxprs inside them.
 """
 
-from optax_mp.autocast._amp import amp, amp_stop
-from optax_mp.autocast._report import AmpOperation, AmpReport, amp_report
-from optax_mp.autocast._rules import default_amp_rules
+from optax_mp.autocast._report import AmpOperation, AmpReport
 
-__all__ = [
-    "AmpOperation",
-    "AmpReport",
-    "amp",
-    "amp_report",
-    "amp_stop",
-    "default_amp_rules",
-]
+__all__ = ["AmpOperation", "AmpReport"]

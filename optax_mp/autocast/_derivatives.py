@@ -69,48 +69,45 @@ def custom_vjp(
         perturbed = [
             i for i, x in enumerate(args) if x.perturbed and is_inexact(invars[i].aval)
         ]
-        treedef: Any = None
         residual_dtypes: tuple[Any, ...] = ()
 
         def linearize(inputs: Sequence[Any]) -> Any:
-            nonlocal treedef, residual_dtypes
+            nonlocal residual_dtypes
             function = _restrict(equation, perturbed, inputs)
             outputs, linear = jax.linearize(function, *(inputs[i] for i in perturbed))
-            # The function that jax.linearize returns is a pytree: its leaves are
-            # arrays, and its structure is code.
-            residuals, treedef = jax.tree.flatten(linear)
-            residual_dtypes = tuple(x.dtype for x in residuals)
-            return outputs, residuals
+            residual_dtypes = tuple(x.dtype for x in jax.tree.leaves(linear))
+            return outputs, linear
 
         inputs = [x.value for x in args]
-        (outputs, residuals), _ = interpret(linearize, (inputs,), (dtypes,))
+        # The function that jax.linearize returns is a pytree: its leaves are arrays,
+        # the residuals, and its structure is code.
+        (outputs, linear), _ = interpret(linearize, (inputs,), (dtypes,))
         # A plain number comes as written.
         low_dtypes = tuple(getattr(inputs[i], "dtype", dtypes[i]) for i in perturbed)
-        linearized = _Linearized(treedef, residual_dtypes, tuple(perturbed), low_dtypes)
-        return list(map(cast, outputs, output_dtypes)), (residuals, linearized)
+        facts = _Facts(residual_dtypes, tuple(perturbed), low_dtypes)
+        return list(map(cast, outputs, output_dtypes)), (linear, facts)
 
     def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        residuals, linearized = saved
+        linear, facts = saved
         read = _nonzero(cotangents, outvars)
 
-        def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-            linear = jax.tree.unflatten(linearized.treedef, residuals)
-
+        def transpose(linear: Any, cotangents: Sequence[Any]) -> Any:
             def read_outputs(*tangents: Any) -> list[Any]:
                 outputs = linear(*tangents)
                 return [outputs[i] for i in read]
 
-            avals = [invars[i].aval for i in linearized.perturbed]
+            avals = [invars[i].aval for i in facts.perturbed]
             return jax.linear_transpose(read_outputs, *avals)(cotangents)
 
-        values = (residuals, [cotangents[i] for i in read])
+        values = (linear, [cotangents[i] for i in read])
         out_dtypes = [outvars[i].aval.dtype for i in read]
-        as_written = (list(linearized.residual_dtypes), out_dtypes)
+        of_residuals = jax.tree.structure(linear).unflatten(facts.residual_dtypes)
+        as_written = (of_residuals, out_dtypes)
         pulled, depend = interpret(transpose, values, as_written)
         # None for an input without a gradient. The others must have the dtypes of the
         # inputs, which may be low.
         gradients: list[Any] = [None] * len(invars)
-        pairs = zip(linearized.perturbed, linearized.dtypes, strict=True)
+        pairs = zip(facts.perturbed, facts.dtypes, strict=True)
         for (i, dtype), gradient, depends in zip(pairs, pulled, depend, strict=True):
             gradients[i] = cast(gradient, dtype) if depends else None
         return tuple(gradients)
@@ -122,18 +119,15 @@ def custom_vjp(
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class _Linearized:
+class _Facts:
     """Facts of the forward pass for the backward pass, apart from arrays.
 
     Attributes:
-        treedef: the structure of the linearized function, whose arrays are the
-            residuals.
         residual_dtypes: the dtypes of the residuals as written.
         perturbed: the indices of the inputs that are differentiated.
         dtypes: the dtypes of these inputs, which may be low.
     """
 
-    treedef: Any
     residual_dtypes: tuple[Any, ...]
     perturbed: tuple[int, ...]
     dtypes: tuple[Any, ...]

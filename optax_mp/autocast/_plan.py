@@ -251,7 +251,11 @@ class Planner:
         outputs = set_all(result, full_precisions(equation.outvars))
         if name in MOVES and result == FULL and isinstance(precisions[0], Argument):
             outputs = tuple(moved(precisions[0], x) for x in equation.outvars)
-        params = self._low_params(equation) if target == LOW else None
+        params = equation.params
+        if target == LOW and params.get("preferred_element_type") is not None:
+            # With a float32 result, products of the backward pass would have inputs of
+            # two dtypes. Hardware accumulates in float32 anyway.
+            params = params | {"preferred_element_type": self.rules.compute_dtype}
         return Action("bind", inputs, outputs, rule, why, scope_rule, params)
 
     def _target(
@@ -273,14 +277,6 @@ class Planner:
         # 0 and infinity fit any dtype. Numbers below `tiny` may be flushed to 0.
         sizes = [abs(x) for x in values if x and np.isfinite(x)]
         return all(self._smallest <= size <= self._largest for size in sizes)
-
-    def _low_params(self, equation: Equation) -> dict[str, Any] | None:
-        # With a float32 result, products of the backward pass would have inputs of two
-        # dtypes. Hardware accumulates in float32 anyway.
-        if equation.params.get("preferred_element_type") is None:
-            return None
-        low = self.rules.compute_dtype
-        return equation.params | {"preferred_element_type": low}
 
     def _plan_cast(
         self, equation: Equation, precisions: Precisions, scope_rule: str | None

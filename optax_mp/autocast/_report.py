@@ -7,7 +7,7 @@ the same runs as planned on the same inputs: the difference is the error that it
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -180,12 +180,15 @@ def amp_report(
     call = pure_call(fun, args, kwargs)
     traced, plan = interpreter.trace(call)
     errors, error = _measure(interpreter, traced, plan)
-    merged: dict[Any, AmpOperation] = {}
+    # Equal operations of one line are one row.
+    rows: dict[tuple[str, str, str, str], list[float]] = {}
     for site in _decided(traced.closed, plan):
-        x = _operation(site, errors)
-        key = (x.primitive, x.line, x.ran, x.why)
-        merged[key] = _merge(merged[key], x) if key in merged else x
-    operations = tuple(merged.values())
+        key = (site.equation.primitive.name, site.line, _ran(site), site.action.why)
+        rows.setdefault(key, []).append(errors.get(id(site.action), _NOT_MEASURED))
+    operations = tuple(
+        AmpOperation(*key, len(found), float(np.fmax.reduce(found)))
+        for key, found in rows.items()
+    )
     return AmpReport(operations, error, interpreter.warnings(traced, plan))
 
 
@@ -221,22 +224,14 @@ def _is_whole(equation: Equation) -> bool:
     return wiring.repeats or bool(wiring.deciding) or wiring.is_sharded
 
 
-def _operation(site: Site, errors: Mapping[int, float]) -> AmpOperation:
-    equation, action = site.equation, site.action
+def _ran(site: Site) -> str:
+    """Return how an operation ran, in the words of `AmpOperation`."""
+    action = site.action
     if action.regions:
-        ran = "mixed"
-    elif action.ran_low:
-        ran = "f8" if action.how == "f8" else "low"
-    else:
-        ran = "as_written" if action.rule == "as_written" else "f32"
-    error = errors.get(id(action), _NOT_MEASURED)
-    return AmpOperation(equation.primitive.name, site.line, ran, action.why, 1, error)
-
-
-def _merge(a: AmpOperation, b: AmpOperation) -> AmpOperation:
-    """Return the sum of two operations with the same name, line and reason."""
-    error = float(np.fmax(a.own_error, b.own_error))
-    return replace(a, count=a.count + b.count, own_error=error)
+        return "mixed"
+    if action.ran_low:
+        return "f8" if action.how == "f8" else "low"
+    return "as_written" if action.rule == "as_written" else "f32"
 
 
 def _measure(

@@ -13,12 +13,7 @@ from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves
 from optax_mp._quantized import Quantized
 from optax_mp._states import find_states, map_states
-from optax_mp._tree import (
-    PyTree,
-    cast_floating,
-    is_floating,
-    spell,
-)
+from optax_mp._tree import PyTree, cast_floating, is_floating, spell
 from optax_mp.compact import LowBitState, StochasticRoundingState
 from optax_mp.compact._blocks import dequantize, quantize
 from optax_mp.masters import Storage
@@ -112,12 +107,10 @@ def convert_opt_state(
     if not find_states(template, MixedPrecisionState):
         # Without masters the moments have the dtype of the params that `init` is given.
         template = to_tx.init(bring(weights))
-    values = _match(
-        _unwrap(opt_state),
-        _unwrap(template),
-        "the optimizer's part of `opt_state`",
-        "that of `to_tx`",
-    )
+    name = "that of `to_tx`, which must have the same optimizer inside"
+    inner = Leaves.of(_unwrap(template), caller=_CALLER, name=name)
+    part = "the optimizer's part of `opt_state`"
+    values = inner.match_arrays(_unwrap(opt_state), part)
     filled = _fill(template, iter(values), wrappers)
     if has_masters:
         filled = _replace_masters(filled, weights, leaves)
@@ -222,8 +215,7 @@ def _replace_masters(
 
 def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) -> None:
     # Only traced, because a call of `init` would allocate a second state.
-    traced = TracedCall.of(tx.init, params)
-    expected = traced.unflatten_outputs()
+    expected = TracedCall.of(tx.init, params).unflatten_outputs()
     used, wanted = _storages(state), _storages(expected)
     if used != wanted:
         raise ValueError(
@@ -232,21 +224,10 @@ def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) ->
             "the transformation that made `opt_state`."
         )
     # Dtypes of floats may differ: some optimizers change them at their first step.
-    _match(state, expected, "`opt_state`", "a state of `from_tx`")
+    made = Leaves.of(expected, caller=_CALLER, name="a state of `from_tx`")
+    made.match_arrays(state, "`opt_state`")
 
 
 def _storages(state: Any) -> list[Storage]:
     states = find_states(state, MixedPrecisionState)
     return [storage_of(node, _CALLER) for _, node in states]
-
-
-def _match(state: PyTree, template: PyTree, name: str, template_name: str) -> list[Any]:
-    """Return the leaves of `state`; raise if they do not fit those of `template`."""
-    expected = Leaves.of(template, caller=_CALLER, name=template_name)
-    try:
-        return expected.match_arrays(state, name)
-    except ValueError as error:
-        raise ValueError(
-            f"{error} Both transformations must have the same optimizer inside, and "
-            "`opt_state` must belong to `from_tx` and `params`."
-        ) from error

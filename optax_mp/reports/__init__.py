@@ -9,19 +9,16 @@ counts gradients by magnitude, and says what each low-precision format would los
 leaves `take_step` computes in a kernel. `precision_report` (`_precision.py`) says in
 which dtype products run: it traces a function, and follows where float32 comes from
 (`_precision_walk.py`).
+
+The functions are in `optax_mp`; here are the classes of what they return.
 """
 
-from optax_mp.reports._gradient_range import (
-    FormatRange,
-    GradientRangeReport,
-    gradient_range_report,
-)
-from optax_mp.reports._memory_report import MemoryReport, MemoryRow, memory_report
-from optax_mp.reports._metrics import metrics
-from optax_mp.reports._precision import PrecisionReport, precision_report
+from optax_mp.reports._gradient_range import FormatRange, GradientRangeReport
+from optax_mp.reports._memory_report import MemoryReport, MemoryRow
+from optax_mp.reports._precision import PrecisionReport
 from optax_mp.reports._precision_walk import PrecisionCause, PrecisionProduct
-from optax_mp.reports._step_report import StepReport, StepRow, step_report
-from optax_mp.reports._updates import UpdateReport, update_report
+from optax_mp.reports._step_report import StepReport, StepRow
+from optax_mp.reports._updates import UpdateReport
 
 __all__ = [
     "FormatRange",
@@ -34,10 +31,4 @@ __all__ = [
     "StepReport",
     "StepRow",
     "UpdateReport",
-    "gradient_range_report",
-    "memory_report",
-    "metrics",
-    "precision_report",
-    "step_report",
-    "update_report",
 ]

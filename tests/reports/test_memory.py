@@ -12,11 +12,11 @@ from optax_mp import (
     Split,
     dynamic_loss_scale,
     low_bit_state,
+    memory_report,
     mixed_precision,
     offload,
     static_loss_scale,
 )
-from optax_mp.reports import memory_report
 
 BF16 = jnp.dtype("bfloat16")
 SHAPES = {"dense": {"kernel": (32, 64), "bias": (64,)}, "norm": (64,)}
