@@ -112,7 +112,7 @@ def amp(
     def autocast(*args: Any, **kwargs: Any) -> Any:
         if checked_rules.compute_dtype == jnp.float16:
             count_event("computes in float16")
-        call = pure_call(fun, args, kwargs)
+        call = pure_call(fun, args, kwargs, "amp")
         traced, plan = interpreter.trace(call)
         for text in interpreter.warnings(traced, plan):
             warn(f"amp: {text}")

@@ -30,8 +30,13 @@ class PureCall(NamedTuple):
     write_back: Callable[[PyTree], None]
 
 
-def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> PureCall:
+def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> PureCall:
     """Return the call `fun(*args, **kwargs)`, which returns its changes, too."""
+    if not callable(fun):
+        raise TypeError(
+            f"{caller}: `fun` is {fun!r}, expected a function; call it as "
+            f"{caller}(fun, *args)."
+        )
     nnx: Any = sys.modules.get("flax.nnx")  # without it, nothing is a module of it
 
     def is_module(x: Any) -> bool:
@@ -56,8 +61,8 @@ def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> PureCall:
         if after.keys() == before.keys() and nnx.graphdef(copies) != graphdef:
             names = ", ".join(sorted({type(x).__name__ for x in copies.values()}))
             warn(
-                f"amp: the function changed its argument of class {names}, and the "
-                "change is lost, because amp traces a copy, as jax.jit does; expected "
+                f"{caller}: the function changed its argument of class {names}, and "
+                "the change is lost, because a copy is traced, as by jax.jit; expected "
                 "changes of the values of NNX Variables only; return what is to be "
                 "kept, or change it outside of the function."
             )

@@ -101,8 +101,7 @@ def custom_vjp(
 
         values = (linear, [cotangents[i] for i in read])
         out_dtypes = [outvars[i].aval.dtype for i in read]
-        of_residuals = jax.tree.structure(linear).unflatten(facts.residual_dtypes)
-        as_written = (of_residuals, out_dtypes)
+        as_written = (facts.residual_dtypes, out_dtypes)
         pulled, depend = interpret(transpose, values, as_written)
         # None for an input without a gradient. The others must have the dtypes of the
         # inputs, which may be low.

@@ -319,10 +319,6 @@ class Planner:
             return as_computed(outputs) if wiring.repeats else outputs
 
         flow = wiring.forward(initial, outputs_of, self._join)
-        # The search has made these plans already: they come from the cache.
-        plans = [
-            plan_region(region, region.read(flow.inputs)) for region in wiring.regions
-        ]
         # Values that every iteration reads go in as written and are cast inside, so
         # that their gradients are summed over the iterations in float32.
         inputs = [
@@ -336,19 +332,19 @@ class Planner:
                 is_slice = i not in (*carried, *wiring.summed)
                 if is_slice and isinstance(x, Argument) and x.is_exact:
                     inputs[i] = LOW
-        regions = tuple(
-            RegionPlan(
-                plan, region.read(inputs), _region_outputs(region, plan, flow.outputs)
-            )
-            for region, plan in zip(wiring.regions, plans, strict=True)
-        )
+        regions = []
+        for region in wiring.regions:
+            # The search has made this plan already: it comes from the cache.
+            plan = plan_region(region, region.read(flow.inputs))
+            pairs = zip(region.outputs, plan.outputs, strict=True)
+            returned = tuple(own if i is None else flow.outputs[i] for i, own in pairs)
+            regions.append(RegionPlan(plan, region.read(inputs), returned))
         how, inputs, outputs = "regions", tuple(inputs), tuple(flow.outputs)
-        if not any(plan.is_changed for plan in plans):
+        if not any(region.plan.is_changed for region in regions):
             # Bound as written, it takes and returns values as written.
             how, inputs, outputs = "bind", set_all(FULL, inputs), as_computed(outputs)
-        return Action(
-            how, inputs, outputs, "inside", "inside", scope_rule, regions=regions
-        )
+        reason = ("inside", "inside", scope_rule)
+        return Action(how, inputs, outputs, *reason, regions=tuple(regions))
 
     def _join(self, precisions: Sequence[Precision]) -> Precision:
         """Return the precision of a value that may be any of several."""
@@ -376,14 +372,4 @@ def _without_round_trips(jaxpr: Jaxpr, actions: Sequence[Action]) -> tuple[Actio
         and reads.get(equation.outvars[0]) == [LOW]
         else action
         for equation, action in pairs
-    )
-
-
-def _region_outputs(
-    region: Region, plan: Plan, outputs: Sequence[Precision]
-) -> Precisions:
-    """Return the precisions in which a region returns the outputs of its equation."""
-    return tuple(
-        own if i is None else outputs[i]
-        for i, own in zip(region.outputs, plan.outputs, strict=True)
     )

@@ -170,14 +170,9 @@ def amp_report(
         >>> report.error < 0.01
         True
     """
-    if not callable(fun):
-        raise TypeError(
-            f"amp_report: `fun` is {fun!r}, expected a function; call it as "
-            "amp_report(fun, *args)."
-        )
     checked_rules = Rules(rules, compute_dtype)
     interpreter = Interpreter(checked_rules)
-    call = pure_call(fun, args, kwargs)
+    call = pure_call(fun, args, kwargs, "amp_report")
     traced, plan = interpreter.trace(call)
     errors, error = _measure(interpreter, traced, plan)
     # Equal operations of one line are one row.

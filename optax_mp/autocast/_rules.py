@@ -217,15 +217,11 @@ def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
             f"amp: the rule of {name!r} is {rule!r}, expected one of "
             f"{', '.join(WORDS)}."
         )
-    if name == "convert_element_type":
+    if is_operation and name in (*WITH_REGIONS, "convert_element_type"):
         raise ValueError(
-            "amp: `rules` has a rule for convert_element_type, expected none, because "
-            "amp honours the function's own casts; remove the rule."
-        )
-    if is_operation and name in WITH_REGIONS:
-        raise ValueError(
-            f"amp: `rules` has a rule for {name!r}, expected rules for what is inside "
-            "of it; enter a `jax.named_scope` around it, and give that a rule."
+            f"amp: `rules` has a rule for {name!r}, expected none for casts, because "
+            "amp honours the function's own casts, nor for loops, branches and calls; "
+            "enter a `jax.named_scope` around it, and give that a rule."
         )
     if is_operation and rule in PRODUCT_WORDS and name != PRIMITIVE:
         raise ValueError(

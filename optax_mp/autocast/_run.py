@@ -158,25 +158,23 @@ class Interpreter:
 
         It takes `(function, args, dtypes)` and returns `function(*args)`, and for each
         output whether it depends on the last of `args`. Each array in `args` is low, or
-        has the dtype in `dtypes` that the function expects.
+        has the dtype that the function expects, in `dtypes` in the same order.
         """
 
         @note_on_leaks(_NOTE_ON_CLOSURES)
         def interpret(
             function: Callable[..., Any], args: Any, dtypes: Any
         ) -> tuple[Any, Any]:
+            leaves, treedef = jax.tree.flatten(args)
+            expected = jax.tree.leaves(dtypes)
+            pairs = zip(leaves, expected, strict=True)
             # Some are plain numbers, as the user wrote them.
-            args = jax.tree.map(
-                lambda x, dtype: x if is_array(x) else jnp.asarray(x, dtype),
-                args,
-                dtypes,
-            )
+            leaves = [x if is_array(x) else jnp.asarray(x, dtype) for x, dtype in pairs]
             # Traced with the dtypes that it expects; the plan knows which are low.
-            avals = jax.tree.map(
-                lambda x, dtype: with_dtype(jax.typeof(x), dtype), args, dtypes
-            )
-            closed, returned = jax.make_jaxpr(function, return_shape=True)(*avals)
-            jaxpr, leaves = closed.jaxpr, jax.tree.leaves(args)
+            avals = map(with_dtype, map(jax.typeof, leaves), expected)
+            trace = jax.make_jaxpr(function, return_shape=True)
+            closed, returned = trace(*treedef.unflatten(avals))
+            jaxpr = closed.jaxpr
             # `full` is None for a value that takes no part in amp.
             precisions = tuple(
                 full and (LOW if x.dtype == self._low else FULL)

@@ -44,8 +44,14 @@ class _Limits(NamedTuple):
 
 
 @functools.cache
-def _limits_of(name: str) -> _Limits:
+def _limits_of(dtype: DTypeLike) -> _Limits:
     """Return the limits of one of `FORMATS`."""
+    name = floating_dtype(dtype, "GradientRangeReport: `dtype`").name
+    if name not in FORMATS:
+        raise ValueError(
+            f"GradientRangeReport: `dtype` is {name}, expected one of "
+            f"{', '.join(FORMATS)}."
+        )
     info = jnp.finfo(name)
     kinds = info.smallest_subnormal, info.smallest_normal, info.max
     smallest, normal, largest = map(float, kinds)
@@ -170,7 +176,7 @@ class GradientRangeReport(LeafCounts):
         # With a scale of 1 a bin lies on one side of each limit. With others the middle
         # of a bin decides for all of it.
         middles = loss_scale * (starts[1:-1] + starts[2:]) / 2
-        nonzero, normal, overflow = _values_of(_limits_for(dtype))
+        nonzero, normal, overflow = _values_of(_limits_of(dtype))
         finite = counts[1:-1]
         are_subnormal = (middles >= nonzero) & (middles < normal)
         return FormatRange(
@@ -209,7 +215,7 @@ class GradientRangeReport(LeafCounts):
         if not occupied.size:
             return math.nan
         largest = _values_of(_bin_starts()[2 + occupied[-1]])
-        room = _values_of(_limits_for(dtype).overflow) / (headroom * largest)
+        room = _values_of(_limits_of(dtype).overflow) / (headroom * largest)
         scales = [2.0**exponent for exponent in range(-126, 127)]
         fits = {x: self.in_format(dtype, loss_scale=x) for x in scales if x <= room}
         if not fits:
@@ -308,20 +314,6 @@ def gradient_range_report(
         for path, leaf in tree_leaves_with_path(plain_params(grads))
         if is_floating(leaf)
     }
-    if not leaves:
-        raise ValueError(
-            f"gradient_range_report: `grads` is a {type(grads).__name__} without "
-            "floating arrays, expected a tree of gradients."
-        )
     count = functools.partial(_count, loss_scale=loss_scale)
-    return GradientRangeReport(*count_leaves(leaves, count, "gradient_range_report"))
-
-
-def _limits_for(dtype: DTypeLike) -> _Limits:
-    name = floating_dtype(dtype, "GradientRangeReport: `dtype`").name
-    if name not in FORMATS:
-        raise ValueError(
-            f"GradientRangeReport: `dtype` is {name}, expected one of "
-            f"{', '.join(FORMATS)}."
-        )
-    return _limits_of(name)
+    where = "gradient_range_report: `grads`"
+    return GradientRangeReport(*count_leaves(leaves, count, where, grads))

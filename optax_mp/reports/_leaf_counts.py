@@ -87,13 +87,28 @@ class LeafCounts:
 
 
 def count_leaves(
-    leaves: dict[str, tuple[Any, ...]], count: Callable[..., jax.Array], caller: str
+    leaves: dict[str, tuple[Any, ...]],
+    count: Callable[..., jax.Array],
+    argument: str,
+    tree: Any,
 ) -> tuple[jax.Array, tuple[str, ...]]:
-    """Return the counts of each leaf by `count`, and the paths."""
+    """Return the counts of each leaf by `count`, and the paths.
+
+    Args:
+        leaves: by path, what `count` takes: a leaf, and others that belong to it.
+        count: returns the counts of a leaf.
+        argument: what to call the tree in errors.
+        tree: that the leaves are of.
+    """
+    if not leaves:
+        raise ValueError(
+            f"{argument} is a {type(tree).__name__} without floating arrays to count, "
+            "expected a tree of such arrays."
+        )
     for path, (leaf, *_) in leaves.items():
         if leaf.size > _MOST_VALUES:
             raise ValueError(
-                f"{caller}: leaf {path} is {describe(leaf)}, expected at most "
+                f"{argument} has leaf {path} {describe(leaf)}, expected at most "
                 f"{_MOST_VALUES} values; pass slices of it."
             )
     # A NumPy float64 can overflow in float32, and then counts as infinite.

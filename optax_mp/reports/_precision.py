@@ -26,13 +26,10 @@ from optax_mp.reports._precision_walk import (
 # By how much a table is cut. The report itself holds all.
 _MOST_ROWS, _CAUSE_WIDTH = 12, 56
 _ADVICE = """
-To change that:
-- wrap the function, or the part that has them: `optax_mp.amp(fun)` runs products in \
-bfloat16 whatever made them float32, but for those with `precision=`, in `amp_stop`, \
-and of complex or sparse operands.
-- or change what is named above: pass an argument in bfloat16, make an array with \
-`dtype=x.dtype`, write a Python number for a NumPy one, cast back before the product, \
-or set the `dtype` of a layer to bfloat16."""
+To change that, `optax_mp.amp(fun)` runs products in bfloat16 (but for those with \
+`precision=`, in `amp_stop`, and of complex or sparse operands).
+Or pass an argument in bfloat16, make an array with `dtype=x.dtype`, write a Python \
+number for a NumPy one, cast back before the product, or set the `dtype` of a layer."""
 
 
 @dataclass(frozen=True)
@@ -173,11 +170,6 @@ def precision_report(
         >>> [each.causes[0].name for each in report.wide_products]
         ["params['norm']", "params['norm']", "params['norm']"]
     """
-    if not callable(fun):
-        raise TypeError(
-            f"precision_report: `fun` is {fun!r}, expected a function; call it as "
-            "precision_report(fun, *args)."
-        )
     jaxpr, names, notes = _trace(fun, args, kwargs)
     inputs = [
         cause_of_input(var, "argument", name)
@@ -261,7 +253,7 @@ def _trace(
 
 def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return what a function returns, and how it changes modules among its inputs."""
-    call = pure_call(fun, args, kwargs)
+    call = pure_call(fun, args, kwargs, "precision_report")
     return call.fun(*call.args)
 
 

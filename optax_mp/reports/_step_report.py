@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._by_platform import PLATFORMS, Target
+from optax_mp._jax._by_platform import Target
 from optax_mp._table import align_columns
 from optax_mp._tree import spell
 from optax_mp.leafwise._ends import End
@@ -142,48 +142,49 @@ def step_report(
         ['norm']  bfloat16  512       under 4096 elements      under 4096 elements
         ['w']     bfloat16  512x512   kernel                   kernel
     """
-    found: list[dict[str, str]] = []
+    ways: Any = TRANSFORMED
 
     def trace(grads: Any, opt_state: Any, params: Any) -> None:
+        nonlocal ways
         whole = whole_step(
             "step_report", tx, grads, opt_state, params, param_shardings, extra_args
         )
-        found.extend(_rows(whole, counts))
+        ways = _ways(whole, counts)
 
     leaves = tree_leaves_with_path(params)
     counts = [_device_count(leaf) for _, leaf in leaves]
-    if is_transformed(jax.tree.leaves((grads, opt_state, params))):
-        found.extend([dict.fromkeys(PLATFORMS, TRANSFORMED)] * len(leaves))
-    else:
+    if not is_transformed(jax.tree.leaves((grads, opt_state, params))):
         jax.eval_shape(trace, grads, opt_state, params)
-    return StepReport(
-        tuple(
-            StepRow(spell(path), leaf.dtype.name, leaf.shape, row["tpu"], row["cuda"])
-            for (path, leaf), row in zip(leaves, found, strict=True)
-        )
-    )
+    if isinstance(ways, str):  # why no leaf has a kernel
+        ways = [(ways, ways)] * len(leaves)
+    rows = [
+        StepRow(spell(path), leaf.dtype.name, leaf.shape, *way)
+        for (path, leaf), way in zip(leaves, ways, strict=True)
+    ]
+    return StepReport(tuple(rows))
 
 
 def _device_count(leaf: Any) -> int:
     return len(getattr(getattr(leaf, "sharding", None), "device_set", ())) or 1
 
 
-def _rows(whole: tuple[Any, ...], device_counts: list[int]) -> list[dict[str, str]]:
-    """Return for each param what computes it on each platform."""
+def _ways(whole: tuple[Any, ...], device_counts: list[int]) -> list[Any] | str:
+    """Return for each param what computes it on a TPU and a GPU, or an obstacle."""
     step, given, kept, shardings = whole
     obstacle = obstacle_of(jax.tree.leaves((given, kept)))
     if obstacle is not None:
-        return [dict.fromkeys(PLATFORMS, obstacle) for _ in device_counts]
+        return obstacle
     traced = TracedStep.of(step, given, kept, shardings)
     if traced.obstacle is not None:
-        return [dict.fromkeys(PLATFORMS, traced.obstacle) for _ in device_counts]
+        return traced.obstacle
     end_of: dict[int | None, End] = {i: end for end in traced.ends for i in end.outputs}
     # The params are the last of the step's results.
     first = len(traced.traced.closed.jaxpr.outvars) - len(device_counts)
     rows = []
     for i, count in enumerate(device_counts, start=first):
         end = end_of.get(traced.output(i))
-        rows.append({x: _way(traced, end, Target(x, count)) for x in PLATFORMS})
+        targets = Target("tpu", count), Target("cuda", count)
+        rows.append([_way(traced, end, target) for target in targets])
     return rows
 
 

@@ -143,18 +143,14 @@ def update_report(
         for path, pair in zip(leaves.paths, pairs, strict=True)
         if all(map(is_floating, pair))
     }
-    if not found:
-        raise ValueError(
-            f"{_CALLER}: `params` is a {type(params).__name__} without floating arrays "
-            "that have an update, expected the params and the updates of one step."
-        )
     for path, (param, update) in found.items():
         if param.shape != update.shape:
             raise ValueError(
                 f"{_CALLER}: the update of {path} is {describe(update)}, expected the "
                 f"shape of the param {describe(param)}."
             )
-    return UpdateReport(*count_leaves(found, partial(_count, dtype=dtype), _CALLER))
+    count, where = partial(_count, dtype=dtype), f"{_CALLER}: `params`"
+    return UpdateReport(*count_leaves(found, count, where, params))
 
 
 @partial(jax.jit, static_argnames="dtype")

@@ -1,6 +1,7 @@
 """Multiply and divide trees by a loss scale in float32, and check the result."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -48,15 +49,13 @@ def _first_false(flags: dict[int, jax.Array]) -> jax.Array:
     if not flags:
         return jnp.int32(ALL_FINITE)
     indices = jnp.array(list(flags), jnp.int32)
-    bad = lax.select(
-        jnp.stack(list(flags.values())), jnp.full_like(indices, ALL_FINITE), indices
-    )
+    bad = jnp.where(jnp.stack(list(flags.values())), ALL_FINITE, indices)
     # The minimum, by a sort, for the reason that `all_true` gives.
     return lax.sort(bad)[0]
 
 
 def _multiply(tree: PyTree, factor_as: Callable[[jnp.dtype], jax.Array]) -> PyTree:
-    factors: dict[jnp.dtype, jax.Array] = {}  # one per dtype, not one per leaf
+    factor = cache(factor_as)  # one per dtype, not one per leaf
 
     def product(leaf: Any) -> Any:
         # A loss may be a Python number.
@@ -65,8 +64,6 @@ def _multiply(tree: PyTree, factor_as: Callable[[jnp.dtype], jax.Array]) -> PyTr
         array = jnp.asarray(leaf)
         # A float16 loss of 2 times 65536 is infinite in float16.
         wide = at_least_float32(array.dtype)
-        if wide not in factors:
-            factors[wide] = factor_as(wide)
-        return lax.mul(array.astype(wide), factors[wide])
+        return lax.mul(array.astype(wide), factor(wide))
 
     return jax.tree.map(product, tree)

@@ -174,7 +174,7 @@ def test_bad_input_is_an_error_that_names_it(grads):
     with pytest.raises(ValueError, match="`grads` is a dict without floating arrays"):
         optax_mp.gradient_range_report({"n": jnp.arange(3)})
     large = {"w": jax.ShapeDtypeStruct((2**17, 2**15), jnp.float32)}
-    with pytest.raises(ValueError, match=r"leaf \['w'\] is float32\[131072,32768\]"):
+    with pytest.raises(ValueError, match=r"leaf \['w'\] float32\[131072,32768\]"):
         jax.eval_shape(optax_mp.gradient_range_report, large)
     report = optax_mp.gradient_range_report(grads)
     with pytest.raises(ValueError, match="`dtype` is float32, expected one of bfloat"):
