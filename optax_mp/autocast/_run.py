@@ -4,6 +4,7 @@ A value is cast where it is used, and no cast is shared: a weight that is used t
 cast twice, so that the gradients of its uses are summed in float32.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,50 +151,57 @@ class Interpreter:
         if with_rule is custom_jvp and scope_rule in (None, "f8"):
             # JAX may transpose the rule, and rounding with a scale is not linear.
             scope_rule = "not_f8"
-        interpret = self._interpret_in(scope_rule)
+        interpret = functools.partial(self._interpret, scope_rule)
         return with_rule(equation, call, dtypes, interpret)(*inputs)
 
-    def _interpret_in(self, scope_rule: str | None) -> Callable[..., Any]:
-        """Return a function that runs others as amp does, in a scope with this rule.
+    @note_on_leaks(_NOTE_ON_CLOSURES)
+    def _interpret(
+        self,
+        scope_rule: str | None,
+        function: Callable[..., Any],
+        args: Any,
+        dtypes: Any,
+    ) -> tuple[Any, Any]:
+        """Run `function(*args)` as amp does, in a scope with this rule.
 
-        It takes `(function, args, dtypes)` and returns `function(*args)`, and for each
-        output whether it depends on the last of `args`. Each array in `args` is low, or
-        has the dtype that the function expects, in `dtypes` in the same order.
+        Args:
+            scope_rule: the rule.
+            function: the function.
+            args: its arguments. Each array is low, or has the dtype that the function
+                expects.
+            dtypes: these dtypes, in the same order.
+
+        Returns:
+            What the function returns, and for each output whether it depends on the
+            last of `args`.
         """
-
-        @note_on_leaks(_NOTE_ON_CLOSURES)
-        def interpret(
-            function: Callable[..., Any], args: Any, dtypes: Any
-        ) -> tuple[Any, Any]:
-            leaves, treedef = jax.tree.flatten(args)
-            expected = jax.tree.leaves(dtypes)
-            pairs = zip(leaves, expected, strict=True)
-            # Some are plain numbers, as the user wrote them.
-            leaves = [x if is_array(x) else jnp.asarray(x, dtype) for x, dtype in pairs]
-            # Traced with the dtypes that it expects; the plan knows which are low.
-            avals = map(with_dtype, map(jax.typeof, leaves), expected)
-            trace = jax.make_jaxpr(function, return_shape=True)
-            closed, returned = trace(*treedef.unflatten(avals))
-            jaxpr = closed.jaxpr
-            # `full` is None for a value that takes no part in amp.
-            precisions = tuple(
-                full and (LOW if x.dtype == self._low else FULL)
-                for full, x in zip(full_precisions(jaxpr.invars), leaves, strict=True)
-            )
-            # Neither arguments of the whole function nor readers of the outputs are
-            # known here.
-            wants = (None,) * len(jaxpr.outvars)
-            plan = self._planner.plan(jaxpr, precisions, wants, scope_rule)
-            for text in loop_warnings(list(plan.sites(jaxpr)), self._low):
-                warn(f"amp: {text}")
-            values = self.run(closed, plan, leaves)
-            before_last = len(jax.tree.leaves(args[:-1]))
-            is_last = [i >= before_last for i in range(len(leaves))]
-            depend = depending_outputs(closed, is_last)
-            unflatten = jax.tree.structure(returned).unflatten
-            return unflatten(values), unflatten(depend)
-
-        return interpret
+        leaves, treedef = jax.tree.flatten(args)
+        expected = jax.tree.leaves(dtypes)
+        pairs = zip(leaves, expected, strict=True)
+        # Some are plain numbers, as the user wrote them.
+        leaves = [x if is_array(x) else jnp.asarray(x, dtype) for x, dtype in pairs]
+        # Traced with the dtypes that it expects; the plan knows which are low.
+        avals = map(with_dtype, map(jax.typeof, leaves), expected)
+        trace = jax.make_jaxpr(function, return_shape=True)
+        closed, returned = trace(*treedef.unflatten(avals))
+        jaxpr = closed.jaxpr
+        # `full` is None for a value that takes no part in amp.
+        precisions = tuple(
+            full and (LOW if x.dtype == self._low else FULL)
+            for full, x in zip(full_precisions(jaxpr.invars), leaves, strict=True)
+        )
+        # Neither arguments of the whole function nor readers of the outputs are
+        # known here.
+        wants = (None,) * len(jaxpr.outvars)
+        plan = self._planner.plan(jaxpr, precisions, wants, scope_rule)
+        for text in loop_warnings(list(plan.sites(jaxpr)), self._low):
+            warn(f"amp: {text}")
+        values = self.run(closed, plan, leaves)
+        before_last = len(jax.tree.leaves(args[:-1]))
+        is_last = [i >= before_last for i in range(len(leaves))]
+        depend = depending_outputs(closed, is_last)
+        unflatten = jax.tree.structure(returned).unflatten
+        return unflatten(values), unflatten(depend)
 
     def cast_all(
         self, values: Sequence[Any], precisions: Precisions, atoms: Sequence[Any]

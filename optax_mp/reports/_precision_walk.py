@@ -316,20 +316,21 @@ def _first_of(
 
 def _start(equation: Equation, lines: SourceLines, rank: int) -> PrecisionCause | None:
     """Return the cause of a float32 value that is computed from none."""
-    var, name = equation.outvars[0], equation.primitive.name
+    var = equation.outvars[0]
     if not any(map(_has_narrow, equation.invars)):
         where = f"made at {lines.user}" if lines.user else "of the gradient"
         is_weak = getattr(var.aval, "weak_type", False)
-        array = PrecisionCause("array", f"an array {where}")
-        return None if is_weak else array
-    dtype, kind = var.aval.dtype.name, "cast"
+        return None if is_weak else PrecisionCause("array", f"an array {where}")
+    kind, text = "cast", f"a cast to {var.aval.dtype}"
+    if is_product(equation):
+        kind, text = "result", f"a product with result {var.aval.dtype}"
     # In the backward pass JAX knows only the lines of the forward pass.
-    if name == "convert_element_type" and not is_transposed(equation):
-        kind = _PROMOTION if is_promotion(equation) else kind
-        kind = _LAYER if lines.library else kind
-    kind = "result" if is_product(equation) else kind
-    text = "a product with result" if kind == "result" else "a cast to"
-    return PrecisionCause(kind, f"{text} {dtype}", lines.user, rank)
+    elif equation.primitive.name == "convert_element_type" and not is_transposed(
+        equation
+    ):
+        is_own = not is_promotion(equation)
+        kind = _LAYER if lines.library else "cast" if is_own else _PROMOTION
+    return PrecisionCause(kind, text, lines.user, rank)
 
 
 @functools.cache

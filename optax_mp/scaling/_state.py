@@ -207,8 +207,6 @@ def _explain_cause(state: LossScaleState) -> str:
 
 def _name_leaf(index: int, opt_state: Any, params: Any) -> str:
     """Return the path of the param whose gradient had an index, or the index."""
-    if isinstance(params, optax.LookaheadParams):
-        params = params.fast  # of the two copies the one that has gradients
     paths = [path for path, _ in tree_flatten_with_path(params, is_leaf=is_absent)[0]]
     # `optax.masked` and `optax.partition` hide leaves and whole branches from a loss
     # scale in them, so that the indices of the others are unknown.
