@@ -98,8 +98,7 @@ class Action:
     def is_changed(self) -> bool:
         """Whether anything differs from the equation as written."""
         changed_inside = any(region.plan.is_changed for region in self.regions)
-        changed_here = LOW in self.inputs or LOW in self.outputs
-        return self.how == "f8" or changed_here or changed_inside
+        return self.ran_low or LOW in self.outputs or changed_inside
 
 
 @dataclass(frozen=True, eq=False)

@@ -119,10 +119,8 @@ class Rules:
         for equation in equations if missing else ():
             stack = scopes(equation)
             seen.update(scope_parts(stack))
-            missing -= {
-                equation.primitive.name,
-                *(x for x, _ in self._in_scopes(stack)),
-            }
+            missing -= {name for name, _ in self._in_scopes(stack)}
+            missing.discard(equation.primitive.name)
         if not missing:
             return ()
         names = ", ".join(map(repr, sorted(missing)))

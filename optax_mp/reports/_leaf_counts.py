@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_mp._jax._arrays import has_explicit_axes, is_traced
+from optax_mp._jax._arrays import has_explicit_axes, is_traced, mesh_in_type
 from optax_mp._table import align_by_path, percent
 from optax_mp._tree import describe
 
@@ -120,9 +120,9 @@ def count_leaves(
 def count_bins(bins: jax.Array, bin_count: int) -> jax.Array:
     """Return how often each of the integers below `bin_count` is in `bins`."""
     # On an explicit mesh JAX must be told that all devices get the sum.
-    mesh: Any = getattr(getattr(jax.typeof(bins), "sharding", None), "mesh", None)
-    explicit = has_explicit_axes(mesh)
-    sharding: Any = {"out_sharding": NamedSharding(mesh, P())} if explicit else {}
+    mesh, sharding = mesh_in_type(bins), {}
+    if has_explicit_axes(mesh):
+        sharding["out_sharding"] = NamedSharding(mesh, P())
     # Without bounds checks, which take longer to compile than the rest.
     empty = jnp.zeros(bin_count, jnp.uint32)
     return empty.at[bins].add(jnp.uint32(1), mode="promise_in_bounds", **sharding)

@@ -193,7 +193,7 @@ class Walk:
                 cause = self._cause_of(equation, inputs, around)
                 outputs = [cause if _has_wide(x) else None for x in equation.outvars]
                 if is_product(equation):
-                    products.append(self._product(equation, inputs, around))
+                    products.append(self._product(equation, inputs, around, cause))
             known.update(zip(equation.outvars, outputs, strict=True))
         outvars: Any = jaxpr.outvars
         return [None if is_literal(x) else known[x] for x in outvars], products
@@ -218,18 +218,21 @@ class Walk:
         return _first_of(causes, equation, lines.user, rank)
 
     def _product(
-        self, equation: Equation, inputs: _Causes, around: Around
+        self,
+        equation: Equation,
+        inputs: _Causes,
+        around: Around,
+        cause: PrecisionCause | None,
     ) -> PrecisionProduct:
         lines = around.lines_of(equation)
         is_backward = around.is_backward or is_transposed(equation)
         avals = [*operands(equation), equation.outvars[0].aval]
-        first = self._cause_of(equation, inputs, around)
         dtype = max(
             (aval.dtype for aval in avals[:2]),
             key=lambda x: (jnp.issubdtype(x, jnp.inexact), x.itemsize),
         )
-        causes = () if first is None else (first,)
-        if first and first.rank == _UNMET:  # Then both operands must change.
+        causes = () if cause is None else (cause,)
+        if cause and cause.rank == _UNMET:  # Then both operands must change.
             both = dict.fromkeys(inputs[i] for i in operand_indices(equation))
             causes = tuple(x for x in both if x is not None)
         if is_backward:
@@ -322,14 +325,13 @@ def _start(equation: Equation, lines: SourceLines, rank: int) -> PrecisionCause 
         is_weak = getattr(var.aval, "weak_type", False)
         return None if is_weak else PrecisionCause("array", f"an array {where}")
     kind, text = "cast", f"a cast to {var.aval.dtype}"
+    is_cast = equation.primitive.name == "convert_element_type"
     if is_product(equation):
         kind, text = "result", f"a product with result {var.aval.dtype}"
     # In the backward pass JAX knows only the lines of the forward pass.
-    elif equation.primitive.name == "convert_element_type" and not is_transposed(
-        equation
-    ):
-        is_own = not is_promotion(equation)
-        kind = _LAYER if lines.library else "cast" if is_own else _PROMOTION
+    elif is_cast and not is_transposed(equation):
+        kind = _PROMOTION if is_promotion(equation) else kind
+        kind = _LAYER if lines.library else kind
     return PrecisionCause(kind, text, lines.user, rank)
 
 
