@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -260,9 +261,9 @@ def _measure(
         return errors, _NOT_MEASURED
     # On CPU XLA would leave out casts to 16 bits and back, and with them the errors.
     options: Any = {"xla_allow_excess_precision": False}
-    program = jax.jit(lambda arrays: interpreter.run(traced.closed, plan, arrays))
-    compiled = program.lower(traced.arrays).compile(compiler_options=options)
-    return errors, max(map(_error, full, compiled(traced.arrays)), default=0.0)
+    run_low = partial(interpreter.run, traced.closed, plan)
+    low = jax.jit(run_low, compiler_options=options)(traced.arrays)
+    return errors, max(map(_error, full, low), default=0.0)
 
 
 def _error(full: Any, low: Any) -> float:

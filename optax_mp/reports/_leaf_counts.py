@@ -43,9 +43,9 @@ class LeafCounts:
         """Return the share of values that are infinite or NaN, of a leaf or of all."""
         return self._share_of(path, -1)
 
-    def _share_of(self, path: str | None, bin: int) -> float:
+    def _share_of(self, path: str | None, place: int) -> float:
         counts = self._counts_of(path)
-        return share(counts[bin], counts)
+        return share(counts[place], counts)
 
     def _counts_of(self, path: str | None) -> np.ndarray:
         """Return the counts of a leaf, or of all, summed over stacked reports."""
