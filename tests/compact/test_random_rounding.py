@@ -46,9 +46,9 @@ def sample(dtype, count=4096):
     return x.astype(np.float32)
 
 
-def rows_of(keys, count):
-    """Return random numbers for each key, as rows."""
-    rows = jax.vmap(lambda key: uniform_numbers((count,), key))(keys)
+def rows_of(keys, shape):
+    """Return the random numbers of an array for each key, as rows."""
+    rows = jax.vmap(lambda key: uniform_numbers(shape, key).ravel())(keys)
     return np.asarray(rows, np.float64)
 
 
@@ -56,8 +56,10 @@ def test_random_numbers_are_uniform_and_uncorrelated():
     """Bounds: 5 standard errors, seeds fixed."""
     count = 2**16
     of_steps = jax.vmap(lambda step: rounding_key(0, 1, step))(jnp.arange(8))
-    of_leaves = jnp.stack(rounding_keys(5, 0, 3)[2:])
-    rows = rows_of(jnp.concatenate([of_steps, of_leaves]), count)
+    parts = (1, 0, 3), (-1, 7, 2**31), (2**32 + 5, 3)
+    others = jnp.stack([rounding_key(*each) for each in parts])
+    keys = jnp.concatenate([of_steps, others, rounding_keys(5, 0, 3)[2:]])
+    rows = rows_of(keys, (256, 256))
     for row in rows:
         assert 0 <= row.min() and row.max() < 1
         shares = np.histogram(row, 64, (0, 1))[0] / count
@@ -73,7 +75,7 @@ def test_random_numbers_at_one_place_are_uniform_over_the_steps():
     """What makes the average over a training run right, at every place."""
     steps, places = 4000, 64
     keys = jax.vmap(lambda step: rounding_key(0, 2, step))(jnp.arange(steps))
-    rows = rows_of(keys, places)
+    rows = rows_of(keys, (places,))
     assert np.abs(rows.mean(0) - 0.5).max() < 5 * np.sqrt(1 / 12 / steps)
     lagged = [np.corrcoef(r[1:], r[:-1])[0, 1] for r in rows.T]
     assert np.abs(lagged).max() < 5 / np.sqrt(steps)
