@@ -2,8 +2,7 @@
 
     python benchmarks/where_it_runs.py
 
-A cell is a test of tests/loops, or a check of tests/support/loops_on_devices.py in a
-process with eight CPU devices: it runs if that passes. Takes some minutes.
+A cell is a test of tests/loops: it runs if that passes. Takes some minutes.
 """
 
 import os
@@ -19,9 +18,10 @@ PAGE = ROOT / "docs" / "guide" / "where_it_runs.md"
 START, END = "<!-- where_it_runs.py writes from here -->", "<!-- to here -->"
 FORMS = {"plain optax": "bare", "masters": "FullCopy", "compact": "5.1 bytes"}
 PACKAGES = ("jax", "optax", "flax", "haliax", "orbax-checkpoint", "equinox")
-NNX = "test_nnx.py::test_"
+NNX = "test_nnx_loops.py::test_"
 LOOPS = "test_loops.py::test_"
-# Each row's test; those without a file are checks on eight devices.
+DEVICES = "test_loops_on_devices.py::test_"
+# Each row's test.
 ROWS = {
     "`nnx.Optimizer` in `nnx.jit`": NNX + "a_compiled_step_is_that_of_plain_trees",
     "the same in `nnx.cond`": NNX + "in_a_branch",
@@ -31,13 +31,15 @@ ROWS = {
     "float32 model, dtypes of the state read and restored (Tunix)": LOOPS
     + "a_float32_model_trains",
     "`nnx.eval_shape` of an optimizer under `jax.set_mesh`": (
-        "nnx_optimizers_are_described_under_a_mesh"
+        DEVICES + "nnx_optimizers_are_described_under_a_mesh"
     ),
     "Linen boxes, `nn.get_partition_spec`, `nn.get_sharding`, `tree.map` over "
-    "state and shardings (MaxText, nanodo)": "linen_states_are_sharded_by_their_boxes",
-    "haliax's `named_jit` with FSDP": "haliax_states_are_sharded_by_their_axes",
+    "state and shardings (MaxText, nanodo)": DEVICES
+    + "linen_states_are_sharded_by_their_boxes",
+    "haliax's `named_jit` with FSDP": DEVICES
+    + "haliax_states_are_sharded_by_their_axes",
     "FSDP by shapes (openpi), the state by `state_shardings`": (
-        "a_rule_by_shape_for_params_and_state_shardings_for_the_state"
+        DEVICES + "a_rule_by_shape_for_params_and_state_shardings_for_the_state"
     ),
     "`tx.init` of `ShapeDtypeStruct`s": (
         "test_boxes.py::test_descriptions_give_descriptions"
@@ -55,14 +57,13 @@ ROWS = {
 def main() -> None:
     """Run each test in each form, print the table, and write it into the page."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
     passed = passed_tests(
         [f"{row}[{form}]" for row in ROWS.values() for form in FORMS.values()]
     )
     lines = ["| loop | " + " | ".join(FORMS) + " |", "|---" * (len(FORMS) + 1) + "|"]
     for loop, row in ROWS.items():
         cells = [
-            "runs" if runs(row, form, passed) else "**fails**"
+            "runs" if f"{row}[{form}]" in passed else "**fails**"
             for form in FORMS.values()
         ]
         lines.append(f"| {loop} | {' | '.join(cells)} |")
@@ -75,25 +76,10 @@ def main() -> None:
     PAGE.write_text(f"{before}{START}\n\n{table}\n\n{END}{after}")
 
 
-def runs(row: str, form: str, passed: set[str]) -> bool:
-    """Return whether a row's test, or its check on eight devices, passes in a form."""
-    if "::" in row:
-        return f"{row}[{form}]" in passed
-    from forced_devices import run_on, script
-    from loop_forms import name_of
-
-    try:
-        run_on(8, script("loops_on_devices.py"), name_of(row, form))
-    except AssertionError as error:
-        print(row, form, str(error)[-500:], file=sys.stderr)
-        return False
-    return True
-
-
 def passed_tests(tests: Sequence[str]) -> set[str]:
     """Run those that are tests of pytest, and return which of them pass."""
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-rA", "-m", ""]
-    chosen = [f"tests/loops/{test}" for test in tests if "::" in test]
+    chosen = [f"tests/loops/{test}" for test in tests]
     printed = subprocess.run(
         [*command, *chosen], capture_output=True, text=True, cwd=ROOT
     ).stdout

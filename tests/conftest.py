@@ -16,6 +16,9 @@ collect_ignore = (
     [] if importlib.util.find_spec("flax") else ["support/random_programs.py"]
 )
 
+# So that tests on many devices are tests like others, without a process of their own.
+jax.config.update("jax_num_cpu_devices", 8)
+
 # What is imported is not to be looked through at every collection of garbage.
 gc.freeze()
 
@@ -58,6 +61,13 @@ def after_a_link():
     """Run a link of a chain, as another program of this process may have done."""
     link = optax_mp.static_loss_scale()
     link.update(jnp.ones(1), link.init(jnp.ones(1)))
+
+
+@pytest.fixture
+def no_long_constant_folding(capfd):
+    """Fail where XLA says that it computes for long what the program should compute."""
+    yield
+    assert "Constant folding" not in capfd.readouterr().err
 
 
 @pytest.fixture

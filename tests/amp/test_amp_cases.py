@@ -13,18 +13,19 @@ from amp_cases import (
     ROUNDING,
     SENSITIVE_IN_FLOAT16,
     UNTOUCHED,
+    autocast,
     compiled,
     error,
+    in_both,
     is_sensitive,
     objective,
     operations,
     products,
     runs_in,
+    shapes,
 )
 from jax import lax
 from slow_cases import mostly_slow
-
-import optax_mp
 
 UNARY = (
     "acos acosh asin asinh atan atanh cosh cumlogsumexp cumprod cumsum digamma erf_inv "
@@ -52,13 +53,6 @@ run_in_both = mostly_slow(
     CHOICES,
     lambda name, dtype: name in RUN_BY_DEFAULT and dtype == "bfloat16",
 )
-in_both = pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
-)
-
-
-def autocast(fun, dtype):
-    return optax_mp.amp(fun, compute_dtype=jnp.dtype(dtype))
 
 
 def gradient(fun):
@@ -89,10 +83,6 @@ def results(name, dtype=None):
     program = jax.value_and_grad(fun, has_aux=True)
     (_, outputs), gradients = compiled(program, *arguments)(*arguments)
     return outputs, gradients
-
-
-def shapes(tree):
-    return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
 @each

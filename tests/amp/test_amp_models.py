@@ -3,22 +3,20 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import small_models
+from amp_cases import products, runs_in, shapes
 from comparison import as_bits
 from jax import lax
 from slow_cases import mostly_slow
 
 import optax_mp
+from optax_mp.autocast import _eight_bits
 
 MODELS = [f"{x}_transformer" for x in ("linen", "nnx", "equinox", "haiku")]
 MODELS.append("nnx_convolutions")
-PRODUCTS = {"dot_general", "conv_general_dilated"}
-# What goes wrong in 16 bits: large results, small differences, long sums.
-SENSITIVE = {"exp", "log", "log1p", "expm1", "pow", "rsqrt", "reduce_sum", "cumsum"}
 LEARNING_RATE = 1e-2
 
 
@@ -85,49 +83,12 @@ def state_after_a_step(problem, dtype):
 
 
 @functools.cache
-def gradient_equations(model, dtype, param_dtype="float32"):
-    """Return the equations of a loss with its gradient, those within others too."""
+def traced(model, dtype):
+    """Return the jaxpr of a loss with its gradient, and what it returns."""
     problem = problem_of(model)
-    params = optax_mp.cast_floating(problem.params, param_dtype)
-    function = jax.value_and_grad(autocast(problem.loss, dtype), has_aux=True)
-    jaxpr = jax.make_jaxpr(function)(params, problem.state, first_batch(problem))
-    return list(equations_of(jaxpr.jaxpr))
-
-
-def equations_of(jaxpr):
-    # Without what nobody uses: the tangent of a maximum counts ties, and logsumexp then
-    # stops it.
-    used = {atom for atom in jaxpr.outvars if not hasattr(atom, "val")}
-    for equation in reversed(jaxpr.eqns):
-        if used.isdisjoint(equation.outvars):
-            continue
-        used.update(atom for atom in equation.invars if not hasattr(atom, "val"))
-        yield equation
-        for param in equation.params.values():
-            for inner in param if isinstance(param, tuple | list) else (param,):
-                inner = getattr(inner, "jaxpr", inner)  # closed or open
-                if hasattr(inner, "eqns"):
-                    yield from equations_of(inner)
-
-
-def named(equations, names):
-    return [equation for equation in equations if equation.primitive.name in names]
-
-
-def floating_dtypes(atoms):
-    dtypes = [atom.aval.dtype for atom in atoms]
-    return {dtype.name for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
-
-
-def dtypes_of_products(equations):
-    """Return the dtypes that go into products and come out, and how many there are."""
-    products = [
-        equation
-        for equation in named(equations, PRODUCTS)
-        if "HIGHEST" not in str(equation.params["precision"])
-    ]
-    atoms = [atom for e in products for atom in (*e.invars, *e.outvars)]
-    return floating_dtypes(atoms), len(products)
+    fun = jax.value_and_grad(autocast(problem.loss, dtype), has_aux=True)
+    args = problem.params, problem.state, first_batch(problem)
+    return jax.make_jaxpr(fun, return_shape=True)(*args)
 
 
 # Training
@@ -177,43 +138,40 @@ def test_masters_and_bfloat16_params_under_amp_train_as_in_float32(model):
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {"bfloat16"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS[:4])
+def test_an_unmodified_transformer_trains_in_8_bits(model, monkeypatch):
+    monkeypatch.setattr(small_models, "WIDTH", 256)
+    monkeypatch.setattr(_eight_bits, "SMALLEST", 256)
+    problem, f8 = getattr(small_models, model)(), "float8_e4m3fn"
+    args = problem.params, problem.state, first_batch(problem)
+    shares = optax_mp.precision_report(autocast(problem.loss, f8), *args).shares()
+    assert shares[f8] + shares["float8_e5m2"] > 0.5
+    in_8, in_16 = (
+        trained(
+            problem, optax.adam(1e-3), autocast(problem.loss, dtype), problem.params
+        )[0]
+        for dtype in (f8, "bfloat16")
+    )
+    assert last(in_16) < 0.85 * in_16[:3].mean()
+    assert last(in_8) == pytest.approx(last(in_16), rel=0.02)
+
+
 # Precision
 
 
 @every_pair
 def test_every_product_of_a_model_and_its_gradient_is_low(model, half):
-    written, number = dtypes_of_products(gradient_equations(model, "float32"))
-    assert written == {"float32"} and number >= 5
-    assert dtypes_of_products(gradient_equations(model, half)) == ({half}, number)
-
-
-@every_pair
-def test_no_sum_nor_exponential_of_a_model_and_its_gradient_is_low(model, half):
-    sensitive = named(gradient_equations(model, half), SENSITIVE)
-    atoms = [atom for e in sensitive for atom in (*e.invars, *e.outvars)]
-    assert floating_dtypes(atoms) == {"float32"}
+    written, found = (products(traced(model, dtype)[0]) for dtype in ("float32", half))
+    assert len(found) == len(written) >= 5
+    assert all(runs_in(each, "float32") for each in written)
+    assert all(runs_in(each, half) for each in found)
 
 
 @every_pair
 def test_loss_state_and_gradients_come_in_the_dtypes_of_float32(model, half):
-    problem = problem_of(model)
-    args = (problem.params, problem.state, first_batch(problem))
-    got, want = (
-        jax.eval_shape(
-            jax.value_and_grad(autocast(problem.loss, dtype), has_aux=True), *args
-        )
-        for dtype in (half, "float32")
-    )
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-
-
-@pytest.mark.slow
-def test_nnx_dropout_keys_advance_as_in_float32():
-    problem = problem_of("nnx_transformer")
-    got, want = (state_after_a_step(problem, dtype) for dtype in ("bf16", "float32"))
-    assert as_bits(got) == as_bits(want) != as_bits(problem.state)
+    got, want = (traced(model, dtype)[1] for dtype in (half, "float32"))
+    assert shapes(got) == shapes(want)
 
 
 def test_batch_statistics_are_those_of_float32():

@@ -27,19 +27,47 @@ def ran(fun, *args, primitive, rules=default_amp_rules, compute_dtype=BF16):
 # The words
 
 
-def test_low_runs_an_operation_in_the_compute_dtype():
-    rules = default_amp_rules | {"exp": "low"}
-    assert ran(jnp.exp, X, primitive="exp", rules=rules) == {BF16}
+def tanh(x, w):
+    return jnp.tanh(x @ w)
 
 
-def test_f32_runs_an_operation_on_low_inputs_in_float32():
-    rules = default_amp_rules | {"tanh": "f32"}
-    assert ran(lambda x, w: jnp.tanh(x @ w), X, W, primitive="tanh") == {BF16}
+def scoped(*scopes):
+    """Return an exponential of a product in scopes, the outermost first."""
 
-    def fun(x, w):
-        return jnp.tanh(x @ w)
+    fun = lambda x, w: jnp.exp(x @ w)  # noqa: E731
+    for scope in reversed(scopes):
+        fun = jax.named_scope(scope)(fun)
+    return fun
 
-    assert ran(fun, X, W, primitive="tanh", rules=rules) == {F32}
+
+# A function, the operation that is looked at, rules of a user's, and where it runs.
+RULES = {
+    "low is in the compute dtype": (lambda x, w: jnp.exp(x), "exp", {"exp": "low"}, BF16),
+    "f32 of low inputs": (tanh, "tanh", {"tanh": "f32"}, F32),
+    "f32 by primitive": (tanh, "tanh", {lax.tanh_p: "f32"}, F32),
+    "without a rule": (tanh, "tanh", {}, BF16),
+    "widest, all low": (lambda x, w: (x @ w) * (x @ w), "mul", {}, BF16),
+    "widest, one float32": (lambda x, w: (x @ w) * x, "mul", {}, F32),
+    "read by float32 alone": (lambda x, w: jnp.exp(x @ w - 1.0), "sub", {}, F32),
+    "one over a low value": (lambda x, w: 1.0 / (x @ w), "div", {}, F32),
+    "so by a rule": (lambda x, w: 1.0 / (x @ w), "div", {"div": "low"}, BF16),
+    "a low value over another": (lambda x, w: (x @ w) / 3.0 + 1, "div", {}, BF16),
+    "not listed": (lambda x, w: lax.nextafter(x @ w, x @ w), "nextafter", {}, F32),
+    "not listed, amp_default": (
+        lambda x, w: lax.nextafter(x @ w, x @ w), "nextafter", {"amp_default": "low"}, BF16
+    ),
+    "a scope wins over an operation": (scoped("r"), "exp", {"r": "low"}, BF16),
+    "of a product, too": (scoped("r"), "dot_general", {"r": "f32"}, F32),
+    "the outermost scope wins": (scoped("a", "b"), "exp", {"a": "f32", "b": "low"}, F32),
+    "whichever it is": (scoped("b", "a"), "exp", {"a": "f32", "b": "low"}, BF16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_an_operation_runs_as_its_rule_says(case):
+    fun, primitive, rules, dtype = RULES[case]
+    rules = default_amp_rules | rules
+    assert ran(fun, X, W, primitive=primitive, rules=rules) == {dtype}
 
 
 @pytest.mark.parametrize(("compute_dtype", "expected"), [(BF16, BF16), (F16, F32)])
@@ -49,11 +77,6 @@ def test_a_square_needs_the_range_of_float32(compute_dtype, expected):
 
     name = "square" if "square" in str(jax.make_jaxpr(fun)(X, W)) else "integer_pow"
     assert ran(fun, X, W, primitive=name, compute_dtype=compute_dtype) == {expected}
-
-
-def test_widest_is_low_only_where_no_input_is_float32():
-    assert ran(lambda x, w: (x @ w) * (x @ w), X, W, primitive="mul") == {BF16}
-    assert ran(lambda x, w: (x @ w) * x, X, W, primitive="mul") == {F32}
 
 
 def test_own_keeps_the_dtype_of_each_input():
@@ -109,10 +132,6 @@ def test_a_literal_that_float16_cannot_hold_keeps_its_operation_in_float32(value
     assert ran(fun, X, W, primitive="mul", compute_dtype=BF16) == {BF16}
 
 
-def test_what_only_float32_operations_read_is_computed_in_float32():
-    assert ran(lambda x, w: jnp.exp(x @ w - 1.0), X, W, primitive="sub") == {F32}
-
-
 def test_a_log_softmax_of_low_logits_is_computed_in_float32():
     fun = lambda x, w: jax.nn.log_softmax(x @ w + 1000.0)  # noqa: E731
     jaxpr = jax.make_jaxpr(amp(fun))(X, W)
@@ -130,20 +149,9 @@ def test_a_change_of_dtype_is_the_users():
     assert text == str(jax.make_jaxpr(fun)(X, W))
 
 
-def test_a_product_in_highest_precision_stays():
-    def fun(x, w):
-        return jnp.dot(x, w, precision=lax.Precision.HIGHEST)
-
-    assert ran(fun, X, W, primitive="dot_general") == {F32}
+def test_a_product_in_the_users_default_precision_stays():
     with jax.default_matmul_precision("highest"):
         assert ran(jnp.dot, X, W, primitive="dot_general") == {F32}
-
-
-def test_one_over_a_low_value_runs_in_float32():
-    assert ran(lambda x, w: 1.0 / (x @ w), X, W, primitive="div") == {F32}
-    assert ran(lambda x, w: (x @ w) / 3.0 + 1, X, W, primitive="div") == {BF16}
-    rules = default_amp_rules | {"div": "low"}
-    assert ran(lambda x, w: 1.0 / (x @ w), X, W, primitive="div", rules=rules) == {BF16}
 
 
 def test_weights_of_layers_that_are_cast_before_a_scan_go_into_it_in_16_bits():
@@ -165,38 +173,6 @@ def test_weights_of_layers_that_are_cast_before_a_scan_go_into_it_in_16_bits():
 # Where a rule applies
 
 
-def test_a_rule_by_primitive_is_the_rule_by_its_name():
-    def fun(x, w):
-        return jnp.tanh(x @ w)
-
-    for key in (lax.tanh_p, "tanh"):
-        assert ran(
-            fun, X, W, primitive="tanh", rules=default_amp_rules | {key: "f32"}
-        ) == {F32}
-
-
-def test_the_rule_of_a_scope_wins_over_that_of_an_operation():
-    def fun(x, w):
-        with jax.named_scope("router"):
-            return jnp.exp(x @ w)
-
-    rules = default_amp_rules | {"router": "f32"}
-    assert ran(fun, X, W, primitive="dot_general", rules=rules) == {F32}
-    rules = default_amp_rules | {"router": "low"}
-    assert ran(fun, X, W, primitive="exp", rules=rules) == {BF16}
-
-
-@pytest.mark.parametrize(("outer", "inner"), [("a", "b"), ("b", "a")])
-def test_of_several_scopes_the_outermost_wins(outer, inner):
-    def fun(x, w):
-        with jax.named_scope(outer), jax.named_scope(inner):
-            return x @ w
-
-    rules = default_amp_rules | {"a": "f32", "b": "low"}
-    expected = {F32} if outer == "a" else {BF16}
-    assert ran(fun, X, W, primitive="dot_general", rules=rules) == expected
-
-
 def test_a_scope_reaches_into_a_loop_and_its_gradient():
     def fun(w, x):
         with jax.named_scope("exact"):
@@ -208,15 +184,6 @@ def test_a_scope_reaches_into_a_loop_and_its_gradient():
         assert len(found) == 3
         assert all(x.inputs == x.outputs[:1] * 2 for x in found)
         assert {jnp.dtype(x.outputs[0]) for x in found} == {F32}
-
-
-def test_amp_default_is_the_rule_of_what_is_not_listed():
-    def fun(x, w):
-        return lax.nextafter(x @ w, x @ w)
-
-    assert ran(fun, X, W, primitive="nextafter") == {F32}
-    rules = default_amp_rules | {"amp_default": "low"}
-    assert ran(fun, X, W, primitive="nextafter", rules=rules) == {BF16}
 
 
 def test_rules_replace_the_defaults():

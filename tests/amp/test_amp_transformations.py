@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from amp_cases import (
     ROUNDING,
+    autocast,
     compiled,
     error,
+    in_both,
     normal,
     operations,
     products,
     runs_in,
+    shapes,
     shard_map,
     weights,
 )
@@ -29,13 +32,6 @@ import optax_mp
 PARAMS = weights(w1=(8, 8), b=(8,), w2=(8, 8))
 X = normal(4, 8)
 W = PARAMS["w1"]
-in_both = pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
-)
-
-
-def autocast(fun, dtype="bfloat16"):
-    return optax_mp.amp(fun, compute_dtype=jnp.dtype(dtype))
 
 
 def net(params, x):
@@ -49,10 +45,6 @@ def named_net(params, x):
 
 def mesh():
     return jax.sharding.Mesh(jax.devices()[:1], ("data",))
-
-
-def shapes(tree):
-    return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
 def scalar(fun):

@@ -10,7 +10,8 @@ import optax
 import pytest
 from comparison import as_bits
 from slow_cases import mostly_slow
-from trained_forms import UNSCALED, gradients, start_of, take_steps, train
+from steps import take_steps
+from trained_forms import UNSCALED, gradients, start_of, train
 
 import optax_mp
 

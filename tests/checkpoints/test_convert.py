@@ -10,7 +10,7 @@ import optax
 import pytest
 from comparison import as_bits, avals
 from slow_cases import mostly_slow
-from trained_forms import take_steps
+from steps import take_steps
 
 import optax_mp
 

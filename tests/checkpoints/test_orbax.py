@@ -4,9 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from comparison import as_bits, avals
-from forced_devices import run_checks
-from host_memory import needs_memories
-from offload_restore import CHECKS
 from slow_cases import mostly_slow
 from trained_forms import (
     FORMS,
@@ -119,10 +116,3 @@ def test_a_manager_that_knows_no_items_is_told_apart_from_an_empty_checkpoint(tm
     assert metadata is None
     with pytest.raises(ValueError, match="item_handlers=orbax.*StandardCheckpointHand"):
         optax_mp.check_checkpoint(metadata, {"w": jnp.ones(2)})
-
-
-@needs_memories
-@pytest.mark.slow
-def test_restored_onto_another_mesh():
-    """Eight devices, one, and back: see offload_restore.py for each claim."""
-    run_checks("offload_restore", 8, CHECKS)

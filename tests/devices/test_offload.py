@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
-from forced_devices import run_checks
 from host_memory import (
     HOST,
     UNFUSED,
@@ -21,7 +20,6 @@ from host_memory import (
     train,
 )
 from jax.sharding import AxisType
-from offload_devices import CHECKS
 from optimizers import DISTINCT, OPTIMIZERS, extra_arguments
 from slow_cases import mostly_slow
 
@@ -307,12 +305,6 @@ def test_a_rule_of_any_kind_gives_the_same(name):
         assert_same_training(
             lambda off: scaled(off(keeping(RULES[name]))), params=params, bad=bad
         )
-
-
-@needs_memories
-@pytest.mark.slow
-def test_on_eight_devices():
-    run_checks("offload_devices", 8, CHECKS)
 
 
 @needs_memories

@@ -1,40 +1,21 @@
-"""Where states lie on many devices, with and without `zero1`."""
+"""What `zero1` takes, on one device."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from eight_devices import CHECKS
-from forced_devices import run_checks
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_mp
 
-BY_DEFAULT = {
-    "params_are_gathered_in_their_own_dtype",
-    "params_that_lie_otherwise_than_said_are_an_error",
-}
 ADAMW = optax.adamw(1e-2)
 PARAMS = {"w": jnp.ones((8, 4), jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)}
 
 
 def mesh():
     return Mesh(np.array(jax.devices()[:1]), ("data",))
-
-
-def test_eight_devices():
-    """See eight_devices.py for each claim."""
-    run_checks("eight_devices", 8, [c for c in CHECKS if c.__name__ in BY_DEFAULT])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("half", [0, 1])
-def test_eight_devices_at_length(half):
-    others = [c for c in CHECKS if c.__name__ not in BY_DEFAULT]
-    assert len(others) == len(CHECKS) - len(BY_DEFAULT)
-    run_checks("eight_devices", 8, others[half::2])
 
 
 def test_a_mesh_without_the_axis_is_an_error():

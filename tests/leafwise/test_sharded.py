@@ -4,17 +4,145 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from forced_devices import run_checks
+from communication import sent_by
+from comparison import as_bits
 from jax.sharding import NamedSharding, PartitionSpec
-from sharded_steps import CHECKS
+from sharded_arrays import arrays, compact, mesh_of, shardings
+from steps import by_take_step
 
 import optax_mp
 
+pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
 
-@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="before JAX 0.6")
+
+def assert_has_kernels(step, *args):
+    lowered = jax.jit(step).trace(*args).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") >= 3
+
+
+def steps(step, params, state, grads):
+    """Return params and state after two steps, and the last compiled one."""
+    step = jax.jit(step)
+    for _ in range(2):
+        params, state = step(params, state, grads)
+    return (params, state), step.lower(params, state, grads)
+
+
+def on_one_device(tx):
+    params, grads = arrays(0), arrays(1)
+    return steps(by_take_step(tx), params, tx.init(params), grads)[0]
+
+
 @pytest.mark.slow
-def test_a_step_on_eight_devices():
-    run_checks("sharded_steps", 8, CHECKS)
+def test_where_shardings_are_given():
+    tx = compact()
+    mesh = mesh_of("Auto")
+    placed = shardings(mesh)
+    params, grads = (jax.device_put(arrays(i), placed) for i in (0, 1))
+    step = by_take_step(tx, param_shardings=placed)
+    got, lowered = steps(step, params, tx.init(params), grads)
+    assert as_bits(got) == as_bits(on_one_device(tx))
+    assert not sent_by(lowered.compile())
+    assert got[0]["both"].sharding.spec == PartitionSpec("a", "b")
+    assert_has_kernels(step, params, tx.init(params), grads)
+
+
+@pytest.mark.slow
+def test_where_types_say_it():
+    tx = compact()
+    mesh = mesh_of("Explicit")
+    with jax.set_mesh(mesh):
+        placed = shardings(mesh)
+        params, grads = (jax.device_put(arrays(i), placed) for i in (0, 1))
+        step = by_take_step(tx)
+        got, _ = steps(step, params, tx.init(params), grads)
+        want = on_one_device(tx)
+        assert as_bits(got) == as_bits(want)
+        assert_has_kernels(step, params, tx.init(params), grads)
+
+
+@pytest.mark.slow
+def test_where_nothing_is_known():
+    tx = compact()
+    mesh = mesh_of("Auto")
+    params, grads = (jax.device_put(arrays(i), shardings(mesh)) for i in (0, 1))
+    step = by_take_step(tx)
+    got, _ = steps(step, params, tx.init(params), grads)
+    assert as_bits(got) == as_bits(on_one_device(tx))
+    traced = jax.jit(step).trace(params, tx.init(params), grads)
+    assert "tpu_custom_call" not in traced.lower(lowering_platforms=("tpu",)).as_text()
+    given = tx, grads, tx.init(params), params
+    for row in optax_mp.step_report(*given).rows:
+        assert row.tpu == "layout not known, or uneven"
+    known = optax_mp.step_report(*given, param_shardings=shardings(mesh))
+    assert {row.tpu for row in known.rows} == {"kernel"}
+
+
+@pytest.mark.slow
+def test_where_types_do_not_say_all():
+    """Over some axes of a mesh only, or of some arrays: nothing is gathered."""
+    tx, rows = compact(), PartitionSpec("a", "b")
+    kinds = [jax.sharding.AxisType[kind] for kind in ("Explicit", "Auto")]
+    some = jax.make_mesh((2, 4), ("a", "b"), axis_types=tuple(kinds))
+    step = by_take_step(tx)
+    for mesh, of_grads in ((some, rows), (mesh_of("Explicit"), PartitionSpec())):
+        with jax.set_mesh(mesh):
+            params, grads = ({"w": arrays(i)["both"]} for i in (0, 1))
+            args = params, tx.init(params), grads
+            want = jax.jit(step)(*args)
+            placed = tuple(
+                jax.tree.map(
+                    lambda x, spec=spec, mesh=mesh: jax.device_put(
+                        x, NamedSharding(mesh, spec if x.ndim else PartitionSpec())
+                    ),
+                    arg,
+                )
+                for arg, spec in zip(args, (rows, rows, of_grads), strict=True)
+            )
+            compiled = jax.jit(step).lower(*placed).compile()
+            assert as_bits(compiled(*placed)) == as_bits(want)
+            assert not sent_by(compiled)
+            lowered = jax.jit(step).trace(*placed).lower(lowering_platforms=("tpu",))
+            assert "tpu_custom_call" not in lowered.as_text()
+
+
+@pytest.mark.slow
+def test_where_ranks_agree_on_a_skipped_step():
+    """An effect of the name of an axis, which is none on what is computed."""
+    names = ("a", "b")
+    tx = optax_mp.dynamic_loss_scale(compact(), axis_name=names)
+    params = {"w": jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)}
+    args = params, jax.eval_shape(tx.init, params), params
+    specs = jax.tree.map(
+        lambda x: PartitionSpec("a", "b") if x.ndim else PartitionSpec(), args
+    )
+    step = by_take_step(tx)
+    with jax.set_mesh(mesh_of("Auto")):
+        sharded = jax.shard_map(step, in_specs=specs, out_specs=specs[:2])
+        traced = jax.jit(sharded).trace(*args)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        assert "tpu_custom_call" in text
+
+
+@pytest.mark.slow
+def test_where_a_part_is_manual():
+    """Types say in another way there what devices hold; chunks are not for it."""
+    tx = compact()
+    mesh = mesh_of("Auto")
+    params = {"w": jax.ShapeDtypeStruct((16384, 4096), jnp.float16)}
+    args = params, jax.eval_shape(tx.init, params), params
+    specs = jax.tree.map(
+        lambda x: PartitionSpec("a") if x.ndim else PartitionSpec(),
+        args,
+    )
+    step = by_take_step(tx)
+    with jax.set_mesh(mesh):
+        for axes in ({"a"}, {"a", "b"}):
+            sharded = jax.shard_map(
+                step, in_specs=specs, out_specs=specs[:2], axis_names=axes
+            )
+            traced = jax.jit(sharded).trace(*args)
+            assert "stablehlo" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 def test_shardings_that_do_not_fit_are_named():

@@ -1,24 +1,285 @@
-"""Loops of frameworks on eight devices: Linen, NNX, openpi's rule, explicit meshes."""
+"""Loops of frameworks on eight devices: Linen, NNX, haliax, openpi's rule."""
 
+import dataclasses
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
-from forced_devices import run_checks
-from loops_on_devices import CHECKS, DEVICES
+from communication import collectives_in, sent_by
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from loop_forms import FORMS
+from recent_flax import recent_nnx
 from slow_cases import mostly_slow
 
-OFTEN = ("", "FullCopy", "5.1_bytes")
+import optax_mp
+from optax_mp._quantized import Code
+from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
+
+nnx = recent_nnx()
+nn = pytest.importorskip("flax.linen")
+
+pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
+DEVICES = 8
+MESH = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,))
+COMPACT = FORMS["5.1 bytes"]
+in_each_form = mostly_slow("name", FORMS, ("FullCopy", "5.1 bytes").__contains__)
 
 
-def split(check):
-    """Return the name of a check without its form, and whether it often runs."""
-    name, _, form = check.__name__.rstrip("]").partition("[")
-    return name, form in OFTEN
+def specs(tree):
+    return [leaf.sharding.spec for leaf in jax.tree.leaves(tree)]
 
 
-@mostly_slow(
-    ("name", "often"), dict.fromkeys(map(split, CHECKS)), lambda _, often: often
-)
-def test_loop(name, often):
-    if name.startswith("haliax"):
-        pytest.importorskip("haliax")
-    checks = [check for check in CHECKS if split(check) == (name, often)]
-    run_checks("loops_on_devices", DEVICES, checks)
+def step_of(tx):
+    def step(params, state):
+        grads = jax.tree.map(lambda x: jnp.ones_like(x, jnp.float32), params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def assert_sends_nothing_but_flags(compiled, name):
+    """With a loss scale, once, whether all gradients are finite."""
+    assert len(collectives_in(compiled)) == (name == "scaled"), name
+    assert {n for _, _, n in sent_by(compiled)} <= {1}, name
+
+
+def linen_params(box):
+    """Params as nanodo and MaxText have them, each with the names of its axes."""
+    normal, ones = nn.initializers.normal(dtype=jnp.bfloat16), nn.initializers.ones
+    make = {
+        "embed": (normal, (50257, 64), (None, "fsdp")),
+        "up": (normal, (256, 512), ("fsdp", None)),
+        "down": (normal, (512, 256), (None, "fsdp")),
+        "heads": (normal, (128, 64), (None, "fsdp")),
+        "norm": (ones, (256,), ("fsdp",)),
+    }
+    key = jax.random.key(0)
+    return {name: box(f, names)(key, shape) for name, (f, shape, names) in make.items()}
+
+
+# haliax's own.
+@pytest.mark.filterwarnings("ignore:jax.interpreters:DeprecationWarning")
+@in_each_form
+def test_haliax_states_are_sharded_by_their_axes(name):
+    haliax = pytest.importorskip("haliax")
+    embed, mlp = haliax.Axis("embed", 512), haliax.Axis("mlp", 1024)
+
+    def init():
+        def normal(*axes):
+            return haliax.random.normal(jax.random.key(0), axes).astype(jnp.bfloat16)
+
+        params = Named(normal(embed, mlp), {"down": normal(mlp, embed)})
+        return params, FORMS[name].init(params)
+
+    with jax.set_mesh(MESH), haliax.axis_mapping({"embed": "fsdp"}):
+        params, state = haliax.named_jit(init)()
+        advance = step_of(FORMS[name])
+        step = jax.jit(advance).lower(params, state).compile()
+        assert_sends_nothing_but_flags(step, name)
+        _, new_state = haliax.named_jit(advance)(params, state)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    for leaf in jax.tree.leaves((state, new_state)):
+        assert leaf.ndim == 0 or not leaf.sharding.is_fully_replicated, leaf.shape
+
+
+@in_each_form
+def test_linen_states_are_sharded_by_their_boxes(name):
+    for box in (nn.with_partitioning, nn.with_logical_partitioning):
+        tx = FORMS[name]
+
+        def init(box=box, tx=tx):
+            params = linen_params(box)
+            return params, tx.init(params)
+
+        abstract = jax.eval_shape(init)
+        assert jax.tree.leaves(nn.get_partition_spec(abstract))
+        shardings = nn.get_sharding(abstract, MESH)
+        params, state = jax.jit(init, out_shardings=shardings)()
+        jax.tree.map(jax.device_put, nn.meta.unbox(state), shardings[1])
+        step = jax.jit(step_of(tx)).lower(params, state).compile()
+        assert_sends_nothing_but_flags(step, name)
+        params, state = step(params, state)
+        assert jax.tree.structure(state) == jax.tree.structure(abstract[1])
+
+
+@in_each_form
+def test_nnx_optimizers_are_described_under_a_mesh(name):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            def normal(*names):
+                return nnx.with_partitioning(nnx.initializers.normal(), names)
+
+            low = {"param_dtype": jnp.bfloat16, "rngs": rngs}
+            self.a = nnx.Linear(128, 64, kernel_init=normal(None, "fsdp"), **low)
+            self.b = nnx.Linear(64, 256, kernel_init=normal("fsdp", None), **low)
+            self.norm = nnx.RMSNorm(256, rngs=rngs)
+
+    tx = FORMS[name]
+
+    def make(tx=tx):
+        model = Net(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    with jax.set_mesh(MESH):
+        _, abstract = nnx.eval_shape(make)
+        for _, variable in nnx.to_flat_state(nnx.state(abstract)):
+            assert variable.dtype == variable.get_value().dtype
+        nnx.get_partition_spec(nnx.state(abstract))
+        _, optimizer = nnx.jit(make)()
+    for leaf in jax.tree.leaves(nnx.state(optimizer)):
+        assert leaf.ndim < 2 or "fsdp" in leaf.sharding.spec, (name, leaf.shape)
+
+
+def largest_axis(x):
+    """Return a sharding by shape, as openpi's rule chooses it."""
+    spec = [None] * len(x.shape)
+    for axis in np.argsort(x.shape)[::-1]:
+        if x.size >= 4096 and x.shape[axis] % DEVICES == 0:
+            spec[axis] = "fsdp"
+            break
+    return NamedSharding(MESH, PartitionSpec(*spec))
+
+
+SHAPES = {
+    "embed": (50257, 768),
+    "head": (768, 50257),
+    "w": (256, 1024),
+    "k": (1024, 128),
+    "norm": (768,),
+}
+
+
+def described(name):
+    dtype = jnp.float32 if name == "norm" else jnp.bfloat16
+    return jax.ShapeDtypeStruct(SHAPES[name], dtype)
+
+
+@in_each_form
+def test_a_rule_by_shape_for_params_and_state_shardings_for_the_state(name):
+    params = {name: described(name) for name in SHAPES}
+    shardings = jax.tree.map(largest_axis, params)
+    params = jax.tree.map(lambda x, s: x.update(sharding=s), params, shardings)
+    tx = FORMS[name]
+    chosen = optax_mp.state_shardings(tx, params)
+    state = jax.tree.map(
+        lambda x, s: x.update(sharding=s), jax.eval_shape(tx.init, params), chosen
+    )
+    again = optax_mp.state_shardings(
+        tx, {name: described(name) for name in SHAPES}, shardings
+    )
+    assert again == chosen
+    if name != "bare" and name != "accumulated":
+        assert specs(tx.init(params)) == specs(state)
+        init = jax.jit(tx.init).lower(params).compile().output_shardings
+        for x, found in zip(*map(jax.tree.leaves, (state, init)), strict=True):
+            assert found.is_equivalent_to(x.sharding, x.ndim), (name, x, found)
+    out = shardings, chosen
+    step = jax.jit(step_of(tx), out_shardings=out).lower(params, state).compile()
+    assert_sends_nothing_but_flags(step, name)
+
+
+def test_zero1_and_offload_say_where_their_state_is():
+    whole = NamedSharding(MESH, PartitionSpec())
+    params = {"w": described("w"), "norm": described("norm")}
+    tx = optax_mp.zero1(COMPACT, MESH, "fsdp")
+    chosen = optax_mp.state_shardings(tx, params, whole)
+    arrays = jax.tree.map(
+        lambda x: jax.device_put(jnp.ones(x.shape, x.dtype), whole), params
+    )
+    for x, want in zip(*map(jax.tree.leaves, (tx.init(arrays), chosen)), strict=True):
+        assert x.sharding.is_equivalent_to(want, x.ndim), (x.shape, want)
+    if jax.__version_info__ >= (0, 10):
+        tx = optax_mp.offload(COMPACT)
+        chosen = optax_mp.state_shardings(tx, params, whole)
+        assert chosen.master_params["w"].memory_kind == "pinned_host"
+        assert chosen.inner_state.step_count.memory_kind == "device"
+
+
+class Named(NamedTuple):
+    codes: Any
+    scales: Any
+
+
+class Module(eqx.Module):
+    codes: Any
+    scales: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Data:
+    codes: Any
+    scales: Any
+
+
+def test_the_names_of_params_change_no_sharding():
+    by_rows = NamedSharding(MESH, PartitionSpec("fsdp"))
+    a = jax.device_put(jnp.ones((128, 256), jnp.bfloat16), by_rows)
+    b = jax.device_put(jnp.ones((64, 256), jnp.bfloat16), by_rows)
+    for params in (
+        Named(a, b),
+        Module(a, b),
+        Data(a, b),
+        {"codes": a, "scales": b},
+        {"master_params": {"codes": a}, "mu": {"scales": b}},
+    ):
+        for name in ("bare", "FullCopy", "5.1 bytes"):
+            tx = FORMS[name]
+            tx = optax_mp.mixed_precision(tx) if name == "bare" else tx
+            state = jax.jit(tx.init)(params)
+            for leaf in jax.tree.leaves(state):
+                is_sharded = not leaf.sharding.is_fully_replicated
+                assert is_sharded == (leaf.ndim > 0), (type(params), name, leaf.shape)
+
+
+def test_explicit_parts_shorter_than_a_block():
+    """As more than 8 devices may have them: gathered, and right."""
+    mesh = jax.make_mesh((8,), ("data",))
+    values, runs = jnp.linspace(-1, 1, 64 * 128).reshape(64, 128), []
+    for spec in (PartitionSpec(None, "data"), PartitionSpec("data", None)):
+        x = jax.device_put(values, NamedSharding(mesh, spec))
+        stored = quantize(x, quantized_zeros(x, Code("int8", -1, 32)), None)
+        runs.append(list(map(np.asarray, (*stored, dequantize(stored)))))
+    assert all(map(np.array_equal, *runs))
+
+
+# Most of these are no multiples of 8 x 32: parts of them are not of blocks of 32.
+UNEVEN = (1024, 2056), (48, 2080), (64, 264), (2880, 2880), (6, 64, 5504), (3, 32, 96)
+
+
+def test_nothing_is_gathered_where_axes_are_no_multiples_of_blocks():
+    def in_one_pass(params, state):
+        return optax_mp.take_step(COMPACT, params, state, params)
+
+    for axis in (-1, -2):
+        params = []
+        for shape in UNEVEN:
+            spec = [None] * len(shape)
+            spec[axis] = "fsdp"
+            where = NamedSharding(MESH, PartitionSpec(*spec))
+            params.append(jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where))
+        state = COMPACT.init(params)
+        for x in jax.tree.leaves(state):
+            assert not x.ndim or x.sharding.spec[axis] == "fsdp", x
+        for step in (step_of(COMPACT), in_one_pass):
+            assert not sent_by(jax.jit(step).lower(params, state).compile())
+
+
+def test_zero1_with_split_on_an_explicit_mesh():
+    mesh = jax.make_mesh((8,), ("data",))
+    whole = NamedSharding(mesh, PartitionSpec(None, None))
+    params = {"w": jax.device_put(jnp.ones((64, 256), jnp.bfloat16), whole)}
+    tx = optax_mp.zero1(COMPACT, mesh, "data")
+    params, state = jax.jit(step_of(tx))(params, tx.init(params))
+    masters = optax_mp.master_params(state, params)
+    assert masters["w"].shape == (64, 256)
+    same = optax_mp.replace_master_params(state, params, masters)
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+    to_tx = optax_mp.zero1(FORMS["FullCopy"], mesh, "data")
+    back = optax_mp.convert_opt_state(state, params, tx, to_tx)
+    np.testing.assert_array_equal(back.master_params["w"], masters["w"])

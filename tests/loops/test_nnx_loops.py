@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from comparison import as_bits
-from loop_forms import FORMS, Loop
+from loop_forms import FORMS
 from recent_flax import recent_nnx
 from slow_cases import mostly_slow
 
@@ -35,7 +35,7 @@ X = jax.random.normal(jax.random.key(0), (4, 128), jnp.bfloat16)
 
 def made(form):
     model = Net(nnx.Rngs(0))
-    return model, nnx.Optimizer(model, Loop.of(form).tx, wrt=nnx.Param)
+    return model, nnx.Optimizer(model, FORMS[form], wrt=nnx.Param)
 
 
 def step(model, optimizer, x):
@@ -60,7 +60,7 @@ def test_a_compiled_step_is_that_of_plain_trees(form):
     assert boxed_arrays(optimizer) == before
 
     graph, params = nnx.split(Net(nnx.Rngs(0)))
-    params, tx = nnx.as_pure(params), Loop.of(form).tx
+    params, tx = nnx.as_pure(params), FORMS[form]
 
     @jax.jit
     def plain_step(params, state):
@@ -123,7 +123,7 @@ def test_in_a_branch(form):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_model_and_optimizer_in_one():
-    both = nnx.ModelAndOptimizer(Net(nnx.Rngs(0)), Loop.of("5.1 bytes").tx)
+    both = nnx.ModelAndOptimizer(Net(nnx.Rngs(0)), FORMS["5.1 bytes"])
 
     @nnx.jit
     def step(both):

@@ -7,7 +7,7 @@ import optax
 import pytest
 from comparison import as_bits
 from guide import names_of
-from loop_forms import FORMS, Loop
+from loop_forms import FORMS
 from recent_flax import recent_nnx
 from slow_cases import mostly_slow
 
@@ -28,7 +28,7 @@ def test_take_step_does_what_an_nnx_optimizer_does(form):
 
     for advance in (take_step, update):
         model = nnx.Linear(128, 128, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, Loop.of(form).tx, wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, FORMS[form], wrt=nnx.Param)
 
         @nnx.jit
         def step(model, optimizer, advance=advance):

@@ -171,20 +171,6 @@ def test_an_all_float32_model_costs_nothing():
     assert str(got) == str(want)
 
 
-def test_a_missing_gradient_leaves_the_leaf_alone():
-    params = {"a": jnp.ones(3, jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
-    # Not with every rule: optax's adam itself takes no None.
-    inner = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(1e-2, momentum=0.9))
-    tx = optax_mp.mixed_precision(inner)
-    state = tx.init(params)
-    message = r"the gradient of \['a'\] is None, expected a gradient for the param bfl"
-    with pytest.warns(optax_mp.MixedPrecisionWarning, match=message):
-        updates, after = tx.update({"a": None, "b": jnp.ones(3)}, state, params)
-    assert as_bits(updates["a"]) == as_bits(-jnp.zeros(3, jnp.bfloat16))
-    assert as_bits(after.master_params["a"]) == as_bits(state.master_params["a"])
-    assert as_bits(after.master_params["b"]) != as_bits(state.master_params["b"])
-
-
 def test_state_shares_no_buffer_with_params_or_itself():
     def keeps_params():
         return optax.GradientTransformation(

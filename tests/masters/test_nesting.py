@@ -14,6 +14,7 @@ from comparison import as_bits, avals
 from optimizers import example_gradients, example_params
 from reference import follow, rounded
 from slow_cases import mostly_slow
+from steps import take_steps
 
 import optax_mp
 
@@ -29,15 +30,9 @@ def run(tx, dtype, *, grad_dtype="float32", wrap=lambda p: p, masters=True):
     grads = jax.device_get(example_gradients("", like, STEPS, grad_dtype))
 
     # One program a step, as training has it: see `trajectory` in test_contract.
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    start = params, state = params, tx.init(params)
-    for i in range(STEPS):
-        each = jax.tree.map(operator.itemgetter(i), grads)
-        params, state = step(params, state, each)
+    start = params, tx.init(params)
+    each = (jax.tree.map(operator.itemgetter(i), grads) for i in range(STEPS))
+    params, state = take_steps(tx, *start, each)
     assert avals((params, state)) == avals(start)
     truth = optax_mp.master_params(state, params) if masters else params
     return truth, params, state

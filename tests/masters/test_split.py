@@ -10,6 +10,7 @@ import optax
 import pytest
 from comparison import as_bits
 from reference import follow, join, remainder, rounded
+from steps import by_update, take_steps
 
 import optax_mp
 from optax_mp.masters._storage import state_type
@@ -177,31 +178,12 @@ FULL = optax_mp.FullCopy()
 SIXTEEN = optax_mp.Split(16)
 
 
-def fused(tx):
-    """Update and apply in one program."""
-
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
 def in_two_programs(tx):
     update, apply = jax.jit(tx.update), jax.jit(optax.apply_updates)
 
     def step(params, state, grads):
         updates, state = update(grads, state, params)
         return apply(params, updates), state
-
-    return step
-
-
-def eager(tx):
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
 
     return step
 
@@ -214,7 +196,7 @@ def test_where_no_update_can_land_the_master_moves_with_the_param():
     params = {"w": jnp.full(2, 2.0, jnp.bfloat16)}
     grads = {"w": jnp.array([2.0, weight])}
     assert weight - np.float32(2) == np.float32(-(2.0**-23))
-    for step in (fused(tx), in_two_programs(tx), eager(tx)):
+    for step in (jax.jit(by_update(tx)), in_two_programs(tx), by_update(tx)):
         after, after_state = step(params, state, grads)
         masters = np.asarray(optax_mp.master_params(after_state, after)["w"])
         np.testing.assert_array_equal(masters, 0)
@@ -231,7 +213,7 @@ def test_a_master_halfway_rounds_away_from_zero_and_stays():
     for storage in (FULL, SIXTEEN):
         tx = optax_mp.mixed_precision(optax.sgd(1.0), storage=storage)
         grads = {"w": jnp.asarray(1 - halfway)}
-        after, state = fused(tx)(params, tx.init(params), grads)
+        after, state = take_steps(tx, params, tx.init(params), [grads])
         assert same_bits(optax_mp.master_params(state, after)["w"], halfway)
         got[storage] = np.asarray(after["w"], np.float32).tolist()
     assert got[FULL] == [1.0, -1.0, 1 + 2.0**-6]

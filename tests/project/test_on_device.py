@@ -1,25 +1,14 @@
 """The benchmark for a GPU or a TPU runs anywhere, in small."""
 
-import json
-import subprocess
-import sys
-
 import pytest
-from benchmark_rows import BENCHMARKS
+from benchmark_rows import tables_of
 
-
-def tables_of(tmp_path, *options):
-    found = tmp_path / "found.json"
-    script = str(BENCHMARKS / "on_device.py")
-    command = [sys.executable, script, "--small", "--json", str(found), *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(found.read_text(encoding="utf-8"))["tables"]
+SCRIPT = "on_device.py"
 
 
 @pytest.mark.slow
 def test_everything_is_measured_or_said_to_be_left_out(tmp_path):
-    tables = tables_of(tmp_path)
+    tables = tables_of(SCRIPT, tmp_path, "--small")
     left_out = tables.pop("not run", [])
     reasons = ("torch", "flashoptim", "expected JAX 0.10 or later")
     assert all(any(x in row["why"] for x in reasons) for row in left_out)
@@ -34,6 +23,6 @@ def test_everything_is_measured_or_said_to_be_left_out(tmp_path):
 
 
 def test_what_comes_too_late_is_said_to_be_left_out(tmp_path):
-    (left_out,) = tables_of(tmp_path, "--seconds", "0").values()
+    (left_out,) = tables_of(SCRIPT, tmp_path, "--small", "--seconds", "0").values()
     assert {row["why"] for row in left_out} == {"TimeoutError: 0 seconds were over"}
     assert len(left_out) > 20

@@ -10,8 +10,6 @@ import optax
 import optax.contrib
 import pytest
 from comparison import as_bits, avals
-from forced_devices import run_checks
-from four_devices import CHECKS
 from optimizers import (
     DISTINCT,
     OPTIMIZERS,
@@ -322,12 +320,6 @@ def test_vmap_skips_each_member_for_itself(build):
     assert moved.tolist() == [True, False, True]
     scales = jax.vmap(optax_mp.loss_scale)(new_state)
     assert scales.tolist() == [1024, 512, 1024]
-
-
-@pytest.mark.slow
-def test_four_devices():
-    """shard_map and sharded arrays: see four_devices.py for each claim."""
-    run_checks("four_devices", 4, CHECKS)
 
 
 # Training, diagnosis, errors.

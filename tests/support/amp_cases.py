@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax, shard_map
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
@@ -15,6 +16,19 @@ import optax_mp
 
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Half the distance between 1 and the next number."""
+
+
+in_both = pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+)
+
+
+def autocast(fun: Callable[..., Any], dtype: Any = "bfloat16") -> Callable[..., Any]:
+    return optax_mp.amp(fun, compute_dtype=jnp.dtype(dtype))
+
+
+def shapes(tree: Any) -> tuple[Any, list[Any]]:
+    return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
 class Case(NamedTuple):

@@ -1,15 +1,8 @@
-"""Random programs: scenarios in frameworks' boxes, run in every way that JAX has.
+"""Random programs: scenarios in frameworks' boxes, run in every way that JAX has."""
 
-As a script it searches: `python tests/support/random_programs.py --cases 10000`.
-"""
-
-import argparse
-import collections
 import dataclasses
 import importlib.util
 import threading
-import time
-import traceback
 import warnings
 from typing import Any
 
@@ -20,7 +13,7 @@ import numpy as np
 import optax
 from comparison import as_bits, avals
 from flax import linen, nnx, serialization
-from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from random_trees import (
     HIDDEN,
@@ -416,57 +409,3 @@ def check_gradient(program):
         warnings.simplefilter("ignore")
         value, slope = jax.value_and_grad(total)(jnp.float32(1.0))
     assert value.dtype == slope.dtype == jnp.float32
-
-
-def search(cases, start, batch=20, values=50):
-    """Run so many random programs, print what fails, and return how many did."""
-    kinds, count, began = collections.Counter(), 0, time.monotonic()
-
-    def note(number, program):
-        nonlocal count
-        count += values
-        try:
-            check(program, values)
-        except Exception as error:
-            line = str(error).strip().splitlines()
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            kind = f"{type(error).__name__} {frame.filename.split('/')[-1]}"
-            kind += f":{frame.lineno} {line[0][:120] if line else ''}"
-            kinds[kind] += 1
-            if kinds[kind] <= 3:
-                print(f"FAIL batch seed {number}\n  {program}\n  {kind}", flush=True)
-                print("   ", " | ".join(line)[:600], flush=True)
-
-    while count < cases:
-        limits = settings(
-            max_examples=batch,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        number = start
-
-        @seed(number)
-        @limits
-        @given(programs())
-        def draw(program):
-            note(number, program)  # noqa: B023
-
-        draw()
-        start += 1
-        took = time.monotonic() - began
-        print(f"{count} cases, {sum(kinds.values())} failed, {took:.0f} s", flush=True)
-        jax.clear_caches() if start % 20 == 0 else None
-    for kind, times in kinds.most_common():
-        print(times, kind)
-    return sum(kinds.values())
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    raise SystemExit(bool(search(arguments.cases, arguments.seed)))

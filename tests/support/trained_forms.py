@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from own_storages import TwoBfloat16
+from steps import by_update
 
 import optax_mp
 
@@ -100,27 +101,7 @@ def gradients(step, scale=1.0):
 
 @functools.cache
 def step_of(name):
-    tx = FORMS[name]
-
-    @jax.jit
-    def step(params, opt_state, grads):
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step
-
-
-def take_steps(tx, params, opt_state, gradients):
-    """Take a jitted step for each tree of gradients."""
-
-    @jax.jit
-    def step(params, opt_state, grads):
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    for grads in gradients:
-        params, opt_state = step(params, opt_state, grads)
-    return params, opt_state
+    return jax.jit(by_update(FORMS[name]))
 
 
 def train(name, params, opt_state, steps):

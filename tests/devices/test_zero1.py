@@ -1,20 +1,19 @@
-"""Shardings and zero1 over eight devices; run as a script with eight forced devices."""
-
-import math
-import re
+"""Where states lie on eight devices, with and without `zero1`."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from communication import large, sent_by
 from comparison import as_bits, avals
-from forced_devices import run_named
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from steps import by_update
 
 import optax_mp
 
+pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
 ADAMW = optax.adamw(1e-2)
 FORMS = {
     "full copies": lambda: optax_mp.mixed_precision(ADAMW),
@@ -41,11 +40,6 @@ COMPARED = {
     "fully sharded": ("split 16", "scaled"),
     "both": ("full copies", "split 16", "scaled"),
 }
-COLLECTIVE = re.compile(
-    r"= (\(?[^=]*?\)?) "
-    r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
-)
-ARRAY = re.compile(r"\b(pred|[a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]")
 
 
 def mesh_of(data=4, model=2):
@@ -81,21 +75,6 @@ def gradients(params, steps, dtype=jnp.float32):
     return [jax.tree.map(lambda p, size=size: like(p, size), params) for size in sizes]
 
 
-def collectives(compiled):
-    """Return (kind, dtype, elements) of each array that a program sends, sorted."""
-    found = []
-    program = re.sub(r"/\*.*?\*/", "", compiled.as_text())
-    for arrays, kind in COLLECTIVE.findall(program):
-        for dtype, shape in ARRAY.findall(arrays):
-            elements = math.prod(int(n) for n in shape.split(",") if n)
-            found.append((kind, dtype, elements))
-    return sorted(found)
-
-
-def large(sent):
-    return [(kind, dtype, n) for kind, dtype, n in sent if n > 1]
-
-
 def compiled_step(tx, params, mesh):
     """Return a training step, compiled for these shardings."""
 
@@ -112,11 +91,7 @@ def compiled_step(tx, params, mesh):
 def run(tx, params, grads, state=None):
     """Return (params, state, compiled step) after these gradients."""
 
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = jax.jit(by_update(tx))
     state = tx.init(params) if state is None else state
     for grad in grads:
         params, state = step(params, state, grad)
@@ -138,7 +113,8 @@ def bytes_on_each_device(tree):
 # Without zero1: the state follows its params.
 
 
-def state_lies_where_its_params_do_from_init_on():
+@pytest.mark.slow
+def test_state_lies_where_its_params_do_from_init_on():
     mesh = mesh_of()
     for name, specs in LAYOUTS.items():
         where = shardings(mesh, specs)
@@ -165,20 +141,22 @@ def state_lies_where_its_params_do_from_init_on():
                 assert seen >= 6
 
 
-def nothing_is_gathered_that_bare_optax_does_not_gather():
+@pytest.mark.slow
+def test_nothing_is_gathered_that_bare_optax_does_not_gather():
     mesh = mesh_of()
     for name, specs in LAYOUTS.items():
         params = jax.device_put(weights(), shardings(mesh, specs))
-        bare = large(collectives(compiled_step(ADAMW, params, mesh)))
+        bare = large(sent_by(compiled_step(ADAMW, params, mesh)))
         for form in COMPARED[name]:
-            ours = large(collectives(compiled_step(FORMS[form](), params, mesh)))
+            ours = large(sent_by(compiled_step(FORMS[form](), params, mesh)))
             assert ours == bare, (name, form, ours, bare)
 
 
 # With zero1.
 
 
-def results_are_bit_equal_to_the_unsharded():
+@pytest.mark.slow
+def test_results_are_bit_equal_to_the_unsharded():
     mesh = mesh_of(8, 1)
     for name, form in FORMS.items():
         params = jax.device_put(weights(), NamedSharding(mesh, P()))
@@ -199,7 +177,8 @@ def results_are_bit_equal_to_the_unsharded():
             assert all(lies_as(p, NamedSharding(mesh, P())) for p in got.values())
 
 
-def each_device_holds_its_part_of_the_state():
+@pytest.mark.slow
+def test_each_device_holds_its_part_of_the_state():
     for count in (1, 2, 4, 8):
         mesh = mesh_of(count, 1)
         params = jax.device_put(weights(), NamedSharding(mesh, P()))
@@ -216,21 +195,22 @@ def each_device_holds_its_part_of_the_state():
                 assert set(held) == {(whole - scalars) // count + scalars}, name
 
 
-def params_are_gathered_in_their_own_dtype():
+def test_params_are_gathered_in_their_own_dtype():
     mesh = mesh_of(8, 1)
     sizes = sorted(p.size for p in weights().values())
     for dtype, bits in ((jnp.bfloat16, "u16"), (jnp.float32, "u32")):
         params = jax.device_put(weights(dtype), NamedSharding(mesh, P()))
         for form in ("full copies", "scaled") if bits == "u16" else ("full copies",):
             tx = optax_mp.zero1(FORMS[form](), mesh, "data")
-            sent = large(collectives(compiled_step(tx, params, mesh)))
+            sent = large(sent_by(compiled_step(tx, params, mesh)))
             gathered = [(d, n) for kind, d, n in sent if kind == "all-gather"]
             assert gathered == [(bits, n) for n in sizes], gathered
             others = {kind for kind, _, _ in sent} - {"all-gather"}
             assert others <= {"all-reduce", "reduce-scatter"}, sent
 
 
-def leaves_that_do_not_divide_are_handled():
+@pytest.mark.slow
+def test_leaves_that_do_not_divide_are_handled():
     mesh = mesh_of(8, 1)
     shapes = {"odd": (3, 5), "second": (7, 16), "none": (0, 8), "scalar": ()}
     params = {k: jnp.ones(s, jnp.bfloat16) for k, s in shapes.items()}
@@ -254,7 +234,8 @@ def leaves_that_do_not_divide_are_handled():
     assert lies_as(masters["odd"], NamedSharding(mesh, P()))
 
 
-def params_sharded_otherwise_keep_their_layout():
+@pytest.mark.slow
+def test_params_sharded_otherwise_keep_their_layout():
     mesh = mesh_of()
     for layout in ("tensor", "fully sharded", "both"):
         specs = LAYOUTS[layout]
@@ -274,11 +255,11 @@ def params_sharded_otherwise_keep_their_layout():
             assert masters["v"] in (P(("model", "data")), P(("model", "data"), None))
         else:
             assert all(lies_as(state.master_params[k], where[k]) for k in params)
-        sent = collectives(compiled_step(tx, params, mesh))
+        sent = sent_by(compiled_step(tx, params, mesh))
         assert "all-to-all" not in {k for k, _, _ in sent} or layout != "tensor"
 
 
-def params_that_lie_otherwise_than_said_are_an_error():
+def test_params_that_lie_otherwise_than_said_are_an_error():
     mesh = mesh_of()
     tx = optax_mp.zero1(ADAMW, mesh, "data")
     params = jax.device_put(weights(), shardings(mesh, LAYOUTS["tensor"]))
@@ -287,7 +268,8 @@ def params_that_lie_otherwise_than_said_are_an_error():
         tx.init(params)
 
 
-def a_run_goes_on_with_and_without_and_on_other_devices():
+@pytest.mark.slow
+def test_a_run_goes_on_with_and_without_and_on_other_devices():
     grads = gradients(weights(), 6)
     bare = FORMS["scaled"]()
     mesh = mesh_of(8, 1)
@@ -310,7 +292,8 @@ def a_run_goes_on_with_and_without_and_on_other_devices():
     assert float(optax_mp.loss_scale(state)) == 8.0
 
 
-def wrappers_of_optax_work_inside():
+@pytest.mark.slow
+def test_wrappers_of_optax_work_inside():
     mesh = mesh_of(8, 1)
     params = jax.device_put(weights(), NamedSharding(mesh, P()))
     grads = gradients(params, 4)
@@ -332,7 +315,8 @@ def wrappers_of_optax_work_inside():
             assert leaf.ndim == 0 or lies_as(leaf, NamedSharding(mesh, P("data")))
 
 
-def explicitly_sharded_params_work():
+@pytest.mark.slow
+def test_explicitly_sharded_params_work():
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
     with jax.set_mesh(mesh):
@@ -350,7 +334,8 @@ def explicitly_sharded_params_work():
             assert master.sharding.spec[0] == "data"
 
 
-def float16_and_float8_and_extreme_params_land_as_without():
+@pytest.mark.slow
+def test_float16_and_float8_and_extreme_params_land_as_without():
     mesh = mesh_of(8, 1)
     extreme = [-0.0, 0.0, 1e-30, -1e30, 3e38, jnp.inf, jnp.nan, 1.0]
     for dtype in ("bfloat16", "float16", "float8_e4m3fn"):
@@ -369,7 +354,8 @@ def float16_and_float8_and_extreme_params_land_as_without():
         assert as_bits(state) == as_bits(expected_state), dtype
 
 
-def two_axes_may_go_along_two_axes_of_an_array():
+@pytest.mark.slow
+def test_two_axes_may_go_along_two_axes_of_an_array():
     mesh = mesh_of()
     params = {"w": jnp.ones((4, 6), jnp.bfloat16), "v": jnp.ones((16, 3), jnp.bfloat16)}
     params = jax.device_put(params, NamedSharding(mesh, P()))
@@ -383,23 +369,3 @@ def two_axes_may_go_along_two_axes_of_an_array():
         assert lies_as(tree["w"], NamedSharding(mesh, P("data", "model")))
         assert lies_as(tree["v"], NamedSharding(mesh, P(("data", "model"))))
     assert all(lies_as(p, NamedSharding(mesh, P())) for p in got.values())
-
-
-CHECKS = (
-    state_lies_where_its_params_do_from_init_on,
-    nothing_is_gathered_that_bare_optax_does_not_gather,
-    results_are_bit_equal_to_the_unsharded,
-    each_device_holds_its_part_of_the_state,
-    params_are_gathered_in_their_own_dtype,
-    leaves_that_do_not_divide_are_handled,
-    params_sharded_otherwise_keep_their_layout,
-    params_that_lie_otherwise_than_said_are_an_error,
-    a_run_goes_on_with_and_without_and_on_other_devices,
-    wrappers_of_optax_work_inside,
-    explicitly_sharded_params_work,
-    float16_and_float8_and_extreme_params_land_as_without,
-    two_axes_may_go_along_two_axes_of_an_array,
-)
-
-if __name__ == "__main__":
-    run_named(CHECKS, 8)

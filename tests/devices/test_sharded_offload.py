@@ -1,15 +1,19 @@
-"""`offload` with sharded arrays, in a process that has eight devices."""
+"""`offload` with sharded arrays."""
 
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
+from communication import sent_by
 from comparison import as_bits
-from forced_devices import run_named
-from host_memory import HOST, UNFUSED, in_chunks, kinds
+from host_memory import HOST, UNFUSED, in_chunks, kinds, needs_memories
 from jax.sharding import NamedSharding, PartitionSpec
-from sharded_steps import COLLECTIVES, arrays, compact, mesh_of, shardings
+from sharded_arrays import arrays, compact, mesh_of, shardings
+from steps import by_update
 
 import optax_mp
+
+pytestmark = [needs_memories, pytest.mark.slow]
 
 
 def masters():
@@ -25,16 +29,12 @@ FORMS = {"masters": masters, "compact": compact, "scaled": scaled}
 
 def steps(tx, params, state, grads):
     """Return params and state after three steps, and the program of one."""
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    compiled = jax.jit(step, donate_argnums=(0, 1), compiler_options=UNFUSED)
-    text = compiled.lower(params, state, grads).compile().as_text()
+    options = {"donate_argnums": (0, 1), "compiler_options": UNFUSED}
+    compiled = jax.jit(by_update(tx), **options)
+    sent = sent_by(compiled.lower(params, state, grads).compile())
     for _ in range(3):
         params, state = compiled(params, state, grads)
-    return (params, state), {name for name in COLLECTIVES if name in text}
+    return (params, state), {kind for kind, _, _ in sent}
 
 
 def on_one_device(tx):
@@ -69,20 +69,20 @@ def check(kind, knows_layout):
         assert collectives <= known, collectives
 
 
-def where_shardings_are_given():
+def test_where_shardings_are_given():
     check("Auto", knows_layout=True)
 
 
-def where_nothing_is_known():
+def test_where_nothing_is_known():
     check("Auto", knows_layout=False)
 
 
-def where_types_say_it():
+def test_where_types_say_it():
     with jax.set_mesh(mesh_of("Explicit")):
         check("Explicit", knows_layout=False)
 
 
-def in_shard_map():
+def test_in_shard_map():
     mesh = mesh_of("Auto")
     rows = NamedSharding(mesh, PartitionSpec("a"))
     # Two leaves: XLA makes a division by a number that is used once a product.
@@ -110,7 +110,7 @@ def in_shard_map():
     assert kinds(new) == {"Host", "Device"}
 
 
-def zero1_inside_and_around():
+def test_zero1_inside_and_around():
     mesh = mesh_of("Auto")
     params, grads = (
         jax.device_put(arrays(i), NamedSharding(mesh, PartitionSpec())) for i in (0, 1)
@@ -132,15 +132,3 @@ def zero1_inside_and_around():
         got, _ = steps(tx, copies, state, grads)
         assert as_bits(got) == as_bits(want)
         assert kinds(got[1]) == {"Host", "Device"}
-
-
-CHECKS = [
-    where_shardings_are_given,
-    where_nothing_is_known,
-    where_types_say_it,
-    in_shard_map,
-    zero1_inside_and_around,
-]
-
-if __name__ == "__main__":
-    run_named(CHECKS, 8)

@@ -1,23 +1,22 @@
-"""Checkpoints of sharded state, in host memory or not; with eight devices."""
+"""Checkpoints of sharded state, in host memory or not, restored onto other devices."""
 
 import functools
-import pathlib
-import tempfile
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from comparison import as_bits
-from forced_devices import run_named
-from host_memory import UNFUSED, in_chunks
+from host_memory import UNFUSED, in_chunks, needs_memories
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from offload_devices import masters
-from sharded_steps import arrays, compact
+from sharded_arrays import arrays, compact
+from steps import by_update
+
+import optax_mp
 
 ocp = pytest.importorskip("orbax.checkpoint")
+pytestmark = [needs_memories, pytest.mark.slow]
 
 LAYOUTS = {
     "2x4": ((2, 4), {"rows": P(("a", "b")), "both": P("a", "b"), "uneven": P("b")}),
@@ -44,22 +43,14 @@ def start_on(layout, make):
 @functools.cache
 def step_on(layout, make):
     tx, _ = start_on(layout, make)
-
-    @functools.partial(jax.jit, donate_argnums=0, compiler_options=UNFUSED)
-    def step(run, grads):
-        params, state = run
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
+    return jax.jit(by_update(tx), compiler_options=UNFUSED)
 
 
 def go_on(make, layout, run):
     """Return a run after three more steps."""
     grads = jax.device_put(arrays(1), shardings(layout))
-    run = jax.tree.map(jnp.copy, run)
     for _ in range(3):
-        run = step_on(layout, make)(run, grads)
+        run = step_on(layout, make)(*run, grads)
     return run
 
 
@@ -78,28 +69,12 @@ def moved(path, run, layout, make):
     return restored
 
 
-def goes_on_elsewhere_and_back(make):
-    run = go_on(make, "2x4", start_on("2x4", make)[1])
-    want = as_bits(go_on(make, "2x4", run))
-    with tempfile.TemporaryDirectory() as directory:
-        path = pathlib.Path(directory)
-        for layout in ("4x2", "1"):
-            restored = moved(path / layout, run, layout, make)
-            assert as_bits(go_on(make, layout, restored)) == want
-            back = moved(path / f"{layout}, back", restored, "2x4", make)
-            assert as_bits(go_on(make, "2x4", back)) == want
+def masters():
+    return optax_mp.mixed_precision(optax.adamw(1e-2))
 
 
 def in_host_memory(make, placed):
     return in_chunks(make(), param_shardings=placed)
-
-
-def float32_masters_go_on_elsewhere_and_back():
-    goes_on_elsewhere_and_back(functools.partial(in_host_memory, masters))
-
-
-def codes_and_remainders_go_on_elsewhere_and_back():
-    goes_on_elsewhere_and_back(functools.partial(in_host_memory, compact))
 
 
 def in_device_memory(placed):
@@ -108,15 +83,20 @@ def in_device_memory(placed):
     return optax.GradientTransformationExtraArgs(jax.jit(tx.init), tx.update)
 
 
-def in_device_memory_they_do_too():
-    goes_on_elsewhere_and_back(in_device_memory)
-
-
-CHECKS = [
-    float32_masters_go_on_elsewhere_and_back,
-    codes_and_remainders_go_on_elsewhere_and_back,
-    in_device_memory_they_do_too,
-]
-
-if __name__ == "__main__":
-    run_named(CHECKS, 8)
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(in_host_memory, masters),
+        functools.partial(in_host_memory, compact),
+        in_device_memory,
+    ],
+    ids=["masters on the host", "codes on the host", "codes on the device"],
+)
+def test_a_run_goes_on_elsewhere_and_back(make, tmp_path):
+    run = go_on(make, "2x4", start_on("2x4", make)[1])
+    want = as_bits(go_on(make, "2x4", run))
+    for layout in ("4x2", "1"):
+        restored = moved(tmp_path / layout, run, layout, make)
+        assert as_bits(go_on(make, layout, restored)) == want
+        back = moved(tmp_path / f"{layout}, back", restored, "2x4", make)
+        assert as_bits(go_on(make, "2x4", back)) == want
