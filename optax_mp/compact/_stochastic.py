@@ -11,22 +11,12 @@ from optax_mp._arguments import (
     check_init_params,
     check_own_state,
 )
-from optax_mp._choose import choose_step, pass_choice
+from optax_mp._choose import choose_step
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, difference
-from optax_mp._inner import (
-    as_inner_grad,
-    as_inner_param,
-    as_transformation,
-    check_update,
-    copy_shared,
-    explain_failure,
-    match_gradients,
-    or_no_change,
-    warn_of_gradients,
-)
-from optax_mp._leaves import Leaves, is_absent
-from optax_mp._tree import describe, is_floating, is_inexact, spell
+from optax_mp._inner import InnerUpdate, as_inner_param, as_transformation, copy_shared
+from optax_mp._leaves import Leaves
+from optax_mp._tree import describe, is_floating, spell
 from optax_mp.compact._random_numbers import (
     check_seed,
     round_stochastically,
@@ -135,34 +125,22 @@ def stochastic_rounding(
         check_given_params(params, "stochastic_rounding")
         check_own_state(state, StochasticRoundingState, "stochastic_rounding")
         leaves = Leaves.of(params, caller="stochastic_rounding", name="`params`")
-        grads = match_gradients(leaves, updates)
-        warn_of_gradients(leaves, grads)
+        arguments = InnerUpdate.match(updates, params, leaves)
         wide = list(map(_widen, leaves.values))
-        if extra_args.get("grad") is not None:
-            grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
-            extra_args["grad"] = leaves.unflatten(map(as_inner_grad, wide, grad))
 
         def step(state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
-            inner_grads = leaves.unflatten(map(as_inner_grad, wide, grads))
-            args = inner_grads, state.inner_state, leaves.unflatten(wide)
-            with explain_failure(inner, *args, "stochastic_rounding"):
-                extra_args = pass_choice(extra_args, state.inner_state)
-                changes, inner_state = inner.update(*args, **extra_args)
-            # The update of a leaf that is hidden from `inner` is its gradient.
-            new_updates = list(grads)
-            changes = leaves.match(changes, "the updates of `inner`")
-            keys = split_keys(rounding_keys(len(changes), seed, state.step_count))
-            for i, change in enumerate(changes):
-                path, param = leaves.paths[i], leaves.values[i]
-                new_updates[i] = change if is_inexact(param) else grads[i]
-                if not is_inexact(param) or is_absent(change):
-                    new_updates[i] = or_no_change(new_updates[i], param)
-                    continue
-                check_update(path, param, grads[i], change, "stochastic_rounding")
-                if _is_narrow(param):
-                    target: Any = optax.apply_updates(wide[i], change)
-                    rounded = _round_jitted(target, param.dtype, keys[i])
-                    new_updates[i] = difference(rounded, wide[i])
+            keys = split_keys(rounding_keys(len(wide), seed, state.step_count))
+
+            def advance(i: int, change: Any) -> Any:
+                if not _is_narrow(leaves.values[i]):
+                    return change
+                target: Any = optax.apply_updates(wide[i], change)
+                rounded = _round_jitted(target, leaves.values[i].dtype, keys[i])
+                return difference(rounded, wide[i])
+
+            new_updates, inner_state = arguments.run(
+                inner, wide, state.inner_state, extra_args, advance
+            )
             count = jnp.asarray(optax.safe_increment(state.step_count))
             new_state = StochasticRoundingState(count, inner_state)
             return leaves.unflatten(new_updates), new_state

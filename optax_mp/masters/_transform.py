@@ -7,16 +7,10 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params
-from optax_mp._choose import choose_step, pass_choice, read_choice
+from optax_mp._choose import choose_step
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, floating_dtype, round_to
-from optax_mp._inner import (
-    as_inner_param,
-    as_transformation,
-    copy_shared,
-    explain_failure,
-    warn_of_gradients,
-)
+from optax_mp._inner import as_inner_param, as_transformation, copy_shared
 from optax_mp._leaves import Leaves
 from optax_mp._policy import (
     DeclaredDType,
@@ -154,21 +148,13 @@ def mixed_precision(
         **extra_args: Any,
     ) -> tuple[optax.Updates, MixedPrecisionState]:
         step = Step.match(updates, state, params, settings)
-        leaves = step.params
-        warn_of_gradients(leaves, step.grads)
+        leaves = step.arguments.params
 
         def run_step(
             before: tuple[Any, Any], extra_args: dict[str, Any]
         ) -> tuple[Any, tuple[Any, Any]]:
             # `before[0]` is `step.stored`, which `choose_step` keeps in a skipped step.
-            masters, inner_state = step.decode(), before[1]
-            passed = pass_choice(extra_args, inner_state)
-            grads, seen, passed = step.as_seen_by_inner(masters, passed)
-            with explain_failure(inner, grads, inner_state, seen, _CALLER):
-                changes, inner_state = inner.update(grads, inner_state, seen, **passed)
-            proceed = read_choice(extra_args)
-            stored, updates = step.apply_changes(masters, changes, proceed)
-            return updates, (stored, inner_state)
+            return step.run(inner, before[1], extra_args)
 
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.
