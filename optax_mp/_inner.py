@@ -184,7 +184,7 @@ def check_gradients(params: PyTree, grads: PyTree, caller: str) -> None:
     """
     if params is None or isinstance(params, optax.LookaheadParams):
         return
-    match_gradients(Leaves.of(params, caller=caller, name="`params`"), grads)
+    match_gradients(Leaves.of(params, caller=caller), grads)
 
 
 def match_gradients(params: Leaves, grads: PyTree) -> list[Any]:
@@ -272,7 +272,7 @@ def explain_failure(
             raise
         # `optax.lookahead` has two copies of the params, and gradients of one.
         trained = params.fast if isinstance(params, optax.LookaheadParams) else params
-        leaves = Leaves.of(trained, caller=caller, name="`params`")
+        leaves = Leaves.of(trained, caller=caller)
         problem = _find_none(leaves, leaves.match(grads, "the gradients"))
         problem = problem or _difference_to_own(inner, state, params, caller)
         if problem is None:

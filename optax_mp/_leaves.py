@@ -62,7 +62,7 @@ class Leaves:
     treedef: Any
 
     @classmethod
-    def of(cls, tree: PyTree, *, caller: str, name: str) -> "Leaves":
+    def of(cls, tree: PyTree, *, caller: str, name: str = "`params`") -> "Leaves":
         """Flatten `tree`."""
         paths_and_leaves = tree_flatten_with_path(tree)[0]
         paths = [path for path, _ in paths_and_leaves]

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
@@ -39,6 +40,14 @@ def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[Jaxpr, Sequence[Any]]:
 def is_literal(atom: Any) -> bool:
     """Return whether an input is a number written into the jaxpr."""
     return isinstance(atom, Literal)
+
+
+def is_always(value: Any, test: Callable[[np.ndarray], Any]) -> bool:
+    """Return whether all entries of a literal or a constant pass a test."""
+    try:
+        return bool(np.all(test(np.asarray(value))))
+    except TypeError:  # no number, such as a random key, or a traced value
+        return False
 
 
 def is_shaped(aval: Any) -> bool:

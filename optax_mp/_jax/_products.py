@@ -35,17 +35,12 @@ def operands(equation: Equation) -> list[Any]:
 def matrix_sizes(equation: Equation) -> tuple[Any, Any, Any]:
     """Return the rows, contracted size and columns of a `dot_general`, per batch."""
     (contracted, batch) = equation.params["dimension_numbers"]
-    sizes = [
-        [
-            size
-            for axis, size in enumerate(aval.shape)
-            if axis not in (*contracted[i], *batch[i])
-        ]
-        for i, aval in enumerate(operands(equation))
-    ]
-    left = operands(equation)[0].shape
-    inner = [left[axis] for axis in contracted[0]]
-    return math.prod(sizes[0]), math.prod(inner), math.prod(sizes[1])
+    left, right = (
+        math.prod(n for axis, n in enumerate(x.shape) if axis not in (*inner, *outer))
+        for x, inner, outer in zip(operands(equation), contracted, batch, strict=True)
+    )
+    shape = operands(equation)[0].shape
+    return left, math.prod(shape[axis] for axis in contracted[0]), right
 
 
 def flops_of(equation: Equation) -> int:

@@ -25,7 +25,7 @@ from optax_mp._typed import type_with
 from optax_mp._warnings import warn
 from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
 from optax_mp.compact._code_choice import BFLOAT16, CodeFormat, choose_codes
-from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
+from optax_mp.compact._random_numbers import check_seed, rounding_keys
 from optax_mp.leafwise._take_step import leafwise_update
 
 # So that the random numbers differ from those of `stochastic_rounding` with the same
@@ -195,16 +195,17 @@ def _warn_if_mostly_wide(
         chosen: how each of its leaves is quantized, or None.
         min_size: the number of elements that an array needs for that.
     """
-    sizes = [
-        (leaf.size, code is not None, f"{spell(path)} {describe(leaf)}")
-        for (path, leaf), code in zip(tree_leaves_with_path(state), chosen, strict=True)
-        if is_floating(leaf)
-    ]
-    total = sum(size for size, _, _ in sizes)
-    coded = sum(size for size, is_coded, _ in sizes if is_coded)
+    sizes: dict[str, int] = {}
+    coded = 0
+    for (path, leaf), code in zip(tree_leaves_with_path(state), chosen, strict=True):
+        if code is not None:
+            coded += leaf.size
+        elif is_floating(leaf):
+            sizes[f"{spell(path)} {describe(leaf)}"] = leaf.size
+    total = coded + sum(sizes.values())
     if total < _LARGE_STATE or 2 * coded >= total:
         return
-    _, _, largest = max(x for x in sizes if not x[1])
+    largest = max(sizes, key=sizes.__getitem__)
     warn(
         f"low_bit_state: {coded / total:.0%} of the {total:,} numbers of the state are "
         f"stored in codes; the largest array that is not is {largest}. Arrays of fewer "
@@ -250,12 +251,12 @@ def _quantize_again(after: PyTree, state: LowBitState, seed: int | None) -> PyTr
     # By path: a state may gain leaves at the first step, as that of `optax.monitor`.
     nodes = tree_leaves_with_path(state.inner_state, is_leaf=is_quantized)
     old = {path: node for path, node in nodes if is_quantized(node)}
-    keys = [None] * len(old)
+    keys = {}
     if seed is not None:
-        keys = split_keys(rounding_keys(len(old), seed, _SALT, state.step_count))
-    key_of = dict(zip(old, keys, strict=True))
+        all_keys = rounding_keys(len(old), seed, _SALT, state.step_count)
+        keys = dict(zip(old, all_keys, strict=True))
 
     def quantize_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
-        return quantize(leaf, old[path], key_of[path]) if path in old else leaf
+        return quantize(leaf, old[path], keys.get(path)) if path in old else leaf
 
     return tree_map_with_path(quantize_leaf, after, is_leaf=is_box)

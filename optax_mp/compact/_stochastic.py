@@ -16,12 +16,11 @@ from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, difference
 from optax_mp._inner import InnerUpdate, as_inner_param, as_transformation, copy_shared
 from optax_mp._leaves import Leaves
-from optax_mp._tree import describe, is_floating, spell
+from optax_mp._tree import is_floating
 from optax_mp.compact._random_numbers import (
     check_seed,
     round_stochastically,
     rounding_keys,
-    split_keys,
 )
 from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._mark import is_unmarked
@@ -105,15 +104,7 @@ def stochastic_rounding(
     @takes_descriptions
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         check_init_params(params, "stochastic_rounding")
-        leaves = Leaves.of(params, caller="stochastic_rounding", name="`params`")
-        for path, leaf in zip(leaves.paths, leaves.values, strict=True):
-            if is_floating(leaf) and bits(leaf.dtype) < 16:
-                raise ValueError(
-                    f"stochastic_rounding: param {spell(path)} is {describe(leaf)}, "
-                    "expected 16 bits or more, since JAX adds no float32 update to an "
-                    "8-bit float; use `optax_mp.mixed_precision` with "
-                    '`update_dtype="params"`.'
-                )
+        leaves = Leaves.of(params, caller="stochastic_rounding")
         wide = leaves.unflatten(map(_widen, leaves.values))
         inner_state = place_like_params(inner.init(wide), wide)
         inner_state = copy_shared(inner_state, leaves.values)
@@ -124,12 +115,12 @@ def stochastic_rounding(
     ) -> tuple[optax.Updates, StochasticRoundingState]:
         check_given_params(params, "stochastic_rounding")
         check_own_state(state, StochasticRoundingState, "stochastic_rounding")
-        leaves = Leaves.of(params, caller="stochastic_rounding", name="`params`")
+        leaves = Leaves.of(params, caller="stochastic_rounding")
         arguments = InnerUpdate.match(updates, params, leaves)
         wide = list(map(_widen, leaves.values))
 
         def step(state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
-            keys = split_keys(rounding_keys(len(wide), seed, state.step_count))
+            keys = rounding_keys(len(wide), seed, state.step_count)
 
             def advance(i: int, change: Any) -> Any:
                 if not _is_narrow(leaves.values[i]):

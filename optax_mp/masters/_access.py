@@ -11,13 +11,13 @@ from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain_trees
 from optax_mp._dtypes import at_least_float32, round_to
 from optax_mp._jax._arrays import is_traced
-from optax_mp._jax._explicit import reshard_beside
 from optax_mp._jax._memory import bring, put_beside
+from optax_mp._jax._sharding import reshard_beside
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._nesting import check_nesting
 from optax_mp._states import check_classes, find_states, map_states
 from optax_mp._tree import describe, is_floating, spell
-from optax_mp.masters._checks import check_shape
+from optax_mp.masters._settings import check_shape
 from optax_mp.masters._step import follow_edits
 from optax_mp.masters._storage import (
     MixedPrecisionState,
@@ -84,7 +84,7 @@ def read_arguments(
     opt_state, params = plain_trees(opt_state, params)
     check_state_first(opt_state, params, caller, f"{caller}({names})")
     check_nesting(opt_state, caller)
-    return opt_state, params, Leaves.of(params, caller=caller, name="`params`")
+    return opt_state, params, Leaves.of(params, caller=caller)
 
 
 def decode_all(

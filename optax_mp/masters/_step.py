@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,40 +15,15 @@ from optax_mp._choose import Choice, read_choice, select
 from optax_mp._dtypes import (
     at_least_float32,
     bits,
-    check_available,
     difference,
     round_to,
     saturating_cast,
 )
 from optax_mp._inner import InnerUpdate, as_inner_param
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._policy import DTypeRule
-from optax_mp._tree import is_floating, spell
-from optax_mp.masters._checks import check_master, check_param, check_state
-from optax_mp.masters._storage import FullCopy, Storage, as_own_arrays
-
-
-class Settings(NamedTuple):
-    """The arguments of `mixed_precision`, checked.
-
-    Attributes:
-        master_dtype: the dtype of masters.
-        dtype_in_training: the dtype of each param in training, as the user declares it.
-        update_dtype: the dtype of updates; `"params"`, or None for the gradients'.
-        storage: how masters are kept.
-    """
-
-    master_dtype: jnp.dtype
-    dtype_in_training: DTypeRule
-    update_dtype: jnp.dtype | str | None
-    storage: Storage
-
-    def check_dtypes(self) -> None:
-        """Raise if JAX does not have a dtype, as float64 without 64-bit types."""
-        # At each call, because users may turn 64-bit types on after construction.
-        check_available(self.master_dtype, "mixed_precision: `master_dtype`")
-        if isinstance(self.update_dtype, np.dtype):
-            check_available(self.update_dtype, "mixed_precision: `update_dtype`")
+from optax_mp._tree import is_floating
+from optax_mp.masters._settings import Settings
+from optax_mp.masters._storage import FullCopy, as_own_arrays
 
 
 @dataclass(frozen=True)
@@ -70,14 +45,12 @@ class Step:
         """Return the step of an `update` with these arguments."""
         check_given_params(params, "mixed_precision")
         settings.check_dtypes()
-        check_state(state, settings.storage)
-        leaves = Leaves.of(params, caller="mixed_precision", name="`params`")
+        settings.check_state(state)
+        leaves = Leaves.of(params, caller="mixed_precision")
         # Subtrees, because a storage may store several arrays for one master.
         stored = leaves.match_subtrees(state.master_params, "the masters in the state")
         for path, param, x in zip(leaves.paths, leaves.values, stored, strict=True):
-            declared = settings.dtype_in_training(path, param)
-            dtypes = settings.master_dtype, declared
-            check_param(spell(path), param, x, *dtypes, settings.storage)
+            settings.check_param(path, param, x)
         return cls(InnerUpdate.match(updates, params, leaves), stored, settings)
 
     def _decode(self) -> list[Any]:
@@ -85,14 +58,14 @@ class Step:
 
         Where the param was edited since the last step, it is the master.
         """
-        master_dtype, storage = self.settings.master_dtype, self.settings.storage
-        params, masters = self.arguments.params, list(self.stored)
+        storage, masters = self.settings.storage, list(self.stored)
+        params = self.arguments.params
         for i, param in enumerate(params.values):
             if is_absent(masters[i]):
                 masters[i] = as_inner_param(param)
                 continue
             master = storage.decode(masters[i], param)
-            check_master(spell(params.paths[i]), master, master_dtype, storage)
+            self.settings.check_master(params.paths[i], master)
             if not storage.param_is_part and shows_edits(
                 param.dtype, self._update_dtype(i)
             ):

@@ -9,24 +9,24 @@ from jax.typing import DTypeLike
 from optax_mp._arguments import check_init_params
 from optax_mp._choose import choose_step
 from optax_mp._descriptions import place_like_params, takes_descriptions
-from optax_mp._dtypes import bits, floating_dtype, round_to
+from optax_mp._dtypes import bits, round_to
 from optax_mp._inner import as_inner_param, as_transformation, copy_shared
 from optax_mp._leaves import Leaves
 from optax_mp._policy import (
     DeclaredDType,
     Policy,
-    read_param_dtype,
     warn_unmatched_patterns,
 )
 from optax_mp._tree import describe, spell
 from optax_mp.leafwise._take_step import leafwise_update
-from optax_mp.masters._checks import check_any_stored, check_storable
-from optax_mp.masters._step import Settings, Step
+from optax_mp.masters._settings import Settings
+from optax_mp.masters._step import Step
 from optax_mp.masters._storage import (
     FullCopy,
     MixedPrecisionState,
     Storage,
-    check_storage,
+    check_any_stored,
+    check_storable,
     state_type,
     store,
 )
@@ -126,7 +126,7 @@ def mixed_precision(
         https://arxiv.org/abs/1710.03740
     """
     inner = as_transformation(inner, _CALLER)
-    settings = _check_settings(master_dtype, param_dtype, update_dtype, storage)
+    settings = Settings.of(master_dtype, param_dtype, update_dtype, storage)
     make_state = state_type(storage)
 
     @takes_descriptions
@@ -134,7 +134,7 @@ def mixed_precision(
         check_init_params(params, _CALLER)
         if isinstance(param_dtype, Policy):
             warn_unmatched_patterns(param_dtype, params, _CALLER)
-        leaves = Leaves.of(params, caller=_CALLER, name="`params`")
+        leaves = Leaves.of(params, caller=_CALLER)
         stored, inner_params = _init_masters(leaves, settings)
         seen_by_inner = leaves.unflatten(inner_params)
         inner_state = place_like_params(inner.init(seen_by_inner), seen_by_inner)
@@ -190,19 +190,3 @@ def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[A
         inner_params.append(decoded)
     check_any_stored(storage, params, stored, master_dtype)
     return stored, inner_params
-
-
-def _check_settings(
-    master_dtype: Any, param_dtype: Any, update_dtype: Any, storage: Any
-) -> Settings:
-    """Return the settings of `mixed_precision`, or raise."""
-    master_dtype = floating_dtype(master_dtype, "mixed_precision: `master_dtype`")
-    dtype_in_training = read_param_dtype(param_dtype, "mixed_precision: `param_dtype`")
-    # `isinstance` first, because `dtype == "params"` tries to read a dtype's name.
-    is_params = isinstance(update_dtype, str) and update_dtype == "params"
-    if update_dtype is not None and not is_params:
-        update_dtype = floating_dtype(
-            update_dtype, 'mixed_precision: `update_dtype`, if not None or "params",'
-        )
-    check_storage(storage, master_dtype, update_dtype)
-    return Settings(master_dtype, dtype_in_training, update_dtype, storage)

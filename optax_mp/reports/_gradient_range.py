@@ -14,7 +14,7 @@ from jax import lax
 from jax.tree_util import register_dataclass, tree_leaves_with_path
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_mp._boxes import plain_params
+from optax_mp._boxes import plain
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._arrays import is_traced
 from optax_mp._table import percent
@@ -324,7 +324,7 @@ def gradient_range_report(
     _check_loss_scale(loss_scale, "gradient_range_report")
     leaves = {
         spell(path): (leaf, loss_scale)[: 1 if loss_scale is None else 2]
-        for path, leaf in tree_leaves_with_path(plain_params(grads))
+        for path, leaf in tree_leaves_with_path(plain(grads))
         if is_floating(leaf)
     }
     if not leaves:

@@ -10,7 +10,7 @@ import optax
 from jax.tree_util import DictKey, GetAttrKey, keystr, tree_leaves_with_path
 
 from optax_mp._arguments import check_opt_state
-from optax_mp._boxes import plain_state
+from optax_mp._boxes import plain
 from optax_mp._states import Path, check_classes, find_states, holds_state
 from optax_mp._tree import PyTree, is_array, is_floating, summarize
 from optax_mp.scaling._state import LossScaleState
@@ -75,7 +75,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         {}
     """
     check_opt_state(opt_state, "metrics")
-    opt_state = plain_state(opt_state)
+    opt_state = plain(opt_state)
     scales = find_states(opt_state, LossScaleState)
     if len(scales) < _SEVERAL:
         scalars = _of_steps(opt_state)
