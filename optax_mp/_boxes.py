@@ -123,10 +123,8 @@ def _resize(entry: Any, before: int, after: int, divides: Divides) -> Any:
 
 
 def _front(entries: Any, at: int, size: int) -> Any:
-    axes = [entry for entry in entries if _is_axis(entry)]
-    return (
-        dataclasses.replace(axes[0], name=f"stored_{at}", size=size) if axes else None
-    )
+    axis = next(filter(_is_axis, entries), None)
+    return axis and dataclasses.replace(axis, name=f"stored_{at}", size=size)
 
 
 def plain_trees(opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:

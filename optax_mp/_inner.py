@@ -70,9 +70,8 @@ class InnerUpdate:
         """Return the arguments of an `update`, or raise; `leaves` are of `params`."""
         # `optax.lookahead` passes a fast and a slow copy of the params, and gradients
         # of the fast one. Here both get them, so that every param has a gradient.
-        is_lookahead = isinstance(params, optax.LookaheadParams) and not isinstance(
-            grads, optax.LookaheadParams
-        )
+        has_copies = [isinstance(x, optax.LookaheadParams) for x in (params, grads)]
+        is_lookahead = has_copies == [True, False]
         if is_lookahead:
             grads = optax.LookaheadParams(fast=grads, slow=grads)
         matched = match_gradients(leaves, grads)
@@ -98,7 +97,7 @@ class InnerUpdate:
             advance: from the index of a param and its update by `inner` to the update
                 for the user.
         """
-        params, caller = self.params, self.params.caller
+        params = self.params
 
         def cast(grads: Sequence[Any]) -> Any:
             return params.unflatten(map(_cast_gradient, inner_params, grads))
@@ -108,12 +107,9 @@ class InnerUpdate:
             grad = params.match(extra_args["grad"], "the extra argument `grad`")
             extra_args = {**extra_args, "grad": cast(grad)}
         grads = cast(self.grads)
-        args = (
-            grads.fast if self.is_lookahead else grads,
-            inner_state,
-            params.unflatten(inner_params),
-        )
-        with explain_failure(inner, *args, caller):
+        grads = grads.fast if self.is_lookahead else grads
+        args = grads, inner_state, params.unflatten(inner_params)
+        with explain_failure(inner, *args, params.caller):
             changes, inner_state = inner.update(*args, **extra_args)
         updates = list(self.grads)
         for i, change in enumerate(params.match(changes, "the updates of `inner`")):
@@ -238,9 +234,8 @@ def or_no_change(update: Any, param: Any) -> Any:
     through `optax.apply_updates`.
     """
     is_none = update is None or getattr(update, "dtype", None) == jax.dtypes.float0
-    is_number = is_array(param) and (
-        jnp.issubdtype(param.dtype, jnp.number) or param.dtype == jnp.bool_
-    )
+    kinds = jnp.number, jnp.bool_
+    is_number = is_array(param) and any(jnp.issubdtype(param.dtype, x) for x in kinds)
     if not (is_none and is_number):
         return update
     # Negative, because 0.0 would change a param of -0.0. Integers have one zero only.

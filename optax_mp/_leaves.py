@@ -102,9 +102,8 @@ class Leaves:
 
     def match_subtrees(self, tree: PyTree, name: str) -> list[Any]:
         """Return the subtree of `tree` in each slot, without boxes."""
-        contents: list[Any] | None
         try:
-            contents = self.treedef.flatten_up_to(tree)
+            contents: list[Any] | None = self.treedef.flatten_up_to(tree)
         except (ValueError, TypeError, KeyError):
             # `optax.masked` may hide a whole branch by one `MaskedNode`.
             contents = contents_of(tree, self.treedef.unflatten(self.slots))

@@ -2,7 +2,8 @@
 
 XLA propagates shardings through any operation on both arrays, but it removes operations
 without effect before that. So a number that XLA cannot know chooses between the arrays.
-The result is always the first one: analyses of jaxprs know this primitive by name.
+The result is always the first one. To analyses of jaxprs, the primitive hands on both.
+(JAX 0.12 has no `jax.experimental.shard_alike` any more, which would do the same.)
 """
 
 import math
@@ -18,16 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import sharding_in_type
 
-PLACE_LIKE = "optax_mp_place_like"
-_place_like = Primitive(PLACE_LIKE)
-
 
 def place_like(leaf: jax.Array, like: jax.Array) -> jax.Array:
     """Return `leaf`, sharded like another array of its shape."""
     # A sharding in a type needs no hint: XLA has to follow it.
     if sharding_in_type(like) is not None:
         return reshard_like(leaf, like)
-    return _place_like.bind(leaf, like)
+    return _place_like.bind(leaf, like)[0]
 
 
 def whole_along(x: jax.Array, axis: int, size: int) -> jax.Array:
@@ -80,33 +78,32 @@ def entries_of(spec: PartitionSpec, ndim: int) -> list[Any]:
     return [*spec, *[None] * ndim][:ndim]
 
 
-@_place_like.def_impl
-def _first(leaf: jax.Array, like: jax.Array) -> jax.Array:
-    return leaf
+_place_like = Primitive("optax_mp_place_like")
+_place_like.multiple_results = True
 
 
-@_place_like.def_abstract_eval
-def _abstract(leaf: Any, like: Any) -> Any:
-    return leaf
+def _hand_on(leaf: Any, like: Any) -> list[Any]:
+    return [leaf, like]
 
 
-def _lowered(leaf: jax.Array, like: jax.Array) -> jax.Array:
-    never = lax.optimization_barrier(jnp.zeros((), bool))
-    if jnp.iscomplexobj(like) and not jnp.iscomplexobj(leaf):
-        like = jnp.real(like)
+def _lowered(leaf: jax.Array, like: jax.Array) -> list[jax.Array]:
     # Not a choice between two constants: XLA removes that if they are equal.
+    never = lax.optimization_barrier(jnp.zeros((), bool))
+    other = jnp.real(like) if not jnp.iscomplexobj(leaf) else like
     never = jnp.broadcast_to(never, leaf.shape)
-    return lax.select(never, like.astype(leaf.dtype), leaf)
+    return [lax.select(never, other.astype(leaf.dtype), leaf), like]
 
 
 def _jvp(primals: Any, tangents: Any) -> Any:
-    return _place_like.bind(*primals), tangents[0]
+    return _place_like.bind(*primals), tangents
 
 
 def _batched(args: Any, axes: Any) -> Any:
-    return args[0], axes[0]
+    return args, axes
 
 
-mlir.register_lowering(_place_like, mlir.lower_fun(_lowered, multiple_results=False))
+_place_like.def_impl(_hand_on)
+_place_like.def_abstract_eval(_hand_on)
+mlir.register_lowering(_place_like, mlir.lower_fun(_lowered))
 ad.primitive_jvps[_place_like] = _jvp
 batching.primitive_batchers[_place_like] = _batched

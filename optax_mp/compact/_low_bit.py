@@ -10,7 +10,7 @@ import optax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
-from optax_mp._arguments import check_init_params, check_own_state
+from optax_mp._arguments import check_init_params, check_own_state, check_same_setting
 from optax_mp._boxes import flatten_slots, is_box, put, put_resized, unbox
 from optax_mp._descriptions import divides_names, place_like_params, takes_descriptions
 from optax_mp._inner import (
@@ -169,7 +169,8 @@ def low_bit_state(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowBitState]:
-        _check_state(state, code_format)
+        check_own_state(state, LowBitState, "low_bit_state")
+        check_same_setting(state.code_format, code_format, "low_bit_state", "")
         check_gradients(params, updates, "low_bit_state")
         before = jax.tree.map(
             lambda x: dequantize(x) if is_quantized(x) else x,
@@ -213,17 +214,6 @@ def _warn_if_mostly_wide(
         "hold histories or weights and those that are not float32. Pass a smaller "
         "`min_size`, or leave `low_bit_state` out."
     )
-
-
-def _check_state(state: Any, code_format: CodeFormat) -> None:
-    """Raise unless a state was made by `low_bit_state` with these settings."""
-    check_own_state(state, LowBitState, "low_bit_state")
-    if state.code_format != code_format:
-        raise ValueError(
-            f"low_bit_state: the state was made with {state.code_format}, expected "
-            f"{code_format}, as this transform has it; convert it with "
-            "`optax_mp.convert_opt_state`."
-        )
 
 
 def _quantize_slot(slot: Any, code: Code) -> Any:

@@ -104,9 +104,8 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
         below = lax.bitwise_and(pattern, np.int32(-unit))
         rest = lax.bitwise_and(pattern, np.int32(unit - 1))
         rest = lax.convert_element_type(rest, jnp.float32)
-        rises = lax.convert_element_type(
-            lax.lt(lax.mul(numbers, np.float32(unit)), rest), jnp.int32
-        )
+        rises = lax.lt(lax.mul(numbers, np.float32(unit)), rest)
+        rises = lax.convert_element_type(rises, jnp.int32)
         higher = lax.add(below, lax.mul(rises, np.int32(unit)))
         rounded = lax.bitcast_convert_type(higher, jnp.float32)
     else:

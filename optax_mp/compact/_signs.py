@@ -22,7 +22,7 @@ from optax_mp._jax._jaxpr import (
     is_shaped,
     open_jaxpr,
 )
-from optax_mp._jax._primitives import KEEPS_SIGN, MOVES, NEVER_NEGATIVE
+from optax_mp._jax._primitives import HANDS_ON, KEEPS_SIGN, MOVES, NEVER_NEGATIVE
 from optax_mp._jax._wiring import Region
 
 
@@ -92,6 +92,8 @@ def _results(equation: Equation, inputs: list[Fact]) -> list[Fact]:
     """Return what is known of each output of an equation."""
     if has_regions(equation):
         facts = _through_regions(equation, inputs)
+    elif equation.primitive.name in HANDS_ON:
+        facts = inputs
     else:
         facts = [_result(equation, inputs)] * len(equation.outvars)
     return list(map(_of_variable, equation.outvars, facts))
@@ -125,8 +127,6 @@ def _result(equation: Equation, inputs: list[Fact]) -> Fact:
         case "div":
             base = inputs[0].multiple_of if holds[1] else None
             return Fact(all(holds), multiple_of=base)
-        case "optax_mp_place_like":
-            return inputs[0]
         case "convert_element_type":
             return inputs[0]._replace(value=None, bounds=frozenset())
         case "dot_general":

@@ -6,11 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._arguments import (
-    check_given_params,
-    check_init_params,
-    check_own_state,
-)
+from optax_mp._arguments import check_given_params, check_init_params, check_own_state
 from optax_mp._choose import choose_step
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, difference

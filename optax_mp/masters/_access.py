@@ -138,9 +138,8 @@ def replace_master_params(
     """
     caller = "replace_master_params"
     new_master = plain_trees(opt_state, new_master)[1]
-    opt_state, params, leaves = read_arguments(
-        opt_state, params, caller, "opt_state, params, new_master"
-    )
+    names = "opt_state, params, new_master"
+    opt_state, params, leaves = read_arguments(opt_state, params, caller, names)
     if not find_states(opt_state, MixedPrecisionState):
         raise ValueError(
             f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state "
@@ -256,10 +255,10 @@ def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
     """Return the master of a param, in device memory."""
     param = params.values[i]
     where = f"{params.caller}: param {spell(params.paths[i])} is {describe(param)}"
-    if storage.param_is_part and not (
-        is_floating(param) and storage.takes(param.dtype, jnp.dtype(jnp.float32))
-    ):
-        expected = list_taken_dtypes(storage, jnp.dtype(jnp.float32))
+    wide = jnp.dtype(jnp.float32)
+    is_taken = is_floating(param) and storage.takes(param.dtype, wide)
+    if storage.param_is_part and not is_taken:
+        expected = list_taken_dtypes(storage, wide)
         raise ValueError(
             f"{where}, expected {expected}, since with {storage} the param is part of "
             "its master. Pass the params in their training dtype: cast them with "
@@ -289,9 +288,8 @@ def check_param_is_rounded(
     # The storage may round ties differently from a cast: accept both.
     _, target = storage.advance(storage.encode(new, param), param, new)
     value, rounded = param.astype(new.dtype), round_to(new, param.dtype)
-    is_right = (
-        (value == target) | (value == rounded) | jnp.isnan(value) & jnp.isnan(new)
-    )
+    is_right = (value == target) | (value == rounded)
+    is_right |= jnp.isnan(value) & jnp.isnan(new)
     if not storage.param_is_part:
         is_right |= ~jnp.isfinite(value)  # no edit, as `follow_edits` says
     if not bool(is_right.all()):

@@ -66,9 +66,8 @@ class Step:
                 continue
             master = storage.decode(masters[i], param)
             self.settings.check_master(params.paths[i], master)
-            if not storage.param_is_part and shows_edits(
-                param.dtype, self._update_dtype(i)
-            ):
+            is_exact = shows_edits(param.dtype, self._update_dtype(i))
+            if is_exact and not storage.param_is_part:
                 master = follow_edits(master, jnp.asarray(param))
             masters[i] = master
         return masters

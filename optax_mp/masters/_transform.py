@@ -12,11 +12,7 @@ from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, round_to
 from optax_mp._inner import as_inner_param, as_transformation, copy_shared
 from optax_mp._leaves import Leaves
-from optax_mp._policy import (
-    DeclaredDType,
-    Policy,
-    warn_unmatched_patterns,
-)
+from optax_mp._policy import DeclaredDType, Policy, warn_unmatched_patterns
 from optax_mp._tree import describe, spell
 from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.masters._settings import Settings
@@ -142,10 +138,7 @@ def mixed_precision(
         return make_state(leaves.unflatten(stored), inner_state)
 
     def update_fn(
-        updates: Any,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, MixedPrecisionState]:
         step = Step.match(updates, state, params, settings)
         leaves = step.arguments.params
@@ -158,9 +151,9 @@ def mixed_precision(
 
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.
-        out, (stored, inner_state) = choose_step(
-            is_unmarked(updates), run_step, (step.stored, state.inner_state), extra_args
-        )
+        before, proceed = (step.stored, state.inner_state), is_unmarked(updates)
+        out, after = choose_step(proceed, run_step, before, extra_args)
+        stored, inner_state = after
         return leaves.unflatten(out), make_state(leaves.unflatten(stored), inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
