@@ -48,9 +48,14 @@ def flatten_slots(tree: PyTree) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree, is_leaf=is_box)
 
 
+def content_of(node: Any) -> Any:
+    """Return the one child of a node; a leaf itself."""
+    return one_level(node)[0][1]
+
+
 def unbox(slot: Any) -> Any:
     """Return the array in a box; anything else is returned unchanged."""
-    return one_level(slot)[0][1] if is_box(slot) else slot
+    return content_of(slot) if is_box(slot) else slot
 
 
 def put(box: Any, value: Any) -> Any:
@@ -147,8 +152,4 @@ def plain(tree: PyTree, optimizer: Any = None) -> PyTree:
     elif isinstance(tree, nnx.Module):
         tree = nnx.state(tree, getattr(optimizer, "wrt", nnx.Param))
     # Not by `nnx.as_pure`, which Flax 0.12.0, the newest for JAX 0.8, lacks.
-    return jax.tree.map(
-        lambda x: one_level(x)[0][1],
-        tree,
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
+    return jax.tree.map(content_of, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -42,12 +42,10 @@ def place_like_params(state: PyTree, params: PyTree) -> PyTree:
 def _can_follow(leaf: Any, param: Any) -> bool:
     """Return whether `leaf` can and should be sharded like `param`."""
     # Only under `jit`: under `vmap` the param would add its batch axis to the leaf.
-    if not (is_traced_by_jit(leaf) and is_traced_by_jit(param)):
+    is_in_jit = is_traced_by_jit(leaf) and is_traced_by_jit(param)
+    # `offload` has placed an array in host memory already.
+    if not is_in_jit or is_on_host(leaf) or not ends_in(leaf, param.shape):
         return False
-    if is_on_host(leaf):
-        return False  # placed already, by `offload`
-    if not ends_in(leaf, param.shape):
-        return False  # neither the param's shape, nor a stack of such arrays
     is_number = jnp.issubdtype(leaf.dtype, jnp.number)
     # With explicit sharding zeros already have the sharding of their param.
     has_same_spec = spec_in_type(leaf) == spec_in_type(param)

@@ -16,14 +16,8 @@ from optax_mp._leaves import is_absent
 from optax_mp._tree import PyTree, cast_floating, is_floating, slash_path, spell
 from optax_mp._warnings import warn
 
-_KEYS = {
-    "params": "param_dtype",
-    "p": "param_dtype",
-    "compute": "compute_dtype",
-    "c": "compute_dtype",
-    "output": "output_dtype",
-    "o": "output_dtype",
-}
+_NAMES = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
+_KEYS = {key: field for name, field in _NAMES.items() for key in (name, name[0])}
 _EXAMPLE = "'params=float32,compute=bfloat16,output=float32'"
 
 

@@ -6,6 +6,7 @@ inside.
 
 import contextlib
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,10 +25,10 @@ Run = Callable[[Equation, list[Any]], Sequence[Any]]
 
 def jaxprs_within(equation: Equation) -> list[AnyJaxpr]:
     """Return all jaxprs among the parameters of an equation, whatever their use."""
-    values: list[Any] = []
-    for value in equation.params.values():
-        values += value if isinstance(value, tuple | list) else (value,)
-    return [x for x in values if isinstance(x, Jaxpr | ClosedJaxpr)]
+    groups = (
+        x if isinstance(x, tuple | list) else (x,) for x in equation.params.values()
+    )
+    return [x for x in chain(*groups) if isinstance(x, Jaxpr | ClosedJaxpr)]
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[Jaxpr, Sequence[Any]]:

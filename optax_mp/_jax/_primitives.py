@@ -55,8 +55,7 @@ moves                 widest      -       gather
 joins                 widest      keeps   concatenate dynamic_update_slice
 joins                 -           -       scatter
 product               low         keeps   dot_general
-product               low         -       conv_general_dilated ragged_dot
-product               low         -       ragged_dot_general
+product               low         -       conv_general_dilated ragged_dot_general
 factors               -           -       cholesky eig eigh lu qr svd triangular_solve
 factors               -           -       schur householder_product geqrf geqp3
 -                     f32         keeps   reduce_sum reduce_prod cumsum cumprod

@@ -4,7 +4,6 @@ A multiplication and an addition are two FLOPs.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from optax_mp._jax._jaxpr import Equation
@@ -48,26 +47,14 @@ def flops_of(equation: Equation) -> int:
     if equation.primitive.name == _CONVOLUTION:
         return _convolution_flops(equation)
     left, right = operands(equation)
-    contracted, batch, groups = _right_dimensions(equation)
+    numbers, groups = equation.params.get("dimension_numbers"), ()
+    if ragged := equation.params.get("ragged_dot_dimension_numbers"):
+        numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+    (_, contracted), (_, batch) = numbers
     fixed = {*contracted, *batch, *groups}
     free = [size for axis, size in enumerate(right.shape) if axis not in fixed]
     # Each row of a ragged product is multiplied with one group.
     return 2 * math.prod(left.shape) * math.prod(free)
-
-
-def _right_dimensions(
-    equation: Equation,
-) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """Return the axes of the right operand that are contracted, batch, and groups."""
-    if equation.primitive.name == "ragged_dot":
-        return (1,), (), (0,)
-    params, groups = equation.params, ()
-    numbers = params.get("dimension_numbers")
-    if equation.primitive.name == "ragged_dot_general":
-        ragged = params["ragged_dot_dimension_numbers"]
-        numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
-    (_, contracted), (_, batch) = numbers
-    return contracted, batch, groups
 
 
 def _convolution_flops(equation: Equation) -> int:

@@ -167,12 +167,9 @@ def _records(updates: list[Flow], new: dict[int, Flow], lasting: set[int]) -> se
 def _anchors(init: TracedCall, update: TracedUpdate, new: dict[int, Flow]) -> set[int]:
     """Return the arrays that start as the params, and that only params replace."""
     params = set(range(update.state_inputs.stop, len(update.closed.in_avals)))
-    pairs = zip(new.items(), flows(init.closed), strict=True)
-    return {
-        i
-        for (i, flow), initial in pairs
-        if initial.reached_by and flow.reached_by <= params | {i}
-    }
+    initial = zip(new, flows(init.closed), strict=True)
+    start_as_params = [i for i, flow in initial if flow.reached_by]
+    return {i for i in start_as_params if new[i].reached_by <= params | {i}}
 
 
 def check_without_update(
