@@ -90,15 +90,6 @@ def check_own_state(state: Any, kind: type, caller: str) -> None:
         )
 
 
-def check_same_setting(setting: Any, expected: Any, caller: str, what: str) -> None:
-    """Raise unless a state was made with the setting that the transform has."""
-    if setting != expected:
-        raise ValueError(
-            f"{caller}: the state was made with {what}{setting}, expected {expected}, "
-            "as this transform has it; convert it with `optax_mp.convert_opt_state`."
-        )
-
-
 def check_given_params(params: Any, caller: str) -> Any:
     """Return the params that `update` was called with, or raise."""
     if params is None:

@@ -64,7 +64,7 @@ class CodeFormat:
                     f"low_bit_state: `{name}` is {value!r}, expected 8 or 16."
                 )
         is_positive = isinstance(block_size, Integral) and block_size > 0
-        if not is_positive or block_size & (block_size - 1) != 0:
+        if not is_positive or block_size & (block_size - 1):
             raise ValueError(
                 f"low_bit_state: `block_size` is {block_size!r}, expected a power of "
                 "two such as 32."

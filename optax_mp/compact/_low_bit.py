@@ -9,7 +9,7 @@ import optax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
-from optax_mp._arguments import check_init_params, check_own_state, check_same_setting
+from optax_mp._arguments import check_init_params, check_own_state
 from optax_mp._boxes import flatten_slots, is_box, put, put_resized, unbox
 from optax_mp._descriptions import divides_names, place_like_params, takes_descriptions
 from optax_mp._inner import (
@@ -165,7 +165,12 @@ def low_bit_state(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowBitState]:
         check_own_state(state, LowBitState, "low_bit_state")
-        check_same_setting(state.code_format, code_format, "low_bit_state", "")
+        if state.code_format != code_format:
+            raise ValueError(
+                f"low_bit_state: the state was made with {state.code_format}, expected "
+                f"{code_format}, as this transform has it; convert it with "
+                "`optax_mp.convert_opt_state`."
+            )
         check_gradients(params, updates, "low_bit_state")
         before = jax.tree.map(
             lambda x: dequantize(x) if is_quantized(x) else x,
@@ -191,17 +196,18 @@ def _warn_if_mostly_wide(
         chosen: how each of its leaves is quantized, or None.
         min_size: the number of elements that an array needs for that.
     """
-    sizes: dict[str, int] = {}
-    coded = 0
+    wide: dict[str, int] = {}
+    coded = total = 0
     for (path, leaf), code in zip(tree_leaves_with_path(state), chosen, strict=True):
-        if code is not None:
-            coded += leaf.size
-        elif is_floating(leaf):
-            sizes[f"{spell(path)} {describe(leaf)}"] = leaf.size
-    total = coded + sum(sizes.values())
+        size = leaf.size if is_floating(leaf) else 0
+        total += size
+        if code is None:
+            wide[f"{spell(path)} {describe(leaf)}"] = size
+        else:
+            coded += size
     if total < _LARGE_STATE or 2 * coded >= total:
         return
-    largest = max(sizes, key=sizes.__getitem__)
+    largest = max(wide, key=wide.__getitem__)
     warn(
         f"low_bit_state: {coded / total:.0%} of the {total:,} numbers of the state are "
         f"stored in codes; the largest array that is not is {largest}. Arrays of fewer "

@@ -64,14 +64,14 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     """
     caller = "master_params"
     opt_state, params, leaves = read_arguments(opt_state, params, caller)
-    found = find_states(opt_state, MixedPrecisionState)
-    if not found:
+    states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
+    if not states:
         check_classes(opt_state, caller)
         return jax.tree.map(_widen, params)
-    result = list(leaves.values)
-    for i, _, _, master in decode_all(leaves, [state for _, state in found]):
-        result[i] = master
-    return leaves.unflatten(result)
+    weights = list(leaves.values)
+    for i, _, _, master in decode_all(leaves, states):
+        weights[i] = master
+    return leaves.unflatten(weights)
 
 
 def read_arguments(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._arguments import check_own_state, check_same_setting
+from optax_mp._arguments import check_own_state
 from optax_mp._dtypes import bits, check_available, floating_dtype
 from optax_mp._leaves import is_absent
 from optax_mp._policy import DTypeRule, read_param_dtype
@@ -61,8 +61,12 @@ class Settings(NamedTuple):
         # Any subclass, because each storage has one.
         check_own_state(state, MixedPrecisionState, "mixed_precision")
         # By value: equal storages make states of the same type.
-        made_with = storage_of(state, "mixed_precision")
-        check_same_setting(made_with, self.storage, "mixed_precision", "the storage ")
+        if storage_of(state, "mixed_precision") != self.storage:
+            raise ValueError(
+                "mixed_precision: the state was made with the storage "
+                f"{state.storage}, expected {self.storage}, that of this transform; "
+                "convert it with `optax_mp.convert_opt_state`."
+            )
 
     def check_param(self, path: tuple[Any, ...], param: Any, stored: Any) -> None:
         """Raise unless `param` has the dtype and shape that the state was made for."""
