@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_mp._states import holds_state
+from optax_mp._states import holds_state, nodes_of
 from optax_mp._tree import is_array, is_floating, summarize
 from optax_mp._warnings import warn
 
@@ -41,14 +41,10 @@ def warn_unless_state(opt_state: Any, caller: str) -> None:
     A state holds a NamedTuple, as those of optax do, or a count of steps, or no
     floating arrays at all. Params rarely do.
     """
-
-    def is_named_tuple(node: Any) -> bool:
-        return isinstance(node, tuple) and hasattr(node, "_fields")
-
-    leaves = jax.tree.leaves(opt_state)
-    nodes = jax.tree.leaves(opt_state, is_leaf=is_named_tuple)
-    counts = [x for x in leaves if is_array(x) and not (x.shape or is_floating(x))]
-    if counts or any(map(is_named_tuple, nodes)) or not any(map(is_floating, leaves)):
+    arrays = [x for x in jax.tree.leaves(opt_state) if is_array(x)]
+    has_count = any(not (x.shape or is_floating(x)) for x in arrays)
+    has_named_tuple = any(hasattr(node, "_fields") for _, node in nodes_of(opt_state))
+    if has_count or has_named_tuple or not any(map(is_floating, arrays)):
         return
     warn(
         f"{caller}: `opt_state` is {summarize(opt_state)}, in which nothing looks "

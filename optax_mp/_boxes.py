@@ -6,8 +6,8 @@ look into boxes for arrays, and map functions over a state and its shardings. So
 states a box holds one array, like the param's box. If the array is absent, so is its
 box.
 
-NNX hides its boxes from optax. `plain_state`, `plain_params` and `plain_trees` do so
-for functions that take an `nnx.Optimizer` or a module, without importing Flax.
+NNX hides its boxes from optax. `plain` does so for functions that take an
+`nnx.Optimizer` or a module, without importing Flax.
 """
 
 import dataclasses
@@ -48,9 +48,14 @@ def flatten_slots(tree: PyTree) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree, is_leaf=is_box)
 
 
+def content_of(node: Any) -> Any:
+    """Return the one child of a node; a leaf itself."""
+    return one_level(node)[0][1]
+
+
 def unbox(slot: Any) -> Any:
     """Return the array in a box; anything else is returned unchanged."""
-    return one_level(slot)[0][1] if is_box(slot) else slot
+    return content_of(slot) if is_box(slot) else slot
 
 
 def put(box: Any, value: Any) -> Any:
@@ -100,12 +105,12 @@ def put_resized(box: Any, value: Any, divides: Divides) -> Any:
 def _is_about_axes(entries: Any, ndim: int) -> bool:
     """Return whether metadata has an entry for each axis, such as a name."""
     is_spec = isinstance(entries, tuple | jax.sharding.PartitionSpec)
-    return is_spec and ndim > 0 and len(entries) == ndim and all(map(_is_name, entries))
+    return is_spec and 0 < ndim == len(entries) and all(map(_is_name, entries))
 
 
 def _is_name(entry: Any) -> bool:
-    is_names = isinstance(entry, tuple) and all(isinstance(x, str) for x in entry)
-    return entry is None or isinstance(entry, str) or is_names or _is_axis(entry)
+    # Several mesh axes are a tuple of names.
+    return entry is None or isinstance(entry, str | tuple) or _is_axis(entry)
 
 
 def _is_axis(entry: Any) -> bool:
@@ -123,50 +128,28 @@ def _resize(entry: Any, before: int, after: int, divides: Divides) -> Any:
 
 
 def _front(entries: Any, at: int, size: int) -> Any:
-    axes = [entry for entry in entries if _is_axis(entry)]
-    return (
-        dataclasses.replace(axes[0], name=f"stored_{at}", size=size) if axes else None
-    )
-
-
-def plain_state(opt_state: PyTree) -> PyTree:
-    """Return an optimizer state without NNX's boxes; also that of an `nnx.Optimizer`.
-
-    `nnx.Optimizer` keeps each array of its `opt_state` in a Variable of its own, but
-    shows arrays to optax.
-    """
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return opt_state
-    if isinstance(opt_state, nnx.Optimizer):
-        opt_state = opt_state.opt_state
-    return _as_pure(nnx, opt_state)
+    axis = next(filter(_is_axis, entries), None)
+    return axis and dataclasses.replace(axis, name=f"stored_{at}", size=size)
 
 
 def plain_trees(opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Return state and params without NNX's boxes.
+    """Return state and params without NNX's boxes, as `plain` does."""
+    return plain(opt_state), plain(params, opt_state)
 
-    Of an `nnx.Module` those are the params that the `nnx.Optimizer` trains, or its
-    `nnx.Param`s if the state is not given as one.
+
+def plain(tree: PyTree, optimizer: Any = None) -> PyTree:
+    """Return a state, params, gradients or updates without NNX's boxes.
+
+    Of an `nnx.Optimizer` that is its `opt_state`: it keeps each array there in a
+    Variable of its own, but shows arrays to optax. Of an `nnx.Module` it is the params
+    that the optimizer trains, or the `nnx.Param`s if that is no `nnx.Optimizer`.
     """
-    return plain_state(opt_state), plain_params(params, opt_state)
-
-
-def plain_params(params: PyTree, optimizer: Any = None) -> PyTree:
-    """Return params, gradients or updates without NNX's boxes."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
-        return params
-    if isinstance(params, nnx.Module):
-        params = nnx.state(params, getattr(optimizer, "wrt", nnx.Param))
-    return _as_pure(nnx, params)
-
-
-def _as_pure(nnx: Any, tree: PyTree) -> PyTree:
-    """Return a tree with the content of each variable in its place."""
+        return tree
+    if isinstance(tree, nnx.Optimizer):
+        tree = tree.opt_state
+    elif isinstance(tree, nnx.Module):
+        tree = nnx.state(tree, getattr(optimizer, "wrt", nnx.Param))
     # Not by `nnx.as_pure`, which Flax 0.12.0, the newest for JAX 0.8, lacks.
-    return jax.tree.map(
-        lambda x: one_level(x)[0][1],
-        tree,
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
+    return jax.tree.map(content_of, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -52,7 +52,10 @@ def choose_step(
         return step(state, extra_args)
     choice = read_choice(extra_args) & proceed
     updates, new_state = step(state, extra_args | {PROCEED: choice})
-    _check_stable(state, new_state)
+    before = Leaves.of(
+        state, caller="optax_mp", name="the state that `inner` was given"
+    )
+    before.match_arrays(new_state, "the state that it returned")
     if is_traced(proceed) or proceed:
         state = jax.tree.map(
             lambda new, old: _choose_leaf(proceed, new, old), new_state, state
@@ -116,10 +119,3 @@ def _choose_leaf(proceed: Choice, new: Any, old: Any) -> Any:
 
 def _is_plain(x: Any) -> bool:
     return isinstance(x, Number) and not is_array(x)
-
-
-def _check_stable(before: Any, after: Any) -> None:
-    """Raise unless a step keeps the structure and shapes of the state."""
-    name = "the state that `inner` was given"
-    leaves = Leaves.of(before, caller="optax_mp", name=name)
-    leaves.match_arrays(after, "the state that it returned")

@@ -6,7 +6,7 @@ with the shardings that it will have.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,15 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._boxes import Divides
-from optax_mp._jax._arrays import (
-    is_traced_by_jit,
-    sharding_in_type,
-    spec_in_type,
-    varies_by_rank,
-)
-from optax_mp._jax._explicit import asked_shardings, fits_blocks, reshard_like
+from optax_mp._jax._arrays import is_traced_by_jit, spec_in_type, varies_by_rank
+from optax_mp._jax._dataflow import asked_shardings
 from optax_mp._jax._memory import HOST_KIND, is_host_type, is_on_host
-from optax_mp._jax._place_like import place_like
+from optax_mp._jax._sharding import entries_of, fits_blocks, place_like
+from optax_mp._jax._traced import TracedCall
 from optax_mp._states import find_owners
 from optax_mp._tree import PyTree, ends_in, is_array
 
@@ -39,21 +35,17 @@ def place_like_params(state: PyTree, params: PyTree) -> PyTree:
     for i, owner in enumerate(find_owners(state, params)):
         if owner is not None and _can_follow(leaves[i], arrays[owner]):
             like = jnp.broadcast_to(arrays[owner], leaves[i].shape)
-            # A sharding in a type needs no hint: XLA has to follow it.
-            place = place_like if sharding_in_type(like) is None else reshard_like
-            leaves[i] = place(leaves[i], like)
+            leaves[i] = place_like(leaves[i], like)
     return treedef.unflatten(leaves)
 
 
 def _can_follow(leaf: Any, param: Any) -> bool:
     """Return whether `leaf` can and should be sharded like `param`."""
     # Only under `jit`: under `vmap` the param would add its batch axis to the leaf.
-    if not (is_traced_by_jit(leaf) and is_traced_by_jit(param)):
+    is_in_jit = is_traced_by_jit(leaf) and is_traced_by_jit(param)
+    # `offload` has placed an array in host memory already.
+    if not is_in_jit or is_on_host(leaf) or not ends_in(leaf, param.shape):
         return False
-    if is_on_host(leaf):
-        return False  # placed already, by `offload`
-    if not ends_in(leaf, param.shape):
-        return False  # neither the param's shape, nor a stack of such arrays
     is_number = jnp.issubdtype(leaf.dtype, jnp.number)
     # With explicit sharding zeros already have the sharding of their param.
     has_same_spec = spec_in_type(leaf) == spec_in_type(param)
@@ -71,11 +63,10 @@ def divides_names(box: Any) -> Divides:
 
     def divides(names: Any, length: int) -> bool:
         names = (names,) if isinstance(names, str) else names
-        if all(name in sizes for name in names):
-            return length % math.prod(sizes[name] for name in names) == 0
-        return (
-            length % (math.prod(sizes.values()) if sizes else jax.device_count()) == 0
-        )
+        if not sizes:  # not before, because it starts the backend
+            return length % jax.device_count() == 0
+        axes = names if all(name in sizes for name in names) else sizes
+        return length % math.prod(sizes[name] for name in axes) == 0
 
     return divides
 
@@ -102,45 +93,23 @@ def describe_state(init: Init, params: PyTree) -> PyTree:
     An array of the state is sharded as its param is, where that has a `NamedSharding`,
     or as `init` asks for. What belongs to no param is replicated on that mesh.
     """
-    leaves, treedef = jax.tree.flatten(params)
-    at = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-
-    def init_arrays(arrays: Sequence[jax.Array]) -> PyTree:
-        filled = list(leaves)
-        for i, array in zip(at, arrays, strict=True):
-            filled[i] = array
-        return init(treedef.unflatten(filled))
-
-    trace = jax.make_jaxpr(init_arrays, return_shape=True)
-    closed, state = trace([leaves[i] for i in at])
-    shardings = _shardings(closed, state, params)
-    described, treedef = jax.tree.flatten(state)
-    for i, sharding in enumerate(shardings):
-        if sharding is not None:
-            described[i] = described[i].update(sharding=sharding)
-    return treedef.unflatten(described)
-
-
-def _shardings(closed: Any, state: PyTree, params: PyTree) -> list[Any]:
-    """Return the sharding of each leaf of a described state; None if not known."""
-    owners, arrays = find_owners(state, params), jax.tree.leaves(params)
-    of_params = [_named_sharding(x) for x in arrays]
-    asked = asked_shardings(closed)
+    # Counts may be plain numbers.
+    call = TracedCall.of(lambda x: jax.tree.map(jnp.asarray, init(x)), params, is_array)
+    described = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.closed.out_avals]
+    arrays = jax.tree.leaves(params)
+    owners = find_owners(call.unflatten(described), params)
+    of_params, asked = list(map(_named_sharding, arrays)), asked_shardings(call.closed)
     named = [x for x in (*of_params, *asked) if x is not None]
-    if not named:
-        return [None] * len(owners)
-    whole = NamedSharding(named[0].mesh, PartitionSpec())
-    shardings = []
-    for i, leaf in enumerate(jax.tree.leaves(state)):
-        own = whole
-        owner = owners[i]
+    for i, owner in enumerate(owners if named else ()):
+        own = NamedSharding(named[0].mesh, PartitionSpec())
         if owner is not None and (of_owner := of_params[owner]) is not None:
-            own = follow(of_owner, arrays[owner].shape, leaf.shape)
+            own = follow(of_owner, arrays[owner].shape, described[i].shape)
         if asked[i] is not None:
             own = NamedSharding(asked[i].mesh, fill_spec(asked[i].spec, own.spec))
-        on_host = is_host_type(closed.out_avals[i])
-        shardings.append(own.with_memory_kind(HOST_KIND) if on_host else own)
-    return shardings
+        if is_host_type(call.closed.out_avals[i]):
+            own = own.with_memory_kind(HOST_KIND)
+        described[i] = described[i].update(sharding=own)
+    return call.unflatten(described)
 
 
 def follow(
@@ -152,18 +121,17 @@ def follow(
     scales, and not along axes in front of those. An array with fewer axes is whole.
     """
     more = len(shape) - len(param)
-    spec: list[Any] = [None] * len(shape)
-    if more >= 0:
-        spec = [None] * more + [*sharding.spec, *[None] * len(param)][: len(param)]
-    own = sharding.update(spec=PartitionSpec(*spec))
-    fits = [fits_blocks(own, axis, size, 1) for axis, size in enumerate(shape)]
-    spec = [entry if fit else None for entry, fit in zip(spec, fits, strict=True)]
-    return sharding.update(spec=PartitionSpec(*spec))
+    entries = [None] * more + entries_of(sharding.spec, len(param)) if more >= 0 else []
+    own = sharding.update(spec=PartitionSpec(*entries))
+    for axis in range(len(entries)):
+        if not fits_blocks(own, axis, shape[axis], 1):
+            entries[axis] = None
+    return sharding.update(spec=PartitionSpec(*entries))
 
 
 def fill_spec(spec: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
     """Return a spec with the entries of another where it is unconstrained."""
-    pairs = zip(spec, (*other, *[None] * len(spec)), strict=False)
+    pairs = zip(spec, entries_of(other, len(spec)), strict=True)
     unknown = PartitionSpec.UNCONSTRAINED
     return PartitionSpec(*(b if a is unknown else a for a, b in pairs))
 

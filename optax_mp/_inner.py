@@ -1,8 +1,9 @@
-"""The wrapped optimizer, `inner`: its arguments, and checks of its results."""
+"""The wrapped optimizer, `inner`: one update of it, its arguments, and its errors."""
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_mp._choose import pass_choice
 from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import PyTree, describe, is_array, is_floating, is_inexact, spell
@@ -49,7 +51,91 @@ def as_inner_param(param: Any) -> Any:
     return jnp.asarray(param, param.dtype) if is_weak else param
 
 
-def as_inner_grad(inner_param: Any, grad: Any) -> Any:
+@dataclass(frozen=True)
+class InnerUpdate:
+    """The arguments of an `update`, matched leaf by leaf and checked.
+
+    Attributes:
+        params: the params.
+        grads: the gradient of each param, or None or `MaskedNode()`.
+        is_lookahead: whether there are two copies of the params for one of gradients.
+    """
+
+    params: Leaves
+    grads: list[Any]
+    is_lookahead: bool
+
+    @classmethod
+    def match(cls, grads: Any, params: Any, leaves: Leaves) -> "InnerUpdate":
+        """Return the arguments of an `update`, or raise; `leaves` are of `params`."""
+        # `optax.lookahead` passes a fast and a slow copy of the params, and gradients
+        # of the fast one. Here both get them, so that every param has a gradient.
+        has_copies = [isinstance(x, optax.LookaheadParams) for x in (params, grads)]
+        is_lookahead = has_copies == [True, False]
+        if is_lookahead:
+            grads = optax.LookaheadParams(fast=grads, slow=grads)
+        matched = match_gradients(leaves, grads)
+        warn_of_gradients(leaves, matched)
+        return cls(leaves, matched, is_lookahead)
+
+    def run(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        inner_params: Sequence[Any],
+        inner_state: Any,
+        extra_args: dict[str, Any],
+        advance: Callable[[int, Any], Any],
+    ) -> tuple[list[Any], Any]:
+        """Return (updates, new inner state).
+
+        Args:
+            inner: the optimizer.
+            inner_params: what it sees of each param; `MaskedNode()` hides one.
+            inner_state: its state.
+            extra_args: extra arguments for it. Gradients, also in the extra argument
+                `grad`, are cast to the dtypes of what it sees.
+            advance: from the index of a param and its update by `inner` to the update
+                for the user.
+        """
+        params = self.params
+
+        def cast(grads: Sequence[Any]) -> Any:
+            return params.unflatten(map(_cast_gradient, inner_params, grads))
+
+        extra_args = pass_choice(extra_args, inner_state)
+        if extra_args.get("grad") is not None:
+            grad = params.match(extra_args["grad"], "the extra argument `grad`")
+            extra_args = {**extra_args, "grad": cast(grad)}
+        grads = cast(self.grads)
+        grads = grads.fast if self.is_lookahead else grads
+        args = grads, inner_state, params.unflatten(inner_params)
+        with explain_failure(inner, *args, params.caller):
+            changes, inner_state = inner.update(*args, **extra_args)
+        updates = list(self.grads)
+        for i, change in enumerate(params.match(changes, "the updates of `inner`")):
+            is_hidden = is_absent(inner_params[i])
+            if is_hidden or is_absent(change):
+                # The update of a leaf that is hidden from `inner` is its gradient.
+                change = updates[i] if is_hidden else change
+                updates[i] = or_no_change(change, params.values[i])
+                continue
+            self._check_shape(i, change)
+            updates[i] = advance(i, change)
+        return updates, inner_state
+
+    def _check_shape(self, i: int, change: Any) -> None:
+        """Raise unless an update that `inner` made has the shape of its param."""
+        path, param = self.params.paths[i], self.params.values[i]
+        if jnp.shape(change) != jnp.shape(param):
+            raise ValueError(
+                f"{self.params.caller}: the gradient of {spell(path)} is "
+                f"{describe(self.grads[i])}, from which `inner` made the update "
+                f"{describe(change)}; expected the shape of the param "
+                f"{describe(param)}."
+            )
+
+
+def _cast_gradient(inner_param: Any, grad: Any) -> Any:
     """Return the gradient for `inner`, in the dtype of the param that `inner` sees."""
     if is_absent(inner_param):
         return inner_param
@@ -94,7 +180,7 @@ def check_gradients(params: PyTree, grads: PyTree, caller: str) -> None:
     """
     if params is None or isinstance(params, optax.LookaheadParams):
         return
-    match_gradients(Leaves.of(params, caller=caller, name="`params`"), grads)
+    match_gradients(Leaves.of(params, caller=caller), grads)
 
 
 def match_gradients(params: Leaves, grads: PyTree) -> list[Any]:
@@ -148,29 +234,12 @@ def or_no_change(update: Any, param: Any) -> Any:
     through `optax.apply_updates`.
     """
     is_none = update is None or getattr(update, "dtype", None) == jax.dtypes.float0
-    is_number = is_array(param) and (
-        jnp.issubdtype(param.dtype, jnp.number) or param.dtype == jnp.bool_
-    )
+    kinds = jnp.number, jnp.bool_
+    is_number = is_array(param) and any(jnp.issubdtype(param.dtype, x) for x in kinds)
     if not (is_none and is_number):
         return update
     # Negative, because 0.0 would change a param of -0.0. Integers have one zero only.
     return jnp.full(param.shape, -0.0 if is_inexact(param) else 0, param.dtype)
-
-
-def check_update(
-    path: tuple[Any, ...],
-    param: Any,
-    grad: Any,
-    update: Any,
-    caller: str = "mixed_precision",
-) -> None:
-    """Raise unless an update that `inner` made has the shape of its param."""
-    if jnp.shape(update) != jnp.shape(param):
-        raise ValueError(
-            f"{caller}: the gradient of {spell(path)} is {describe(grad)}, from "
-            f"which `inner` made the update {describe(update)}; expected the shape of "
-            f"the param {describe(param)}."
-        )
 
 
 # Errors of trees or shapes that do not fit. Any other error is the rule's own.
@@ -196,23 +265,14 @@ def explain_failure(
         # An error of this package says what is wrong already.
         if params is None or _module_that_raised(error).startswith("optax_mp."):
             raise
-        problem = _find_missing(grads, params, caller)
+        # `optax.lookahead` has two copies of the params, and gradients of one.
+        trained = params.fast if isinstance(params, optax.LookaheadParams) else params
+        leaves = Leaves.of(trained, caller=caller)
+        problem = _find_none(leaves, leaves.match(grads, "the gradients"))
         problem = problem or _difference_to_own(inner, state, params, caller)
         if problem is None:
             raise
         raise ValueError(problem) from error
-
-
-def _find_missing(grads: PyTree, params: PyTree, caller: str) -> str | None:
-    """Return what is wrong if gradients are missing, or None is among them."""
-    # `optax.lookahead` has two copies of the params, and gradients of one.
-    if isinstance(params, optax.LookaheadParams):
-        params = params.fast
-    leaves = Leaves.of(params, caller=caller, name="`params`")
-    try:
-        return _find_none(leaves, leaves.match(grads, "the gradients"))
-    except ValueError as error:
-        return str(error)
 
 
 def _module_that_raised(error: BaseException) -> str:

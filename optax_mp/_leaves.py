@@ -13,7 +13,14 @@ import jax
 import optax
 from jax.tree_util import all_leaves, tree_flatten_with_path
 
-from optax_mp._boxes import flatten_slots, is_box, one_level, put, put_resized
+from optax_mp._boxes import (
+    content_of,
+    flatten_slots,
+    is_box,
+    one_level,
+    put,
+    put_resized,
+)
 from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 
 
@@ -62,7 +69,7 @@ class Leaves:
     treedef: Any
 
     @classmethod
-    def of(cls, tree: PyTree, *, caller: str, name: str) -> "Leaves":
+    def of(cls, tree: PyTree, *, caller: str, name: str = "`params`") -> "Leaves":
         """Flatten `tree`."""
         paths_and_leaves = tree_flatten_with_path(tree)[0]
         paths = [path for path, _ in paths_and_leaves]
@@ -102,9 +109,8 @@ class Leaves:
 
     def match_subtrees(self, tree: PyTree, name: str) -> list[Any]:
         """Return the subtree of `tree` in each slot, without boxes."""
-        contents: list[Any] | None
         try:
-            contents = self.treedef.flatten_up_to(tree)
+            contents: list[Any] | None = self.treedef.flatten_up_to(tree)
         except (ValueError, TypeError, KeyError):
             # `optax.masked` may hide a whole branch by one `MaskedNode`.
             contents = contents_of(tree, self.treedef.unflatten(self.slots))
@@ -142,14 +148,9 @@ def _open(slot: Any, content: Any) -> Any:
     """Return the content of a slot, without boxes like the one in `slot`."""
     if not is_box(slot) or is_absent(content):
         return content
-
-    def is_like(node: Any) -> bool:
-        return type(node) is type(slot)
-
-    # What it holds may be absent, so that `is_box` is false.
-    return jax.tree.map(
-        lambda x: one_level(x)[0][1] if is_like(x) else x, content, is_leaf=is_like
-    )
+    # Not by `is_box`: what a box holds may be absent.
+    kind = type(slot)
+    return jax.tree.map(content_of, content, is_leaf=lambda x: type(x) is kind)
 
 
 def _close(slot: Any, value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Policy: which dtype params, computation and outputs have, and the three casts."""
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, cast
@@ -16,14 +16,8 @@ from optax_mp._leaves import is_absent
 from optax_mp._tree import PyTree, cast_floating, is_floating, slash_path, spell
 from optax_mp._warnings import warn
 
-_KEYS = {
-    "params": "param_dtype",
-    "p": "param_dtype",
-    "compute": "compute_dtype",
-    "c": "compute_dtype",
-    "output": "output_dtype",
-    "o": "output_dtype",
-}
+_NAMES = {"params": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
+_KEYS = {key: field for name, field in _NAMES.items() for key in (name, name[0])}
 _EXAMPLE = "'params=float32,compute=bfloat16,output=float32'"
 
 
@@ -72,12 +66,9 @@ class Policy:
             object.__setattr__(self, name, dtype)
         if callable(self.keep_f32):
             return
-        keep = self.keep_f32
-        patterns = (keep,) if isinstance(keep, str) else keep
-        try:
-            patterns = tuple(patterns)
-        except TypeError:
-            patterns = (None,)
+        keep: Any = self.keep_f32
+        is_single = isinstance(keep, str) or not isinstance(keep, Iterable)
+        patterns = (keep,) if is_single else tuple(keep)
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(
                 f"Policy: `keep_f32` is {keep!r}, expected patterns such as "

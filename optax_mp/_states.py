@@ -8,7 +8,7 @@ import jax
 from jax.tree_util import all_leaves
 
 from optax_mp._boxes import flatten_slots, is_box, one_level, unbox
-from optax_mp._leaves import contents_of, is_absent
+from optax_mp._leaves import contents_of
 from optax_mp._quantized import is_quantized
 from optax_mp._tree import PyTree, ends_in
 
@@ -52,18 +52,15 @@ def map_states(function: Callable[[Any], Any], opt_state: PyTree, kind: Kind) ->
         kind: a type, or a tuple of types.
     """
 
-    def is_kind(node: Any) -> bool:
-        return isinstance(node, kind)
-
     def replace(node: Any) -> Any:
-        if not is_kind(node):
+        if not isinstance(node, kind):
             return node
         if hasattr(node, "inner_state"):
             mapped = map_states(function, node.inner_state, kind)
             node = node._replace(inner_state=mapped)
         return function(node)
 
-    return jax.tree.map(replace, opt_state, is_leaf=is_kind)
+    return jax.tree.map(replace, opt_state, is_leaf=lambda x: isinstance(x, kind))
 
 
 def find_owners(tree: PyTree, params: PyTree) -> list[int | None]:
@@ -109,21 +106,15 @@ def _has_shape_of(content: Any, slot: Any) -> bool:
 
 def _may_belong(content: Any, slot: Any) -> bool:
     """Return whether a subtree can be the state of a param."""
-    if is_absent(content):
+    shape, leaves = _shape(unbox(slot)), jax.tree.leaves(content)
+    if not leaves or _is_leaf_or_box(content):
         return True
-    shape = _shape(unbox(slot))
-    nodes = jax.tree.leaves(content, is_leaf=lambda x: is_box(x) or is_quantized(x))
-    if shape and all(ends_in(x, shape) for x in jax.tree.leaves(content)):
-        return True
-    is_one = len(nodes) == 1 and nodes[0] is content
-    is_in_like_box = type(content) is type(slot) and is_box(slot)
-    if is_one or is_in_like_box:
+    if shape and all(ends_in(x, shape) for x in leaves):
         return True
     # One level of arrays. Not scalars alone: the state of a link of a named chain, say,
     # whose name is that of a param by accident.
-    children = [child for _, child in one_level(content)]
-    is_flat = len(children) == len(nodes) and all(map(_is_leaf_or_box, children))
-    return is_flat and (not shape or any(map(_shape, jax.tree.leaves(content))))
+    is_flat = all(_is_leaf_or_box(child) for _, child in one_level(content))
+    return is_flat and (not shape or any(map(_shape, leaves)))
 
 
 def _is_leaf_or_box(node: Any) -> bool:

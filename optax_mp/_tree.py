@@ -216,8 +216,7 @@ def nonfinite_paths(tree: PyTree) -> list[str]:
         >>> optax_mp.nonfinite_paths(grads)
         ["['dense']['kernel']"]
     """
-    leaves = tree_leaves_with_path(tree)
-    suspects = [(path, leaf) for path, leaf in leaves if is_inexact(leaf)]
+    suspects = [x for x in tree_leaves_with_path(tree) if is_inexact(x[1])]
     for path, leaf in suspects:
         if is_traced(leaf):
             raise TypeError(
@@ -226,6 +225,4 @@ def nonfinite_paths(tree: PyTree) -> list[str]:
                 "optax_mp.all_finite inside."
             )
     finite = jax.device_get([leaf_finite(leaf) for _, leaf in suspects])
-    return [
-        keystr(path) for (path, _), ok in zip(suspects, finite, strict=True) if not ok
-    ]
+    return [keystr(suspects[i][0]) for i, ok in enumerate(finite) if not ok]

@@ -1,7 +1,6 @@
 """NamedTuples whose type carries a setting, such as the storage that made a state."""
 
 import copyreg
-import threading
 from collections.abc import Hashable
 from typing import Any
 
@@ -13,7 +12,6 @@ class _Typed(type):
 
 
 _types: dict[tuple[type, str, Hashable], _Typed] = {}
-_lock = threading.Lock()
 
 
 def type_with(base: type, name: str, value: Hashable) -> Any:
@@ -24,22 +22,22 @@ def type_with(base: type, name: str, value: Hashable) -> Any:
     a NamedTuple as one.
     """
     key = base, name, value
-    with _lock:
-        if key not in _types:
-            members = {
-                name: value,
-                "made_from": key,
-                "__slots__": (),
-                "__doc__": "See the base class.",
-                "__module__": base.__module__,
-                # By `__name__` optax finds a state in others, as in
-                # `optax.tree.get(opt_state, "MixedPrecisionState")`. People see this:
-                "__qualname__": f"{base.__name__}[{value}]",
-                "__reduce__": _reduce,
-                "__repr__": _repr,
-            }
-            _types[key] = _Typed(base.__name__, (base,), members)
-        return _types[key]
+    if key not in _types:
+        members = {
+            name: value,
+            "made_from": key,
+            "__slots__": (),
+            "__doc__": "See the base class.",
+            "__module__": base.__module__,
+            # By `__name__` optax finds a state in others, as in
+            # `optax.tree.get(opt_state, "MixedPrecisionState")`. People see this:
+            "__qualname__": f"{base.__name__}[{value}]",
+            "__reduce__": _reduce,
+            "__repr__": _repr,
+        }
+        # Another thread may have been faster.
+        _types.setdefault(key, _Typed(base.__name__, (base,), members))
+    return _types[key]
 
 
 def _repr(node: Any) -> str:

@@ -7,11 +7,10 @@
 - `_control_flow`: equations with jaxprs inside. Add support for another one here.
 - `_wiring`: which values go where in such an equation, and searches along them.
 - `_dataflow`: which outputs of a jaxpr depend on its inputs, and how: faded as in an
-  average, or unchanged.
+  average, or unchanged; and the shardings that it asks for.
 - `_traced`: a call of a function of pytrees, as a jaxpr of their arrays.
 - `_arrays`: facts of one array: whether it is traced, and its type.
-- `_explicit`: shardings in types of arrays, and those that a traced function asks for.
-- `_place_like`: shard one array like another.
+- `_sharding`: shard one array like another, by its type or by a hint to XLA.
 - `_memory`: arrays in host memory.
 - `_block_operations`: between elements and the scales of their blocks.
 - `_by_platform`: a call with another implementation on some platforms.

@@ -70,29 +70,20 @@ def spec_in_type(x: Any) -> Any:
 
 def sharding_in_type(x: Any) -> NamedSharding | None:
     """Return the sharding in the type of an array, or None if it says nothing."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
+    mesh = mesh_in_type(x)
     # Inside of shard_map the type has the sharding of the whole array.
-    is_known = mesh is not None and _names_all_axes(mesh) and not varies_by_rank(x)
-    return sharding if is_known else None
-
-
-def _axes(mesh: Any) -> list[tuple[int, str]]:
-    """Return size and type of each axis of a mesh; of an untyped one, nothing."""
-    types = getattr(mesh, "axis_types", None) or ()
-    return [(mesh.shape[x], str(y)) for x, y in zip(mesh.shape, types, strict=False)]
-
-
-def _names_all_axes(mesh: Any) -> bool:
-    """Return whether types name all axes of a mesh over which arrays are sharded."""
-    is_named = [size == 1 or "Explicit" in kind for size, kind in _axes(mesh)]
-    return has_explicit_axes(mesh) and all(is_named)
+    if not has_explicit_axes(mesh) or varies_by_rank(x):
+        return None
+    # Types must name all axes over which arrays are sharded.
+    hidden = [n for axis, n in mesh.shape.items() if axis not in mesh.explicit_axes]
+    return jax.typeof(x).sharding if all(n == 1 for n in hidden) else None
 
 
 def is_partitioned(x: Any) -> bool:
     """Return whether `x` is on several devices, and XLA decides what each computes."""
-    axes = _axes(mesh_in_type(x))
-    return any(size > 1 and "Manual" not in kind for size, kind in axes)
+    if (mesh := mesh_in_type(x)) is None:
+        return False
+    return any(n > 1 and axis not in mesh.manual_axes for axis, n in mesh.shape.items())
 
 
 def mesh_in_type(x: Any) -> Any:
@@ -102,14 +93,12 @@ def mesh_in_type(x: Any) -> Any:
 
 def has_explicit_axes(mesh: Any) -> bool:
     """Return whether shardings on `mesh` are part of the types of arrays."""
-    return any("Explicit" in kind for _, kind in _axes(mesh))
+    return bool(mesh is not None and mesh.explicit_axes)
 
 
 def result_like(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     """Return the description of a kernel's result: the type of a value, and a shape."""
-    kind = getattr(aval, "manual_axis_type", None)  # JAX 0.10 and later
-    axes = getattr(aval, "vma", None)
-    extra = {"manual_axis_type": kind} if kind is not None else {"vma": axes}
-    return jax.ShapeDtypeStruct(
-        shape, aval.dtype, **{k: v for k, v in extra.items() if v is not None}
-    )
+    for name in ("manual_axis_type", "vma"):  # the former from JAX 0.10 on
+        if (axes := getattr(aval, name, None)) is not None:
+            return jax.ShapeDtypeStruct(shape, aval.dtype, **{name: axes})
+    return jax.ShapeDtypeStruct(shape, aval.dtype)

@@ -73,9 +73,8 @@ def _reduce(values: jax.Array, kind: str, blocks: Blocks) -> jax.Array:
         values = lax.pad(values, np.zeros((), values.dtype), widths)
     shape = list(values.shape)
     shape[blocks.axis : blocks.axis + 1] = [blocks.count, blocks.size]
-    choose, start = (lax.max, "min") if kind == MAXIMUM else (lax.min, "max")
-    first = np.array(getattr(jnp.iinfo(values.dtype), start), values.dtype)
-    return lax.reduce(lax.reshape(values, shape), first, choose, (blocks.axis + 1,))
+    reduce = lax.reduce_max if kind == MAXIMUM else lax.reduce_min
+    return reduce(lax.reshape(values, shape), (blocks.axis + 1,))
 
 
 # The scales are repeated instead of reshaping the values to blocks, so that XLA can
@@ -105,14 +104,12 @@ def _batched(args: Any, axes: Any, *, kind: str, blocks: Blocks) -> Any:
     return _operation.bind(x, kind=kind, blocks=moved), 0
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    output = _operation.bind(*primals, **params)
-    if type(tangents[0]) is ad.Zero:
-        return output, ad.Zero(jax.typeof(output).to_tangent_aval())
-    return output, jax.jvp(lambda x: _compute(x, **params), primals, tangents)[1]
+def _tangent(tangent: Any, values: Any, **params: Any) -> Any:
+    # To spread is linear, and integers have no tangents.
+    return _compute(tangent, **params)
 
 
 _operation.def_impl(jax.jit(_compute, static_argnames=("kind", "blocks")))
 batching.primitive_batchers[_operation] = _batched
-ad.primitive_jvps[_operation] = _jvp
+ad.defjvp(_operation, _tangent)
 mlir.register_lowering(_operation, mlir.lower_fun(_compute, multiple_results=False))

@@ -84,11 +84,8 @@ _HOLDERS = (
 
 
 def _wire_call(equation: Equation) -> Wiring:
-    return Wiring(equation, (_only_region(equation),))
-
-
-def _wire_shard_map(equation: Equation) -> Wiring:
-    return Wiring(equation, (_only_region(equation),), is_sharded=True)
+    is_sharded = equation.primitive.name == "shard_map"
+    return Wiring(equation, (_only_region(equation),), is_sharded=is_sharded)
 
 
 def _wire_scan(equation: Equation) -> Wiring:
@@ -195,31 +192,22 @@ class _Kind(NamedTuple):
     bind: Callable[[Equation, Sequence[Any], Convert], Values] = _bind_same
 
 
-_CALL = _Kind(_wire_call)
-_INLINE = _Kind(_wire_call, _bind_inline)
+# Bound with other jaxprs, the custom and the linear calls keep their rules as written.
+# An `xla_metadata_call` is of `scheduling_group`.
+_CALLS = """
+jit checkpoint remat remat2 compute_on fused_call xla_metadata_call
+custom_jvp_call custom_vjp_call custom_vmap_call linear_call
+""".split()
+# From JAX 0.12 on, a `closed_call` is an `eval_jaxpr`. A `remat_opt` is the forward
+# rule of a custom_vjp with `optimize_remat`.
+_INLINED = "closed_call eval_jaxpr call core_call remat_opt".split()
 _KINDS = {
-    "jit": _CALL,
-    "checkpoint": _CALL,
-    "remat": _CALL,
-    "remat2": _CALL,
-    "closed_call": _INLINE,
-    "eval_jaxpr": _INLINE,  # the former, from JAX 0.12
-    "call": _INLINE,
-    "core_call": _INLINE,
-    # The forward rule of a custom_vjp with `optimize_remat`.
-    "remat_opt": _INLINE,
-    "compute_on": _CALL,
-    "fused_call": _CALL,
-    "xla_metadata_call": _CALL,  # of `scheduling_group`
-    # Bound with other jaxprs, these keep their rules as written.
-    "custom_jvp_call": _CALL,
-    "custom_vjp_call": _CALL,
-    "custom_vmap_call": _CALL,
-    "linear_call": _CALL,
+    **dict.fromkeys(_CALLS, _Kind(_wire_call)),
+    **dict.fromkeys(_INLINED, _Kind(_wire_call, _bind_inline)),
     "scan": _Kind(_wire_scan),
     "while": _Kind(_wire_while),
     "cond": _Kind(_wire_cond),
-    "shard_map": _Kind(_wire_shard_map, _bind_shard_map),
+    "shard_map": _Kind(_wire_call, _bind_shard_map),
 }
 _WITH_FIXED_RULES = ("custom_vmap_call", "linear_call")
 WITH_REGIONS = frozenset(_KINDS)

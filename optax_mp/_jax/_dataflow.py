@@ -2,17 +2,15 @@
 
 `depending_outputs` says that an output depends on an input. A `Flow` says how: whether
 the input fades on the way, as in an average, and whether its entries arrive unchanged.
+`asked_shardings` returns the shardings that a function asks for its outputs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from optax_mp._jax._control_flow import has_regions, wiring_of
-from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, open_jaxpr
-from optax_mp._jax._place_like import NAME as PLACE_LIKE
-from optax_mp._jax._primitives import FACTORIZATIONS, JOINS, MOVES
+from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_always, is_literal, open_jaxpr
+from optax_mp._jax._primitives import FACTORIZATIONS, HANDS_ON, JOINS, MOVES
 from optax_mp._jax._products import is_product
 
 T = TypeVar("T")
@@ -65,8 +63,8 @@ def depending_outputs(
 
 def _depending_results(equation: Equation, inputs: list[bool]) -> list[bool]:
     """Return which outputs of an equation depend on the inputs to follow."""
-    if equation.primitive.name == PLACE_LIKE:
-        return inputs[:1]  # the other only tells XLA where to put this one
+    if equation.primitive.name in HANDS_ON:
+        return inputs
     if not (has_regions(equation) and any(inputs)):
         return [any(inputs)] * len(equation.outvars)
     result = wiring_of(equation).forward(
@@ -133,7 +131,7 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
     if name == "select_n":
         return [_union(inputs[1:])]  # The first input only decides.
     if name in MOVES:
-        return inputs[:count] if name == "optimization_barrier" else inputs[:1] * count
+        return inputs if name in HANDS_ON else inputs[:1] * count
     union = _union(inputs)
     if name in JOINS:
         return [union._replace(joined=union.copied)]
@@ -160,7 +158,30 @@ def _without_scalars(flow: Flow, var: Any) -> Flow:
 
 
 def _constant(value: Any) -> Flow:
-    try:
-        return Flow(shrinks=bool(np.all(np.abs(np.asarray(value)) < 1)))
-    except TypeError:  # no number, such as a random key, or a traced value
-        return Flow()
+    return Flow(shrinks=is_always(value, lambda x: abs(x) < 1))
+
+
+# An array that is moved or copied is where it was asked to be.
+_COPIES = HANDS_ON | {"copy", "copy_p", "device_put"}
+# The parameter that holds the sharding which an equation asks for.
+_ASK = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
+
+
+def asked_shardings(jaxpr: AnyJaxpr, inputs: Sequence[Any] = ()) -> list[Any]:
+    """Return for each output the sharding that the function asks for, or None.
+
+    Args:
+        jaxpr: the jaxpr.
+        inputs: the same for each input; by default, None.
+    """
+
+    def results(equation: Equation, inputs: list[Any]) -> list[Any]:
+        name, count = equation.primitive.name, len(equation.outvars)
+        if name in _ASK:
+            return [equation.params[_ASK[name]]]
+        if name in ("jit", "pjit"):
+            return asked_shardings(equation.params["jaxpr"], inputs)
+        return inputs if name in _COPIES else [None] * count
+
+    inputs = inputs or [None] * len(open_jaxpr(jaxpr)[0].invars)
+    return follow(jaxpr, inputs, results, lambda _: None)

@@ -6,11 +6,13 @@ inside.
 
 import contextlib
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
@@ -23,10 +25,10 @@ Run = Callable[[Equation, list[Any]], Sequence[Any]]
 
 def jaxprs_within(equation: Equation) -> list[AnyJaxpr]:
     """Return all jaxprs among the parameters of an equation, whatever their use."""
-    values: list[Any] = []
-    for value in equation.params.values():
-        values += value if isinstance(value, tuple | list) else (value,)
-    return [x for x in values if isinstance(x, Jaxpr | ClosedJaxpr)]
+    groups = (
+        x if isinstance(x, tuple | list) else (x,) for x in equation.params.values()
+    )
+    return [x for x in chain(*groups) if isinstance(x, Jaxpr | ClosedJaxpr)]
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[Jaxpr, Sequence[Any]]:
@@ -39,6 +41,14 @@ def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[Jaxpr, Sequence[Any]]:
 def is_literal(atom: Any) -> bool:
     """Return whether an input is a number written into the jaxpr."""
     return isinstance(atom, Literal)
+
+
+def is_always(value: Any, test: Callable[[np.ndarray], Any]) -> bool:
+    """Return whether all entries of a literal or a constant pass a test."""
+    try:
+        return bool(np.all(test(np.asarray(value))))
+    except TypeError:  # no number, such as a random key, or a traced value
+        return False
 
 
 def is_shaped(aval: Any) -> bool:

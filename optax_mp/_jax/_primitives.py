@@ -11,6 +11,7 @@ with jaxprs inside.
 # - compares: elementwise, from floats to bools.
 # - moves: the output consists of entries of the first input, perhaps rounded.
 # - repeats: moves all of them, unchanged, perhaps several times.
+# - hands_on: each output is the input at its place.
 # - joins: puts entries of several inputs into one array.
 # - product, factors: a matrix product or convolution of dense operands; a factorization
 #   or a solver of linear equations.
@@ -48,14 +49,13 @@ elementwise,repeats   widest      keeps   pbroadcast
 repeats               widest      keeps   broadcast_in_dim reshape transpose squeeze
 repeats               widest      keeps   expand_dims tile rev reshard device_put
 repeats               widest      keeps   sharding_constraint
-repeats               own         keeps   optimization_barrier
+repeats,hands_on      own         keeps   optimization_barrier optax_mp_place_like
 moves                 widest      keeps   slice dynamic_slice split pad
 moves                 widest      -       gather
 joins                 widest      keeps   concatenate dynamic_update_slice
 joins                 -           -       scatter
 product               low         keeps   dot_general
-product               low         -       conv_general_dilated ragged_dot
-product               low         -       ragged_dot_general
+product               low         -       conv_general_dilated ragged_dot_general
 factors               -           -       cholesky eig eigh lu qr svd triangular_solve
 factors               -           -       schur householder_product geqrf geqp3
 -                     f32         keeps   reduce_sum reduce_prod cumsum cumprod
@@ -86,7 +86,7 @@ def _of_sign(word: str) -> frozenset[str]:
 
 
 ELEMENTWISE, COMPARISONS = _of_kind("elementwise"), _of_kind("compares")
-REPEATS = _of_kind("repeats")
+REPEATS, HANDS_ON = _of_kind("repeats"), _of_kind("hands_on")
 MOVES = _of_kind("moves") | REPEATS
 JOINS, PRODUCTS, FACTORIZATIONS = map(_of_kind, ("joins", "product", "factors"))
 NEVER_NEGATIVE, KEEPS_SIGN = map(_of_sign, ("always", "keeps"))

@@ -4,7 +4,6 @@ A multiplication and an addition are two FLOPs.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from optax_mp._jax._jaxpr import Equation
@@ -35,17 +34,12 @@ def operands(equation: Equation) -> list[Any]:
 def matrix_sizes(equation: Equation) -> tuple[Any, Any, Any]:
     """Return the rows, contracted size and columns of a `dot_general`, per batch."""
     (contracted, batch) = equation.params["dimension_numbers"]
-    sizes = [
-        [
-            size
-            for axis, size in enumerate(aval.shape)
-            if axis not in (*contracted[i], *batch[i])
-        ]
-        for i, aval in enumerate(operands(equation))
-    ]
-    left = operands(equation)[0].shape
-    inner = [left[axis] for axis in contracted[0]]
-    return math.prod(sizes[0]), math.prod(inner), math.prod(sizes[1])
+    left, right = (
+        math.prod(n for axis, n in enumerate(x.shape) if axis not in (*inner, *outer))
+        for x, inner, outer in zip(operands(equation), contracted, batch, strict=True)
+    )
+    shape = operands(equation)[0].shape
+    return left, math.prod(shape[axis] for axis in contracted[0]), right
 
 
 def flops_of(equation: Equation) -> int:
@@ -53,26 +47,14 @@ def flops_of(equation: Equation) -> int:
     if equation.primitive.name == _CONVOLUTION:
         return _convolution_flops(equation)
     left, right = operands(equation)
-    contracted, batch, groups = _right_dimensions(equation)
+    numbers, groups = equation.params.get("dimension_numbers"), ()
+    if ragged := equation.params.get("ragged_dot_dimension_numbers"):
+        numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
+    (_, contracted), (_, batch) = numbers
     fixed = {*contracted, *batch, *groups}
     free = [size for axis, size in enumerate(right.shape) if axis not in fixed]
     # Each row of a ragged product is multiplied with one group.
     return 2 * math.prod(left.shape) * math.prod(free)
-
-
-def _right_dimensions(
-    equation: Equation,
-) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """Return the axes of the right operand that are contracted, batch, and groups."""
-    if equation.primitive.name == "ragged_dot":
-        return (1,), (), (0,)
-    params, groups = equation.params, ()
-    numbers = params.get("dimension_numbers")
-    if equation.primitive.name == "ragged_dot_general":
-        ragged = params["ragged_dot_dimension_numbers"]
-        numbers, groups = ragged.dot_dimension_numbers, ragged.rhs_group_dimensions
-    (_, contracted), (_, batch) = numbers
-    return contracted, batch, groups
 
 
 def _convolution_flops(equation: Equation) -> int:

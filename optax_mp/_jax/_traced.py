@@ -118,11 +118,8 @@ class TracedCall:
             values: one for each of its leaves, or for the first ones; None for none.
         """
         inputs = self.inputs_among_last(len(jax.tree.leaves(kept)))
-        return {
-            inputs[at]: x
-            for at, x in enumerate(values)
-            if x is not None and at in inputs
-        }
+        pairs = ((inputs.get(at), x) for at, x in enumerate(values))
+        return {i: x for i, x in pairs if i is not None and x is not None}
 
     def replaced(self, kept: PyTree) -> dict[int, int]:
         """Return for each output that replaces an input the index of that input.

@@ -13,9 +13,9 @@ half a unit in the last place are lost if they are always rounded to nearest.
 
 - `_low_bit`: the transform.
 - `_blocks`: from an array to a `Quantized`, and back.
-- `_code_choice`: its settings, and which arrays get which codes. It traces the update
-  (`_traced_update`), and finds arrays that are never negative (`_signs`), and those
-  that must stay in full precision (`_full_precision`).
+- `_code_choice`: its settings, and which arrays get which codes. A trace of the update
+  shows arrays that are never negative (`_signs`), and those that must stay in full
+  precision (`_full_precision`).
 - `_stochastic`: the other transform.
 - `_random_numbers`: stochastic rounding, for both.
 """

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from optax_mp._boxes import put, unbox
 from optax_mp._dtypes import saturating_cast
 from optax_mp._jax._block_operations import MAXIMUM, MINIMUM, Blocks
-from optax_mp._jax._explicit import reshard_like, whole_along
+from optax_mp._jax._sharding import reshard_like, whole_along
 from optax_mp._quantized import Code, Quantized, new_quantized
 from optax_mp.compact._random_numbers import round_stochastically, uniform_numbers
 

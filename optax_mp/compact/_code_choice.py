@@ -20,12 +20,13 @@ from optax_mp._quantized import Code
 from optax_mp._tree import is_floating
 from optax_mp.compact._blocks import choose_blocks
 from optax_mp.compact._full_precision import (
+    TracedUpdate,
     check_without_update,
     need_full_precision,
     reach_products,
+    trace_update,
 )
 from optax_mp.compact._signs import nonnegative_states
-from optax_mp.compact._traced_update import TracedUpdate, trace_update
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class CodeFormat:
                     f"low_bit_state: `{name}` is {value!r}, expected 8 or 16."
                 )
         is_positive = isinstance(block_size, Integral) and block_size > 0
-        if not is_positive or block_size & (block_size - 1) != 0:
+        if not is_positive or block_size & (block_size - 1):
             raise ValueError(
                 f"low_bit_state: `block_size` is {block_size!r}, expected a power of "
                 "two such as 32."
@@ -107,20 +108,21 @@ def choose_codes(
     large = [_is_large(leaves[i], min_size) for i in arrays]
     # Masters, averages and other arrays that start as the params are not moments.
     chosen = _without(large, depending_outputs(init.closed))
-    in_product = [False] * len(arrays)
+    never_negative = in_product = [False] * len(arrays)
     if isinstance(update, TracedUpdate):
         chosen = _without(chosen, need_full_precision(init, update))
         in_product = reach_products(update)
+        if update.is_exact:  # else signed codes, which can hold any values
+            jaxprs = init.closed, update.closed
+            never_negative = nonnegative_states(*jaxprs, update.param_count)
     elif any(chosen):
         check_without_update(init, large, state, params, update)
     codes: list[Code | None] = [None] * len(leaves)
-    never_negative = _never_negative(init, update)
-    for at, i in enumerate(arrays):
-        if chosen[at]:
+    facts = zip(arrays, chosen, never_negative, in_product, strict=True)
+    for i, is_chosen, is_unsigned, is_in_product in facts:
+        if is_chosen:
             codes[i] = code_format.code(
-                leaves[i].shape,
-                is_unsigned=never_negative[at],
-                is_in_product=in_product[at],
+                leaves[i].shape, is_unsigned=is_unsigned, is_in_product=is_in_product
             )
     return codes
 
@@ -134,11 +136,3 @@ def _is_large(leaf: Any, min_size: int) -> bool:
         return False
     # Dequantized values are float32, and `inner` may expect the dtype that it made.
     return leaf.dtype == jnp.float32
-
-
-def _never_negative(init: TracedCall, update: TracedUpdate | Exception) -> list[bool]:
-    """Return for each array of a state whether its values are never negative."""
-    if isinstance(update, Exception) or not update.is_exact:
-        return [False] * len(init.closed.out_avals)  # signed codes can hold any values
-    count = update.param_count  # gradients and params
-    return nonnegative_states(init.closed, update.closed, count, count)

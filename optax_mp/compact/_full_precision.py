@@ -24,15 +24,83 @@ which arrive `copied` entry by entry, or `joined` with entries of others.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.tree_util import tree_flatten_with_path
+import jax.numpy as jnp
+import optax
+from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._jax._dataflow import Flow, flows
-from optax_mp._jax._traced import TracedCall, is_dynamic
-from optax_mp._tree import describe, is_array, spell
-from optax_mp.compact._traced_update import TracedUpdate
+from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
+from optax_mp._tree import describe, is_array, is_floating, spell
+
+
+class TracedUpdate(NamedTuple):
+    """One update of an optimizer, from (gradients, state, params) to (updates, state).
+
+    Attributes:
+        closed: the jaxpr.
+        param_count: how many arrays the gradients have, and the params.
+        state_inputs: the indices of the state among the inputs.
+        is_exact: False if the update was given a made-up loss. Dependences are the same
+            with any loss, but signs may differ.
+    """
+
+    closed: Any
+    param_count: int
+    state_inputs: range
+    is_exact: bool
+
+
+def trace_update(
+    inner: optax.GradientTransformationExtraArgs,
+    params: optax.Params,
+    state: optax.OptState,
+) -> TracedUpdate | Exception:
+    """Trace `inner.update`, or return the error that it raised.
+
+    An optimizer that needs extra arguments gets those that optax's own optimizers take.
+    Only the caller of `update` knows any others.
+    """
+    try:
+        return _trace(inner, params, state, {})
+    except Exception as error:  # of any type: `inner` may be a user's code
+        try:
+            return _trace(inner, params, state, _made_up_arguments(params))
+        except Exception:
+            return error
+
+
+def _trace(
+    inner: optax.GradientTransformationExtraArgs,
+    params: optax.Params,
+    state: optax.OptState,
+    extra_args: dict[str, Any],
+) -> TracedUpdate:
+    def update(args: Any) -> Any:
+        gradients, state, params = args
+        updates, new_state = inner.update(gradients, state, params, **extra_args)
+        # By path: a state may gain leaves at the first step, as `optax.monitor` does.
+        new_leaves = dict(tree_leaves_with_path(new_state))
+        return updates, [new_leaves[path] for path, _ in tree_leaves_with_path(state)]
+
+    traced = TracedCall.of(update, (params, state, params))
+    before = sum(map(is_dynamic, jax.tree.leaves(params)))
+    inputs = range(before, len(traced.arrays) - before)
+    if sum(map(is_output, traced.unflatten_outputs()[1])) != len(inputs):
+        raise ValueError("its new state has other arrays")
+    return TracedUpdate(traced.closed, before, inputs, not extra_args)
+
+
+def _made_up_arguments(params: optax.Params) -> dict[str, Any]:
+    # Optax's line searches refuse an argument that their `value_fn` does not name.
+    def loss(params: Any, *_: Any, obj_fn: Any = None, grad_fn: Any = None) -> Any:
+        leaves = [x for x in jax.tree.leaves(params) if is_floating(x)]
+        return sum((jnp.sum(jnp.square(x)) for x in leaves), jnp.zeros(()))
+
+    arguments = {"value": jnp.zeros(()), "grad": params, "value_fn": loss}
+    return arguments | {"obj_fn": loss, "grad_fn": lambda params, *_: params}
 
 
 def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
@@ -42,10 +110,10 @@ def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
         init: `inner.init`, from the params to the state.
         update: `inner.update`.
     """
-    updates, new_state = update.split_outputs(flows(update.closed))
     # Arrays are numbered as inputs of the update, before and after it.
-    numbers = update.state_inputs
-    new = dict(zip(numbers, new_state, strict=True))
+    numbers, results = update.state_inputs, flows(update.closed)
+    updates = results[: len(results) - len(numbers)]
+    new = dict(zip(numbers, results[len(updates) :], strict=True))
     # An average fades. A sum or a maximum lasts; so does a copy of the last params or
     # gradient, until the next step.
     lasting = {i for i in numbers if i not in new[i].faded}
@@ -60,24 +128,24 @@ def reach_products(update: TracedUpdate) -> list[bool]:
     Muon's products, for example, read its momentum, and spread the error of each entry
     over whole rows and columns. (An inner product averages errors.)
     """
-    found = {i for flow in flows(update.closed) for i in flow.multiplied}
-    return [i in found for i in update.state_inputs]
+    factors = {i for flow in flows(update.closed) for i in flow.multiplied}
+    return [i in factors for i in update.state_inputs]
 
 
 def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:
     """Return the histories, and the arrays that their entries are made of."""
-    found: set[int] = set()
+    histories: set[int] = set()
     for i, flow in new.items():
         # A history may also be several arrays, each of which is copied to the next.
         previous = flow.copied & new.keys() - {i}
         if previous or i in flow.joined:
-            found |= {i} | previous
+            histories |= {i} | previous
     # Arrays from which entries are computed, such as the last params, must be exact.
     while True:
-        sources = {j for i in found for j in new[i].reached_by & lasting}
-        if sources <= found:
-            return found
-        found |= sources
+        sources = {j for i in histories for j in new[i].reached_by & lasting}
+        if sources <= histories:
+            return histories
+        histories |= sources
 
 
 def _positions(
@@ -98,11 +166,10 @@ def _records(updates: list[Flow], new: dict[int, Flow], lasting: set[int]) -> se
 
 def _anchors(init: TracedCall, update: TracedUpdate, new: dict[int, Flow]) -> set[int]:
     """Return the arrays that start as the params, and that only params replace."""
-    initial = dict(zip(new, flows(init.closed), strict=True))
-    params = {*update.params_inputs}
-    return {
-        i for i in new if initial[i].reached_by and new[i].reached_by <= params | {i}
-    }
+    params = set(range(update.state_inputs.stop, len(update.closed.in_avals)))
+    initial = zip(new, flows(init.closed), strict=True)
+    start_as_params = [i for i, flow in initial if flow.reached_by]
+    return {i for i in start_as_params if new[i].reached_by <= params | {i}}
 
 
 def check_without_update(
@@ -119,18 +186,16 @@ def check_without_update(
     """
     # A position needs an anchor, and a history holds several params or gradients.
     largest = max((x.size for x in jax.tree.leaves(params) if is_array(x)), default=0)
-    leaves = tree_flatten_with_path(state)[0]
-    arrays = [(path, leaf) for path, leaf in leaves if is_dynamic(leaf)]
-    for (path, leaf), is_large, initial in zip(
-        arrays, large, flows(init.closed), strict=True
-    ):
-        if not is_large or not (initial.copied or leaf.size > largest):
+    arrays = [x for x in tree_leaves_with_path(state) if is_dynamic(x[1])]
+    initial = flows(init.closed)
+    for i in (i for i, is_large in enumerate(large) if is_large):
+        path, leaf = arrays[i]
+        if initial[i].copied:
+            what = "starts as a copy of a param"
+        elif leaf.size > largest:
+            what = "is larger than any param"
+        else:
             continue
-        what = (
-            "starts as a copy of a param"
-            if initial.copied
-            else "is larger than any param"
-        )
         raise ValueError(
             f"low_bit_state: the state holds {describe(leaf)} at {spell(path)}, which "
             f"{what}, as in optimizers that need a part of their state in full "

@@ -1,7 +1,6 @@
 """low_bit_state: the large arrays of any optimizer's state in 8 or 16 bits."""
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ from optax_mp._typed import type_with
 from optax_mp._warnings import warn
 from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
 from optax_mp.compact._code_choice import BFLOAT16, CodeFormat, choose_codes
-from optax_mp.compact._random_numbers import check_seed, rounding_keys, split_keys
+from optax_mp.compact._random_numbers import check_seed, rounding_keys
 from optax_mp.leafwise._take_step import leafwise_update
 
 # So that the random numbers differ from those of `stochastic_rounding` with the same
@@ -122,8 +121,8 @@ def low_bit_state(
         The transformation, for use inside `mixed_precision` or alone.
 
     Raises:
-        TypeError: if `inner` is not a gradient transformation, or `min_size` or `seed`
-            is not an integer.
+        TypeError: if `inner` is not a gradient transformation, or `seed` is not an
+            integer.
         ValueError: if `bits`, `block_size`, `dtype` or `product_bits` is none of the
             above. `init` raises it if the state may hold a history, but the update
             needs arguments that optax does not know, so that it cannot be traced.
@@ -147,10 +146,6 @@ def low_bit_state(
     code_format = CodeFormat.from_settings(bits, block_size, dtype, product_bits)
     make_state = type_with(LowBitState, "code_format", code_format)
     check_seed(seed, "low_bit_state")
-    if not isinstance(min_size, Integral):
-        raise TypeError(
-            f"low_bit_state: `min_size` is {min_size!r}, expected a number of elements."
-        )
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> LowBitState:
@@ -169,7 +164,13 @@ def low_bit_state(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowBitState]:
-        _check_state(state, code_format)
+        check_own_state(state, LowBitState, "low_bit_state")
+        if state.code_format != code_format:
+            raise ValueError(
+                f"low_bit_state: the state was made with {state.code_format}, expected "
+                f"{code_format}, as this transform has it; convert it with "
+                "`optax_mp.convert_opt_state`."
+            )
         check_gradients(params, updates, "low_bit_state")
         before = jax.tree.map(
             lambda x: dequantize(x) if is_quantized(x) else x,
@@ -195,16 +196,18 @@ def _warn_if_mostly_wide(
         chosen: how each of its leaves is quantized, or None.
         min_size: the number of elements that an array needs for that.
     """
-    sizes = [
-        (leaf.size, code is not None, f"{spell(path)} {describe(leaf)}")
-        for (path, leaf), code in zip(tree_leaves_with_path(state), chosen, strict=True)
-        if is_floating(leaf)
-    ]
-    total = sum(size for size, _, _ in sizes)
-    coded = sum(size for size, is_coded, _ in sizes if is_coded)
+    wide: dict[str, int] = {}
+    coded = total = 0
+    for (path, leaf), code in zip(tree_leaves_with_path(state), chosen, strict=True):
+        size = leaf.size if is_floating(leaf) else 0
+        total += size
+        if code is None:
+            wide[f"{spell(path)} {describe(leaf)}"] = size
+        else:
+            coded += size
     if total < _LARGE_STATE or 2 * coded >= total:
         return
-    _, _, largest = max(x for x in sizes if not x[1])
+    largest = max(wide, key=wide.__getitem__)
     warn(
         f"low_bit_state: {coded / total:.0%} of the {total:,} numbers of the state are "
         f"stored in codes; the largest array that is not is {largest}. Arrays of fewer "
@@ -212,17 +215,6 @@ def _warn_if_mostly_wide(
         "hold histories or weights and those that are not float32. Pass a smaller "
         "`min_size`, or leave `low_bit_state` out."
     )
-
-
-def _check_state(state: Any, code_format: CodeFormat) -> None:
-    """Raise unless a state was made by `low_bit_state` with these settings."""
-    check_own_state(state, LowBitState, "low_bit_state")
-    if state.code_format != code_format:
-        raise ValueError(
-            f"low_bit_state: the state was made with {state.code_format}, expected "
-            f"{code_format}, as this transform has it; convert it with "
-            "`optax_mp.convert_opt_state`."
-        )
 
 
 def _quantize_slot(slot: Any, code: Code) -> Any:
@@ -250,12 +242,12 @@ def _quantize_again(after: PyTree, state: LowBitState, seed: int | None) -> PyTr
     # By path: a state may gain leaves at the first step, as that of `optax.monitor`.
     nodes = tree_leaves_with_path(state.inner_state, is_leaf=is_quantized)
     old = {path: node for path, node in nodes if is_quantized(node)}
-    keys = [None] * len(old)
+    keys = {}
     if seed is not None:
-        keys = split_keys(rounding_keys(len(old), seed, _SALT, state.step_count))
-    key_of = dict(zip(old, keys, strict=True))
+        all_keys = rounding_keys(len(old), seed, _SALT, state.step_count)
+        keys = dict(zip(old, all_keys, strict=True))
 
     def quantize_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
-        return quantize(leaf, old[path], key_of[path]) if path in old else leaf
+        return quantize(leaf, old[path], keys.get(path)) if path in old else leaf
 
     return tree_map_with_path(quantize_leaf, after, is_leaf=is_box)

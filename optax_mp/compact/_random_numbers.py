@@ -18,11 +18,11 @@ from jax.typing import DTypeLike
 from optax_mp._dtypes import saturate
 
 
-def rounding_keys(count: int, *parts: int | jax.Array) -> jax.Array:
+def rounding_keys(count: int, *parts: int | jax.Array) -> list[jax.Array]:
     """Return a uint32 key for each of `count` arrays, from a seed, a step and so on.
 
-    They are one array, because one scalar per array would be one kernel per array, and
-    take seconds to compile.
+    Each is an array of one element. All are parts of one array, because one scalar per
+    array would be one kernel per array, and take seconds to compile.
     """
     keys = _hash(lax.iota(jnp.uint32, count))
     for part in parts:
@@ -32,13 +32,9 @@ def rounding_keys(count: int, *parts: int | jax.Array) -> jax.Array:
             part = jnp.uint32(int(part) % 2**32)
         # The factor makes (1, 2) and (2, 1) differ.
         keys = _hash(keys * jnp.uint32(31) + part)
-    return lax.optimization_barrier(keys)
-
-
-def split_keys(keys: jax.Array) -> list[jax.Array]:
-    """Return the keys of `rounding_keys` one by one, each an array of one element."""
+    keys = lax.optimization_barrier(keys)
     # One equation for all of them: indexing would trace several for each key.
-    return list(lax.split(keys, [1] * len(keys))) if len(keys) else []
+    return list(lax.split(keys, [1] * count)) if count else []
 
 
 def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
@@ -108,9 +104,8 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
         below = lax.bitwise_and(pattern, np.int32(-unit))
         rest = lax.bitwise_and(pattern, np.int32(unit - 1))
         rest = lax.convert_element_type(rest, jnp.float32)
-        rises = lax.convert_element_type(
-            lax.lt(lax.mul(numbers, np.float32(unit)), rest), jnp.int32
-        )
+        rises = lax.lt(lax.mul(numbers, np.float32(unit)), rest)
+        rises = lax.convert_element_type(rises, jnp.int32)
         higher = lax.add(below, lax.mul(rises, np.int32(unit)))
         rounded = lax.bitcast_convert_type(higher, jnp.float32)
     else:

@@ -6,15 +6,23 @@ product by `einsum`. So is its average, also in the form of a step from the old 
 towards the new one, `v + c * (s - v)` with `c` between 0 and 1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from optax_mp._jax._control_flow import has_regions, wiring_of
-from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_literal, open_jaxpr
-from optax_mp._jax._primitives import KEEPS_SIGN, MOVES, NEVER_NEGATIVE
+from optax_mp._jax._dataflow import follow
+from optax_mp._jax._jaxpr import (
+    AnyJaxpr,
+    Equation,
+    is_always,
+    is_literal,
+    is_shaped,
+    open_jaxpr,
+)
+from optax_mp._jax._primitives import HANDS_ON, KEEPS_SIGN, MOVES, NEVER_NEGATIVE
 from optax_mp._jax._wiring import Region
 
 
@@ -43,36 +51,22 @@ class Fact(NamedTuple):
         return self.nonnegative and self.at_most_one
 
 
-def nonnegative_outputs(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Return which outputs of `jaxpr` are known not to be negative.
-
-    Args:
-        jaxpr: the jaxpr of any function.
-        inputs: for each of its inputs whether it is known not to be negative.
-    """
-    return [x.nonnegative for x in facts_of(jaxpr, list(map(Fact, inputs)))]
-
-
-def nonnegative_states(
-    init: AnyJaxpr, update: AnyJaxpr, before: int, after: int
-) -> list[bool]:
+def nonnegative_states(init: AnyJaxpr, update: AnyJaxpr, others: int) -> list[bool]:
     """Return which arrays of a state are never negative: at first, or after an update.
 
     Args:
         init: from anything to the state.
-        update: from `before` arrays, the state and `after` arrays to any outputs, of
-            which the last are the new state.
-        before: how many inputs of `update` precede the state.
-        after: how many follow it.
+        update: from `others` arrays, the state and as many arrays again to any outputs,
+            of which the last are the new state.
+        others: how many inputs of `update` are on either side of the state.
     """
+    unknown = [Fact()] * others
     # In the next update, only facts that name no other value still hold.
-    state = [
-        _alone(x) for x in facts_of(init, [Fact()] * len(open_jaxpr(init)[0].invars))
-    ]
+    state = list(map(_only, facts_of(init, [Fact()] * len(open_jaxpr(init)[0].invars))))
     while True:
-        inputs = [*[Fact()] * before, *state, *[Fact()] * after]
-        new = facts_of(update, inputs)[-len(state) :] if state else []
-        still = [_join([old, _alone(x)]) for old, x in zip(state, new, strict=True)]
+        new = facts_of(update, [*unknown, *state, *unknown])
+        new = new[len(new) - len(state) :]
+        still = [_join([old, _only(x)]) for old, x in zip(state, new, strict=True)]
         if still == state:
             return [x.nonnegative for x in state]
         state = still
@@ -80,34 +74,29 @@ def nonnegative_states(
 
 def facts_of(jaxpr: AnyJaxpr, inputs: Sequence[Fact]) -> list[Fact]:
     """Return the facts of the outputs of `jaxpr`, from those of its inputs."""
-    jaxpr, consts = open_jaxpr(jaxpr)
-    facts: dict[Any, Fact] = {}
+    named = list(map(_of_variable, open_jaxpr(jaxpr)[0].invars, inputs))
+    return follow(jaxpr, named, _results, _fact_of_number)
 
-    def learn(var: Any, fact: Fact) -> None:
-        value = fact.value or var
-        base = fact.multiple_of or value
-        facts[var] = fact._replace(value=value, multiple_of=base)
 
-    for var, const in zip(jaxpr.constvars, consts, strict=True):
-        learn(var, _fact_of_number(const))
-    for var, fact in zip(jaxpr.invars, inputs, strict=True):
-        learn(var, fact)
+def _of_variable(var: Any, fact: Fact) -> Fact:
+    """Return what is known of a variable, and name it if it has no name yet."""
+    # Integers do not count: their squares and sums may wrap around.
+    dtype = var.aval.dtype if is_shaped(var.aval) else jnp.int32
+    if not jnp.issubdtype(dtype, jnp.floating):
+        fact = Fact(dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.unsignedinteger))
+    value = fact.value or var
+    return fact._replace(value=value, multiple_of=fact.multiple_of or value)
 
-    def read(atom: Any) -> Fact:
-        return _fact_of_number(atom.val) if is_literal(atom) else facts[atom]
 
-    for equation in jaxpr.eqns:
-        facts_in = list(map(read, equation.invars))
-        if has_regions(equation):
-            results = _through_regions(equation, facts_in)
-        else:
-            results = [_result(equation, facts_in)] * len(equation.outvars)
-        for var, result in zip(equation.outvars, results, strict=True):
-            # Integers do not count: their squares and sums may wrap around.
-            unknown = Fact(nonnegative=_is_unsigned(var.aval))
-            learn(var, result if _is_real(var.aval) else unknown)
-    outvars: Any = jaxpr.outvars
-    return list(map(read, outvars))
+def _results(equation: Equation, inputs: list[Fact]) -> list[Fact]:
+    """Return what is known of each output of an equation."""
+    if has_regions(equation):
+        facts = _through_regions(equation, inputs)
+    elif equation.primitive.name in HANDS_ON:
+        facts = inputs
+    else:
+        facts = [_result(equation, inputs)] * len(equation.outvars)
+    return list(map(_of_variable, equation.outvars, facts))
 
 
 def _through_regions(equation: Equation, inputs: list[Fact]) -> list[Fact]:
@@ -116,10 +105,10 @@ def _through_regions(equation: Equation, inputs: list[Fact]) -> list[Fact]:
     runs_once = not (wiring.repeats or wiring.is_sharded)
 
     def through(region: Region, facts: Sequence[Fact]) -> list[Fact]:
-        facts = facts if runs_once else list(map(_alone, facts))
+        facts = facts if runs_once else list(map(_only, facts))
         names = {name for x in facts for name in (x.value, x.multiple_of)}
         # Variables inside mean nothing outside: another call has the same ones.
-        return [_only(names, x) for x in facts_of(region.jaxpr, facts)]
+        return [_only(x, names) for x in facts_of(region.jaxpr, facts)]
 
     return wiring.forward(inputs, through, _join).outputs
 
@@ -136,11 +125,8 @@ def _result(equation: Equation, inputs: list[Fact]) -> Fact:
             a, b = inputs
             return Fact(all(holds) or _is_step(a, b, -1) or _is_step(b, a, -1))
         case "div":
-            return Fact(
-                all(holds), multiple_of=inputs[0].multiple_of if holds[1] else None
-            )
-        case "optax_mp_place_like":
-            return inputs[0]
+            base = inputs[0].multiple_of if holds[1] else None
+            return Fact(all(holds), multiple_of=base)
         case "convert_element_type":
             return inputs[0]._replace(value=None, bounds=frozenset())
         case "dot_general":
@@ -150,19 +136,17 @@ def _result(equation: Equation, inputs: list[Fact]) -> Fact:
         case "integer_pow":
             return Fact(holds[0] or equation.params["y"] % 2 == 0)
         case "pow":
-            return Fact(
-                holds[0] or _is_number(equation.invars[1], lambda y: y % 2 == 0)
-            )
+            is_even = _is_number(equation.invars[1], lambda y: y % 2 == 0)
+            return Fact(holds[0] or is_even)
         case "select_n":
             return Fact(all(holds[1:]))
         case "clamp":
             # The lower bound alone does not decide: the upper one may be smaller.
             return Fact(holds[2] and (holds[0] or holds[1]))
         case name:
-            moved = name in MOVES and all(x.at_most_one for x in inputs)
-            return Fact(
-                name in NEVER_NEGATIVE or (name in KEEPS_SIGN and all(holds)), moved
-            )
+            keeps = name in KEEPS_SIGN and all(holds)
+            moves_fractions = name in MOVES and all(x.at_most_one for x in inputs)
+            return Fact(name in NEVER_NEGATIVE or keeps, moves_fractions)
 
 
 def _product(a: Fact, b: Fact) -> Fact:
@@ -217,39 +201,18 @@ def _join(facts: Sequence[Fact]) -> Fact:
     )
 
 
-def _alone(x: Fact) -> Fact:
-    """Return what is known of a value by itself."""
-    return Fact(x.nonnegative, x.at_most_one)
-
-
-def _only(names: set[Any], x: Fact) -> Fact:
+def _only(x: Fact, names: Collection[Any] = ()) -> Fact:
     """Return what is known of a value by itself and by variables of these names."""
     value, base = (y if y in names else None for y in (x.value, x.multiple_of))
-    return Fact(
-        *_alone(x)[:2], value, base, frozenset(y for y in x.bounds if y[1] in names)
-    )
-
-
-def _is_unsigned(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and (
-        dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.unsignedinteger)
-    )
-
-
-def _is_real(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    bounds = frozenset(y for y in x.bounds if y[1] in names)
+    return Fact(x.nonnegative, x.at_most_one, value, base, bounds)
 
 
 def _fact_of_number(value: Any) -> Fact:
-    try:
-        value = np.asarray(value)
-        return Fact(bool(np.all(value >= 0)), bool(np.all(value <= 1)))
-    except TypeError:  # not a number, such as a random key, or a traced value
-        return Fact()
+    is_nonnegative = is_always(value, lambda x: x >= 0)
+    return Fact(is_nonnegative, is_always(value, lambda x: x <= 1))
 
 
-def _is_number(atom: Any, test: Callable[[Any], bool]) -> bool:
+def _is_number(atom: Any, test: Callable[[Any], Any]) -> bool:
     """Return whether an input is written as a single number with some property."""
-    return is_literal(atom) and np.ndim(atom.val) == 0 and bool(test(atom.val))
+    return is_literal(atom) and np.ndim(atom.val) == 0 and is_always(atom.val, test)

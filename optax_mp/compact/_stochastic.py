@@ -6,32 +6,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._arguments import (
-    check_given_params,
-    check_init_params,
-    check_own_state,
-)
-from optax_mp._choose import choose_step, pass_choice
+from optax_mp._arguments import check_given_params, check_init_params, check_own_state
+from optax_mp._choose import choose_step
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, difference
-from optax_mp._inner import (
-    as_inner_grad,
-    as_inner_param,
-    as_transformation,
-    check_update,
-    copy_shared,
-    explain_failure,
-    match_gradients,
-    or_no_change,
-    warn_of_gradients,
-)
-from optax_mp._leaves import Leaves, is_absent
-from optax_mp._tree import describe, is_floating, is_inexact, spell
+from optax_mp._inner import InnerUpdate, as_inner_param, as_transformation, copy_shared
+from optax_mp._leaves import Leaves
+from optax_mp._tree import is_floating
 from optax_mp.compact._random_numbers import (
     check_seed,
     round_stochastically,
     rounding_keys,
-    split_keys,
 )
 from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._mark import is_unmarked
@@ -115,15 +100,7 @@ def stochastic_rounding(
     @takes_descriptions
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         check_init_params(params, "stochastic_rounding")
-        leaves = Leaves.of(params, caller="stochastic_rounding", name="`params`")
-        for path, leaf in zip(leaves.paths, leaves.values, strict=True):
-            if is_floating(leaf) and bits(leaf.dtype) < 16:
-                raise ValueError(
-                    f"stochastic_rounding: param {spell(path)} is {describe(leaf)}, "
-                    "expected 16 bits or more, since JAX adds no float32 update to an "
-                    "8-bit float; use `optax_mp.mixed_precision` with "
-                    '`update_dtype="params"`.'
-                )
+        leaves = Leaves.of(params, caller="stochastic_rounding")
         wide = leaves.unflatten(map(_widen, leaves.values))
         inner_state = place_like_params(inner.init(wide), wide)
         inner_state = copy_shared(inner_state, leaves.values)
@@ -134,35 +111,23 @@ def stochastic_rounding(
     ) -> tuple[optax.Updates, StochasticRoundingState]:
         check_given_params(params, "stochastic_rounding")
         check_own_state(state, StochasticRoundingState, "stochastic_rounding")
-        leaves = Leaves.of(params, caller="stochastic_rounding", name="`params`")
-        grads = match_gradients(leaves, updates)
-        warn_of_gradients(leaves, grads)
+        leaves = Leaves.of(params, caller="stochastic_rounding")
+        arguments = InnerUpdate.match(updates, params, leaves)
         wide = list(map(_widen, leaves.values))
-        if extra_args.get("grad") is not None:
-            grad = leaves.match(extra_args["grad"], "the extra argument `grad`")
-            extra_args["grad"] = leaves.unflatten(map(as_inner_grad, wide, grad))
 
         def step(state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
-            inner_grads = leaves.unflatten(map(as_inner_grad, wide, grads))
-            args = inner_grads, state.inner_state, leaves.unflatten(wide)
-            with explain_failure(inner, *args, "stochastic_rounding"):
-                extra_args = pass_choice(extra_args, state.inner_state)
-                changes, inner_state = inner.update(*args, **extra_args)
-            # The update of a leaf that is hidden from `inner` is its gradient.
-            new_updates = list(grads)
-            changes = leaves.match(changes, "the updates of `inner`")
-            keys = split_keys(rounding_keys(len(changes), seed, state.step_count))
-            for i, change in enumerate(changes):
-                path, param = leaves.paths[i], leaves.values[i]
-                new_updates[i] = change if is_inexact(param) else grads[i]
-                if not is_inexact(param) or is_absent(change):
-                    new_updates[i] = or_no_change(new_updates[i], param)
-                    continue
-                check_update(path, param, grads[i], change, "stochastic_rounding")
-                if _is_narrow(param):
-                    target: Any = optax.apply_updates(wide[i], change)
-                    rounded = _round_jitted(target, param.dtype, keys[i])
-                    new_updates[i] = difference(rounded, wide[i])
+            keys = rounding_keys(len(wide), seed, state.step_count)
+
+            def advance(i: int, change: Any) -> Any:
+                if not _is_narrow(leaves.values[i]):
+                    return change
+                target: Any = optax.apply_updates(wide[i], change)
+                rounded = _round_jitted(target, leaves.values[i].dtype, keys[i])
+                return difference(rounded, wide[i])
+
+            new_updates, inner_state = arguments.run(
+                inner, wide, state.inner_state, extra_args, advance
+            )
             count = jnp.asarray(optax.safe_increment(state.step_count))
             new_state = StochasticRoundingState(count, inner_state)
             return leaves.unflatten(new_updates), new_state

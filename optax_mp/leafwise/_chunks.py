@@ -22,8 +22,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_mp._jax._block_operations import Blocks
-from optax_mp._jax._explicit import on_mesh_of
 from optax_mp._jax._memory import is_on_host, moves_memory, to_device, to_host
+from optax_mp._jax._sharding import on_mesh_of
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Evaluator, Part
 from optax_mp.leafwise._program import Node, Program, Value

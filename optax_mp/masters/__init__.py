@@ -5,15 +5,11 @@ on float32 masters of low-precision params. `MixedPrecisionState` holds the mast
 the form of a storage: `Storage` (both in `_storage.py`) is its interface, `FullCopy`
 keeps the whole master, `Split` only the bits that a 16-bit param lacks.
 `master_params`, `replace_master_params` and `follow_params` (`_access.py`)
-read and change masters, wherever the state is nested. `_checks.py` raises if storage,
+read and change masters, wherever the state is nested. `_settings.py` raises if storage,
 state and params do not fit together.
 """
 
-from optax_mp.masters._access import (
-    follow_params,
-    master_params,
-    replace_master_params,
-)
+from optax_mp.masters._access import follow_params, master_params, replace_master_params
 from optax_mp.masters._split import Split
 from optax_mp.masters._storage import FullCopy, MixedPrecisionState, Storage
 from optax_mp.masters._transform import mixed_precision

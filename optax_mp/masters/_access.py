@@ -11,13 +11,13 @@ from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain_trees
 from optax_mp._dtypes import at_least_float32, round_to
 from optax_mp._jax._arrays import is_traced
-from optax_mp._jax._explicit import reshard_beside
 from optax_mp._jax._memory import bring, put_beside
+from optax_mp._jax._sharding import reshard_beside
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._nesting import check_nesting
 from optax_mp._states import check_classes, find_states, map_states
 from optax_mp._tree import describe, is_floating, spell
-from optax_mp.masters._checks import check_shape
+from optax_mp.masters._settings import check_shape
 from optax_mp.masters._step import follow_edits
 from optax_mp.masters._storage import (
     MixedPrecisionState,
@@ -64,14 +64,14 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     """
     caller = "master_params"
     opt_state, params, leaves = read_arguments(opt_state, params, caller)
-    found = find_states(opt_state, MixedPrecisionState)
-    if not found:
+    states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
+    if not states:
         check_classes(opt_state, caller)
         return jax.tree.map(_widen, params)
-    result = list(leaves.values)
-    for i, _, _, master in decode_all(leaves, [state for _, state in found]):
-        result[i] = master
-    return leaves.unflatten(result)
+    weights = list(leaves.values)
+    for i, _, _, master in decode_all(leaves, states):
+        weights[i] = master
+    return leaves.unflatten(weights)
 
 
 def read_arguments(
@@ -84,7 +84,7 @@ def read_arguments(
     opt_state, params = plain_trees(opt_state, params)
     check_state_first(opt_state, params, caller, f"{caller}({names})")
     check_nesting(opt_state, caller)
-    return opt_state, params, Leaves.of(params, caller=caller, name="`params`")
+    return opt_state, params, Leaves.of(params, caller=caller)
 
 
 def decode_all(
@@ -138,9 +138,8 @@ def replace_master_params(
     """
     caller = "replace_master_params"
     new_master = plain_trees(opt_state, new_master)[1]
-    opt_state, params, leaves = read_arguments(
-        opt_state, params, caller, "opt_state, params, new_master"
-    )
+    names = "opt_state, params, new_master"
+    opt_state, params, leaves = read_arguments(opt_state, params, caller, names)
     if not find_states(opt_state, MixedPrecisionState):
         raise ValueError(
             f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state "
@@ -256,10 +255,10 @@ def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
     """Return the master of a param, in device memory."""
     param = params.values[i]
     where = f"{params.caller}: param {spell(params.paths[i])} is {describe(param)}"
-    if storage.param_is_part and not (
-        is_floating(param) and storage.takes(param.dtype, jnp.dtype(jnp.float32))
-    ):
-        expected = list_taken_dtypes(storage, jnp.dtype(jnp.float32))
+    wide = jnp.dtype(jnp.float32)
+    is_taken = is_floating(param) and storage.takes(param.dtype, wide)
+    if storage.param_is_part and not is_taken:
+        expected = list_taken_dtypes(storage, wide)
         raise ValueError(
             f"{where}, expected {expected}, since with {storage} the param is part of "
             "its master. Pass the params in their training dtype: cast them with "
@@ -289,9 +288,8 @@ def check_param_is_rounded(
     # The storage may round ties differently from a cast: accept both.
     _, target = storage.advance(storage.encode(new, param), param, new)
     value, rounded = param.astype(new.dtype), round_to(new, param.dtype)
-    is_right = (
-        (value == target) | (value == rounded) | jnp.isnan(value) & jnp.isnan(new)
-    )
+    is_right = (value == target) | (value == rounded)
+    is_right |= jnp.isnan(value) & jnp.isnan(new)
     if not storage.param_is_part:
         is_right |= ~jnp.isfinite(value)  # no edit, as `follow_edits` says
     if not bool(is_right.all()):

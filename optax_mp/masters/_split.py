@@ -166,9 +166,8 @@ class Split:
         sign, magnitude = (lax.bitwise_and(pattern, x) for x in (_SIGN, ~_SIGN))
         unit = 1 << (16 - self.bits)
         magnitude = lax.add(lax.min(magnitude, _LARGEST_BFLOAT16), np.int32(unit // 2))
-        magnitude = lax.add(
-            lax.bitwise_and(magnitude, np.int32(-unit)), np.int32(0x8000)
-        )
+        magnitude = lax.bitwise_and(magnitude, np.int32(-unit))
+        magnitude = lax.add(magnitude, np.int32(0x8000))
         rounded = lax.bitwise_or(sign, lax.bitwise_and(magnitude, np.int32(-0x10000)))
         return lax.select(lax.is_finite(master), _to_float(rounded), master)
 

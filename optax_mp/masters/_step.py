@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,50 +11,19 @@ import optax
 from jax import lax
 
 from optax_mp._arguments import check_given_params
-from optax_mp._choose import Choice, select
+from optax_mp._choose import Choice, read_choice, select
 from optax_mp._dtypes import (
     at_least_float32,
     bits,
-    check_available,
     difference,
     round_to,
     saturating_cast,
 )
-from optax_mp._inner import (
-    as_inner_grad,
-    as_inner_param,
-    check_update,
-    match_gradients,
-    or_no_change,
-)
+from optax_mp._inner import InnerUpdate, as_inner_param
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._policy import DTypeRule
-from optax_mp._tree import is_floating, is_inexact, spell
-from optax_mp.masters._checks import check_master, check_param, check_state
-from optax_mp.masters._storage import FullCopy, Storage, as_own_arrays
-
-
-class Settings(NamedTuple):
-    """The arguments of `mixed_precision`, checked.
-
-    Attributes:
-        master_dtype: the dtype of masters.
-        dtype_in_training: the dtype of each param in training, as the user declares it.
-        update_dtype: the dtype of updates; `"params"`, or None for the gradients'.
-        storage: how masters are kept.
-    """
-
-    master_dtype: jnp.dtype
-    dtype_in_training: DTypeRule
-    update_dtype: jnp.dtype | str | None
-    storage: Storage
-
-    def check_dtypes(self) -> None:
-        """Raise if JAX does not have a dtype, as float64 without 64-bit types."""
-        # At each call, because users may turn 64-bit types on after construction.
-        check_available(self.master_dtype, "mixed_precision: `master_dtype`")
-        if isinstance(self.update_dtype, np.dtype):
-            check_available(self.update_dtype, "mixed_precision: `update_dtype`")
+from optax_mp._tree import is_floating
+from optax_mp.masters._settings import Settings
+from optax_mp.masters._storage import FullCopy, as_own_arrays
 
 
 @dataclass(frozen=True)
@@ -62,17 +31,13 @@ class Step:
     """The arguments of one `update`, matched leaf by leaf and checked.
 
     Attributes:
-        params: the params.
+        arguments: params and gradients.
         stored: what the state stores for each param.
-        grads: the gradient of each param, or None or `MaskedNode()`.
-        is_lookahead: whether there are two copies of the params for one of gradients.
         settings: the settings of the transformation.
     """
 
-    params: Leaves
+    arguments: InnerUpdate
     stored: Sequence[Any]
-    grads: Sequence[Any]
-    is_lookahead: bool
     settings: Settings
 
     @classmethod
@@ -80,94 +45,59 @@ class Step:
         """Return the step of an `update` with these arguments."""
         check_given_params(params, "mixed_precision")
         settings.check_dtypes()
-        check_state(state, settings.storage)
-        # `optax.lookahead` passes a fast and a slow copy of the params, and gradients
-        # of the fast one. Here both get them, so that every param has a gradient.
-        is_lookahead = isinstance(params, optax.LookaheadParams) and not isinstance(
-            updates, optax.LookaheadParams
-        )
-        if is_lookahead:
-            updates = optax.LookaheadParams(fast=updates, slow=updates)
-        leaves = Leaves.of(params, caller="mixed_precision", name="`params`")
+        settings.check_state(state)
+        leaves = Leaves.of(params, caller="mixed_precision")
         # Subtrees, because a storage may store several arrays for one master.
         stored = leaves.match_subtrees(state.master_params, "the masters in the state")
         for path, param, x in zip(leaves.paths, leaves.values, stored, strict=True):
-            declared = settings.dtype_in_training(path, param)
-            dtypes = settings.master_dtype, declared
-            check_param(spell(path), param, x, *dtypes, settings.storage)
-        grads = match_gradients(leaves, updates)
-        return cls(leaves, stored, grads, is_lookahead, settings)
+            settings.check_param(path, param, x)
+        return cls(InnerUpdate.match(updates, params, leaves), stored, settings)
 
-    def decode(self) -> list[Any]:
-        """Return the master of each param that has one, else `MaskedNode()`.
+    def _decode(self) -> list[Any]:
+        """Return what `inner` sees: masters, and params that are their own master.
 
         Where the param was edited since the last step, it is the master.
         """
-        master_dtype, storage = self.settings.master_dtype, self.settings.storage
-        masters = list(self.stored)
-        for i, param in enumerate(self.params.values):
+        storage, masters = self.settings.storage, list(self.stored)
+        params = self.arguments.params
+        for i, param in enumerate(params.values):
             if is_absent(masters[i]):
+                masters[i] = as_inner_param(param)
                 continue
             master = storage.decode(masters[i], param)
-            check_master(spell(self.params.paths[i]), master, master_dtype, storage)
-            if not storage.param_is_part and shows_edits(
-                param.dtype, self._update_dtype(i)
-            ):
+            self.settings.check_master(params.paths[i], master)
+            is_exact = shows_edits(param.dtype, self._update_dtype(i))
+            if is_exact and not storage.param_is_part:
                 master = follow_edits(master, jnp.asarray(param))
             masters[i] = master
         return masters
 
-    def as_seen_by_inner(
-        self, masters: Sequence[Any], extra_args: dict[str, Any]
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        """Return (gradients, params, extra arguments) for `inner`.
+    def run(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        inner_state: Any,
+        extra_args: dict[str, Any],
+    ) -> tuple[list[Any], tuple[list[Any], Any]]:
+        """Return (updates, (stored, inner state)) after an update of `inner`."""
+        seen_by_inner, proceed = self._decode(), read_choice(extra_args)
+        stored = list(self.stored)
 
-        It sees the master of a param that has one, and gradients in the dtype of what
-        it sees, also in the extra argument `grad`.
-        """
-        inner_params = [
-            as_inner_param(param) if is_absent(master) else master
-            for param, master in zip(self.params.values, masters, strict=True)
-        ]
+        def advance(i: int, change: Any) -> jax.Array:
+            if not is_absent(stored[i]):
+                master = optax.apply_updates(seen_by_inner[i], change)
+                stored[i], change = self._advance_leaf(i, master, proceed)
+            return _cast_update(change, self._update_dtype(i))
 
-        def cast(grads: Sequence[Any]) -> Any:
-            return self.params.unflatten(map(as_inner_grad, inner_params, grads))
-
-        if extra_args.get("grad") is not None:
-            grad = self.params.match(extra_args["grad"], "the extra argument `grad`")
-            extra_args = {**extra_args, "grad": cast(grad)}
-        grads = cast(self.grads)
-        grads = grads.fast if self.is_lookahead else grads
-        return grads, self.params.unflatten(inner_params), extra_args
-
-    def apply_changes(
-        self, masters: Sequence[Any], changes: Any, proceed: Choice
-    ) -> tuple[list[Any], list[Any]]:
-        """Return (stored, updates) after `inner` changed the masters by `changes`.
-
-        If not `proceed`, the changes are dropped.
-        """
-        changes = self.params.match(changes, "the updates of `inner`")
-        new_stored, updates = list(self.stored), list(self.grads)
-        for i, change in enumerate(changes):
-            path, param, grad = self.params.paths[i], self.params.values[i], updates[i]
-            has_master = not is_absent(masters[i])
-            is_hidden = not has_master and not is_inexact(param)
-            if is_hidden or is_absent(change):
-                updates[i] = or_no_change(grad if is_hidden else change, param)
-                continue
-            check_update(path, param, grad, change)
-            if has_master:
-                master = optax.apply_updates(masters[i], change)
-                new_stored[i], change = self._advance_leaf(i, master, proceed)
-            updates[i] = _cast_update(change, self._update_dtype(i))
-        return new_stored, updates
+        updates, inner_state = self.arguments.run(
+            inner, seen_by_inner, inner_state, extra_args, advance
+        )
+        return updates, (stored, inner_state)
 
     def _advance_leaf(
         self, i: int, master: Any, proceed: Choice
     ) -> tuple[Any, jax.Array]:
         """Return (stored, update) of a leaf whose master moves to `master`."""
-        param, stored = self.params.values[i], self.stored[i]
+        param, stored = self.arguments.params.values[i], self.stored[i]
         new_stored, target = self.settings.storage.advance(stored, param, master)
         if proceed is not True and type(self.settings.storage) is FullCopy:
             # The master that `choose_step` stores. From the new one alone, XLA would
@@ -192,7 +122,7 @@ class Step:
         update_dtype = self.settings.update_dtype
         if has_master and isinstance(update_dtype, np.dtype):
             return update_dtype
-        param, grad = self.params.values[i], self.grads[i]
+        param, grad = self.arguments.params.values[i], self.arguments.grads[i]
         # `is` and not `==`, because NumPy takes None for float64.
         like = grad if update_dtype is None and is_floating(grad) else param
         return jax.dtypes.canonicalize_dtype(like.dtype)

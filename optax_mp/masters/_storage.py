@@ -5,6 +5,7 @@ so that everything that reads a state (`master_params`, `convert_opt_state`,
 `memory_report`, ...) asks the state's own storage and never guesses.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -14,8 +15,16 @@ import optax
 
 from optax_mp._dtypes import bits
 from optax_mp._inner import copy_shared
-from optax_mp._leaves import is_absent
-from optax_mp._tree import PyTree, describe, ends_in, is_array, is_floating
+from optax_mp._leaves import Leaves, is_absent
+from optax_mp._tree import (
+    PyTree,
+    describe,
+    ends_in,
+    is_array,
+    is_floating,
+    is_inexact,
+    spell,
+)
 from optax_mp._typed import type_with
 
 # The hash, because a storage becomes part of the state's type.
@@ -217,6 +226,52 @@ def check_storage(
             f"mixed_precision: `update_dtype` is {update_dtype}, expected float32 or "
             f"None with the storage {storage}, which needs exact updates; use "
             "`optax_mp.FullCopy()` for updates in another dtype."
+        )
+
+
+def check_storable(
+    storage: Storage, where: str, dtype: jnp.dtype, master_dtype: jnp.dtype
+) -> None:
+    """Raise unless `storage` can keep the master of a param.
+
+    Args:
+        storage: a storage.
+        where: the param in words.
+        dtype: its dtype in training.
+        master_dtype: the dtype of masters.
+    """
+    if float(jnp.finfo(dtype).min) > 0:
+        raise ValueError(
+            f"mixed_precision: {where}, in training {dtype}, which has neither a sign "
+            "nor zero, expected a dtype of weights such as float8_e4m3fn; wrap the "
+            "optimizer in `optax.masked` if this leaf, such as the scales of blocks, "
+            "is not trained."
+        )
+    if not storage.takes(dtype, master_dtype):
+        raise ValueError(
+            f"mixed_precision: {where}, in training {dtype}, expected "
+            f"{list_taken_dtypes(storage, master_dtype)} with the storage {storage}; "
+            "use `optax_mp.FullCopy()` for it."
+        )
+
+
+def check_any_stored(
+    storage: Storage, params: Leaves, stored: Sequence[Any], master_dtype: jnp.dtype
+) -> None:
+    """Raise if a storage other than full copies would store nothing.
+
+    A float32 leaf among others is its own master. But if all leaves are, the user
+    asked for a storage in vain.
+    """
+    inexact = [i for i, param in enumerate(params.values) if is_inexact(param)]
+    if inexact and all(map(is_absent, stored)) and storage != FullCopy():
+        path, param = params.paths[inexact[0]], params.values[inexact[0]]
+        raise ValueError(
+            f"mixed_precision: the storage {storage} needs params of "
+            f"{list_taken_dtypes(storage, master_dtype)}, found none (param "
+            f"{spell(path)} is {describe(param)}). Cast the params with "
+            "`optax_mp.cast_floating`, or pass `param_dtype` if you cast them later; "
+            "params that stay as they are need no storage."
         )
 
 

@@ -7,32 +7,22 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params
-from optax_mp._choose import choose_step, pass_choice, read_choice
+from optax_mp._choose import choose_step
 from optax_mp._descriptions import place_like_params, takes_descriptions
-from optax_mp._dtypes import bits, floating_dtype, round_to
-from optax_mp._inner import (
-    as_inner_param,
-    as_transformation,
-    copy_shared,
-    explain_failure,
-    warn_of_gradients,
-)
+from optax_mp._dtypes import bits, round_to
+from optax_mp._inner import as_inner_param, as_transformation, copy_shared
 from optax_mp._leaves import Leaves
-from optax_mp._policy import (
-    DeclaredDType,
-    Policy,
-    read_param_dtype,
-    warn_unmatched_patterns,
-)
+from optax_mp._policy import DeclaredDType, Policy, warn_unmatched_patterns
 from optax_mp._tree import describe, spell
 from optax_mp.leafwise._take_step import leafwise_update
-from optax_mp.masters._checks import check_any_stored, check_storable
-from optax_mp.masters._step import Settings, Step
+from optax_mp.masters._settings import Settings
+from optax_mp.masters._step import Step
 from optax_mp.masters._storage import (
     FullCopy,
     MixedPrecisionState,
     Storage,
-    check_storage,
+    check_any_stored,
+    check_storable,
     state_type,
     store,
 )
@@ -132,7 +122,7 @@ def mixed_precision(
         https://arxiv.org/abs/1710.03740
     """
     inner = as_transformation(inner, _CALLER)
-    settings = _check_settings(master_dtype, param_dtype, update_dtype, storage)
+    settings = Settings.of(master_dtype, param_dtype, update_dtype, storage)
     make_state = state_type(storage)
 
     @takes_descriptions
@@ -140,7 +130,7 @@ def mixed_precision(
         check_init_params(params, _CALLER)
         if isinstance(param_dtype, Policy):
             warn_unmatched_patterns(param_dtype, params, _CALLER)
-        leaves = Leaves.of(params, caller=_CALLER, name="`params`")
+        leaves = Leaves.of(params, caller=_CALLER)
         stored, inner_params = _init_masters(leaves, settings)
         seen_by_inner = leaves.unflatten(inner_params)
         inner_state = place_like_params(inner.init(seen_by_inner), seen_by_inner)
@@ -148,33 +138,22 @@ def mixed_precision(
         return make_state(leaves.unflatten(stored), inner_state)
 
     def update_fn(
-        updates: Any,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, MixedPrecisionState]:
         step = Step.match(updates, state, params, settings)
-        leaves = step.params
-        warn_of_gradients(leaves, step.grads)
+        leaves = step.arguments.params
 
         def run_step(
             before: tuple[Any, Any], extra_args: dict[str, Any]
         ) -> tuple[Any, tuple[Any, Any]]:
             # `before[0]` is `step.stored`, which `choose_step` keeps in a skipped step.
-            masters, inner_state = step.decode(), before[1]
-            passed = pass_choice(extra_args, inner_state)
-            grads, seen, passed = step.as_seen_by_inner(masters, passed)
-            with explain_failure(inner, grads, inner_state, seen, _CALLER):
-                changes, inner_state = inner.update(grads, inner_state, seen, **passed)
-            proceed = read_choice(extra_args)
-            stored, updates = step.apply_changes(masters, changes, proceed)
-            return updates, (stored, inner_state)
+            return step.run(inner, before[1], extra_args)
 
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.
-        out, (stored, inner_state) = choose_step(
-            is_unmarked(updates), run_step, (step.stored, state.inner_state), extra_args
-        )
+        before, proceed = (step.stored, state.inner_state), is_unmarked(updates)
+        out, after = choose_step(proceed, run_step, before, extra_args)
+        stored, inner_state = after
         return leaves.unflatten(out), make_state(leaves.unflatten(stored), inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
@@ -204,19 +183,3 @@ def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[A
         inner_params.append(decoded)
     check_any_stored(storage, params, stored, master_dtype)
     return stored, inner_params
-
-
-def _check_settings(
-    master_dtype: Any, param_dtype: Any, update_dtype: Any, storage: Any
-) -> Settings:
-    """Return the settings of `mixed_precision`, or raise."""
-    master_dtype = floating_dtype(master_dtype, "mixed_precision: `master_dtype`")
-    dtype_in_training = read_param_dtype(param_dtype, "mixed_precision: `param_dtype`")
-    # `isinstance` first, because `dtype == "params"` tries to read a dtype's name.
-    is_params = isinstance(update_dtype, str) and update_dtype == "params"
-    if update_dtype is not None and not is_params:
-        update_dtype = floating_dtype(
-            update_dtype, 'mixed_precision: `update_dtype`, if not None or "params",'
-        )
-    check_storage(storage, master_dtype, update_dtype)
-    return Settings(master_dtype, dtype_in_training, update_dtype, storage)

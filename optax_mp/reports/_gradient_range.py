@@ -13,7 +13,7 @@ from jax import lax
 from jax.tree_util import register_dataclass, tree_leaves_with_path
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_mp._boxes import plain_params
+from optax_mp._boxes import plain
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._arrays import is_traced
 from optax_mp._table import percent
@@ -311,7 +311,7 @@ def gradient_range_report(
         check_settings("gradient_range_report", loss_scale=loss_scale)
     leaves = {
         spell(path): (leaf,)
-        for path, leaf in tree_leaves_with_path(plain_params(grads))
+        for path, leaf in tree_leaves_with_path(plain(grads))
         if is_floating(leaf)
     }
     count = functools.partial(_count, loss_scale=loss_scale)

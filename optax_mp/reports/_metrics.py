@@ -10,7 +10,7 @@ import optax
 from jax.tree_util import DictKey, keystr, tree_leaves_with_path
 
 from optax_mp._arguments import check_opt_state, warn_unless_state
-from optax_mp._boxes import plain_state
+from optax_mp._boxes import plain
 from optax_mp._states import Path, check_classes, find_states
 from optax_mp._tree import PyTree, is_array
 from optax_mp.scaling._state import LossScaleState
@@ -73,7 +73,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         {}
     """
     check_opt_state(opt_state, "metrics")
-    opt_state = plain_state(opt_state)
+    opt_state = plain(opt_state)
     scales = find_states(opt_state, LossScaleState)
     # Beside a single loss scale, which may be a link in a chain, all steps are its own.
     steps = {} if scales[1:] else _of_steps(opt_state)

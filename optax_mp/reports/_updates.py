@@ -11,7 +11,7 @@ from jax import lax
 from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
-from optax_mp._boxes import plain_params
+from optax_mp._boxes import plain
 from optax_mp._dtypes import at_least_float32, bits, floating_dtype, round_to
 from optax_mp._leaves import Leaves
 from optax_mp._table import percent
@@ -135,7 +135,7 @@ def update_report(
     """
     if dtype is not None:
         dtype = floating_dtype(dtype, f"{_CALLER}: `dtype`")
-    params, updates = plain_params(params), plain_params(updates)
+    params, updates = plain(params), plain(updates)
     leaves = Leaves.of(params, caller=_CALLER, name="`params`")
     pairs = zip(leaves.values, leaves.match(updates, "`updates`"), strict=True)
     found = {

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_mp._arguments import check_state_first
-from optax_mp._boxes import plain_state
+from optax_mp._boxes import plain
 from optax_mp._dtypes import at_least_float32
 from optax_mp._tree import describe, is_array, is_floating, is_inexact, summarize
 from optax_mp._warnings import Event, count_event, event_counts, warn
@@ -45,7 +45,7 @@ def scale_loss(loss: jax.Array, opt_state: optax.OptState) -> jax.Array:
         131072.0
     """
     _check_loss(loss, "scale_loss", "call `scale_loss(loss, opt_state)`")
-    state = loss_scale_state(plain_state(opt_state), "scale_loss")
+    state = loss_scale_state(plain(opt_state), "scale_loss")
     if state is None:
         return loss
     count_event("scales its loss")
@@ -98,7 +98,7 @@ def value_and_grad(
     known_events: set[Event] = set()
 
     def evaluate(opt_state: optax.OptState, *args: Any, **kwargs: Any) -> Any:
-        opt_state = plain_state(opt_state)
+        opt_state = plain(opt_state)
         for other in (*args, *kwargs.values()):
             check_state_first(opt_state, other, caller, "f(opt_state, params, ...)")
         state = loss_scale_state(opt_state, caller)

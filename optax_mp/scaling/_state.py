@@ -8,7 +8,7 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from optax_mp._arguments import check_opt_state, warn_unless_state
-from optax_mp._boxes import plain_state, plain_trees
+from optax_mp._boxes import plain, plain_trees
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import is_absent
 from optax_mp._nesting import check_nesting
@@ -80,7 +80,7 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
         >>> float(optax_mp.loss_scale(tx.init(jnp.ones(2))))
         65536.0
     """
-    state = loss_scale_state(plain_state(opt_state), "loss_scale")
+    state = loss_scale_state(plain(opt_state), "loss_scale")
     if state is None:
         return jnp.float32(1)
     count_event("scales its loss")  # by hand

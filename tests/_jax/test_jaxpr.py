@@ -11,7 +11,7 @@ from jax import lax
 from optax_mp import _jax
 from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._jaxpr import bind, evaluate
-from optax_mp._jax._place_like import place_like
+from optax_mp._jax._sharding import place_like
 from optax_mp._jax._source import scopes, source_line
 
 X = jnp.arange(4.0)

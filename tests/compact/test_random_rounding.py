@@ -19,7 +19,7 @@ round_jitted = jax.jit(round_stochastically, static_argnums=1)
 
 
 def rounding_key(*parts):
-    return rounding_keys(1, *parts)[0]
+    return rounding_keys(1, *parts)[0][0]
 
 
 def neighbours(x, dtype):
@@ -58,7 +58,7 @@ def test_random_numbers_are_uniform_and_uncorrelated():
     of_steps = jax.vmap(lambda step: rounding_key(0, 1, step))(jnp.arange(8))
     parts = (1, 0, 3), (-1, 7, 2**31), (2**32 + 5, 3)
     others = jnp.stack([rounding_key(*each) for each in parts])
-    keys = jnp.concatenate([of_steps, others, rounding_keys(5, 0, 3)[2:]])
+    keys = jnp.concatenate([of_steps, others, *rounding_keys(5, 0, 3)[2:]])
     rows = rows_of(keys, (256, 256))
     for row in rows:
         assert 0 <= row.min() and row.max() < 1

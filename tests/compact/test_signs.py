@@ -8,14 +8,14 @@ import pytest
 from jax import lax
 
 import optax_mp
-from optax_mp.compact._signs import nonnegative_outputs
+from optax_mp.compact._signs import Fact, facts_of
 
 
 def claimed(function, *given, known=()):
     """Return what is claimed of the outputs; inputs in `known` are not negative."""
     jaxpr = jax.make_jaxpr(function)(*given)
-    inputs = [i in known for i in range(len(jaxpr.in_avals))]
-    return nonnegative_outputs(jaxpr, inputs)
+    inputs = [Fact(i in known) for i in range(len(jaxpr.in_avals))]
+    return [fact.nonnegative for fact in facts_of(jaxpr, inputs)]
 
 
 X = np.float32(1.5)

@@ -1,0 +1,109 @@
+"""Shard one array like another: by its type, or by a hint to XLA.
+
+XLA propagates shardings through any operation on both arrays, but it removes operations
+without effect before that. So a number that XLA cannot know chooses between the arrays.
+The result is always the first one. To analyses of jaxprs, the primitive hands on both.
+(JAX 0.12 has no `jax.experimental.shard_alike` any more, which would do the same.)
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from optax_mp._jax._arrays import sharding_in_type
+
+
+def place_like(leaf: jax.Array, like: jax.Array) -> jax.Array:
+    """Return `leaf`, sharded like another array of its shape."""
+    # A sharding in a type needs no hint: XLA has to follow it.
+    if sharding_in_type(like) is not None:
+        return reshard_like(leaf, like)
+    return _place_like.bind(leaf, like)[0]
+
+
+def whole_along(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """Return `x`, not sharded along `axis` unless each part has whole blocks.
+
+    If the type of an array has its sharding, JAX refuses to reshape it into blocks that
+    lie on several devices.
+    """
+    sharding = sharding_in_type(x)
+    if sharding is None or fits_blocks(sharding, axis, x.shape[axis], size):
+        return x
+    entries = entries_of(sharding.spec, x.ndim)
+    entries[axis] = None
+    return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*entries)))
+
+
+def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Return `x` with the sharding in the type of `like`, if it has one."""
+    sharding = sharding_in_type(like)
+    if sharding is None or sharding_in_type(x) == sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+def on_mesh_of(arrays: Iterable[jax.Array], x: jax.Array) -> jax.Array:
+    """Return `x`, not sharded, on the mesh in the type of an array, if one has it."""
+    for sharding in filter(None, map(sharding_in_type, arrays)):
+        return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec()))
+    return x
+
+
+def reshard_beside(x: jax.Array, stored: Any) -> jax.Array:
+    """Return `x` with the sharding in the type of an array of its shape in `stored`."""
+    if not isinstance(x, jax.Array):
+        return x
+    alike = [y for y in jax.tree.leaves(stored) if y.shape == x.shape]
+    return reshard_like(x, alike[0]) if alike else x
+
+
+def fits_blocks(sharding: NamedSharding, axis: int, length: int, size: int) -> bool:
+    """Return whether each device has whole blocks of an array's axis."""
+    names: Any = entries_of(sharding.spec, axis + 1)[axis] or ()
+    names = (names,) if isinstance(names, str) else names
+    devices = math.prod(sharding.mesh.shape[name] for name in names)
+    return devices == 1 or length % (devices * size) == 0
+
+
+def entries_of(spec: PartitionSpec, ndim: int) -> list[Any]:
+    """Return what a spec says of each axis of an array; None where it ends earlier."""
+    return [*spec, *[None] * ndim][:ndim]
+
+
+_place_like = Primitive("optax_mp_place_like")
+_place_like.multiple_results = True
+
+
+def _hand_on(leaf: Any, like: Any) -> list[Any]:
+    return [leaf, like]
+
+
+def _lowered(leaf: jax.Array, like: jax.Array) -> list[jax.Array]:
+    # Not a choice between two constants: XLA removes that if they are equal.
+    never = lax.optimization_barrier(jnp.zeros((), bool))
+    other = jnp.real(like) if not jnp.iscomplexobj(leaf) else like
+    never = jnp.broadcast_to(never, leaf.shape)
+    return [lax.select(never, other.astype(leaf.dtype), leaf), like]
+
+
+def _jvp(primals: Any, tangents: Any) -> Any:
+    return _place_like.bind(*primals), tangents
+
+
+def _batched(args: Any, axes: Any) -> Any:
+    return args, axes
+
+
+_place_like.def_impl(_hand_on)
+_place_like.def_abstract_eval(_hand_on)
+mlir.register_lowering(_place_like, mlir.lower_fun(_lowered))
+ad.primitive_jvps[_place_like] = _jvp
+batching.primitive_batchers[_place_like] = _batched

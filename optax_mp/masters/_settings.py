@@ -1,0 +1,134 @@
+"""The settings of `mixed_precision`, and whether a state and params fit to them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_mp._arguments import check_own_state
+from optax_mp._dtypes import bits, check_available, floating_dtype
+from optax_mp._leaves import is_absent
+from optax_mp._policy import DTypeRule, read_param_dtype
+from optax_mp._tree import describe, ends_in, is_floating, spell
+from optax_mp.masters._storage import (
+    MixedPrecisionState,
+    Storage,
+    check_storage,
+    storage_of,
+)
+
+
+class Settings(NamedTuple):
+    """The arguments of `mixed_precision`, checked.
+
+    Attributes:
+        master_dtype: the dtype of masters.
+        dtype_in_training: the dtype of each param in training, as the user declares it.
+        update_dtype: the dtype of updates; `"params"`, or None for the gradients'.
+        storage: how masters are kept.
+    """
+
+    master_dtype: jnp.dtype
+    dtype_in_training: DTypeRule
+    update_dtype: jnp.dtype | str | None
+    storage: Storage
+
+    @classmethod
+    def of(
+        cls, master_dtype: Any, param_dtype: Any, update_dtype: Any, storage: Any
+    ) -> "Settings":
+        """Return the settings of `mixed_precision`, or raise."""
+        master_dtype = floating_dtype(master_dtype, "mixed_precision: `master_dtype`")
+        by_leaf = read_param_dtype(param_dtype, "mixed_precision: `param_dtype`")
+        # `isinstance` first, because `dtype == "params"` tries to read a dtype's name.
+        is_params = isinstance(update_dtype, str) and update_dtype == "params"
+        if update_dtype is not None and not is_params:
+            argument = 'mixed_precision: `update_dtype`, if not None or "params",'
+            update_dtype = floating_dtype(update_dtype, argument)
+        check_storage(storage, master_dtype, update_dtype)
+        return cls(master_dtype, by_leaf, update_dtype, storage)
+
+    def check_dtypes(self) -> None:
+        """Raise if JAX does not have a dtype, as float64 without 64-bit types."""
+        # At each call, because users may turn 64-bit types on after construction.
+        check_available(self.master_dtype, "mixed_precision: `master_dtype`")
+        if isinstance(self.update_dtype, np.dtype):
+            check_available(self.update_dtype, "mixed_precision: `update_dtype`")
+
+    def check_state(self, state: Any) -> None:
+        """Raise unless a state was made by `mixed_precision` with this storage."""
+        # Any subclass, because each storage has one.
+        check_own_state(state, MixedPrecisionState, "mixed_precision")
+        # By value: equal storages make states of the same type.
+        if storage_of(state, "mixed_precision") != self.storage:
+            raise ValueError(
+                "mixed_precision: the state was made with the storage "
+                f"{state.storage}, expected {self.storage}, that of this transform; "
+                "convert it with `optax_mp.convert_opt_state`."
+            )
+
+    def check_param(self, path: tuple[Any, ...], param: Any, stored: Any) -> None:
+        """Raise unless `param` has the dtype and shape that the state was made for."""
+        where = f"mixed_precision: param {spell(path)} is {describe(param)}"
+        declared = self.dtype_in_training(path, param)
+        # First, because a param that was not cast as declared fails the others as well.
+        if is_floating(param) and declared != param.dtype:
+            raise ValueError(
+                f"{where}, expected {declared} as `param_dtype` says; cast the params "
+                "with `Policy.cast_to_param` or `optax_mp.cast_floating` before "
+                f"training. If they were cast, {self._explain_promotion()}"
+            )
+        is_wide = is_floating(param) and bits(param.dtype) >= bits(self.master_dtype)
+        if is_absent(stored):
+            # It was its own master. Trained in this dtype it would lose small updates.
+            if is_floating(param) and not is_wide:
+                raise ValueError(
+                    f"{where}, and the state holds no master for it: at `init` it was "
+                    f"not floating or was as wide as {self.master_dtype.name}. Call "
+                    "`init` with params in the dtype they are trained in, or say which "
+                    "it will be with `param_dtype`."
+                )
+            return
+        # It would now be its own master, beside the one that the state has.
+        if is_wide:
+            raise ValueError(
+                f"{where}, expected a dtype narrower than its {self.master_dtype.name} "
+                f"master: it was at `init`, and {self._explain_promotion()}"
+            )
+        check_shape(where, param, stored)
+
+    def check_master(self, path: tuple[Any, ...], master: Any) -> None:
+        """Raise unless the decoded master of a param has the expected dtype."""
+        # The type of the state does not say the `master_dtype`, so decode a master.
+        if master.dtype != self.master_dtype:
+            raise ValueError(
+                f"mixed_precision: the state keeps {describe(master)} as the master of "
+                f"param {spell(path)}, expected {self.master_dtype} with the storage "
+                f"{self.storage}: the state was made with another `master_dtype`; "
+                "convert it with `optax_mp.convert_opt_state`."
+            )
+
+    def _explain_promotion(self) -> str:
+        """Return what may have made a param wider, and how to fix it."""
+        # With `Split` updates are float32 whatever `update_dtype` is.
+        remedy = 'build the transform with `update_dtype="params"`'
+        if self.storage.param_is_part:
+            remedy = "use `optax.apply_updates`, which does"
+        return (
+            "something promoted it since. If `equinox.apply_updates` did, which adds "
+            f"float32 updates without casting back, {remedy}; else cast the params "
+            "back with `optax_mp.cast_floating`."
+        )
+
+
+def check_shape(where: str, param: Any, stored: Any) -> None:
+    """Raise unless what is stored can be the master of a param."""
+    leaves = jax.tree.leaves(stored)
+    # A storage may add leading axes.
+    if not is_floating(param) or not all(ends_in(x, param.shape) for x in leaves):
+        shown = " and ".join(map(describe, leaves))
+        raise ValueError(
+            f"{where}, but its master is {shown}, expected a floating array of the "
+            "same shape: the state belongs to other params; call `init` again."
+        )
