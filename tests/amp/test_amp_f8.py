@@ -159,7 +159,7 @@ def test_other_8_bit_dtypes_are_refused(dtype):
 
 @pytest.mark.parametrize(
     "name",
-    ["tanh", "conv_general_dilated", "ragged_dot", "bias_add", "amp_default"],
+    ["tanh", "conv_general_dilated", "ragged_dot_general", "bias_add", "amp_default"],
 )
 @pytest.mark.parametrize("word", ["f8", "not_f8"])
 def test_a_word_on_an_operation_that_is_no_matrix_product_is_refused(name, word):
