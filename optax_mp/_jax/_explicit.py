@@ -5,9 +5,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_mp._jax._arrays import sharding_in_type
+from optax_mp._jax._arrays import is_traced, sharding_in_type
 from optax_mp._jax._dataflow import follow
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr
 from optax_mp._jax._place_like import NAME as PLACE_LIKE
@@ -31,6 +33,14 @@ def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
     if sharding is None or sharding_in_type(x) == sharding:
         return x
     return jax.sharding.reshard(x, sharding)
+
+
+def constant_like(x: jax.Array, value: Any) -> jax.Array:
+    """Return what `lax.full_like` does, which takes four times as long to trace."""
+    if not is_traced(x):  # so that it is on the devices of `x`
+        return lax.full_like(x, value)
+    constant = lax.broadcast_in_dim(np.array(value, x.dtype), x.shape, ())
+    return reshard_like(constant, x)
 
 
 def on_mesh_of(arrays: Iterable[jax.Array], x: jax.Array) -> jax.Array:
