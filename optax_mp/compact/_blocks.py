@@ -73,7 +73,8 @@ def _blocks_of(shape: tuple[int, ...], code: Code) -> Blocks:
 
 def dequantize(quantized: Quantized) -> Any:
     """Return the values of a quantized array, in float32, in the box of its codes."""
-    values = _dequantize(quantized.code, *jax.tree.leaves(quantized))
+    code: Any = quantized.code
+    values = _dequantize(code, *jax.tree.leaves(quantized))
     return put(quantized.codes, values)
 
 
@@ -101,8 +102,9 @@ def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
         key: for stochastic rounding to one of the two neighbouring codes, right on
             average; None rounds to the nearest.
     """
+    code: Any = like.code
     arrays, treedef = jax.tree.flatten(like)
-    return treedef.unflatten(_quantize(like.code, unbox(x), arrays, key))
+    return treedef.unflatten(_quantize(code, unbox(x), arrays, key))
 
 
 def _quantize(
@@ -130,8 +132,9 @@ def _quantize(
 
 
 # The functions below are jitted, so that arrays of one shape are traced once: AdamW's
-# step of 400 alike leaves has 18,000 equations so, and 64,000 without. They do not depend
-# on the dtype of the codes, so both moments share their traces. XLA inlines the calls.
+# step of 400 alike leaves has 18,000 equations so, and 64,000 without. They do not
+# depend on the dtype of the codes, so both moments share their traces. XLA inlines the
+# calls.
 @partial(jax.jit, static_argnums=0)
 def _values_of(
     blocks: Blocks, codes: jax.Array, scales: jax.Array, unit: jax.Array
