@@ -21,7 +21,7 @@ from optax_mp.leafwise._kernel_evaluator import (
     hold,
     other_dtype,
 )
-from optax_mp.leafwise._program import Program, Value
+from optax_mp.leafwise._program import Value
 
 _COUNT = 2048  # elements of a part
 
@@ -69,9 +69,9 @@ class RunEvaluator(KernelEvaluator):
         return choose(values.reshape(-1, self.block_size), axis=1)
 
 
-def obstacle(program: Program, end: End, part: Part) -> str | None:
+def obstacle(end: End, part: Part) -> str | None:
     """Return why the kernel cannot compute an end; None if it can."""
-    other = other_dtype(program, end, DTYPES)
+    other = other_dtype(end, DTYPES)
     if other is not None:
         return f"computes in {other}"
     size = end.block_size or 1
@@ -85,16 +85,11 @@ def obstacle(program: Program, end: End, part: Part) -> str | None:
 
 
 def run_end(
-    program: Program,
-    end: End,
-    part: Part,
-    args: Sequence[Any],
-    interpret: bool = False,
+    end: End, part: Part, args: Sequence[Any], interpret: bool = False
 ) -> list[Any]:
     """Return the outputs of an end.
 
     Args:
-        program: the program that the end is of.
         end: the end.
         part: of its arrays.
         args: the values of what it reads.
@@ -104,7 +99,6 @@ def run_end(
     # each other without a gap, so the scales of a run of elements are a run, too. Each
     # program of the grid takes one run; the last one is masked.
     size = math.prod(part.shape)
-    outputs = [program.outputs[i] for i in end.outputs]
 
     def kernel(*refs: Any) -> None:
         places, refs = refs[: len(part.shape)], refs[len(part.shape) :]
@@ -129,8 +123,8 @@ def run_end(
                 values[value] = hold(ref[0])
             if value.aval.dtype == jnp.bool_:
                 values[value] = values[value] != 0
-        run.run_all(program, end, values)
-        for value, ref in zip(outputs, refs[len(end.reads) :], strict=True):
+        run.run_all(end, values)
+        for value, ref in zip(end.outputs, refs[len(end.reads) :], strict=True):
             at, inside = places_of(value)
             triton.store(
                 ref.at[at], values[value].astype(value.aval.dtype), mask=inside
@@ -141,7 +135,7 @@ def run_end(
         for x in map(jnp.asarray, [*part.origin, *args])
     ]
     rank = len(part.shape)
-    made_shapes = [(v, part.shape_of(v.aval.shape)) for v in outputs]
+    made_shapes = [(v, part.shape_of(v.aval.shape)) for v in end.outputs]
     made = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(size, _COUNT),),
