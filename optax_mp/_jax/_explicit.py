@@ -14,6 +14,9 @@ from optax_mp._jax._dataflow import follow
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr
 from optax_mp._jax._place_like import NAME as PLACE_LIKE
 
+# The names of the mesh axes over which one axis of an array is sharded.
+MeshAxes = tuple[str, ...]
+
 
 def whole_along(x: jax.Array, axis: int, size: int) -> jax.Array:
     """Return `x`, not sharded along `axis` unless each part has whole blocks.
@@ -58,11 +61,22 @@ def reshard_beside(x: jax.Array, stored: Any) -> jax.Array:
     return reshard_like(x, alike[0]) if alike else x
 
 
+def axis_names(spec: PartitionSpec, axis: int) -> MeshAxes:
+    """Return the mesh axes over which a spec shards one axis of an array."""
+    entry = tuple(spec)[axis] if axis < len(spec) else None
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def shard_count(mesh: Any, names: MeshAxes) -> int:
+    """Return how many shards these mesh axes make."""
+    return math.prod(mesh.shape[name] for name in names)
+
+
 def fits_blocks(sharding: NamedSharding, axis: int, length: int, size: int) -> bool:
     """Return whether each device has whole blocks of an array's axis."""
-    names: Any = (*sharding.spec, *[None] * (axis + 1))[axis] or ()
-    names = (names,) if isinstance(names, str) else names
-    devices = math.prod(sharding.mesh.shape[name] for name in names)
+    devices = shard_count(sharding.mesh, axis_names(sharding.spec, axis))
     return devices == 1 or length % (devices * size) == 0
 
 

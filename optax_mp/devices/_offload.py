@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._arguments import check_init_params, check_whole_number
-from optax_mp._choose import PROCEED
+from optax_mp._choose import PROCEED, Choice
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
@@ -185,8 +185,10 @@ def offload(
             grads, params, traced = given
             return inner.update(grads, kept, params, **traced, **known)
 
-        def step_between(given: Any, kept: Any) -> tuple[Any, Any]:
-            updates, new = run_between_moves(step, given, kept)
+        def step_between(
+            given: Any, kept: Any, proceed: Choice = True
+        ) -> tuple[Any, Any]:
+            updates, new = run_between_moves(step, given, kept, proceed)
             return updates, _on_host(new, min_size)
 
         given, state = (updates, params, traced), _on_host(state, min_size)
@@ -199,7 +201,8 @@ def offload(
             shardings = _state_shardings(state, params, parts, param_shardings)
             return Plan(min_size, chunk_bytes, shardings)
 
-        return run_from_host(step_between, given, state, plan, proceed)
+        result = run_from_host(step_between, given, state, plan, proceed)
+        return result or step_between(given, state, proceed)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -116,8 +116,8 @@ def run_from_host(
     kept: Any,
     make_plan: Callable[[], Plan | None],
     proceed: Choice = True,
-) -> tuple[Any, Any]:
-    """Return `step(inputs, kept)`.
+) -> tuple[Any, Any] | None:
+    """Return `step(inputs, kept)`; None if it cannot be taken in parts.
 
     Args:
         step: returns its result, and a tree that replaces `kept`. It moves arrays to
@@ -139,25 +139,11 @@ def run_from_host(
             "them out, or expect as much memory as without `offload`."
         )
     if traced.closed.effects or plan is None:
-        updates, new = step(inputs, kept)
-        return updates, _keep_unless(proceed, new, kept)
+        return None
     traced_step = TracedStep(traced, kept, plan.shardings, opens_branches=True)
     # As a number that XLA does not know: a loop of one round would be no loop.
     rounds = lax.optimization_barrier(jnp.asarray(proceed).astype(jnp.int32))
     return traced.unflatten(_StepFromHost.of(traced_step, plan, rounds).run())
-
-
-def _keep_unless(proceed: Choice, new: Any, kept: Any) -> Any:
-    """Return a new state; if not `proceed`, the arrays in host memory as before."""
-    if proceed is True:
-        return new
-
-    def choose(new: Any, old: Any) -> Any:
-        if not is_on_host(old):
-            return new
-        return to_host(select(proceed, to_device(new), to_device(old)))
-
-    return jax.tree.map(choose, new, kept)
 
 
 def _find_sources(program: Program) -> dict[Value, frozenset[Value]]:
@@ -327,11 +313,14 @@ class _StepFromHost:
         """Return the value of an output if no iteration runs."""
         aval, old = output.aval, self.traced.replaced.get(output)
         if old is None:
-            return _start_value(aval)
-        array = self.values[old]
-        if array.dtype == aval.dtype:
-            return array
-        array = to_device(array).astype(aval.dtype)  # widened at the first step
+            array = jnp.zeros(aval.shape, aval.dtype)
+            if has_explicit_axes(aval.sharding.mesh):
+                array = jax.sharding.reshard(array, aval.sharding)
+        else:
+            array = self.values[old]
+            if array.dtype == aval.dtype:
+                return array
+            array = to_device(array).astype(aval.dtype)  # widened at the first step
         return to_host(array) if is_host_type(aval) else array
 
     def _run_once(
@@ -404,14 +393,6 @@ class _StepFromHost:
             ]
 
         return layout.run(run_part, [*(local[v] for v in end.reads), *carry])
-
-
-def _start_value(aval: Any) -> jax.Array:
-    """Return an array to be overwritten, of a type."""
-    array = jnp.zeros(aval.shape, aval.dtype)
-    if has_explicit_axes(aval.sharding.mesh):
-        array = jax.sharding.reshard(array, aval.sharding)
-    return to_host(array) if is_host_type(aval) else array
 
 
 def _bring_whole(x: jax.Array) -> jax.Array:

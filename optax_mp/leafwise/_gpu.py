@@ -33,19 +33,17 @@ class RunEvaluator(KernelEvaluator):
     Attributes:
         part: what it is a part of.
         count: of elements.
-        block_size: how many of them share a scale.
         first: the place of the first element in memory.
     """
 
     part: Part
     count: int
-    block_size: int
     first: Any
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the run of an array."""
         is_element = shape == self.part.whole
-        return (self.count if is_element else self.count // self.block_size,)
+        return (self.count if is_element else self.count // self.part.block_size,)
 
     def index(self, axis: int) -> jax.Array:
         """Return the indices of the elements along an axis of the whole array."""
@@ -58,7 +56,7 @@ class RunEvaluator(KernelEvaluator):
 
     def spread(self, scales: jax.Array) -> jax.Array:
         """Return for each element the scale of its block."""
-        shape = (self.count // self.block_size, self.block_size)
+        shape = (self.count // self.part.block_size, self.part.block_size)
         return jnp.broadcast_to(scales[:, None], shape).reshape(self.count)
 
     def reduce(self, name: str, values: jax.Array) -> jax.Array:
@@ -66,7 +64,7 @@ class RunEvaluator(KernelEvaluator):
         # Unlike a TPU's lanes, the threads of a GPU exchange values freely: Triton
         # reshapes to blocks, and reduces these.
         choose = jnp.max if name == MAXIMUM else jnp.min
-        return choose(values.reshape(-1, self.block_size), axis=1)
+        return choose(values.reshape(-1, self.part.block_size), axis=1)
 
 
 def obstacle(end: End, part: Part) -> str | None:
@@ -104,7 +102,7 @@ def run_end(
         places, refs = refs[: len(part.shape)], refs[len(part.shape) :]
         here = replace(part, origin=tuple(ref[0] for ref in places))
         first = pl.program_id(0) * _COUNT
-        run = RunEvaluator(here, _COUNT, end.block_size or 1, first)
+        run = RunEvaluator(here, _COUNT, first)
 
         def places_of(value: Value) -> tuple[Any, Any]:
             (count,) = run.shape_of(value.aval.shape)

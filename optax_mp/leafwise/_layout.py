@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optax_mp._jax._arrays import sharding_in_type
+from optax_mp._jax._explicit import axis_names
+from optax_mp._tree import spread_prefix
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._program import Value
@@ -65,7 +67,7 @@ class Layout:
         if self.sharding is None:
             return list(run_part(self.part, args))
         spec, part = self.sharding.spec, self.part
-        names = [*spec, *[None] * (len(part.shape) - len(spec))]
+        names = [axis_names(spec, axis) for axis in range(len(part.shape))]
 
         # Random numbers are a hash of the place in the whole array: a shard must know
         # where it begins.
@@ -110,29 +112,6 @@ def spread_shardings(
                 "`jax.tree.map(lambda p: p.sharding, params)`."
             )
     return [leaf if isinstance(leaf, NamedSharding) else None for leaf in leaves]
-
-
-def spread_prefix(params: Any, prefix: Any, name: str) -> list[Any]:
-    """Return for each param the leaf that stands for it in a prefix of their tree."""
-
-    def is_leaf(x: Any) -> bool:
-        return x is None
-
-    spread: list[Any] = []
-    try:
-        jax.tree.map(
-            lambda x, part: spread.extend([x] * len(jax.tree.leaves(part))),
-            prefix,
-            params,
-            is_leaf=is_leaf,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"{name} has the structure {jax.tree.structure(prefix, is_leaf=is_leaf)}, "
-            f"expected that of the params, which is {jax.tree.structure(params)}, or a "
-            "prefix of it; pass `jax.tree.map(lambda p: p.sharding, params)`."
-        ) from error
-    return spread
 
 
 def _divides(sharding: NamedSharding, end: End) -> bool:
