@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from optax_mp._jax._sharding import constant_like
+
 # NumPy reads "f8" as float64 and "f2" as float16; in this field "f8" means an 8-bit
 # float. Only names that cannot be misread are accepted.
 _ALIASES = {
@@ -143,7 +145,7 @@ def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
     Infinities stay, unless `dtype` has none: then they become its largest value, too.
     """
-    largest = lax.full_like(x, jnp.finfo(dtype).max)
+    largest = constant_like(x, jnp.finfo(dtype).max)
     is_above, is_below = lax.gt(x, largest), lax.lt(x, -largest)
     if _has_infinity(dtype):
         is_finite = lax.is_finite(x)
@@ -166,4 +168,4 @@ def difference(target: jax.Array, start: jax.Array) -> jax.Array:
     change = lax.sub(target, start)
     # inf - inf would be NaN. Not by a clamp, which takes a CPU a fifth of a step.
     moves = lax.bitwise_or(lax.is_finite(start), lax.ne(target, target))
-    return lax.select(moves, change, lax.full_like(change, 0))
+    return lax.select(moves, change, constant_like(change, 0))

@@ -226,3 +226,26 @@ def nonfinite_paths(tree: PyTree) -> list[str]:
             )
     finite = jax.device_get([leaf_finite(leaf) for _, leaf in suspects])
     return [keystr(suspects[i][0]) for i, ok in enumerate(finite) if not ok]
+
+
+def spread_prefix(params: Any, prefix: Any, name: str) -> list[Any]:
+    """Return for each param the leaf that stands for it in a prefix of their tree."""
+
+    def is_leaf(x: Any) -> bool:
+        return x is None
+
+    spread: list[Any] = []
+    try:
+        jax.tree.map(
+            lambda x, part: spread.extend([x] * len(jax.tree.leaves(part))),
+            prefix,
+            params,
+            is_leaf=is_leaf,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{name} has the structure {jax.tree.structure(prefix, is_leaf=is_leaf)}, "
+            f"expected that of the params, which is {jax.tree.structure(params)}, or a "
+            "prefix of it; pass `jax.tree.map(lambda p: p.sharding, params)`."
+        ) from error
+    return spread

@@ -73,8 +73,8 @@ def _reduce(values: jax.Array, kind: str, blocks: Blocks) -> jax.Array:
         values = lax.pad(values, np.zeros((), values.dtype), widths)
     shape = list(values.shape)
     shape[blocks.axis : blocks.axis + 1] = [blocks.count, blocks.size]
-    reduce = lax.reduce_max if kind == MAXIMUM else lax.reduce_min
-    return reduce(lax.reshape(values, shape), (blocks.axis + 1,))
+    choose = lax.reduce_max if kind == MAXIMUM else lax.reduce_min
+    return choose(lax.reshape(values, shape), (blocks.axis + 1,))
 
 
 # The scales are repeated instead of reshaping the values to blocks, so that XLA can

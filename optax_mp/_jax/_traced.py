@@ -105,37 +105,6 @@ class TracedCall:
         """Return what the function returned, with descriptions of its arrays."""
         return self.treedef.unflatten(self.outputs)
 
-    def inputs_among_last(self, count: int) -> dict[int, int]:
-        """Return, for those of the last leaves that are inputs, the input's index."""
-        first = self.leaf_count - count
-        return {at - first: i for i, at in enumerate(self.places) if at >= first}
-
-    def by_input(self, kept: PyTree, values: Sequence[Any]) -> dict[int, Any]:
-        """Return values for leaves of `kept` by the indices of their inputs.
-
-        Args:
-            kept: the last part of the argument.
-            values: one for each of its leaves, or for the first ones; None for none.
-        """
-        inputs = self.inputs_among_last(len(jax.tree.leaves(kept)))
-        pairs = ((inputs.get(at), x) for at, x in enumerate(values))
-        return {i: x for i, x in pairs if i is not None and x is not None}
-
-    def replaced(self, kept: PyTree) -> dict[int, int]:
-        """Return for each output that replaces an input the index of that input.
-
-        Args:
-            kept: the last part of the argument. The function returns a pair, whose last
-                part replaces it, if it has the same structure.
-        """
-        structure = jax.tree.structure(kept)
-        if jax.tree.structure(self.unflatten_outputs()[1]) != structure:
-            return {}
-        old = self.inputs_among_last(structure.num_leaves)
-        first = len(self.outputs) - structure.num_leaves
-        arrays = [at for at, leaf in enumerate(self.outputs) if is_output(leaf)]
-        return {i: old[at - first] for i, at in enumerate(arrays) if at - first in old}
-
 
 @contextlib.contextmanager
 def note_on_leaks(note: str) -> Iterator[None]:

@@ -1,6 +1,5 @@
 """How an array is cut over mesh axes: along which dimensions, and over which axes."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +14,8 @@ from optax_mp._jax._arrays import (
     spec_in_type,
 )
 from optax_mp._jax._memory import HOST_KIND, is_on_host
-from optax_mp._tree import PyTree, describe
-from optax_mp.leafwise._layout import spread_prefix
-
-# The names of the mesh axes over which one dimension of an array is sharded.
-MeshAxes = tuple[str, ...]
+from optax_mp._jax._sharding import MeshAxes, axis_names, shard_count
+from optax_mp._tree import PyTree, describe, spread_prefix
 
 
 class Cut(NamedTuple):
@@ -58,7 +54,7 @@ def choose_cut(
     for name in axes:
         # The first dimension that divides, because its parts are contiguous.
         for dim, size in enumerate(shape):
-            if size and size % _shard_count(mesh, (*part[dim], name)) == 0:
+            if size and size % shard_count(mesh, (*part[dim], name)) == 0:
                 part[dim] = (*part[dim], name)
                 break
     if part == whole:
@@ -76,15 +72,7 @@ def choose_cut(
 def divides(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> bool:
     """Return whether the mesh axes of a spec divide each dimension of a shape."""
     sizes = enumerate(shape)
-    return all(n % _shard_count(mesh, axis_names(spec, dim)) == 0 for dim, n in sizes)
-
-
-def axis_names(spec: PartitionSpec, dim: int) -> MeshAxes:
-    """Return the mesh axes over which a spec shards one dimension."""
-    entry = tuple(spec)[dim] if dim < len(spec) else None
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+    return all(n % shard_count(mesh, axis_names(spec, dim)) == 0 for dim, n in sizes)
 
 
 def shard(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
@@ -97,10 +85,6 @@ def shard(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     if has_explicit_axes(mesh):
         return jax.sharding.reshard(x, sharding)
     return lax.with_sharding_constraint(x, sharding)
-
-
-def _shard_count(mesh: Mesh, names: MeshAxes) -> int:
-    return math.prod(mesh.shape[name] for name in names)
 
 
 def specs_of_params(params: PyTree, param_specs: PyTree) -> list[PartitionSpec]:

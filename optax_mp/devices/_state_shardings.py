@@ -8,8 +8,7 @@ from jax.sharding import NamedSharding
 
 from optax_mp._descriptions import describe_state
 from optax_mp._inner import as_transformation
-from optax_mp._tree import PyTree, describe, is_array, spell
-from optax_mp.leafwise._layout import spread_prefix
+from optax_mp._tree import PyTree, describe, is_array, spell, spread_prefix
 
 _CALLER = "state_shardings"
 

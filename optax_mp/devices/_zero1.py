@@ -15,13 +15,13 @@ from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation, explain_failure
 from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._memory import is_on_host
+from optax_mp._jax._sharding import MeshAxes
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import find_owners
 from optax_mp._tree import PyTree, describe, ends_in, is_floating, spell
 from optax_mp.devices._cut import (
     Cut,
-    MeshAxes,
     check_spec,
     choose_cut,
     divides,

@@ -8,38 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from optax_mp.leafwise._ends import End
-from optax_mp.leafwise._program import Program, Value
+from optax_mp.leafwise._program import Node, Value
 
 
-def form_of(program: Program, end: End) -> Hashable:
-    """Return a key for what an end computes: equal for ends that only read others."""
-    outputs = [program.outputs[i] for i in end.outputs]
-    form = form_of_values(program, end.places, end.reads, outputs)
-    return end.shape, form, tuple(end.replaced.items())
-
-
-def form_of_values(
-    program: Program,
-    places: Sequence[int],
-    reads: Sequence[Value],
-    outputs: Sequence[Any],
+def form_of(
+    nodes: Sequence[Node], reads: Sequence[Value], outputs: Sequence[Any]
 ) -> Hashable:
-    """Return what some equations compute of what they read.
-
-    Values are numbered in order.
-    """
-    # Two ends are alike if they have the same equations, in the same order, on values
-    # of the same types with the same numbers. Names of variables do not matter, nor
-    # where a value was made.
+    """Return a key for what equations compute: equal if they only read other values."""
+    # They are alike if they are the same, in the same order, on values of the same
+    # types with the same numbers. Names of variables do not matter, nor where a value
+    # was made.
     number = {value: i for i, value in enumerate(reads)}
 
     def named(x: Any) -> Hashable:
         return number[x] if isinstance(x, Value) else _literal(x)
 
     form: list[Hashable] = [value.aval for value in reads]
-    for place in places:
-        node = program.nodes[place]
+    for node in nodes:
         inputs = tuple(map(named, node.inputs))
         for value in node.outputs:
             number[value] = len(number)

@@ -26,7 +26,7 @@ from optax_mp._jax._memory import is_on_host, moves_memory, to_device, to_host
 from optax_mp._jax._sharding import on_mesh_of
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Evaluator, Part
-from optax_mp.leafwise._program import Node, Program, Value
+from optax_mp.leafwise._program import Node, Value
 
 # On a TPU v5e, AdamW's step of as many or twice as many weights stays on the chip; of
 # four times as many it does not.
@@ -221,19 +221,22 @@ def in_rows(x: jax.Array) -> jax.Array:
 
 
 def run_end(
-    program: Program, end: End, cuts: Cuts, args: Sequence[jax.Array]
+    end: End,
+    cuts: Cuts,
+    args: Sequence[jax.Array],
+    starts: Sequence[jax.Array] | None = None,
 ) -> list[jax.Array]:
     """Return the outputs of an end.
 
     Args:
-        program: the program that the end is of.
         end: the end.
         cuts: of its arrays.
         args: the values that it reads. An array in host memory is copied to the device
             chunk by chunk, and the array that replaces it is copied back.
+        starts: the arrays that the outputs overwrite. By default, those among `args`,
+            and zeros.
     """
-    outputs = [program.outputs[i] for i in end.outputs]
-    shapes = [cuts.part.shape_of(value.aval.shape) for value in outputs]
+    shapes = [cuts.part.shape_of(value.aval.shape) for value in end.outputs]
     views = [
         x.reshape(cuts.shape_of(x.shape)) if value.aval.ndim else x
         for value, x in zip(end.reads, args, strict=True)
@@ -242,21 +245,21 @@ def run_end(
     # keeps a carry in one buffer. Its first value is the array to be replaced. The loop
     # also reads that array from the carry, or XLA would keep a copy of it.
     output_of = {read: at for at, read in end.replaced.items()}
-    made = [
-        views[end.replaced[at]]
+    starts = starts or [
+        args[end.replaced[at]]
         if at in end.replaced
-        else on_mesh_of(args, jnp.zeros(cuts.shape_of(shape), value.aval.dtype))
-        for at, (value, shape) in enumerate(zip(outputs, shapes, strict=True))
+        else on_mesh_of(args, jnp.zeros(shape, value.aval.dtype))
+        for at, (value, shape) in enumerate(zip(end.outputs, shapes, strict=True))
     ]
-    used = set(program.reads_of(end.places))
-    is_from_host = any(map(is_on_host, args))
+    made = [x.reshape(cuts.shape_of(x.shape)) for x in starts]
+    is_from_host = any(map(is_on_host, (*args, *starts)))
 
     def run_chunk(chunk: _Chunk, made: Sequence[jax.Array]) -> list[jax.Array]:
         local: dict[Value, Any] = dict(zip(end.reads, views, strict=True))
         arrays = {
             i: chunk.of(made[output_of[i]] if i in output_of else views[i])
             for i, value in enumerate(end.reads)
-            if value.aval.ndim and value in used
+            if value.aval.ndim
         }
         # Each array is read once, before any is written: XLA would copy a whole array
         # that several fusions read, in each iteration. The barrier also makes XLA for
@@ -264,8 +267,8 @@ def run_end(
         # (Scalars stay outside: XLA turns a division by a scalar into a product.)
         for i, array in lax.optimization_barrier(arrays).items():
             local[end.reads[i]] = array.astype(end.reads[i].aval.dtype)
-        chunk.run_all(program, end, local)
-        results = [local[value] for value in outputs]
+        chunk.run_all(end, local)
+        results = [local[value] for value in end.outputs]
         if is_from_host:  # or XLA would compute in host memory
             results = lax.optimization_barrier(results)
         return [chunk.put(x, new) for x, new in zip(made, results, strict=True)]

@@ -5,19 +5,20 @@ one shape, on scalars, and on the scale of its block.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
 from optax_mp._jax._block_operations import Blocks, blocks_in, is_block_operation
-from optax_mp._jax._memory import moves_memory
+from optax_mp._jax._memory import is_host_type, moves_memory
 from optax_mp.leafwise._program import (
     Node,
     Program,
     Value,
     groups_with_common,
+    reads_of,
     values_in,
 )
 
@@ -50,9 +51,9 @@ class End:
     """The elementwise end of a step for one leaf, or for several that meet in it.
 
     Attributes:
-        places: its equations in the program.
+        nodes: its equations, in order.
         reads: what it reads: inputs of the step, or values computed before.
-        outputs: which outputs of the step it computes.
+        outputs: the outputs of the step that it computes.
         replaced: outputs that overwrite an input: their index in `outputs`, and the
             index of that input in `reads`.
         shape: of its elements.
@@ -62,9 +63,9 @@ class End:
         obstacle: why no kernel computes it on any platform; None if one may.
     """
 
-    places: list[int]
+    nodes: list[Node]
     reads: list[Value]
-    outputs: list[int]
+    outputs: list[Value]
     replaced: dict[int, int]
     shape: tuple[int, ...]
     block_size: int | None
@@ -77,7 +78,7 @@ def is_packed(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4
 
 
-def cut(program: Program, replaced: dict[int, int]) -> list[End]:
+def cut(program: Program, replaced: Mapping[Value, Value]) -> list[End]:
     """Return the ends of a program.
 
     Args:
@@ -90,20 +91,17 @@ def cut(program: Program, replaced: dict[int, int]) -> list[End]:
         at = value.made_at
         return at is None or not value.aval.ndim or not fits[at]
 
-    outputs: list[int] = []
+    outputs = [x for x in dict.fromkeys(values_in(program.outputs)) if not stops_at(x)]
     touched: list[set[Any]] = []
-    for i, value in enumerate(program.outputs):
-        if not isinstance(value, Value) or stops_at(value):
-            continue
-        places, reads = program.behind([value], stops_at)
-        outputs.append(i)
+    for value in outputs:
+        nodes, reads = program.behind([value], stops_at)
         touched.append({read for read in reads if read.aval.ndim})
-        touched[-1].update(at for at in places if _reads_arrays(program.nodes[at]))
+        touched[-1].update(filter(_reads_arrays, nodes))
     ends = []
     for group in groups_with_common(touched):
         together = [outputs[at] for at in group]
-        places, _ = program.behind([program.outputs[i] for i in together], stops_at)
-        ends.append(_end(program, replaced, places, together))
+        nodes, _ = program.behind(together, stops_at)
+        ends.append(_end(nodes, together, replaced))
     return ends
 
 
@@ -112,34 +110,39 @@ def _reads_arrays(node: Node) -> bool:
 
 
 def _end(
-    program: Program, replaced: dict[int, int], places: list[int], outputs: list[int]
+    nodes: list[Node], outputs: list[Value], replaced: Mapping[Value, Value]
 ) -> End:
     """Return the end with these equations and outputs."""
-    nodes = [program.nodes[place] for place in places]
-    shape = max((program.outputs[i].aval.shape for i in outputs), key=math.prod)
+    shape = max((value.aval.shape for value in outputs), key=math.prod)
     blocks = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
-    reads = program.reads_of(places)
+    reads = reads_of(nodes)
     place_of = {value: i for i, value in enumerate(reads)}
-    old = [program.inputs[replaced[i]] if i in replaced else None for i in outputs]
+    old = [overwritten_by(value, replaced) for value in outputs]
     entangled = _entangled(nodes, blocks, shape)
     return End(
-        places=places,
+        nodes=nodes,
         reads=reads,
         outputs=outputs,
         replaced={at: place_of[x] for at, x in enumerate(old) if x in place_of},
         shape=shape,
         block_size=max((x.size for x in blocks), default=None),
         entangled=entangled,
-        obstacle=_obstacle(program, outputs, shape) or entangled,
+        obstacle=_obstacle(outputs, shape) or entangled,
     )
 
 
-def _obstacle(
-    program: Program, outputs: Sequence[int], shape: tuple[int, ...]
-) -> str | None:
+def overwritten_by(output: Value, replaced: Mapping[Value, Value]) -> Value | None:
+    """Return the input whose buffer an output can take, if there is one."""
+    old, aval = replaced.get(output), output.aval
+    if old is None or (old.aval.shape, old.aval.dtype) != (aval.shape, aval.dtype):
+        return None
+    return old if is_host_type(old.aval) == is_host_type(aval) else None
+
+
+def _obstacle(outputs: Sequence[Value], shape: tuple[int, ...]) -> str | None:
     """Return why a kernel would not pay."""
     # If all arrays are floats, XLA makes one kernel itself.
-    dtypes = [program.outputs[i].aval.dtype for i in outputs]
+    dtypes = [value.aval.dtype for value in outputs]
     if not any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes):
         return "nothing in few bits"
     if math.prod(shape) < _SMALLEST_SIZE:

@@ -32,7 +32,7 @@ from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._layout import Layout
-from optax_mp.leafwise._program import Program, Value, read_output
+from optax_mp.leafwise._program import Value, read_output, run_nodes, values_in
 from optax_mp.leafwise._traced_step import Step, TracedStep, obstacle_of
 
 Function = Callable[..., list[Any]]
@@ -58,7 +58,7 @@ def run_step(
     obstacle = obstacle_of(jax.tree.leaves((inputs, kept)))
     if obstacle is not None:
         return step(inputs, kept), obstacle
-    traced = TracedStep.of(step, inputs, kept, shardings)
+    traced = TracedStep.as_call(step, inputs, kept, shardings)
     if traced.obstacle is not None:
         return traced.run(None), traced.obstacle
     return traced.run(partial(_rewrite, traced, platforms)), None
@@ -74,19 +74,15 @@ def _rewrite(
     return _CutStep(traced, target).run if is_cut else None
 
 
-def find_kernel(
-    traced: TracedStep, end: End, layout: Layout | None, target: Target
-) -> Any:
+def find_kernel(layout: Layout, target: Target) -> Any:
     """Return the module of the kernel for an end, or a string: why it has none.
 
     Args:
-        traced: the step.
-        end: one of its ends.
-        layout: how its arrays are sharded, if that is known.
+        layout: of the end.
         target: what the program is lowered for.
     """
-    if end.obstacle is not None:
-        return end.obstacle
+    if layout.end.obstacle is not None:
+        return layout.end.obstacle
     if os.environ.get("OPTAX_MP_KERNELS") == "0":
         return "OPTAX_MP_KERNELS=0"
     # Kernels do not run on later versions.
@@ -95,13 +91,13 @@ def find_kernel(
     if target.platform == "tpu" and _is_old_tpu():
         return "TPU v2 or v3"
     # An array that is sharded would be gathered for a kernel.
-    if layout is None and target.device_count > 1:
+    if layout.sharding is None and target.device_count > 1:
         return "layout not known, or uneven"
     try:
         kernel = _import_kernel(target.platform)
     except Exception as error:
         return _warn_of(error)
-    return kernel.obstacle(traced.program, end, _part(end, layout)) or kernel
+    return kernel.obstacle(layout.end, layout.part) or kernel
 
 
 def _import_kernel(platform: str) -> Any:
@@ -111,10 +107,6 @@ def _import_kernel(platform: str) -> Any:
     else:
         from optax_mp.leafwise import _gpu as kernel
     return kernel
-
-
-def _part(end: End, layout: Layout | None) -> Part:
-    return Part.of(end) if layout is None else layout.part(end)
 
 
 @functools.cache
@@ -159,103 +151,91 @@ class _CutStep:
     shared: dict[Any, Function] = field(default_factory=dict)
 
     def run(self, inputs: Sequence[Any], narrow: dict[int, Any]) -> list[Any]:
-        """Return the outputs of the program; see `call_by_platform`."""
-        program, ends = self.traced.program, self.traced.ends
+        """Return the outputs of the call; see `call_by_platform`."""
+        traced = self.traced
+        program, ends = traced.program, traced.ends
+        reads, outputs = traced.call_values
+        values: dict[Value, Any] = program.constants | dict(
+            zip(reads, inputs, strict=True)
+        )
         # First the values outside of the ends: outputs that are not elementwise, and
         # values that the ends read. Then the ends, which do not depend on each other.
-        at_ends = {i for end in ends for i in end.outputs}
-        others = [v for i, v in enumerate(program.outputs) if i not in at_ends]
-        reads = [value for end in ends for value in end.reads]
-        values: dict[Value, Any] = dict(zip(program.inputs, inputs, strict=True))
-        values |= program.constants
-        program.run(program.behind([*others, *reads])[0], values)
-        results: dict[int, Any] = {}
+        at_ends = {value for end in ends for value in end.outputs}
+        others = [value for value in values_in(outputs) if value not in at_ends]
+        read_by_ends = [value for end in ends for value in end.reads]
+        run_nodes(program.behind([*others, *read_by_ends])[0], values)
+        results = dict(values)
         # Kernels and chunks widen what they have read.
-        as_stored = values | {program.inputs[i]: x for i, x in narrow.items()}
+        as_stored = values | {reads[i]: x for i, x in narrow.items()}
         for end in ends:
             args = [as_stored[value] for value in end.reads]
-            outputs = self._by_kernel_or_chunks(end, args)
-            if outputs is None:
+            # A kernel sees one device. Where the layout of sharded arrays is known,
+            # each device runs it on its own part, inside of a `shard_map` made here.
+            layout = Layout.find(end, args, traced.shardings)
+            run = self._by_kernel(layout, args) or self._by_chunks(layout, args)
+            if run is None:
                 local = dict(values)
-                program.run(end.places, local)
-                outputs = [local[program.outputs[i]] for i in end.outputs]
-            results.update(zip(end.outputs, outputs, strict=True))
-        for i, value in enumerate(program.outputs):
-            if i not in at_ends:
-                results[i] = read_output(values, value)
-        return [results[i] for i in range(len(results))]
+                run_nodes(end.nodes, local)
+                made = [local[value] for value in end.outputs]
+            else:
+                made = layout.run(run, args)
+            results.update(zip(end.outputs, made, strict=True))
+        return [read_output(results, value) for value in outputs]
 
-    def _by_kernel_or_chunks(self, end: End, args: Sequence[Any]) -> list[Any] | None:
-        """Return the outputs of an end, or None where neither is to be used."""
-        # A kernel sees one device. Where the layout of sharded arrays is known, each
-        # device runs it on its own part, inside of a `shard_map` made here.
-        layout = Layout.find(end, args, self.traced.shardings)
-        run = self._by_kernel(end, args, layout) or self._by_chunks(end, args, layout)
-        if run is None or layout is None:
-            return run and run(Part.of(end), args)
-        return layout.run(run, self.traced.program, end, args)
-
-    def _by_kernel(
-        self, end: End, args: Sequence[Any], layout: Layout | None
-    ) -> Function | None:
+    def _by_kernel(self, layout: Layout, args: Sequence[Any]) -> Function | None:
         """Return what runs a part of an end in a kernel; None if that cannot be."""
-        kernel = find_kernel(self.traced, end, layout, self.target)
+        kernel = find_kernel(layout, self.target)
         if isinstance(kernel, str):
             return None
         try:
             # Types inside of shard_map name its axes, which exist nowhere else.
-            is_tried = layout is None and not self.target.is_within_shard_map
-            return self._shared(end, layout, kernel.run_end, args if is_tried else None)
+            is_tried = layout.sharding is None and not self.target.is_within_shard_map
+            return self._shared(layout, kernel.run_end, args if is_tried else None)
         except Exception as error:
             _warn_of(error)
             return None
 
-    def _by_chunks(
-        self, end: End, args: Sequence[Any], layout: Layout | None
-    ) -> Function | None:
+    def _by_chunks(self, layout: Layout, args: Sequence[Any]) -> Function | None:
         """Return what runs a part chunk by chunk; None where that is not worth it."""
-        if end.obstacle is not None or self.target.platform != "tpu":
+        is_known = layout.sharding is not None
+        if layout.end.obstacle is not None or self.target.platform != "tpu":
             return None
         # Types that say how arrays are sharded would be wrong for chunks.
         is_typed = any(has_explicit_axes(mesh_in_type(x)) for x in args)
-        if self.target.is_within_shard_map or (layout is None and is_typed):
+        if self.target.is_within_shard_map or (is_typed and not is_known):
             return None
-        count = self.target.device_count if layout is None else 1
-        cuts = _chunks.cuts_of(_part(end, layout), count)
+        count = 1 if is_known else self.target.device_count
+        cuts = _chunks.cuts_of(layout.part, count)
         if cuts is None:
             return None
 
-        def run_end(program: Program, end: End, part: Part, args: Any) -> list[Any]:
-            return _chunks.run_end(program, end, replace(cuts, part=part), args)
+        def run_end(end: End, part: Part, args: Any) -> list[Any]:
+            return _chunks.run_end(end, replace(cuts, part=part), args)
 
-        return self._shared(end, layout, run_end)
+        return self._shared(layout, run_end)
 
     def _shared(
-        self,
-        end: End,
-        layout: Layout | None,
-        run_end: Function,
-        tried: Sequence[Any] | None = None,
+        self, layout: Layout, run_end: Function, tried: Sequence[Any] | None = None
     ) -> Function:
         """Return `run_end` as a function of a part and what the end reads.
 
         Args:
-            end: the end.
-            layout: how its arrays are sharded, if that is known.
+            layout: of the end.
             run_end: as in `_chunks` and in the modules of kernels.
             tried: what the end reads, if it is to be tried whether this can be lowered.
         """
-        program, rank = self.traced.program, len(end.shape)
-        part = replace(_part(end, layout), origin=())
+        end, part = layout.end, layout.part
+        rank = len(part.shape)
 
         @jax.jit
         def run(*args: Any) -> list[Any]:
             here = replace(part, origin=args[:rank])
-            return list(run_end(program, end, here, args[rank:]))
+            return list(run_end(end, here, args[rank:]))
 
         # Leaves of one shape have ends of one form: one function is lowered for all.
         # The place of a shard is an argument of it, as it differs among devices.
-        form = form_of(program, end), part
+        equations = form_of(end.nodes, end.reads, end.outputs)
+        form = equations, tuple(end.replaced.items()), part
         if form not in self.shared:
             if tried is not None:
                 self._try(run, end, part, tried)

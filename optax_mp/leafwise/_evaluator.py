@@ -12,7 +12,7 @@ from jax import lax
 from optax_mp._jax._block_operations import SPREAD, is_block_operation
 from optax_mp._jax._jaxpr import bind
 from optax_mp.leafwise._ends import End
-from optax_mp.leafwise._program import Node, Program, Value, read
+from optax_mp.leafwise._program import Node, Value, read
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,6 @@ class Part:
     shape: tuple[int, ...]
     block_size: int
     origin: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, end: End) -> "Part":
-        """Return all of the arrays of an end."""
-        origin = (0,) * len(end.shape)
-        return cls(end.shape, end.shape, end.block_size or 1, origin)
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the shard of an array, of elements or of scales."""
@@ -63,10 +57,9 @@ class Evaluator(ABC):
     def reduce(self, name: str, values: jax.Array) -> jax.Array:
         """Return the extreme of each block."""
 
-    def run_all(self, program: Program, end: End, values: dict[Value, Any]) -> None:
+    def run_all(self, end: End, values: dict[Value, Any]) -> None:
         """Evaluate the equations of an end for this part; add results to `values`."""
-        for place in end.places:
-            node = program.nodes[place]
+        for node in end.nodes:
             inputs = [read(values, x) for x in node.inputs]
             values.update(zip(node.outputs, self.run(node, inputs), strict=True))
 

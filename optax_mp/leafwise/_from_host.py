@@ -11,7 +11,7 @@ leaf after leaf is copied to the device and reduced to a number. The jobs copy i
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,24 +22,25 @@ from jax.sharding import NamedSharding
 
 from optax_mp._choose import Choice, select
 from optax_mp._jax._arrays import has_explicit_axes, is_partitioned
-from optax_mp._jax._block_operations import is_block_operation
-from optax_mp._jax._jaxpr import is_literal
 from optax_mp._jax._memory import bring, is_host_type, is_on_host, to_device, to_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._warnings import warn
 from optax_mp.leafwise._chunks import Cuts, cuts_of, in_rows, run_end
-from optax_mp.leafwise._ends import End, cut
+from optax_mp.leafwise._ends import End, overwritten_by
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._layout import Layout
 from optax_mp.leafwise._program import (
+    Node,
     Program,
     Value,
     groups_with_common,
     read_output,
+    reads_of,
+    run_nodes,
     values_in,
 )
+from optax_mp.leafwise._traced_step import Step, TracedStep
 
-Step = Callable[[Any, Any], tuple[Any, Any]]
 OUTER_STEP = "optax_mp_outer_step"  # the extra argument
 
 
@@ -115,8 +116,8 @@ def run_from_host(
     kept: Any,
     make_plan: Callable[[], Plan | None],
     proceed: Choice = True,
-) -> tuple[Any, Any]:
-    """Return `step(inputs, kept)`.
+) -> tuple[Any, Any] | None:
+    """Return `step(inputs, kept)`; None if it cannot be taken in parts.
 
     Args:
         step: returns its result, and a tree that replaces `kept`. It moves arrays to
@@ -138,35 +139,11 @@ def run_from_host(
             "them out, or expect as much memory as without `offload`."
         )
     if traced.closed.effects or plan is None:
-        updates, new = step(inputs, kept)
-        return updates, _keep_unless(proceed, new, kept)
-    program = Program.of(traced.closed, is_block_operation, opens_branches=True)
-    values: dict[Value, Any] = dict(zip(program.inputs, traced.arrays, strict=True))
-    shardings = traced.by_input(kept, plan.shardings)
-    step_from_host = _StepFromHost(
-        program=program,
-        values=values | program.constants,
-        sources=_find_sources(program),
-        replaced=traced.replaced(kept),
-        plan=plan,
-        shardings={program.inputs[i]: x for i, x in shardings.items()},
-        # As a number that XLA does not know: a loop of one round would be no loop.
-        rounds=lax.optimization_barrier(jnp.asarray(proceed).astype(jnp.int32)),
-    )
-    return traced.unflatten(step_from_host.run())
-
-
-def _keep_unless(proceed: Choice, new: Any, kept: Any) -> Any:
-    """Return a new state; if not `proceed`, the arrays in host memory as before."""
-    if proceed is True:
-        return new
-
-    def choose(new: Any, old: Any) -> Any:
-        if not is_on_host(old):
-            return new
-        return to_host(select(proceed, to_device(new), to_device(old)))
-
-    return jax.tree.map(choose, new, kept)
+        return None
+    traced_step = TracedStep(traced, kept, plan.shardings, opens_branches=True)
+    # As a number that XLA does not know: a loop of one round would be no loop.
+    rounds = lax.optimization_barrier(jnp.asarray(proceed).astype(jnp.int32))
+    return traced.unflatten(_StepFromHost.of(traced_step, plan, rounds).run())
 
 
 def _find_sources(program: Program) -> dict[Value, frozenset[Value]]:
@@ -187,16 +164,14 @@ class _Job:
 
     Attributes:
         arrays: the arrays.
-        outputs: which outputs of the program.
-        end: the elementwise end that computes all of them; None if whole arrays are
-            copied.
-        layout: how its arrays are sharded, if that is known.
+        outputs: the outputs.
+        layout: of the elementwise end that computes all of them; None if whole arrays
+            are copied.
     """
 
     arrays: set[Value]
-    outputs: list[int]
-    end: End | None = None
-    layout: Layout | None = None
+    outputs: list[Value]
+    layout: Layout | None
 
 
 @dataclass(frozen=True)
@@ -207,105 +182,79 @@ class _StepFromHost:
     the device only within a loop. A small value is computed once, and stays.
     """
 
-    program: Program
+    traced: TracedStep
     values: dict[Value, Any]
     sources: dict[Value, frozenset[Value]]
-    replaced: dict[int, int]
     plan: Plan
-    shardings: dict[Value, NamedSharding]
     rounds: Any
+
+    @classmethod
+    def of(cls, traced: TracedStep, plan: Plan, rounds: Any) -> "_StepFromHost":
+        """Return a step before anything is computed."""
+        sources = _find_sources(traced.program)
+        return cls(traced, dict(traced.values), sources, plan, rounds)
 
     def run(self) -> list[Any]:
         """Return the outputs of the program."""
-        outputs = self.program.outputs
+        # First the values outside of the jobs, and those that these read. Then the
+        # jobs, which do not depend on each other.
+        outputs = self.traced.program.outputs
         jobs = self._find_jobs()
-        of_jobs = {i for job in jobs for i in job.outputs}
-        others = [i for i in range(len(outputs)) if i not in of_jobs]
-        self._compute(
-            [outputs[i] for i in others]
-            + [value for job in jobs for value in self._needed_before(job)]
-        )
-        results = {i: read_output(self.values, outputs[i]) for i in others}
+        of_jobs = {value for job in jobs for value in job.outputs}
+        others = [value for value in values_in(outputs) if value not in of_jobs]
+        self._compute(others + [x for job in jobs for x in self._needed_before(job)])
+        results = dict(self.values)
         for job in jobs:
             results.update(zip(job.outputs, self._run_job(job), strict=True))
-        return [results[i] for i in range(len(outputs))]
+        return [read_output(results, value) for value in outputs]
 
     def _find_jobs(self) -> list[_Job]:
         # A job for each end, and for each output that no end computes. Jobs that share
         # an array become one: it would be copied twice, and a job that overwrites it
         # would have to wait for the others.
-        ends: list[Any] = cut(self.program, self.replaced)
-        at_ends = {i for end in ends for i in end.outputs}
-        rest = [i for i in range(len(self.program.outputs)) if i not in at_ends]
-        makers = [(end, end.outputs) for end in ends] + [(None, [i]) for i in rest]
-        of_makers = [
-            (self._arrays_of(outputs), outputs, end) for end, outputs in makers
-        ]
-        found = [maker for maker in of_makers if maker[0]]
+        ends = self.traced.ends
+        end_of = {value: end for end in ends for value in end.outputs}
+        outputs = dict.fromkeys(values_in(self.traced.program.outputs))
+        alone = [[value] for value in outputs if value not in end_of]
+        together = [end.outputs for end in ends] + alone
+        arrays = [self._arrays_of(values) for values in together]
         jobs = []
-        for group in groups_with_common([arrays for arrays, _, _ in found]):
-            arrays = set[Value]().union(*(found[at][0] for at in group))
-            outputs = [i for at in group for i in found[at][1]]
-            ends = [found[at][2] for at in group if found[at][2] is not None]
-            end = ends[0] if len(ends) == 1 and ends[0].outputs == outputs else None
-            jobs.append(self._by_chunks(arrays, end) or _Job(arrays, outputs))
+        for group in groups_with_common(arrays):
+            of_group = set[Value]().union(*(arrays[at] for at in group))
+            if of_group:
+                made = [value for at in group for value in together[at]]
+                end = end_of.get(made[0]) if len(group) == 1 else None
+                jobs.append(_Job(of_group, made, self._layout_of(end, of_group)))
         return jobs
 
-    def _arrays_of(self, outputs: Sequence[int]) -> set[Value]:
+    def _arrays_of(self, outputs: Sequence[Value]) -> set[Value]:
         """Return the arrays to bring, or to overwrite, for these outputs."""
-        arrays: set[Value] = set()
-        for i in outputs:
-            value = self.program.outputs[i]
-            if is_literal(value) or value.made_at is None:
-                continue
-            arrays.update(self._arrays_read(self._behind([value])[0]))
-            if is_host_type(value.aval) and i in self.replaced:
-                arrays.add(self.program.inputs[self.replaced[i]])
-        return arrays
+        arrays = set(self._arrays_read(self._behind(outputs)[0]))
+        made = [x for x in outputs if x.made_at is not None and is_host_type(x.aval)]
+        replaced = self.traced.replaced
+        return arrays | {replaced[value] for value in made if value in replaced}
 
-    def _by_chunks(self, arrays: set[Value], end: End | None) -> _Job | None:
-        """Return the job of an end; None if it needs whole arrays."""
+    def _layout_of(self, end: End | None, arrays: set[Value]) -> Layout | None:
+        """Return the layout of an end; None if it needs whole arrays."""
         if end is None or end.entangled is not None:
             return None
-        if any(i in self.replaced and not self._overwritten(i) for i in end.outputs):
-            return None  # of another type than before
         for value in end.reads:
             # A norm of the arrays needs them whole, so the job takes whole arrays.
             if value.made_at is not None and (
                 self._is_made_of(value, arrays) or self._is_brought(value)
             ):
                 return None
-        end = self._with_replaced(end)
         # Values that are still to be computed have no sharding yet.
         args = [self.values.get(value, 0) for value in end.reads]
-        layout = Layout.find(end, args, self.shardings)
-        if layout is None and any(map(is_partitioned, args)):
-            return None
-        return _Job(arrays, end.outputs, end, layout)
-
-    def _with_replaced(self, end: End) -> End:
-        """Return an end all of whose outputs overwrite something that it reads."""
-        reads, places = list(end.reads), dict(end.replaced)
-        for at, i in enumerate(end.outputs):
-            if at not in places:
-                places[at] = len(reads)
-                new = Value(self.program.outputs[i].aval)  # what the loop carries
-                reads.append(self._overwritten(i) or new)
-        return replace(end, reads=reads, replaced=places)
-
-    def _overwritten(self, i: int) -> Value | None:
-        """Return the input that an output can overwrite."""
-        if i not in self.replaced:
-            return None
-        old, new = self.program.inputs[self.replaced[i]], self.program.outputs[i]
-        return old if old.aval == new.aval else None
+        layout = Layout.find(end, args, self.traced.shardings)
+        is_unknown = layout.sharding is None and any(map(is_partitioned, args))
+        return None if is_unknown else layout
 
     def _needed_before(self, job: _Job) -> list[Value]:
         """Return the values that must be computed before a job is run."""
-        if job.end is not None:
-            return job.end.reads
-        targets = [self.program.outputs[i] for i in job.outputs]
-        return self._behind(targets, job.arrays)[1]
+        if job.layout is not None:
+            return job.layout.end.reads
+        return self._behind(job.outputs, job.arrays)[1]
 
     def _is_small(self, value: Value) -> bool:
         return value.aval.size < self.plan.min_size
@@ -316,14 +265,13 @@ class _StepFromHost:
     def _is_made_of(self, value: Value, arrays: Collection[Value]) -> bool:
         return value in self.sources and self.sources[value].issubset(arrays)
 
-    def _arrays_read(self, places: Sequence[int]) -> list[Value]:
+    def _arrays_read(self, nodes: Iterable[Node]) -> list[Value]:
         """Return the arrays in host memory that some equations read."""
-        reads = self.program.reads_of(places)
-        return [v for v in reads if v.made_at is None and v in self.sources]
+        return [v for v in reads_of(nodes) if v.made_at is None and v in self.sources]
 
     def _behind(
         self, targets: Iterable[Value], arrays: Collection[Value] = ()
-    ) -> tuple[list[int], list[Value]]:
+    ) -> tuple[list[Node], list[Value]]:
         """Return the equations to compute some values, and the values they need.
 
         Args:
@@ -331,7 +279,7 @@ class _StepFromHost:
             arrays: the arrays that are copied whole for this. Small values that depend
                 on other arrays, or on none, must be computed before.
         """
-        return self.program.behind(
+        return self.traced.program.behind(
             targets, lambda v: self._is_small(v) and not self._is_made_of(v, arrays)
         )
 
@@ -340,122 +288,111 @@ class _StepFromHost:
         # In the order of the program. Equations that read no brought value run as they
         # are. Others are skipped: a job computes a large result again where it is read,
         # and a loop copies the arrays for a small one.
-        for place in self.program.behind(targets)[0]:
-            node = self.program.nodes[place]
+        for node in self.traced.program.behind(targets)[0]:
             if not any(map(self._is_brought, values_in(node.inputs))):
-                self.program.run([place], self.values)
+                run_nodes([node], self.values)
                 continue
             for value in filter(self._is_small, node.outputs):
-                compute = partial(self._run_whole, [value])
-                read = self._arrays_read(self._behind([value])[0])
-                start = _start_value(value.aval)
-                (self.values[value],) = self._run_once(compute, [start], read)
+                nodes, _ = self._behind([value])
+                compute = partial(self._run_whole, nodes, [value])
+                (self.values[value],) = self._run_once(compute, nodes, [value])
 
     def _run_job(self, job: _Job) -> list[Any]:
         """Return the outputs of a job."""
-        outputs = [self.program.outputs[i] for i in job.outputs]
-        if job.end is None:
-            overwritten = [self._overwritten(i) for i in job.outputs]
-            places = self._behind(outputs, job.arrays)[0]
-            compute = partial(self._run_whole, outputs, arrays=job.arrays)
+        if job.layout is None:
+            nodes, _ = self._behind(job.outputs, job.arrays)
+            compute = partial(self._run_whole, nodes, job.outputs)
         else:
-            replaced = sorted(job.end.replaced.items())
-            overwritten = [job.end.reads[i] for _, i in replaced]
-            places = job.end.places
-            compute = partial(self._run_end, job.end, job.layout)
-        # Arrays to overwrite are carried through the loop, so that XLA writes into
-        # their buffers in host memory. A barrier holds back arrays that are only read.
-        read = [v for v in self._arrays_read(places) if v not in overwritten]
-        starts = list(map(self._start, job.outputs))
-        made = self._run_once(compute, starts, read, overwritten)
+            nodes = job.layout.end.nodes
+            compute = partial(self._run_end, job.layout)
+        made = self._run_once(compute, nodes, job.outputs)
         # A move tells `jit` that a result of a loop is in host memory.
         return [to_host(x) if is_host_type(x.aval) else x for x in made]
 
-    def _start(self, i: int) -> jax.Array:
+    def _start(self, output: Value) -> jax.Array:
         """Return the value of an output if no iteration runs."""
-        aval, old = self.program.outputs[i].aval, self.replaced.get(i)
+        aval, old = output.aval, self.traced.replaced.get(output)
         if old is None:
-            return _start_value(aval)
-        array = self.values[self.program.inputs[old]]
-        if array.dtype == aval.dtype:
-            return array
-        array = to_device(array).astype(aval.dtype)  # widened at the first step
+            array = jnp.zeros(aval.shape, aval.dtype)
+            if has_explicit_axes(aval.sharding.mesh):
+                array = jax.sharding.reshard(array, aval.sharding)
+        else:
+            array = self.values[old]
+            if array.dtype == aval.dtype:
+                return array
+            array = to_device(array).astype(aval.dtype)  # widened at the first step
         return to_host(array) if is_host_type(aval) else array
 
     def _run_once(
         self,
-        compute: Callable[[dict[Value, Any]], list[Any]],
-        starts: Sequence[Any],
-        arrays: Sequence[Value],
-        overwritten: Sequence[Value | None] = (),
+        compute: Callable[[dict[Value, Any], list[Any]], list[Any]],
+        nodes: Sequence[Node],
+        outputs: Sequence[Value],
     ) -> list[Any]:
         """Run a function in a loop of one iteration, or of none.
 
         Args:
-            compute: takes the values computed so far.
-            starts: the arrays to be replaced.
-            arrays: the arrays in host memory that it only reads.
-            overwritten: for each of `starts`, the value that it is.
+            compute: takes the values computed so far, and the arrays that the outputs
+                overwrite.
+            nodes: the equations that it runs.
+            outputs: what it returns.
         """
+        # Arrays to overwrite are carried through the loop, so that XLA writes into
+        # their buffers in host memory. A barrier holds back arrays that are only read:
+        # XLA would copy all of these before the loop begins.
+        old = [overwritten_by(value, self.traced.replaced) for value in outputs]
+        arrays = [value for value in self._arrays_read(nodes) if value not in old]
 
-        def body(k: Any, carry: Any) -> list[Any]:
-            # XLA would copy all arrays that a loop only reads before the loop begins.
+        def body(k: Any, carry: list[Any]) -> list[Any]:
             _, held = lax.optimization_barrier((k, [self.values[v] for v in arrays]))
             local = self.values | dict(zip(arrays, held, strict=True))
-            both = zip(overwritten, carry, strict=False)
-            return compute(local | {v: x for v, x in both if v is not None})
+            carried = zip(old, carry, strict=True)
+            local.update((v, x) for v, x in carried if v is not None)
+            return compute(local, carry)
 
-        return lax.fori_loop(jnp.int32(0), self.rounds, body, list(starts))
+        starts = list(map(self._start, outputs))
+        return lax.fori_loop(jnp.int32(0), self.rounds, body, starts)
 
     def _run_whole(
         self,
-        targets: Sequence[Value],
+        nodes: Sequence[Node],
+        outputs: Sequence[Value],
         local: dict[Value, Any],
-        arrays: Collection[Value] = (),
+        carry: list[Any],
     ) -> list[Any]:
         """Return values that are computed from whole arrays."""
-        places, _ = self._behind(targets, arrays)
-        for value in self._arrays_read(places):
+        for value in self._arrays_read(nodes):
             local[value] = _bring_whole(local[value])
-        self.program.run(places, local)
-        return [read_output(local, target) for target in targets]
+        run_nodes(nodes, local)
+        return [read_output(local, value) for value in outputs]
 
     def _run_end(
-        self, end: End, layout: Layout | None, local: dict[Value, Any]
+        self, layout: Layout, local: dict[Value, Any], carry: list[Any]
     ) -> list[Any]:
         """Return the outputs of an end, computed chunk by chunk."""
-        args = [local[value] for value in end.reads]
-        run_part = partial(self._run_part, end)
-        if layout is None:
-            return run_part(Part.of(end), args)
-        return layout.run(run_part, self.program, end, args)
-
-    def _run_part(self, end: End, part: Part, args: Sequence[Any]) -> list[Any]:
-        """Return the outputs of an end for the part that one device has."""
+        end = layout.end
+        count = len(end.reads)
         # The number of elements of a chunk: the bytes of the plan, divided by the bytes
         # per element of all arrays in host memory.
-        avals = [v.aval for v in end.reads if is_host_type(v.aval)]
+        new = [v for at, v in enumerate(end.outputs) if at not in end.replaced]
+        avals = [v.aval for v in (*end.reads, *new) if is_host_type(v.aval)]
         sizes = [bytes_on_device(x) // x.size for x in avals if x.shape == end.shape]
         most = max(1, self.plan.chunk_bytes // max(4, sum(sizes)))
-        cuts = cuts_of(part, most=most)
-        brought = [
-            x if cuts is not None and cuts.can_leave_host(x) else _bring_whole(x)
-            for x in args
-        ]
-        made = run_end(self.program, end, cuts or Cuts.whole(part), brought)
-        outputs = [self.program.outputs[i] for i in end.outputs]
-        return [
-            to_host(in_rows(x)) if is_host_type(v.aval) and not is_on_host(x) else x
-            for v, x in zip(outputs, made, strict=True)
-        ]
 
+        def run_part(part: Part, arrays: Sequence[Any]) -> list[Any]:
+            cuts = cuts_of(part, most=most)
+            brought = [
+                x if cuts is not None and cuts.can_leave_host(x) else _bring_whole(x)
+                for x in arrays
+            ]
+            cuts = cuts or Cuts.whole(part)
+            made = run_end(end, cuts, brought[:count], brought[count:])
+            return [
+                to_host(in_rows(x)) if is_host_type(v.aval) and not is_on_host(x) else x
+                for v, x in zip(end.outputs, made, strict=True)
+            ]
 
-def _start_value(aval: Any) -> jax.Array:
-    """Return an array to be overwritten, of a type."""
-    array = jnp.zeros(aval.shape, aval.dtype)
-    if has_explicit_axes(aval.sharding.mesh):
-        array = jax.sharding.reshard(array, aval.sharding)
-    return to_host(array) if is_host_type(aval) else array
+        return layout.run(run_part, [*(local[v] for v in end.reads), *carry])
 
 
 def _bring_whole(x: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from optax_mp.leafwise._kernel_evaluator import (
     hold,
     other_dtype,
 )
-from optax_mp.leafwise._program import Program, Value
+from optax_mp.leafwise._program import Value
 
 _COUNT = 2048  # elements of a part
 
@@ -33,19 +33,17 @@ class RunEvaluator(KernelEvaluator):
     Attributes:
         part: what it is a part of.
         count: of elements.
-        block_size: how many of them share a scale.
         first: the place of the first element in memory.
     """
 
     part: Part
     count: int
-    block_size: int
     first: Any
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the run of an array."""
         is_element = shape == self.part.whole
-        return (self.count if is_element else self.count // self.block_size,)
+        return (self.count if is_element else self.count // self.part.block_size,)
 
     def index(self, axis: int) -> jax.Array:
         """Return the indices of the elements along an axis of the whole array."""
@@ -58,7 +56,7 @@ class RunEvaluator(KernelEvaluator):
 
     def spread(self, scales: jax.Array) -> jax.Array:
         """Return for each element the scale of its block."""
-        shape = (self.count // self.block_size, self.block_size)
+        shape = (self.count // self.part.block_size, self.part.block_size)
         return jnp.broadcast_to(scales[:, None], shape).reshape(self.count)
 
     def reduce(self, name: str, values: jax.Array) -> jax.Array:
@@ -66,12 +64,12 @@ class RunEvaluator(KernelEvaluator):
         # Unlike a TPU's lanes, the threads of a GPU exchange values freely: Triton
         # reshapes to blocks, and reduces these.
         choose = jnp.max if name == MAXIMUM else jnp.min
-        return choose(values.reshape(-1, self.block_size), axis=1)
+        return choose(values.reshape(-1, self.part.block_size), axis=1)
 
 
-def obstacle(program: Program, end: End, part: Part) -> str | None:
+def obstacle(end: End, part: Part) -> str | None:
     """Return why the kernel cannot compute an end; None if it can."""
-    other = other_dtype(program, end, DTYPES)
+    other = other_dtype(end, DTYPES)
     if other is not None:
         return f"computes in {other}"
     size = end.block_size or 1
@@ -85,16 +83,11 @@ def obstacle(program: Program, end: End, part: Part) -> str | None:
 
 
 def run_end(
-    program: Program,
-    end: End,
-    part: Part,
-    args: Sequence[Any],
-    interpret: bool = False,
+    end: End, part: Part, args: Sequence[Any], interpret: bool = False
 ) -> list[Any]:
     """Return the outputs of an end.
 
     Args:
-        program: the program that the end is of.
         end: the end.
         part: of its arrays.
         args: the values of what it reads.
@@ -104,13 +97,12 @@ def run_end(
     # each other without a gap, so the scales of a run of elements are a run, too. Each
     # program of the grid takes one run; the last one is masked.
     size = math.prod(part.shape)
-    outputs = [program.outputs[i] for i in end.outputs]
 
     def kernel(*refs: Any) -> None:
         places, refs = refs[: len(part.shape)], refs[len(part.shape) :]
         here = replace(part, origin=tuple(ref[0] for ref in places))
         first = pl.program_id(0) * _COUNT
-        run = RunEvaluator(here, _COUNT, end.block_size or 1, first)
+        run = RunEvaluator(here, _COUNT, first)
 
         def places_of(value: Value) -> tuple[Any, Any]:
             (count,) = run.shape_of(value.aval.shape)
@@ -129,8 +121,8 @@ def run_end(
                 values[value] = hold(ref[0])
             if value.aval.dtype == jnp.bool_:
                 values[value] = values[value] != 0
-        run.run_all(program, end, values)
-        for value, ref in zip(outputs, refs[len(end.reads) :], strict=True):
+        run.run_all(end, values)
+        for value, ref in zip(end.outputs, refs[len(end.reads) :], strict=True):
             at, inside = places_of(value)
             triton.store(
                 ref.at[at], values[value].astype(value.aval.dtype), mask=inside
@@ -141,7 +133,7 @@ def run_end(
         for x in map(jnp.asarray, [*part.origin, *args])
     ]
     rank = len(part.shape)
-    made_shapes = [(v, part.shape_of(v.aval.shape)) for v in outputs]
+    made_shapes = [(v, part.shape_of(v.aval.shape)) for v in end.outputs]
     made = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(size, _COUNT),),

@@ -16,7 +16,6 @@ from jax import lax
 from optax_mp._jax._jaxpr import bind
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Evaluator
-from optax_mp.leafwise._program import Program
 
 # The dtypes of what kernels read and compute.
 DTYPES = frozenset(
@@ -64,9 +63,9 @@ class KernelEvaluator(Evaluator):
         return outputs if name in _EXACT else [_as(new, x) for x in outputs]
 
 
-def other_dtype(program: Program, end: End, dtypes: Collection[str]) -> str | None:
+def other_dtype(end: End, dtypes: Collection[str]) -> str | None:
     """Return a dtype outside of `dtypes` that an end reads or computes in, or None."""
-    made = [v for place in end.places for v in program.nodes[place].outputs]
+    made = [value for node in end.nodes for value in node.outputs]
     names = (value.aval.dtype.name for value in [*end.reads, *made])
     return next((name for name in names if name not in dtypes), None)
 

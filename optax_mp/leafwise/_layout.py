@@ -1,7 +1,7 @@
 """How the arrays of a leaf lie on many devices, where that is known."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,30 +9,31 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optax_mp._jax._arrays import sharding_in_type
+from optax_mp._jax._sharding import axis_names
+from optax_mp._tree import spread_prefix
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
-from optax_mp.leafwise._program import Program, Value
+from optax_mp.leafwise._program import Value
 
 Shardings = Mapping[Value, NamedSharding]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the arrays of a leaf are sharded.
+    """How the arrays of an end are sharded.
 
     Attributes:
-        sharding: of arrays of elements. Scales are sharded along the same axes.
-        whole: the shape of arrays of elements.
+        end: the end.
+        sharding: of arrays of elements. Scales are sharded along the same axes. None if
+            it is not known.
     """
 
-    sharding: NamedSharding
-    whole: tuple[int, ...]
+    end: End
+    sharding: NamedSharding | None
 
     @classmethod
-    def find(
-        cls, end: End, args: Sequence[Any], shardings: Shardings
-    ) -> "Layout | None":
-        """Return the layout of the arrays of an end, or None if it is not known.
+    def find(cls, end: End, args: Sequence[Any], shardings: Shardings) -> "Layout":
+        """Return the layout of the arrays of an end.
 
         Args:
             end: the end.
@@ -46,56 +47,48 @@ class Layout:
         candidates += in_types
         candidates = [x for x in candidates if x is not None and x.mesh.size > 1]
         # An equation may read a sharded array and one that is not.
-        if len({x.spec for x in in_types if x is not None}) > 1:
-            return None
-        if not candidates or not _divides(candidates[0], end):
-            return None
-        return cls(candidates[0], end.shape)
+        are_alike = len({x.spec for x in in_types if x is not None}) <= 1
+        is_known = are_alike and candidates and _divides(candidates[0], end)
+        return cls(end, candidates[0] if is_known else None)
+
+    @property
+    def part(self) -> Part:
+        """The part of the arrays that each device holds; all if that is not known."""
+        shape, size = self.end.shape, self.end.block_size or 1
+        own = shape if self.sharding is None else self.sharding.shard_shape(shape)
+        return Part(shape, own, size, (0,) * len(shape))
 
     def run(
         self,
         run_part: Callable[[Part, Sequence[Any]], Sequence[Any]],
-        program: Program,
-        end: End,
         args: Sequence[Any],
     ) -> list[Any]:
-        """Return the outputs of an end, computed on each device for its own part."""
+        """Return the outputs of the end, computed on each device for its own part."""
+        if self.sharding is None:
+            return list(run_part(self.part, args))
+        spec, part = self.sharding.spec, self.part
+        names = [axis_names(spec, axis) for axis in range(len(part.shape))]
 
         # Random numbers are a hash of the place in the whole array: a shard must know
         # where it begins.
         def run_shard(*args: Any) -> tuple[Any, ...]:
             origin = tuple(
-                jax.lax.axis_index(names) * size if names else jnp.int32(0)
-                for names, size in zip(self._names(), self.shape, strict=True)
+                jax.lax.axis_index(name) * size if name else jnp.int32(0)
+                for name, size in zip(names, part.shape, strict=True)
             )
-            return tuple(run_part(self.part(end, origin), args))
+            return tuple(run_part(replace(part, origin=origin), args))
 
-        outputs = [program.outputs[i] for i in end.outputs]
+        def spec_of(x: Any) -> PartitionSpec:
+            return spec if jnp.ndim(x) else PartitionSpec()
+
         run_sharded = jax.shard_map(
             run_shard,
             mesh=self.sharding.mesh,
-            in_specs=tuple(self._spec(value.aval.shape) for value in end.reads),
-            out_specs=tuple(self._spec(value.aval.shape) for value in outputs),
+            in_specs=tuple(map(spec_of, args)),
+            out_specs=tuple(spec_of(value.aval) for value in self.end.outputs),
             check_vma=False,
         )
         return list(run_sharded(*args))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of what each device holds."""
-        return self.sharding.shard_shape(self.whole)
-
-    def part(self, end: End, origin: tuple[Any, ...] = ()) -> Part:
-        """Return the part of a device that begins at a place of the whole arrays."""
-        size = end.block_size or 1
-        return Part(self.whole, self.shape, size, origin)
-
-    def _names(self) -> list[Any]:
-        spec = self.sharding.spec
-        return [*spec, *[None] * (len(self.whole) - len(spec))]
-
-    def _spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        return self.sharding.spec if shape else PartitionSpec()
 
 
 def spread_shardings(
@@ -119,29 +112,6 @@ def spread_shardings(
                 "`jax.tree.map(lambda p: p.sharding, params)`."
             )
     return [leaf if isinstance(leaf, NamedSharding) else None for leaf in leaves]
-
-
-def spread_prefix(params: Any, prefix: Any, name: str) -> list[Any]:
-    """Return for each param the leaf that stands for it in a prefix of their tree."""
-
-    def is_leaf(x: Any) -> bool:
-        return x is None
-
-    spread: list[Any] = []
-    try:
-        jax.tree.map(
-            lambda x, part: spread.extend([x] * len(jax.tree.leaves(part))),
-            prefix,
-            params,
-            is_leaf=is_leaf,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"{name} has the structure {jax.tree.structure(prefix, is_leaf=is_leaf)}, "
-            f"expected that of the params, which is {jax.tree.structure(params)}, or a "
-            "prefix of it; pass `jax.tree.map(lambda p: p.sharding, params)`."
-        ) from error
-    return spread
 
 
 def _divides(sharding: NamedSharding, end: End) -> bool:

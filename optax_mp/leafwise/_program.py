@@ -21,8 +21,6 @@ from optax_mp._jax._jaxpr import (
 from optax_mp._jax._primitives import FACTORIZATIONS
 from optax_mp._jax._products import is_product
 
-Test = Callable[[Equation], bool]
-
 # Calls that are opened, and steps within a step. JAX 0.8 has "pjit".
 _CALLS = ("jit", "pjit", "closed_call", NAME)
 _SLOW = FACTORIZATIONS | {"while", "scan", "sort", "custom_linear_solve"}
@@ -38,7 +36,7 @@ class Value:
         self.made_at = made_at
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Node:
     """An equation on values of a program, or on literals."""
 
@@ -66,26 +64,21 @@ class Program:
     opens_branches: bool = False
 
     @classmethod
-    def of(
-        cls, jaxpr: AnyJaxpr, is_atomic: Test, *, opens_branches: bool = False
-    ) -> "Program":
+    def of(cls, jaxpr: AnyJaxpr, *, opens_branches: bool = False) -> "Program":
         """Return the program of a jaxpr.
 
         Args:
             jaxpr: the jaxpr.
-            is_atomic: whether a call is to stay an equation.
             opens_branches: whether both branches of a `cond` are computed, and their
                 results chosen one by one, if they have neither loops nor products.
         """
         opened, _ = open_jaxpr(jaxpr)
         inputs = [Value(var.aval) for var in opened.invars]
         program = cls(inputs, opens_branches=opens_branches)
-        program.outputs = program._open(jaxpr, program.inputs, is_atomic)
+        program.outputs = program._open(jaxpr, program.inputs)
         return program
 
-    def _open(
-        self, jaxpr: AnyJaxpr, inputs: Sequence[Any], is_atomic: Test
-    ) -> list[Any]:
+    def _open(self, jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
         jaxpr, consts = open_jaxpr(jaxpr)
         values: dict[Any, Any] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -100,14 +93,14 @@ class Program:
         # many calls, and each function of `jax.numpy` is one.
         for equation in jaxpr.eqns:
             args = [read(atom) for atom in equation.invars]
-            if _is_call(equation) and not is_atomic(equation):
+            if _is_call(equation):
                 params = equation.params
                 inner = params["jaxpr" if "jaxpr" in params else "call_jaxpr"]
-                made = self._open(inner, args, is_atomic)
+                made = self._open(inner, args)
             elif self.opens_branches and _is_choice(equation):
                 which, *operands = args
                 branches = equation.params["branches"]
-                results = [self._open(x, operands, is_atomic) for x in branches]
+                results = [self._open(x, operands) for x in branches]
                 both = zip(*results, strict=True)
                 made = [self._choose(which, cases) for cases in both]
             else:
@@ -134,7 +127,7 @@ class Program:
         self,
         targets: Iterable[Any],
         stops_at: Callable[[Value], bool] = lambda _: False,
-    ) -> tuple[list[int], list[Value]]:
+    ) -> tuple[list[Node], list[Value]]:
         """Walk backwards from some values.
 
         Args:
@@ -142,8 +135,8 @@ class Program:
             stops_at: where to stop. Targets are passed in any case.
 
         Returns:
-            The places of the equations that the targets need, in order, and the
-            values at which the walk stopped: these, and inputs.
+            The equations that the targets need, in order, and the values at which the
+            walk stopped: these, and inputs.
         """
         # In the order of places, which is that of the jaxpr, each equation comes after
         # those that it needs.
@@ -163,26 +156,24 @@ class Program:
                 elif read not in seen:
                     seen.add(read)
                     stack.append(read)
-        return sorted(places), list(stops)
+        return [self.nodes[place] for place in sorted(places)], list(stops)
 
-    def reads_of(self, places: Sequence[int]) -> list[Value]:
-        """Return the values that some equations read and do not make."""
-        nodes = [self.nodes[place] for place in places]
-        made = {value for node in nodes for value in node.outputs}
-        read = dict.fromkeys(x for node in nodes for x in values_in(node.inputs))
-        return [value for value in read if value not in made]
 
-    def run(
-        self, places: Sequence[int], values: dict[Value, Any], run: Any = bind
-    ) -> None:
-        """Evaluate the equations at these places; add their outputs to `values`."""
-        with Location() as location:
-            for place in places:
-                node = self.nodes[place]
-                args = [read(values, x) for x in node.inputs]
-                with location.of(node.equation):
-                    made = run(node.equation, args)
-                values.update(zip(node.outputs, made, strict=True))
+def reads_of(nodes: Iterable[Node]) -> list[Value]:
+    """Return the values that some equations read and do not make."""
+    made = {value for node in nodes for value in node.outputs}
+    read = dict.fromkeys(x for node in nodes for x in values_in(node.inputs))
+    return [value for value in read if value not in made]
+
+
+def run_nodes(nodes: Iterable[Node], values: dict[Value, Any]) -> None:
+    """Evaluate some equations, in order; add their outputs to `values`."""
+    with Location() as location:
+        for node in nodes:
+            args = [read(values, x) for x in node.inputs]
+            with location.of(node.equation):
+                made = bind(node.equation, args)
+            values.update(zip(node.outputs, made, strict=True))
 
 
 def _is_call(equation: Equation) -> bool:

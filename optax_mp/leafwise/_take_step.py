@@ -104,7 +104,8 @@ def take_step(
         return outer.plan([None] * len(jax.tree.leaves(opt_state)) + of_params)
 
     if is_hosted:
-        _, (opt_state, params) = run_from_host(step, inputs, kept, plan)
+        result = run_from_host(step, inputs, kept, plan) or step(inputs, kept)
+        _, (opt_state, params) = result
         return params, opt_state
     (_, (opt_state, params)), obstacle = run_step(step, inputs, kept, shardings)
     if obstacle not in (None, NOT_PACKED):

@@ -15,16 +15,16 @@ from optax_mp._jax._arrays import result_like
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._kernel_evaluator import DTYPES, hold, other_dtype
-from optax_mp.leafwise._program import Program, Value
+from optax_mp.leafwise._program import Value
 from optax_mp.leafwise._tile_evaluator import LANES, TileEvaluator
 
 _ROWS = 32  # Mosaic's tiles of 8-bit numbers are 32 x 128.
 _CHUNK = 512
 
 
-def obstacle(program: Program, end: End, part: Part) -> str | None:
+def obstacle(end: End, part: Part) -> str | None:
     """Return why Mosaic cannot compute an end; None if it can."""
-    other = other_dtype(program, end, DTYPES - {"float16"})
+    other = other_dtype(end, DTYPES - {"float16"})
     if other is not None:
         return f"computes in {other}"
     if any(v.aval.ndim and v.aval.dtype == jnp.bool_ for v in end.reads):
@@ -45,16 +45,11 @@ def obstacle(program: Program, end: End, part: Part) -> str | None:
 
 
 def run_end(
-    program: Program,
-    end: End,
-    part: Part,
-    args: Sequence[Any],
-    interpret: bool = False,
+    end: End, part: Part, args: Sequence[Any], interpret: bool = False
 ) -> list[Any]:
-    """Return the outputs of an end.
+    """Return the end.outputs of an end.
 
     Args:
-        program: the program that the end is of.
         end: the end.
         part: of its arrays.
         args: the values of what it reads.
@@ -73,7 +68,6 @@ def run_end(
     tile_scales = -(-columns // block_size // LANES) * LANES
     arrays = [i for i, v in enumerate(end.reads) if v.aval.ndim]
     singles = [i for i, v in enumerate(end.reads) if not v.aval.ndim]
-    outputs = [program.outputs[i] for i in end.outputs]
 
     def is_scales(value: Value) -> bool:
         return value.aval.shape != part.whole
@@ -106,12 +100,12 @@ def run_end(
             for i, ref in of_arrays.items():
                 if not is_scales(end.reads[i]):
                     local[end.reads[i]] = hold(ref[:, pl.ds(first, chunk)])
-            tile.run_all(program, end, local)
+            tile.run_all(end, local)
             # Elements are stored at once. The scales of a chunk fill only a part of a
             # register's lanes. So the loop carries all scales of the tile, each chunk
             # sets its own, and they are stored at the end.
             scales = list(scales)
-            for i, (value, ref) in enumerate(zip(outputs, made, strict=True)):
+            for i, (value, ref) in enumerate(zip(end.outputs, made, strict=True)):
                 result = local[value]
                 if is_scales(value):
                     scales[i] = jnp.where(tile.is_of_chunk(), result, scales[i])
@@ -121,10 +115,10 @@ def run_end(
 
         empty = tuple(
             jnp.zeros((rows, tile_scales), jnp.float32) if is_scales(v) else 0
-            for v in outputs
+            for v in end.outputs
         )
         scales = lax.fori_loop(0, columns // chunk, run_chunk, empty)
-        for value, ref, result in zip(outputs, made, scales, strict=True):
+        for value, ref, result in zip(end.outputs, made, scales, strict=True):
             if is_scales(value):
                 ref[...] = result.astype(ref.dtype)
 
@@ -134,8 +128,10 @@ def run_end(
         kernel,
         grid=(*leading, pl.cdiv(height, rows), pl.cdiv(width, columns)),
         in_specs=[in_scalar_memory] * 2 + [spec(end.reads[i]) for i in arrays],
-        out_specs=[spec(value) for value in outputs],
-        out_shape=[result_like(v.aval, part.shape_of(v.aval.shape)) for v in outputs],
+        out_specs=[spec(value) for value in end.outputs],
+        out_shape=[
+            result_like(v.aval, part.shape_of(v.aval.shape)) for v in end.outputs
+        ],
         input_output_aliases=alias,
         interpret=interpret,
     )(

@@ -14,15 +14,14 @@ from optax_mp._jax._arrays import (
     is_traced_by_jit,
     looks_for_leaks,
 )
-from optax_mp._jax._block_operations import is_block_operation
 from optax_mp._jax._by_platform import NAME, Rewrite, call_by_platform
 from optax_mp._jax._jaxpr import Equation, bind, evaluate
 from optax_mp._jax._memory import is_on_host
-from optax_mp._jax._traced import TracedCall
+from optax_mp._jax._traced import TracedCall, is_output
 from optax_mp._tree import is_array
 from optax_mp.leafwise._ends import End, cut, is_packed
 from optax_mp.leafwise._layout import Shardings
-from optax_mp.leafwise._program import Program
+from optax_mp.leafwise._program import Program, Value
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 NOT_PACKED = "nothing in few bits"
@@ -54,35 +53,39 @@ def is_transformed(leaves: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TracedStep:
-    """A step as one equation: a call of `jit`.
-
-    Its inputs are the arrays that `jit` traces. Concrete arrays are its constants, so
-    that a rule may look at them. JAX has all rules for a call of `jit`: it can be
-    lowered, batched and differentiated without evaluating its equations again.
+    """A step, and its equations.
 
     Attributes:
-        traced: the jaxpr with this equation.
-        replaced: which output of the jaxpr takes the place of which input.
-        known_shardings: of the inputs for which they are known.
+        traced: its jaxpr.
+        kept: the last part of its argument, which the last part of its result replaces.
+        known_shardings: of the leaves of `kept`, or of the first ones; None where they
+            are not known.
+        opens_branches: see `Program.of`.
     """
 
     traced: TracedCall
-    replaced: dict[int, int]
-    known_shardings: dict[int, NamedSharding]
+    kept: Any
+    known_shardings: Sequence[NamedSharding | None] = ()
+    opens_branches: bool = False
 
     @classmethod
-    def of(
+    def as_call(
         cls,
         step: Step,
         inputs: Any,
         kept: Any,
         shardings: Sequence[NamedSharding | None] = (),
     ) -> "TracedStep":
-        """Trace `step(inputs, kept)`; see `run_step`."""
+        """Trace `step(inputs, kept)` as one equation: a call of `jit`; see `run_step`.
+
+        Its inputs are the arrays that `jit` traces. Concrete arrays are its constants,
+        so that a rule may look at them. JAX has all rules for a call of `jit`: it can
+        be lowered, batched and differentiated without evaluating its equations again.
+        """
         traced = TracedCall.of(
             lambda both: step(*both), (inputs, kept), is_traced, jit_name=NAME
         )
-        return cls(traced, traced.replaced(kept), traced.by_input(kept, shardings))
+        return cls(traced, kept, shardings)
 
     @property
     def obstacle(self) -> str | None:
@@ -111,65 +114,60 @@ class TracedStep:
         return traced.unflatten(evaluate(traced.closed, traced.arrays, run_call))
 
     @cached_property
-    def call(self) -> Equation:
-        """The equation."""
-        (call,) = self.traced.closed.jaxpr.eqns
-        return call
-
-    @cached_property
     def program(self) -> Program:
         """Its equations."""
-        return Program.of(self.call.params["jaxpr"], is_block_operation)
+        return Program.of(self.traced.closed, opens_branches=self.opens_branches)
+
+    @cached_property
+    def values(self) -> dict[Value, Any]:
+        """The arrays that are known before the step."""
+        program, arrays = self.program, self.traced.arrays
+        return dict(zip(program.inputs, arrays, strict=True)) | program.constants
+
+    @cached_property
+    def call_values(self) -> tuple[list[Value], list[Any]]:
+        """The values that the call reads, and those that it returns."""
+        # It may read the constants of the jaxpr, too, and does not return inputs.
+        jaxpr: Any = self.traced.closed.jaxpr
+        (call,), program = jaxpr.eqns, self.program
+        read = dict(zip(jaxpr.invars, program.inputs, strict=True))
+        read.update(zip(jaxpr.constvars, program.constants, strict=False))
+        made = dict(zip(map(id, jaxpr.outvars), program.outputs, strict=True))
+        return [read[v] for v in call.invars], [made[id(v)] for v in call.outvars]
+
+    @cached_property
+    def replaced(self) -> dict[Value, Value]:
+        """Which input of the program an output takes the place of.
+
+        There are none if the structure of what is kept changes.
+        """
+        structure = jax.tree.structure(self.kept)
+        if jax.tree.structure(self.traced.unflatten_outputs()[1]) != structure:
+            return {}
+        first = len(self.traced.outputs) - structure.num_leaves
+        old = dict(enumerate(self._kept_inputs, start=first))
+        places = (i for i, x in enumerate(self.traced.outputs) if is_output(x))
+        both = zip(self.program.outputs, map(old.get, places), strict=True)
+        return {new: x for new, x in both if x is not None and isinstance(new, Value)}
 
     @cached_property
     def ends(self) -> list[End]:
         """The elementwise end of each leaf."""
-        replaced = {}
-        for output, read in self.replaced.items():
-            new, old = self.output(output), self._input_places.get(read)
-            if new is not None and old is not None and self._are_alike(new, old):
-                replaced[new] = old
-        return cut(self.program, replaced)
+        return cut(self.program, self.replaced)
 
     @cached_property
     def shardings(self) -> Shardings:
         """The shardings of the program's inputs, where they are known."""
-        places, shardings = self._input_places, self.known_shardings
-        return {
-            self.program.inputs[places[i]]: sharding
-            for i, sharding in shardings.items()
-            if i in places
-        }
-
-    def output(self, i: int) -> int | None:
-        """Return which output of the program an output of the jaxpr is.
-
-        Return None for an input that the step returns unchanged.
-        """
-        outvars: Any = self.traced.closed.jaxpr.outvars
-        return self._output_places.get(id(outvars[i]))
-
-    def args_of(self, end: End) -> list[Any]:
-        """Return the values that an end reads; 0 for one that is not computed yet."""
-        places, arrays = self._input_places, self.traced.arrays
-        values = {self.program.inputs[at]: arrays[i] for i, at in places.items()}
-        return [values.get(value, 0) for value in end.reads]
+        both = zip(self._kept_inputs, self.known_shardings, strict=False)
+        return {x: s for x, s in both if x is not None and s is not None}
 
     @cached_property
-    def _input_places(self) -> dict[int, int]:
-        """Which input of the program each input of the jaxpr is."""
-        number = {id(v): i for i, v in enumerate(self.traced.closed.jaxpr.invars)}
-        places = enumerate(self.call.invars)
-        return {number[id(v)]: at for at, v in places if id(v) in number}
-
-    @cached_property
-    def _output_places(self) -> dict[int, int]:
-        return {id(var): i for i, var in enumerate(self.call.outvars)}
-
-    def _are_alike(self, new: int, old: int) -> bool:
-        """Return whether an output can be written where an input is."""
-        avals = self.program.outputs[new].aval, self.program.inputs[old].aval
-        return len({(aval.shape, aval.dtype) for aval in avals}) == 1
+    def _kept_inputs(self) -> list[Value | None]:
+        """For each leaf of `kept` the input of the program that it is, if it is one."""
+        inputs = dict(zip(self.traced.places, self.program.inputs, strict=True))
+        end = self.traced.leaf_count
+        first = end - jax.tree.structure(self.kept).num_leaves
+        return list(map(inputs.get, range(first, end)))
 
 
 def _is_seen(effect: Any) -> bool:

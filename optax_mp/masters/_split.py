@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from optax_mp._dtypes import round_to
+from optax_mp._jax._sharding import constant_like
 
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
 # Bit patterns of float32: the sign, infinity, and the largest bfloat16.
@@ -110,7 +111,7 @@ class Split:
             # Patterns count away from zero, for both signs. For a master of the other
             # sign, the smallest remainder decodes to the nearest value.
             is_other = lax.lt(lax.bitwise_xor(pattern, base), _ZERO)
-            lowest = lax.full_like(base, -0x10000)
+            lowest = constant_like(base, -0x10000)
             excess = lax.select(is_other, lowest, lax.sub(pattern, base))
             excess = lax.add(excess, np.int32((1 << shift) // 2))
             remainder = _drop_invalid(lax.shift_right_arithmetic(excess, shift), base)
@@ -188,7 +189,7 @@ def _drop_invalid(remainder: jax.Array, base: jax.Array) -> jax.Array:
     magnitude = lax.bitwise_and(base, ~_SIGN)
     is_zero, is_finite = lax.eq(magnitude, _ZERO), lax.lt(magnitude, _INFINITY)
     remainder = lax.select(is_zero, lax.max(remainder, _ZERO), remainder)
-    return lax.select(is_finite, remainder, lax.full_like(remainder, 0))
+    return lax.select(is_finite, remainder, constant_like(remainder, 0))
 
 
 def _to_pattern(x: jax.Array) -> jax.Array:

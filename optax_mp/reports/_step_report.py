@@ -13,6 +13,7 @@ from optax_mp._tree import spell
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._engine import find_kernel
 from optax_mp.leafwise._layout import Layout
+from optax_mp.leafwise._program import Value
 from optax_mp.leafwise._take_step import whole_step
 from optax_mp.leafwise._traced_step import (
     TRANSFORMED,
@@ -174,15 +175,16 @@ def _ways(whole: tuple[Any, ...], device_counts: list[int]) -> list[Any] | str:
     obstacle = obstacle_of(jax.tree.leaves((given, kept)))
     if obstacle is not None:
         return obstacle
-    traced = TracedStep.of(step, given, kept, shardings)
+    traced = TracedStep.as_call(step, given, kept, shardings)
     if traced.obstacle is not None:
         return traced.obstacle
-    end_of: dict[int | None, End] = {i: end for end in traced.ends for i in end.outputs}
+    end_of = {value: end for end in traced.ends for value in end.outputs}
     # The params are the last of the step's results.
-    first = len(traced.traced.closed.jaxpr.outvars) - len(device_counts)
+    outputs = traced.program.outputs
+    params = outputs[len(outputs) - len(device_counts) :]
     rows = []
-    for i, count in enumerate(device_counts, start=first):
-        end = end_of.get(traced.output(i))
+    for param, count in zip(params, device_counts, strict=True):
+        end = end_of.get(param) if isinstance(param, Value) else None
         targets = Target("tpu", count), Target("cuda", count)
         rows.append([_way(traced, end, target) for target in targets])
     return rows
@@ -192,6 +194,7 @@ def _way(traced: TracedStep, end: End | None, target: Target) -> str:
     """Return `KERNEL`, or why an end has none."""
     if end is None:
         return "not changed element by element"
-    layout = Layout.find(end, traced.args_of(end), traced.shardings)
-    kernel = find_kernel(traced, end, layout, target)
+    # Values that are not computed yet have no type to look at.
+    args = [traced.values.get(value, 0) for value in end.reads]
+    kernel = find_kernel(Layout.find(end, args, traced.shardings), target)
     return kernel if isinstance(kernel, str) else KERNEL

@@ -88,11 +88,11 @@ def lowered_for(platform, kernels=False, device_count=1, read=None):
     lower = functools.partial(_by_platform._lower, platform="cpu")
     ran, read = [], set() if read is None else read
 
-    def interpreted(program, end, part, args):
+    def interpreted(end, part, args):
         ran.append(end.shape)
         read.update(x.dtype.name for x in args if jnp.shape(x) == end.shape)
         run_end = KERNELS[platform].run_end
-        return run_end(program, end, part, args, interpret=True)
+        return run_end(end, part, args, interpret=True)
 
     kernel = types.SimpleNamespace(
         obstacle=KERNELS[platform].obstacle, run_end=interpreted
@@ -262,9 +262,9 @@ def test_chunks_do_the_same(form, device_count, monkeypatch):
     monkeypatch.setattr(_chunks, "_COUNT", 2**13)
     run_end = _chunks.run_end
 
-    def in_chunks(program, end, cuts, args):
+    def in_chunks(end, cuts, args):
         ran.append(end.shape)
-        return run_end(program, end, cuts, args)
+        return run_end(end, cuts, args)
 
     monkeypatch.setattr(_chunks, "run_end", in_chunks)
     with lowered_for("tpu", device_count=device_count):
