@@ -9,7 +9,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_mp._jax._arrays import is_traced, sharding_in_type
+from optax_mp._jax._arrays import (
+    has_explicit_axes,
+    is_traced,
+    mesh_in_type,
+    sharding_in_type,
+)
 from optax_mp._jax._dataflow import follow
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr
 from optax_mp._jax._place_like import NAME as PLACE_LIKE
@@ -40,10 +45,10 @@ def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def constant_like(x: jax.Array, value: Any) -> jax.Array:
     """Return what `lax.full_like` does, which takes four times as long to trace."""
-    if not is_traced(x):  # so that it is on the devices of `x`
+    # Elsewhere it has to be on the devices of `x`, or sharded as the type of `x` says.
+    if not is_traced(x) or has_explicit_axes(mesh_in_type(x)):
         return lax.full_like(x, value)
-    constant = lax.broadcast_in_dim(np.array(value, x.dtype), x.shape, ())
-    return reshard_like(constant, x)
+    return lax.broadcast_in_dim(np.array(value, x.dtype), x.shape, ())
 
 
 def on_mesh_of(arrays: Iterable[jax.Array], x: jax.Array) -> jax.Array:
