@@ -2,11 +2,11 @@
 
 - `_take_step`: the public function, and the same for `tx.update` of the package's
   transformations.
-- `_traced_step`: a step as a jaxpr.
+- `_traced_step`: a step, traced once: its equations, and what replaces what.
 - `_engine`: what replaces the step in a program for a TPU or a GPU.
 - `_program`: a traced step as one list of equations.
 - `_ends`: where the elementwise end of a leaf begins.
-- `_alike`: which ends are the same computation.
+- `_alike`: which equations are the same computation.
 - `_layout`: how a leaf lies on many devices.
 - `_evaluator`: parts of a leaf, and what evaluates elementwise equations on them.
 - `_kernel_evaluator`: the same inside a kernel, where some operations do not exist.

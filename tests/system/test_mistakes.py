@@ -130,7 +130,7 @@ MISPLACED = {
     ),
     "memory_report(params, state)": (
         lambda: optax_mp.memory_report(PARAMS, STATE),
-        TypeError, "an optimizer state, expected the params; call `memory_report.opt_s",
+        TypeError, f"{STATE_SECOND}.*call `memory_report.opt_state, params.`",
     ),
     "convert_opt_state(params, state)": (
         lambda: optax_mp.convert_opt_state(PARAMS, STATE, MASTERS, SPLIT),
@@ -146,7 +146,7 @@ MISPLACED = {
     ),
     "gradient_range_report(loss_scale=state)": (
         lambda: optax_mp.gradient_range_report(GRADS, loss_scale=SCALED_STATE),
-        ValueError, "`loss_scale` is a LossScaleState of .*, expected a positive finite",
+        TypeError, "`loss_scale` is LossScaleState, expected a positive finite",
     ),
     "select_tree(a, b, pred)": (
         lambda: optax_mp.select_tree(PARAMS, GRADS, jnp.array(True)),
