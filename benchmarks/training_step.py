@@ -288,13 +288,9 @@ def measure(
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        needed = re.search(r"Used (\S+) of (\S+) hbm", str(error))
-        if needed is None:
+        if "Ran out of memory" not in str(error):
             raise
-        return {
-            "step": name,
-            "peak GB": "does not fit: {} of {}".format(*in_gb(needed)),
-        }
+        return {"step": name, "peak GB": f"does not fit{needed_gb(str(error))}"}
     done = cpu_seconds()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -315,22 +311,19 @@ def measure(
     }
 
 
-# What XLA says of it, in one of two ways.
-TOO_LARGE = (
-    r"Used ([\d.]+)G of ([\d.]+)G hbm",
-    r"HLO temporaries \(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)",
-)
-
-
 def cpu_seconds() -> float:
     """Return what this process used, with the assemblers that XLA called."""
     return sum(os.times()[:4])
 
 
-def in_gb(sizes: re.Match[str]) -> str:
-    """Return what XLA needs and has, such as 24.5G and 15.8G in units of 1024."""
-    needed, limit = (float(x) * 2**30 / 1e9 for x in sizes.groups() if x)
-    return f"{needed:.1f} of {limit:.1f}"
+def needed_gb(error: str) -> str:
+    """Return what XLA says that a program needs, and has; it counts in 1024s."""
+    found = re.search(r"([\d.]+)G\b\D*?([\d.]+)G\b", error)
+    if found is None:
+        return ""
+    return ": {:.1f} of {:.1f}".format(
+        *(float(x) * 2**30 / 1e9 for x in found.groups())
+    )
 
 
 def prepare(
