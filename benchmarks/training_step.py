@@ -4,23 +4,30 @@
     python benchmarks/training_step.py --size 1.3B --targets v5e,h100  # half an hour
     python benchmarks/training_step.py --size 7B --devices 8 --remat dots --json FILE
     python benchmarks/training_step.py --size uneven --layouts "columns;both"
+    python benchmarks/training_step.py --size 1.3B --devices 1 --unrolled
 
 A decoder whose layers are stacked and scanned, with float32 norms; the step is forward,
 backward, clipping by the global norm, AdamW with a decay mask and a schedule. Nothing
 is run: `pip install 'optax_mp[accelerators]'` brings the compilers. On eight devices
 params, state and batch are sharded: FSDP by rows or columns, or by rows with tensor
-parallelism of two by columns.
+parallelism of two by columns. With `--unrolled`, layers are a list and have biases, as
+GPT-2's: 291 leaves at 24 layers.
 
 Gigabytes are per device. "peak" is all that the step holds: params, state, batch and
 temporaries, in which the gradients are. "moved" is to and from its main memory.
 Collectives are of more than 1024 elements, with the gigabytes of their results; those
-in the scan over layers count once.
+in the scan over layers count once. A program that XLA finds too large for the device
+has a row that says so.
+
+"lowering s" and "compile s" are CPU seconds of all threads and of the assemblers that
+XLA calls, the former with tracing; "compile ratio" is their sum to that of "float32".
 """
 
 import argparse
 import functools
 import itertools
-import time
+import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -58,6 +65,7 @@ class Size:
 
 SIZES = {
     "small": Size(4, 256, 1024, 4, 2048, 4, 128),
+    "0.35B": Size(24, 1024, 4096, 16),
     "1.3B": Size(24, 2048, 8192, 16),
     "2.7B": Size(32, 2560, 10240, 32),
     "7B": Size(32, 4096, 16384, 32),
@@ -81,19 +89,31 @@ REMAT = {
 # The model
 
 
-def init(size: Size, dtype: str) -> Any:
+def init(size: Size, dtype: str, *, is_unrolled: bool = False) -> Any:
     """Return params as descriptions: norms are float32, all else is in `dtype`."""
-    make, layers, width = jax.ShapeDtypeStruct, size.layers, size.width
+    make, width = jax.ShapeDtypeStruct, size.width
+    products = {
+        "qkv": (width, 3 * width),
+        "out": (width, width),
+        "up": (width, size.hidden),
+        "down": (size.hidden, width),
+    }
+    norms = ["attention norm", "mlp norm"]
+    layer = {name: make((width,), F32) for name in norms}
+    layer |= {name: make(shape, dtype) for name, shape in products.items()}
+    if is_unrolled:
+        layer |= {f"{name} bias": make((width,), F32) for name in norms}
+        layer |= {
+            f"{name} bias": make(shape[1:], dtype) for name, shape in products.items()
+        }
+        layers: Any = [layer] * size.layers
+    else:
+        layers = {
+            name: make((size.layers, *x.shape), x.dtype) for name, x in layer.items()
+        }
     return {
         "embedding": make((size.vocabulary, width), dtype),
-        "layers": {
-            "attention norm": make((layers, width), F32),
-            "qkv": make((layers, width, 3 * width), dtype),
-            "out": make((layers, width, width), dtype),
-            "mlp norm": make((layers, width), F32),
-            "up": make((layers, width, size.hidden), dtype),
-            "down": make((layers, size.hidden, width), dtype),
-        },
+        "layers": layers,
         "norm": make((width,), F32),
     }
 
@@ -108,27 +128,36 @@ def loss(
 ) -> jax.Array:
     """Return the loss; products are in `dtype`, and `cut` shards a batch."""
 
-    def norm(scale: jax.Array, x: jax.Array) -> jax.Array:
+    def norm(weights: Any, name: str, x: jax.Array) -> jax.Array:
         wide = x.astype(F32)
         mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        return (wide * jax.lax.rsqrt(mean + 1e-6) * scale).astype(dtype)
+        wide = wide * jax.lax.rsqrt(mean + 1e-6) * weights[name]
+        return (wide + weights.get(f"{name} bias", 0)).astype(dtype)
 
-    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return x @ weight.astype(dtype)
+    def product(weights: Any, name: str, x: jax.Array) -> jax.Array:
+        y = x @ weights[name].astype(dtype)
+        bias = weights.get(f"{name} bias")
+        return y if bias is None else y + bias.astype(dtype)
 
+    @functools.partial(jax.checkpoint, policy=REMAT[remat])
     def layer(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-        y = product(norm(weights["attention norm"], x), weights["qkv"])
+        y = product(weights, "qkv", norm(weights, "attention norm", x))
         y = y.reshape(*y.shape[:2], 3, size.heads, -1)
         q, k, v = (y[:, :, i] for i in range(3))
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
-        x = cut(x + product(y, weights["out"]))
-        y = product(norm(weights["mlp norm"], x), weights["up"])
-        return cut(x + product(jax.nn.gelu(y), weights["down"])), None
+        x = cut(x + product(weights, "out", y))
+        y = product(weights, "up", norm(weights, "mlp norm", x))
+        return cut(x + product(weights, "down", jax.nn.gelu(y))), None
 
     with jax.named_scope("lookup"):
         x = cut(params["embedding"].astype(dtype)[tokens[:, :-1]])
-    x, _ = jax.lax.scan(jax.checkpoint(layer, policy=REMAT[remat]), x, params["layers"])
-    logits = product(norm(params["norm"], x), params["embedding"].T).astype(F32)
+    if isinstance(params["layers"], list):
+        for weights in params["layers"]:
+            x, _ = layer(x, weights)
+    else:
+        x, _ = jax.lax.scan(layer, x, params["layers"])
+    head = {"head": params["embedding"].T}
+    logits = product(head, "head", norm(params, "norm", x)).astype(F32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
@@ -246,25 +275,32 @@ def mesh_of(target: str, count: int, layout: str) -> tuple[Mesh, PartitionSpec]:
 
 
 def measure(
-    name: str, target: str, count: int, layout: str, size: Size, remat: str
+    name: str, mesh: Mesh, spec: PartitionSpec, size: Size, remat: str, params: Any
 ) -> record.Row:
     """Return what a step of a form needs, moves and sends."""
-    form = FORMS[name]
-    params = init(size, form.param_dtype)
-    began = time.perf_counter()
-    lowered, grads = lower(form, params, *mesh_of(target, count, layout), size, remat)
-    traced = time.perf_counter()
-    compiled = lowered.compile()
-    done = time.perf_counter()
+    # What other forms left would make this one's tracing cheaper.
+    jax.clear_caches()
+    step, args, grads = prepare(FORMS[name], params, mesh, spec, size, remat)
+    began = cpu_seconds()
+    with accelerators.lowering_for(mesh.devices.flat[0].platform):
+        lowered = step.lower(*args)
+    traced = cpu_seconds()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "Ran out of memory" not in str(error):
+            raise
+        return {"step": name, "peak GB": f"does not fit{needed_gb(str(error))}"}
+    done = cpu_seconds()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     held += memory.output_size_in_bytes - memory.alias_size_in_bytes
     size_of_params = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-    state = memory.argument_size_in_bytes - size_of_params / count
+    state = memory.argument_size_in_bytes - size_of_params / mesh.size
     return {
         "step": name,
         "state GB": state / 1e9,
-        "gradients GB": grads / count / 1e9,
+        "gradients GB": grads / mesh.size / 1e9,
         "temporaries GB": memory.temp_size_in_bytes / 1e9,
         "peak GB": held / 1e9,
         "moved GB": traffic.bytes_moved(text) / 1e9,
@@ -275,10 +311,25 @@ def measure(
     }
 
 
-def lower(
+def cpu_seconds() -> float:
+    """Return what this process used, with the assemblers that XLA called."""
+    return sum(os.times()[:4])
+
+
+def needed_gb(error: str) -> str:
+    """Return what XLA says that a program needs, and has; it counts in 1024s."""
+    found = re.search(r"([\d.]+)G\b\D*?([\d.]+)G\b", error)
+    if found is None:
+        return ""
+    return ": {:.1f} of {:.1f}".format(
+        *(float(x) * 2**30 / 1e9 for x in found.groups())
+    )
+
+
+def prepare(
     form: Form, params: Any, mesh: Mesh, spec: PartitionSpec, size: Size, remat: str
-) -> tuple[Any, int]:
-    """Return the lowered step, and the bytes of its gradients."""
+) -> tuple[Any, Any, int]:
+    """Return the step, its arguments, and the bytes of its gradients."""
     rows, whole = (NamedSharding(mesh, PartitionSpec(*x)) for x in (("data",), ()))
     shardings = jax.tree_util.tree_map_with_path(
         functools.partial(shard, mesh, spec), params
@@ -317,6 +368,7 @@ def lower(
     batch = size.batch * mesh.shape["data"]
     tokens = jax.ShapeDtypeStruct((batch, size.length + 1), jnp.int32)
     args = params, jax.eval_shape(tx.init, params), tokens
+    _, grads = jax.eval_shape(optax_mp.value_and_grad(fun), args[1], params, tokens)
     placed = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         args,
@@ -324,16 +376,14 @@ def lower(
     )
     out = shardings, state_shardings, whole
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
-    with accelerators.lowering_for(mesh.devices.flat[0].platform):
-        lowered = jitted.lower(*placed)
-    _, grads = jax.eval_shape(optax_mp.value_and_grad(fun), args[1], params, tokens)
-    return lowered, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(grads))
+    size_of_grads = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(grads))
+    return jitted, placed, size_of_grads
 
 
 def shard(mesh: Mesh, spec: PartitionSpec, path: Any, leaf: Any) -> NamedSharding:
     """Return the sharding of a param: norms are whole, stacked layers not cut."""
     stacked = (None,) * (len(leaf.shape) - 2)
-    if "norm" in str(path):
+    if "norm" in str(path) or "bias" in str(path):
         spec = PartitionSpec()
     elif any(
         name and size % mesh.shape[name]
@@ -361,6 +411,17 @@ def describe_collectives(text: str) -> str:
     return ", ".join(sorted(found)) or "none"
 
 
+def add_compile_ratio(rows: list[record.Row]) -> None:
+    """Give the last row its compile time over that of float32, if both compiled."""
+
+    def seconds(row: record.Row) -> float:
+        return row["lowering s"] + row["compile s"]
+
+    first, last = rows[0], rows[-1]
+    if first["step"] == "float32" and "compile s" in first and "compile s" in last:
+        last["compile ratio"] = seconds(last) / seconds(first)
+
+
 def main() -> None:
     """Read the options and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -368,22 +429,36 @@ def main() -> None:
     parser.add_argument("--targets", default=",".join(TARGETS), help="some of them")
     parser.add_argument("--devices", default="1,8", help="how many")
     parser.add_argument("--layouts", default="rows", help="some, separated by ;")
-    parser.add_argument("--remat", choices=REMAT, default="full")
+    parser.add_argument("--remat", default="full", help=f"some of {', '.join(REMAT)}")
+    parser.add_argument("--batch", type=int, help="sequences for each device")
+    parser.add_argument("--unrolled", action="store_true", help="layers in a list")
     parser.add_argument("--forms", default="", help="some, by how their names begin")
     record.add_option(parser)
     args = parser.parse_args()
-    starts = tuple(args.forms.split(";"))
-    counts = map(int, args.devices.split(","))
+    size, starts = SIZES[args.size], tuple(args.forms.split(";"))
+    size = replace(size, batch=args.batch or size.batch)
+    names = [name for name in FORMS if name.startswith(starts)]
     tables: record.Tables = {}
-    for target, count, layout in itertools.product(
-        args.targets.split(","), counts, args.layouts.split(";")
+    for target, count, layout, remat in itertools.product(
+        args.targets.split(","),
+        map(int, args.devices.split(",")),
+        args.layouts.split(";"),
+        args.remat.split(","),
     ):
-        title = f"{args.size}, remat {args.remat}, {count} x {TARGETS[target]}"
+        title = f"{args.size}{', unrolled' if args.unrolled else ''}, remat {remat}"
+        title += f", batch {size.batch}" if args.batch else ""
+        title += f", {count} x {TARGETS[target]}"
         title += f", sharded by {layout}" if count > 1 else ""
-        for name in (x for x in FORMS if x.startswith(starts)):
-            row = measure(name, target, count, layout, SIZES[args.size], args.remat)
-            tables.setdefault(title, []).append(row)
-            print(title, row, flush=True)
+        place = mesh_of(target, count, layout)
+        small = replace(size, layers=1, width=256, hidden=256, heads=2)
+        # The first program that is compiled pays for what all need.
+        measure("float32", *place, small, remat, init(small, F32))
+        rows = tables.setdefault(title, [])
+        for name in names:
+            params = init(size, FORMS[name].param_dtype, is_unrolled=args.unrolled)
+            rows.append(measure(name, *place, size, remat, params))
+            add_compile_ratio(rows)
+            print(title, rows[-1], flush=True)
             # At once, so that an interrupted run keeps what it has.
             record.finish(
                 args.json, tables, accelerators.MACHINE, accelerators.PACKAGES

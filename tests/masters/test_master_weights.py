@@ -364,3 +364,12 @@ def test_weakly_typed_params_keep_the_state_stable():
     grads = {"weak": jnp.float32(1), "w": jnp.ones(2)}
     _, after = tx.update(grads, state, params)
     assert avals(after) == avals(state)
+
+
+def test_an_update_makes_no_array_of_zeros():
+    """XLA would merge it with the zeros from which a scan sums float32 gradients."""
+    params = {"w": jax.ShapeDtypeStruct((48, 40), jnp.bfloat16)}
+    grads = {"w": jax.ShapeDtypeStruct((48, 40), jnp.float32)}
+    tx = optax_mp.mixed_precision(optax.sgd(1e-3))
+    jaxpr = jax.make_jaxpr(tx.update)(grads, tx.init(params), params)
+    assert "broadcast_in_dim 0.0:" not in re.sub(r"\[[^]]*\]|\s+", " ", f"{jaxpr}")
