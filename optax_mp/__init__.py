@@ -8,15 +8,10 @@ annotations and `isinstance`, are in the folders alone: `optax_mp.reports`,
 
 # isort: off
 # High-precision weights in the optimizer state, and how they are kept.
-from optax_mp.masters import (
-    FullCopy,
-    MixedPrecisionState,
-    Split,
-    follow_params,
-    master_params,
-    mixed_precision,
-    replace_master_params,
-)
+from optax_mp.masters._transform import mixed_precision
+from optax_mp.masters._access import follow_params, master_params, replace_master_params
+from optax_mp.masters._split import Split
+from optax_mp.masters._storage import FullCopy, MixedPrecisionState
 
 # Float16: scale the loss, skip steps that overflow.
 from optax_mp.scaling._loss_scaling import dynamic_loss_scale, static_loss_scale
@@ -43,13 +38,16 @@ from optax_mp.autocast._report import amp_report
 from optax_mp.autocast._rules import default_amp_rules
 
 # Low-bit optimizer states, and training without masters.
-from optax_mp.compact import low_bit_state, stochastic_rounding
+from optax_mp.compact._low_bit import low_bit_state
+from optax_mp.compact._stochastic import stochastic_rounding
 
 # A step in one pass over memory.
-from optax_mp.leafwise import take_step
+from optax_mp.leafwise._take_step import take_step
 
 # Many devices.
-from optax_mp.devices import offload, state_shardings, zero1
+from optax_mp.devices._offload import offload
+from optax_mp.devices._state_shardings import state_shardings
+from optax_mp.devices._zero1 import zero1
 
 # Check and convert saved states.
 from optax_mp.checkpoints._check import check_checkpoint

@@ -21,13 +21,7 @@ half a unit in the last place are lost if they are always rounded to nearest.
 """
 
 from optax_mp._quantized import Quantized
-from optax_mp.compact._low_bit import LowBitState, low_bit_state
-from optax_mp.compact._stochastic import StochasticRoundingState, stochastic_rounding
+from optax_mp.compact._low_bit import LowBitState
+from optax_mp.compact._stochastic import StochasticRoundingState
 
-__all__ = [
-    "LowBitState",
-    "Quantized",
-    "StochasticRoundingState",
-    "low_bit_state",
-    "stochastic_rounding",
-]
+__all__ = ["LowBitState", "Quantized", "StochasticRoundingState"]

@@ -9,9 +9,3 @@ the params are sharded, and decides how each array is cut.
 `offload` (`_offload.py`) keeps the state of an optimizer in host memory; `leafwise/`
 takes the step from there.
 """
-
-from optax_mp.devices._offload import offload
-from optax_mp.devices._state_shardings import state_shardings
-from optax_mp.devices._zero1 import zero1
-
-__all__ = ["offload", "state_shardings", "zero1"]

@@ -17,5 +17,3 @@
 
 - `_from_host`: bring each leaf to the device, take its step, and put it back.
 """
-
-from optax_mp.leafwise._take_step import take_step as take_step

@@ -9,18 +9,6 @@ read and change masters, wherever the state is nested. `_settings.py` raises if 
 state and params do not fit together.
 """
 
-from optax_mp.masters._access import follow_params, master_params, replace_master_params
-from optax_mp.masters._split import Split
-from optax_mp.masters._storage import FullCopy, MixedPrecisionState, Storage
-from optax_mp.masters._transform import mixed_precision
+from optax_mp.masters._storage import Storage
 
-__all__ = [
-    "FullCopy",
-    "MixedPrecisionState",
-    "Split",
-    "Storage",
-    "follow_params",
-    "master_params",
-    "mixed_precision",
-    "replace_master_params",
-]
+__all__ = ["Storage"]
