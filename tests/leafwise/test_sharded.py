@@ -1,5 +1,7 @@
 """take_step on sharded arrays: the bits of one device, and no collective."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,6 +13,7 @@ from sharded_arrays import arrays, compact, mesh_of, shardings
 from steps import by_take_step
 
 import optax_mp
+from optax_mp.leafwise import _engine
 
 pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
 
@@ -70,7 +73,11 @@ def test_where_nothing_is_known():
     got, _ = steps(step, params, tx.init(params), grads)
     assert as_bits(got) == as_bits(on_one_device(tx))
     traced = jax.jit(step).trace(params, tx.init(params), grads)
-    assert "tpu_custom_call" not in traced.lower(lowering_platforms=("tpu",)).as_text()
+    for platform in ("tpu", "cuda"):
+        _engine._warn_once.cache_clear()
+        with pytest.warns(optax_mp.MixedPrecisionWarning, match="Pass `param_shard"):
+            text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert not re.search("tpu_custom_call|triton", text)
     given = tx, grads, tx.init(params), params
     for row in optax_mp.step_report(*given).rows:
         assert row.tpu == "layout not known, or uneven"
