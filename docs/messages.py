@@ -2,8 +2,9 @@
 
     python docs/messages.py
 
-The messages are read from the code, from `raise Error(...)` and `warn(...)`. What a
-message fills in when it is raised is shown in words, as ‹path›.
+The messages are read from the code, from `raise Error(...)`, `warn(...)` and
+`warn_once(...)`. What a message fills in when it is raised is shown in words, as
+‹path›.
 """
 
 import ast
@@ -161,7 +162,7 @@ def raised(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     name = ast.unparse(call.func)
     if isinstance(node, ast.Raise):
         yield name if name[0].isupper() else "Error", call.args[0]
-    elif name == "warn":
+    elif name in ("warn", "warn_once"):
         yield "Warning", call.args[0]
 
 

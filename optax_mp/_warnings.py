@@ -6,6 +6,7 @@ function may scale its own loss. `check_loss_scale` warns if no loss was ever sc
 Only these two warnings depend on `event_counts`.
 """
 
+import functools
 import sys
 import warnings
 from collections import Counter
@@ -40,6 +41,10 @@ def warn(message: str) -> None:
     while frame.f_back and _package(frame) in _SKIPPED:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, MixedPrecisionWarning, stacklevel=level)
+
+
+# For a program that is traced or lowered again and again.
+warn_once = functools.cache(warn)
 
 
 def _package(frame: FrameType) -> str:

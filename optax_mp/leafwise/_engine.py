@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from optax_mp._jax import _by_platform
 from optax_mp._jax._arrays import has_explicit_axes, mesh_in_type
 from optax_mp._jax._by_platform import PLATFORMS, Target
-from optax_mp._warnings import warn
+from optax_mp._warnings import warn_once
 from optax_mp.leafwise import _chunks
 from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._ends import End
@@ -38,7 +38,6 @@ from optax_mp.leafwise._traced_step import Step, TracedStep, obstacle_of
 Function = Callable[..., list[Any]]
 
 _UNKNOWN_LAYOUT = "layout not known, or uneven"
-_warn_once = functools.cache(warn)
 
 
 def run_step(
@@ -125,7 +124,7 @@ def _is_old_tpu() -> bool:
 def _warn_of(error: Exception) -> str:
     """Say what an error costs, and return the obstacle that it is."""
     text = f"{type(error).__name__}: {error}".splitlines()[0]
-    _warn_once(
+    warn_once(
         "optax_mp: this version of JAX could not make a kernel for a leaf that is "
         "stored in few bits, and XLA alone compiles its step. That takes more "
         "operations on a TPU, and moves 1.5 times as many bytes on a GPU. Another "
@@ -186,7 +185,7 @@ class _CutStep:
         """Warn if an end has no kernel because its layout is not known."""
         is_unknown = find_kernel(layout, self.target) == _UNKNOWN_LAYOUT
         if is_unknown and not self.traced.shardings:
-            _warn_once(
+            warn_once(
                 "optax_mp: a step on several devices is compiled for arrays in few "
                 "bits whose sharding is not known, so no kernel computes it, and XLA "
                 "alone moves 1.5 times as many bytes on a GPU, and up to 8 times as "

@@ -11,7 +11,7 @@ from optax_mp._inner import as_transformation, or_no_change
 from optax_mp._jax._arrays import has_tracers
 from optax_mp._jax._memory import is_on_host
 from optax_mp._leaves import is_absent
-from optax_mp._warnings import warn
+from optax_mp._warnings import warn_once
 from optax_mp.leafwise._engine import run_step
 from optax_mp.leafwise._from_host import OUTER_STEP, OuterStep, Plan, run_from_host
 from optax_mp.leafwise._layout import spread_shardings
@@ -109,17 +109,12 @@ def take_step(
         return params, opt_state
     (_, (opt_state, params)), obstacle = run_step(step, inputs, kept, shardings)
     if obstacle not in (None, NOT_PACKED):
-        _warn_once(obstacle)
+        warn_once(
+            "take_step: no kernel computes this step, because of what it is: "
+            f"{obstacle}. XLA computes it as it does `tx.update`. Call `take_step` in "
+            "a function that `jax.jit` compiles, with all state on the device."
+        )
     return params, opt_state
-
-
-@functools.cache
-def _warn_once(obstacle: str) -> None:
-    warn(
-        f"take_step: no kernel computes this step, because of what it is: {obstacle}. "
-        "XLA computes it as it does `tx.update`. Call `take_step` in a function that "
-        "`jax.jit` compiles, with all state on the device."
-    )
 
 
 def whole_step(

@@ -13,7 +13,7 @@ from sharded_arrays import arrays, compact, mesh_of, shardings
 from steps import by_take_step
 
 import optax_mp
-from optax_mp.leafwise import _engine
+from optax_mp import _warnings
 
 pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
 
@@ -74,7 +74,7 @@ def test_where_nothing_is_known():
     assert as_bits(got) == as_bits(on_one_device(tx))
     traced = jax.jit(step).trace(params, tx.init(params), grads)
     for platform in ("tpu", "cuda"):
-        _engine._warn_once.cache_clear()
+        _warnings.warn_once.cache_clear()
         with pytest.warns(optax_mp.MixedPrecisionWarning, match="Pass `param_shard"):
             text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert not re.search("tpu_custom_call|triton", text)

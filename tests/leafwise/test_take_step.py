@@ -26,8 +26,9 @@ from optimizers import (
 from slow_cases import mostly_slow
 
 import optax_mp
+from optax_mp import _warnings
 from optax_mp._jax import _by_platform
-from optax_mp.leafwise import _chunks, _engine, _gpu, _take_step, _tpu
+from optax_mp.leafwise import _chunks, _engine, _gpu, _tpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:take_step. no kernel")
 KERNELS = {"tpu": _tpu, "cuda": _gpu}
@@ -351,7 +352,7 @@ def has_a_sort(end, part, args):
 @pytest.mark.parametrize("failing", [raises, has_a_sort])
 def test_a_kernel_that_cannot_be_made_is_done_without(failing, monkeypatch):
     monkeypatch.setattr(_tpu, "run_end", failing)
-    _engine._warn_once.cache_clear()
+    _warnings.warn_once.cache_clear()
     with pytest.warns(optax_mp.MixedPrecisionWarning, match="could not make a kernel"):
         text = lowered(FORMS["5.1 bytes"](), "tpu", ((64, 8192), (64, 8192)))
     assert "tpu_custom_call" not in text
@@ -512,7 +513,7 @@ def test_a_step_without_kernels_says_why_once():
     printing = functools.partial(
         optax_mp.take_step, compact(optax.chain(ADAMW(), rule(noisy)))
     )
-    _take_step._warn_once.cache_clear()
+    _warnings.warn_once.cache_clear()
     for function, values, reason in (
         (step, args, "not within `jit`"),
         (jax.vmap(step), map(twice, args), "within `vmap` or `grad`"),
