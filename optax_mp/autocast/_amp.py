@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from optax_mp._jax._jaxpr import evaluate
 from optax_mp._warnings import count_event, warn
 from optax_mp.autocast._changes import pure_call
 from optax_mp.autocast._lattice import full_precisions
@@ -115,9 +116,13 @@ def amp(
         traced, plan = interpreter.trace(call)
         for text in interpreter.warnings(traced, plan):
             warn(f"amp: {text}")
-        values = interpreter.run(traced.closed, plan, traced.arrays)
-        outvars = traced.closed.jaxpr.outvars
-        values = interpreter.cast_all(values, full_precisions(outvars), outvars)
+        if plan.is_changed:
+            values = interpreter.run(traced.closed, plan, traced.arrays)
+            outvars = traced.closed.jaxpr.outvars
+            values = interpreter.cast_all(values, full_precisions(outvars), outvars)
+        else:
+            # As it is: the result for a Python number keeps its weak type.
+            values = evaluate(traced.closed, traced.arrays)
         result, changes = traced.unflatten(values)
         call.write_back(changes)
         return result

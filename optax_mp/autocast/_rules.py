@@ -219,7 +219,8 @@ def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
         raise ValueError(
             f"amp: `rules` has a rule for {name!r}, expected none for casts, because "
             "amp honours the function's own casts, nor for loops, branches and calls; "
-            "enter a `jax.named_scope` around it, and give that a rule."
+            "remove the rule, or enter a `jax.named_scope` around a loop and give that "
+            "a rule."
         )
     if is_operation and rule in PRODUCT_WORDS and name != PRIMITIVE:
         raise ValueError(

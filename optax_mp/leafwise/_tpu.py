@@ -47,7 +47,7 @@ def obstacle(end: End, part: Part) -> str | None:
 def run_end(
     end: End, part: Part, args: Sequence[Any], interpret: bool = False
 ) -> list[Any]:
-    """Return the end.outputs of an end.
+    """Return the outputs of an end.
 
     Args:
         end: the end.

@@ -13,9 +13,9 @@ from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain_trees
 from optax_mp._jax._memory import is_stored_on_host
 from optax_mp._quantized import Quantized
-from optax_mp._states import find_owners, find_states
+from optax_mp._states import find_owners, find_states, holds_state
 from optax_mp._table import align_columns, format_bytes
-from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
+from optax_mp._tree import PyTree, describe, is_array, is_floating, spell, summarize
 from optax_mp.masters._storage import MixedPrecisionState
 
 _Path = tuple[Any, ...]
@@ -198,11 +198,11 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
     call = "memory_report(opt_state, params)"
     check_state_first(opt_state, params, "memory_report", call)
     arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
-    if not arrays:
+    if not arrays or holds_state(params):
         raise ValueError(
-            f"memory_report: `params` is a {type(params).__name__} without arrays, "
-            "expected a tree of arrays or of `jax.ShapeDtypeStruct`s; pass what "
-            "`tx.init` gets."
+            f"memory_report: `params` is {summarize(params)}, which is a state or has "
+            "no arrays, expected a tree of arrays or of `jax.ShapeDtypeStruct`s; pass "
+            "what `tx.init` gets."
         )
     rows = [_row(_PARAMS, path, path, x) for path, x in arrays]
     rows += _state_rows(opt_state, params)

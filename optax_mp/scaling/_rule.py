@@ -49,14 +49,14 @@ def check_number(
     argument: str, value: Any, expected: str, accept: Callable[[float], bool]
 ) -> None:
     """Raise an error that says what is `expected`, unless `value` is acceptable."""
+    is_scalar = not is_array(value) or value.shape == ()
+    if isinstance(value, str) or not hasattr(value, "__float__") or not is_scalar:
+        raise TypeError(f"{argument} is {describe(value)}, expected {expected}.")
     if is_traced(value):
         raise TypeError(
             f"{argument} is traced ({describe(value)}), expected {expected}, known "
             "before the step; name it in `static_args` of `optax.inject_hyperparams`."
         )
-    is_scalar = not is_array(value) or value.shape == ()
-    if isinstance(value, str) or not hasattr(value, "__float__") or not is_scalar:
-        raise TypeError(f"{argument} is {describe(value)}, expected {expected}.")
     if not accept(float(value)):
         raise ValueError(f"{argument} is {value}, expected {expected}.")
 

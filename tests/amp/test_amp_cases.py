@@ -197,6 +197,11 @@ def test_a_function_with_nothing_to_change_is_left_alone(name, dtype):
     assert after == before
 
 
+def test_the_result_for_a_python_number_follows_other_dtypes():
+    result = autocast(jnp.sin, "bfloat16")(2.0)
+    assert result.weak_type and (result * jnp.ones(3, "bfloat16")).dtype == "bfloat16"
+
+
 @run_in_both
 def test_outputs_agree_with_float32(name, dtype):
     allowed = CASES[name].output_roundings * ROUNDING[dtype]

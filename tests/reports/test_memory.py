@@ -182,7 +182,7 @@ def test_wrong_arguments_are_refused():
             ):
                 memory_report(params, jax.eval_shape(tx.init, params))
     for nothing in ({}, None, {"f": jnp.tanh, "x": 1.0}):
-        with pytest.raises(ValueError, match=r"without arrays, expected .* pass what"):
+        with pytest.raises(ValueError, match=r"has no arrays, expected .* pass what"):
             memory_report((), nothing)
     integers = memory_report((), {"i": np.zeros(3, np.int32)})
     assert np.isnan(integers.bytes_per_weight)

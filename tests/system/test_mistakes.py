@@ -132,6 +132,10 @@ MISPLACED = {
         lambda: optax_mp.memory_report(PARAMS, STATE),
         TypeError, f"{STATE_SECOND}.*call `memory_report.opt_state, params.`",
     ),
+    "memory_report(state, state)": (
+        lambda: optax_mp.memory_report(STATE, STATE),
+        ValueError, "`params` is a MixedPrecisionState of .*, which is a state or has",
+    ),
     "convert_opt_state(params, state)": (
         lambda: optax_mp.convert_opt_state(PARAMS, STATE, MASTERS, SPLIT),
         TypeError, f"{STATE_SECOND}.*call `convert_opt_state.opt_state, params, from_tx",
@@ -147,6 +151,12 @@ MISPLACED = {
     "gradient_range_report(loss_scale=state)": (
         lambda: optax_mp.gradient_range_report(GRADS, loss_scale=SCALED_STATE),
         TypeError, "`loss_scale` is LossScaleState, expected a positive finite",
+    ),
+    "gradient_range_report(loss_scale=a traced array)": (
+        lambda: jax.eval_shape(
+            lambda x: optax_mp.gradient_range_report(GRADS, loss_scale=x), jnp.ones(2)
+        ),
+        TypeError, r"`loss_scale` is float32\[2\], expected a positive finite",
     ),
     "select_tree(a, b, pred)": (
         lambda: optax_mp.select_tree(PARAMS, GRADS, jnp.array(True)),
