@@ -123,7 +123,8 @@ def explain_carry_error(caller: str) -> Iterator[None]:
         yield
     except TypeError as error:
         message = str(error)
-        if _CARRY_ERROR in message and "dtypes do not match" in message:
+        is_of_jax = "JAX says" not in message  # and not explained within
+        if is_of_jax and _CARRY_ERROR in message and "dtypes do not match" in message:
             raise TypeError(
                 f"{caller}: as `fun` is written, a loop returns its carry in another "
                 "dtype than it takes, as a scan over layers of bfloat16 params with "

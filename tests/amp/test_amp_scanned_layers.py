@@ -83,6 +83,8 @@ def test_the_error_of_a_carry_names_the_fix(framework):
     )
     with pytest.raises(TypeError, match=f"(?s){message}"):
         optax_mp.amp(loss)(params, X)
+    with pytest.raises(TypeError, match=f"(?s)^{message}"):
+        optax_mp.precision_report(optax_mp.amp(loss), params, X)
     # The carry begins as the input does: casting the params is not enough.
     params = optax_mp.cast_floating(params, jnp.float32)
     with pytest.raises(TypeError, match="carry"):
