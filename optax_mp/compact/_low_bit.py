@@ -1,6 +1,7 @@
 """low_bit_state: the large arrays of any optimizer's state in 8 or 16 bits."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -121,8 +122,8 @@ def low_bit_state(
         The transformation, for use inside `mixed_precision` or alone.
 
     Raises:
-        TypeError: if `inner` is not a gradient transformation, or `seed` is not an
-            integer.
+        TypeError: if `inner` is not a gradient transformation, or `seed` or `min_size`
+            is not an integer.
         ValueError: if `bits`, `block_size`, `dtype` or `product_bits` is none of the
             above. `init` raises it if the state may hold a history, but the update
             needs arguments that optax does not know, so that it cannot be traced.
@@ -146,6 +147,10 @@ def low_bit_state(
     code_format = CodeFormat.from_settings(bits, block_size, dtype, product_bits)
     make_state = type_with(LowBitState, "code_format", code_format)
     check_seed(seed, "low_bit_state")
+    if not isinstance(min_size, Integral):
+        raise TypeError(
+            f"low_bit_state: `min_size` is {min_size!r}, expected a number of elements."
+        )
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> LowBitState:

@@ -12,7 +12,7 @@ from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, difference
 from optax_mp._inner import InnerUpdate, as_inner_param, as_transformation, copy_shared
 from optax_mp._leaves import Leaves
-from optax_mp._tree import is_floating
+from optax_mp._tree import describe, is_floating, spell
 from optax_mp.compact._random_numbers import (
     check_seed,
     round_stochastically,
@@ -101,6 +101,14 @@ def stochastic_rounding(
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         check_init_params(params, "stochastic_rounding")
         leaves = Leaves.of(params, caller="stochastic_rounding")
+        for path, leaf in zip(leaves.paths, leaves.values, strict=True):
+            if is_floating(leaf) and bits(leaf.dtype) < 16:
+                raise ValueError(
+                    f"stochastic_rounding: param {spell(path)} is {describe(leaf)}, "
+                    "expected 16 bits or more, since JAX adds no float32 update to an "
+                    "8-bit float; use `optax_mp.mixed_precision` with "
+                    '`update_dtype="params"`.'
+                )
         wide = leaves.unflatten(map(_widen, leaves.values))
         inner_state = place_like_params(inner.init(wide), wide)
         inner_state = copy_shared(inner_state, leaves.values)

@@ -544,6 +544,11 @@ def test_bad_settings_are_refused(settings, match):
         low_bit_state(optax.adam(1e-3), **settings)
 
 
+def test_a_min_size_that_is_no_number_is_refused():
+    with pytest.raises(TypeError, match="`min_size` is '1', expected a number of elem"):
+        low_bit_state(optax.adam(1e-3), min_size="1")
+
+
 def test_what_is_no_transformation_is_refused():
     with pytest.raises(TypeError, match=r"low_bit_state: `inner` is a function"):
         low_bit_state(optax.adam)

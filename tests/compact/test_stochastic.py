@@ -211,3 +211,10 @@ def test_another_state_is_refused():
     params = jnp.ones(3, jnp.bfloat16)
     with pytest.raises(TypeError, match=r"expected the StochasticRoundingState"):
         tx.update(params, optax.adam(1.0).init(params), params)
+
+
+def test_8_bit_params_are_refused_by_name():
+    params = {"a": {"b": jnp.ones(3, jnp.float8_e4m3fn)}}
+    match = r"param \['a'\]\['b'\] is float8_e4m3fn\[3\], expected 16 bits or more"
+    with pytest.raises(ValueError, match=match):
+        stochastic_rounding(optax.adam(1.0)).init(params)
