@@ -250,23 +250,20 @@ class _CutStep:
         form = equations, tuple(end.replaced.items()), part
         if form not in self.shared:
             if tried is not None:
-                self._try(run, end, part, tried)
+                self._try(run, part, tried)
             self.shared[form] = run
         shared = self.shared[form]
         return lambda part, args: shared(*map(jnp.int32, part.origin), *args)
 
-    def _try(self, run: Function, end: End, part: Part, args: Sequence[Any]) -> None:
+    def _try(self, run: Function, part: Part, args: Sequence[Any]) -> None:
         """Raise if a kernel cannot be lowered.
 
         Tried in a separate program: a failure would leave half of a function in this.
+        The types are those of the call that follows, which so needs no second trace.
         """
-        avals = [
-            jax.ShapeDtypeStruct(part.shape_of(value.aval.shape), x.dtype)
-            for value, x in zip(end.reads, map(jnp.asarray, args), strict=True)
-        ]
-        place = [jax.ShapeDtypeStruct((), jnp.int32)] * len(part.shape)
+        place = map(jnp.int32, part.origin)
         with warnings.catch_warnings():
             # JAX 0.12 deprecates kernels in Triton.
             warnings.simplefilter("ignore", DeprecationWarning)
-            traced: Any = jax.jit(run).trace(*place, *avals)
+            traced: Any = jax.jit(run).trace(*place, *map(jax.typeof, args))
             traced.lower(lowering_platforms=(self.target.platform,))
