@@ -13,11 +13,11 @@ params, state and batch are sharded: FSDP by rows or columns, or by rows with te
 parallelism of two by columns. With `--unrolled`, layers are a list and have biases, as
 GPT-2's: 291 leaves at 24 layers.
 
-Gigabytes are per device. "peak" is all that the step holds: params, state, batch and
-temporaries, in which the gradients are. "moved" is to and from its main memory.
-Collectives are of more than 1024 elements, with the gigabytes of their results; those
-in the scan over layers count once. A program that XLA finds too large for the device
-has a row that says so.
+Gigabytes are per device. "peak" is the most that the step holds at once, by XLA: of
+params, state, batch and temporaries, in which the gradients are. "moved" is to and
+from its main memory. Collectives are of more than 1024 elements, with the gigabytes of
+their results; those in the scan over layers count once. A program that XLA finds too
+large for the device has a row that says so.
 
 "lowering s" and "compile s" are CPU seconds of all threads and of the assemblers that
 XLA calls, the former with tracing; "compile ratio" is their sum to that of "float32".
@@ -293,8 +293,6 @@ def measure(
         return {"step": name, "peak GB": f"does not fit{needed_gb(str(error))}"}
     done = cpu_seconds()
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    held += memory.output_size_in_bytes - memory.alias_size_in_bytes
     size_of_params = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     state = memory.argument_size_in_bytes - size_of_params / mesh.size
     return {
@@ -302,7 +300,7 @@ def measure(
         "state GB": state / 1e9,
         "gradients GB": grads / mesh.size / 1e9,
         "temporaries GB": memory.temp_size_in_bytes / 1e9,
-        "peak GB": held / 1e9,
+        "peak GB": memory.peak_memory_in_bytes / 1e9,
         "moved GB": traffic.bytes_moved(text) / 1e9,
         "kernels": count_kernels(text),
         "collectives": describe_collectives(text),
