@@ -209,6 +209,27 @@ def test_a_kernel_does_the_same(form, platform, shapes):
     check_alike(got, want, CODES.get(form, 1e-3))
 
 
+@pytest.mark.parametrize("platform", KERNELS)
+def test_a_micro_step_around_codes_changes_none(platform):
+    """With `MultiSteps` around `low_bit_state`; within, they are rounded again."""
+    low = optax_mp.low_bit_state(ADAMW(), min_size=1)
+    steps = optax.MultiSteps(low, 2, should_skip_update_fn=optax.skip_not_finite)
+    tx = optax_mp.mixed_precision(steps, storage=optax_mp.Split(8))
+    shapes = [(40, 384)]
+    with lowered_for(platform, kernels=True) as ran:
+        step = exactly(optax_mp.take_step, tx)
+        params, before = trained(step, tx, 2, shapes)
+        grads = random_tree(9, shapes=shapes)
+        new, after = step(grads, before, params)
+        _, last = step(grads, after, new)
+    assert ran
+    codes, kept, moved = (
+        as_bits(x.inner_state.inner_opt_state) for x in (before, after, last)
+    )
+    assert kept == codes != moved
+    assert as_bits(new) == as_bits(params)
+
+
 def test_masters_of_many_equal_leaves_are_those_of_float32():
     """Split(16), bit for bit: jit against jit, with float32 gradients."""
     shapes = [(64, 96)] * 12
