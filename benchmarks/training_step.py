@@ -11,7 +11,8 @@ backward, clipping by the global norm, AdamW with a decay mask and a schedule. N
 is run: `pip install 'optax_mp[accelerators]'` brings the compilers. On eight devices
 params, state and batch are sharded: FSDP by rows or columns, or by rows with tensor
 parallelism of two by columns. With `--unrolled`, layers are a list and have biases, as
-GPT-2's: 291 leaves at 24 layers.
+GPT-2's: 291 leaves at 24 layers. With `--micro 4`, a scan sums the gradients of four
+batches in float32.
 
 Gigabytes are per device. "peak" is the most that the step holds at once, by XLA: of
 params, state, batch and temporaries, in which the gradients are. "moved" is to and
@@ -238,6 +239,16 @@ FORMS = {
     for scale in ("", ", loss scale")
     for way in ("tx.update", "take_step")
 }
+FORMS |= {
+    f"{name}, {way}": Form(BF16, BF16, make, way)
+    for name, make in {
+        "4.1 bytes": lambda: optax_mp.stochastic_rounding(
+            optax_mp.low_bit_state(adamw())
+        ),
+        "MultiSteps in 5.1 bytes": lambda: forms.compact(optax.MultiSteps(adamw(), 4)),
+    }.items()
+    for way in ("tx.update", "take_step")
+}
 # To be compared with "float32 params, bf16 products" and "masters, tx.update".
 FORMS |= {
     f"amp {words}, {params} params": Form(
@@ -275,12 +286,18 @@ def mesh_of(target: str, count: int, layout: str) -> tuple[Mesh, PartitionSpec]:
 
 
 def measure(
-    name: str, mesh: Mesh, spec: PartitionSpec, size: Size, remat: str, params: Any
+    name: str,
+    mesh: Mesh,
+    spec: PartitionSpec,
+    size: Size,
+    remat: str,
+    params: Any,
+    micro: int = 1,
 ) -> record.Row:
     """Return what a step of a form needs, moves and sends."""
     # What other forms left would make this one's tracing cheaper.
     jax.clear_caches()
-    step, args, grads = prepare(FORMS[name], params, mesh, spec, size, remat)
+    step, args, grads = prepare(FORMS[name], params, mesh, spec, size, remat, micro)
     began = cpu_seconds()
     with accelerators.lowering_for(mesh.devices.flat[0].platform):
         lowered = step.lower(*args)
@@ -325,7 +342,13 @@ def needed_gb(error: str) -> str:
 
 
 def prepare(
-    form: Form, params: Any, mesh: Mesh, spec: PartitionSpec, size: Size, remat: str
+    form: Form,
+    params: Any,
+    mesh: Mesh,
+    spec: PartitionSpec,
+    size: Size,
+    remat: str,
+    micro: int = 1,
 ) -> tuple[Any, Any, int]:
     """Return the step, its arguments, and the bytes of its gradients."""
     rows, whole = (NamedSharding(mesh, PartitionSpec(*x)) for x in (("data",), ()))
@@ -349,8 +372,10 @@ def prepare(
         rules = optax_mp.default_amp_rules | form.rules
         fun = optax_mp.amp(fun, compute_dtype=form.amp, rules=rules)
 
+    gradients = summed(optax_mp.value_and_grad(fun), micro)
+
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        value, grads = optax_mp.value_and_grad(fun)(state, params, tokens)
+        value, grads = gradients(state, params, tokens)
         if form.way == "take_step":
             pair = optax_mp.take_step(tx, grads, state, params,
                                       param_shardings=shardings)  # fmt: skip
@@ -363,10 +388,10 @@ def prepare(
             value,
         )
 
-    batch = size.batch * mesh.shape["data"]
+    batch = size.batch * mesh.shape["data"] * micro
     tokens = jax.ShapeDtypeStruct((batch, size.length + 1), jnp.int32)
     args = params, jax.eval_shape(tx.init, params), tokens
-    _, grads = jax.eval_shape(optax_mp.value_and_grad(fun), args[1], params, tokens)
+    _, grads = jax.eval_shape(gradients, args[1], params, tokens)
     placed = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         args,
@@ -376,6 +401,24 @@ def prepare(
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
     size_of_grads = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(grads))
     return jitted, placed, size_of_grads
+
+
+def summed(gradients: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Return a function that sums the gradients of some micro-batches in float32."""
+    if count == 1:
+        return gradients
+
+    def in_turn(state: Any, params: Any, tokens: jax.Array) -> Any:
+        def add(sums: Any, batch: jax.Array) -> Any:
+            value, grads = gradients(state, params, batch)
+            return jax.tree.map(lambda x, g: x + g.astype(F32), sums, grads), value
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, F32), params)
+        batches = tokens.reshape(-1, count, tokens.shape[-1]).swapaxes(0, 1)
+        sums, values = jax.lax.scan(add, zeros, batches)
+        return values.mean(), sums
+
+    return in_turn
 
 
 def shard(mesh: Mesh, spec: PartitionSpec, path: Any, leaf: Any) -> NamedSharding:
@@ -429,6 +472,7 @@ def main() -> None:
     parser.add_argument("--layouts", default="rows", help="some, separated by ;")
     parser.add_argument("--remat", default="full", help=f"some of {', '.join(REMAT)}")
     parser.add_argument("--batch", type=int, help="sequences for each device")
+    parser.add_argument("--micro", type=int, default=1, help="batches in a step")
     parser.add_argument("--unrolled", action="store_true", help="layers in a list")
     parser.add_argument("--forms", default="", help="some, by how their names begin")
     record.add_option(parser)
@@ -445,6 +489,7 @@ def main() -> None:
     ):
         title = f"{args.size}{', unrolled' if args.unrolled else ''}, remat {remat}"
         title += f", batch {size.batch}" if args.batch else ""
+        title += f", {args.micro} micro-batches" if args.micro > 1 else ""
         title += f", {count} x {TARGETS[target]}"
         title += f", sharded by {layout}" if count > 1 else ""
         place = mesh_of(target, count, layout)
@@ -454,7 +499,7 @@ def main() -> None:
         rows = tables.setdefault(title, [])
         for name in names:
             params = init(size, FORMS[name].param_dtype, is_unrolled=args.unrolled)
-            rows.append(measure(name, *place, size, remat, params))
+            rows.append(measure(name, *place, size, remat, params, args.micro))
             add_compile_ratio(rows)
             print(title, rows[-1], flush=True)
             # At once, so that an interrupted run keeps what it has.

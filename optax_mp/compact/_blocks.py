@@ -23,7 +23,7 @@ _SMALLEST_SCALE = np.int32(0x00800000)
 _LARGEST_SCALE = np.int32(0x7E800000)
 _INFINITY = np.int32(0x7F800000)
 # Numbers have dtypes: `lax` does not promote them where 64-bit types are on.
-_ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
+_ONE, _TWO = np.float32(1), np.float32(2)
 
 
 def choose_blocks(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
@@ -178,8 +178,9 @@ def _codes_of(
     squares = lax.mul(lax.min(lax.abs(product), _ONE), largest_square)
     codes = _round_roots(squares, key)
     # 1 where zero is not allowed, as `quantize` says.
-    smallest = lax.convert_element_type(lax.gt(product, _ZERO), jnp.float32)
-    is_negative = lax.lt(values, _ZERO)
+    # No array of zeros to compare with: see `difference`.
+    is_positive, is_negative = lax.gt(product, lax.neg(product)), lax.lt(values, sizes)
+    smallest = lax.convert_element_type(is_positive, jnp.float32)
     return lax.select(is_negative, lax.neg(codes), lax.max(codes, smallest))
 
 

@@ -120,5 +120,6 @@ def round_stochastically(x: jax.Array, dtype: DTypeLike, key: jax.Array) -> jax.
         rises = lax.lt(numbers, lax.sub(multiple, below))
         higher = lax.add(below, lax.convert_element_type(rises, jnp.float32))
         rounded = lax.mul(higher, spacing)
-    is_rounded = lax.bitwise_and(lax.is_finite(x), lax.ne(x, np.float32(0)))
+    # Zeros stay, with their signs. They are not compared with 0: see `difference`.
+    is_rounded = lax.bitwise_and(lax.is_finite(x), lax.ne(x, lax.neg(x)))
     return lax.select(is_rounded, rounded, x)

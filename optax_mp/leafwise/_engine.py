@@ -55,7 +55,7 @@ def run_step(
         kept: a pytree. Its arrays can be overwritten, if they are donated.
         shardings: how the leaves of `kept` are sharded under `jit`; None if that is not
             known, and then sharded leaves have no kernel.
-        platforms: for which the step is cut.
+        platforms: for which the step is cut; a step with branches is cut for all.
     """
     obstacle = obstacle_of(jax.tree.leaves((inputs, kept)))
     if obstacle is not None:
@@ -70,9 +70,9 @@ def _rewrite(
     traced: TracedStep, platforms: Collection[str], target: Target
 ) -> _by_platform.Function | None:
     """Return what computes a step on a target; None for the step as it is."""
-    is_cut = target.platform in platforms and any(
-        end.obstacle is None for end in traced.ends
-    )
+    # XLA writes whole arrays in float32 between a `cond` and the rest of a step.
+    may_pay = target.platform in platforms or traced.program.has_branches
+    is_cut = may_pay and any(end.obstacle is None for end in traced.ends)
     return _CutStep(traced, target).run if is_cut else None
 
 

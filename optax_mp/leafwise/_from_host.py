@@ -140,7 +140,7 @@ def run_from_host(
         )
     if traced.closed.effects or plan is None:
         return None
-    traced_step = TracedStep(traced, kept, plan.shardings, opens_branches=True)
+    traced_step = TracedStep(traced, kept, plan.shardings)
     # As a number that XLA does not know: a loop of one round would be no loop.
     rounds = lax.optimization_barrier(jnp.asarray(proceed).astype(jnp.int32))
     return traced.unflatten(_StepFromHost.of(traced_step, plan, rounds).run())

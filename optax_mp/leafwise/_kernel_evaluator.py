@@ -59,6 +59,11 @@ class KernelEvaluator(Evaluator):
                 x if jnp.ndim(x) else self.full(shape, x, atom.aval.dtype)
                 for x, atom in zip(inputs, equation.invars, strict=True)
             ]
+        if name == "select_n" and old != jnp.bool_:  # one of the branches of a `cond`
+            which, chosen, *others = inputs
+            for i, other in enumerate(others, start=1):
+                chosen = jnp.where(which == i, other, chosen)
+            return [chosen]
         outputs = bind(equation, inputs)
         return outputs if name in _EXACT else [_as(new, x) for x in outputs]
 

@@ -1,4 +1,4 @@
-"""A jaxpr as one list of equations, with calls of `jit` opened."""
+"""A jaxpr as one list of equations, with calls of `jit` and branches opened."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -55,26 +55,21 @@ class Program:
         nodes: its equations, in order.
         constants: the arrays of the values that are neither inputs nor outputs of
             equations.
+        has_branches: whether the jaxpr has a `cond` that is opened: all of its branches
+            are computed, and their results chosen one by one.
     """
 
     inputs: list[Value]
     outputs: list[Any] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     constants: dict[Value, Any] = field(default_factory=dict)
-    opens_branches: bool = False
+    has_branches: bool = False
 
     @classmethod
-    def of(cls, jaxpr: AnyJaxpr, *, opens_branches: bool = False) -> "Program":
-        """Return the program of a jaxpr.
-
-        Args:
-            jaxpr: the jaxpr.
-            opens_branches: whether both branches of a `cond` are computed, and their
-                results chosen one by one, if they have neither loops nor products.
-        """
+    def of(cls, jaxpr: AnyJaxpr) -> "Program":
+        """Return the program of a jaxpr."""
         opened, _ = open_jaxpr(jaxpr)
-        inputs = [Value(var.aval) for var in opened.invars]
-        program = cls(inputs, opens_branches=opens_branches)
+        program = cls([Value(var.aval) for var in opened.invars])
         program.outputs = program._open(jaxpr, program.inputs)
         return program
 
@@ -97,16 +92,22 @@ class Program:
                 params = equation.params
                 inner = params["jaxpr" if "jaxpr" in params else "call_jaxpr"]
                 made = self._open(inner, args)
-            elif self.opens_branches and _is_choice(equation):
-                which, *operands = args
-                branches = equation.params["branches"]
-                results = [self._open(x, operands) for x in branches]
-                both = zip(*results, strict=True)
-                made = [self._choose(which, cases) for cases in both]
+            elif _is_choice(equation, args):
+                made = self._open_branches(equation, args)
             else:
                 made = self._add(equation, args)
             values.update(zip(equation.outvars, made, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _open_branches(self, equation: Equation, inputs: Sequence[Any]) -> list[Any]:
+        self.has_branches = True
+        (which, *operands), branches = inputs, equation.params["branches"]
+        # That of `optax.MultiSteps` is known, unless it may leave out gradients.
+        if is_literal(which):
+            return self._open(branches[which.val], operands)
+        results = [self._open(x, operands) for x in branches]
+        both = zip(*results, strict=True)
+        return [self._choose(which, cases) for cases in both]
 
     def _add(self, equation: Equation, inputs: Sequence[Any]) -> list[Value]:
         made = [Value(var.aval, len(self.nodes)) for var in equation.outvars]
@@ -185,12 +186,15 @@ def _is_call(equation: Equation) -> bool:
     return all(x is None or "Unspecified" in type(x).__name__ for x in settings)
 
 
-def _is_choice(equation: Equation) -> bool:
-    """Return whether an equation is a `cond` of which all branches can be computed."""
+def _is_choice(equation: Equation, inputs: Sequence[Any]) -> bool:
+    """Return whether an equation is a `cond` of which all branches can be computed.
+
+    None of them may take long, unless it is known which of them runs.
+    """
     if equation.primitive.name != "cond" or equation.effects:
         return False
     branches = [open_jaxpr(x)[0] for x in equation.params["branches"]]
-    return not any(map(_takes_long, branches))
+    return is_literal(inputs[0]) or not any(map(_takes_long, branches))
 
 
 def _takes_long(jaxpr: Any) -> bool:

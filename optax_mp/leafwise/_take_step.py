@@ -155,8 +155,8 @@ def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params
 def leafwise_update(update: optax.TransformUpdateExtraArgsFn) -> Any:
     """Return the update of a transformation, in one pass where that is less traffic.
 
-    The new param is computed outside, in one more pass. So kernels pay on a TPU only,
-    where XLA alone passes over packed arrays several times.
+    The new param is computed outside, in one more pass. So kernels pay on a TPU, where
+    XLA alone passes over packed arrays several times, and with branches.
     """
 
     @functools.wraps(update)

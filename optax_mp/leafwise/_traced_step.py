@@ -60,13 +60,11 @@ class TracedStep:
         kept: the last part of its argument, which the last part of its result replaces.
         known_shardings: of the leaves of `kept`, or of the first ones; None where they
             are not known.
-        opens_branches: see `Program.of`.
     """
 
     traced: TracedCall
     kept: Any
     known_shardings: Sequence[NamedSharding | None] = ()
-    opens_branches: bool = False
 
     @classmethod
     def as_call(
@@ -116,7 +114,7 @@ class TracedStep:
     @cached_property
     def program(self) -> Program:
         """Its equations."""
-        return Program.of(self.traced.closed, opens_branches=self.opens_branches)
+        return Program.of(self.traced.closed)
 
     @cached_property
     def values(self) -> dict[Value, Any]:

@@ -56,13 +56,16 @@ FORMS = {
     "stochastic rounding": lambda: optax_mp.stochastic_rounding(
         optax_mp.low_bit_state(ADAMW(), min_size=1)
     ),
+    "MultiSteps": lambda: compact(
+        optax.MultiSteps(ADAMW(), 2, should_skip_update_fn=optax.skip_not_finite)
+    ),
     "muon": lambda: compact(optax.contrib.muon(1e-2)),
     "madgrad": lambda: compact(optax.contrib.madgrad(1e-2)),
     "float16": lambda: compact(ADAMW()),
 }
 # Of those that have codes, what differs most.
 CUT = sorted(DISTINCT | {"adagrad", "adan", "amsgrad", "prodigy", "rprop", "sm3"})
-ON_GPUS = {"5.1 bytes", "16 bits", "stochastic rounding", "float16"}
+ON_GPUS = {"5.1 bytes", "16 bits", "stochastic rounding", "float16", "MultiSteps"}
 # How many codes may differ, where it is more than one in a thousand: each step computes
 # the params anew, so that the last place of any sum shows.
 CODES = {"madgrad": 3e-3}
@@ -206,6 +209,27 @@ def test_a_kernel_does_the_same(form, platform, shapes):
     check_alike(got, want, CODES.get(form, 1e-3))
 
 
+@pytest.mark.parametrize("platform", KERNELS)
+def test_a_micro_step_around_codes_changes_none(platform):
+    """With `MultiSteps` around `low_bit_state`; within, they are rounded again."""
+    low = optax_mp.low_bit_state(ADAMW(), min_size=1)
+    steps = optax.MultiSteps(low, 2, should_skip_update_fn=optax.skip_not_finite)
+    tx = optax_mp.mixed_precision(steps, storage=optax_mp.Split(8))
+    shapes = [(40, 384)]
+    with lowered_for(platform, kernels=True) as ran:
+        step = exactly(optax_mp.take_step, tx)
+        params, before = trained(step, tx, 2, shapes)
+        grads = random_tree(9, shapes=shapes)
+        new, after = step(grads, before, params)
+        _, last = step(grads, after, new)
+    assert ran
+    codes, kept, moved = (
+        as_bits(x.inner_state.inner_opt_state) for x in (before, after, last)
+    )
+    assert kept == codes != moved
+    assert as_bits(new) == as_bits(params)
+
+
 def test_masters_of_many_equal_leaves_are_those_of_float32():
     """Split(16), bit for bit: jit against jit, with float32 gradients."""
     shapes = [(64, 96)] * 12
@@ -325,11 +349,17 @@ def test_a_gpu_has_kernels_for_float16_and_a_tpu_none(form):
 
 
 def test_an_update_has_kernels_on_a_tpu_alone():
-    """On a GPU the updates, which have to be written, cost more than kernels gain."""
+    """On a GPU the updates, which have to be written, cost more than kernels gain.
+
+    But for branches, between which XLA writes more.
+    """
     form = FORMS["loss scale"]()
     shapes = ((64, 8192), (64, 4096))
     assert lowered(form, "tpu", shapes, by_update).count("tpu_custom_call") >= 2
     assert "triton" not in lowered(form, "cuda", shapes, by_update)
+    multi_steps = FORMS["MultiSteps"]()
+    for platform, call in CALLS.items():
+        assert lowered(multi_steps, platform, shapes, by_update).count(call) >= 2
     # In one of two branches, too.
     steps = optax.MultiSteps(FORMS["5.1 bytes"](), 2).gradient_transformation()
     assert "tpu_custom_call" in lowered(steps, "tpu", shapes, by_update)
