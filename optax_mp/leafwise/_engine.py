@@ -14,7 +14,7 @@ On other platforms the call is lowered as written.
 import functools
 import os
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -148,7 +148,12 @@ class _CutStep:
     target: Target
     shared: dict[Any, Function] = field(default_factory=dict)
 
-    def run(self, inputs: Sequence[Any], narrow: dict[int, Any]) -> list[Any]:
+    def run(
+        self,
+        inputs: Sequence[Any],
+        narrow: Mapping[int, Any],
+        shardings: Mapping[int, NamedSharding],
+    ) -> list[Any]:
         """Return the outputs of the call; see `call_by_platform`."""
         traced = self.traced
         program, ends = traced.program, traced.ends
@@ -165,11 +170,12 @@ class _CutStep:
         results = dict(values)
         # Kernels and chunks widen what they have read.
         as_stored = values | {reads[i]: x for i, x in narrow.items()}
+        known = traced.shardings or {reads[i]: x for i, x in shardings.items()}
         for end in ends:
             args = [as_stored[value] for value in end.reads]
             # A kernel sees one device. Where the layout of sharded arrays is known,
             # each device runs it on its own part, inside of a `shard_map` made here.
-            layout = Layout.find(end, args, traced.shardings)
+            layout = Layout.find(end, args, known)
             run = self._by_kernel(layout, args) or self._by_chunks(layout, args)
             if run is None:
                 self._warn_of_layout(layout)
@@ -201,7 +207,9 @@ class _CutStep:
             return None
         try:
             # Types inside of shard_map name its axes, which exist nowhere else.
-            is_tried = layout.sharding is None and not self.target.is_within_shard_map
+            is_typed = any(has_explicit_axes(mesh_in_type(x)) for x in args)
+            is_mapped = layout.sharding is not None and is_typed
+            is_tried = not is_mapped and not self.target.is_within_shard_map
             return self._shared(layout, kernel.run_end, args if is_tried else None)
         except Exception as error:
             _warn_of(error)
