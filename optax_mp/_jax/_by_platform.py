@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._jaxpr import Equation, bind
@@ -123,11 +123,10 @@ def _lower(
         as_it_is = functools.partial(_run, call=call)
         return mlir.lower_fun(as_it_is, multiple_results=True)(context, *inputs)
     narrow = {i: x for i, y in enumerate(inputs) if (x := _widened_from(y)) is not None}
-    # Where types say shardings, `shard_map` has to follow these.
+    shardings = {i: x for i, y in enumerate(inputs) if (x := _sharding_of(y))}
     are_typed = any(has_explicit_axes(aval.sharding.mesh) for aval in context.avals_in)
-    is_open = are_typed or target.is_within_shard_map or target.is_exported
-    found = {} if is_open else {i: _sharding_of(x) for i, x in enumerate(inputs)}
-    shardings = {i: x for i, x in found.items() if x is not None}
+    if are_typed or target.is_within_shard_map or target.is_exported:
+        shardings = {}  # types say them, or they may be others
 
     def run(*values: Any) -> Any:
         count = len(inputs)
@@ -165,7 +164,7 @@ def _sharding_of(value: Any) -> NamedSharding | None:
     The body of a loop and a `jit` within one are functions whose arguments say nothing.
     """
     function: Any = getattr(getattr(value, "owner", None), "owner", None)
-    attributes = getattr(function, "attributes", ())
+    attributes: Any = getattr(function, "attributes", ())
     if "arg_attrs" not in attributes:
         return None
     of_argument = attributes["arg_attrs"][value.arg_number]
@@ -175,10 +174,14 @@ def _sharding_of(value: Any) -> NamedSharding | None:
     sizes = {name: int(n) for name, n in re.findall(r'"([^"]+)"=(\d+)', match[1])}
     axes = re.findall(r"\{([^}]*)\}", match[2])
     spec = PartitionSpec(*(tuple(re.findall('"([^"]+)"', axis)) for axis in axes))
-    mesh = jax.sharding.get_abstract_mesh()  # which `shard_map` would have to be over
+    # The context may have a mesh, with axes of size 1 that are not in the text, and
+    # `shard_map` must be over that one. An empty one may know the kind of device.
+    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    return NamedSharding(mesh, spec) if dict(mesh.shape) == sizes else None
+        types = (AxisType.Auto,) * len(sizes)
+        mesh = mesh.update(tuple(sizes.values()), tuple(sizes), types)
+    shape = [(name, n) for name, n in mesh.shape.items() if n > 1 or name in sizes]
+    return NamedSharding(mesh, spec) if shape == list(sizes.items()) else None
 
 
 batching.fancy_primitive_batchers[_call] = _batched

@@ -193,11 +193,12 @@ class _CutStep:
         if is_unknown and not self.traced.shardings:
             warn_once(
                 "optax_mp: a step on several devices is compiled for arrays in few "
-                "bits whose sharding is not known, so no kernel computes it, and XLA "
-                "alone moves 1.5 times as many bytes on a GPU, and up to 8 times as "
-                "many on a TPU. Pass `param_shardings=jax.tree.map(lambda p: "
-                "p.sharding, params)` to `optax_mp.take_step`, in place of "
-                "`tx.update`, or use a mesh with explicit axes."
+                "bits whose sharding is not known, as in a loop or a `jit` within "
+                "`jit`, so no kernel computes it, and XLA alone moves 1.5 times as "
+                "many bytes on a GPU, and up to 8 times as many on a TPU. Pass "
+                "`param_shardings=jax.tree.map(lambda p: p.sharding, params)` to "
+                "`optax_mp.take_step`, in place of `tx.update`, or use a mesh with "
+                "explicit axes."
             )
 
     def _by_kernel(self, layout: Layout, args: Sequence[Any]) -> Function | None:
