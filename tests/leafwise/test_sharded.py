@@ -14,6 +14,7 @@ from steps import by_take_step
 
 import optax_mp
 from optax_mp import _warnings
+from optax_mp.leafwise import _tpu
 
 pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
 
@@ -92,10 +93,27 @@ def test_where_arguments_say_it():
     args = params, tx.init(params), grads
     step = by_take_step(tx)
     assert_has_kernels(step, *args)
+    with jax.set_mesh(mesh):
+        assert_has_kernels(step, *args)
     traced = jax.jit(step).trace(*args)
     assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
     report = optax_mp.step_report(tx, grads, args[1], params)
     assert {row.tpu for row in report.rows} == {"kernel"}
+
+
+@pytest.mark.slow
+def test_where_arguments_say_it_and_no_kernel_can_be_made(monkeypatch):
+    def fail(*args):
+        raise ValueError("a new Pallas")
+
+    tx = compact()
+    params = jax.device_put(arrays(0), shardings(mesh_of("Auto")))
+    monkeypatch.setattr(_tpu, "run_end", fail)
+    _warnings.warn_once.cache_clear()
+    traced = jax.jit(by_take_step(tx)).trace(params, tx.init(params), params)
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match="could not make a kernel"):
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" not in text
 
 
 @pytest.mark.slow
