@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from optax_mp._jax import _by_platform
-from optax_mp._jax._arrays import has_explicit_axes, is_partitioned, mesh_in_type
+from optax_mp._jax._arrays import has_explicit_axes, mesh_in_type
 from optax_mp._jax._by_platform import PLATFORMS, Target
 from optax_mp._warnings import warn_once
 from optax_mp.leafwise import _chunks
@@ -209,7 +209,9 @@ class _CutStep:
         try:
             # Types inside of shard_map name its axes, which exist nowhere else. Under
             # `jax.set_mesh` the trial would be a program for all devices, too.
-            is_mapped = layout.sharding is not None and any(map(is_partitioned, args))
+            is_typed = any(has_explicit_axes(mesh_in_type(x)) for x in args)
+            has_mesh = is_typed or not jax.sharding.get_abstract_mesh().empty
+            is_mapped = layout.sharding is not None and has_mesh
             is_tried = not is_mapped and not self.target.is_within_shard_map
             return self._shared(layout, kernel.run_end, args if is_tried else None)
         except Exception as error:

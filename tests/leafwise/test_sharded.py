@@ -16,7 +16,10 @@ import optax_mp
 from optax_mp import _warnings
 from optax_mp.leafwise import _tpu
 
-pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
+pytestmark = [
+    pytest.mark.usefixtures("no_long_constant_folding"),
+    pytest.mark.filterwarnings("ignore:optax_mp. a step on several devices"),
+]
 
 
 def assert_has_kernels(step, *args):
