@@ -127,26 +127,36 @@ def measure_without_kernels(form: str, target: str, side: int) -> record.Row:
 
 def measure_sharded(form: str, target: str, side: int) -> record.Row:
     """Return the same per device, with all arrays sharded by rows over eight."""
+    return measure_shards(form, target, (side, side))
+
+
+def measure_stacked(form: str, target: str, side: int) -> record.Row:
+    """Return the same for layers that are stacked for a scan."""
+    return measure_shards(form, target, (24, side // 4, side))
+
+
+def measure_shards(form: str, target: str, shape: tuple[int, ...]) -> record.Row:
+    """Return the same for leaves of a shape, sharded by rows."""
     make, param_dtype, grad_dtype, limit = FORMS[form]
-    tx, count = make(), 8
-    args = arrays_of(tx, param_dtype, grad_dtype, (side, side))
+    tx, count, weights = make(), 8, LEAVES * math.prod(shape)
+    args = arrays_of(tx, param_dtype, grad_dtype, shape)
     mesh = Mesh(np.array(devices_of(target, count)), ("devices",))
-    rows, whole = (
-        NamedSharding(mesh, spec)
-        for spec in (PartitionSpec("devices"), PartitionSpec())
-    )
+    by_rows = PartitionSpec(*[None] * (len(shape) - 2), "devices")
+    rows, whole = (NamedSharding(mesh, spec) for spec in (by_rows, PartitionSpec()))
     shardings = jax.tree.map(lambda x: rows if x.ndim else whole, args)
     row: record.Row = {"form": form, "limit": limit}
     ways = {
-        ", layout not known": in_one_pass(tx),
+        # Only the arguments of the outer `jit` say how they are sharded.
+        ", layout not known": jax.jit(in_one_pass(tx)),
+        ", layout of arguments": in_one_pass(tx),
         ", layout known": in_one_pass(tx, param_shardings=shardings[0]),
     }
     for way, step in ways.items():
         compiled = compile_step(step, args, target, shardings)
-        row |= costs_of(compiled, LEAVES * side * side / count, way)
+        row |= costs_of(compiled, weights / count, way)
         # Shards are small enough for memory on the chip, which XLA counts, too.
         moved = traffic.bytes_moved(compiled.as_text())
-        row[f"moved{way}"] = moved * count / (LEAVES * side * side)
+        row[f"moved{way}"] = moved * count / weights
         row[f"collectives{way}"] = collectives_in(compiled)
     return row
 
@@ -308,6 +318,7 @@ TABLES: dict[str, tuple[Callable[[str, str, int], record.Row], Iterable[str]]] =
     "Leaves of one axis, AdamW": (measure_one_axis, ONE_AXIS),
     "Without kernels, AdamW": (measure_without_kernels, PACKED),
     "Sharded over eight devices, AdamW": (measure_sharded, SHARDED),
+    "Stacked layers over eight devices, AdamW": (measure_stacked, SHARDED),
     "Training step of a transformer": (
         lambda way, target, _: measure_model(way, target, MODEL),
         WAYS,

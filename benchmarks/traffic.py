@@ -189,7 +189,7 @@ def _moved_by(
         users = inside.users(_parameter(inside, i)) if is_fusion else [each]
         slices = [u for u in users if u.operation in ("dynamic-slice", "slice")]
         updates = [u for u in users if u.operation == "dynamic-update-slice"]
-        if "S(" in kind or not bytes_of(kind):
+        if "S(" in kind or "[]" in kind:  # or the place of a slice
             continue
         if users and len(slices) + len(updates) == len(users):
             total += sum(bytes_of(u.type) for u in slices)

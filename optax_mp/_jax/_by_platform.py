@@ -7,14 +7,18 @@ program is exported.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._jaxpr import Equation, bind
 
 # Platforms that may have their own implementation, as JAX names them.
@@ -56,8 +60,11 @@ class Target:
         return cls(platform, count, not is_whole, module.lowering_parameters.for_export)
 
 
-# Takes the inputs, and by their index the arrays that some of them were widened from.
-Function = Callable[[Sequence[Any], dict[int, Any]], Sequence[Any]]
+# Takes the inputs, and by their index the arrays that some of them were widened from,
+# and the shardings of those of which these are known.
+Function = Callable[
+    [Sequence[Any], Mapping[int, Any], Mapping[int, NamedSharding]], Sequence[Any]
+]
 Rewrite = Callable[[Target], Function | None]
 
 
@@ -108,17 +115,23 @@ def _lower(
     platform: str | None = None,
     **params: Any,
 ) -> Any:
-    function = platform and rewrite(Target.of(platform, context.module_context))
-    if not function:
+    target = platform and Target.of(platform, context.module_context)
+    function = target and rewrite(target)
+    if not (target and function):
         # One equation: the jaxpr of the call is lowered as it is, without another
         # trace.
         as_it_is = functools.partial(_run, call=call)
         return mlir.lower_fun(as_it_is, multiple_results=True)(context, *inputs)
     narrow = {i: x for i, y in enumerate(inputs) if (x := _widened_from(y)) is not None}
+    shardings = {i: x for i, y in enumerate(inputs) if (x := _sharding_of(y))}
+    are_typed = any(has_explicit_axes(aval.sharding.mesh) for aval in context.avals_in)
+    if are_typed or target.is_within_shard_map or target.is_exported:
+        shardings = {}  # types say them, or they may be others
 
     def run(*values: Any) -> Any:
         count = len(inputs)
-        return function(values[:count], dict(zip(narrow, values[count:], strict=True)))
+        widened_from = dict(zip(narrow, values[count:], strict=True))
+        return function(values[:count], widened_from, shardings)
 
     avals = (context.avals_in[i].update(dtype=jnp.bfloat16) for i in narrow)
     context = context.replace(avals_in=[*context.avals_in, *avals])
@@ -138,6 +151,37 @@ def _widened_from(value: Any) -> Any:
     (source,) = made_by.operands
     types = [str(getattr(x.type, "element_type", "")) for x in (source, value)]
     return source if types == ["bf16", "f32"] else None
+
+
+# Shardy's text for axes of an array, each over none, one or more axes of a mesh whose
+# devices are in the program's order. What says more than that does not match.
+_SHARDING = re.compile(r"#sdy\.sharding<mesh<\[([^]]*)\]>, \[([^]?:]*)\]>")
+
+
+def _sharding_of(value: Any) -> NamedSharding | None:
+    """Return how `jit` shards an argument of the program; None for any other value.
+
+    The body of a loop and a `jit` within one are functions whose arguments say nothing.
+    """
+    function: Any = getattr(getattr(value, "owner", None), "owner", None)
+    attributes: Any = getattr(function, "attributes", ())
+    if "arg_attrs" not in attributes:
+        return None
+    of_argument = attributes["arg_attrs"][value.arg_number]
+    text = str(of_argument["sdy.sharding"]) if "sdy.sharding" in of_argument else ""
+    if (match := _SHARDING.fullmatch(text)) is None:
+        return None
+    sizes = {name: int(n) for name, n in re.findall(r'"([^"]+)"=(\d+)', match[1])}
+    axes = re.findall(r"\{([^}]*)\}", match[2])
+    spec = PartitionSpec(*(tuple(re.findall('"([^"]+)"', axis)) for axis in axes))
+    # The context may have a mesh, with axes of size 1 that are not in the text, and
+    # `shard_map` must be over that one. An empty one may know the kind of device.
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        types = (AxisType.Auto,) * len(sizes)
+        mesh = mesh.update(tuple(sizes.values()), tuple(sizes), types)
+    shape = [(name, n) for name, n in mesh.shape.items() if n > 1 or name in sizes]
+    return NamedSharding(mesh, spec) if shape == list(sizes.items()) else None
 
 
 batching.fancy_primitive_batchers[_call] = _batched

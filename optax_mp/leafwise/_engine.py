@@ -14,7 +14,7 @@ On other platforms the call is lowered as written.
 import functools
 import os
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -148,7 +148,12 @@ class _CutStep:
     target: Target
     shared: dict[Any, Function] = field(default_factory=dict)
 
-    def run(self, inputs: Sequence[Any], narrow: dict[int, Any]) -> list[Any]:
+    def run(
+        self,
+        inputs: Sequence[Any],
+        narrow: Mapping[int, Any],
+        shardings: Mapping[int, NamedSharding],
+    ) -> list[Any]:
         """Return the outputs of the call; see `call_by_platform`."""
         traced = self.traced
         program, ends = traced.program, traced.ends
@@ -165,11 +170,12 @@ class _CutStep:
         results = dict(values)
         # Kernels and chunks widen what they have read.
         as_stored = values | {reads[i]: x for i, x in narrow.items()}
+        known = traced.shardings or {reads[i]: x for i, x in shardings.items()}
         for end in ends:
             args = [as_stored[value] for value in end.reads]
             # A kernel sees one device. Where the layout of sharded arrays is known,
             # each device runs it on its own part, inside of a `shard_map` made here.
-            layout = Layout.find(end, args, traced.shardings)
+            layout = Layout.find(end, args, known)
             run = self._by_kernel(layout, args) or self._by_chunks(layout, args)
             if run is None:
                 self._warn_of_layout(layout)
@@ -187,11 +193,12 @@ class _CutStep:
         if is_unknown and not self.traced.shardings:
             warn_once(
                 "optax_mp: a step on several devices is compiled for arrays in few "
-                "bits whose sharding is not known, so no kernel computes it, and XLA "
-                "alone moves 1.5 times as many bytes on a GPU, and up to 8 times as "
-                "many on a TPU. Pass `param_shardings=jax.tree.map(lambda p: "
-                "p.sharding, params)` to `optax_mp.take_step`, in place of "
-                "`tx.update`, or use a mesh with explicit axes."
+                "bits whose sharding is not known, as in a loop or a `jit` within "
+                "`jit`, so no kernel computes it, and XLA alone moves 1.5 times as "
+                "many bytes on a GPU, and up to 8 times as many on a TPU. Pass "
+                "`param_shardings=jax.tree.map(lambda p: p.sharding, params)` to "
+                "`optax_mp.take_step`, in place of `tx.update`, or use a mesh with "
+                "explicit axes."
             )
 
     def _by_kernel(self, layout: Layout, args: Sequence[Any]) -> Function | None:
@@ -200,8 +207,12 @@ class _CutStep:
         if isinstance(kernel, str):
             return None
         try:
-            # Types inside of shard_map name its axes, which exist nowhere else.
-            is_tried = layout.sharding is None and not self.target.is_within_shard_map
+            # Types inside of shard_map name its axes, which exist nowhere else. Under
+            # `jax.set_mesh` the trial would be a program for all devices, too.
+            is_typed = any(has_explicit_axes(mesh_in_type(x)) for x in args)
+            has_mesh = is_typed or not jax.sharding.get_abstract_mesh().empty
+            is_mapped = layout.sharding is not None and has_mesh
+            is_tried = not is_mapped and not self.target.is_within_shard_map
             return self._shared(layout, kernel.run_end, args if is_tried else None)
         except Exception as error:
             _warn_of(error)

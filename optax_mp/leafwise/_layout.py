@@ -40,15 +40,16 @@ class Layout:
             args: the values of what it reads.
             shardings: of those of these for which they are known.
         """
-        # From `param_shardings`, or from types. All arrays of a leaf are sharded alike,
-        # and scales like the elements. No block may lie on two devices.
-        candidates = [shardings[value] for value in end.reads if value in shardings]
+        # From `param_shardings`, or the program, or types. All arrays of a leaf are
+        # sharded alike, and scales like the elements. No block may lie on two devices.
+        elements = [value for value in end.reads if value.aval.shape == end.shape]
+        known = [shardings[value] for value in elements if value in shardings]
         in_types = [sharding_in_type(x) for x in args if jnp.ndim(x) == len(end.shape)]
-        candidates += in_types
-        candidates = [x for x in candidates if x is not None and x.mesh.size > 1]
+        candidates = [x for x in known + in_types if x is not None and x.mesh.size > 1]
         # An equation may read a sharded array and one that is not.
-        are_alike = len({x.spec for x in in_types if x is not None}) <= 1
-        is_known = are_alike and candidates and _divides(candidates[0], end)
+        axes = range(len(end.shape))
+        specs = {tuple(axis_names(x.spec, i) for i in axes) for x in candidates}
+        is_known = len(specs) == 1 and _divides(candidates[0], end)
         return cls(end, candidates[0] if is_known else None)
 
     @property

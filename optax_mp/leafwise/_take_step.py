@@ -46,8 +46,9 @@ def take_step(
 
     A kernel is used in a program for one device, inside `jax.shard_map` over all axes
     of a mesh, and on sharded arrays if their types or `param_shardings` say how they
-    are sharded. Elsewhere, on other platforms, and for small leaves, XLA compiles the
-    step as it does `tx.update`. On a TPU it takes a large leaf chunk by chunk.
+    are sharded, or if they are arguments of the function that `jit` compiles.
+    Elsewhere, on other platforms, and for small leaves, XLA compiles the step as it
+    does `tx.update`. On a TPU it takes a large leaf chunk by chunk.
     `step_report` says which leaves have a kernel, and why others have none.
     `tx.update` runs kernels on a TPU as well, but has to write the updates.
     `OPTAX_MP_KERNELS=0` in the environment turns kernels off.
@@ -57,10 +58,10 @@ def take_step(
         grads: the gradients.
         opt_state: its state.
         params: the params.
-        param_shardings: how the params are sharded under `jit`: a tree of shardings
-            like the params, or a prefix of one, such as
-            `jax.tree.map(lambda p: p.sharding, params)` before `jit`. The state of a
-            param must be sharded as the param is, as `tx.init` makes it.
+        param_shardings: how the params are sharded under `jit`, for a step in a loop or
+            in a `jit` within `jit`: a tree of shardings like the params, or a prefix of
+            one, such as `jax.tree.map(lambda p: p.sharding, params)` before `jit`. The
+            state of a param must be sharded as the param is, as `tx.init` makes it.
         extra_args: for `tx.update`.
 
     Returns:

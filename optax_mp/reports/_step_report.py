@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._jax._by_platform import Target
@@ -101,7 +102,9 @@ def step_report(
 
     The step is traced as in `jax.jit`, and nothing is computed: descriptions of arrays
     are enough. A row without a kernel has the reason, and XLA computes that step.
-    Sharded `params` have a kernel only if their layout under `jit` is known.
+    Sharded params have a kernel only if their layout under `jit` is known: by
+    `param_shardings`, or by the shardings of the state and params given here, if these
+    are arguments of the function that `jit` compiles.
 
     The report cannot know the compiler's limits: TPU v2 and v3 have no kernels, nor
     have programs of `jax.export` and steps under `vmap`.
@@ -147,11 +150,12 @@ def step_report(
 
     def trace(grads: Any, opt_state: Any, params: Any) -> None:
         nonlocal ways
-        whole = whole_step(
+        *whole, told = whole_step(
             "step_report", tx, grads, opt_state, params, param_shardings, extra_args
         )
-        ways = _ways(whole, counts)
+        ways = _ways((*whole, placed if param_shardings is None else told), counts)
 
+    placed = list(map(_named_sharding, jax.tree.leaves((opt_state, params))))
     leaves = tree_leaves_with_path(params)
     counts = [_device_count(leaf) for _, leaf in leaves]
     if not is_transformed(jax.tree.leaves((grads, opt_state, params))):
@@ -163,6 +167,11 @@ def step_report(
         for (path, leaf), way in zip(leaves, ways, strict=True)
     ]
     return StepReport(tuple(rows))
+
+
+def _named_sharding(leaf: Any) -> NamedSharding | None:
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _device_count(leaf: Any) -> int:

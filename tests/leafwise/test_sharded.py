@@ -14,8 +14,12 @@ from steps import by_take_step
 
 import optax_mp
 from optax_mp import _warnings
+from optax_mp.leafwise import _tpu
 
-pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
+pytestmark = [
+    pytest.mark.usefixtures("no_long_constant_folding"),
+    pytest.mark.filterwarnings("ignore:optax_mp. a step on several devices"),
+]
 
 
 def assert_has_kernels(step, *args):
@@ -69,16 +73,64 @@ def test_where_nothing_is_known():
     tx = compact()
     mesh = mesh_of("Auto")
     params, grads = (jax.device_put(arrays(i), shardings(mesh)) for i in (0, 1))
-    step = by_take_step(tx)
-    got, _ = steps(step, params, tx.init(params), grads)
+    step = jax.jit(by_take_step(tx))  # within another `jit`
+
+    def outer(*args):
+        return step(*args)
+
+    got, _ = steps(outer, params, tx.init(params), grads)
     assert as_bits(got) == as_bits(on_one_device(tx))
-    traced = jax.jit(step).trace(params, tx.init(params), grads)
+    traced = jax.jit(outer).trace(params, tx.init(params), grads)
     for platform in ("tpu", "cuda"):
         _warnings.warn_once.cache_clear()
         with pytest.warns(optax_mp.MixedPrecisionWarning, match="Pass `param_shard"):
             text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert not re.search("tpu_custom_call|triton", text)
-    given = tx, grads, tx.init(params), params
+
+
+@pytest.mark.slow
+def test_where_arguments_say_it():
+    tx = compact()
+    mesh = mesh_of("Auto")
+    params, grads = (jax.device_put(arrays(i), shardings(mesh)) for i in (0, 1))
+    args = params, tx.init(params), grads
+    step = by_take_step(tx)
+    assert_has_kernels(step, *args)
+    with jax.set_mesh(mesh):
+        assert_has_kernels(step, *args)
+    traced = jax.jit(step).trace(*args)
+    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    report = optax_mp.step_report(tx, grads, args[1], params)
+    assert {row.tpu for row in report.rows} == {"kernel"}
+
+
+@pytest.mark.slow
+def test_where_arguments_say_it_and_no_kernel_can_be_made(monkeypatch):
+    def fail(*args):
+        raise ValueError("a new Pallas")
+
+    tx = compact()
+    params = jax.device_put(arrays(0), shardings(mesh_of("Auto")))
+    monkeypatch.setattr(_tpu, "run_end", fail)
+    _warnings.warn_once.cache_clear()
+    traced = jax.jit(by_take_step(tx)).trace(params, tx.init(params), params)
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match="could not make a kernel"):
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" not in text
+
+
+@pytest.mark.slow
+def test_where_arguments_disagree():
+    """A state that is not sharded as its param is."""
+    tx = compact()
+    mesh = mesh_of("Auto")
+    params = jax.device_put(arrays(0), shardings(mesh))
+    whole = NamedSharding(mesh, PartitionSpec())
+    state = jax.device_put(tx.init(params), whole)
+    traced = jax.jit(by_take_step(tx)).trace(params, state, params)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" not in text
+    given = tx, params, state, params
     for row in optax_mp.step_report(*given).rows:
         assert row.tpu == "layout not known, or uneven"
     known = optax_mp.step_report(*given, param_shardings=shardings(mesh))

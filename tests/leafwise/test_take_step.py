@@ -16,6 +16,7 @@ import pytest
 from comparison import as_bits, check_alike
 from jax.experimental import pallas as pl
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 from optimizers import (
     DISTINCT,
     OPTIMIZERS,
@@ -297,6 +298,33 @@ def test_chunks_do_the_same(form, device_count, monkeypatch):
         got = trained(step, tx, 2, CHUNKED, dtype_of(form))
     assert set(ran) == set(CHUNKED[: -1 if device_count == 1 else 1])
     check_alike(got, want, CODES.get(form, 1e-3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", KERNELS)
+def test_each_device_runs_the_kernel_on_its_shards(platform):
+    """If `jit` says how its arguments are sharded. Each shard knows its place."""
+    tx = FORMS["5.1 bytes"]()
+    params, grads = (random_tree(i, shapes=[(3, 64, 1024)]) for i in (0, 1))
+    args = params, tx.init(params), grads
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=kinds)
+
+    def place(x):
+        spec = (None, "a", "b") if x.ndim else ()
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def run(args, device_count):
+        def step(params, state, grads):
+            return optax_mp.take_step(tx, grads, state, params)
+
+        with lowered_for(platform, kernels=True, device_count=device_count) as ran:
+            result = jax.jit(step)(*args)
+        assert ran
+        return result
+
+    got = run(jax.tree.map(place, args), 8)
+    assert as_bits(got) == as_bits(run(args, 1))
 
 
 def test_without_a_kernel_a_tpu_goes_by_chunks(monkeypatch):
