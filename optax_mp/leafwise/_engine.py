@@ -272,9 +272,10 @@ class _CutStep:
         Tried in a separate program: a failure would leave half of a function in this.
         The types are those of the call that follows, which so needs no second trace.
         """
+        types = [x.update(shape=part.shape_of(x.shape)) for x in map(jax.typeof, args)]
         place = map(jnp.int32, part.origin)
         with warnings.catch_warnings():
             # JAX 0.12 deprecates kernels in Triton.
             warnings.simplefilter("ignore", DeprecationWarning)
-            traced: Any = jax.jit(run).trace(*place, *map(jax.typeof, args))
+            traced: Any = jax.jit(run).trace(*place, *types)
             traced.lower(lowering_platforms=(self.target.platform,))
