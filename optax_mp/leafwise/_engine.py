@@ -270,12 +270,15 @@ class _CutStep:
         """Raise if a kernel cannot be lowered.
 
         Tried in a separate program: a failure would leave half of a function in this.
-        The types are those of the call that follows, which so needs no second trace.
+        On one device the call that follows has the same types, and shares the trace.
         """
-        types = [x.update(shape=part.shape_of(x.shape)) for x in map(jax.typeof, args)]
+        avals = [
+            jax.ShapeDtypeStruct(part.shape_of(x.shape), x.dtype)
+            for x in map(jax.typeof, args)
+        ]
         place = map(jnp.int32, part.origin)
         with warnings.catch_warnings():
             # JAX 0.12 deprecates kernels in Triton.
             warnings.simplefilter("ignore", DeprecationWarning)
-            traced: Any = jax.jit(run).trace(*place, *types)
+            traced: Any = jax.jit(run).trace(*place, *avals)
             traced.lower(lowering_platforms=(self.target.platform,))
