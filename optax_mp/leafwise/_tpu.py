@@ -140,6 +140,33 @@ def run_end(
     )
 
 
+def bring_rows(view: jax.Array, first: Any, length: int) -> jax.Array:
+    """Return some of the rows of an array in host memory, on the device.
+
+    Args:
+        view: an array of 8-bit numbers with rows of whole tiles.
+        first: the first row, a multiple of the 32 rows of a tile.
+        length: how many rows.
+    """
+
+    def kernel(first: Any, view: Any, rows: Any, semaphore: Any) -> None:
+        start = pl.multiple_of(first[0], _ROWS)
+        pltpu.async_copy(view.at[pl.ds(start, length)], rows, semaphore).wait()
+
+    shape = result_like(jax.typeof(view), (length, *view.shape[1:]))
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            in_specs=[pl.BlockSpec(memory_space=pl.HOST)],
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=[pltpu.SemaphoreType.DMA],
+        ),
+        # Not in memory on the chip, where XLA might put it.
+        out_shape=pltpu.HBM.like(shape),
+    )(jnp.asarray(first, jnp.int32)[None], view)
+
+
 def _pack(numbers: Sequence[Any]) -> list[jax.Array]:
     """Return single numbers as two arrays, of integers and floats.
 
