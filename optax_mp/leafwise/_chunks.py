@@ -164,16 +164,18 @@ class _Chunk(Evaluator):
         """Return the chunk of a view of an array."""
         first, length = self._span(view.shape)
         if is_on_host(view) and self.cuts.has_tall_tiles(view.dtype):
-            return bring_rows(view, first, length)
+            return _bring_codes(view, first, length)
         chunk = lax.dynamic_slice_in_dim(view, first, length, self.cuts.axis)
         return as_stored(to_device(chunk)) if is_on_host(view) else chunk
 
     def put(self, view: jax.Array, chunk: jax.Array) -> jax.Array:
         """Return a view with another chunk in the place of this one."""
         chunk = chunk.astype(view.dtype)
+        first, _ = self._span(view.shape)
+        if is_on_host(view) and self.cuts.has_tall_tiles(view.dtype):
+            return _put_codes(view, chunk, first)
         if is_on_host(view):
             chunk = to_host(as_stored(chunk))
-        first, _ = self._span(view.shape)
         return lax.dynamic_update_slice_in_dim(view, chunk, first, self.cuts.axis)
 
     def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
@@ -212,20 +214,30 @@ class _Chunk(Evaluator):
         return Blocks(len(shape) - 1, self.cuts.part.block_size, shape[-1])
 
 
-def bring_rows(view: jax.Array, first: Any, length: int) -> jax.Array:
+def _bring_codes(view: jax.Array, first: Any, length: int) -> jax.Array:
     """Return rows of 8-bit codes in host memory, on the device.
 
     XLA for TPUs would convert all of the array for each chunk: in host memory its tiles
-    have 32 rows, and those of a chunk that XLA copies have 8.
+    have 32 rows, and those of a chunk that XLA copies may have 8.
     """
-    # Pallas is slow to import.
-    from optax_mp.leafwise._tpu import bring_rows as by_kernel
+    from optax_mp.leafwise import _tpu  # Pallas is slow to import.
 
     def by_slice(view: jax.Array, first: Any) -> jax.Array:
         return to_device(lax.dynamic_slice_in_dim(view, first, length))
 
+    by_kernel = partial(_tpu.bring_rows, length=length)
+    return lax.platform_dependent(view, first, tpu=by_kernel, default=by_slice)
+
+
+def _put_codes(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
+    """Return an array of 8-bit codes in host memory with other rows."""
+    from optax_mp.leafwise import _tpu
+
+    def by_slice(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(view, to_host(codes), first, 0)
+
     return lax.platform_dependent(
-        view, first, tpu=partial(by_kernel, length=length), default=by_slice
+        view, codes, first, tpu=_tpu.put_rows, default=by_slice
     )
 
 

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from optax_mp._jax._arrays import result_like
+from optax_mp._jax._memory import to_host
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._kernel_evaluator import DTYPES, hold, other_dtype
@@ -19,6 +20,7 @@ from optax_mp.leafwise._program import Value
 from optax_mp.leafwise._tile_evaluator import LANES, TileEvaluator
 
 _ROWS = 32  # Mosaic's tiles of 8-bit numbers are 32 x 128.
+_PACKED = 4  # rows of 8-bit numbers, in one of 32-bit numbers
 _CHUNK = 512
 
 
@@ -141,30 +143,82 @@ def run_end(
 
 
 def bring_rows(view: jax.Array, first: Any, length: int) -> jax.Array:
-    """Return some of the rows of an array in host memory, on the device.
+    """Return some rows of an array of 8-bit numbers in host memory, on the device.
 
     Args:
-        view: an array of 8-bit numbers with rows of whole tiles.
+        view: the array, with rows of whole tiles.
         first: the first row, a multiple of the 32 rows of a tile.
-        length: how many rows.
+        length: how many rows, another multiple.
     """
+    shape = length // _PACKED, view.shape[1]
 
-    def kernel(first: Any, view: Any, rows: Any, semaphore: Any) -> None:
-        start = pl.multiple_of(first[0], _ROWS)
-        pltpu.async_copy(view.at[pl.ds(start, length)], rows, semaphore).wait()
+    def kernel(first: Any, view: Any, words: Any, semaphore: Any) -> None:
+        rows = _rows_as_words(view, first, shape[0])
+        pltpu.async_copy(rows, words, semaphore).wait()
 
-    shape = result_like(jax.typeof(view), (length, *view.shape[1:]))
-    return pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            in_specs=[pl.BlockSpec(memory_space=pl.HOST)],
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=[pltpu.SemaphoreType.DMA],
-        ),
-        # Not in memory on the chip, where XLA might put it.
-        out_shape=pltpu.HBM.like(shape),
-    )(jnp.asarray(first, jnp.int32)[None], view)
+    # On the device, but not in memory on the chip, where XLA might put it.
+    made = pltpu.HBM.from_type(jax.typeof(view).update(shape=shape, dtype=jnp.int32))
+    words = _copy_rows(kernel, [pl.HOST], pl.ANY, made)(_as_array(first), view)
+    codes = (words[:, None] >> _shifts()) & 255
+    codes = codes.reshape(length, -1).astype(jnp.uint8)
+    return lax.bitcast_convert_type(codes, view.dtype)
+
+
+def put_rows(view: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
+    """Return an array in host memory with other rows, which are on the device.
+
+    Args:
+        view, first: as of `bring_rows`.
+        rows: the rows.
+    """
+    codes = lax.bitcast_convert_type(rows, jnp.uint8).astype(jnp.int32)
+    codes = codes.reshape(-1, _PACKED, view.shape[1])
+    words = (codes << _shifts()).sum(1, dtype=jnp.int32)
+
+    def kernel(first: Any, words: Any, _: Any, view: Any, semaphore: Any) -> None:
+        rows = _rows_as_words(view, first, words.shape[0])
+        pltpu.async_copy(words, rows, semaphore).wait()
+
+    spaces, made = [pl.ANY, pl.HOST], jax.typeof(view)
+    copy = _copy_rows(kernel, spaces, pl.HOST, made, input_output_aliases={2: 0})
+    return to_host(copy(_as_array(first), words, view))
+
+
+# XLA chooses between two tilings for 8-bit numbers, and copies between memories do not
+# convert. Of four rows as one of 32-bit numbers there is one tiling.
+def _rows_as_words(view: Any, first: Any, count: int) -> Any:
+    start = pl.multiple_of(lax.div(first[0], _PACKED), _ROWS // _PACKED)
+    return view.bitcast(jnp.int32).at[pl.ds(start, count)]
+
+
+def _shifts() -> jax.Array:
+    """Return by how many bits each of the rows in a word is shifted."""
+    return 8 * jnp.arange(_PACKED, dtype=jnp.int32)[:, None]
+
+
+def _as_array(first: Any) -> jax.Array:
+    return jnp.asarray(first, jnp.int32)[None]
+
+
+def _copy_rows(
+    kernel: Any, spaces: Sequence[Any], space: Any, made: Any, **settings: Any
+) -> Any:
+    """Return a function that runs a kernel that copies between memories.
+
+    Args:
+        kernel: takes references of a number, of arrays, of the result, and a semaphore.
+        spaces: the memories of the arrays.
+        space: the memory of the result.
+        made: the type of the result.
+        **settings: others of `pallas_call`.
+    """
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        in_specs=[pl.BlockSpec(memory_space=x) for x in spaces],
+        out_specs=pl.BlockSpec(memory_space=space),
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
+    )
+    return pl.pallas_call(kernel, grid_spec=grid_spec, out_shape=made, **settings)
 
 
 def _pack(numbers: Sequence[Any]) -> list[jax.Array]:
