@@ -388,7 +388,9 @@ class _StepFromHost:
             cuts = cuts or Cuts.whole(part)
             made = run_end(end, cuts, brought[:count], brought[count:])
             return [
-                to_host(as_stored(x)) if is_host_type(v.aval) and not is_on_host(x) else x
+                to_host(as_stored(x))
+                if is_host_type(v.aval) and not is_on_host(x)
+                else x
                 for v, x in zip(end.outputs, made, strict=True)
             ]
 
@@ -397,4 +399,4 @@ class _StepFromHost:
 
 def _bring_whole(x: jax.Array) -> jax.Array:
     """Return an array on the device."""
-    return to_device(x) if is_on_host(x) else x
+    return as_stored(to_device(x)) if is_on_host(x) else x

@@ -159,21 +159,17 @@ def bring_rows(view: jax.Array, first: Any, length: int) -> jax.Array:
     # On the device, but not in memory on the chip, where XLA might put it.
     made = pltpu.HBM.from_type(jax.typeof(view).update(shape=shape, dtype=jnp.int32))
     words = _copy_rows(kernel, [pl.HOST], pl.ANY, made)(_as_array(first), view)
-    codes = (words[:, None] >> _shifts()) & 255
-    codes = codes.reshape(length, -1).astype(jnp.uint8)
-    return lax.bitcast_convert_type(codes, view.dtype)
+    return from_words(words, view.dtype)
 
 
 def put_rows(view: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
     """Return an array in host memory with other rows, which are on the device.
 
     Args:
-        view, first: as of `bring_rows`.
+        view: the array, as of `bring_rows`.
         rows: the rows.
+        first: where they begin.
     """
-    codes = lax.bitcast_convert_type(rows, jnp.uint8).astype(jnp.int32)
-    codes = codes.reshape(-1, _PACKED, view.shape[1])
-    words = (codes << _shifts()).sum(1, dtype=jnp.int32)
 
     def kernel(first: Any, words: Any, _: Any, view: Any, semaphore: Any) -> None:
         rows = _rows_as_words(view, first, words.shape[0])
@@ -181,11 +177,27 @@ def put_rows(view: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
 
     spaces, made = [pl.ANY, pl.HOST], jax.typeof(view)
     copy = _copy_rows(kernel, spaces, pl.HOST, made, input_output_aliases={2: 0})
-    return to_host(copy(_as_array(first), words, view))
+    return to_host(copy(_as_array(first), as_words(rows), view))
 
 
-# XLA chooses between two tilings for 8-bit numbers, and copies between memories do not
-# convert. Of four rows as one of 32-bit numbers there is one tiling.
+def as_words(rows: jax.Array) -> jax.Array:
+    """Return rows of 8-bit numbers, each four as one of 32-bit numbers.
+
+    XLA chooses between two tilings for 8-bit numbers, and copies between memories do
+    not convert. For 32-bit numbers there is one. On a TPU both lie alike in memory.
+    """
+    codes = lax.bitcast_convert_type(rows, jnp.uint8).astype(jnp.int32)
+    codes = codes.reshape(-1, _PACKED, rows.shape[1])
+    return (codes << _shifts()).sum(1, dtype=jnp.int32)
+
+
+def from_words(words: jax.Array, dtype: Any) -> jax.Array:
+    """Return the rows of 8-bit numbers that `as_words` took."""
+    codes = (words[:, None] >> _shifts()) & 255
+    codes = codes.reshape(-1, words.shape[1]).astype(jnp.uint8)
+    return lax.bitcast_convert_type(codes, dtype)
+
+
 def _rows_as_words(view: Any, first: Any, count: int) -> Any:
     start = pl.multiple_of(lax.div(first[0], _PACKED), _ROWS // _PACKED)
     return view.bitcast(jnp.int32).at[pl.ds(start, count)]
