@@ -151,15 +151,9 @@ def bring_rows(view: jax.Array, first: Any, length: int) -> jax.Array:
         length: how many rows, another multiple.
     """
     shape = length // _PACKED, view.shape[1]
-
-    def kernel(first: Any, view: Any, words: Any, semaphore: Any) -> None:
-        rows = _rows_as_words(view, first, shape[0])
-        pltpu.async_copy(rows, words, semaphore).wait()
-
     # On the device, but not in memory on the chip, where XLA might put it.
     made = pltpu.HBM.from_type(jax.typeof(view).update(shape=shape, dtype=jnp.int32))
-    words = _copy_rows(kernel, [pl.HOST], pl.ANY, made)(_as_array(first), view)
-    return from_words(words, view.dtype)
+    return from_words(_copy_words(made, first, view), view.dtype)
 
 
 def put_rows(view: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
@@ -170,14 +164,7 @@ def put_rows(view: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
         rows: the rows.
         first: where they begin.
     """
-
-    def kernel(first: Any, words: Any, _: Any, view: Any, semaphore: Any) -> None:
-        rows = _rows_as_words(view, first, words.shape[0])
-        pltpu.async_copy(words, rows, semaphore).wait()
-
-    spaces, made = [pl.ANY, pl.HOST], jax.typeof(view)
-    copy = _copy_rows(kernel, spaces, pl.HOST, made, input_output_aliases={2: 0})
-    return to_host(copy(_as_array(first), as_words(rows), view))
+    return to_host(_copy_words(jax.typeof(view), first, view, as_words(rows)))
 
 
 def as_words(rows: jax.Array) -> jax.Array:
@@ -198,39 +185,40 @@ def from_words(words: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(codes, dtype)
 
 
-def _rows_as_words(view: Any, first: Any, count: int) -> Any:
-    start = pl.multiple_of(lax.div(first[0], _PACKED), _ROWS // _PACKED)
-    return view.bitcast(jnp.int32).at[pl.ds(start, count)]
-
-
 def _shifts() -> jax.Array:
     """Return by how many bits each of the rows in a word is shifted."""
     return 8 * jnp.arange(_PACKED, dtype=jnp.int32)[:, None]
 
 
-def _as_array(first: Any) -> jax.Array:
-    return jnp.asarray(first, jnp.int32)[None]
-
-
-def _copy_rows(
-    kernel: Any, spaces: Sequence[Any], space: Any, made: Any, **settings: Any
-) -> Any:
-    """Return a function that runs a kernel that copies between memories.
+def _copy_words(made: Any, first: Any, view: jax.Array, *words: jax.Array) -> jax.Array:
+    """Return words of an array in host memory, or the array with other words.
 
     Args:
-        kernel: takes references of a number, of arrays, of the result, and a semaphore.
-        spaces: the memories of the arrays.
-        space: the memory of the result.
         made: the type of the result.
-        **settings: others of `pallas_call`.
+        first: the first row, not counted in words.
+        view: the array.
+        *words: those to put in; without, some are returned.
     """
+
+    def kernel(first: Any, view: Any, words: Any, *others: Any) -> None:
+        *result, semaphore = others
+        start = pl.multiple_of(lax.div(first[0], _PACKED), _ROWS // _PACKED)
+        array = result[0] if result else view
+        rows = array.bitcast(jnp.int32).at[pl.ds(start, words.shape[0])]
+        ends = (words, rows) if result else (rows, words)
+        pltpu.async_copy(*ends, semaphore).wait()
+
+    host, device = (pl.BlockSpec(memory_space=x) for x in (pl.HOST, pl.ANY))
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
-        in_specs=[pl.BlockSpec(memory_space=x) for x in spaces],
-        out_specs=pl.BlockSpec(memory_space=space),
+        in_specs=[host, device] if words else [host],
+        out_specs=host if words else device,
         scratch_shapes=[pltpu.SemaphoreType.DMA],
     )
-    return pl.pallas_call(kernel, grid_spec=grid_spec, out_shape=made, **settings)
+    alias = {1: 0} if words else {}
+    return pl.pallas_call(
+        kernel, grid_spec=grid_spec, out_shape=made, input_output_aliases=alias
+    )(jnp.asarray(first, jnp.int32)[None], view, *words)
 
 
 def _pack(numbers: Sequence[Any]) -> list[jax.Array]:
