@@ -8,8 +8,8 @@ memory, only one chunk has to be on the device at a time.
 A TPU stores the last two axes of an array in tiles of 8 to 32 rows and 128 lanes. No
 tile is cut. XLA copies between memories only slices along one axis, so leading axes are
 merged into rows if that keeps the tiles, and else one leading axis is cut. A kernel
-copies chunks of 8-bit codes, whose tiles XLA would convert in the whole array. Rows that
-may be sharded are cut within each shard, so that devices do not exchange chunks.
+copies chunks of 8-bit codes, whose tiles XLA would convert in the whole array. Rows
+that may be sharded are cut within each shard, so that devices do not exchange chunks.
 """
 
 import math
