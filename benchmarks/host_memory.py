@@ -10,10 +10,12 @@ device: `pip install 'optax_mp[accelerators]'`. Nothing is run, and nothing is t
 "state on the host" and "overwritten there" are bytes per weight; so is "device holds",
 which is params, gradients and small state. Temporaries are MiB; "two chunks and an
 update" is what the device should need of them, with the update of one leaf in its
-dtype: float32 for the compact form and with a loss scale. Params and state are donated.
+dtype: float32 for the compact form and with a loss scale. "by take_step" makes no
+update and should need two chunks. Params and state are donated.
 """
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import record
-from forms import adamw, compact, masters, scaled
+from forms import adamw, by_optax, compact, in_one_pass, masters, scaled
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optax_mp
@@ -53,17 +55,29 @@ class Case(NamedTuple):
         leaves: how many params there are, all of one shape.
         side: rows and columns of each.
         devices: over how many the rows are sharded.
+        layers: how many matrices a param stacks; 0 for one that is a matrix.
     """
 
     make: Callable[[], optax.GradientTransformation]
     leaves: int = 4
     side: int = SIDE
     devices: int = 1
+    layers: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a param."""
+        return (self.layers, self.side, self.side)[not self.layers :]
 
 
 def wide_masters() -> optax.GradientTransformation:
     """Return AdamW with float32 masters."""
     return masters(adamw())
+
+
+def five_bytes() -> optax.GradientTransformation:
+    """Return AdamW at 5.1 bytes per weight."""
+    return compact(adamw())
 
 
 ONE = {
@@ -73,7 +87,9 @@ ONE = {
     "masters, loss scale": Case(lambda: scaled(wide_masters())),
     "masters, clipped gradients": Case(clipped),
     "masters, clipped updates": Case(clipped_after),
-    "5.1 bytes": Case(lambda: compact(adamw())),
+    "5.1 bytes": Case(five_bytes),
+    "5.1 bytes, 24 stacked layers": Case(five_bytes, leaves=1, layers=24),
+    "5.1 bytes, loss scale": Case(lambda: scaled(five_bytes())),
     "LAMB": Case(lambda: masters(optax.lamb(1e-3))),
     "Adafactor": Case(lambda: masters(optax.adafactor(1e-3))),
     "Muon": Case(lambda: masters(optax.contrib.muon(1e-3))),
@@ -85,15 +101,17 @@ SHARDED = {
 }
 LARGE = {
     "masters": Case(wide_masters, leaves=24, side=8192),
-    "5.1 bytes": Case(lambda: compact(adamw()), leaves=24, side=8192),
+    "5.1 bytes": Case(five_bytes, leaves=24, side=8192),
 }
 
 
-def compile_step(case: Case, *, is_offloaded: bool = True) -> Any:
-    """Return a compiled step."""
+def compile_step(
+    case: Case, by: Callable[..., Any] = by_optax, *, is_offloaded: bool = True
+) -> Any:
+    """Return a compiled step, as `by` makes it of a transformation."""
     inner = case.make()
     shapes = {
-        f"w{i:02}": jax.ShapeDtypeStruct((case.side, case.side), jnp.bfloat16)
+        f"w{i:02}": jax.ShapeDtypeStruct(case.shape, jnp.bfloat16)
         for i in range(case.leaves)
     }
     state = jax.eval_shape(inner.init, shapes)
@@ -115,9 +133,7 @@ def compile_step(case: Case, *, is_offloaded: bool = True) -> Any:
     if is_offloaded:
         shardings = jax.tree.map(lambda _: rows, shapes) if case.devices > 1 else None
         tx = optax_mp.offload(inner, chunk_bytes=CHUNK, param_shardings=shardings)
-    # Without, as it is best on a TPU.
-    step = (accelerators.by_optax if is_offloaded else accelerators.in_one_pass)(tx)
-    jitted = jax.jit(step, donate_argnums=(0, 1))
+    jitted = jax.jit(by(tx), donate_argnums=(0, 1))
     return jitted.lower(params, state, params).compile()
 
 
@@ -132,7 +148,8 @@ def update_bytes(case: Case) -> int:
 def measure(name: str, case: Case) -> record.Row:
     """Return what one device and its host hold in a step."""
     found = compile_step(case).memory_analysis()
-    leaf = case.side**2 // case.devices
+    in_one = compile_step(case, in_one_pass).memory_analysis()
+    leaf = math.prod(case.shape) // case.devices
     weights = leaf * case.leaves
     return {
         "step": name,
@@ -141,6 +158,8 @@ def measure(name: str, case: Case) -> record.Row:
         "device holds": found.argument_size_in_bytes / weights,
         "host temporaries, MiB": found.host_temp_size_in_bytes / MIB,
         "device temporaries, MiB": found.temp_size_in_bytes / MIB,
+        "by take_step, MiB": in_one.temp_size_in_bytes / MIB,
+        "by take_step on the host, MiB": in_one.host_temp_size_in_bytes / MIB,
         "two chunks and an update, MiB": (2 * CHUNK + update_bytes(case) * leaf) / MIB,
     }
 
@@ -157,7 +176,8 @@ def measure_large(name: str, case: Case) -> record.Row:
         "host temporaries, GiB": found.host_temp_size_in_bytes / GIB,
     }
     try:
-        plain = compile_step(case, is_offloaded=False).memory_analysis()
+        # As it is best on a TPU.
+        plain = compile_step(case, in_one_pass, is_offloaded=False).memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         print(f"{name} without offload: {str(error)[:600]}", flush=True)
         if "RESOURCE_EXHAUSTED" not in str(error):

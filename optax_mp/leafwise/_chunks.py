@@ -7,13 +7,15 @@ memory, only one chunk has to be on the device at a time.
 
 A TPU stores the last two axes of an array in tiles of 8 to 32 rows and 128 lanes. No
 tile is cut. XLA copies between memories only slices along one axis, so leading axes are
-merged into rows if that keeps the tiles, and else one leading axis is cut. Rows that
-may be sharded are cut within each shard, so that devices do not exchange chunks.
+merged into rows if that keeps the tiles, and else one leading axis is cut. A kernel
+copies chunks of 8-bit codes, whose tiles XLA would convert in the whole array. Rows
+that may be sharded are cut within each shard, so that devices do not exchange chunks.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -75,16 +77,18 @@ class Cuts:
         """Return whether XLA for TPUs can copy chunks of an array out of host memory.
 
         It has no such copy of less than a tile, nor of lanes: arrays with short rows
-        have their columns there. Codes of 8 bits have other tiles in a chunk than in
-        the whole, and XLA would convert all of the array for each chunk.
+        have their columns there.
         """
-        is_element = x.shape == self.part.shape
-        if not is_element or x.dtype.itemsize == 1 or len(x.shape) == 1:
+        if x.shape != self.part.shape or len(x.shape) == 1:
             return False
         height, width = self.view[-2:]
         if width % _LANES or height % _SUBLANES:
             return False
         return self.axis < len(self.view) - 2 or self.length % _SUBLANES == 0
+
+    def has_tall_tiles(self, dtype: Any) -> bool:
+        """Return whether a TPU stores elements of a dtype in tiles of 32 rows."""
+        return dtype.itemsize == 1 and self.part.shape[-2] % _ROWS == 0
 
 
 def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts | None:
@@ -159,15 +163,20 @@ class _Chunk(Evaluator):
 
     def of(self, view: jax.Array) -> jax.Array:
         """Return the chunk of a view of an array."""
-        chunk = lax.dynamic_slice_in_dim(view, *self._span(view.shape), self.cuts.axis)
-        return in_rows(to_device(chunk)) if is_on_host(view) else chunk
+        first, length = self._span(view.shape)
+        if is_on_host(view) and self.cuts.has_tall_tiles(view.dtype):
+            return _bring_codes(view, first, length)
+        chunk = lax.dynamic_slice_in_dim(view, first, length, self.cuts.axis)
+        return as_stored(to_device(chunk)) if is_on_host(view) else chunk
 
     def put(self, view: jax.Array, chunk: jax.Array) -> jax.Array:
         """Return a view with another chunk in the place of this one."""
         chunk = chunk.astype(view.dtype)
-        if is_on_host(view):
-            chunk = to_host(in_rows(chunk))
         first, _ = self._span(view.shape)
+        if is_on_host(view) and self.cuts.has_tall_tiles(view.dtype):
+            return _put_codes(view, chunk, first)
+        if is_on_host(view):
+            chunk = to_host(as_stored(chunk))
         return lax.dynamic_update_slice_in_dim(view, chunk, first, self.cuts.axis)
 
     def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
@@ -206,18 +215,54 @@ class _Chunk(Evaluator):
         return Blocks(len(shape) - 1, self.cuts.part.block_size, shape[-1])
 
 
-def in_rows(x: jax.Array) -> jax.Array:
-    """Return an array with its rows in the lanes of a TPU.
+def _bring_codes(view: jax.Array, first: Any, length: int) -> jax.Array:
+    """Return rows of 8-bit codes in host memory, on the device.
 
-    XLA puts the columns there if the array is combined with scales, whose rows are
-    shorter than the lanes. But it cannot copy a part of the lanes to host memory, and
-    there it changes the tiles of codes. Only for TPUs: on other platforms XLA would
-    gather a sharded array.
+    XLA for TPUs would convert all of the array for each chunk: in host memory its tiles
+    have 32 rows, and those of a chunk that XLA copies may have 8.
     """
-    rows = Layout(tuple(range(x.ndim)))
+    from optax_mp.leafwise import _tpu  # Pallas is slow to import.
+
+    def by_slice(view: jax.Array, first: Any) -> jax.Array:
+        return to_device(lax.dynamic_slice_in_dim(view, first, length))
+
+    by_kernel = partial(_tpu.bring_rows, length=length)
+    return lax.platform_dependent(view, first, tpu=by_kernel, default=by_slice)
+
+
+def _put_codes(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
+    """Return an array of 8-bit codes in host memory with other rows."""
+    from optax_mp.leafwise import _tpu
+
+    def by_slice(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(view, to_host(codes), first, 0)
+
     return lax.platform_dependent(
-        x, tpu=lambda x: with_layout_constraint(x, rows), default=lambda x: x
+        view, codes, first, tpu=_tpu.put_rows, default=by_slice
     )
+
+
+def as_stored(x: jax.Array) -> jax.Array:
+    """Return an array in the layout that XLA for TPUs gives it in host memory.
+
+    The lanes hold its rows, or its columns if that needs less padding. In another
+    layout, XLA would keep a second copy of the array in host memory. And it cannot copy
+    chunks there if it puts the columns of elements into the lanes, as it would because
+    of the short rows of scales. Only for TPUs: on other platforms XLA would gather a
+    sharded array.
+    """
+    order = list(range(x.ndim))
+    if x.ndim > 1 and _padded(*x.shape[-2:]) > _padded(*x.shape[:-3:-1]):
+        order[-2:] = reversed(order[-2:])
+    layout = Layout(tuple(order))
+    return lax.platform_dependent(
+        x, tpu=lambda x: with_layout_constraint(x, layout), default=lambda x: x
+    )
+
+
+def _padded(height: int, width: int) -> int:
+    """Return how many elements the tiles of rows in the lanes have."""
+    return -(-height // _SUBLANES) * -(-width // _LANES)
 
 
 def run_end(

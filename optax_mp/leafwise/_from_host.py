@@ -25,7 +25,7 @@ from optax_mp._jax._arrays import has_explicit_axes, is_partitioned
 from optax_mp._jax._memory import bring, is_host_type, is_on_host, to_device, to_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._warnings import warn
-from optax_mp.leafwise._chunks import Cuts, cuts_of, in_rows, run_end
+from optax_mp.leafwise._chunks import Cuts, as_stored, cuts_of, run_end
 from optax_mp.leafwise._ends import End, overwritten_by
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._layout import Layout
@@ -388,7 +388,9 @@ class _StepFromHost:
             cuts = cuts or Cuts.whole(part)
             made = run_end(end, cuts, brought[:count], brought[count:])
             return [
-                to_host(in_rows(x)) if is_host_type(v.aval) and not is_on_host(x) else x
+                to_host(as_stored(x))
+                if is_host_type(v.aval) and not is_on_host(x)
+                else x
                 for v, x in zip(end.outputs, made, strict=True)
             ]
 
@@ -397,4 +399,4 @@ class _StepFromHost:
 
 def _bring_whole(x: jax.Array) -> jax.Array:
     """Return an array on the device."""
-    return in_rows(to_device(x)) if is_on_host(x) else x
+    return as_stored(to_device(x)) if is_on_host(x) else x

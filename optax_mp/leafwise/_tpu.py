@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from optax_mp._jax._arrays import result_like
+from optax_mp._jax._memory import to_host
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._kernel_evaluator import DTYPES, hold, other_dtype
@@ -19,6 +20,7 @@ from optax_mp.leafwise._program import Value
 from optax_mp.leafwise._tile_evaluator import LANES, TileEvaluator
 
 _ROWS = 32  # Mosaic's tiles of 8-bit numbers are 32 x 128.
+_PACKED = 4  # rows of 8-bit numbers, in one of 32-bit numbers
 _CHUNK = 512
 
 
@@ -138,6 +140,85 @@ def run_end(
         *_pack([*part.origin, *(args[i] for i in singles)]),
         *(args[i] for i in arrays),
     )
+
+
+def bring_rows(view: jax.Array, first: Any, length: int) -> jax.Array:
+    """Return some rows of an array of 8-bit numbers in host memory, on the device.
+
+    Args:
+        view: the array, with rows of whole tiles.
+        first: the first row, a multiple of the 32 rows of a tile.
+        length: how many rows, another multiple.
+    """
+    shape = length // _PACKED, view.shape[1]
+    # On the device, but not in memory on the chip, where XLA might put it.
+    made = pltpu.HBM.from_type(jax.typeof(view).update(shape=shape, dtype=jnp.int32))
+    return from_words(_copy_words(made, first, view), view.dtype)
+
+
+def put_rows(view: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
+    """Return an array in host memory with other rows, which are on the device.
+
+    Args:
+        view: the array, as of `bring_rows`.
+        rows: the rows.
+        first: where they begin.
+    """
+    return to_host(_copy_words(jax.typeof(view), first, view, as_words(rows)))
+
+
+def as_words(rows: jax.Array) -> jax.Array:
+    """Return rows of 8-bit numbers, each four as one of 32-bit numbers.
+
+    XLA chooses between two tilings for 8-bit numbers, and copies between memories do
+    not convert. For 32-bit numbers there is one. On a TPU both lie alike in memory.
+    """
+    codes = lax.bitcast_convert_type(rows, jnp.uint8).astype(jnp.int32)
+    codes = codes.reshape(-1, _PACKED, rows.shape[1])
+    return (codes << _shifts()).sum(1, dtype=jnp.int32)
+
+
+def from_words(words: jax.Array, dtype: Any) -> jax.Array:
+    """Return the rows of 8-bit numbers that `as_words` took."""
+    codes = (words[:, None] >> _shifts()) & 255
+    codes = codes.reshape(-1, words.shape[1]).astype(jnp.uint8)
+    return lax.bitcast_convert_type(codes, dtype)
+
+
+def _shifts() -> jax.Array:
+    """Return by how many bits each of the rows in a word is shifted."""
+    return 8 * jnp.arange(_PACKED, dtype=jnp.int32)[:, None]
+
+
+def _copy_words(made: Any, first: Any, view: jax.Array, *words: jax.Array) -> jax.Array:
+    """Return words of an array in host memory, or the array with other words.
+
+    Args:
+        made: the type of the result.
+        first: the first row, not counted in words.
+        view: the array.
+        *words: those to put in; without, some are returned.
+    """
+
+    def kernel(first: Any, view: Any, words: Any, *others: Any) -> None:
+        *result, semaphore = others
+        start = pl.multiple_of(lax.div(first[0], _PACKED), _ROWS // _PACKED)
+        array = result[0] if result else view
+        rows = array.bitcast(jnp.int32).at[pl.ds(start, words.shape[0])]
+        ends = (words, rows) if result else (rows, words)
+        pltpu.async_copy(*ends, semaphore).wait()
+
+    host, device = (pl.BlockSpec(memory_space=x) for x in (pl.HOST, pl.ANY))
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        in_specs=[host, device] if words else [host],
+        out_specs=host if words else device,
+        scratch_shapes=[pltpu.SemaphoreType.DMA],
+    )
+    alias = {1: 0} if words else {}
+    return pl.pallas_call(
+        kernel, grid_spec=grid_spec, out_shape=made, input_output_aliases=alias
+    )(jnp.asarray(first, jnp.int32)[None], view, *words)
 
 
 def _pack(numbers: Sequence[Any]) -> list[jax.Array]:

@@ -1,7 +1,13 @@
 """How the arrays of a leaf are cut into chunks."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from comparison import as_bits
+from host_memory import needs_memories
 
 from optax_mp.leafwise._chunks import cuts_of
 from optax_mp.leafwise._evaluator import Part
@@ -24,8 +30,32 @@ def part_of(shape, block_size=1):
 )
 def test_only_whole_tiles_leave_host_memory_in_chunks(shape, can):
     cuts = cuts_of(part_of(shape))
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "uint8"):
         assert cuts.can_leave_host(jax.ShapeDtypeStruct(shape, dtype)) == can
-    assert not cuts.can_leave_host(jax.ShapeDtypeStruct(shape, "uint8"))
     scales = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // 32), "float32")
     assert not cuts.can_leave_host(scales)
+
+
+@pytest.mark.parametrize(
+    ("shape", "are_tall"), [((8192, 4096), True), ((24, 1000, 256), False)]
+)
+def test_tiles_of_codes_are_tall_if_they_divide_the_rows(shape, are_tall):
+    cuts = cuts_of(part_of(shape))
+    assert cuts.has_tall_tiles(jnp.dtype("int8")) == are_tall
+    assert not cuts.has_tall_tiles(jnp.dtype("bfloat16"))
+
+
+@needs_memories
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_a_kernel_brings_rows_of_codes(dtype, monkeypatch):
+    from optax_mp.leafwise import _tpu
+
+    # The interpreter knows no host memory, and no writing through words.
+    interpreted = functools.partial(_tpu.pl.pallas_call, interpret=True)
+    monkeypatch.setattr(_tpu.pl, "pallas_call", interpreted)
+    bits = np.random.default_rng(0).integers(0, 256, (256, 128), np.uint8)
+    codes = jnp.asarray(bits.view(dtype))
+    brought = jax.jit(lambda x, first: _tpu.bring_rows(x, first, 64))(codes, 96)
+    assert as_bits(brought) == as_bits(codes[96:160])
+    again = _tpu.from_words(_tpu.as_words(codes), dtype)
+    assert as_bits(again) == as_bits(codes)
