@@ -13,6 +13,7 @@ that may be sharded are cut within each shard, so that devices do not exchange c
 """
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -77,9 +78,11 @@ class Cuts:
         """Return whether XLA for TPUs can copy chunks of an array out of host memory.
 
         It has no such copy of less than a tile, nor of lanes: arrays with short rows
-        have their columns there.
+        have their columns there. Tall tiles need a kernel.
         """
         if x.shape != self.part.shape or len(x.shape) == 1:
+            return False
+        if self.has_tall_tiles(x.dtype) and _kernels() is None:
             return False
         height, width = self.view[-2:]
         if width % _LANES or height % _SUBLANES:
@@ -215,31 +218,39 @@ class _Chunk(Evaluator):
         return Blocks(len(shape) - 1, self.cuts.part.block_size, shape[-1])
 
 
+def _kernels() -> Any:
+    """Return the module of kernels for TPUs; None without kernels."""
+    if os.environ.get("OPTAX_MP_KERNELS") == "0":
+        return None
+    try:
+        from optax_mp.leafwise import _tpu  # Pallas is slow to import.
+    except Exception:  # It is experimental.
+        return None
+    return _tpu
+
+
 def _bring_codes(view: jax.Array, first: Any, length: int) -> jax.Array:
     """Return rows of 8-bit codes in host memory, on the device.
 
     XLA for TPUs would convert all of the array for each chunk: in host memory its tiles
     have 32 rows, and those of a chunk that XLA copies may have 8.
     """
-    from optax_mp.leafwise import _tpu  # Pallas is slow to import.
 
     def by_slice(view: jax.Array, first: Any) -> jax.Array:
         return to_device(lax.dynamic_slice_in_dim(view, first, length))
 
-    by_kernel = partial(_tpu.bring_rows, length=length)
+    by_kernel = partial(_kernels().bring_rows, length=length)
     return lax.platform_dependent(view, first, tpu=by_kernel, default=by_slice)
 
 
 def _put_codes(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
     """Return an array of 8-bit codes in host memory with other rows."""
-    from optax_mp.leafwise import _tpu
 
     def by_slice(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(view, to_host(codes), first, 0)
 
-    return lax.platform_dependent(
-        view, codes, first, tpu=_tpu.put_rows, default=by_slice
-    )
+    by_kernel = _kernels().put_rows
+    return lax.platform_dependent(view, codes, first, tpu=by_kernel, default=by_slice)
 
 
 def as_stored(x: jax.Array) -> jax.Array:

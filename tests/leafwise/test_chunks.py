@@ -39,8 +39,13 @@ def test_only_whole_tiles_leave_host_memory_in_chunks(shape, can):
 @pytest.mark.parametrize(
     ("shape", "are_tall"), [((8192, 4096), True), ((24, 1000, 256), False)]
 )
-def test_tiles_of_codes_are_tall_if_they_divide_the_rows(shape, are_tall):
+def test_tiles_of_codes_are_tall_if_they_divide_the_rows(shape, are_tall, monkeypatch):
+    """Without kernels, such codes come as whole leaves."""
     cuts = cuts_of(part_of(shape))
+    codes = jax.ShapeDtypeStruct(shape, "int8")
+    assert cuts.can_leave_host(codes)
+    monkeypatch.setenv("OPTAX_MP_KERNELS", "0")
+    assert cuts.can_leave_host(codes) != are_tall
     assert cuts.has_tall_tiles(jnp.dtype("int8")) == are_tall
     assert not cuts.has_tall_tiles(jnp.dtype("bfloat16"))
 
