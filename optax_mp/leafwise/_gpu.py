@@ -135,6 +135,8 @@ def run_end(
         for x in map(jnp.asarray, [*part.origin, *args])
     ]
     rank = len(part.shape)
+    # Booleans are read as integers: a copy, which an output cannot overwrite.
+    converted = [i for i, x in enumerate(end.reads) if x.aval.dtype == jnp.bool_]
     made_shapes = [(v, part.shape_of(v.aval.shape)) for v in end.outputs]
     params = None if interpret else triton.CompilerParams(num_warps=_WARPS)
     made = pl.pallas_call(
@@ -144,7 +146,7 @@ def run_end(
             result_like(v.aval, (math.prod(shape),)) for v, shape in made_shapes
         ],
         input_output_aliases={
-            rank + read_at: out for out, read_at in end.replaced.items()
+            rank + at: out for out, at in end.replaced.items() if at not in converted
         },
         interpret=interpret,
         compiler_params=params,

@@ -376,6 +376,19 @@ def test_a_gpu_has_kernels_for_float16_and_a_tpu_none(form):
         assert (CALLS[platform] in text) == (platform == "cuda")
 
 
+def test_a_gpu_has_a_kernel_for_a_state_of_booleans():
+    def update(updates, was_positive, params=None):
+        kept = jax.tree.map(lambda u, b: jnp.where(b, u, -u), updates, was_positive)
+        return kept, jax.tree.map(lambda u: u > 0, updates)
+
+    def init(params):
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, bool), params)
+
+    flips = optax.GradientTransformation(init, update)
+    tx = compact(optax.chain(ADAMW(), flips))
+    assert "triton" in lowered(tx, "cuda", ((64, 4096),))
+
+
 def test_an_update_has_kernels_on_a_tpu_alone():
     """On a GPU the updates, which have to be written, cost more than kernels gain.
 
