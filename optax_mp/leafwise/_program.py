@@ -56,7 +56,8 @@ class Program:
         constants: the arrays of the values that are neither inputs nor outputs of
             equations.
         has_branches: whether the jaxpr has a `cond` that is opened: all of its branches
-            are computed, and their results chosen one by one.
+            are computed, and their results chosen one by one, unless it is known which
+            of them runs.
     """
 
     inputs: list[Value]
@@ -106,8 +107,7 @@ class Program:
         if is_literal(which):
             return self._open(branches[which.val], operands)
         results = [self._open(x, operands) for x in branches]
-        both = zip(*results, strict=True)
-        return [self._choose(which, cases) for cases in both]
+        return [self._choose(which, cases) for cases in zip(*results, strict=True)]
 
     def _add(self, equation: Equation, inputs: Sequence[Any]) -> list[Value]:
         made = [Value(var.aval, len(self.nodes)) for var in equation.outvars]
