@@ -48,15 +48,22 @@ class Target:
     is_exported: bool = False
 
     @classmethod
-    def of(cls, platform: str, module: Any) -> "Target":
-        """Read it off the context in which JAX lowers an equation."""
-        context = module.axis_context
-        is_whole = hasattr(context, "num_devices")
+    def of(cls, context: Any) -> "Target | None":
+        """Read it off the context in which JAX lowers an equation.
+
+        None if that is for another platform, for several, or within `compute_on`.
+        """
+        module, axes = context.module_context, context.module_context.axis_context
+        platform, *others = module.platforms
+        is_placed = getattr(context.jaxpr_eqn_ctx, "compute_type", None) is not None
+        if others or platform not in PLATFORMS or is_placed:
+            return None
+        is_whole = hasattr(axes, "num_devices")
         if is_whole:
-            count = context.num_devices
+            count = axes.num_devices
         else:
-            is_split = context.manual_axes == frozenset(context.mesh.axis_names)
-            count = 1 if is_split else context.mesh.size
+            is_split = axes.manual_axes == frozenset(axes.mesh.axis_names)
+            count = 1 if is_split else axes.mesh.size
         return cls(platform, count, not is_whole, module.lowering_parameters.for_export)
 
 
@@ -112,10 +119,9 @@ def _lower(
     *inputs: Any,
     call: Equation,
     rewrite: Rewrite,
-    platform: str | None = None,
     **params: Any,
 ) -> Any:
-    target = platform and Target.of(platform, context.module_context)
+    target = Target.of(context)
     function = target and rewrite(target)
     if not (target and function):
         # One equation: the jaxpr of the call is lowered as it is, without another
@@ -186,8 +192,7 @@ def _sharding_of(value: Any) -> NamedSharding | None:
 
 batching.fancy_primitive_batchers[_call] = _batched
 ad.primitive_jvps[_call] = _jvp
-mlir.register_lowering(_call, _lower)
-for _platform in PLATFORMS:
-    _lower_for = functools.partial(_lower, platform=_platform)
-    # Not cacheable: JAX would lower it within a function, which hides the conversions.
-    mlir.register_lowering(_call, _lower_for, platform=_platform, cacheable=False)
+# Not cacheable: JAX would lower it within a function, which hides the conversions. And
+# one rule for all platforms, because JAX fails to choose among such rules in a program
+# for several platforms.
+mlir.register_lowering(_call, _lower, cacheable=False)

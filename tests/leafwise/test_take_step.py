@@ -15,7 +15,6 @@ import optax
 import pytest
 from comparison import as_bits, check_alike
 from jax.experimental import pallas as pl
-from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 from optimizers import (
     DISTINCT,
@@ -90,7 +89,6 @@ def lowered_for(platform, kernels=False, device_count=1, read=None):
     the dtypes of the arrays that it read.
     """
     target = _by_platform.Target(platform, device_count)
-    lower = functools.partial(_by_platform._lower, platform="cpu")
     ran, read = [], set() if read is None else read
 
     def interpreted(end, part, args):
@@ -106,15 +104,7 @@ def lowered_for(platform, kernels=False, device_count=1, read=None):
         patch.setattr(_by_platform.Target, "of", lambda *_: target)
         patch.setattr(_engine, "_import_kernel", lambda _: kernel)
         patch.setenv("OPTAX_MP_KERNELS", str(int(kernels)))
-        mlir.register_lowering(
-            _by_platform._call, lower, platform="cpu", cacheable=False
-        )
-        try:
-            yield ran
-        finally:
-            mlir.register_lowering(
-                _by_platform._call, _by_platform._lower, platform="cpu"
-            )
+        yield ran
 
 
 def by_update(tx, grads, state, params, **extra):
@@ -374,6 +364,17 @@ def test_a_gpu_has_kernels_for_float16_and_a_tpu_none(form):
     for platform in CALLS:
         text = lowered(FORMS[form](), platform, dtype="float16")
         assert (CALLS[platform] in text) == (platform == "cuda")
+
+
+def test_a_step_is_exported_for_several_platforms():
+    """As written: a kernel is for one of them."""
+    tx = FORMS["5.1 bytes"]()
+    grads, params = random_tree(0), random_tree(1)
+    args = grads, tx.init(params), params
+    step = jax.jit(functools.partial(optax_mp.take_step, tx))
+    exported = jax.export.export(step, platforms=("cpu", "tpu", "cuda"))(*args)
+    assert "custom_call @tpu" not in exported.mlir_module()
+    assert as_bits(exported.call(*args)) == as_bits(step(*args))
 
 
 def test_a_gpu_has_a_kernel_for_a_state_of_booleans():
