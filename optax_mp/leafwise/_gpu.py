@@ -18,6 +18,8 @@ from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._kernel_evaluator import (
     DTYPES,
     KernelEvaluator,
+    aliases,
+    as_read,
     hold,
     other_dtype,
 )
@@ -118,11 +120,10 @@ def run_end(
             if value.aval.ndim:
                 at, inside = places_of(value)
                 other = None if inside is None else 0
-                values[value] = hold(triton.load(ref.at[at], mask=inside, other=other))
+                read = triton.load(ref.at[at], mask=inside, other=other)
             else:
-                values[value] = hold(ref[0])
-            if value.aval.dtype == jnp.bool_:
-                values[value] = values[value] != 0
+                read = ref[0]
+            values[value] = hold(read, value.aval.dtype)
         run.run_all(end, values)
         for value, ref in zip(end.outputs, refs[len(end.reads) :], strict=True):
             at, inside = places_of(value)
@@ -131,12 +132,9 @@ def run_end(
             )
 
     flat = [
-        jnp.reshape(x, -1).astype(jnp.int32 if x.dtype == jnp.bool_ else x.dtype)
-        for x in map(jnp.asarray, [*part.origin, *args])
+        as_read(jnp.reshape(x, -1)) for x in map(jnp.asarray, [*part.origin, *args])
     ]
     rank = len(part.shape)
-    # Booleans are read as integers: a copy, which an output cannot overwrite.
-    converted = [i for i, x in enumerate(end.reads) if x.aval.dtype == jnp.bool_]
     made_shapes = [(v, part.shape_of(v.aval.shape)) for v in end.outputs]
     params = None if interpret else triton.CompilerParams(num_warps=_WARPS)
     made = pl.pallas_call(
@@ -145,9 +143,7 @@ def run_end(
         out_shape=[
             result_like(v.aval, (math.prod(shape),)) for v, shape in made_shapes
         ],
-        input_output_aliases={
-            rank + at: out for out, at in end.replaced.items() if at not in converted
-        },
+        input_output_aliases={rank + at: out for at, out in aliases(end).items()},
         interpret=interpret,
         compiler_params=params,
     )(*flat)

@@ -85,9 +85,24 @@ def held_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
 
 
-def hold(x: jax.Array) -> jax.Array:
-    """Return an array that was read, in the dtype in which it is held."""
-    return x.astype(held_dtype(x.dtype))
+def as_read(x: jax.Array) -> jax.Array:
+    """Return an array as a kernel reads it: booleans are integers in its memory."""
+    return x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
+
+
+def hold(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return an array of a dtype that was read, in the dtype in which it is held."""
+    held = x.astype(held_dtype(x.dtype))
+    return held != 0 if dtype == jnp.bool_ else held
+
+
+def aliases(end: End) -> dict[int, int]:
+    """Return which outputs overwrite what an end reads.
+
+    Booleans are read as integers: from a copy, which an output cannot overwrite.
+    """
+    replaced = end.replaced.items()
+    return {at: out for out, at in replaced if end.reads[at].aval.dtype != jnp.bool_}
 
 
 def _as(dtype: Any, x: jax.Array) -> jax.Array:

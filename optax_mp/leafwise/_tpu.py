@@ -15,7 +15,13 @@ from optax_mp._jax._arrays import result_like
 from optax_mp._jax._memory import to_host
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
-from optax_mp.leafwise._kernel_evaluator import DTYPES, hold, other_dtype
+from optax_mp.leafwise._kernel_evaluator import (
+    DTYPES,
+    aliases,
+    as_read,
+    hold,
+    other_dtype,
+)
 from optax_mp.leafwise._program import Value
 from optax_mp.leafwise._tile_evaluator import LANES, TileEvaluator
 
@@ -29,8 +35,8 @@ def obstacle(end: End, part: Part) -> str | None:
     other = other_dtype(end, DTYPES - {"float16"})
     if other is not None:
         return f"computes in {other}"
-    if any(v.aval.ndim and v.aval.dtype == jnp.bool_ for v in end.reads):
-        return "reads an array of bools"
+    if any(value.aval.dtype == jnp.bool_ for value in end.outputs):
+        return "writes an array of bools"
     if len(part.shape) < 2:
         return "one axis"
     # What Mosaic has no way to lower.
@@ -91,7 +97,7 @@ def run_end(
         of_arrays = dict(zip(arrays, inputs, strict=True))
         for i, ref in of_arrays.items():
             if is_scales(end.reads[i]):
-                values[end.reads[i]] = hold(ref[...])
+                values[end.reads[i]] = hold(ref[...], end.reads[i].aval.dtype)
 
         def run_chunk(k: Any, scales: Sequence[Any]) -> Sequence[Any]:
             first = pl.multiple_of(k * chunk, chunk)
@@ -100,8 +106,10 @@ def run_end(
             )
             local = dict(values)
             for i, ref in of_arrays.items():
-                if not is_scales(end.reads[i]):
-                    local[end.reads[i]] = hold(ref[:, pl.ds(first, chunk)])
+                value = end.reads[i]
+                if not is_scales(value):
+                    read = ref[:, pl.ds(first, chunk)]
+                    local[value] = hold(read, value.aval.dtype)
             tile.run_all(end, local)
             # Elements are stored at once. The scales of a chunk fill only a part of a
             # register's lanes. So the loop carries all scales of the tile, each chunk
@@ -124,7 +132,7 @@ def run_end(
             if is_scales(value):
                 ref[...] = result.astype(ref.dtype)
 
-    alias = {2 + arrays.index(at): out for out, at in end.replaced.items()}
+    alias = {2 + arrays.index(at): out for at, out in aliases(end).items()}
     in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
     return pl.pallas_call(
         kernel,
@@ -138,7 +146,7 @@ def run_end(
         interpret=interpret,
     )(
         *_pack([*part.origin, *(args[i] for i in singles)]),
-        *(args[i] for i in arrays),
+        *(as_read(args[i]) for i in arrays),
     )
 
 

@@ -74,8 +74,12 @@ def test_a_whole_training_step_needs_no_more_than_by_hand(target, tmp_path):
     forms = "masters by hand;masters, take;5.1 bytes, loss scale, take"
     options = "--targets", target, "--devices", "1", "--forms", forms
     by_hand, ours, compact = rows_of("training_step.py", tmp_path, *options)
-    assert ours["peak GB"] <= 1.02 * by_hand["peak GB"]
-    assert compact["peak GB"] <= 0.6 * by_hand["peak GB"]
+
+    def held(row):
+        return row["state GB"] + row["temporaries GB"]
+
+    assert held(ours) <= 1.02 * held(by_hand)
+    assert held(compact) <= 0.6 * held(by_hand)
     assert compact["kernels"] >= 5  # for each matrix one
     assert {row["collectives"] for row in (by_hand, ours, compact)} == {"none"}
 

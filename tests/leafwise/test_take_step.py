@@ -41,6 +41,23 @@ def compact(inner, storage=None, **settings):
 
 
 ADAMW = functools.partial(optax.adamw, 1e-2)
+
+
+def flips(next_flips):
+    """Turn the signs of updates where an array of booleans says so."""
+
+    def init(params):
+        return jax.tree.map(
+            lambda p: jnp.arange(p.size).reshape(p.shape) % 3 == 0, params
+        )
+
+    def update(updates, where, params=None):
+        turned = jax.tree.map(lambda u, b: jnp.where(b, -u, u), updates, where)
+        return turned, jax.tree.map(next_flips, updates, where)
+
+    return optax.GradientTransformation(init, update)
+
+
 FORMS = {
     "5.1 bytes": lambda: compact(ADAMW()),
     "16 bits": lambda: compact(ADAMW(), optax_mp.Split(16), bits=16),
@@ -59,13 +76,15 @@ FORMS = {
     "MultiSteps": lambda: compact(
         optax.MultiSteps(ADAMW(), 2, should_skip_update_fn=optax.skip_not_finite)
     ),
+    "booleans": lambda: compact(optax.chain(ADAMW(), flips(lambda _, where: where))),
     "muon": lambda: compact(optax.contrib.muon(1e-2)),
     "madgrad": lambda: compact(optax.contrib.madgrad(1e-2)),
     "float16": lambda: compact(ADAMW()),
 }
 # Of those that have codes, what differs most.
 CUT = sorted(DISTINCT | {"adagrad", "adan", "amsgrad", "prodigy", "rprop", "sm3"})
-ON_GPUS = {"5.1 bytes", "16 bits", "stochastic rounding", "float16", "MultiSteps"}
+ON_GPUS = {"5.1 bytes", "16 bits", "stochastic rounding", "float16"}
+ON_GPUS |= {"MultiSteps", "booleans"}
 # How many codes may differ, where it is more than one in a thousand: each step computes
 # the params anew, so that the last place of any sum shows.
 CODES = {"madgrad": 3e-3}
@@ -377,17 +396,12 @@ def test_a_step_is_exported_for_several_platforms():
     assert as_bits(exported.call(*args)) == as_bits(step(*args))
 
 
-def test_a_gpu_has_a_kernel_for_a_state_of_booleans():
-    def update(updates, was_positive, params=None):
-        kept = jax.tree.map(lambda u, b: jnp.where(b, u, -u), updates, was_positive)
-        return kept, jax.tree.map(lambda u: u > 0, updates)
-
-    def init(params):
-        return jax.tree.map(lambda p: jnp.zeros(p.shape, bool), params)
-
-    flips = optax.GradientTransformation(init, update)
-    tx = compact(optax.chain(ADAMW(), flips))
-    assert "triton" in lowered(tx, "cuda", ((64, 4096),))
+def test_a_gpu_has_a_kernel_for_new_booleans_and_a_tpu_none():
+    new = flips(lambda updates, _: updates > 0)
+    tx = compact(optax.chain(ADAMW(), new))
+    for platform in CALLS:
+        text = lowered(tx, platform, ((64, 4096),))
+        assert (CALLS[platform] in text) == (platform == "cuda")
 
 
 def test_an_update_has_kernels_on_a_tpu_alone():
