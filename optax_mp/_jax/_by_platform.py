@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._jaxpr import Equation, bind
@@ -180,14 +180,22 @@ def _sharding_of(value: Any) -> NamedSharding | None:
     sizes = {name: int(n) for name, n in re.findall(r'"([^"]+)"=(\d+)', match[1])}
     axes = re.findall(r"\{([^}]*)\}", match[2])
     spec = PartitionSpec(*(tuple(re.findall('"([^"]+)"', axis)) for axis in axes))
-    # The context may have a mesh, with axes of size 1 that are not in the text, and
-    # `shard_map` must be over that one. An empty one may know the kind of device.
+    mesh = _mesh_with(sizes)
+    return None if mesh is None else NamedSharding(mesh, spec)
+
+
+def _mesh_with(sizes: Mapping[str, int]) -> AbstractMesh | None:
+    """Return the mesh over which `shard_map` can be, of axes of these sizes.
+
+    None if the context has another mesh, over which `shard_map` would have to be.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty:  # it may know the kind of device
         types = (AxisType.Auto,) * len(sizes)
-        mesh = mesh.update(tuple(sizes.values()), tuple(sizes), types)
+        return mesh.update(tuple(sizes.values()), tuple(sizes), types)
+    # The text of a sharding leaves out axes of size 1.
     shape = [(name, n) for name, n in mesh.shape.items() if n > 1 or name in sizes]
-    return NamedSharding(mesh, spec) if shape == list(sizes.items()) else None
+    return mesh if shape == list(sizes.items()) else None
 
 
 batching.fancy_primitive_batchers[_call] = _batched

@@ -13,7 +13,6 @@ that may be sharded are cut within each shard, so that devices do not exchange c
 """
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from optax_mp._jax._memory import is_on_host, moves_memory, to_device, to_host
 from optax_mp._jax._sharding import on_mesh_of
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Evaluator, Part
+from optax_mp.leafwise._kernels import kernels_for
 from optax_mp.leafwise._program import Node, Value
 
 # On a TPU v5e, AdamW's step of as many or twice as many weights stays on the chip; of
@@ -82,7 +82,7 @@ class Cuts:
         """
         if x.shape != self.part.shape or len(x.shape) == 1:
             return False
-        if self.has_tall_tiles(x.dtype) and _kernels() is None:
+        if self.has_tall_tiles(x.dtype) and isinstance(kernels_for("tpu"), str):
             return False
         height, width = self.view[-2:]
         if width % _LANES or height % _SUBLANES:
@@ -218,17 +218,6 @@ class _Chunk(Evaluator):
         return Blocks(len(shape) - 1, self.cuts.part.block_size, shape[-1])
 
 
-def _kernels() -> Any:
-    """Return the module of kernels for TPUs; None without kernels."""
-    if os.environ.get("OPTAX_MP_KERNELS") == "0":
-        return None
-    try:
-        from optax_mp.leafwise import _tpu  # Pallas is slow to import.
-    except Exception:  # It is experimental.
-        return None
-    return _tpu
-
-
 def _bring_codes(view: jax.Array, first: Any, length: int) -> jax.Array:
     """Return rows of 8-bit codes in host memory, on the device.
 
@@ -239,7 +228,7 @@ def _bring_codes(view: jax.Array, first: Any, length: int) -> jax.Array:
     def by_slice(view: jax.Array, first: Any) -> jax.Array:
         return to_device(lax.dynamic_slice_in_dim(view, first, length))
 
-    by_kernel = partial(_kernels().bring_rows, length=length)
+    by_kernel = partial(kernels_for("tpu").bring_rows, length=length)
     return lax.platform_dependent(view, first, tpu=by_kernel, default=by_slice)
 
 
@@ -249,7 +238,7 @@ def _put_codes(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
     def by_slice(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(view, to_host(codes), first, 0)
 
-    by_kernel = _kernels().put_rows
+    by_kernel = kernels_for("tpu").put_rows
     return lax.platform_dependent(view, codes, first, tpu=by_kernel, default=by_slice)
 
 

@@ -11,8 +11,6 @@ elementwise ends of the leaves are lowered as written, and each end is computed
 On other platforms the call is lowered as written.
 """
 
-import functools
-import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,13 +29,12 @@ from optax_mp.leafwise import _chunks
 from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
+from optax_mp.leafwise._kernels import UNKNOWN_LAYOUT, find_kernel, warn_of
 from optax_mp.leafwise._layout import Layout
 from optax_mp.leafwise._program import Value, read_output, run_nodes, values_in
 from optax_mp.leafwise._traced_step import Step, TracedStep, obstacle_of
 
 Function = Callable[..., list[Any]]
-
-_UNKNOWN_LAYOUT = "layout not known, or uneven"
 
 
 def run_step(
@@ -76,64 +73,6 @@ def _rewrite(
     return _CutStep(traced, target).run if is_cut else None
 
 
-def find_kernel(layout: Layout, target: Target) -> Any:
-    """Return the module of the kernel for an end, or a string: why it has none.
-
-    Args:
-        layout: of the end.
-        target: what the program is lowered for.
-    """
-    if layout.end.obstacle is not None:
-        return layout.end.obstacle
-    if os.environ.get("OPTAX_MP_KERNELS") == "0":
-        return "OPTAX_MP_KERNELS=0"
-    # Kernels do not run on later versions.
-    if target.is_exported:
-        return "exported"
-    if target.platform == "tpu" and _is_old_tpu():
-        return "TPU v2 or v3"
-    # An array that is sharded would be gathered for a kernel.
-    if layout.sharding is None and target.device_count > 1:
-        return _UNKNOWN_LAYOUT
-    try:
-        kernel = _import_kernel(target.platform)
-    except Exception as error:
-        return _warn_of(error)
-    return kernel.obstacle(layout.end, layout.part) or kernel
-
-
-def _import_kernel(platform: str) -> Any:
-    # Pallas is experimental and slow to import, so import it only for a kernel.
-    if platform == "tpu":
-        from optax_mp.leafwise import _tpu as kernel
-    else:
-        from optax_mp.leafwise import _gpu as kernel
-    return kernel
-
-
-@functools.cache
-def _is_old_tpu() -> bool:
-    """Return whether this machine has TPUs for which Mosaic compiles no such kernel."""
-    try:
-        kind = jax.local_devices(backend="tpu")[0].device_kind
-    except RuntimeError:
-        return False
-    return kind in ("TPU v2", "TPU v3")
-
-
-def _warn_of(error: Exception) -> str:
-    """Say what an error costs, and return the obstacle that it is."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0]
-    warn_once(
-        "optax_mp: this version of JAX could not make a kernel for a leaf that is "
-        "stored in few bits, and XLA alone compiles its step. That takes more "
-        "operations on a TPU, and moves 1.5 times as many bytes on a GPU. Another "
-        "version of JAX may do better; OPTAX_MP_KERNELS=0 makes no kernels, and no "
-        f"warning. {text}"
-    )
-    return "no kernel by this version of JAX"
-
-
 @dataclass(frozen=True)
 class _CutStep:
     """A step for a target.
@@ -151,7 +90,7 @@ class _CutStep:
     def run(
         self,
         inputs: Sequence[Any],
-        narrow: Mapping[int, Any],
+        widened_from: Mapping[int, Any],
         shardings: Mapping[int, NamedSharding],
     ) -> list[Any]:
         """Return the outputs of the call; see `call_by_platform`."""
@@ -169,7 +108,7 @@ class _CutStep:
         run_nodes(program.behind([*others, *read_by_ends])[0], values)
         results = dict(values)
         # Kernels and chunks widen what they have read.
-        as_stored = values | {reads[i]: x for i, x in narrow.items()}
+        as_stored = values | {reads[i]: x for i, x in widened_from.items()}
         known = traced.shardings or {reads[i]: x for i, x in shardings.items()}
         for end in ends:
             args = [as_stored[value] for value in end.reads]
@@ -189,7 +128,7 @@ class _CutStep:
 
     def _warn_of_layout(self, layout: Layout) -> None:
         """Warn if an end has no kernel because its layout is not known."""
-        is_unknown = find_kernel(layout, self.target) == _UNKNOWN_LAYOUT
+        is_unknown = find_kernel(layout, self.target) == UNKNOWN_LAYOUT
         if is_unknown and not self.traced.shardings:
             warn_once(
                 "optax_mp: a step on several devices is compiled for arrays in few "
@@ -215,7 +154,7 @@ class _CutStep:
             is_tried = not is_mapped and not self.target.is_within_shard_map
             return self._shared(layout, kernel.run_end, args if is_tried else None)
         except Exception as error:
-            _warn_of(error)
+            warn_of(error)
             return None
 
     def _by_chunks(self, layout: Layout, args: Sequence[Any]) -> Function | None:

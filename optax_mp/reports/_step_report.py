@@ -12,7 +12,7 @@ from optax_mp._jax._by_platform import Target
 from optax_mp._table import align_columns
 from optax_mp._tree import spell
 from optax_mp.leafwise._ends import End
-from optax_mp.leafwise._engine import find_kernel
+from optax_mp.leafwise._kernels import find_kernel
 from optax_mp.leafwise._layout import Layout
 from optax_mp.leafwise._program import Value
 from optax_mp.leafwise._take_step import whole_step

@@ -28,7 +28,7 @@ from slow_cases import mostly_slow
 import optax_mp
 from optax_mp import _warnings
 from optax_mp._jax import _by_platform
-from optax_mp.leafwise import _chunks, _engine, _gpu, _tpu
+from optax_mp.leafwise import _chunks, _gpu, _kernels, _tpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:take_step. no kernel")
 KERNELS = {"tpu": _tpu, "cuda": _gpu}
@@ -121,7 +121,7 @@ def lowered_for(platform, kernels=False, device_count=1, read=None):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_by_platform.Target, "of", lambda *_: target)
-        patch.setattr(_engine, "_import_kernel", lambda _: kernel)
+        patch.setattr(_kernels, "_import_kernels", lambda _: kernel)
         patch.setenv("OPTAX_MP_KERNELS", str(int(kernels)))
         yield ran
 
