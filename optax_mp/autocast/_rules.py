@@ -185,7 +185,7 @@ class Rules:
             own = self._by_name.get(RECIPROCAL, own)
         if own == "widest" and adds_bias:
             own = self._by_name.get(BIAS_ADD, own)
-        if scope in PRODUCT_WORDS:
+        if scope is not None and scope in PRODUCT_WORDS:
             if name == PRIMITIVE and own != "as_written" and not callable(own):
                 own, why = scope, "scope"
         # A scope decides only where amp has a choice: an fft has no 16-bit form. Beside
