@@ -1,8 +1,7 @@
 """The wrapped optimizer, `inner`: one update of it, its arguments, and its errors."""
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_mp._choose import pass_choice
+from optax_mp._choose import choose_on_host
+from optax_mp._context import Transformation, context_of, without_context
+from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import PyTree, describe, is_array, is_floating, is_inexact, spell
@@ -102,15 +103,19 @@ class InnerUpdate:
         def cast(grads: Sequence[Any]) -> Any:
             return params.unflatten(map(_cast_gradient, inner_params, grads))
 
-        extra_args = pass_choice(extra_args, inner_state)
         if extra_args.get("grad") is not None:
             grad = params.match(extra_args["grad"], "the extra argument `grad`")
             extra_args = {**extra_args, "grad": cast(grad)}
         grads = cast(self.grads)
         grads = grads.fast if self.is_lookahead else grads
-        args = grads, inner_state, params.unflatten(inner_params)
-        with explain_failure(inner, *args, params.caller):
-            changes, inner_state = inner.update(*args, **extra_args)
+        changes, inner_state = update_inner(
+            inner,
+            grads,
+            inner_state,
+            params.unflatten(inner_params),
+            extra_args,
+            params.caller,
+        )
         updates = list(self.grads)
         for i, change in enumerate(params.match(changes, "the updates of `inner`")):
             is_hidden = is_absent(inner_params[i])
@@ -246,21 +251,28 @@ def or_no_change(update: Any, param: Any) -> Any:
 _ERRORS_OF_TREES = (TypeError, ValueError, AttributeError, KeyError, IndexError)
 
 
-@contextmanager
-def explain_failure(
-    inner: optax.GradientTransformation,
+def update_inner(
+    inner: optax.GradientTransformationExtraArgs,
     grads: PyTree,
     state: PyTree,
     params: PyTree,
+    extra_args: dict[str, Any],
     caller: str,
-) -> Iterator[None]:
-    """If the update of `inner` fails, say whether its arguments are to blame.
+) -> tuple[Any, Any]:
+    """Return (updates, new state) of `inner`.
 
-    A gradient may be None, or the state that of another optimizer. The state is looked
-    at only after a failure, because `init` must be traced for that.
+    If its update fails, say whether its arguments are to blame. A gradient may be None,
+    or the state that of another optimizer. The state is looked at only after a failure,
+    because `init` must be traced for that.
     """
     try:
-        yield
+        if isinstance(inner, Transformation):
+            return inner.update(grads, state, params, **extra_args)
+        proceed, extra_args = (
+            context_of(extra_args).proceed,
+            without_context(extra_args),
+        )
+        updates, new = inner.update(grads, state, params, **extra_args)
     except _ERRORS_OF_TREES as error:
         # An error of this package says what is wrong already.
         if params is None or _module_that_raised(error).startswith("optax_mp."):
@@ -273,6 +285,14 @@ def explain_failure(
         if problem is None:
             raise
         raise ValueError(problem) from error
+    if proceed is True:
+        return updates, new
+    # An `offload` inside of it was not told that the step may be skipped.
+    return updates, jax.tree.map(
+        lambda x, old: choose_on_host(proceed, x, old) if is_on_host(old) else x,
+        new,
+        state,
+    )
 
 
 def _module_that_raised(error: BaseException) -> str:

@@ -5,8 +5,9 @@ inside.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -80,7 +81,12 @@ def bind(
     return list(outputs) if equation.primitive.multiple_results else [outputs]
 
 
-def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]:
+def evaluate(
+    jaxpr: AnyJaxpr,
+    args: Sequence[Any],
+    run: Run = bind,
+    then: Mapping[Any, Callable[[Any], Any]] = MappingProxyType({}),
+) -> list[Any]:
     """Return the outputs of `jaxpr` for `args`.
 
     Every equation runs with its own named scopes, source line and configuration.
@@ -89,6 +95,7 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]
         jaxpr: the jaxpr.
         args: the values of its inputs.
         run: returns the outputs of an equation, from the equation and its inputs.
+        then: replaces the value of a variable once it is computed.
     """
     jaxpr, consts = open_jaxpr(jaxpr)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -102,7 +109,10 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]
             ]
             with location.of(equation):
                 outputs = run(equation, inputs)
-            values.update(zip(equation.outvars, outputs, strict=True))
+                values.update(zip(equation.outvars, outputs, strict=True))
+                for variable in equation.outvars:
+                    if variable in then:
+                        values[variable] = then[variable](values[variable])
     # A literal is a plain number, but the outputs are arrays.
     outvars: Any = jaxpr.outvars
     return [

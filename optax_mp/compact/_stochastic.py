@@ -8,6 +8,7 @@ import optax
 
 from optax_mp._arguments import check_given_params, check_init_params, check_own_state
 from optax_mp._choose import choose_step
+from optax_mp._context import Transformation
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, difference
 from optax_mp._inner import InnerUpdate, as_inner_param, as_transformation, copy_shared
@@ -142,7 +143,7 @@ def stochastic_rounding(
 
         return choose_step(is_unmarked(updates), step, state, extra_args)
 
-    return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
+    return Transformation.around(inner, init_fn, leafwise_update(update_fn))
 
 
 # So that params of one shape and dtype are traced once.

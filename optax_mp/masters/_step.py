@@ -11,7 +11,6 @@ import optax
 from jax import lax
 
 from optax_mp._arguments import check_given_params
-from optax_mp._choose import Choice, read_choice, select
 from optax_mp._dtypes import (
     at_least_float32,
     bits,
@@ -23,7 +22,7 @@ from optax_mp._inner import InnerUpdate, as_inner_param
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._tree import is_floating
 from optax_mp.masters._settings import Settings
-from optax_mp.masters._storage import FullCopy, as_own_arrays
+from optax_mp.masters._storage import as_own_arrays
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,12 @@ class Step:
         extra_args: dict[str, Any],
     ) -> tuple[list[Any], tuple[list[Any], Any]]:
         """Return (updates, (stored, inner state)) after an update of `inner`."""
-        seen_by_inner, proceed = self._decode(), read_choice(extra_args)
-        stored = list(self.stored)
+        seen_by_inner, stored = self._decode(), list(self.stored)
 
         def advance(i: int, change: Any) -> jax.Array:
             if not is_absent(stored[i]):
                 master = optax.apply_updates(seen_by_inner[i], change)
-                stored[i], change = self._advance_leaf(i, master, proceed)
+                stored[i], change = self._advance_leaf(i, master)
             return _cast_update(change, self._update_dtype(i))
 
         updates, inner_state = self.arguments.run(
@@ -93,16 +91,10 @@ class Step:
         )
         return updates, (stored, inner_state)
 
-    def _advance_leaf(
-        self, i: int, master: Any, proceed: Choice
-    ) -> tuple[Any, jax.Array]:
+    def _advance_leaf(self, i: int, master: Any) -> tuple[Any, jax.Array]:
         """Return (stored, update) of a leaf whose master moves to `master`."""
         param, stored = self.arguments.params.values[i], self.stored[i]
         new_stored, target = self.settings.storage.advance(stored, param, master)
-        if proceed is not True and type(self.settings.storage) is FullCopy:
-            # The master that `choose_step` stores. From the new one alone, XLA would
-            # write that one, too, and read it again for the param.
-            target = select(proceed, target, stored)
         # The difference to the actual param, not to the previous target: an update that
         # is rounded to 16 bits can miss its target, and the next one makes up for it.
         if target.dtype == param.dtype:

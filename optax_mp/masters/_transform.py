@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params
 from optax_mp._choose import choose_step
+from optax_mp._context import Transformation
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, round_to
 from optax_mp._inner import as_inner_param, as_transformation, copy_shared
@@ -156,7 +157,7 @@ def mixed_precision(
         stored, inner_state = after
         return leaves.unflatten(out), make_state(leaves.unflatten(stored), inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
+    return Transformation.around(inner, init_fn, leafwise_update(update_fn))
 
 
 def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[Any]]:

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp._choose import Choice, or_negative_zeros
+from optax_mp._choose import or_negative_zeros
+from optax_mp._context import Choice
 from optax_mp._dtypes import bits
 from optax_mp._jax._arrays import varies_by_rank
+from optax_mp._jax._sharding import constant_like
 from optax_mp._tree import PyTree, all_true, is_inexact
 from optax_mp.scaling._overwrite import hide_overwritten
 
@@ -60,5 +62,6 @@ def _is_negative_zero(x: Any) -> jax.Array:
     # As bits, those of the least integer, because CPUs compare the smallest numbers
     # equal to zero.
     integer = jnp.dtype(f"int{bits(x.dtype)}")
-    largest = lax.reduce_max(lax.bitcast_convert_type(x, integer), range(x.ndim))
-    return lax.eq(largest, integer.type(jnp.iinfo(integer).min))
+    pattern = lax.bitcast_convert_type(x, integer)
+    is_least = lax.eq(pattern, constant_like(pattern, jnp.iinfo(integer).min))
+    return lax.reduce_and(is_least, range(x.ndim))
