@@ -11,9 +11,7 @@ tells `optax_mp.offload` whether the step is taken, and it does not change these
 in a skipped step.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -23,9 +21,9 @@ from jax import lax
 
 from optax_mp._context import Choice, context_of, with_context
 from optax_mp._jax._arrays import is_array, is_traced
-from optax_mp._jax._jaxpr import evaluate
+from optax_mp._jax._jaxpr import Equation, bind, choose_where_computed, evaluate
 from optax_mp._jax._memory import is_on_host, to_device, to_host
-from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
+from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves
 
 # Takes the state before the step and extra arguments for the optimizer within, and
@@ -43,14 +41,32 @@ def choose_step(
     """
     if proceed is True:
         return step(state, extra_args)
+    choice = context_of(extra_args).proceed & proceed
+    extra_args = with_context(extra_args, proceed=choice)
+
+    def choose(given: tuple[Choice, Any]) -> tuple[Any, Any]:
+        proceed, state = given
+        updates, new_state = step(state, extra_args)
+        if is_traced(proceed) or proceed:
+            state = _choose_state(proceed, new_state, state)
+        return jax.tree.map(lambda x: or_negative_zeros(proceed, x), updates), state
+
+    if not is_traced(proceed):
+        return choose((proceed, state))
+
+    def run_call(call: Equation, inputs: list[Any]) -> list[Any]:
+        # What `step` reads beside its arguments is in front of these.
+        at = len(inputs) - len(traced.arrays)
+        jaxpr = choose_where_computed(call.params["jaxpr"], at)
+        return bind(call, inputs, {**call.params, "jaxpr": jaxpr})
+
+    traced = TracedCall.of(choose, (proceed, state), is_traced, jit_name="choose_step")
+    return traced.unflatten(evaluate(traced.closed, traced.arrays, run_call))
+
+
+def _choose_state(proceed: Choice, new_state: Any, state: Any) -> Any:
+    """Return the new state, or the old one."""
     old, treedef = jax.tree.flatten(state)
-    if any(map(is_on_host, old)):
-        choice = context_of(extra_args).proceed & proceed
-        extra_args = with_context(extra_args, proceed=choice)
-    if is_traced(proceed):
-        updates, new_state, chosen = _run_choosing(proceed, step, state, extra_args)
-    else:
-        (updates, new_state), chosen = step(state, extra_args), frozenset()
     new, new_treedef = jax.tree.flatten(new_state)
     if treedef != new_treedef or _types_of(new) != _types_of(old):
         before = Leaves.of(
@@ -58,36 +74,8 @@ def choose_step(
         )
         before.match_arrays(new_state, "the state that it returned")
         old = new_treedef.flatten_up_to(state)
-    if is_traced(proceed) or proceed:
-        both = enumerate(zip(new, old, strict=True))
-        new = [x if i in chosen else _choose_leaf(proceed, x, y) for i, (x, y) in both]
-        state = new_treedef.unflatten(new)
-    return jax.tree.map(lambda x: or_negative_zeros(proceed, x), updates), state
-
-
-def _run_choosing(
-    proceed: jax.Array, step: StepFunction, state: Any, extra_args: dict[str, Any]
-) -> tuple[Any, Any, frozenset[int]]:
-    """Return the result of a step, and which leaves of its state are chosen in it."""
-    traced = TracedCall.of(lambda state: step(state, extra_args), state, is_traced)
-    old, treedef = jax.tree.flatten(state)
-    first = len(traced.outputs) - len(old)
-    variables: Any = iter(traced.closed.jaxpr.outvars)
-    by_leaf = [next(variables) if is_output(x) else None for x in traced.outputs]
-    times = Counter(map(id, by_leaf[max(first, 0) :]))
-    choices: dict[Any, Any] = {}
-    chosen = set()
-    if jax.tree.structure(traced.unflatten_outputs()[1]) == treedef:
-        computed = {v for eqn in traced.closed.jaxpr.eqns for v in eqn.outvars}
-        for i, (variable, before) in enumerate(zip(by_leaf[first:], old, strict=True)):
-            # Not one that takes the place of two arrays, or has another dtype.
-            if variable is None or times[id(variable)] > 1 or is_on_host(before):
-                continue
-            if variable in computed and variable.aval == jax.typeof(before):
-                choices[variable] = partial(lax.select, proceed, on_false=before)
-                chosen.add(i)
-    values = evaluate(traced.closed, traced.arrays, then=choices)
-    return *traced.unflatten(values), frozenset(chosen)
+    both = zip(new, old, strict=True)
+    return new_treedef.unflatten([_choose_leaf(proceed, x, y) for x, y in both])
 
 
 def _types_of(leaves: Sequence[Any]) -> list[Any]:

@@ -5,12 +5,15 @@ as well. A transformation of others never sees it: the wrapper around it does wh
 context asks for.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import optax
+
+from optax_mp._quantized import holds_packed
 
 # Whether to take a step: a plain bool if it is not traced.
 Choice = jax.Array | bool
@@ -49,9 +52,26 @@ class Transformation(optax.GradientTransformationExtraArgs):
     offloaded: Any = None
 
     @classmethod
-    def around(cls, inner: Any, init: Any, update: Any) -> "Transformation":
-        """Return a wrapper of `inner`."""
-        made = cls(init, update)
+    def around(
+        cls, inner: Any, init: Any, update: Any, leafwise: Any = None
+    ) -> "Transformation":
+        """Return a wrapper of `inner`.
+
+        Args:
+            inner: the transformation inside.
+            init: makes the state.
+            update: takes a step.
+            leafwise: takes a step whose state has low-bit arrays.
+        """
+
+        @functools.wraps(update)
+        def update_fn(
+            updates: Any, state: Any, params: Any = None, **extra_args: Any
+        ) -> tuple[Any, Any]:
+            take = leafwise if leafwise and holds_packed(state) else update
+            return take(updates, state, params, **extra_args)
+
+        made = cls(init, update_fn)
         made.offloaded = getattr(inner, "offloaded", None)
         return made
 

@@ -14,7 +14,7 @@ from optax_mp._choose import choose_on_host
 from optax_mp._context import Transformation, context_of, without_context
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall
-from optax_mp._leaves import Leaves, is_absent
+from optax_mp._leaves import ABSENT, Leaves
 from optax_mp._tree import PyTree, describe, is_array, is_floating, is_inexact, spell
 from optax_mp._warnings import warn
 
@@ -118,31 +118,30 @@ class InnerUpdate:
         )
         updates = list(self.grads)
         for i, change in enumerate(params.match(changes, "the updates of `inner`")):
-            is_hidden = is_absent(inner_params[i])
-            if is_hidden or is_absent(change):
+            is_hidden = isinstance(inner_params[i], ABSENT)
+            if is_hidden or isinstance(change, ABSENT):
                 # The update of a leaf that is hidden from `inner` is its gradient.
                 change = updates[i] if is_hidden else change
                 updates[i] = or_no_change(change, params.values[i])
                 continue
-            self._check_shape(i, change)
+            if jnp.shape(change) != jnp.shape(params.values[i]):
+                raise ValueError(self._describe_change(i, change))
             updates[i] = advance(i, change)
         return updates, inner_state
 
-    def _check_shape(self, i: int, change: Any) -> None:
-        """Raise unless an update that `inner` made has the shape of its param."""
+    def _describe_change(self, i: int, change: Any) -> str:
+        """Return the error for an update that has not the shape of its param."""
         path, param = self.params.paths[i], self.params.values[i]
-        if jnp.shape(change) != jnp.shape(param):
-            raise ValueError(
-                f"{self.params.caller}: the gradient of {spell(path)} is "
-                f"{describe(self.grads[i])}, from which `inner` made the update "
-                f"{describe(change)}; expected the shape of the param "
-                f"{describe(param)}."
-            )
+        return (
+            f"{self.params.caller}: the gradient of {spell(path)} is "
+            f"{describe(self.grads[i])}, from which `inner` made the update "
+            f"{describe(change)}; expected the shape of the param {describe(param)}."
+        )
 
 
 def _cast_gradient(inner_param: Any, grad: Any) -> Any:
     """Return the gradient for `inner`, in the dtype of the param that `inner` sees."""
-    if is_absent(inner_param):
+    if isinstance(inner_param, ABSENT):
         return inner_param
     if is_floating(grad) and is_floating(inner_param):
         # Not `astype`, which takes several times as long to trace.
@@ -152,7 +151,7 @@ def _cast_gradient(inner_param: Any, grad: Any) -> Any:
 
 def _check_gradient(path: tuple[Any, ...], param: Any, grad: Any, caller: str) -> None:
     """Raise unless `grad` can be a gradient of `param`."""
-    if is_absent(grad):
+    if isinstance(grad, ABSENT):
         return
     # Only the last axes: `inner` reduces the leading ones of per-example gradients.
     ndim, shape = jnp.ndim(param), jnp.shape(grad)
@@ -192,6 +191,8 @@ def match_gradients(params: Leaves, grads: PyTree) -> list[Any]:
     """Return the gradient of each param; raise unless it can be its own."""
     matched = params.match(grads, "the gradients")
     for path, param, grad in zip(params.paths, params.values, matched, strict=True):
+        if is_floating(grad) and is_floating(param) and grad.shape == param.shape:
+            continue
         # Python numbers are params, too, as under `jit`.
         param = jnp.asarray(param) if isinstance(param, float | complex) else param
         _check_gradient(path, param, grad, params.caller)
@@ -208,7 +209,7 @@ def warn_of_gradients(params: Leaves, grads: Sequence[Any]) -> None:
     if problem := _find_none(params, grads):
         warn(problem)
     for path, grad in zip(params.paths, grads, strict=True):
-        if is_floating(grad) and grad.dtype == jnp.float16:
+        if getattr(grad, "dtype", None) == jnp.float16:
             warn(
                 f"{params.caller}: the gradient of {spell(path)} is {describe(grad)}. "
                 "In float16, values below 6e-8 become 0: put "
@@ -285,7 +286,7 @@ def update_inner(
         if problem is None:
             raise
         raise ValueError(problem) from error
-    if proceed is True:
+    if proceed is True or not any(map(is_on_host, jax.tree.leaves(state))):
         return updates, new
     # An `offload` inside of it was not told that the step may be skipped.
     return updates, jax.tree.map(

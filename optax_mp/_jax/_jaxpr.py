@@ -5,9 +5,8 @@ inside.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -81,12 +80,7 @@ def bind(
     return list(outputs) if equation.primitive.multiple_results else [outputs]
 
 
-def evaluate(
-    jaxpr: AnyJaxpr,
-    args: Sequence[Any],
-    run: Run = bind,
-    then: Mapping[Any, Callable[[Any], Any]] = MappingProxyType({}),
-) -> list[Any]:
+def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]:
     """Return the outputs of `jaxpr` for `args`.
 
     Every equation runs with its own named scopes, source line and configuration.
@@ -95,7 +89,6 @@ def evaluate(
         jaxpr: the jaxpr.
         args: the values of its inputs.
         run: returns the outputs of an equation, from the equation and its inputs.
-        then: replaces the value of a variable once it is computed.
     """
     jaxpr, consts = open_jaxpr(jaxpr)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -109,14 +102,13 @@ def evaluate(
             ]
             with location.of(equation):
                 outputs = run(equation, inputs)
-                values.update(zip(equation.outvars, outputs, strict=True))
-                for variable in equation.outvars:
-                    if variable in then:
-                        values[variable] = then[variable](values[variable])
+            values.update(zip(equation.outvars, outputs, strict=True))
     # A literal is a plain number, but the outputs are arrays.
     outvars: Any = jaxpr.outvars
     return [
-        jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else values[atom]
+        jnp.asarray(atom.val, atom.aval.dtype)
+        if isinstance(atom, Literal)
+        else values[atom]
         for atom in outvars
     ]
 
@@ -153,6 +145,47 @@ class Location:
             self._inner = source.name_stack
             self._names = self._outer + self._inner
         return source_info_util.user_context(source.traceback, name_stack=self._names)
+
+
+def choose_where_computed(closed: Any, at: int) -> ClosedJaxpr:
+    """Return a jaxpr with its choices moved to where values are computed.
+
+    A choice is a `select_n` by the input `at`, or by what is made of that alone,
+    between another input and a value that is chosen once. All later equations read the
+    chosen value.
+    """
+    # Variables by `id`, since not every literal among the inputs has a hash.
+    jaxpr = closed.jaxpr
+    arguments = set(map(id, jaxpr.invars))
+    predicates, equations, choices = {id(jaxpr.invars[at])}, [], {}
+    for equation in jaxpr.eqns:
+        invars = equation.invars
+        if len(invars) == 1 and id(invars[0]) in predicates:
+            predicates.add(id(equation.outvars[0]))
+            equations.append(equation)  # in front of all others
+        elif equation.primitive.name == "select_n" and len(invars) == 3:
+            is_choice = id(invars[0]) in predicates and id(invars[1]) in arguments
+            if is_choice and not is_literal(invars[2]):
+                choices.setdefault(id(invars[2]), []).append(equation)
+    early = {new: made[0] for new, made in choices.items() if len(made) == 1}
+    placed = set(map(id, (*equations, *early.values())))
+    chosen: dict[int, Any] = {}
+
+    def read(variables: Sequence[Any]) -> list[Any]:
+        return [chosen.get(id(x), x) for x in variables]
+
+    for equation in jaxpr.eqns:
+        if id(equation) in placed:
+            continue
+        if not chosen.keys().isdisjoint(map(id, equation.invars)):
+            equation = equation.replace(invars=read(equation.invars))
+        equations.append(equation)
+        for variable in equation.outvars:
+            if (choice := early.get(id(variable))) is not None:
+                equations.append(choice)
+                chosen[id(variable)] = choice.outvars[0]
+    outputs = read(jaxpr.outvars)
+    return closed.replace(jaxpr=jaxpr.replace(eqns=equations, outvars=outputs))
 
 
 def trace_jaxpr(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:

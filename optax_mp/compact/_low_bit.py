@@ -190,7 +190,8 @@ def low_bit_state(
         count = jnp.asarray(optax.safe_increment(state.step_count))
         return updates, make_state(count, inner_state)
 
-    return Transformation.around(inner, init_fn, leafwise_update(update_fn))
+    leafwise = leafwise_update(update_fn)
+    return Transformation.around(inner, init_fn, update_fn, leafwise)
 
 
 def _warn_if_mostly_wide(

@@ -141,9 +141,10 @@ def stochastic_rounding(
             new_state = StochasticRoundingState(count, inner_state)
             return leaves.unflatten(new_updates), new_state
 
-        return choose_step(is_unmarked(updates), step, state, extra_args)
+        return choose_step(is_unmarked(updates, extra_args), step, state, extra_args)
 
-    return Transformation.around(inner, init_fn, leafwise_update(update_fn))
+    leafwise = leafwise_update(update_fn)
+    return Transformation.around(inner, init_fn, update_fn, leafwise)
 
 
 # So that params of one shape and dtype are traced once.

@@ -16,9 +16,9 @@ from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
 from optax_mp._jax._memory import (
     HOST_KIND,
+    KNOWS_MEMORIES,
     is_on_host,
     kinds_of_memory,
-    knows_memories,
     name_memory,
     to_host,
 )
@@ -183,7 +183,7 @@ def _check_kind(memory_kind: Any) -> None:
             f"offload: `memory_kind` is {memory_kind!r}, expected {HOST_KIND!r}, or "
             "None for no effect."
         )
-    if not knows_memories():
+    if not KNOWS_MEMORIES:
         raise RuntimeError(
             f"offload: JAX {jax.__version__} cannot move arrays between memories "
             "within a program; expected JAX 0.10 or later. Update JAX, or pass "

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
@@ -19,7 +18,7 @@ from optax_mp._dtypes import (
     saturating_cast,
 )
 from optax_mp._inner import InnerUpdate, as_inner_param
-from optax_mp._leaves import Leaves, is_absent
+from optax_mp._leaves import ABSENT, Leaves
 from optax_mp._tree import is_floating
 from optax_mp.masters._settings import Settings
 from optax_mp.masters._storage import as_own_arrays
@@ -32,11 +31,13 @@ class Step:
     Attributes:
         arguments: params and gradients.
         stored: what the state stores for each param.
+        update_dtypes: of each leaf.
         settings: the settings of the transformation.
     """
 
     arguments: InnerUpdate
     stored: Sequence[Any]
+    update_dtypes: Sequence[jnp.dtype]
     settings: Settings
 
     @classmethod
@@ -50,7 +51,14 @@ class Step:
         stored = leaves.match_subtrees(state.master_params, "the masters in the state")
         for path, param, x in zip(leaves.paths, leaves.values, stored, strict=True):
             settings.check_param(path, param, x)
-        return cls(InnerUpdate.match(updates, params, leaves), stored, settings)
+        arguments = InnerUpdate.match(updates, params, leaves)
+        update_dtypes = [
+            settings.update_dtype_of(param, grad, not isinstance(x, ABSENT))
+            for param, grad, x in zip(
+                leaves.values, arguments.grads, stored, strict=True
+            )
+        ]
+        return cls(arguments, stored, update_dtypes, settings)
 
     def _decode(self) -> list[Any]:
         """Return what `inner` sees: masters, and params that are their own master.
@@ -60,12 +68,12 @@ class Step:
         storage, masters = self.settings.storage, list(self.stored)
         params = self.arguments.params
         for i, param in enumerate(params.values):
-            if is_absent(masters[i]):
+            if isinstance(masters[i], ABSENT):
                 masters[i] = as_inner_param(param)
                 continue
             master = storage.decode(masters[i], param)
             self.settings.check_master(params.paths[i], master)
-            is_exact = shows_edits(param.dtype, self._update_dtype(i))
+            is_exact = shows_edits(param.dtype, self.update_dtypes[i])
             if is_exact and not storage.param_is_part:
                 master = follow_edits(master, jnp.asarray(param))
             masters[i] = master
@@ -81,10 +89,10 @@ class Step:
         seen_by_inner, stored = self._decode(), list(self.stored)
 
         def advance(i: int, change: Any) -> jax.Array:
-            if not is_absent(stored[i]):
+            if not isinstance(stored[i], ABSENT):
                 master = optax.apply_updates(seen_by_inner[i], change)
                 stored[i], change = self._advance_leaf(i, master)
-            return _cast_update(change, self._update_dtype(i))
+            return _cast_update(change, self.update_dtypes[i])
 
         updates, inner_state = self.arguments.run(
             inner, seen_by_inner, inner_state, extra_args, advance
@@ -104,25 +112,10 @@ class Step:
         update = difference(target, lax.convert_element_type(param, target.dtype))
         return as_own_arrays(new_stored), update
 
-    def _update_dtype(self, i: int) -> jnp.dtype:
-        """Return the dtype of the update of a leaf."""
-        has_master = not is_absent(self.stored[i])
-        if has_master and self.settings.storage.param_is_part:
-            # The param decodes the master: if it missed its target by a rounding, the
-            # stored remainder would decode to another master.
-            return jnp.dtype(jnp.float32)
-        update_dtype = self.settings.update_dtype
-        if has_master and isinstance(update_dtype, np.dtype):
-            return update_dtype
-        param, grad = self.arguments.params.values[i], self.arguments.grads[i]
-        # `is` and not `==`, because NumPy takes None for float64.
-        like = grad if update_dtype is None and is_floating(grad) else param
-        return jax.dtypes.canonicalize_dtype(like.dtype)
-
 
 def _cast_update(update: Any, dtype: jnp.dtype) -> jax.Array:
     """Return `update` in a floating dtype; complex updates stay as they are."""
-    update = jnp.asarray(update)
+    update = update if isinstance(update, jax.Array) else jnp.asarray(update)
     if not is_floating(update) or not jnp.issubdtype(dtype, jnp.floating):
         return update
     # The difference of two finite float16 or float8 params may overflow their dtype.

@@ -230,8 +230,8 @@ def _loss_scaling(
         out, inner_state = choose_step(finite, step, state.inner_state, extra_args)
         return out, new_state._replace(inner_state=inner_state)
 
-    update = update_fn if wrapped is None else leafwise_update(update_fn)
-    return Transformation.around(wrapped, init_fn, update)
+    leafwise = None if wrapped is None else leafwise_update(update_fn)
+    return Transformation.around(wrapped, init_fn, update_fn, leafwise)
 
 
 def _next_state(

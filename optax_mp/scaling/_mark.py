@@ -11,6 +11,7 @@ docs/design/mark.md says what follows from that, and which other marks were trie
 """
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._choose import or_negative_zeros
-from optax_mp._context import Choice
+from optax_mp._context import Choice, context_of
 from optax_mp._dtypes import bits
 from optax_mp._jax._arrays import varies_by_rank
 from optax_mp._jax._sharding import constant_like
@@ -36,12 +37,13 @@ def mark_skipped(finite: jax.Array, grads: PyTree) -> PyTree:
     return jax.tree.map(lambda grad: or_negative_zeros(finite, grad), grads)
 
 
-def is_unmarked(grads: PyTree) -> Choice:
+def is_unmarked(grads: PyTree, extra_args: Mapping[str, Any]) -> Choice:
     """Return whether to take the step; a plain True if there cannot be a mark.
 
     A link hands on float32 or wider gradients. So if one has 16 bits, there is none.
+    Nor is there one if the wrapper directly around decides what is skipped.
     """
-    if not _a_link_ran.is_set():
+    if not _a_link_ran.is_set() or context_of(extra_args).proceed is not True:
         return True
     # A link does not mark the gradients of overwritten leaves.
     grads = hide_overwritten(grads)
