@@ -187,8 +187,6 @@ def match_gradients(params: Leaves, grads: PyTree) -> list[Any]:
     """Return the gradient of each param; raise unless it can be its own."""
     matched = params.match(grads, "the gradients")
     for path, param, grad in zip(params.paths, params.values, matched, strict=True):
-        # Python numbers are params, too, as under `jit`.
-        param = jnp.asarray(param) if isinstance(param, float | complex) else param
         _check_gradient(path, param, grad, params.caller)
     return matched
 

@@ -154,7 +154,7 @@ def low_bit_state(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> LowBitState:
-        check_init_params(params, "low_bit_state")
+        params = check_init_params(params, "low_bit_state")
         state = place_like_params(inner.init(params), params)
         chosen = choose_codes(inner, params, state, code_format, min_size)
         _warn_if_mostly_wide(state, chosen, min_size)
