@@ -193,8 +193,6 @@ def match_gradients(params: Leaves, grads: PyTree) -> list[Any]:
     for path, param, grad in zip(params.paths, params.values, matched, strict=True):
         if is_floating(grad) and is_floating(param) and grad.shape == param.shape:
             continue
-        # Python numbers are params, too, as under `jit`.
-        param = jnp.asarray(param) if isinstance(param, float | complex) else param
         _check_gradient(path, param, grad, params.caller)
     return matched
 

@@ -155,14 +155,14 @@ def low_bit_state(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> LowBitState:
-        check_init_params(params, "low_bit_state")
+        params = check_init_params(params, "low_bit_state")
         state = place_like_params(inner.init(params), params)
         chosen = choose_codes(inner, params, state, code_format, min_size)
         _warn_if_mostly_wide(state, chosen, min_size)
         slots, treedef = flatten_slots(state)
-        for i, code in enumerate(chosen):
-            if code is not None:
-                slots[i] = _quantize_slot(slots[i], code)
+        for i, (path, _) in enumerate(tree_leaves_with_path(state)):
+            if (code := chosen[i]) is not None:
+                slots[i] = _quantize_slot(slots[i], code, spell(path))
         # Placed again, because zeros depend on nothing.
         state = place_like_params(treedef.unflatten(slots), params)
         return make_state(jnp.zeros((), jnp.int32), copy_shared(state, params))
@@ -225,10 +225,15 @@ def _warn_if_mostly_wide(
     )
 
 
-def _quantize_slot(slot: Any, code: Code) -> Any:
+def _quantize_slot(slot: Any, code: Code, where: str) -> Any:
     """Return an array of a state in codes; both codes and scales in boxes like its own.
 
     If a box takes no array of another shape, the array is stored in bfloat16.
+
+    Args:
+        slot: the array, in its box if it has one.
+        code: how it is quantized.
+        where: its path.
     """
     leaf = unbox(slot)
     zeros = quantized_zeros(leaf, code)
@@ -240,8 +245,14 @@ def _quantize_slot(slot: Any, code: Code) -> Any:
         return new_quantized(code, put(slot, codes), None)
     try:
         boxed_scales = put_resized(slot, scales, divides_names(slot))
-    except (ValueError, TypeError, AssertionError):
-        return _quantize_slot(slot, BFLOAT16)
+    except (ValueError, TypeError, AssertionError) as error:
+        warn(
+            f"low_bit_state: {where} of the state is {describe(leaf)} in a "
+            f"{type(slot).__name__}, which takes no scales {describe(scales)} "
+            f"({error}), so it is stored in bfloat16, not in codes; expected a pytree "
+            "node that takes an array of any shape."
+        )
+        return _quantize_slot(slot, BFLOAT16, where)
     return new_quantized(code, put(slot, codes), boxed_scales)
 
 

@@ -100,7 +100,7 @@ def stochastic_rounding(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> StochasticRoundingState:
-        check_init_params(params, "stochastic_rounding")
+        params = check_init_params(params, "stochastic_rounding")
         leaves = Leaves.of(params, caller="stochastic_rounding")
         for path, leaf in zip(leaves.paths, leaves.values, strict=True):
             if is_floating(leaf) and bits(leaf.dtype) < 16:

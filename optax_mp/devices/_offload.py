@@ -130,7 +130,7 @@ def offload(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> Any:
-        check_init_params(params, _CALLER)
+        params = check_init_params(params, _CALLER)
         _check_memory_of(params)
         return _init(inner, params, Plan(min_size, chunk_bytes))
 

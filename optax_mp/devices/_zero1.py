@@ -113,7 +113,7 @@ def zero1(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> optax.OptState:
-        check_init_params(params, "zero1")
+        params = check_init_params(params, "zero1")
         cuts = cuts_of(params)
 
         def init_parts(given: optax.Params) -> optax.OptState:

@@ -100,7 +100,8 @@ class Settings(NamedTuple):
             raise ValueError(
                 f"{where}, expected {declared} as `param_dtype` says; cast the params "
                 "with `Policy.cast_to_param` or `optax_mp.cast_floating` before "
-                f"training. If they were cast, {self._explain_promotion()}"
+                "training; these leave a Python number as it is, so make it an array. "
+                f"If they were cast, {self._explain_promotion()}"
             )
         is_wide = is_floating(param) and bits(param.dtype) >= bits(self.master_dtype)
         if is_absent(stored):

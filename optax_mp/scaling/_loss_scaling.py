@@ -182,9 +182,8 @@ def _loss_scaling(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> LossScaleState:
-        check_init_params(params, caller)
         # `inner` never updates overwritten leaves, so it needs no moments for them.
-        inner_params = hide_overwritten(params)
+        inner_params = hide_overwritten(check_init_params(params, caller))
         scale, *counts = start
         return LossScaleState(
             jnp.float32(scale),

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
+from guide import names_of
 from host_memory import (
     HOST,
     UNFUSED,
@@ -403,3 +404,9 @@ def test_state_that_was_pulled_back_is_brought_to_the_host_with_a_warning():
         _, kept = jax.jit(wrapped.update)(bad, pulled, params)
     assert as_bits(kept.inner_state) == as_bits(pulled.inner_state)
     assert kinds(kept.inner_state) == {"Host", "Device"}
+
+
+@needs_memories
+@pytest.mark.parametrize(("block", "step"), [("loss_fn", "step"), ("update", "update")])
+def test_the_steps_of_the_guide_are_compiled_once(block, step):
+    assert names_of("offload.md", block)[step]._cache_size() == 1

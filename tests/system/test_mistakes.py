@@ -207,6 +207,22 @@ def test_init_refuses_an_optimizer(form):
         FORMS[form]().init(MASTERS)
 
 
+class Net(NamedTuple):
+    w: jax.Array
+    activation: object
+
+
+@mostly_slow(
+    ("form", "leaf"),
+    [(form, leaf) for form in FORMS for leaf in ("relu", jax.nn.relu, object())],
+    lambda form, leaf: form in BY_DEFAULT and leaf == "relu",
+)
+def test_init_refuses_what_cannot_be_trained(form, leaf):
+    message = r": param \.activation is .*, expected an array or a number; take it out"
+    with pytest.raises(TypeError, match=message):
+        FORMS[form]().init(Net(X, leaf))
+
+
 ORDERS = ["params, grads, state", "state, grads, params", "grads, params, state"]
 
 
