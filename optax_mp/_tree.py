@@ -94,6 +94,19 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
     )
 
 
+def own_arrays(tree: PyTree) -> PyTree:
+    """Return a tree with copies of its arrays, so that donating others is safe.
+
+    Under `jit` there is nothing to copy.
+    """
+
+    def copy(leaf: Any) -> Any:
+        is_concrete = isinstance(leaf, jax.Array) and not is_traced(leaf)
+        return jnp.array(leaf, copy=True) if is_concrete else leaf
+
+    return jax.tree.map(copy, tree)
+
+
 def all_finite(tree: PyTree) -> jax.Array:
     """Return whether every floating or complex value in `tree` is finite.
 

@@ -580,14 +580,46 @@ def test_check_loss_scale_warns_of_gradients_that_were_never_scaled(nothing_scal
         "^check_loss_scale: the loss scale is .*no step was ever skipped, and no loss "
         r"was scaled .*value_and_grad\(loss\)\(opt_state, params, "
     )
-    never_scaled = trained(scaled=False, steps=8)
+    with pytest.warns(Warned, match="^dynamic_loss_scale: the loss scale divides the"):
+        never_scaled = trained(scaled=False, steps=8)  # when its step is traced
+    # A log is no scaled loss.
+    assert optax_mp.loss_scale(never_scaled) > 1
     with pytest.warns(Warned, match=message):
         optax_mp.check_loss_scale(never_scaled)
     optax_mp.check_loss_scale(SCALED_STATE)  # no step yet
     optax_mp.check_loss_scale(never_scaled._replace(total_skipped_count=jnp.int32(1)))
-    # Scaled by hand.
-    assert optax_mp.loss_scale(never_scaled) > 1
+    optax_mp.scale_loss(1.0, never_scaled)
     optax_mp.check_loss_scale(never_scaled)
+
+
+def test_a_loss_that_is_scaled_twice_is_a_warning(nothing_scaled):
+    def twice(p):
+        return optax_mp.scale_loss(jnp.sum(p["w"]), SCALED_STATE)
+
+    with pytest.warns(Warned, match="^value_and_grad: the function scales its loss, "):
+        optax_mp.value_and_grad(twice)(SCALED_STATE, HALF)
+
+    # Gradients within a loss, of another optimizer, are another loss.
+    def inner(p):
+        return jnp.sum(p["w"].astype(jnp.float32) ** 2)
+
+    def outer(p):
+        return optax_mp.value_and_grad(inner)(SCALED_STATE, p)[0]
+
+    optax_mp.value_and_grad(outer)(SCALED_STATE, HALF)
+
+
+@pytest.mark.filterwarnings("ignore:value_and_grad. .*nothing looks like")
+@pytest.mark.parametrize("args", [(HALF, X), (HALF, 1.0)])
+def test_a_state_that_is_missing_is_named(args):
+    message = (
+        r"value_and_grad: the first argument is a dict .*`opt_state`\. Python says"
+    )
+    with pytest.raises(TypeError, match=message):
+        optax_mp.value_and_grad(lambda params, x: 1.0)(*args)
+    # Any other TypeError is the function's own.
+    with pytest.raises(TypeError, match="unsupported operand"):
+        optax_mp.value_and_grad(lambda params, x: params + 1)(SCALED_STATE, *args)
 
 
 # States that are right, and look like a mistake; and that look right, and are not.
