@@ -64,7 +64,8 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
 
     Counters, PRNG keys, flags, strings and static leaves stay as they are, so a whole
     model or optimizer state can be cast in one call. The cast rounds to nearest even.
-    As with `astype`, values out of the range of `dtype` become infinity or NaN.
+    As with `astype`, values out of the range of `dtype` become infinity or NaN. Leaves
+    that have the dtype are not copied: donate the result or `tree`, not both.
 
     Args:
         tree: any pytree.
@@ -92,19 +93,6 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
         lambda leaf: jnp.asarray(leaf).astype(target) if is_floating(leaf) else leaf,
         tree,
     )
-
-
-def own_arrays(tree: PyTree) -> PyTree:
-    """Return a tree with copies of its arrays, so that donating others is safe.
-
-    Under `jit` there is nothing to copy.
-    """
-
-    def copy(leaf: Any) -> Any:
-        is_concrete = isinstance(leaf, jax.Array) and not is_traced(leaf)
-        return jnp.array(leaf, copy=True) if is_concrete else leaf
-
-    return jax.tree.map(copy, tree)
 
 
 def all_finite(tree: PyTree) -> jax.Array:

@@ -10,6 +10,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 
 from optax_mp._arguments import check_opt_state, warn_unless_state
 from optax_mp._boxes import plain, plain_trees
+from optax_mp._inner import copy_shared
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import is_absent
 from optax_mp._nesting import check_nesting
@@ -20,7 +21,6 @@ from optax_mp._tree import (
     is_array,
     is_floating,
     nonfinite_paths,
-    own_arrays,
     spell,
 )
 from optax_mp._warnings import event_counts, is_loss_scaled, warn
@@ -97,7 +97,7 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
     state = loss_scale_state(plain(opt_state), "loss_scale")
     if state is None:
         return jnp.float32(1)
-    return own_arrays(state.scale)
+    return copy_shared(state.scale, state)
 
 
 def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:

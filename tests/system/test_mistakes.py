@@ -1,5 +1,6 @@
 """Mistakes of users, across all rooms: each has an error or a warning that names it."""
 
+import dataclasses
 import warnings
 from collections import Counter
 from typing import NamedTuple
@@ -142,7 +143,7 @@ MISPLACED = {
     ),
     "convert_opt_state, from_tx and to_tx": (
         lambda: optax_mp.convert_opt_state(STATE, PARAMS, SPLIT, MASTERS),
-        ValueError, r"stored by \[FullCopy\(\)\], expected \[Split\(bits=16\)\]",
+        ValueError, r"masters in FullCopy\(\), expected masters in Split",
     ),
     "check_checkpoint(state, tx)": (
         lambda: optax_mp.check_checkpoint(STATE, MASTERS),
@@ -643,6 +644,45 @@ def flax_like(state):
     if isinstance(state, tuple):
         return {str(i): flax_like(each) for i, each in enumerate(state)}
     return state
+
+
+def test_params_may_have_the_names_of_fields():
+    names = ("inner_state", "hysteresis_left", "skipped_count", "master_params")
+    for params in (dict.fromkeys(names[:2], X), dict.fromkeys(names[1:], X)):
+        for tx in (optax.adam(0.1), SCALED, MASTERS):
+            state = tx.init(params)
+            assert optax_mp.metrics(state)["step_count"] == 0
+            assert optax_mp.loss_scale(state) >= 1
+            assert optax_mp.master_params(state, params)["hysteresis_left"] is not X
+
+
+def test_a_storage_whose_class_was_defined_anew_is_explained():
+    """As by a cell of a notebook that ran twice; and its state can be converted."""
+
+    def define():
+        class Own(optax_mp.FullCopy):
+            pass
+
+        return dataclasses.dataclass(frozen=True)(Own)()
+
+    old, new = (optax_mp.mixed_precision(ADAM, storage=define()) for _ in range(2))
+    state = old.init(HALF)
+    with pytest.raises(ValueError, match=r"Own\(\) of a class that was defined anew"):
+        new.update(HALF, state, HALF)
+    before = optax_mp.mixed_precision(ADAM, storage=state.storage)
+    new.update(HALF, optax_mp.convert_opt_state(state, HALF, before, new), HALF)
+
+
+def test_strict_promotion_is_an_error_of_the_optimizer():
+    params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+    tx = optax_mp.mixed_precision(optax_mp.low_bit_state(optax.adam(0.1)))
+    state = tx.init(params)
+    with jax.numpy_dtype_promotion("strict"):
+        assert jax.tree.structure(tx.init(params)) == jax.tree.structure(state)
+        with pytest.raises(
+            Exception, match="^Input dtypes .* promotion path when jax_nu"
+        ):
+            tx.update(params, state, params)
 
 
 def test_each_pattern_that_matches_nothing_is_a_warning_of_its_own():
