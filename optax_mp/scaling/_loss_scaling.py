@@ -14,6 +14,7 @@ from optax_mp._choose import choose_step
 from optax_mp._context import Transformation
 from optax_mp._descriptions import takes_descriptions
 from optax_mp._inner import as_transformation, check_gradients, update_inner
+from optax_mp._jax._arrays import is_traced
 from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._mark import mark_skipped
 from optax_mp.scaling._overwrite import (
@@ -31,7 +32,7 @@ from optax_mp.scaling._rule import (
     check_settings,
     count_up,
 )
-from optax_mp.scaling._state import LossScaleState
+from optax_mp.scaling._state import LossScaleState, warn_unless_scaled
 from optax_mp.scaling._unscale import ALL_FINITE, divide, unscale
 
 # Takes the counters and whether gradients were finite, and returns the new counters.
@@ -201,6 +202,8 @@ def _loss_scaling(
     ) -> tuple[optax.Updates, LossScaleState]:
         check_own_state(state, LossScaleState, caller)
         check_gradients(params, updates, caller)
+        if is_traced(state.scale) and start[0] != 1:
+            warn_unless_scaled(caller, "divides the gradients")
         # Divided by the scale that the loss was multiplied by. Divided by the next one,
         # a step after which the scale grows would have half its size.
         grads, bad_index = unscale(hide_overwritten(updates), state.scale)
