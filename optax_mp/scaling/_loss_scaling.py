@@ -66,6 +66,9 @@ def dynamic_loss_scale(
     zero gradients, in which moments decay and counts go on. Under `shard_map` with
     sharded params pass `inner`: no rank sees the gradients of the others.
 
+    If gradients lack micro-batches that `gradient_accumulator` dropped, pass
+    `dropped_count` to `update`: the step is taken, and the scale shrinks all the same.
+
     Leaves under flax's `_overwrite_with_gradient` (fp8 scales) are neither unscaled nor
     checked nor optimized: the wrapper's update brings each of them to its gradient, as
     nearly as one addition can. A link hands their gradients on as they are, and warns:
@@ -207,11 +210,15 @@ def _loss_scaling(
         # Divided by the scale that the loss was multiplied by. Divided by the next one,
         # a step after which the scale grows would have half its size.
         grads, bad_index = unscale(hide_overwritten(updates), state.scale)
+        dropped_count = extra_args.pop("dropped_count", 0)
         if axis_name is not None:
             # A rank that skipped a step alone would have other params from then on.
             bad_index = lax.pmin(bad_index, axis_name)
+            dropped_count = lax.pmax(dropped_count, axis_name)
         finite = bad_index == ALL_FINITE
-        new_state = _next_state(state, bad_index, finite, adjust_counters)
+        counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
+        counters = adjust_counters(counters, finite & (dropped_count == 0))
+        new_state = _next_state(state, bad_index, finite, counters)
         if wrapped is None:
             warn_if_overwritten(updates, caller)
             # The links that follow run in any case, so mark the gradients for them.
@@ -240,13 +247,12 @@ def _next_state(
     state: LossScaleState,
     bad_index: jax.Array,
     finite: jax.Array,
-    adjust_counters: Adjust,
+    counters: ScaleCounters,
 ) -> LossScaleState:
     """Return the state after a step whose gradients were `finite` or not."""
-    counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
     total = state.total_skipped_count
     return state._replace(
-        **adjust_counters(counters, finite)._asdict(),
+        **counters._asdict(),
         skipped_count=jnp.where(finite, 0, count_up(state.skipped_count)),
         total_skipped_count=jnp.where(finite, total, count_up(total)),
         last_finite=finite,
