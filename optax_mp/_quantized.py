@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from optax_mp._typed import type_with
 
@@ -77,3 +78,14 @@ def new_quantized(code: Code, codes: Any, scales: Any) -> Quantized:
 def is_quantized(node: Any) -> bool:
     """Return whether a node of a state is a quantized array."""
     return isinstance(node, Quantized)
+
+
+_PACKED = frozenset(
+    jnp.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (4, 8, 16)
+)
+
+
+def holds_packed(tree: Any) -> bool:
+    """Return whether a tree has low-bit arrays: codes, or the bits that params lack."""
+    dtypes = [getattr(x, "dtype", None) for x in jax.tree.leaves(tree)]
+    return not _PACKED.isdisjoint(dtypes)

@@ -10,15 +10,16 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_mp._arguments import check_given_params, check_init_params
+from optax_mp._context import Transformation, with_context
 from optax_mp._descriptions import fill_spec, place_like_params, takes_descriptions
 from optax_mp._dtypes import bits
-from optax_mp._inner import as_transformation, explain_failure
+from optax_mp._inner import as_transformation, update_inner
 from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._sharding import MeshAxes
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._states import find_owners
+from optax_mp._states import Path, find_owners
 from optax_mp._tree import PyTree, describe, ends_in, is_floating, spell
 from optax_mp.devices._cut import (
     Cut,
@@ -29,7 +30,6 @@ from optax_mp.devices._cut import (
     shard,
     specs_of_params,
 )
-from optax_mp.devices._offload import PART_SHARDINGS, PartShardings
 
 
 def zero1(
@@ -133,14 +133,14 @@ def zero1(
             extra_args["grad"] = cuts.cut(extra_args["grad"])
         parts = cuts.cut(params)
         if any(map(is_on_host, jax.tree.leaves(state))):
-            extra_args[PART_SHARDINGS] = cuts.shardings_of_parts()
-        with explain_failure(inner, updates, state, params, "zero1"):
-            changes, state = inner.update(
-                cuts.cut(updates), cuts.cut(state), parts, **extra_args
-            )
+            part_shardings = cuts.shardings_of_parts()
+            extra_args = with_context(extra_args, part_shardings=part_shardings)
+        changes, state = update_inner(
+            inner, cuts.cut(updates), cuts.cut(state), parts, extra_args, "zero1"
+        )
         return cuts.gather(parts, changes), cuts.cut(state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return Transformation.around(inner, init_fn, update_fn)
 
 
 @dataclass(frozen=True)
@@ -187,15 +187,15 @@ class _Cuts:
                 )
         return cls(leaves, mesh, axes, specs, by_param)
 
-    def shardings_of_parts(self) -> PartShardings:
-        """Return how the params are sharded once they are cut."""
+    def shardings_of_parts(self) -> dict[Path, tuple[tuple[int, ...], NamedSharding]]:
+        """Return shape and sharding of the params once they are cut."""
         found = {}
         both = zip(self.specs, self.by_param, strict=True)
         for i, (spec, cut) in enumerate(both):
             spec = spec if cut is None else fill_spec(cut.part, spec)
             shape = jnp.shape(self.leaves.values[i])
             found[self.leaves.paths[i]] = shape, NamedSharding(self.mesh, spec)
-        return PartShardings(found)
+        return found
 
     def cut(self, tree: PyTree) -> PyTree:
         """Return `tree` with its arrays cut, each as the param that it belongs to."""

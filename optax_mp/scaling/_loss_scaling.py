@@ -10,9 +10,10 @@ import optax
 from jax import lax
 
 from optax_mp._arguments import check_init_params, check_own_state
-from optax_mp._choose import choose_step, pass_choice
+from optax_mp._choose import choose_step
+from optax_mp._context import Transformation
 from optax_mp._descriptions import takes_descriptions
-from optax_mp._inner import as_transformation, check_gradients, explain_failure
+from optax_mp._inner import as_transformation, check_gradients, update_inner
 from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._mark import mark_skipped
 from optax_mp.scaling._overwrite import (
@@ -220,18 +221,17 @@ def _loss_scaling(
         inner_params = hide_overwritten(params)
 
         def step(inner_state: Any, extra_args: dict[str, Any]) -> Any:
-            args = grads, inner_state, inner_params
-            with explain_failure(wrapped, *args, caller):
-                extra_args = pass_choice(extra_args, inner_state)
-                out, inner_state = wrapped.update(*args, **extra_args)
+            out, inner_state = update_inner(
+                wrapped, grads, inner_state, inner_params, extra_args, caller
+            )
             return update_overwritten(out, updates, params, caller), inner_state
 
         # In a skipped step the updates are negative zeros, and the state stays.
         out, inner_state = choose_step(finite, step, state.inner_state, extra_args)
         return out, new_state._replace(inner_state=inner_state)
 
-    update = update_fn if wrapped is None else leafwise_update(update_fn)
-    return optax.GradientTransformationExtraArgs(init_fn, update)
+    leafwise = None if wrapped is None else leafwise_update(update_fn)
+    return Transformation.around(wrapped, init_fn, update_fn, leafwise)
 
 
 def _next_state(
