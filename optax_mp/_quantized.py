@@ -18,11 +18,14 @@ class Code:
         axis: the axis along which neighbours share a scale, counted from the end, so
             that it stays the same under `vmap` and in stacks of layers.
         block_size: how many of them do; None for a 16-bit float without scales.
+        stays_positive: whether a positive value has at least code 1, because the
+            optimizer divides by its root. Others fade to zero.
     """
 
     dtype: str
     axis: int = -1
     block_size: int | None = None
+    stays_positive: bool = False
 
     def __str__(self) -> str:
         if self.block_size is None:

@@ -81,7 +81,9 @@ def low_bit_state(
     quantized after it, so `inner` can be any optimizer and computes in float32. A value
     is stored as the square root of its share of the largest value in a block of
     `block_size` neighbours. Arrays that are never negative, such as second moments, get
-    unsigned codes and stay positive; they are found by tracing the optimizer's update.
+    unsigned codes and stay positive: a value has at least 1.5e-5 of the largest in its
+    block (2.3e-10 in 16 bits). They are found by tracing the optimizer's update. If it
+    cannot be traced, the arrays are stored in bfloat16.
 
     Rounding is stochastic: up or down at random, right on average. A moving average
     over a thousand steps changes by a thousandth per step, less than the distance
