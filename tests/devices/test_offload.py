@@ -382,7 +382,7 @@ def test_what_is_wrong_is_named(monkeypatch):
 
 
 def test_before_jax_0_10_the_version_is_named(monkeypatch):
-    monkeypatch.setattr("optax_mp.devices._offload.KNOWS_MEMORIES", lambda: False)
+    monkeypatch.setattr("optax_mp.devices._offload.KNOWS_MEMORIES", False)
     with pytest.raises(
         RuntimeError, match=r"expected JAX 0.10 or later.*memory_kind=N"
     ):
