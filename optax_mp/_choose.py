@@ -81,7 +81,7 @@ def _has_masters(state: Any) -> bool:
     """Return whether a state is of `mixed_precision`, in a chain or group or not."""
     parts = jax.tree.leaves(state, is_leaf=lambda x: type(x) not in _PARTED)
     # By the field, because the module of that state imports this one.
-    return any(hasattr(part, "master_params") for part in parts)
+    return any("master_params" in getattr(type(x), "_fields", ()) for x in parts)
 
 
 def or_negative_zeros(proceed: Choice, value: Any) -> Any:
