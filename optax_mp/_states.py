@@ -15,8 +15,11 @@ from optax_mp._tree import PyTree, ends_in
 Path = tuple[Any, ...]
 Kind = type | tuple[type, ...]
 
-# Fields that only states of this package have.
-_OWN_FIELDS = frozenset({"master_params", "hysteresis_left"})
+# Fields of states of this package, by which they are known without their class.
+_OWN_FIELDS = (
+    frozenset({"master_params", "inner_state"}),
+    frozenset({"scale", "hysteresis_left", "skipped_count", "inner_state"}),
+)
 
 
 def inner_field(state: Any, name: str) -> Any:
@@ -160,12 +163,15 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 def holds_state(tree: PyTree) -> bool:
     """Return whether `tree` contains the state of an optimizer, ours or of optax.
 
-    Params may be NamedTuples, too: only the name of a class tells a state from them.
+    Params may be NamedTuples, too, and one of a user's may be called `ModelState`.
     """
 
     def is_state(node: Any) -> bool:
-        names = (kind.__name__ for kind in type(node).__mro__)
-        return hasattr(node, "_fields") and any(x.endswith("State") for x in names)
+        return hasattr(node, "_fields") and any(
+            kind.__name__.endswith("State")
+            and kind.__module__.partition(".")[0] in ("optax", "optax_mp")
+            for kind in type(node).__mro__
+        )
 
     return any(is_state(node) for _, node in nodes_of(tree))
 
@@ -178,8 +184,7 @@ def check_classes(opt_state: PyTree, caller: str) -> None:
     """
 
     def is_without_class(node: Any) -> bool:
-        is_state = isinstance(node, Mapping) and "inner_state" in node
-        return is_state and not _OWN_FIELDS.isdisjoint(node)
+        return isinstance(node, Mapping) and any(x <= node.keys() for x in _OWN_FIELDS)
 
     if any(is_without_class(node) for _, node in nodes_of(opt_state)):
         raise ValueError(

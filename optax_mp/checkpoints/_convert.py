@@ -233,10 +233,13 @@ def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) ->
     expected = TracedCall.of(tx.init, params).unflatten_outputs()
     used, wanted = _storages(state), _storages(expected)
     if used != wanted:
+        kept, expected = (
+            f"masters in {', '.join(map(str, x))}" if x else "no masters"
+            for x in (used, wanted)
+        )
         raise ValueError(
-            f"{_CALLER}: the masters in `opt_state` were stored by {used or None}, "
-            f"expected {wanted or None}, the storage of `from_tx`; pass as `from_tx` "
-            "the transformation that made `opt_state`."
+            f"{_CALLER}: `opt_state` holds {kept}, expected {expected}, as `from_tx` "
+            "makes them; pass as `from_tx` the transformation that made `opt_state`."
         )
     # Dtypes of floats may differ: some optimizers change them at their first step.
     made = Leaves.of(expected, caller=_CALLER, name="a state of `from_tx`")

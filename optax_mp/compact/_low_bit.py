@@ -12,12 +12,13 @@ from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params, check_own_state
 from optax_mp._boxes import flatten_slots, is_box, put, put_resized, unbox
+from optax_mp._context import Transformation
 from optax_mp._descriptions import divides_names, place_like_params, takes_descriptions
 from optax_mp._inner import (
     as_transformation,
     check_gradients,
     copy_shared,
-    explain_failure,
+    update_inner,
 )
 from optax_mp._quantized import Code, is_quantized, new_quantized
 from optax_mp._states import inner_field
@@ -83,7 +84,9 @@ def low_bit_state(
     quantized after it, so `inner` can be any optimizer and computes in float32. A value
     is stored as the square root of its share of the largest value in a block of
     `block_size` neighbours. Arrays that are never negative, such as second moments, get
-    unsigned codes and stay positive; they are found by tracing the optimizer's update.
+    unsigned codes and stay positive: a value has at least 1.5e-5 of the largest in its
+    block (2.3e-10 in 16 bits). They are found by tracing the optimizer's update. If it
+    cannot be traced, the arrays are stored in bfloat16.
 
     Rounding is stochastic: up or down at random, right on average. A moving average
     over a thousand steps changes by a thousandth per step, less than the distance
@@ -185,13 +188,15 @@ def low_bit_state(
             state.inner_state,
             is_leaf=is_quantized,
         )
-        with explain_failure(inner, updates, before, params, "low_bit_state"):
-            updates, after = inner.update(updates, before, params, **extra_args)
+        updates, after = update_inner(
+            inner, updates, before, params, extra_args, "low_bit_state"
+        )
         inner_state = _quantize_again(after, state, seed)
         count = jnp.asarray(optax.safe_increment(state.step_count))
         return updates, make_state(count, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
+    leafwise = leafwise_update(update_fn)
+    return Transformation.around(inner, init_fn, update_fn, leafwise)
 
 
 def _warn_if_mostly_wide(

@@ -8,6 +8,7 @@ import optax
 
 from optax_mp._arguments import check_given_params, check_init_params, check_own_state
 from optax_mp._choose import choose_step
+from optax_mp._context import Transformation
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, difference
 from optax_mp._inner import InnerUpdate, as_inner_param, as_transformation, copy_shared
@@ -143,9 +144,10 @@ def stochastic_rounding(
             new_state = StochasticRoundingState(count, inner_state)
             return leaves.unflatten(new_updates), new_state
 
-        return choose_step(is_unmarked(updates), step, state, extra_args)
+        return choose_step(is_unmarked(updates, extra_args), step, state, extra_args)
 
-    return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
+    leafwise = leafwise_update(update_fn)
+    return Transformation.around(inner, init_fn, update_fn, leafwise)
 
 
 # So that params of one shape and dtype are traced once.

@@ -328,5 +328,7 @@ def as_own_arrays(stored: PyTree) -> PyTree:
 
     Weak types would not stay the same in the next step.
     """
+    if isinstance(stored, jax.Array) and not stored.weak_type:
+        return stored
     arrays = jax.tree.map(jnp.asarray, stored)
     return copy_shared(jax.tree.map(lambda x: jnp.asarray(x, x.dtype), arrays), ())

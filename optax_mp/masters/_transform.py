@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params
 from optax_mp._choose import choose_step
+from optax_mp._context import Transformation
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, round_to
 from optax_mp._inner import as_inner_param, as_transformation, copy_shared
@@ -152,12 +153,16 @@ def mixed_precision(
 
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.
-        before, proceed = (step.stored, state.inner_state), is_unmarked(updates)
+        before, proceed = (
+            (step.stored, state.inner_state),
+            is_unmarked(updates, extra_args),
+        )
         out, after = choose_step(proceed, run_step, before, extra_args)
         stored, inner_state = after
         return leaves.unflatten(out), make_state(leaves.unflatten(stored), inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
+    leafwise = leafwise_update(update_fn)
+    return Transformation.around(inner, init_fn, update_fn, leafwise)
 
 
 def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[Any]]:

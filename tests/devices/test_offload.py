@@ -363,7 +363,7 @@ def test_what_is_wrong_is_named(monkeypatch):
 
 
 def test_before_jax_0_10_the_version_is_named(monkeypatch):
-    monkeypatch.setattr("optax_mp.devices._offload.knows_memories", lambda: False)
+    monkeypatch.setattr("optax_mp.devices._offload.KNOWS_MEMORIES", lambda: False)
     with pytest.raises(
         RuntimeError, match=r"expected JAX 0.10 or later.*memory_kind=N"
     ):
