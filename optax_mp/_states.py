@@ -22,6 +22,25 @@ _OWN_FIELDS = (
 )
 
 
+def inner_field(state: Any, name: str) -> Any:
+    """Return a public field of the inner state: `__getattr__` of a wrapper's state.
+
+    Loops read `opt_state.hyperparams` or `opt_state.gradient_step`, and need not know
+    which wrappers are around that state.
+    """
+    inner = state.inner_state
+    if not name.startswith("_") and has_field(inner, name):
+        return getattr(inner, name)
+    raise AttributeError(f"{type(state).__name__} has no field {name!r}")
+
+
+def has_field(state: Any, name: str) -> bool:
+    """Return whether a state has a field, or one that it wraps in this package."""
+    fields = getattr(type(state), "_fields", ())
+    is_wrapper = getattr(type(state), "__getattr__", None) is inner_field
+    return name in fields or is_wrapper and has_field(state.inner_state, name)
+
+
 def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
     """Return every state of `kind` in `opt_state`, outermost first, with its path.
 

@@ -21,6 +21,7 @@ from optax_mp._inner import (
     update_inner,
 )
 from optax_mp._quantized import Code, is_quantized, new_quantized
+from optax_mp._states import inner_field
 from optax_mp._tree import PyTree, describe, is_floating, spell
 from optax_mp._typed import type_with
 from optax_mp._warnings import warn
@@ -45,7 +46,8 @@ class LowBitState(NamedTuple):
         step_count: int32 scalar, the number of updates. Stochastic rounding draws new
             random numbers at each one.
         inner_state: the state of the inner optimizer, with a `Quantized` in place of
-            each large array.
+            each large array. Its public fields, such as `hyperparams`, are attributes
+            of this state, too.
         code_format: the settings that made the state; a class attribute, not a leaf.
 
     Example:
@@ -63,6 +65,7 @@ class LowBitState(NamedTuple):
     inner_state: optax.OptState
     # Not annotated: an annotation would make a field of it, and so a leaf.
     code_format = None
+    __getattr__ = inner_field
 
 
 def low_bit_state(

@@ -158,9 +158,7 @@ def test_a_state_of_something_else_is_an_error():
         ("full copy", r"masters in Split\(bits=16\), expected masters in FullCopy\(\)"),
         ("float32", r"masters in Split\(bits=16\), expected no masters, as `from_tx`"),
     ]:
-        with pytest.raises(
-            ValueError, match="convert_opt_state: .*" + message
-        ):
+        with pytest.raises(ValueError, match="convert_opt_state: .*" + message):
             optax_mp.convert_opt_state(state, params, FORMS[other](), tx)
     scaled = optax_mp.static_loss_scale(tx)
     message = "convert_opt_state: `opt_state` and a state of `from_tx` must have the"
