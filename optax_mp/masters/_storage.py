@@ -164,6 +164,10 @@ class MixedPrecisionState(NamedTuple):
         master_params: a tree like the params, with the stored form of each leaf's
             master, and `optax.MaskedNode()` for each leaf that is its own master.
         inner_state: the state of the inner optimizer, over masters.
+        last_exact: bool scalar, whether the last updates were exact, as float32 ones
+            are. Then each param is its rounded master, and one that is not was edited.
+            Updates of 16 bits may have missed it by a rounding. None for a storage such
+            as `Split`, of which params are a part.
         storage: the storage that made the state; a class attribute, not a leaf. None
             for a state that was built by hand.
 
@@ -181,6 +185,7 @@ class MixedPrecisionState(NamedTuple):
 
     master_params: optax.Params
     inner_state: optax.OptState
+    last_exact: jax.Array | None = None
     # Not annotated: an annotation would make a field of it, and so a leaf.
     storage = None
 
