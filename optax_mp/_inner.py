@@ -193,8 +193,6 @@ def match_gradients(params: Leaves, grads: PyTree) -> list[Any]:
     for path, param, grad in zip(params.paths, params.values, matched, strict=True):
         if is_floating(grad) and is_floating(param) and grad.shape == param.shape:
             continue
-        # Python numbers are params, too, as under `jit`.
-        param = jnp.asarray(param) if isinstance(param, float | complex) else param
         _check_gradient(path, param, grad, params.caller)
     return matched
 
@@ -325,12 +323,12 @@ def copy_shared(state: PyTree, others: PyTree) -> PyTree:
     """Copy each array of `state` that `others` or another of its leaves holds, too.
 
     Then all can be donated. Some optimizers keep the params given to `init`, or
-    the same zeros in two places.
+    the same zeros in two places. Under `jit` a copy costs nothing.
     """
     seen = {id(leaf) for leaf in jax.tree.leaves(others)}
 
     def copy_if_seen(leaf: Any) -> Any:
-        if not is_array(leaf):
+        if not isinstance(leaf, jax.Array):  # NumPy arrays cannot be donated.
             return leaf
         if id(leaf) in seen:
             leaf = jnp.array(leaf, copy=True)

@@ -10,6 +10,7 @@ from numbers import Number
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, SequenceKey, all_leaves, tree_flatten_with_path
 
@@ -60,7 +61,7 @@ class Leaves:
         caller: the public function that the user called, for error messages.
         name: what error messages call the tree.
         paths: the path of each leaf, as `jax.tree_util.keystr` takes it.
-        values: the leaves.
+        values: the leaves. A Python float is an array, as under `jit`.
         slots: each leaf in its box, if it has one.
         treedef: the structure above the slots.
     """
@@ -77,7 +78,10 @@ class Leaves:
         """Flatten `tree`."""
         paths_and_leaves, treedef = tree_flatten_with_path(tree)
         paths = [path for path, _ in paths_and_leaves]
-        values = [leaf for _, leaf in paths_and_leaves]
+        values = [
+            jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf
+            for _, leaf in paths_and_leaves
+        ]
         # What dicts and sequences alone hold is in no box.
         if _PLAIN_KEYS.issuperset([type(path[-1]) for path in paths if path]):
             return cls(caller, name, paths, values, values, treedef)

@@ -67,7 +67,8 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
 
     Counters, PRNG keys, flags, strings and static leaves stay as they are, so a whole
     model or optimizer state can be cast in one call. The cast rounds to nearest even.
-    As with `astype`, values out of the range of `dtype` become infinity or NaN.
+    As with `astype`, values out of the range of `dtype` become infinity or NaN. Leaves
+    that have the dtype are not copied: donate the result or `tree`, not both.
 
     Args:
         tree: any pytree.

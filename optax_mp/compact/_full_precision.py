@@ -63,13 +63,15 @@ def trace_update(
     An optimizer that needs extra arguments gets those that optax's own optimizers take.
     Only the caller of `update` knows any others.
     """
-    try:
-        return _trace(inner, params, state, {})
-    except Exception as error:  # of any type: `inner` may be a user's code
+    # Codes must not depend on this setting. Strict promotion is an error in `update`.
+    with jax.numpy_dtype_promotion("standard"):
         try:
-            return _trace(inner, params, state, _made_up_arguments(params))
-        except Exception:
-            return error
+            return _trace(inner, params, state, {})
+        except Exception as error:  # of any type: `inner` may be a user's code
+            try:
+                return _trace(inner, params, state, _made_up_arguments(params))
+            except Exception:
+                return error
 
 
 def _trace(

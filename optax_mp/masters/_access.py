@@ -10,6 +10,7 @@ import optax
 from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain_trees
 from optax_mp._dtypes import at_least_float32, round_to
+from optax_mp._inner import copy_shared
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._memory import bring, put_beside
 from optax_mp._jax._sharding import reshard_beside
@@ -47,7 +48,9 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         params: the current params. Or the `nnx.Module` that the optimizer trains.
 
     Returns:
-        A tree like `params`; for NNX an `nnx.State` of arrays, for `nnx.update`.
+        A tree like `params`; for NNX an `nnx.State` of arrays, for `nnx.update`. It
+        shares no array with `opt_state` or `params`, so both can be donated to the next
+        step: outside of `jit` all arrays are copies.
 
     Raises:
         TypeError: if `opt_state` is no optimizer state, or comes second.
@@ -67,11 +70,11 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
     if not states:
         check_classes(opt_state, caller)
-        return jax.tree.map(_widen, params)
+        return copy_shared(jax.tree.map(_widen, params), params)
     weights = list(leaves.values)
     for i, _, _, master in decode_all(leaves, states):
         weights[i] = master
-    return leaves.unflatten(weights)
+    return copy_shared(leaves.unflatten(weights), (opt_state, params))
 
 
 def read_arguments(

@@ -80,10 +80,13 @@ class Settings(NamedTuple):
         check_own_state(state, MixedPrecisionState, "mixed_precision")
         # By value: equal storages make states of the same type.
         if storage_of(state, "mixed_precision") != self.storage:
+            is_redefined = repr(state.storage) == repr(self.storage)
+            why = " of a class that was defined anew since then" * is_redefined
             raise ValueError(
                 "mixed_precision: the state was made with the storage "
-                f"{state.storage}, expected {self.storage}, that of this transform; "
-                "convert it with `optax_mp.convert_opt_state`."
+                f"{state.storage}{why}, expected {self.storage}, that of this "
+                "transform; call `init` again, or convert it with "
+                "`optax_mp.convert_opt_state`, from a transform with its `storage`."
             )
 
     def check_param(self, path: tuple[Any, ...], param: Any, stored: Any) -> None:
@@ -100,7 +103,8 @@ class Settings(NamedTuple):
             raise ValueError(
                 f"{where}, expected {declared} as `param_dtype` says; cast the params "
                 "with `Policy.cast_to_param` or `optax_mp.cast_floating` before "
-                f"training. If they were cast, {self._explain_promotion()}"
+                "training; these leave a Python number as it is, so make it an array. "
+                f"If they were cast, {self._explain_promotion()}"
             )
         is_wide = is_floating(param) and bits(param.dtype) >= bits(self.master_dtype)
         if is_absent(stored):

@@ -31,13 +31,11 @@ class Step:
     Attributes:
         arguments: params and gradients.
         stored: what the state stores for each param.
-        update_dtypes: of each leaf.
         settings: the settings of the transformation.
     """
 
     arguments: InnerUpdate
     stored: Sequence[Any]
-    update_dtypes: Sequence[jnp.dtype]
     settings: Settings
 
     @classmethod
@@ -51,14 +49,7 @@ class Step:
         stored = leaves.match_subtrees(state.master_params, "the masters in the state")
         for path, param, x in zip(leaves.paths, leaves.values, stored, strict=True):
             settings.check_param(path, param, x)
-        arguments = InnerUpdate.match(updates, params, leaves)
-        update_dtypes = [
-            settings.update_dtype_of(param, grad, not isinstance(x, ABSENT))
-            for param, grad, x in zip(
-                leaves.values, arguments.grads, stored, strict=True
-            )
-        ]
-        return cls(arguments, stored, update_dtypes, settings)
+        return cls(InnerUpdate.match(updates, params, leaves), stored, settings)
 
     def _decode(self, last_exact: jax.Array | None) -> list[Any]:
         """Return what `inner` sees: masters, and params that are their own master.
@@ -83,11 +74,16 @@ class Step:
         """Whether params are exactly their rounded masters after the update."""
         params, grads = self.arguments.params.values, self.arguments.grads
         return all(
-            brings_to_master(param.dtype, self.update_dtypes[i])
+            brings_to_master(param.dtype, self._update_dtype(i))
             for i, param in enumerate(params)
             # What gets no gradient moves by decay alone, which is too little to miss.
             if is_floating(grads[i]) and not isinstance(self.stored[i], ABSENT)
         )
+
+    def _update_dtype(self, i: int) -> jnp.dtype:
+        param, grad = self.arguments.params.values[i], self.arguments.grads[i]
+        has_master = not isinstance(self.stored[i], ABSENT)
+        return self.settings.update_dtype_of(param, grad, has_master)
 
     def run(
         self,
@@ -103,7 +99,7 @@ class Step:
             if not isinstance(stored[i], ABSENT):
                 master = optax.apply_updates(seen_by_inner[i], change)
                 stored[i], change = self._advance_leaf(i, master)
-            return _cast_update(change, self.update_dtypes[i])
+            return _cast_update(change, self._update_dtype(i))
 
         updates, inner_state = self.arguments.run(
             inner, seen_by_inner, inner_state, extra_args, advance

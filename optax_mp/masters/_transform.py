@@ -53,9 +53,10 @@ def mixed_precision(
     places after five steps, because XLA contracts products and sums differently.)
 
     - A leaf at least as wide as `master_dtype` is its own master: no copy is made.
-      Complex leaves are passed to `inner` unchanged. Integers, bools, keys, None and
-      other leaves that are not floating arrays are hidden from `inner`. Their updates
+      Complex leaves are passed to `inner` unchanged. A Python float is a param, as
+      under `jit`. Integers, bools, keys and None are hidden from `inner`. Their updates
       are their gradients, or zeros for an array whose gradient is None or float0.
+      What cannot be trained, such as a string or a function, is an error at `init`.
     - The update of a leaf is `round(master) - param`. After `optax.apply_updates` the
       param is the rounded master. Finite masters never become infinite; infinite ones,
       as after a step that diverged, stay infinite where the param's dtype has
@@ -128,7 +129,7 @@ def mixed_precision(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> MixedPrecisionState:
-        check_init_params(params, _CALLER)
+        params = check_init_params(params, _CALLER)
         if isinstance(param_dtype, Policy):
             warn_unmatched_patterns(param_dtype, params, _CALLER)
         leaves = Leaves.of(params, caller=_CALLER)

@@ -14,6 +14,7 @@ from optax_mp._choose import choose_step
 from optax_mp._context import Transformation
 from optax_mp._descriptions import takes_descriptions
 from optax_mp._inner import as_transformation, check_gradients, update_inner
+from optax_mp._jax._arrays import is_traced
 from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._mark import mark_skipped
 from optax_mp.scaling._overwrite import (
@@ -31,7 +32,7 @@ from optax_mp.scaling._rule import (
     check_settings,
     count_up,
 )
-from optax_mp.scaling._state import LossScaleState
+from optax_mp.scaling._state import LossScaleState, warn_unless_scaled
 from optax_mp.scaling._unscale import ALL_FINITE, divide, unscale
 
 # Takes the counters and whether gradients were finite, and returns the new counters.
@@ -64,6 +65,9 @@ def dynamic_loss_scale(
     negative zeros) and skips the step as well. Any other optimizer takes a step with
     zero gradients, in which moments decay and counts go on. Under `shard_map` with
     sharded params pass `inner`: no rank sees the gradients of the others.
+
+    If gradients lack micro-batches that `gradient_accumulator` dropped, pass
+    `dropped_count` to `update`: the step is taken, and the scale shrinks all the same.
 
     Leaves under flax's `_overwrite_with_gradient` (fp8 scales) are neither unscaled nor
     checked nor optimized: the wrapper's update brings each of them to its gradient, as
@@ -182,9 +186,8 @@ def _loss_scaling(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> LossScaleState:
-        check_init_params(params, caller)
         # `inner` never updates overwritten leaves, so it needs no moments for them.
-        inner_params = hide_overwritten(params)
+        inner_params = hide_overwritten(check_init_params(params, caller))
         scale, *counts = start
         return LossScaleState(
             jnp.float32(scale),
@@ -202,14 +205,20 @@ def _loss_scaling(
     ) -> tuple[optax.Updates, LossScaleState]:
         check_own_state(state, LossScaleState, caller)
         check_gradients(params, updates, caller)
+        if is_traced(state.scale) and start[0] != 1:
+            warn_unless_scaled(caller, "divides the gradients")
         # Divided by the scale that the loss was multiplied by. Divided by the next one,
         # a step after which the scale grows would have half its size.
         grads, bad_index = unscale(hide_overwritten(updates), state.scale)
+        dropped_count = extra_args.pop("dropped_count", 0)
         if axis_name is not None:
             # A rank that skipped a step alone would have other params from then on.
             bad_index = lax.pmin(bad_index, axis_name)
+            dropped_count = lax.pmax(dropped_count, axis_name)
         finite = bad_index == ALL_FINITE
-        new_state = _next_state(state, bad_index, finite, adjust_counters)
+        counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
+        counters = adjust_counters(counters, finite & (dropped_count == 0))
+        new_state = _next_state(state, bad_index, finite, counters)
         if wrapped is None:
             warn_if_overwritten(updates, caller)
             # The links that follow run in any case, so mark the gradients for them.
@@ -238,13 +247,12 @@ def _next_state(
     state: LossScaleState,
     bad_index: jax.Array,
     finite: jax.Array,
-    adjust_counters: Adjust,
+    counters: ScaleCounters,
 ) -> LossScaleState:
     """Return the state after a step whose gradients were `finite` or not."""
-    counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
     total = state.total_skipped_count
     return state._replace(
-        **adjust_counters(counters, finite)._asdict(),
+        **counters._asdict(),
         skipped_count=jnp.where(finite, 0, count_up(state.skipped_count)),
         total_skipped_count=jnp.where(finite, total, count_up(total)),
         last_finite=finite,
