@@ -297,8 +297,8 @@ def _check_shapes(caller: str, what: str, made: PyTree, given: PyTree) -> None:
     raise ValueError(
         f"{caller}: {what} that `inner` made at {spell(path)} is "
         f"{describe(both[0][i])}, expected the shape of {describe(leaf)}: the gradient "
-        "or the state is not that of this param; call `init` again if the params have "
-        "changed."
+        "or the state is not that of this param (call `init` again if the params have "
+        "changed), or `inner` changes shapes."
     )
 
 
