@@ -22,8 +22,8 @@ _ALIASES = {
     "fp32": "float32",
     "full": "float32",
     "f64": "float64",
-    **{f"f8_{x}": f"float8_{x}" for x in ("e4m3fn", "e4m3", "e5m2")},
-    **{x: f"float8_{x}" for x in ("e4m3fn", "e4m3", "e5m2")},
+    **{f"f8_{x}": f"float8_{x}" for x in ("e4m3fn", "e5m2")},
+    **{x: f"float8_{x}" for x in ("e4m3fn", "e5m2")},
 }
 _NAMES = ("bfloat16", "float16", "float32", "float64")
 _MINI_FLOATS = ("float8_", "float6_", "float4_")
@@ -67,9 +67,12 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
     except (TypeError, ValueError):
         dtype = None
     if dtype is None:
+        # JAX has float8_e4m3 as well, with infinities and half the range.
+        is_e4m3 = isinstance(spec, str) and spec.endswith("e4m3")
+        note = " Hardware means float8_e4m3fn by e4m3." if is_e4m3 else ""
         raise ValueError(
             f"{argument} is {reprlib.repr(spec)}, {expected}; short names are "
-            f"{', '.join(sorted(_ALIASES))} and half."
+            f"{', '.join(sorted(_ALIASES))} and half.{note}"
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{argument} is {dtype.name}, {expected}.")

@@ -278,7 +278,7 @@ def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
             "its master. Pass the params in their training dtype: cast them with "
             "`Policy.cast_to_param` or `optax_mp.cast_floating`."
         )
-    check_shape(where, param, stored)
+    check_shape(where, param, stored, storage)
     return storage.decode(bring(stored), reshard_beside(param, stored))
 
 
