@@ -1,6 +1,7 @@
 """Floating dtypes by name, and rounding to them."""
 
 import reprlib
+from functools import cache
 from typing import Any
 
 import jax
@@ -96,11 +97,14 @@ def check_available(dtype: DTypeLike, argument: str) -> jnp.dtype:
     return dtype
 
 
+# Cached, because a step asks for each leaf.
+@cache
 def bits(dtype: DTypeLike) -> int:
     """Return the width of a floating dtype in bits."""
     return jnp.finfo(dtype).bits
 
 
+@cache
 def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
     """Return float32, or `dtype` if it is wider or complex."""
     # Not `jnp.promote_types`, which refuses 8-bit floats.
@@ -154,6 +158,7 @@ def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return lax.select(is_above, largest, lax.select(is_below, -largest, x))
 
 
+@cache
 def _has_infinity(dtype: DTypeLike) -> bool:
     # `float8_e4m3fn`, for one, has none: its cast of an infinity is NaN.
     return bool(np.isinf(np.float32(np.inf).astype(dtype)))

@@ -50,11 +50,11 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
 
 # By their fields, because the modules of these states import this one.
 def _is_scale(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "hysteresis_left")
+    return "hysteresis_left" in getattr(type(node), "_fields", ())
 
 
 def _is_masters(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "master_params")
+    return "master_params" in getattr(type(node), "_fields", ())
 
 
 def _is_link(state: Any) -> bool:

@@ -1,6 +1,7 @@
 """Gradients of a scaled loss, for loops with an optimizer state."""
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from numbers import Integral
@@ -68,9 +69,9 @@ def value_and_grad(
     `opt_state` before it is differentiated. The value is the unscaled loss. The
     gradients are float32 and still scaled: pass them to `tx.update` as they are.
 
-    Only floating and complex arrays in the differentiated arguments are differentiated.
-    Other leaves, such as counters or the functions in an Equinox module, get None as
-    their gradient.
+    Only floats in the differentiated arguments are differentiated: arrays, and Python
+    numbers but in an Equinox module, where they are settings. Other leaves, such as
+    counters or the functions in an Equinox module, get None as their gradient.
 
     Warns if params or `amp` are float16 and nothing scales the loss, if `fun` scales
     its loss as well, and if nothing in `opt_state` looks like the state of an
@@ -139,10 +140,7 @@ def differentiate(
 ) -> tuple[Any, Any]:
     """Return the unscaled value of `fun`, and float32 gradients times `factor`."""
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    # A float that is an argument is differentiated; one inside a model is a setting.
-    args = tuple(jnp.asarray(x) if isinstance(x, float) else x for x in args)
-    check_argnums(chosen, args, caller)
-    trees = [args[i] for i in chosen]
+    trees = _differentiated(chosen, args, caller)
     variables = jax.tree.map(lambda x: x if is_inexact(x) else None, trees)
 
     def scaled_loss(variables: Any) -> tuple[Any, Any]:
@@ -163,6 +161,20 @@ def differentiate(
         lambda g: g.astype(at_least_float32(g.dtype)) if is_floating(g) else g, grads
     )
     return value, grads[0] if isinstance(argnums, int) else tuple(grads)
+
+
+def _with_float_arrays(tree: Any) -> Any:
+    """Return `tree` with arrays for Python floats, but in modules of Equinox.
+
+    To Equinox these are settings, such as the rate of a dropout.
+    """
+    equinox = sys.modules.get("equinox")
+    module = () if equinox is None else equinox.Module
+    return jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, float | complex) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, module),
+    )
 
 
 def _loss_of(value: Any, has_aux: bool, caller: str) -> Any:
@@ -186,8 +198,10 @@ def _check_loss(loss: Any, caller: str, remedy: str) -> None:
         )
 
 
-def check_argnums(chosen: Sequence[int], args: Sequence[Any], caller: str) -> None:
-    """Raise unless the chosen arguments exist and hold an array to differentiate."""
+def _differentiated(
+    chosen: Sequence[int], args: Sequence[Any], caller: str
+) -> list[Any]:
+    """Return the chosen arguments; raise unless they exist and hold a float."""
     call = "f(params, ...)"
     if caller == "value_and_grad":
         call = "f(opt_state, params, ...)"
@@ -197,13 +211,15 @@ def check_argnums(chosen: Sequence[int], args: Sequence[Any], caller: str) -> No
                 f"{caller}: `argnums` has {i}, but {len(args)} positional arguments "
                 f"of the function were given; call as {call}."
             )
-    leaves = jax.tree.leaves([args[i] for i in chosen])
+    trees = [_with_float_arrays(args[i]) for i in chosen]
+    leaves = jax.tree.leaves(trees)
     if any(map(is_array, leaves)) and not any(map(is_inexact, leaves)):
         shown = " and ".join(summarize(args[i]) for i in chosen)
         raise TypeError(
             f"{caller}: the argument to differentiate is {shown}, expected floating "
             f"arrays in it; call as {call}, or choose another argument by `argnums`."
         )
+    return trees
 
 
 def check_function(fun: Any, argnums: Any, has_aux: Any, caller: str) -> None:

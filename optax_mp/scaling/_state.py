@@ -14,7 +14,7 @@ from optax_mp._inner import copy_shared
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import is_absent
 from optax_mp._nesting import check_nesting
-from optax_mp._states import check_classes, find_states
+from optax_mp._states import check_classes, find_states, inner_field
 from optax_mp._tree import (
     PyTree,
     describe,
@@ -45,7 +45,8 @@ class LossScaleState(NamedTuple):
         skipped_count: steps skipped since the last finite one, an int32 scalar.
         total_skipped_count: steps skipped since `init`, an int32 scalar.
         last_finite: whether the last step was finite, a bool scalar.
-        inner_state: the state of the inner optimizer; empty for a link in a chain.
+        inner_state: the state of the inner optimizer; empty for a link in a chain. Its
+            public fields, such as `hyperparams`, are attributes of this state, too.
         nonfinite_index: which leaf was the first that was not finite in the last
             skipped step, as an index into the leaves of the gradients (None counts as a
             leaf), an int32 scalar; -1 if no step was skipped. `check_loss_scale` names
@@ -70,6 +71,7 @@ class LossScaleState(NamedTuple):
     last_finite: jax.Array
     inner_state: optax.OptState
     nonfinite_index: jax.Array | int = -1
+    __getattr__ = inner_field
 
 
 def loss_scale(opt_state: optax.OptState) -> jax.Array:

@@ -58,7 +58,7 @@ NO_STATE = {
     ),
     "the optimizer": (
         (SCALED, PARAMS, X),
-        "`opt_state` is a GradientTransformationExtraArgs, the optimizer itself, .*"
+        "`opt_state` is a Transformation, the optimizer itself, .*"
         r"pass what `tx.init\(params\)` returned",
     ),
     "a loss scale": (
@@ -107,7 +107,7 @@ def test_value_and_grad_takes_any_state_without_a_loss_scale(state):
 
 scale = optax_mp.DynamicLossScale(8.0)
 SPLIT = optax_mp.mixed_precision(ADAM, storage=optax_mp.Split())
-IS_OPTIMIZER = "`opt_state` is a GradientTransformationExtraArgs, the optimizer itself"
+IS_OPTIMIZER = "`opt_state` is a Transformation, the optimizer itself"
 STATE_SECOND = "`params` is a MixedPrecisionState of .*which is an optimizer state, and"
 MISPLACED = {
     "scale_loss(state, loss)": (
@@ -147,7 +147,7 @@ MISPLACED = {
     ),
     "check_checkpoint(state, tx)": (
         lambda: optax_mp.check_checkpoint(STATE, MASTERS),
-        TypeError, "`template` is a GradientTransformationExtraArgs, expected a state",
+        TypeError, "`template` is a Transformation, expected a state",
     ),
     "gradient_range_report(loss_scale=state)": (
         lambda: optax_mp.gradient_range_report(GRADS, loss_scale=SCALED_STATE),
@@ -203,9 +203,25 @@ FORM = mostly_slow("form", FORMS, lambda form: form in BY_DEFAULT)
 
 @FORM
 def test_init_refuses_an_optimizer(form):
-    message = "`params` is a Gradient.*, expected the params of a model"
+    message = "`params` is a .*Transformation, expected the params of a model"
     with pytest.raises(TypeError, match=message):
         FORMS[form]().init(MASTERS)
+
+
+class Net(NamedTuple):
+    w: jax.Array
+    activation: object
+
+
+@mostly_slow(
+    ("form", "leaf"),
+    [(form, leaf) for form in FORMS for leaf in ("relu", jax.nn.relu, object())],
+    lambda form, leaf: form in BY_DEFAULT and leaf == "relu",
+)
+def test_init_refuses_what_cannot_be_trained(form, leaf):
+    message = r": param \.activation is .*, expected an array or a number; take it out"
+    with pytest.raises(TypeError, match=message):
+        FORMS[form]().init(Net(X, leaf))
 
 
 ORDERS = ["params, grads, state", "state, grads, params", "grads, params, state"]
