@@ -42,7 +42,7 @@ class Context:
 _NONE = Context()
 
 
-NOT_OFFLOADED = (None, None)
+NOT_OFFLOADED: tuple[Any, Any] = (None, None)
 
 
 class Transformation(optax.GradientTransformationExtraArgs):
