@@ -42,9 +42,6 @@ class Context:
 _NONE = Context()
 
 
-NOT_OFFLOADED: tuple[Any, Any] = (None, None)
-
-
 class Transformation(optax.GradientTransformationExtraArgs):
     """A transformation of this package: its `update` may be given a `Context`.
 
@@ -53,7 +50,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
             is directly inside.
     """
 
-    offloaded: tuple[Any, Any] = NOT_OFFLOADED
+    offloaded: tuple[Any, Any] | None = None
 
     @classmethod
     def around(
@@ -76,7 +73,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
             return take(updates, state, params, **extra_args)
 
         made = cls(init, update_fn)
-        made.offloaded = getattr(inner, "offloaded", NOT_OFFLOADED)
+        made.offloaded = getattr(inner, "offloaded", None)
         return made
 
 

@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from optax_mp._context import NOT_OFFLOADED, Transformation, with_context
+from optax_mp._context import with_context
 from optax_mp._inner import as_transformation, or_no_change
 from optax_mp._jax._arrays import has_tracers
 from optax_mp._jax._memory import is_on_host
@@ -90,15 +90,16 @@ def take_step(
         >>> float(params["w"][0, 0])
         0.8984375
     """
-    plan, of_offload = tx.offloaded if isinstance(tx, Transformation) else NOT_OFFLOADED
-    is_hosted = plan is not None and has_tracers((grads, opt_state, params))
+    offloaded = getattr(tx, "offloaded", None)
+    is_hosted = offloaded is not None and has_tracers((grads, opt_state, params))
     is_hosted &= any(map(is_on_host, jax.tree.leaves(opt_state)))
     if is_hosted:
         extra_args = with_context(extra_args, is_in_take_step=True)
     step, inputs, kept, shardings = whole_step(
         "take_step", tx, grads, opt_state, params, param_shardings, extra_args
     )
-    if is_hosted:
+    if is_hosted and offloaded is not None:
+        plan, of_offload = offloaded
         if param_shardings is None:
             of_params = spread_shardings(params, of_offload, "offload")
             shardings = [None] * len(jax.tree.leaves(opt_state)) + of_params
