@@ -42,14 +42,18 @@ class Context:
 _NONE = Context()
 
 
+NOT_OFFLOADED = (None, None)
+
+
 class Transformation(optax.GradientTransformationExtraArgs):
     """A transformation of this package: its `update` may be given a `Context`.
 
     Attributes:
-        offloaded: the settings of the `offload` that it is, or that is directly inside.
+        offloaded: the plan and the param shardings of the `offload` that it is, or that
+            is directly inside.
     """
 
-    offloaded: Any = None
+    offloaded: tuple[Any, Any] = NOT_OFFLOADED
 
     @classmethod
     def around(
@@ -72,7 +76,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
             return take(updates, state, params, **extra_args)
 
         made = cls(init, update_fn)
-        made.offloaded = getattr(inner, "offloaded", None)
+        made.offloaded = getattr(inner, "offloaded", NOT_OFFLOADED)
         return made
 
 

@@ -22,8 +22,8 @@ _ALIASES = {
     "fp32": "float32",
     "full": "float32",
     "f64": "float64",
-    **{f"f8_{x}": f"float8_{x}" for x in ("e4m3fn", "e4m3", "e5m2")},
-    **{x: f"float8_{x}" for x in ("e4m3fn", "e4m3", "e5m2")},
+    **{f"f8_{x}": f"float8_{x}" for x in ("e4m3fn", "e5m2")},
+    **{x: f"float8_{x}" for x in ("e4m3fn", "e5m2")},
 }
 _NAMES = ("bfloat16", "float16", "float32", "float64")
 _MINI_FLOATS = ("float8_", "float6_", "float4_")
@@ -67,9 +67,12 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
     except (TypeError, ValueError):
         dtype = None
     if dtype is None:
+        # JAX has float8_e4m3 as well, with infinities and half the range.
+        is_e4m3 = isinstance(spec, str) and spec.endswith("e4m3")
+        note = " Hardware means float8_e4m3fn by e4m3." if is_e4m3 else ""
         raise ValueError(
             f"{argument} is {reprlib.repr(spec)}, {expected}; short names are "
-            f"{', '.join(sorted(_ALIASES))} and half."
+            f"{', '.join(sorted(_ALIASES))} and half.{note}"
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{argument} is {dtype.name}, {expected}.")
@@ -124,7 +127,15 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     # flush its subnormals to zero, so those are rounded to multiples of the smallest.
     wide = at_least_float32(x.dtype)
     info, wide_info = jnp.finfo(dtype), jnp.finfo(wide)
-    x = saturate(x.astype(wide), dtype)
+    x = lax.convert_element_type(x, wide)
+    if info.nexp == wide_info.nexp:
+        # bfloat16. A clamp brings infinity to the largest number. Where nothing
+        # overflowed it is not used, since CPUs flush the smallest numbers in it to 0.
+        rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+        overflows = lax.ne(lax.is_finite(rounded), lax.is_finite(x))
+        largest = np.array(info.max, wide)
+        return lax.select(overflows, lax.clamp(-largest, rounded, largest), rounded)
+    x = saturate(x, dtype)
     rounded = lax.reduce_precision(x, wide_info.nexp, info.nmant)
     if float(info.smallest_normal) <= float(wide_info.smallest_normal):
         return rounded

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._choose import choose_on_host
 from optax_mp._context import Transformation, context_of, without_context
@@ -124,19 +125,8 @@ class InnerUpdate:
                 change = updates[i] if is_hidden else change
                 updates[i] = or_no_change(change, params.values[i])
                 continue
-            if jnp.shape(change) != jnp.shape(params.values[i]):
-                raise ValueError(self._describe_change(i, change))
             updates[i] = advance(i, change)
         return updates, inner_state
-
-    def _describe_change(self, i: int, change: Any) -> str:
-        """Return the error for an update that has not the shape of its param."""
-        path, param = self.params.paths[i], self.params.values[i]
-        return (
-            f"{self.params.caller}: the gradient of {spell(path)} is "
-            f"{describe(self.grads[i])}, from which `inner` made the update "
-            f"{describe(change)}; expected the shape of the param {describe(param)}."
-        )
 
 
 def _cast_gradient(inner_param: Any, grad: Any) -> Any:
@@ -246,10 +236,6 @@ def or_no_change(update: Any, param: Any) -> Any:
     return jnp.full(param.shape, -0.0 if is_inexact(param) else 0, param.dtype)
 
 
-# Errors of trees or shapes that do not fit. Any other error is the rule's own.
-_ERRORS_OF_TREES = (TypeError, ValueError, AttributeError, KeyError, IndexError)
-
-
 def update_inner(
     inner: optax.GradientTransformationExtraArgs,
     grads: PyTree,
@@ -272,7 +258,7 @@ def update_inner(
             without_context(extra_args),
         )
         updates, new = inner.update(grads, state, params, **extra_args)
-    except _ERRORS_OF_TREES as error:
+    except Exception as error:
         # An error of this package says what is wrong already.
         if params is None or _module_that_raised(error).startswith("optax_mp."):
             raise
@@ -284,6 +270,8 @@ def update_inner(
         if problem is None:
             raise
         raise ValueError(problem) from error
+    _check_shapes(caller, "the update", updates, params)
+    _check_shapes(caller, "the state", new, state)
     if proceed is True or not any(map(is_on_host, jax.tree.leaves(state))):
         return updates, new
     # An `offload` inside of it was not told that the step may be skipped.
@@ -291,6 +279,26 @@ def update_inner(
         lambda x, old: choose_on_host(proceed, x, old) if is_on_host(old) else x,
         new,
         state,
+    )
+
+
+def _check_shapes(caller: str, what: str, made: PyTree, given: PyTree) -> None:
+    """Raise unless what `inner` made has the shapes of what it was given.
+
+    Nothing is known if one of them has more leaves, as the state of `optax.monitor` has
+    after its first step.
+    """
+    both = [jax.tree.leaves(tree) for tree in (made, given)]
+    new, old = ([getattr(x, "shape", ()) for x in leaves] for leaves in both)
+    if given is None or len(new) != len(old) or new == old:
+        return
+    i = next(i for i, shape in enumerate(new) if shape != old[i])
+    path, leaf = tree_leaves_with_path(given)[i]
+    raise ValueError(
+        f"{caller}: {what} that `inner` made at {spell(path)} is "
+        f"{describe(both[0][i])}, expected the shape of {describe(leaf)}: the gradient "
+        "or the state is not that of this param (call `init` again if the params have "
+        "changed), or `inner` changes shapes."
     )
 
 

@@ -1,7 +1,6 @@
 """low_bit_state: the large arrays of any optimizer's state in 8 or 16 bits."""
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,11 @@ import optax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
-from optax_mp._arguments import check_init_params, check_own_state
+from optax_mp._arguments import (
+    check_init_params,
+    check_own_state,
+    check_whole_number,
+)
 from optax_mp._boxes import flatten_slots, is_box, put, put_resized, unbox
 from optax_mp._context import Transformation
 from optax_mp._descriptions import divides_names, place_like_params, takes_descriptions
@@ -153,10 +156,7 @@ def low_bit_state(
     code_format = CodeFormat.from_settings(bits, block_size, dtype, product_bits)
     make_state = type_with(LowBitState, "code_format", code_format)
     check_seed(seed, "low_bit_state")
-    if not isinstance(min_size, Integral):
-        raise TypeError(
-            f"low_bit_state: `min_size` is {min_size!r}, expected a number of elements."
-        )
+    check_whole_number("low_bit_state: `min_size`", min_size, least=0)
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> LowBitState:

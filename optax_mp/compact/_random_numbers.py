@@ -48,7 +48,8 @@ def _rounding_keys(count: int, *parts: jax.Array) -> list[jax.Array]:
 
 def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
     """Raise unless `seed` is an integer, or None if that is allowed."""
-    if isinstance(seed, Integral) or (or_none and seed is None):
+    is_number = isinstance(seed, Integral) and not isinstance(seed, bool)
+    if is_number or (or_none and seed is None):
         return
     expected = "an integer" + (", or None to round to nearest" if or_none else "")
     raise TypeError(f"{caller}: `seed` is {seed!r}, expected {expected}.")

@@ -150,8 +150,13 @@ def zero1(
         if any(map(is_on_host, jax.tree.leaves(state))):
             part_shardings = cuts.shardings_of_parts()
             extra_args = with_context(extra_args, part_shardings=part_shardings)
+
+        def update_parts(updates: Any, state: Any, params: Any, **extra: Any) -> Any:
+            return inner.update(cuts.cut(updates), cuts.cut(state), params, **extra)
+
+        of_parts = inner._replace(update=update_parts)
         changes, state = update_inner(
-            inner, cuts.cut(updates), cuts.cut(state), parts, extra_args, "zero1"
+            of_parts, updates, state, parts, extra_args, "zero1"
         )
         return cuts.gather(parts, changes), cuts.cut(state)
 

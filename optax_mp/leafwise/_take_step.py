@@ -1,13 +1,14 @@
 """take_step, and the update of a transformation of this package, in one pass."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import NamedSharding
 
-from optax_mp._context import with_context
+from optax_mp._context import NOT_OFFLOADED, Transformation, with_context
 from optax_mp._inner import as_transformation, or_no_change
 from optax_mp._jax._arrays import has_tracers
 from optax_mp._jax._memory import is_on_host
@@ -89,8 +90,8 @@ def take_step(
         >>> float(params["w"][0, 0])
         0.8984375
     """
-    offloaded = getattr(tx, "offloaded", None)
-    is_hosted = offloaded is not None and has_tracers((grads, opt_state, params))
+    plan, of_offload = tx.offloaded if isinstance(tx, Transformation) else NOT_OFFLOADED
+    is_hosted = plan is not None and has_tracers((grads, opt_state, params))
     is_hosted &= any(map(is_on_host, jax.tree.leaves(opt_state)))
     if is_hosted:
         extra_args = with_context(extra_args, is_in_take_step=True)
@@ -98,7 +99,6 @@ def take_step(
         "take_step", tx, grads, opt_state, params, param_shardings, extra_args
     )
     if is_hosted:
-        plan, of_offload = offloaded
         if param_shardings is None:
             of_params = spread_shardings(params, of_offload, "offload")
             shardings = [None] * len(jax.tree.leaves(opt_state)) + of_params
@@ -151,7 +151,7 @@ def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params
         return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
 
 
-def leafwise_update(update: optax.TransformUpdateExtraArgsFn) -> Any:
+def leafwise_update(update: Callable[..., tuple[Any, Any]]) -> Any:
     """Return the update of a transformation, in one pass where that is less traffic.
 
     The new param is computed outside, in one more pass. So kernels pay on a TPU, where

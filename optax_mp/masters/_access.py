@@ -162,7 +162,7 @@ def replace_master_params(
         check_param_is_rounded(storage, new, leaves.values[i], where, remedy)
         return new
 
-    return map_masters(replace, opt_state, leaves)
+    return _as_exact(map_masters(replace, opt_state, leaves))
 
 
 def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptState:
@@ -211,7 +211,7 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
             return None
         return follow_edits(old, _beside(leaves.values[i], old))
 
-    return map_masters(follow, opt_state, leaves)
+    return _as_exact(map_masters(follow, opt_state, leaves))
 
 
 def map_masters(
@@ -249,6 +249,17 @@ def map_masters(
     return map_states(map_state, opt_state, MixedPrecisionState)
 
 
+def _as_exact(opt_state: optax.OptState) -> optax.OptState:
+    """Return a state that knows that each param is its rounded master."""
+    return map_states(
+        lambda state: state._replace(
+            last_exact=jax.tree.map(lambda x: x | True, state.last_exact)
+        ),
+        opt_state,
+        MixedPrecisionState,
+    )
+
+
 def _beside(x: Any, old: jax.Array) -> jax.Array:
     """Return an array with the sharding of a master."""
     return jnp.asarray(x) if is_traced(old) else jax.device_put(x, old.sharding)
@@ -267,7 +278,7 @@ def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
             "its master. Pass the params in their training dtype: cast them with "
             "`Policy.cast_to_param` or `optax_mp.cast_floating`."
         )
-    check_shape(where, param, stored)
+    check_shape(where, param, stored, storage)
     return storage.decode(bring(stored), reshard_beside(param, stored))
 
 

@@ -123,7 +123,7 @@ class Settings(NamedTuple):
                 f"{where}, expected a dtype narrower than its {self.master_dtype.name} "
                 f"master: it was at `init`, and {self._explain_promotion()}"
             )
-        check_shape(where, param, stored)
+        check_shape(where, param, stored, self.storage)
 
     def check_master(self, path: tuple[Any, ...], master: Any) -> None:
         """Raise unless the decoded master of a param has the expected dtype."""
@@ -149,13 +149,27 @@ class Settings(NamedTuple):
         )
 
 
-def check_shape(where: str, param: Any, stored: Any) -> None:
+def check_shape(where: str, param: Any, stored: Any, storage: Storage) -> None:
     """Raise unless what is stored can be the master of a param."""
     leaves = jax.tree.leaves(stored)
+    if is_floating(param) and all(x.shape == param.shape for x in leaves):
+        return
     # A storage may add leading axes.
-    if not is_floating(param) or not all(ends_in(x, param.shape) for x in leaves):
+    fits = is_floating(param) and all(ends_in(x, param.shape) for x in leaves)
+    if not fits or _shape_of_master(storage, stored, param) != param.shape:
         shown = " and ".join(map(describe, leaves))
         raise ValueError(
             f"{where}, but its master is {shown}, expected a floating array of the "
             "same shape: the state belongs to other params; call `init` again."
         )
+
+
+def _shape_of_master(storage: Storage, stored: Any, param: Any) -> Any:
+    """Return the shape of a decoded master; None if it cannot be decoded."""
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (stored, param)
+    )
+    try:
+        return jax.eval_shape(storage.decode, *args).shape
+    except (TypeError, ValueError):
+        return None

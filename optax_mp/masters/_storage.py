@@ -166,6 +166,10 @@ class MixedPrecisionState(NamedTuple):
             master, and `optax.MaskedNode()` for each leaf that is its own master.
         inner_state: the state of the inner optimizer, over masters. Its public fields,
             such as `hyperparams`, are attributes of this state, too.
+        last_exact: bool scalar, whether the last updates were exact, as float32 ones
+            are. Then each param is its rounded master, and one that is not was edited.
+            Updates of 16 bits may have missed it by a rounding. None for a storage such
+            as `Split`, of which params are a part.
         storage: the storage that made the state; a class attribute, not a leaf. None
             for a state that was built by hand.
 
@@ -183,6 +187,7 @@ class MixedPrecisionState(NamedTuple):
 
     master_params: optax.Params
     inner_state: optax.OptState
+    last_exact: jax.Array | None = None
     # Not annotated: an annotation would make a field of it, and so a leaf.
     storage = None
     __getattr__ = inner_field

@@ -209,7 +209,7 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
         masters  float32                 128.0 GiB              4.00   28.6%
         mu       float32                 128.0 GiB              4.00   28.6%
         nu       float32                 128.0 GiB              4.00   28.6%
-        rest     int32                         4 B              0.00    0.0%
+        rest     int32, bool                   5 B              0.00    0.0%
         total    34,359,738,368 weights  448.0 GiB             14.00  100.0%
         plain float32: 384.0 GiB, 12.00 bytes per weight (0.86 times as much)
     """

@@ -13,7 +13,12 @@ from optax_mp._arguments import check_init_params, check_own_state
 from optax_mp._choose import choose_step
 from optax_mp._context import Transformation
 from optax_mp._descriptions import takes_descriptions
-from optax_mp._inner import as_transformation, check_gradients, update_inner
+from optax_mp._inner import (
+    as_transformation,
+    check_gradients,
+    copy_shared,
+    update_inner,
+)
 from optax_mp._jax._arrays import is_traced
 from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._mark import mark_skipped
@@ -189,11 +194,12 @@ def _loss_scaling(
         # `inner` never updates overwritten leaves, so it needs no moments for them.
         inner_params = hide_overwritten(check_init_params(params, caller))
         scale, *counts = start
+        inner_state = wrapped.init(inner_params) if wrapped else optax.EmptyState()
         return LossScaleState(
             jnp.float32(scale),
             *[jnp.int32(as_count(n)) for n in (*counts, 0, 0)],
             last_finite=jnp.array(True),
-            inner_state=wrapped.init(inner_params) if wrapped else optax.EmptyState(),
+            inner_state=copy_shared(inner_state, inner_params),
             nonfinite_index=jnp.int32(-1),
         )
 

@@ -435,7 +435,7 @@ def test_small_leaves_counts_and_wide_ones_are_left():
     none = jax.eval_shape(low_bit_state(optax.adam(1e-3), min_size=10**9).init, params)
     assert quantized_leaves(none) == {}
     every = jax.eval_shape(
-        low_bit_state(optax.adam(1e-3), min_size=0).init,
+        low_bit_state(optax.adam(1e-3), min_size=1).init,
         params | {"none": jnp.zeros((0, 3))},
     )
     assert "mu['small']" in quantized_leaves(every)
@@ -544,9 +544,15 @@ def test_bad_settings_are_refused(settings, match):
         low_bit_state(optax.adam(1e-3), **settings)
 
 
-def test_a_min_size_that_is_no_number_is_refused():
-    with pytest.raises(TypeError, match="`min_size` is '1', expected a number of elem"):
-        low_bit_state(optax.adam(1e-3), min_size="1")
+@pytest.mark.parametrize(
+    "setting", [{"min_size": "1"}, {"min_size": -1}, {"min_size": True}, {"seed": True}]
+)
+def test_a_number_of_the_wrong_kind_is_refused(setting):
+    (name,) = setting
+    with pytest.raises(
+        (TypeError, ValueError), match=f"`{name}` is .*, expected an int"
+    ):
+        low_bit_state(optax.adam(1e-3), **setting)
 
 
 def test_what_is_no_transformation_is_refused():

@@ -158,10 +158,11 @@ def test_an_all_float32_model_costs_nothing():
     bare = optax.adamw(1e-2)
     tx = optax_mp.mixed_precision(bare)
     assert jax.tree.leaves(tx.init(params).master_params) == []
-    assert as_bits(tx.init(params)) == as_bits(bare.init(params))
+    assert as_bits(tx.init(params).inner_state) == as_bits(bare.init(params))
     want = jax.make_jaxpr(bare.update)(params, bare.init(params), params)
     got = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
-    assert str(got) == str(want)
+    # One more says that params are their masters.
+    assert len(got.eqns) == len(want.eqns) + 1
 
 
 def test_state_shares_no_buffer_with_params_or_itself():
@@ -173,8 +174,14 @@ def test_state_shares_no_buffer_with_params_or_itself():
 
     params = {"low": jnp.ones(8, jnp.bfloat16), "own": jnp.ones(8)}
     pretrained = {"low": jnp.ones(8), "own": jnp.ones(8)}
-    for tree, settings in ((params, {}), (pretrained, {"param_dtype": "bf16"})):
-        tx = optax_mp.mixed_precision(keeps_params(), **settings)
+    inner = keeps_params()
+    for tree, tx in (
+        (params, optax_mp.mixed_precision(inner)),
+        (pretrained, optax_mp.mixed_precision(inner, param_dtype="bf16")),
+        (params, optax_mp.static_loss_scale(inner)),
+        (params, optax_mp.stochastic_rounding(inner)),
+        (params, optax_mp.offload(optax_mp.low_bit_state(inner), memory_kind=None)),
+    ):
         for state in (tx.init(tree), jax.jit(tx.init)(tree)):
             leaves = jax.tree.leaves((tree, state))
             pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves]
@@ -284,7 +291,7 @@ W = r"\['layer'\]\['w'\]"
         ),
         (
             {"grads": with_leaf(GRADS, jnp.ones((2, 3)))},
-            rf"ValueError: .* gradient of {W} is float32\[2,3\], .*expected the (same )?shape",
+            rf"ValueError: .* {W} is float32\[2,3\], expected the shape of float32\[3\]: ",
         ),
         (
             {"grads": with_leaf(GRADS, jnp.ones(3, jnp.complex64))},

@@ -187,15 +187,23 @@ AROUND = {
 
 # Made in the tests: while a link exists, other tests would look for its mark.
 FORMS = {
-    "mixed_precision": lambda: MASTERS,
-    "dynamic_loss_scale": lambda: SCALED,
-    "static_loss_scale": lambda: optax_mp.static_loss_scale(ADAM),
-    "stochastic_rounding": lambda: optax_mp.stochastic_rounding(ADAM),
-    "low_bit_state": lambda: optax_mp.low_bit_state(ADAM),
-    "zero1": lambda: optax_mp.zero1(MASTERS, jax.make_mesh((1,), ("data",)), "data"),
-    "Split(16)": lambda: SPLIT,
-    "Split(8)": lambda: optax_mp.mixed_precision(ADAM, storage=optax_mp.Split(8)),
-    "a link": lambda: optax.chain(optax_mp.dynamic_loss_scale(), MASTERS),
+    "mixed_precision": lambda tx=ADAM: optax_mp.mixed_precision(tx),
+    "dynamic_loss_scale": lambda tx=ADAM: optax_mp.dynamic_loss_scale(
+        optax_mp.mixed_precision(tx)
+    ),
+    "static_loss_scale": lambda tx=ADAM: optax_mp.static_loss_scale(tx),
+    "stochastic_rounding": lambda tx=ADAM: optax_mp.stochastic_rounding(tx),
+    "low_bit_state": lambda tx=ADAM: optax_mp.low_bit_state(tx),
+    "zero1": lambda tx=ADAM: optax_mp.zero1(
+        optax_mp.mixed_precision(tx), jax.make_mesh((1,), ("data",)), "data"
+    ),
+    "Split(16)": lambda tx=ADAM: optax_mp.mixed_precision(
+        tx, storage=optax_mp.Split(16)
+    ),
+    "Split(8)": lambda tx=ADAM: optax_mp.mixed_precision(tx, storage=optax_mp.Split(8)),
+    "a link": lambda tx=ADAM: optax.chain(
+        optax_mp.dynamic_loss_scale(), optax_mp.mixed_precision(tx)
+    ),
 }
 BY_DEFAULT = {"mixed_precision", "dynamic_loss_scale"}
 FORM = mostly_slow("form", FORMS, lambda form: form in BY_DEFAULT)
@@ -242,6 +250,26 @@ def test_update_names_a_state_in_another_place(form, order, jitted):
         message += "|number of updates and states|`state` is a str, expected the LossSc"
     with pytest.raises((TypeError, ValueError), match=message):
         call(tx.update, args, jitted)
+
+
+@JITTED
+@mostly_slow(
+    ("form", "inner", "before"),
+    [
+        (form, inner, before)
+        for form in FORMS
+        for inner in (ADAM, optax.sgd(0.1))
+        for before in ((8, 4), (2, 4, 4), (4,))
+        # Without masters and moments there is nothing that has a shape.
+        if inner is ADAM or form in ("mixed_precision", "Split(16)", "a link")
+    ],
+    lambda form, *_: form in BY_DEFAULT,
+)
+def test_a_shape_that_changed_since_init_is_named(form, inner, before, jitted):
+    tx = FORMS[form](inner)
+    state = tx.init(PARAMS | {"w": jnp.ones(before, BF16)})
+    with pytest.raises(ValueError, match=r"\['w'\].*expected.*shape|\['w'\].* as in "):
+        call(tx.update, (GRADS, state, PARAMS), jitted)
 
 
 @JITTED
