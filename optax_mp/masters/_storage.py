@@ -111,7 +111,7 @@ class FullCopy:
 
     The default. It loses nothing, for any `master_dtype` and for params of any floating
     dtype. If you edit a param outside of the optimizer, it is the new master in the
-    next step with float32 updates; before one with 16-bit updates call
+    next step, if the last updates were float32; after 16-bit updates call
     `follow_params`.
 
     Example:
