@@ -8,7 +8,6 @@ saved, restored, and goes on; and the whole way at once. What is not installed i
 skipped, and its row stays as it is. Takes half an hour on two cores.
 """
 
-import importlib.util
 import os
 import pickle
 import subprocess
@@ -246,7 +245,8 @@ def brax_sac(form: Form) -> Outcome:
          "policy_optimizer = wrap(optax.adam(learning_rate=learning_rate))"),
         ("q_optimizer = optax.adam(learning_rate=learning_rate)",
          "q_optimizer = wrap(optax.adam(learning_rate=learning_rate))"),
-        ("      policy_params=policy_params,", "      policy_params=cast(policy_params),"),
+        ("      policy_params=policy_params,",
+         "      policy_params=cast(policy_params),"),
         ("      q_params=q_params,\n      target",
          "      q_params=cast(q_params),\n      target"),
     )  # fmt: skip
@@ -305,10 +305,10 @@ def kauldron(form: Form) -> Outcome:
         return trainer.train()
 
     with tempfile.TemporaryDirectory() as once, tempfile.TemporaryDirectory() as halves:
-        state, aux = train(once, 400)
-        train(halves, 200)
-        again, _ = train(halves, 400)
-    value = aux.compute().loss_values["loss"]
+        state, aux = train(once, 200)
+        train(halves, 100)
+        again, _ = train(halves, 200)
+    value = aux.loss_states["loss"].compute()
     some, others = ((x.params, x.opt_state) for x in (again, state))
     return Outcome(float(value), compare(some, others))
 

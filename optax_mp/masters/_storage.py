@@ -31,7 +31,10 @@ from optax_mp._typed import type_with
 # The hash, because a storage becomes part of the state's type.
 _MEMBERS = ("takes", "encode", "decode", "advance", "param_is_part", "__hash__")
 # The param dtypes that errors mention if a storage takes them.
-_DTYPES = "bfloat16 float16 float32 float8_e4m3fn float8_e5m2 float4_e2m1fn".split()
+_DTYPES = """
+bfloat16 float16 float32 float8_e4m3fn float8_e5m2 float4_e2m1fn
+float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fnuz float8_e5m2fnuz
+""".split()
 
 
 class Storage(Protocol):
