@@ -21,14 +21,21 @@ def align_by_path(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows that begin with paths as lines; long paths lose their beginning."""
     others = align_columns([["", *cells] for _, *cells in rows], left=1)
     width = max(_WIDTH - max(map(len, others)), _LEAST_PATH_WIDTH)
-    return align_columns(
-        [(_shorten_path(path, width), *cells) for path, *cells in rows], left=1
-    )
+    paths = shorten([path for path, *_ in rows], width)
+    pairs = zip(paths, rows, strict=True)
+    return align_columns([(path, *cells) for path, (_, *cells) in pairs], left=1)
 
 
-def _shorten_path(path: str, width: int) -> str:
-    """Return the end of a path that is longer than `width`."""
-    return path if len(path) <= width else "..." + path[3 - width :]
+def shorten(texts: Sequence[str], width: int) -> list[str]:
+    """Return the ends of texts that are longer than `width`, or than they must be.
+
+    No two texts become alike.
+    """
+    while True:
+        cut = [x if len(x) <= width else "..." + x[3 - width :] for x in texts]
+        if len(set(cut)) == len(set(texts)):
+            return cut
+        width += 1
 
 
 def format_bytes(count: int) -> str:

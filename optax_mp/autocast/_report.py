@@ -32,7 +32,7 @@ from optax_mp._table import align_columns
 from optax_mp.autocast._changes import pure_call
 from optax_mp.autocast._lattice import takes_part
 from optax_mp.autocast._plan import Action, Plan, Site
-from optax_mp.autocast._rules import Rules, default_amp_rules
+from optax_mp.autocast._rules import Rule, Rules, default_amp_rules
 from optax_mp.autocast._run import Interpreter
 
 _NOT_MEASURED = math.nan
@@ -45,8 +45,9 @@ class AmpOperation:
     Attributes:
         primitive: its name.
         line: where it is written.
-        ran: `"low"`, `"f8"` (a product in 8 bits), `"f32"` or `"as_written"`; `"mixed"`
-            for a loop, branch or `shard_map`, whose operations are listed, too.
+        ran: `"low"`, `"f8"` (a product in 8 bits), `"f32"` or `"as_written"`;
+            `"function"` if the rule is one; `"mixed"` for a loop, branch or
+            `shard_map`, whose operations are listed, too.
         why: the reason: `"rule"`, `"scope"`, `"inputs"` (one is float32, or none is),
             `"literal"` (the compute dtype cannot hold it), `"sink"` (everything that
             reads it computes in float32), `"shape"` (8 bits would not pay),
@@ -130,7 +131,7 @@ def amp_report(
     fun: Callable[..., Any],
     *args: Any,
     compute_dtype: DTypeLike = jnp.bfloat16,
-    rules: Mapping[Any, str] = default_amp_rules,
+    rules: Mapping[Any, Rule] = default_amp_rules,
     **kwargs: Any,
 ) -> AmpReport:
     """Compare a function as written with the same under `amp`, on these arguments.
@@ -225,6 +226,8 @@ def _ran(site: Site) -> str:
     action = site.action
     if action.regions:
         return "mixed"
+    if action.how == "function":
+        return action.how
     if action.ran_low:
         return "f8" if action.how == "f8" else "low"
     return "as_written" if action.rule == "as_written" else "f32"

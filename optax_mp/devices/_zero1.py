@@ -11,15 +11,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_given_params, check_init_params
+from optax_mp._context import Transformation, with_context
 from optax_mp._descriptions import fill_spec, place_like_params, takes_descriptions
 from optax_mp._dtypes import bits
-from optax_mp._inner import as_transformation, explain_failure
+from optax_mp._inner import as_transformation, update_inner
 from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._sharding import MeshAxes, shard_count
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._states import find_owners
+from optax_mp._states import Path, find_owners
 from optax_mp._tree import PyTree, describe, ends_in, is_floating, spell
 from optax_mp.devices._cut import (
     Cut,
@@ -30,7 +31,6 @@ from optax_mp.devices._cut import (
     shard,
     specs_of_params,
 )
-from optax_mp.devices._offload import PART_SHARDINGS, PartShardings
 from optax_mp.devices._sum import as_pattern, check_exchange_dtype, sum_patterns
 
 
@@ -128,7 +128,7 @@ def zero1(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> optax.OptState:
-        check_init_params(params, "zero1")
+        params = check_init_params(params, "zero1")
         cuts = cuts_of(params)
 
         def init_parts(given: optax.Params) -> optax.OptState:
@@ -150,14 +150,19 @@ def zero1(
             extra_args["grad"] = cuts.cut(extra_args["grad"])
         parts = cuts.cut(params)
         if any(map(is_on_host, jax.tree.leaves(state))):
-            extra_args[PART_SHARDINGS] = cuts.shardings_of_parts()
-        with explain_failure(inner, updates, state, params, "zero1"):
-            changes, state = inner.update(
-                cuts.cut(updates), cuts.cut(state), parts, **extra_args
-            )
+            part_shardings = cuts.shardings_of_parts()
+            extra_args = with_context(extra_args, part_shardings=part_shardings)
+
+        def update_parts(updates: Any, state: Any, params: Any, **extra: Any) -> Any:
+            return inner.update(cuts.cut(updates), cuts.cut(state), params, **extra)
+
+        of_parts = inner._replace(update=update_parts)
+        changes, state = update_inner(
+            of_parts, updates, state, parts, extra_args, "zero1"
+        )
         return cuts.gather(parts, changes), cuts.cut(state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return Transformation.around(inner, init_fn, update_fn)
 
 
 @dataclass(frozen=True)
@@ -204,15 +209,15 @@ class _Cuts:
                 )
         return cls(leaves, mesh, axes, specs, by_param)
 
-    def shardings_of_parts(self) -> PartShardings:
-        """Return how the params are sharded once they are cut."""
+    def shardings_of_parts(self) -> dict[Path, tuple[tuple[int, ...], NamedSharding]]:
+        """Return shape and sharding of the params once they are cut."""
         found = {}
         both = zip(self.specs, self.by_param, strict=True)
         for i, (spec, cut) in enumerate(both):
             spec = spec if cut is None else fill_spec(cut.part, spec)
             shape = jnp.shape(self.leaves.values[i])
             found[self.leaves.paths[i]] = shape, NamedSharding(self.mesh, spec)
-        return PartShardings(found)
+        return found
 
     def cut(self, tree: PyTree) -> PyTree:
         """Return `tree` with its arrays cut, each as the param that it belongs to."""

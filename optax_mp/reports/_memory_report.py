@@ -14,7 +14,7 @@ from optax_mp._boxes import plain_trees
 from optax_mp._jax._memory import is_stored_on_host
 from optax_mp._quantized import Quantized
 from optax_mp._states import find_owners, find_states, holds_state
-from optax_mp._table import align_columns, format_bytes
+from optax_mp._table import align_columns, format_bytes, shorten
 from optax_mp._tree import PyTree, describe, is_array, is_floating, spell, summarize
 from optax_mp.masters._storage import MixedPrecisionState
 
@@ -125,10 +125,11 @@ class MemoryReport:
     def __str__(self) -> str:
         """Return the table."""
         cells: list[tuple[str, ...]] = [_TITLES]
-        for role in self.by_role():
+        roles = list(self.by_role())
+        for role, title in zip(roles, shorten(roles, 28), strict=True):
             rows = [row for row in self.rows if row.role == role]
             dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
-            cells.append((role[:28], dtypes[:34], *self._amounts(rows)))
+            cells.append((title, dtypes[:34], *self._amounts(rows)))
         weights = f"{self.weights:,} weights"
         cells.append(("total", weights, *self._amounts(self.rows)))
         if not self.host_bytes:
@@ -190,7 +191,7 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
         masters  float32                 128.0 GiB              4.00   28.6%
         mu       float32                 128.0 GiB              4.00   28.6%
         nu       float32                 128.0 GiB              4.00   28.6%
-        rest     int32                         4 B              0.00    0.0%
+        rest     int32, bool                   5 B              0.00    0.0%
         total    34,359,738,368 weights  448.0 GiB             14.00  100.0%
         plain float32: 384.0 GiB, 12.00 bytes per weight (0.86 times as much)
     """
