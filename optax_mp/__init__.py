@@ -63,6 +63,7 @@ from optax_mp.reports._gradient_range import gradient_range_report
 from optax_mp.reports._updates import update_report
 from optax_mp.reports._memory_report import memory_report
 from optax_mp.reports._step_report import step_report
+from optax_mp.reports._collectives import collectives_report
 
 # The category of all warnings of this package.
 from optax_mp._warnings import MixedPrecisionWarning
@@ -87,6 +88,7 @@ __all__ = [
     "cast_floating",
     "check_checkpoint",
     "check_loss_scale",
+    "collectives_report",
     "convert_opt_state",
     "default_amp_rules",
     "dynamic_loss_scale",
