@@ -3,6 +3,6 @@
 - `_release`: the public function, from a loss and an optimizer; what it refuses.
 - `_scan`: the scan over layers, whose backward pass takes the steps.
 
-The layers' gradients never exist as a whole. So what needs all of them first is refused:
+The gradients never exist as a whole. So an optimizer that needs all of them is refused:
 `_jax._dataflow.origins` finds it in a trace of the update.
 """

@@ -109,11 +109,7 @@ class Stack:
 
     def step(self, grads: Any, opt_state: Any, weights: Any) -> tuple[Any, Any]:
         """Return (weights, opt_state) of one layer after its step."""
-        # float32, as those of `value_and_grad`.
-        grads = jax.tree.map(
-            lambda g: g.astype(at_least_float32(g.dtype)) if is_floating(g) else g,
-            self.pinned(grads),
-        )
+        grads = as_differentiated(self.pinned(grads))
         return take_step(
             self.tx, grads, opt_state, weights, param_shardings=self.shardings
         )
@@ -121,7 +117,9 @@ class Stack:
     def store(self, layers: Any, opt_state: Any) -> None:
         """Keep what the steps of all layers made."""
         self.is_stepped = True
-        jax.tree.map(lambda r, x: jax.ref.set(r, ..., x), self._refs, (layers, opt_state))
+        jax.tree.map(
+            lambda r, x: jax.ref.set(r, ..., x), self._refs, (layers, opt_state)
+        )
 
     def result(self) -> tuple[Any, Any]:
         """Return (layers, opt_state) after the backward pass."""
@@ -139,19 +137,19 @@ class Stack:
         def pin(x: Any, sharding: Any) -> Any:
             if jnp.ndim(x) < 2:
                 return x
-            in_rows = partial(
-                with_layout_constraint, layout=Layout(tuple(range(x.ndim)))
-            )
-            mesh, spec = sharding.mesh, sharding.spec
+            rows, spec = Layout(tuple(range(x.ndim))), sharding.spec
             # Without `shard_map`, the constraint would gather the array.
-            return jax.shard_map(in_rows, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+            return jax.shard_map(
+                lambda part: with_layout_constraint(part, rows),
+                mesh=sharding.mesh,
+                in_specs=spec,
+                out_specs=spec,
+            )(x)
 
         return jax.tree.map(pin, tree, self.shardings)
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["token"], meta_fields=["stack"]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["token"], meta_fields=["stack"])
 @dataclass(frozen=True, eq=False)
 class ReleasedLayers:
     """What a loss gets in place of stacked layers, for `scan_layers`.
@@ -164,6 +162,21 @@ class ReleasedLayers:
 
     token: jax.Array
     stack: Stack
+
+
+def as_differentiated(tree: Any) -> Any:
+    """Return gradients as `value_and_grad` does: float32, None for what is not inexact.
+
+    Args:
+        tree: gradients, or weights in their place.
+    """
+
+    def widen(x: Any) -> Any:
+        if not is_inexact(x):
+            return None
+        return x.astype(at_least_float32(x.dtype)) if is_floating(x) else x
+
+    return jax.tree.map(widen, tree)
 
 
 def _is_released(x: Any) -> bool:
@@ -253,7 +266,14 @@ class _Layer:
         needs = _needs(saving, len(outputs), len(carry), varying)
         pull_def, float_outputs = jax.tree.structure(pull), map(is_inexact, outputs)
         return cls(
-            list(consts), run, saving, pull_def, needs, floats, list(float_outputs), treedef
+            list(consts),
+            run,
+            saving,
+            pull_def,
+            needs,
+            floats,
+            list(float_outputs),
+            treedef,
         )
 
     def save(self, inputs: Any) -> tuple[list[Any], list[Any], list[Any]]:
