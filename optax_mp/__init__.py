@@ -37,16 +37,22 @@ from optax_mp.autocast._amp import amp, amp_stop
 from optax_mp.autocast._report import amp_report
 from optax_mp.autocast._rules import default_amp_rules
 
-# Low-bit optimizer states, and training without masters.
+# Low-bit optimizer states, training without masters, and sums over micro-batches.
+from optax_mp.compact._accumulator import gradient_accumulator
 from optax_mp.compact._low_bit import low_bit_state
 from optax_mp.compact._stochastic import stochastic_rounding
 
 # A step in one pass over memory.
 from optax_mp.leafwise._take_step import take_step
 
+# The step of stacked layers in the backward pass, without an array of all gradients.
+from optax_mp.release._release import release_gradients
+from optax_mp.release._scan import scan_layers
+
 # Many devices.
 from optax_mp.devices._offload import offload
 from optax_mp.devices._state_shardings import state_shardings
+from optax_mp.devices._sum import sum_gradients
 from optax_mp.devices._zero1 import zero1
 
 # Check and convert saved states.
@@ -61,6 +67,7 @@ from optax_mp.reports._gradient_range import gradient_range_report
 from optax_mp.reports._updates import update_report
 from optax_mp.reports._memory_report import memory_report
 from optax_mp.reports._step_report import step_report
+from optax_mp.reports._collectives import collectives_report
 
 # The category of all warnings of this package.
 from optax_mp._warnings import MixedPrecisionWarning
@@ -85,6 +92,7 @@ __all__ = [
     "cast_floating",
     "check_checkpoint",
     "check_loss_scale",
+    "collectives_report",
     "convert_opt_state",
     "default_amp_rules",
     "dynamic_loss_scale",
@@ -92,6 +100,7 @@ __all__ = [
     "dynamic_scale_value_and_grad",
     "follow_params",
     "get_policy",
+    "gradient_accumulator",
     "gradient_range_report",
     "half_dtype",
     "loss_scale",
@@ -103,13 +112,16 @@ __all__ = [
     "nonfinite_paths",
     "offload",
     "precision_report",
+    "release_gradients",
     "replace_master_params",
     "scale_loss",
+    "scan_layers",
     "select_tree",
     "state_shardings",
     "static_loss_scale",
     "step_report",
     "stochastic_rounding",
+    "sum_gradients",
     "take_step",
     "update_report",
     "value_and_grad",

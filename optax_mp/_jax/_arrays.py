@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -57,10 +58,24 @@ def is_traced_by_jit(x: Any) -> bool:
 
 def varies_by_rank(x: Any) -> bool:
     """Return whether `x` differs from rank to rank under shard_map, by its type."""
+    return bool(varying_axes(x))
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+    """Return the axes of shard_map over which `x` differs, by its type."""
     aval = getattr(x, "aval", None)
     kind = getattr(aval, "manual_axis_type", None)  # JAX 0.10 and later
-    axes = getattr(aval, "vma", ()) if kind is None else kind.varying
-    return bool(axes)
+    return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
+
+
+def gather_equal(x: jax.Array, axis_name: Any, axis: int) -> jax.Array:
+    """Gather along an axis; the type says that the result is equal on all ranks."""
+    if not varying_axes(x):  # of pmap, vmap and shard_map without checks
+        return lax.all_gather(x, axis_name, axis=axis, tiled=True)
+    gather = getattr(lax, "all_gather_invariant", None)  # JAX 0.8
+    if gather is not None:
+        return gather(x, axis_name, axis=axis, tiled=True)
+    return lax.all_gather(x, axis_name, axis=axis, tiled=True, to="invarying")
 
 
 def spec_in_type(x: Any) -> Any:

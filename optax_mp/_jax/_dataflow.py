@@ -2,16 +2,21 @@
 
 `depending_outputs` says that an output depends on an input. A `Flow` says how: whether
 the input fades on the way, as in an average, and whether its entries arrive unchanged.
-`asked_shardings` returns the shardings that a function asks for its outputs.
+An `Origin` says which groups of inputs a value is computed from, and what joined them.
+`run_reads` says how often a program reads an input. `asked_shardings` returns the
+shardings that a function asks for its outputs.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from optax_mp._jax._control_flow import has_regions, wiring_of
+from optax_mp._jax._by_platform import NAME as STEP
+from optax_mp._jax._control_flow import has_regions, run_count, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_always, is_literal, open_jaxpr
 from optax_mp._jax._primitives import FACTORIZATIONS, HANDS_ON, JOINS, MOVES
 from optax_mp._jax._products import is_product
+from optax_mp._jax._source import function_of
 
 T = TypeVar("T")
 
@@ -76,6 +81,72 @@ def _depending_results(equation: Equation, inputs: list[bool]) -> list[bool]:
 _NONE: frozenset[int] = frozenset()
 
 
+class Origin(NamedTuple):
+    """Which groups of inputs a value is computed from.
+
+    Attributes:
+        groups: their numbers.
+        joined_in: where values of several groups first met; `""` if they did not.
+    """
+
+    groups: frozenset[int] = _NONE
+    joined_in: str = ""
+
+
+def origins(jaxpr: AnyJaxpr, inputs: Sequence[Origin]) -> list[Origin]:
+    """Return the origins of the outputs of `jaxpr`, from those of its inputs."""
+
+    def results(equation: Equation, inputs: list[Origin]) -> list[Origin]:
+        name = equation.primitive.name
+        if name in HANDS_ON:
+            return inputs
+        if name == STEP:
+            return origins(equation.params["jaxpr"], inputs)
+
+        def join(values: Sequence[Origin]) -> Origin:
+            groups = _NONE.union(*(x.groups for x in values))
+            joined_in = next((x.joined_in for x in values if x.joined_in), "")
+            if not joined_in and all(x.groups != groups for x in values):
+                joined_in = function_of(equation)
+            return Origin(groups, joined_in)
+
+        if not has_regions(equation):
+            return [join([Origin(), *inputs])] * len(equation.outvars)
+        found = wiring_of(equation).forward(
+            inputs, lambda region, values: origins(region.jaxpr, values), join
+        )
+        return [join([x, *found.decisions]) for x in found.outputs]
+
+    return follow(jaxpr, inputs, results, lambda _: Origin())
+
+
+def run_reads(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> float:
+    """Return how often equations that run read some inputs of a jaxpr.
+
+    Infinite if that is not known, as in a branch or a loop that ends by a condition.
+
+    Args:
+        jaxpr: the jaxpr.
+        inputs: for each input, whether it is one of those.
+    """
+    jaxpr, _ = open_jaxpr(jaxpr)
+    chosen = {var for var, flag in zip(jaxpr.invars, inputs, strict=True) if flag}
+    count = 0.0
+    for equation in jaxpr.eqns:
+        reads = [not is_literal(x) and x in chosen for x in equation.invars]
+        if not any(reads):
+            continue
+        if not has_regions(equation) or equation.primitive.name == "custom_vjp_call":
+            count += 1
+            continue
+        wiring = wiring_of(equation)
+        times = math.inf if wiring.deciding else run_count(equation) or math.inf
+        for region in wiring.regions:
+            if reads_within := run_reads(region.jaxpr, region.read(reads)):
+                count += times * reads_within
+    return count
+
+
 class Flow(NamedTuple):
     """Which inputs of a jaxpr one of its values is computed from, by their indices.
 
@@ -89,6 +160,8 @@ class Flow(NamedTuple):
         copied: those with entries that arrive unchanged.
         joined: those with entries that arrive unchanged beside entries of others.
         multiplied: those that go through a matrix product or a factorization.
+        terms: those of which the value is a sum of multiples, entry by entry.
+        rooted: those that are terms of a value of which a root is taken.
         shrinks: whether the value itself is a constant smaller than 1.
     """
 
@@ -97,6 +170,8 @@ class Flow(NamedTuple):
     copied: frozenset[int] = _NONE
     joined: frozenset[int] = _NONE
     multiplied: frozenset[int] = _NONE
+    terms: frozenset[int] = _NONE
+    rooted: frozenset[int] = _NONE
     shrinks: bool = False
 
 
@@ -109,8 +184,9 @@ def flows(jaxpr: AnyJaxpr, inputs: Sequence[Flow] = ()) -> list[Flow]:
             by default, only itself.
     """
     inputs = inputs or [
-        _without_scalars(Flow(frozenset({i}), copied=frozenset({i})), var)
+        _without_scalars(Flow(x, copied=x, terms=x), var)
         for i, var in enumerate(open_jaxpr(jaxpr)[0].invars)
+        if (x := frozenset({i}))
     ]
 
     def results(equation: Equation, inputs: list[Flow]) -> list[Flow]:
@@ -135,12 +211,31 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
     union = _union(inputs)
     if name in JOINS:
         return [union._replace(joined=union.copied)]
-    result = Flow(union.reached_by, union.faded, multiplied=union.multiplied)
+    result = union._replace(copied=_NONE, joined=_NONE, terms=_terms(name, inputs))
+    if name in _ROOTS and not _is_integer(equation.invars[-1]):
+        return [result._replace(rooted=result.rooted | inputs[0].terms)]
     if is_product(equation) or name in FACTORIZATIONS:
         return [result._replace(multiplied=union.reached_by)] * count
     if name == "mul" and any(flow.shrinks for flow in inputs):
         return [result._replace(faded=union.reached_by)]
     return [result] * count
+
+
+def _terms(name: str, inputs: list[Flow]) -> frozenset[int]:
+    """Return the inputs of which the result of an operation is a sum of multiples."""
+    first = inputs[0].terms if inputs else _NONE
+    match name:
+        case "add" | "add_any" | "sub" | "max" | "min":
+            return first | inputs[1].terms
+        case "mul":  # a square is not negative, whatever is squared
+            return first ^ inputs[1].terms
+        case "div" | "neg":
+            return first
+    return _NONE
+
+
+def _is_integer(atom: Any) -> bool:
+    return is_literal(atom) and is_always(atom.val, lambda x: x % 1 == 0)
 
 
 def _union(flows: Iterable[Flow]) -> Flow:
@@ -161,6 +256,8 @@ def _constant(value: Any) -> Flow:
     return Flow(shrinks=is_always(value, lambda x: abs(x) < 1))
 
 
+# Of a negative number they are NaN.
+_ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
 # An array that is moved or copied is where it was asked to be.
 _COPIES = HANDS_ON | {"copy", "copy_p", "device_put"}
 # The parameter that holds the sharding which an equation asks for.

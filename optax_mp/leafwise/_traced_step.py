@@ -18,8 +18,8 @@ from optax_mp._jax._by_platform import NAME, Rewrite, call_by_platform
 from optax_mp._jax._jaxpr import Equation, bind, evaluate
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall, is_output
-from optax_mp._tree import is_array
-from optax_mp.leafwise._ends import End, cut, is_packed
+from optax_mp._quantized import holds_packed
+from optax_mp.leafwise._ends import End, cut
 from optax_mp.leafwise._layout import Shardings
 from optax_mp.leafwise._program import Program, Value
 
@@ -30,7 +30,7 @@ TRANSFORMED = "within `vmap` or `grad`"
 
 def obstacle_of(leaves: Sequence[Any]) -> str | None:
     """Return why a step of these arrays is taken as it is; None if it may be cut."""
-    if not any(is_array(x) and is_packed(x) for x in leaves):
+    if not holds_packed(leaves):
         return NOT_PACKED
     if not any(map(is_traced, leaves)) or not compiles():
         return "not within `jit`"
