@@ -73,12 +73,13 @@ def check_state_first(opt_state: Any, params: Any, caller: str, call: str) -> No
         )
 
 
-def check_whole_number(argument: str, value: Any) -> int:
-    """Return an argument that must be an integer greater than 0, or raise."""
+def check_whole_number(argument: str, value: Any, least: int = 1) -> int:
+    """Return an argument that must be an integer from `least` on, or raise."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{argument} is {value!r}, expected an integer.")
-    if value < 1:
-        raise ValueError(f"{argument} is {value}, expected an integer greater than 0.")
+    if value < least:
+        expected = f"an integer greater than {least - 1}"
+        raise ValueError(f"{argument} is {value}, expected {expected}.")
     return int(value)
 
 

@@ -127,7 +127,15 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     # flush its subnormals to zero, so those are rounded to multiples of the smallest.
     wide = at_least_float32(x.dtype)
     info, wide_info = jnp.finfo(dtype), jnp.finfo(wide)
-    x = saturate(x.astype(wide), dtype)
+    x = lax.convert_element_type(x, wide)
+    if info.nexp == wide_info.nexp:
+        # bfloat16. A clamp brings infinity to the largest number. Where nothing
+        # overflowed it is not used, since CPUs flush the smallest numbers in it to 0.
+        rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+        overflows = lax.ne(lax.is_finite(rounded), lax.is_finite(x))
+        largest = np.array(info.max, wide)
+        return lax.select(overflows, lax.clamp(-largest, rounded, largest), rounded)
+    x = saturate(x, dtype)
     rounded = lax.reduce_precision(x, wide_info.nexp, info.nmant)
     if float(info.smallest_normal) <= float(wide_info.smallest_normal):
         return rounded

@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import has_explicit_axes
-from optax_mp._jax._jaxpr import Equation, bind
+from optax_mp._jax._jaxpr import Equation, bind, evaluate
 
 # Platforms that may have their own implementation, as JAX names them.
 PLATFORMS: tuple[str, ...] = ("tpu", "cuda")
@@ -126,7 +127,8 @@ def _lower(
     if not (target and function):
         # One equation: the jaxpr of the call is lowered as it is, without another
         # trace.
-        as_it_is = functools.partial(_run, call=call)
+        is_for_cpu = context.module_context.platforms == ("cpu",)
+        as_it_is = functools.partial(_run_apart if is_for_cpu else _run, call=call)
         return mlir.lower_fun(as_it_is, multiple_results=True)(context, *inputs)
     narrow = {i: x for i, y in enumerate(inputs) if (x := _widened_from(y)) is not None}
     shardings = {i: x for i, y in enumerate(inputs) if (x := _sharding_of(y))}
@@ -143,6 +145,25 @@ def _lower(
     context = context.replace(avals_in=[*context.avals_in, *avals])
     lowered = mlir.lower_fun(run, multiple_results=True)
     return lowered(context, *inputs, *narrow.values())
+
+
+# The functions that XLA for CPUs must not inline. It computes each result in a loop of
+# its own and copies what a later one reads again. Within such a function it does not.
+APART = ("advance", "_rounding_keys")
+
+
+def _run_apart(*inputs: Any, call: Equation) -> list[Any]:
+    """Run a call, and keep some functions in it apart."""
+
+    def run(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
+        if equation.params.get("name") == "choose_step":
+            return evaluate(equation.params["jaxpr"], inputs, run)
+        if equation.params.get("name") not in APART:
+            return bind(equation, inputs)
+        with set_xla_metadata(inlineable="false"):
+            return bind(equation, inputs)
+
+    return evaluate(call.params["jaxpr"], inputs, run)
 
 
 def _widened_from(value: Any) -> Any:

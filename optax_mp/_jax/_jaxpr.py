@@ -106,9 +106,7 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]
     # A literal is a plain number, but the outputs are arrays.
     outvars: Any = jaxpr.outvars
     return [
-        jnp.asarray(atom.val, atom.aval.dtype)
-        if isinstance(atom, Literal)
-        else values[atom]
+        jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else values[atom]
         for atom in outvars
     ]
 

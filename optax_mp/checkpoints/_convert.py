@@ -200,10 +200,14 @@ def _fill(template: PyTree, values: Iterator[Any], wrappers: dict[type, Any]) ->
                 value = bring(value).astype(node.dtype)
             return put_beside(value, node)
         kind = next(kind for kind in _WRAPPERS if isinstance(node, kind))
-        wrapper = node
-        if kind in wrappers and kind is not MixedPrecisionState:
+        wrapper, old = node, wrappers.get(kind)
+        if kind is MixedPrecisionState and old is not None:
+            if None not in (old.last_exact, node.last_exact):
+                last_exact = put_beside(old.last_exact, node.last_exact)
+                wrapper = node._replace(last_exact=last_exact)
+        elif old is not None:
             # Of the new type, which may say other settings.
-            wrapper = type(node)(*wrappers[kind])
+            wrapper = type(node)(*old)
         return wrapper._replace(inner_state=_fill(node.inner_state, values, wrappers))
 
     kinds = (*_WRAPPERS, Quantized)

@@ -156,7 +156,7 @@ def low_bit_state(
     code_format = CodeFormat.from_settings(bits, block_size, dtype, product_bits)
     make_state = type_with(LowBitState, "code_format", code_format)
     check_seed(seed, "low_bit_state")
-    check_whole_number("low_bit_state: `min_size`", min_size)
+    check_whole_number("low_bit_state: `min_size`", min_size, least=0)
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> LowBitState:

@@ -69,8 +69,10 @@ def offload(
     - If you pass `out_shardings` for the state, give them its `memory_kind`. Otherwise
       the state moves to the device; with a `SingleDeviceSharding` even without a
       warning. `memory_report` of the new state shows it.
-    - A step that a loss scale around `offload` skips copies nothing.
-    - `take_step` steps the params chunk by chunk, too, and makes no updates.
+    - A step that a loss scale directly around `offload` skips copies nothing. With a
+      chain or `MultiSteps` of optax between the two, it copies all of the state.
+    - `take_step` steps the params chunk by chunk as well, and makes no updates, unless
+      a transform of optax is around `offload`.
     - L-BFGS needs `jax.value_and_grad` in the step: JAX cannot run
       `optax.value_and_grad_from_state`, which reads gradients in host memory.
     - There is no `jax.vmap` of, and no gradient through, a step with arrays in host

@@ -1,6 +1,7 @@
 """take_step, and the update of a transformation of this package, in one pass."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -97,7 +98,7 @@ def take_step(
     step, inputs, kept, shardings = whole_step(
         "take_step", tx, grads, opt_state, params, param_shardings, extra_args
     )
-    if is_hosted:
+    if is_hosted and offloaded is not None:
         plan, of_offload = offloaded
         if param_shardings is None:
             of_params = spread_shardings(params, of_offload, "offload")
@@ -151,7 +152,7 @@ def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params
         return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
 
 
-def leafwise_update(update: optax.TransformUpdateExtraArgsFn) -> Any:
+def leafwise_update(update: Callable[..., tuple[Any, Any]]) -> Any:
     """Return the update of a transformation, in one pass where that is less traffic.
 
     The new param is computed outside, in one more pass. So kernels pay on a TPU, where

@@ -162,18 +162,18 @@ def replace_master_params(
         check_param_is_rounded(storage, new, leaves.values[i], where, remedy)
         return new
 
-    return map_masters(replace, opt_state, leaves)
+    return _as_exact(map_masters(replace, opt_state, leaves))
 
 
 def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptState:
     """Return `opt_state` with the masters of params that were edited since the step.
 
     A projection, a pruning mask, an averaging of replicas or a checkpoint may change
-    params between two steps. With float32 updates (float32 gradients, or
-    `update_dtype=jnp.float32`) the next step takes an edited param as its master by
-    itself. With 16-bit updates it cannot tell an edit from a rounding and would undo
-    it: call this function after the edit. Also call it before `master_params`, if no
-    step comes first.
+    params between two steps. After float32 updates (float32 gradients, or
+    `update_dtype=jnp.float32`), and before the first, the next step takes an edited
+    param as its master by itself. After 16-bit updates it cannot tell an edit from a
+    rounding and would undo it: call this function after the edit. Also call it before
+    `master_params`, if no step comes first.
 
     Element by element: a finite param that differs from its rounded master becomes the
     new master. After 16-bit updates a few params in a thousand differ by a rounding;
@@ -211,7 +211,7 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
             return None
         return follow_edits(old, _beside(leaves.values[i], old))
 
-    return map_masters(follow, opt_state, leaves)
+    return _as_exact(map_masters(follow, opt_state, leaves))
 
 
 def map_masters(
@@ -247,6 +247,17 @@ def map_masters(
         return state._replace(master_params=master_params)
 
     return map_states(map_state, opt_state, MixedPrecisionState)
+
+
+def _as_exact(opt_state: optax.OptState) -> optax.OptState:
+    """Return a state that knows that each param is its rounded master."""
+    return map_states(
+        lambda state: state._replace(
+            last_exact=jax.tree.map(lambda x: x | True, state.last_exact)
+        ),
+        opt_state,
+        MixedPrecisionState,
+    )
 
 
 def _beside(x: Any, old: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ class Step:
             settings.check_param(path, param, x)
         return cls(InnerUpdate.match(updates, params, leaves), stored, settings)
 
-    def _decode(self) -> list[Any]:
+    def _decode(self, last_exact: jax.Array | None) -> list[Any]:
         """Return what `inner` sees: masters, and params that are their own master.
 
         Where the param was edited since the last step, it is the master.
@@ -64,11 +64,21 @@ class Step:
                 continue
             master = storage.decode(masters[i], param)
             self.settings.check_master(params.paths[i], master)
-            is_exact = shows_edits(param.dtype, self._update_dtype(i))
-            if is_exact and not storage.param_is_part:
-                master = follow_edits(master, jnp.asarray(param))
+            if last_exact is not None:
+                master = _follow_if(last_exact, master, jnp.asarray(param))
             masters[i] = master
         return masters
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether params are exactly their rounded masters after the update."""
+        params, grads = self.arguments.params.values, self.arguments.grads
+        return all(
+            brings_to_master(param.dtype, self._update_dtype(i))
+            for i, param in enumerate(params)
+            # What gets no gradient moves by decay alone, which is too little to miss.
+            if is_floating(grads[i]) and not isinstance(self.stored[i], ABSENT)
+        )
 
     def _update_dtype(self, i: int) -> jnp.dtype:
         param, grad = self.arguments.params.values[i], self.arguments.grads[i]
@@ -79,10 +89,11 @@ class Step:
         self,
         inner: optax.GradientTransformationExtraArgs,
         inner_state: Any,
+        last_exact: jax.Array | None,
         extra_args: dict[str, Any],
-    ) -> tuple[list[Any], tuple[list[Any], Any]]:
-        """Return (updates, (stored, inner state)) after an update of `inner`."""
-        seen_by_inner, stored = self._decode(), list(self.stored)
+    ) -> tuple[list[Any], tuple[list[Any], Any, jax.Array | None]]:
+        """Return (updates, (stored, inner state, exact)) after an update of `inner`."""
+        seen_by_inner, stored = self._decode(last_exact), list(self.stored)
 
         def advance(i: int, change: Any) -> jax.Array:
             if not isinstance(stored[i], ABSENT):
@@ -93,7 +104,11 @@ class Step:
         updates, inner_state = self.arguments.run(
             inner, seen_by_inner, inner_state, extra_args, advance
         )
-        return updates, (stored, inner_state)
+        if last_exact is not None:
+            # Of the old one, whose type may vary over the ranks of a mesh.
+            is_exact = self._is_exact
+            last_exact = last_exact | True if is_exact else last_exact & False
+        return updates, (stored, inner_state, last_exact)
 
     def _advance_leaf(self, i: int, master: Any) -> tuple[Any, jax.Array]:
         """Return (stored, update) of a leaf whose master moves to `master`."""
@@ -121,7 +136,7 @@ def _cast_update(update: Any, dtype: jnp.dtype) -> jax.Array:
     return lax.convert_element_type(update, dtype)
 
 
-def shows_edits(param_dtype: jnp.dtype, update_dtype: jnp.dtype) -> bool:
+def brings_to_master(param_dtype: jnp.dtype, update_dtype: jnp.dtype) -> bool:
     """Return whether updates of a dtype bring a param exactly to its rounded master.
 
     If so, a param with another value was edited. A float32 sum of params of 16 or 8
@@ -130,6 +145,12 @@ def shows_edits(param_dtype: jnp.dtype, update_dtype: jnp.dtype) -> bool:
     becomes its master, too, which moves it by at most 2^-23 of the old weight.
     """
     return bits(update_dtype) >= 32 and bits(update_dtype) > bits(param_dtype)
+
+
+# Jitted, so that it is traced once for all leaves of one shape and dtype.
+@jax.jit
+def _follow_if(follows: jax.Array, master: jax.Array, param: jax.Array) -> jax.Array:
+    return lax.select(follows, follow_edits(master, param), master)
 
 
 def follow_edits(master: jax.Array, param: jax.Array) -> jax.Array:

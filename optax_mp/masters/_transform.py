@@ -62,9 +62,9 @@ def mixed_precision(
       as after a step that diverged, stay infinite where the param's dtype has
       infinities.
     - If your loop edits params between steps, as a projection does, each edited element
-      is its new master in the next step, if updates are float32. 16-bit updates are
-      rounded, and an edit cannot be told from a rounding: call `follow_params` after
-      it, or pass `update_dtype=jnp.float32`.
+      is its new master in the next step, if the last updates were float32, or if there
+      were none. 16-bit updates are rounded, and an edit cannot be told from a rounding:
+      call `follow_params` after it, or pass `update_dtype=jnp.float32`.
     - An infinite param, such as the -inf of a mask, stays infinite until its master is
       NaN, and NaN stays NaN. To make such params finite, cast them anew from
       `master_params`. Weight decay makes infinities NaN, as in float32 training:
@@ -137,7 +137,8 @@ def mixed_precision(
         seen_by_inner = leaves.unflatten(inner_params)
         inner_state = place_like_params(inner.init(seen_by_inner), seen_by_inner)
         inner_state = copy_shared(inner_state, (leaves.values, stored, inner_params))
-        return make_state(leaves.unflatten(stored), inner_state)
+        last_exact = None if storage.param_is_part else jnp.array(True)
+        return make_state(leaves.unflatten(stored), inner_state, last_exact)
 
     def update_fn(
         updates: Any, state: Any, params: optax.Params | None = None, **extra_args: Any
@@ -146,20 +147,18 @@ def mixed_precision(
         leaves = step.arguments.params
 
         def run_step(
-            before: tuple[Any, Any], extra_args: dict[str, Any]
-        ) -> tuple[Any, tuple[Any, Any]]:
+            before: tuple[Any, Any, Any], extra_args: dict[str, Any]
+        ) -> tuple[Any, tuple[Any, Any, Any]]:
             # `before[0]` is `step.stored`, which `choose_step` keeps in a skipped step.
-            return step.run(inner, before[1], extra_args)
+            return step.run(inner, *before[1:], extra_args)
 
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.
-        before, proceed = (
-            (step.stored, state.inner_state),
-            is_unmarked(updates, extra_args),
-        )
+        before = step.stored, state.inner_state, state.last_exact
+        proceed = is_unmarked(updates, extra_args)
         out, after = choose_step(proceed, run_step, before, extra_args)
-        stored, inner_state = after
-        return leaves.unflatten(out), make_state(leaves.unflatten(stored), inner_state)
+        stored, *others = after
+        return leaves.unflatten(out), make_state(leaves.unflatten(stored), *others)
 
     leafwise = leafwise_update(update_fn)
     return Transformation.around(inner, init_fn, update_fn, leafwise)
