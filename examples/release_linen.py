@@ -1,60 +1,57 @@
-"""Gradient release with Flax Linen: the params of `nn.scan`, scanned by the loss.
-
-The model is initialized, and used elsewhere, as ever. The loss applies its parts by
-themselves, and the layers with `scan_layers`.
-"""
+"""Gradient release with Flax Linen: the loss scans the params of `nn.scan`."""
 
 import functools
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import optax_mp
 
 tx = optax_mp.mixed_precision(optax.adamw(3e-3), storage=optax_mp.Split())
-into, out = nn.Dense(64, dtype=jnp.bfloat16), nn.Dense(1, dtype=jnp.bfloat16)
+Dense = functools.partial(nn.Dense, dtype=jnp.bfloat16)
+into, out = Dense(64), Dense(1)
 
 
 class Block(nn.Module):
-    """A layer; it returns a pair, for `nn.scan`."""
+    """A layer. It returns a pair, for `nn.scan`."""
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, _):
         """Return the new activations, and nothing to stack."""
-        y = nn.gelu(nn.Dense(128, dtype=jnp.bfloat16)(x))
-        return x + nn.Dense(64, dtype=jnp.bfloat16)(y), None
-
-
-class Net(nn.Module):
-    """Four layers between two others."""
-
-    @nn.compact
-    def __call__(self, x):
-        """Return a number for each row of `x`."""
-        layers = nn.scan(Block, {"params": 0}, {"params": True}, length=4)
-        x, _ = layers(name="layers")(into.clone(name="into")(x))
-        return out.clone(name="out")(x)[..., 0]
-
-
-def data(steps=60, seed=0):
-    """Return batches of inputs and of a function of one of them."""
-    x = np.random.default_rng(seed).normal(size=(steps, 64, 4)).astype(np.float32)
-    return x, np.sin(2 * x[..., 0])
+        return x + Dense(64)(nn.gelu(Dense(128)(x))), None
 
 
 def init():
-    """Return the stacked layers, and the other params."""
-    params = Net().init(jax.random.key(0), jnp.zeros((1, 4)))["params"]
-    rest = optax_mp.cast_floating(params, jnp.bfloat16)
-    return rest.pop("layers"), rest
+    """Return four stacked layers, and the other params."""
+    stacked = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+    layers = nn.scan(Block, **stacked, length=4)()
+    key, x = jax.random.key(0), jnp.zeros((1, 64))
+    params = layers.init(key, x, None), into.init(key, x[:, :4]), out.init(key, x)
+    layers, *rest = optax_mp.cast_floating(params, jnp.bfloat16)
+    return layers, rest
 
 
 def loss(layers, rest, x, y):
     """Return the mean squared error."""
-    block = jax.checkpoint(lambda x, w: Block().apply({"params": w}, x))
-    x, _ = optax_mp.scan_layers(block, into.apply({"params": rest["into"]}, x), layers)
-    predicted = out.apply({"params": rest["out"]}, x)[..., 0]
-    return jnp.mean((predicted.astype(jnp.float32) - y) ** 2)
+    block = jax.checkpoint(lambda x, w: Block().apply(w, x, None))
+    x, _ = optax_mp.scan_layers(block, into.apply(rest[0], x), layers)
+    return jnp.mean((out.apply(rest[1], x)[:, 0].astype(jnp.float32) - y) ** 2)
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1, 2, 3))
+def step(layers, layers_state, rest, rest_state, x, y):
+    """Return params and states after a step, and the loss."""
+    release = optax_mp.release_gradients(loss, tx)
+    value, grads, layers, layers_state = release(layers_state, layers, rest, x, y)
+    updates, rest_state = tx.update(grads, rest_state, rest)
+    return layers, layers_state, optax.apply_updates(rest, updates), rest_state, value
+
+
+if __name__ == "__main__":
+    layers, rest = init()
+    run = layers, jax.vmap(tx.init)(layers), rest, tx.init(rest)
+    for x in jax.random.normal(jax.random.key(1), (60, 64, 4)):
+        *run, value = step(*run, x, jnp.sin(2 * x[:, 0]))
+    print(f"loss: {value:.4f}")
