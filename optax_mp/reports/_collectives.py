@@ -222,10 +222,10 @@ class _Program:
         for name, body in self.bodies.items():
             lines = body.splitlines()
             for i, match in enumerate(map(_COLLECTIVE.search, lines)):
-                if match is None:
-                    continue
-                value, result, kind, start, rest = match.groups()
-                arrays, devices = _arrays_in(result), _devices_of(rest)
+                if match is None or not (arrays := _arrays_in(match[2])):
+                    continue  # nothing but scalars
+                value, _, kind, start, rest = match.groups()
+                devices = _devices_of(rest)
                 # A TPU computes beside some, and has them in several pieces.
                 chain = _CHAIN.findall(rest)
                 if (piece := (*chain, *arrays)) in pieces:

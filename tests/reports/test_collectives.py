@@ -52,7 +52,7 @@ def sent(size, width, devices=8, rounds=1):
 
 def test_data_parallel_gradients_are_reduced_in_float32():
     mesh = mesh_of()
-    report = report_of(jax.grad(loss), described(mesh), mesh)
+    report = report_of(jax.value_and_grad(loss), described(mesh), mesh)
     rows = {row.path: row for row in report.rows}
     assert set(rows) == {"['stack']", "['head']", "['bias']"}
     for name, shape in SHAPES.items():
