@@ -117,9 +117,9 @@ class Stack:
     def store(self, layers: Any, opt_state: Any) -> None:
         """Keep what the steps of all layers made."""
         self.is_stepped = True
-        jax.tree.map(
-            lambda r, x: jax.ref.set(r, ..., x), self._refs, (layers, opt_state)
-        )
+        refs, new = jax.tree.leaves(self._refs), jax.tree.leaves((layers, opt_state))
+        for ref, x in zip(refs, new, strict=True):
+            ref[...] = x
 
     def result(self) -> tuple[Any, Any]:
         """Return (layers, opt_state) after the backward pass."""

@@ -75,11 +75,11 @@ def train(function, opt_state, layers, rest, inputs=None):
     return result
 
 
-def assert_same(a, b):
+def assert_same(a, b, rtol=0.0):
     def check(x, y):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)
-        np.testing.assert_array_equal(x, y)
+        np.testing.assert_allclose(x, y, rtol)
 
     jax.tree.map(check, a, b)
 
@@ -91,7 +91,7 @@ def assert_moved(new, old):
         assert np.all(np.any(np.asarray(a != b), axis=axes))
 
 
-def check(tx, fun=loss, layers=None, rest=None, inputs=None, **settings):
+def check(tx, fun=loss, layers=None, rest=None, inputs=None, rtol=0.0, **settings):
     """Compare with the separate step, bit by bit."""
     layers = layers_of() if layers is None else layers
     rest = rest_of() if rest is None else rest
@@ -99,7 +99,7 @@ def check(tx, fun=loss, layers=None, rest=None, inputs=None, **settings):
     args = opt_state, layers, rest, inputs
     released = train(optax_mp.release_gradients(fun, tx, **settings), *args)
     settings.pop("by_layer", None)
-    assert_same(released, train(separately(fun, tx, **settings), *args))
+    assert_same(released, train(separately(fun, tx, **settings), *args), rtol)
     assert_moved(released[2], layers)
 
 
@@ -122,7 +122,9 @@ WANTING_MORE = {"polyak_sgd", "momo", "momo_adam", "sophia", "dpsgd"}
     A_FEW.__contains__,
 )
 def test_every_optimizer_takes_the_separate_step(name):
-    check(OPTIMIZERS[name]())
+    # From JAX 0.11 on XLA adds up Adafactor's rows in another order.
+    is_reordered = name == "adafactor" and jax.__version_info__ >= (0, 11)
+    check(OPTIMIZERS[name](), rtol=1e-4 if is_reordered else 0.0)
 
 
 CLIP = optax.clip_by_global_norm(0.01)
