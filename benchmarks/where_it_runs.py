@@ -237,8 +237,8 @@ def brax_sac(form: Form) -> Outcome:
          "policy_optimizer = wrap(optax.adam(learning_rate=learning_rate))"),
         ("q_optimizer = optax.adam(learning_rate=learning_rate)",
          "q_optimizer = wrap(optax.adam(learning_rate=learning_rate))"),
-        ("      policy_params=policy_params,",
-         "      policy_params=cast(policy_params),"),
+        ("\n      policy_params=policy_params,",
+         "\n      policy_params=cast(policy_params),"),
         ("      q_params=q_params,\n      target",
          "      q_params=cast(q_params),\n      target"),
     )  # fmt: skip
@@ -290,6 +290,7 @@ def kauldron(form: Form) -> Outcome:
         )
         trainer = kd.train.Trainer(
             workdir=folder, model=Model(), num_train_steps=steps, writer=None,
+            log_metrics_every=96, profiler=None,
             optimizer=form.wrap(optax.adam(1e-3)), train_losses={"loss": loss},
             train_ds=kd.data.InMemoryPipeline(loader=load, batch_size=128, seed=0),
             checkpointer=kd.ckpts.Checkpointer(save_interval_steps=96),
