@@ -6,6 +6,8 @@ import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from optax_mp._jax._contact import varies_by_rank
+
 
 def is_array(leaf: Any) -> bool:
     """Return whether `leaf` is an array (of JAX or NumPy, traced or not)."""
@@ -49,20 +51,6 @@ def looks_for_leaks() -> bool:
     return bool(getattr(jax.config, "jax_check_tracer_leaks", False))
 
 
-def is_traced_by_jit(x: Any) -> bool:
-    """Return whether `x` is traced by `jit` only, and not by `vmap` or `grad`, too."""
-    # By name, because this class is not in JAX's documented API.
-    return type(x).__name__ == "DynamicJaxprTracer"
-
-
-def varies_by_rank(x: Any) -> bool:
-    """Return whether `x` differs from rank to rank under shard_map, by its type."""
-    aval = getattr(x, "aval", None)
-    kind = getattr(aval, "manual_axis_type", None)  # JAX 0.10 and later
-    axes = getattr(aval, "vma", ()) if kind is None else kind.varying
-    return bool(axes)
-
-
 def spec_in_type(x: Any) -> Any:
     """Return the `PartitionSpec` in the type of an array, or None without one."""
     return getattr(getattr(jax.typeof(x), "sharding", None), "spec", None)
@@ -94,11 +82,3 @@ def mesh_in_type(x: Any) -> Any:
 def has_explicit_axes(mesh: Any) -> bool:
     """Return whether shardings on `mesh` are part of the types of arrays."""
     return bool(mesh is not None and mesh.explicit_axes)
-
-
-def result_like(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Return the description of a kernel's result: the type of a value, and a shape."""
-    for name in ("manual_axis_type", "vma"):  # the former from JAX 0.10 on
-        if (axes := getattr(aval, name, None)) is not None:
-            return jax.ShapeDtypeStruct(shape, aval.dtype, **{name: axes})
-    return jax.ShapeDtypeStruct(shape, aval.dtype)

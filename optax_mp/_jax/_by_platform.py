@@ -7,18 +7,17 @@ program is exported.
 """
 
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import has_explicit_axes
+from optax_mp._jax._contact import sharding_of, widened_from
 from optax_mp._jax._jaxpr import Equation, bind
 
 # Platforms that may have their own implementation, as JAX names them.
@@ -128,60 +127,35 @@ def _lower(
         # trace.
         as_it_is = functools.partial(_run, call=call)
         return mlir.lower_fun(as_it_is, multiple_results=True)(context, *inputs)
-    narrow = {i: x for i, y in enumerate(inputs) if (x := _widened_from(y)) is not None}
-    shardings = {i: x for i, y in enumerate(inputs) if (x := _sharding_of(y))}
-    are_typed = any(has_explicit_axes(aval.sharding.mesh) for aval in context.avals_in)
-    if are_typed or target.is_within_shard_map or target.is_exported:
-        shardings = {}  # types say them, or they may be others
+    wide = [(i, *found) for i, x in enumerate(inputs) if (found := widened_from(x))]
+    if target.platform == "tpu":  # no kernel there reads float16
+        wide = [found for found in wide if found[2] != "float16"]
+    places, sources, dtypes = zip(*wide, strict=True) if wide else ((), (), ())
+    shardings: dict[int, NamedSharding] = {}
+    # Types say them, or they may be others.
+    is_typed = any(has_explicit_axes(aval.sharding.mesh) for aval in context.avals_in)
+    is_other = is_typed or target.is_within_shard_map or target.is_exported
+    if target.device_count > 1 and not is_other:
+        shardings = {i: x for i, y in enumerate(inputs) if (x := _sharding_of(y))}
 
     def run(*values: Any) -> Any:
         count = len(inputs)
-        widened_from = dict(zip(narrow, values[count:], strict=True))
+        widened_from = dict(zip(places, values[count:], strict=True))
         return function(values[:count], widened_from, shardings)
 
-    avals = (context.avals_in[i].update(dtype=jnp.bfloat16) for i in narrow)
+    avals = map(lambda i, x: context.avals_in[i].update(dtype=x), places, dtypes)
     context = context.replace(avals_in=[*context.avals_in, *avals])
     lowered = mlir.lower_fun(run, multiple_results=True)
-    return lowered(context, *inputs, *narrow.values())
-
-
-def _widened_from(value: Any) -> Any:
-    """Return the bfloat16 array that a float32 one was converted from, or None.
-
-    A loop or `value_and_grad` converts gradients, for example. XLA would write the
-    float32 array to memory for a kernel, at twice the size.
-    """
-    made_by: Any = getattr(value, "owner", None)
-    if getattr(made_by, "name", None) != "stablehlo.convert":
-        return None
-    (source,) = made_by.operands
-    types = [str(getattr(x.type, "element_type", "")) for x in (source, value)]
-    return source if types == ["bf16", "f32"] else None
-
-
-# Shardy's text for axes of an array, each over none, one or more axes of a mesh whose
-# devices are in the program's order. What says more than that does not match.
-_SHARDING = re.compile(r"#sdy\.sharding<mesh<\[([^]]*)\]>, \[([^]?:]*)\]>")
+    return lowered(context, *inputs, *sources)
 
 
 def _sharding_of(value: Any) -> NamedSharding | None:
-    """Return how `jit` shards an argument of the program; None for any other value.
-
-    The body of a loop and a `jit` within one are functions whose arguments say nothing.
-    """
-    function: Any = getattr(getattr(value, "owner", None), "owner", None)
-    attributes: Any = getattr(function, "attributes", ())
-    if "arg_attrs" not in attributes:
+    """Return how `jit` shards an argument of the program; None for any other value."""
+    if (found := sharding_of(value)) is None:
         return None
-    of_argument = attributes["arg_attrs"][value.arg_number]
-    text = str(of_argument["sdy.sharding"]) if "sdy.sharding" in of_argument else ""
-    if (match := _SHARDING.fullmatch(text)) is None:
-        return None
-    sizes = {name: int(n) for name, n in re.findall(r'"([^"]+)"=(\d+)', match[1])}
-    axes = re.findall(r"\{([^}]*)\}", match[2])
-    spec = PartitionSpec(*(tuple(re.findall('"([^"]+)"', axis)) for axis in axes))
+    sizes, spec = found
     mesh = _mesh_with(sizes)
-    return None if mesh is None else NamedSharding(mesh, spec)
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def _mesh_with(sizes: Mapping[str, int]) -> AbstractMesh | None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._jax._by_platform import NAME
+from optax_mp._jax._contact import is_plain_call
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
@@ -179,11 +180,7 @@ def run_nodes(nodes: Iterable[Node], values: dict[Value, Any]) -> None:
 
 def _is_call(equation: Equation) -> bool:
     """Return whether an equation is a call that changes nothing, such as `jit`."""
-    if equation.primitive.name not in _CALLS:
-        return False
-    names = "in_shardings", "out_shardings", "in_layouts", "out_layouts"
-    settings = [x for name in names for x in equation.params.get(name, ())]
-    return all(x is None or "Unspecified" in type(x).__name__ for x in settings)
+    return equation.primitive.name in _CALLS and is_plain_call(equation)
 
 
 def _is_choice(equation: Equation, inputs: Sequence[Any]) -> bool:
