@@ -28,10 +28,16 @@ NOT_PACKED = "nothing in few bits"
 TRANSFORMED = "within `vmap` or `grad`"
 
 
-def obstacle_of(leaves: Sequence[Any]) -> str | None:
-    """Return why a step of these arrays is taken as it is; None if it may be cut."""
-    if not any(is_array(x) and is_packed(x) for x in leaves):
+def obstacle_of(state: Any, arguments: Any) -> str | None:
+    """Return why a step is taken as it is; None if it may be cut.
+
+    Args:
+        state: of the optimizer.
+        arguments: of the step.
+    """
+    if not any(is_array(x) and is_packed(x) for x in jax.tree.leaves(state)):
         return NOT_PACKED
+    leaves = jax.tree.leaves(arguments)
     if not any(map(is_traced, leaves)) or not compiles():
         return "not within `jit`"
     if is_transformed(leaves):

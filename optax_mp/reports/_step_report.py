@@ -8,13 +8,10 @@ import optax
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._by_platform import Target
+from optax_mp._jax._by_platform import PLATFORMS, Target, explain
 from optax_mp._table import align_columns
 from optax_mp._tree import spell
-from optax_mp.leafwise._ends import End
-from optax_mp.leafwise._kernels import find_kernel
-from optax_mp.leafwise._layout import Layout
-from optax_mp.leafwise._program import Value
+from optax_mp.leafwise._engine import CutStep
 from optax_mp.leafwise._take_step import whole_step
 from optax_mp.leafwise._traced_step import (
     TRANSFORMED,
@@ -22,8 +19,6 @@ from optax_mp.leafwise._traced_step import (
     is_transformed,
     obstacle_of,
 )
-
-KERNEL = "kernel"
 
 
 @dataclass(frozen=True)
@@ -181,29 +176,30 @@ def _device_count(leaf: Any) -> int:
 def _ways(whole: tuple[Any, ...], device_counts: list[int]) -> list[Any] | str:
     """Return for each param what computes it on a TPU and a GPU, or an obstacle."""
     step, given, kept, shardings = whole
-    obstacle = obstacle_of(jax.tree.leaves((given, kept)))
+    obstacle = obstacle_of(kept[0], (given, kept))
     if obstacle is not None:
         return obstacle
     traced = TracedStep.as_call(step, given, kept, shardings)
     if traced.obstacle is not None:
         return traced.obstacle
-    end_of = {value: end for end in traced.ends for value in end.outputs}
     # The params are the last of the step's results.
     outputs = traced.program.outputs
     params = outputs[len(outputs) - len(device_counts) :]
-    rows = []
-    for param, count in zip(params, device_counts, strict=True):
-        end = end_of.get(param) if isinstance(param, Value) else None
-        targets = Target("tpu", count), Target("cuda", count)
-        rows.append([_way(traced, end, target) for target in targets])
-    return rows
+    count = max(device_counts, default=1)
+    on_each = [_ways_on(traced, Target(x, count)) for x in PLATFORMS]
+    rest = "not changed element by element"
+    return [[ways.get(param, rest) for ways in on_each] for param in params]
 
 
-def _way(traced: TracedStep, end: End | None, target: Target) -> str:
-    """Return `KERNEL`, or why an end has none."""
-    if end is None:
-        return "not changed element by element"
-    # Values that are not computed yet have no type to look at.
-    args = [traced.values.get(value, 0) for value in end.reads]
-    kernel = find_kernel(Layout.find(end, args, traced.shardings), target)
-    return kernel if isinstance(kernel, str) else KERNEL
+def _ways_on(traced: TracedStep, target: Target) -> dict[Any, str]:
+    """Return `KERNEL`, or why there is none, for each output of an end."""
+    cut, failed = CutStep(traced, target), None
+    try:
+        cut.run([traced.values[x] for x in traced.call_values[0]], {}, {})
+    except Exception as error:  # as while it is lowered, it runs as written then
+        failed = explain(error)
+    return {
+        output: failed or cut.ways[end.outputs[0]]
+        for end in traced.ends
+        for output in end.outputs
+    }

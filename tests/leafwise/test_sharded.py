@@ -114,7 +114,7 @@ def test_where_arguments_say_it_and_no_kernel_can_be_made(monkeypatch):
     monkeypatch.setattr(_tpu, "run_end", fail)
     _warnings.warn_once.cache_clear()
     traced = jax.jit(by_take_step(tx)).trace(params, tx.init(params), params)
-    with pytest.warns(optax_mp.MixedPrecisionWarning, match="could not make a kernel"):
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match="no Pallas kernel"):
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "tpu_custom_call" not in text
 
