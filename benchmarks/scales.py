@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jax._jaxpr import bind, evaluate
 from optax_mp._jax._contact import is_transposed
+from optax_mp._jax._jaxpr import bind, evaluate
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 

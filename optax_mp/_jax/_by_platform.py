@@ -74,16 +74,21 @@ class Target:
         return cls(platform, count, not is_whole, exported, *device)
 
 
+def kind_here(platform: str) -> str:
+    """Return the kind of a platform's devices in this process; empty for none."""
+    try:
+        return jax.local_devices(backend=platform)[0].device_kind
+    except RuntimeError:
+        return ""
+
+
 def _device_of(platform: str, client: Any) -> tuple[str, Any]:
     """Return the kind of a client's devices, and one that this process has, if any."""
     names = (platform, "gpu") if platform == "cuda" else (platform,)
     if client is None or client.platform not in names:
         return "", None  # lowered for a platform by its name alone
     kind = client.devices()[0].device_kind
-    try:
-        devices = jax.local_devices(backend=platform)
-    except RuntimeError:
-        return kind, None
+    devices = jax.local_devices(backend=platform) if kind_here(platform) else []
     return kind, next((x for x in devices if x.client == client), None)
 
 

@@ -24,16 +24,16 @@ from optax_mp._jax import _by_platform
 from optax_mp._jax._arrays import has_explicit_axes, mesh_in_type
 from optax_mp._jax._by_platform import PLATFORMS, Target
 from optax_mp._warnings import warn_once
-from optax_mp.leafwise import _chunks, _kernels, _proof
+from optax_mp.leafwise import _chunks, _kernels
 from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._layout import Layout
 from optax_mp.leafwise._program import Value, read_output, run_nodes, values_in
+from optax_mp.leafwise._proof import NOT_PROVED, PROVED, proof_of
 from optax_mp.leafwise._traced_step import Step, TracedStep, obstacle_of
 
 Function = Callable[..., list[Any]]
-KERNEL = "kernel"
 
 
 def run_step(
@@ -89,8 +89,8 @@ class CutStep:
         target: what it is lowered for.
         has_kernels: whether kernels may run.
         shared: what runs the ends that are alike, by their form.
-        ways: for the first output of each end that was run, `KERNEL` or why it had no
-            kernel.
+        ways: for the first output of each end that was run, what `proof_of` its kernel
+            says, or why it has none.
     """
 
     traced: TracedStep
@@ -143,9 +143,10 @@ class CutStep:
             kernel = "no kernel"
         if not isinstance(kernel, str):
             try:
-                proof = _proof.obstacle(kernel, end, layout.part, self.target)
-                made = None if proof else self._run(layout, kernel.run_end, args)
-                kernel = proof or KERNEL
+                proof = proof_of(kernel, end, layout.part, self.target)
+                if proof in (PROVED, NOT_PROVED):
+                    made = self._run(layout, kernel.run_end, args)
+                kernel = proof
             except Exception as error:
                 kernel = _kernels.warn_of(error)
         self.ways[end.outputs[0]] = kernel

@@ -8,7 +8,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._by_platform import PLATFORMS, Target, explain
+from optax_mp._jax._by_platform import PLATFORMS, Target, explain, kind_here
 from optax_mp._table import align_columns
 from optax_mp._tree import spell
 from optax_mp.leafwise._engine import CutStep
@@ -29,7 +29,8 @@ class StepRow:
         path: of the param.
         dtype: of the param.
         shape: of the param.
-        tpu: `"kernel"`, or why XLA computes it on a TPU.
+        tpu: `"kernel"` if a kernel does on a TPU, and was compared with XLA in this
+            process; `"kernel, not proved here"` if it was not; or why XLA does.
         gpu: the same for a GPU.
 
     Example:
@@ -40,7 +41,7 @@ class StepRow:
         >>> params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
         >>> report = optax_mp.step_report(tx, params, tx.init(params), params)
         >>> report.rows[0].path, report.rows[0].tpu, report.rows[0].gpu
-        ("['w']", 'kernel', 'kernel')
+        ("['w']", 'kernel, not proved here', 'kernel, not proved here')
     """
 
     path: str
@@ -101,8 +102,10 @@ def step_report(
     `param_shardings`, or by the shardings of the state and params given here, if these
     are arguments of the function that `jit` compiles.
 
-    The report cannot know the compiler's limits: TPU v2 and v3 have no kernels, nor
-    have programs of `jax.export` and steps under `vmap`.
+    At its first use on a device, each kernel is compared with XLA, bit by bit; if they
+    differ, XLA computes. Where there is no such device, or was no step yet, the report
+    says "not proved here". It cannot know the compiler's limits: TPU v2 and v3 have no
+    kernels, nor have programs of `jax.export` and steps under `vmap`.
 
     Args:
         tx: see `take_step`, as for the others.
@@ -136,10 +139,10 @@ def step_report(
         >>> opt_state = jax.eval_shape(tx.init, params)
         >>> print(optax_mp.step_report(tx, params, opt_state, params))
         param     dtype     shape     TPU                      GPU
-        ['bias']  bfloat16  8192      one axis                 kernel
+        ['bias']  bfloat16  8192      one axis                 kernel, not proved here
         ['head']  bfloat16  512x1000  rows no multiple of 128  blocks of 25
         ['norm']  bfloat16  512       under 4096 elements      under 4096 elements
-        ['w']     bfloat16  512x512   kernel                   kernel
+        ['w']     bfloat16  512x512   kernel, not proved here  kernel, not proved here
     """
     ways: Any = TRANSFORMED
 
@@ -186,13 +189,14 @@ def _ways(whole: tuple[Any, ...], device_counts: list[int]) -> list[Any] | str:
     outputs = traced.program.outputs
     params = outputs[len(outputs) - len(device_counts) :]
     count = max(device_counts, default=1)
-    on_each = [_ways_on(traced, Target(x, count)) for x in PLATFORMS]
+    targets = [Target(x, count, kind=kind_here(x)) for x in PLATFORMS]
+    on_each = [_ways_on(traced, target) for target in targets]
     rest = "not changed element by element"
     return [[ways.get(param, rest) for ways in on_each] for param in params]
 
 
 def _ways_on(traced: TracedStep, target: Target) -> dict[Any, str]:
-    """Return `KERNEL`, or why there is none, for each output of an end."""
+    """Return for each output of an end whether a kernel computes it, or why not."""
     cut, failed = CutStep(traced, target), None
     try:
         cut.run([traced.values[x] for x in traced.call_values[0]], {}, {})
