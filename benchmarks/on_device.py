@@ -239,10 +239,10 @@ def compare_kernels(scale: Scale, form: str) -> record.Row:
         found += _proof.compare(kernel, end, part, device)
     for dtype in dict.fromkeys(x.dtype for x in found):
         of_dtype = [x for x in found if x.dtype == dtype]
-        size, count, far = (
+        size, differing, far = (
             sum(x) for x in zip(*(y[1:4] for y in of_dtype), strict=True)
         )
-        row[f"{dtype} differing"] = f"{count:,} of {size:,}"
+        row[f"{dtype} differing"] = f"{differing:,} of {size:,}"
         row[f"{dtype} far as used"] = f"{far:,} of {size:,}"
     return row | {"first": next((x.first for x in found if x.first), "none")}
 

@@ -11,6 +11,7 @@ figures are medians over rounds, as ratios to plain float32 optax in the same ru
 """
 
 import argparse
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -24,9 +25,19 @@ import record
 
 import optax_mp
 
-SIZES = {
-    "16.8M weights in 4 leaves": [(2048, 2048)] * 4,
-}
+SHAPES = [(2048, 2048)] * 4
+TITLE = "16.8M weights in 4 leaves"
+FIRST_CALL_SHAPES = [(64, 64)] * 400
+FIRST_CALL_TITLE = "First call of 400 leaves of 64 x 64: trace, lower and compile"
+FIRST_CALLS = (
+    "plain optax, float32",
+    "apply_if_finite, float32",
+    "mixed_precision, bf16, bf16 gradients",
+    "loss scale around, bf16, bf16 gradients",
+    "Split(8), bf16, bf16 gradients",
+    "Split(8), 8-bit state, bf16, bf16 gradients",
+    "loss scale as a link, bf16, f32 gradients",
+)
 LEARNING_RATE = 1e-3
 
 
@@ -64,22 +75,24 @@ def from_transform(
 def behind_a_link(
     name: str, param_dtype: Any, grad_dtype: Any, inner: optax.GradientTransformation
 ) -> Contender:
-    """Return the step of a chain with a loss scale in front of `inner`.
+    """Return the step of a chain with a loss scale in front of `inner`."""
+    tx = optax.chain(optax_mp.dynamic_loss_scale(), inner)
+    return from_transform(name, param_dtype, grad_dtype, tx)
 
-    The link is made where it is used: while one exists, all others look for its mark.
-    """
 
-    def chain() -> optax.GradientTransformation:
-        return optax.chain(optax_mp.dynamic_loss_scale(), inner)
+def flash_optim() -> list[Contender]:
+    """Return FlashOptim's AdamW, if it is installed."""
+    if importlib.util.find_spec("flashoptim_jax") is None:
+        return []
+    import flashoptim_jax
+
+    # Its kernels have no form for CPUs.
+    tx = flashoptim_jax.flash_adamw(LEARNING_RATE, weight_decay=1e-4, fused=False)
 
     def step(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
-        updates, state = chain().update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return tx.step(params, state, grads)
 
-    def init(params: Any) -> Any:
-        return chain().init(params)
-
-    return Contender(name, param_dtype, grad_dtype, init, step)
+    return [Contender("FlashOptim, bf16", jnp.bfloat16, jnp.bfloat16, tx.init, step)]
 
 
 def hand_written(name: str, param_dtype: Any, grad_dtype: Any) -> Contender:
@@ -175,9 +188,6 @@ def contenders() -> list[Contender]:
         from_transform("loss scale around, bf16, bf16 gradients", bf16, bf16, scaled),
         from_transform("loss scale around, f16, f32 gradients", f16, f32, scaled),
         from_transform("loss scale around, f16, f16 gradients", f16, f16, scaled),
-        behind_a_link("loss scale as a link, plain optax, float32", f32, f32, adamw),
-        behind_a_link("loss scale as a link, bf16, f32 gradients", bf16, f32, ours),
-        behind_a_link("loss scale as a link, f16, f16 gradients", f16, f16, ours),
         from_transform("Split(16), bf16, bf16 gradients", bf16, bf16, split16),
         from_transform("Split(16), bf16, f32 gradients", bf16, f32, split16),
         from_transform("Split(16), f16, f16 gradients", f16, f16, split16),
@@ -187,6 +197,13 @@ def contenders() -> list[Contender]:
         from_transform("8-bit state, plain optax, float32", f32, f32, low_bit),
         from_transform("stochastic rounding, bf16, bf16 gradients", bf16, bf16,
                        optax_mp.stochastic_rounding(adamw)),
+        *flash_optim(),
+        # Last: once a link has run, float32 gradients are searched for its mark.
+        behind_a_link("loss scale as a link, plain optax, float32", f32, f32, adamw),
+        behind_a_link("loss scale as a link, bf16, f32 gradients", bf16, f32, ours),
+        behind_a_link("loss scale as a link, f16, f16 gradients", f16, f16, ours),
+        from_transform("mixed_precision, bf16, f32 gradients, a link ran before",
+                       bf16, f32, ours),
     ]  # fmt: skip
 
 
@@ -197,6 +214,7 @@ class Running:
     contender: Contender
     compiled: Any
     compile_seconds: float
+    first_call_seconds: float
     carry: tuple[Any, Any]
     grads: Any
     step_seconds: list[float]
@@ -215,13 +233,13 @@ class Running:
 
         params, grads = draw(contender.param_dtype), draw(contender.grad_dtype)
         state = contender.init(params)
-        lowered = jax.jit(contender.step, donate_argnums=(1, 2)).lower(
-            grads, params, state
-        )
+        jitted = jax.jit(contender.step, donate_argnums=(1, 2))
+        first = time.process_time()
+        lowered = jitted.lower(grads, params, state)
         began = time.perf_counter()
         compiled = lowered.compile()
-        seconds = time.perf_counter() - began
-        return cls(contender, compiled, seconds, (params, state), grads, [])
+        seconds = time.perf_counter() - began, time.process_time() - first
+        return cls(contender, compiled, *seconds, (params, state), grads, [])
 
     def run(self, steps: int) -> None:
         """Take `steps` steps and note the time of one."""
@@ -241,30 +259,29 @@ class Running:
         return held / weights, memory.temp_size_in_bytes / weights
 
 
-def compile_medians(
-    entries: list[Contender], shapes: list[tuple[int, ...]], rounds: int
-) -> list[float]:
-    """Return median compile seconds, the contenders taking turns."""
-    seconds: list[list[float]] = [[] for _ in entries]
-    for _ in range(rounds):
-        for times, contender in zip(seconds, entries, strict=True):
-            jax.clear_caches()
-            times.append(Running.start(contender, shapes).compile_seconds)
-    return [statistics.median(times) for times in seconds]
+def first_calls() -> list[dict]:
+    """Return what the first call of a step with many leaves takes, in CPU seconds."""
+    by_name = {contender.name: contender for contender in contenders()}
+    rows: list[dict] = []
+    for name in FIRST_CALLS:
+        jax.clear_caches()
+        seconds = Running.start(by_name[name], FIRST_CALL_SHAPES).first_call_seconds
+        first = rows[0]["CPU s"] if rows else seconds
+        rows.append({"AdamW step": name, "CPU s": seconds, "ratio": seconds / first})
+    return rows
 
 
 def measure(shapes: list[tuple[int, ...]], args: argparse.Namespace) -> list[dict]:
     """Return the rows of one table."""
     first, *others = contenders()
     entries = [first] + [entry for entry in others if args.only in entry.name]
-    compile_seconds = compile_medians(entries, shapes, args.compile_rounds)
     running = [Running.start(contender, shapes) for contender in entries]
     for _ in range(args.rounds):
         for each in running:
             each.run(args.steps)
     medians = [statistics.median(each.step_seconds[1:]) for each in running]
     rows = []
-    for each, step, compiling in zip(running, medians, compile_seconds, strict=True):
+    for each, step in zip(running, medians, strict=True):
         held, temporary = each.bytes_a_weight()
         rows.append(
             {
@@ -273,8 +290,8 @@ def measure(shapes: list[tuple[int, ...]], args: argparse.Namespace) -> list[dic
                 "ratio": step / medians[0],
                 "bytes per weight": held,
                 "temporaries": temporary,
-                "compile s": compiling,
-                "compile ratio": compiling / compile_seconds[0],
+                "compile s": each.compile_seconds,
+                "compile ratio": each.compile_seconds / running[0].compile_seconds,
             }
         )
     return rows
@@ -295,18 +312,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--steps", type=int, default=3, help="steps in a row a round")
-    parser.add_argument("--compile-rounds", type=int, default=3)
+    parser.add_argument("--first-calls", action="store_true", help="these, too")
     parser.add_argument("--runs", type=int, default=1, help="whole runs, for a spread")
     parser.add_argument("--only", default="", help="rows whose name holds this text")
     record.add_option(parser)
     args = parser.parse_args()
     devices = jax.devices()[:1]
     print(record.heading(devices))
-    tables = {}
-    for title, shapes in SIZES.items():
-        tables[title] = measure(shapes, args)
-        measure_again(tables[title], shapes, args)
-        print(f"\n### {title}\n\n{record.as_markdown(tables[title])}", flush=True)
+    tables = {TITLE: measure(SHAPES, args)}
+    measure_again(tables[TITLE], SHAPES, args)
+    if args.first_calls:
+        tables[FIRST_CALL_TITLE] = first_calls()
+    for title, rows in tables.items():
+        print(f"\n### {title}\n\n{record.as_markdown(rows)}", flush=True)
     record.finish(args.json, tables, record.machine_of(devices))
 
 

@@ -212,6 +212,9 @@ class Form:
         way: "tx.update", "take_step" or "by hand".
         amp: the dtype in which `amp` computes the loss, if it does.
         rules: its rules beside the default ones.
+        sums: what sums gradients over micro-batches: "scan" is a loop by hand, in
+            float32; "optax" the accumulator of optax; "refs" a scan whose backward pass
+            adds in place; else the dtype of `gradient_accumulator`.
     """
 
     param_dtype: str
@@ -220,6 +223,7 @@ class Form:
     way: str = "tx.update"
     amp: str | None = None
     rules: dict[str, str] = field(default_factory=dict)
+    sums: str = "scan"
 
 
 OURS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -249,6 +253,17 @@ FORMS |= {
     }.items()
     for way in ("tx.update", "take_step")
 }
+# To be compared with "masters, tx.update", all with `--micro 8`.
+FORMS |= {
+    f"sums by {name}": replace(FORMS["masters, tx.update"], sums=sums)
+    for name, sums in {
+        "float32 accumulator": F32,
+        "bf16 accumulator": BF16,
+        "optax": "optax",
+    }.items()
+}
+# To be compared with this form itself.
+FORMS["sums by refs"] = replace(FORMS["float32 params, bf16 products"], sums="refs")
 # To be compared with "float32 params, bf16 products" and "masters, tx.update".
 FORMS |= {
     f"amp {words}, {params} params": Form(
@@ -373,6 +388,10 @@ def prepare(
         fun = optax_mp.amp(fun, compute_dtype=form.amp, rules=rules)
 
     gradients = summed(optax_mp.value_and_grad(fun), micro)
+    if micro > 1 and form.sums == "refs":
+        gradients = summed_in_place(fun, micro)
+    elif micro > 1 and form.sums != "scan":
+        gradients = accumulated(fun, micro, form.sums)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         value, grads = gradients(state, params, tokens)
@@ -412,6 +431,41 @@ def summed(gradients: Callable[..., Any], count: int) -> Callable[..., Any]:
         def add(sums: Any, batch: jax.Array) -> Any:
             value, grads = gradients(state, params, batch)
             return jax.tree.map(lambda x, g: x + g.astype(F32), sums, grads), value
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, F32), params)
+        batches = tokens.reshape(-1, count, tokens.shape[-1]).swapaxes(0, 1)
+        sums, values = jax.lax.scan(add, zeros, batches)
+        return values.mean(), sums
+
+    return in_turn
+
+
+def accumulated(fun: Callable[..., Any], count: int, sums: str) -> Callable[..., Any]:
+    """Return the same by `optax.microbatch`."""
+
+    def in_turn(state: Any, params: Any, tokens: jax.Array) -> Any:
+        kinds = optax.microbatching.AccumulationType
+        accumulator: Any = kinds.MEAN
+        gradients = jax.value_and_grad(fun)
+        if sums != "optax":
+            accumulator = optax_mp.gradient_accumulator(sums, seed=tokens[0, 0])
+        result = optax.microbatch(
+            gradients, 1, tokens.shape[0] // count, (kinds.MEAN, accumulator)
+        )(params, tokens)
+        return result[0], (result[1] if sums == "optax" else result[1].grads)
+
+    return in_turn
+
+
+def summed_in_place(fun: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Return the same by references to the sums, which JAX adds to in place."""
+
+    def in_turn(state: Any, params: Any, tokens: jax.Array) -> Any:
+        def add(sums: Any, batch: jax.Array) -> Any:
+            refs = jax.tree.map(lambda x: jax.new_ref(x), sums)
+            value, pull = jax.vjp(lambda p: fun(p, batch), params)
+            pull.with_refs(refs)(jnp.ones_like(value))
+            return jax.tree.map(jax.freeze, refs), value
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, F32), params)
         batches = tokens.reshape(-1, count, tokens.shape[-1]).swapaxes(0, 1)

@@ -8,6 +8,8 @@ The library appears in `FORMS` (what `nnx.Optimizer` is given), in `cast_floatin
 land exactly.
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -54,7 +56,7 @@ def loss(model, x, y):
     return jnp.mean((model(x).astype(jnp.float32) - y) ** 2)
 
 
-@nnx.jit
+@functools.partial(nnx.jit, donate_argnums=(0, 1))
 def step(model, optimizer, x, y):
     """Change model and optimizer in place, and return the true loss."""
 

@@ -37,7 +37,8 @@ from optax_mp.autocast._amp import amp, amp_stop
 from optax_mp.autocast._report import amp_report
 from optax_mp.autocast._rules import default_amp_rules
 
-# Low-bit optimizer states, and training without masters.
+# Low-bit optimizer states, training without masters, and sums over micro-batches.
+from optax_mp.compact._accumulator import gradient_accumulator
 from optax_mp.compact._low_bit import low_bit_state
 from optax_mp.compact._stochastic import stochastic_rounding
 
@@ -47,6 +48,7 @@ from optax_mp.leafwise._take_step import take_step
 # Many devices.
 from optax_mp.devices._offload import offload
 from optax_mp.devices._state_shardings import state_shardings
+from optax_mp.devices._sum import sum_gradients
 from optax_mp.devices._zero1 import zero1
 
 # Check and convert saved states.
@@ -92,6 +94,7 @@ __all__ = [
     "dynamic_scale_value_and_grad",
     "follow_params",
     "get_policy",
+    "gradient_accumulator",
     "gradient_range_report",
     "half_dtype",
     "loss_scale",
@@ -110,6 +113,7 @@ __all__ = [
     "static_loss_scale",
     "step_report",
     "stochastic_rounding",
+    "sum_gradients",
     "take_step",
     "update_report",
     "value_and_grad",

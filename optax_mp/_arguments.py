@@ -4,10 +4,12 @@ from numbers import Integral, Number
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.tree_util import tree_map_with_path
 
 from optax_mp._states import holds_state, nodes_of
-from optax_mp._tree import is_array, is_floating, summarize
+from optax_mp._tree import is_array, is_floating, spell, summarize
 from optax_mp._warnings import warn
 
 _UPDATE = "`tx.update(grads, state, params)`"
@@ -71,12 +73,13 @@ def check_state_first(opt_state: Any, params: Any, caller: str, call: str) -> No
         )
 
 
-def check_whole_number(argument: str, value: Any) -> int:
-    """Return an argument that must be an integer greater than 0, or raise."""
+def check_whole_number(argument: str, value: Any, least: int = 1) -> int:
+    """Return an argument that must be an integer from `least` on, or raise."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{argument} is {value!r}, expected an integer.")
-    if value < 1:
-        raise ValueError(f"{argument} is {value}, expected an integer greater than 0.")
+    if value < least:
+        expected = f"an integer greater than {least - 1}"
+        raise ValueError(f"{argument} is {value}, expected {expected}.")
     return int(value)
 
 
@@ -99,10 +102,26 @@ def check_given_params(params: Any, caller: str) -> Any:
     return params
 
 
-def check_init_params(params: Any, caller: str) -> None:
-    """Raise if `init` was given an optimizer."""
+def check_init_params(params: Any, caller: str) -> Any:
+    """Return the params that `init` was given, or raise if they cannot be trained.
+
+    A Python float becomes an array, as under `jit`.
+    """
     if isinstance(params, optax.GradientTransformation):
         raise TypeError(
             f"{caller}: `params` is {summarize(params)}, expected the params of a "
             "model; call `tx.init(params)`."
         )
+
+    def as_param(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, float | complex):
+            return jnp.asarray(leaf, jnp.result_type(leaf))
+        if is_array(leaf) or isinstance(leaf, Number):
+            return leaf
+        raise TypeError(
+            f"{caller}: param {spell(path)} is {leaf!r}, expected an array or a "
+            "number; take it out of the params, as "
+            "`equinox.filter(model, equinox.is_inexact_array)` does."
+        )
+
+    return tree_map_with_path(as_param, params)

@@ -4,7 +4,7 @@
 with one child, which is a leaf, and is neither a mapping nor a sequence. Frameworks
 look into boxes for arrays, and map functions over a state and its shardings. So in our
 states a box holds one array, like the param's box. If the array is absent, so is its
-box.
+box. A module of one array, such as `equinox.nn.Embedding`, passes for a box.
 
 NNX hides its boxes from optax. `plain` does so for functions that take an
 `nnx.Optimizer` or a module, without importing Flax.
@@ -87,18 +87,22 @@ def put_resized(box: Any, value: Any, divides: Divides) -> Any:
         lengths = zip(entries, old.shape, value.shape[more:], strict=True)
         kept = [_resize(*of_axis, divides) for of_axis in lengths]
         front = [_front(entries, i, n) for i, n in enumerate(value.shape[:more])]
-        whole = front + kept
-        return tuple(whole) if isinstance(entries, tuple) else type(entries)(*whole)
+        whole = tuple(front + kept)
+        if whole == tuple(entries):
+            return entries
+        return whole if isinstance(entries, tuple) else type(entries)(*whole)
 
     if hasattr(box, "get_metadata"):  # a variable of NNX
-        new = put(box, value)
-        new.set_metadata(**{name: fit(x) for name, x in box.get_metadata().items()})
-        return new
+        metadata = {name: fit(x) for name, x in box.get_metadata().items()}
+        # Not by `set_metadata`, which renames entries of older versions of Flax.
+        return type(box).from_metadata(value, metadata)
     if dataclasses.is_dataclass(box) and not isinstance(box, type):
         before = {x.name: getattr(box, x.name) for x in dataclasses.fields(box)}
         after = {name: value if x is old else fit(x) for name, x in before.items()}
         changes = {name: x for name, x in after.items() if x is not before[name]}
-        return dataclasses.replace(box, **changes)
+        if len(changes) > 1:
+            return dataclasses.replace(box, **changes)
+    # Not by the class itself: what `equinox.nn.Embedding` is made of are no fields.
     return put(box, value)
 
 

@@ -1,43 +1,34 @@
 """Take a step, or skip it entirely: the one mechanism for every wrapper that skips.
 
-The step runs in any case, and each leaf of its result is chosen afterwards. A TPU or
-GPU reads the old values anyway, so a choice between them and the new ones costs nothing
+The step runs in any case. Each array of the new state is chosen where the step computes
+it, so that the rest of the step reads the array that is stored. If the choice came
+after the step, XLA would keep both: on a TPU a second master, on a CPU copies of all of
+the old state. A TPU or GPU reads the old values anyway, so that a choice costs nothing
 there, whereas `lax.cond` copies its operands.
 
-An extra argument tells the step whether it is taken. Most transforms ignore it, because
-the results of a skipped step are dropped. Two transforms read it:
-
-- `optax_mp.offload`: a choice between two arrays in host memory would copy both to the
-  device. It does not change them in a skipped step.
-- `mixed_precision` with full copies: it makes the same choice between masters before it
-  rounds the param, and XLA merges both choices. Otherwise XLA would store the new
-  master beside the chosen one.
+A choice between two arrays in host memory would copy both to the device. So the context
+tells `optax_mp.offload` whether the step is taken, and it does not change these arrays
+in a skipped step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
+from optax_mp._context import Choice, context_of, with_context
 from optax_mp._jax._arrays import is_array, is_traced
+from optax_mp._jax._jaxpr import Equation, bind, choose_where_computed, evaluate
 from optax_mp._jax._memory import is_on_host, to_device, to_host
-from optax_mp._jax._traced import is_dynamic
+from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves
 
-# Whether to take a step: a plain bool if it is not traced.
-Choice = jax.Array | bool
 # Takes the state before the step and extra arguments for the optimizer within, and
 # returns (updates, state after it).
 StepFunction = Callable[[Any, dict[str, Any]], tuple[Any, Any]]
-# The extra argument that tells a step whether it is taken. Transforms hand on unknown
-# arguments, so it is passed only to optimizers that read it.
-PROCEED = "optax_mp_proceed"
-# The states of chains and groups, which hand it on.
-_PARTED = (tuple, dict, optax.PartitionState, optax.MaskedState)
 
 
 def choose_step(
@@ -50,38 +41,45 @@ def choose_step(
     """
     if proceed is True:
         return step(state, extra_args)
-    choice = read_choice(extra_args) & proceed
-    updates, new_state = step(state, extra_args | {PROCEED: choice})
-    before = Leaves.of(
-        state, caller="optax_mp", name="the state that `inner` was given"
-    )
-    before.match_arrays(new_state, "the state that it returned")
-    if is_traced(proceed) or proceed:
-        state = jax.tree.map(
-            lambda new, old: _choose_leaf(proceed, new, old), new_state, state
+    choice = context_of(extra_args).proceed & proceed
+    extra_args = with_context(extra_args, proceed=choice)
+
+    def choose(given: tuple[Choice, Any]) -> tuple[Any, Any]:
+        proceed, state = given
+        updates, new_state = step(state, extra_args)
+        if is_traced(proceed) or proceed:
+            state = _choose_state(proceed, new_state, state)
+        return jax.tree.map(lambda x: or_negative_zeros(proceed, x), updates), state
+
+    if not is_traced(proceed):
+        return choose((proceed, state))
+
+    def run_call(call: Equation, inputs: list[Any]) -> list[Any]:
+        # What `step` reads beside its arguments is in front of these.
+        at = len(inputs) - len(traced.arrays)
+        jaxpr = choose_where_computed(call.params["jaxpr"], at)
+        return bind(call, inputs, {**call.params, "jaxpr": jaxpr})
+
+    traced = TracedCall.of(choose, (proceed, state), is_traced, jit_name="choose_step")
+    return traced.unflatten(evaluate(traced.closed, traced.arrays, run_call))
+
+
+def _choose_state(proceed: Choice, new_state: Any, state: Any) -> Any:
+    """Return the new state, or the old one."""
+    old, treedef = jax.tree.flatten(state)
+    new, new_treedef = jax.tree.flatten(new_state)
+    if treedef != new_treedef or _types_of(new) != _types_of(old):
+        before = Leaves.of(
+            state, caller="optax_mp", name="the state that `inner` was given"
         )
-    return jax.tree.map(lambda x: or_negative_zeros(proceed, x), updates), state
+        before.match_arrays(new_state, "the state that it returned")
+        old = new_treedef.flatten_up_to(state)
+    both = zip(new, old, strict=True)
+    return new_treedef.unflatten([_choose_leaf(proceed, x, y) for x, y in both])
 
 
-def read_choice(extra_args: dict[str, Any]) -> Choice:
-    """Return whether the wrappers around a transform take the step."""
-    choice = extra_args.get(PROCEED, True)
-    # `optax.masked` may mask extra arguments.
-    return True if isinstance(choice, optax.MaskedNode) else choice
-
-
-def pass_choice(extra_args: dict[str, Any], state: Any) -> dict[str, Any]:
-    """Return the extra arguments of a step, for an inner optimizer with that state."""
-    if _has_masters(state) or any(map(is_on_host, jax.tree.leaves(state))):
-        return extra_args
-    return {name: x for name, x in extra_args.items() if name != PROCEED}
-
-
-def _has_masters(state: Any) -> bool:
-    """Return whether a state is of `mixed_precision`, in a chain or group or not."""
-    parts = jax.tree.leaves(state, is_leaf=lambda x: type(x) not in _PARTED)
-    # By the field, because the module of that state imports this one.
-    return any(hasattr(part, "master_params") for part in parts)
+def _types_of(leaves: Sequence[Any]) -> list[Any]:
+    return [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
 
 
 def or_negative_zeros(proceed: Choice, value: Any) -> Any:
@@ -90,7 +88,8 @@ def or_negative_zeros(proceed: Choice, value: Any) -> Any:
     Adding negative zero changes no param, not even one of -0.0. Integers have only one
     zero. Leaves that are not numbers are always returned as they are.
     """
-    value = jnp.asarray(value) if _is_plain(value) else value
+    if not isinstance(value, jax.Array) and _is_plain(value):
+        value = jnp.asarray(value)
     if not (is_dynamic(value) and jnp.issubdtype(value.dtype, jnp.number)):
         return value
     is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
@@ -108,13 +107,21 @@ def select(proceed: Choice, new: Any, old: Any) -> jax.Array:
 
 def _choose_leaf(proceed: Choice, new: Any, old: Any) -> Any:
     """Return a leaf of the new state, or of the old one."""
-    if _is_plain(new):  # a rule may reset a count to a plain 0
+    if not isinstance(new, jax.Array) and _is_plain(
+        new
+    ):  # a rule may reset a count to a plain 0
         new = jnp.asarray(new, jnp.result_type(old, new))
     if new is old or not is_dynamic(new) or is_on_host(old):
         return new
     if is_on_host(new):  # a state that was restored into device memory
         return to_host(select(proceed, to_device(new), old))
     return select(proceed, new, jnp.asarray(old))
+
+
+def choose_on_host(proceed: Choice, new: Any, old: Any) -> Any:
+    """Return a leaf of a state in host memory, chosen on the device."""
+    new = to_device(new) if is_on_host(new) else new
+    return to_host(select(proceed, new, to_device(old)))
 
 
 def _is_plain(x: Any) -> bool:

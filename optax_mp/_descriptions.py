@@ -121,6 +121,8 @@ def follow(
     It is sharded as the param is along each axis that divides, such as those of block
     scales, and not along axes in front of those. An array with fewer axes is whole.
     """
+    if shape == param:
+        return sharding
     more = len(shape) - len(param)
     entries = [None] * more + entries_of(sharding.spec, len(param)) if more >= 0 else []
     own = sharding.update(spec=PartitionSpec(*entries))

@@ -1,6 +1,7 @@
 """Floating dtypes by name, and rounding to them."""
 
 import reprlib
+from functools import cache
 from typing import Any
 
 import jax
@@ -21,8 +22,8 @@ _ALIASES = {
     "fp32": "float32",
     "full": "float32",
     "f64": "float64",
-    **{f"f8_{x}": f"float8_{x}" for x in ("e4m3fn", "e4m3", "e5m2")},
-    **{x: f"float8_{x}" for x in ("e4m3fn", "e4m3", "e5m2")},
+    **{f"f8_{x}": f"float8_{x}" for x in ("e4m3fn", "e5m2")},
+    **{x: f"float8_{x}" for x in ("e4m3fn", "e5m2")},
 }
 _NAMES = ("bfloat16", "float16", "float32", "float64")
 _MINI_FLOATS = ("float8_", "float6_", "float4_")
@@ -66,9 +67,12 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
     except (TypeError, ValueError):
         dtype = None
     if dtype is None:
+        # JAX has float8_e4m3 as well, with infinities and half the range.
+        is_e4m3 = isinstance(spec, str) and spec.endswith("e4m3")
+        note = " Hardware means float8_e4m3fn by e4m3." if is_e4m3 else ""
         raise ValueError(
             f"{argument} is {reprlib.repr(spec)}, {expected}; short names are "
-            f"{', '.join(sorted(_ALIASES))} and half."
+            f"{', '.join(sorted(_ALIASES))} and half.{note}"
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{argument} is {dtype.name}, {expected}.")
@@ -96,11 +100,14 @@ def check_available(dtype: DTypeLike, argument: str) -> jnp.dtype:
     return dtype
 
 
+# Cached, because a step asks for each leaf.
+@cache
 def bits(dtype: DTypeLike) -> int:
     """Return the width of a floating dtype in bits."""
     return jnp.finfo(dtype).bits
 
 
+@cache
 def at_least_float32(dtype: DTypeLike) -> jnp.dtype:
     """Return float32, or `dtype` if it is wider or complex."""
     # Not `jnp.promote_types`, which refuses 8-bit floats.
@@ -120,7 +127,15 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     # flush its subnormals to zero, so those are rounded to multiples of the smallest.
     wide = at_least_float32(x.dtype)
     info, wide_info = jnp.finfo(dtype), jnp.finfo(wide)
-    x = saturate(x.astype(wide), dtype)
+    x = lax.convert_element_type(x, wide)
+    if info.nexp == wide_info.nexp:
+        # bfloat16. A clamp brings infinity to the largest number. Where nothing
+        # overflowed it is not used, since CPUs flush the smallest numbers in it to 0.
+        rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+        overflows = lax.ne(lax.is_finite(rounded), lax.is_finite(x))
+        largest = np.array(info.max, wide)
+        return lax.select(overflows, lax.clamp(-largest, rounded, largest), rounded)
+    x = saturate(x, dtype)
     rounded = lax.reduce_precision(x, wide_info.nexp, info.nmant)
     if float(info.smallest_normal) <= float(wide_info.smallest_normal):
         return rounded
@@ -154,6 +169,7 @@ def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return lax.select(is_above, largest, lax.select(is_below, -largest, x))
 
 
+@cache
 def _has_infinity(dtype: DTypeLike) -> bool:
     # `float8_e4m3fn`, for one, has none: its cast of an infinity is NaN.
     return bool(np.isinf(np.float32(np.inf).astype(dtype)))

@@ -1,8 +1,7 @@
 """The wrapped optimizer, `inner`: one update of it, its arguments, and its errors."""
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._choose import pass_choice
+from optax_mp._choose import choose_on_host
+from optax_mp._context import Transformation, context_of, without_context
+from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall
-from optax_mp._leaves import Leaves, is_absent
+from optax_mp._leaves import ABSENT, Leaves
 from optax_mp._tree import PyTree, describe, is_array, is_floating, is_inexact, spell
 from optax_mp._warnings import warn
 
@@ -102,42 +104,34 @@ class InnerUpdate:
         def cast(grads: Sequence[Any]) -> Any:
             return params.unflatten(map(_cast_gradient, inner_params, grads))
 
-        extra_args = pass_choice(extra_args, inner_state)
         if extra_args.get("grad") is not None:
             grad = params.match(extra_args["grad"], "the extra argument `grad`")
             extra_args = {**extra_args, "grad": cast(grad)}
         grads = cast(self.grads)
         grads = grads.fast if self.is_lookahead else grads
-        args = grads, inner_state, params.unflatten(inner_params)
-        with explain_failure(inner, *args, params.caller):
-            changes, inner_state = inner.update(*args, **extra_args)
+        changes, inner_state = update_inner(
+            inner,
+            grads,
+            inner_state,
+            params.unflatten(inner_params),
+            extra_args,
+            params.caller,
+        )
         updates = list(self.grads)
         for i, change in enumerate(params.match(changes, "the updates of `inner`")):
-            is_hidden = is_absent(inner_params[i])
-            if is_hidden or is_absent(change):
+            is_hidden = isinstance(inner_params[i], ABSENT)
+            if is_hidden or isinstance(change, ABSENT):
                 # The update of a leaf that is hidden from `inner` is its gradient.
                 change = updates[i] if is_hidden else change
                 updates[i] = or_no_change(change, params.values[i])
                 continue
-            self._check_shape(i, change)
             updates[i] = advance(i, change)
         return updates, inner_state
-
-    def _check_shape(self, i: int, change: Any) -> None:
-        """Raise unless an update that `inner` made has the shape of its param."""
-        path, param = self.params.paths[i], self.params.values[i]
-        if jnp.shape(change) != jnp.shape(param):
-            raise ValueError(
-                f"{self.params.caller}: the gradient of {spell(path)} is "
-                f"{describe(self.grads[i])}, from which `inner` made the update "
-                f"{describe(change)}; expected the shape of the param "
-                f"{describe(param)}."
-            )
 
 
 def _cast_gradient(inner_param: Any, grad: Any) -> Any:
     """Return the gradient for `inner`, in the dtype of the param that `inner` sees."""
-    if is_absent(inner_param):
+    if isinstance(inner_param, ABSENT):
         return inner_param
     if is_floating(grad) and is_floating(inner_param):
         # Not `astype`, which takes several times as long to trace.
@@ -147,7 +141,7 @@ def _cast_gradient(inner_param: Any, grad: Any) -> Any:
 
 def _check_gradient(path: tuple[Any, ...], param: Any, grad: Any, caller: str) -> None:
     """Raise unless `grad` can be a gradient of `param`."""
-    if is_absent(grad):
+    if isinstance(grad, ABSENT):
         return
     # Only the last axes: `inner` reduces the leading ones of per-example gradients.
     ndim, shape = jnp.ndim(param), jnp.shape(grad)
@@ -187,8 +181,8 @@ def match_gradients(params: Leaves, grads: PyTree) -> list[Any]:
     """Return the gradient of each param; raise unless it can be its own."""
     matched = params.match(grads, "the gradients")
     for path, param, grad in zip(params.paths, params.values, matched, strict=True):
-        # Python numbers are params, too, as under `jit`.
-        param = jnp.asarray(param) if isinstance(param, float | complex) else param
+        if is_floating(grad) and is_floating(param) and grad.shape == param.shape:
+            continue
         _check_gradient(path, param, grad, params.caller)
     return matched
 
@@ -203,7 +197,7 @@ def warn_of_gradients(params: Leaves, grads: Sequence[Any]) -> None:
     if problem := _find_none(params, grads):
         warn(problem)
     for path, grad in zip(params.paths, grads, strict=True):
-        if is_floating(grad) and grad.dtype == jnp.float16:
+        if getattr(grad, "dtype", None) == jnp.float16:
             warn(
                 f"{params.caller}: the gradient of {spell(path)} is {describe(grad)}. "
                 "In float16, values below 6e-8 become 0: put "
@@ -242,26 +236,29 @@ def or_no_change(update: Any, param: Any) -> Any:
     return jnp.full(param.shape, -0.0 if is_inexact(param) else 0, param.dtype)
 
 
-# Errors of trees or shapes that do not fit. Any other error is the rule's own.
-_ERRORS_OF_TREES = (TypeError, ValueError, AttributeError, KeyError, IndexError)
-
-
-@contextmanager
-def explain_failure(
-    inner: optax.GradientTransformation,
+def update_inner(
+    inner: optax.GradientTransformationExtraArgs,
     grads: PyTree,
     state: PyTree,
     params: PyTree,
+    extra_args: dict[str, Any],
     caller: str,
-) -> Iterator[None]:
-    """If the update of `inner` fails, say whether its arguments are to blame.
+) -> tuple[Any, Any]:
+    """Return (updates, new state) of `inner`.
 
-    A gradient may be None, or the state that of another optimizer. The state is looked
-    at only after a failure, because `init` must be traced for that.
+    If its update fails, say whether its arguments are to blame. A gradient may be None,
+    or the state that of another optimizer. The state is looked at only after a failure,
+    because `init` must be traced for that.
     """
     try:
-        yield
-    except _ERRORS_OF_TREES as error:
+        if isinstance(inner, Transformation):
+            return inner.update(grads, state, params, **extra_args)
+        proceed, extra_args = (
+            context_of(extra_args).proceed,
+            without_context(extra_args),
+        )
+        updates, new = inner.update(grads, state, params, **extra_args)
+    except Exception as error:
         # An error of this package says what is wrong already.
         if params is None or _module_that_raised(error).startswith("optax_mp."):
             raise
@@ -273,6 +270,36 @@ def explain_failure(
         if problem is None:
             raise
         raise ValueError(problem) from error
+    _check_shapes(caller, "the update", updates, params)
+    _check_shapes(caller, "the state", new, state)
+    if proceed is True or not any(map(is_on_host, jax.tree.leaves(state))):
+        return updates, new
+    # An `offload` inside of it was not told that the step may be skipped.
+    return updates, jax.tree.map(
+        lambda x, old: choose_on_host(proceed, x, old) if is_on_host(old) else x,
+        new,
+        state,
+    )
+
+
+def _check_shapes(caller: str, what: str, made: PyTree, given: PyTree) -> None:
+    """Raise unless what `inner` made has the shapes of what it was given.
+
+    Nothing is known if one of them has more leaves, as the state of `optax.monitor` has
+    after its first step.
+    """
+    both = [jax.tree.leaves(tree) for tree in (made, given)]
+    new, old = ([getattr(x, "shape", ()) for x in leaves] for leaves in both)
+    if given is None or len(new) != len(old) or new == old:
+        return
+    i = next(i for i, shape in enumerate(new) if shape != old[i])
+    path, leaf = tree_leaves_with_path(given)[i]
+    raise ValueError(
+        f"{caller}: {what} that `inner` made at {spell(path)} is "
+        f"{describe(both[0][i])}, expected the shape of {describe(leaf)}: the gradient "
+        "or the state is not that of this param (call `init` again if the params have "
+        "changed), or `inner` changes shapes."
+    )
 
 
 def _module_that_raised(error: BaseException) -> str:
@@ -304,12 +331,12 @@ def copy_shared(state: PyTree, others: PyTree) -> PyTree:
     """Copy each array of `state` that `others` or another of its leaves holds, too.
 
     Then all can be donated. Some optimizers keep the params given to `init`, or
-    the same zeros in two places.
+    the same zeros in two places. Under `jit` a copy costs nothing.
     """
     seen = {id(leaf) for leaf in jax.tree.leaves(others)}
 
     def copy_if_seen(leaf: Any) -> Any:
-        if not is_array(leaf):
+        if not isinstance(leaf, jax.Array):  # NumPy arrays cannot be donated.
             return leaf
         if id(leaf) in seen:
             leaf = jnp.array(leaf, copy=True)

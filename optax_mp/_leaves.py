@@ -10,8 +10,9 @@ from numbers import Number
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax.tree_util import all_leaves, tree_flatten_with_path
+from jax.tree_util import DictKey, SequenceKey, all_leaves, tree_flatten_with_path
 
 from optax_mp._boxes import (
     content_of,
@@ -23,10 +24,14 @@ from optax_mp._boxes import (
 )
 from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
 
+# The types of nodes that stand for nothing, and the keys of dicts and sequences.
+ABSENT = (type(None), optax.MaskedNode)
+_PLAIN_KEYS = frozenset((DictKey, SequenceKey))
+
 
 def is_absent(leaf: Any) -> bool:
     """Return whether `leaf` stands for nothing: None or `optax.MaskedNode()`."""
-    return leaf is None or isinstance(leaf, optax.MaskedNode)
+    return isinstance(leaf, ABSENT)
 
 
 def contents_of(tree: PyTree, like: PyTree) -> list[Any] | None:
@@ -56,7 +61,7 @@ class Leaves:
         caller: the public function that the user called, for error messages.
         name: what error messages call the tree.
         paths: the path of each leaf, as `jax.tree_util.keystr` takes it.
-        values: the leaves.
+        values: the leaves. A Python float is an array, as under `jit`.
         slots: each leaf in its box, if it has one.
         treedef: the structure above the slots.
     """
@@ -71,13 +76,27 @@ class Leaves:
     @classmethod
     def of(cls, tree: PyTree, *, caller: str, name: str = "`params`") -> "Leaves":
         """Flatten `tree`."""
-        paths_and_leaves = tree_flatten_with_path(tree)[0]
+        paths_and_leaves, treedef = tree_flatten_with_path(tree)
         paths = [path for path, _ in paths_and_leaves]
-        values = [leaf for _, leaf in paths_and_leaves]
+        values = [
+            jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf
+            for _, leaf in paths_and_leaves
+        ]
+        # What dicts and sequences alone hold is in no box.
+        if _PLAIN_KEYS.issuperset([type(path[-1]) for path in paths if path]):
+            return cls(caller, name, paths, values, values, treedef)
         return cls(caller, name, paths, values, *flatten_slots(tree))
+
+    @property
+    def has_boxes(self) -> bool:
+        """Whether some leaf may be in a box."""
+        return self.slots is not self.values
 
     def match(self, tree: PyTree, name: str) -> list[Any]:
         """Return what `tree` has at each leaf: a leaf, None or a `MaskedNode`."""
+        leaves, treedef = jax.tree.flatten(tree)
+        if treedef == self.treedef:
+            return leaves
         matched = self.match_subtrees(tree, name)
         for path, leaf in zip(self.paths, matched, strict=True):
             if not (is_absent(leaf) or all_leaves([leaf])):
@@ -114,6 +133,8 @@ class Leaves:
         except (ValueError, TypeError, KeyError):
             # `optax.masked` may hide a whole branch by one `MaskedNode`.
             contents = contents_of(tree, self.treedef.unflatten(self.slots))
+        if contents is not None and not self.has_boxes:
+            return contents
         pairs = zip(self.slots, contents or [], strict=False)
         lacks_box = (is_box(a) and is_array(x) and not is_box(x) for a, x in pairs)
         if contents is None or any(lacks_box):
@@ -125,7 +146,9 @@ class Leaves:
 
         For a value of several arrays, each is put into a box of its own.
         """
-        return self.treedef.unflatten(map(_close, self.slots, values))
+        if self.has_boxes:
+            values = map(_close, self.slots, values)
+        return self.treedef.unflatten(values)
 
     def _describe_mismatch(self, tree: PyTree, name: str) -> str:
         own = {spell(p): x for p, x in zip(self.paths, self.values, strict=True)}

@@ -12,7 +12,7 @@ import optax
 from jax.tree_util import keystr
 
 from optax_mp._dtypes import bits
-from optax_mp._states import holds_state, nodes_of
+from optax_mp._states import nodes_of
 from optax_mp._tree import PyTree, is_floating
 from optax_mp._warnings import warn
 
@@ -50,11 +50,16 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
 
 # By their fields, because the modules of these states import this one.
 def _is_scale(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "hysteresis_left")
+    return "hysteresis_left" in getattr(type(node), "_fields", ())
 
 
 def _is_masters(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "master_params")
+    return "master_params" in getattr(type(node), "_fields", ())
+
+
+def _is_link(state: Any) -> bool:
+    """Return whether there is a NamedTuple in a state, as in those of all of optax."""
+    return any(hasattr(node, "_fields") for _, node in nodes_of(state))
 
 
 def _is_chain(node: Any) -> bool:
@@ -104,7 +109,7 @@ def _warn_if_followed(link: Any, later: tuple[Any, ...], where: str) -> None:
     """Warn if a transform follows on masters in a chain."""
     if not _ends_in_masters(link):
         return
-    others = [x for x in _parts(later) if holds_state(x) and not _is_scale(x)]
+    others = [x for x in _parts(later) if _is_link(x) and not _is_scale(x)]
     names = [type(x).__name__ for x in others]
     if names and not any(_is_masters(node) for _, node in nodes_of(later)):
         warn(

@@ -12,6 +12,7 @@ from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import check_available, floating_dtype, saturating_cast
+from optax_mp._inner import copy_shared
 from optax_mp._leaves import is_absent
 from optax_mp._tree import PyTree, cast_floating, is_floating, slash_path, spell
 from optax_mp._warnings import warn
@@ -84,11 +85,12 @@ class Policy:
         """Cast floating leaves to `param_dtype`, but those of `keep_f32` to float32.
 
         Finite values out of range become the largest finite value, as in
-        `mixed_precision`, because an infinite weight stays infinite. Warns of each
-        pattern in `keep_f32` that matches nothing.
+        `mixed_precision`, because an infinite weight stays infinite. No array is shared
+        with `tree`, so that a step may donate the result. Warns of each pattern in
+        `keep_f32` that matches nothing.
         """
         warn_unmatched_patterns(self, tree, "Policy.cast_to_param")
-        return self._cast(tree, "param_dtype", saturating_cast)
+        return copy_shared(self._cast(tree, "param_dtype", saturating_cast), tree)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Cast floating leaves to `compute_dtype`, those of `keep_f32` to float32."""

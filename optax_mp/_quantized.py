@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from optax_mp._typed import type_with
 
@@ -17,11 +18,14 @@ class Code:
         axis: the axis along which neighbours share a scale, counted from the end, so
             that it stays the same under `vmap` and in stacks of layers.
         block_size: how many of them do; None for a 16-bit float without scales.
+        stays_positive: whether a positive value has at least code 1, because the
+            optimizer divides by its root. Others fade to zero.
     """
 
     dtype: str
     axis: int = -1
     block_size: int | None = None
+    stays_positive: bool = False
 
     def __str__(self) -> str:
         if self.block_size is None:
@@ -74,3 +78,14 @@ def new_quantized(code: Code, codes: Any, scales: Any) -> Quantized:
 def is_quantized(node: Any) -> bool:
     """Return whether a node of a state is a quantized array."""
     return isinstance(node, Quantized)
+
+
+_PACKED = frozenset(
+    jnp.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (4, 8, 16)
+)
+
+
+def holds_packed(tree: Any) -> bool:
+    """Return whether a tree has low-bit arrays: codes, or the bits that params lack."""
+    dtypes = [getattr(x, "dtype", None) for x in jax.tree.leaves(tree)]
+    return not _PACKED.isdisjoint(dtypes)

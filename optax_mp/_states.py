@@ -15,8 +15,30 @@ from optax_mp._tree import PyTree, ends_in
 Path = tuple[Any, ...]
 Kind = type | tuple[type, ...]
 
-# Fields that only states of this package have.
-_OWN_FIELDS = frozenset({"master_params", "hysteresis_left"})
+# Fields of states of this package, by which they are known without their class.
+_OWN_FIELDS = (
+    frozenset({"master_params", "inner_state"}),
+    frozenset({"scale", "hysteresis_left", "skipped_count", "inner_state"}),
+)
+
+
+def inner_field(state: Any, name: str) -> Any:
+    """Return a public field of the inner state: `__getattr__` of a wrapper's state.
+
+    Loops read `opt_state.hyperparams` or `opt_state.gradient_step`, and need not know
+    which wrappers are around that state.
+    """
+    inner = state.inner_state
+    if not name.startswith("_") and has_field(inner, name):
+        return getattr(inner, name)
+    raise AttributeError(f"{type(state).__name__} has no field {name!r}")
+
+
+def has_field(state: Any, name: str) -> bool:
+    """Return whether a state has a field, or one that it wraps in this package."""
+    fields = getattr(type(state), "_fields", ())
+    is_wrapper = getattr(type(state), "__getattr__", None) is inner_field
+    return name in fields or is_wrapper and has_field(state.inner_state, name)
 
 
 def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
@@ -67,9 +89,10 @@ def find_owners(tree: PyTree, params: PyTree) -> list[int | None]:
     """Return which param each leaf of `tree` belongs to.
 
     A subtree with the structure of the params, such as `[0].mu`, belongs to the params
-    leaf by leaf; of nested subtrees the outermost counts. For a param it may have
-    nothing, several arrays (codes and scales, the lists of `optax.sm3`), or any pytree
-    of arrays whose last axes are those of the param, as storages may keep it.
+    leaf by leaf. For a param it may have nothing, several arrays (codes and scales, the
+    lists of `optax.sm3`), or any pytree of arrays whose last axes are those of the
+    param, as storages may keep it. The state of a chain has the structure of a tuple of
+    as many params as there are links: it is none if there are such subtrees in it.
 
     Args:
         tree: a state, or any tree that contains trees like the params.
@@ -83,9 +106,20 @@ def find_owners(tree: PyTree, params: PyTree) -> list[int | None]:
     is_single = len(slots) == 1 and treedef == jax.tree.structure(0)
     belongs = _has_shape_of if is_single else _may_belong
 
-    def find(tree: PyTree) -> list[int | None]:
+    def match(tree: PyTree) -> list[Any] | None:
         contents = contents_of(tree, params)
-        if contents is not None and all(map(belongs, contents, slots)):
+        fits = contents is not None and all(map(belongs, contents, slots))
+        return contents if fits else None
+
+    def is_above(content: Any) -> bool:
+        if _is_leaf_or_box(content):
+            return False
+        _, *below = nodes_of(content)
+        return any(match(node) is not None for _, node in below)
+
+    def find(tree: PyTree) -> list[int | None]:
+        contents = match(tree)
+        if contents is not None and not any(map(is_above, contents)):
             owners = [[i] * len(jax.tree.leaves(x)) for i, x in enumerate(contents)]
             return list(chain.from_iterable(owners))
         children = [child for path, child in one_level(tree) if path]
@@ -114,6 +148,7 @@ def _may_belong(content: Any, slot: Any) -> bool:
     # One level of arrays. Not scalars alone: the state of a link of a named chain, say,
     # whose name is that of a param by accident.
     is_flat = all(_is_leaf_or_box(child) for _, child in one_level(content))
+    is_flat = is_flat and not holds_state(content)
     return is_flat and (not shape or any(map(_shape, leaves)))
 
 
@@ -128,12 +163,15 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 def holds_state(tree: PyTree) -> bool:
     """Return whether `tree` contains the state of an optimizer, ours or of optax.
 
-    Params may be NamedTuples, too: only the name of a class tells a state from them.
+    Params may be NamedTuples, too, and one of a user's may be called `ModelState`.
     """
 
     def is_state(node: Any) -> bool:
-        names = (kind.__name__ for kind in type(node).__mro__)
-        return hasattr(node, "_fields") and any(x.endswith("State") for x in names)
+        return hasattr(node, "_fields") and any(
+            kind.__name__.endswith("State")
+            and kind.__module__.partition(".")[0] in ("optax", "optax_mp")
+            for kind in type(node).__mro__
+        )
 
     return any(is_state(node) for _, node in nodes_of(tree))
 
@@ -146,8 +184,7 @@ def check_classes(opt_state: PyTree, caller: str) -> None:
     """
 
     def is_without_class(node: Any) -> bool:
-        is_state = isinstance(node, Mapping) and "inner_state" in node
-        return is_state and not _OWN_FIELDS.isdisjoint(node)
+        return isinstance(node, Mapping) and any(x <= node.keys() for x in _OWN_FIELDS)
 
     if any(is_without_class(node) for _, node in nodes_of(opt_state)):
         raise ValueError(

@@ -20,12 +20,15 @@ _MOST_SHOWN = 3
 
 def is_floating(leaf: Any) -> bool:
     """Return whether `leaf` is an array of real floating-point numbers."""
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    # Not by `is_array`: a step asks this often.
+    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    return is_array and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def is_inexact(leaf: Any) -> bool:
     """Return whether `leaf` is an array of real or complex floating-point numbers."""
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    return is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def ends_in(leaf: Any, shape: tuple[int, ...]) -> bool:
@@ -64,7 +67,8 @@ def cast_floating(tree: PyTree, dtype: DTypeLike) -> PyTree:
 
     Counters, PRNG keys, flags, strings and static leaves stay as they are, so a whole
     model or optimizer state can be cast in one call. The cast rounds to nearest even.
-    As with `astype`, values out of the range of `dtype` become infinity or NaN.
+    As with `astype`, values out of the range of `dtype` become infinity or NaN. Leaves
+    that have the dtype are not copied: donate the result or `tree`, not both.
 
     Args:
         tree: any pytree.

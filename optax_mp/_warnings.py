@@ -1,15 +1,17 @@
 """The category of this package's warnings, and the line that they point to.
 
-Two warnings depend on earlier events in the process. `value_and_grad` warns of float16
-without a loss scale: params may be float32, with float16 only inside `amp`, and a
-function may scale its own loss. `check_loss_scale` warns if no loss was ever scaled.
-Only these two warnings depend on `event_counts`.
+A few warnings depend on earlier events in the process, as `event_counts` has them.
+`value_and_grad` warns of float16 without a loss scale: params may be float32, with
+float16 only inside `amp`, and a function may scale its own loss. If it does so inside
+of a `value_and_grad` with a loss scale, the loss is scaled twice. `check_loss_scale`
+and the traced update of a loss scale warn if no loss was ever scaled.
 """
 
 import functools
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from types import FrameType
 from typing import Literal
 
@@ -51,7 +53,7 @@ def _package(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
-Event = Literal["computes in float16", "scales its loss"]
+Event = Literal["computes in float16", "scales its loss", "takes scaled gradients"]
 
 _counts: Counter[Event] = Counter()
 
@@ -62,5 +64,10 @@ def count_event(event: Event) -> None:
 
 
 def event_counts() -> Counter[Event]:
-    """Return how often what has been done in this process, up to now."""
+    """Return the event counts of this process."""
     return _counts.copy()
+
+
+def is_loss_scaled(counts: Iterable[Event]) -> bool:
+    """Return whether one of these events is that a loss was scaled."""
+    return not {"scales its loss", "takes scaled gradients"}.isdisjoint(counts)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import optax_mp
+from optax_mp import _warnings
 from optax_mp.scaling import _mark
 
 # It needs frameworks, and `--doctest-modules` imports every file.
@@ -18,6 +19,9 @@ collect_ignore = (
 
 # So that tests on many devices are tests like others, without a process of their own.
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Tests make up gradients: nothing scaled them, and a traced update would warn of that.
+_warnings.count_event("scales its loss")
 
 # What is imported is not to be looked through at every collection of garbage.
 gc.freeze()

@@ -121,7 +121,8 @@ def test_names_of_dtypes(spec, name):
 
 
 @pytest.mark.parametrize(
-    "spec", ["f8", "f2", "double", "int", "", "float", "float_", "floating", None, 3]
+    "spec",
+    ["f8", "e4m3", "f8_e4m3", "f2", "double", "int", "", "float", "floating", None, 3],
 )
 def test_a_name_that_can_be_misread_is_an_error(spec):
     with pytest.raises(ValueError, match="here is .*, expected a floating dtype such"):

@@ -101,6 +101,26 @@ def test_owners_do_not_depend_on_the_container_of_the_params(name, wrapper):
         assert found == expected, (container, jax.tree.structure(state))
 
 
+@mostly_slow(
+    "name", EVERY, lambda name: name in {"adamw", "rmsprop", "momentum_in_chains"}
+)
+@pytest.mark.parametrize("first", [(4, 6), (6,), ()])
+def test_owners_if_the_params_are_a_tuple_as_long_as_a_chain(name, first):
+    tx = EVERY[name]()
+    for count in range(1, 5):
+        arrays = [jnp.ones(shape) for shape in [first, *[(4, 6)] * (count - 1)]]
+        state, expected = owners_of(tx, {f"p{i}": x for i, x in enumerate(arrays)})
+        if expected == owners_by_name(state):
+            _, found = owners_of(tx, tuple(arrays))
+            assert found == expected, (count, jax.tree.structure(state))
+
+
+def test_owners_if_links_of_a_chain_are_called_like_params():
+    params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    tx = optax.named_chain(("a", optax.trace(0.9)), ("b", optax.trace(0.9)))
+    assert owners_of(tx, params)[1] == [0, 1, 0, 1]
+
+
 @mostly_slow("name", EVERY, lambda name: name in A_FEW | set(OTHERS))
 def test_a_bare_array_owns_what_has_its_shape(name):
     tx = WRAPPERS["compact"](EVERY[name]())

@@ -103,7 +103,8 @@ def train(
     """Train in one form from each seed; call `report(steps just made)` now and then."""
     tx = form.wrap(make_adamw(settings))
     loss_fn = make_loss(settings, form.dtype)
-    train_steps = jax.jit(make_steps(form.value_and_grad(loss_fn), tx, settings))
+    steps = make_steps(form.value_and_grad(loss_fn), tx, settings)
+    train_steps = jax.jit(steps, donate_argnums=(0, 1))
     text, held_out = map(jnp.asarray, corpus)
     losses, curves, times, skipped = [], [], [], []
     for seed in settings.seeds:

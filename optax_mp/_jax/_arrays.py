@@ -3,10 +3,11 @@
 from typing import Any
 
 import jax
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from optax_mp._jax._contact import varies_by_rank
+from optax_mp._jax._contact import varies_by_rank, varying_axes
 
 
 def is_array(leaf: Any) -> bool:
@@ -49,6 +50,15 @@ def compiles() -> bool:
 def looks_for_leaks() -> bool:
     """Return whether JAX raises for tracers that are kept, as `jax.checking_leaks`."""
     return bool(getattr(jax.config, "jax_check_tracer_leaks", False))
+
+
+def gather_equal(x: jax.Array, axis_name: Any, axis: int) -> jax.Array:
+    """Gather along an axis; the type says that the result is equal on all ranks."""
+    if not varying_axes(x):  # of pmap, vmap and shard_map without checks
+        return lax.all_gather(x, axis_name, axis=axis, tiled=True)
+    if hasattr(lax, "all_gather_invariant"):  # JAX 0.8
+        return lax.all_gather_invariant(x, axis_name, axis=axis, tiled=True)
+    return lax.all_gather(x, axis_name, axis=axis, tiled=True, to="invarying")
 
 
 def spec_in_type(x: Any) -> Any:

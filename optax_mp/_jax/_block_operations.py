@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-SPREAD, MAXIMUM, MINIMUM = "spread", "maximum", "minimum"
+SPREAD, LARGEST = "spread", "largest"
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,9 @@ class Blocks:
         """Return how many blocks there are along the axis."""
         return -(-self.length // self.size)
 
-    def reduce(self, kind: str, values: jax.Array) -> jax.Array:
-        """Return `MAXIMUM` or `MINIMUM` of the integers of each block.
-
-        Zeros fill up the last one.
-        """
-        return _operation.bind(values, kind=kind, blocks=self)
+    def largest(self, values: jax.Array) -> jax.Array:
+        """Return the largest of the integers of each block, or 0."""
+        return _operation.bind(values, kind=LARGEST, blocks=self)
 
     def spread(self, scales: jax.Array) -> jax.Array:
         """Return for each value the scale of its block."""
@@ -62,10 +59,10 @@ def blocks_in(equation: Any) -> Blocks:
 
 
 def _compute(x: jax.Array, *, kind: str, blocks: Blocks) -> jax.Array:
-    return _spread(x, blocks) if kind == SPREAD else _reduce(x, kind, blocks)
+    return _spread(x, blocks) if kind == SPREAD else _largest(x, blocks)
 
 
-def _reduce(values: jax.Array, kind: str, blocks: Blocks) -> jax.Array:
+def _largest(values: jax.Array, blocks: Blocks) -> jax.Array:
     missing = blocks.count * blocks.size - blocks.length
     if missing:
         widths = [(0, 0, 0)] * values.ndim
@@ -73,8 +70,7 @@ def _reduce(values: jax.Array, kind: str, blocks: Blocks) -> jax.Array:
         values = lax.pad(values, np.zeros((), values.dtype), widths)
     shape = list(values.shape)
     shape[blocks.axis : blocks.axis + 1] = [blocks.count, blocks.size]
-    choose = lax.reduce_max if kind == MAXIMUM else lax.reduce_min
-    return choose(lax.reshape(values, shape), (blocks.axis + 1,))
+    return lax.reduce_max(lax.reshape(values, shape), (blocks.axis + 1,))
 
 
 # The scales are repeated instead of reshaping the values to blocks, so that XLA can

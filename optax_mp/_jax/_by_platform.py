@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
@@ -19,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._contact import sharding_of, widened_from
-from optax_mp._jax._jaxpr import Equation, bind
+from optax_mp._jax._jaxpr import Equation, bind, evaluate
 from optax_mp._warnings import warn_once
 
 # Platforms that may have their own implementation, as JAX names them.
@@ -166,7 +167,9 @@ def _lower(
                 f"off, and this warning. {explain(error)}"
             )
     # One equation: the jaxpr of the call is lowered as it is, without another trace.
-    as_it_is = functools.partial(_run, equation=equation)
+    is_for_cpu = context.module_context.platforms == ("cpu",)
+    run = _run_apart if is_for_cpu else _run
+    as_it_is = functools.partial(run, equation=equation)
     return mlir.lower_fun(as_it_is, multiple_results=True)(context, *inputs)
 
 
@@ -220,6 +223,25 @@ def _is_finished(operation: Any) -> bool:
         return True
     last = list(blocks[-1].operations)[-1:]
     return bool(last) and last[0].operation.name == "func.return"
+
+
+# The functions that XLA for CPUs must not inline. It computes each result in a loop of
+# its own and copies what a later one reads again. Within such a function it does not.
+APART = ("advance", "_rounding_keys")
+
+
+def _run_apart(*inputs: Any, equation: Equation) -> list[Any]:
+    """Run a call, and keep some functions in it apart."""
+
+    def run(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
+        if equation.params.get("name") == "choose_step":
+            return evaluate(equation.params["jaxpr"], inputs, run)
+        if equation.params.get("name") not in APART:
+            return bind(equation, inputs)
+        with set_xla_metadata(inlineable="false"):
+            return bind(equation, inputs)
+
+    return evaluate(equation.params["jaxpr"], inputs, run)
 
 
 def _sharding_of(value: Any) -> NamedSharding | None:

@@ -35,7 +35,7 @@ _OFF = {
     "the state on every device: pass `out_shardings=state_shardings(tx, params)`",
     "is_seen": "low-bit steps within `shard_map` have no kernels",
     "is_plain_call": "low-bit steps have no kernels",
-    "varies_by_rank": "arrays in `shard_map` may be taken for equal on all devices: "
+    "varying_axes": "arrays in `shard_map` may be taken for equal on all devices: "
     "pass it `check_vma=False`",
     "is_transposed": "reports of precision take backward passes for forward passes",
     "place_of": "reports may name lines of JAX",
@@ -156,7 +156,7 @@ def _about_ranks(ask: Ask) -> bool:
 
     spec = PartitionSpec("a")
     jax.eval_shape(jax.shard_map(note, mesh=_MESH, in_specs=(), out_specs=spec))
-    return found == [True, False]
+    return found == [{"a"}, set()]
 
 
 def _varying(aval: Any) -> dict[str, Any]:
@@ -165,11 +165,16 @@ def _varying(aval: Any) -> dict[str, Any]:
     return dict([x for x in found.items() if x[1] is not None][-1:])
 
 
-@_tried(_about_ranks, False)
+@_tried(_about_ranks, frozenset())
+def varying_axes(x: Any) -> frozenset[Any]:
+    """Return the axes of shard_map over which `x` differs, by its type."""
+    axes = _varying(getattr(x, "aval", None)).values()
+    return frozenset().union(*(getattr(x, "varying", x) for x in axes))
+
+
 def varies_by_rank(x: Any) -> bool:
     """Return whether `x` differs from rank to rank under shard_map, by its type."""
-    axes = _varying(getattr(x, "aval", None)).values()
-    return any(getattr(x, "varying", x) for x in axes)
+    return bool(varying_axes(x))
 
 
 def result_like(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -89,6 +89,8 @@ class Flow(NamedTuple):
         copied: those with entries that arrive unchanged.
         joined: those with entries that arrive unchanged beside entries of others.
         multiplied: those that go through a matrix product or a factorization.
+        terms: those of which the value is a sum of multiples, entry by entry.
+        rooted: those that are terms of a value of which a root is taken.
         shrinks: whether the value itself is a constant smaller than 1.
     """
 
@@ -97,6 +99,8 @@ class Flow(NamedTuple):
     copied: frozenset[int] = _NONE
     joined: frozenset[int] = _NONE
     multiplied: frozenset[int] = _NONE
+    terms: frozenset[int] = _NONE
+    rooted: frozenset[int] = _NONE
     shrinks: bool = False
 
 
@@ -109,8 +113,9 @@ def flows(jaxpr: AnyJaxpr, inputs: Sequence[Flow] = ()) -> list[Flow]:
             by default, only itself.
     """
     inputs = inputs or [
-        _without_scalars(Flow(frozenset({i}), copied=frozenset({i})), var)
+        _without_scalars(Flow(x, copied=x, terms=x), var)
         for i, var in enumerate(open_jaxpr(jaxpr)[0].invars)
+        if (x := frozenset({i}))
     ]
 
     def results(equation: Equation, inputs: list[Flow]) -> list[Flow]:
@@ -135,12 +140,31 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
     union = _union(inputs)
     if name in JOINS:
         return [union._replace(joined=union.copied)]
-    result = Flow(union.reached_by, union.faded, multiplied=union.multiplied)
+    result = union._replace(copied=_NONE, joined=_NONE, terms=_terms(name, inputs))
+    if name in _ROOTS and not _is_integer(equation.invars[-1]):
+        return [result._replace(rooted=result.rooted | inputs[0].terms)]
     if is_product(equation) or name in FACTORIZATIONS:
         return [result._replace(multiplied=union.reached_by)] * count
     if name == "mul" and any(flow.shrinks for flow in inputs):
         return [result._replace(faded=union.reached_by)]
     return [result] * count
+
+
+def _terms(name: str, inputs: list[Flow]) -> frozenset[int]:
+    """Return the inputs of which the result of an operation is a sum of multiples."""
+    first = inputs[0].terms if inputs else _NONE
+    match name:
+        case "add" | "add_any" | "sub" | "max" | "min":
+            return first | inputs[1].terms
+        case "mul":  # a square is not negative, whatever is squared
+            return first ^ inputs[1].terms
+        case "div" | "neg":
+            return first
+    return _NONE
+
+
+def _is_integer(atom: Any) -> bool:
+    return is_literal(atom) and is_always(atom.val, lambda x: x % 1 == 0)
 
 
 def _union(flows: Iterable[Flow]) -> Flow:
@@ -161,6 +185,8 @@ def _constant(value: Any) -> Flow:
     return Flow(shrinks=is_always(value, lambda x: abs(x) < 1))
 
 
+# Of a negative number they are NaN.
+_ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
 # An array that is moved or copied is where it was asked to be.
 _COPIES = HANDS_ON | {"copy", "copy_p", "device_put"}
 # The parameter that holds the sharding which an equation asks for.

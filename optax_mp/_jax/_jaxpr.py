@@ -145,6 +145,47 @@ class Location:
         return source_info_util.user_context(source.traceback, name_stack=self._names)
 
 
+def choose_where_computed(closed: Any, at: int) -> ClosedJaxpr:
+    """Return a jaxpr with its choices moved to where values are computed.
+
+    A choice is a `select_n` by the input `at`, or by what is made of that alone,
+    between another input and a value that is chosen once. All later equations read the
+    chosen value.
+    """
+    # Variables by `id`, since not every literal among the inputs has a hash.
+    jaxpr = closed.jaxpr
+    arguments = set(map(id, jaxpr.invars))
+    predicates, equations, choices = {id(jaxpr.invars[at])}, [], {}
+    for equation in jaxpr.eqns:
+        invars = equation.invars
+        if len(invars) == 1 and id(invars[0]) in predicates:
+            predicates.add(id(equation.outvars[0]))
+            equations.append(equation)  # in front of all others
+        elif equation.primitive.name == "select_n" and len(invars) == 3:
+            is_choice = id(invars[0]) in predicates and id(invars[1]) in arguments
+            if is_choice and not is_literal(invars[2]):
+                choices.setdefault(id(invars[2]), []).append(equation)
+    early = {new: made[0] for new, made in choices.items() if len(made) == 1}
+    placed = set(map(id, (*equations, *early.values())))
+    chosen: dict[int, Any] = {}
+
+    def read(variables: Sequence[Any]) -> list[Any]:
+        return [chosen.get(id(x), x) for x in variables]
+
+    for equation in jaxpr.eqns:
+        if id(equation) in placed:
+            continue
+        if not chosen.keys().isdisjoint(map(id, equation.invars)):
+            equation = equation.replace(invars=read(equation.invars))
+        equations.append(equation)
+        for variable in equation.outvars:
+            if (choice := early.get(id(variable))) is not None:
+                equations.append(choice)
+                chosen[id(variable)] = choice.outvars[0]
+    outputs = read(jaxpr.outvars)
+    return closed.replace(jaxpr=jaxpr.replace(eqns=equations, outvars=outputs))
+
+
 def trace_jaxpr(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
     """Return the jaxpr of a function of arrays, to be put inside an equation.
 

@@ -13,10 +13,13 @@ from optax_mp._jax._arrays import is_traced
 HOST_KIND = "pinned_host"
 
 
-def knows_memories() -> bool:
-    """Return whether types of this JAX have a memory, and JAX moves arrays between."""
-    # Earlier versions cannot run such programs on CPUs, so they were not tested.
-    return jax.__version_info__ >= (0, 10)
+# Whether types of this JAX have a memory, and JAX moves arrays between. Versions before
+# cannot run such programs on CPUs, so they were not tested.
+KNOWS_MEMORIES = jax.__version_info__ >= (0, 10)
+
+
+_HOST = jax.memory.Space.Host if KNOWS_MEMORIES else None
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
 
 
 def kinds_of_memory(device: Any) -> list[str]:
@@ -26,10 +29,8 @@ def kinds_of_memory(device: Any) -> list[str]:
 
 def is_on_host(x: Any) -> bool:
     """Return whether an array, or a described one, is in host memory."""
-    is_array = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-    if not knows_memories() or not is_array:
-        return False
-    return is_host_type(jax.typeof(x))
+    is_array = isinstance(x, _ARRAYS)
+    return KNOWS_MEMORIES and is_array and jax.typeof(x).memory_space == _HOST
 
 
 def is_stored_on_host(x: Any) -> bool:
@@ -97,4 +98,4 @@ def moves_memory(equation: Any) -> bool:
     if equation.primitive.name != "device_put" or len(equation.invars) != 1:
         return False
     (target,) = equation.params["devices"]
-    return knows_memories() and isinstance(target, jax.memory.Space)
+    return KNOWS_MEMORIES and isinstance(target, jax.memory.Space)

@@ -3,11 +3,13 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from optax_mp._jax._arrays import is_array
 from optax_mp._jax._contact import is_carry_error
@@ -75,10 +77,14 @@ class TracedCall:
             result = function(argument_def.unflatten(filled))
             returned, treedef = jax.tree.flatten(result)
             # Not the tracers themselves: they must not outlive the trace.
+            arrays = list(map(is_dynamic, returned))
             outputs.extend(
-                _OutputArray(x.shape, x.dtype) if is_dynamic(x) else x for x in returned
+                [
+                    _OutputArray(x.shape, x.dtype) if is_in else x
+                    for x, is_in in zip(returned, arrays, strict=True)
+                ]
             )
-            return [leaf for leaf in returned if is_dynamic(leaf)]
+            return list(compress(returned, arrays))
 
         traced: Any = flat_function
         if jit_name is not None:
@@ -96,7 +102,9 @@ class TracedCall:
     def unflatten(self, values: Sequence[Any]) -> Any:
         """Return what the function returned, with `values` for its arrays."""
         arrays = iter(values)
-        leaves = [next(arrays) if is_output(x) else x for x in self.outputs]
+        leaves = [
+            next(arrays) if isinstance(x, _OutputArray) else x for x in self.outputs
+        ]
         return self.treedef.unflatten(leaves)
 
     def unflatten_outputs(self) -> Any:
@@ -149,6 +157,8 @@ def is_dynamic(leaf: Any) -> bool:
     A `ShapeDtypeStruct` is not, nor is an array of strings, although they have a shape
     and a dtype.
     """
+    if isinstance(leaf, Tracer):
+        return True
     if not is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
         return False
     try:

@@ -10,7 +10,7 @@ Public, in `optax_mp`:
 
 A call is traced to a jaxpr, planned and run. In this order, read:
 
-- `_rules`: which rule an operation follows.
+- `_rules`: which rule an operation follows, a word or a function of the user.
 - `_lattice`: the precision of a value.
 - `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`.
 - `_run`: each equation bound again, as planned; `_derivatives`: those with derivative

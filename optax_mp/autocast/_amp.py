@@ -12,7 +12,7 @@ from optax_mp._jax._jaxpr import evaluate
 from optax_mp._warnings import count_event, warn
 from optax_mp.autocast._changes import pure_call
 from optax_mp.autocast._lattice import full_precisions
-from optax_mp.autocast._rules import STOP, Rules, default_amp_rules
+from optax_mp.autocast._rules import STOP, Rule, Rules, default_amp_rules
 from optax_mp.autocast._run import Interpreter
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -22,7 +22,7 @@ def amp(
     fun: Function,
     *,
     compute_dtype: DTypeLike = jnp.bfloat16,
-    rules: Mapping[Any, str] = default_amp_rules,
+    rules: Mapping[Any, Rule] = default_amp_rules,
 ) -> Function:
     """Run a function that is written for float32 in mixed precision.
 
@@ -49,7 +49,7 @@ def amp(
             extends them by `|`. A key is a primitive (`jax.lax.tanh_p`, or its name
             `"tanh"`) or the name of a `jax.named_scope`. `"amp_default"` stands for
             primitives that are not listed. A name that occurs nowhere raises a
-            warning. A value is one of these words:
+            warning. A value is one of these words,
 
             - `"low"`: in the compute dtype;
             - `"f32"`: in float32, inputs and outputs (float64 stays float64);
@@ -66,6 +66,17 @@ def amp(
               are for matrix products alone. Other rules win over them, around or inside
               of their scope.
 
+            or a function `(compute_dtype, original_dtypes, *invars, **bind_params) ->
+            (new_invars, new_bind_params)`. It gets the dtypes as written, the inputs,
+            each in its own dtype or in the compute dtype, and the parameters of the
+            primitive; it returns the inputs in the floating dtypes that it wants, and
+            the parameters. The result goes on in the compute dtype if it has 16 bits or
+            less, else as written. The function is traced, more than once. It is for
+            operations on float32 (one whose inputs are all integers or 16 bits runs as
+            written), and in a scope for those that `default_amp_rules` lists. Inside of
+            the rule of a `jax.custom_jvp`, JAX transposes what it does, so it must be
+            linear there.
+
             The rule of a scope wins over that of an operation, and the rule of the
             outermost scope wins over those of inner scopes.
 
@@ -74,7 +85,8 @@ def amp(
 
     Raises:
         TypeError: if `fun` is not callable, or `rules` is not a mapping of such keys;
-            when called, if the carry of a loop in `fun` changes its dtype as written.
+            when called, if a function among the rules returns anything else, or if the
+            carry of a loop in `fun` changes its dtype as written.
         ValueError: if `compute_dtype` is neither a 16-bit float nor one of the two
             8-bit floats, if a rule is unknown, or if a rule for products is that of
             another operation.

@@ -18,7 +18,7 @@ from optax_mp._jax._jaxpr import (
 )
 from optax_mp._jax._wiring import Region
 from optax_mp.autocast._lattice import takes_part
-from optax_mp.autocast._rules import Rules
+from optax_mp.autocast._rules import Rule, Rules
 
 # Whether all readers of a value compute in float32; None if no reader cares.
 Want = bool | None
@@ -45,7 +45,7 @@ class Demand:
         self.wants_within = cache_by_jaxpr(self._wants_within)
 
     def _wants_within(
-        self, jaxpr: Jaxpr, outputs: Wants, scope_rule: str | None
+        self, jaxpr: Jaxpr, outputs: Wants, scope_rule: Rule | None
     ) -> dict[Any, Want]:
         """Return the wants of each variable of a jaxpr, from those of its outputs.
 
@@ -74,7 +74,7 @@ class Demand:
                 read(atom, want)
         return wants
 
-    def _float32_results(self, jaxpr: Jaxpr, scopes: Sequence[str | None]) -> set[Any]:
+    def _float32_results(self, jaxpr: Jaxpr, scopes: Sequence[Rule | None]) -> set[Any]:
         """Return the variables that a float32 operation computes."""
         full: set[Any] = set()
         for equation, scope in zip(jaxpr.eqns, scopes, strict=True):
@@ -86,7 +86,7 @@ class Demand:
         return full
 
     def _wants_of_inputs(
-        self, equation: Equation, outs: Wants, scope: str | None
+        self, equation: Equation, outs: Wants, scope: Rule | None
     ) -> Wants:
         count = len(equation.invars)
         if scope == "as_written":
@@ -107,7 +107,7 @@ class Demand:
         return (False,) * count
 
     def wants_through(
-        self, equation: Equation, outs: Wants, scope: str | None
+        self, equation: Equation, outs: Wants, scope: Rule | None
     ) -> tuple[Wants, Wants]:
         """Return the wants of the inputs and outputs of an equation with regions.
 

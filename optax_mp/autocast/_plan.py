@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from optax_mp._dtypes import bits
 from optax_mp._jax._control_flow import can_convert, wiring_of
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
@@ -22,10 +23,13 @@ from optax_mp._jax._jaxpr import (
     cache_by_jaxpr,
     is_literal,
     open_jaxpr,
+    trace_jaxpr,
+    with_dtype,
 )
 from optax_mp._jax._primitives import MOVES, REPEATS
 from optax_mp._jax._source import source_line
 from optax_mp._jax._wiring import Region
+from optax_mp._tree import is_floating
 from optax_mp.autocast._demand import Demand, Wants, is_better_full
 from optax_mp.autocast._lattice import (
     FULL,
@@ -44,7 +48,7 @@ from optax_mp.autocast._lattice import (
     set_all,
     widest,
 )
-from optax_mp.autocast._rules import Rules
+from optax_mp.autocast._rules import Rule, Rules, call_function
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,9 @@ class Action:
 
     Attributes:
         how: `"bind"`: its inputs are cast and it is bound; `"same"`: it returns its
-            input; `"f8"`: it is a product of its inputs in 8 bits; `"regions"`: it is
-            bound with other regions.
-        inputs: the precision to which each input is cast.
+            input; `"f8"`: it is a product of its inputs in 8 bits; `"function"`: a
+            user's function binds it; `"regions"`: it is bound with other regions.
+        inputs: the precision to which each input is cast; a function casts them itself.
         outputs: the precisions of its outputs.
         rule: the rule that it follows.
         why: the reason, in the words of `AmpOperation`; `"inside"` for regions.
@@ -98,7 +102,8 @@ class Action:
     def is_changed(self) -> bool:
         """Whether anything differs from the equation as written."""
         changed_inside = any(region.plan.is_changed for region in self.regions)
-        return self.ran_low or LOW in self.outputs or changed_inside
+        is_low = self.ran_low or LOW in self.outputs
+        return is_low or changed_inside or self.how == "function"
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +167,7 @@ class _Context:
 
     precisions: Precisions
     wants: Wants
-    scope_rule: str | None
+    scope_rule: Rule | None
 
 
 class Planner:
@@ -183,7 +188,7 @@ class Planner:
         jaxpr: Jaxpr,
         inputs: Precisions,
         wants: Wants,
-        scope_rule: str | None,
+        scope_rule: Rule | None,
     ) -> Plan:
         """Plan a jaxpr.
 
@@ -227,6 +232,9 @@ class Planner:
                 return self._plan_cast(equation, precisions, scope_rule)
         is_bias_add = adds_bias(equation, precisions)
         rule, why = self.rules.rule_of(equation, scope_rule, is_bias_add)
+        if callable(rule):
+            inputs, outputs = self._ask(rule, equation, precisions)
+            return Action("function", inputs, outputs, rule, why, scope_rule)
         if rule == "own":
             # Such a primitive returns one output for each input.
             own = as_computed(precisions)
@@ -257,6 +265,34 @@ class Planner:
             params = params | {"preferred_element_type": self.rules.compute_dtype}
         return Action("bind", inputs, outputs, rule, why, scope_rule, params)
 
+    def _ask(
+        self, rule: Any, equation: Equation, precisions: Precisions
+    ) -> tuple[Precisions, Precisions]:
+        """Return the precisions of inputs and outputs if a function binds an equation.
+
+        The only way to know what a function does is to call it.
+        """
+        dtype, params = self.rules.compute_dtype, {}
+
+        def run(*inputs: Any) -> Sequence[Any]:
+            invars, new_params = call_function(rule, dtype, equation, inputs)
+            params.update(new_params)
+            return invars
+
+        avals = [
+            with_dtype(atom.aval, dtype) if x == LOW else atom.aval
+            for atom, x in zip(equation.invars, precisions, strict=True)
+        ]
+        # It is not bound: a collective exists only inside of its shard_map.
+        new = trace_jaxpr(run, avals).out_avals
+        are_low = [bits(x.dtype) <= 16 if is_floating(x) else None for x in new]
+        result = params.get("preferred_element_type")
+        is_low = False not in are_low if result is None else bits(result) <= 16
+        outputs = full_precisions(equation.outvars)
+        pairs = zip(precisions, are_low, strict=True)
+        inputs = tuple(LOW if x and low else x for x, low in pairs)
+        return inputs, set_all(LOW, outputs) if is_low else outputs
+
     def _target(
         self, equation: Equation, rule: str, context: _Context, why: str
     ) -> tuple[str, str]:
@@ -278,7 +314,7 @@ class Planner:
         return all(self._smallest <= size <= self._largest for size in sizes)
 
     def _plan_cast(
-        self, equation: Equation, precisions: Precisions, scope_rule: str | None
+        self, equation: Equation, precisions: Precisions, scope_rule: Rule | None
     ) -> Action:
         """Plan a change of dtype. The user asked for it, so it is honoured."""
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype

@@ -28,11 +28,11 @@ from optax_mp._jax._jaxpr import (
 from optax_mp._jax._primitives import PRODUCTS
 from optax_mp._jax._products import is_product
 from optax_mp._jax._traced import TracedCall
-from optax_mp._table import align_columns
+from optax_mp._table import Report, Table
 from optax_mp.autocast._changes import pure_call
 from optax_mp.autocast._lattice import takes_part
 from optax_mp.autocast._plan import Action, Plan, Site
-from optax_mp.autocast._rules import Rules, default_amp_rules
+from optax_mp.autocast._rules import Rule, Rules, default_amp_rules
 from optax_mp.autocast._run import Interpreter
 
 _NOT_MEASURED = math.nan
@@ -45,8 +45,9 @@ class AmpOperation:
     Attributes:
         primitive: its name.
         line: where it is written.
-        ran: `"low"`, `"f8"` (a product in 8 bits), `"f32"` or `"as_written"`; `"mixed"`
-            for a loop, branch or `shard_map`, whose operations are listed, too.
+        ran: `"low"`, `"f8"` (a product in 8 bits), `"f32"` or `"as_written"`;
+            `"function"` if the rule is one; `"mixed"` for a loop, branch or
+            `shard_map`, whose operations are listed, too.
         why: the reason: `"rule"`, `"scope"`, `"inputs"` (one is float32, or none is),
             `"literal"` (the compute dtype cannot hold it), `"sink"` (everything that
             reads it computes in float32), `"shape"` (8 bits would not pay),
@@ -73,7 +74,7 @@ class AmpOperation:
 
 
 @dataclass(frozen=True)
-class AmpReport:
+class AmpReport(Report):
     """What `amp_report` found. Printed, it is a table with the largest errors first.
 
     Attributes:
@@ -98,7 +99,7 @@ class AmpReport:
     error: float
     warnings: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[str | Table]:
         """Return a table of what adds an error, and of products that are not low."""
         shown = [x for x in self.operations if x.own_error > 0 or _is_wide_product(x)]
         cells = [("primitive", "line", "ran", "why", "count", "own error")]
@@ -109,13 +110,11 @@ class AmpReport:
         for x in self.operations:
             counts[x.ran] += x.count
         ran = ", ".join(f"{count} {ran}" for ran, count in counts.most_common())
-        return "\n".join(
-            [
-                *(align_columns(cells, left=4) if shown else []),
-                f"operations: {ran}; error of the outputs {_format(self.error)}",
-                *(f"Warning: {warning}" for warning in self.warnings),
-            ]
-        )
+        return [
+            *([Table(cells, left=4, long=1, width=56)] if shown else []),
+            f"operations: {ran}; error of the outputs {_format(self.error)}",
+            *(f"Warning: {warning}" for warning in self.warnings),
+        ]
 
 
 def _is_wide_product(operation: AmpOperation) -> bool:
@@ -130,7 +129,7 @@ def amp_report(
     fun: Callable[..., Any],
     *args: Any,
     compute_dtype: DTypeLike = jnp.bfloat16,
-    rules: Mapping[Any, str] = default_amp_rules,
+    rules: Mapping[Any, Rule] = default_amp_rules,
     **kwargs: Any,
 ) -> AmpReport:
     """Compare a function as written with the same under `amp`, on these arguments.
@@ -225,6 +224,8 @@ def _ran(site: Site) -> str:
     action = site.action
     if action.regions:
         return "mixed"
+    if action.how == "function":
+        return action.how
     if action.ran_low:
         return "f8" if action.how == "f8" else "low"
     return "as_written" if action.rule == "as_written" else "f32"

@@ -7,12 +7,12 @@ primitive, and that of the outermost scope over those of others.
 import difflib
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import bits, floating_dtype
@@ -26,24 +26,27 @@ from optax_mp._jax._jaxpr import (
 )
 from optax_mp._jax._primitives import AMP_WORDS
 from optax_mp._jax._source import scopes
+from optax_mp._tree import describe, is_floating
 from optax_mp.autocast._eight_bits import DTYPES, E4M3, PRIMITIVE, fits
 from optax_mp.autocast._lattice import is_half, takes_part
 
-# A rule is one of these words. The docstring of `amp` says what they mean.
+# A rule is one of these words, or a user's function. The docstring of `amp` says what
+# they mean.
+Rule = str | Callable[..., Any]
 WORDS = (
     "low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written", "f8",
     "not_f8",
 )  # fmt: skip
 # These are for products alone. In their scope, other operations run as without them,
 # and so do products with another rule around or inside of the scope.
-PRODUCT_WORDS = {"f8": "f8", "not_f8": "low"}
+PRODUCT_WORDS: dict[Rule, str] = {"f8": "f8", "not_f8": "low"}
 # Keys that do not name a primitive.
 DEFAULT = "amp_default"
 STOP = "amp_stop"
 RECIPROCAL = "reciprocal"
 BIAS_ADD = "bias_add"
 
-default_amp_rules: Mapping[Any, str] = MappingProxyType(
+default_amp_rules: Mapping[Any, Rule] = MappingProxyType(
     AMP_WORDS
     # 1 / x, which is large if x is small.
     | {RECIPROCAL: "f32"}
@@ -79,7 +82,7 @@ class Rules:
         self.is_8_bit = dtype in DTYPES
         self.f8_dtype = dtype if self.is_8_bit else E4M3
         self.compute_dtype = jnp.dtype(jnp.bfloat16) if self.is_8_bit else dtype
-        self._by_name: dict[str, str] = {DEFAULT: "as_written"}
+        self._by_name: dict[str, Rule] = {DEFAULT: "as_written"}
         self._by_name |= {_name(key): rule for key, rule in rules.items()}
         if self.is_8_bit and self._by_name.get(PRIMITIVE) == "low":
             self._by_name[PRIMITIVE] = "f8"
@@ -100,7 +103,7 @@ class Rules:
         # Cached, because many equations are in the same scope.
         self._in_scopes = functools.lru_cache(maxsize=1024)(self._look_up)
 
-    def scope_rule_of(self, equation: Equation, around: str | None) -> str | None:
+    def scope_rule_of(self, equation: Equation, around: Rule | None) -> Rule | None:
         """Return the rule of the scopes of an equation, or None without one.
 
         Args:
@@ -133,7 +136,7 @@ class Rules:
             f"a derivative rule enters are not seen){hint}",
         )
 
-    def _look_up(self, stack: str) -> list[tuple[str, str]]:
+    def _look_up(self, stack: str) -> list[tuple[str, Rule]]:
         """Return names and rules for the scopes in a name stack, outermost first."""
         parts = scope_parts(stack)
         return [
@@ -144,8 +147,8 @@ class Rules:
         ]
 
     def rule_of(
-        self, equation: Equation, scope: str | None, adds_bias: bool = False
-    ) -> tuple[str, str]:
+        self, equation: Equation, scope: Rule | None, adds_bias: bool = False
+    ) -> tuple[Rule, str]:
         """Return the rule that an equation follows in a scope, and the reason."""
         rule, why = self._named(equation, scope, adds_bias)
         if rule == "f8" and not fits(equation):
@@ -156,7 +159,7 @@ class Rules:
             if is_16_bit and _is_free(equation.params["precision"]):
                 return rule, why
             return "as_written", "inputs"
-        if rule in ("f32", "as_written"):
+        if rule in ("f32", "as_written") or (callable(rule) and why == "rule"):
             return rule, why
         params = equation.params
         if jaxprs_within(equation) or params.get("out_dtype") is not None:
@@ -171,8 +174,8 @@ class Rules:
         return rule, why
 
     def _named(
-        self, equation: Equation, scope: str | None, adds_bias: bool
-    ) -> tuple[str, str]:
+        self, equation: Equation, scope: Rule | None, adds_bias: bool
+    ) -> tuple[Rule, str]:
         """Return the rule, and whether the scope or the primitive has it."""
         name = equation.primitive.name
         own, why = self._by_name.get(name, self._by_name[DEFAULT]), "rule"
@@ -182,11 +185,14 @@ class Rules:
             own = self._by_name.get(RECIPROCAL, own)
         if own == "widest" and adds_bias:
             own = self._by_name.get(BIAS_ADD, own)
-        if scope in PRODUCT_WORDS:
-            if name == PRIMITIVE and own != "as_written":
+        if scope is not None and scope in PRODUCT_WORDS:
+            if name == PRIMITIVE and own != "as_written" and not callable(own):
                 own, why = scope, "scope"
-        # A scope decides only where amp has a choice: an fft has no 16-bit form.
-        elif scope is not None and own != "as_written":
+        # A scope decides only where amp has a choice: an fft has no 16-bit form. Beside
+        # a function for a scope, there may be no other rules.
+        elif scope is not None and (
+            own != "as_written" or (callable(scope) and name in AMP_WORDS)
+        ):
             own, why = scope, "scope"
         own = PRODUCT_WORDS.get(own, own)
         if own == "f32_if_f16":
@@ -210,10 +216,11 @@ def _is_free(precision: Any) -> bool:
 
 def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
     """Raise if a rule is unknown, or an operation cannot have it."""
-    if rule not in WORDS:
+    if rule not in WORDS and not (callable(rule) and isinstance(rule, Hashable)):
         raise ValueError(
             f"amp: the rule of {name!r} is {rule!r}, expected one of "
-            f"{', '.join(WORDS)}."
+            f"{', '.join(WORDS)}, or a hashable function (compute_dtype, "
+            "original_dtypes, *invars, **bind_params) -> (new_invars, new_bind_params)."
         )
     if is_operation and name in (*WITH_REGIONS, "convert_element_type"):
         raise ValueError(
@@ -239,3 +246,28 @@ def _name(key: Any) -> str:
         f"amp: `rules` has the key {key!r}, expected a primitive such as "
         "jax.lax.tanh_p, its name, or the name of a jax.named_scope."
     )
+
+
+def call_function(
+    rule: Callable[..., Any], low: Any, equation: Equation, inputs: Sequence[Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return the inputs and parameters with which a function binds an equation."""
+    originals = tuple(atom.aval.dtype for atom in equation.invars)
+    # A function may ask a literal for its dtype.
+    pairs = zip(inputs, originals, strict=True)
+    given = [x if isinstance(x, Array) else jnp.asarray(x, dtype) for x, dtype in pairs]
+    returned = rule(low, originals, *given, **equation.params)
+    match returned:
+        case (list() | tuple() as invars, dict() as params):
+            if [*map(_kind, invars)] == [*map(_kind, given)]:
+                return invars, params
+    raise TypeError(
+        f"amp: the rule of {equation.primitive.name} returned {returned!r}, expected a "
+        f"pair of a list of {', '.join(map(describe, given))} and a dictionary; return "
+        "(new_invars, new_bind_params), and change only floating dtypes of the inputs."
+    )
+
+
+def _kind(x: Any) -> tuple[Any, Any]:
+    dtype = "floating" if is_floating(x) else getattr(x, "dtype", None)
+    return getattr(x, "shape", None), dtype

@@ -41,7 +41,7 @@ from optax_mp.autocast._lattice import (
 )
 from optax_mp.autocast._loop_conditions import loop_warnings
 from optax_mp.autocast._plan import Action, Plan, Planner, RegionPlan
-from optax_mp.autocast._rules import Rules
+from optax_mp.autocast._rules import Rule, Rules, call_function
 
 _WITH_RULE = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 _NOTE_ON_CLOSURES = (
@@ -77,7 +77,8 @@ class Interpreter:
         sites = list(plan.sites(traced.closed))
         texts = loop_warnings(sites, self._low)
         texts += self._rules.warnings_of_names(x.equation for x in sites)
-        if self._rules.is_8_bit and all(x.action.how != "f8" for x in sites):
+        ways = {x.action.how for x in sites}
+        if self._rules.is_8_bit and ways.isdisjoint(("f8", "function")):
             small = sum(x.action.why == "shape" for x in sites)
             texts += (describe_unused(self._rules.f8_dtype, small),)
         return texts
@@ -95,6 +96,11 @@ class Interpreter:
         self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> Sequence[Any]:
         """Return the outputs of one equation, as its action says."""
+        if action.how == "function":
+            new = call_function(action.rule, self._low, equation, inputs)
+            # What takes no part in amp is as written.
+            outs = tuple(x or FULL for x in action.outputs)
+            return self.cast_all(bind(equation, *new), outs, equation.outvars)
         inputs = self.cast_all(inputs, action.inputs, equation.invars)
         match action.how:
             case "same":
@@ -157,7 +163,7 @@ class Interpreter:
     @note_on_leaks(_NOTE_ON_CLOSURES)
     def _interpret(
         self,
-        scope_rule: str | None,
+        scope_rule: Rule | None,
         function: Callable[..., Any],
         args: Any,
         dtypes: Any,

@@ -47,7 +47,8 @@ def convert_opt_state(
     `offload` and a loss scale, or none of them. Counts are copied; masters and moments
     are stored in the new form, and in the memory of the new form. Parts that only the
     new form has, such as a loss scale, start as in its `init`. So does a loss scale
-    with another start or hysteresis. Parts that only the old form had are dropped.
+    with another start or hysteresis; otherwise the scale is brought into the new
+    bounds. Parts that only the old form had are dropped.
 
     This function does not change the params. Three conversions need that:
 
@@ -103,7 +104,7 @@ def convert_opt_state(
     template = to_tx.init(params)
     if LossScaleState in wrappers:
         kept = wrappers[LossScaleState]
-        wrappers[LossScaleState] = _adapt_scale(kept, from_tx, template, params)
+        wrappers[LossScaleState] = _adapt_scale(kept, from_tx, to_tx, template, params)
     if not find_states(template, MixedPrecisionState):
         # Without masters the moments have the dtype of the params that `init` is given.
         template = to_tx.init(bring(weights))
@@ -119,11 +120,12 @@ def convert_opt_state(
 
 
 def _adapt_scale(
-    state: LossScaleState, from_tx: Any, template: Any, params: optax.Params
+    state: LossScaleState, from_tx: Any, to_tx: Any, template: Any, params: optax.Params
 ) -> LossScaleState:
     """Return the state of a loss scale, started anew if its settings have changed.
 
-    Otherwise the scale might be out of the new bounds, or not the new constant.
+    Otherwise it might not be the new constant. Within new bounds it is as a step leaves
+    it, in which nothing else happens.
     """
 
     def start(state: Any) -> list[Any]:
@@ -133,8 +135,21 @@ def _adapt_scale(
     # As one program, which computes nothing else of that state.
     old = TracedCall.of(lambda params: start(from_tx.init(params)), params).run()
     new = start(template)
-    if not new or all(map(jnp.array_equal, old, new)):
+    if not new:
         return state
+    if all(map(jnp.array_equal, old, new)):
+
+        def step(params: optax.Params) -> list[Any]:
+            before = map_states(
+                lambda x: x._replace(scale=state.scale), template, LossScaleState
+            )
+            grads = jax.tree.map(jnp.zeros_like, params)
+            return start(to_tx.update(grads, before, params)[1])
+
+        try:
+            return state._replace(scale=TracedCall.of(step, params).run()[0])
+        except Exception:  # needs other arguments, or params that are cast later
+            return state
     return state._replace(
         scale=new[0],
         hysteresis_left=new[1],
@@ -185,10 +200,14 @@ def _fill(template: PyTree, values: Iterator[Any], wrappers: dict[type, Any]) ->
                 value = bring(value).astype(node.dtype)
             return put_beside(value, node)
         kind = next(kind for kind in _WRAPPERS if isinstance(node, kind))
-        wrapper = node
-        if kind in wrappers and kind is not MixedPrecisionState:
+        wrapper, old = node, wrappers.get(kind)
+        if kind is MixedPrecisionState and old is not None:
+            if None not in (old.last_exact, node.last_exact):
+                last_exact = put_beside(old.last_exact, node.last_exact)
+                wrapper = node._replace(last_exact=last_exact)
+        elif old is not None:
             # Of the new type, which may say other settings.
-            wrapper = type(node)(*wrappers[kind])
+            wrapper = type(node)(*old)
         return wrapper._replace(inner_state=_fill(node.inner_state, values, wrappers))
 
     kinds = (*_WRAPPERS, Quantized)
@@ -218,10 +237,13 @@ def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) ->
     expected = TracedCall.of(tx.init, params).unflatten_outputs()
     used, wanted = _storages(state), _storages(expected)
     if used != wanted:
+        kept, expected = (
+            f"masters in {', '.join(map(str, x))}" if x else "no masters"
+            for x in (used, wanted)
+        )
         raise ValueError(
-            f"{_CALLER}: the masters in `opt_state` were stored by {used or None}, "
-            f"expected {wanted or None}, the storage of `from_tx`; pass as `from_tx` "
-            "the transformation that made `opt_state`."
+            f"{_CALLER}: `opt_state` holds {kept}, expected {expected}, as `from_tx` "
+            "makes them; pass as `from_tx` the transformation that made `opt_state`."
         )
     # Dtypes of floats may differ: some optimizers change them at their first step.
     made = Leaves.of(expected, caller=_CALLER, name="a state of `from_tx`")

@@ -17,11 +17,18 @@ half a unit in the last place are lost if they are always rounded to nearest.
   shows arrays that are never negative (`_signs`), and those that must stay in full
   precision (`_full_precision`).
 - `_stochastic`: the other transform.
-- `_random_numbers`: stochastic rounding, for both.
+- `_accumulator`: sums of gradients over micro-batches, in 32 or 16 bits.
+- `_random_numbers`: stochastic rounding, for all of them.
 """
 
 from optax_mp._quantized import Quantized
+from optax_mp.compact._accumulator import AccumulatedGradients
 from optax_mp.compact._low_bit import LowBitState
 from optax_mp.compact._stochastic import StochasticRoundingState
 
-__all__ = ["LowBitState", "Quantized", "StochasticRoundingState"]
+__all__ = [
+    "AccumulatedGradients",
+    "LowBitState",
+    "Quantized",
+    "StochasticRoundingState",
+]

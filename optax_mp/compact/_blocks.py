@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from optax_mp._boxes import put, unbox
 from optax_mp._dtypes import saturating_cast
-from optax_mp._jax._block_operations import MAXIMUM, MINIMUM, Blocks
+from optax_mp._jax._block_operations import Blocks
 from optax_mp._jax._sharding import constant_like, reshard_like, whole_along
 from optax_mp._quantized import Code, Quantized, new_quantized
 from optax_mp.compact._random_numbers import round_stochastically, uniform_numbers
@@ -91,10 +91,8 @@ def _dequantize(
 def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
     """Return `x` in the form of `like`.
 
-    A positive value never becomes zero in unsigned codes, nor in blocks without a
-    negative code in `like`, because optimizers divide by its root. (Moments of either
-    sign have negative codes from the second step on.) An infinite or NaN value makes
-    its block NaN.
+    A positive value becomes zero only if `like.code` lets it, as it does unless
+    optimizers divide by its root. An infinite or NaN value makes its block NaN.
 
     Args:
         x: the values, in a box or not.
@@ -118,13 +116,9 @@ def _quantize(
     # With `lax` alone: see `uniform_numbers`.
     values = lax.convert_element_type(x, jnp.float32)
     scales, inverse = _scales_of(blocks, values)
-    if jnp.issubdtype(old_codes.dtype, jnp.signedinteger):
-        # The sign of the inverse marks these blocks. A second array of flags would cost
-        # another broadcast, and broadcasting takes most of the time.
-        whole = whole_along(old_codes, blocks.axis, blocks.size)
-        lowest = blocks.reduce(MINIMUM, whole)
-        was_negative = lax.lt(lowest, np.zeros((), lowest.dtype))
-        inverse = lax.select(was_negative, lax.neg(inverse), inverse)
+    if not code.stays_positive:
+        # The sign of the inverse says so, and both moments share their traces.
+        inverse = lax.neg(inverse)
     largest = _largest_code(old_codes)
     codes = _codes_of(blocks, values, inverse, largest * largest, key)
     codes = lax.convert_element_type(codes, old_codes.dtype)
@@ -151,7 +145,7 @@ def _scales_of(blocks: Blocks, values: jax.Array) -> tuple[jax.Array, jax.Array]
     # Bit patterns of nonnegative floats are ordered as the floats are. CPUs vectorize a
     # maximum of integers, but not one of floats, where NaN is a special case.
     pattern = lax.bitcast_convert_type(lax.abs(values), jnp.int32)
-    largest = blocks.reduce(MAXIMUM, whole_along(pattern, blocks.axis, blocks.size))
+    largest = blocks.largest(whole_along(pattern, blocks.axis, blocks.size))
     # Up to the next bfloat16, which is the upper half of a float32.
     rounded = lax.add(lax.min(largest, _LARGEST_SCALE), np.int32(0xFFFF))
     rounded = lax.bitwise_and(rounded, np.int32(-0x10000))

@@ -18,12 +18,13 @@ from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._quantized import Code
 from optax_mp._tree import is_floating
+from optax_mp._warnings import warn
 from optax_mp.compact._blocks import choose_blocks
 from optax_mp.compact._full_precision import (
     TracedUpdate,
     check_without_update,
     need_full_precision,
-    reach_products,
+    products_and_roots,
     trace_update,
 )
 from optax_mp.compact._signs import nonnegative_states
@@ -72,14 +73,20 @@ class CodeFormat:
         return cls(int(bits), max(int(bits), int(product_bits)), int(block_size))
 
     def code(
-        self, shape: tuple[int, ...], *, is_unsigned: bool, is_in_product: bool
+        self,
+        shape: tuple[int, ...],
+        *,
+        is_unsigned: bool,
+        is_rooted: bool,
+        is_in_product: bool,
     ) -> Code:
         """Return how an array is quantized."""
         if self.block_size is None:
             return BFLOAT16
         bits = self.product_bits if is_in_product else self.bits
         dtype = f"uint{bits}" if is_unsigned else f"int{bits}"
-        return Code(dtype, *choose_blocks(shape, self.block_size))
+        stays_positive = is_unsigned or is_rooted
+        return Code(dtype, *choose_blocks(shape, self.block_size), stays_positive)
 
     def __str__(self) -> str:
         if self.block_size is None:
@@ -108,21 +115,32 @@ def choose_codes(
     large = [_is_large(leaves[i], min_size) for i in arrays]
     # Masters, averages and other arrays that start as the params are not moments.
     chosen = _without(large, depending_outputs(init.closed))
-    never_negative = in_product = [False] * len(arrays)
+    never_negative = rooted = in_product = [False] * len(arrays)
     if isinstance(update, TracedUpdate):
         chosen = _without(chosen, need_full_precision(init, update))
-        in_product = reach_products(update)
+        in_product, rooted = products_and_roots(update)
         if update.is_exact:  # else signed codes, which can hold any values
             jaxprs = init.closed, update.closed
             never_negative = nonnegative_states(*jaxprs, update.param_count)
     elif any(chosen):
         check_without_update(init, large, state, params, update)
+        warn(
+            "low_bit_state: the optimizer's update cannot be traced, because "
+            f"`inner.update(grads, state, params)` raised {type(update).__name__}: "
+            f"{update}. So its state is stored in bfloat16, and not in codes: nobody "
+            "knows which arrays must stay positive. Give the other arguments of the "
+            "update defaults."
+        )
+        code_format = CodeFormat(16, 16, None)
     codes: list[Code | None] = [None] * len(leaves)
-    facts = zip(arrays, chosen, never_negative, in_product, strict=True)
-    for i, is_chosen, is_unsigned, is_in_product in facts:
+    facts = zip(arrays, chosen, never_negative, rooted, in_product, strict=True)
+    for i, is_chosen, is_unsigned, is_rooted, is_in_product in facts:
         if is_chosen:
             codes[i] = code_format.code(
-                leaves[i].shape, is_unsigned=is_unsigned, is_in_product=is_in_product
+                leaves[i].shape,
+                is_unsigned=is_unsigned,
+                is_rooted=is_rooted,
+                is_in_product=is_in_product,
             )
     return codes
 

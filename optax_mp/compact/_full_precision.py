@@ -63,13 +63,15 @@ def trace_update(
     An optimizer that needs extra arguments gets those that optax's own optimizers take.
     Only the caller of `update` knows any others.
     """
-    try:
-        return _trace(inner, params, state, {})
-    except Exception as error:  # of any type: `inner` may be a user's code
+    # Codes must not depend on this setting. Strict promotion is an error in `update`.
+    with jax.numpy_dtype_promotion("standard"):
         try:
-            return _trace(inner, params, state, _made_up_arguments(params))
-        except Exception:
-            return error
+            return _trace(inner, params, state, {})
+        except Exception as error:  # of any type: `inner` may be a user's code
+            try:
+                return _trace(inner, params, state, _made_up_arguments(params))
+            except Exception:
+                return error
 
 
 def _trace(
@@ -122,14 +124,19 @@ def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
     return [i in exact for i in numbers]
 
 
-def reach_products(update: TracedUpdate) -> list[bool]:
-    """Return for each array of a state whether a matrix product reads it.
+def products_and_roots(update: TracedUpdate) -> tuple[list[bool], list[bool]]:
+    """Return which arrays of a state a matrix product reads, and a root.
 
     Muon's products, for example, read its momentum, and spread the error of each entry
-    over whole rows and columns. (An inner product averages errors.)
+    over whole rows and columns. (An inner product averages errors.) An array of whose
+    values a root is taken is never negative, even if that cannot be proved: the root
+    would be NaN.
     """
-    factors = {i for flow in flows(update.closed) for i in flow.multiplied}
-    return [i in factors for i in update.state_inputs]
+    results = flows(update.closed)
+    factors = {i for flow in results for i in flow.multiplied}
+    rooted = {i for flow in results for i in flow.rooted}
+    inputs = update.state_inputs
+    return [i in factors for i in inputs], [i in rooted for i in inputs]
 
 
 def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:

@@ -1,7 +1,6 @@
 """low_bit_state: the large arrays of any optimizer's state in 8 or 16 bits."""
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -10,16 +9,22 @@ import optax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
-from optax_mp._arguments import check_init_params, check_own_state
+from optax_mp._arguments import (
+    check_init_params,
+    check_own_state,
+    check_whole_number,
+)
 from optax_mp._boxes import flatten_slots, is_box, put, put_resized, unbox
+from optax_mp._context import Transformation
 from optax_mp._descriptions import divides_names, place_like_params, takes_descriptions
 from optax_mp._inner import (
     as_transformation,
     check_gradients,
     copy_shared,
-    explain_failure,
+    update_inner,
 )
 from optax_mp._quantized import Code, is_quantized, new_quantized
+from optax_mp._states import inner_field
 from optax_mp._tree import PyTree, describe, is_floating, spell
 from optax_mp._typed import type_with
 from optax_mp._warnings import warn
@@ -44,7 +49,8 @@ class LowBitState(NamedTuple):
         step_count: int32 scalar, the number of updates. Stochastic rounding draws new
             random numbers at each one.
         inner_state: the state of the inner optimizer, with a `Quantized` in place of
-            each large array.
+            each large array. Its public fields, such as `hyperparams`, are attributes
+            of this state, too.
         code_format: the settings that made the state; a class attribute, not a leaf.
 
     Example:
@@ -62,6 +68,7 @@ class LowBitState(NamedTuple):
     inner_state: optax.OptState
     # Not annotated: an annotation would make a field of it, and so a leaf.
     code_format = None
+    __getattr__ = inner_field
 
 
 def low_bit_state(
@@ -80,7 +87,9 @@ def low_bit_state(
     quantized after it, so `inner` can be any optimizer and computes in float32. A value
     is stored as the square root of its share of the largest value in a block of
     `block_size` neighbours. Arrays that are never negative, such as second moments, get
-    unsigned codes and stay positive; they are found by tracing the optimizer's update.
+    unsigned codes and stay positive: a value has at least 1.5e-5 of the largest in its
+    block (2.3e-10 in 16 bits). They are found by tracing the optimizer's update. If it
+    cannot be traced, the arrays are stored in bfloat16.
 
     Rounding is stochastic: up or down at random, right on average. A moving average
     over a thousand steps changes by a thousandth per step, less than the distance
@@ -147,21 +156,18 @@ def low_bit_state(
     code_format = CodeFormat.from_settings(bits, block_size, dtype, product_bits)
     make_state = type_with(LowBitState, "code_format", code_format)
     check_seed(seed, "low_bit_state")
-    if not isinstance(min_size, Integral):
-        raise TypeError(
-            f"low_bit_state: `min_size` is {min_size!r}, expected a number of elements."
-        )
+    check_whole_number("low_bit_state: `min_size`", min_size, least=0)
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> LowBitState:
-        check_init_params(params, "low_bit_state")
+        params = check_init_params(params, "low_bit_state")
         state = place_like_params(inner.init(params), params)
         chosen = choose_codes(inner, params, state, code_format, min_size)
         _warn_if_mostly_wide(state, chosen, min_size)
         slots, treedef = flatten_slots(state)
-        for i, code in enumerate(chosen):
-            if code is not None:
-                slots[i] = _quantize_slot(slots[i], code)
+        for i, (path, _) in enumerate(tree_leaves_with_path(state)):
+            if (code := chosen[i]) is not None:
+                slots[i] = _quantize_slot(slots[i], code, spell(path))
         # Placed again, because zeros depend on nothing.
         state = place_like_params(treedef.unflatten(slots), params)
         return make_state(jnp.zeros((), jnp.int32), copy_shared(state, params))
@@ -182,13 +188,15 @@ def low_bit_state(
             state.inner_state,
             is_leaf=is_quantized,
         )
-        with explain_failure(inner, updates, before, params, "low_bit_state"):
-            updates, after = inner.update(updates, before, params, **extra_args)
+        updates, after = update_inner(
+            inner, updates, before, params, extra_args, "low_bit_state"
+        )
         inner_state = _quantize_again(after, state, seed)
         count = jnp.asarray(optax.safe_increment(state.step_count))
         return updates, make_state(count, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
+    leafwise = leafwise_update(update_fn)
+    return Transformation.around(inner, init_fn, update_fn, leafwise)
 
 
 def _warn_if_mostly_wide(
@@ -222,10 +230,15 @@ def _warn_if_mostly_wide(
     )
 
 
-def _quantize_slot(slot: Any, code: Code) -> Any:
+def _quantize_slot(slot: Any, code: Code, where: str) -> Any:
     """Return an array of a state in codes; both codes and scales in boxes like its own.
 
     If a box takes no array of another shape, the array is stored in bfloat16.
+
+    Args:
+        slot: the array, in its box if it has one.
+        code: how it is quantized.
+        where: its path.
     """
     leaf = unbox(slot)
     zeros = quantized_zeros(leaf, code)
@@ -237,8 +250,14 @@ def _quantize_slot(slot: Any, code: Code) -> Any:
         return new_quantized(code, put(slot, codes), None)
     try:
         boxed_scales = put_resized(slot, scales, divides_names(slot))
-    except (ValueError, TypeError, AssertionError):
-        return _quantize_slot(slot, BFLOAT16)
+    except (ValueError, TypeError, AssertionError) as error:
+        warn(
+            f"low_bit_state: {where} of the state is {describe(leaf)} in a "
+            f"{type(slot).__name__}, which takes no scales {describe(scales)} "
+            f"({error}), so it is stored in bfloat16, not in codes; expected a pytree "
+            "node that takes an array of any shape."
+        )
+        return _quantize_slot(slot, BFLOAT16, where)
     return new_quantized(code, put(slot, codes), boxed_scales)
 
 

@@ -6,6 +6,7 @@ the rounding, whereas `jax.random` would write all of its numbers to memory firs
 """
 
 import math
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -24,22 +25,31 @@ def rounding_keys(count: int, *parts: int | jax.Array) -> list[jax.Array]:
     Each is an array of one element. All are parts of one array, because one scalar per
     array would be one kernel per array, and take seconds to compile.
     """
+    numbers = [
+        part.astype(jnp.uint32)
+        if isinstance(part, jax.Array)
+        else np.uint32(int(part) % 2**32)
+        for part in parts
+    ]
+    return _rounding_keys(count, *numbers) if count else []
+
+
+# A function of its own, which `_by_platform` keeps apart on a CPU.
+@partial(jax.jit, static_argnums=0)
+def _rounding_keys(count: int, *parts: jax.Array) -> list[jax.Array]:
     keys = _hash(lax.iota(jnp.uint32, count))
     for part in parts:
-        if isinstance(part, jax.Array):
-            part = part.astype(jnp.uint32)
-        else:
-            part = jnp.uint32(int(part) % 2**32)
         # The factor makes (1, 2) and (2, 1) differ.
         keys = _hash(keys * jnp.uint32(31) + part)
     keys = lax.optimization_barrier(keys)
     # One equation for all of them: indexing would trace several for each key.
-    return list(lax.split(keys, [1] * count)) if count else []
+    return list(lax.split(keys, [1] * count))
 
 
 def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
     """Raise unless `seed` is an integer, or None if that is allowed."""
-    if isinstance(seed, Integral) or (or_none and seed is None):
+    is_number = isinstance(seed, Integral) and not isinstance(seed, bool)
+    if is_number or (or_none and seed is None):
         return
     expected = "an integer" + (", or None to round to nearest" if or_none else "")
     raise TypeError(f"{caller}: `seed` is {seed!r}, expected {expected}.")

@@ -8,10 +8,12 @@ import optax
 
 from optax_mp._arguments import check_given_params, check_init_params, check_own_state
 from optax_mp._choose import choose_step
+from optax_mp._context import Transformation
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, difference
 from optax_mp._inner import InnerUpdate, as_inner_param, as_transformation, copy_shared
 from optax_mp._leaves import Leaves
+from optax_mp._states import inner_field
 from optax_mp._tree import describe, is_floating, spell
 from optax_mp.compact._random_numbers import (
     check_seed,
@@ -30,7 +32,8 @@ class StochasticRoundingState(NamedTuple):
     Attributes:
         step_count: int32 scalar, the number of updates. Rounding draws new random
             numbers at each one.
-        inner_state: the state of the inner optimizer, made for float32 params.
+        inner_state: the state of the inner optimizer, made for float32 params. Its
+            public fields, such as `hyperparams`, are attributes of this state, too.
 
     Example:
         >>> import jax.numpy as jnp
@@ -44,6 +47,7 @@ class StochasticRoundingState(NamedTuple):
 
     step_count: jax.Array
     inner_state: optax.OptState
+    __getattr__ = inner_field
 
 
 def stochastic_rounding(
@@ -99,7 +103,7 @@ def stochastic_rounding(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> StochasticRoundingState:
-        check_init_params(params, "stochastic_rounding")
+        params = check_init_params(params, "stochastic_rounding")
         leaves = Leaves.of(params, caller="stochastic_rounding")
         for path, leaf in zip(leaves.paths, leaves.values, strict=True):
             if is_floating(leaf) and bits(leaf.dtype) < 16:
@@ -140,9 +144,10 @@ def stochastic_rounding(
             new_state = StochasticRoundingState(count, inner_state)
             return leaves.unflatten(new_updates), new_state
 
-        return choose_step(is_unmarked(updates), step, state, extra_args)
+        return choose_step(is_unmarked(updates, extra_args), step, state, extra_args)
 
-    return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
+    leafwise = leafwise_update(update_fn)
+    return Transformation.around(inner, init_fn, update_fn, leafwise)
 
 
 # So that params of one shape and dtype are traced once.

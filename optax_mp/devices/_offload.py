@@ -1,7 +1,6 @@
 """Keep the large arrays of an optimizer state in the memory of the host."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,15 +10,15 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten_with_path
 
 from optax_mp._arguments import check_init_params, check_whole_number
-from optax_mp._choose import PROCEED, Choice
+from optax_mp._context import Choice, Transformation, context_of, without_context
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
 from optax_mp._jax._memory import (
     HOST_KIND,
+    KNOWS_MEMORIES,
     is_on_host,
     kinds_of_memory,
-    knows_memories,
     name_memory,
     to_host,
 )
@@ -29,7 +28,6 @@ from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
 from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._from_host import (
-    OUTER_STEP,
     Plan,
     bytes_on_device,
     run_between_moves,
@@ -39,30 +37,6 @@ from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.leafwise._program import Program, Value, read_output, run_nodes
 
 _CALLER = "offload"
-
-# The extra argument by which `zero1` says how it cut the params, which is not known
-# otherwise under `jit` with automatic sharding. Transforms hand it on.
-PART_SHARDINGS = "optax_mp_part_shardings"
-
-
-# No pytree, so that transforms between `zero1` and here hand it on unchanged.
-@dataclass(frozen=True, eq=False)
-class PartShardings:
-    """How params are sharded.
-
-    Attributes:
-        by_path: the shape of each param and its sharding, by its path.
-    """
-
-    by_path: Mapping[Path, tuple[tuple[int, ...], NamedSharding]]
-
-    def of(self, params: Any) -> list[NamedSharding | None]:
-        """Return the sharding of each of some params; None where it is not known."""
-        found = []
-        for path, leaf in tree_flatten_with_path(params)[0]:
-            shape, sharding = self.by_path.get(path, (None, None))
-            found.append(sharding if shape == jnp.shape(leaf) else None)
-        return found
 
 
 def offload(
@@ -95,8 +69,10 @@ def offload(
     - If you pass `out_shardings` for the state, give them its `memory_kind`. Otherwise
       the state moves to the device; with a `SingleDeviceSharding` even without a
       warning. `memory_report` of the new state shows it.
-    - A step that a loss scale around `offload` skips copies nothing.
-    - `take_step` steps the params chunk by chunk, too, and makes no updates.
+    - A step that a loss scale directly around `offload` skips copies nothing. With a
+      chain or `MultiSteps` of optax between the two, it copies all of the state.
+    - `take_step` steps the params chunk by chunk as well, and makes no updates, unless
+      a transform of optax is around `offload`.
     - L-BFGS needs `jax.value_and_grad` in the step: JAX cannot run
       `optax.value_and_grad_from_state`, which reads gradients in host memory.
     - There is no `jax.vmap` of, and no gradient through, a step with arrays in host
@@ -156,7 +132,7 @@ def offload(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> Any:
-        check_init_params(params, _CALLER)
+        params = check_init_params(params, _CALLER)
         _check_memory_of(params)
         return _init(inner, params, Plan(min_size, chunk_bytes))
 
@@ -175,11 +151,8 @@ def offload(
             given = (updates, state, params), extra_args
             return TracedCall.of(lambda x: update_fn(*x[0], **x[1]), given).run()
         _warn_if_on_device(state, min_size)
-        outer = extra_args.pop(OUTER_STEP, None)
-        # A wrapper that skips this step keeps the old state, except in host memory.
-        proceed = extra_args.pop(PROCEED, True)
-        parts = extra_args.pop(PART_SHARDINGS, None)
-        traced, known = split_traced(extra_args)
+        context = context_of(extra_args)
+        traced, known = split_traced(without_context(extra_args))
 
         def step(given: Any, kept: Any) -> tuple[Any, Any]:
             grads, params, traced = given
@@ -192,19 +165,17 @@ def offload(
             return updates, _on_host(new, min_size)
 
         given, state = (updates, params, traced), _on_host(state, min_size)
-        if outer is not None:
-            outer.plans.append(Plan(min_size, chunk_bytes))
-            outer.param_shardings = param_shardings
-            return run_between_moves(step, given, state, proceed)
+        if context.is_in_take_step:
+            return run_between_moves(step, given, state, context.proceed)
+        parts = context.part_shardings
+        shardings = _state_shardings(state, params, parts, param_shardings)
+        plan = Plan(min_size, chunk_bytes, shardings)
+        result = run_from_host(step_between, given, state, plan, context.proceed)
+        return result or step_between(given, state, context.proceed)
 
-        def plan() -> Plan:
-            shardings = _state_shardings(state, params, parts, param_shardings)
-            return Plan(min_size, chunk_bytes, shardings)
-
-        result = run_from_host(step_between, given, state, plan, proceed)
-        return result or step_between(given, state, proceed)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    made = Transformation(init_fn, update_fn)
+    made.offloaded = Plan(min_size, chunk_bytes), param_shardings
+    return made
 
 
 def _check_kind(memory_kind: Any) -> None:
@@ -214,7 +185,7 @@ def _check_kind(memory_kind: Any) -> None:
             f"offload: `memory_kind` is {memory_kind!r}, expected {HOST_KIND!r}, or "
             "None for no effect."
         )
-    if not knows_memories():
+    if not KNOWS_MEMORIES:
         raise RuntimeError(
             f"offload: JAX {jax.__version__} cannot move arrays between memories "
             "within a program; expected JAX 0.10 or later. Update JAX, or pass "
@@ -352,16 +323,22 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
 
 
 def _state_shardings(
-    state: Any, params: Any, parts: PartShardings | None, param_shardings: Any
+    state: Any,
+    params: Any,
+    parts: Mapping[Path, tuple[tuple[int, ...], NamedSharding]] | None,
+    param_shardings: Any,
 ) -> list[NamedSharding | None]:
     """Return how arrays of a state are sharded: as their params, None if unknown."""
     if params is None or (parts is None and param_shardings is None):
         return []
+    shapes = list(map(jnp.shape, jax.tree.leaves(params)))
     if parts is not None:
-        of_params = parts.of(params)
+        paths = (path for path, _ in tree_flatten_with_path(params)[0])
+        found = [parts.get(path, (None, None)) for path in paths]
+        both = zip(found, shapes, strict=True)
+        of_params = [x if shape == own else None for (shape, x), own in both]
     else:
         of_params = spread_shardings(params, param_shardings, _CALLER)
-    shapes = list(map(jnp.shape, jax.tree.leaves(params)))
     both = zip(jax.tree.leaves(state), find_owners(state, params), strict=True)
     return [
         of_params[at] if at is not None and jnp.shape(leaf) == shapes[at] else None

@@ -8,17 +8,19 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_given_params, check_init_params
+from optax_mp._context import Transformation, with_context
 from optax_mp._descriptions import fill_spec, place_like_params, takes_descriptions
 from optax_mp._dtypes import bits
-from optax_mp._inner import as_transformation, explain_failure
+from optax_mp._inner import as_transformation, update_inner
 from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._memory import is_on_host
-from optax_mp._jax._sharding import MeshAxes
+from optax_mp._jax._sharding import MeshAxes, shard_count
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._states import find_owners
+from optax_mp._states import Path, find_owners
 from optax_mp._tree import PyTree, describe, ends_in, is_floating, spell
 from optax_mp.devices._cut import (
     Cut,
@@ -29,7 +31,7 @@ from optax_mp.devices._cut import (
     shard,
     specs_of_params,
 )
-from optax_mp.devices._offload import PART_SHARDINGS, PartShardings
+from optax_mp.devices._sum import as_pattern, check_exchange_dtype, sum_patterns
 
 
 def zero1(
@@ -38,6 +40,7 @@ def zero1(
     axis: str | tuple[str, ...],
     *,
     param_specs: PyTree = None,
+    exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Shard the state of `inner` over a mesh axis on which params are replicated.
 
@@ -65,6 +68,12 @@ def zero1(
     `low_bit_state` gathers its codes at each step if a cut goes through its blocks. Up
     to 8 devices cut none; for more, choose a `block_size` that divides the parts.
 
+    With `exchange_dtype` it also sums the gradients, as `sum_gradients` does: they are
+    sent in 16 bits, and added in float32 in the order of the devices. `update` then
+    takes one gradient for each device, along a leading axis of N that is sharded over
+    `axis`. `jax.vmap` over a batch in N parts makes them: see the guide. Arrays that
+    are not cut are sent to all devices.
+
     Use it under `jit` with automatic sharding, or with explicit sharding if the rules
     are elementwise. Within `jax.shard_map` over `axis` every rank has its own state
     already.
@@ -76,13 +85,16 @@ def zero1(
         param_specs: how the params are sharded over other axes, so that both combine: a
             tree of `PartitionSpec` or shardings like the params, or a prefix of one. By
             default params are replicated.
+        exchange_dtype: in which to send the gradients of each device: bfloat16, float16
+            or float32. By default gradients are summed already.
 
     Returns:
         The transformation.
 
     Raises:
         TypeError: if `inner` is not a gradient transformation.
-        ValueError: if `mesh` has no such axis, or `param_specs` does not fit.
+        ValueError: if `mesh` has no such axis, or `param_specs` or the shape of a
+            gradient does not fit, or `exchange_dtype` is another dtype.
 
     Example:
         >>> import jax
@@ -106,6 +118,7 @@ def zero1(
     """
     inner = as_transformation(inner, "zero1")
     axes = _check_axes(mesh, axis)
+    dtype = exchange_dtype and check_exchange_dtype(exchange_dtype, "zero1")
 
     def cuts_of(params: optax.Params) -> "_Cuts":
         leaves = Leaves.of(params, caller="zero1", name="`params`")
@@ -113,7 +126,7 @@ def zero1(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> optax.OptState:
-        check_init_params(params, "zero1")
+        params = check_init_params(params, "zero1")
         cuts = cuts_of(params)
 
         def init_parts(given: optax.Params) -> optax.OptState:
@@ -129,18 +142,25 @@ def zero1(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         cuts = cuts_of(check_given_params(params, "zero1"))
+        if dtype is not None:
+            updates = cuts.sum(updates, dtype)
         if extra_args.get("grad") is not None:
             extra_args["grad"] = cuts.cut(extra_args["grad"])
         parts = cuts.cut(params)
         if any(map(is_on_host, jax.tree.leaves(state))):
-            extra_args[PART_SHARDINGS] = cuts.shardings_of_parts()
-        with explain_failure(inner, updates, state, params, "zero1"):
-            changes, state = inner.update(
-                cuts.cut(updates), cuts.cut(state), parts, **extra_args
-            )
+            part_shardings = cuts.shardings_of_parts()
+            extra_args = with_context(extra_args, part_shardings=part_shardings)
+
+        def update_parts(updates: Any, state: Any, params: Any, **extra: Any) -> Any:
+            return inner.update(cuts.cut(updates), cuts.cut(state), params, **extra)
+
+        of_parts = inner._replace(update=update_parts)
+        changes, state = update_inner(
+            of_parts, updates, state, parts, extra_args, "zero1"
+        )
         return cuts.gather(parts, changes), cuts.cut(state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return Transformation.around(inner, init_fn, update_fn)
 
 
 @dataclass(frozen=True)
@@ -187,15 +207,15 @@ class _Cuts:
                 )
         return cls(leaves, mesh, axes, specs, by_param)
 
-    def shardings_of_parts(self) -> PartShardings:
-        """Return how the params are sharded once they are cut."""
+    def shardings_of_parts(self) -> dict[Path, tuple[tuple[int, ...], NamedSharding]]:
+        """Return shape and sharding of the params once they are cut."""
         found = {}
         both = zip(self.specs, self.by_param, strict=True)
         for i, (spec, cut) in enumerate(both):
             spec = spec if cut is None else fill_spec(cut.part, spec)
             shape = jnp.shape(self.leaves.values[i])
             found[self.leaves.paths[i]] = shape, NamedSharding(self.mesh, spec)
-        return PartShardings(found)
+        return found
 
     def cut(self, tree: PyTree) -> PyTree:
         """Return `tree` with its arrays cut, each as the param that it belongs to."""
@@ -206,6 +226,31 @@ class _Cuts:
             if part is not None:
                 values[i] = shard(values[i], self.mesh, part)
         return treedef.unflatten(values)
+
+    def sum(self, grads: PyTree, dtype: jnp.dtype) -> PyTree:
+        """Return the sum of the gradients of each device, cut as the params are."""
+        values = self.leaves.match(grads, "the gradients")
+        count = shard_count(self.mesh, self.axes)
+        for i, grad in enumerate(values):
+            param, cut = self.leaves.values[i], self.by_param[i]
+            if is_absent(grad) or not is_floating(param):
+                continue
+            if jnp.shape(grad) != (count, *param.shape):
+                raise ValueError(
+                    f"zero1: the gradient at {spell(self.leaves.paths[i])} is "
+                    f"{describe(grad)}, expected a leading axis of {count}, one for "
+                    f"each device, before {list(param.shape)}, because of "
+                    "`exchange_dtype`; take gradients by `jax.vmap` over the parts of "
+                    "the batch, or leave out `exchange_dtype` if they are summed."
+                )
+            whole, part = cut or (PartitionSpec(), self.specs[i])
+            patterns = as_pattern(grad, dtype)
+            # Each device holds a whole gradient, and then a part of all of them: XLA
+            # makes an all-to-all of that.
+            for spec in ((self.axes, *whole), (None, *part)):
+                patterns = shard(patterns, self.mesh, PartitionSpec(*spec))
+            values[i] = sum_patterns(patterns, dtype)
+        return self.leaves.unflatten(values)
 
     def _part_of(self, x: Any, owner: int | None) -> PartitionSpec | None:
         """Return how an array is cut that belongs to a param, or to none."""

@@ -209,9 +209,9 @@ class _Chunk(Evaluator):
         """Return for each element the scale of its block."""
         return self._blocks.spread(scales)
 
-    def reduce(self, name: str, values: jax.Array) -> jax.Array:
-        """Return the extreme of each block."""
-        return self._blocks.reduce(name, values)
+    def largest(self, values: jax.Array) -> jax.Array:
+        """Return the largest value of each block."""
+        return self._blocks.largest(values)
 
     @property
     def _blocks(self) -> Blocks:

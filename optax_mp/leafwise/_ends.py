@@ -73,11 +73,6 @@ class End:
     obstacle: str | None
 
 
-def is_packed(x: Any) -> bool:
-    """Return whether an array holds codes, or the bits that a param lacks."""
-    return jnp.issubdtype(x.dtype, jnp.integer) and x.dtype.itemsize < 4
-
-
 def cut(program: Program, replaced: Mapping[Value, Value]) -> list[End]:
     """Return the ends of a program.
 

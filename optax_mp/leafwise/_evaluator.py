@@ -54,8 +54,8 @@ class Evaluator(ABC):
         """Return for each element the scale of its block."""
 
     @abstractmethod
-    def reduce(self, name: str, values: jax.Array) -> jax.Array:
-        """Return the extreme of each block."""
+    def largest(self, values: jax.Array) -> jax.Array:
+        """Return the largest value of each block."""
 
     def run_all(self, end: End, values: dict[Value, Any]) -> None:
         """Evaluate the equations of an end for this part; add results to `values`."""
@@ -73,7 +73,7 @@ class Evaluator(ABC):
         if is_block_operation(equation):
             if equation.params["kind"] == SPREAD:
                 return [self.spread(inputs[0])]
-            return [self.reduce(equation.params["kind"], inputs[0])]
+            return [self.largest(inputs[0])]
         if not aval.ndim:
             return bind(equation, inputs)
         shape = self.shape_of(aval.shape)

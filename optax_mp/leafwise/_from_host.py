@@ -11,7 +11,7 @@ leaf after leaf is copied to the device and reduced to a number. The jobs copy i
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from optax_mp._choose import Choice, select
+from optax_mp._choose import select
+from optax_mp._context import Choice
 from optax_mp._jax._arrays import has_explicit_axes, is_partitioned
 from optax_mp._jax._memory import bring, is_host_type, is_on_host, to_device, to_host
 from optax_mp._jax._traced import TracedCall
@@ -41,8 +42,6 @@ from optax_mp.leafwise._program import (
 )
 from optax_mp.leafwise._traced_step import Step, TracedStep
 
-OUTER_STEP = "optax_mp_outer_step"  # the extra argument
-
 
 class Plan(NamedTuple):
     """What may be on the device, and how arrays are laid out on several devices.
@@ -58,25 +57,6 @@ class Plan(NamedTuple):
     min_size: int
     chunk_bytes: int
     shardings: Sequence[NamedSharding | None] = ()
-
-
-@dataclass(eq=False)
-class OuterStep:
-    """A step of which `offload` is a part, such as that of `take_step`.
-
-    It is an extra argument of the update. `offload` then only moves arrays.
-
-    Attributes:
-        plans: of the `offload`s inside, without shardings.
-        param_shardings: those that the last `offload` was called with.
-    """
-
-    plans: list[Plan] = field(default_factory=list)
-    param_shardings: Any = None
-
-    def plan(self, shardings: Sequence[NamedSharding | None]) -> Plan | None:
-        """Return a plan that fits all plans; None if there is no `offload`."""
-        return min(self.plans)._replace(shardings=shardings) if self.plans else None
 
 
 def bytes_on_device(aval: Any) -> int:
@@ -114,7 +94,7 @@ def run_from_host(
     step: Step,
     inputs: Any,
     kept: Any,
-    make_plan: Callable[[], Plan | None],
+    plan: Plan,
     proceed: Choice = True,
 ) -> tuple[Any, Any] | None:
     """Return `step(inputs, kept)`; None if it cannot be taken in parts.
@@ -125,20 +105,18 @@ def run_from_host(
         inputs: a pytree.
         kept: a pytree. Its arrays in host memory are overwritten there, if they are
             donated.
-        make_plan: called after the step was traced; returns None if all of the state
-            may be on the device.
+        plan: what may be on the device.
         proceed: if false, nothing is copied, arrays in host memory keep their values,
             and the rest of the result has no meaning.
     """
     traced = TracedCall.of(lambda both: step(*both), (inputs, kept))
-    plan = make_plan()
     if traced.closed.effects:
         warn(
             "optax_mp: the update has effects, such as printing, that would be lost in "
             "parts of a step: all of its state is brought to the device at once. Leave "
             "them out, or expect as much memory as without `offload`."
         )
-    if traced.closed.effects or plan is None:
+    if traced.closed.effects:
         return None
     traced_step = TracedStep(traced, kept, plan.shardings)
     # As a number that XLA does not know: a loop of one round would be no loop.

@@ -11,7 +11,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from optax_mp._jax._block_operations import MAXIMUM
 from optax_mp._jax._contact import result_like
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
@@ -63,12 +62,11 @@ class RunEvaluator(KernelEvaluator):
         shape = (self.count // self.part.block_size, self.part.block_size)
         return jnp.broadcast_to(scales[:, None], shape).reshape(self.count)
 
-    def reduce(self, name: str, values: jax.Array) -> jax.Array:
-        """Return the extreme of each block."""
+    def largest(self, values: jax.Array) -> jax.Array:
+        """Return the largest value of each block."""
         # Unlike a TPU's lanes, the threads of a GPU exchange values freely: Triton
         # reshapes to blocks, and reduces these.
-        choose = jnp.max if name == MAXIMUM else jnp.min
-        return choose(values.reshape(-1, self.part.block_size), axis=1)
+        return jnp.max(values.reshape(-1, self.part.block_size), axis=1)
 
 
 def obstacle(end: End, part: Part) -> str | None:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 
 from optax_mp._jax._by_platform import Target, explain
 from optax_mp._warnings import warn_once
@@ -47,14 +48,14 @@ class Difference(NamedTuple):
     Attributes:
         dtype: of the output.
         size: how many elements it has.
-        count: how many of these differ.
+        differing: how many of these differ.
         far: how many differ by more than last places, as the kernel is used.
         first: the first that differs, in words; empty if the kernel is right.
     """
 
     dtype: str
     size: int
-    count: int
+    differing: int
     far: int
     first: str
 
@@ -119,7 +120,7 @@ class _Zero(Value):
 
 def _exact(end: End) -> End:
     """Return an end that reads one zero more, with which all roundings are fixed."""
-    zero = _Zero(jax.core.ShapedArray((), jnp.int32))
+    zero = _Zero(ShapedArray((), jnp.int32))
     nodes: list[Node] = []
     fixed: dict[Any, Any] = {}
 
@@ -170,7 +171,7 @@ def _numbers(value: Value, part: Part, random: np.random.Generator) -> np.ndarra
     """Return random numbers of many sizes, with special ones in some blocks."""
     aval = value.aval
     if isinstance(value, _Zero):
-        return np.int32(0)
+        return np.zeros((), np.int32)
     shape, dtype = part.shape_of(aval.shape), jnp.dtype(aval.dtype)
     if dtype in (jnp.bool_, jnp.int32):  # counts, and indices of branches
         return random.integers(0, 2, shape).astype(dtype)

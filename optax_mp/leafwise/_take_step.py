@@ -1,19 +1,21 @@
 """take_step, and the update of a transformation of this package, in one pass."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import NamedSharding
 
+from optax_mp._context import with_context
 from optax_mp._inner import as_transformation, or_no_change
 from optax_mp._jax._arrays import has_tracers
 from optax_mp._jax._memory import is_on_host
 from optax_mp._leaves import is_absent
 from optax_mp._warnings import warn_once
 from optax_mp.leafwise._engine import run_step
-from optax_mp.leafwise._from_host import OUTER_STEP, OuterStep, Plan, run_from_host
+from optax_mp.leafwise._from_host import run_from_host
 from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.leafwise._traced_step import NOT_PACKED, Step
 
@@ -88,23 +90,20 @@ def take_step(
         >>> float(params["w"][0, 0])
         0.8984375
     """
-    is_hosted = has_tracers((grads, opt_state, params)) and any(
-        map(is_on_host, jax.tree.leaves(opt_state))
-    )
-    outer = OuterStep()
+    offloaded = getattr(tx, "offloaded", None)
+    is_hosted = offloaded is not None and has_tracers((grads, opt_state, params))
+    is_hosted &= any(map(is_on_host, jax.tree.leaves(opt_state)))
     if is_hosted:
-        extra_args = extra_args | {OUTER_STEP: outer}
+        extra_args = with_context(extra_args, is_in_take_step=True)
     step, inputs, kept, shardings = whole_step(
         "take_step", tx, grads, opt_state, params, param_shardings, extra_args
     )
-
-    def plan() -> Plan | None:
-        if param_shardings is not None:
-            return outer.plan(shardings)
-        of_params = spread_shardings(params, outer.param_shardings, "offload")
-        return outer.plan([None] * len(jax.tree.leaves(opt_state)) + of_params)
-
-    if is_hosted:
+    if is_hosted and offloaded is not None:
+        plan, of_offload = offloaded
+        if param_shardings is None:
+            of_params = spread_shardings(params, of_offload, "offload")
+            shardings = [None] * len(jax.tree.leaves(opt_state)) + of_params
+        plan = plan._replace(shardings=shardings)
         result = run_from_host(step, inputs, kept, plan) or step(inputs, kept)
         _, (opt_state, params) = result
         return params, opt_state
@@ -155,7 +154,7 @@ def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params
         return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
 
 
-def leafwise_update(update: optax.TransformUpdateExtraArgsFn) -> Any:
+def leafwise_update(update: Callable[..., tuple[Any, Any]]) -> Any:
     """Return the update of a transformation, in one pass where that is less traffic.
 
     The new param is computed outside, in one more pass. So kernels pay on a TPU, where

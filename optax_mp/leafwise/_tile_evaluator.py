@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from optax_mp._jax._block_operations import MAXIMUM
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._kernel_evaluator import KernelEvaluator
 
@@ -84,18 +83,17 @@ class TileEvaluator(KernelEvaluator):
         at = lax.broadcasted_iota(jnp.int32, (self.rows, self.columns), 1)
         return _take_lanes(scales, (at + self.first) >> self._shift)
 
-    def reduce(self, name: str, values: jax.Array) -> jax.Array:
-        """Return the extreme of each block, in the place of its scale in the tile."""
-        choose = jnp.maximum if name == MAXIMUM else jnp.minimum
+    def largest(self, values: jax.Array) -> jax.Array:
+        """Return the largest value of each block, in the place of its scale."""
         lane = lax.broadcasted_iota(jnp.int32, (self.rows, self.scale_count), 1)
         result = jnp.zeros((self.rows, self.scale_count), jnp.int32)
         for start in range(0, self.columns, LANES):
             part = values[:, start : start + LANES]
             shift = self.block_size // 2
             while shift:
-                part = choose(part, pltpu.roll(part, LANES - shift, 1))
+                part = jnp.maximum(part, pltpu.roll(part, LANES - shift, 1))
                 shift //= 2
-            # Each block's extreme is now in the lane of its first column.
+            # Each block's largest is now in the lane of its first column.
             first = (self.first + start) >> self._shift
             index = ((lane - first) << self._shift) & (LANES - 1)
             found = _take_lanes(part, index)

@@ -18,8 +18,8 @@ from optax_mp._jax._contact import is_seen, is_traced_by_jit
 from optax_mp._jax._jaxpr import Equation, bind, evaluate
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall, is_output
-from optax_mp._tree import is_array
-from optax_mp.leafwise._ends import End, cut, is_packed
+from optax_mp._quantized import holds_packed
+from optax_mp.leafwise._ends import End, cut
 from optax_mp.leafwise._layout import Shardings
 from optax_mp.leafwise._program import Program, Value
 
@@ -35,7 +35,7 @@ def obstacle_of(state: Any, arguments: Any) -> str | None:
         state: of the optimizer.
         arguments: of the step.
     """
-    if not any(is_array(x) and is_packed(x) for x in jax.tree.leaves(state)):
+    if not holds_packed(state):
         return NOT_PACKED
     leaves = jax.tree.leaves(arguments)
     if not any(map(is_traced, leaves)) or not compiles():

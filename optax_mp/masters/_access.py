@@ -10,6 +10,7 @@ import optax
 from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain_trees
 from optax_mp._dtypes import at_least_float32, round_to
+from optax_mp._inner import copy_shared
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._memory import bring, put_beside
 from optax_mp._jax._sharding import reshard_beside
@@ -47,7 +48,9 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
         params: the current params. Or the `nnx.Module` that the optimizer trains.
 
     Returns:
-        A tree like `params`; for NNX an `nnx.State` of arrays, for `nnx.update`.
+        A tree like `params`; for NNX an `nnx.State` of arrays, for `nnx.update`. It
+        shares no array with `opt_state` or `params`, so both can be donated to the next
+        step: outside of `jit` all arrays are copies.
 
     Raises:
         TypeError: if `opt_state` is no optimizer state, or comes second.
@@ -67,11 +70,11 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
     if not states:
         check_classes(opt_state, caller)
-        return jax.tree.map(_widen, params)
+        return copy_shared(jax.tree.map(_widen, params), params)
     weights = list(leaves.values)
     for i, _, _, master in decode_all(leaves, states):
         weights[i] = master
-    return leaves.unflatten(weights)
+    return copy_shared(leaves.unflatten(weights), (opt_state, params))
 
 
 def read_arguments(
@@ -159,7 +162,7 @@ def replace_master_params(
         check_param_is_rounded(storage, new, leaves.values[i], where, remedy)
         return new
 
-    return map_masters(replace, opt_state, leaves)
+    return _as_exact(map_masters(replace, opt_state, leaves))
 
 
 def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptState:
@@ -208,7 +211,7 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
             return None
         return follow_edits(old, _beside(leaves.values[i], old))
 
-    return map_masters(follow, opt_state, leaves)
+    return _as_exact(map_masters(follow, opt_state, leaves))
 
 
 def map_masters(
@@ -246,6 +249,17 @@ def map_masters(
     return map_states(map_state, opt_state, MixedPrecisionState)
 
 
+def _as_exact(opt_state: optax.OptState) -> optax.OptState:
+    """Return a state that knows that each param is its rounded master."""
+    return map_states(
+        lambda state: state._replace(
+            last_exact=jax.tree.map(lambda x: x | True, state.last_exact)
+        ),
+        opt_state,
+        MixedPrecisionState,
+    )
+
+
 def _beside(x: Any, old: jax.Array) -> jax.Array:
     """Return an array with the sharding of a master."""
     return jnp.asarray(x) if is_traced(old) else jax.device_put(x, old.sharding)
@@ -264,7 +278,7 @@ def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
             "its master. Pass the params in their training dtype: cast them with "
             "`Policy.cast_to_param` or `optax_mp.cast_floating`."
         )
-    check_shape(where, param, stored)
+    check_shape(where, param, stored, storage)
     return storage.decode(bring(stored), reshard_beside(param, stored))
 
 

@@ -18,6 +18,8 @@ from optax_mp.masters._storage import (
     storage_of,
 )
 
+_FLOAT32 = jnp.dtype(jnp.float32)
+
 
 class Settings(NamedTuple):
     """The arguments of `mixed_precision`, checked.
@@ -27,12 +29,14 @@ class Settings(NamedTuple):
         dtype_in_training: the dtype of each param in training, as the user declares it.
         update_dtype: the dtype of updates; `"params"`, or None for the gradients'.
         storage: how masters are kept.
+        is_declared: whether the user declares dtypes in training.
     """
 
     master_dtype: jnp.dtype
     dtype_in_training: DTypeRule
     update_dtype: jnp.dtype | str | None
     storage: Storage
+    is_declared: bool
 
     @classmethod
     def of(
@@ -47,14 +51,28 @@ class Settings(NamedTuple):
             argument = 'mixed_precision: `update_dtype`, if not None or "params",'
             update_dtype = floating_dtype(update_dtype, argument)
         check_storage(storage, master_dtype, update_dtype)
-        return cls(master_dtype, by_leaf, update_dtype, storage)
+        is_declared = param_dtype is not None
+        return cls(master_dtype, by_leaf, update_dtype, storage, is_declared)
 
     def check_dtypes(self) -> None:
         """Raise if JAX does not have a dtype, as float64 without 64-bit types."""
         # At each call, because users may turn 64-bit types on after construction.
-        check_available(self.master_dtype, "mixed_precision: `master_dtype`")
-        if isinstance(self.update_dtype, np.dtype):
-            check_available(self.update_dtype, "mixed_precision: `update_dtype`")
+        for name in ("master_dtype", "update_dtype"):
+            dtype = getattr(self, name)
+            if isinstance(dtype, np.dtype) and dtype.itemsize > 4:
+                check_available(dtype, f"mixed_precision: `{name}`")
+
+    def update_dtype_of(self, param: Any, grad: Any, has_master: bool) -> jnp.dtype:
+        """Return the dtype of the update of a leaf."""
+        if has_master and self.storage.param_is_part:
+            # The param decodes the master: if it missed its target by a rounding, the
+            # stored remainder would decode to another master.
+            return _FLOAT32
+        if has_master and isinstance(self.update_dtype, np.dtype):
+            return self.update_dtype
+        # `is` and not `==`, because NumPy takes None for float64.
+        like = grad if self.update_dtype is None and is_floating(grad) else param
+        return jax.dtypes.canonicalize_dtype(like.dtype)
 
     def check_state(self, state: Any) -> None:
         """Raise unless a state was made by `mixed_precision` with this storage."""
@@ -62,22 +80,31 @@ class Settings(NamedTuple):
         check_own_state(state, MixedPrecisionState, "mixed_precision")
         # By value: equal storages make states of the same type.
         if storage_of(state, "mixed_precision") != self.storage:
+            is_redefined = repr(state.storage) == repr(self.storage)
+            why = " of a class that was defined anew since then" * is_redefined
             raise ValueError(
                 "mixed_precision: the state was made with the storage "
-                f"{state.storage}, expected {self.storage}, that of this transform; "
-                "convert it with `optax_mp.convert_opt_state`."
+                f"{state.storage}{why}, expected {self.storage}, that of this "
+                "transform; call `init` again, or convert it with "
+                "`optax_mp.convert_opt_state`, from a transform with its `storage`."
             )
 
     def check_param(self, path: tuple[Any, ...], param: Any, stored: Any) -> None:
         """Raise unless `param` has the dtype and shape that the state was made for."""
-        where = f"mixed_precision: param {spell(path)} is {describe(param)}"
+        # The usual case: a narrow param, its master, and no dtype declared.
+        if is_floating(param) and not self.is_declared:
+            is_like = getattr(stored, "shape", None) == param.shape
+            if is_like and bits(param.dtype) < bits(self.master_dtype):
+                return
         declared = self.dtype_in_training(path, param)
+        where = f"mixed_precision: param {spell(path)} is {describe(param)}"
         # First, because a param that was not cast as declared fails the others as well.
         if is_floating(param) and declared != param.dtype:
             raise ValueError(
                 f"{where}, expected {declared} as `param_dtype` says; cast the params "
                 "with `Policy.cast_to_param` or `optax_mp.cast_floating` before "
-                f"training. If they were cast, {self._explain_promotion()}"
+                "training; these leave a Python number as it is, so make it an array. "
+                f"If they were cast, {self._explain_promotion()}"
             )
         is_wide = is_floating(param) and bits(param.dtype) >= bits(self.master_dtype)
         if is_absent(stored):
@@ -96,7 +123,7 @@ class Settings(NamedTuple):
                 f"{where}, expected a dtype narrower than its {self.master_dtype.name} "
                 f"master: it was at `init`, and {self._explain_promotion()}"
             )
-        check_shape(where, param, stored)
+        check_shape(where, param, stored, self.storage)
 
     def check_master(self, path: tuple[Any, ...], master: Any) -> None:
         """Raise unless the decoded master of a param has the expected dtype."""
@@ -122,13 +149,27 @@ class Settings(NamedTuple):
         )
 
 
-def check_shape(where: str, param: Any, stored: Any) -> None:
+def check_shape(where: str, param: Any, stored: Any, storage: Storage) -> None:
     """Raise unless what is stored can be the master of a param."""
     leaves = jax.tree.leaves(stored)
+    if is_floating(param) and all(x.shape == param.shape for x in leaves):
+        return
     # A storage may add leading axes.
-    if not is_floating(param) or not all(ends_in(x, param.shape) for x in leaves):
+    fits = is_floating(param) and all(ends_in(x, param.shape) for x in leaves)
+    if not fits or _shape_of_master(storage, stored, param) != param.shape:
         shown = " and ".join(map(describe, leaves))
         raise ValueError(
             f"{where}, but its master is {shown}, expected a floating array of the "
             "same shape: the state belongs to other params; call `init` again."
         )
+
+
+def _shape_of_master(storage: Storage, stored: Any, param: Any) -> Any:
+    """Return the shape of a decoded master; None if it cannot be decoded."""
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (stored, param)
+    )
+    try:
+        return jax.eval_shape(storage.decode, *args).shape
+    except (TypeError, ValueError):
+        return None

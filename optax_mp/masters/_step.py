@@ -6,12 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
 from optax_mp._arguments import check_given_params
-from optax_mp._choose import Choice, read_choice, select
 from optax_mp._dtypes import (
     at_least_float32,
     bits,
@@ -20,10 +18,10 @@ from optax_mp._dtypes import (
     saturating_cast,
 )
 from optax_mp._inner import InnerUpdate, as_inner_param
-from optax_mp._leaves import Leaves, is_absent
+from optax_mp._leaves import ABSENT, Leaves
 from optax_mp._tree import is_floating
 from optax_mp.masters._settings import Settings
-from optax_mp.masters._storage import FullCopy, as_own_arrays
+from optax_mp.masters._storage import as_own_arrays
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Step:
             settings.check_param(path, param, x)
         return cls(InnerUpdate.match(updates, params, leaves), stored, settings)
 
-    def _decode(self) -> list[Any]:
+    def _decode(self, last_exact: jax.Array | None) -> list[Any]:
         """Return what `inner` sees: masters, and params that are their own master.
 
         Where the param was edited since the last step, it is the master.
@@ -61,48 +59,61 @@ class Step:
         storage, masters = self.settings.storage, list(self.stored)
         params = self.arguments.params
         for i, param in enumerate(params.values):
-            if is_absent(masters[i]):
+            if isinstance(masters[i], ABSENT):
                 masters[i] = as_inner_param(param)
                 continue
             master = storage.decode(masters[i], param)
             self.settings.check_master(params.paths[i], master)
-            is_exact = shows_edits(param.dtype, self._update_dtype(i))
-            if is_exact and not storage.param_is_part:
-                master = follow_edits(master, jnp.asarray(param))
+            if last_exact is not None:
+                master = _follow_if(last_exact, master, jnp.asarray(param))
             masters[i] = master
         return masters
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether params are exactly their rounded masters after the update."""
+        params, grads = self.arguments.params.values, self.arguments.grads
+        return all(
+            brings_to_master(param.dtype, self._update_dtype(i))
+            for i, param in enumerate(params)
+            # What gets no gradient moves by decay alone, which is too little to miss.
+            if is_floating(grads[i]) and not isinstance(self.stored[i], ABSENT)
+        )
+
+    def _update_dtype(self, i: int) -> jnp.dtype:
+        param, grad = self.arguments.params.values[i], self.arguments.grads[i]
+        has_master = not isinstance(self.stored[i], ABSENT)
+        return self.settings.update_dtype_of(param, grad, has_master)
 
     def run(
         self,
         inner: optax.GradientTransformationExtraArgs,
         inner_state: Any,
+        last_exact: jax.Array | None,
         extra_args: dict[str, Any],
-    ) -> tuple[list[Any], tuple[list[Any], Any]]:
-        """Return (updates, (stored, inner state)) after an update of `inner`."""
-        seen_by_inner, proceed = self._decode(), read_choice(extra_args)
-        stored = list(self.stored)
+    ) -> tuple[list[Any], tuple[list[Any], Any, jax.Array | None]]:
+        """Return (updates, (stored, inner state, exact)) after an update of `inner`."""
+        seen_by_inner, stored = self._decode(last_exact), list(self.stored)
 
         def advance(i: int, change: Any) -> jax.Array:
-            if not is_absent(stored[i]):
+            if not isinstance(stored[i], ABSENT):
                 master = optax.apply_updates(seen_by_inner[i], change)
-                stored[i], change = self._advance_leaf(i, master, proceed)
+                stored[i], change = self._advance_leaf(i, master)
             return _cast_update(change, self._update_dtype(i))
 
         updates, inner_state = self.arguments.run(
             inner, seen_by_inner, inner_state, extra_args, advance
         )
-        return updates, (stored, inner_state)
+        if last_exact is not None:
+            # Of the old one, whose type may vary over the ranks of a mesh.
+            is_exact = self._is_exact
+            last_exact = last_exact | True if is_exact else last_exact & False
+        return updates, (stored, inner_state, last_exact)
 
-    def _advance_leaf(
-        self, i: int, master: Any, proceed: Choice
-    ) -> tuple[Any, jax.Array]:
+    def _advance_leaf(self, i: int, master: Any) -> tuple[Any, jax.Array]:
         """Return (stored, update) of a leaf whose master moves to `master`."""
         param, stored = self.arguments.params.values[i], self.stored[i]
         new_stored, target = self.settings.storage.advance(stored, param, master)
-        if proceed is not True and type(self.settings.storage) is FullCopy:
-            # The master that `choose_step` stores. From the new one alone, XLA would
-            # write that one, too, and read it again for the param.
-            target = select(proceed, target, stored)
         # The difference to the actual param, not to the previous target: an update that
         # is rounded to 16 bits can miss its target, and the next one makes up for it.
         if target.dtype == param.dtype:
@@ -112,25 +123,10 @@ class Step:
         update = difference(target, lax.convert_element_type(param, target.dtype))
         return as_own_arrays(new_stored), update
 
-    def _update_dtype(self, i: int) -> jnp.dtype:
-        """Return the dtype of the update of a leaf."""
-        has_master = not is_absent(self.stored[i])
-        if has_master and self.settings.storage.param_is_part:
-            # The param decodes the master: if it missed its target by a rounding, the
-            # stored remainder would decode to another master.
-            return jnp.dtype(jnp.float32)
-        update_dtype = self.settings.update_dtype
-        if has_master and isinstance(update_dtype, np.dtype):
-            return update_dtype
-        param, grad = self.arguments.params.values[i], self.arguments.grads[i]
-        # `is` and not `==`, because NumPy takes None for float64.
-        like = grad if update_dtype is None and is_floating(grad) else param
-        return jax.dtypes.canonicalize_dtype(like.dtype)
-
 
 def _cast_update(update: Any, dtype: jnp.dtype) -> jax.Array:
     """Return `update` in a floating dtype; complex updates stay as they are."""
-    update = jnp.asarray(update)
+    update = update if isinstance(update, jax.Array) else jnp.asarray(update)
     if not is_floating(update) or not jnp.issubdtype(dtype, jnp.floating):
         return update
     # The difference of two finite float16 or float8 params may overflow their dtype.
@@ -140,7 +136,7 @@ def _cast_update(update: Any, dtype: jnp.dtype) -> jax.Array:
     return lax.convert_element_type(update, dtype)
 
 
-def shows_edits(param_dtype: jnp.dtype, update_dtype: jnp.dtype) -> bool:
+def brings_to_master(param_dtype: jnp.dtype, update_dtype: jnp.dtype) -> bool:
     """Return whether updates of a dtype bring a param exactly to its rounded master.
 
     If so, a param with another value was edited. A float32 sum of params of 16 or 8
@@ -149,6 +145,12 @@ def shows_edits(param_dtype: jnp.dtype, update_dtype: jnp.dtype) -> bool:
     becomes its master, too, which moves it by at most 2^-23 of the old weight.
     """
     return bits(update_dtype) >= 32 and bits(update_dtype) > bits(param_dtype)
+
+
+# Jitted, so that it is traced once for all leaves of one shape and dtype.
+@jax.jit
+def _follow_if(follows: jax.Array, master: jax.Array, param: jax.Array) -> jax.Array:
+    return lax.select(follows, follow_edits(master, param), master)
 
 
 def follow_edits(master: jax.Array, param: jax.Array) -> jax.Array:

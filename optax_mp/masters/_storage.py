@@ -16,6 +16,7 @@ import optax
 from optax_mp._dtypes import bits
 from optax_mp._inner import copy_shared
 from optax_mp._leaves import Leaves, is_absent
+from optax_mp._states import inner_field
 from optax_mp._tree import (
     PyTree,
     describe,
@@ -163,7 +164,12 @@ class MixedPrecisionState(NamedTuple):
     Attributes:
         master_params: a tree like the params, with the stored form of each leaf's
             master, and `optax.MaskedNode()` for each leaf that is its own master.
-        inner_state: the state of the inner optimizer, over masters.
+        inner_state: the state of the inner optimizer, over masters. Its public fields,
+            such as `hyperparams`, are attributes of this state, too.
+        last_exact: bool scalar, whether the last updates were exact, as float32 ones
+            are. Then each param is its rounded master, and one that is not was edited.
+            Updates of 16 bits may have missed it by a rounding. None for a storage such
+            as `Split`, of which params are a part.
         storage: the storage that made the state; a class attribute, not a leaf. None
             for a state that was built by hand.
 
@@ -181,8 +187,10 @@ class MixedPrecisionState(NamedTuple):
 
     master_params: optax.Params
     inner_state: optax.OptState
+    last_exact: jax.Array | None = None
     # Not annotated: an annotation would make a field of it, and so a leaf.
     storage = None
+    __getattr__ = inner_field
 
 
 def state_type(storage: Storage) -> type[MixedPrecisionState]:
@@ -325,5 +333,7 @@ def as_own_arrays(stored: PyTree) -> PyTree:
 
     Weak types would not stay the same in the next step.
     """
+    if isinstance(stored, jax.Array) and not stored.weak_type:
+        return stored
     arrays = jax.tree.map(jnp.asarray, stored)
     return copy_shared(jax.tree.map(lambda x: jnp.asarray(x, x.dtype), arrays), ())

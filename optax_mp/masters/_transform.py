@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_init_params
 from optax_mp._choose import choose_step
+from optax_mp._context import Transformation
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, round_to
 from optax_mp._inner import as_inner_param, as_transformation, copy_shared
@@ -52,9 +53,10 @@ def mixed_precision(
     places after five steps, because XLA contracts products and sums differently.)
 
     - A leaf at least as wide as `master_dtype` is its own master: no copy is made.
-      Complex leaves are passed to `inner` unchanged. Integers, bools, keys, None and
-      other leaves that are not floating arrays are hidden from `inner`. Their updates
+      Complex leaves are passed to `inner` unchanged. A Python float is a param, as
+      under `jit`. Integers, bools, keys and None are hidden from `inner`. Their updates
       are their gradients, or zeros for an array whose gradient is None or float0.
+      What cannot be trained, such as a string or a function, is an error at `init`.
     - The update of a leaf is `round(master) - param`. After `optax.apply_updates` the
       param is the rounded master. Finite masters never become infinite; infinite ones,
       as after a step that diverged, stay infinite where the param's dtype has
@@ -127,7 +129,7 @@ def mixed_precision(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> MixedPrecisionState:
-        check_init_params(params, _CALLER)
+        params = check_init_params(params, _CALLER)
         if isinstance(param_dtype, Policy):
             warn_unmatched_patterns(param_dtype, params, _CALLER)
         leaves = Leaves.of(params, caller=_CALLER)
@@ -135,7 +137,8 @@ def mixed_precision(
         seen_by_inner = leaves.unflatten(inner_params)
         inner_state = place_like_params(inner.init(seen_by_inner), seen_by_inner)
         inner_state = copy_shared(inner_state, (leaves.values, stored, inner_params))
-        return make_state(leaves.unflatten(stored), inner_state)
+        last_exact = None if storage.param_is_part else jnp.array(True)
+        return make_state(leaves.unflatten(stored), inner_state, last_exact)
 
     def update_fn(
         updates: Any, state: Any, params: optax.Params | None = None, **extra_args: Any
@@ -144,19 +147,21 @@ def mixed_precision(
         leaves = step.arguments.params
 
         def run_step(
-            before: tuple[Any, Any], extra_args: dict[str, Any]
-        ) -> tuple[Any, tuple[Any, Any]]:
+            before: tuple[Any, Any, Any], extra_args: dict[str, Any]
+        ) -> tuple[Any, tuple[Any, Any, Any]]:
             # `before[0]` is `step.stored`, which `choose_step` keeps in a skipped step.
-            return step.run(inner, before[1], extra_args)
+            return step.run(inner, *before[1:], extra_args)
 
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.
-        before, proceed = (step.stored, state.inner_state), is_unmarked(updates)
+        before = step.stored, state.inner_state, state.last_exact
+        proceed = is_unmarked(updates, extra_args)
         out, after = choose_step(proceed, run_step, before, extra_args)
-        stored, inner_state = after
-        return leaves.unflatten(out), make_state(leaves.unflatten(stored), inner_state)
+        stored, *others = after
+        return leaves.unflatten(out), make_state(leaves.unflatten(stored), *others)
 
-    return optax.GradientTransformationExtraArgs(init_fn, leafwise_update(update_fn))
+    leafwise = leafwise_update(update_fn)
+    return Transformation.around(inner, init_fn, update_fn, leafwise)
 
 
 def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[Any]]:

@@ -11,6 +11,7 @@ from jax.tree_util import DictKey, keystr, tree_leaves_with_path
 
 from optax_mp._arguments import check_opt_state, warn_unless_state
 from optax_mp._boxes import plain
+from optax_mp._inner import copy_shared
 from optax_mp._states import Path, check_classes, find_states
 from optax_mp._tree import PyTree, is_array
 from optax_mp.scaling._state import LossScaleState
@@ -44,7 +45,8 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         If a transformation in it counts steps, as Adam and schedules do:
 
         - `"step_count"`: the steps that the optimizer has taken, the largest such
-          count. Skipped steps count only with a loss scale that is a link in a chain.
+          count; with `optax.MultiSteps` in it, the steps of what that wraps. Skipped
+          steps count only with a loss scale that is a link in a chain.
 
         For each hyperparameter that `optax.inject_hyperparams` keeps in the state, its
         value in the last step, by its name, such as `"learning_rate"`.
@@ -88,7 +90,9 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         check_classes(opt_state, "metrics")
     if not scalars:
         warn_unless_state(opt_state, "metrics")
-    return scalars
+    # Not those of the state, which a donated step deletes.
+    values = copy_shared(list(scalars.values()), opt_state)
+    return dict(zip(scalars, values, strict=True))
 
 
 def _numbers(hyperparams: dict[str, Any]) -> dict[str, jax.Array]:
@@ -106,6 +110,11 @@ def _of_loss_scale(state: LossScaleState) -> dict[str, jax.Array]:
 
 
 def _of_steps(state: PyTree) -> dict[str, jax.Array]:
+    # A count outside of `optax.MultiSteps` is of micro-steps.
+    nested = [x for _, x in find_states(state, optax.MultiStepsState)]
+    state = [
+        x for x in nested if len(find_states(x, optax.MultiStepsState)) == 1
+    ] or state
     others = [path for path, _ in find_states(state, _OTHER_COUNTS)]
     counts = [
         leaf

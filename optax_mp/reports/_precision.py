@@ -1,5 +1,6 @@
 """precision_report: in which precision products run, and what made them float32."""
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from optax_mp._jax._contact import is_transposed
 from optax_mp._jax._jaxpr import ClosedJaxpr, evaluate
 from optax_mp._jax._traced import TracedCall, explain_carry_error, is_dynamic, is_output
-from optax_mp._table import align_columns, percent
+from optax_mp._table import Report, Table, percent
 from optax_mp._tree import is_inexact
 from optax_mp.autocast._changes import pure_call
 from optax_mp.reports._precision_walk import (
@@ -23,6 +24,8 @@ from optax_mp.reports._precision_walk import (
     cause_of_input,
 )
 
+# JAX's message on operands that it does not promote.
+_MIXED_OPERANDS = re.compile(r"arguments to have the same dtypes, got (\w+), (\w+)\.")
 # By how much a table is cut. The report itself holds all.
 _MOST_ROWS, _CAUSE_WIDTH = 12, 56
 _ADVICE = """
@@ -33,7 +36,7 @@ number for a NumPy one, cast back before the product, or set the `dtype` of a la
 
 
 @dataclass(frozen=True)
-class PrecisionReport:
+class PrecisionReport(Report):
     """What `precision_report` found. Printed, it is a verdict, a table and advice.
 
     Attributes:
@@ -92,14 +95,12 @@ class PrecisionReport:
         first = f"; float32 because of {_label(causes[0][1])}{more}" if causes else ""
         return f"{line} ({shares}){first}"
 
-    def __str__(self) -> str:
-        """Return the verdict, the float32 products, the notes and the advice."""
-        lines = [self.summary(), *(f"note: {note}" for note in self.notes)]
-        if self.wide_products:
-            lines += ["", *self._table(), _ADVICE]
-        return "\n".join(lines)
+    def _parts(self) -> list[str | Table]:
+        """Return the verdict, the notes, the float32 products and the advice."""
+        parts = [self.summary(), *(f"note: {note}" for note in self.notes)]
+        return [*parts, *(["", *self._table(), _ADVICE] if self.wide_products else [])]
 
-    def _table(self) -> list[str]:
+    def _table(self) -> list[str | Table]:
         """Return a table of float32 products, most FLOPs first.
 
         The products of a line and those of their gradients are together in a row.
@@ -114,10 +115,10 @@ class PrecisionReport:
             runs, flops = sum(x.count for x in group), _flops(group)
             amounts = str(runs), f"{flops:.3g}", f"{percent(flops / total)}%"
             shapes = " ".join(str(list(shape)) for shape in group[0].shapes[:2])
-            cells.append((place, _label(group)[-_CAUSE_WIDTH:], shapes, *amounts))
+            cells.append((place, _label(group), shapes, *amounts))
         left_out = len(groups) - _MOST_ROWS
         more = [f"... and {left_out} more"] if left_out > 0 else []
-        return [*align_columns(cells, left=3), *more]
+        return [Table(cells, left=3, long=1, width=_CAUSE_WIDTH), *more]
 
 
 def precision_report(
@@ -218,13 +219,14 @@ def _trace(
     Returns:
         The jaxpr, the name of each of its inputs, such as `params['w']`, and remarks.
     """
-    with explain_carry_error("precision_report"):
-        traced = TracedCall.of(
-            lambda both: _call(fun, *both), (args, kwargs), _is_input
-        )
     leaves, _ = tree_flatten_with_path((args, kwargs))
-    paths = [leaves[i][0] for i in traced.places]
     argument_names = _argument_names(fun, len(args))
+    try:
+        traced = _trace_call(fun, (args, kwargs))
+    except TypeError as error:
+        _explain_mixed_operands(error, fun, (args, kwargs), argument_names)
+        raise
+    paths = [leaves[i][0] for i in traced.places]
     names = [_name_of(path, argument_names) for path in paths]
     floating = [i for i, x in enumerate(traced.arrays) if is_inexact(x)]
     # The place of the first argument with floating arrays, among all.
@@ -249,6 +251,46 @@ def _trace(
     except Exception as error:  # whatever a derivative rule may raise
         reason = str(error).splitlines()[0]
         return traced.closed, names, [f"the forward pass alone, as JAX says: {reason}"]
+
+
+def _trace_call(fun: Callable[..., Any], both: Any) -> TracedCall:
+    with explain_carry_error("precision_report"):
+        return TracedCall.of(lambda both: _call(fun, *both), both, _is_input)
+
+
+def _explain_mixed_operands(
+    error: TypeError, fun: Callable[..., Any], both: Any, names: list[str]
+) -> None:
+    """Raise another error for JAX's on operands of two dtypes, as in a convolution.
+
+    It names each argument that, cast to the narrower dtype, leads to no such error.
+    """
+    found = _MIXED_OPERANDS.search(str(error))
+    if found is None:
+        return
+    narrow, wide = sorted(map(jnp.dtype, found.groups()), key=lambda x: x.itemsize)
+    leaves, treedef = tree_flatten_with_path(both)
+    # By argument, because a model may have thousands of arrays.
+    wide_paths: dict[Any, list[Any]] = {}
+    for path, leaf in leaves:
+        if _is_input(leaf) and leaf.dtype == wide:
+            wide_paths.setdefault(path[:2], []).append(path)
+    culprits = []
+    for argument, paths in wide_paths.items():
+        here = set(paths)
+        cast = [
+            jax.ShapeDtypeStruct(x.shape, narrow) if path in here else x
+            for path, x in leaves
+        ]
+        with contextlib.suppress(TypeError):
+            _trace_call(fun, treedef.unflatten(cast))
+            culprits.append(_name_of(paths[0] if len(paths) == 1 else argument, names))
+    who = f"because of `{'`, `'.join(culprits)}`" if culprits else "somewhere in it"
+    raise TypeError(
+        f"precision_report: a convolution in `fun` gets {wide} and {narrow}, {who}, "
+        f"expected operands of one dtype; cast the {wide} one to {narrow}, as in "
+        f"`x.astype({narrow.name!r})`. JAX says: {error}"
+    ) from error
 
 
 def _call(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

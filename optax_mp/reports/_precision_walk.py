@@ -327,12 +327,19 @@ def _start(equation: Equation, lines: SourceLines, rank: int) -> PrecisionCause 
     kind, text = "cast", f"a cast to {var.aval.dtype}"
     is_cast = equation.primitive.name == "convert_element_type"
     if is_product(equation):
-        kind, text = "result", f"a product with result {var.aval.dtype}"
+        kind, text = "result", f"a product {_meeting(equation)}"
     # In the backward pass JAX knows only the lines of the forward pass.
     elif is_cast and not is_transposed(equation):
         kind = _PROMOTION if is_promotion(equation) else kind
         kind = _LAYER if lines.library else kind
     return PrecisionCause(kind, text, lines.user, rank)
+
+
+def _meeting(equation: Equation) -> str:
+    """Return why the result of a product of 16-bit operands is wide."""
+    a, b = (aval.dtype.name for aval in operands(equation))
+    result = equation.outvars[0].aval.dtype
+    return f"of {a} with {b}" if a != b else f"with result {result}"
 
 
 @functools.cache

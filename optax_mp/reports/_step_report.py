@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._jax._by_platform import PLATFORMS, Target, explain, kind_here
-from optax_mp._table import align_columns
+from optax_mp._table import Report, Table
 from optax_mp._tree import spell
 from optax_mp.leafwise._engine import CutStep
 from optax_mp.leafwise._take_step import whole_step
@@ -52,7 +52,7 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(Report):
     """What `step_report` found. Printed, it is a table.
 
     Attributes:
@@ -71,7 +71,7 @@ class StepReport:
 
     rows: tuple[StepRow, ...]
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[str | Table]:
         """Return the table: one line for params of one kind."""
         groups: dict[Any, list[StepRow]] = {}
         for row in self.rows:
@@ -82,7 +82,7 @@ class StepReport:
             more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
             size = "x".join(map(str, shape))
             cells.append([f"{rows[0].path}{more}", dtype, size, tpu, gpu])
-        return "\n".join(align_columns(cells, left=5))
+        return [Table(cells, left=5, width=56)]
 
 
 def step_report(

@@ -1,5 +1,7 @@
 """Gradients of a scaled loss, for loops with an optimizer state."""
 
+import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from numbers import Integral
@@ -13,7 +15,13 @@ from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain
 from optax_mp._dtypes import at_least_float32
 from optax_mp._tree import describe, is_array, is_floating, is_inexact, summarize
-from optax_mp._warnings import Event, count_event, event_counts, warn
+from optax_mp._warnings import (
+    Event,
+    count_event,
+    event_counts,
+    is_loss_scaled,
+    warn,
+)
 from optax_mp.scaling._state import loss_scale_state
 from optax_mp.scaling._unscale import multiply
 
@@ -61,12 +69,13 @@ def value_and_grad(
     `opt_state` before it is differentiated. The value is the unscaled loss. The
     gradients are float32 and still scaled: pass them to `tx.update` as they are.
 
-    Only floating and complex arrays in the differentiated arguments are differentiated.
-    Other leaves, such as counters or the functions in an Equinox module, get None as
-    their gradient.
+    Only floats in the differentiated arguments are differentiated: arrays, and Python
+    numbers but in an Equinox module, where they are settings. Other leaves, such as
+    counters or the functions in an Equinox module, get None as their gradient.
 
-    Warns if params or `amp` are float16 and nothing scales the loss, and if nothing in
-    `opt_state` looks like the state of an optimizer.
+    Warns if params or `amp` are float16 and nothing scales the loss, if `fun` scales
+    its loss as well, and if nothing in `opt_state` looks like the state of an
+    optimizer.
 
     Args:
         fun: a function that returns a scalar loss, or (loss, aux) with `has_aux`.
@@ -77,8 +86,8 @@ def value_and_grad(
         The function. With `has_aux` its value is (loss, aux).
 
     Raises:
-        TypeError: when called, if `opt_state` is in another place, or if there is
-            nothing to differentiate.
+        TypeError: when called, if `opt_state` is missing or in another place, or if
+            there is nothing to differentiate.
         ValueError: when called, if the loss is not a floating scalar; if the state
             holds several loss scales, or is of transforms in an order that does not
             work, such as `optax.MultiSteps` around a loss scale.
@@ -103,12 +112,18 @@ def value_and_grad(
             check_state_first(opt_state, other, caller, "f(opt_state, params, ...)")
         state = loss_scale_state(opt_state, caller)
         if state is not None:
-            count_event("scales its loss")
+            count_event("takes scaled gradients")
         factor = None if state is None else state.scale
         before = event_counts()
-        result = differentiate(fun, argnums, has_aux, factor, args, kwargs, caller)
+        try:
+            result = differentiate(fun, argnums, has_aux, factor, args, kwargs, caller)
+        except TypeError as error:
+            _explain_missing_state(error, fun, (opt_state, *args), kwargs)
+            raise
         if state is None:
             warn_if_unscaled(before, known_events)
+        elif "scales its loss" in event_counts() - before:
+            _warn_of_loss_scaled_twice()
         return result
 
     return evaluate
@@ -125,10 +140,7 @@ def differentiate(
 ) -> tuple[Any, Any]:
     """Return the unscaled value of `fun`, and float32 gradients times `factor`."""
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    # A float that is an argument is differentiated; one inside a model is a setting.
-    args = tuple(jnp.asarray(x) if isinstance(x, float) else x for x in args)
-    check_argnums(chosen, args, caller)
-    trees = [args[i] for i in chosen]
+    trees = _differentiated(chosen, args, caller)
     variables = jax.tree.map(lambda x: x if is_inexact(x) else None, trees)
 
     def scaled_loss(variables: Any) -> tuple[Any, Any]:
@@ -149,6 +161,20 @@ def differentiate(
         lambda g: g.astype(at_least_float32(g.dtype)) if is_floating(g) else g, grads
     )
     return value, grads[0] if isinstance(argnums, int) else tuple(grads)
+
+
+def _with_float_arrays(tree: Any) -> Any:
+    """Return `tree` with arrays for Python floats, but in modules of Equinox.
+
+    To Equinox these are settings, such as the rate of a dropout.
+    """
+    equinox = sys.modules.get("equinox")
+    module = () if equinox is None else equinox.Module
+    return jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, float | complex) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, module),
+    )
 
 
 def _loss_of(value: Any, has_aux: bool, caller: str) -> Any:
@@ -172,8 +198,10 @@ def _check_loss(loss: Any, caller: str, remedy: str) -> None:
         )
 
 
-def check_argnums(chosen: Sequence[int], args: Sequence[Any], caller: str) -> None:
-    """Raise unless the chosen arguments exist and hold an array to differentiate."""
+def _differentiated(
+    chosen: Sequence[int], args: Sequence[Any], caller: str
+) -> list[Any]:
+    """Return the chosen arguments; raise unless they exist and hold a float."""
     call = "f(params, ...)"
     if caller == "value_and_grad":
         call = "f(opt_state, params, ...)"
@@ -183,13 +211,15 @@ def check_argnums(chosen: Sequence[int], args: Sequence[Any], caller: str) -> No
                 f"{caller}: `argnums` has {i}, but {len(args)} positional arguments "
                 f"of the function were given; call as {call}."
             )
-    leaves = jax.tree.leaves([args[i] for i in chosen])
+    trees = [_with_float_arrays(args[i]) for i in chosen]
+    leaves = jax.tree.leaves(trees)
     if any(map(is_array, leaves)) and not any(map(is_inexact, leaves)):
         shown = " and ".join(summarize(args[i]) for i in chosen)
         raise TypeError(
             f"{caller}: the argument to differentiate is {shown}, expected floating "
             f"arrays in it; call as {call}, or choose another argument by `argnums`."
         )
+    return trees
 
 
 def check_function(fun: Any, argnums: Any, has_aux: Any, caller: str) -> None:
@@ -217,7 +247,7 @@ def warn_if_unscaled(before: Counter[Event], known_events: set[Event]) -> None:
     events = set(event_counts() - before)
     is_new = "computes in float16" in events - known_events
     known_events |= events
-    if is_new and "scales its loss" not in known_events:
+    if is_new and not is_loss_scaled(known_events):
         warn(
             "value_and_grad: gradients are computed in float16, and `opt_state` holds "
             "no loss scale, so that values below 6e-8 become 0; put "
@@ -225,3 +255,34 @@ def warn_if_unscaled(before: Counter[Event], known_events: set[Event]) -> None:
             "the loss is scaled in another way, ignore this warning "
             "(`optax_mp.MixedPrecisionWarning`)."
         )
+
+
+def _warn_of_loss_scaled_twice() -> None:
+    warn(
+        "value_and_grad: the function scales its loss, by `scale_loss` or by a "
+        "`DynamicLossScale`, and `value_and_grad` scales it once more, so that "
+        "gradients are too large by the loss scale; return the loss itself from the "
+        "function."
+    )
+
+
+def _explain_missing_state(
+    error: TypeError, fun: Callable[..., Any], given: Any, kwargs: dict[str, Any]
+) -> None:
+    """Raise another error if `fun` lacks an argument because the state is missing."""
+    if not _binds(fun, given[1:], kwargs) and _binds(fun, given, kwargs):
+        raise TypeError(
+            f"value_and_grad: the first argument is {summarize(given[0])}, which is "
+            "taken for the optimizer state, and the function lacks an argument without "
+            "it; call `value_and_grad(fun)(opt_state, params, ...)`, with what "
+            f"`tx.init(params)` returned as `opt_state`. Python says: {error}"
+        ) from error
+
+
+def _binds(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a function takes these arguments."""
+    try:
+        inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return False
+    return True

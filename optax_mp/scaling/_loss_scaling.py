@@ -10,9 +10,16 @@ import optax
 from jax import lax
 
 from optax_mp._arguments import check_init_params, check_own_state
-from optax_mp._choose import choose_step, pass_choice
+from optax_mp._choose import choose_step
+from optax_mp._context import Transformation
 from optax_mp._descriptions import takes_descriptions
-from optax_mp._inner import as_transformation, check_gradients, explain_failure
+from optax_mp._inner import (
+    as_transformation,
+    check_gradients,
+    copy_shared,
+    update_inner,
+)
+from optax_mp._jax._arrays import is_traced
 from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._mark import mark_skipped
 from optax_mp.scaling._overwrite import (
@@ -30,7 +37,7 @@ from optax_mp.scaling._rule import (
     check_settings,
     count_up,
 )
-from optax_mp.scaling._state import LossScaleState
+from optax_mp.scaling._state import LossScaleState, warn_unless_scaled
 from optax_mp.scaling._unscale import ALL_FINITE, divide, unscale
 
 # Takes the counters and whether gradients were finite, and returns the new counters.
@@ -63,6 +70,9 @@ def dynamic_loss_scale(
     negative zeros) and skips the step as well. Any other optimizer takes a step with
     zero gradients, in which moments decay and counts go on. Under `shard_map` with
     sharded params pass `inner`: no rank sees the gradients of the others.
+
+    If gradients lack micro-batches that `gradient_accumulator` dropped, pass
+    `dropped_count` to `update`: the step is taken, and the scale shrinks all the same.
 
     Leaves under flax's `_overwrite_with_gradient` (fp8 scales) are neither unscaled nor
     checked nor optimized: the wrapper's update brings each of them to its gradient, as
@@ -181,15 +191,15 @@ def _loss_scaling(
 
     @takes_descriptions
     def init_fn(params: optax.Params) -> LossScaleState:
-        check_init_params(params, caller)
         # `inner` never updates overwritten leaves, so it needs no moments for them.
-        inner_params = hide_overwritten(params)
+        inner_params = hide_overwritten(check_init_params(params, caller))
         scale, *counts = start
+        inner_state = wrapped.init(inner_params) if wrapped else optax.EmptyState()
         return LossScaleState(
             jnp.float32(scale),
             *[jnp.int32(as_count(n)) for n in (*counts, 0, 0)],
             last_finite=jnp.array(True),
-            inner_state=wrapped.init(inner_params) if wrapped else optax.EmptyState(),
+            inner_state=copy_shared(inner_state, inner_params),
             nonfinite_index=jnp.int32(-1),
         )
 
@@ -201,14 +211,20 @@ def _loss_scaling(
     ) -> tuple[optax.Updates, LossScaleState]:
         check_own_state(state, LossScaleState, caller)
         check_gradients(params, updates, caller)
+        if is_traced(state.scale) and start[0] != 1:
+            warn_unless_scaled(caller, "divides the gradients")
         # Divided by the scale that the loss was multiplied by. Divided by the next one,
         # a step after which the scale grows would have half its size.
         grads, bad_index = unscale(hide_overwritten(updates), state.scale)
+        dropped_count = extra_args.pop("dropped_count", 0)
         if axis_name is not None:
             # A rank that skipped a step alone would have other params from then on.
             bad_index = lax.pmin(bad_index, axis_name)
+            dropped_count = lax.pmax(dropped_count, axis_name)
         finite = bad_index == ALL_FINITE
-        new_state = _next_state(state, bad_index, finite, adjust_counters)
+        counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
+        counters = adjust_counters(counters, finite & (dropped_count == 0))
+        new_state = _next_state(state, bad_index, finite, counters)
         if wrapped is None:
             warn_if_overwritten(updates, caller)
             # The links that follow run in any case, so mark the gradients for them.
@@ -220,31 +236,29 @@ def _loss_scaling(
         inner_params = hide_overwritten(params)
 
         def step(inner_state: Any, extra_args: dict[str, Any]) -> Any:
-            args = grads, inner_state, inner_params
-            with explain_failure(wrapped, *args, caller):
-                extra_args = pass_choice(extra_args, inner_state)
-                out, inner_state = wrapped.update(*args, **extra_args)
+            out, inner_state = update_inner(
+                wrapped, grads, inner_state, inner_params, extra_args, caller
+            )
             return update_overwritten(out, updates, params, caller), inner_state
 
         # In a skipped step the updates are negative zeros, and the state stays.
         out, inner_state = choose_step(finite, step, state.inner_state, extra_args)
         return out, new_state._replace(inner_state=inner_state)
 
-    update = update_fn if wrapped is None else leafwise_update(update_fn)
-    return optax.GradientTransformationExtraArgs(init_fn, update)
+    leafwise = None if wrapped is None else leafwise_update(update_fn)
+    return Transformation.around(wrapped, init_fn, update_fn, leafwise)
 
 
 def _next_state(
     state: LossScaleState,
     bad_index: jax.Array,
     finite: jax.Array,
-    adjust_counters: Adjust,
+    counters: ScaleCounters,
 ) -> LossScaleState:
     """Return the state after a step whose gradients were `finite` or not."""
-    counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
     total = state.total_skipped_count
     return state._replace(
-        **adjust_counters(counters, finite)._asdict(),
+        **counters._asdict(),
         skipped_count=jnp.where(finite, 0, count_up(state.skipped_count)),
         total_skipped_count=jnp.where(finite, total, count_up(total)),
         last_finite=finite,

@@ -11,15 +11,18 @@ docs/design/mark.md says what follows from that, and which other marks were trie
 """
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp._choose import Choice, or_negative_zeros
+from optax_mp._choose import or_negative_zeros
+from optax_mp._context import Choice, context_of
 from optax_mp._dtypes import bits
 from optax_mp._jax._contact import varies_by_rank
+from optax_mp._jax._sharding import constant_like
 from optax_mp._tree import PyTree, all_true, is_inexact
 from optax_mp.scaling._overwrite import hide_overwritten
 
@@ -34,12 +37,13 @@ def mark_skipped(finite: jax.Array, grads: PyTree) -> PyTree:
     return jax.tree.map(lambda grad: or_negative_zeros(finite, grad), grads)
 
 
-def is_unmarked(grads: PyTree) -> Choice:
+def is_unmarked(grads: PyTree, extra_args: Mapping[str, Any]) -> Choice:
     """Return whether to take the step; a plain True if there cannot be a mark.
 
     A link hands on float32 or wider gradients. So if one has 16 bits, there is none.
+    Nor is there one if the wrapper directly around decides what is skipped.
     """
-    if not _a_link_ran.is_set():
+    if not _a_link_ran.is_set() or context_of(extra_args).proceed is not True:
         return True
     # A link does not mark the gradients of overwritten leaves.
     grads = hide_overwritten(grads)
@@ -60,5 +64,6 @@ def _is_negative_zero(x: Any) -> jax.Array:
     # As bits, those of the least integer, because CPUs compare the smallest numbers
     # equal to zero.
     integer = jnp.dtype(f"int{bits(x.dtype)}")
-    largest = lax.reduce_max(lax.bitcast_convert_type(x, integer), range(x.ndim))
-    return lax.eq(largest, integer.type(jnp.iinfo(integer).min))
+    pattern = lax.bitcast_convert_type(x, integer)
+    is_least = lax.eq(pattern, constant_like(pattern, jnp.iinfo(integer).min))
+    return lax.reduce_and(is_least, range(x.ndim))

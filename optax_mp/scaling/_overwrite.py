@@ -4,6 +4,7 @@ An fp8 layer of flax returns the next value of its scales and histories in the p
 their gradients. They are no gradients: do not unscale, check or optimize them.
 """
 
+from itertools import chain
 from typing import Any
 
 import jax
@@ -25,10 +26,13 @@ from optax_mp._warnings import warn
 
 # The collection of these leaves, `flax.linen.fp8_ops.OVERWRITE_WITH_GRADIENT`.
 _COLLECTION = "_overwrite_with_gradient"
+_KEYS = frozenset((DictKey(_COLLECTION), GetAttrKey(_COLLECTION)))
 
 
 def hide_overwritten(tree: PyTree) -> PyTree:
     """Return `tree` with `optax.MaskedNode()` for each leaf that is overwritten."""
+    if not _has_overwritten(tree):
+        return tree
     return tree_map_with_path(
         lambda path, leaf: optax.MaskedNode() if _is_overwritten(path) else leaf, tree
     )
@@ -36,6 +40,8 @@ def hide_overwritten(tree: PyTree) -> PyTree:
 
 def restore_overwritten(tree: PyTree, original: PyTree) -> PyTree:
     """Return `tree` with the leaves of `original` in the place of the hidden ones."""
+    if not _has_overwritten(original):
+        return tree
     return tree_map_with_path(
         lambda path, old, new: old if _is_overwritten(path) else new, original, tree
     )
@@ -93,8 +99,9 @@ def change_to(target: Any, param: Any) -> jax.Array:
 
 
 def _has_overwritten(tree: PyTree) -> bool:
-    return any(_is_overwritten(path) for path, _ in tree_flatten_with_path(tree)[0])
+    paths = [path for path, _ in tree_flatten_with_path(tree)[0]]
+    return not _KEYS.isdisjoint(chain.from_iterable(paths))
 
 
 def _is_overwritten(path: tuple[Any, ...]) -> bool:
-    return any(key in (DictKey(_COLLECTION), GetAttrKey(_COLLECTION)) for key in path)
+    return not _KEYS.isdisjoint(path)

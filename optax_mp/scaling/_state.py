@@ -4,18 +4,32 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 
 from optax_mp._arguments import check_opt_state, warn_unless_state
 from optax_mp._boxes import plain, plain_trees
+from optax_mp._inner import copy_shared
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import is_absent
 from optax_mp._nesting import check_nesting
-from optax_mp._states import check_classes, find_states
-from optax_mp._tree import describe, nonfinite_paths, spell
-from optax_mp._warnings import count_event, event_counts, warn
+from optax_mp._states import check_classes, find_states, inner_field
+from optax_mp._tree import (
+    PyTree,
+    describe,
+    is_array,
+    is_floating,
+    nonfinite_paths,
+    spell,
+)
+from optax_mp._warnings import event_counts, is_loss_scaled, warn
 from optax_mp.scaling._rule import check_number
+
+# A param of this size is a sign that training has diverged: float16 ends at 65504.
+_LARGE_PARAM = 1e4
+# Of the gradients of a model that trains the norm is rarely smaller.
+_SMALL_NORM = 1e-4
 
 
 class LossScaleState(NamedTuple):
@@ -31,7 +45,8 @@ class LossScaleState(NamedTuple):
         skipped_count: steps skipped since the last finite one, an int32 scalar.
         total_skipped_count: steps skipped since `init`, an int32 scalar.
         last_finite: whether the last step was finite, a bool scalar.
-        inner_state: the state of the inner optimizer; empty for a link in a chain.
+        inner_state: the state of the inner optimizer; empty for a link in a chain. Its
+            public fields, such as `hyperparams`, are attributes of this state, too.
         nonfinite_index: which leaf was the first that was not finite in the last
             skipped step, as an index into the leaves of the gradients (None counts as a
             leaf), an int32 scalar; -1 if no step was skipped. `check_loss_scale` names
@@ -56,6 +71,7 @@ class LossScaleState(NamedTuple):
     last_finite: jax.Array
     inner_state: optax.OptState
     nonfinite_index: jax.Array | int = -1
+    __getattr__ = inner_field
 
 
 def loss_scale(opt_state: optax.OptState) -> jax.Array:
@@ -83,8 +99,7 @@ def loss_scale(opt_state: optax.OptState) -> jax.Array:
     state = loss_scale_state(plain(opt_state), "loss_scale")
     if state is None:
         return jnp.float32(1)
-    count_event("scales its loss")  # by hand
-    return state.scale
+    return copy_shared(state.scale, state)
 
 
 def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
@@ -119,22 +134,25 @@ def check_loss_scale(
     Overflows stop when the scale is low enough; a NaN from the model itself does not.
     With the defaults, 30 skipped steps take the scale from 65536 down to `min_scale`.
 
-    Warns after finite steps if neither `value_and_grad`, `scale_loss` nor `loss_scale`
-    was called in this process and no step was ever skipped: then the loss was probably
-    not scaled.
+    Warns after finite steps if neither `value_and_grad` nor `scale_loss` was called in
+    this process and no step was ever skipped: then the loss was probably not scaled.
+    Warns if `grads` are smaller than the scale makes plausible: then they were probably
+    clipped or unscaled before `tx.update`, which unscales them once more.
 
     Args:
         opt_state: a state with a loss scale in it, at any depth of wrappers. A state
-            without one passes the check.
+            without one passes the check. If the counters have leading axes, as under
+            `vmap` over seeds or `pmap`, the member with most skipped steps is checked.
         max_skipped: how many skipped steps in a row are accepted.
         params: the params, to name the first leaf whose gradient was not finite in the
-            last skipped step. The first in the order of the tree, which need not be the
-            one where the NaN began.
-        grads: the last gradients, to name all leaves that are not finite.
+            last skipped step, and to see whether training has diverged. The first in
+            the order of the tree, which need not be the one where the NaN began.
+        grads: the last gradients as `tx.update` got them, to name all leaves that are
+            not finite, and to see whether they are scaled.
 
     Raises:
         FloatingPointError: if more than `max_skipped` steps in a row were skipped; with
-            the counters, the leaf, and the likely cause.
+            the counters, the leaf, the member, and the likely cause.
         TypeError: if called under `jit`, or if an argument is of the wrong kind.
         ValueError: if the state holds several loss scales.
 
@@ -154,6 +172,7 @@ def check_loss_scale(
         Traceback (most recent call last):
         FloatingPointError: check_loss_scale: 1 steps ... not finite was ['w'].
     """
+    grads = plain(grads, opt_state)
     opt_state, params = plain_trees(opt_state, params)
     state = loss_scale_state(opt_state, "check_loss_scale")
     expected = "a number of steps (pass gradients by keyword, as `grads=grads`)"
@@ -167,7 +186,9 @@ def check_loss_scale(
             "expected a concrete value; call it outside jit."
         )
     state = jax.device_get(state._replace(inner_state=()))
+    state, member, (params, grads) = _worst_member(state, (params, grads))
     _warn_if_never_scaled(state)
+    _warn_of_small_gradients(state, grads)
     if state.skipped_count <= max_skipped:
         return
     if grads is not None:
@@ -180,16 +201,50 @@ def check_loss_scale(
             "Pass `params=params` to see the first leaf; find all of them with "
             "optax_mp.nonfinite_paths(grads)."
         )
+    whose = f" of member {list(member)}" if member else ""
     raise FloatingPointError(
-        f"check_loss_scale: {state.skipped_count} steps in a row had non-finite "
+        f"check_loss_scale: {state.skipped_count} steps in a row{whose} had non-finite "
         f"gradients and were skipped (allowed: {max_skipped}; skipped since `init`: "
-        f"{state.total_skipped_count}), and the loss scale {_explain_cause(state)} "
-        f"{leaves}"
+        f"{state.total_skipped_count}), and the loss scale "
+        f"{_explain_cause(state, params)} {leaves}"
     )
 
 
-def _explain_cause(state: LossScaleState) -> str:
-    """Return what the scale says about the cause: an overflow, or the model itself."""
+def _worst_member(
+    state: LossScaleState, trees: PyTree
+) -> tuple[LossScaleState, tuple[int, ...], PyTree]:
+    """Return the state of the member with most skipped steps, its index, and its trees.
+
+    The counters of a state have leading axes under `vmap` over seeds, or `pmap`. A
+    state without them is the only member, and has the index ().
+    """
+    shape = np.shape(state.scale)
+    # Of equal ones, that which has skipped most since `init`.
+    keys = np.ravel(state.total_skipped_count), np.ravel(state.skipped_count)
+    worst = np.lexsort(keys)[-1]
+    member = tuple(map(int, np.unravel_index(worst, shape)))
+    state = jax.tree.map(lambda x: np.broadcast_to(x, shape)[member], state)
+
+    def of_member(x: Any) -> Any:
+        return x[member] if is_array(x) and x.shape[: len(shape)] == shape else x
+
+    return state, member, jax.tree.map(of_member, trees) if shape else trees
+
+
+def _explain_cause(state: LossScaleState, params: Any) -> str:
+    """Return what scale and params say of the cause: overflow, divergence or a NaN."""
+    # Only a dynamic scale without hysteresis left has been lowered.
+    scale = f"is {'down to ' if state.hysteresis_left == 0 else ''}{state.scale:g}."
+    diverged = (
+        "training that has diverged, by a learning rate that is too high or a loss "
+        "that is scaled twice"
+    )
+    largest, path = max(_sizes(params), default=(0.0, ""))
+    if largest > _LARGE_PARAM:
+        return (
+            f"{scale} The largest param is {largest:.3g}, at {path}, a sign of "
+            f"{diverged}."
+        )
     if state.scale <= 1:
         sign = "A scale of at most 1 makes no gradient overflow, so this is"
     else:
@@ -197,12 +252,19 @@ def _explain_cause(state: LossScaleState) -> str:
             "If a lower scale ends this, it is an overflow: raise `max_skipped`, or "
             "start with a lower scale. If not, it is"
         )
-    # Only a dynamic scale without hysteresis left has been lowered.
-    down = "down to " if state.hysteresis_left == 0 else ""
     return (
-        f"is {down}{state.scale:g}. {sign} a NaN or infinity of the model or its data, "
-        "such as a division by zero or the log of a negative number."
+        f"{scale} {sign} a NaN or infinity of the model or its data, such as a "
+        f"division by zero or the log of a negative number, or {diverged}."
     )
+
+
+def _sizes(tree: PyTree) -> list[tuple[float, str]]:
+    """Return the largest magnitude in each floating leaf, NaN as inf, and its path."""
+    return [
+        (float(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf))), spell(path))
+        for path, x in tree_leaves_with_path(tree)
+        if is_floating(x) and x.size
+    ]
 
 
 def _name_leaf(index: int, opt_state: Any, params: Any) -> str:
@@ -224,13 +286,44 @@ def _warn_if_never_scaled(state: LossScaleState) -> None:
     to its bound, after thousands of steps with gradients divided by it.
     """
     has_stepped = state.finite_count > 0 and state.total_skipped_count == 0
-    if state.scale != 1 and has_stepped and not event_counts()["scales its loss"]:
+    if state.scale != 1 and has_stepped:
+        warn_unless_scaled(
+            "check_loss_scale", f"is {state.scale:g}, no step was ever skipped"
+        )
+
+
+def warn_unless_scaled(caller: str, scale: str) -> None:
+    """Warn if no loss was scaled in this process.
+
+    Args:
+        caller: the public function that the user called.
+        scale: what to say of the loss scale.
+    """
+    if not is_loss_scaled(event_counts()):
         warn(
-            f"check_loss_scale: the loss scale is {state.scale:g}, no step was ever "
-            "skipped, and no loss was scaled in this process, so gradients are "
-            "probably not scaled. They are divided by the scale all the same: take "
-            "them with `optax_mp.value_and_grad(loss)(opt_state, params, ...)`, or of "
-            "`optax_mp.scale_loss(loss, opt_state)`. If nothing is computed in "
-            "float16, no loss scale is needed; `optax_mp.static_loss_scale` skips "
-            "non-finite steps."
+            f"{caller}: the loss scale {scale}, and no loss was scaled in this "
+            "process, so gradients are probably not scaled. They are divided by the "
+            "scale all the same: take them with `optax_mp.value_and_grad(loss)("
+            "opt_state, params, ...)`, or of `optax_mp.scale_loss(loss, opt_state)` "
+            "instead of a product of your own. If nothing is computed in float16, no "
+            "loss scale is needed; `optax_mp.static_loss_scale` skips non-finite steps."
+        )
+
+
+def _warn_of_small_gradients(state: LossScaleState, grads: PyTree) -> None:
+    """Warn if gradients look plausible as they are, but not once they are unscaled.
+
+    A gradient of 0.1 may be a large one that was unscaled by hand, or a scaled one of
+    1e-6. Only the size of all together tells: few models that train have a smaller one.
+    """
+    arrays = [x.astype(jnp.float32) for x in jax.tree.leaves(grads) if is_floating(x)]
+    norm = float(optax.tree.norm(arrays))
+    if _SMALL_NORM <= norm < _SMALL_NORM * state.scale:
+        warn(
+            f"check_loss_scale: the norm of `grads` is {norm:.3g} and the loss scale "
+            f"is {state.scale:g}, so the norm of the unscaled gradients is "
+            f"{norm / state.scale:.1g}, expected {_SMALL_NORM} or more. They were "
+            "probably clipped or unscaled before `tx.update`, which unscales them. "
+            "Pass it the gradients of `value_and_grad` as they are, and clip inside, "
+            "as `optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
         )

@@ -112,7 +112,7 @@ FACTS = {
         ([True, False], [False, False]),
         (_contact, "_SETTINGS", ("in_shardings", "renamed")),
     ),
-    "varies_by_rank": (
+    "varying_axes": (
         varies,
         ([True, False], [False, False]),
         (_contact, "_VARYING", ("renamed",)),

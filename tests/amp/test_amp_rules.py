@@ -1,12 +1,16 @@
 """amp's rules: the words, where they apply, what users give, and what is refused."""
 
+import functools
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from amp_cases import compiled, error, operations, products
+from amp_cases import CASES, compiled, error, operations, products
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 import optax_mp
 from optax_mp import MixedPrecisionWarning, amp, amp_stop, default_amp_rules
@@ -191,6 +195,140 @@ def test_rules_replace_the_defaults():
     assert text == str(jax.make_jaxpr(lambda x: x @ x.T)(X))
 
 
+# Rules that are functions: the first two are in jaxamp's documentation
+
+
+def use_compute_precision(compute_dtype, original_dtypes, *invars, **bind_params):
+    if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in invars):
+        return invars, bind_params
+    if "preferred_element_type" in bind_params:
+        bind_params["preferred_element_type"] = compute_dtype
+    return [x.astype(compute_dtype) for x in invars], bind_params
+
+
+def use_original_precision(compute_dtype, original_dtypes, *invars, **bind_params):
+    pairs = zip(invars, original_dtypes, strict=True)
+    return [x.astype(dtype) for x, dtype in pairs], bind_params
+
+
+def in_float8(compute_dtype, original_dtypes, *invars, **bind_params):
+    bind_params["preferred_element_type"] = compute_dtype
+    return [x.astype(jnp.float8_e4m3fn) for x in invars], bind_params
+
+
+def gradients(fun, rules):
+    yield jax.grad(amp(fun, rules=rules), (0, 1))
+    yield amp(jax.grad(fun, (0, 1)), rules=rules)
+
+
+FUNCTIONS = """
+mlp nested_jit scan_over_layers rnn remat_in_scan cond custom_vjp custom_jvp sharded
+""".split()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_reaches_where_a_word_does(name):
+    loss = lambda p, x: jnp.sum(jax.tree.leaves(CASES[name].fun(p, x, *rest))[0])  # noqa: E731
+    params, x, *rest = CASES[name].arguments
+    texts = [
+        [str(jax.make_jaxpr(grad)(params, x)) for grad in gradients(loss, rules)]
+        for rules in (
+            default_amp_rules | {"dot_general": use_compute_precision},
+            default_amp_rules,
+        )
+    ]
+    assert texts[0] == texts[1]
+    rules = default_amp_rules | {lax.dot_general_p: use_original_precision}
+    for grad in gradients(loss, rules):
+        found = products(jax.make_jaxpr(grad)(params, x))
+        assert found and {dtype for x in found for dtype in x.inputs} == {F32}
+
+
+@pytest.mark.parametrize(
+    ("rule", "read", "result"),
+    [
+        (use_compute_precision, BF16, BF16),
+        (use_original_precision, F32, F32),
+        (in_float8, jnp.dtype("float8_e4m3fn"), BF16),
+    ],
+)
+def test_the_result_of_a_function_goes_on_in_its_width(rule, read, result):
+    jaxpr = jax.make_jaxpr(amp(tanh, rules=default_amp_rules | {"dot_general": rule}))
+    product, activation = (
+        next(x for x in operations(jaxpr(X, W)) if x.name == name)
+        for name in ("dot_general", "tanh")
+    )
+    assert {*map(jnp.dtype, product.inputs)} == {read}
+    assert {*map(jnp.dtype, activation.inputs)} == {result}
+    # Arguments and gradients keep their dtypes.
+    loss = lambda x, w: tanh(x, w).sum()  # noqa: E731
+    for grad in gradients(loss, {"dot_general": rule}):
+        assert [x.dtype for x in jax.eval_shape(grad, X, W)] == [F32, F32]
+
+
+def test_a_function_for_a_scope_needs_no_other_rules_and_takes_collectives():
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
+    specs = {"in_specs": (P("d"), P()), "out_specs": P()}
+
+    @functools.partial(jax.shard_map, mesh=mesh, **specs)
+    def fun(x, w):
+        with jax.named_scope("low"):
+            y = jnp.fft.ifft(jnp.fft.fft(jnp.exp2(x @ w))).real  # has no 16-bit form
+            y = y[jnp.array([0, 0])]  # nor has a scatter, its derivative
+            return lax.psum(y, "d")
+
+    loss = lambda x, w: jnp.exp(fun(x, w)).sum()  # noqa: E731
+    rules = {"low": use_compute_precision}
+    forward = operations(jax.make_jaxpr(amp(loss, rules=rules))(X, W))
+    dtypes = {x.name: jnp.dtype(x.inputs[0]) for x in forward}
+    assert dtypes["dot_general"] == dtypes["exp2"] == BF16
+    assert dtypes["fft"] == jnp.complex64 and dtypes["exp"] == F32
+    for grad in gradients(loss, rules):
+        assert [x.dtype for x in jax.jit(grad)(X, W)] == [F32, F32]
+
+
+def test_the_report_names_what_a_function_runs():
+    rules = default_amp_rules | {
+        "dot_general": in_float8,
+        "tanh": use_original_precision,
+    }
+    report = optax_mp.amp_report(tanh, X, W, rules=rules)
+    assert [(x.primitive, x.ran, x.why) for x in report.operations] == [
+        ("dot_general", "function", "rule"),
+        ("tanh", "function", "rule"),
+    ]
+    assert report.operations[0].own_error > 0.01 and "function" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("rule", "warns"), [(in_float8, 1), (use_original_precision, 0)]
+)
+def test_a_loop_that_ends_by_what_a_function_computes_low_raises_a_warning(rule, warns):
+    def fun(x, w):
+        return lax.while_loop(lambda x: x.sum() > 1e-3, lambda x: x @ w / 2, x)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        amp(fun, rules={"dot_general": rule})(X, W)
+    assert len(caught) == warns
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, params: x,
+        lambda x, params: (x, None),
+        lambda x, params: (x * 2, params),
+        lambda x, params: ([x[0].astype(int)], params),
+        lambda x, params: ([x[0][0]], params),
+    ],
+)
+def test_a_function_may_change_only_dtypes_and_params(change):
+    rule = lambda low, dtypes, *x, **params: change(x, params)  # noqa: E731
+    with pytest.raises(TypeError, match=r"rule of tanh returned .* float32\[4,8\] and"):
+        amp(jnp.tanh, rules={"tanh": rule})(X)
+
+
 # Bad input
 
 
@@ -213,7 +351,7 @@ def test_a_compute_dtype_must_have_16_bits(dtype):
         amp(jnp.sin, compute_dtype=dtype)
 
 
-@pytest.mark.parametrize("rule", ["bf16", "F32", None, 16])
+@pytest.mark.parametrize("rule", ["bf16", "F32", None, 16, []])
 def test_an_unknown_rule_is_refused(rule):
     with pytest.raises(ValueError, match="the rule of 'tanh' is .* one of low, f32"):
         amp(jnp.sin, rules={"tanh": rule})

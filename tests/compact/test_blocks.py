@@ -34,23 +34,16 @@ def rounding_key(*parts):
     return rounding_keys(1, *parts)[0]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def quantized_zeros(x, dtype, block_size=None):
-    blocks = () if block_size is None else choose_blocks(x.shape, block_size)
-    return _blocks.quantized_zeros(x, Code(str(jnp.dtype(dtype)), *blocks))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def quantized_zeros(x, dtype, block_size=None, stays_positive=None):
+    blocks = (-1, None) if block_size is None else choose_blocks(x.shape, block_size)
+    name = str(jnp.dtype(dtype))
+    stays_positive = is_unsigned(name) if stays_positive is None else stays_positive
+    return _blocks.quantized_zeros(x, Code(name, *blocks, stays_positive))
 
 
-def encode(x, dtype, block_size=32, key=None):
-    return quantize(
-        x, had_all_signs(quantized_zeros(x, jnp.dtype(dtype), block_size)), key
-    )
-
-
-def had_all_signs(form):
-    """Return the form as that of values which were negative in every block."""
-    if jnp.issubdtype(form.codes.dtype, jnp.unsignedinteger):
-        return form
-    return form._replace(codes=form.codes - 1)
+def encode(x, dtype, block_size=32, key=None, stays_positive=None):
+    return quantize(x, quantized_zeros(x, dtype, block_size, stays_positive), key)
 
 
 decode = jax.jit(dequantize)
@@ -210,31 +203,23 @@ def zeros_and_positive_values():
     return x
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+@EVERY_FORM
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_positive_values_in_unsigned_codes_stay_positive(stochastic, dtype):
+def test_positive_values_stay_positive_where_roots_are_taken(stochastic, dtype):
     x = zeros_and_positive_values()
     key = rounding_key(1) if stochastic else None
-    back = np.asarray(decode(encode(x, dtype, 32, key)))
+    back = np.asarray(decode(encode(x, dtype, 32, key, True)))
     np.testing.assert_array_equal(back > 0, x > 0)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int16"])
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_blocks_that_were_never_negative_stay_positive_in_signed_codes(
-    stochastic, dtype
-):
-    """Second moments of which nothing was known: optimizers divide by their roots."""
+def test_others_fade_to_zero_from_either_side(stochastic, dtype):
     x = zeros_and_positive_values()
     key = rounding_key(1) if stochastic else None
-    never = quantized_zeros(x, jnp.dtype(dtype), 32)
-    codes = np.zeros((40, 64), dtype)
-    codes[:, 40] = -1  # in the second block of each row
-    back = dequantize(quantize(x, never._replace(codes=codes), key))
-    back = np.asarray(back)
-    np.testing.assert_array_equal(back[:, :32] > 0, x[:, :32] > 0)
-    # The others are rounded as any: to zero, mostly.
-    assert (back[:, 32:] == 0).sum() > (x[:, 32:] == 0).sum() + 100
+    codes = [np.asarray(encode(sign * x, dtype, 32, key).codes) for sign in (1, -1)]
+    np.testing.assert_array_equal(codes[0], -codes[1])
+    assert (codes[0] == 0).sum() > (x == 0).sum() + 200
 
 
 @EVERY_FORM

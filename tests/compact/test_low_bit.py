@@ -435,7 +435,7 @@ def test_small_leaves_counts_and_wide_ones_are_left():
     none = jax.eval_shape(low_bit_state(optax.adam(1e-3), min_size=10**9).init, params)
     assert quantized_leaves(none) == {}
     every = jax.eval_shape(
-        low_bit_state(optax.adam(1e-3), min_size=0).init,
+        low_bit_state(optax.adam(1e-3), min_size=1).init,
         params | {"none": jnp.zeros((0, 3))},
     )
     assert "mu['small']" in quantized_leaves(every)
@@ -544,9 +544,15 @@ def test_bad_settings_are_refused(settings, match):
         low_bit_state(optax.adam(1e-3), **settings)
 
 
-def test_a_min_size_that_is_no_number_is_refused():
-    with pytest.raises(TypeError, match="`min_size` is '1', expected a number of elem"):
-        low_bit_state(optax.adam(1e-3), min_size="1")
+@pytest.mark.parametrize(
+    "setting", [{"min_size": "1"}, {"min_size": -1}, {"min_size": True}, {"seed": True}]
+)
+def test_a_number_of_the_wrong_kind_is_refused(setting):
+    (name,) = setting
+    with pytest.raises(
+        (TypeError, ValueError), match=f"`{name}` is .*, expected an int"
+    ):
+        low_bit_state(optax.adam(1e-3), **setting)
 
 
 def test_what_is_no_transformation_is_refused():
@@ -578,3 +584,66 @@ def test_a_state_made_with_other_settings_is_refused(made, used, match):
     state = base(**made).init(params)
     with pytest.raises(ValueError, match=match):
         base(**used).update(params, state, params)
+
+
+def rooted_adam(variant):
+    """Return a step by moments of which the second is written in another way."""
+
+    def init(params):
+        return jnp.zeros_like(params), jnp.zeros_like(params)
+
+    def update(grads, state, params=None):
+        mu = 0.9 * state[0] + 0.1 * grads
+        nu = state[1] - 0.01 * jnp.sign(state[1] - grads**2) * grads**2
+        return variant(mu, nu), (mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+ROOTED = {
+    "a root": lambda mu, nu: mu / (jnp.sqrt(nu) + 1e-8),
+    "a root of a corrected sum": lambda mu, nu: mu * jax.lax.rsqrt(nu / 0.9 + 1e-8),
+    "a power": lambda mu, nu: mu * (0.5 * nu + 1e-8) ** -0.25,
+    "a branch": lambda mu, nu: jax.lax.cond(
+        mu[0, 0] > 0, lambda: mu / jnp.sqrt(nu), lambda: mu
+    ),
+    "squares of the first": lambda mu, nu: (
+        mu / jnp.sqrt(nu + mu**2 + mu * mu + jnp.abs(mu) + mu**2.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", ROOTED)
+def test_what_a_root_is_taken_of_stays_positive(variant):
+    tx = low_bit_state(rooted_adam(ROOTED[variant]))
+    mu, nu = jax.eval_shape(tx.init, jnp.zeros((64, 64))).inner_state
+    assert (mu.code.dtype, mu.code.stays_positive) == ("int8", False)
+    assert (nu.code.dtype, nu.code.stays_positive) == ("int8", True)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@mostly_slow(
+    ("name", "steps"),
+    [(name, steps) for name in ("adamw", "sgd") for steps in (500, 2800)],
+    lambda name, steps: steps == 500,
+)
+def test_a_weight_without_gradients_stays_where_float32_leaves_it(name, steps, sign):
+    """Rare tokens and dead units, beside a neighbour that always has a gradient."""
+    inner = {"adamw": optax.adamw(1.0, weight_decay=0.0), "sgd": EVERY["sgd"]()}[name]
+    first = np.abs(np.random.default_rng(3).standard_normal((20, 64, 64)))
+    late = np.zeros((64, 64))
+    late[:, ::32] = 1.0
+
+    def weights(tx):
+        def step(carry, i):
+            grads = jnp.where(i < 20, jnp.asarray(first, jnp.float32)[i % 20], late)
+            updates, state = tx.update(sign * grads, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        start = jnp.zeros((64, 64))
+        run = jax.jit(lambda c: jax.lax.scan(step, c, jnp.arange(steps))[0][0])
+        return np.asarray(run((start, tx.init(start))), np.float64)
+
+    rate = {"adamw": 1.0, "sgd": 1e-2}[name]
+    off = (weights(low_bit_state(inner)) - weights(inner))[late == 0] / rate
+    assert abs(off.mean()) < 5 * off.std() / np.sqrt(off.size)

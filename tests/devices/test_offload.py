@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
+from guide import names_of
 from host_memory import (
     HOST,
     UNFUSED,
@@ -162,9 +163,26 @@ def test_a_step_skipped_from_outside_brings_nothing():
     for bad, rounds in (({0}, 0), ((), 1)):
         grads = random_grads(params, 0, bad)
         assert loop_rounds(closed, (grads, state, params)) == [rounds] * 2
-    moves = [e for e in closed.jaxpr.eqns if e.primitive.name == "device_put"]
+    (call,) = (e for e in closed.jaxpr.eqns if e.params.get("name") == "choose_step")
+    equations = call.params["jaxpr"].eqns
+    moves = [e for e in equations if e.primitive.name == "device_put"]
+    assert moves
     # What is outside of loops tells jit that a result of one is in host memory.
     assert all(str(e.invars[0].aval).startswith("float32<host>") for e in moves)
+
+
+@needs_memories
+def test_a_chain_around_it_is_skipped_entirely():
+    """It is not told, as others' transformations see no argument of this package."""
+    params = random_params("float32")
+    inner = optax.chain(optax.clip(1.0), in_chunks(optax.adam(1e-2)))
+    tx = optax_mp.dynamic_loss_scale(inner)
+    state = tx.init(params)
+    step = jax.jit(tx.update)
+    _, skipped = step(random_grads(params, 0, {0}), state, params)
+    assert as_bits(skipped.inner_state) == as_bits(state.inner_state)
+    _, taken = step(random_grads(params, 0), state, params)
+    assert as_bits(taken.inner_state) != as_bits(state.inner_state)
 
 
 def loop_rounds(closed, args):
@@ -175,6 +193,8 @@ def loop_rounds(closed, args):
         if equation.primitive.name == "while":
             consts = equation.params["cond_nconsts"] + equation.params["body_nconsts"]
             counts.append(int(inputs[consts + 1]))
+        if equation.params.get("name") == "choose_step":
+            return evaluate(equation.params["jaxpr"], inputs, run)
         return bind(equation, inputs)
 
     evaluate(closed, jax.tree.leaves(args), run)
@@ -362,7 +382,7 @@ def test_what_is_wrong_is_named(monkeypatch):
 
 
 def test_before_jax_0_10_the_version_is_named(monkeypatch):
-    monkeypatch.setattr("optax_mp.devices._offload.knows_memories", lambda: False)
+    monkeypatch.setattr("optax_mp.devices._offload.KNOWS_MEMORIES", False)
     with pytest.raises(
         RuntimeError, match=r"expected JAX 0.10 or later.*memory_kind=N"
     ):
@@ -403,3 +423,9 @@ def test_state_that_was_pulled_back_is_brought_to_the_host_with_a_warning():
         _, kept = jax.jit(wrapped.update)(bad, pulled, params)
     assert as_bits(kept.inner_state) == as_bits(pulled.inner_state)
     assert kinds(kept.inner_state) == {"Host", "Device"}
+
+
+@needs_memories
+@pytest.mark.parametrize(("block", "step"), [("loss_fn", "step"), ("update", "update")])
+def test_the_steps_of_the_guide_are_compiled_once(block, step):
+    assert names_of("offload.md", block)[step]._cache_size() == 1

@@ -104,8 +104,8 @@ def test_a_line_search_works_inside():
     assert float(loss(params)) < 1e-6
 
 
-def test_leaves_that_are_no_arrays_pass():
-    params = {"w": jnp.ones((8, 4), jnp.bfloat16), "name": "layer", "n": 3}
+def test_python_numbers_pass():
+    params = {"w": jnp.ones((8, 4), jnp.bfloat16), "t": 1.5, "n": 3}
     bare = optax_mp.mixed_precision(ADAMW)
     state = optax_mp.zero1(bare, mesh(), "data").init(params)
     assert jax.tree.structure(state) == jax.tree.structure(bare.init(params))

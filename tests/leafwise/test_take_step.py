@@ -519,7 +519,7 @@ def test_one_row_and_64_bit_types_are_not_tried(x64):
 def test_constants_of_the_optimizer_and_extra_arguments_reach_the_kernel():
     mask = jnp.arange(64.0 * 128).reshape(64, 128) % 3
 
-    def masked(updates, state, params=None, *, factor):
+    def masked(updates, state, params=None, *, factor=1.0):
         return jax.tree.map(lambda u: u * mask * factor, updates), state
 
     extra = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), masked)

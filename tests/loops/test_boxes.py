@@ -11,6 +11,8 @@ import pytest
 from loop_forms import FORMS
 from slow_cases import mostly_slow
 
+import optax_mp
+
 
 @jax.tree_util.register_pytree_node_class
 class Opaque:
@@ -113,9 +115,25 @@ def test_scales_have_the_axes_of_the_param():
 
 def test_a_box_of_one_shape_keeps_arrays_in_bfloat16():
     tx, params = FORMS["5.1 bytes"], params_in(Stubborn)
-    nu = tx.init(params).inner_state.inner_state[0].nu["w"]
+    message = r"'w'\].* is float32\[128,256\] in a Stubborn, which takes no scales"
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match=message):
+        nu = tx.init(params).inner_state.inner_state[0].nu["w"]
     assert nu.codes.array.dtype == jnp.bfloat16
     assert nu.scales is None
+
+
+def test_a_module_of_one_array_is_quantized():
+    eqx = pytest.importorskip("equinox")
+    w = jnp.ones((128, 256), jnp.bfloat16)
+    # Its fields are not what the class is made of.
+    params = {"embed": eqx.nn.Embedding(weight=w), "w": w}
+    tx = FORMS["5.1 bytes"]
+    state = tx.init(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    _, new_state = jax.jit(tx.update)(grads, state, params)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    of_embedding, of_w, _ = optax_mp.memory_report(state, params).by_leaf().values()
+    assert of_embedding == of_w
 
 
 AS_OPTAX = pytest.mark.xfail(reason="optax 0.2.8 makes arrays", strict=False)

@@ -100,6 +100,17 @@ def test_codes_and_scales_are_boxed_one_by_one():
     assert optax_mp.memory_report(optimizer, Net(nnx.Rngs(0))).by_role()["nu"]
 
 
+@pytest.mark.parametrize("name", ["out_sharding", "sharding_names"])
+def test_scales_have_the_metadata_of_the_param_by_its_names(name):
+    # Models of older versions say `sharding_names`, which Flax renames, and warns.
+    metadata = nnx.Param(X).get_metadata() | {name: (None, "x")}
+    param = nnx.Param.from_metadata(jnp.ones((100, 100), jnp.bfloat16), metadata)
+    state = FORMS["5.1 bytes"].init(nnx.State({"w": param}))
+    nu = state.inner_state.inner_state[0].nu["w"]
+    assert nu.codes.get_metadata() == metadata
+    assert nu.scales.get_metadata() == metadata | {name: (None, None)}
+
+
 @pytest.mark.parametrize("form", ["bare", "FullCopy", "5.1 bytes"])
 def test_in_a_branch(form):
     model, optimizer = made(form)

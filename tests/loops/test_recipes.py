@@ -1,5 +1,8 @@
 """The guide's recipes for trainers: they do what the framework's own methods do."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,17 +77,39 @@ def test_trainers_find_injected_hyperparameters():
     schedule = optax.linear_schedule(1e-2, 0.0, 100)
     adamw = optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)
     low_bit = optax_mp.mixed_precision(optax_mp.low_bit_state(adamw))
-    for tx in (adamw, optax_mp.mixed_precision(adamw), low_bit):
+    scaled = optax_mp.dynamic_loss_scale(low_bit)
+    for tx in (adamw, optax_mp.mixed_precision(adamw), scaled):
         model = nnx.Linear(128, 128, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         opt_state = nnx.Optimizer(model, tx, wrt=nnx.Param).opt_state
         rate = optax.tree.get(nnx.as_pure(opt_state), "hyperparams")["learning_rate"]
         assert float(rate) == pytest.approx(1e-2)
-        if tx is not low_bit:
-            assert float(learning_rate_as_tunix_reads_it(opt_state)) == float(rate)
+        assert float(learning_rate_as_tunix_reads_it(opt_state)) == float(rate)
         if tx is not adamw:
             logged = optax_mp.metrics(nnx.as_pure(opt_state))["learning_rate"]
             assert float(logged) == float(rate)
     assert opt_state.inner_state.inner_state.hyperparams["learning_rate"] == rate
+
+
+def test_a_state_answers_for_the_fields_of_the_state_in_it():
+    accumulated = optax.MultiSteps(optax.adam(1e-2), 2)
+    params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    for wrap in (
+        optax_mp.mixed_precision,
+        optax_mp.low_bit_state,
+        optax_mp.stochastic_rounding,
+        lambda tx: optax_mp.static_loss_scale(optax_mp.mixed_precision(tx)),
+    ):
+        state = wrap(accumulated).init(params)
+        copies = copy.deepcopy(state), pickle.loads(pickle.dumps(state))
+        for found in (state, *copies, jax.tree.map(jnp.copy, state)):
+            # As nanodo logs them.
+            assert (int(found.gradient_step), int(found.mini_step)) == (0, 0)
+            assert jax.tree.structure(found) == jax.tree.structure(state)
+        assert not accumulated.has_updated(state)
+        assert not hasattr(state, "_private") and not hasattr(state, "hyperparams")
+        with pytest.raises(AttributeError, match="no field 'hyperparams'"):
+            _ = state.hyperparams
+        assert len(optax.tree.get_all_with_path(state, "mini_step")) == 1
 
 
 @pytest.mark.parametrize("form", ["bare", "FullCopy", "5.1 bytes"])

@@ -122,10 +122,11 @@ def test_with_16_bit_updates_follow_params_tells_of_an_edit(form, jitted):
         optax_mp.mixed_precision(optax.sgd(0.0), **FORMS[form]),
     )
     params = weights("bfloat16")
-    state, step = tx.init(params), step_of(tx)
+    grads = optax_mp.cast_floating(gradients(0), "bfloat16")
+    step = step_of(tx)
+    params, state = step(params, tx.init(params), grads)
     edited = halve(params)
     follow = jax.jit(optax_mp.follow_params) if jitted else optax_mp.follow_params
-    grads = optax_mp.cast_floating(gradients(0), "bfloat16")
     followed = follow(state, edited)
     assert avals(followed) == avals(state)
     after, _ = step(edited, followed, grads)
@@ -133,7 +134,75 @@ def test_with_16_bit_updates_follow_params_tells_of_an_edit(form, jitted):
     undone, _ = step(edited, state, grads)
     assert (as_bits(undone) == as_bits(edited)) == (form != "FullCopy")
     # What is not edited keeps its master.
-    assert as_bits(follow(state, params)) == as_bits(state)
+    same = follow(state, params)
+    masters = (optax_mp.master_params(x, params) for x in (same, state))
+    assert as_bits(next(masters)) == as_bits(next(masters))
+
+
+CHANGES = {
+    "float32 gradients": optax_mp.mixed_precision,
+    "update_dtype": lambda tx: optax_mp.mixed_precision(tx, update_dtype=jnp.float32),
+    "a loss scale": lambda tx: optax_mp.dynamic_loss_scale(
+        optax_mp.mixed_precision(tx), init_scale=1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")
+def test_roundings_of_16_bit_updates_are_no_edits(change):
+    """Masters stay, at learning rate 0, when updates become float32."""
+    sgd = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    tx = optax_mp.mixed_precision(sgd)
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=65536), jnp.bfloat16)}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(3):
+        grads = {"w": jnp.asarray(rng.normal(size=65536), jnp.bfloat16)}
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    masters = jax.device_get(state.master_params["w"])
+    target = rounded(masters, jnp.bfloat16).astype(jnp.float32)
+    assert np.count_nonzero(target != np.asarray(params["w"], np.float32)) > 10
+    state.inner_state.hyperparams["learning_rate"] *= 0
+    new = CHANGES[change](sgd)
+    state, step = optax_mp.convert_opt_state(state, params, tx, new), step_of(new)
+    ones = {"w": jnp.ones(65536)}
+    grads = optax_mp.cast_floating(ones, "bfloat16") if "dtype" in change else ones
+    for _ in range(2):
+        params, state = step(params, state, grads)
+        # After one exact update each param is its master, and edits are followed.
+        found = optax_mp.master_params(state, params)["w"]
+        assert as_bits(found) == as_bits(masters)
+        assert as_bits(params["w"]) == as_bits(target.astype(jnp.bfloat16))
+    params, state = step(halve(params), state, grads)
+    assert as_bits(params["w"]) == as_bits(target.astype(jnp.bfloat16) / 2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_that_are_loaded_after_init_are_the_masters(dtype):
+    """As in `TrainState.create(params=...).replace(params=pretrained)`."""
+    tx = optax_mp.mixed_precision(optax.sgd(0.0))
+    state = tx.init(weights("bfloat16"))
+    pretrained = weights("bfloat16", seed=1)
+    grads = optax_mp.cast_floating(gradients(0), dtype)
+    params, state = step_of(tx)(pretrained, state, grads)
+    assert as_bits(params) == as_bits(pretrained)
+    found = optax_mp.master_params(state, params)
+    assert as_bits(found) == as_bits(optax_mp.cast_floating(pretrained, "float32"))
+
+
+@pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")
+def test_frozen_leaves_without_gradients_hide_no_edit():
+    tx = optax_mp.mixed_precision(optax.sgd(0.0))
+    params = weights("bfloat16")
+    state, grads = tx.init(params), gradients(0) | {"bias": None}
+    for _ in range(2):
+        edited = halve(params)
+        params, state = jax.jit(
+            lambda p, s: optax_mp.take_step(tx, grads, s, p)  # noqa: B023
+        )(edited, state)
+        assert as_bits(params) == as_bits(edited)
 
 
 def test_follow_params_is_found_in_any_nesting_and_shares_no_buffer():

@@ -22,9 +22,7 @@ MIXED = {
     "key": jax.random.key(0),
     "none": None,
     "masked": optax.MaskedNode(),
-    "static": "relu",
-    "eps": 1e-5,
-    "function": jax.nn.relu,
+    "number": 1.5,
     "empty": jnp.zeros((0, 2), jnp.bfloat16),
     "scalar": jnp.ones((), jnp.bfloat16),
 }
@@ -39,13 +37,8 @@ def mixed_gradients():
         else np.zeros(v.shape, jax.dtypes.float0)
         for k, v in grads.items()
     }
-    return grads | {
-        "none": None,
-        "masked": optax.MaskedNode(),
-        "static": None,
-        "eps": None,
-        "function": None,
-    }
+    hidden = {"none": None, "masked": optax.MaskedNode()}
+    return grads | hidden | {"number": jnp.float32(0.5)}
 
 
 def sgd_to(target, param, **settings):
@@ -144,16 +137,16 @@ def test_leaves_without_a_master_pass_through(storage):
     held = {k for k, v in state.master_params.items() if hasattr(v, "dtype")}
     assert held == {"bf16", "f16", "empty", "scalar"}
     moments = jax.tree.leaves(state.inner_state[0].mu)
-    assert len(moments) == len(held) + len({"f32", "complex"})
+    assert len(moments) == len(held) + len({"f32", "complex", "number"})
     grads = mixed_gradients()
     updates, after = tx.update(grads, state, MIXED)
     for name in ("int", "bool"):
         assert as_bits(updates[name]) == as_bits(jnp.zeros_like(MIXED[name]))
     assert updates["key"] is grads["key"]
-    for name in ("none", "masked", "static", "function", "eps"):
+    for name in ("none", "masked"):
         assert updates[name] == grads[name]
     bare = optax.adamw(1e-2)
-    own = {k: MIXED[k] for k in ("f32", "complex")}
+    own = {k: MIXED[k] for k in ("f32", "complex", "number")}
     own_grads = {k: grads[k] for k in own}
     want, _ = bare.update(own_grads, bare.init(own), own)
     assert as_bits({k: updates[k] for k in own}) == as_bits(want)
@@ -165,10 +158,11 @@ def test_an_all_float32_model_costs_nothing():
     bare = optax.adamw(1e-2)
     tx = optax_mp.mixed_precision(bare)
     assert jax.tree.leaves(tx.init(params).master_params) == []
-    assert as_bits(tx.init(params)) == as_bits(bare.init(params))
+    assert as_bits(tx.init(params).inner_state) == as_bits(bare.init(params))
     want = jax.make_jaxpr(bare.update)(params, bare.init(params), params)
     got = jax.make_jaxpr(tx.update)(params, tx.init(params), params)
-    assert str(got) == str(want)
+    # One more says that params are their masters.
+    assert len(got.eqns) == len(want.eqns) + 1
 
 
 def test_state_shares_no_buffer_with_params_or_itself():
@@ -180,8 +174,14 @@ def test_state_shares_no_buffer_with_params_or_itself():
 
     params = {"low": jnp.ones(8, jnp.bfloat16), "own": jnp.ones(8)}
     pretrained = {"low": jnp.ones(8), "own": jnp.ones(8)}
-    for tree, settings in ((params, {}), (pretrained, {"param_dtype": "bf16"})):
-        tx = optax_mp.mixed_precision(keeps_params(), **settings)
+    inner = keeps_params()
+    for tree, tx in (
+        (params, optax_mp.mixed_precision(inner)),
+        (pretrained, optax_mp.mixed_precision(inner, param_dtype="bf16")),
+        (params, optax_mp.static_loss_scale(inner)),
+        (params, optax_mp.stochastic_rounding(inner)),
+        (params, optax_mp.offload(optax_mp.low_bit_state(inner), memory_kind=None)),
+    ):
         for state in (tx.init(tree), jax.jit(tx.init)(tree)):
             leaves = jax.tree.leaves((tree, state))
             pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves]
@@ -291,7 +291,7 @@ W = r"\['layer'\]\['w'\]"
         ),
         (
             {"grads": with_leaf(GRADS, jnp.ones((2, 3)))},
-            rf"ValueError: .* gradient of {W} is float32\[2,3\], .*expected the (same )?shape",
+            rf"ValueError: .* {W} is float32\[2,3\], expected the shape of float32\[3\]: ",
         ),
         (
             {"grads": with_leaf(GRADS, jnp.ones(3, jnp.complex64))},

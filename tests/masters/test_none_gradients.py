@@ -1,4 +1,4 @@
-"""Gradients of None and float0, as integer and frozen params have them."""
+"""Gradients of leaves that are no floating arrays: None, float0, Python numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,35 @@ def test_integer_params_stay_in_everybodys_loop(form, way, gradient):
     kept = ("steps", "mask", "absent")
     assert as_bits([params[k] for k in kept]) == as_bits([PARAMS[k] for k in kept])
     assert (params["w"] != PARAMS["w"]).all()
+
+
+@mostly_slow(
+    "form", sorted(FORMS.keys() - {"chain"}), {"masters", "loss scale"}.__contains__
+)
+@pytest.mark.parametrize("way", ["take_step", "apply_updates", "eager apply_updates"])
+def test_a_python_float_is_a_param_as_in_plain_optax(form, way):
+    def train(tx, dtype):
+        params = {"t": 1.5, "w": jnp.ones(2, dtype)}
+        state = tx.init(params)
+        kinds = avals(state)
+
+        def step(grads, state, params):
+            if way == "take_step":
+                return optax_mp.take_step(tx, grads, state, params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        step = step if "eager" in way else jax.jit(step)
+        gradient = optax_mp.value_and_grad(lambda p: p["t"] ** 2 + 0 * p["w"].sum())
+        for _ in range(3):
+            params, state = step(gradient(state, params)[1], state, params)
+        return params["t"], avals(state) == kinds
+
+    want, _ = train(optax.adamw(0.1), jnp.float32)
+    got, is_stable = train(FORMS[form](), jnp.bfloat16)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert is_stable  # optax's own moments start with weak types
+    np.testing.assert_allclose(want, 1.2, atol=0.01)
 
 
 @pytest.mark.parametrize("way", ["take_step", "apply_updates"])

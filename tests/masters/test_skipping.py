@@ -125,6 +125,9 @@ def test_inside_a_loss_scale_nothing_moves(form, jitted):
         lambda rule: optax.chain(
             optax_mp.dynamic_loss_scale(), optax_mp.mixed_precision(rule)
         ),
+        lambda rule: optax_mp.dynamic_loss_scale(
+            optax.chain(rule, optax_mp.mixed_precision(optax.sgd(0.1)))
+        ),
     ],
 )
 def test_a_rule_gets_no_extra_argument_but_its_own(around):
@@ -137,6 +140,49 @@ def test_a_rule_gets_no_extra_argument_but_its_own(around):
     grads = {"w": jnp.full(3, np.inf)}
     updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, value=1.0)
     assert updates["w"].shape == (3,)
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_a_new_array_in_two_places_of_the_state_replaces_neither(jitted):
+    """Each place keeps its own old array in a skipped step."""
+
+    def update(updates, state, params=None):
+        return updates, (updates, updates)
+
+    def init(params):
+        return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.ones_like, params)
+
+    tx = optax_mp.dynamic_loss_scale(optax.GradientTransformation(init, update))
+    params = {"w": jnp.ones(3)}
+    state = tx.init(params)
+    step = jax.jit(tx.update) if jitted else tx.update
+    _, skipped = step({"w": jnp.full(3, np.nan)}, state, params)
+    assert as_bits(skipped.inner_state) == as_bits(state.inner_state)
+    _, taken = step({"w": jnp.full(3, 2.0)}, state, params)
+    assert as_bits(taken.inner_state[0]) == as_bits(taken.inner_state[1])
+
+
+@pytest.mark.parametrize("grad_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("where", ["alone", "inside", "behind a link"])
+def test_a_choice_copies_no_state(where, grad_dtype):
+    """XLA for CPUs copies what a later choice would read again: 8 bytes a weight."""
+    tx = {
+        "alone": mixed(),
+        "inside": optax_mp.dynamic_loss_scale(mixed()),
+        "behind a link": optax.chain(optax_mp.dynamic_loss_scale(), mixed()),
+    }[where]
+    params = {name: jnp.ones((256, 256), jnp.float16) for name in "ab"}
+    grads = jax.tree.map(lambda p: p.astype(grad_dtype), params)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    compiled = jitted.lower(params, tx.init(params), grads).compile()
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    # At most the flags of the check, a byte for each element of a leaf.
+    assert temporaries < 1.1 * 2 * 256**2
 
 
 @mostly_slow(

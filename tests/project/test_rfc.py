@@ -84,6 +84,8 @@ def test_the_proposal_is_mixed_precision_bit_for_bit(name, dtype, how):
         run(wrap(OPTIMIZERS[name]()), params, grads, how)
         for wrap in (rfc.with_master_params, optax_mp.mixed_precision)
     )
+    # The proposal does not tell edits from roundings.
+    ours = ours[0], ours[1]._replace(last_exact=None)
     assert as_bits(small) == as_bits(ours)
     assert as_bits(small[0]) != as_bits(params)
 

@@ -1,5 +1,7 @@
 """memory_report: its bytes are those of the arrays, and its roles what they are for."""
 
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -167,6 +169,16 @@ def test_codes_count_under_their_field_and_scales_apart():
     }
     assert report.by_leaf()["['w']"] == 5 * n + 2 * 2 * n // 32
     assert report.float32_bytes == 12 * (n + 8) + rest
+
+
+def test_params_may_be_a_named_tuple_of_any_name():
+    class ModelState(NamedTuple):
+        w: jax.Array
+
+    params = ModelState(jnp.ones(4, jnp.bfloat16))
+    for inner in (optax.sgd(0.1), optax.identity(), optax.adam(0.1)):
+        state = mixed_precision(inner).init(params)
+        assert memory_report(state, params).by_role()["params"] == 8
 
 
 def test_wrong_arguments_are_refused():

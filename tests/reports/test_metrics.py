@@ -85,6 +85,28 @@ def test_without_a_loss_scale_steps_are_counted():
     assert optax_mp.metrics(state)["step_count"] == 1
 
 
+MULTI_STEPS = {
+    "low_bit_state": optax_mp.low_bit_state,
+    "stochastic_rounding": optax_mp.stochastic_rounding,
+    "mixed_precision": optax_mp.mixed_precision,
+    "loss scale": lambda tx: optax_mp.static_loss_scale(optax_mp.low_bit_state(tx)),
+    "chain": lambda tx: optax.chain(optax.scale_by_schedule(lambda n: 1.0), tx),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("around", MULTI_STEPS)
+def test_optimizer_steps_are_counted_not_micro_steps(around):
+    tx = MULTI_STEPS[around](
+        optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()
+    )
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(5):
+        state = update({"w": jnp.ones(4)}, state, params)[1]
+    assert optax_mp.metrics(state)["step_count"] == 2
+
+
 SEVERAL = {
     "partition": (
         lambda: optax.partition({"x": scaler(8.0), "y": scaler(4.0)}, LABELS),

@@ -1,6 +1,7 @@
 """The first place where a 16-bit value became float32 on the way to a product."""
 
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from optax_mp import precision_report
+from optax_mp import gradient_range_report, precision_report
 
 LOW, FULL = jnp.bfloat16, jnp.float32
 X = jax.ShapeDtypeStruct((8, 8), LOW)
@@ -189,3 +190,51 @@ def test_the_products_of_a_gradient_have_the_causes_of_the_forward_pass(fun):
     for each in wide:
         assert each.line == line_of(loss, "the wide one")
         assert [x.name for x in each.causes] == ["params['scale']"]
+
+
+def test_a_product_of_two_16_bit_dtypes_is_named_as_one():
+    half = jax.ShapeDtypeStruct((8, 8), jnp.float16)
+    (((kind, said),),) = causes(lambda x, y: (x @ y).astype(LOW) @ (x @ y), X, half)
+    assert kind == "result" and said.startswith("a product of bfloat16 with float16")
+
+
+def convolve(params, x, y=0.0):
+    out = jax.lax.conv_general_dilated(x + y, params["k"], (1,), "SAME")
+    return jnp.sum(out)
+
+
+WIDE_BATCH = jnp.ones((1, 3, 8))
+KERNEL = {"k": jnp.ones((4, 3, 3), LOW), "b": jnp.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "named"),
+    [
+        ((KERNEL, WIDE_BATCH), {}, "because of `x`"),
+        ((KERNEL, WIDE_BATCH.astype(LOW)), {"y": WIDE_BATCH}, "because of `y`"),
+        (({"k": jnp.ones((4, 3, 3))}, WIDE_BATCH.astype(LOW)), {}, "`params['k']`"),
+        ((KERNEL, WIDE_BATCH), {"y": WIDE_BATCH}, "somewhere in it"),
+    ],
+)
+def test_an_argument_that_a_convolution_does_not_take_is_named(args, kwargs, named):
+    message = f"in `fun` gets float32 and bfloat16, .*{re.escape(named)}.*JAX says: lax"
+    with pytest.raises(TypeError, match=message):
+        precision_report(convolve, *args, **kwargs)
+
+
+def test_no_two_rows_of_a_table_look_alike():
+    names = [f"{'encoder_' * n}layer" for n in range(1, 40, 13)]
+    tail = "attention_of_many_words"
+    params = {name: {tail: {tail: {"norm": jnp.ones(8)}}} for name in names}
+
+    def fun(params, x):
+        return [(x * params[name][tail][tail]["norm"]) @ x for name in names]
+
+    table = str(precision_report(fun, params, X)).splitlines()
+    cells = [
+        re.split("  +", line) for line in table if line.startswith("test_precisio")
+    ]
+    assert len({label for _, label, *_ in cells}) == len(names)
+    report = str(gradient_range_report(params)).splitlines()
+    titles = {line.split("  ")[0] for line in report if "['norm']" in line}
+    assert len(titles) == len(names)

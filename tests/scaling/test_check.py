@@ -1,5 +1,7 @@
 """check_loss_scale: what it accepts, and what its error says."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -115,3 +117,70 @@ def test_the_scale_tells_an_overflow_from_a_nan_of_the_model(cause):
     error = error_of(after(scaled(optax.sgd(0.1), **settings), GOOD, BAD, steps))
     assert expected in error
     assert ("so this is a NaN" in error) == (cause == "the model")
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+def test_of_states_with_leading_axes_the_member_that_skips_most_is_named(shape):
+    tx = optax_mp.dynamic_loss_scale(optax.sgd(0.1))
+    params = {"a": jnp.ones((*shape, 2)), "b": jnp.ones((*shape, 2))}
+    grads = jax.tree.map(jnp.ones_like, params)
+    grads["b"] = grads["b"].at[..., 1, 0].set(jnp.nan)
+    init, update = tx.init, tx.update
+    for _ in shape:
+        init, update = jax.vmap(init), jax.vmap(update)
+    state = init(params)
+    optax_mp.check_loss_scale(state, params=params)
+    state = update(grads, state, params)[1]
+    optax_mp.check_loss_scale(state, 1, params=params, grads=grads)
+    member = [1] if len(shape) == 1 else [1, 1]  # of equal members the last
+    error = error_of(state, params=params)
+    assert f"1 steps in a row of member {member} had" in error
+    assert error.endswith("was ['b'].")
+    assert "Leaves: ['b']." in error_of(state, grads=grads)
+
+
+def test_training_that_diverged_is_no_nan_of_the_model():
+    """Of a learning rate of a million, in float16."""
+    params = {"w": jnp.ones((4, 4), jnp.float16)}
+    tx = optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(optax.adam(1e6)))
+    loss = optax_mp.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2))
+
+    @jax.jit
+    def step(params, state):
+        grads = loss(state, params, jnp.ones((2, 4), jnp.float16))[1]
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(20):
+        params, state = step(params, state)
+    error = error_of(state, params=params)
+    assert "largest param is 6.55e+04, at ['w']" in error
+    assert "learning rate" in error and "scaled twice" in error
+    assert "NaN or infinity of the model" not in error
+
+
+BY_HAND = {
+    "clipped": (lambda grads: optax.clip_by_global_norm(1.0).update(grads, ())[0], 1),
+    "unscaled": (lambda grads: jax.tree.map(lambda g: g / 2.0**16, grads), 1),
+    "as they are": (lambda grads: grads, 0),
+    "zero": (lambda grads: jax.tree.map(jnp.zeros_like, grads), 0),
+    "not finite": (lambda grads: jax.tree.map(lambda g: g * jnp.nan, grads), 0),
+}
+
+
+@pytest.mark.parametrize("way", BY_HAND)
+def test_gradients_that_are_no_longer_scaled_are_warned_of(way):
+    change, count = BY_HAND[way]
+    tx = optax_mp.dynamic_loss_scale(optax.sgd(0.1))
+    state = tx.init(PARAMS)
+
+    def loss(p):
+        return sum(jnp.mean(x**2) for x in jax.tree.leaves(p))
+
+    grads = change(optax_mp.value_and_grad(loss)(state, PARAMS)[1])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optax_mp.check_loss_scale(state, grads=grads)
+    assert len(caught) == count
+    assert all("clipped or unscaled before" in str(w.message) for w in caught)

@@ -1,5 +1,6 @@
 """Mistakes of users, across all rooms: each has an error or a warning that names it."""
 
+import dataclasses
 import warnings
 from collections import Counter
 from typing import NamedTuple
@@ -57,7 +58,7 @@ NO_STATE = {
     ),
     "the optimizer": (
         (SCALED, PARAMS, X),
-        "`opt_state` is a GradientTransformationExtraArgs, the optimizer itself, .*"
+        "`opt_state` is a Transformation, the optimizer itself, .*"
         r"pass what `tx.init\(params\)` returned",
     ),
     "a loss scale": (
@@ -106,7 +107,7 @@ def test_value_and_grad_takes_any_state_without_a_loss_scale(state):
 
 scale = optax_mp.DynamicLossScale(8.0)
 SPLIT = optax_mp.mixed_precision(ADAM, storage=optax_mp.Split())
-IS_OPTIMIZER = "`opt_state` is a GradientTransformationExtraArgs, the optimizer itself"
+IS_OPTIMIZER = "`opt_state` is a Transformation, the optimizer itself"
 STATE_SECOND = "`params` is a MixedPrecisionState of .*which is an optimizer state, and"
 MISPLACED = {
     "scale_loss(state, loss)": (
@@ -142,11 +143,11 @@ MISPLACED = {
     ),
     "convert_opt_state, from_tx and to_tx": (
         lambda: optax_mp.convert_opt_state(STATE, PARAMS, SPLIT, MASTERS),
-        ValueError, r"stored by \[FullCopy\(\)\], expected \[Split\(bits=16\)\]",
+        ValueError, r"masters in FullCopy\(\), expected masters in Split",
     ),
     "check_checkpoint(state, tx)": (
         lambda: optax_mp.check_checkpoint(STATE, MASTERS),
-        TypeError, "`template` is a GradientTransformationExtraArgs, expected a state",
+        TypeError, "`template` is a Transformation, expected a state",
     ),
     "gradient_range_report(loss_scale=state)": (
         lambda: optax_mp.gradient_range_report(GRADS, loss_scale=SCALED_STATE),
@@ -186,15 +187,23 @@ AROUND = {
 
 # Made in the tests: while a link exists, other tests would look for its mark.
 FORMS = {
-    "mixed_precision": lambda: MASTERS,
-    "dynamic_loss_scale": lambda: SCALED,
-    "static_loss_scale": lambda: optax_mp.static_loss_scale(ADAM),
-    "stochastic_rounding": lambda: optax_mp.stochastic_rounding(ADAM),
-    "low_bit_state": lambda: optax_mp.low_bit_state(ADAM),
-    "zero1": lambda: optax_mp.zero1(MASTERS, jax.make_mesh((1,), ("data",)), "data"),
-    "Split(16)": lambda: SPLIT,
-    "Split(8)": lambda: optax_mp.mixed_precision(ADAM, storage=optax_mp.Split(8)),
-    "a link": lambda: optax.chain(optax_mp.dynamic_loss_scale(), MASTERS),
+    "mixed_precision": lambda tx=ADAM: optax_mp.mixed_precision(tx),
+    "dynamic_loss_scale": lambda tx=ADAM: optax_mp.dynamic_loss_scale(
+        optax_mp.mixed_precision(tx)
+    ),
+    "static_loss_scale": lambda tx=ADAM: optax_mp.static_loss_scale(tx),
+    "stochastic_rounding": lambda tx=ADAM: optax_mp.stochastic_rounding(tx),
+    "low_bit_state": lambda tx=ADAM: optax_mp.low_bit_state(tx),
+    "zero1": lambda tx=ADAM: optax_mp.zero1(
+        optax_mp.mixed_precision(tx), jax.make_mesh((1,), ("data",)), "data"
+    ),
+    "Split(16)": lambda tx=ADAM: optax_mp.mixed_precision(
+        tx, storage=optax_mp.Split(16)
+    ),
+    "Split(8)": lambda tx=ADAM: optax_mp.mixed_precision(tx, storage=optax_mp.Split(8)),
+    "a link": lambda tx=ADAM: optax.chain(
+        optax_mp.dynamic_loss_scale(), optax_mp.mixed_precision(tx)
+    ),
 }
 BY_DEFAULT = {"mixed_precision", "dynamic_loss_scale"}
 FORM = mostly_slow("form", FORMS, lambda form: form in BY_DEFAULT)
@@ -202,9 +211,25 @@ FORM = mostly_slow("form", FORMS, lambda form: form in BY_DEFAULT)
 
 @FORM
 def test_init_refuses_an_optimizer(form):
-    message = "`params` is a Gradient.*, expected the params of a model"
+    message = "`params` is a .*Transformation, expected the params of a model"
     with pytest.raises(TypeError, match=message):
         FORMS[form]().init(MASTERS)
+
+
+class Net(NamedTuple):
+    w: jax.Array
+    activation: object
+
+
+@mostly_slow(
+    ("form", "leaf"),
+    [(form, leaf) for form in FORMS for leaf in ("relu", jax.nn.relu, object())],
+    lambda form, leaf: form in BY_DEFAULT and leaf == "relu",
+)
+def test_init_refuses_what_cannot_be_trained(form, leaf):
+    message = r": param \.activation is .*, expected an array or a number; take it out"
+    with pytest.raises(TypeError, match=message):
+        FORMS[form]().init(Net(X, leaf))
 
 
 ORDERS = ["params, grads, state", "state, grads, params", "grads, params, state"]
@@ -225,6 +250,26 @@ def test_update_names_a_state_in_another_place(form, order, jitted):
         message += "|number of updates and states|`state` is a str, expected the LossSc"
     with pytest.raises((TypeError, ValueError), match=message):
         call(tx.update, args, jitted)
+
+
+@JITTED
+@mostly_slow(
+    ("form", "inner", "before"),
+    [
+        (form, inner, before)
+        for form in FORMS
+        for inner in (ADAM, optax.sgd(0.1))
+        for before in ((8, 4), (2, 4, 4), (4,))
+        # Without masters and moments there is nothing that has a shape.
+        if inner is ADAM or form in ("mixed_precision", "Split(16)", "a link")
+    ],
+    lambda form, *_: form in BY_DEFAULT,
+)
+def test_a_shape_that_changed_since_init_is_named(form, inner, before, jitted):
+    tx = FORMS[form](inner)
+    state = tx.init(PARAMS | {"w": jnp.ones(before, BF16)})
+    with pytest.raises(ValueError, match=r"\['w'\].*expected.*shape|\['w'\].* as in "):
+        call(tx.update, (GRADS, state, PARAMS), jitted)
 
 
 @JITTED
@@ -580,14 +625,46 @@ def test_check_loss_scale_warns_of_gradients_that_were_never_scaled(nothing_scal
         "^check_loss_scale: the loss scale is .*no step was ever skipped, and no loss "
         r"was scaled .*value_and_grad\(loss\)\(opt_state, params, "
     )
-    never_scaled = trained(scaled=False, steps=8)
+    with pytest.warns(Warned, match="^dynamic_loss_scale: the loss scale divides the"):
+        never_scaled = trained(scaled=False, steps=8)  # when its step is traced
+    # A log is no scaled loss.
+    assert optax_mp.loss_scale(never_scaled) > 1
     with pytest.warns(Warned, match=message):
         optax_mp.check_loss_scale(never_scaled)
     optax_mp.check_loss_scale(SCALED_STATE)  # no step yet
     optax_mp.check_loss_scale(never_scaled._replace(total_skipped_count=jnp.int32(1)))
-    # Scaled by hand.
-    assert optax_mp.loss_scale(never_scaled) > 1
+    optax_mp.scale_loss(1.0, never_scaled)
     optax_mp.check_loss_scale(never_scaled)
+
+
+def test_a_loss_that_is_scaled_twice_is_a_warning(nothing_scaled):
+    def twice(p):
+        return optax_mp.scale_loss(jnp.sum(p["w"]), SCALED_STATE)
+
+    with pytest.warns(Warned, match="^value_and_grad: the function scales its loss, "):
+        optax_mp.value_and_grad(twice)(SCALED_STATE, HALF)
+
+    # Gradients within a loss, of another optimizer, are another loss.
+    def inner(p):
+        return jnp.sum(p["w"].astype(jnp.float32) ** 2)
+
+    def outer(p):
+        return optax_mp.value_and_grad(inner)(SCALED_STATE, p)[0]
+
+    optax_mp.value_and_grad(outer)(SCALED_STATE, HALF)
+
+
+@pytest.mark.filterwarnings("ignore:value_and_grad. .*nothing looks like")
+@pytest.mark.parametrize("args", [(HALF, X), (HALF, 1.0)])
+def test_a_state_that_is_missing_is_named(args):
+    message = (
+        r"value_and_grad: the first argument is a dict .*`opt_state`\. Python says"
+    )
+    with pytest.raises(TypeError, match=message):
+        optax_mp.value_and_grad(lambda params, x: 1.0)(*args)
+    # Any other TypeError is the function's own.
+    with pytest.raises(TypeError, match="unsupported operand"):
+        optax_mp.value_and_grad(lambda params, x: params + 1)(SCALED_STATE, *args)
 
 
 # States that are right, and look like a mistake; and that look right, and are not.
@@ -611,6 +688,45 @@ def flax_like(state):
     if isinstance(state, tuple):
         return {str(i): flax_like(each) for i, each in enumerate(state)}
     return state
+
+
+def test_params_may_have_the_names_of_fields():
+    names = ("inner_state", "hysteresis_left", "skipped_count", "master_params")
+    for params in (dict.fromkeys(names[:2], X), dict.fromkeys(names[1:], X)):
+        for tx in (optax.adam(0.1), SCALED, MASTERS):
+            state = tx.init(params)
+            assert optax_mp.metrics(state)["step_count"] == 0
+            assert optax_mp.loss_scale(state) >= 1
+            assert optax_mp.master_params(state, params)["hysteresis_left"] is not X
+
+
+def test_a_storage_whose_class_was_defined_anew_is_explained():
+    """As by a cell of a notebook that ran twice; and its state can be converted."""
+
+    def define():
+        class Own(optax_mp.FullCopy):
+            pass
+
+        return dataclasses.dataclass(frozen=True)(Own)()
+
+    old, new = (optax_mp.mixed_precision(ADAM, storage=define()) for _ in range(2))
+    state = old.init(HALF)
+    with pytest.raises(ValueError, match=r"Own\(\) of a class that was defined anew"):
+        new.update(HALF, state, HALF)
+    before = optax_mp.mixed_precision(ADAM, storage=state.storage)
+    new.update(HALF, optax_mp.convert_opt_state(state, HALF, before, new), HALF)
+
+
+def test_strict_promotion_is_an_error_of_the_optimizer():
+    params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+    tx = optax_mp.mixed_precision(optax_mp.low_bit_state(optax.adam(0.1)))
+    state = tx.init(params)
+    with jax.numpy_dtype_promotion("strict"):
+        assert jax.tree.structure(tx.init(params)) == jax.tree.structure(state)
+        with pytest.raises(
+            Exception, match="^Input dtypes .* promotion path when jax_nu"
+        ):
+            tx.update(params, state, params)
 
 
 def test_each_pattern_that_matches_nothing_is_a_warning_of_its_own():

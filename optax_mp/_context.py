@@ -1,0 +1,92 @@
+"""What the wrappers of this package tell the transformation directly inside.
+
+They pass it one extra argument, a `Context`, if that transformation is of this package
+as well. A transformation of others never sees it: the wrapper around it does what the
+context asks for.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import optax
+
+from optax_mp._quantized import holds_packed
+
+# Whether to take a step: a plain bool if it is not traced.
+Choice = jax.Array | bool
+_NAME = "optax_mp_context"  # the extra argument
+
+
+# No pytree, so that it is handed on unchanged.
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What is around a transformation.
+
+    Attributes:
+        proceed: whether the step is taken. If it is not, all of its results are
+            dropped, but for arrays in host memory: `offload` must not change these.
+        is_in_take_step: whether `take_step` or a part of it copies arrays from host
+            memory as the step needs them, so that `offload` must not.
+        part_shardings: how `zero1` cut the params, by path: (shape, sharding). Under
+            `jit` with automatic sharding it is not known otherwise.
+    """
+
+    proceed: Choice = True
+    is_in_take_step: bool = False
+    part_shardings: Mapping[Any, Any] | None = None
+
+
+_NONE = Context()
+
+
+class Transformation(optax.GradientTransformationExtraArgs):
+    """A transformation of this package: its `update` may be given a `Context`.
+
+    Attributes:
+        offloaded: the plan and the param shardings of the `offload` that it is, or that
+            is directly inside.
+    """
+
+    offloaded: tuple[Any, Any] | None = None
+
+    @classmethod
+    def around(
+        cls, inner: Any, init: Any, update: Any, leafwise: Any = None
+    ) -> "Transformation":
+        """Return a wrapper of `inner`.
+
+        Args:
+            inner: the transformation inside.
+            init: makes the state.
+            update: takes a step.
+            leafwise: takes a step whose state has low-bit arrays.
+        """
+
+        @functools.wraps(update)
+        def update_fn(
+            updates: Any, state: Any, params: Any = None, **extra_args: Any
+        ) -> tuple[Any, Any]:
+            take = leafwise if leafwise and holds_packed(state) else update
+            return take(updates, state, params, **extra_args)
+
+        made = cls(init, update_fn)
+        made.offloaded = getattr(inner, "offloaded", None)
+        return made
+
+
+def context_of(extra_args: Mapping[str, Any]) -> Context:
+    """Return the context among the extra arguments of an update."""
+    return extra_args.get(_NAME, _NONE)
+
+
+def with_context(extra_args: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return extra arguments with fields of the context set."""
+    return {**extra_args, _NAME: replace(context_of(extra_args), **changes)}
+
+
+def without_context(extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the extra arguments that the user passed."""
+    return {name: x for name, x in extra_args.items() if name != _NAME}

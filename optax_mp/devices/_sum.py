@@ -1,0 +1,144 @@
+"""sum_gradients: a sum over devices that is sent in 16 bits and added in float32."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.tree_util import tree_map_with_path
+from jax.typing import DTypeLike
+
+from optax_mp._dtypes import bits, floating_dtype
+from optax_mp._jax._arrays import gather_equal
+from optax_mp._jax._contact import varying_axes
+from optax_mp._tree import PyTree, describe, is_floating, spell
+
+_CALLER = "sum_gradients"
+
+
+def sum_gradients(
+    grads: PyTree,
+    axis_name: Any,
+    *,
+    exchange_dtype: DTypeLike = jnp.bfloat16,
+    scatter: bool = False,
+) -> PyTree:
+    """Sum gradients over mapped axes: sent in 16 bits, added in float32.
+
+    `lax.psum` of bfloat16 gradients adds in bfloat16, so that its error grows with the
+    number of devices; of float32 gradients it sends twice the bytes. This sum sends
+    each gradient rounded to `exchange_dtype`, and each device adds up its part in
+    float32, in the order of the devices: always the same bits.
+
+    Call it under `jax.shard_map` on gradients of each device's own loss. If
+    `shard_map` checks types, it sums the gradients of replicated params itself, so
+    differentiate with respect to `jax.lax.pcast(params, axis_name, to="varying")`, or
+    turn the check off by `check_vma=False`.
+
+    Args:
+        grads: a tree of floating arrays.
+        axis_name: the name of the mapped axis, or a tuple of names.
+        exchange_dtype: in which gradients are sent: bfloat16, float16 or float32.
+        scatter: whether each device gets its part alone, as of `lax.psum_scatter`:
+            along the first dimension that the number of devices divides. Arrays
+            without one are returned whole.
+
+    Returns:
+        The sums. With `scatter` they are float32. Otherwise they are gathered, for
+        which they are rounded once more, and have `exchange_dtype`.
+
+    Raises:
+        ValueError: if `exchange_dtype` is another dtype, if a leaf is not floating, or
+            if `shard_map` has summed it already.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax_mp
+        >>> from jax.sharding import NamedSharding, PartitionSpec as P
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
+        ... def total(grads):
+        ...     return optax_mp.sum_gradients(grads, "data")
+        >>> grads = jnp.ones(8 * jax.device_count(), jnp.bfloat16)
+        >>> sums = total(jax.device_put(grads, NamedSharding(mesh, P("data"))))
+        >>> sums.shape, sums.dtype.name, float(sums[0]) == jax.device_count()
+        ((8,), 'bfloat16', True)
+    """
+    dtype = check_exchange_dtype(exchange_dtype, _CALLER)
+    for_one = functools.partial(_sum_leaf, axis_name, dtype, scatter)
+    return tree_map_with_path(for_one, grads)
+
+
+def check_exchange_dtype(dtype: Any, caller: str) -> jnp.dtype:
+    """Return the dtype in which to send gradients, or raise."""
+    argument = f"{caller}: `exchange_dtype`"
+    dtype = floating_dtype(dtype, argument)
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(
+            f"{argument} is {dtype.name}, expected bfloat16, float16 or float32; pass "
+            "bfloat16, or float16 for float16 gradients of a scaled loss."
+        )
+    return dtype
+
+
+def as_pattern(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return `x` in a floating dtype, as integers of its bits.
+
+    XLA would send 16-bit floats as float32 on CPUs, and may move casts over a
+    collective.
+    """
+    return lax.bitcast_convert_type(x.astype(dtype), jnp.dtype(f"uint{bits(dtype)}"))
+
+
+def sum_patterns(patterns: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return the float32 sum over the first axis, added in its order."""
+    stacked = lax.bitcast_convert_type(patterns, dtype)
+
+    def add(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        return total + x.astype(jnp.float32), None
+
+    # -0.0 + x is x for each x, and reduces of XLA have no order.
+    start = -jnp.zeros_like(stacked[0], jnp.float32)
+    return lax.scan(add, start, stacked, unroll=16)[0]
+
+
+def _sum_leaf(
+    axis_name: Any, dtype: jnp.dtype, scatter: bool, path: Any, x: jax.Array
+) -> jax.Array:
+    _check_leaf(axis_name, path, x)
+    count = lax.axis_size(axis_name)
+    dim = next((d for d, n in enumerate(x.shape) if n and n % count == 0), None)
+    if dim is None:
+        flat = jnp.pad(x.reshape(-1), (0, count - x.size % count))
+        whole = _sum_leaf(axis_name, dtype, False, path, flat)[: x.size]
+        return whole.reshape(x.shape).astype(jnp.float32 if scatter else dtype)
+    shape = (*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
+    patterns = as_pattern(x, dtype).reshape(shape)
+    received = lax.all_to_all(patterns, axis_name, split_axis=dim, concat_axis=0)
+    part = sum_patterns(received, dtype)
+    if scatter:
+        return part
+    whole = gather_equal(as_pattern(part, dtype), axis_name, dim)
+    return lax.bitcast_convert_type(whole, dtype)
+
+
+def _check_leaf(axis_name: Any, path: Any, x: Any) -> None:
+    """Raise unless a leaf can be summed, and is not yet."""
+    if not is_floating(x):
+        raise ValueError(
+            f"{_CALLER}: leaf {spell(path)} is {describe(x)}, expected a floating "
+            "array; sum other leaves by `jax.lax.psum`."
+        )
+    # Without `check_vma` no type says anything.
+    missing = varying_axes(lax.axis_index(axis_name)) - varying_axes(x)
+    if missing:
+        raise ValueError(
+            f"{_CALLER}: leaf {spell(path)}, which is {describe(x)}, is equal on all "
+            f"devices of {sorted(missing)}, expected the gradient of each device's own "
+            "loss. `jax.shard_map` sums gradients of replicated params itself: "
+            "differentiate with respect to `jax.lax.pcast(params, axis_name, "
+            'to="varying")` (`jax.lax.pvary` in JAX 0.8), or pass `check_vma=False`.'
+        )

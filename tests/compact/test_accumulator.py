@@ -1,0 +1,279 @@
+"""Sums of gradients over micro-batches, against sums of NumPy in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_mp
+
+MEAN = optax.microbatching.AccumulationType.MEAN
+SUM = optax.microbatching.AccumulationType.SUM
+WIDTH = 512
+
+
+def hand_out(count, dtype="bfloat16", seed=0):
+    """Return gradients of so many micro-batches: a stack for a param of a tree."""
+    rng = np.random.default_rng(seed)
+    shapes = {"w": (WIDTH, 16), "b": (7,), "s": ()}
+    return {
+        name: jnp.asarray(rng.normal(size=(count, *shape)) + 1, dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def accumulate(grads, accumulator):
+    """Return what `optax.microbatch` makes of a stack of gradients."""
+
+    def first(grads):
+        return jax.tree.map(lambda g: g[0], grads)
+
+    return jax.jit(optax.microbatch(first, 0, 1, accumulator))(grads)
+
+
+def exact(grads, keep=slice(None)):
+    return {name: np.asarray(g, np.float64)[keep].sum(0) for name, g in grads.items()}
+
+
+def error(found, wanted):
+    """Return the largest error, as a share of the largest sum."""
+    return max(
+        np.abs(np.asarray(found[name], np.float64) - want).max() / np.abs(want).max()
+        for name, want in wanted.items()
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("count", [2, 8, 64])
+def test_sums_and_means_are_of_float32(count, dtype):
+    grads = hand_out(count, dtype)
+    for use_mean in (True, False):
+        accumulator = optax_mp.gradient_accumulator(use_grad_mean=use_mean)
+        found, dropped_count = accumulate(grads, accumulator)
+        wanted = exact(grads)
+        if use_mean:
+            wanted = {name: x / count for name, x in wanted.items()}
+        assert error(found, wanted) < 1e-6
+        assert {x.dtype.name for x in found.values()} == {"float32"}
+        assert dropped_count == 0
+
+
+def test_sums_of_optax_lose_what_these_keep():
+    grads = hand_out(64)
+    wanted = exact(grads)
+    assert error(accumulate(grads, SUM), wanted) > 0.01
+    ours = optax_mp.gradient_accumulator(use_grad_mean=False)
+    assert error(accumulate(grads, ours).grads, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("use_mean", [True, False])
+def test_sums_in_bfloat16_are_right_on_average(use_mean):
+    # Each addition is under half a unit of the sum.
+    grads = {"w": jnp.full((48, 4096), 0.015, jnp.bfloat16).at[0].set(4)}
+    wanted = exact(grads)["w"][0] / (48 if use_mean else 1)
+    found = {}
+    for seed in (1, 2):
+        accumulator = optax_mp.gradient_accumulator(
+            "bf16", use_grad_mean=use_mean, seed=jnp.int32(seed)
+        )
+        found[seed] = accumulate(grads, accumulator).grads["w"]
+        assert found[seed].dtype == jnp.bfloat16
+        average = float(found[seed].astype(jnp.float32).mean())
+        assert abs(average / wanted - 1) < 0.001
+    assert (found[1] != found[2]).any()
+    assert float(accumulate(grads, SUM)["w"][0]) == 4.0
+
+
+def test_bad_micro_batches_are_dropped_and_counted():
+    rng = np.random.default_rng(3)
+    for seed in range(6):
+        grads = hand_out(8, seed=seed)
+        bad = rng.random(8) < seed / 5
+        for i in np.flatnonzero(bad):
+            name = "wbs"[i % 3]
+            values = np.array(grads[name], np.float32)
+            values.reshape(8, -1)[i, -1] = [np.inf, np.nan, -np.inf][i % 3]
+            grads[name] = jnp.asarray(values, jnp.bfloat16)
+        for use_mean in (True, False):
+            accumulator = optax_mp.gradient_accumulator(use_grad_mean=use_mean)
+            found, dropped_count = accumulate(grads, accumulator)
+            assert dropped_count == bad.sum()
+            if bad.all():
+                assert all(np.isnan(x).all() for x in found.values())
+                continue
+            wanted = exact(grads, ~bad)
+            if use_mean:
+                wanted = {name: x / (~bad).sum() for name, x in wanted.items()}
+            assert error(found, wanted) < 1e-6
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"]).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_training_step_sees_a_scaled_loss_and_shrinks_the_scale(dtype):
+    tx = optax_mp.dynamic_loss_scale(
+        optax_mp.mixed_precision(optax.sgd(0.5)), init_scale=64.0, growth_interval=1
+    )
+    params = {"w": jnp.linspace(-1, 1, 16, dtype=dtype).reshape(4, 4)}
+    gradients = optax.microbatch(
+        optax_mp.value_and_grad(loss), 2, 2, optax_mp.gradient_accumulator()
+    )
+
+    @jax.jit
+    def step(params, state, x):
+        (value, grads), dropped_count = gradients(state, params, x)
+        updates, state = tx.update(grads, state, params, dropped_count=dropped_count)
+        return value, optax.apply_updates(params, updates), state
+
+    x = jax.random.normal(jax.random.key(0), (8, 4), dtype)
+    plain = jax.grad(loss)(params, x.astype(jnp.float32))["w"]
+    value, new, state = step(params, tx.init(params), x)
+    assert state.scale == 128.0
+    np.testing.assert_allclose(value, loss(params, x.astype(jnp.float32)), rtol=0.01)
+    moved = optax_mp.master_params(state, new)["w"] - params["w"].astype(jnp.float32)
+    np.testing.assert_allclose(moved, -0.5 * plain, atol=0.01)
+    # A bad example is in one of four: examples 0 and 4 are in the first.
+    _, new, after = step(new, state, x.at[4, 1].set(jnp.inf))
+    assert after.scale == 64.0 and after.last_finite and not after.total_skipped_count
+    assert (new["w"] != params["w"]).all()
+    _, same, after = step(new, after, jnp.full_like(x, jnp.nan))
+    assert after.scale == 32.0 and after.total_skipped_count == 1
+    assert (same["w"] == new["w"]).all()
+    assert step._cache_size() == 1
+
+
+def test_all_ranks_have_the_scale_of_one_that_dropped():
+    tx = optax_mp.dynamic_loss_scale(optax.sgd(1.0), axis_name="data")
+    params = {"w": jnp.ones(3)}
+    state = tx.init(params)
+
+    def update(dropped_count):
+        return tx.update(params, state, params, dropped_count=dropped_count)[1].scale
+
+    scales = jax.vmap(update, axis_name="data")(jnp.array([0, 2, 0]))
+    assert scales.tolist() == [2.0**15] * 3
+
+
+def test_gradients_of_examples_are_summed_in_float32():
+    grads = hand_out(32)["w"]
+    for use_mean in (True, False):
+        accumulator = optax_mp.gradient_accumulator(use_grad_mean=use_mean)
+        gradients = optax.microbatching.micro_grad(
+            lambda w, g: jnp.sum(w.astype(jnp.float32) * g),
+            microbatch_size=8,
+            accumulator=accumulator,
+            keep_batch_dim=False,
+        )
+        (found, dropped_count), _ = gradients(jnp.ones_like(grads[0]), grads)
+        wanted = np.asarray(grads, np.float64).sum(0) / (32 if use_mean else 1)
+        assert error({"w": found}, {"w": wanted}) < 1e-6 and dropped_count == 0
+
+
+def test_sums_in_a_step_are_sharded_as_its_params():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params = {"w": jnp.ones((64, 32), jnp.bfloat16)}
+    x = jnp.ones((64, 64), jnp.bfloat16)
+    params, x = jax.device_put((params, x), NamedSharding(mesh, P("data")))
+    tx = optax_mp.mixed_precision(optax.sgd(1e-3))
+    accumulator = optax_mp.gradient_accumulator()
+
+    def step(params, state, x):
+        gradients = optax.microbatch(jax.grad(loss), 1, 16, accumulator)
+        updates, state = tx.update(gradients(params, x).grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    text = jax.jit(step).lower(params, tx.init(params), x).compile().as_text()
+    (carried,) = [line for line in text.splitlines() if " while(" in line]
+    assert "f32[8,32]" in carried
+
+
+def test_each_rank_of_shard_map_has_sums_of_its_own():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params = {"w": jnp.ones((4, 4), jnp.bfloat16)}
+    x = jax.random.normal(jax.random.key(0), (64, 4), jnp.bfloat16)
+    vary = getattr(jax.lax, "pvary", None)
+    if hasattr(jax.lax, "pcast"):
+        vary = functools.partial(jax.lax.pcast, to="varying")
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    def gradients(params, x):
+        accumulator = optax_mp.gradient_accumulator()
+        sums = optax.microbatch(jax.grad(loss), 1, 2, accumulator)
+        grads, dropped_count = sums(vary(params, "data"), x)
+        return jax.lax.pmean(grads, "data"), jax.lax.psum(dropped_count, "data")
+
+    grads, dropped_count = gradients(params, x)
+    wanted = jax.grad(loss)({"w": jnp.ones((4, 4))}, x.astype(jnp.float32))["w"]
+    np.testing.assert_allclose(grads["w"], wanted, rtol=0.02, atol=0.02)
+    grads, dropped_count = gradients(params, x.at[9].set(jnp.nan))
+    assert dropped_count == 1 and np.isfinite(grads["w"]).all()
+
+
+def test_modules_keep_their_structure():
+    nnx = pytest.importorskip("flax.nnx")
+    nn = pytest.importorskip("flax.linen")
+    x = jnp.ones((8, 4), jnp.bfloat16)
+    graph, weights = nnx.split(
+        nnx.Linear(4, 4, param_dtype="bfloat16", rngs=nnx.Rngs(0))
+    )
+    boxed = nn.Dense(
+        4,
+        param_dtype="bfloat16",
+        kernel_init=nn.with_partitioning(nn.initializers.ones, ("a", "b")),
+    )
+    variables = boxed.init(jax.random.key(0), x)
+    for fun, params in (
+        (lambda p, x: jnp.mean(nnx.merge(graph, p)(x)), weights),
+        (lambda p, x: jnp.mean(boxed.apply(p, x)), variables),
+    ):
+        state = optax.sgd(0.1).init(params)
+        gradients = optax.microbatch(
+            optax_mp.value_and_grad(fun), 2, 2, (MEAN, optax_mp.gradient_accumulator())
+        )
+        _, (grads, _) = jax.jit(gradients)(state, params, x)
+        assert jax.tree.structure(grads) == jax.tree.structure(params)
+        assert {g.dtype.name for g in jax.tree.leaves(grads)} == {"float32"}
+
+
+def test_complex_leaves_and_absent_ones_pass():
+    tree = {"c": jnp.ones((2, 3), jnp.complex64) * 1j, "n": None}
+    accumulator = optax_mp.gradient_accumulator("bf16", seed=0, use_grad_mean=False)
+    found = accumulate(tree, accumulator).grads
+    assert found["c"].tolist() == [2j] * 3 and found["n"] is None
+
+
+def test_float64(x64):
+    grads = {"w": jnp.full((2, 3), 1e-12).at[0].set(1)}
+    accumulator = optax_mp.gradient_accumulator("float64", use_grad_mean=False)
+    found = accumulate(grads, accumulator).grads["w"]
+    assert found.dtype == jnp.float64 and found[0] == 1 + 1e-12
+
+
+MAKE = optax_mp.gradient_accumulator
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: MAKE("f16"), ValueError, "`dtype` is float16, expected float32"),
+        (lambda: MAKE("int8"), ValueError, "expected a floating dtype"),
+        (lambda: MAKE("bf16"), TypeError, "`seed` is a NoneType.*number of the step"),
+        (lambda: MAKE(seed=0.5), TypeError, "`seed` is a float, expected an integer"),
+        (
+            lambda: accumulate({"n": jnp.ones((2, 3), int)}, MAKE()),
+            ValueError,
+            r"leaf \['n'\] is int32\[3\], expected floating.*its own accumulator",
+        ),
+    ],
+)
+def test_mistakes_are_errors(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()
