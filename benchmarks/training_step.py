@@ -27,6 +27,7 @@ XLA calls, the former with tracing; "compile ratio" is their sum to that of "flo
 import argparse
 import functools
 import itertools
+import math
 import os
 import re
 from collections import Counter
@@ -36,7 +37,6 @@ from typing import Any
 
 # First: it tells JAX that no hardware is to be looked for.
 import accelerators
-import collectives
 import forms
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import optax_mp
 
 F32, BF16 = forms.F32, forms.BF16
+COLLECTIVE = re.compile(
+    r"= (\(?[^=]*?\)?) "
+    r"(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+)
+ARRAY = re.compile(r"\b(pred|[a-z]+[0-9]+)\[([0-9,]*)\]")
+CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -498,12 +504,32 @@ def describe_collectives(text: str) -> str:
     """Return how many collectives a program has, and the size of their results."""
     times: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for (kind, dtype, elements), n in collectives.collectives(text).items():
+    for (kind, dtype, elements), n in collectives(text).items():
         if elements > 1024:
             times[kind] += n
             sizes[kind] += n * traffic.bytes_of(f"{dtype}[{elements}]")
     found = [f"{n} {kind} ({sizes[kind] / 1e9:.2f} GB)" for kind, n in times.items()]
     return ", ".join(sorted(found)) or "none"
+
+
+def collectives(program: str) -> Counter[tuple[str, str, int]]:
+    """Return how often each (kind, dtype, elements) stands in a program's text.
+
+    One that computing goes on beside is written in several pieces, on one channel.
+    """
+    found: Counter[tuple[str, str, int]] = Counter()
+    seen: set[str] = set()
+    for line in re.sub(r"/\*.*?\*/", "", program).splitlines():
+        match, channel = COLLECTIVE.search(line), CHANNEL.search(line)
+        if match is None or (channel and channel[1] in seen):
+            continue
+        seen.update(channel.groups() if channel else ())
+        arrays = ARRAY.findall(match[1])
+        # What a start returns is what it is given, what it makes, and flags.
+        for dtype, shape in arrays[1:2] if "-start(" in match[0] else arrays:
+            elements = math.prod(int(n) for n in shape.split(",") if n)
+            found[match[2], dtype, elements] += 1
+    return found
 
 
 def add_compile_ratio(rows: list[record.Row]) -> None:

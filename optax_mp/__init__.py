@@ -45,6 +45,10 @@ from optax_mp.compact._stochastic import stochastic_rounding
 # A step in one pass over memory.
 from optax_mp.leafwise._take_step import take_step
 
+# The step of stacked layers in the backward pass, without an array of all gradients.
+from optax_mp.release._release import release_gradients
+from optax_mp.release._scan import scan_layers
+
 # Many devices.
 from optax_mp.devices._offload import offload
 from optax_mp.devices._state_shardings import state_shardings
@@ -63,6 +67,7 @@ from optax_mp.reports._gradient_range import gradient_range_report
 from optax_mp.reports._updates import update_report
 from optax_mp.reports._memory_report import memory_report
 from optax_mp.reports._step_report import step_report
+from optax_mp.reports._collectives import collectives_report
 
 # The category of all warnings of this package.
 from optax_mp._warnings import MixedPrecisionWarning
@@ -87,6 +92,7 @@ __all__ = [
     "cast_floating",
     "check_checkpoint",
     "check_loss_scale",
+    "collectives_report",
     "convert_opt_state",
     "default_amp_rules",
     "dynamic_loss_scale",
@@ -106,8 +112,10 @@ __all__ = [
     "nonfinite_paths",
     "offload",
     "precision_report",
+    "release_gradients",
     "replace_master_params",
     "scale_loss",
+    "scan_layers",
     "select_tree",
     "state_shardings",
     "static_loss_scale",

@@ -56,8 +56,9 @@ def gather_equal(x: jax.Array, axis_name: Any, axis: int) -> jax.Array:
     """Gather along an axis; the type says that the result is equal on all ranks."""
     if not varying_axes(x):  # of pmap, vmap and shard_map without checks
         return lax.all_gather(x, axis_name, axis=axis, tiled=True)
-    if hasattr(lax, "all_gather_invariant"):  # JAX 0.8
-        return lax.all_gather_invariant(x, axis_name, axis=axis, tiled=True)
+    gather = getattr(lax, "all_gather_invariant", None)  # JAX 0.8
+    if gather is not None:
+        return gather(x, axis_name, axis=axis, tiled=True)
     return lax.all_gather(x, axis_name, axis=axis, tiled=True, to="invarying")
 
 

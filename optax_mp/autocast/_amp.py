@@ -62,9 +62,12 @@ def amp(
             - `"f8"`: for matrix products (`dot_general`): operands in 8 bits, with a
               scale for each, and the result in the compute dtype. Those with a row,
               column or contracted size below 512, or no multiple of 16, run low;
-            - `"not_f8"`: for matrix products: in the compute dtype. The last two words
-              are for matrix products alone. Other rules win over them, around or inside
-              of their scope.
+            - `"not_f8"`: for matrix products: in the compute dtype;
+            - `"low_f32"`: for matrix products: operands in the compute dtype, also in
+              the backward pass, and float32 results: the gradient of a float32 weight
+              is never rounded, and `jit` sums it over devices in float32. The last
+              three words are for matrix products alone. Other rules win over them,
+              around or inside of their scope.
 
             or a function `(compute_dtype, original_dtypes, *invars, **bind_params) ->
             (new_invars, new_bind_params)`. It gets the dtypes as written, the inputs,

@@ -81,7 +81,9 @@ class Demand:
             if not can_convert(equation):
                 rule, _ = self._rules.rule_of(equation, scope)
                 inputs = [atom for atom in equation.invars if not is_literal(atom)]
-                if rule == "f32" or (rule == "widest" and not full.isdisjoint(inputs)):
+                if rule in ("f32", "low_f32") or (
+                    rule == "widest" and not full.isdisjoint(inputs)
+                ):
                     full.update(equation.outvars)
         return full
 

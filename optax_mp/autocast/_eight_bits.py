@@ -1,4 +1,4 @@
-"""Matrix products of 8-bit operands.
+"""Matrix products of 8-bit operands, and of 16-bit ones with float32 results.
 
 Each operand is multiplied by a power of two that brings its largest magnitude near the
 largest value of its 8-bit dtype, and rounded. A multiplication by a power of two is
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
@@ -116,7 +117,8 @@ def product(
     Args:
         equation: the product.
         operands: its operands.
-        dtype: the 8-bit dtype for them; gradients are rounded to float8_e5m2.
+        dtype: the 8-bit dtype for them; gradients are rounded to float8_e5m2. Or one of
+            16 bits, also for gradients.
         out_dtype: the dtype of the result.
     """
     # A policy of `jax.checkpoint` may keep the sums, so they are no wider than the
@@ -124,12 +126,17 @@ def product(
     sum_dtype = out_dtype if out_dtype == jnp.bfloat16 else _F32
     dtypes = [x.dtype for x in operands]
 
+    def rounded(x: jax.Array, in_8_bits: Any = dtype) -> Rounded:
+        if dtype in DTYPES:
+            return round_to(x, in_8_bits)
+        return Rounded(x.astype(dtype), np.float32(1))  # XLA drops a product with 1
+
     def multiply(left: Rounded, right: Rounded) -> jax.Array:
         dot = functools.partial(_bind_to, sum_dtype, equation)
         return _multiply(dot, left, right).astype(out_dtype)
 
     def forward(left: Any, right: Any) -> Any:
-        factors = [round_to(x.value, dtype) for x in (left, right)]
+        factors = [rounded(x.value) for x in (left, right)]
         # The gradient of one operand needs the other; nothing else is kept.
         needed = [factors[1] if left.perturbed else None]
         needed += [factors[0] if right.perturbed else None]
@@ -138,20 +145,20 @@ def product(
     def backward(others: Any, cotangent: Any) -> tuple[Any, ...]:
         if isinstance(cotangent, SymbolicZero):
             return None, None
-        rounded = round_to(cotangent, E5M2)
+        gradient = rounded(cotangent, E5M2)
         return tuple(
             None
             if other is None
-            else _multiply(_pullback(equation, i), rounded, other).astype(dtypes[i])
+            else _multiply(_pullback(equation, i), gradient, other).astype(dtypes[i])
             for i, other in enumerate(others)
         )
 
     @jax.custom_vjp
-    def multiply_8_bits(left: Any, right: Any) -> Any:
-        return multiply(round_to(left, dtype), round_to(right, dtype))
+    def multiply_rounded(left: Any, right: Any) -> Any:
+        return multiply(rounded(left), rounded(right))
 
-    multiply_8_bits.defvjp(forward, backward, symbolic_zeros=True)
-    return multiply_8_bits(*operands)
+    multiply_rounded.defvjp(forward, backward, symbolic_zeros=True)
+    return multiply_rounded(*operands)
 
 
 def _pullback(equation: Equation, i: int) -> Callable[..., Any]:

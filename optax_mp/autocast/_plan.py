@@ -73,8 +73,9 @@ class Action:
 
     Attributes:
         how: `"bind"`: its inputs are cast and it is bound; `"same"`: it returns its
-            input; `"f8"`: it is a product of its inputs in 8 bits; `"function"`: a
-            user's function binds it; `"regions"`: it is bound with other regions.
+            input; `"f8"` and `"low_f32"`: it is a product of its inputs in 8 bits, or
+            in 16 with a float32 result; `"function"`: a user's function binds it;
+            `"regions"`: it is bound with other regions.
         inputs: the precision to which each input is cast; a function casts them itself.
         outputs: the precisions of its outputs.
         rule: the rule that it follows.
@@ -96,7 +97,7 @@ class Action:
     @property
     def ran_low(self) -> bool:
         """Whether the operation itself runs in the compute dtype, or in 8 bits."""
-        return LOW in self.inputs or self.how == "f8"
+        return LOW in self.inputs or self.how in ("f8", "low_f32")
 
     @property
     def is_changed(self) -> bool:
@@ -249,6 +250,10 @@ class Planner:
             outputs = full_precisions(equation.outvars)
             outputs = set_all(LOW, outputs) if LOW in inputs else outputs
             return Action("f8", inputs, outputs, rule, why, scope_rule)
+        if rule == "low_f32":
+            # Cast inside, where a float32 operand has a float32 gradient.
+            inputs, outputs = as_computed(precisions), full_precisions(equation.outvars)
+            return Action(rule, inputs, outputs, rule, why, scope_rule)
         target = result = FULL
         if rule in ("low", "widest", "rounded"):
             target, why = self._target(equation, rule, context, why)

@@ -35,11 +35,11 @@ from optax_mp.autocast._lattice import is_half, takes_part
 Rule = str | Callable[..., Any]
 WORDS = (
     "low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written", "f8",
-    "not_f8",
+    "not_f8", "low_f32",
 )  # fmt: skip
 # These are for products alone. In their scope, other operations run as without them,
 # and so do products with another rule around or inside of the scope.
-PRODUCT_WORDS: dict[Rule, str] = {"f8": "f8", "not_f8": "low"}
+PRODUCT_WORDS: dict[Rule, str] = {"f8": "f8", "not_f8": "low", "low_f32": "low_f32"}
 # Keys that do not name a primitive.
 DEFAULT = "amp_default"
 STOP = "amp_stop"
@@ -164,7 +164,7 @@ class Rules:
         params = equation.params
         if jaxprs_within(equation) or params.get("out_dtype") is not None:
             return "as_written", "parameters"
-        if rule in ("low", "f8") and "preferred_element_type" in params:
+        if rule in ("low", "f8", "low_f32") and "preferred_element_type" in params:
             if not all(map(self._can_be_low, equation.outvars)):
                 return "as_written", "parameters"
             if not _is_free(params.get("precision")):
@@ -232,7 +232,7 @@ def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
     if is_operation and rule in PRODUCT_WORDS and name != PRIMITIVE:
         raise ValueError(
             f"amp: the rule of {name!r} is {rule!r}, expected that word for "
-            f"{PRIMITIVE!r} or a scope, because amp has 8-bit products of matrices and "
+            f"{PRIMITIVE!r} or a scope, because amp has such products of matrices and "
             "of nothing else; remove the rule, or say 'low' for 16 bits."
         )
 

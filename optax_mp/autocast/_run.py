@@ -112,6 +112,8 @@ class Interpreter:
                 (dtype,) = self._dtypes(action.outputs, equation.outvars)
                 dtype = dtype or equation.outvars[0].aval.dtype
                 return [product(equation, inputs, self._rules.f8_dtype, dtype)]
+            case "low_f32":
+                return [product(equation, inputs, self._low, jnp.dtype(jnp.float32))]
         # All others are regions.
         if equation.primitive.name in _WITH_RULE:
             return self._run_with_rule(equation, action, inputs)
@@ -154,8 +156,8 @@ class Interpreter:
         dtypes = self._dtypes(action.outputs, equation.outvars)
         with_rule = _WITH_RULE[equation.primitive.name]
         scope_rule = action.scope_rule
-        if with_rule is custom_jvp and scope_rule in (None, "f8"):
-            # JAX may transpose the rule, and rounding with a scale is not linear.
+        if with_rule is custom_jvp and scope_rule in (None, "f8", "low_f32"):
+            # JAX may transpose the rule, and no derivative of these products is linear.
             scope_rule = "not_f8"
         interpret = functools.partial(self._interpret, scope_rule)
         return with_rule(equation, call, dtypes, interpret)(*inputs)

@@ -1,7 +1,6 @@
 """gradient_accumulator: sums of gradients over the micro-batches of one step."""
 
-from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +9,7 @@ from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import at_least_float32, check_available, floating_dtype
-from optax_mp._tree import (
-    PyTree,
-    all_finite,
-    describe,
-    is_array,
-    is_floating,
-    is_inexact,
-    spell,
-    summarize,
-)
+from optax_mp._tree import PyTree, all_finite, describe, is_floating, spell, summarize
 from optax_mp.compact._random_numbers import round_stochastically, rounding_keys
 
 _CALLER = "gradient_accumulator"
@@ -73,8 +63,7 @@ def gradient_accumulator(
     summed in float32 first.
 
     Args:
-        dtype: of the sums and of the result: float32, float64 or bfloat16. Complex
-            gradients keep their dtype.
+        dtype: of the sums and of the result: float32, float64 or bfloat16.
         use_grad_mean: whether to return the mean over the micro-batches that were not
             dropped; otherwise their sum.
         seed: for the random numbers that bfloat16 needs. Pass the number of the step,
@@ -84,8 +73,7 @@ def gradient_accumulator(
         The accumulator. Its result is `AccumulatedGradients`.
 
     Raises:
-        ValueError: if `dtype` is none of these; when used, if a leaf is neither
-            floating nor complex.
+        ValueError: if `dtype` is none of these; when used, if a leaf is not floating.
         TypeError: if `seed` is no integer, or missing for bfloat16.
 
     Example:
@@ -115,53 +103,46 @@ def gradient_accumulator(
         (-0.1, 128.0)
     """
     dtype = _check_settings(dtype, seed)
-    is_narrow = dtype == jnp.bfloat16
+    wide = at_least_float32(dtype)
 
-    def rounded(tree: PyTree, like: PyTree, index: Any) -> PyTree:
-        """Return wide numbers in the dtypes of sums."""
+    def as_sums(tree: PyTree, index: Any) -> PyTree:
+        """Return wide numbers in the dtype of sums."""
+        if dtype == wide:
+            return tree
         leaves, treedef = jax.tree.flatten(tree)
-        targets = [x.dtype for x in jax.tree.leaves(like)]
-        if is_narrow:
-            keys = rounding_keys(len(leaves), seed, index)
-            leaves = [
-                round_stochastically(x, dtype, key) if is_floating(x) else x
-                for x, key in zip(leaves, keys, strict=True)
-            ]
-        pairs = zip(leaves, targets, strict=True)
-        return treedef.unflatten([x.astype(target) for x, target in pairs])
+        keys = rounding_keys(len(leaves), cast(Any, seed), index)
+        rounded = map(lambda x, key: round_stochastically(x, dtype, key), leaves, keys)
+        return treedef.unflatten([x.astype(dtype) for x in rounded])
 
     def init(grads: PyTree) -> _Sums:
         _check_leaves(grads)
-        sums = jax.tree.map(
-            lambda g: jnp.zeros_like(g, dtype=dtype if is_floating(g) else g.dtype),
-            grads,
-        )
+        sums = jax.tree.map(lambda g: jnp.zeros_like(g, dtype=dtype), grads)
         # Under shard_map the type of a count says that it differs from rank to rank.
         zero = all_finite(sums).astype(jnp.int32) * 0
         return _Sums(sums, zero, zero)
 
-    def update(carry: _Sums, grads: PyTree, index: Any) -> _Sums:
+    def update(carry: Any, grads: PyTree, index: Any) -> _Sums:
+        old, kept_count, dropped_count = carry
         finite = all_finite(grads)
-        sums = jax.tree.map(lambda x, g: _widen(x) + _widen(g), carry.sums, grads)
-        sums = rounded(sums, carry.sums, index)
+        new = jax.tree.map(lambda x, g: x.astype(wide) + g.astype(wide), old, grads)
         # Not by `lax.cond`, which would keep the old sums beside the new ones.
-        sums = jax.tree.map(lambda x, old: jnp.where(finite, x, old), sums, carry.sums)
-        count = finite.astype(jnp.int32)
-        return _Sums(sums, carry.kept_count + count, carry.dropped_count + 1 - count)
-
-    def finalize(carry: _Sums) -> AccumulatedGradients:
-        kept, dropped = carry.kept_count, carry.dropped_count
-        divisor = kept if use_grad_mean else jnp.minimum(kept, 1)
-        # 0 * inf is NaN. Not a division: see `divide`.
-        factor = 1 / divisor.astype(jnp.float32)
-        grads = jax.tree.map(
-            lambda x: _widen(x) * factor.astype(_widen(x).dtype), carry.sums
+        sums = jax.tree.map(
+            lambda x, y: jnp.where(finite, x, y), as_sums(new, index), old
         )
-        return AccumulatedGradients(rounded(grads, carry.sums, kept + dropped), dropped)
+        return _Sums(sums, kept_count + finite, dropped_count + ~finite)
+
+    def finalize(carry: Any) -> AccumulatedGradients:
+        sums, kept_count, dropped_count = carry
+        divisor = kept_count if use_grad_mean else jnp.minimum(kept_count, 1)
+        # 0 * inf is NaN. Not a division: see `scaling._unscale.divide`.
+        factor = 1 / divisor.astype(wide)
+        grads = jax.tree.map(lambda x: x.astype(wide) * factor, sums)
+        grads = as_sums(grads, kept_count + dropped_count)
+        return AccumulatedGradients(grads, dropped_count)
 
     def aggregate(grads: PyTree) -> PyTree:
         reduce = jnp.mean if use_grad_mean else jnp.sum
-        return jax.tree.map(lambda g: reduce(_widen(g), axis=0), grads)
+        return jax.tree.map(lambda g: reduce(g, axis=0, dtype=wide), grads)
 
     return optax.microbatching.Accumulator(init, update, finalize, aggregate)
 
@@ -175,28 +156,23 @@ def _check_settings(dtype: Any, seed: Any) -> jnp.dtype:
             f"{argument} is {dtype.name}, expected float32, float64 or bfloat16, whose "
             "range holds sums of gradients; pass float32."
         )
-    is_integer = isinstance(seed, Integral)
-    if is_array(seed):
-        is_integer = seed.shape == () and jnp.issubdtype(seed.dtype, jnp.integer)
-    if not (is_integer or seed is None and dtype != jnp.bfloat16):
+    is_integer = jnp.issubdtype(
+        jnp.result_type(0 if seed is None else seed), jnp.integer
+    )
+    if not is_integer or seed is None and dtype == jnp.bfloat16:
         raise TypeError(
-            f"{_CALLER}: `seed` is {summarize(seed)}, expected an integer, traced or "
-            "not, for sums in bfloat16, which are rounded stochastically; pass the "
-            "number of the step."
+            f"{_CALLER}: `seed` is {summarize(seed)}, expected an integer, for sums in "
+            "bfloat16, which are rounded stochastically; pass the number of the step."
         )
     return dtype
 
 
 def _check_leaves(grads: PyTree) -> None:
     for path, leaf in tree_leaves_with_path(grads):
-        if not is_inexact(leaf):
+        if not is_floating(leaf):
             raise ValueError(
-                f"{_CALLER}: leaf {spell(path)} is {describe(leaf)}, expected floating "
-                "or complex arrays; give each part of the result its own accumulator, "
-                "as in `accumulator=(optax.microbatching.AccumulationType.SUM, "
+                f"{_CALLER}: leaf {spell(path)} is {describe(leaf)}, expected a "
+                "floating array; give each part of the result its own accumulator, as "
+                "in `accumulator=(optax.microbatching.AccumulationType.SUM, "
                 f"optax_mp.{_CALLER}())`."
             )
-
-
-def _widen(x: jax.Array) -> jax.Array:
-    return x.astype(at_least_float32(x.dtype))

@@ -118,7 +118,9 @@ def zero1(
     """
     inner = as_transformation(inner, "zero1")
     axes = _check_axes(mesh, axis)
-    dtype = exchange_dtype and check_exchange_dtype(exchange_dtype, "zero1")
+    dtype = None
+    if exchange_dtype is not None:
+        dtype = check_exchange_dtype(exchange_dtype, "zero1")
 
     def cuts_of(params: optax.Params) -> "_Cuts":
         leaves = Leaves.of(params, caller="zero1", name="`params`")

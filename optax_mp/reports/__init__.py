@@ -8,11 +8,13 @@ counts gradients by magnitude, and says what each low-precision format would los
 `_leaf_counts.py` holds what both share. `step_report` (`_step_report.py`) says which
 leaves `take_step` computes in a kernel. `precision_report` (`_precision.py`) says in
 which dtype products run: it traces a function, and follows where float32 comes from
-(`_precision_walk.py`).
+(`_precision_walk.py`). `collectives_report` (`_collectives.py`) reads from the text of
+a compiled step what it sends between devices.
 
 The functions are in `optax_mp`; here are the classes of what they return.
 """
 
+from optax_mp.reports._collectives import CollectiveRow, CollectivesReport
 from optax_mp.reports._gradient_range import FormatRange, GradientRangeReport
 from optax_mp.reports._memory_report import MemoryReport, MemoryRow
 from optax_mp.reports._precision import PrecisionReport
@@ -21,6 +23,8 @@ from optax_mp.reports._step_report import StepReport, StepRow
 from optax_mp.reports._updates import UpdateReport
 
 __all__ = [
+    "CollectiveRow",
+    "CollectivesReport",
     "FormatRange",
     "GradientRangeReport",
     "MemoryReport",

@@ -155,7 +155,8 @@ class MemoryReport(Report):
             ax.bar(["this", "plain float32"], heights, bottom=tops, label=role)
             tops = [top + height for top, height in zip(tops, heights, strict=True)]
         ax.set_ylabel("bytes per weight")
-        ax.legend()
+        ax.margins(y=0.3)  # for the legend
+        ax.legend(ncols=3, loc="upper center")
         return ax
 
     def _amounts(self, rows: Sequence[MemoryRow]) -> tuple[str, ...]:

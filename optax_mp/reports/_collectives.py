@@ -1,0 +1,296 @@
+"""collectives_report: what a compiled step sends between devices, and how it sums."""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.tree_util import tree_leaves_with_path
+
+from optax_mp._jax._sharding import axis_names, shard_count
+from optax_mp._table import align_columns
+from optax_mp._tree import spell, summarize
+
+# What is read in a program's text.
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", re.M | re.S)
+_COLLECTIVE = re.compile(
+    r"%?([\w.-]+) = ([^=]*?) (all-reduce|all-gather|reduce-scatter|all-to-all"
+    r"|collective-permute)(-start)?\((.*)"
+)
+_DEFINITION = re.compile(r"^ +(?:ROOT )?%?([\w.-]+) = .*", re.M)
+_NAME = re.compile(r"%([\w.-]+)")
+_ARRAY = re.compile(r"\b([a-z]+[0-9]+\w*)\[([0-9,]+)\]")
+_ADDITION = re.compile(r"= (b?f\d+)\[[^=]*? (?:add|reduce)\(")
+_CALLED = re.compile(r"(?:calls|body|to_apply)=%?([\w.-]+)")
+_CONDITION = re.compile(r"condition=%?([\w.-]+)")
+_CONSTANT = re.compile(r" constant\((\d+)\)")
+_CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
+# After these a gradient is still the same.
+_MOVED = re.compile(
+    r" (?:all-to-all|collective-permute|get-tuple-element|bitcast|bitcast-convert"
+    r"|convert|copy|reshape|transpose|concatenate|tuple|fusion)(?:-start|-done)?\("
+)
+# One group of devices, in three spellings, or one pair of them.
+_LIST = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}")
+_GRID = re.compile(r"replica_groups=\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "u16": "uint16"}
+
+
+_ADVICE = """\
+For float32 sums of what is sent in 16 bits, use `sum_gradients` in `jax.shard_map`, or
+`zero1` with `exchange_dtype`. Under `jit` alone the dtype of gradients decides."""
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """Collectives of one kind that carry one param, or its gradient.
+
+    Attributes:
+        kind: as XLA calls it, such as `"all-reduce"`.
+        path: of the param. Found by the size of the array: if several params have it,
+            the first of them, and how many more.
+        axes: the mesh axes over which devices are joined, such as `"data"`.
+        exchange_dtype: in which it is sent.
+        sum_dtype: in which it is added up, or None if it is not.
+        count: how many times it is sent in one step.
+        bytes: how many bytes a device sends for that to others, in a ring.
+
+    Example:
+        >>> from optax_mp.reports import CollectiveRow
+        >>> row = CollectiveRow("all-gather", "['w']", "data", "uint16", None, 1, 224)
+        >>> row.kind, row.sum_dtype
+        ('all-gather', None)
+    """
+
+    kind: str
+    path: str
+    axes: str
+    exchange_dtype: str
+    sum_dtype: str | None
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CollectivesReport:
+    """What `collectives_report` found. Printed, it is a table and advice.
+
+    Attributes:
+        rows: the collectives that carry a param or a gradient, the largest first.
+        other_bytes: what a device sends in other collectives, such as activations.
+
+    Example:
+        >>> from optax_mp.reports import CollectivesReport
+        >>> print(CollectivesReport((), 0))
+        no params or gradients are sent; others: 0 bytes
+    """
+
+    rows: tuple[CollectiveRow, ...]
+    other_bytes: int
+
+    @property
+    def low_sums(self) -> tuple[CollectiveRow, ...]:
+        """The rows whose sums are narrower than float32."""
+        return tuple(x for x in self.rows if x.sum_dtype in ("bfloat16", "float16"))
+
+    def __str__(self) -> str:
+        """Return the table, and the way to float32 for sums in 16 bits."""
+        others = f"others: {self.other_bytes} bytes"
+        if not self.rows:
+            return f"no params or gradients are sent; {others}"
+        cells = [["kind", "param", "axes", "sent in", "summed in", "times", "bytes"]]
+        cells += [[str(x or "") for x in astuple(row)] for row in self.rows]
+        lines = [*align_columns(cells, left=5), others]
+        if self.low_sums:
+            lines += [_ADVICE]
+        return "\n".join(lines)
+
+
+def collectives_report(compiled: Any, params: optax.Params) -> CollectivesReport:
+    """Say what a compiled step sends between devices, and in which dtype it sums.
+
+    Under `jit` with sharded arrays XLA chooses how gradients are summed, and in which
+    dtype: that of the products they come from. This reads its choice from the program:
+    each collective that carries a param or a gradient, in which dtype it is sent and
+    added up, over which mesh axes, and how many bytes a device sends. Nothing is run,
+    and the devices may be simulated, or absent.
+
+    A collective belongs to the params whose size it has: whole, a shard, or one of
+    stacked layers. Loops count as often as they run.
+
+    Args:
+        compiled: `jax.jit(step).lower(*args).compile()`.
+        params: the params that the step gets, or descriptions of them with shardings.
+
+    Returns:
+        The report. Printed, it is a table; with sums in 16 bits it names the way to
+        float32.
+
+    Raises:
+        TypeError: if `compiled` is not a compiled program.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax_mp
+        >>> from jax.sharding import NamedSharding, PartitionSpec as P
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+        >>> params = {"w": jax.ShapeDtypeStruct((64, 48), jnp.float32, sharding=whole)}
+        >>> x = jax.ShapeDtypeStruct((32, 64), jnp.float32, sharding=rows)
+        >>> step = jax.jit(jax.grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2)))
+        >>> compiled = step.lower(params, x).compile()
+        >>> report = optax_mp.collectives_report(compiled, params)
+        >>> all(row.sum_dtype == "float32" for row in report.rows)
+        True
+    """
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise TypeError(
+            f"collectives_report: `compiled` is {summarize(compiled)}, expected a "
+            "compiled program; pass `jax.jit(step).lower(*args).compile()`."
+        )
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+    program = _Program(compiled.as_text() or "")
+    counts: Counter[Any] = Counter()
+    sent: Counter[Any] = Counter()
+    for kind, arrays, devices, sum_dtype, runs in program.collectives():
+        axes = _axes_of(devices, meshes[0]) if meshes else []
+        share = 1 - 1 / max(len(devices), 1)
+        share = {"all-reduce": 2 * share, "collective-permute": 1}.get(kind, share)
+        for dtype, size in arrays:
+            path = _path_of(size, params, axes)
+            key = kind, path, ", ".join(axes), dtype, sum_dtype
+            counts[key] += runs
+            sent[key] += round(runs * share * size * _numbers(dtype)[0] / 8)
+    named: list[Any] = [(*key, n, sent[key]) for key, n in counts.items() if key[1]]
+    rows = (CollectiveRow(*x) for x in sorted(named, key=lambda x: -x[-1]))
+    others = sum(n for key, n in sent.items() if key[1] is None)
+    return CollectivesReport(tuple(rows), others)
+
+
+def _path_of(size: int, params: optax.Params, axes: list[str]) -> str | None:
+    """Return the params of which a collective over `axes` may carry so many numbers."""
+    found = []
+    for path, leaf in tree_leaves_with_path(params):
+        sharding, whole = getattr(leaf, "sharding", None), np.size(leaf)
+        if isinstance(sharding, NamedSharding):
+            others = {x for i in range(leaf.ndim) for x in axis_names(sharding.spec, i)}
+            whole //= shard_count(sharding.mesh, tuple(others.difference(axes)))
+        layers = leaf.shape[0] if np.ndim(leaf) > 2 else 1
+        if size > 1 and size in (whole, whole // layers):
+            found.append(spell(path))
+    more = f" or {len(found) - 1} more" if found[1:] else ""
+    return found[0] + more if found else None
+
+
+class _Program:
+    """The text of a compiled program, by computations and by lines."""
+
+    def __init__(self, text: str) -> None:
+        text = re.sub(r"/\*.*?\*/", "", text)
+        self.bodies = dict(_COMPUTATION.findall(text))
+        self.line_of = {x[1]: x[0] for x in _DEFINITION.finditer(text)}
+        self.callers: Any = defaultdict(list)
+        for name, body in self.bodies.items():
+            for line in body.splitlines():
+                loop = _CONDITION.search(line)
+                condition = self.inside(self.bodies[loop[1]]) if loop else ""
+                times = max(map(int, _CONSTANT.findall(condition)), default=1)
+                for called in _CALLED.findall(line):
+                    self.callers[called].append((name, times))
+
+    def inside(self, text: str) -> str:
+        """Return a part of the program with all that it calls."""
+        called = (self.bodies.get(name, "") for name in _CALLED.findall(text))
+        return text + "".join(map(self.inside, called))
+
+    def runs(self, name: str) -> int:
+        """Return how often a computation runs in one step."""
+        return sum(self.runs(caller) * n for caller, n in self.callers[name]) or 1
+
+    def collectives(self) -> Iterator[tuple[str, list[Any], list[int], Any, int]]:
+        """Yield kind, arrays, devices of a group, dtype of sums, and runs of each."""
+        pieces: set[Any] = set()
+        for name, body in self.bodies.items():
+            lines = body.splitlines()
+            for i, match in enumerate(map(_COLLECTIVE.search, lines)):
+                if match is None or not (arrays := _arrays_in(match[2])):
+                    continue  # nothing but scalars
+                value, _, kind, start, rest = match.groups()
+                devices = _devices_of(rest)
+                # A TPU computes beside some, and has them in several pieces.
+                chain = _CHAIN.findall(rest)
+                if (piece := (*chain, *arrays)) in pieces:
+                    continue
+                pieces |= {piece} if chain else set()
+                if kind == "all-reduce":
+                    arrays = self._apart(arrays, rest)
+                elif start:
+                    arrays = arrays[len(arrays) // 2 :]  # after what it is given
+                if kind == "all-to-all":
+                    arrays = [(arrays[0][0], sum(n for _, n in arrays))]
+                if kind == "reduce-scatter":
+                    arrays = [(dtype, n * len(devices)) for dtype, n in arrays]
+                if "all-reduce-scatter" in name:
+                    kind = "reduce-scatter"  # of a TPU
+                adds = None if "gather" in kind else self._sums(value, lines[i:])
+                yield kind, arrays, devices, adds, self.runs(name)
+
+    def _apart(self, arrays: list[Any], operands: str) -> list[Any]:
+        """Return the arrays that a GPU has joined for one collective."""
+        joined = self.line_of.get(_NAME.findall(operands)[0], "").partition("(")[2]
+        lines = [self.line_of.get(x, "") for x in _NAME.findall(joined.split(")")[0])]
+        parts = [x for line in lines for x in _arrays_in(line.split("(")[0])]
+        return parts if sum(n for _, n in parts) == arrays[0][1] else arrays
+
+    def _sums(self, value: str, lines: list[str]) -> str | None:
+        """Return in which dtype a collective, or the first that reads it, adds."""
+        values = {value}
+        for line in lines:
+            if values.isdisjoint(_NAME.findall(line)):
+                continue
+            if found := _ADDITION.search(self.inside(line)):
+                return _DTYPES.get(found[1], found[1])
+            if _MOVED.search(line):
+                values |= set(_DEFINITION.findall(line))
+        return None
+
+
+def _arrays_in(text: str) -> list[tuple[str, int]]:
+    """Return dtype and size of the arrays in a type."""
+    found: list[tuple[str, str]] = _ARRAY.findall(text)
+    return [(_DTYPES.get(x, x), math.prod(_numbers(shape))) for x, shape in found]
+
+
+def _devices_of(text: str) -> list[int]:
+    """Return the devices of one group of a collective."""
+    if found := _LIST.search(text):
+        return _numbers(found[1])
+    if found := _GRID.search(text):
+        count, sizes, order = (_numbers(x or "") for x in found.groups())
+        grid = np.arange(math.prod(sizes)).reshape(sizes).transpose(order or None)
+        return grid.reshape(count[0], -1)[0].tolist()
+    sizes, joined = found.groups() if (found := _AXES.search(text)) else ("", "")
+    names = re.findall(r"'(\w+)'", sizes)
+    index = tuple(slice(None) if f"'{x}'" in joined else 0 for x in names)
+    sizes = _numbers(re.sub(r"'\w+'", "", sizes))
+    return np.arange(math.prod(sizes)).reshape(sizes)[index].ravel().tolist()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(x) for x in re.findall(r"\d+", text)]
+
+
+def _axes_of(devices: list[int], mesh: Any) -> list[str]:
+    """Return the names of the mesh axes along which devices differ."""
+    places = np.unravel_index(devices, mesh.devices.shape)
+    pairs = zip(mesh.axis_names, places, strict=True)
+    return [name for name, place in pairs if len({*place.tolist()}) > 1]
