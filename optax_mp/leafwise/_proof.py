@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 
 from optax_mp._jax._by_platform import Target, explain
+from optax_mp._jax._jaxpr import ShapedArray
 from optax_mp._warnings import warn_once
 from optax_mp.leafwise._chunks import Cuts, run_end
 from optax_mp.leafwise._ends import End
