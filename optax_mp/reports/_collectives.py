@@ -165,8 +165,11 @@ def collectives_report(compiled: Any, params: optax.Params) -> CollectivesReport
         axes = _axes_of(devices, meshes[0]) if meshes else []
         share = 1 - 1 / max(len(devices), 1)
         share = {"all-reduce": 2 * share, "collective-permute": 1}.get(kind, share)
+        # A TPU sends a param in a ring, from device to device in parts.
+        in_parts = kind == "collective-permute"
+        parts = math.prod(meshes[0].shape[x] for x in axes) if in_parts else 1
         for dtype, size in arrays:
-            path = _path_of(size, params, axes)
+            path = _path_of(size * parts, params, axes)
             key = kind, path, ", ".join(axes), dtype, sum_dtype
             counts[key] += runs
             sent[key] += round(runs * share * size * _numbers(dtype)[0] / 8)
@@ -242,6 +245,8 @@ class _Program:
                 if "all-reduce-scatter" in name:
                     kind = "reduce-scatter"  # of a TPU
                 adds = None if "gather" in kind else self._sums(value, lines[i:])
+                if adds and kind == "collective-permute":
+                    adds = arrays[0][0]  # it sends what is added up so far
                 yield kind, arrays, devices, adds, self.runs(name)
 
     def _apart(self, arrays: list[Any], operands: str) -> list[Any]:
