@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from optax_mp._jax._by_platform import NAME as STEP
-from optax_mp._jax._control_flow import has_regions, run_count, wiring_of
+from optax_mp._jax._control_flow import PLAIN_CALLS, has_regions, run_count, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_always, is_literal, open_jaxpr
 from optax_mp._jax._primitives import FACTORIZATIONS, HANDS_ON, JOINS, MOVES
 from optax_mp._jax._products import is_product
@@ -276,8 +276,8 @@ def asked_shardings(jaxpr: AnyJaxpr, inputs: Sequence[Any] = ()) -> list[Any]:
         name, count = equation.primitive.name, len(equation.outvars)
         if name in _ASK:
             return [equation.params[_ASK[name]]]
-        if name in ("jit", "pjit"):
-            return asked_shardings(equation.params["jaxpr"], inputs)
+        if name in PLAIN_CALLS:
+            return asked_shardings(wiring_of(equation).regions[0].jaxpr, inputs)
         return inputs if name in _COPIES else [None] * count
 
     inputs = inputs or [None] * len(open_jaxpr(jaxpr)[0].invars)

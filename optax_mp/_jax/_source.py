@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from optax_mp._jax._contact import place_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
@@ -28,12 +29,6 @@ def scopes(equation: Equation) -> str:
     """
     stack = equation.source_info.name_stack
     return str(stack) if stack.stack else ""
-
-
-def is_transposed(equation: Equation) -> bool:
-    """Return whether an equation is of the backward pass of a gradient."""
-    parts = equation.source_info.name_stack.stack
-    return any("transpose" in str(getattr(part, "name", part)) for part in parts)
 
 
 def source_line(equation: Equation) -> str:
@@ -112,13 +107,7 @@ def is_function_of_jax(jaxpr: AnyJaxpr) -> bool:
 
     JAX traces it once for all calls, so its lines are those of the first call.
     """
-    return _JAX in _place_of(jaxpr)
-
-
-def _place_of(jaxpr: AnyJaxpr) -> str:
-    """Return the name, file and line of the function that a jaxpr was traced from."""
-    debug_info = getattr(open_jaxpr(jaxpr)[0], "debug_info", None)
-    return getattr(debug_info, "func_src_info", None) or ""
+    return _JAX in place_of(open_jaxpr(jaxpr)[0])
 
 
 def _frames(equation: Equation) -> Iterator[Any]:

@@ -107,7 +107,9 @@ def take_step(
         result = run_from_host(step, inputs, kept, plan) or step(inputs, kept)
         _, (opt_state, params) = result
         return params, opt_state
-    (_, (opt_state, params)), obstacle = run_step(step, inputs, kept, shardings)
+    (_, (opt_state, params)), obstacle = run_step(
+        step, inputs, kept, shardings, state=opt_state
+    )
     if obstacle not in (None, NOT_PACKED):
         warn_once(
             "take_step: no kernel computes this step, because of what it is: "

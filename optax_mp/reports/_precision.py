@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from optax_mp._jax._contact import is_transposed
 from optax_mp._jax._jaxpr import ClosedJaxpr, evaluate
-from optax_mp._jax._source import is_transposed
 from optax_mp._jax._traced import TracedCall, explain_carry_error, is_dynamic, is_output
 from optax_mp._table import Report, Table, percent
 from optax_mp._tree import is_inexact
