@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_mp._jax._contact import is_transposed
 from optax_mp._jax._jaxpr import bind, evaluate
-from optax_mp._jax._source import is_transposed
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -41,7 +41,7 @@ def products_of(fun: Callable[..., Any], *args: Any) -> list[Product]:
 
     def run(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
         inner = equation.params.get("jaxpr")
-        if equation.primitive.name in ("jit", "pjit"):
+        if equation.primitive.name == "jit":
             return evaluate(inner, inputs, run)
         if equation.primitive.name == "dot_general":
             found.append(Product(equation, inputs, is_transposed(equation)))

@@ -8,7 +8,6 @@ saved, restored, and goes on; and the whole way at once. What is not installed i
 skipped, and its row stays as it is. Takes half an hour on two cores.
 """
 
-import importlib.util
 import os
 import pickle
 import subprocess
@@ -117,9 +116,12 @@ def rejax_ppo(form: Form) -> Outcome:
         "rejax.algos.ppo",
         form,
         ("tx = optax.chain(", "tx = (lambda *links: wrap(optax.chain(*links)))("),
-        ("params=actor_params, tx=tx)", "params=actor_params, tx=tx, cast=cast)"),
-        ("params=critic_params, tx=tx)", "params=critic_params, tx=tx, cast=cast)"),
-        ("class PPO(", CAST_TRAIN_STATE + "class PPO("),
+        (
+            '        return {"actor_ts": actor_ts,',
+            "        actor_ts = actor_ts.replace(params=cast(actor_ts.params))\n"
+            "        critic_ts = critic_ts.replace(params=cast(critic_ts.params))\n"
+            '        return {"actor_ts": actor_ts,',
+        ),
     )
     from rejax.algos.ppo import PPO
 
@@ -135,17 +137,6 @@ def rejax_ppo(form: Form) -> Outcome:
         return state, rewards.mean()
 
     return by_state(algo.init_state(jax.random.PRNGKey(0)), train)
-
-
-CAST_TRAIN_STATE = """
-class TrainState(TrainState):
-    @classmethod
-    def create(cls, *, cast, **kwargs):
-        state = super().create(**kwargs)
-        return state.replace(params=cast(state.params))
-
-
-"""
 
 
 def numpyro_svi(form: Form) -> Outcome:
@@ -246,7 +237,8 @@ def brax_sac(form: Form) -> Outcome:
          "policy_optimizer = wrap(optax.adam(learning_rate=learning_rate))"),
         ("q_optimizer = optax.adam(learning_rate=learning_rate)",
          "q_optimizer = wrap(optax.adam(learning_rate=learning_rate))"),
-        ("      policy_params=policy_params,", "      policy_params=cast(policy_params),"),
+        ("\n      policy_params=policy_params,",
+         "\n      policy_params=cast(policy_params),"),
         ("      q_params=q_params,\n      target",
          "      q_params=cast(q_params),\n      target"),
     )  # fmt: skip
@@ -298,17 +290,19 @@ def kauldron(form: Form) -> Outcome:
         )
         trainer = kd.train.Trainer(
             workdir=folder, model=Model(), num_train_steps=steps, writer=None,
+            log_metrics_every=96, profiler=None,
             optimizer=form.wrap(optax.adam(1e-3)), train_losses={"loss": loss},
             train_ds=kd.data.InMemoryPipeline(loader=load, batch_size=128, seed=0),
-            checkpointer=kd.ckpts.Checkpointer(save_interval_steps=100),
+            checkpointer=kd.ckpts.Checkpointer(save_interval_steps=96),
         )  # fmt: skip
         return trainer.train()
 
     with tempfile.TemporaryDirectory() as once, tempfile.TemporaryDirectory() as halves:
-        state, aux = train(once, 400)
-        train(halves, 200)
-        again, _ = train(halves, 400)
-    value = aux.compute().loss_values["loss"]
+        # The data begin anew after a stop: both halves are whole epochs.
+        state, aux = train(once, 192)
+        train(halves, 96)
+        again, _ = train(halves, 192)
+    value = aux.loss_states["loss"].compute()
     some, others = ((x.params, x.opt_state) for x in (again, state))
     return Outcome(float(value), compare(some, others))
 
@@ -351,80 +345,68 @@ def tunix(form: Form) -> Outcome:
     return Outcome(float(value), compare(again, state))
 
 
-def jax_privacy(form: Form) -> Outcome:
-    """A classifier by DP-SGD, with the loop of its examples; the loss."""
+def fit(
+    form: Form, params: Any, tx: Any, logits: Any, gradient: Any, steps: int
+) -> Outcome:
+    """Run the loop of a guide: `logits(params, x)` are fitted to labels; the loss."""
     import jax
     import jax.numpy as jnp
-    import jax_privacy
     import optax
 
-    x, y = labelled()
-    keys = jax.random.split(jax.random.PRNGKey(0), 2)
-    sizes = zip(keys, ((64, 256), (256, 10)), strict=True)
-    params = [jax.random.normal(key, shape) / 8 for key, shape in sizes]
+    x, y = map(jnp.asarray, labelled())
 
     def loss(params: Any, x: Any, y: Any) -> Any:
-        logits = jnp.tanh(x @ params[0]) @ params[1]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-    tx = form.wrap(optax.adam(3e-3))
-    noise = jax_privacy.noise_addition.gaussian_privatizer(
-        stddev=0.5, prng_key=jax.random.PRNGKey(1)
-    )
-    gradient = jax_privacy.clipped_grad(
-        loss, l2_clip_norm=1.0, batch_argnums=(1, 2), normalize_by=128.0
-    )
-
-    def step(carry: Any, i: Any) -> Any:
-        params, opt_state, noise_state = carry
-        rows = jax.random.randint(jax.random.fold_in(keys[0], i), (128,), 0, len(x))
-        grads = gradient(params, jnp.asarray(x)[rows], jnp.asarray(y)[rows])
-        grads, noise_state = noise.update(grads, noise_state)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, noise_state), None
-
-    @jax.jit
-    def train(carry: Any) -> Any:
-        carry, _ = jax.lax.scan(step, carry, jnp.arange(60))
-        return carry, loss(carry[0], x, y)
-
-    start = (form.cast(params), tx.init(params), noise.init(params))
-    return by_state(start, train)
-
-
-def keras(form: Form) -> Outcome:
-    """A classifier of Keras, with the loop of its guide for JAX; the loss."""
-    os.environ["KERAS_BACKEND"] = "jax"
-    import jax
-    import jax.numpy as jnp
-    import keras as keras_3
-    import optax
-
-    keras_3.utils.set_random_seed(0)
-    dense, (x, y) = keras_3.layers.Dense, labelled()
-    layers = [dense(256, "relu"), dense(256, "relu"), dense(10)]
-    model = keras_3.Sequential([keras_3.Input((64,)), *layers])
-    tx = form.wrap(optax.adam(1e-3))
-    params = [variable.value for variable in model.trainable_variables]
-
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        logits, _ = model.stateless_call(params, [], x)
-        logits = logits.astype("float32")
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+        found = logits(params, x).astype("float32")
+        return optax.softmax_cross_entropy_with_integer_labels(found, y).mean()
 
     def step(carry: Any, i: Any) -> Any:
         params, opt_state = carry
         rows = (jnp.arange(128) + 128 * i) % len(x)
-        grads = jax.grad(loss)(params, jnp.asarray(x)[rows], jnp.asarray(y)[rows])
+        grads = gradient(loss)(params, x[rows], y[rows])
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), None
 
     @jax.jit
     def train(carry: Any) -> Any:
-        carry, _ = jax.lax.scan(step, carry, jnp.arange(200))
+        carry, _ = jax.lax.scan(step, carry, jnp.arange(steps))
         return carry, loss(carry[0], x, y)
 
     return by_state((form.cast(params), tx.init(params)), train)
+
+
+def jax_privacy(form: Form) -> Outcome:
+    """A classifier by DP-SGD."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax_privacy import clipped_grad
+    from jax_privacy.noise_addition import gaussian_privatizer
+
+    keys = jax.random.split(jax.random.PRNGKey(0), 2)
+    sizes = zip(keys, ((64, 256), (256, 10)), strict=True)
+    params = [jax.random.normal(key, shape) / 8 for key, shape in sizes]
+    logits = lambda p, x: jnp.tanh(x @ p[0]) @ p[1]  # noqa: E731
+    settings = {"l2_clip_norm": 1.0, "batch_argnums": (1, 2), "normalize_by": 128.0}
+    noise = gaussian_privatizer(stddev=0.5 / 128, prng_key=jax.random.PRNGKey(1))
+    tx = optax.chain(noise, form.wrap(optax.adam(3e-3)))
+    gradient = lambda loss: clipped_grad(loss, **settings)  # noqa: E731
+    return fit(form, params, tx, logits, gradient, 60)
+
+
+def keras(form: Form) -> Outcome:
+    """A classifier of Keras."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    import jax
+    import keras as keras_3
+    import optax
+
+    keras_3.utils.set_random_seed(0)
+    dense = keras_3.layers.Dense
+    layers = [dense(256, "relu"), dense(256, "relu"), dense(10)]
+    model = keras_3.Sequential([keras_3.Input((64,)), *layers])
+    params = [variable.value for variable in model.trainable_variables]
+    logits = lambda params, x: model.stateless_call(params, [], x)[0]  # noqa: E731
+    return fit(form, params, form.wrap(optax.adam(1e-3)), logits, jax.grad, 200)
 
 
 class Trainer(NamedTuple):
@@ -470,18 +452,20 @@ def row_of(name: str) -> str | None:
 
 def main(names: Sequence[str]) -> None:
     """Run trainers, and write their rows into the page."""
-    text = PAGE.read_text()
-    before, _, rest = text.partition(START)
+    new = filter(None, map(row_of, names or TRAINERS))
+    rows = {row.split(" (")[0]: row for row in new}
+    before, _, rest = PAGE.read_text().partition(START)
     table, _, after = rest.partition(END)
     old = {row.split(" (")[0]: row for row in table.splitlines() if " (" in row}
-    for name in names or TRAINERS:
-        row = row_of(name)
-        if row:
-            old[row.split(" (")[0]] = row
     head = ["| trainer | " + " | ".join(FORMS) + " |", "|---" * (len(FORMS) + 1) + "|"]
     versions = ", ".join(f"{x} {metadata.version(x)}" for x in ("jax", "optax"))
-    rows = [*head, *old.values(), "", f"{versions}, CPU, {time.strftime('%Y-%m-%d')}"]
-    PAGE.write_text("\n".join([before + START, "", *rows, "", END + after]))
+    lines = [
+        *head,
+        *(old | rows).values(),
+        "",
+        f"{versions}, CPU, {time.strftime('%Y-%m-%d')}",
+    ]
+    PAGE.write_text("\n".join([before + START, "", *lines, "", END + after]))
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ def or_negative_zeros(proceed: Choice, value: Any) -> Any:
     Adding negative zero changes no param, not even one of -0.0. Integers have only one
     zero. Leaves that are not numbers are always returned as they are.
     """
-    value = jnp.asarray(value) if _is_plain(value) else value
+    if not isinstance(value, jax.Array) and _is_plain(value):
+        value = jnp.asarray(value)
     if not (is_dynamic(value) and jnp.issubdtype(value.dtype, jnp.number)):
         return value
     is_complex = jnp.issubdtype(value.dtype, jnp.complexfloating)
@@ -106,7 +107,9 @@ def select(proceed: Choice, new: Any, old: Any) -> jax.Array:
 
 def _choose_leaf(proceed: Choice, new: Any, old: Any) -> Any:
     """Return a leaf of the new state, or of the old one."""
-    if _is_plain(new):  # a rule may reset a count to a plain 0
+    if not isinstance(new, jax.Array) and _is_plain(
+        new
+    ):  # a rule may reset a count to a plain 0
         new = jnp.asarray(new, jnp.result_type(old, new))
     if new is old or not is_dynamic(new) or is_on_host(old):
         return new

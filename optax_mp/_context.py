@@ -46,10 +46,11 @@ class Transformation(optax.GradientTransformationExtraArgs):
     """A transformation of this package: its `update` may be given a `Context`.
 
     Attributes:
-        offloaded: the settings of the `offload` that it is, or that is directly inside.
+        offloaded: the plan and the param shardings of the `offload` that it is, or that
+            is directly inside.
     """
 
-    offloaded: Any = None
+    offloaded: tuple[Any, Any] | None = None
 
     @classmethod
     def around(

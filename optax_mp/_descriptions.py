@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_mp._boxes import Divides
-from optax_mp._jax._arrays import is_traced_by_jit, spec_in_type, varies_by_rank
+from optax_mp._jax._arrays import spec_in_type
+from optax_mp._jax._contact import is_traced_by_jit, varies_by_rank
 from optax_mp._jax._dataflow import asked_shardings
 from optax_mp._jax._memory import HOST_KIND, is_host_type, is_on_host
 from optax_mp._jax._sharding import entries_of, fits_blocks, place_like

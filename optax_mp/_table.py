@@ -1,8 +1,79 @@
-"""Tables in plain text, as the reports print them."""
+"""Reports: tables in plain text, as they print, and in HTML, as notebooks show them."""
 
+import importlib
 from collections.abc import Sequence
+from html import escape
+from typing import Any, NamedTuple
 
-_WIDTH, _LEAST_PATH_WIDTH = 80, 12
+_WIDTH, _LEAST_WIDTH = 80, 12
+
+
+class Table(NamedTuple):
+    """A part of a report.
+
+    Attributes:
+        rows: the cells of each row, the titles first.
+        left: how many columns are flush left.
+        long: the column whose cells lose their beginning where the text is too long.
+        width: the most that they may take; None for what the others leave of a line.
+    """
+
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+    long: int = 0
+    width: int | None = None
+
+    def as_text(self) -> str:
+        """Return the table as aligned lines."""
+        rows = [list(row) for row in self.rows]
+        cells, width = [row[self.long] for row in rows], self.width
+        if width is None:
+            others = [row[: self.long] + [""] + row[self.long + 1 :] for row in rows]
+            width = _WIDTH - max(map(len, align_columns(others, self.left)))
+        for row, cell in zip(
+            rows, shorten(cells, max(width, _LEAST_WIDTH)), strict=True
+        ):
+            row[self.long] = cell
+        return "\n".join(align_columns(rows, self.left))
+
+    def as_html(self) -> str:
+        """Return the table with all cells in full."""
+        sides = ["left" if i < self.left else "right" for i in range(len(self.rows[0]))]
+
+        def line(cells: Sequence[str], tag: str) -> str:
+            pairs = zip(sides, cells, strict=True)
+            made = (f'<{tag} align="{side}">{escape(x)}</{tag}>' for side, x in pairs)
+            return f"<tr>{''.join(made)}</tr>"
+
+        titles, *others = self.rows
+        body = "".join(line(cells, "td") for cells in others)
+        return f"<table>{line(titles, 'th')}{body}</table>"
+
+
+class Report:
+    """Something that is printed as text, and shown as HTML in a notebook."""
+
+    def _parts(self) -> Sequence[str | Table]:
+        """Return the lines and tables of the report, in their order."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        return "\n".join(
+            x if isinstance(x, str) else x.as_text() for x in self._parts()
+        )
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            f"<pre>{escape(x)}</pre>" if isinstance(x, str) else x.as_html()
+            for x in self._parts()
+        )
+
+
+def axes_or_new(axes: Any) -> Any:
+    """Return Matplotlib axes: those given, or of a new figure."""
+    # Imported here, because the package does not depend on it.
+    return axes or importlib.import_module("matplotlib.pyplot").subplots()[1]
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
@@ -15,15 +86,6 @@ def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def align_by_path(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows that begin with paths as lines; long paths lose their beginning."""
-    others = align_columns([["", *cells] for _, *cells in rows], left=1)
-    width = max(_WIDTH - max(map(len, others)), _LEAST_PATH_WIDTH)
-    paths = shorten([path for path, *_ in rows], width)
-    pairs = zip(paths, rows, strict=True)
-    return align_columns([(path, *cells) for path, (_, *cells) in pairs], left=1)
 
 
 def shorten(texts: Sequence[str], width: int) -> list[str]:

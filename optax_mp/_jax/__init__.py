@@ -1,5 +1,8 @@
-"""The only folder that uses more than the public API of JAX. It imports nothing else.
+"""The only folder that uses more than the public API of JAX.
 
+It imports nothing else of the package but its warnings.
+
+- `_contact`: names of classes and texts of programs in JAX, each tested at first use.
 - `_jaxpr`: read, run and trace jaxprs.
 - `_source`: the scopes and lines in which an equation is written.
 - `_primitives`: facts of each primitive, in one table.

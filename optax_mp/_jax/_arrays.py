@@ -7,6 +7,8 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from optax_mp._jax._contact import varies_by_rank, varying_axes
+
 
 def is_array(leaf: Any) -> bool:
     """Return whether `leaf` is an array (of JAX or NumPy, traced or not)."""
@@ -50,24 +52,6 @@ def looks_for_leaks() -> bool:
     return bool(getattr(jax.config, "jax_check_tracer_leaks", False))
 
 
-def is_traced_by_jit(x: Any) -> bool:
-    """Return whether `x` is traced by `jit` only, and not by `vmap` or `grad`, too."""
-    # By name, because this class is not in JAX's documented API.
-    return type(x).__name__ == "DynamicJaxprTracer"
-
-
-def varies_by_rank(x: Any) -> bool:
-    """Return whether `x` differs from rank to rank under shard_map, by its type."""
-    return bool(varying_axes(x))
-
-
-def varying_axes(x: Any) -> frozenset[Any]:
-    """Return the axes of shard_map over which `x` differs, by its type."""
-    aval = getattr(x, "aval", None)
-    kind = getattr(aval, "manual_axis_type", None)  # JAX 0.10 and later
-    return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
-
-
 def gather_equal(x: jax.Array, axis_name: Any, axis: int) -> jax.Array:
     """Gather along an axis; the type says that the result is equal on all ranks."""
     if not varying_axes(x):  # of pmap, vmap and shard_map without checks
@@ -109,11 +93,3 @@ def mesh_in_type(x: Any) -> Any:
 def has_explicit_axes(mesh: Any) -> bool:
     """Return whether shardings on `mesh` are part of the types of arrays."""
     return bool(mesh is not None and mesh.explicit_axes)
-
-
-def result_like(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """Return the description of a kernel's result: the type of a value, and a shape."""
-    for name in ("manual_axis_type", "vma"):  # the former from JAX 0.10 on
-        if (axes := getattr(aval, name, None)) is not None:
-            return jax.ShapeDtypeStruct(shape, aval.dtype, **{name: axes})
-    return jax.ShapeDtypeStruct(shape, aval.dtype)

@@ -7,20 +7,21 @@ program is exported.
 """
 
 import functools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
+from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from optax_mp._jax._arrays import has_explicit_axes
+from optax_mp._jax._contact import sharding_of, widened_from
 from optax_mp._jax._jaxpr import Equation, bind, evaluate
+from optax_mp._warnings import warn_once
 
 # Platforms that may have their own implementation, as JAX names them.
 PLATFORMS: tuple[str, ...] = ("tpu", "cuda")
@@ -41,12 +42,16 @@ class Target:
         is_within_shard_map: whether it is inside of `shard_map`, where types name axes
             of a mesh.
         is_exported: whether the program may run on later versions, or on more devices.
+        kind: of the devices, as JAX names it; empty if it is not known.
+        device: one of the devices; None if this process has none of them.
     """
 
     platform: str
     device_count: int = 1
     is_within_shard_map: bool = False
     is_exported: bool = False
+    kind: str = ""
+    device: Any = None
 
     @classmethod
     def of(cls, context: Any) -> "Target | None":
@@ -56,7 +61,7 @@ class Target:
         """
         module, axes = context.module_context, context.module_context.axis_context
         platform, *others = module.platforms
-        is_placed = getattr(context.jaxpr_eqn_ctx, "compute_type", None) is not None
+        is_placed = context.jaxpr_eqn_ctx.compute_type is not None
         if others or platform not in PLATFORMS or is_placed:
             return None
         is_whole = hasattr(axes, "num_devices")
@@ -65,7 +70,27 @@ class Target:
         else:
             is_split = axes.manual_axes == frozenset(axes.mesh.axis_names)
             count = 1 if is_split else axes.mesh.size
-        return cls(platform, count, not is_whole, module.lowering_parameters.for_export)
+        exported = module.lowering_parameters.for_export
+        device = _device_of(platform, module.backend)
+        return cls(platform, count, not is_whole, exported, *device)
+
+
+def kind_here(platform: str) -> str:
+    """Return the kind of a platform's devices in this process; empty for none."""
+    try:
+        return jax.local_devices(backend=platform)[0].device_kind
+    except RuntimeError:
+        return ""
+
+
+def _device_of(platform: str, client: Any) -> tuple[str, Any]:
+    """Return the kind of a client's devices, and one that this process has, if any."""
+    names = (platform, "gpu") if platform == "cuda" else (platform,)
+    if client is None or client.platform not in names:
+        return "", None  # lowered for a platform by its name alone
+    kind = client.devices()[0].device_kind
+    devices = jax.local_devices(backend=platform) if kind_here(platform) else []
+    return kind, next((x for x in devices if x.client == client), None)
 
 
 # Takes the inputs, and by their index the arrays that some of them were widened from,
@@ -73,7 +98,7 @@ class Target:
 Function = Callable[
     [Sequence[Any], Mapping[int, Any], Mapping[int, NamedSharding]], Sequence[Any]
 ]
-Rewrite = Callable[[Target], Function | None]
+Rewrite = Callable[[Target, Sequence[Exception]], Function | None]
 
 
 def call_by_platform(
@@ -85,66 +110,119 @@ def call_by_platform(
         call: the equation.
         inputs: its inputs.
         rewrite: returns a function that replaces the call when a program is lowered
-            for a target, or None to keep the call.
+            for a target, or None to keep the call. If the function fails, it is called
+            once more, with the error.
     """
     # The jaxpr is for code that searches the parameters of equations.
     jaxpr = call.params["jaxpr"]
-    return _call.bind(*inputs, jaxpr=jaxpr, call=call, rewrite=rewrite)
+    return _call.bind(*inputs, jaxpr=jaxpr, equation=call, rewrite=rewrite)
+
+
+def run_by_platform(function: Callable[..., Any], rewrite: Rewrite, *args: Any) -> Any:
+    """Return the array `function(*args)`; see `call_by_platform`."""
+    (call,) = jax.make_jaxpr(jax.jit(function))(*args).eqns
+    return call_by_platform(call, args, rewrite)[0]
 
 
 @_call.def_impl
-def _run(*inputs: Any, call: Equation, **params: Any) -> list[Any]:
-    return bind(call, inputs)
+def _run(*inputs: Any, equation: Equation, **params: Any) -> list[Any]:
+    return bind(equation, inputs)
 
 
 @_call.def_abstract_eval
-def _abstract(*avals: Any, call: Equation, **params: Any) -> list[Any]:
-    return [var.aval for var in call.outvars]
+def _abstract(*avals: Any, equation: Equation, **params: Any) -> list[Any]:
+    return [var.aval for var in equation.outvars]
 
 
 # Batched or differentiated, it is the call as it was traced. The rules are those of the
 # call itself, so inputs that are not mapped stay so, and zero tangents stay zero.
 def _batched(
-    axis: Any, inputs: Any, axes: Any, *, call: Equation, **params: Any
+    axis: Any, inputs: Any, axes: Any, *, equation: Equation, **params: Any
 ) -> Any:
-    rule: Any = batching.fancy_primitive_batchers[call.primitive]
-    return rule(axis, inputs, axes, **call.params)
+    rule: Any = batching.fancy_primitive_batchers[equation.primitive]
+    return rule(axis, inputs, axes, **equation.params)
 
 
-def _jvp(primals: Any, tangents: Any, *, call: Equation, **params: Any) -> Any:
-    return ad.primitive_jvps[call.primitive](primals, tangents, **call.params)
+def _jvp(primals: Any, tangents: Any, *, equation: Equation, **params: Any) -> Any:
+    return ad.primitive_jvps[equation.primitive](primals, tangents, **equation.params)
 
 
 def _lower(
-    context: Any,
-    *inputs: Any,
-    call: Equation,
-    rewrite: Rewrite,
-    **params: Any,
+    context: Any, *inputs: Any, equation: Equation, rewrite: Rewrite, **params: Any
 ) -> Any:
-    target = Target.of(context)
-    function = target and rewrite(target)
-    if not (target and function):
-        # One equation: the jaxpr of the call is lowered as it is, without another
-        # trace.
-        is_for_cpu = context.module_context.platforms == ("cpu",)
-        as_it_is = functools.partial(_run_apart if is_for_cpu else _run, call=call)
-        return mlir.lower_fun(as_it_is, multiple_results=True)(context, *inputs)
-    narrow = {i: x for i, y in enumerate(inputs) if (x := _widened_from(y)) is not None}
-    shardings = {i: x for i, y in enumerate(inputs) if (x := _sharding_of(y))}
-    are_typed = any(has_explicit_axes(aval.sharding.mesh) for aval in context.avals_in)
-    if are_typed or target.is_within_shard_map or target.is_exported:
-        shardings = {}  # types say them, or they may be others
+    errors: list[Exception] = []
+    while len(errors) < 2:
+        try:
+            target = Target.of(context)
+            function = target and rewrite(target, errors)
+            if not (target and function):
+                break
+            return _lower_function(function, target, context, inputs)
+        except Exception as error:
+            errors.append(error)
+            warn_once(
+                "optax_mp: a low-bit step could not be lowered with kernels, and XLA "
+                "compiles it as it is written, which moves 1.5 to 8 times as many "
+                "bytes. The results are the same. OPTAX_MP_KERNELS=0 turns kernels "
+                f"off, and this warning. {explain(error)}"
+            )
+    # One equation: the jaxpr of the call is lowered as it is, without another trace.
+    is_for_cpu = context.module_context.platforms == ("cpu",)
+    run = _run_apart if is_for_cpu else _run
+    as_it_is = functools.partial(run, equation=equation)
+    return mlir.lower_fun(as_it_is, multiple_results=True)(context, *inputs)
+
+
+def explain(error: Exception) -> str:
+    """Return an error in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _lower_function(
+    function: Function, target: Target, context: Any, inputs: Sequence[Any]
+) -> Any:
+    """Lower a function in the place of a call, or erase what was lowered and raise."""
+    wide = [(i, *found) for i, x in enumerate(inputs) if (found := widened_from(x))]
+    if target.platform == "tpu":  # no kernel there reads float16
+        wide = [found for found in wide if found[2] != "float16"]
+    places, sources, dtypes = ([found[k] for found in wide] for k in range(3))
+    shardings: dict[int, NamedSharding] = {}
+    # Types say them, or they may be others.
+    is_typed = any(has_explicit_axes(aval.sharding.mesh) for aval in context.avals_in)
+    is_other = is_typed or target.is_within_shard_map or target.is_exported
+    if target.device_count > 1 and not is_other:
+        shardings = {i: x for i, y in enumerate(inputs) if (x := _sharding_of(y))}
 
     def run(*values: Any) -> Any:
         count = len(inputs)
-        widened_from = dict(zip(narrow, values[count:], strict=True))
+        widened_from = dict(zip(places, values[count:], strict=True))
         return function(values[:count], widened_from, shardings)
 
-    avals = (context.avals_in[i].update(dtype=jnp.bfloat16) for i in narrow)
+    avals = map(lambda i, x: context.avals_in[i].update(dtype=x), places, dtypes)
     context = context.replace(avals_in=[*context.avals_in, *avals])
     lowered = mlir.lower_fun(run, multiple_results=True)
-    return lowered(context, *inputs, *narrow.values())
+    here: Any = ir.InsertionPoint.current
+    block, body = here.block, context.module_context.module.body
+    counts = len(block.operations), len(body.operations)
+    try:
+        return lowered(context, *inputs, *sources)
+    except Exception:
+        # What was lowered is not used, and a half-made function would be no program.
+        for made in reversed(list(block.operations)[counts[0] :]):
+            made.erase()
+        for made in list(body.operations)[counts[1] :]:
+            if not _is_finished(made):
+                context.module_context.symbol_table.erase(made)
+        raise
+
+
+def _is_finished(operation: Any) -> bool:
+    """Return whether a function returns; what is none does not have to."""
+    blocks = [block for region in operation.regions for block in region.blocks]
+    if operation.operation.name != "func.func" or not blocks:
+        return True
+    last = list(blocks[-1].operations)[-1:]
+    return bool(last) and last[0].operation.name == "func.return"
 
 
 # The functions that XLA for CPUs must not inline. It computes each result in a loop of
@@ -152,7 +230,7 @@ def _lower(
 APART = ("advance", "_rounding_keys")
 
 
-def _run_apart(*inputs: Any, call: Equation) -> list[Any]:
+def _run_apart(*inputs: Any, equation: Equation) -> list[Any]:
     """Run a call, and keep some functions in it apart."""
 
     def run(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
@@ -163,46 +241,16 @@ def _run_apart(*inputs: Any, call: Equation) -> list[Any]:
         with set_xla_metadata(inlineable="false"):
             return bind(equation, inputs)
 
-    return evaluate(call.params["jaxpr"], inputs, run)
-
-
-def _widened_from(value: Any) -> Any:
-    """Return the bfloat16 array that a float32 one was converted from, or None.
-
-    A loop or `value_and_grad` converts gradients, for example. XLA would write the
-    float32 array to memory for a kernel, at twice the size.
-    """
-    made_by: Any = getattr(value, "owner", None)
-    if getattr(made_by, "name", None) != "stablehlo.convert":
-        return None
-    (source,) = made_by.operands
-    types = [str(getattr(x.type, "element_type", "")) for x in (source, value)]
-    return source if types == ["bf16", "f32"] else None
-
-
-# Shardy's text for axes of an array, each over none, one or more axes of a mesh whose
-# devices are in the program's order. What says more than that does not match.
-_SHARDING = re.compile(r"#sdy\.sharding<mesh<\[([^]]*)\]>, \[([^]?:]*)\]>")
+    return evaluate(equation.params["jaxpr"], inputs, run)
 
 
 def _sharding_of(value: Any) -> NamedSharding | None:
-    """Return how `jit` shards an argument of the program; None for any other value.
-
-    The body of a loop and a `jit` within one are functions whose arguments say nothing.
-    """
-    function: Any = getattr(getattr(value, "owner", None), "owner", None)
-    attributes: Any = getattr(function, "attributes", ())
-    if "arg_attrs" not in attributes:
+    """Return how `jit` shards an argument of the program; None for any other value."""
+    if (found := sharding_of(value)) is None:
         return None
-    of_argument = attributes["arg_attrs"][value.arg_number]
-    text = str(of_argument["sdy.sharding"]) if "sdy.sharding" in of_argument else ""
-    if (match := _SHARDING.fullmatch(text)) is None:
-        return None
-    sizes = {name: int(n) for name, n in re.findall(r'"([^"]+)"=(\d+)', match[1])}
-    axes = re.findall(r"\{([^}]*)\}", match[2])
-    spec = PartitionSpec(*(tuple(re.findall('"([^"]+)"', axis)) for axis in axes))
+    sizes, spec = found
     mesh = _mesh_with(sizes)
-    return None if mesh is None else NamedSharding(mesh, spec)
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def _mesh_with(sizes: Mapping[str, int]) -> AbstractMesh | None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from optax_mp._jax._by_platform import NAME
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, evaluate, trace_jaxpr
 from optax_mp._jax._wiring import Region, Wiring
 
@@ -200,7 +201,9 @@ custom_jvp_call custom_vjp_call custom_vmap_call linear_call
 """.split()
 # From JAX 0.12 on, a `closed_call` is an `eval_jaxpr`. A `remat_opt` is the forward
 # rule of a custom_vjp with `optimize_remat`.
-_INLINED = "closed_call eval_jaxpr call core_call remat_opt".split()
+_INLINED = ["closed_call", "eval_jaxpr", "call", "core_call", "remat_opt", NAME]
+# Calls that change nothing, but for shardings that a `jit` may ask for.
+PLAIN_CALLS = frozenset(["jit", *_INLINED])
 _KINDS = {
     **dict.fromkeys(_CALLS, _Kind(_wire_call)),
     **dict.fromkeys(_INLINED, _Kind(_wire_call, _bind_inline)),

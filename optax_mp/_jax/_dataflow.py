@@ -2,16 +2,21 @@
 
 `depending_outputs` says that an output depends on an input. A `Flow` says how: whether
 the input fades on the way, as in an average, and whether its entries arrive unchanged.
-`asked_shardings` returns the shardings that a function asks for its outputs.
+An `Origin` says which groups of inputs a value is computed from, and what joined them.
+`run_reads` says how often a program reads an input. `asked_shardings` returns the
+shardings that a function asks for its outputs.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from optax_mp._jax._control_flow import has_regions, wiring_of
+from optax_mp._jax._by_platform import NAME as STEP
+from optax_mp._jax._control_flow import PLAIN_CALLS, has_regions, run_count, wiring_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_always, is_literal, open_jaxpr
 from optax_mp._jax._primitives import FACTORIZATIONS, HANDS_ON, JOINS, MOVES
 from optax_mp._jax._products import is_product
+from optax_mp._jax._source import function_of
 
 T = TypeVar("T")
 
@@ -74,6 +79,72 @@ def _depending_results(equation: Equation, inputs: list[bool]) -> list[bool]:
 
 
 _NONE: frozenset[int] = frozenset()
+
+
+class Origin(NamedTuple):
+    """Which groups of inputs a value is computed from.
+
+    Attributes:
+        groups: their numbers.
+        joined_in: where values of several groups first met; `""` if they did not.
+    """
+
+    groups: frozenset[int] = _NONE
+    joined_in: str = ""
+
+
+def origins(jaxpr: AnyJaxpr, inputs: Sequence[Origin]) -> list[Origin]:
+    """Return the origins of the outputs of `jaxpr`, from those of its inputs."""
+
+    def results(equation: Equation, inputs: list[Origin]) -> list[Origin]:
+        name = equation.primitive.name
+        if name in HANDS_ON:
+            return inputs
+        if name == STEP:
+            return origins(equation.params["jaxpr"], inputs)
+
+        def join(values: Sequence[Origin]) -> Origin:
+            groups = _NONE.union(*(x.groups for x in values))
+            joined_in = next((x.joined_in for x in values if x.joined_in), "")
+            if not joined_in and all(x.groups != groups for x in values):
+                joined_in = function_of(equation)
+            return Origin(groups, joined_in)
+
+        if not has_regions(equation):
+            return [join([Origin(), *inputs])] * len(equation.outvars)
+        found = wiring_of(equation).forward(
+            inputs, lambda region, values: origins(region.jaxpr, values), join
+        )
+        return [join([x, *found.decisions]) for x in found.outputs]
+
+    return follow(jaxpr, inputs, results, lambda _: Origin())
+
+
+def run_reads(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> float:
+    """Return how often equations that run read some inputs of a jaxpr.
+
+    Infinite if that is not known, as in a branch or a loop that ends by a condition.
+
+    Args:
+        jaxpr: the jaxpr.
+        inputs: for each input, whether it is one of those.
+    """
+    jaxpr, _ = open_jaxpr(jaxpr)
+    chosen = {var for var, flag in zip(jaxpr.invars, inputs, strict=True) if flag}
+    count = 0.0
+    for equation in jaxpr.eqns:
+        reads = [not is_literal(x) and x in chosen for x in equation.invars]
+        if not any(reads):
+            continue
+        if not has_regions(equation) or equation.primitive.name == "custom_vjp_call":
+            count += 1
+            continue
+        wiring = wiring_of(equation)
+        times = math.inf if wiring.deciding else run_count(equation) or math.inf
+        for region in wiring.regions:
+            if reads_within := run_reads(region.jaxpr, region.read(reads)):
+                count += times * reads_within
+    return count
 
 
 class Flow(NamedTuple):
@@ -205,8 +276,8 @@ def asked_shardings(jaxpr: AnyJaxpr, inputs: Sequence[Any] = ()) -> list[Any]:
         name, count = equation.primitive.name, len(equation.outvars)
         if name in _ASK:
             return [equation.params[_ASK[name]]]
-        if name in ("jit", "pjit"):
-            return asked_shardings(equation.params["jaxpr"], inputs)
+        if name in PLAIN_CALLS:
+            return asked_shardings(wiring_of(equation).regions[0].jaxpr, inputs)
         return inputs if name in _COPIES else [None] * count
 
     inputs = inputs or [None] * len(open_jaxpr(jaxpr)[0].invars)

@@ -106,9 +106,7 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]
     # A literal is a plain number, but the outputs are arrays.
     outvars: Any = jaxpr.outvars
     return [
-        jnp.asarray(atom.val, atom.aval.dtype)
-        if isinstance(atom, Literal)
-        else values[atom]
+        jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else values[atom]
         for atom in outvars
     ]
 
@@ -157,6 +155,7 @@ def choose_where_computed(closed: Any, at: int) -> ClosedJaxpr:
     # Variables by `id`, since not every literal among the inputs has a hash.
     jaxpr = closed.jaxpr
     arguments = set(map(id, jaxpr.invars))
+    made = {id(variable) for x in jaxpr.eqns for variable in x.outvars}
     predicates, equations, choices = {id(jaxpr.invars[at])}, [], {}
     for equation in jaxpr.eqns:
         invars = equation.invars
@@ -165,7 +164,7 @@ def choose_where_computed(closed: Any, at: int) -> ClosedJaxpr:
             equations.append(equation)  # in front of all others
         elif equation.primitive.name == "select_n" and len(invars) == 3:
             is_choice = id(invars[0]) in predicates and id(invars[1]) in arguments
-            if is_choice and not is_literal(invars[2]):
+            if is_choice and id(invars[2]) in made:
                 choices.setdefault(id(invars[2]), []).append(equation)
     early = {new: made[0] for new, made in choices.items() if len(made) == 1}
     placed = set(map(id, (*equations, *early.values())))

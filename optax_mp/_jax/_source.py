@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from optax_mp._jax._contact import place_of
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, open_jaxpr
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
@@ -30,16 +31,23 @@ def scopes(equation: Equation) -> str:
     return str(stack) if stack.stack else ""
 
 
-def is_transposed(equation: Equation) -> bool:
-    """Return whether an equation is of the backward pass of a gradient."""
-    parts = equation.source_info.name_stack.stack
-    return any("transpose" in str(getattr(part, "name", part)) for part in parts)
-
-
 def source_line(equation: Equation) -> str:
     """Return the line that an equation comes from, such as `model.py:12`, or `""`."""
     lines = source_lines(equation)
     return lines.user or lines.library
+
+
+def function_of(equation: Equation) -> str:
+    """Return the outer function in which an equation was made, and the line in it.
+
+    Such as `clip_by_global_norm (_clipping.py:96)` for one in its `update_fn`.
+    """
+    frames = [x for x in _frames(equation) if not x.file_name.startswith(_JAX)]
+    closures = (x for x in frames if ".<locals>" in x.function_name)
+    frame = next(closures, frames[0] if frames else None)
+    if frame is None:
+        return "a function"
+    return f"{frame.function_name.partition('.<locals>')[0]} ({_line_of(frame)})"
 
 
 class SourceLines(NamedTuple):
@@ -99,13 +107,7 @@ def is_function_of_jax(jaxpr: AnyJaxpr) -> bool:
 
     JAX traces it once for all calls, so its lines are those of the first call.
     """
-    return _JAX in _place_of(jaxpr)
-
-
-def _place_of(jaxpr: AnyJaxpr) -> str:
-    """Return the name, file and line of the function that a jaxpr was traced from."""
-    debug_info = getattr(open_jaxpr(jaxpr)[0], "debug_info", None)
-    return getattr(debug_info, "func_src_info", None) or ""
+    return _JAX in place_of(open_jaxpr(jaxpr)[0])
 
 
 def _frames(equation: Equation) -> Iterator[Any]:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optax_mp._jax._arrays import is_array
+from optax_mp._jax._contact import is_carry_error
 from optax_mp._jax._jaxpr import evaluate
 
 PyTree = Any
@@ -21,9 +22,6 @@ NOT_TRACEABLE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
 )
-
-# JAX's message on a loop whose carry has another type after an iteration.
-_CARRY_ERROR = "carry input and carry output must have equal types"
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,8 @@ def explain_carry_error(caller: str) -> Iterator[None]:
         yield
     except TypeError as error:
         message = str(error)
-        is_of_jax = "JAX says" not in message  # and not explained within
-        if is_of_jax and _CARRY_ERROR in message and "dtypes do not match" in message:
+        # Unless it was explained within.
+        if "JAX says" not in message and is_carry_error(error):
             raise TypeError(
                 f"{caller}: as `fun` is written, a loop returns its carry in another "
                 "dtype than it takes, as a scan over layers of bfloat16 params with "

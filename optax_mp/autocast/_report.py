@@ -28,7 +28,7 @@ from optax_mp._jax._jaxpr import (
 from optax_mp._jax._primitives import PRODUCTS
 from optax_mp._jax._products import is_product
 from optax_mp._jax._traced import TracedCall
-from optax_mp._table import align_columns
+from optax_mp._table import Report, Table
 from optax_mp.autocast._changes import pure_call
 from optax_mp.autocast._lattice import takes_part
 from optax_mp.autocast._plan import Action, Plan, Site
@@ -74,7 +74,7 @@ class AmpOperation:
 
 
 @dataclass(frozen=True)
-class AmpReport:
+class AmpReport(Report):
     """What `amp_report` found. Printed, it is a table with the largest errors first.
 
     Attributes:
@@ -99,7 +99,7 @@ class AmpReport:
     error: float
     warnings: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[str | Table]:
         """Return a table of what adds an error, and of products that are not low."""
         shown = [x for x in self.operations if x.own_error > 0 or _is_wide_product(x)]
         cells = [("primitive", "line", "ran", "why", "count", "own error")]
@@ -110,13 +110,11 @@ class AmpReport:
         for x in self.operations:
             counts[x.ran] += x.count
         ran = ", ".join(f"{count} {ran}" for ran, count in counts.most_common())
-        return "\n".join(
-            [
-                *(align_columns(cells, left=4) if shown else []),
-                f"operations: {ran}; error of the outputs {_format(self.error)}",
-                *(f"Warning: {warning}" for warning in self.warnings),
-            ]
-        )
+        return [
+            *([Table(cells, left=4, long=1, width=56)] if shown else []),
+            f"operations: {ran}; error of the outputs {_format(self.error)}",
+            *(f"Warning: {warning}" for warning in self.warnings),
+        ]
 
 
 def _is_wide_product(operation: AmpOperation) -> bool:

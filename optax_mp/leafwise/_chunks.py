@@ -24,11 +24,12 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_mp._jax._block_operations import Blocks
+from optax_mp._jax._by_platform import Target, run_by_platform
 from optax_mp._jax._memory import is_on_host, moves_memory, to_device, to_host
 from optax_mp._jax._sharding import on_mesh_of
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Evaluator, Part
-from optax_mp.leafwise._kernels import kernels_for
+from optax_mp.leafwise._kernels import are_on, kernels_for
 from optax_mp.leafwise._program import Node, Value
 
 # On a TPU v5e, AdamW's step of as many or twice as many weights stays on the chip; of
@@ -82,7 +83,7 @@ class Cuts:
         """
         if x.shape != self.part.shape or len(x.shape) == 1:
             return False
-        if self.has_tall_tiles(x.dtype) and isinstance(kernels_for("tpu"), str):
+        if self.has_tall_tiles(x.dtype) and not are_on():
             return False
         height, width = self.view[-2:]
         if width % _LANES or height % _SUBLANES:
@@ -228,8 +229,8 @@ def _bring_codes(view: jax.Array, first: Any, length: int) -> jax.Array:
     def by_slice(view: jax.Array, first: Any) -> jax.Array:
         return to_device(lax.dynamic_slice_in_dim(view, first, length))
 
-    by_kernel = partial(kernels_for("tpu").bring_rows, length=length)
-    return lax.platform_dependent(view, first, tpu=by_kernel, default=by_slice)
+    rewrite = partial(_by_kernel, "bring_rows", {"length": length})
+    return run_by_platform(by_slice, rewrite, view, jnp.int32(first))
 
 
 def _put_codes(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
@@ -238,8 +239,20 @@ def _put_codes(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
     def by_slice(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(view, to_host(codes), first, 0)
 
-    by_kernel = kernels_for("tpu").put_rows
-    return lax.platform_dependent(view, codes, first, tpu=by_kernel, default=by_slice)
+    rewrite = partial(_by_kernel, "put_rows", {})
+    return run_by_platform(by_slice, rewrite, view, codes, jnp.int32(first))
+
+
+def _by_kernel(
+    name: str, settings: dict[str, Any], target: Target, errors: Sequence[Exception]
+) -> Any:
+    """Return what copies codes on a TPU, where kernels are imported for it alone."""
+    if target.platform != "tpu" or errors:
+        return None
+    kernels = kernels_for(target)
+    if isinstance(kernels, str):
+        return None
+    return lambda values, *_: [getattr(kernels, name)(*values, **settings)]
 
 
 def as_stored(x: jax.Array) -> jax.Array:

@@ -11,7 +11,6 @@ elementwise ends of the leaves are lowered as written, and each end is computed
 On other platforms the call is lowered as written.
 """
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,13 +24,13 @@ from optax_mp._jax import _by_platform
 from optax_mp._jax._arrays import has_explicit_axes, mesh_in_type
 from optax_mp._jax._by_platform import PLATFORMS, Target
 from optax_mp._warnings import warn_once
-from optax_mp.leafwise import _chunks
+from optax_mp.leafwise import _chunks, _kernels
 from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
-from optax_mp.leafwise._kernels import UNKNOWN_LAYOUT, find_kernel, warn_of
 from optax_mp.leafwise._layout import Layout
 from optax_mp.leafwise._program import Value, read_output, run_nodes, values_in
+from optax_mp.leafwise._proof import NOT_PROVED, PROVED, proof_of
 from optax_mp.leafwise._traced_step import Step, TracedStep, obstacle_of
 
 Function = Callable[..., list[Any]]
@@ -43,6 +42,7 @@ def run_step(
     kept: Any,
     shardings: Sequence[NamedSharding | None] = (),
     platforms: Collection[str] = PLATFORMS,
+    state: Any = None,
 ) -> tuple[tuple[Any, Any], str | None]:
     """Return `step(inputs, kept)`, and why it is not cut on any platform, or None.
 
@@ -53,10 +53,12 @@ def run_step(
         shardings: how the leaves of `kept` are sharded under `jit`; None if that is not
             known, and then sharded leaves have no kernel.
         platforms: for which the step is cut; a step with branches is cut for all.
+        state: the part of `kept` that may hold codes; by default all of it.
     """
-    obstacle = obstacle_of(jax.tree.leaves((inputs, kept)))
+    obstacle = obstacle_of(kept if state is None else state, (inputs, kept))
     if obstacle is not None:
         return step(inputs, kept), obstacle
+    _kernels.are_on()  # an unknown word is an error here, and would be a warning later
     traced = TracedStep.as_call(step, inputs, kept, shardings)
     if traced.obstacle is not None:
         return traced.run(None), traced.obstacle
@@ -64,28 +66,38 @@ def run_step(
 
 
 def _rewrite(
-    traced: TracedStep, platforms: Collection[str], target: Target
+    traced: TracedStep,
+    platforms: Collection[str],
+    target: Target,
+    errors: Sequence[Exception],
 ) -> _by_platform.Function | None:
     """Return what computes a step on a target; None for the step as it is."""
     # XLA writes whole arrays in float32 between a `cond` and the rest of a step.
     may_pay = target.platform in platforms or traced.program.has_branches
     is_cut = may_pay and any(end.obstacle is None for end in traced.ends)
-    return _CutStep(traced, target).run if is_cut else None
+    # After an error with kernels, a TPU still goes by chunks.
+    is_cut &= not errors or target.platform == "tpu"
+    return CutStep(traced, target, not errors).run if is_cut else None
 
 
 @dataclass(frozen=True)
-class _CutStep:
+class CutStep:
     """A step for a target.
 
     Attributes:
         traced: the step.
         target: what it is lowered for.
+        has_kernels: whether kernels may run.
         shared: what runs the ends that are alike, by their form.
+        ways: for the first output of each end that was run, what `proof_of` its kernel
+            says, or why it has none.
     """
 
     traced: TracedStep
     target: Target
+    has_kernels: bool = True
     shared: dict[Any, Function] = field(default_factory=dict)
+    ways: dict[Value, str] = field(default_factory=dict)
 
     def run(
         self,
@@ -115,21 +127,30 @@ class _CutStep:
             # A kernel sees one device. Where the layout of sharded arrays is known,
             # each device runs it on its own part, inside of a `shard_map` made here.
             layout = Layout.find(end, args, known)
-            run = self._by_kernel(layout, args) or self._by_chunks(layout, args)
-            if run is None:
-                self._warn_of_layout(layout)
+            made = self._by_kernel(layout, args) or self._by_chunks(layout, args)
+            if made is None:
                 local = dict(values)
                 run_nodes(end.nodes, local)
                 made = [local[value] for value in end.outputs]
-            else:
-                made = layout.run(run, args)
             results.update(zip(end.outputs, made, strict=True))
         return [read_output(results, value) for value in outputs]
 
-    def _warn_of_layout(self, layout: Layout) -> None:
-        """Warn if an end has no kernel because its layout is not known."""
-        is_unknown = find_kernel(layout, self.target) == UNKNOWN_LAYOUT
-        if is_unknown and not self.traced.shardings:
+    def _by_kernel(self, layout: Layout, args: Sequence[Any]) -> list[Any] | None:
+        """Return the outputs of an end, by a kernel; None if that cannot be."""
+        end, made = layout.end, None
+        kernel = _kernels.find_kernel(layout, self.target)
+        if not self.has_kernels:
+            kernel = "no kernel"
+        if not isinstance(kernel, str):
+            try:
+                proof = proof_of(kernel, end, layout.part, self.target)
+                if proof in (PROVED, NOT_PROVED):
+                    made = self._run(layout, kernel.run_end, args)
+                kernel = proof
+            except Exception as error:
+                kernel = _kernels.warn_of(error)
+        self.ways[end.outputs[0]] = kernel
+        if kernel == _kernels.UNKNOWN_LAYOUT and not self.traced.shardings:
             warn_once(
                 "optax_mp: a step on several devices is compiled for arrays in few "
                 "bits whose sharding is not known, as in a loop or a `jit` within "
@@ -139,26 +160,10 @@ class _CutStep:
                 "`optax_mp.take_step`, in place of `tx.update`, or use a mesh with "
                 "explicit axes."
             )
+        return made
 
-    def _by_kernel(self, layout: Layout, args: Sequence[Any]) -> Function | None:
-        """Return what runs a part of an end in a kernel; None if that cannot be."""
-        kernel = find_kernel(layout, self.target)
-        if isinstance(kernel, str):
-            return None
-        try:
-            # Types inside of shard_map name its axes, which exist nowhere else. Under
-            # `jax.set_mesh` the trial would be a program for all devices, too.
-            is_typed = any(has_explicit_axes(mesh_in_type(x)) for x in args)
-            has_mesh = is_typed or not jax.sharding.get_abstract_mesh().empty
-            is_mapped = layout.sharding is not None and has_mesh
-            is_tried = not is_mapped and not self.target.is_within_shard_map
-            return self._shared(layout, kernel.run_end, args if is_tried else None)
-        except Exception as error:
-            warn_of(error)
-            return None
-
-    def _by_chunks(self, layout: Layout, args: Sequence[Any]) -> Function | None:
-        """Return what runs a part chunk by chunk; None where that is not worth it."""
+    def _by_chunks(self, layout: Layout, args: Sequence[Any]) -> list[Any] | None:
+        """Return the same chunk by chunk; None where that is not worth it."""
         is_known = layout.sharding is not None
         if layout.end.obstacle is not None or self.target.platform != "tpu":
             return None
@@ -174,18 +179,10 @@ class _CutStep:
         def run_end(end: End, part: Part, args: Any) -> list[Any]:
             return _chunks.run_end(end, replace(cuts, part=part), args)
 
-        return self._shared(layout, run_end)
+        return self._run(layout, run_end, args)
 
-    def _shared(
-        self, layout: Layout, run_end: Function, tried: Sequence[Any] | None = None
-    ) -> Function:
-        """Return `run_end` as a function of a part and what the end reads.
-
-        Args:
-            layout: of the end.
-            run_end: as in `_chunks` and in the modules of kernels.
-            tried: what the end reads, if it is to be tried whether this can be lowered.
-        """
+    def _run(self, layout: Layout, run_end: Function, args: Any) -> list[Any]:
+        """Return the outputs of an end by `run_end`, on each device for its part."""
         end, part = layout.end, layout.part
         rank = len(part.shape)
 
@@ -198,26 +195,11 @@ class _CutStep:
         # The place of a shard is an argument of it, as it differs among devices.
         equations = form_of(end.nodes, end.reads, end.outputs)
         form = equations, tuple(end.replaced.items()), part
-        if form not in self.shared:
-            if tried is not None:
-                self._try(run, part, tried)
-            self.shared[form] = run
-        shared = self.shared[form]
-        return lambda part, args: shared(*map(jnp.int32, part.origin), *args)
+        shared = self.shared.get(form, run)
 
-    def _try(self, run: Function, part: Part, args: Sequence[Any]) -> None:
-        """Raise if a kernel cannot be lowered.
+        def run_part(part: Part, args: Any) -> list[Any]:
+            return shared(*map(jnp.int32, part.origin), *args)
 
-        Tried in a separate program: a failure would leave half of a function in this.
-        On one device the call that follows has the same types, and shares the trace.
-        """
-        avals = [
-            jax.ShapeDtypeStruct(part.shape_of(x.shape), x.dtype)
-            for x in map(jax.typeof, args)
-        ]
-        place = map(jnp.int32, part.origin)
-        with warnings.catch_warnings():
-            # JAX 0.12 deprecates kernels in Triton.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            traced: Any = jax.jit(run).trace(*place, *avals)
-            traced.lower(lowering_platforms=(self.target.platform,))
+        made = layout.run(run_part, args)
+        self.shared[form] = shared
+        return made

@@ -1,16 +1,27 @@
 """Which kernels there are, and why there is none."""
 
-import functools
 import os
 from typing import Any
 
-import jax
-
-from optax_mp._jax._by_platform import Target
+from optax_mp._jax._by_platform import Target, explain
 from optax_mp._warnings import warn_once
 from optax_mp.leafwise._layout import Layout
 
 UNKNOWN_LAYOUT = "layout not known, or uneven"
+_SETTING = "OPTAX_MP_KERNELS"
+_WORDS = {"0": False, "false": False, "off": False}
+_WORDS |= {"": True, "1": True, "true": True, "on": True}
+
+
+def are_on() -> bool:
+    """Return whether the environment lets kernels run; raise for an unknown word."""
+    word = os.environ.get(_SETTING, "")
+    if word.lower() not in _WORDS:
+        raise ValueError(
+            f"optax_mp: {_SETTING} in the environment is {word!r}, expected 0, false "
+            "or off to turn kernels off, or 1, true or on."
+        )
+    return _WORDS[word.lower()]
 
 
 def find_kernel(layout: Layout, target: Target) -> Any:
@@ -22,10 +33,7 @@ def find_kernel(layout: Layout, target: Target) -> Any:
     """
     if layout.end.obstacle is not None:
         return layout.end.obstacle
-    # Kernels do not run on later versions.
-    if target.is_exported:
-        return "exported"
-    kernels = kernels_for(target.platform)
+    kernels = kernels_for(target)
     if isinstance(kernels, str):
         return kernels
     # An array that is sharded would be gathered for a kernel.
@@ -34,14 +42,16 @@ def find_kernel(layout: Layout, target: Target) -> Any:
     return kernels.obstacle(layout.end, layout.part) or kernels
 
 
-def kernels_for(platform: str) -> Any:
-    """Return the module of the kernels for a platform, or a string: why it has none."""
-    if os.environ.get("OPTAX_MP_KERNELS") == "0":
-        return "OPTAX_MP_KERNELS=0"
-    if platform == "tpu" and _is_old_tpu():
-        return "TPU v2 or v3"
+def kernels_for(target: Target) -> Any:
+    """Return the module of the kernels for a target, or a string: why it has none."""
+    if not are_on():
+        return f"{_SETTING}={os.environ[_SETTING]}"
+    if target.is_exported:  # kernels do not run on later versions
+        return "exported"
+    if target.kind in ("TPU v2", "TPU v3"):  # Mosaic compiles no such kernel for them
+        return target.kind
     try:
-        return _import_kernels(platform)
+        return _import_kernels(target.platform)
     except Exception as error:
         return warn_of(error)
 
@@ -55,24 +65,12 @@ def _import_kernels(platform: str) -> Any:
     return kernels
 
 
-@functools.cache
-def _is_old_tpu() -> bool:
-    """Return whether this machine has TPUs for which Mosaic compiles no such kernel."""
-    try:
-        kind = jax.local_devices(backend="tpu")[0].device_kind
-    except RuntimeError:
-        return False
-    return kind in ("TPU v2", "TPU v3")
-
-
 def warn_of(error: Exception) -> str:
     """Say what an error costs, and return the obstacle that it is."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0]
     warn_once(
-        "optax_mp: this version of JAX could not make a kernel for a leaf that is "
-        "stored in few bits, and XLA alone compiles its step. That takes more "
-        "operations on a TPU, and moves 1.5 times as many bytes on a GPU. Another "
-        "version of JAX may do better; OPTAX_MP_KERNELS=0 makes no kernels, and no "
-        f"warning. {text}"
+        "optax_mp: no Pallas kernel could be made for a low-bit leaf, and XLA compiles "
+        "its step, with more operations on a TPU and 1.5 times the memory traffic on a "
+        "GPU. Another version of JAX may do better; OPTAX_MP_KERNELS=0 turns kernels "
+        f"off, and this warning. {explain(error)}"
     )
-    return "no kernel by this version of JAX"
+    return f"no kernel: {explain(error)}"

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_mp._jax._by_platform import NAME
+from optax_mp._jax._contact import is_plain_call
+from optax_mp._jax._control_flow import PLAIN_CALLS, wiring_of
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
@@ -21,8 +22,6 @@ from optax_mp._jax._jaxpr import (
 from optax_mp._jax._primitives import FACTORIZATIONS
 from optax_mp._jax._products import is_product
 
-# Calls that are opened, and steps within a step. JAX 0.8 has "pjit".
-_CALLS = ("jit", "pjit", "closed_call", NAME)
 _SLOW = FACTORIZATIONS | {"while", "scan", "sort", "custom_linear_solve"}
 
 
@@ -89,10 +88,8 @@ class Program:
         # many calls, and each function of `jax.numpy` is one.
         for equation in jaxpr.eqns:
             args = [read(atom) for atom in equation.invars]
-            if _is_call(equation):
-                params = equation.params
-                inner = params["jaxpr" if "jaxpr" in params else "call_jaxpr"]
-                made = self._open(inner, args)
+            if equation.primitive.name in PLAIN_CALLS and is_plain_call(equation):
+                made = self._open(wiring_of(equation).regions[0].jaxpr, args)
             elif _is_choice(equation, args):
                 made = self._open_branches(equation, args)
             else:
@@ -175,15 +172,6 @@ def run_nodes(nodes: Iterable[Node], values: dict[Value, Any]) -> None:
             with location.of(node.equation):
                 made = bind(node.equation, args)
             values.update(zip(node.outputs, made, strict=True))
-
-
-def _is_call(equation: Equation) -> bool:
-    """Return whether an equation is a call that changes nothing, such as `jit`."""
-    if equation.primitive.name not in _CALLS:
-        return False
-    names = "in_shardings", "out_shardings", "in_layouts", "out_layouts"
-    settings = [x for name in names for x in equation.params.get(name, ())]
-    return all(x is None or "Unspecified" in type(x).__name__ for x in settings)
 
 
 def _is_choice(equation: Equation, inputs: Sequence[Any]) -> bool:

@@ -1,6 +1,7 @@
 """take_step, and the update of a transformation of this package, in one pass."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -97,7 +98,7 @@ def take_step(
     step, inputs, kept, shardings = whole_step(
         "take_step", tx, grads, opt_state, params, param_shardings, extra_args
     )
-    if is_hosted:
+    if is_hosted and offloaded is not None:
         plan, of_offload = offloaded
         if param_shardings is None:
             of_params = spread_shardings(params, of_offload, "offload")
@@ -106,7 +107,9 @@ def take_step(
         result = run_from_host(step, inputs, kept, plan) or step(inputs, kept)
         _, (opt_state, params) = result
         return params, opt_state
-    (_, (opt_state, params)), obstacle = run_step(step, inputs, kept, shardings)
+    (_, (opt_state, params)), obstacle = run_step(
+        step, inputs, kept, shardings, state=opt_state
+    )
     if obstacle not in (None, NOT_PACKED):
         warn_once(
             "take_step: no kernel computes this step, because of what it is: "
@@ -151,7 +154,7 @@ def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params
         return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
 
 
-def leafwise_update(update: optax.TransformUpdateExtraArgsFn) -> Any:
+def leafwise_update(update: Callable[..., tuple[Any, Any]]) -> Any:
     """Return the update of a transformation, in one pass where that is less traffic.
 
     The new param is computed outside, in one more pass. So kernels pay on a TPU, where

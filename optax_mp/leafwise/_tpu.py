@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from optax_mp._jax._arrays import result_like
+from optax_mp._jax._contact import result_like
 from optax_mp._jax._memory import to_host
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part

@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding
 from optax_mp._jax._arrays import (
     compiles,
     is_traced,
-    is_traced_by_jit,
     looks_for_leaks,
 )
 from optax_mp._jax._by_platform import NAME, Rewrite, call_by_platform
+from optax_mp._jax._contact import is_seen, is_traced_by_jit
 from optax_mp._jax._jaxpr import Equation, bind, evaluate
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall, is_output
@@ -28,10 +28,16 @@ NOT_PACKED = "nothing in few bits"
 TRANSFORMED = "within `vmap` or `grad`"
 
 
-def obstacle_of(leaves: Sequence[Any]) -> str | None:
-    """Return why a step of these arrays is taken as it is; None if it may be cut."""
-    if not holds_packed(leaves):
+def obstacle_of(state: Any, arguments: Any) -> str | None:
+    """Return why a step is taken as it is; None if it may be cut.
+
+    Args:
+        state: of the optimizer.
+        arguments: of the step.
+    """
+    if not holds_packed(state):
         return NOT_PACKED
+    leaves = jax.tree.leaves(arguments)
     if not any(map(is_traced, leaves)) or not compiles():
         return "not within `jit`"
     if is_transformed(leaves):
@@ -89,7 +95,7 @@ class TracedStep:
     def obstacle(self) -> str | None:
         """Why it is not cut, or None."""
         # An equation without a result, such as printing, would be lost.
-        if any(map(_is_seen, self.traced.closed.effects)):
+        if any(map(is_seen, self.traced.closed.effects)):
             return "the update has effects"
         sizes = (n for x in self.traced.arrays for n in jax.typeof(x).shape)
         if not all(isinstance(n, int) for n in sizes):
@@ -166,9 +172,3 @@ class TracedStep:
         end = self.traced.leaf_count
         first = end - jax.tree.structure(self.kept).num_leaves
         return list(map(inputs.get, range(first, end)))
-
-
-def _is_seen(effect: Any) -> bool:
-    """Return whether an effect is more than to read the name of an axis of a mesh."""
-    # By name, because this class is not in JAX's documented API.
-    return type(effect).__name__ != "NamedAxisEffect"

@@ -169,11 +169,11 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
     """Return `opt_state` with the masters of params that were edited since the step.
 
     A projection, a pruning mask, an averaging of replicas or a checkpoint may change
-    params between two steps. With float32 updates (float32 gradients, or
-    `update_dtype=jnp.float32`) the next step takes an edited param as its master by
-    itself. With 16-bit updates it cannot tell an edit from a rounding and would undo
-    it: call this function after the edit. Also call it before `master_params`, if no
-    step comes first.
+    params between two steps. After float32 updates (float32 gradients, or
+    `update_dtype=jnp.float32`), and before the first, the next step takes an edited
+    param as its master by itself. After 16-bit updates it cannot tell an edit from a
+    rounding and would undo it: call this function after the edit. Also call it before
+    `master_params`, if no step comes first.
 
     Element by element: a finite param that differs from its rounded master becomes the
     new master. After 16-bit updates a few params in a thousand differ by a rounding;

@@ -31,7 +31,10 @@ from optax_mp._typed import type_with
 # The hash, because a storage becomes part of the state's type.
 _MEMBERS = ("takes", "encode", "decode", "advance", "param_is_part", "__hash__")
 # The param dtypes that errors mention if a storage takes them.
-_DTYPES = "bfloat16 float16 float32 float8_e4m3fn float8_e5m2 float4_e2m1fn".split()
+_DTYPES = """
+bfloat16 float16 float32 float8_e4m3fn float8_e5m2 float4_e2m1fn
+float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fnuz float8_e5m2fnuz
+""".split()
 
 
 class Storage(Protocol):
@@ -111,7 +114,7 @@ class FullCopy:
 
     The default. It loses nothing, for any `master_dtype` and for params of any floating
     dtype. If you edit a param outside of the optimizer, it is the new master in the
-    next step with float32 updates; before one with 16-bit updates call
+    next step, if the last updates were float32; after 16-bit updates call
     `follow_params`.
 
     Example:

@@ -62,9 +62,9 @@ def mixed_precision(
       as after a step that diverged, stay infinite where the param's dtype has
       infinities.
     - If your loop edits params between steps, as a projection does, each edited element
-      is its new master in the next step, if updates are float32. 16-bit updates are
-      rounded, and an edit cannot be told from a rounding: call `follow_params` after
-      it, or pass `update_dtype=jnp.float32`.
+      is its new master in the next step, if the last updates were float32, or if there
+      were none. 16-bit updates are rounded, and an edit cannot be told from a rounding:
+      call `follow_params` after it, or pass `update_dtype=jnp.float32`.
     - An infinite param, such as the -inf of a mask, stays infinite until its master is
       NaN, and NaN stays NaN. To make such params finite, cast them anew from
       `master_params`. Weight decay makes infinities NaN, as in float32 training:

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_mp._boxes import plain
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._arrays import is_traced
-from optax_mp._table import percent
+from optax_mp._table import axes_or_new, percent
 from optax_mp._tree import PyTree, is_floating, spell
 from optax_mp.reports._leaf_counts import LeafCounts, count_bins, count_leaves, share
 from optax_mp.scaling._rule import check_settings
@@ -227,6 +227,26 @@ class GradientRangeReport(LeafCounts):
         least = min((fit.underflow, fit.subnormal) for fit in fits.values())
         best = [x for x in fits if (fits[x].underflow, fits[x].subnormal) == least]
         return best[-1 if least[0] else (len(best) - 1) // 2]
+
+    def plot(self, ax: Any = None, path: str | None = None) -> Any:
+        """Draw the magnitudes as a histogram, with the limits of float16 as lines.
+
+        Args:
+            ax: Matplotlib axes; by default, of a new figure.
+            path: one of `paths`; by default, all leaves together.
+
+        Returns:
+            The axes.
+        """
+        ax, counts = axes_or_new(ax), self._counts_of(path)
+        exponents = np.floor(np.log2(_values_of(_bin_starts()[1:-1])))
+        occupied = exponents[counts[1:-1] > 0]
+        edges = np.arange(occupied.min(initial=-24), occupied.max(initial=16) + 2)
+        ax.hist(exponents, edges, weights=100 * counts[1:-1] / max(counts.sum(), 1))
+        for limit in (-24, 16):
+            ax.axvline(limit, color="gray", linestyle="--")
+        ax.set(xlabel="exponent of the magnitude, to base 2", ylabel="% of values")
+        return ax
 
     def _cells(self, path: str | None) -> list[str]:
         shares = [self.in_format(name, path) for name in FORMATS]

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_mp._jax._arrays import has_explicit_axes, is_traced, mesh_in_type
-from optax_mp._table import align_by_path, percent
+from optax_mp._table import Report, Table, percent
 from optax_mp._tree import describe
 
 _MOST_VALUES = 2**32 - 1  # A uint32 can count no more.
@@ -19,7 +19,7 @@ _MOST_VALUES = 2**32 - 1  # A uint32 can count no more.
 
 # Compared by identity: arrays have no single answer to `==`.
 @dataclass(frozen=True, eq=False)
-class LeafCounts:
+class LeafCounts(Report):
     """How many values of each leaf lie in each bin, to be registered as a pytree.
 
     The first bin counts zeros, the last what is infinite or NaN.
@@ -67,15 +67,14 @@ class LeafCounts:
             )
         return counts[self.paths.index(path)]
 
-    def __str__(self) -> str:
-        """Return the table, and conclusions below it."""
+    def _parts(self) -> list[str | Table]:
         rows = [("", self._columns[0], "inf, NaN", "0", *self._columns[1:])]
         places = [(path, path) for path in self.paths]
         for title, path in places + [("all", None)] * (len(places) > 1):
             shares = percent(self.not_finite(path)), percent(self.zeros(path))
             count = f"{self._counts_of(path).sum():,}"
             rows.append((title, count, *shares, *self._cells(path)))
-        return "\n".join([self._legend, *align_by_path(rows), *self._conclusions()])
+        return [self._legend, Table(rows), *self._conclusions()]
 
     def _cells(self, path: str | None) -> Sequence[str]:
         """Return the cells of a row that are the report's own."""

@@ -14,7 +14,7 @@ from optax_mp._boxes import plain_trees
 from optax_mp._jax._memory import is_stored_on_host
 from optax_mp._quantized import Quantized
 from optax_mp._states import find_owners, find_states, holds_state
-from optax_mp._table import align_columns, format_bytes, shorten
+from optax_mp._table import Report, Table, axes_or_new, format_bytes
 from optax_mp._tree import PyTree, describe, is_array, is_floating, spell, summarize
 from optax_mp.masters._storage import MixedPrecisionState
 
@@ -63,7 +63,7 @@ class MemoryRow:
 
 
 @dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(Report):
     """What `memory_report` counted. Printed, it is a table of the roles.
 
     Attributes:
@@ -122,14 +122,12 @@ class MemoryReport:
             found[key(row)] += row.bytes
         return dict(found)
 
-    def __str__(self) -> str:
-        """Return the table."""
+    def _parts(self) -> list[str | Table]:
         cells: list[tuple[str, ...]] = [_TITLES]
-        roles = list(self.by_role())
-        for role, title in zip(roles, shorten(roles, 28), strict=True):
+        for role in self.by_role():
             rows = [row for row in self.rows if row.role == role]
             dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
-            cells.append((title, dtypes[:34], *self._amounts(rows)))
+            cells.append((role, dtypes[:34], *self._amounts(rows)))
         weights = f"{self.weights:,} weights"
         cells.append(("total", weights, *self._amounts(self.rows)))
         if not self.host_bytes:
@@ -138,7 +136,28 @@ class MemoryReport:
         per_weight = _ratio(plain, self.weights, ".2f")
         times = _ratio(plain, self.total_bytes, ".2f")
         last = f"plain float32: {size}, {per_weight} bytes per weight ({times} times as"
-        return "\n".join([*align_columns(cells, left=2), f"{last} much)"])
+        return [Table(cells, left=2, width=28), f"{last} much)"]
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw bytes per weight by role, beside those of plain float32 training.
+
+        Args:
+            ax: Matplotlib axes; by default, of a new figure.
+
+        Returns:
+            The axes.
+        """
+        ax, tops, weights = axes_or_new(ax), [0.0, 0.0], self.weights or 1
+        for role in self.by_role():
+            rows = [row for row in self.rows if row.role == role]
+            heights = [sum(x.bytes for x in rows), sum(x.float32_bytes for x in rows)]
+            heights = [height / weights for height in heights]
+            ax.bar(["this", "plain float32"], heights, bottom=tops, label=role)
+            tops = [top + height for top, height in zip(tops, heights, strict=True)]
+        ax.set_ylabel("bytes per weight")
+        ax.margins(y=0.3)  # for the legend
+        ax.legend(ncols=3, loc="upper center")
+        return ax
 
     def _amounts(self, rows: Sequence[MemoryRow]) -> tuple[str, ...]:
         """Return the bytes of rows, per weight, of the total, and on the host."""

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from optax_mp._jax._contact import is_transposed
 from optax_mp._jax._jaxpr import ClosedJaxpr, evaluate
-from optax_mp._jax._source import is_transposed
 from optax_mp._jax._traced import TracedCall, explain_carry_error, is_dynamic, is_output
-from optax_mp._table import align_columns, percent, shorten
+from optax_mp._table import Report, Table, percent
 from optax_mp._tree import is_inexact
 from optax_mp.autocast._changes import pure_call
 from optax_mp.reports._precision_walk import (
@@ -36,7 +36,7 @@ number for a NumPy one, cast back before the product, or set the `dtype` of a la
 
 
 @dataclass(frozen=True)
-class PrecisionReport:
+class PrecisionReport(Report):
     """What `precision_report` found. Printed, it is a verdict, a table and advice.
 
     Attributes:
@@ -95,14 +95,12 @@ class PrecisionReport:
         first = f"; float32 because of {_label(causes[0][1])}{more}" if causes else ""
         return f"{line} ({shares}){first}"
 
-    def __str__(self) -> str:
-        """Return the verdict, the float32 products, the notes and the advice."""
-        lines = [self.summary(), *(f"note: {note}" for note in self.notes)]
-        if self.wide_products:
-            lines += ["", *self._table(), _ADVICE]
-        return "\n".join(lines)
+    def _parts(self) -> list[str | Table]:
+        """Return the verdict, the notes, the float32 products and the advice."""
+        parts = [self.summary(), *(f"note: {note}" for note in self.notes)]
+        return [*parts, *(["", *self._table(), _ADVICE] if self.wide_products else [])]
 
-    def _table(self) -> list[str]:
+    def _table(self) -> list[str | Table]:
         """Return a table of float32 products, most FLOPs first.
 
         The products of a line and those of their gradients are together in a row.
@@ -118,12 +116,9 @@ class PrecisionReport:
             amounts = str(runs), f"{flops:.3g}", f"{percent(flops / total)}%"
             shapes = " ".join(str(list(shape)) for shape in group[0].shapes[:2])
             cells.append((place, _label(group), shapes, *amounts))
-        labels = shorten([label for _, label, *_ in cells], _CAUSE_WIDTH)
-        pairs = zip(labels, cells, strict=True)
-        cells = [(place, label, *rest) for label, (place, _, *rest) in pairs]
         left_out = len(groups) - _MOST_ROWS
         more = [f"... and {left_out} more"] if left_out > 0 else []
-        return [*align_columns(cells, left=3), *more]
+        return [Table(cells, left=3, long=1, width=_CAUSE_WIDTH), *more]
 
 
 def precision_report(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_mp._dtypes import bits
+from optax_mp._jax._contact import is_transposed
 from optax_mp._jax._control_flow import has_regions, run_count, wiring_of
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
@@ -30,7 +31,6 @@ from optax_mp._jax._source import (
     SourceLines,
     is_function_of_jax,
     is_promotion,
-    is_transposed,
     source_lines,
 )
 from optax_mp._jax._wiring import Region

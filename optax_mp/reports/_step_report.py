@@ -8,13 +8,10 @@ import optax
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._by_platform import Target
-from optax_mp._table import align_columns
+from optax_mp._jax._by_platform import PLATFORMS, Target, explain, kind_here
+from optax_mp._table import Report, Table
 from optax_mp._tree import spell
-from optax_mp.leafwise._ends import End
-from optax_mp.leafwise._kernels import find_kernel
-from optax_mp.leafwise._layout import Layout
-from optax_mp.leafwise._program import Value
+from optax_mp.leafwise._engine import CutStep
 from optax_mp.leafwise._take_step import whole_step
 from optax_mp.leafwise._traced_step import (
     TRANSFORMED,
@@ -22,8 +19,6 @@ from optax_mp.leafwise._traced_step import (
     is_transformed,
     obstacle_of,
 )
-
-KERNEL = "kernel"
 
 
 @dataclass(frozen=True)
@@ -34,7 +29,8 @@ class StepRow:
         path: of the param.
         dtype: of the param.
         shape: of the param.
-        tpu: `"kernel"`, or why XLA computes it on a TPU.
+        tpu: `"kernel"` if a kernel does on a TPU, and was compared with XLA in this
+            process; `"kernel, not proved here"` if it was not; or why XLA does.
         gpu: the same for a GPU.
 
     Example:
@@ -45,7 +41,7 @@ class StepRow:
         >>> params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
         >>> report = optax_mp.step_report(tx, params, tx.init(params), params)
         >>> report.rows[0].path, report.rows[0].tpu, report.rows[0].gpu
-        ("['w']", 'kernel', 'kernel')
+        ("['w']", 'kernel, not proved here', 'kernel, not proved here')
     """
 
     path: str
@@ -56,7 +52,7 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(Report):
     """What `step_report` found. Printed, it is a table.
 
     Attributes:
@@ -75,7 +71,7 @@ class StepReport:
 
     rows: tuple[StepRow, ...]
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[str | Table]:
         """Return the table: one line for params of one kind."""
         groups: dict[Any, list[StepRow]] = {}
         for row in self.rows:
@@ -86,7 +82,7 @@ class StepReport:
             more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
             size = "x".join(map(str, shape))
             cells.append([f"{rows[0].path}{more}", dtype, size, tpu, gpu])
-        return "\n".join(align_columns(cells, left=5))
+        return [Table(cells, left=5, width=56)]
 
 
 def step_report(
@@ -106,8 +102,10 @@ def step_report(
     `param_shardings`, or by the shardings of the state and params given here, if these
     are arguments of the function that `jit` compiles.
 
-    The report cannot know the compiler's limits: TPU v2 and v3 have no kernels, nor
-    have programs of `jax.export` and steps under `vmap`.
+    At its first use on a device, each kernel is compared with XLA, bit by bit; if they
+    differ, XLA computes. Where there is no such device, or was no step yet, the report
+    says "not proved here". It cannot know the compiler's limits: TPU v2 and v3 have no
+    kernels, nor have programs of `jax.export` and steps under `vmap`.
 
     Args:
         tx: see `take_step`, as for the others.
@@ -141,10 +139,10 @@ def step_report(
         >>> opt_state = jax.eval_shape(tx.init, params)
         >>> print(optax_mp.step_report(tx, params, opt_state, params))
         param     dtype     shape     TPU                      GPU
-        ['bias']  bfloat16  8192      one axis                 kernel
+        ['bias']  bfloat16  8192      one axis                 kernel, not proved here
         ['head']  bfloat16  512x1000  rows no multiple of 128  blocks of 25
         ['norm']  bfloat16  512       under 4096 elements      under 4096 elements
-        ['w']     bfloat16  512x512   kernel                   kernel
+        ['w']     bfloat16  512x512   kernel, not proved here  kernel, not proved here
     """
     ways: Any = TRANSFORMED
 
@@ -181,29 +179,31 @@ def _device_count(leaf: Any) -> int:
 def _ways(whole: tuple[Any, ...], device_counts: list[int]) -> list[Any] | str:
     """Return for each param what computes it on a TPU and a GPU, or an obstacle."""
     step, given, kept, shardings = whole
-    obstacle = obstacle_of(jax.tree.leaves((given, kept)))
+    obstacle = obstacle_of(kept[0], (given, kept))
     if obstacle is not None:
         return obstacle
     traced = TracedStep.as_call(step, given, kept, shardings)
     if traced.obstacle is not None:
         return traced.obstacle
-    end_of = {value: end for end in traced.ends for value in end.outputs}
     # The params are the last of the step's results.
     outputs = traced.program.outputs
     params = outputs[len(outputs) - len(device_counts) :]
-    rows = []
-    for param, count in zip(params, device_counts, strict=True):
-        end = end_of.get(param) if isinstance(param, Value) else None
-        targets = Target("tpu", count), Target("cuda", count)
-        rows.append([_way(traced, end, target) for target in targets])
-    return rows
+    count = max(device_counts, default=1)
+    targets = [Target(x, count, kind=kind_here(x)) for x in PLATFORMS]
+    on_each = [_ways_on(traced, target) for target in targets]
+    rest = "not changed element by element"
+    return [[ways.get(param, rest) for ways in on_each] for param in params]
 
 
-def _way(traced: TracedStep, end: End | None, target: Target) -> str:
-    """Return `KERNEL`, or why an end has none."""
-    if end is None:
-        return "not changed element by element"
-    # Values that are not computed yet have no type to look at.
-    args = [traced.values.get(value, 0) for value in end.reads]
-    kernel = find_kernel(Layout.find(end, args, traced.shardings), target)
-    return kernel if isinstance(kernel, str) else KERNEL
+def _ways_on(traced: TracedStep, target: Target) -> dict[Any, str]:
+    """Return for each output of an end whether a kernel computes it, or why not."""
+    cut, failed = CutStep(traced, target), None
+    try:
+        cut.run([traced.values[x] for x in traced.call_values[0]], {}, {})
+    except Exception as error:  # as while it is lowered, it runs as written then
+        failed = explain(error)
+    return {
+        output: failed or cut.ways[end.outputs[0]]
+        for end in traced.ends
+        for output in end.outputs
+    }

@@ -216,14 +216,16 @@ def _loss_scaling(
         # Divided by the scale that the loss was multiplied by. Divided by the next one,
         # a step after which the scale grows would have half its size.
         grads, bad_index = unscale(hide_overwritten(updates), state.scale)
-        dropped_count = extra_args.pop("dropped_count", 0)
+        dropped_count = extra_args.pop("dropped_count", None)
+        is_complete = True if dropped_count is None else dropped_count == 0
         if axis_name is not None:
             # A rank that skipped a step alone would have other params from then on.
             bad_index = lax.pmin(bad_index, axis_name)
-            dropped_count = lax.pmax(dropped_count, axis_name)
+            if dropped_count is not None:
+                is_complete = lax.pmax(dropped_count, axis_name) == 0
         finite = bad_index == ALL_FINITE
         counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
-        counters = adjust_counters(counters, finite & (dropped_count == 0))
+        counters = adjust_counters(counters, finite & is_complete)
         new_state = _next_state(state, bad_index, finite, counters)
         if wrapped is None:
             warn_if_overwritten(updates, caller)

@@ -21,7 +21,7 @@ from jax import lax
 from optax_mp._choose import or_negative_zeros
 from optax_mp._context import Choice, context_of
 from optax_mp._dtypes import bits
-from optax_mp._jax._arrays import varies_by_rank
+from optax_mp._jax._contact import varies_by_rank
 from optax_mp._jax._sharding import constant_like
 from optax_mp._tree import PyTree, all_true, is_inexact
 from optax_mp.scaling._overwrite import hide_overwritten

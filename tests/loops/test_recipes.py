@@ -145,3 +145,10 @@ def test_only_adapters_have_a_state(form):
     assert [x.dtype for x in jax.tree.leaves(nnx.state(optimizer))] == dtypes
     paths = [path for path, _ in nnx.to_flat_state(nnx.state(optimizer.opt_state))]
     assert not any("layer" in path for path in paths)
+
+
+def test_a_line_search_goes_on_from_its_results_at_masters():
+    names = names_of("frameworks.md", "line_search_step")
+    assert names["line_search_step"]._cache_size() == 1
+    masters = optax_mp.master_params(names["opt_state"], names["params"])
+    assert float(names["loss"](masters)) < 1e-4

@@ -14,6 +14,11 @@ def test_the_page_has_the_scripts_rows():
     page = script.PAGE.read_text(encoding="utf-8")
     lines = page.partition(script.START)[2].partition(script.END)[0].splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    assert rows[0] == ["loop", *script.FORMS]
-    assert [row[0] for row in rows[1:]] == list(script.ROWS)
-    assert {cell for row in rows[1:] for cell in row[2:]} == {"runs"}
+    assert rows[0] == ["trainer", *script.FORMS]
+    titles = [title for _, _, title in script.TRAINERS.values()]
+    assert len(rows) > 1
+    for row in rows[1:]:
+        assert any(row[0].startswith(title) for title in titles)
+        assert len(row) == 4 and all("; " in cell for cell in row[1:])
+        # Kauldron's own resumed run differs in float32 as well.
+        assert "differs" in row[1] or "differs" not in row[2] + row[3]

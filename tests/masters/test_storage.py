@@ -231,3 +231,13 @@ def test_a_missing_method_is_named_at_construction(missing):
     partial = types.SimpleNamespace(param_is_part=False, **methods)
     with pytest.raises(TypeError, match=f"which has no `{missing}`.*; expected a stor"):
         mixed(partial)
+
+
+def test_a_storage_may_take_one_rare_dtype_alone():
+    class OfRare(Negated):
+        def takes(self, param_dtype, master_dtype):
+            return param_dtype == jnp.float8_e4m3b11fnuz
+
+    params = {"w": jnp.ones(3, jnp.float8_e4m3b11fnuz)}
+    state = mixed(OfRare()).init(params)
+    assert optax_mp.master_params(state, params)["w"].dtype == jnp.float32

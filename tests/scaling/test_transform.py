@@ -379,3 +379,19 @@ def test_an_inner_state_that_changes_its_shape_is_named():
         ValueError, match=r"made .* is float32\[4\], expected the shape of float32\[2\]"
     ):
         jax.jit(tx.update)(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
+def test_a_state_that_is_the_last_gradient_and_params_is_kept_in_a_skipped_step():
+    inner = optax.GradientTransformation(
+        lambda params: (params, params),
+        lambda updates, state, params=None: (updates, (updates, params)),
+    )
+    tx = wrapper(inner)
+    params = jnp.arange(2.0)
+    step = jax.jit(tx.update)
+    grads = 8 * jnp.ones(2)
+    _, state = step(grads, tx.init(params), params)
+    want = as_bits((grads / state.scale, params))
+    for bad in (1.0, jnp.inf):
+        _, state = step(grads * bad, state, params + (bad > 1))
+        assert as_bits(state.inner_state) == want

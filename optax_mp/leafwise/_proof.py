@@ -1,0 +1,227 @@
+"""Prove a kernel at its first use: on the device, against XLA, bit by bit.
+
+A kernel's form takes two steps on a small array, and so do its equations as XLA
+compiles them. The array has several tiles and runs, the last of each cut short, and
+special numbers among random ones. If a bit differs, XLA computes all ends of that form.
+
+Compilers make one operation of a product and a sum, and a product of a division by a
+scalar, each in its own way. For exact comparisons the results of products, and
+divisors, go through an operation on their bits, with a zero that no compiler knows. The
+kernel as it is used must be the same but for last places.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+
+from optax_mp._jax._by_platform import Target, explain
+from optax_mp._warnings import warn_once
+from optax_mp.leafwise._chunks import Cuts, run_end
+from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._evaluator import Part
+from optax_mp.leafwise._program import Node, Program, Value
+
+# At most so many rows, columns, and indices of other axes.
+_ROWS, _COLUMNS, _OTHERS = 33, 4096 + 512, 2
+_TINY = float(np.finfo(np.float32).tiny)
+_SPECIAL = (0.0, -0.0, _TINY, -_TINY, _TINY / 8, 1e-30, 3e38, np.inf, -np.inf, np.nan)
+# Of the kernel as it is used, one element in a hundred may be farther from XLA's than
+# so many numbers.
+_NEAR, _SHARE = 16, 0.01
+
+PROVED, NOT_PROVED = "kernel", "kernel, not proved here"
+# What is known of a kind of device and a form, in words.
+_found: dict[Hashable, str] = {}
+
+
+class Difference(NamedTuple):
+    """How an output of a kernel differs from XLA's.
+
+    Attributes:
+        dtype: of the output.
+        size: how many elements it has.
+        differing: how many of these differ.
+        far: how many differ by more than last places, as the kernel is used.
+        first: the first that differs, in words; empty if the kernel is right.
+    """
+
+    dtype: str
+    size: int
+    differing: int
+    far: int
+    first: str
+
+
+def proof_of(kernel: Any, end: End, part: Part, target: Target) -> str:
+    """Return `PROVED` if a kernel is right for an end, else why it is not used.
+
+    `NOT_PROVED` if no device of the target is here.
+    """
+    form = _form_of(end, part, target)
+    if form not in _found and target.device is not None:
+        wrong = _prove(kernel, end, part, target)
+        wrong = wrong and f"not what XLA computes on a {target.kind}"
+        _found[form] = wrong or PROVED
+    return _found.get(form, NOT_PROVED)
+
+
+def _prove(kernel: Any, end: End, part: Part, target: Target) -> str | None:
+    """Return the first difference, and warn of it; None if there is none."""
+    try:
+        # In a thread, because another program is being lowered in this one.
+        with ThreadPoolExecutor(1) as thread:
+            found = thread.submit(compare, kernel, end, part, target.device).result()
+        wrong = next((x.first for x in found if x.first), None)
+    except Exception as error:
+        wrong = explain(error)
+    if wrong is not None:
+        warn_once(
+            f"optax_mp: on a {target.kind} a kernel for low-bit state does not compute "
+            f"what XLA does: {wrong}. XLA computes such leaves in this process, with "
+            "more operations on a TPU and 1.5 times the memory traffic on a GPU. "
+            "Please report it. OPTAX_MP_KERNELS=0 turns kernels off, and this warning."
+        )
+    return wrong
+
+
+def compare(kernel: Any, end: End, part: Part, device: Any) -> list[Difference]:
+    """Return for each output of an end how a kernel's differs from XLA's."""
+    part, exact = _small(part), _exact(end)
+    # XLA is to round to 16 bits where the program says so, as kernels do.
+    written = {"xla_allow_excess_precision": False}
+    with jax.default_device(device):
+        want = _two_steps(exact, part, _run_by_xla, written)
+        got, used = (_two_steps(x, part, kernel.run_end) for x in (exact, end))
+    return list(map(_difference, want, got, used))
+
+
+def _run_by_xla(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
+    return run_end(end, Cuts.whole(part), args)
+
+
+def _small(part: Part) -> Part:
+    most = [_OTHERS] * len(part.shape)
+    most[-2:] = [_ROWS, max(_COLUMNS, 4096 + part.block_size)][-len(most) :]
+    shape = tuple(map(min, part.shape, most))
+    return replace(part, shape=shape, origin=shape)  # as of a shard that begins there
+
+
+class _Zero(Value):
+    """A zero that no compiler knows."""
+
+
+def _exact(end: End) -> End:
+    """Return an end that reads one zero more, with which all roundings are fixed."""
+    zero = _Zero(ShapedArray((), jnp.int32))
+    nodes: list[Node] = []
+    fixed: dict[Any, Any] = {}
+
+    def fix(x: Any, shape: tuple[int, ...]) -> Any:
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (x, zero)]
+        program = Program.of(jax.make_jaxpr(partial(_through_bits, shape))(*avals))
+        given = dict(zip(program.inputs, (x, zero), strict=True))
+        for node in program.nodes:
+            inputs = [given.get(v, v) for v in node.inputs]
+            nodes.append(Node(node.equation, inputs, node.outputs))
+        return program.outputs[0]
+
+    for node in end.nodes:
+        name, made = node.equation.primitive.name, node.outputs[0]
+        inputs = [fixed.get(x, x) if isinstance(x, Value) else x for x in node.inputs]
+        is_rounded = made.aval.dtype == jnp.float32 and made.aval.ndim > 0
+        if is_rounded and name == "div":
+            inputs[1] = fix(inputs[1], made.aval.shape)
+        nodes.append(Node(node.equation, inputs, node.outputs))
+        if is_rounded and name in ("mul", "square", "integer_pow", "div"):
+            fixed[made] = fix(made, made.aval.shape)
+    outputs = [fixed.get(x, x) for x in end.outputs]
+    return replace(end, nodes=nodes, reads=[*end.reads, zero], outputs=outputs)
+
+
+def _through_bits(shape: tuple[int, ...], x: jax.Array, zero: jax.Array) -> jax.Array:
+    x = x if x.shape else lax.broadcast_in_dim(x, shape, ())
+    zeros = lax.broadcast_in_dim(zero, shape, ())
+    bits = lax.bitwise_xor(lax.bitcast_convert_type(x, jnp.int32), zeros)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _two_steps(
+    end: End, part: Part, run: Callable[..., Any], options: Any = None
+) -> list[np.ndarray]:
+    """Return the outputs of two steps; what the first replaces the second reads."""
+    step = jax.jit(partial(run, end, part), compiler_options=options)
+    random, made = np.random.default_rng(0), []
+    for _ in range(2):
+        args = [_numbers(value, part, random) for value in end.reads]
+        for at, read in end.replaced.items() if made else ():
+            args[read] = made[at - len(end.outputs)]
+        made += jax.device_get(step(args))
+    return made
+
+
+def _numbers(value: Value, part: Part, random: np.random.Generator) -> np.ndarray:
+    """Return random numbers of many sizes, with special ones in some blocks."""
+    aval = value.aval
+    if isinstance(value, _Zero):
+        return np.zeros((), np.int32)
+    shape, dtype = part.shape_of(aval.shape), jnp.dtype(aval.dtype)
+    if dtype in (jnp.bool_, jnp.int32):  # counts, and indices of branches
+        return random.integers(0, 2, shape).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        bounds = jnp.iinfo(dtype)
+        return random.integers(bounds.min, int(bounds.max) + 1, shape, dtype)
+    numbers = random.normal(size=shape) * 2.0 ** random.integers(-12, 2, shape)
+    if aval.shape != part.whole:  # of scalars and scales, which are not negative
+        numbers = np.asarray(abs(numbers))
+        numbers.flat[5::99] = 0
+    else:
+        places = np.linspace(0, numbers.size, 8 * len(_SPECIAL), False, dtype=int)
+        numbers.flat[places] = np.resize(_SPECIAL, places.size)
+    with np.errstate(over="ignore"):
+        return numbers.astype(dtype)
+
+
+def _difference(want: np.ndarray, got: np.ndarray, used: np.ndarray) -> Difference:
+    is_other = _distance(want, got) > 0
+    is_far = _distance(want, used) > _NEAR
+    first, is_wrong = "", is_other
+    if not is_other.any() and is_far.mean() > _SHARE:
+        got, is_wrong = used, is_far
+    if is_wrong.any():
+        at = tuple(map(int, np.argwhere(is_wrong)[0]))
+        first = f"{want.dtype} at {at} is {got[at]}, expected {want[at]}"
+    counts = int(is_other.sum()), int(is_far.sum())
+    return Difference(str(want.dtype), want.size, *counts, first)
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return how many numbers of their dtype lie between those of two arrays."""
+    bits = [x.view(f"i{a.dtype.itemsize}").astype(np.int64) for x in (a, b)]
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        around = 1 << 8 * a.dtype.itemsize
+        return np.minimum((bits[0] - bits[1]) % around, (bits[1] - bits[0]) % around)
+    least = np.iinfo(f"i{a.dtype.itemsize}").min
+    # Of another sign and both zero, they are one apart. One NaN is like another.
+    ordered = [np.where(x < 0, least - x - 1, x) for x in bits]
+    return np.where(np.isnan(a) & np.isnan(b), 0, abs(ordered[0] - ordered[1]))
+
+
+def _form_of(end: End, part: Part, target: Target) -> Hashable:
+    """Return a key for ends that are the same on a small array, but for constants."""
+    part = _small(part)
+
+    def types(values: Sequence[Any]) -> Hashable:
+        return tuple((x.aval.dtype, part.shape_of(x.aval.shape)) for x in values)
+
+    nodes = tuple(
+        (x.equation.primitive, types(x.inputs), types(x.outputs)) for x in end.nodes
+    )
+    return target.kind, part.shape, part.block_size, nodes, types(end.outputs)

@@ -1,0 +1,106 @@
+"""Which kernels there are: by the setting, the target, and whatever fails."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from host_memory import needs_memories
+
+import optax_mp
+from optax_mp import _warnings
+from optax_mp._jax._by_platform import NAME, Target
+from optax_mp.leafwise import _kernels, _layout
+
+SHAPE = (64, 128)
+PARAMS = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
+
+
+def compact(inner=None):
+    low = optax_mp.low_bit_state(inner or optax.adamw(0.1), min_size=1)
+    return optax_mp.mixed_precision(low, storage=optax_mp.Split(8))
+
+
+def traced(tx, params=PARAMS, grads=None):
+    step = functools.partial(optax_mp.take_step, tx)
+    grads = params if grads is None else grads
+    return jax.jit(step).trace(grads, jax.eval_shape(tx.init, params), params)
+
+
+def lowered(tx, platform="tpu"):
+    return traced(tx).lower(lowering_platforms=(platform,)).as_text()
+
+
+def report(tx):
+    state = jax.eval_shape(tx.init, PARAMS)
+    return optax_mp.step_report(tx, PARAMS, state, PARAMS).rows[0]
+
+
+@pytest.mark.parametrize("word", ["0", "false", "off", "OFF", "1", "true", "on", ""])
+def test_a_word_turns_kernels_off_or_on(word, monkeypatch):
+    monkeypatch.setenv("OPTAX_MP_KERNELS", word)
+    is_on = word in ("1", "true", "on", "")
+    assert ("tpu_custom_call" in lowered(compact())) == is_on
+    assert report(compact()).gpu == (
+        "kernel, not proved here" if is_on else f"OPTAX_MP_KERNELS={word}"
+    )
+
+
+@pytest.mark.parametrize("word", ["no", "2", "kernels"])
+def test_another_word_is_an_error(word, monkeypatch):
+    monkeypatch.setenv("OPTAX_MP_KERNELS", word)
+    with pytest.raises(ValueError, match=f"OPTAX_MP_KERNELS.*{word}.*expected 0, fal"):
+        lowered(compact())
+    traced(optax_mp.mixed_precision(optax.adamw(0.1)))  # it has none
+
+
+@pytest.mark.parametrize("kind", ["TPU v2", "TPU v3", "TPU v4", "TPU v5 lite", ""])
+def test_a_kernel_is_for_the_kind_of_the_target(kind):
+    """Whatever machine compiles."""
+    kernels = _kernels.kernels_for(Target("tpu", kind=kind))
+    assert (kernels == kind) == (kind in ("TPU v2", "TPU v3"))
+
+
+def test_a_frozen_8_bit_param_is_no_low_bit_state():
+    """As a base of QLoRA is, beside plain masters."""
+    params = PARAMS | {"base": jax.ShapeDtypeStruct(SHAPE, jnp.int8)}
+    grads = PARAMS | {"base": None}
+    for tx in (optax_mp.mixed_precision(optax.adamw(0.1)), optax.adamw(0.1)):
+        tx = optax.masked(tx, {"w": True, "base": False})
+        assert NAME not in str(traced(tx, params, grads).jaxpr)
+    tx = optax.masked(compact(), {"w": True, "base": False})
+    assert NAME in str(traced(tx, params, grads).jaxpr)
+
+
+@needs_memories
+def test_no_kernel_is_imported_for_another_platform(monkeypatch):
+    """Codes in host memory are copied by one on a TPU alone."""
+
+    def fail(platform):
+        raise ImportError(platform)
+
+    tx = optax_mp.offload(compact(), chunk_bytes=2**17)
+    params = {"w": jnp.ones((512, 256), jnp.bfloat16)}
+    step = functools.partial(optax_mp.take_step, tx)
+    step = jax.jit(step, donate_argnums=(1, 2)).trace(params, tx.init(params), params)
+    on_a_tpu = step.lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" in on_a_tpu
+    monkeypatch.setattr(_kernels, "_import_kernels", fail)
+    jax.clear_caches()
+    assert "tpu_custom_call" not in step.lower().as_text()
+
+
+def test_whatever_fails_ends_in_the_step_as_written(monkeypatch):
+    def fail(*args):
+        raise KeyError("a fault of the engine")
+
+    monkeypatch.setattr(_layout.Layout, "find", fail)
+    for platform in ("tpu", "cuda"):
+        _warnings.warn_once.cache_clear()
+        with pytest.warns(optax_mp.MixedPrecisionWarning, match="a fault of") as warned:
+            text = lowered(compact(), platform)
+        assert "call @optax_mp_step" in text and "custom_call" not in text
+        assert len(warned) == 1
+    row = report(compact())
+    assert row.tpu == row.gpu == "KeyError: 'a fault of the engine'"

@@ -1,0 +1,173 @@
+"""A kernel is compared with XLA at its first use: a right one is used, a wrong one not.
+
+By Pallas' interpreter on a CPU, which plays the device.
+"""
+
+import functools
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from comparison import as_bits
+from host_memory import UNFUSED
+
+import optax_mp
+from optax_mp import _warnings
+from optax_mp._jax import _by_platform
+from optax_mp.leafwise import (
+    _gpu,
+    _kernel_evaluator,
+    _kernels,
+    _proof,
+    _tile_evaluator,
+    _tpu,
+)
+from optax_mp.reports import _step_report
+
+KIND = "a card"
+PARAMS = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+MODULES = {"tpu": _tpu, "cuda": _gpu}
+
+
+def to_nearest(inner=None):
+    low = optax_mp.low_bit_state(inner or optax.trace(0.9), min_size=1, seed=None)
+    return optax_mp.mixed_precision(low, storage=optax_mp.Split(8))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Two tiles of rows, and two groups of lanes: little for the interpreter."""
+    monkeypatch.setattr(_proof, "_ROWS", 33)
+    monkeypatch.setattr(_proof, "_COLUMNS", 256)
+    monkeypatch.setattr(_proof, "_found", {})
+    monkeypatch.setattr(_kernels, "_import_kernels", interpreted)
+    # Compiled in a third of the time.
+    run = _proof._two_steps
+    monkeypatch.setattr(_proof, "_two_steps", lambda *args: run(*args[:3], UNFUSED))
+    _warnings.warn_once.cache_clear()
+
+
+def interpreted(platform):
+    kernels = MODULES[platform]
+    run_end = functools.partial(kernels.run_end, interpret=True)
+    return types.SimpleNamespace(obstacle=kernels.obstacle, run_end=run_end)
+
+
+@pytest.fixture(params=["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
+def platform(request, small, monkeypatch):
+    """Lower steps for a device of a platform, which is here."""
+    (device,) = jax.local_devices()[:1]
+    target = _by_platform.Target(request.param, kind=KIND, device=device)
+    monkeypatch.setattr(_by_platform.Target, "of", lambda _: target)
+    monkeypatch.setattr(_step_report, "kind_here", lambda _: KIND)
+    return request.param
+
+
+def stepped(tx=None, params=PARAMS):
+    """Return the bits after a step, and what the report says of the platform's kernel."""
+    tx = tx or to_nearest()
+    grads = jax.tree.map(lambda p: jnp.arange(p.size).reshape(p.shape) % 7, params)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype) - 3, grads, params)
+    state = tx.init(params)
+    # A function of its own, so that nothing is lowered already.
+    step = jax.jit(lambda *args: optax_mp.take_step(tx, *args))
+    result = as_bits(step(grads, state, params))
+    (row,) = optax_mp.step_report(tx, grads, state, params).rows
+    return result, row
+
+
+def name_of(platform):
+    return "gpu" if platform == "cuda" else platform
+
+
+def test_a_kernel_that_is_right_is_used(platform):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, row = stepped()
+    assert getattr(row, name_of(platform)) == "kernel"
+    assert list(_proof._found.values()) == ["kernel"]
+    stepped()  # not compared again
+    assert len(_proof._found) == 1
+
+
+def next_block(scales, index):
+    return TAKE(scales, (index + 1) % scales.shape[1])
+
+
+TAKE = _tile_evaluator._take_lanes
+SPREAD = _gpu.RunEvaluator.spread
+INDEX = {x: x.index for x in (_gpu.RunEvaluator, _tile_evaluator.TileEvaluator)}
+# What is wrong in a kernel of a platform.
+WRONG = {
+    "rounding": ("both", _kernel_evaluator, "_round", lambda x, _: jnp.floor(x)),
+    "lanes": ("tpu", _tile_evaluator, "_take_lanes", next_block),
+    "blocks": (
+        "cuda",
+        _gpu.RunEvaluator,
+        "spread",
+        lambda self, x: SPREAD(self, jnp.roll(x, 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_kernel_that_is_wrong_is_not_used(name, platform, monkeypatch):
+    on, *change = WRONG[name]
+    if on not in ("both", platform):
+        pytest.skip("of the other platform")
+    monkeypatch.setattr(*change)
+    text = rf"on a {KIND} a kernel .*: \w+ at \(.*\) is .*, expected "
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match=text) as warned:
+        got, row = stepped()
+    assert len(warned) == 1
+    assert getattr(row, name_of(platform)) == f"not what XLA computes on a {KIND}"
+    monkeypatch.setenv("OPTAX_MP_KERNELS", "0")
+    assert got == stepped()[0]
+
+
+def test_a_kernel_that_does_not_compile_is_not_used(platform, monkeypatch):
+    def fail(*args, **settings):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(MODULES[platform], "run_end", fail)
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match="no such instruction"):
+        stepped()
+
+
+@pytest.mark.slow
+def test_places_are_those_of_the_whole_array(platform, monkeypatch):
+    """A shard that counts from its own first element has the random numbers of another."""
+    tx = optax_mp.stochastic_rounding(
+        optax_mp.low_bit_state(optax.trace(0.9), min_size=1)
+    )
+    stepped(tx)
+    assert list(_proof._found.values()) == ["kernel"]
+    _proof._found.clear()
+    for kind, index in INDEX.items():
+        monkeypatch.setattr(
+            kind, "index", lambda self, axis, index=index: index(self, axis) - 1
+        )
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match="expected"):
+        stepped(tx)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [optax.adamw, optax.lion, optax.adafactor])
+def test_any_rule_is_compared_exactly(make, platform):
+    """What compilers contract is no difference."""
+    low = optax_mp.low_bit_state(make(1e-2), min_size=1)
+    stepped(optax_mp.mixed_precision(low, storage=optax_mp.Split(16)))
+    assert list(_proof._found.values()) == ["kernel"]
+
+
+def test_distances_are_counted_in_numbers():
+    a = np.array([0.0, -0.0, 1.0, np.nan, 1.0], np.float32)
+    b = np.array([0.0, 0.0, np.nextafter(np.float32(1), 2), np.nan, np.inf], np.float32)
+    assert _proof._distance(a, b)[:4].tolist() == [0, 1, 1, 0]
+    assert _proof._distance(a, b)[4] > 1e8
+    codes = [np.array(x, np.int8) for x in ([127, -128, 3], [-128, 127, 5])]
+    assert _proof._distance(*codes).tolist() == [1, 1, 2]
