@@ -41,11 +41,10 @@ _LIST = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}")
 _GRID = re.compile(r"replica_groups=\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "u16": "uint16"}
-
-
 _ADVICE = """\
 For float32 sums of what is sent in 16 bits, use `sum_gradients` in `jax.shard_map`, or
-`zero1` with `exchange_dtype`. Under `jit` alone the dtype of gradients decides."""
+`zero1` with `exchange_dtype`. Under `jit` alone the dtype of gradients decides, and the
+rule "low_f32" of `amp` makes them float32."""
 
 
 @dataclass(frozen=True)
