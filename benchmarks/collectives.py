@@ -70,7 +70,7 @@ def errors(count: int) -> dict[str, Any]:
 
     make = functools.partial(optax_mp.gradient_accumulator, use_grad_mean=False)
     return {
-        "summands": count,
+        "sum of": f"{count} gradients",
         "one by one in bf16": error(functools.reduce(np.add, np.asarray(grads))),
         "sum_gradients": error(over_devices()[0]),
         "with scatter": error(over_devices(scatter=True)),

@@ -278,6 +278,10 @@ FORMS |= {
     for words, amp in (("bf16", BF16), ("float8", "float8_e4m3fn"))
     for params, dtype in (("float32", F32), ("bf16", BF16))
 }
+# Products with float32 results.
+FORMS["amp low_f32, float32 params"] = replace(
+    FORMS["amp bf16, float32 params"], rules={"dot_general": "low_f32"}
+)
 # With these, layers add to bf16 values, as by hand; by default, to float32 ones.
 FORMS |= {
     f"amp bf16, {params} params, lookup {rule}": replace(

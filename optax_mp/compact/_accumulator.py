@@ -34,14 +34,6 @@ class AccumulatedGradients(NamedTuple):
     dropped_count: jax.Array
 
 
-class _Sums(NamedTuple):
-    """The sums over the micro-batches so far, and how many were kept and dropped."""
-
-    sums: PyTree
-    kept_count: jax.Array
-    dropped_count: jax.Array
-
-
 def gradient_accumulator(
     dtype: DTypeLike = jnp.float32,
     *,
@@ -114,14 +106,14 @@ def gradient_accumulator(
         rounded = map(lambda x, key: round_stochastically(x, dtype, key), leaves, keys)
         return treedef.unflatten([x.astype(dtype) for x in rounded])
 
-    def init(grads: PyTree) -> _Sums:
+    def init(grads: PyTree) -> Any:
         _check_leaves(grads)
         sums = jax.tree.map(lambda g: jnp.zeros_like(g, dtype=dtype), grads)
         # Under shard_map the type of a count says that it differs from rank to rank.
         zero = all_finite(sums).astype(jnp.int32) * 0
-        return _Sums(sums, zero, zero)
+        return sums, zero, zero
 
-    def update(carry: Any, grads: PyTree, index: Any) -> _Sums:
+    def update(carry: Any, grads: PyTree, index: Any) -> Any:
         old, kept_count, dropped_count = carry
         finite = all_finite(grads)
         new = jax.tree.map(lambda x, g: x.astype(wide) + g.astype(wide), old, grads)
@@ -129,7 +121,7 @@ def gradient_accumulator(
         sums = jax.tree.map(
             lambda x, y: jnp.where(finite, x, y), as_sums(new, index), old
         )
-        return _Sums(sums, kept_count + finite, dropped_count + ~finite)
+        return sums, kept_count + finite, dropped_count + ~finite
 
     def finalize(carry: Any) -> AccumulatedGradients:
         sums, kept_count, dropped_count = carry

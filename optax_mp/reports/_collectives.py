@@ -41,11 +41,10 @@ _LIST = re.compile(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}")
 _GRID = re.compile(r"replica_groups=\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "u16": "uint16"}
-
-
 _ADVICE = """\
 For float32 sums of what is sent in 16 bits, use `sum_gradients` in `jax.shard_map`, or
-`zero1` with `exchange_dtype`. Under `jit` alone the dtype of gradients decides."""
+`zero1` with `exchange_dtype`. Under `jit` alone the dtype of gradients decides, and the
+rule "low_f32" of `amp` makes them float32."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +164,11 @@ def collectives_report(compiled: Any, params: optax.Params) -> CollectivesReport
         axes = _axes_of(devices, meshes[0]) if meshes else []
         share = 1 - 1 / max(len(devices), 1)
         share = {"all-reduce": 2 * share, "collective-permute": 1}.get(kind, share)
+        # A TPU sends a param in a ring, from device to device in parts.
+        in_parts = kind == "collective-permute"
+        parts = math.prod(meshes[0].shape[x] for x in axes) if in_parts else 1
         for dtype, size in arrays:
-            path = _path_of(size, params, axes)
+            path = _path_of(size * parts, params, axes)
             key = kind, path, ", ".join(axes), dtype, sum_dtype
             counts[key] += runs
             sent[key] += round(runs * share * size * _numbers(dtype)[0] / 8)
@@ -242,6 +244,8 @@ class _Program:
                 if "all-reduce-scatter" in name:
                     kind = "reduce-scatter"  # of a TPU
                 adds = None if "gather" in kind else self._sums(value, lines[i:])
+                if adds and kind == "collective-permute":
+                    adds = arrays[0][0]  # it sends what is added up so far
                 yield kind, arrays, devices, adds, self.runs(name)
 
     def _apart(self, arrays: list[Any], operands: str) -> list[Any]:

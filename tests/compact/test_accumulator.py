@@ -173,7 +173,10 @@ def test_gradients_of_examples_are_summed_in_float32():
         )
         (found, dropped_count), _ = gradients(jnp.ones_like(grads[0]), grads)
         wanted = np.asarray(grads, np.float64).sum(0) / (32 if use_mean else 1)
-        assert error({"w": found}, {"w": wanted}) < 1e-6 and dropped_count == 0
+        # XLA may leave out a rounding, so once more without it.
+        for each in (found, accumulator.aggregate(grads)):
+            assert error({"w": each}, {"w": wanted}) < 1e-6
+        assert dropped_count == 0
 
 
 def test_sums_in_a_step_are_sharded_as_its_params():

@@ -94,6 +94,33 @@ def test_sums_of_gradients_in_float32_take_no_more_than_by_hand(tmp_path):
         assert row["temporaries GB"] <= 1.02 * by_hand["temporaries GB"], row
 
 
+def test_an_accumulator_takes_no_more_than_sums_by_hand(tmp_path):
+    """And no copy of the sum; in bfloat16 it takes less."""
+    forms = "masters, tx;sums by f;sums by b"
+    options = "--targets", "h100", "--devices", "1", "--forms", forms, "--micro", "8"
+    rows = rows_of("training_step.py", tmp_path, *options)
+    by_hand, wide, narrow = (row["temporaries GB"] for row in rows)
+    assert wide <= 1.04 * by_hand  # the gradients of one batch are there at once
+    assert narrow <= 0.9 * by_hand
+
+
+@pytest.mark.parametrize("target", [("--gpu",), ("--tpu", "v5e:2x4")])
+def test_what_is_sent_in_16_bits_is_summed_in_float32(target, tmp_path):
+    rows = rows_of("collectives.py", tmp_path, *target)
+    sums = {row["AdamW"]: row for row in rows if row["summed in"]}
+    plain = sums["masters"]
+    assert plain["kind"] == "all-reduce" and plain["summed in"] == "bfloat16"
+    for name in ("masters, zero1, exchange_dtype", "masters, sum_gradients"):
+        ours = sums[name]
+        assert (ours["kind"], ours["sent in"]) == ("all-to-all", "uint16")
+        assert ours["summed in"] == "float32"
+        # An all-reduce is a scatter and a gather.
+        assert ours["MB"] <= plain["MB"] / 2
+        gathered = [row for row in rows if row["AdamW"] == name and row is not ours]
+        assert [row["MB"] for row in gathered] == [ours["MB"]]
+    assert sums["amp, low_f32"]["summed in"] == "float32"
+
+
 def test_accumulating_inside_takes_no_more_than_a_step(tmp_path):
     """`optax.MultiSteps` chooses between branches, in 5.1 and 1.1 bytes."""
     forms = "5.1 bytes, t;MultiSteps in 5.1 bytes"
