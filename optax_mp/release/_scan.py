@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_mp._dtypes import at_least_float32
-from optax_mp._jax._arrays import is_traced, is_traced_by_jit
+from optax_mp._jax._arrays import is_traced
+from optax_mp._jax._contact import is_traced_by_jit
 from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._jaxpr import evaluate, is_literal
 from optax_mp._tree import is_floating, is_inexact
