@@ -8,12 +8,7 @@ the input fades on the way, as in an average, and whether its entries arrive unc
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-<<<<<<< HEAD
 from optax_mp._jax._control_flow import PLAIN_CALLS, has_regions, wiring_of
-=======
-from optax_mp._jax._by_platform import NAME as STEP
-from optax_mp._jax._control_flow import PLAIN_CALLS, has_regions, run_count, wiring_of
->>>>>>> sums
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_always, is_literal, open_jaxpr
 from optax_mp._jax._primitives import FACTORIZATIONS, HANDS_ON, JOINS, MOVES
 from optax_mp._jax._products import is_product
