@@ -12,6 +12,7 @@ from jax.tree_util import tree_leaves_with_path
 from optax_mp._arguments import check_opt_state
 from optax_mp._jax._dataflow import Origin, derivative_calls, origins
 from optax_mp._jax._jaxpr import evaluate
+from optax_mp._jax._memory import bring
 from optax_mp._jax._traced import TracedCall
 from optax_mp._states import find_states
 from optax_mp._tree import describe, is_array, is_inexact, spell
@@ -98,16 +99,17 @@ def _trace_update(tx: Any, opt_state: Any, layers: Any) -> tuple[Any, Any]:
     def update(opt_state: Any, layers: Any) -> Any:
         weights = layer_at(layers, 0)
         grads = jax.tree.map(lambda x: x if is_inexact(x) else None, weights)
-        return tx.update(widen_gradients(grads), layer_at(opt_state, 0), weights)
+        state = bring(layer_at(opt_state, 0))
+        return tx.update(widen_gradients(grads), state, weights)
 
     try:
         return jax.make_jaxpr(update, return_shape=True)(opt_state, layers)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{CALLER}: `tx.update(grads, opt_state, params)` fails for one layer, "
-            "expected an optimizer that needs nothing but the mean gradient, such as "
-            "the loss; take a separate step with this one, or wrap it, so that it gets "
-            f"what it lacks. It raised {type(error).__name__}: {error}"
+            "expected an optimizer that needs nothing but gradients and params, as "
+            "no layer has a loss of its own; take a separate step. It raised "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 

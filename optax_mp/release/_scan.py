@@ -13,6 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._contact import is_traced_by_jit
+from optax_mp._jax._memory import bring, put_beside
 from optax_mp._tree import is_inexact
 from optax_mp.leafwise._take_step import take_step
 from optax_mp.scaling._gradients import widen_gradients
@@ -215,8 +216,10 @@ def layer_at(tree: Any, index: Any) -> Any:
 
 
 def _put(tree: Any, new: Any, index: Any) -> Any:
+    # In host memory, XLA takes no array that a reshape makes.
+    new = put_beside(jax.tree.map(lambda x: x[None], new), tree)
     return jax.tree.map(
-        lambda x, y: lax.dynamic_update_index_in_dim(x, y, index, 0), tree, new
+        lambda x, y: lax.dynamic_update_slice_in_dim(x, y, index, 0), tree, new
     )
 
 
@@ -311,7 +314,7 @@ def _stepping_scan(loop: _Loop) -> Callable[..., Any]:
             before, grads, of_others, *of_consts = loop.pull(
                 saved, readable, (after, of_outputs)
             )
-            stepped = map(Stack.step, stacks, grads, own_states, weights)
+            stepped = map(Stack.step, stacks, grads, bring(own_states), weights)
             weights, own_states = map(list, zip(*stepped, strict=True))
             totals = jax.tree.map(jnp.add, totals, of_consts)
             trees = _put((layers, states), (weights, own_states), i)
