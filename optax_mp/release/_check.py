@@ -39,6 +39,12 @@ def check_arguments(tx: Any, opt_state: Any, layers: Any, *, by_layer: bool) -> 
     """Raise unless layers, their state and their optimizer fit together."""
     check_opt_state(opt_state, CALLER)
     _check_layers(layers)
+    if getattr(tx, "offloaded", None):
+        raise ValueError(
+            f"{CALLER}: `tx` is an `offload`, expected the optimizer inside of it; a "
+            "state in host memory, as `jax.vmap(optax_mp.offload(tx).init)(layers)` "
+            "makes it, is copied layer by layer."
+        )
     wanted = jax.eval_shape(jax.vmap(tx.init), layers)
     for kind, problem in _REFUSED.items():
         if find_states(wanted, kind):

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from communication import large, sent_by
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from support.optimizers import OPTIMIZERS
 from support.slow_cases import mostly_slow
 
@@ -348,6 +351,96 @@ def test_low_precision_forms_train_as_separately(form):
 
     apart = jax.tree.map(differing, released[2], expected[2])
     assert max(jax.tree.leaves(apart)) < 0.03
+
+
+# Many devices, and the host
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+WIDE = {"kernel": P(None, "data"), "bias": P(None, "data")}
+
+
+def wide(mesh):
+    """Return layers over eight devices, other params, and a batch."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    kernel = jax.random.normal(keys[0], (LAYERS, 64, 64)) * 0.1
+    layers = {"kernel": kernel, "bias": jnp.zeros((LAYERS, 64))}
+    layers = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), layers, WIDE
+    )
+    rest = jax.device_put(
+        {"in": jnp.eye(64), "gain": jnp.float32(0.7)}, NamedSharding(mesh, P())
+    )
+    x = jax.random.normal(keys[1], (16, 64))
+    return layers, rest, jax.device_put(x, NamedSharding(mesh, P("data")))
+
+
+@pytest.mark.parametrize("knows_shardings", [False, True])
+def test_sharded_layers_send_what_a_separate_step_sends(mesh, knows_shardings):
+    layers, rest, x = wide(mesh)
+    tx = optax.sgd(0.1, momentum=0.9)
+    of_layers = jax.tree.map(lambda x: x.sharding, layers)
+    stacked = tx._replace(init=jax.vmap(tx.init))
+    of_state = optax_mp.state_shardings(stacked, layers, of_layers)
+    opt_state = jax.jit(stacked.init, out_shardings=of_state)(layers)
+    results, counts = [], []
+    release = optax_mp.release_gradients(
+        loss, tx, param_shardings=of_layers if knows_shardings else None
+    )
+    for step in (release, separately(loss, tx, in_turn=False)):
+        jitted = jax.jit(step, out_shardings=(None, None, of_layers, of_state))
+        compiled = jitted.lower(opt_state, layers, rest, x).compile()
+        results.append(compiled(opt_state, layers, rest, x))
+        counts.append(len(large(sent_by(compiled))))
+    assert counts[0] <= counts[1]
+    assert_same(*results, exact=False)
+    assert_moved(results[0][2], layers)
+
+
+def test_ranks_of_shard_map_share_their_gradients(mesh):
+    layers, rest, x = jax.device_get(wide(mesh))
+    tx = optax.sgd(0.1, momentum=0.9)
+    opt_state = jax.vmap(tx.init)(layers)
+
+    def mean_loss(*args):
+        return lax.pmean(loss(*args), "data")
+
+    step = jax.shard_map(
+        optax_mp.release_gradients(mean_loss, tx),
+        mesh=mesh,
+        in_specs=(P(), P(), P(), P("data")),
+        out_specs=P(),
+    )
+    released = jax.jit(step)(opt_state, layers, rest, x)
+    expected = jax.jit(separately(loss, tx))(opt_state, layers, rest, x)
+    assert_same(released, expected, exact=False)
+
+
+def test_zero1_keeps_a_part_of_the_state_on_each_device(mesh):
+    layers, rest, x = wide(mesh)
+    layers = jax.device_put(layers, NamedSharding(mesh, P()))
+    inner = optax.sgd(0.1, momentum=0.9)
+    tx = optax_mp.zero1(inner, mesh, "data")
+    opt_state = jax.jit(jax.vmap(tx.init))(layers)
+    released = jax.jit(optax_mp.release_gradients(loss, tx))(opt_state, layers, rest, x)
+    assert released[3][0].trace["kernel"].sharding.spec == P(None, "data")
+    expected = jax.jit(separately(loss, inner))(opt_state, layers, rest, x)
+    assert_same(released, expected, exact=False)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="no memory of the host")
+def test_a_state_in_host_memory_stays_there():
+    tx, layers, args = optax.adam(0.1), layers_of(), (rest_of(), batches()[0])
+    opt_state = jax.vmap(optax_mp.offload(tx, min_size=30).init)(layers)
+    expected = train(separately(loss, tx), jax.vmap(tx.init)(layers), layers, args[0])
+    released = train(optax_mp.release_gradients(loss, tx), opt_state, layers, args[0])
+    assert released[3][0].mu["kernel"].sharding.memory_kind == "pinned_host"
+    assert_same(jax.device_get(released[2:]), jax.device_get(expected[2:]))
+    refuse("the optimizer inside of it", optax_mp.offload(tx), state=opt_state)
 
 
 # What is refused
