@@ -19,7 +19,6 @@ def make(key):
 
 
 keys = jax.random.split(jax.random.key(0), 4)
-# The functions of a module are static, and the same in all layers.
 LAYERS, static = eqx.partition(eqx.filter_vmap(make)(keys), eqx.is_inexact_array)
 
 
@@ -31,11 +30,7 @@ def init():
 
 def loss(layers, rest, x, y):
     """Return the mean squared error."""
-
-    @jax.checkpoint
-    def block(x, w):
-        return x + jax.vmap(eqx.combine(w, static))(x), None
-
+    block = jax.checkpoint(lambda x, w: (x + jax.vmap(eqx.combine(w, static))(x), None))
     x, _ = optax_mp.scan_layers(block, x.astype(jnp.bfloat16) @ rest["into"], layers)
     return jnp.mean(((x @ rest["out"]).astype(jnp.float32) - y) ** 2)
 
@@ -45,13 +40,18 @@ def step(layers, layers_state, rest, rest_state, x, y):
     """Return params and states after a step, and the loss."""
     release = optax_mp.release_gradients(loss, tx)
     value, grads, layers, layers_state = release(layers_state, layers, rest, x, y)
-    updates, rest_state = tx.update(grads, rest_state, rest)
-    return layers, layers_state, optax.apply_updates(rest, updates), rest_state, value
+    rest, rest_state = optax_mp.take_step(tx, grads, rest_state, rest)
+    return layers, layers_state, rest, rest_state, value
+
+
+def main():
+    """Train, and print the loss of each step."""
+    layers, rest = init()
+    run = layers, jax.vmap(tx.init)(layers), rest, tx.init(rest)
+    for i, x in enumerate(jax.random.normal(jax.random.key(1), (60, 64, 4))):
+        *run, value = step(*run, x, jnp.sin(2 * x[:, 0]))
+        print(f"step {i}: {value:.4f}")
 
 
 if __name__ == "__main__":
-    layers, rest = init()
-    run = layers, jax.vmap(tx.init)(layers), rest, tx.init(rest)
-    for x in jax.random.normal(jax.random.key(1), (60, 64, 4)):
-        *run, value = step(*run, x, jnp.sin(2 * x[:, 0]))
-    print(f"loss: {value:.4f}")
+    main()

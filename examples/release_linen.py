@@ -25,12 +25,10 @@ class Block(nn.Module):
 
 def init():
     """Return four stacked layers, and the other params."""
-    stacked = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-    layers = nn.scan(Block, **stacked, length=4)()
+    layers = nn.scan(Block, {"params": 0}, split_rngs={"params": True}, length=4)()
     key, x = jax.random.key(0), jnp.zeros((1, 64))
-    params = layers.init(key, x, None), into.init(key, x[:, :4]), out.init(key, x)
-    layers, *rest = optax_mp.cast_floating(params, jnp.bfloat16)
-    return layers, rest
+    params = layers.init(key, x, None), [into.init(key, x[:, :4]), out.init(key, x)]
+    return optax_mp.cast_floating(params, jnp.bfloat16)
 
 
 def loss(layers, rest, x, y):
@@ -45,13 +43,18 @@ def step(layers, layers_state, rest, rest_state, x, y):
     """Return params and states after a step, and the loss."""
     release = optax_mp.release_gradients(loss, tx)
     value, grads, layers, layers_state = release(layers_state, layers, rest, x, y)
-    updates, rest_state = tx.update(grads, rest_state, rest)
-    return layers, layers_state, optax.apply_updates(rest, updates), rest_state, value
+    rest, rest_state = optax_mp.take_step(tx, grads, rest_state, rest)
+    return layers, layers_state, rest, rest_state, value
+
+
+def main():
+    """Train, and print the loss of each step."""
+    layers, rest = init()
+    run = layers, jax.vmap(tx.init)(layers), rest, tx.init(rest)
+    for i, x in enumerate(jax.random.normal(jax.random.key(1), (60, 64, 4))):
+        *run, value = step(*run, x, jnp.sin(2 * x[:, 0]))
+        print(f"step {i}: {value:.4f}")
 
 
 if __name__ == "__main__":
-    layers, rest = init()
-    run = layers, jax.vmap(tx.init)(layers), rest, tx.init(rest)
-    for x in jax.random.normal(jax.random.key(1), (60, 64, 4)):
-        *run, value = step(*run, x, jnp.sin(2 * x[:, 0]))
-    print(f"loss: {value:.4f}")
+    main()

@@ -23,15 +23,9 @@ class Block(nnx.Module):
         return x + self.down(nnx.gelu(self.up(x)))
 
 
-blocks = nnx.split_rngs(splits=4)(nnx.vmap(Block))(nnx.Rngs(0))
-layer, LAYERS = nnx.split(blocks)
+layer, LAYERS = nnx.split(nnx.split_rngs(splits=4)(nnx.vmap(Block))(nnx.Rngs(0)))
 into, out = Linear(4, 64, rngs=nnx.Rngs(1)), Linear(64, 1, rngs=nnx.Rngs(2))
 ends, REST = nnx.split([into, out])
-
-
-def init():
-    """Return four stacked layers, and the other params."""
-    return jax.tree.map(jnp.copy, (LAYERS, REST))
 
 
 def loss(layers, rest, x, y):
@@ -47,13 +41,18 @@ def step(layers, layers_state, rest, rest_state, x, y):
     """Return params and states after a step, and the loss."""
     release = optax_mp.release_gradients(loss, tx)
     value, grads, layers, layers_state = release(layers_state, layers, rest, x, y)
-    updates, rest_state = tx.update(grads, rest_state, rest)
-    return layers, layers_state, optax.apply_updates(rest, updates), rest_state, value
+    rest, rest_state = optax_mp.take_step(tx, grads, rest_state, rest)
+    return layers, layers_state, rest, rest_state, value
+
+
+def main():
+    """Train, and print the loss of each step."""
+    layers, rest = jax.tree.map(jnp.copy, (LAYERS, REST))
+    run = layers, jax.vmap(tx.init)(layers), rest, tx.init(rest)
+    for i, x in enumerate(jax.random.normal(jax.random.key(1), (60, 64, 4))):
+        *run, value = step(*run, x, jnp.sin(2 * x[:, 0]))
+        print(f"step {i}: {value:.4f}")
 
 
 if __name__ == "__main__":
-    layers, rest = init()
-    run = layers, jax.vmap(tx.init)(layers), rest, tx.init(rest)
-    for x in jax.random.normal(jax.random.key(1), (60, 64, 4)):
-        *run, value = step(*run, x, jnp.sin(2 * x[:, 0]))
-    print(f"loss: {value:.4f}")
+    main()
