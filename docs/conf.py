@@ -6,6 +6,7 @@ The command is `sphinx-build -W --keep-going -n -b html docs docs/_build`.
 import ast
 import inspect
 import re
+import runpy
 import shutil
 import textwrap
 from pathlib import Path
@@ -64,6 +65,12 @@ def _copy_notebooks() -> None:
     for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
         text = notebook.read_text().replace("](../", "](../../")
         (copies / notebook.name).write_text(text.replace("](../../docs/", "](../"))
+
+
+def _write_messages() -> None:
+    """Make the page of all errors and warnings from the code; it is in .gitignore."""
+    page = runpy.run_path(str(HERE / "messages.py"))["page"]()
+    (HERE / "messages.md").write_text(page, encoding="utf-8")
 
 
 def _short_signature(app, what, name, obj, options, signature, returns):
@@ -170,6 +177,7 @@ def _link_to_copies(app, docname, source):
 def setup(app):
     """Register what is above."""
     _copy_notebooks()
+    _write_messages()
     app.connect("autodoc-process-signature", _short_signature)
     app.connect("autodoc-skip-member", _skip_fields)
     app.connect("autodoc-process-docstring", _as_text, priority=600)
