@@ -31,7 +31,7 @@ _F32 = jnp.dtype(jnp.float32)
 PRIMITIVE = "dot_general"
 # Scaling and rounding take time in proportion to the operands, and save time in
 # proportion to their product. On an H100, at its peak rates, these are equal between
-# widths of 256 and 1024 (`benchmarks/eight_bits.py --only shapes`). GPUs need multiples
+# widths of 256 and 1024 (`benchmarks/quality/eight_bits.py --only shapes`). GPUs need multiples
 # of 16.
 SMALLEST, MULTIPLE = 512, 16
 # Bits of a float32: those that hold the exponent, and its smallest normal number.

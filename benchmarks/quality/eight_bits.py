@@ -1,0 +1,429 @@
+"""8-bit products against amp in bfloat16: what they cost, keep and lose.
+
+    python benchmarks eight_bits                     # all but the compiled programs
+    python benchmarks eight_bits --only compiled     # wants compilers, as below
+    python benchmarks eight_bits --only training --steps-factor 0.1
+    python benchmarks eight_bits --json FILE
+
+Parts: training (final held-out losses over seeds), depth (errors of gradients by
+layer), kept (what the forward pass keeps), compiled (bytes and products of a training
+step for an H100 and a TPU v6e that are not there) and shapes (where 8 bits pay, for an
+H100). The last two need the packages that `benchmarks/memory/accelerators.py` names.
+
+On a CPU 8-bit products are emulated, so nothing is timed. The models that are trained
+here are small, so products of any shape run in 8 bits in these, those of attention,
+too; `amp` itself leaves small and odd ones in 16. That is harder than what users run.
+"""
+
+import argparse
+import contextlib
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import accelerators  # first: it sets what the compilers want to know
+import amp as transformer
+import jax
+import jax.numpy as jnp
+import kept
+import numpy as np
+import optax
+import record
+import scales
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from the_demo import (
+    Settings,
+    attention,
+    drawer,
+    init_params,
+    make_adamw,
+    read_corpus,
+    rms_norm,
+)
+
+import optax_mp
+
+DEFAULTS = Settings()
+F8, BF16 = "float8_e4m3fn", "bfloat16"
+ENDS = optax_mp.default_amp_rules | {"first": "not_f8", "last": "not_f8"}
+FORMS: dict[str, dict[str, Any]] = {
+    "amp, bf16": {"compute_dtype": BF16},
+    "amp, f8": {"compute_dtype": F8},
+    "amp, f8, first and last layer in bf16": {"compute_dtype": F8, "rules": ENDS},
+}
+# nanoGPT's command for CPUs: https://github.com/karpathy/nanoGPT, README.
+NANOGPT = replace(
+    DEFAULTS, steps=2000, width=128, layer_count=4, batch_size=12,
+    peak_learning_rate=1e-3, final_learning_rate=1e-4,
+)  # fmt: skip
+DEMO = replace(DEFAULTS, steps=1200)
+SEEDS = 3
+DEPTH = 12
+# An H100: peak rates of products, and of its memory, per second, as NVIDIA states them.
+# https://resources.nvidia.com/en-us-tensor-core
+FLOPS_16, FLOPS_8, BANDWIDTH = 989e12, 1979e12, 3.35e12
+STEP = transformer.Size(8, 1024, 768, 12, 4096, 1)
+# For TPUs jaxlib 0.10.2 cannot write the program of that one as text.
+SMALL_STEP = transformer.Size(4, 512, 512, 8, 2048, 1)
+
+
+@contextlib.contextmanager
+def any_shape() -> Iterator[None]:
+    """Let products of any shape run in 8 bits."""
+    module = "optax_mp.autocast._eight_bits"
+    with mock.patch(f"{module}.SMALLEST", 1), mock.patch(f"{module}.MULTIPLE", 1):
+        yield
+
+
+def scoped_loss(settings: Settings, params: Any, windows: jax.Array) -> jax.Array:
+    """Return the loss of the demo's transformer, with a scope for each layer."""
+    windows = windows.astype(jnp.int32)
+    x = params["characters"][windows[:, :-1]]
+    for i, layer in enumerate(params["layers"]):
+        with jax.named_scope("first" if i == 0 else "layer"):
+            normed = rms_norm(x, layer["attention_norm"])
+            x += attention(normed, layer, settings.head_count)
+            hidden = jax.nn.gelu(rms_norm(x, layer["mlp_norm"]) @ layer["mlp_in"])
+            x += hidden @ layer["mlp_out"]
+    with jax.named_scope("last"):
+        logits = rms_norm(x, params["final_norm"]) @ params["logits"]
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, windows[:, 1:]
+    ).mean()
+
+
+def text_task(settings: Settings) -> tuple[Any, Any, Any, Any]:
+    """Return init, draw, loss and held-out windows of the demo's text."""
+    text, held_out = map(jnp.asarray, read_corpus(settings.context))
+    init = functools.partial(init_params, settings=settings)
+    loss = functools.partial(scoped_loss, settings)
+    return init, drawer(text, settings), loss, held_out
+
+
+def digits_task() -> tuple[Any, Any, Any, Any]:
+    """Return the same of a conv net on digits, of which one product is in 8 bits."""
+    import convergence  # needs scikit-learn
+
+    task = convergence.digits()
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        with jax.named_scope("first"), jax.named_scope("last"):
+            return task.loss(params, batch)
+
+    return task.init, task.draw, loss, task.held_out
+
+
+TASKS: dict[str, tuple[Callable[[], Any], Settings]] = {
+    "the demo's transformer": (lambda: text_task(DEMO), DEMO),
+    "the same at nanoGPT's sizes for CPUs": (lambda: text_task(NANOGPT), NANOGPT),
+    "conv net on digits": (digits_task, replace(DEFAULTS, steps=500)),
+}
+
+
+def final_losses(task: Any, settings: Settings, form: dict[str, Any]) -> list[float]:
+    """Train once for each seed; return the held-out losses, computed in float32."""
+    init, draw, loss, held_out = task
+    tx, under_amp = make_adamw(settings), optax_mp.amp(loss, **form)
+
+    @jax.jit
+    def run(seed: jax.Array) -> jax.Array:
+        first, batches = jax.random.split(jax.random.key(seed))
+        params = init(first)
+
+        def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
+            params, state = carry
+            batch = draw(jax.random.fold_in(batches, number))
+            grads = jax.grad(under_amp)(params, batch)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        numbers = jnp.arange(settings.steps)
+        (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), numbers)
+        return loss(params, held_out)
+
+    return [float(run(seed)) for seed in range(SEEDS)]
+
+
+def measure_training(steps_factor: float) -> list[record.Row]:
+    """Return the mean final losses of every task and form."""
+    rows = []
+    for title, (make, settings) in TASKS.items():
+        task = make()
+        settings = replace(settings, steps=max(1, int(settings.steps * steps_factor)))
+        base = None
+        for name, form in FORMS.items():
+            if "first" in name and title.startswith("conv"):
+                continue  # its one product is the last layer
+            with any_shape():
+                losses = final_losses(task, settings, form)
+            mean = float(np.mean(losses))
+            base = mean if base is None else base
+            rows.append(
+                {
+                    "model, form": f"{title}: {name}",
+                    "steps": settings.steps,
+                    "held-out loss": mean,
+                    "of each seed": losses,
+                    "to bf16": mean / base,
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def measure_depth() -> list[record.Row]:
+    """Return the error of the gradient of each layer, at random weights."""
+    settings = replace(NANOGPT, layer_count=DEPTH)
+    init, draw, loss, _ = text_task(settings)
+    params, batch = init(jax.random.key(0)), draw(jax.random.key(1))
+    truth = jax.jit(jax.grad(loss))(params, batch)
+
+    def errors(form: dict[str, Any]) -> list[float]:
+        with any_shape():
+            fun = jax.grad(optax_mp.amp(loss, **form))
+            found = transformer.exactly(fun, params, batch)
+        pairs = zip(found["layers"], truth["layers"], strict=True)
+        return [transformer.relative_error(*pair) for pair in pairs]
+
+    columns = {name: errors(form) for name, form in FORMS.items()}
+    return [
+        {"layer": i, **{name: column[i] for name, column in columns.items()}}
+        for i in range(DEPTH)
+    ]
+
+
+def measure_scales() -> list[record.Row]:
+    """Return the errors of the demo's products with other scales, in midst of a run."""
+    settings = replace(DEMO, steps=300)
+    init, draw, loss, _ = text_task(settings)
+    tx = make_adamw(settings)
+
+    def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        params, state = carry
+        batch = draw(jax.random.fold_in(jax.random.key(1), number))
+        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    params = init(jax.random.key(0))
+    start = params, tx.init(params)
+    (params, _), _ = jax.lax.scan(step, start, jnp.arange(settings.steps))
+    batch = draw(jax.random.key(2))
+    return scales.table(scales.products_of(jax.grad(loss), params, batch))
+
+
+def kept_by(name: str) -> dict[str, list[kept.Kept]]:
+    """Return what the forward pass of `benchmarks/quality/amp.py`'s transformer keeps.
+
+    In the small one, products of any shape run in 8 bits.
+    """
+    size = transformer.SIZES[name]
+    params = jax.eval_shape(functools.partial(transformer.init, size))
+    tokens = jnp.zeros((size.batch, size.length), jnp.int32)
+
+    def loss(params: Any) -> jax.Array:
+        return transformer.loss(params, tokens, size)
+
+    with any_shape() if name == "small" else contextlib.nullcontext():
+        return {
+            form: kept.kept_of(optax_mp.amp(loss, compute_dtype=dtype), params)
+            for form, dtype in (("amp, bf16", BF16), ("amp, f8", F8))
+        }
+
+
+def measure_kept() -> list[record.Row]:
+    """Return how much that is, and how much of it products alone read."""
+    rows: list[record.Row] = []
+    for name in transformer.SIZES:
+        for form, arrays in kept_by(name).items():
+            whole = sum(each.mib for each in arrays)
+            operands = [x.mib for x in arrays if x.read_by == (kept.PRODUCT,)]
+            first = rows[-1]["kept MiB"] if form == "amp, f8" else whole
+            rows.append(
+                {
+                    "size": f"{name}: {form}",
+                    "kept MiB": whole,
+                    "for products alone": sum(operands),
+                    "to bf16": whole / first,
+                }
+            )
+    return rows
+
+
+def measure_kept_arrays() -> list[record.Row]:
+    """Return what the small transformer keeps, by the line that reads it."""
+    return kept.table(kept_by("small"), transformer, least_mib=0.5)
+
+
+def device_of(target: str) -> Any:
+    """Return a device that XLA can compile for."""
+    if target == "gpu":
+        return accelerators.devices_of("gpu")[0]
+    return topologies.get_topology_desc("v6e:2x2", "tpu").devices[0]
+
+
+def compile_for(target: str, fun: Callable[..., Any], *args: Any) -> Any:
+    """Return a function of arrays of these shapes, compiled for a device."""
+    mesh = Mesh(np.array([device_of(target)]), ("device",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+    )
+    return jax.jit(fun).lower(*placed).compile()
+
+
+def eight_bit_products(text: str) -> int:
+    """Return how many products in the text of a program have 8-bit operands."""
+    count = 0
+    for computation in text.split("\n\n"):
+        shapes = dict(re.findall(r"%([\w.\-]+) = \(?(\w+)\[", computation))
+        names = re.findall(
+            r" (?:dot|convolution)\(%([\w.\-]+), %([\w.\-]+)", computation
+        )
+        count += sum(
+            all(shapes.get(name, "").startswith("f8") for name in pair)
+            for pair in names
+        )
+    return count
+
+
+def written_products(fun: Callable[..., Any], *args: Any) -> int:
+    """Return how many products of a function have 8-bit operands as JAX traces it."""
+    report = optax_mp.precision_report(fun, *args)
+    return sum(each.dtype.startswith("float8") for each in report.products)
+
+
+def step_of_mlp(dtype: str) -> tuple[Any, Any]:
+    """Return the gradient of two large layers, and its arguments."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.nn.gelu(x @ params["up"]) @ params["down"])
+
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    params = {"up": shape((2048, 8192)), "down": shape((8192, 2048))}
+    fun = optax_mp.amp(loss, compute_dtype=dtype)
+    return jax.value_and_grad(fun, (0, 1)), (params, shape((8192, 2048)))
+
+
+def step_of_transformer(dtype: str, size: transformer.Size = STEP) -> tuple[Any, Any]:
+    """Return the gradient of a transformer of one block, and its arguments."""
+    loss = functools.partial(transformer.loss, size=size)
+    params = jax.eval_shape(functools.partial(transformer.init, size))
+    tokens = jax.ShapeDtypeStruct((size.batch, size.length), jnp.int32)
+    fun = optax_mp.amp(loss, compute_dtype=dtype)
+    return jax.value_and_grad(fun), (params, tokens)
+
+
+def bytes_of(compiled: Any) -> float:
+    """Return the bytes that a program without kernels moves."""
+    costs = compiled.cost_analysis()
+    return costs["bytes accessed"] if costs else accelerators.bytes_moved(compiled)
+
+
+def measure_compiled() -> list[record.Row]:
+    """Return bytes, temporaries and 8-bit products of compiled steps."""
+    rows: list[record.Row] = []
+    on_gpu = {"two layers": step_of_mlp, "transformer": step_of_transformer}
+    small = functools.partial(step_of_transformer, size=SMALL_STEP)
+    on_tpu = {"two layers": step_of_mlp, "small transformer": small}
+    for target, device, steps in (("gpu", "H100", on_gpu), ("tpu", "TPU v6e", on_tpu)):
+        for name, make in steps.items():
+            for form, dtype in (("amp, bf16", BF16), ("amp, f8", F8)):
+                fun, args = make(dtype)
+                compiled = compile_for(target, fun, *args)
+                moved = bytes_of(compiled)
+                first = moved if dtype == BF16 else rows[-1]["moved GB"] * 1e9
+                found = eight_bit_products(compiled.as_text())
+                temporaries = compiled.memory_analysis().temp_size_in_bytes
+                rows.append(
+                    {
+                        "step": f"{device}, {name}: {form}",
+                        "moved GB": moved / 1e9,
+                        "to bf16": moved / first,
+                        "temporaries MiB": temporaries / 2**20,
+                        "8-bit products traced": written_products(fun, *args),
+                        "compiled": found,
+                    }
+                )
+                print(rows[-1], flush=True)
+    return rows
+
+
+def measure_shapes() -> list[record.Row]:
+    """Return what 8 bits move more, and what they save, for products of many sizes."""
+    rows = []
+    tokens = 8192
+    for side in (128, 256, 1024, 4096):
+        shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+        args = shape((tokens, side)), shape((side, side))
+
+        def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.sin(jnp.tanh(x) @ w))
+
+        def moved(dtype: str, loss: Any = loss, args: Any = args) -> float:
+            with any_shape():
+                fun = jax.value_and_grad(
+                    optax_mp.amp(loss, compute_dtype=dtype), (0, 1)
+                )
+                return bytes_of(compile_for("gpu", fun, *args))
+
+        more = moved(F8) - moved(BF16)
+        flops = 3 * 2 * math.prod((tokens, side, side))
+        rows.append(
+            {
+                "product": f"{tokens} x {side} x {side}",
+                "more MB": more / 1e6,
+                "more µs for them": more / BANDWIDTH * 1e6,
+                "fewer µs of products": flops * (1 / FLOPS_16 - 1 / FLOPS_8) * 1e6,
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    """Read the options and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parts = ("training", "depth", "scales", "kept", "compiled", "shapes")
+    parser.add_argument("--only", choices=parts)
+    parser.add_argument("--steps-factor", type=float, default=1.0)
+    record.add_option(parser)
+    args = parser.parse_args()
+    measured: dict[str, tuple[str, Callable[[], list[record.Row]]]] = {
+        "training": (
+            f"final held-out losses, {SEEDS} seeds, products of any shape in 8 bits",
+            lambda: measure_training(args.steps_factor),
+        ),
+        "depth": (
+            "error of the gradient of each layer, by norm, at random weights",
+            measure_depth,
+        ),
+        "scales": ("error of products, by the scales of operands", measure_scales),
+        "kept": ("what the forward pass keeps", measure_kept),
+        "kept arrays": (
+            "what the small one keeps, by what reads it",
+            measure_kept_arrays,
+        ),
+        "compiled": ("training steps compiled for hardware not here", measure_compiled),
+        "shapes": ("an H100: a product and its gradients", measure_shapes),
+    }
+    wanted = (args.only,) if args.only else ("training", "depth", "scales", "kept")
+    chosen = [part for part in measured if part.startswith(wanted)]
+    tables: record.Tables = {}
+    for part in chosen:
+        title, measure = measured[part]
+        rows = tables[title] = measure()
+        print(f"\n### {title}\n\n{record.as_markdown(rows)}", flush=True)
+    is_compiled = args.only in ("compiled", "shapes")
+    machine = record.machine_of(jax.devices("cpu")[:1])
+    record.finish(
+        args.json, tables, "no machine: compiled, not run" if is_compiled else machine
+    )
+
+
+if __name__ == "__main__":
+    main()
