@@ -8,6 +8,7 @@ import inspect
 import re
 import runpy
 import shutil
+import sys
 import textwrap
 from pathlib import Path
 
@@ -71,6 +72,14 @@ def _write_messages() -> None:
     """Make the page of all errors and warnings from the code; it is in .gitignore."""
     page = runpy.run_path(str(HERE / "messages.py"))["page"]()
     (HERE / "messages.md").write_text(page, encoding="utf-8")
+
+
+def _write_evidence() -> None:
+    """Make the pages of data from the results of benchmarks; they are in .gitignore."""
+    sys.path.insert(0, str(HERE.parent / "benchmarks" / "page"))
+    import evidence
+
+    evidence.write_data(HERE / "evidence")
 
 
 def _short_signature(app, what, name, obj, options, signature, returns):
@@ -178,6 +187,7 @@ def setup(app):
     """Register what is above."""
     _copy_notebooks()
     _write_messages()
+    _write_evidence()
     app.connect("autodoc-process-signature", _short_signature)
     app.connect("autodoc-skip-member", _skip_fields)
     app.connect("autodoc-process-docstring", _as_text, priority=600)

@@ -1,12 +1,13 @@
-"""docs/evidence.md, its plots and README's figures, from `benchmarks/results`.
+"""docs/evidence.md, the pages of data behind it, its plots and README's figures.
 
     python benchmarks evidence            # the page, and the plots with matplotlib
     python benchmarks evidence --no-plots
 
-The text is `evidence_template.md` here; README's, between two comments there, is
-`readme_figures.md`. A field in braces stands for a figure or
-the tables of a result: `{convergence.made}`, `{convergence.tables}`, and for a cell
-`{amp[0][amp, bf16][trace]}`: the number of the table, the row, the column.
+The texts are beside this script: `evidence.md` of the page, `readme_figures.md` of
+README's figures, and one for each page of data, which `docs/conf.py` makes with the
+site. A field in braces stands for a figure or the tables of a result:
+`{convergence.made}`, `{convergence.tables}`, `{convergence.shown[0]}` for one table,
+and for a cell `{amp[0][amp, bf16][trace]}`: the number of the table, row, column.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 import record
-from record import Record, row_of
+from record import Record
 
 try:
     import plots
@@ -26,7 +27,9 @@ except ImportError:  # Without matplotlib.
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-TEMPLATE = HERE / "evidence_template.md"
+TEMPLATE = HERE / "evidence.md"
+# The folders of the scripts; each has a page of data.
+QUESTIONS = ("quality", "memory", "speed", "peers")
 PAGE = ROOT / "docs" / "evidence.md"
 IMAGES = ROOT / "docs" / "images"
 README = ROOT / "README.md"
@@ -34,42 +37,6 @@ README_FIGURES = HERE / "readme_figures.md"
 MARKS = ("<!-- made by benchmarks/page/evidence.py from here -->", "<!-- to here -->")
 
 Records = Mapping[str, Record]
-LARGE = "16.8M weights in 4 leaves"
-TRANSFORMER = (
-    "a training step of a transformer, 4 blocks, width 256, 4 heads, vocabulary 1024, "
-    "batch 8 x 128"
-)
-ON_HOST = "One device, 4 leaves of 4096 x 4096"
-TRAINING = "final held-out losses, 3 seeds, products of any shape in 8 bits"
-KEPT = "what the forward pass keeps"
-COMPILED = "training steps compiled for hardware not here"
-# What the work on each part set out to reach: (what, result, table, row, column, most).
-WANTED = tuple(
-    (f"{column}, {row}", result, table, row, column, most)
-    for result, table, column, limits in (
-        ("optimizer_step", LARGE, "temporaries", {
-            "mixed_precision, bf16, bf16 gradients": 0,
-        }),
-        ("host_memory", ON_HOST, "host temporaries, MiB", {"masters": 0}),
-        ("host_memory", ON_HOST, "device temporaries, MiB", {
-            "masters": 160,
-            "masters, 8 leaves": 160,
-            "masters, leaves of 8192 x 8192": 256,
-            "masters, clipped gradients": 160,
-        }),
-        ("amp", TRANSFORMER, "trace", {"amp, bf16": 3}),
-        ("eight_bits", TRAINING, "to bf16", {
-            "the demo's transformer: amp, f8": 1.01,
-            "the same at nanoGPT's sizes for CPUs: amp, f8": 1.01,
-        }),
-        ("eight_bits_kept", KEPT, "to bf16", {"small: amp, f8": 0.7}),
-        ("eight_bits_compiled", COMPILED, "to bf16", {
-            "H100, transformer: amp, f8": 1,
-            "TPU v6e, two layers: amp, f8": 1,
-        }),
-    )
-    for row, most in limits.items()
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,12 +53,17 @@ class Section:
         return f"Made by {made} ({self.record.machine}; {versions})."
 
     @property
-    def tables(self) -> str:
-        """All tables, each under its title, which the page's contents leave out."""
-        return "\n\n".join(
+    def shown(self) -> list[str]:
+        """Each table under its title, which the page's contents leave out."""
+        return [
             f"**{title[0].upper()}{title[1:]}**\n\n{record.as_markdown(rows)}"
             for title, rows in self.record.tables.items()
-        )
+        ]
+
+    @property
+    def tables(self) -> str:
+        """All tables."""
+        return "\n\n".join(self.shown)
 
     def __getitem__(self, number: int) -> dict[str, dict[str, str]]:
         """Return the cells of a table by the first cell of the row, and column."""
@@ -108,6 +80,16 @@ def render(template: str, records: Records) -> str:
     return template.format(**sections, **figures(records))
 
 
+def write_data(folder: Path) -> None:
+    """Write the pages of data, which `docs/conf.py` makes with the site."""
+    folder.mkdir(exist_ok=True)
+    records = record.read_all()
+    for question in QUESTIONS:
+        template = (HERE / f"{question}.md").read_text(encoding="utf-8")
+        page = render(template, records)
+        (folder / f"{question}.md").write_text(page, encoding="utf-8")
+
+
 def with_figures(readme: str, template: str, records: Records) -> str:
     """Return README with the figures between the two marks made anew."""
     before, _, rest = readme.partition(MARKS[0])
@@ -122,7 +104,6 @@ def figures(records: Records) -> dict[str, Any]:
     naive = [row for row in forms if row["form"] == "bf16, naive"]
     others = [r for r in forms if r["form"] != "float32" and r not in naive]
     naive_apart = [row["to float32"] - 1 for row in naive]
-    checks = next(iter(records["conformance"].tables.values()))
     rates = records["demo_rates"].rows
     libraries = records["libraries"].rows
     failing = {row["model"] for row in libraries if row["runs"].startswith("no")}
@@ -138,9 +119,6 @@ def figures(records: Records) -> dict[str, Any]:
         "naive_gap": spread(rates, "plain optax on bfloat16 params"),
         "demo_mean": over_seeds(records["demo"].rows, "held-out loss", mean_of),
         "demo_gaps": over_seeds(records["demo"].rows, "above float32", each_of),
-        "wanted": record.as_markdown(wanted_rows(records)),
-        "checks": f"{sum(row['passed'] for row in checks):,}",
-        "checks_failed": f"{sum(row['failed'] for row in checks):,}",
     }
 
 
@@ -175,23 +153,6 @@ def spread(rows: list[record.Row], run: str) -> str:
     """Return how far over float32 a run ends, at least and at most, in all settings."""
     gaps = [row["above float32"] for row in rows if row["run"] == run]
     return f"{min(gaps):+.3f} to {max(gaps):+.3f}"
-
-
-def wanted_rows(records: Records) -> list[record.Row]:
-    """Return the limits beside what was measured."""
-    rows = []
-    for what, result, table, name, column, most in WANTED:
-        found = row_of(records[result], table, name)[column]
-        rows.append(
-            {
-                "what": what,
-                "of": table.split(",")[0],
-                "limit": f"{most:g}",
-                "measured": record.cell(column, found),
-                "met": "yes" if round(found, 2) <= most else "**no**",
-            }
-        )
-    return rows
 
 
 def main() -> None:

@@ -33,7 +33,6 @@ import kept
 import numpy as np
 import optax
 import record
-import scales
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from the_demo import (
@@ -195,25 +194,6 @@ def measure_depth() -> list[record.Row]:
         {"layer": i, **{name: column[i] for name, column in columns.items()}}
         for i in range(DEPTH)
     ]
-
-
-def measure_scales() -> list[record.Row]:
-    """Return the errors of the demo's products with other scales, in midst of a run."""
-    settings = replace(DEMO, steps=300)
-    init, draw, loss, _ = text_task(settings)
-    tx = make_adamw(settings)
-
-    def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
-        params, state = carry
-        batch = draw(jax.random.fold_in(jax.random.key(1), number))
-        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    params = init(jax.random.key(0))
-    start = params, tx.init(params)
-    (params, _), _ = jax.lax.scan(step, start, jnp.arange(settings.steps))
-    batch = draw(jax.random.key(2))
-    return scales.table(scales.products_of(jax.grad(loss), params, batch))
 
 
 def kept_by(name: str) -> dict[str, list[kept.Kept]]:
@@ -388,7 +368,7 @@ def measure_shapes() -> list[record.Row]:
 def main() -> None:
     """Read the options and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = ("training", "depth", "scales", "kept", "compiled", "shapes")
+    parts = ("training", "depth", "kept", "compiled", "shapes")
     parser.add_argument("--only", choices=parts)
     parser.add_argument("--steps-factor", type=float, default=1.0)
     record.add_option(parser)
@@ -402,7 +382,6 @@ def main() -> None:
             "error of the gradient of each layer, by norm, at random weights",
             measure_depth,
         ),
-        "scales": ("error of products, by the scales of operands", measure_scales),
         "kept": ("what the forward pass keeps", measure_kept),
         "kept arrays": (
             "what the small one keeps, by what reads it",
@@ -411,7 +390,7 @@ def main() -> None:
         "compiled": ("training steps compiled for hardware not here", measure_compiled),
         "shapes": ("an H100: a product and its gradients", measure_shapes),
     }
-    wanted = (args.only,) if args.only else ("training", "depth", "scales", "kept")
+    wanted = (args.only,) if args.only else ("training", "depth", "kept")
     chosen = [part for part in measured if part.startswith(wanted)]
     tables: record.Tables = {}
     for part in chosen:
