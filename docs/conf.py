@@ -168,6 +168,17 @@ class _LinkNames(SphinxTransform):
             link += literal
 
 
+def _allow_breaks(app, pagename, templatename, context, doctree):
+    """Let code in text break behind brackets, commas, dots and `=`."""
+    del app, pagename, templatename, doctree
+    if "body" in context:
+        context["body"] = re.sub(
+            r'(?<=<span class="pre">)[^<]+',
+            lambda code: re.sub(r"(?<=[\w)\]])([(\[,./=])(?=\w)", r"\1<wbr>", code[0]),
+            context["body"],
+        )
+
+
 def _ancestors(node):
     while node.parent is not None:
         node = node.parent
@@ -193,4 +204,5 @@ def setup(app):
     app.connect("autodoc-process-docstring", _as_text, priority=600)
     app.connect("source-read", _link_to_copies)
     app.connect("missing-reference", _other_name)
+    app.connect("html-page-context", _allow_breaks)
     app.add_transform(_LinkNames)
