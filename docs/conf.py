@@ -34,7 +34,7 @@ extensions = [
 exclude_patterns = ["_build", "jupyter_execute", "**.ipynb_checkpoints"]
 
 # Docstrings are written with single backticks for code, as in Markdown.
-# As names of objects, those of this package become links; see `_other_name`.
+# Names of this package become links; see `_other_name`.
 default_role = "py:obj"
 napoleon_numpy_docstring = False
 napoleon_attr_annotations = False

@@ -3,7 +3,7 @@
     python docs/messages.py   # prints it
 
 The messages are read from the code, from `raise Error(...)`, `warn(...)` and
-`warn_once(...)`. What a message fills in when it is raised is shown in words, as
+`warn_once(...)`. Parts that are filled in when it is raised are shown in words, as
 ‹path›.
 """
 
@@ -164,7 +164,7 @@ class Module:
 
 
 def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function, without those of functions inside it."""
+    """Yield the nodes of a function, without functions inside it."""
     for node in ast.iter_child_nodes(function):
         if not isinstance(node, ast.FunctionDef):
             yield node
@@ -226,7 +226,7 @@ def message(kind: str, text: str, topic: str) -> Message:
         text = rest
     function = function if colon and named and function.isidentifier() else ""
     function = "" if function == "optax_mp" else function
-    # What to do comes behind what was expected, or else behind what is wrong.
+    # The fix comes behind the word "expected", or else behind the fault.
     start = max(0, text.lower().find("expected"))
     hidden = re.sub(r"\([^()]*\)|`[^`]*`", lambda x: "_" * len(x[0]), text)
     end = re.search(r"(?:; |\. |: (?=put|pass|use|call))(?=.)", hidden[start:])
@@ -240,7 +240,7 @@ def page() -> str:
     """Return the page."""
     paths = sorted(PACKAGE.rglob("*.py"))
     every = [x for path in paths for x in Module(path).messages()]
-    # What JAX or this package catches itself says neither.
+    # Errors that JAX or this package catches itself have neither.
     every = [
         x
         for x in dict.fromkeys(every)

@@ -154,7 +154,7 @@ def measure_shards(form: str, target: str, shape: tuple[int, ...]) -> record.Row
     for way, step in ways.items():
         compiled = compile_step(step, args, target, shardings)
         row |= costs_of(compiled, weights / count, way)
-        # Shards are small enough for memory on the chip, which XLA counts, too.
+        # Shards are small enough for memory on the chip, which XLA also counts.
         moved = traffic.bytes_moved(compiled.as_text())
         row[f"moved{way}"] = moved * count / weights
         row[f"collectives{way}"] = collectives_in(compiled)
@@ -179,7 +179,7 @@ def arrays_of(
 def compile_step(
     step: Callable[..., Any], args: Any, target: str, shardings: Any = None
 ) -> Any:
-    """Return a step compiled for one device, or for those of the shardings."""
+    """Return a step compiled for one device, or for the devices of the shardings."""
     if shardings is None:
         mesh = Mesh(np.array(devices_of(target)[:1]), ("devices",))
         whole = NamedSharding(mesh, PartitionSpec())

@@ -4,7 +4,7 @@
     python benchmarks collectives --tpu v5e:2x4  # for TPUs, which need not be there
     python benchmarks collectives --gpu          # for H100s, likewise
     python benchmarks collectives --errors       # of sums, against float64
-    python benchmarks collectives --json FILE    # the tables as data, too
+    python benchmarks collectives --json FILE    # also the tables as data
 
 For TPUs and GPUs it wants the compilers of the extra `accelerators`, and no hardware.
 Batches of a two-layer model are split over the data axis; its params are replicated.

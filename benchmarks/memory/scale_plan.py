@@ -2,7 +2,7 @@
 
     python benchmarks scale_plan  # 1B to 1T weights on 8 to 4096 devices
     python benchmarks scale_plan --weights 70B --devices 64 512
-    python benchmarks scale_plan --json FILE  # the tables as data, too
+    python benchmarks scale_plan --json FILE  # also the tables as data
 
 No device is asked and no array is made: everything is read off `jax.eval_shape`. Tests
 compare these numbers with compiled programs on eight devices.

@@ -21,7 +21,7 @@ their results; those in the scan over layers count once. A program that XLA find
 large for the device has a row that says so.
 
 "lowering s" and "compile s" are CPU seconds of all threads and of the assemblers that
-XLA calls, the former with tracing; "compile ratio" is their sum to that of "float32".
+XLA calls, the former with tracing; "compile ratio" is their sum over "float32"'s.
 """
 
 import argparse
@@ -529,7 +529,7 @@ def collectives(program: str) -> Counter[tuple[str, str, int]]:
             continue
         seen.update(channel.groups() if channel else ())
         arrays = ARRAY.findall(match[1])
-        # What a start returns is what it is given, what it makes, and flags.
+        # A start returns its arguments, its results, and flags.
         for dtype, shape in arrays[1:2] if "-start(" in match[0] else arrays:
             elements = math.prod(int(n) for n in shape.split(",") if n)
             found[match[2], dtype, elements] += 1
@@ -537,7 +537,7 @@ def collectives(program: str) -> Counter[tuple[str, str, int]]:
 
 
 def add_compile_ratio(rows: list[record.Row]) -> None:
-    """Give the last row its compile time over that of float32, if both compiled."""
+    """Give the last row its compile time over float32's, if both compiled."""
 
     def seconds(row: record.Row) -> float:
         return row["lowering s"] + row["compile s"]

@@ -25,7 +25,7 @@ Tables = dict[str, list[Row]]
 
 FOLDER = Path(__file__).parents[1]
 BEGAN = time.monotonic()
-# What is not listed here is shown in three digits.
+# Columns that are not listed here show three digits.
 FORMATS = {
     "ms": ".2f",
     "step ms": ".1f",

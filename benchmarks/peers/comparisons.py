@@ -1,7 +1,7 @@
 """Loss scales, 8-bit optimizers and stochastic rounding of other libraries beside ours.
 
     python benchmarks comparisons                     # all tables, Markdown
-    python benchmarks comparisons --json FILE         # the tables as data, too
+    python benchmarks comparisons --json FILE         # also the tables as data
     python benchmarks comparisons --only "loss scale"
 
 It wants `pip install -e '.[comparisons]'`. A library that is not installed is left out,
@@ -11,7 +11,7 @@ frameworks in one process slow each other down.
 - Loss scales: each library sees the same random steps, finite or not, in 20 runs. The
   scale is compared with ours after every step, to the bit.
 - 8-bit Adam: 200 steps on given gradients. "error" is the distance of the weights from
-  those of float32 Adam over the way that these have gone, both by norm.
+  float32 Adam's over the way that float32's have gone, both by norm.
 - Adam against torch's: our forms in the test that TransformerEngine has for its own
   Adam. It runs on a CPU, which TransformerEngine does not.
 - Second moments: what a compressed `nu` becomes where a row spans many decades.
@@ -373,7 +373,7 @@ def made(makers: dict[str, Callable[[], Any]]) -> dict[str, Any]:
 # https://github.com/NVIDIA/TransformerEngine/blob/0518eea877c6dcce8f45cf4d510c4db9db39454c/tests/pytorch/test_fused_optimizer.py
 # Bfloat16 params of an attention layer of width 1024 make 7 steps of length 1 with
 # random gradients, the state is saved and loaded, then 7 more. After each, masters and
-# params are compared with those of torch's Adam in float32.
+# params are compared with torch's Adam in float32.
 
 SHAPES = {"qkv": (3072, 1024), "bias": (3072,), "out": (1024, 1024), "last": (1024,)}
 STEPS_TO_SAVE = 7

@@ -2,13 +2,13 @@
 
     python benchmarks libraries                # the table, Markdown
     python benchmarks libraries --only haiku   # libraries whose name contains this
-    python benchmarks libraries --json FILE    # the table as data, too
+    python benchmarks libraries --json FILE    # also the table as data
 
 Each model is a small one with random weights and inputs, and its loss is run as it is
-written, under `optax_mp.amp`. A share is that of the FLOPs of matrix products and
+written, under `optax_mp.amp`. A share is one of the FLOPs of matrix products and
 convolutions with 16-bit results, in a loss alone and with its gradient; the body of a
 while loop counts once, and products that a solver asks for in full precision count as
-float32. Errors are relative, those of the gradient by norm, against float32, compiled
+float32. Errors are relative, of the gradient by norm, against float32, compiled
 without XLA's excess precision. In float16 the loss is scaled. A library that is not
 installed is left out, with a note.
 """
@@ -37,7 +37,7 @@ PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
 
 
 def products(jaxpr: Any, runs: int = 1) -> Iterator[tuple[str, float]]:
-    """Yield the dtype and the FLOPs of each product, those in inner jaxprs, too."""
+    """Yield the dtype and the FLOPs of each product, also in inner jaxprs."""
     for equation in jaxpr.eqns:
         if equation.primitive.name in PRODUCTS:
             yield equation.outvars[0].aval.dtype.name, runs * flops(equation)

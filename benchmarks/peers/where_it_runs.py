@@ -4,8 +4,8 @@
 
 Each trainer comes from its package, with the lines changed that the page names. It runs
 in float32, with masters, and compact, each in a process of its own, half of the way, is
-saved, restored, and goes on; and the whole way at once. What is not installed is
-skipped, and its row stays as it is. Takes half an hour on two cores.
+saved, restored, and goes on; and the whole way at once. Packages that are not installed
+are skipped, and their rows stay. Takes half an hour on two cores.
 """
 
 import os

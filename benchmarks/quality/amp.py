@@ -3,11 +3,11 @@
     python benchmarks amp                  # all tables, Markdown
     python benchmarks amp --only model     # one of model, eager, reuse
     python benchmarks amp --size gpt2      # the block of GPT-2 small: for a GPU
-    python benchmarks amp --json FILE      # the tables as data, too
+    python benchmarks amp --json FILE      # also the tables as data
 
 The model is a transformer with biases and a causal mask. The contenders take turns, so
 that a slow moment of the machine hits all alike; times are medians over rounds. Errors
-are those of the gradients against float32, by norm, compiled without XLA's excess
+are distances of the gradients to float32, by norm, compiled without XLA's excess
 precision.
 """
 
@@ -152,7 +152,7 @@ def trace(fun: Callable[..., Any], *args: Any) -> None:
 
 
 def casts(fun: Callable[..., Any], *args: Any) -> int:
-    """Return how many equations change a dtype, in the jaxprs inside, too."""
+    """Return how many equations change a dtype, also in the jaxprs inside."""
     return str(jax.make_jaxpr(fun)(*args)).count("convert_element_type[")
 
 

@@ -1,15 +1,15 @@
 """Final held-out losses of every form of AdamW, against float32 over several seeds.
 
     python benchmarks convergence              # all tasks, Markdown tables
-    python benchmarks convergence --json FILE  # the tables as data, too
+    python benchmarks convergence --json FILE  # also the tables as data
     python benchmarks convergence --steps-factor 0.05 --seeds 2 --tasks digits
 
 A form says in what dtype the params are, and how masters and moments are kept. Three
 models are trained in each: the demo's transformer on the demo's novel, a small conv
 net on scikit-learn's digits, and an MLP on Friedman's function with noise. A seed
 sets initialisation and batches, the same for all forms. Gradients are taken at the
-params as they are, so in bfloat16 in all forms but float32; the held-out loss is that
-of the params as they are, too, in their dtype.
+params as they are, so in bfloat16 in all forms but float32; so is the held-out
+loss.
 
 The models being small, `low_bit_state` is told to quantise arrays from 256 elements on
 instead of 4096, so that all matrices but the tiniest are, and no norms and biases.

@@ -11,8 +11,8 @@ step for an H100 and a TPU v6e that are not there) and shapes (where 8 bits pay,
 H100). The last two need the packages that `benchmarks/memory/accelerators.py` names.
 
 On a CPU 8-bit products are emulated, so nothing is timed. The models that are trained
-here are small, so products of any shape run in 8 bits in these, those of attention,
-too; `amp` itself leaves small and odd ones in 16. That is harder than what users run.
+here are small, so products of any shape run in 8 bits in these, also in attention;
+`amp` itself leaves small and odd ones in 16. That is harder than what users run.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     python benchmarks failures --json FILE
 
 - Rare tokens: rows of an embedding that few batches touch, by how many do.
-- A bimodal gradient: that of one layer is a million times that of the other, or that
-  of every second column of one matrix.
+- A bimodal gradient: a million times larger in one layer than in the other, or in every
+  second column of one matrix.
 - A matrix that a scan uses 1,000 times: its gradient is a sum over all uses, of which
   100 pull one way, nine times as hard as the 900 others pull the other way.
 - A long tail: updates under half a unit in the last place of bfloat16, by
@@ -185,7 +185,7 @@ def two_sizes(steps: int, is_interleaved: bool) -> list[record.Row]:
 def many_uses(steps: int) -> list[record.Row]:
     """Fit one matrix to 1,000 uses; return the errors of its gradient and its own.
 
-    That of the gradient is at the goal, over the gradient's norm at the start.
+    The error of the gradient is at the goal, over the gradient's norm at the start.
     """
     width, uses = 16, 1000
     keys = jax.random.split(jax.random.key(0), 2)

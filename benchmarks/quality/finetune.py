@@ -9,7 +9,7 @@ for temporary files. Each form then goes on with these weights on Python code, t
 source of the optax that is installed. A seed sets the batches, the same for all forms,
 so a run is compared with another one of the same seed: by the mean training loss of the
 last steps before each of ten gates, and by the loss of held-out windows of both texts.
-What FILE holds is not trained again.
+Runs that FILE holds are not repeated.
 """
 
 import argparse

@@ -4,7 +4,8 @@
     python benchmarks on_device --small    # anywhere, in seconds: does it run?
 
 It needs the package and a JAX for the device (`jax[cuda12]`, `jax[tpu]`), nothing else.
-Where torch, flashoptim or flashoptim-jax is installed, its optimizers are timed, too.
+Where torch, flashoptim or flashoptim-jax is installed, its optimizers are timed as
+well.
 
 - Time per step of AdamW, all arrays on the device: plain optax, masters by hand, every
   form by `tx.update` and by `take_step`. "GB/s" is the least traffic over the time.
@@ -14,7 +15,7 @@ Where torch, flashoptim or flashoptim-jax is installed, its optimizers are timed
   scale, with a compact state and with float8 products: losses and time per step.
 - `offload`: what its step moves between host and device, against the bus alone.
 
-What cannot run, or no longer within the time, is listed in a table of its own.
+A table of its own lists runs that failed or found no time.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-# torch needs some of the memory, too.
+# torch also needs some of the memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import amp  # noqa: E402
@@ -270,7 +271,7 @@ class Training:
 
     Attributes:
         param_dtype: the dtype of params.
-        compute_dtype: that of products.
+        compute_dtype: the dtype of products.
         wrap: what is around AdamW.
     """
 

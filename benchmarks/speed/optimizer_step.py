@@ -2,7 +2,7 @@
 
     python benchmarks optimizer_step             # Markdown tables
     python benchmarks optimizer_step --rounds 5  # quicker, noisier
-    python benchmarks optimizer_step --json FILE    # the tables as data, too
+    python benchmarks optimizer_step --json FILE    # also the tables as data
 
 Every contender is one jitted program with donated params and state:
 (gradients, params, state) -> (params, state), AdamW throughout. The contenders take

@@ -139,7 +139,7 @@ class MemoryReport(Report):
         return [Table(cells, left=2, width=28), f"{last} much)"]
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw bytes per weight by role, beside those of plain float32 training.
+        """Draw bytes per weight by role, beside plain float32 training.
 
         Args:
             ax: Matplotlib axes; by default, of a new figure.

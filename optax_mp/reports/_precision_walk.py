@@ -1,9 +1,9 @@
 """The products of a function, and where a 16-bit value first became float32.
 
 Each float32 value has one cause: the argument, constant, array or number that it comes
-from. When it meets a 16-bit value, JAX makes that float32, too. From there on the cause
-has a line and a rank, which is its order in the program. A value with several causes
-has the cause of the lowest rank, so later ones are not blamed.
+from. When it meets a 16-bit value, JAX makes that float32 as well. From there on the
+cause has a line and a rank, which is its order in the program. A value with several
+causes has the cause of the lowest rank, so later ones are not blamed.
 """
 
 import functools
@@ -141,7 +141,7 @@ class Around(NamedTuple):
     Attributes:
         lines: where that is written.
         is_in_jax: whether it is a function of JAX. That is traced once for all calls,
-            so the lines inside are those of the first call.
+            so the lines inside belong to the first call.
         is_backward: whether it is in the backward pass.
     """
 
@@ -266,7 +266,7 @@ class Walk:
             return outputs
 
         outputs = wiring.forward(inputs, through, _join).outputs
-        if wiring.deciding:  # XLA's cost analysis counts the costliest branch, too.
+        if wiring.deciding:  # XLA's cost analysis also counts the costliest branch.
             costliest = max(groups, key=lambda x: sum(y.flops for y in groups[x]))
             for x in groups.keys() - {costliest}:
                 groups[x] = [each.times(0) for each in groups[x]]

@@ -61,7 +61,7 @@ def _is_negative_zero(x: Any) -> jax.Array:
     """Return whether all of `x` is negative zero."""
     if jnp.iscomplexobj(x):
         return _is_negative_zero(jnp.real(x)) & _is_negative_zero(jnp.imag(x))
-    # As bits, those of the least integer, because CPUs compare the smallest numbers
+    # As bits, the least integer, because CPUs compare the smallest numbers
     # equal to zero.
     integer = jnp.dtype(f"int{bits(x.dtype)}")
     pattern = lax.bitcast_convert_type(x, integer)
