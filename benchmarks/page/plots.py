@@ -170,39 +170,6 @@ def draw_step_time(figure: Any, records: Records) -> None:
     panel.set_xlabel("time of an AdamW step on a CPU / that of plain float32 optax")
 
 
-def draw_memory(figure: Any, records: Records) -> None:
-    """Step time over bytes per weight."""
-    panel = figure.subplots()
-    shown = {
-        "optimizer_step": {
-            "plain optax, float32": "float32",
-            "naive bf16": "naive bf16",
-            "mixed_precision, bf16, bf16 gradients": "full copies",
-        },
-        "split": {
-            "Split(16), bf16, bf16 gradients": "Split(16)",
-            "Split(8), bf16, bf16 gradients": "Split(8)",
-            "Split(8), 8-bit state, bf16, bf16 gradients": "Split(8), 8-bit state",
-        },
-    }
-    for result, names in shown.items():
-        for full, name in names.items():
-            row = row_of(records[result], LARGE, full)
-            x, y = row["bytes per weight"], row["ratio"]
-            panel.plot(x, y, "o", ms=9, color=colour_of(name))
-            is_right = name in ("Split(8)", "float32")
-            panel.annotate(
-                name,
-                (x, y),
-                xytext=(-8 if is_right else 8, 6),
-                textcoords="offset points",
-                ha="right" if is_right else "left",
-            )
-    panel.set(xlim=(0, 16), xlabel="bytes per weight, params included")
-    panel.set_ylim(0, 1.2 * max(line.get_ydata()[0] for line in panel.lines))
-    panel.set_ylabel("step time / float32's, on a CPU")
-
-
 def draw_amp(figure: Any, records: Records) -> None:
     """What the forward pass keeps, and the error of the gradient of a reused weight."""
     kept, error = figure.subplots(1, 2)
@@ -216,37 +183,6 @@ def draw_amp(figure: Any, records: Records) -> None:
         error.loglog(uses, errors, "o-", color=colour_of(column), label=label)
     error.set(xlabel="uses of a weight in a scan", ylabel="relative error of gradient")
     error.legend()
-
-
-def draw_scale_plan(figure: Any, records: Records) -> None:
-    """GB that each device holds of a 70B model, a panel for each layout."""
-    layouts = ("replicated", "zero1", "fully sharded")
-    panels = figure.subplots(1, len(layouts), sharey=True)
-    title = next(t for t in records["scale_plan"].tables if t.startswith("70B"))
-    names = {
-        "full copies": "masters, 14 bytes per weight",
-        "full copies, offload": "masters, state in host memory",
-    }
-    for row in records["scale_plan"].tables[title]:
-        (_, form), (_, layout), *cells = row.items()
-        if form in ("float32", "5.1 bytes", *names):
-            panels[layouts.index(layout)].loglog(
-                [int(devices) for devices, _ in cells],
-                [held for _, (held, _) in cells],
-                **style_of(form),
-                ls="--" if "offload" in form else "-",
-                label=names.get(form, form),
-            )
-    for panel, layout in zip(panels, layouts, strict=True):
-        panel.set(xlabel="devices", title=layout)
-        panel.axhline(80, color="0.5", lw=1, ls=":")
-        panel.set_xticks([8, 64, 512, 4096], ["8", "64", "512", "4096"])
-        panel.xaxis.minorticks_off()
-        panel.yaxis.set_major_formatter("{x:g}")
-    panels[0].text(8, 80, "80 GB", va="bottom", color="0.4", fontsize=8)
-    panels[0].set_ylabel(f"GB on each device, {title.split(':')[1].strip()}")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2)
 
 
 def draw_demo(figure: Any, records: Records) -> None:
@@ -428,10 +364,8 @@ PLOTS: dict[str, tuple[float, Draw]] = {
     "ablations": (3.6, draw_ablations),
     "failures": (3.4, draw_failures),
     "step_time": (4.2, draw_step_time),
-    "memory": (3.4, draw_memory),
     "accelerators": (5.2, draw_accelerators),
     "amp": (3.0, draw_amp),
-    "scale_plan": (3.5, draw_scale_plan),
 }
 
 

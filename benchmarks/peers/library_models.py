@@ -85,28 +85,6 @@ def _gpt2() -> Problem:
     return transformers_problem("GPT2", n_embd=64, n_layer=2, n_head=4, n_positions=16)
 
 
-def _vit() -> Problem:
-    transformers = import_module("transformers")
-    config = transformers.ViTConfig(
-        image_size=16,
-        patch_size=4,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=128,
-        num_labels=10,
-    )
-    network = transformers.FlaxViTForImageClassification(
-        config, input_shape=(1, 16, 16, 3), seed=0
-    )
-
-    def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-        return cross_entropy(network(images, params=params).logits, labels)
-
-    inputs = normal(0, 8, 3, 16, 16), tokens(1, 8) % 10
-    return Problem(loss, network.params, inputs)
-
-
 def _linen() -> Problem:
     nn = import_module("flax.linen")
 
@@ -263,32 +241,6 @@ def _optimistix() -> Problem:
     return Problem(loss, params, (normal(3, 16, 8), normal(4, 16, 1)))
 
 
-def _distrax() -> Problem:
-    distrax, nn = import_module("distrax"), import_module("flax.linen")
-    conditioner = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(16)])
-    mask = jnp.arange(8) % 2 == 0
-
-    def make(params: Any) -> Any:
-        shift, scale = jnp.split(params, 2, -1)
-        return distrax.ScalarAffine(shift, log_scale=jnp.tanh(scale))
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        layers = [
-            distrax.MaskedCoupling(
-                mask=mask if i % 2 else ~mask,
-                bijector=make,
-                conditioner=lambda x, p=each: conditioner.apply(p, x),
-            )
-            for i, each in enumerate(params)
-        ]
-        base = distrax.MultivariateNormalDiag(jnp.zeros(8), jnp.ones(8))
-        return -distrax.Transformed(base, distrax.Chain(layers)).log_prob(x).mean()
-
-    x = normal(0, 64, 8)
-    params = [conditioner.init(key, x) for key in jax.random.split(KEY, 4)]
-    return Problem(loss, params, (x,))
-
-
 def _tfp() -> Problem:
     tfp = import_module("tensorflow_probability.substrates.jax")
 
@@ -338,147 +290,6 @@ def _numpyro() -> Problem:
     return Problem(loss, params, (x, y))
 
 
-def _jraph() -> Problem:
-    jraph = import_module("jraph")
-
-    def mlp(params: Any, x: jax.Array) -> jax.Array:
-        return jax.nn.relu(x @ params["first"]) @ params["second"]
-
-    def weights(seed: int, size: int) -> Any:
-        first, second = normal(seed, size, 64), normal(seed + 1, 64, 16)
-        return {"first": first / size**0.5, "second": second / 8}
-
-    graph = jraph.GraphsTuple(
-        nodes=normal(0, 32, 16),
-        edges=normal(1, 128, 16),
-        senders=tokens(2, 128) % 32,
-        receivers=tokens(3, 128) % 32,
-        n_node=jnp.array([32]),
-        n_edge=jnp.array([128]),
-        globals=normal(4, 1, 16),
-    )
-
-    def loss(params: Any, graph: Any, y: jax.Array) -> jax.Array:
-        def update(name: str) -> Callable[..., jax.Array]:
-            return lambda *inputs: mlp(params[name], jnp.concatenate(inputs, -1))
-
-        step = jraph.GraphNetwork(update("edge"), update("node"), update("graph"))
-        return jnp.mean((step(step(graph)).nodes - y) ** 2)
-
-    params = {"edge": weights(5, 64), "node": weights(7, 64), "graph": weights(9, 48)}
-    return Problem(loss, params, (graph, normal(11, 32, 16)))
-
-
-def _e3nn() -> Problem:
-    e3nn, nn = import_module("e3nn_jax"), import_module("flax.linen")
-    layers = import_module("e3nn_jax.flax")
-
-    class Network(nn.Module):
-        @nn.compact
-        def __call__(self, places: jax.Array) -> jax.Array:
-            vectors = places[:, None] - places[None]
-            sphere = e3nn.spherical_harmonics("0e + 1o + 2e", vectors, True)
-            x = layers.Linear("8x0e + 8x1o + 8x2e")(sphere)
-            weights = layers.MultiLayerPerceptron([32, 24], jax.nn.silu)(
-                jnp.sum(vectors**2, -1, keepdims=True)
-            )
-            product = e3nn.tensor_product(x, sphere, filter_ir_out="0e + 1o + 2e")
-            product = layers.Linear("16x0e + 8x1o")(product)
-            return layers.Linear("4x0e")(product).array * weights.mean(-1)[..., None]
-
-    network, places = Network(), normal(0, 12, 3)
-    params = network.init(KEY, places)
-
-    def loss(params: Any, places: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.mean((network.apply(params, places).sum(1) - y) ** 2)
-
-    return Problem(loss, params, (places, normal(1, 12, 4)))
-
-
-def _penzai() -> Problem:
-    pz = import_module("penzai.pz")
-    llama = import_module("penzai.models.transformer.variants.llamalike_common")
-    config = llama.LlamalikeTransformerConfig(
-        num_kv_heads=2,
-        query_head_multiplier=2,
-        embedding_dim=64,
-        projection_dim=16,
-        mlp_hidden_dim=128,
-        num_decoder_blocks=2,
-        vocab_size=128,
-        mlp_variant="geglu_approx",
-        tie_embedder_and_logits=True,
-        parameter_dtype=jnp.float32,
-        rope_wavelength=10_000,
-    )
-    network = llama.build_llamalike_transformer(config, init_base_rng=KEY)
-    unbound, variables = pz.unbind_params(network)
-
-    def loss(params: Any, words: jax.Array) -> jax.Array:
-        bound = pz.bind_variables(unbound, params)
-        named = pz.nx.wrap(words).tag("batch", "seq")
-        positions = pz.nx.wrap(jnp.arange(words.shape[1])).tag("seq")
-        logits = bound(named, token_positions=positions)
-        return cross_entropy(logits.unwrap("batch", "seq", "vocabulary"), words)
-
-    params = [variable.freeze() for variable in variables]
-    return Problem(loss, params, (tokens(0, 4, 16),))
-
-
-def _jaxopt() -> Problem:
-    jaxopt = import_module("jaxopt")
-
-    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        features = jnp.tanh(x @ params)
-
-        def objective(weights: jax.Array, features: jax.Array, y: jax.Array) -> Any:
-            residual = features @ weights - y
-            return jnp.mean(residual**2) + 0.1 * jnp.sum(weights**2)
-
-        solver = jaxopt.GradientDescent(objective, maxiter=50, tol=1e-2)
-        weights = solver.run(jnp.zeros(32), features, y).params
-        return objective(weights, features, y)
-
-    return Problem(loss, normal(0, 8, 32) / 3, (normal(1, 64, 8), normal(2, 64)))
-
-
-def _blackjax() -> Problem:
-    blackjax = import_module("blackjax")
-
-    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        def log_density(weights: Any) -> jax.Array:
-            out = jnp.tanh(x @ weights["first"]) @ weights["second"]
-            prior = sum(jnp.sum(w**2) for w in weights.values())
-            return -0.5 * (jnp.sum((out - y) ** 2) + prior)
-
-        scale = jnp.ones(sum(w.size for w in params.values()))
-        kernel = blackjax.hmc(log_density, 1e-3, scale, num_integration_steps=4)
-        state, _ = kernel.step(jax.random.key(1), kernel.init(params))
-        return -state.logdensity / len(x)
-
-    params = {"first": normal(0, 8, 32) / 3, "second": normal(1, 32, 1) / 6}
-    return Problem(loss, params, (normal(2, 64, 8), normal(3, 64, 1)))
-
-
-def _flowjax() -> Problem:
-    eqx, flows = import_module("equinox"), import_module("flowjax.flows")
-    distributions = import_module("flowjax.distributions")
-    paramax = import_module("paramax")
-    base = distributions.Normal(jnp.zeros(4))
-    flow = flows.masked_autoregressive_flow(KEY, base_dist=base, flow_layers=4)
-    params, static = eqx.partition(
-        flow,
-        eqx.is_inexact_array,
-        is_leaf=lambda x: isinstance(x, paramax.NonTrainable),
-    )
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        flow = paramax.unwrap(eqx.combine(params, static))
-        return -flow.log_prob(x).mean()
-
-    return Problem(loss, params, (normal(0, 64, 4),))
-
-
 def _brax() -> Problem:
     networks = import_module("brax.training.agents.ppo.networks")
     losses = import_module("brax.training.agents.ppo.losses")
@@ -513,24 +324,9 @@ def _brax() -> Problem:
     return Problem(loss, params, (data,))
 
 
-def _dinosaur() -> Problem:
-    harmonics = import_module("dinosaur.spherical_harmonic")
-    grid = harmonics.Grid.T21()
-
-    def loss(params: Any, y: jax.Array) -> jax.Array:
-        wind = grid.to_nodal(grid.laplacian(params["field"]))
-        moved = params["field"] + 0.01 * grid.to_modal(wind * params["speed"])
-        return jnp.mean((grid.to_nodal(moved) - y) ** 2)
-
-    field = grid.to_modal(normal(0, *grid.nodal_shape))
-    params = {"field": field / 10, "speed": normal(1, *grid.nodal_shape) / 100}
-    return Problem(loss, params, (normal(2, *grid.nodal_shape),))
-
-
 MODELS = (
     Model("transformers", "transformers", "BERT, 2 layers", _bert),
     Model("transformers", "transformers", "GPT-2, 2 layers", _gpt2),
-    Model("transformers", "transformers", "ViT, 2 layers", _vit),
     Model("Flax Linen", "flax", "attention, LSTM, LayerNorm", _linen),
     Model("Flax NNX", "flax", "conv net with BatchNorm", _nnx),
     Model("Haiku", "dm-haiku", "MobileNet, 3 blocks", _haiku),
@@ -549,7 +345,6 @@ MODELS = (
     Model(
         "optimistix", "optimistix", "equilibrium of a network, fixed point", _optimistix
     ),
-    Model("distrax", "distrax", "RealNVP, 4 couplings", _distrax),
     Model(
         "TensorFlow Probability",
         "tfp-nightly",
@@ -557,14 +352,5 @@ MODELS = (
         _tfp,
     ),
     Model("NumPyro", "numpyro", "Bayesian network, ELBO", _numpyro),
-    Model("Jraph", "jraph", "graph network", _jraph),
-    Model("e3nn-jax", "e3nn-jax", "equivariant convolution", _e3nn),
-    Model("Penzai", "penzai", "Gemma-like transformer, 2 layers", _penzai),
-    Model("JAXopt", "jaxopt", "ridge regression on features, implicit", _jaxopt),
-    Model("BlackJAX", "blackjax", "HMC step on a network's posterior", _blackjax),
-    Model("FlowJAX", "flowjax", "masked autoregressive flow", _flowjax),
     Model("Brax", "brax", "PPO networks and loss", _brax),
-    Model(
-        "Dinosaur", "dinosaur", "spherical harmonics, a step of advection", _dinosaur
-    ),
 )

@@ -222,36 +222,6 @@ def brax_ppo(form: Form) -> Outcome:
     return Outcome(float(value), f"params alone: {resumed:.1f}")
 
 
-def brax_sac(form: Form) -> Outcome:
-    """SAC on a point mass; the reward."""
-    change(
-        "brax.training.gradients",
-        form,
-        ("optimizer.update(grads, optimizer_state)",
-         "optimizer.update(grads, optimizer_state, args[0])"),
-    )  # fmt: skip
-    change(
-        "brax.training.agents.sac.train",
-        form,
-        ("policy_optimizer = optax.adam(learning_rate=learning_rate)",
-         "policy_optimizer = wrap(optax.adam(learning_rate=learning_rate))"),
-        ("q_optimizer = optax.adam(learning_rate=learning_rate)",
-         "q_optimizer = wrap(optax.adam(learning_rate=learning_rate))"),
-        ("\n      policy_params=policy_params,",
-         "\n      policy_params=cast(policy_params),"),
-        ("      q_params=q_params,\n      target",
-         "      q_params=cast(q_params),\n      target"),
-    )  # fmt: skip
-    from brax.training.agents.sac.train import train
-
-    *_, metrics = train(
-        brax_env(), 20_000, num_envs=32, episode_length=100, batch_size=128,
-        grad_updates_per_step=4, min_replay_size=2_000, num_evals=2,
-        learning_rate=1e-3, max_replay_size=20_000,
-    )  # fmt: skip
-    return Outcome(float(metrics["eval/episode_reward"]), "-")
-
-
 def labelled() -> tuple[Any, Any]:
     """Return rows of 64 numbers, and which of 10 directions each is nearest to."""
     import numpy as np
@@ -259,52 +229,6 @@ def labelled() -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2048, 64), np.float32)
     return x, (x @ rng.standard_normal((64, 10))).argmax(-1).astype(np.int32)
-
-
-def kauldron(form: Form) -> Outcome:
-    """A classifier; the loss."""
-    change(
-        "kauldron.train.train_step",
-        form,
-        ("state.replace(opt_state=opt_state)",
-         "state.replace(opt_state=opt_state, params=cast(state.params))"),
-    )  # fmt: skip
-    import optax
-    from flax import linen as nn
-    from kauldron import kd
-
-    class Model(nn.Module):
-        image: kd.kontext.Key = "batch.x"
-
-        @nn.compact
-        def __call__(self, image: Any) -> Any:
-            return nn.Dense(10)(nn.relu(nn.Dense(256)(nn.relu(nn.Dense(256)(image)))))
-
-    def load() -> Any:
-        x, y = labelled()
-        return {"x": x, "y": y[:, None]}
-
-    def train(folder: str, steps: int) -> Any:
-        loss = kd.losses.SoftmaxCrossEntropyWithIntLabels(
-            logits="preds", labels="batch.y"
-        )
-        trainer = kd.train.Trainer(
-            workdir=folder, model=Model(), num_train_steps=steps, writer=None,
-            log_metrics_every=96, profiler=None,
-            optimizer=form.wrap(optax.adam(1e-3)), train_losses={"loss": loss},
-            train_ds=kd.data.InMemoryPipeline(loader=load, batch_size=128, seed=0),
-            checkpointer=kd.ckpts.Checkpointer(save_interval_steps=96),
-        )  # fmt: skip
-        return trainer.train()
-
-    with tempfile.TemporaryDirectory() as once, tempfile.TemporaryDirectory() as halves:
-        # The data begin anew after a stop: both halves are whole epochs.
-        state, aux = train(once, 192)
-        train(halves, 96)
-        again, _ = train(halves, 192)
-    value = aux.loss_states["loss"].compute()
-    some, others = ((x.params, x.opt_state) for x in (again, state))
-    return Outcome(float(value), compare(some, others))
 
 
 def tunix(form: Form) -> Outcome:
@@ -374,25 +298,6 @@ def fit(
     return by_state((form.cast(params), tx.init(params)), train)
 
 
-def jax_privacy(form: Form) -> Outcome:
-    """A classifier by DP-SGD."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-    from jax_privacy import clipped_grad
-    from jax_privacy.noise_addition import gaussian_privatizer
-
-    keys = jax.random.split(jax.random.PRNGKey(0), 2)
-    sizes = zip(keys, ((64, 256), (256, 10)), strict=True)
-    params = [jax.random.normal(key, shape) / 8 for key, shape in sizes]
-    logits = lambda p, x: jnp.tanh(x @ p[0]) @ p[1]  # noqa: E731
-    settings = {"l2_clip_norm": 1.0, "batch_argnums": (1, 2), "normalize_by": 128.0}
-    noise = gaussian_privatizer(stddev=0.5 / 128, prng_key=jax.random.PRNGKey(1))
-    tx = optax.chain(noise, form.wrap(optax.adam(3e-3)))
-    gradient = lambda loss: clipped_grad(loss, **settings)  # noqa: E731
-    return fit(form, params, tx, logits, gradient, 60)
-
-
 def keras(form: Form) -> Outcome:
     """A classifier of Keras."""
     os.environ["KERAS_BACKEND"] = "jax"
@@ -419,13 +324,10 @@ class Trainer(NamedTuple):
 
 TRAINERS = {
     "brax_ppo": Trainer("brax", brax_ppo, "brax, PPO; reward"),
-    "brax_sac": Trainer("brax", brax_sac, "brax, SAC; reward"),
     "rejax": Trainer("rejax", rejax_ppo, "rejax, PPO; reward"),
     "numpyro": Trainer("numpyro", numpyro_svi, "numpyro, SVI; -ELBO"),
-    "kauldron": Trainer("kauldron", kauldron, "Kauldron's trainer; loss"),
     "tunix": Trainer("google-tunix", tunix, "Tunix, `PeftTrainer`; loss"),
     "keras": Trainer("keras", keras, "Keras 3, its guide's loop for JAX; loss"),
-    "jax_privacy": Trainer("jax-privacy", jax_privacy, "jax_privacy, DP-SGD; loss"),
 }
 
 

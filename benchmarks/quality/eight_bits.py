@@ -6,9 +6,8 @@
     python benchmarks eight_bits --json FILE
 
 Parts: training (final held-out losses over seeds), depth (errors of gradients by
-layer), kept (what the forward pass keeps), compiled (bytes and products of a training
-step for an H100 and a TPU v6e that are not there) and shapes (where 8 bits pay, for an
-H100). The last two need the packages that `benchmarks/memory/accelerators.py` names.
+layer), and compiled (bytes and products of a training step for an H100 and a TPU v6e
+that are not there), which needs the packages that `accelerators` names.
 
 On a CPU 8-bit products are emulated, so nothing is timed. The models that are trained
 here are small, so products of any shape run in 8 bits in these, also in attention;
@@ -18,7 +17,6 @@ here are small, so products of any shape run in 8 bits in these, also in attenti
 import argparse
 import contextlib
 import functools
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,7 +27,6 @@ import accelerators  # first: it sets what the compilers want to know
 import amp as transformer
 import jax
 import jax.numpy as jnp
-import kept
 import numpy as np
 import optax
 import record
@@ -63,9 +60,6 @@ NANOGPT = replace(
 DEMO = replace(DEFAULTS, steps=1200)
 SEEDS = 3
 DEPTH = 12
-# An H100: peak rates of products, and of its memory, per second, as NVIDIA states them.
-# https://resources.nvidia.com/en-us-tensor-core
-FLOPS_16, FLOPS_8, BANDWIDTH = 989e12, 1979e12, 3.35e12
 STEP = transformer.Size(8, 1024, 768, 12, 4096, 1)
 # For TPUs jaxlib 0.10.2 cannot write the program of that one as text.
 SMALL_STEP = transformer.Size(4, 512, 512, 8, 2048, 1)
@@ -196,49 +190,6 @@ def measure_depth() -> list[record.Row]:
     ]
 
 
-def kept_by(name: str) -> dict[str, list[kept.Kept]]:
-    """Return what the forward pass of `benchmarks/quality/amp.py`'s transformer keeps.
-
-    In the small one, products of any shape run in 8 bits.
-    """
-    size = transformer.SIZES[name]
-    params = jax.eval_shape(functools.partial(transformer.init, size))
-    tokens = jnp.zeros((size.batch, size.length), jnp.int32)
-
-    def loss(params: Any) -> jax.Array:
-        return transformer.loss(params, tokens, size)
-
-    with any_shape() if name == "small" else contextlib.nullcontext():
-        return {
-            form: kept.kept_of(optax_mp.amp(loss, compute_dtype=dtype), params)
-            for form, dtype in (("amp, bf16", BF16), ("amp, f8", F8))
-        }
-
-
-def measure_kept() -> list[record.Row]:
-    """Return how much that is, and how much of it products alone read."""
-    rows: list[record.Row] = []
-    for name in transformer.SIZES:
-        for form, arrays in kept_by(name).items():
-            whole = sum(each.mib for each in arrays)
-            operands = [x.mib for x in arrays if x.read_by == (kept.PRODUCT,)]
-            first = rows[-1]["kept MiB"] if form == "amp, f8" else whole
-            rows.append(
-                {
-                    "size": f"{name}: {form}",
-                    "kept MiB": whole,
-                    "for products alone": sum(operands),
-                    "to bf16": whole / first,
-                }
-            )
-    return rows
-
-
-def measure_kept_arrays() -> list[record.Row]:
-    """Return what the small transformer keeps, by the line that reads it."""
-    return kept.table(kept_by("small"), transformer, least_mib=0.5)
-
-
 def device_of(target: str) -> Any:
     """Return a device that XLA can compile for."""
     if target == "gpu":
@@ -333,42 +284,10 @@ def measure_compiled() -> list[record.Row]:
     return rows
 
 
-def measure_shapes() -> list[record.Row]:
-    """Return what 8 bits move more, and what they save, for products of many sizes."""
-    rows = []
-    tokens = 8192
-    for side in (128, 256, 1024, 4096):
-        shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-        args = shape((tokens, side)), shape((side, side))
-
-        def loss(x: jax.Array, w: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.sin(jnp.tanh(x) @ w))
-
-        def moved(dtype: str, loss: Any = loss, args: Any = args) -> float:
-            with any_shape():
-                fun = jax.value_and_grad(
-                    optax_mp.amp(loss, compute_dtype=dtype), (0, 1)
-                )
-                return bytes_of(compile_for("gpu", fun, *args))
-
-        more = moved(F8) - moved(BF16)
-        flops = 3 * 2 * math.prod((tokens, side, side))
-        rows.append(
-            {
-                "product": f"{tokens} x {side} x {side}",
-                "more MB": more / 1e6,
-                "more µs for them": more / BANDWIDTH * 1e6,
-                "fewer µs of products": flops * (1 / FLOPS_16 - 1 / FLOPS_8) * 1e6,
-            }
-        )
-        print(rows[-1], flush=True)
-    return rows
-
-
 def main() -> None:
     """Read the options and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = ("training", "depth", "kept", "compiled", "shapes")
+    parts = ("training", "depth", "compiled")
     parser.add_argument("--only", choices=parts)
     parser.add_argument("--steps-factor", type=float, default=1.0)
     record.add_option(parser)
@@ -382,22 +301,16 @@ def main() -> None:
             "error of the gradient of each layer, by norm, at random weights",
             measure_depth,
         ),
-        "kept": ("what the forward pass keeps", measure_kept),
-        "kept arrays": (
-            "what the small one keeps, by what reads it",
-            measure_kept_arrays,
-        ),
         "compiled": ("training steps compiled for hardware not here", measure_compiled),
-        "shapes": ("an H100: a product and its gradients", measure_shapes),
     }
-    wanted = (args.only,) if args.only else ("training", "depth", "kept")
+    wanted = (args.only,) if args.only else ("training", "depth")
     chosen = [part for part in measured if part.startswith(wanted)]
     tables: record.Tables = {}
     for part in chosen:
         title, measure = measured[part]
         rows = tables[title] = measure()
         print(f"\n### {title}\n\n{record.as_markdown(rows)}", flush=True)
-    is_compiled = args.only in ("compiled", "shapes")
+    is_compiled = args.only == "compiled"
     machine = record.machine_of(jax.devices("cpu")[:1])
     record.finish(
         args.json, tables, "no machine: compiled, not run" if is_compiled else machine

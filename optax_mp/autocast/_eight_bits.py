@@ -31,8 +31,7 @@ _F32 = jnp.dtype(jnp.float32)
 PRIMITIVE = "dot_general"
 # Scaling and rounding take time in proportion to the operands, and save time in
 # proportion to their product. On an H100, at its peak rates, these are equal between
-# widths of 256 and 1024 (`python benchmarks eight_bits --only shapes`). GPUs need
-# multiples of 16.
+# widths of 256 and 1024 (docs/design/log.md). GPUs need multiples of 16.
 SMALLEST, MULTIPLE = 512, 16
 # The bits of a float32 that hold the exponent, and its smallest normal number.
 _EXPONENT, _SMALLEST_NORMAL = 0x7F800000, 0x00800000
