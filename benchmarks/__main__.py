@@ -15,6 +15,14 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+# Times that no record has: results from before times were kept, or none at all.
+ABOUT = {
+    "evidence": "20 s",
+    "on_device": "up to 9 min",
+    "training_step": "30 min each",
+    "walk": "10 s",
+    "where_it_runs": "30 min",
+}
 SCRIPTS = {path.stem: path for path in sorted(HERE.glob("*/*.py"))}
 
 
@@ -30,7 +38,9 @@ def time_in_words(name: str) -> str:
 
     seconds = [x.seconds for x in record.read_all().values() if x.script == name]
     known = sum(x for x in seconds if x)
-    return f"{known / 60:.1f} min" if known else "not recorded"
+    if not known:
+        return ABOUT.get(name, "not recorded")
+    return f"{known:.0f} s" if known < 100 else f"{known / 60:.0f} min"
 
 
 def print_list() -> None:
