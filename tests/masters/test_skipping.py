@@ -116,6 +116,7 @@ def subnormals(dtype):
         dtype == "bfloat16" and where == "link" and jitted and form in A_FEW
     ),
 )
+@pytest.mark.filterwarnings("ignore:take_step")
 def test_take_step_keeps_subnormals(form, dtype, where, jitted):
     """A CPU's sum flushes them, whatever is added."""
     low = "float32" if form == "all float32" else dtype
@@ -136,6 +137,7 @@ def test_take_step_keeps_subnormals(form, dtype, where, jitted):
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
+@pytest.mark.filterwarnings("ignore:take_step")
 def test_take_step_keeps_subnormals_of_mini_floats(dtype):
     tx = optax_mp.mixed_precision(optax.sgd(0.1), update_dtype="params")
     tx = optax_mp.static_loss_scale(tx, 1.0)
