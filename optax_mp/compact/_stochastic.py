@@ -51,7 +51,7 @@ class StochasticRoundingState(NamedTuple):
 
 
 def stochastic_rounding(
-    inner: optax.GradientTransformation, seed: int = 0
+    inner: optax.GradientTransformation, seed: int | jax.Array = 0
 ) -> optax.GradientTransformationExtraArgs:
     """Train 16-bit params without masters, rounding them stochastically.
 
@@ -71,7 +71,8 @@ def stochastic_rounding(
 
     Args:
         inner: any optax optimizer or chain.
-        seed: for the random numbers.
+        seed: for the random numbers. An integer, traced where each member of a `vmap`
+            is to have its own.
 
     Returns:
         The transformation. Extra arguments of `update` are passed to `inner`.
