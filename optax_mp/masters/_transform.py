@@ -28,10 +28,10 @@ from optax_mp.masters._storage import (
     FullCopy,
     MixedPrecisionState,
     Storage,
-    check_any_stored,
     check_storable,
     state_type,
     store,
+    warn_unless_stored,
 )
 from optax_mp.scaling._mark import is_unmarked
 
@@ -193,7 +193,7 @@ def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[A
         first, decoded = store(storage, master, param, where)
         stored.append(first)
         inner_params.append(decoded)
-    check_any_stored(storage, params, stored, master_dtype)
+    warn_unless_stored(storage, params, stored, master_dtype)
     return stored, inner_params
 
 
