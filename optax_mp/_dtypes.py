@@ -188,3 +188,12 @@ def difference(target: jax.Array, start: jax.Array) -> jax.Array:
     # gradients, and so keep that one beside the sums: 4 bytes per weight.
     zero = lax.convert_element_type(moves, change.dtype)  # where it is read
     return lax.select(moves, change, zero)
+
+
+def is_negative_zero(x: jax.Array) -> jax.Array:
+    """Return where floats are negative zero."""
+    # As bits, those of the least integer, because CPUs compare the smallest numbers
+    # equal to zero.
+    integer = jnp.dtype(f"int{bits(x.dtype)}")
+    pattern = lax.bitcast_convert_type(x, integer)
+    return lax.eq(pattern, constant_like(pattern, jnp.iinfo(integer).min))

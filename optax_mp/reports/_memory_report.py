@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
@@ -217,7 +218,11 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
     opt_state, params = plain_trees(opt_state, params)
     call = "memory_report(opt_state, params)"
     check_state_first(opt_state, params, "memory_report", call)
-    arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
+    leaves = [
+        (path, jnp.asarray(x) if isinstance(x, float) else x)
+        for path, x in tree_leaves_with_path(params)
+    ]
+    arrays = [(path, x) for path, x in leaves if is_array(x)]
     if not arrays or holds_state(params):
         raise ValueError(
             f"memory_report: `params` is {summarize(params)}, which is a state or has "
