@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from optax_mp._dtypes import bits
 from optax_mp._jax._block_operations import Blocks
 from optax_mp._jax._by_platform import Target, run_by_platform
 from optax_mp._jax._memory import is_on_host, moves_memory, to_device, to_host
@@ -81,7 +82,7 @@ class Cuts:
         It has no such copy of less than a tile, nor of lanes: arrays with short rows
         have their columns there. Tall tiles need a kernel.
         """
-        if x.shape != self.part.shape or len(x.shape) == 1:
+        if x.shape != self.part.shape or len(x.shape) == 1 or bits(x.dtype) < 8:
             return False
         if self.has_tall_tiles(x.dtype) and not are_on():
             return False
@@ -92,7 +93,7 @@ class Cuts:
 
     def has_tall_tiles(self, dtype: Any) -> bool:
         """Return whether a TPU stores elements of a dtype in tiles of 32 rows."""
-        return dtype.itemsize == 1 and self.part.shape[-2] % _ROWS == 0
+        return bits(dtype) == 8 and self.part.shape[-2] % _ROWS == 0
 
 
 def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts | None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from optax_mp._jax._block_operations import Blocks, blocks_in, is_block_operation
 from optax_mp._jax._memory import is_host_type, moves_memory
+from optax_mp._jax._primitives import IN_KERNELS
 from optax_mp.leafwise._program import (
     Node,
     Program,
@@ -34,15 +35,6 @@ from optax_mp.leafwise._program import (
 # at single numbers, such as a learning rate, and at equations that are not
 # elementwise; and each end makes its own arrays of constants, such as zeros.
 
-# Fewer than in `_jax._primitives`: those that kernels compute on every platform. Mosaic
-# may refuse others only when the whole program is compiled.
-ELEMENTWISE = frozenset(
-    """add sub mul div rem max min neg sign abs sqrt rsqrt exp exp2 log log1p
-    expm1 tanh logistic pow integer_pow square select_n clamp convert_element_type eq ne
-    lt le gt ge and or not xor is_finite floor ceil round stop_gradient copy shift_left
-    shift_right_logical shift_right_arithmetic bitcast_convert_type reduce_precision
-    nextafter pvary pcast""".split()
-)
 _SMALLEST_SIZE = 4096
 
 
@@ -170,7 +162,7 @@ def _fits(node: Node) -> bool:
         return not equation.invars[0].aval.shape
     if name == "device_put":
         return moves_memory(equation)
-    if name not in ELEMENTWISE or len(equation.outvars) != 1:
+    if name not in IN_KERNELS or len(equation.outvars) != 1:
         return False
     shape = equation.outvars[0].aval.shape
     if name == "bitcast_convert_type":
