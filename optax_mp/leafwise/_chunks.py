@@ -191,7 +191,7 @@ class _Chunk(Evaluator):
         return super().run(node, inputs)
 
     def index(self, axis: int) -> jax.Array:
-        """Return the indices of the elements along an axis of the whole array."""
+        """Return the indices in the whole array along an axis of the part."""
         part, view = self.cuts.part, self.cuts.view
         shape = self.shape_of(part.whole)
         column = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
@@ -337,7 +337,7 @@ def run_end(
         def run_number(
             k: Any, made: Sequence[jax.Array], first: int = first, length: int = length
         ) -> list[jax.Array]:
-            return run_chunk(_Chunk(cuts, k * length + first, length), made)
+            return run_chunk(_Chunk(cuts.part, cuts, k * length + first, length), made)
 
         made = lax.fori_loop(jnp.int32(0), jnp.int32(count), run_number, made)
     return [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]

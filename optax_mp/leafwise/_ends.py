@@ -49,9 +49,10 @@ class End:
         replaced: outputs that overwrite an input: their index in `outputs`, and the
             index of that input in `reads`.
         shape: of its elements.
-        block_size: how many elements along the last axis share a scale, if any do.
+        block_size: how many elements along an axis share a scale, if any do.
+        axis: that axis, or the last one.
         entangled: why no part of its arrays can be computed alone. None if any part can
-            be: all arrays have one shape, or are scales along its last axis.
+            be: all arrays have one shape, or are scales along its axis.
         obstacle: why no kernel computes it on any platform; None if one may.
     """
 
@@ -61,6 +62,7 @@ class End:
     replaced: dict[int, int]
     shape: tuple[int, ...]
     block_size: int | None
+    axis: int
     entangled: str | None
     obstacle: str | None
 
@@ -105,7 +107,8 @@ def _end(
     reads = reads_of(nodes)
     place_of = {value: i for i, value in enumerate(reads)}
     old = [overwritten_by(value, replaced) for value in outputs]
-    entangled = _entangled(nodes, blocks, shape)
+    axis = blocks[0].axis if blocks else len(shape) - 1
+    entangled = _entangled(nodes, blocks, shape, axis)
     return End(
         nodes=nodes,
         reads=reads,
@@ -113,6 +116,7 @@ def _end(
         replaced={at: place_of[x] for at, x in enumerate(old) if x in place_of},
         shape=shape,
         block_size=max((x.size for x in blocks), default=None),
+        axis=axis,
         entangled=entangled,
         obstacle=_obstacle(outputs, shape) or entangled,
     )
@@ -138,16 +142,15 @@ def _obstacle(outputs: Sequence[Value], shape: tuple[int, ...]) -> str | None:
 
 
 def _entangled(
-    nodes: list[Node], blocks: list[Blocks], shape: tuple[int, ...]
+    nodes: list[Node], blocks: list[Blocks], shape: tuple[int, ...], axis: int
 ) -> str | None:
     """Return why no part of the arrays of an end can be computed alone."""
-    if len({x.size for x in blocks}) > 1:
-        return "blocks of several sizes"
-    if any(x.axis != len(shape) - 1 for x in blocks):
-        return "blocks not along the last axis"
-    # Scales have the shape of their elements but for the last axis.
+    if len({(x.size, x.axis) for x in blocks}) > 1:
+        return "blocks of several kinds"
+    # Scales have the shape of their elements but for their axis.
     made = {value.aval.shape for node in nodes for value in node.outputs}
-    if any(len(x) != len(shape) or x[:-1] != shape[:-1] for x in made):
+    rest = shape[:axis], shape[axis + 1 :]
+    if any(len(x) != len(shape) or (x[:axis], x[axis + 1 :]) != rest for x in made):
         return "arrays of several shapes"
     return None
 

@@ -126,7 +126,8 @@ class CutStep:
             args = [as_stored[value] for value in end.reads]
             # A kernel sees one device. Where the layout of sharded arrays is known,
             # each device runs it on its own part, inside of a `shard_map` made here.
-            layout = Layout.find(end, args, known)
+            turns = self.target.platform == "tpu"
+            layout = Layout.find(end, args, known, turns=turns)
             made = self._by_kernel(layout, args) or self._by_chunks(layout, args)
             if made is None:
                 local = dict(values)
