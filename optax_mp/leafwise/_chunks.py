@@ -7,9 +7,10 @@ memory, only one chunk has to be on the device at a time.
 
 A TPU stores the last two axes of an array in tiles of 8 to 32 rows and 128 lanes. No
 tile is cut. XLA copies between memories only slices along one axis, so leading axes are
-merged into rows if that keeps the tiles, and else one leading axis is cut. A kernel
-copies chunks of 8-bit codes, whose tiles XLA would convert in the whole array. Rows
-that may be sharded are cut within each shard, so that devices do not exchange chunks.
+merged into rows if that keeps the tiles, and else one leading axis is cut. (The lanes
+hold columns where rows do not fill them.) A kernel copies chunks of 8-bit codes, whose
+tiles XLA would convert in the whole array. Rows that may be sharded are cut within each
+shard, so that devices do not exchange chunks.
 """
 
 import math
@@ -120,7 +121,7 @@ def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts 
         step = max(_TILE * _ROWS, part.block_size)
     elif len(part.shape) > 2 and device_count > 1:
         return None
-    elif len(part.shape) > 2 and height % _ROWS:
+    elif len(part.shape) > 2 and (height % _ROWS or width % _LANES):
         rows, step = math.prod(before), 1
         view, width = (rows, height, width), height * width
     elif device_count > 1:
