@@ -36,6 +36,8 @@ from optax_mp.leafwise._program import (
 # elementwise; and each end makes its own arrays of constants, such as zeros.
 
 _SMALLEST_SIZE = 4096
+# Also from a factor of rows to a matrix, where they are no part of an end.
+_BROADCASTING = IN_KERNELS | {"broadcast_in_dim"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class End:
         axis: that axis, or the last one.
         entangled: why no part of its arrays can be computed alone. None if any part can
             be: all arrays have one shape, or are scales along its axis.
+        reads_repeated: whether it reads factors of rows or columns, as of a factored
+            moment. XLA would write them out as whole arrays for a kernel.
         obstacle: why no kernel computes it on any platform; None if one may.
     """
 
@@ -64,6 +68,7 @@ class End:
     block_size: int | None
     axis: int
     entangled: str | None
+    reads_repeated: bool
     obstacle: str | None
 
 
@@ -90,7 +95,7 @@ def cut(program: Program, replaced: Mapping[Value, Value]) -> list[End]:
     for group in groups_with_common(touched):
         together = [outputs[at] for at in group]
         nodes, _ = program.behind(together, stops_at)
-        ends.append(_end(nodes, together, replaced))
+        ends.append(_end(program, nodes, together, replaced))
     return ends
 
 
@@ -99,7 +104,10 @@ def _reads_arrays(node: Node) -> bool:
 
 
 def _end(
-    nodes: list[Node], outputs: list[Value], replaced: Mapping[Value, Value]
+    program: Program,
+    nodes: list[Node],
+    outputs: list[Value],
+    replaced: Mapping[Value, Value],
 ) -> End:
     """Return the end with these equations and outputs."""
     shape = max((value.aval.shape for value in outputs), key=math.prod)
@@ -118,6 +126,11 @@ def _end(
         block_size=max((x.size for x in blocks), default=None),
         axis=axis,
         entangled=entangled,
+        reads_repeated=any(
+            program.nodes[x.made_at].equation.primitive.name in _BROADCASTING
+            for x in reads
+            if x.made_at is not None and x.aval.ndim
+        ),
         obstacle=_obstacle(outputs, shape) or entangled,
     )
 

@@ -38,6 +38,8 @@ def find_kernel(layout: Layout, target: Target) -> Any:
         return kernels
     if layout.axis != layout.end.axis:
         return "blocks not along the last axis"
+    if layout.end.reads_repeated:
+        return "factors of rows or columns"
     # An array that is sharded would be gathered for a kernel.
     if layout.sharding is None and target.device_count > 1:
         return UNKNOWN_LAYOUT
