@@ -102,9 +102,12 @@ def check_available(dtype: DTypeLike, argument: str) -> jnp.dtype:
 
 # Cached, because a step asks for each leaf.
 @cache
-def bits(dtype: DTypeLike) -> int:
-    """Return the width of a floating dtype in bits."""
-    return jnp.finfo(dtype).bits
+def bits(dtype: Any) -> int:
+    """Return the width of a dtype in bits."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    return jnp.iinfo(dtype).bits if is_integer else 8 * dtype.itemsize
 
 
 @cache

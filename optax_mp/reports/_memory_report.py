@@ -12,6 +12,7 @@ from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain_trees
+from optax_mp._dtypes import bits
 from optax_mp._jax._memory import is_stored_on_host
 from optax_mp._quantized import Quantized
 from optax_mp._states import find_owners, find_states, holds_state
@@ -45,8 +46,7 @@ class MemoryRow:
             else 0.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
+        >>>         >>> import optax
         >>> import optax_mp
         >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
         >>> row = optax_mp.memory_report(optax.adam(1e-3).init(params), params).rows[2]
@@ -72,8 +72,7 @@ class MemoryReport(Report):
         weights: the number of elements of all floating params.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
+        >>>         >>> import optax
         >>> import optax_mp
         >>> params = {"w": jnp.ones(1024)}
         >>> state = optax.sgd(0.1, momentum=0.9).init(params)
@@ -200,8 +199,7 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
 
     Example:
         >>> import jax
-        >>> import jax.numpy as jnp
-        >>> import optax
+        >>>         >>> import optax
         >>> import optax_mp
         >>> params = {"w": jax.ShapeDtypeStruct((2**15, 2**20), jnp.bfloat16)}
         >>> tx = optax_mp.mixed_precision(optax.adamw(3e-4))
@@ -297,7 +295,7 @@ def _field(path: _Path) -> str:
 def _row(
     role: str, path: _Path, param: _Path | None, leaf: Any, quantized: bool = False
 ) -> MemoryRow:
-    count = _size(leaf) * leaf.dtype.itemsize
+    count = -(-_size(leaf) * bits(leaf.dtype) // 8)  # two codes of 4 bits in a byte
     plain = 4 * _size(leaf) if quantized or is_floating(leaf) else count
     return MemoryRow(
         role=role,
