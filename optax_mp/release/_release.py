@@ -13,7 +13,7 @@ from optax_mp._inner import as_transformation
 from optax_mp._tree import spell
 from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.release._check import CALLER, check_arguments, scanning_once
-from optax_mp.release._scan import ReleasedLayers, is_released
+from optax_mp.release._scan import ReleasedLayers, Stack, is_released, kind_of
 from optax_mp.scaling._gradients import check_function, raw_gradients, widen_gradients
 
 
@@ -91,7 +91,9 @@ def release_gradients(
 
     def release(tx: Any, opt_state: Any, layers: Any, shardings: Any) -> ReleasedLayers:
         check_arguments(tx, opt_state, layers, by_layer=by_layer)
-        return ReleasedLayers.of(layers, opt_state, tx, _of_layer(layers, shardings))
+        kinds = jax.tree.map(kind_of, (layers, opt_state))
+        stack = Stack(tx, kinds, _of_layer(layers, shardings))
+        return ReleasedLayers.of(layers, opt_state, stack)
 
     def run(opt_state: Any, layers: Any, *args: Any, **kwargs: Any) -> Any:
         shardings = param_shardings

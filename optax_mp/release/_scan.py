@@ -8,12 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from optax_mp._inner import or_no_change
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._contact import is_traced_by_jit
 from optax_mp._jax._memory import bring, put_beside
+from optax_mp._quantized import holds_packed
 from optax_mp._tree import is_inexact
 from optax_mp.leafwise._take_step import take_step
 from optax_mp.scaling._gradients import widen_gradients
@@ -86,7 +89,7 @@ class Stack:
 
     Attributes:
         tx: their optimizer.
-        kinds: the dtypes of layers and state, or what kind of random keys they are.
+        kinds: of layers and state: dtypes, or the implementations of random keys.
         shardings: how the weights of a layer are sharded, a tree like them; or None.
         is_stepped: whether the backward pass was traced, and so takes steps.
     """
@@ -99,9 +102,15 @@ class Stack:
     def step(self, grads: Any, opt_state: Any, weights: Any) -> tuple[Any, Any]:
         """Return (weights, opt_state) of one layer after its step."""
         grads = widen_gradients(self.in_rows(grads))
-        return take_step(
-            self.tx, grads, opt_state, weights, param_shardings=self.shardings
+        if holds_packed(opt_state):
+            return take_step(
+                self.tx, grads, opt_state, weights, param_shardings=self.shardings
+            )
+        updates, opt_state = self.tx.update(grads, opt_state, weights)
+        updates = jax.tree.map(
+            or_no_change, updates, weights, is_leaf=lambda x: x is None
         )
+        return optax.apply_updates(weights, updates), opt_state
 
     def in_rows(self, tree: Any) -> Any:
         """Return arrays of one layer in row-major order, if shardings are known.
@@ -144,10 +153,9 @@ class ReleasedLayers:
     stack: Stack
 
     @classmethod
-    def of(cls, layers: Any, opt_state: Any, tx: Any, shardings: Any) -> Any:
-        """Return the layers with the state of their optimizer."""
-        kinds = jax.tree.map(_kind_of, (layers, opt_state))
-        return cls(*_as_floats((layers, opt_state)), Stack(tx, kinds, shardings))
+    def of(cls, layers: Any, opt_state: Any, stack: Stack) -> "ReleasedLayers":
+        """Return layers with the state of their optimizer."""
+        return cls(_as_floats(layers), _as_floats(opt_state), stack)
 
     @property
     def layers(self) -> Any:
@@ -158,10 +166,6 @@ class ReleasedLayers:
     def opt_state(self) -> Any:
         """The state of their optimizer, stacked."""
         return _from_floats(self.float_state, self.stack.kinds[1])
-
-    def with_floats(self, layers: Any, opt_state: Any) -> "ReleasedLayers":
-        """Return the same with other arrays."""
-        return ReleasedLayers(*_as_floats((layers, opt_state)), self.stack)
 
 
 def is_released(x: Any) -> bool:
@@ -176,7 +180,8 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _kind_of(x: Any) -> Any:
+def kind_of(x: Any) -> Any:
+    """Return the dtype of an array, or the implementation of random keys."""
     return jax.random.key_impl(x) if _is_key(x) else x.dtype
 
 
@@ -329,7 +334,7 @@ def _stepping_scan(loop: _Loop) -> Callable[..., Any]:
         )
         for stack in stacks:
             stack.is_stepped = True
-        new = [x.with_floats(*y) for x, *y in zip(released, *trees, strict=True)]
+        new = list(map(ReleasedLayers.of, *trees, stacks))
         return new, before, of_others, type(consts)(totals)
 
     scan.defvjp(scan_fwd, scan_bwd)

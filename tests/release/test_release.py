@@ -257,6 +257,21 @@ def test_models_take_the_separate_step(fun):
     check(optax.adam(1e-2), fun)
 
 
+def test_integers_among_the_layers_stay():
+    def fun(layers, rest, x):
+        def block(x, w):
+            return dense(x, w) * w["number"], None
+
+        return jnp.mean(SCAN(block, x @ rest["in"], layers)[0] ** 2)
+
+    layers = layers_of() | {"number": jnp.arange(1, LAYERS + 1)}
+    tx = optax_mp.mixed_precision(optax.adam(1e-2))
+    step = jax.jit(optax_mp.release_gradients(fun, tx))
+    new = step(jax.vmap(tx.init)(layers), layers, rest_of(), batches()[0])[2]
+    assert_same(new.pop("number"), layers.pop("number"))
+    assert_moved(new, layers)
+
+
 def test_a_layer_may_scan_layers_of_its_own():
     def fun(layers, rest, x):
         def block(x, w):
