@@ -123,17 +123,17 @@ def origins(jaxpr: AnyJaxpr, inputs: Sequence[Origin]) -> list[Origin]:
     return follow(jaxpr, inputs, results, lambda _: Origin())
 
 
-def derivative_calls(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> float:
+def derivative_calls(jaxpr: AnyJaxpr, *places: int) -> float:
     """Return how often functions with a `custom_vjp` are given some inputs of a jaxpr.
 
     Infinite if that is not known, as in a branch or a loop that ends by a condition.
 
     Args:
         jaxpr: the jaxpr.
-        inputs: for each input, whether it is one of those.
+        places: the inputs, by their indices.
     """
     jaxpr, _ = open_jaxpr(jaxpr)
-    chosen = {var for var, flag in zip(jaxpr.invars, inputs, strict=True) if flag}
+    chosen = {jaxpr.invars[i] for i in places}
     count = 0.0
     for equation in jaxpr.eqns:
         reads = [not is_literal(x) and x in chosen for x in equation.invars]
@@ -144,8 +144,10 @@ def derivative_calls(jaxpr: AnyJaxpr, inputs: Sequence[bool]) -> float:
             continue
         wiring = wiring_of(equation)
         times = math.inf if wiring.deciding else run_count(equation) or math.inf
-        within = [derivative_calls(x.jaxpr, x.read(reads)) for x in wiring.regions]
-        count += times * sum(within) if any(within) else 0
+        for region in wiring.regions:
+            within = [i for i, is_read in enumerate(region.read(reads)) if is_read]
+            if calls := derivative_calls(region.jaxpr, *within):
+                count += times * calls
     return count
 
 

@@ -159,16 +159,17 @@ def scanning_once(fun: Callable[..., Any]) -> Callable[..., Any]:
         )
         first = 0
         for path, x in tree_leaves_with_path(released, is_leaf=is_released):
-            inputs = [i == first for i in range(len(traced.arrays))]
-            first += len(jax.tree.leaves(x))
-            times = derivative_calls(traced.closed, inputs)
-            if times != 1:
-                shown = "several times" if math.isinf(times) else f"{times:g} times"
+            places = range(first, first := first + len(jax.tree.leaves(x)))
+            times = {derivative_calls(traced.closed, place) for place in places}
+            if times != {1}:
+                (count, *_) = times - {1}
+                shown = "several times" if math.isinf(count) else f"{count:g} times"
                 raise ValueError(
                     f"{CALLER}: the loss scans the layers {spell(path)} {shown}, "
-                    "expected once, because each scan takes a step; scan them by "
-                    "`scan_layers` outside of loops and branches, and average over "
-                    "micro-batches with a larger batch and `jax.checkpoint`."
+                    "expected once, because each scan takes a step; pass them to "
+                    "`scan_layers` unchanged, outside of loops and branches, cast them "
+                    "in the block, and average over micro-batches with a larger batch "
+                    "and `jax.checkpoint`."
                 )
         return traced.unflatten(evaluate(traced.closed, traced.arrays))
 

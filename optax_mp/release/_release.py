@@ -29,25 +29,27 @@ def release_gradients(
 
     The backward pass takes the step of each layer as soon as it has the layer's
     gradient, which then is freed. So the gradients of stacked layers never exist as a
-    whole, and a compact form trains at 5.1 bytes per weight with them.
+    whole, and a compact form trains at 5.1 bytes per weight, gradients included.
 
     `fun(layers, rest, ...)` is a loss that scans the layers with `scan_layers`. `f`
     returns its value, the gradients of `rest`, which holds all other params, and
-    `layers` and `opt_state` after one step. The step of `rest` is yours. All are what
-    `optax_mp.value_and_grad`, and `tx.update` on each layer, give. Call `f` under
+    `layers` and `opt_state` after one step. The step of `rest` is yours. Results are
+    those of `optax_mp.value_and_grad` and of `tx.update` on each layer. Call `f` under
     `jax.jit`, and donate state and layers to overwrite them.
 
-    Each layer has a state of its own: `opt_state = jax.vmap(tx.init)(layers)`. What
-    needs the gradients of all layers, such as `optax.clip_by_global_norm`, is found in
-    a trace of `tx.update`, and refused.
+    Each layer has a state of its own: `opt_state = jax.vmap(tx.init)(layers)`. It may
+    be in host memory, and is then copied layer by layer:
+    `jax.vmap(optax_mp.offload(tx).init)(layers)`. Optimizers that need the gradients of
+    all layers, such as `optax.clip_by_global_norm`, are found in a trace of
+    `tx.update`, and refused.
 
     Args:
         fun: a function that returns a scalar loss, or (loss, aux) with `has_aux`. It
-            scans `layers` once. What it gets as `layers` is only for `scan_layers`.
+            scans `layers` once, and can do nothing else with this argument.
         tx: any optax optimizer that updates each array by itself. For several stacks of
             layers a tree of optimizers, such as a dict; `layers`, `opt_state` and
             `param_shardings` have one subtree for each, and `fun` scans each of these.
-        has_aux: whether `fun` returns auxiliary data, too.
+        has_aux: whether `fun` also returns auxiliary data.
         by_layer: whether `tx` may compute something over all arrays of a layer, such as
             a norm. It then does so for each layer.
         param_shardings: how `layers` are sharded under `jit`, a tree of shardings like

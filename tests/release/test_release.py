@@ -518,6 +518,14 @@ def twice(layers, rest, x):
     return loss(layers, rest, x) + loss(layers, rest, 2 * x)
 
 
+def stopped_before(layers, rest, x):
+    return loss(lax.stop_gradient(layers), rest, x)
+
+
+def cast_before(layers, rest, x):
+    return loss(optax_mp.cast_floating(layers, jnp.bfloat16), rest, x)
+
+
 def never(layers, rest, x):
     return rest["gain"] ** 2
 
@@ -540,6 +548,8 @@ def in_vmap(layers, rest, x):
         (stopped, "does not depend on the layers .* remove `jax.lax.stop_gradient`"),
         (twice, "2 times, expected once"),
         (never, "0 times, expected once"),
+        (stopped_before, "0 times, expected once"),
+        (cast_before, "0 times, .* cast them in the block"),
         (in_micro_batches, "5 times, expected once"),
         (in_a_branch, "several times, expected once"),
         (in_vmap, "scan_layers: .* within `jax.vmap`"),
