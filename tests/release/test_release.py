@@ -1,6 +1,9 @@
 """release_gradients against the separate step, and what it refuses."""
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +165,6 @@ DECAYED = optax.adamw(
     1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p), weight_decay=0.1
 )
 OTHERS = {
-    "a schedule": optax.adamw(optax.linear_schedule(0.1, 0.0, 5)),
     "injected": optax.inject_hyperparams(optax.adamw)(
         learning_rate=optax.linear_schedule(0.1, 0.0, 5)
     ),
@@ -172,7 +174,6 @@ OTHERS = {
     ),
     "block RMS": optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1)),
     "adaptive": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
-    "masters": optax_mp.mixed_precision(optax.adamw(1e-2)),
 }
 
 
@@ -301,22 +302,14 @@ def two_stacks_in_one_scan(layers, rest, x):
 def test_two_stacks_have_two_optimizers(fun):
     txs = {"encoder": optax.adam(1e-2), "decoder": optax.sgd(0.1)}
     layers = {"encoder": layers_of(), "decoder": layers_of()}
-    rest = rest_of()
     state = {name: jax.vmap(txs[name].init)(layers[name]) for name in txs}
-    release = optax_mp.release_gradients(fun, txs)
-    value, grads, new, _ = train(release, state, layers, rest)
-    assert_moved(new, layers)
-    # Each alone, with the other stack among the other params.
-    for name, other in (("encoder", "decoder"), ("decoder", "encoder")):
-
-        def alone(own, rest, x, name=name, other=other):
-            return fun({name: own, other: rest["layers"]}, rest, x)
-
-        step = jax.jit(optax_mp.release_gradients(alone, txs[name]))
-        args = rest | {"layers": layers[other]}, batches()[0]
-        expected = step(state[name], layers[name], *args)[2]
-        both = jax.jit(release)(state, layers, rest, batches()[0])
-        assert_same(both[2][name], expected)
+    released = train(optax_mp.release_gradients(fun, txs), state, layers, rest_of())
+    both = optax.partition(txs, {name: name for name in txs})
+    state = jax.vmap(both.init)(layers)
+    expected = train(separately(fun, both), state, layers, rest_of())
+    assert_same(released[:2], expected[:2], exact=False)
+    assert_same(released[2], expected[2])
+    assert_moved(released[2], layers)
 
 
 def test_auxiliary_outputs_are_returned():
@@ -597,3 +590,20 @@ def test_arrays_alone_are_scanned_by_lax():
     layers, x = layers_of(), batches()[0]
     block = functools.partial(lambda x, w: (dense(x, w), None))
     assert_same(SCAN(block, x, layers), lax.scan(block, x, layers))
+
+
+@pytest.mark.slow
+def test_the_gradients_of_all_layers_never_exist():
+    """In programs for accelerators; a CPU copies what loops change."""
+    pytest.importorskip("libtpu")
+    script = Path(__file__).parents[1] / "support" / "released_for_accelerators.py"
+    run = subprocess.run(  # noqa: S603
+        [sys.executable, script], capture_output=True, text=True, check=True
+    )
+    lines = [line.split() for line in run.stdout.splitlines()]
+    shares = {tuple(words): float(share) for *words, share in lines if len(words) == 3}
+    assert len(shares) == 8
+    for (target, _, way), share in shares.items():
+        # On a GPU, XLA writes some float32 arrays of the size of a layer, one of 16.
+        most = 0.1 if target == "v5e" else 0.6
+        assert (share < most) if way == "released" else (share > 0.9)
