@@ -54,7 +54,7 @@ def release_gradients(
             a norm. It then does so for each layer.
         param_shardings: how `layers` are sharded under `jit`, a tree of shardings like
             them or a prefix of one. Pass it if a last axis is sharded on GPUs, where
-            XLA otherwise transposes all layers; and for kernels, as in `take_step`.
+            XLA may otherwise transpose all layers; and for kernels, as in `take_step`.
 
     Returns:
         The function. With `has_aux` its value is (loss, aux).
