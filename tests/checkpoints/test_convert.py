@@ -164,14 +164,14 @@ def test_a_state_of_something_else_is_an_error():
     message = "convert_opt_state: `opt_state` and a state of `from_tx` must have the"
     with pytest.raises(ValueError, match=message):
         optax_mp.convert_opt_state(state, params, scaled, tx)
-    message = r"`opt_state` at .*'w'\] is int16\[32,32\], expected int16\[3,32\] as "
+    message = r"`opt_state` at .*'w'\] to be int16\[3,32\], .*, got int16\[32,32\]"
     with pytest.raises(ValueError, match=message):
         optax_mp.convert_opt_state(state, params | {"w": params["w"][:3]}, tx, tx)
 
 
 def test_something_else_in_the_place_of_a_transformation_is_refused():
     tx, params, state = start_of("split 16")
-    with pytest.raises(TypeError, match="convert_opt_state: `to_tx` is a dict"):
+    with pytest.raises(TypeError, match="convert_opt_state: .* `to_tx` .*, got a dict"):
         optax_mp.convert_opt_state(state, params, tx, params)
 
 

@@ -260,7 +260,7 @@ MAKE = optax_mp.gradient_accumulator
     ("make", "kind", "message"),
     [
         (lambda: MAKE("f16"), ValueError, "`dtype` is float16, expected float32"),
-        (lambda: MAKE("int8"), ValueError, "expected a floating dtype"),
+        (lambda: MAKE("int8"), ValueError, "to be a floating dtype .*, got int8"),
         (lambda: MAKE("bf16"), TypeError, "`seed` is a NoneType.*number of the step"),
         (lambda: MAKE(seed=0.5), TypeError, "`seed` is a float, expected an integer"),
         (

@@ -368,7 +368,7 @@ def test_what_is_wrong_is_named(monkeypatch):
         optax_mp.offload(ADAMW, chunk_bytes=0)
     with pytest.raises(TypeError, match="`min_size` is 1.5"):
         optax_mp.offload(ADAMW, min_size=1.5)
-    with pytest.raises(TypeError, match="`inner` is a function"):
+    with pytest.raises(TypeError, match="expected `inner` .*, got a function"):
         optax_mp.offload(optax.adam)
     with pytest.raises(TypeError, match="`params` is"):
         in_chunks(ADAMW).init(ADAMW)

@@ -109,7 +109,7 @@ def test_a_setting_of_a_value_out_of_range_is_named(settings, message):
 @pytest.mark.parametrize("factory", ["dynamic_loss_scale", "static_loss_scale"])
 @pytest.mark.parametrize("inner", [0.1, "adam", optax.adam, 8])
 def test_an_inner_that_is_no_transformation_is_named(factory, inner):
-    expected = f"^{factory}: `inner` is a .*, expected an optax gradient transformation"
+    expected = f"^{factory}: expected `inner` to be an optax gradient trans.*, got a "
     with pytest.raises(TypeError, match=expected):
         getattr(optax_mp, factory)(inner)
 
@@ -118,6 +118,6 @@ def test_an_inner_that_is_no_transformation_is_named(factory, inner):
 def test_a_state_of_another_optimizer_is_named(factory):
     tx = getattr(optax_mp, factory)(optax.sgd(0.1))
     with pytest.raises(
-        TypeError, match=f"{factory}: `state` is a .* expected the Loss"
+        TypeError, match=f"{factory}: expected `state` to be the LossS.*, got a "
     ):
         tx.update(jnp.ones(2), optax.sgd(0.1).init(jnp.ones(2)), jnp.ones(2))
