@@ -242,8 +242,8 @@ def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) ->
             for x in (used, wanted)
         )
         raise ValueError(
-            f"{_CALLER}: `opt_state` holds {kept}, expected {expected}, as `from_tx` "
-            "makes them; pass as `from_tx` the transformation that made `opt_state`."
+            f"{_CALLER}: expected `opt_state` with {expected}, as `from_tx` makes it, "
+            f"got {kept}; pass as `from_tx` the transformation that made `opt_state`."
         )
     # Dtypes of floats may differ: some optimizers change them at their first step.
     made = Leaves.of(expected, caller=_CALLER, name="a state of `from_tx`")

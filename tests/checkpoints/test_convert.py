@@ -155,8 +155,8 @@ def test_wrappers_inside_others_are_found():
 def test_a_state_of_something_else_is_an_error():
     tx, params, state = start_of("split 16")
     for other, message in [
-        ("full copy", r"masters in Split\(bits=16\), expected masters in FullCopy\(\)"),
-        ("float32", r"masters in Split\(bits=16\), expected no masters, as `from_tx`"),
+        ("full copy", r"masters in FullCopy\(\), .*, got masters in Split\(bits=16\)"),
+        ("float32", r"no masters, as `from_tx` .*, got masters in Split\(bits=16\)"),
     ]:
         with pytest.raises(ValueError, match="convert_opt_state: .*" + message):
             optax_mp.convert_opt_state(state, params, FORMS[other](), tx)

@@ -169,7 +169,7 @@ def test_checkpoints_are_checked_and_pickled(storage):
     a, b = (trained(tx, range(3, 6), params, x) for x in (state, restored))
     assert as_bits(a) == as_bits(b)
     split = jax.eval_shape(mixed(optax_mp.Split(16)).init, PARAMS)
-    with pytest.raises(ValueError, match="does not match `template`"):
+    with pytest.raises(ValueError, match="expected .* of `template`"):
         optax_mp.check_checkpoint(state, split)
 
 

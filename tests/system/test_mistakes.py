@@ -67,7 +67,7 @@ NO_STATE = {
     ),
     "integers": (
         (STATE, X.astype(int), PARAMS),
-        r"to differentiate is int32\[2,4\], expected floating arrays .*by `argnums`",
+        r"floating arrays in .* to differentiate, got int32\[2,4\]; .*by `argnums`",
     ),
 }
 
@@ -112,18 +112,18 @@ STATE_SECOND = "got a MixedPrecisionState of .*, which is an optimizer state, as
 MISPLACED = {
     "scale_loss(state, loss)": (
         lambda: optax_mp.scale_loss(SCALED_STATE, jnp.float32(1)),
-        ValueError, r"the loss is LossScaleState, .*call `scale_loss\(loss, opt_state\)`",
+        ValueError, r"the loss to be .*, got LossScaleState; .*call `scale_loss\(loss, opt_state\)`",
     ),
     "scale_loss(loss, tx)": (
         lambda: optax_mp.scale_loss(jnp.float32(1), SCALED), TypeError, IS_OPTIMIZER,
     ),
     "check_loss_scale(state, grads)": (
         lambda: optax_mp.check_loss_scale(SCALED_STATE, GRADS),
-        TypeError, "`max_skipped` is dict, expected a number of steps .*`grads=grads`",
+        TypeError, "`max_skipped` to be a number of steps .*`grads=grads`.*, got dict",
     ),
     "check_loss_scale under jit": (
         lambda: jax.jit(optax_mp.check_loss_scale)(SCALED_STATE),
-        TypeError, r"the loss scale is traced \(float32\[\]\).*call it outside jit",
+        TypeError, r"concrete loss scale, got a traced float32\[\]; call it outside jit",
     ),
     "master_params(params, state)": (
         lambda: optax_mp.master_params(PARAMS, STATE),
@@ -135,7 +135,7 @@ MISPLACED = {
     ),
     "memory_report(state, state)": (
         lambda: optax_mp.memory_report(STATE, STATE),
-        ValueError, "`params` is a MixedPrecisionState of .*, which is a state or has",
+        ValueError, "`params` to .*, got a MixedPrecisionState of .*, which is a state",
     ),
     "convert_opt_state(params, state)": (
         lambda: optax_mp.convert_opt_state(PARAMS, STATE, MASTERS, SPLIT),
@@ -143,25 +143,25 @@ MISPLACED = {
     ),
     "convert_opt_state, from_tx and to_tx": (
         lambda: optax_mp.convert_opt_state(STATE, PARAMS, SPLIT, MASTERS),
-        ValueError, r"masters in FullCopy\(\), expected masters in Split",
+        ValueError, r"with masters in Split.*, got masters in FullCopy\(\)",
     ),
     "check_checkpoint(state, tx)": (
         lambda: optax_mp.check_checkpoint(STATE, MASTERS),
-        TypeError, "`template` is a Transformation, expected a state",
+        TypeError, "`template` to be a state, got a Transformation",
     ),
     "gradient_range_report(loss_scale=state)": (
         lambda: optax_mp.gradient_range_report(GRADS, loss_scale=SCALED_STATE),
-        TypeError, "`loss_scale` is LossScaleState, expected a positive finite",
+        TypeError, "`loss_scale` to be a positive finite .*, got LossScaleState",
     ),
     "gradient_range_report(loss_scale=a traced array)": (
         lambda: jax.eval_shape(
             lambda x: optax_mp.gradient_range_report(GRADS, loss_scale=x), jnp.ones(2)
         ),
-        TypeError, r"`loss_scale` is float32\[2\], expected a positive finite",
+        TypeError, r"`loss_scale` to be a positive finite .*, got float32\[2\]",
     ),
     "select_tree(a, b, pred)": (
         lambda: optax_mp.select_tree(PARAMS, GRADS, jnp.array(True)),
-        TypeError, r"`pred` is a dict of .*call `select_tree\(pred, on_true, on_false",
+        TypeError, r"`pred` to be .*, got a dict of .*call `select_tree\(pred, on_true, on_false",
     ),
 }  # fmt: skip
 
@@ -268,7 +268,7 @@ def test_update_names_a_state_in_another_place(form, order, jitted):
 def test_a_shape_that_changed_since_init_is_named(form, inner, before, jitted):
     tx = FORMS[form](inner)
     state = tx.init(PARAMS | {"w": jnp.ones(before, BF16)})
-    with pytest.raises(ValueError, match=r"\['w'\].*expected.*shape|\['w'\].* as in "):
+    with pytest.raises(ValueError, match=r"expected.*\['w'\].*shape|\['w'\].* as in "):
         call(tx.update, (GRADS, state, PARAMS), jitted)
 
 
