@@ -52,7 +52,7 @@ def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
     if is_number or (or_none and seed is None):
         return
     expected = "an integer" + (", or None to round to nearest" if or_none else "")
-    raise TypeError(f"{caller}: `seed` is {seed!r}, expected {expected}.")
+    raise TypeError(f"{caller}: expected `seed` to be {expected}, got {seed!r}.")
 
 
 def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:

@@ -19,7 +19,9 @@ def mesh():
 
 
 def test_a_mesh_without_the_axis_is_an_error():
-    with pytest.raises(ValueError, match=r"`axis` to be .* of \{'data': 1\}.*, got 'dp'"):
+    with pytest.raises(
+        ValueError, match=r"`axis` to be .* of \{'data': 1\}.*, got 'dp'"
+    ):
         optax_mp.zero1(ADAMW, mesh(), "dp")
     with pytest.raises(ValueError, match="`axis` to be an axis of .*, got .*'dp'"):
         optax_mp.zero1(ADAMW, mesh(), ("data", "dp"))

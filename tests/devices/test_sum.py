@@ -167,7 +167,11 @@ def test_gradients_that_jax_has_summed_are_an_error():
     ("grads", "dtype", "message"),
     [
         (jnp.ones(8), "f8_e4m3fn", "`exchange_dtype` to be bf.*, got float8_e4m3fn"),
-        ({"n": jnp.ones((1, 8), int)}, "bf16", r"leaf \['n'\] to be .*, got int32\[8\]"),
+        (
+            {"n": jnp.ones((1, 8), int)},
+            "bf16",
+            r"leaf \['n'\] to be .*, got int32\[8\]",
+        ),
     ],
 )
 def test_mistakes_are_errors(grads, dtype, message):
