@@ -255,7 +255,7 @@ def _quantize_slot(slot: Any, code: Code, where: str) -> Any:
             f"low_bit_state: expected {where} of the state, {describe(leaf)}, in a "
             "pytree node that takes an array of any shape, got a "
             f"{type(slot).__name__}, which takes no scales {describe(scales)} "
-            f"({error}); it is stored in bfloat16, not in codes."
+            f"({error}), so it is stored in bfloat16, not in codes."
         )
         return _quantize_slot(slot, BFLOAT16, where)
     return new_quantized(code, put(slot, codes), boxed_scales)

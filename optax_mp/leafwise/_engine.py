@@ -152,8 +152,8 @@ class CutStep:
         self.ways[end.outputs[0]] = kernel
         if kernel == _kernels.UNKNOWN_LAYOUT and not self.traced.shardings:
             warn_once(
-                "optax_mp: a step on several devices is compiled for arrays in few "
-                "bits whose sharding is not known, as in a loop or a `jit` within "
+                "optax_mp: a step on several devices is compiled for low-bit "
+                "arrays whose sharding is not known, as in a loop or a `jit` within "
                 "`jit`, so no kernel computes it, and XLA alone moves 1.5 times as "
                 "many bytes on a GPU, and up to 8 times as many on a TPU. Pass "
                 "`param_shardings=jax.tree.map(lambda p: p.sharding, params)` to "
