@@ -184,8 +184,8 @@ def _check_static(path: tuple[Any, ...], a: Any, b: Any) -> None:
     """Raise if two leaves that are no arrays differ; `lax.cond` names arrays."""
     if not (is_array(a) and is_array(b) or a is b or (not is_array(a) and a == b)):
         raise ValueError(
-            f"select_tree: expected leaf {keystr(path)}, which is no array, to be the "
-            f"same in `on_true` and `on_false`, got {a!r} and {b!r}."
+            f"select_tree: expected leaf {keystr(path)} to be an array in both trees, "
+            f"or the same, got {a!r} in `on_true` and {b!r} in `on_false`."
         )
 
 

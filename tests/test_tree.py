@@ -144,8 +144,8 @@ def test_select_tree_under_vmap_chooses_for_each():
             [jnp.ones(2, jnp.bfloat16)],
             r"path \[0\] has type float32\[2\]",
         ),
-        ([jnp.ones(())], [1.0], r"leaf \[0\] is .* in `on_true` and 1.0 in"),
-        (["x"], ["y"], "leaf .* is 'x' in `on_true` and 'y' in `on_false`"),
+        ([jnp.ones(())], [1.0], r"leaf \[0\] to .*, got .* in `on_true` and 1.0 in"),
+        (["x"], ["y"], "or the same, got 'x' in `on_true` and 'y' in `on_false`"),
     ],
 )
 def test_select_tree_names_the_leaf_that_differs(new, old, message):
