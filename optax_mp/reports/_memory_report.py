@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain_trees
+from optax_mp._dtypes import bits
 from optax_mp._jax._memory import is_stored_on_host
 from optax_mp._quantized import Quantized
 from optax_mp._states import find_owners, find_states, holds_state
@@ -44,8 +46,7 @@ class MemoryRow:
             else 0.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
+        >>>         >>> import optax
         >>> import optax_mp
         >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
         >>> row = optax_mp.memory_report(optax.adam(1e-3).init(params), params).rows[2]
@@ -71,8 +72,7 @@ class MemoryReport(Report):
         weights: the number of elements of all floating params.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> import optax
+        >>>         >>> import optax
         >>> import optax_mp
         >>> params = {"w": jnp.ones(1024)}
         >>> state = optax.sgd(0.1, momentum=0.9).init(params)
@@ -139,7 +139,7 @@ class MemoryReport(Report):
         return [Table(cells, left=2, width=28), f"{last} much)"]
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw bytes per weight by role, beside those of plain float32 training.
+        """Draw bytes per weight by role, beside plain float32 training.
 
         Args:
             ax: Matplotlib axes; by default, of a new figure.
@@ -199,8 +199,7 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
 
     Example:
         >>> import jax
-        >>> import jax.numpy as jnp
-        >>> import optax
+        >>>         >>> import optax
         >>> import optax_mp
         >>> params = {"w": jax.ShapeDtypeStruct((2**15, 2**20), jnp.bfloat16)}
         >>> tx = optax_mp.mixed_precision(optax.adamw(3e-4))
@@ -217,7 +216,11 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
     opt_state, params = plain_trees(opt_state, params)
     call = "memory_report(opt_state, params)"
     check_state_first(opt_state, params, "memory_report", call)
-    arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
+    leaves = [
+        (path, jnp.asarray(x) if isinstance(x, float) else x)
+        for path, x in tree_leaves_with_path(params)
+    ]
+    arrays = [(path, x) for path, x in leaves if is_array(x)]
     if not arrays or holds_state(params):
         raise ValueError(
             "memory_report: expected `params` to be a tree of arrays or of "
@@ -292,7 +295,7 @@ def _field(path: _Path) -> str:
 def _row(
     role: str, path: _Path, param: _Path | None, leaf: Any, quantized: bool = False
 ) -> MemoryRow:
-    count = _size(leaf) * leaf.dtype.itemsize
+    count = -(-_size(leaf) * bits(leaf.dtype) // 8)  # two codes of 4 bits in a byte
     plain = 4 * _size(leaf) if quantized or is_floating(leaf) else count
     return MemoryRow(
         role=role,
