@@ -145,7 +145,7 @@ def test_new_masters_that_do_not_fit_are_named(new):
 
 def test_a_state_without_a_storage_is_an_error():
     state = optax_mp.MixedPrecisionState({"w": jnp.ones(2)}, ())
-    message = "does not say which storage made it, .*`state._replace"
+    message = "does not say which storage made it; .*`state._replace"
     params = {"w": jnp.ones(2, jnp.bfloat16)}
     tx = optax_mp.mixed_precision(optax.sgd(0.1))
     for function in (
