@@ -230,7 +230,7 @@ def compare_kernels(scale: Scale, form: str) -> record.Row:
     row: record.Row = {"kernels": 0}
     found: list[_proof.Difference] = []
     for end in ends_of(form, (scale.side, scale.side)):
-        part = _layout.Layout(end, None).part
+        part = _layout.Layout.find(end, (), {}).part
         if end.obstacle or kernels.obstacle(end, part):
             continue
         run_end = kernels.run_end

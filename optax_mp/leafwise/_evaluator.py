@@ -21,15 +21,22 @@ class Part:
 
     Attributes:
         whole: the shape of the arrays of elements, on all devices together.
-        shape: of their shards.
-        block_size: how many elements along the last axis share a scale.
-        origin: the place of the first element in the whole arrays.
+        shape: of their shards, with the axis of blocks behind all others.
+        block_size: how many elements along that axis share a scale.
+        origin: the place of the first element in the whole arrays, as in `shape`.
+        axis: the place of the last axis in `whole`.
     """
 
     whole: tuple[int, ...]
     shape: tuple[int, ...]
     block_size: int
     origin: tuple[Any, ...]
+    axis: int = -1
+
+    def place_of(self, axis: int) -> int:
+        """Return the place in `shape` of an axis of `whole`."""
+        own = self.axis % len(self.whole)
+        return len(self.whole) - 1 if axis == own else axis - (axis > own)
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the shard of an array, of elements or of scales."""
@@ -38,8 +45,11 @@ class Part:
         return (*self.shape[:-1], -(-self.shape[-1] // self.block_size))
 
 
+@dataclass(frozen=True)
 class Evaluator(ABC):
     """Evaluates equations on some elements of a part, and on the scales of these."""
+
+    part: Part
 
     @abstractmethod
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -47,7 +57,7 @@ class Evaluator(ABC):
 
     @abstractmethod
     def index(self, axis: int) -> jax.Array:
-        """Return the indices of the elements along an axis of the whole array."""
+        """Return the indices in the whole array along an axis of the part."""
 
     @abstractmethod
     def spread(self, scales: jax.Array) -> jax.Array:
@@ -80,7 +90,7 @@ class Evaluator(ABC):
         if name == "broadcast_in_dim":
             return [self.full(shape, inputs[0], aval.dtype)]
         if name == "iota":
-            at = self.index(equation.params["dimension"])
+            at = self.index(self.part.place_of(equation.params["dimension"]))
             return [lax.bitcast_convert_type(at, aval.dtype)]
         if name in ("pvary", "pcast"):  # says over which axes of a mesh a value varies
             return list(inputs)

@@ -34,12 +34,10 @@ class RunEvaluator(KernelEvaluator):
     """A run of elements, in the order of memory, and their scales.
 
     Attributes:
-        part: what it is a part of.
         count: of elements.
         first: the place of the first element in memory.
     """
 
-    part: Part
     count: int
     first: Any
 
@@ -49,7 +47,7 @@ class RunEvaluator(KernelEvaluator):
         return (self.count if is_element else self.count // self.part.block_size,)
 
     def index(self, axis: int) -> jax.Array:
-        """Return the indices of the elements along an axis of the whole array."""
+        """Return the indices in the whole array along an axis of the part."""
         shape = self.part.shape
         # From the place in memory, where the last axis runs fastest.
         at = lax.broadcasted_iota(jnp.int32, (self.count,), 0) + self.first

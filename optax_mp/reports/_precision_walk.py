@@ -26,6 +26,7 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     open_jaxpr,
 )
+from optax_mp._jax._primitives import REPEATS
 from optax_mp._jax._products import flops_of, is_product, operand_indices, operands
 from optax_mp._jax._source import (
     SourceLines,
@@ -42,8 +43,6 @@ _CLOSED = ("dot", "matmul", "attention", "gemm", "ffi_call")
 _PROMOTION, _LAYER = _UNSURE = "promotion", "layer"
 # What is float32 by itself. The first in this order is the first to be blamed.
 _KINDS = ("argument", "constant", "array", "number", "cast", "result", *_UNSURE)
-# These only pass on their input, so a promoted operand is still on its way.
-_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 _UNMET = sys.maxsize
 
 
@@ -312,7 +311,8 @@ def _first_of(
         source = min(sources, key=lambda cause: cause.order)
         is_meeting = unsure or any(map(_has_narrow, equation.invars))
         return replace(source, line=line, rank=rank) if is_meeting else source
-    if unsure[0].kind == _PROMOTION and equation.primitive.name not in _MOVES:
+    # Where an operand is passed on as it is, it is still on its way.
+    if unsure[0].kind == _PROMOTION and equation.primitive.name not in REPEATS:
         return replace(unsure[0], kind="cast")  # Nothing else asked for it.
     return unsure[0]
 
