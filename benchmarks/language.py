@@ -5,12 +5,12 @@
 
 The demo's decoder, with ten million weights, is trained on the standard library of the
 Python that runs this: AdamW, clipping, warm-up, cosine; each form on the same batches
-in the same order. A piece ends after its minutes, or when it is killed; the next one
-goes on from the last checkpoint, by Orbax, bit for bit (tests/project/test_language.py).
+in the same order. A piece ends after its minutes, or when it is killed. The next one
+goes on from the last checkpoint, by Orbax, bit for bit: tests/project/test_language.py.
 One file in twenty, chosen by the hash of its name, is held out.
 
-`MARGIN` was written here before the first run: a form whose loss is at most so far above
-float32's is called equal.
+`MARGIN` was written here before the first run: a form is called equal to float32 if
+their held-out losses differ by no more.
 """
 
 import argparse
@@ -18,10 +18,8 @@ import hashlib
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +76,7 @@ FORMS = (
 def read_library(context: int, windows: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the ASCII codes of most files, and windows of those that are held out."""
     folder = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in sorted(folder.rglob("*.py"))]
+    files = sorted(folder.rglob("*.py"))
     files = [path for path in files if "site-packages" not in path.parts]
 
     def is_held_out(path: Path) -> bool:
