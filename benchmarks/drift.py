@@ -13,6 +13,7 @@ last place: what it is away is what the problem itself makes of a rounding.
 import argparse
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import jax
@@ -74,14 +75,18 @@ def draw(key: jax.Array, number: jax.Array) -> jax.Array:
     return jax.random.categorical(key, logits, shape=(BATCH, 4))
 
 
-def train(form: Form) -> list[dict[str, np.ndarray]]:
-    """Return the weights, or their masters, at each point."""
+def loss(params: Any, tokens: jax.Array) -> jax.Array:
+    """Return the squared distance to the outputs of the fixed net."""
     teacher = init(jax.random.key(7))
     teacher["first"] *= 2.0
-    tx = form.wrap(optax.adam(RATE))
+    return jnp.mean((outputs(params, tokens) - outputs(teacher, tokens)) ** 2)
 
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        return jnp.mean((outputs(params, tokens) - outputs(teacher, tokens)) ** 2)
+
+def train(form: Form) -> tuple[list[dict[str, np.ndarray]], list[float]]:
+    """Return the weights, or their masters, and the loss at each point."""
+    tx = form.wrap(optax.adam(RATE))
+    seen = jax.vmap(partial(draw, jax.random.key(2)))(jnp.arange(STEPS, STEPS + 200))
+    seen = seen.reshape(-1, seen.shape[-1])
 
     def step(number: jax.Array, carry: Any) -> Any:
         params, state = carry
@@ -98,14 +103,15 @@ def train(form: Form) -> list[dict[str, np.ndarray]]:
         first = params["first"]
         params["first"] = first.at[0, 0].set(jnp.nextafter(first[0, 0], jnp.inf))
     params = optax_mp.cast_floating(params, form.param_dtype)
-    carry, weights = (params, tx.init(params)), []
+    carry, weights, losses = (params, tx.init(params)), [], []
     for point in range(POINTS):
         carry = steps(carry, point * (STEPS // POINTS))
         now, state = carry
+        losses.append(float(jax.jit(loss)(now, seen)))
         kept = hasattr(state, "storage")
         now = optax_mp.master_params(state, now) if kept else now
         weights.append(jax.tree.map(lambda x: np.asarray(x, np.float64), now))
-    return weights
+    return weights, losses
 
 
 def distances(found: Any, float32: Any) -> list[record.Row]:
@@ -138,13 +144,15 @@ def main() -> None:
     lines, float32 = [], None
     for form in FORMS:
         began = time.perf_counter()
-        found = train(form)
+        found, losses = train(form)
         float32 = float32 or found
         rows = distances(found, float32)
         print(f"{form.name}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
         last = {f"{name}, at the end": x for name, x in rows[-1].items()}
         curve = {name: [row[name] for row in rows] for name in rows[0]}
-        lines.append({"form": form.name} | last | {"curve": curve})
+        mean = float(np.mean(losses[-10:]))
+        line = {"form": form.name, "loss, mean of the last fifth": mean} | last
+        lines.append(line | {"curve": curve | {"loss": losses}})
         record.finish(args.json, {TITLE: lines}, record.machine_of(jax.devices()))
     print(f"{record.heading(jax.devices())}\n\n{record.as_markdown(lines)}")
 
