@@ -3,18 +3,18 @@
 import importlib
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.support.benchmark_rows import FOLDERS
 
 
 @pytest.mark.slow
 def test_pieces_are_the_whole(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(folder)
     language = importlib.import_module("language")
     settings = replace(
         language.SETTINGS, steps=80, width=32, layer_count=1, head_count=2, context=16

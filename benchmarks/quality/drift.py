@@ -1,7 +1,7 @@
 """A small model for 100,000 steps: how far each form goes from float32.
 
-    python benchmarks/drift.py
-    python benchmarks/drift.py --json FILE
+    python benchmarks drift
+    python benchmarks drift --json FILE
 
 Sums of four rows of an embedding go through a norm and two layers to the outputs of a
 fixed net, by Adam at a constant rate. Tokens are drawn by Zipf's frequencies; eight of

@@ -1,7 +1,7 @@
 """PPO on two control tasks, five seeds under `vmap`, in six forms.
 
-    python benchmarks/control.py
-    python benchmarks/control.py --json FILE
+    python benchmarks control
+    python benchmarks control --json FILE
 
 Cart-pole and pendulum are written here in JAX, with the equations of Gymnasium's
 CartPole-v1 and Pendulum-v1, and their rewards (for the pendulum, a tenth of them). The

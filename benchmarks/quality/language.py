@@ -1,7 +1,7 @@
 """Ten million weights on the source of Python's standard library, stopped and resumed.
 
-    python benchmarks/language.py --minutes 60     # a piece; again until all is trained
-    python benchmarks/language.py --json FILE      # the tables of what is trained
+    python benchmarks language --minutes 60     # a piece; again until all is trained
+    python benchmarks language --json FILE      # the tables of what is trained
 
 The demo's decoder, with ten million weights, is trained on the standard library of the
 Python that runs this: AdamW, clipping, warm-up, cosine; each form on the same batches
@@ -50,7 +50,7 @@ SETTINGS = Settings(
     final_learning_rate=1e-5,
 )
 GATES, POINTS, TRAILING = 10, 8, 4  # Points of the curve for each gate; averaged ones.
-FOLDER = Path(__file__).parent / "build" / "language"
+FOLDER = Path(__file__).parents[2] / "build" / "language"
 END, WAY = "held-out loss at the end", "above float32's, at each gate"
 
 
