@@ -349,7 +349,9 @@ def test_params_that_are_their_own_masters_are_trained_as_with_full_copies(
         assert as_bits(have) == as_bits(want)
         assert as_bits(optax_mp.master_params(state, have)) == as_bits(want)
     optax_mp.replace_master_params(state, have, want)
-    assert optax_mp.memory_report(state, params).by_role().get("masters", 0) == 0
+    if name != "float":  # no array
+        report = optax_mp.memory_report(state, params)
+        assert report.by_role().get("masters", 0) == 0
     optax_mp.step_report(split, grads, state, params)
     converted = optax_mp.convert_opt_state(
         state, from_tx=split, to_tx=full, params=params
