@@ -33,14 +33,14 @@ _jax/_contact.py | "stablehlo.convert" | "stablehlo.cast" | _jax
 _jax/_contact.py | _VARYING = "manual_axis_type", "vma" | _VARYING = "manual", "v" | _jax
 _jax/_contact.py | _SETTINGS = "in_shardings" | _SETTINGS = "in_sharding" | _jax
 _jax/_by_platform.py | if target.platform == "tpu":  # no kernel | if target.platform == "cuda":  # no kernel | leafwise/test_take_step.py
-_jax/_by_platform.py | if others or platform not in PLATFORMS or is_placed: | if platform not in PLATFORMS or is_placed: | _jax leafwise/test_take_step.py
+_jax/_by_platform.py | if others or platform not in PLATFORMS or is_placed: | if platform not in PLATFORMS or is_placed: | _jax
 _jax/_dataflow.py | return first ^ inputs[1].terms | return first &#124; inputs[1].terms | compact/test_signs.py compact/test_low_bit.py compact/test_partly_coded.py
-_jax/_control_flow.py | return params["length"] | return 1 | reports/test_precision_flops.py
+_jax/_control_flow.py | return params["length"] | return 1 | _jax/test_jaxpr.py
 _jax/_primitives.py | f32         keeps   expm1* | f32         always  expm1* | _jax
 _jax/_block_operations.py | missing = blocks.count * blocks.size - blocks.length | missing = 0 | compact/test_blocks.py
 _jax/_block_operations.py | moved = replace(blocks, axis=blocks.axis + 1) | moved = blocks | compact/test_blocks.py compact/test_low_bit.py leafwise/test_take_step.py
-leafwise/_kernel_evaluator.py | ((rest == 0.5) & is_odd) | (rest == 0.5) | leafwise/test_proof.py leafwise/test_take_step.py
-leafwise/_kernel_evaluator.py | (unit // 2 - 1) + is_odd | (unit // 2) | leafwise/test_proof.py leafwise/test_take_step.py
+leafwise/_kernel_evaluator.py | ((rest == 0.5) & is_odd) | (rest == 0.5) | leafwise/test_kernels.py
+leafwise/_kernel_evaluator.py | (unit // 2 - 1) + is_odd | (unit // 2) | leafwise/test_kernels.py
 leafwise/_kernel_evaluator.py | return (x << unused) >> unused | return x | leafwise/test_proof.py leafwise/test_take_step.py
 leafwise/_chunks.py | return column + start + part.origin[axis] | return column + start | leafwise/test_chunks.py leafwise/test_take_step.py
 leafwise/_layout.py | jax.lax.axis_index(name) * size if name | jnp.int32(0) if name | leafwise/test_take_step.py leafwise/test_sharded.py

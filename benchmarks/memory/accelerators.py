@@ -135,6 +135,21 @@ def measure_sharded(form: str, target: str, side: int) -> record.Row:
     return measure_shards(form, target, (side, side))
 
 
+def measure_zero1(form: str, target: str, side: int) -> record.Row:
+    """Return the same by `zero1`: whole params, and per weight of a device's share."""
+    make, param_dtype, grad_dtype, _ = FORMS[form]
+    mesh = Mesh(np.array(devices_of(target, 8)), ("devices",))
+    tx = optax_mp.zero1(make(), mesh, "devices")
+    args = arrays_of(tx, param_dtype, grad_dtype, (side, side))
+    whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), args)
+    parts = optax_mp.state_shardings(tx, args[0], whole[0])
+    row: record.Row = {"form": form}
+    for way, step in {"": by_optax(tx), ", take_step": in_one_pass(tx)}.items():
+        compiled = compile_step(step, args, target, (whole[0], parts, whole[2]))
+        row |= costs_of(compiled, LEAVES * side * side / 8, way)
+    return row
+
+
 def measure_stacked(form: str, target: str, side: int) -> record.Row:
     """Return the same for layers that are stacked for a scan."""
     return measure_shards(form, target, (24, side // 4, side))
@@ -333,6 +348,7 @@ TABLES: dict[str, tuple[Callable[[str, str, int], record.Row], Iterable[str]]] =
     "Sharded over eight devices, AdamW": (measure_sharded, SHARDED),
     "Stacked layers over eight devices, AdamW": (measure_stacked, SHARDED),
     "Columns over eight devices, AdamW": (measure_columns, SHARDED),
+    "By zero1 over eight devices, AdamW": (measure_zero1, ("masters", "5.1 bytes")),
     "Training step of a transformer": (
         lambda way, target, _: measure_model(way, target, MODEL),
         WAYS,

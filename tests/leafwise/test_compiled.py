@@ -45,6 +45,13 @@ def test_sharded_arrays_of_a_known_layout_are_not_gathered(target, table, tmp_pa
             assert row[f"temporaries, {way}"] <= 0.05, row
 
 
+def test_params_that_are_gathered_are_not_added(tmp_path):
+    options = "--tables", "By zero1", "--target", "gpu", "--forms", "masters"
+    (row,) = rows(tmp_path, *options)
+    assert row["moved, take_step"] <= 0.6 * row["moved"], row
+    assert row["temporaries, take_step"] <= 1.05, row
+
+
 def test_a_tpu_needs_no_more_without_kernels(tmp_path):
     """As in float16, and where the layout is not known."""
     options = "--tables", "Without", "--target", "tpu"

@@ -395,3 +395,13 @@ def test_a_state_that_is_the_last_gradient_and_params_is_kept_in_a_skipped_step(
     for bad in (1.0, jnp.inf):
         _, state = step(grads * bad, state, params + (bad > 1))
         assert as_bits(state.inner_state) == want
+
+
+def test_an_inner_state_of_another_structure_is_named():
+    inner = optax.GradientTransformation(
+        lambda _: {"a": jnp.zeros(2)}, lambda g, s, p=None: (g, {"b": s["a"]})
+    )
+    tx = optax_mp.dynamic_loss_scale(inner)
+    params = {"w": jnp.ones(2)}
+    with pytest.raises(ValueError, match="'a'.* is only in the state that `inner`"):
+        tx.update(params, tx.init(params), params)
