@@ -122,3 +122,10 @@ def test_ties_are_rounded_in_kernels_as_by_xla():
         np.arange(-40, 41, dtype="float32") / 8, np.arange(64, dtype="float32")
     ):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
+def test_narrow_integers_wrap_in_kernels(dtype):
+    numbers = np.arange(-70000, 70000, 999, dtype="int32")
+    held = jax.jit(lambda x: _kernel_evaluator._as(jnp.dtype(dtype), x))(numbers)
+    np.testing.assert_array_equal(held, numbers.astype(dtype))
