@@ -405,3 +405,21 @@ def test_an_inner_state_of_another_structure_is_named():
     params = {"w": jnp.ones(2)}
     with pytest.raises(ValueError, match="'a'.* is only in the state that `inner`"):
         tx.update(params, tx.init(params), params)
+
+
+def test_gradients_are_divided_by_the_scale_that_the_loss_had():
+    """And not by the next one, after a step at which the scale grows."""
+    tx = optax_mp.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0, growth_interval=1)
+    params = {"w": jnp.ones(2)}
+    updates, state = tx.update({"w": jnp.full(2, 8.0)}, tx.init(params), params)
+    assert state.scale == 16 and updates["w"].tolist() == [-1.0, -1.0]
+
+
+def test_ranks_skip_together():
+    tx = optax_mp.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0, axis_name="rank")
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    grads = {"w": jnp.ones((4, 2)).at[2, 0].set(jnp.inf)}
+    step = jax.vmap(lambda g: tx.update(g, state, params), axis_name="rank")
+    updates, after = step(grads)
+    assert after.scale.tolist() == [4.0] * 4 and not updates["w"].any()
