@@ -423,3 +423,14 @@ def test_ranks_skip_together():
     step = jax.vmap(lambda g: tx.update(g, state, params), axis_name="rank")
     updates, after = step(grads)
     assert after.scale.tolist() == [4.0] * 4 and not updates["w"].any()
+
+
+def test_a_finite_step_ends_the_row_of_skipped_ones():
+    tx = optax_mp.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0)
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    counts = []
+    for value in (jnp.inf, jnp.inf, 1.0, jnp.inf):
+        _, state = tx.update({"w": jnp.full(2, value)}, state, params)
+        counts.append((int(state.skipped_count), int(state.total_skipped_count)))
+    assert counts == [(1, 1), (2, 2), (0, 2), (1, 3)]
