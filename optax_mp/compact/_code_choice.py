@@ -19,7 +19,7 @@ from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._quantized import Code
 from optax_mp._tree import is_floating
 from optax_mp._warnings import warn
-from optax_mp.compact._blocks import choose_blocks
+from optax_mp.compact._blocks import choose_blocks, choose_group
 from optax_mp.compact._full_precision import (
     TracedUpdate,
     check_without_update,
@@ -86,7 +86,9 @@ class CodeFormat:
         bits = self.product_bits if is_in_product else self.bits
         dtype = f"uint{bits}" if is_unsigned else f"int{bits}"
         stays_positive = is_unsigned or is_rooted
-        return Code(dtype, *choose_blocks(shape, self.block_size), stays_positive)
+        axis, size = choose_blocks(shape, self.block_size)
+        group = choose_group(shape, axis)
+        return Code(dtype, axis, size, stays_positive, group)
 
     def __str__(self) -> str:
         if self.block_size is None:

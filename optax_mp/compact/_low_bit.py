@@ -245,20 +245,19 @@ def _quantize_slot(slot: Any, code: Code, where: str) -> Any:
     # Without the barrier XLA computes all of these constants while it compiles a jitted
     # `init`, which takes seconds for a million values.
     leaf, zeros = jax.lax.optimization_barrier((leaf, zeros))
-    codes, scales = quantize(leaf, zeros, None)
-    if scales is None:
-        return new_quantized(code, put(slot, codes), None)
+    codes, *others = quantize(leaf, zeros, None)
+    divides = divides_names(slot)
     try:
-        boxed_scales = put_resized(slot, scales, divides_names(slot))
+        boxed = [x if x is None else put_resized(slot, x, divides) for x in others]
     except (ValueError, TypeError, AssertionError) as error:
         warn(
             f"low_bit_state: {where} of the state is {describe(leaf)} in a "
-            f"{type(slot).__name__}, which takes no scales {describe(scales)} "
+            f"{type(slot).__name__}, which takes no scales {describe(others[0])} "
             f"({error}), so it is stored in bfloat16, not in codes; expected a pytree "
             "node that takes an array of any shape."
         )
         return _quantize_slot(slot, BFLOAT16, where)
-    return new_quantized(code, put(slot, codes), boxed_scales)
+    return new_quantized(code, put(slot, codes), *boxed)
 
 
 def _quantize_again(after: PyTree, state: LowBitState, seed: int | None) -> PyTree:
