@@ -58,8 +58,10 @@ class End:
             index of that input in `reads`.
         shape: of its elements.
         block_size: how many elements along the last axis share a scale, if any do.
+        group_size: how many along the axis before share a shift, if any do.
         entangled: why no part of its arrays can be computed alone. None if any part can
-            be: all arrays have one shape, or are scales along its last axis.
+            be: all arrays have one shape, or are scales along its last axis, or shifts
+            along the one before.
         obstacle: why no kernel computes it on any platform; None if one may.
     """
 
@@ -69,6 +71,7 @@ class End:
     replaced: dict[int, int]
     shape: tuple[int, ...]
     block_size: int | None
+    group_size: int | None
     entangled: str | None
     obstacle: str | None
 
@@ -113,6 +116,7 @@ def _end(
     reads = reads_of(nodes)
     place_of = {value: i for i, value in enumerate(reads)}
     old = [overwritten_by(value, replaced) for value in outputs]
+    sizes = [{x.size for x in blocks if x.axis == len(shape) - i} for i in (1, 2)]
     entangled = _entangled(nodes, blocks, shape)
     return End(
         nodes=nodes,
@@ -120,7 +124,8 @@ def _end(
         outputs=outputs,
         replaced={at: place_of[x] for at, x in enumerate(old) if x in place_of},
         shape=shape,
-        block_size=max((x.size for x in blocks), default=None),
+        block_size=max(sizes[0], default=None),
+        group_size=max(sizes[1], default=None),
         entangled=entangled,
         obstacle=_obstacle(outputs, shape) or entangled,
     )
@@ -149,15 +154,16 @@ def _entangled(
     nodes: list[Node], blocks: list[Blocks], shape: tuple[int, ...]
 ) -> str | None:
     """Return why no part of the arrays of an end can be computed alone."""
-    if len({x.size for x in blocks}) > 1:
+    rank = len(shape)
+    if any(len({x.size for x in blocks if x.axis == axis}) > 1 for axis in range(rank)):
         return "blocks of several sizes"
-    if any(x.axis != len(shape) - 1 for x in blocks):
-        return "blocks not along the last axis"
-    # Scales have the shape of their elements but for the last axis.
+    if any(x.axis < rank - 2 for x in blocks):
+        return "blocks not along the last axes"
+    # Scales and shifts have the shape of their elements but for one axis.
+    shapes = {shape}
+    shapes |= {(*shape[: x.axis], x.count, *shape[x.axis + 1 :]) for x in blocks}
     made = {value.aval.shape for node in nodes for value in node.outputs}
-    if any(len(x) != len(shape) or x[:-1] != shape[:-1] for x in made):
-        return "arrays of several shapes"
-    return None
+    return None if made <= shapes else "arrays of several shapes"
 
 
 def _fits(node: Node) -> bool:

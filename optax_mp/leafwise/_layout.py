@@ -55,9 +55,9 @@ class Layout:
     @property
     def part(self) -> Part:
         """The part of the arrays that each device holds; all if that is not known."""
-        shape, size = self.end.shape, self.end.block_size or 1
+        shape, sizes = self.end.shape, (self.end.block_size, self.end.group_size)
         own = shape if self.sharding is None else self.sharding.shard_shape(shape)
-        return Part(shape, own, size, (0,) * len(shape))
+        return Part(shape, own, *(x or 1 for x in sizes), (0,) * len(shape))
 
     def run(
         self,
@@ -117,10 +117,11 @@ def spread_shardings(
 
 def _divides(sharding: NamedSharding, end: End) -> bool:
     """Return whether shards are of one shape, and none begins within a block."""
-    # The other axes may be cut anywhere: an element shares a scale with neighbours
-    # along the last axis alone.
+    # The other axes may be cut anywhere: an element shares a scale or a shift with
+    # neighbours along the last two alone.
     try:
-        width = sharding.shard_shape(end.shape)[-1]
+        own = sharding.shard_shape(end.shape)
     except ValueError:
         return False
-    return width == end.shape[-1] or width % (end.block_size or 1) == 0
+    ends = zip(own[::-1], end.shape[::-1], (end.block_size, end.group_size))
+    return all(a == b or a % (size or 1) == 0 for a, b, size in ends)
