@@ -154,24 +154,20 @@ def _quantize(
     """Return codes, and scales and shifts if there are any."""
     if code.block_size is None:
         return [_round(x, like[0].dtype, key)]
-    old_codes, old_scales, *old_shifts = like
-    blocks = _blocks_of(x.shape, code)
+    old_codes, _, *old_shifts = like
     # With `lax` alone: see `uniform_numbers`.
     values = lax.convert_element_type(x, jnp.float32)
-    new_shifts = []
-    for old in old_shifts:
-        groups = _groups_of(x.shape, code)
-        shifts = reshard_like(_shifts_of(blocks, groups, values), old)
-        values = _shifted(groups, values, shifts)
-        new_shifts.append(lax.convert_element_type(shifts, old.dtype))
-    scales, inverse = _scales_of(blocks, values)
-    if not code.stays_positive:
-        # The sign of the inverse says so, and both moments share their traces.
-        inverse = lax.neg(inverse)
-    largest = _largest_code(old_codes)
-    codes = _codes_of(blocks, values, inverse, largest * largest, key)
-    codes = lax.convert_element_type(codes, old_codes.dtype)
-    return [codes, reshard_like(scales, old_scales), *new_shifts]
+    largest, sign = _largest_code(old_codes), _ONE if code.stays_positive else -_ONE
+    args = values, sign, largest * largest, key
+    blocks = _blocks_of(x.shape, code)
+    if old_shifts:
+        made = _coded_with_shifts(blocks, _groups_of(x.shape, code), *args)
+    else:
+        made = _coded(blocks, *args)
+    return [
+        lax.convert_element_type(reshard_like(new, old), old.dtype)
+        for new, old in zip(made, like, strict=True)
+    ]
 
 
 # The functions below are jitted, so that arrays of one shape are traced once: AdamW's
@@ -188,6 +184,30 @@ def _values_of(
     return lax.mul(lax.mul(roots, lax.abs(roots)), reshard_like(spread, codes))
 
 
+def _coded(
+    blocks: Blocks,
+    values: jax.Array,
+    sign: Any,
+    largest_square: Any,
+    key: jax.Array | None,
+) -> list[jax.Array]:
+    """Return codes and scales; `sign` is negative where zero is allowed."""
+    scales, inverse = _scales_of(blocks, values)
+    # The sign of the inverse says so, and both moments share their traces.
+    inverse = lax.mul(inverse, sign)
+    return [_codes_of(blocks, values, inverse, largest_square, key), scales]
+
+
+# `_by_platform` keeps it apart on a CPU: XLA would compute the values five times.
+@partial(jax.jit, static_argnums=(0, 1))
+def _coded_with_shifts(
+    blocks: Blocks, groups: Blocks, values: jax.Array, *args: Any
+) -> list[jax.Array]:
+    """Return codes, scales and shifts."""
+    shifts = _shifts_of(blocks, groups, values)
+    return [*_coded(blocks, _shifted(groups, values, shifts), *args), shifts]
+
+
 # How columns are told apart. A column is as large as its largest share of a row: that
 # of an element in the largest of its block, by exponents alone. A share is 1 at most,
 # so a value out of line makes no other column small, and rows of any size count alike.
@@ -195,10 +215,9 @@ def _values_of(
 # group of rows are coded times a power of two: one more than what is missing, because
 # the largest of many shares is more than usual. Between equal columns nothing is
 # shifted, so their codes are what they are without shifts.
-_NO_SHARE = np.int32(0)  # of zeros
-_WHOLE_SHARE = np.int32(256)  # the exponent of a share of 1
-_MOST_SHIFT = np.int32(120)
-# Of larger rows no share is taken, so that nothing overflows.
+_NO_SHARE, _WHOLE_SHARE = np.int32(0), np.int32(255)  # exponents: of zeros, and of 1
+_LITTLE, _MOST_SHIFT = np.int32(1), np.int32(120)
+# In larger rows all shares are taken for whole, so that nothing overflows.
 _LARGEST_ROW = np.int32(248)
 
 
@@ -208,16 +227,19 @@ def _shifts_of(blocks: Blocks, groups: Blocks, values: jax.Array) -> jax.Array:
     pattern = lax.bitcast_convert_type(lax.abs(values), jnp.int32)
     largest = blocks.largest(whole_along(pattern, blocks.axis, blocks.size))
     of_row = lax.shift_right_logical(largest, constant_like(largest, _EXPONENT))
-    of_row = lax.select(lax.gt(of_row, _LARGEST_ROW), lax.sub(of_row, of_row), of_row)
+    is_huge, zero = lax.gt(of_row, _LARGEST_ROW), constant_like(of_row, 0)
+    of_row = lax.select(is_huge, zero, of_row)
     of_row = reshard_like(blocks.spread(of_row), pattern)
     exponent = lax.shift_right_logical(pattern, constant_like(pattern, _EXPONENT))
-    share = lax.add(lax.sub(exponent, of_row), _WHOLE_SHARE)
-    share = lax.select(lax.gt(exponent, np.int32(0)), share, lax.sub(share, share))
+    share = lax.min(lax.add(lax.sub(exponent, of_row), _WHOLE_SHARE), _WHOLE_SHARE)
+    share = lax.select(lax.gt(exponent, _NO_SHARE), share, exponent)
+    share = lax.convert_element_type(share, jnp.uint8)  # less to keep on a CPU
     share = groups.largest(whole_along(share, groups.axis, groups.size))
+    share = lax.convert_element_type(share, jnp.int32)
     missing = lax.sub(_WHOLE_SHARE, share)
-    is_small = lax.bitwise_and(lax.gt(missing, np.int32(1)), lax.gt(share, _NO_SHARE))
+    is_small = lax.bitwise_and(lax.gt(missing, _LITTLE), lax.gt(share, _NO_SHARE))
     shifts = lax.min(lax.add(missing, np.int32(1)), _MOST_SHIFT)
-    return lax.select(is_small, shifts, lax.sub(shifts, shifts))
+    return lax.select(is_small, shifts, constant_like(shifts, 0))
 
 
 @partial(jax.jit, static_argnums=0)
