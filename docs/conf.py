@@ -6,7 +6,9 @@ The command is `sphinx-build -W --keep-going -n -b html docs docs/_build`.
 import ast
 import inspect
 import re
+import runpy
 import shutil
+import sys
 import textwrap
 from pathlib import Path
 
@@ -32,7 +34,7 @@ extensions = [
 exclude_patterns = ["_build", "jupyter_execute", "**.ipynb_checkpoints"]
 
 # Docstrings are written with single backticks for code, as in Markdown.
-# As names of objects, those of this package become links; see `_other_name`.
+# Names of this package become links; see `_other_name`.
 default_role = "py:obj"
 napoleon_numpy_docstring = False
 napoleon_attr_annotations = False
@@ -64,6 +66,20 @@ def _copy_notebooks() -> None:
     for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
         text = notebook.read_text().replace("](../", "](../../")
         (copies / notebook.name).write_text(text.replace("](../../docs/", "](../"))
+
+
+def _write_messages() -> None:
+    """Make the page of all errors and warnings from the code; it is in .gitignore."""
+    page = runpy.run_path(str(HERE / "messages.py"))["page"]()
+    (HERE / "messages.md").write_text(page, encoding="utf-8")
+
+
+def _write_evidence() -> None:
+    """Make the pages of data from the results of benchmarks; they are in .gitignore."""
+    sys.path.insert(0, str(HERE.parent / "benchmarks" / "page"))
+    import evidence
+
+    evidence.write_data(HERE / "evidence")
 
 
 def _short_signature(app, what, name, obj, options, signature, returns):
@@ -152,6 +168,17 @@ class _LinkNames(SphinxTransform):
             link += literal
 
 
+def _allow_breaks(app, pagename, templatename, context, doctree):
+    """Let code in text break behind brackets, commas, dots and `=`."""
+    del app, pagename, templatename, doctree
+    if "body" in context:
+        context["body"] = re.sub(
+            r'(?<=<span class="pre">)[^<]+',
+            lambda code: re.sub(r"(?<=[\w)\]])([(\[,./=])(?=\w)", r"\1<wbr>", code[0]),
+            context["body"],
+        )
+
+
 def _ancestors(node):
     while node.parent is not None:
         node = node.parent
@@ -170,9 +197,12 @@ def _link_to_copies(app, docname, source):
 def setup(app):
     """Register what is above."""
     _copy_notebooks()
+    _write_messages()
+    _write_evidence()
     app.connect("autodoc-process-signature", _short_signature)
     app.connect("autodoc-skip-member", _skip_fields)
     app.connect("autodoc-process-docstring", _as_text, priority=600)
     app.connect("source-read", _link_to_copies)
     app.connect("missing-reference", _other_name)
+    app.connect("html-page-context", _allow_breaks)
     app.add_transform(_LinkNames)

@@ -1,9 +1,9 @@
-"""Writes docs/messages.md: every error and warning of the package, with its fix.
+"""The page of all errors and warnings, which `docs/conf.py` makes with the site.
 
-    python docs/messages.py
+    python docs/messages.py   # prints it
 
 The messages are read from the code, from `raise Error(...)`, `warn(...)` and
-`warn_once(...)`. What a message fills in when it is raised is shown in words, as
+`warn_once(...)`. Parts that are filled in when it is raised are shown in words, as
 ‹path›.
 """
 
@@ -15,8 +15,27 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent / "optax_mp"
-PAGE = HERE / "messages.md"
 SHARED = "Messages of several functions"
+# What a shared message is about, by the file or the folder of its code.
+HEADINGS = {
+    "_arguments": "An argument in the wrong place",
+    "_dtypes": "Dtypes",
+    "_inner": "The wrapped optimizer and its gradients",
+    "_leaves": "Trees that do not match",
+    "_nesting": "Orders of transforms that do not work",
+    "_policy": "Policies",
+    "_states": "Restored states",
+    "_jax": "Another version of JAX",
+    "autocast": "Functions under amp and in reports",
+    "checkpoints": "Checkpoints",
+    "compact": "Low-bit state",
+    "devices": "Many devices",
+    "leafwise": "Low-bit steps and their kernels",
+    "masters": "Master params",
+    "reports": "Reports",
+    "scaling": "Loss scaling",
+}
+OTHER = "Other trees"
 HEAD = f"""# Errors and warnings
 
 Every error and warning of `optax_mp`, by the function that its text starts with, and
@@ -25,8 +44,6 @@ several functions share come last, under *{SHARED}*.
 
 Warnings have the category `optax_mp.MixedPrecisionWarning`. They come while a function
 is traced or set up, never from a compiled step.
-
-This page is made from the code by `python docs/messages.py`.
 """
 # What functions and variables that fill in a part of a message give, in words.
 WORDS = {
@@ -53,7 +70,7 @@ class Message(NamedTuple):
 
     Attributes:
         function: the public function that it starts with; empty if several share it.
-        topic: what its module is about.
+        topic: the heading for it if several functions share it.
         kind: the class of the error, or "Warning".
         text: what it says.
         fix: what to do.
@@ -72,8 +89,8 @@ class Module:
     def __init__(self, path: Path) -> None:
         """Read and parse a file."""
         self.tree = ast.parse(path.read_text(encoding="utf-8"))
-        docstring = ast.get_docstring(self.tree) or path.stem
-        self.topic = docstring.split("\n\n")[0].replace("\n", " ").rstrip(".")
+        names = path.stem, path.parent.name
+        self.topic = next((HEADINGS[x] for x in names if x in HEADINGS), OTHER)
         every = [x for x in ast.walk(self.tree) if isinstance(x, ast.FunctionDef)]
         self.scopes = [self.tree, *every]
         self.functions = {x.name: x for x in every}
@@ -147,7 +164,7 @@ class Module:
 
 
 def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function, without those of functions inside it."""
+    """Yield the nodes of a function, without functions inside it."""
     for node in ast.iter_child_nodes(function):
         if not isinstance(node, ast.FunctionDef):
             yield node
@@ -209,7 +226,7 @@ def message(kind: str, text: str, topic: str) -> Message:
         text = rest
     function = function if colon and named and function.isidentifier() else ""
     function = "" if function == "optax_mp" else function
-    # What to do comes behind what was expected, or else behind what is wrong.
+    # The fix comes behind the word "expected", or else behind the fault.
     start = max(0, text.lower().find("expected"))
     hidden = re.sub(r"\([^()]*\)|`[^`]*`", lambda x: "_" * len(x[0]), text)
     end = re.search(r"(?:; |\. |: (?=put|pass|use|call))(?=.)", hidden[start:])
@@ -223,7 +240,7 @@ def page() -> str:
     """Return the page."""
     paths = sorted(PACKAGE.rglob("*.py"))
     every = [x for path in paths for x in Module(path).messages()]
-    # What JAX or this package catches itself says neither.
+    # Errors that JAX or this package catches itself have neither.
     every = [
         x
         for x in dict.fromkeys(every)
@@ -235,7 +252,8 @@ def page() -> str:
         lines += [in_markdown(x) for x in every if x.function == function]
         lines.append("")
     lines.append(f"## {SHARED}\n")
-    for topic in dict.fromkeys(x.topic for x in every if not x.function):
+    shared = {x.topic for x in every if not x.function}
+    for topic in [x for x in (*HEADINGS.values(), OTHER) if x in shared]:
         lines.append(f"### {topic}\n")
         lines += [in_markdown(x) for x in every if (x.function, x.topic) == ("", topic)]
         lines.append("")
@@ -256,4 +274,4 @@ def without_markup(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    print(page(), end="")

@@ -102,9 +102,12 @@ def check_available(dtype: DTypeLike, argument: str) -> jnp.dtype:
 
 # Cached, because a step asks for each leaf.
 @cache
-def bits(dtype: DTypeLike) -> int:
-    """Return the width of a floating dtype in bits."""
-    return jnp.finfo(dtype).bits
+def bits(dtype: Any) -> int:
+    """Return the width of a dtype in bits."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    return jnp.iinfo(dtype).bits if is_integer else 8 * dtype.itemsize
 
 
 @cache
@@ -188,3 +191,12 @@ def difference(target: jax.Array, start: jax.Array) -> jax.Array:
     # gradients, and so keep that one beside the sums: 4 bytes per weight.
     zero = lax.convert_element_type(moves, change.dtype)  # where it is read
     return lax.select(moves, change, zero)
+
+
+def is_negative_zero(x: jax.Array) -> jax.Array:
+    """Return where floats are negative zero."""
+    # As bits, those of the least integer, because CPUs compare the smallest numbers
+    # equal to zero.
+    integer = jnp.dtype(f"int{bits(x.dtype)}")
+    pattern = lax.bitcast_convert_type(x, integer)
+    return lax.eq(pattern, constant_like(pattern, jnp.iinfo(integer).min))

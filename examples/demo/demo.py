@@ -62,7 +62,7 @@ def train_all(settings: Settings, console: Console) -> list[Result]:
 def make_table(results: list[Result]) -> Table:
     """Return the results as a table; what ends above float32 is red."""
     device, first = jax.devices()[0], results[0]
-    times = f"Times are those of {device.device_kind}."
+    times = f"Times are from {device.device_kind}."
     if device.platform == "cpu":
         times = "Times are a CPU's, which has no units for 16 bits."
     table = Table(

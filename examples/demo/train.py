@@ -31,7 +31,7 @@ def compact(inner: optax.GradientTransformation) -> optax.GradientTransformation
 def scaled(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return `inner` on masters, with a loss scale that grows sooner than by default.
 
-    So it overflows in a short run, too, and the demo shows skipped steps.
+    So it overflows even in a short run, and the demo shows skipped steps.
     """
     masters = optax_mp.mixed_precision(inner)
     return optax_mp.dynamic_loss_scale(masters, growth_interval=100)
@@ -48,7 +48,7 @@ class Form(NamedTuple):
 
     Attributes:
         name: what README calls it.
-        dtype: that of params and computation.
+        dtype: the dtype of params and computation.
         wrap: makes the optimizer from the AdamW that all forms share.
         value_and_grad: makes a function of state, params and batch from the loss.
     """
@@ -78,7 +78,7 @@ class Result(NamedTuple):
     """The result of one form, from all seeds.
 
     Attributes:
-        form: that of the run.
+        form: the form of the run.
         losses: of held-out text, in nats per character, one for each seed.
         curves: for each seed the mean loss of the steps of each call.
         bytes_per_weight: of params and optimizer state.

@@ -27,24 +27,28 @@ with jaxprs inside.
 #
 # - always: never negative. (NaN is not negative.)
 # - keeps: not negative if no input is.
+#
+# A star: kernels compute it on every platform, and so it may be part of the elementwise
+# end of a step. Mosaic may refuse others only when the whole program is compiled.
 _TABLE = """
-elementwise           f32         always  exp exp2 rsqrt cosh
-elementwise           f32         keeps   expm1 log1p sinh asinh atan
-elementwise           f32         -       log log2 pow tan asin acos atan2 acosh atanh
+elementwise           f32         always  exp* exp2* rsqrt* cosh
+elementwise           f32         keeps   expm1* log1p* sinh asinh atan
+elementwise           f32         -       log* log2 pow* tan asin acos atan2 acosh atanh
 elementwise           f32         -       erf_inv lgamma digamma polygamma igamma
 elementwise           f32         -       igammac
-elementwise           f32_if_f16  always  square
-elementwise           f32_if_f16  -       integer_pow one_minus_square
-elementwise           widest      always  abs sqrt logistic erfc
-elementwise           widest      keeps   add add_any mul div rem min sign cbrt tanh erf
-elementwise           widest      keeps   floor ceil round
-elementwise           widest      -       sub neg max sin cos select_n clamp is_finite
-elementwise,compares  widest      -       eq ne lt le gt ge eq_to lt_to le_to
-elementwise           -           -       and or not xor shift_left nextafter
-elementwise           -           -       shift_right_logical shift_right_arithmetic
-elementwise           -           -       bitcast_convert_type
-elementwise,moves     -           keeps   convert_element_type reduce_precision
-elementwise,repeats   widest      keeps   copy copy_p stop_gradient name pvary pcast
+elementwise           f32_if_f16  always  square*
+elementwise           f32_if_f16  -       integer_pow* one_minus_square
+elementwise           widest      always  abs* sqrt* logistic* erfc
+elementwise           widest      keeps   add* add_any mul* div* rem* min* sign* cbrt
+elementwise           widest      keeps   tanh* erf floor* ceil* round*
+elementwise           widest      -       sub* neg* max* sin cos select_n* clamp*
+elementwise           widest      -       is_finite*
+elementwise,compares  widest      -       eq* ne* lt* le* gt* ge* eq_to lt_to le_to
+elementwise           -           -       and* or* not* xor* shift_left* nextafter*
+elementwise           -           -       shift_right_logical* shift_right_arithmetic*
+elementwise           -           -       bitcast_convert_type*
+elementwise,moves     -           keeps   convert_element_type* reduce_precision*
+elementwise,repeats   widest      keeps   copy* copy_p stop_gradient* name pvary* pcast*
 elementwise,repeats   widest      keeps   pbroadcast
 repeats               widest      keeps   broadcast_in_dim reshape transpose squeeze
 repeats               widest      keeps   expand_dims tile rev reshard device_put
@@ -61,9 +65,9 @@ factors               -           -       schur householder_product geqrf geqp3
 -                     f32         keeps   reduce_sum reduce_prod cumsum cumprod
 -                     f32         keeps   reduce_window_sum
 -                     f32         -       cumlogsumexp
--                     widest      keeps   reduce_max reduce_min cummax cummin
--                     widest      keeps   psum psum2 psum_invariant psum_scatter pmax
--                     widest      keeps   pmin reduce_scatter all_gather all_to_all
+-                     widest      keeps   reduce_max reduce_min cummax cummin psum psum2
+-                     widest      keeps   psum_invariant psum_scatter pmax pmin
+-                     widest      keeps   reduce_scatter all_gather all_to_all
 -                     widest      keeps   all_gather_invariant ppermute
 -                     widest      -       reduce_window_max reduce_window_min argmax
 -                     widest      -       argmin top_k real
@@ -71,7 +75,7 @@ factors               -           -       schur householder_product geqrf geqp3
 -                     -           always  iota
 """
 
-_ROWS = [line.split() for line in _TABLE.strip().splitlines()]
+_ROWS = [line.replace("*", "").split() for line in _TABLE.strip().splitlines()]
 
 
 def _of_kind(kind: str) -> frozenset[str]:
@@ -86,6 +90,7 @@ def _of_sign(word: str) -> frozenset[str]:
 
 
 ELEMENTWISE, COMPARISONS = _of_kind("elementwise"), _of_kind("compares")
+IN_KERNELS = frozenset(word[:-1] for word in _TABLE.split() if word[-1] == "*")
 REPEATS, HANDS_ON = _of_kind("repeats"), _of_kind("hands_on")
 MOVES = _of_kind("moves") | REPEATS
 JOINS, PRODUCTS, FACTORIZATIONS = map(_of_kind, ("joins", "product", "factors"))

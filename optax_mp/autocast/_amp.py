@@ -60,7 +60,7 @@ def amp(
             - `"as_written"`: as without amp. Operations with a function among their
               parameters (scatters, reductions by a function, kernels) always run so;
             - `"f8"`: for matrix products (`dot_general`): operands in 8 bits, with a
-              scale for each, and the result in the compute dtype. Those with a row,
+              scale for each, and the result in the compute dtype. Products with a row,
               column or contracted size below 512, or no multiple of 16, run low;
             - `"not_f8"`: for matrix products: in the compute dtype;
             - `"low_f32"`: for matrix products: operands in the compute dtype, also in
@@ -80,8 +80,8 @@ def amp(
             the rule of a `jax.custom_jvp`, JAX transposes what it does, so it must be
             linear there.
 
-            The rule of a scope wins over that of an operation, and the rule of the
-            outermost scope wins over those of inner scopes.
+            The rule of a scope wins over the rule of an operation, and the outermost
+            scope over inner ones.
 
     Returns:
         The function in mixed precision.
@@ -91,8 +91,8 @@ def amp(
             when called, if a function among the rules returns anything else, or if the
             carry of a loop in `fun` changes its dtype as written.
         ValueError: if `compute_dtype` is neither a 16-bit float nor one of the two
-            8-bit floats, if a rule is unknown, or if a rule for products is that of
-            another operation.
+            8-bit floats, if a rule is unknown, or if a rule for products is given
+            to another operation.
         NotImplementedError: if a function with 8-bit products is differentiated twice.
             Such a function has no derivative in forward mode (`jax.jvp`) either.
 

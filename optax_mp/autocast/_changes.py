@@ -31,7 +31,7 @@ class PureCall(NamedTuple):
 
 
 def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> PureCall:
-    """Return the call `fun(*args, **kwargs)`, which returns its changes, too."""
+    """Return the call `fun(*args, **kwargs)`, which also returns its changes."""
     if not callable(fun):
         raise TypeError(
             f"{caller}: `fun` is {fun!r}, expected a function; call it as "
@@ -57,7 +57,7 @@ def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> P
         )
         result = fun(*args, **kwargs)
         after = _arrays(nnx, copies)
-        # New variables change the graph, too, but they can be written back.
+        # New variables also change the graph, but they can be written back.
         if after.keys() == before.keys() and nnx.graphdef(copies) != graphdef:
             names = ", ".join(sorted({type(x).__name__ for x in copies.values()}))
             warn(

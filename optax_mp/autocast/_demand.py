@@ -47,7 +47,7 @@ class Demand:
     def _wants_within(
         self, jaxpr: Jaxpr, outputs: Wants, scope_rule: Rule | None
     ) -> dict[Any, Want]:
-        """Return the wants of each variable of a jaxpr, from those of its outputs.
+        """Return the wants of each variable of a jaxpr, from its outputs' wants.
 
         A variable is missing if nothing reads it, or no reader cares.
         """

@@ -31,10 +31,9 @@ _F32 = jnp.dtype(jnp.float32)
 PRIMITIVE = "dot_general"
 # Scaling and rounding take time in proportion to the operands, and save time in
 # proportion to their product. On an H100, at its peak rates, these are equal between
-# widths of 256 and 1024 (`benchmarks/eight_bits.py --only shapes`). GPUs need multiples
-# of 16.
+# widths of 256 and 1024 (docs/design/log.md). GPUs need multiples of 16.
 SMALLEST, MULTIPLE = 512, 16
-# Bits of a float32: those that hold the exponent, and its smallest normal number.
+# The bits of a float32 that hold the exponent, and its smallest normal number.
 _EXPONENT, _SMALLEST_NORMAL = 0x7F800000, 0x00800000
 _SECOND_DERIVATIVE = (
     "amp: a function with 8-bit products is differentiated twice, for which it would "
@@ -62,7 +61,7 @@ def round_to(x: jax.Array, dtype: Any) -> Rounded:
 
     Infinity and NaN stay, but infinity becomes NaN if the dtype has none.
     """
-    # The largest and the smallest power of two whose inverse is a normal number, too.
+    # The largest and the smallest power of two whose inverse is also a normal number.
     ratio = float(jnp.finfo(dtype).max) / _largest_finite(x)
     ratio = jnp.clip(ratio, 2.0**-126, 2.0**126)
     exponent = lax.bitcast_convert_type(ratio, jnp.int32) & _EXPONENT
@@ -189,6 +188,6 @@ def _bind_to(dtype: Any, equation: Equation, inputs: Sequence[Any]) -> list[Any]
 
 
 def _multiply(multiply: Callable[..., Any], left: Rounded, right: Rounded) -> jax.Array:
-    """Return the product of two rounded arrays, by that of 8-bit floats."""
+    """Return the product of two rounded arrays, by a product of 8-bit floats."""
     (values,) = multiply([left.values, right.values])
     return values * (left.unit * right.unit).astype(values.dtype)

@@ -53,7 +53,7 @@ def _through(equation: Equation, inputs: Sequence[int], low: Set[int]) -> Forwar
     def results(equation: Equation, inputs: list[int]) -> list[int]:
         if has_regions(equation):
             result = _through(equation, inputs, low)
-            # An output depends on the choice of a branch, too.
+            # An output also depends on the choice of a branch.
             return [max([x, *result.decisions]) for x in result.outputs]
         return [_result(equation, inputs, low, x) for x in equation.outvars]
 

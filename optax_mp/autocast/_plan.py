@@ -150,7 +150,7 @@ class Site(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Its line, or that of the nearest equation around it that has one."""
+        """Its line, or the line of the nearest equation around it that has one."""
         # A function of JAX has lines of its own only where it is called.
         lines = map(source_line, (self.equation, *self.around))
         return next(filter(None, lines), "")
@@ -161,7 +161,7 @@ class _Context:
     """Facts of an equation that other equations decide.
 
     Attributes:
-        precisions: those of its inputs.
+        precisions: of its inputs.
         wants: what the readers of its outputs want.
         scope_rule: the rule of the scope that it is in.
     """
@@ -245,7 +245,7 @@ class Planner:
             # A repeated literal stays weak: later operations decide.
             return Action("bind", (FULL,), precisions, rule, "literal", scope_rule)
         if rule == "f8":
-            # If operands are in 16 bits as written, the result is as written, too.
+            # If operands are in 16 bits as written, so is the result.
             inputs = set_all(LOW, precisions)
             outputs = full_precisions(equation.outvars)
             outputs = set_all(LOW, outputs) if LOW in inputs else outputs

@@ -47,7 +47,7 @@ class AmpOperation:
         line: where it is written.
         ran: `"low"`, `"f8"` (a product in 8 bits), `"f32"` or `"as_written"`;
             `"function"` if the rule is one; `"mixed"` for a loop, branch or
-            `shard_map`, whose operations are listed, too.
+            `shard_map`, whose operations are also listed.
         why: the reason: `"rule"`, `"scope"`, `"inputs"` (one is float32, or none is),
             `"literal"` (the compute dtype cannot hold it), `"sink"` (everything that
             reads it computes in float32), `"shape"` (8 bits would not pay),
@@ -143,8 +143,8 @@ def amp_report(
     once, as written, and the error of its outputs is not measured. A loop, a branch and
     a `shard_map` are measured as a whole: for errors inside, report on their function.
     Products inside an equation that runs as written, such as a linear solver, are
-    listed, too. `precision_report(amp(fun), *args)` says which share of the products'
-    FLOPs runs low.
+    listed as well. `precision_report(amp(fun), *args)` says which share of the
+    products' FLOPs runs low.
 
     Args:
         fun: the function as written, not `amp(fun)`.
@@ -234,7 +234,7 @@ def _ran(site: Site) -> str:
 def _measure(
     interpreter: Interpreter, traced: TracedCall, plan: Plan
 ) -> tuple[dict[int, float], float]:
-    """Return the error of each action of a plan, by its id, and that of the outputs."""
+    """Return the error of each action of a plan, by its id, and of the outputs."""
     errors: dict[int, float] = {}
 
     def run(jaxpr: AnyJaxpr, plan: Plan, inputs: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Which rule each operation follows: the default table, and the rules of a user.
 
-A rule is for a primitive or for a `jax.named_scope`. A scope's rule wins over that of a
-primitive, and that of the outermost scope over those of others.
+A rule is for a primitive or for a `jax.named_scope`. A scope's rule wins over a
+primitive's, and the outermost scope's over others.
 """
 
 import difflib
@@ -112,7 +112,7 @@ class Rules:
         """
         rules = [] if around is None else [around]
         rules += [rule for _, rule in self._in_scopes(scopes(equation))]
-        # Words for products yield to other rules, further inside, too.
+        # Words for products yield to other rules, also further inside.
         others = (rule for rule in rules if rule not in PRODUCT_WORDS)
         return next(others, rules[0] if rules else None)
 

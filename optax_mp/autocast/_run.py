@@ -98,7 +98,7 @@ class Interpreter:
         """Return the outputs of one equation, as its action says."""
         if action.how == "function":
             new = call_function(action.rule, self._low, equation, inputs)
-            # What takes no part in amp is as written.
+            # Outputs that take no part in amp are as written.
             outs = tuple(x or FULL for x in action.outputs)
             return self.cast_all(bind(equation, *new), outs, equation.outvars)
         inputs = self.cast_all(inputs, action.inputs, equation.invars)

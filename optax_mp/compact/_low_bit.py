@@ -78,7 +78,7 @@ def low_bit_state(
     block_size: int = 32,
     dtype: DTypeLike | None = None,
     min_size: int = 4096,
-    seed: int | None = 0,
+    seed: int | jax.Array | None = 0,
     product_bits: int = 16,
 ) -> optax.GradientTransformationExtraArgs:
     """Quantize the large float32 arrays of `inner`'s state.
@@ -123,7 +123,8 @@ def low_bit_state(
             257 of 2056, where nothing else divides.
         dtype: bfloat16, to store arrays in that instead of in blocks of codes.
         min_size: the number of elements that an array needs to be quantized.
-        seed: for stochastic rounding; None rounds to nearest.
+        seed: for stochastic rounding; None rounds to nearest. An integer, traced where
+            each member of a `vmap` is to round with random numbers of its own.
         product_bits: at least this many bits for arrays that reach a matrix product.
             With 8, as `bits` for all.
 
@@ -260,7 +261,7 @@ def _quantize_slot(slot: Any, code: Code, where: str) -> Any:
     return new_quantized(code, put(slot, codes), *boxed)
 
 
-def _quantize_again(after: PyTree, state: LowBitState, seed: int | None) -> PyTree:
+def _quantize_again(after: PyTree, state: LowBitState, seed: Any) -> PyTree:
     """Return the new inner state, quantized where the one in `state` is."""
     # By path: a state may gain leaves at the first step, as that of `optax.monitor`.
     nodes = tree_leaves_with_path(state.inner_state, is_leaf=is_quantized)

@@ -17,6 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import saturate
+from optax_mp._tree import describe, is_array
 
 
 def rounding_keys(count: int, *parts: int | jax.Array) -> list[jax.Array]:
@@ -49,10 +50,14 @@ def _rounding_keys(count: int, *parts: jax.Array) -> list[jax.Array]:
 def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
     """Raise unless `seed` is an integer, or None if that is allowed."""
     is_number = isinstance(seed, Integral) and not isinstance(seed, bool)
+    # A traced one where each member of a `vmap`, or each rank, has its own.
+    if is_array(seed) and not seed.shape:
+        is_number = jnp.issubdtype(seed.dtype, jnp.integer)
     if is_number or (or_none and seed is None):
         return
     expected = "an integer" + (", or None to round to nearest" if or_none else "")
-    raise TypeError(f"{caller}: `seed` is {seed!r}, expected {expected}.")
+    shown = describe(seed) if is_array(seed) else repr(seed)
+    raise TypeError(f"{caller}: `seed` is {shown}, expected {expected}.")
 
 
 def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:

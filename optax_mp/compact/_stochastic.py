@@ -15,6 +15,7 @@ from optax_mp._inner import InnerUpdate, as_inner_param, as_transformation, copy
 from optax_mp._leaves import Leaves
 from optax_mp._states import inner_field
 from optax_mp._tree import describe, is_floating, spell
+from optax_mp._warnings import warn
 from optax_mp.compact._random_numbers import (
     check_seed,
     round_stochastically,
@@ -51,7 +52,7 @@ class StochasticRoundingState(NamedTuple):
 
 
 def stochastic_rounding(
-    inner: optax.GradientTransformation, seed: int = 0
+    inner: optax.GradientTransformation, seed: int | jax.Array = 0
 ) -> optax.GradientTransformationExtraArgs:
     """Train 16-bit params without masters, rounding them stochastically.
 
@@ -71,7 +72,8 @@ def stochastic_rounding(
 
     Args:
         inner: any optax optimizer or chain.
-        seed: for the random numbers.
+        seed: for the random numbers. An integer, traced where each member of a `vmap`
+            is to have its own.
 
     Returns:
         The transformation. Extra arguments of `update` are passed to `inner`.
@@ -125,6 +127,7 @@ def stochastic_rounding(
         check_own_state(state, StochasticRoundingState, "stochastic_rounding")
         leaves = Leaves.of(params, caller="stochastic_rounding")
         arguments = InnerUpdate.match(updates, params, leaves)
+        _warn_unless_narrow(leaves)
         wide = list(map(_widen, leaves.values))
 
         def step(state: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
@@ -156,6 +159,20 @@ _round_jitted = jax.jit(round_stochastically, static_argnums=1)
 
 def _is_narrow(param: Any) -> bool:
     return is_floating(param) and bits(param.dtype) < 32
+
+
+def _warn_unless_narrow(params: Leaves) -> None:
+    """Warn if no param is rounded: the state does not say which dtype they had."""
+    floating = [i for i, param in enumerate(params.values) if is_floating(param)]
+    if floating and not any(map(_is_narrow, params.values)):
+        i = floating[0]
+        warn(
+            "stochastic_rounding: there is nothing to round, because no param has 16 "
+            f"bits (param {spell(params.paths[i])} is {describe(params.values[i])}). "
+            "If `equinox.apply_updates` promoted them, which adds float32 updates "
+            "without casting back, use `optax.apply_updates`, or cast them back with "
+            "`optax_mp.cast_floating`."
+        )
 
 
 def _widen(param: Any) -> Any:

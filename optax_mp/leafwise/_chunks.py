@@ -7,9 +7,10 @@ memory, only one chunk has to be on the device at a time.
 
 A TPU stores the last two axes of an array in tiles of 8 to 32 rows and 128 lanes. No
 tile is cut. XLA copies between memories only slices along one axis, so leading axes are
-merged into rows if that keeps the tiles, and else one leading axis is cut. A kernel
-copies chunks of 8-bit codes, whose tiles XLA would convert in the whole array. Rows
-that may be sharded are cut within each shard, so that devices do not exchange chunks.
+merged into rows if that keeps the tiles, and else one leading axis is cut. (The lanes
+hold columns where rows do not fill them.) A kernel copies chunks of 8-bit codes, whose
+tiles XLA would convert in the whole array. Rows that may be sharded are cut within each
+shard, so that devices do not exchange chunks.
 """
 
 import math
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from optax_mp._dtypes import bits
 from optax_mp._jax._block_operations import Blocks
 from optax_mp._jax._by_platform import Target, run_by_platform
 from optax_mp._jax._memory import is_on_host, moves_memory, to_device, to_host
@@ -84,7 +86,7 @@ class Cuts:
         It has no such copy of less than a tile, nor of lanes: arrays with short rows
         have their columns there. Tall tiles need a kernel.
         """
-        if x.shape != self.part.shape or len(x.shape) == 1:
+        if x.shape != self.part.shape or len(x.shape) == 1 or bits(x.dtype) < 8:
             return False
         if self.has_tall_tiles(x.dtype) and not are_on():
             return False
@@ -95,7 +97,7 @@ class Cuts:
 
     def has_tall_tiles(self, dtype: Any) -> bool:
         """Return whether a TPU stores elements of a dtype in tiles of 32 rows."""
-        return dtype.itemsize == 1 and self.part.shape[-2] % _ROWS == 0
+        return bits(dtype) == 8 and self.part.shape[-2] % _ROWS == 0
 
 
 def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts | None:
@@ -122,7 +124,7 @@ def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts 
         step = max(_TILE * _ROWS, part.block_size)
     elif len(part.shape) > 2 and device_count > 1:
         return None
-    elif len(part.shape) > 2 and height % step:
+    elif len(part.shape) > 2 and (height % step or width % _LANES):
         rows, step = math.prod(before), 1
         view, width = (rows, height, width), height * width
     elif device_count > 1:
@@ -197,7 +199,7 @@ class _Chunk(Evaluator):
         return super().run(node, inputs)
 
     def index(self, axis: int) -> jax.Array:
-        """Return the indices of the elements along an axis of the whole array."""
+        """Return the indices in the whole array along an axis of the part."""
         part, view = self.cuts.part, self.cuts.view
         shape = self.shape_of(part.whole)
         column = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
@@ -343,7 +345,7 @@ def run_end(
         def run_number(
             k: Any, made: Sequence[jax.Array], first: int = first, length: int = length
         ) -> list[jax.Array]:
-            return run_chunk(_Chunk(cuts, k * length + first, length), made)
+            return run_chunk(_Chunk(cuts.part, cuts, k * length + first, length), made)
 
         made = lax.fori_loop(jnp.int32(0), jnp.int32(count), run_number, made)
     return [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]

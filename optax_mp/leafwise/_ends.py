@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from optax_mp._jax._block_operations import Blocks, blocks_in, is_block_operation
 from optax_mp._jax._memory import is_host_type, moves_memory
+from optax_mp._jax._primitives import IN_KERNELS
 from optax_mp.leafwise._program import (
     Node,
     Program,
@@ -34,16 +35,9 @@ from optax_mp.leafwise._program import (
 # at single numbers, such as a learning rate, and at equations that are not
 # elementwise; and each end makes its own arrays of constants, such as zeros.
 
-# Fewer than in `_jax._primitives`: those that kernels compute on every platform. Mosaic
-# may refuse others only when the whole program is compiled.
-ELEMENTWISE = frozenset(
-    """add sub mul div rem max min neg sign abs sqrt rsqrt exp exp2 log log1p
-    expm1 tanh logistic pow integer_pow square select_n clamp convert_element_type eq ne
-    lt le gt ge and or not xor is_finite floor ceil round stop_gradient copy shift_left
-    shift_right_logical shift_right_arithmetic bitcast_convert_type reduce_precision
-    nextafter pvary pcast""".split()
-)
 _SMALLEST_SIZE = 4096
+# Also from a factor of rows to a matrix, where they are no part of an end.
+_BROADCASTING = IN_KERNELS | {"broadcast_in_dim"}
 
 
 @dataclass(frozen=True)
@@ -57,11 +51,14 @@ class End:
         replaced: outputs that overwrite an input: their index in `outputs`, and the
             index of that input in `reads`.
         shape: of its elements.
-        block_size: how many elements along the last axis share a scale, if any do.
-        group_size: how many along the axis before share a shift, if any do.
+        block_size: how many elements along an axis share a scale, if any do.
+        axis: that axis, or the last one.
+        group_size: how many along the last of the other axes share a shift, if any do.
         entangled: why no part of its arrays can be computed alone. None if any part can
-            be: all arrays have one shape, or are scales along its last axis, or shifts
-            along the one before.
+            be: all arrays have one shape, or are scales along its axis, or shifts along
+            the other.
+        reads_repeated: whether it reads factors of rows or columns, as of a factored
+            moment. XLA would write them out as whole arrays for a kernel.
         obstacle: why no kernel computes it on any platform; None if one may.
     """
 
@@ -71,8 +68,11 @@ class End:
     replaced: dict[int, int]
     shape: tuple[int, ...]
     block_size: int | None
+    block_size: int | None
+    axis: int
     group_size: int | None
     entangled: str | None
+    reads_repeated: bool
     obstacle: str | None
 
 
@@ -99,7 +99,7 @@ def cut(program: Program, replaced: Mapping[Value, Value]) -> list[End]:
     for group in groups_with_common(touched):
         together = [outputs[at] for at in group]
         nodes, _ = program.behind(together, stops_at)
-        ends.append(_end(nodes, together, replaced))
+        ends.append(_end(program, nodes, together, replaced))
     return ends
 
 
@@ -108,7 +108,10 @@ def _reads_arrays(node: Node) -> bool:
 
 
 def _end(
-    nodes: list[Node], outputs: list[Value], replaced: Mapping[Value, Value]
+    program: Program,
+    nodes: list[Node],
+    outputs: list[Value],
+    replaced: Mapping[Value, Value],
 ) -> End:
     """Return the end with these equations and outputs."""
     shape = max((value.aval.shape for value in outputs), key=math.prod)
@@ -116,17 +119,25 @@ def _end(
     reads = reads_of(nodes)
     place_of = {value: i for i, value in enumerate(reads)}
     old = [overwritten_by(value, replaced) for value in outputs]
-    sizes = [{x.size for x in blocks if x.axis == len(shape) - i} for i in (1, 2)]
-    entangled = _entangled(nodes, blocks, shape)
+    # The first operation is on scales. Shifts are along another axis.
+    axis = blocks[0].axis if blocks else len(shape) - 1
+    groups = [x for x in blocks if x.axis != axis]
+    entangled = _entangled(nodes, blocks, shape, axis)
     return End(
         nodes=nodes,
         reads=reads,
         outputs=outputs,
         replaced={at: place_of[x] for at, x in enumerate(old) if x in place_of},
         shape=shape,
-        block_size=max(sizes[0], default=None),
-        group_size=max(sizes[1], default=None),
+        block_size=max((x.size for x in blocks if x.axis == axis), default=None),
+        axis=axis,
+        group_size=groups[0].size if groups else None,
         entangled=entangled,
+        reads_repeated=any(
+            program.nodes[x.made_at].equation.primitive.name in _BROADCASTING
+            for x in reads
+            if x.made_at is not None and x.aval.ndim
+        ),
         obstacle=_obstacle(outputs, shape) or entangled,
     )
 
@@ -151,14 +162,14 @@ def _obstacle(outputs: Sequence[Value], shape: tuple[int, ...]) -> str | None:
 
 
 def _entangled(
-    nodes: list[Node], blocks: list[Blocks], shape: tuple[int, ...]
+    nodes: list[Node], blocks: list[Blocks], shape: tuple[int, ...], axis: int
 ) -> str | None:
     """Return why no part of the arrays of an end can be computed alone."""
-    rank = len(shape)
-    if any(len({x.size for x in blocks if x.axis == axis}) > 1 for axis in range(rank)):
+    if len({(x.size, x.axis) for x in blocks}) > len({x.axis for x in blocks}):
         return "blocks of several sizes"
-    if any(x.axis < rank - 2 for x in blocks):
-        return "blocks not along the last axes"
+    behind = [x for x in range(len(shape)) if x != axis][-1:]
+    if not {x.axis for x in blocks} <= {axis, *behind}:
+        return "blocks along several axes"
     # Scales and shifts have the shape of their elements but for one axis.
     shapes = {shape}
     shapes |= {(*shape[: x.axis], x.count, *shape[x.axis + 1 :]) for x in blocks}
@@ -176,7 +187,7 @@ def _fits(node: Node) -> bool:
         return not equation.invars[0].aval.shape
     if name == "device_put":
         return moves_memory(equation)
-    if name not in ELEMENTWISE or len(equation.outvars) != 1:
+    if name not in IN_KERNELS or len(equation.outvars) != 1:
         return False
     shape = equation.outvars[0].aval.shape
     if name == "bitcast_convert_type":

@@ -126,9 +126,11 @@ class CutStep:
             args = [as_stored[value] for value in end.reads]
             # A kernel sees one device. Where the layout of sharded arrays is known,
             # each device runs it on its own part, inside of a `shard_map` made here.
-            layout = Layout.find(end, args, known)
+            turns = self.target.platform == "tpu"
+            layout = Layout.find(end, args, known, turns=turns)
             made = self._by_kernel(layout, args) or self._by_chunks(layout, args)
             if made is None:
+                self._warn_of_layout(end)
                 local = dict(values)
                 run_nodes(end.nodes, local)
                 made = [local[value] for value in end.outputs]
@@ -150,17 +152,20 @@ class CutStep:
             except Exception as error:
                 kernel = _kernels.warn_of(error)
         self.ways[end.outputs[0]] = kernel
-        if kernel == _kernels.UNKNOWN_LAYOUT and not self.traced.shardings:
+        return made
+
+    def _warn_of_layout(self, end: End) -> None:
+        is_unknown = self.ways[end.outputs[0]] == _kernels.UNKNOWN_LAYOUT
+        if is_unknown and not self.traced.shardings:
             warn_once(
                 "optax_mp: a step on several devices is compiled for arrays in few "
-                "bits whose sharding is not known, as in a loop or a `jit` within "
-                "`jit`, so no kernel computes it, and XLA alone moves 1.5 times as "
-                "many bytes on a GPU, and up to 8 times as many on a TPU. Pass "
+                "bits whose sharding is not known, as in a loop, a `jit` within `jit` "
+                "or `zero1`, so no kernel computes it, and XLA alone moves 1.5 times "
+                "as many bytes on a GPU, and up to 8 times as many on a TPU. Use a "
+                "mesh with explicit axes, or, but for `zero1`, pass "
                 "`param_shardings=jax.tree.map(lambda p: p.sharding, params)` to "
-                "`optax_mp.take_step`, in place of `tx.update`, or use a mesh with "
-                "explicit axes."
+                "`optax_mp.take_step`, in place of `tx.update`."
             )
-        return made
 
     def _by_chunks(self, layout: Layout, args: Sequence[Any]) -> list[Any] | None:
         """Return the same chunk by chunk; None where that is not worth it."""

@@ -21,10 +21,11 @@ class Part:
 
     Attributes:
         whole: the shape of the arrays of elements, on all devices together.
-        shape: of their shards.
-        block_size: how many elements along the last axis share a scale.
-        group_size: how many along the axis before share a shift.
-        origin: the place of the first element in the whole arrays.
+        shape: of their shards, with the axis of blocks behind all others.
+        block_size: how many elements along that axis share a scale.
+        group_size: how many along the axis before it share a shift.
+        origin: the place of the first element in the whole arrays, as in `shape`.
+        axis: the place of the last axis in `whole`.
     """
 
     whole: tuple[int, ...]
@@ -32,10 +33,17 @@ class Part:
     block_size: int
     group_size: int
     origin: tuple[Any, ...]
+    axis: int = -1
+
+    def place_of(self, axis: int) -> int:
+        """Return the place in `shape` of an axis of `whole`."""
+        own = self.axis % len(self.whole)
+        return len(self.whole) - 1 if axis == own else axis - (axis > own)
 
     def has_shifts(self, shape: tuple[int, ...]) -> bool:
         """Return whether an array of this shape, on all devices, is one of shifts."""
-        return len(shape) > 1 and shape != self.whole and shape[-1] == self.whole[-1]
+        is_whole = shape[self.axis :][:1] == self.whole[self.axis :][:1]
+        return len(shape) > 1 and shape != self.whole and is_whole
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the shard of an array: elements, scales or shifts."""
@@ -47,8 +55,11 @@ class Part:
         return (*leading, -(-length // self.block_size))
 
 
+@dataclass(frozen=True)
 class Evaluator(ABC):
     """Evaluates equations on some elements of a part, their scales and shifts."""
+
+    part: Part
 
     @abstractmethod
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -56,7 +67,7 @@ class Evaluator(ABC):
 
     @abstractmethod
     def index(self, axis: int) -> jax.Array:
-        """Return the indices of the elements along an axis of the whole array."""
+        """Return the indices in the whole array along an axis of the part."""
 
     @abstractmethod
     def spread(self, scales: jax.Array, axis: int) -> jax.Array:
@@ -80,7 +91,7 @@ class Evaluator(ABC):
         equation, aval = node.equation, node.outputs[0].aval
         name = equation.primitive.name
         if is_block_operation(equation):
-            axis = blocks_in(equation).axis - aval.ndim
+            axis = self.part.place_of(blocks_in(equation).axis) - aval.ndim
             if equation.params["kind"] == SPREAD:
                 return [self.spread(inputs[0], axis)]
             return [self.largest(inputs[0], axis)]
@@ -90,7 +101,7 @@ class Evaluator(ABC):
         if name == "broadcast_in_dim":
             return [self.full(shape, inputs[0], aval.dtype)]
         if name == "iota":
-            at = self.index(equation.params["dimension"])
+            at = self.index(self.part.place_of(equation.params["dimension"]))
             return [lax.bitcast_convert_type(at, aval.dtype)]
         if name in ("pvary", "pcast"):  # says over which axes of a mesh a value varies
             return list(inputs)

@@ -214,7 +214,7 @@ class _StepFromHost:
 
     def _layout_of(self, end: End | None, arrays: set[Value]) -> Layout | None:
         """Return the layout of an end; None if it needs whole arrays."""
-        if end is None or end.entangled is not None:
+        if end is None or end.entangled or end.axis != len(end.shape) - 1:
             return None
         for value in end.reads:
             # A norm of the arrays needs them whole, so the job takes whole arrays.

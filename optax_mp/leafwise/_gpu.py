@@ -78,12 +78,10 @@ class PieceEvaluator(KernelEvaluator):
     """A piece of the elements of a part, and their scales and shifts.
 
     Attributes:
-        part: what it is a part of.
         pieces: how that is cut.
         at: the layer, and the places of the piece among those along rows and columns.
     """
 
-    part: Part
     pieces: Pieces
     at: tuple[Any, Any, Any]
 
@@ -114,7 +112,7 @@ class PieceEvaluator(KernelEvaluator):
         return at, is_inside
 
     def index(self, axis: int) -> jax.Array:
-        """Return the indices of the elements along an axis of the whole array."""
+        """Return the indices in the whole array along an axis of the part."""
         # From the place in memory, where the last axis runs fastest.
         own, (layer, i, j) = self.shape_of(self.part.whole), self.at
         _, height, width = self.pieces.view

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_mp._dtypes import bits
 from optax_mp._jax._jaxpr import bind
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Evaluator
@@ -22,8 +23,6 @@ DTYPES = frozenset(
     """bool int8 int16 int32 uint8 uint16 uint32 float16 bfloat16 float32""".split()
 )
 _NARROW_FLOATS = ("bfloat16", "float16")
-# These return one of their inputs, or change its sign.
-_EXACT = frozenset("abs clamp copy max min neg select_n stop_gradient".split())
 
 
 class KernelEvaluator(Evaluator):
@@ -64,8 +63,7 @@ class KernelEvaluator(Evaluator):
             for i, other in enumerate(others, start=1):
                 chosen = jnp.where(which == i, other, chosen)
             return [chosen]
-        outputs = bind(equation, inputs)
-        return outputs if name in _EXACT else [_as(new, x) for x in outputs]
+        return [_as(new, x) for x in bind(equation, inputs)]
 
 
 def other_dtype(end: End, dtypes: Collection[str]) -> str | None:
@@ -111,7 +109,7 @@ def _as(dtype: Any, x: jax.Array) -> jax.Array:
         return x.astype(dtype).astype(jnp.float32)
     if not _is_narrow_integer(dtype):
         return x
-    unused = 32 - 8 * dtype.itemsize
+    unused = 32 - bits(dtype)
     if jnp.issubdtype(dtype, jnp.unsignedinteger):
         return x & (0xFFFFFFFF >> unused)
     return (x << unused) >> unused

@@ -36,6 +36,10 @@ def find_kernel(layout: Layout, target: Target) -> Any:
     kernels = kernels_for(target)
     if isinstance(kernels, str):
         return kernels
+    if layout.axis != layout.end.axis:
+        return "blocks not along the last axis"
+    if layout.end.reads_repeated:
+        return "factors of rows or columns"
     # An array that is sharded would be gathered for a kernel.
     if layout.sharding is None and target.device_count > 1:
         return UNKNOWN_LAYOUT

@@ -26,19 +26,24 @@ class Layout:
         end: the end.
         sharding: of arrays of elements. Scales are sharded along the same axes. None if
             it is not known.
+        axis: the one that is put behind all others: the last, or that of the blocks.
     """
 
     end: End
     sharding: NamedSharding | None
+    axis: int
 
     @classmethod
-    def find(cls, end: End, args: Sequence[Any], shardings: Shardings) -> "Layout":
+    def find(
+        cls, end: End, args: Sequence[Any], shardings: Shardings, *, turns: bool = False
+    ) -> "Layout":
         """Return the layout of the arrays of an end.
 
         Args:
             end: the end.
             args: the values of what it reads.
             shardings: of those of these for which they are known.
+            turns: whether to put the axis of the blocks last.
         """
         # From `param_shardings`, or the program, or types. All arrays of a leaf are
         # sharded alike, and scales like the elements. No block may lie on two devices.
@@ -50,14 +55,20 @@ class Layout:
         axes = range(len(end.shape))
         specs = {tuple(axis_names(x.spec, i) for i in axes) for x in candidates}
         is_known = len(specs) == 1 and _divides(candidates[0], end)
-        return cls(end, candidates[0] if is_known else None)
+        axis = end.axis if turns else len(end.shape) - 1
+        return cls(end, candidates[0] if is_known else None, axis)
 
     @property
     def part(self) -> Part:
         """The part of the arrays that each device holds; all if that is not known."""
-        shape, sizes = self.end.shape, (self.end.block_size, self.end.group_size)
+        shape, end = self.end.shape, self.end
+        sizes = end.block_size or 1, end.group_size or 1
         own = shape if self.sharding is None else self.sharding.shard_shape(shape)
-        return Part(shape, own, *(x or 1 for x in sizes), (0,) * len(shape))
+        own = self._turn(own)
+        return Part(shape, own, *sizes, (0,) * len(shape), self.axis)
+
+    def _turn(self, sizes: Sequence[Any]) -> tuple[Any, ...]:
+        return *sizes[: self.axis], *sizes[self.axis + 1 :], sizes[self.axis]
 
     def run(
         self,
@@ -65,10 +76,15 @@ class Layout:
         args: Sequence[Any],
     ) -> list[Any]:
         """Return the outputs of the end, computed on each device for its own part."""
+
+        def run_turned(part: Part, args: Sequence[Any]) -> Sequence[Any]:
+            moved = [jnp.moveaxis(x, self.axis, -1) if jnp.ndim(x) else x for x in args]
+            return [jnp.moveaxis(x, -1, self.axis) for x in run_part(part, moved)]
+
         if self.sharding is None:
-            return list(run_part(self.part, args))
+            return list(run_turned(self.part, args))
         spec, part = self.sharding.spec, self.part
-        names = [axis_names(spec, axis) for axis in range(len(part.shape))]
+        names = self._turn([axis_names(spec, i) for i in range(len(part.shape))])
 
         # Random numbers are a hash of the place in the whole array: a shard must know
         # where it begins.
@@ -77,7 +93,7 @@ class Layout:
                 jax.lax.axis_index(name) * size if name else jnp.int32(0)
                 for name, size in zip(names, part.shape, strict=True)
             )
-            return tuple(run_part(replace(part, origin=origin), args))
+            return tuple(run_turned(replace(part, origin=origin), args))
 
         def spec_of(x: Any) -> PartitionSpec:
             return spec if jnp.ndim(x) else PartitionSpec()
@@ -118,10 +134,13 @@ def spread_shardings(
 def _divides(sharding: NamedSharding, end: End) -> bool:
     """Return whether shards are of one shape, and none begins within a block."""
     # The other axes may be cut anywhere: an element shares a scale or a shift with
-    # neighbours along the last two alone.
+    # neighbours along two alone.
     try:
         own = sharding.shard_shape(end.shape)
     except ValueError:
         return False
-    ends = zip(own[::-1], end.shape[::-1], (end.block_size, end.group_size))
-    return all(a == b or a % (size or 1) == 0 for a, b, size in ends)
+    behind = [x for x in range(len(own)) if x != end.axis][-1:]
+    sizes = {end.axis: end.block_size} | dict.fromkeys(behind, end.group_size)
+    return all(
+        own[x] == end.shape[x] or own[x] % (size or 1) == 0 for x, size in sizes.items()
+    )

@@ -226,4 +226,5 @@ def _form_of(end: End, part: Part, target: Target) -> Hashable:
     nodes = tuple(
         (x.equation.primitive, types(x.inputs), types(x.outputs)) for x in end.nodes
     )
-    return target.kind, part.shape, part.block_size, nodes, types(end.outputs)
+    of_part = part.shape, part.block_size, part.group_size, part.axis
+    return target.kind, *of_part, nodes, types(end.outputs)

@@ -5,14 +5,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import NamedSharding
 
 from optax_mp._context import with_context
+from optax_mp._dtypes import at_least_float32, is_negative_zero
 from optax_mp._inner import as_transformation, or_no_change
 from optax_mp._jax._arrays import has_tracers
 from optax_mp._jax._memory import is_on_host
 from optax_mp._leaves import is_absent
+from optax_mp._tree import is_floating
 from optax_mp._warnings import warn_once
 from optax_mp.leafwise._engine import run_step
 from optax_mp.leafwise._from_host import run_from_host
@@ -44,7 +48,8 @@ def take_step(
     any optimizer: its update is traced, and whatever is not elementwise, such as a
     global norm, is computed before the kernels. Outside of `jit`, within `vmap` or
     `grad`, and if the update has effects, such as `jax.debug.print`, there are no
-    kernels, and a warning says so.
+    kernels, and a warning says so. A step that a loss scale skips changes no bit of a
+    param, whereas on a CPU `optax.apply_updates` flushes subnormal params to 0.
 
     A kernel is used in a program for one device, inside `jax.shard_map` over all axes
     of a mesh, and on sharded arrays if their types or `param_shardings` say how they
@@ -147,11 +152,26 @@ def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params
 
     def apply(param: Any, update: Any) -> Any:
         update = or_no_change(update, param)
-        return param if is_absent(update) else optax.apply_updates(param, update)
+        return param if is_absent(update) else _add(param, update)
 
     # It adds float32 updates to 16-bit params, and casts back.
     with jax.numpy_dtype_promotion("standard"):
         return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
+
+
+def _add(param: Any, update: Any) -> Any:
+    """Return what `optax.apply_updates` does; but an update of -0.0 changes no bit."""
+    if not (is_floating(param) and is_floating(update)):
+        return optax.apply_updates(param, update)
+    # A CPU's sum flushes subnormals to 0. In float32, which costs least there, and
+    # because not every TPU compares 16 bits. One sum of 16-bit floats in float32,
+    # rounded, is their sum.
+    param = jnp.asarray(param)
+    wide = lax.convert_element_type(param, at_least_float32(param.dtype))
+    change = lax.convert_element_type(update, at_least_float32(update.dtype))
+    moved = optax.apply_updates(wide, change)
+    stays = is_negative_zero(change)
+    return lax.convert_element_type(lax.select(stays, wide, moved), param.dtype)
 
 
 def leafwise_update(update: Callable[..., tuple[Any, Any]]) -> Any:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._kernel_evaluator import KernelEvaluator
 
 # How blocks are reduced. A register of a TPU is 8 rows of 128 lanes, and 32 of
@@ -35,7 +34,6 @@ class TileEvaluator(KernelEvaluator):
     """A chunk of a tile: of its elements some columns, of its scales all.
 
     Attributes:
-        part: what it is a part of.
         rows: of the chunk.
         columns: of the chunk, a multiple of 128.
         block_size: how many columns share a scale. All rows share shifts, if there are
@@ -45,7 +43,6 @@ class TileEvaluator(KernelEvaluator):
         first: the chunk's first column in the tile.
     """
 
-    part: Part
     rows: int
     columns: int
     block_size: int
@@ -72,7 +69,7 @@ class TileEvaluator(KernelEvaluator):
         return (at >= first) & (at < first + self.columns // self.block_size)
 
     def index(self, axis: int) -> jax.Array:
-        """Return the indices of the elements along an axis of the whole array."""
+        """Return the indices in the whole array along an axis of the part."""
         shape, from_last = (self.rows, self.columns), len(self.part.shape) - 1 - axis
         start = self.origin[axis] + self.part.origin[axis]
         if from_last > 1:

@@ -141,7 +141,10 @@ class Settings(NamedTuple):
         # With `Split` updates are float32 whatever `update_dtype` is.
         remedy = 'build the transform with `update_dtype="params"`'
         if self.storage.param_is_part:
-            remedy = "use `optax.apply_updates`, which does"
+            remedy = (
+                "use `optax.apply_updates`, which does, or, where a library calls it, "
+                '`optax_mp.FullCopy()` with `update_dtype="params"`'
+            )
         return (
             "something promoted it since. If `equinox.apply_updates` did, which adds "
             f"float32 updates without casting back, {remedy}; else cast the params "

@@ -55,6 +55,8 @@ class Split:
       param, by at most 2^-23 of the old weight.
     - Finite masters above 3.396e38 (float16: 65520) are kept as the largest finite
       value. An infinite param is its own master, and NaN stays NaN.
+    - Params of 8 bits are an error. Those of 32 bits are their own masters, as with
+      `FullCopy`; if all are, `init` warns.
     - `jax.grad` through `tx.update` is zero.
 
     Attributes:

@@ -27,6 +27,7 @@ from optax_mp._tree import (
     spell,
 )
 from optax_mp._typed import type_with
+from optax_mp._warnings import warn
 
 # The hash, because a storage becomes part of the state's type.
 _MEMBERS = ("takes", "encode", "decode", "advance", "param_is_part", "__hash__")
@@ -266,23 +267,23 @@ def check_storable(
         )
 
 
-def check_any_stored(
+def warn_unless_stored(
     storage: Storage, params: Leaves, stored: Sequence[Any], master_dtype: jnp.dtype
 ) -> None:
-    """Raise if a storage other than full copies would store nothing.
+    """Warn if a storage other than full copies stores nothing.
 
-    A float32 leaf among others is its own master. But if all leaves are, the user
-    asked for a storage in vain.
+    A float32 leaf among others is its own master. If all leaves are, the params may not
+    have been cast; but one factory may make the optimizers of several models, too.
     """
     inexact = [i for i, param in enumerate(params.values) if is_inexact(param)]
     if inexact and all(map(is_absent, stored)) and storage != FullCopy():
         path, param = params.paths[inexact[0]], params.values[inexact[0]]
-        raise ValueError(
-            f"mixed_precision: the storage {storage} needs params of "
-            f"{list_taken_dtypes(storage, master_dtype)}, found none (param "
-            f"{spell(path)} is {describe(param)}). Cast the params with "
-            "`optax_mp.cast_floating`, or pass `param_dtype` if you cast them later; "
-            "params that stay as they are need no storage."
+        warn(
+            f"mixed_precision: the storage {storage} stores nothing, because no param "
+            f"is {list_taken_dtypes(storage, master_dtype)} (param {spell(path)} is "
+            f"{describe(param)}): each param is its own master. If you meant to train "
+            "in 16 bits, cast the params with `optax_mp.cast_floating` before `init`, "
+            "or pass `param_dtype` if you cast them later."
         )
 
 

@@ -2,7 +2,9 @@
 
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -12,9 +14,13 @@ from optax_mp._context import Transformation
 from optax_mp._descriptions import place_like_params, takes_descriptions
 from optax_mp._dtypes import bits, round_to
 from optax_mp._inner import as_inner_param, as_transformation, copy_shared
-from optax_mp._leaves import Leaves
+from optax_mp._jax._dataflow import depending_outputs
+from optax_mp._jax._traced import TracedCall, is_dynamic
+from optax_mp._leaves import Leaves, is_absent
 from optax_mp._policy import DeclaredDType, Policy, warn_unmatched_patterns
+from optax_mp._states import find_states
 from optax_mp._tree import describe, spell
+from optax_mp._warnings import warn
 from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.masters._settings import Settings
 from optax_mp.masters._step import Step
@@ -22,10 +28,10 @@ from optax_mp.masters._storage import (
     FullCopy,
     MixedPrecisionState,
     Storage,
-    check_any_stored,
     check_storable,
     state_type,
     store,
+    warn_unless_stored,
 )
 from optax_mp.scaling._mark import is_unmarked
 
@@ -136,6 +142,7 @@ def mixed_precision(
         stored, inner_params = _init_masters(leaves, settings)
         seen_by_inner = leaves.unflatten(inner_params)
         inner_state = place_like_params(inner.init(seen_by_inner), seen_by_inner)
+        _warn_of_frozen(inner, leaves, stored, seen_by_inner, inner_state)
         inner_state = copy_shared(inner_state, (leaves.values, stored, inner_params))
         last_exact = None if storage.param_is_part else jnp.array(True)
         return make_state(leaves.unflatten(stored), inner_state, last_exact)
@@ -186,5 +193,47 @@ def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[A
         first, decoded = store(storage, master, param, where)
         stored.append(first)
         inner_params.append(decoded)
-    check_any_stored(storage, params, stored, master_dtype)
+    warn_unless_stored(storage, params, stored, master_dtype)
     return stored, inner_params
+
+
+def _warn_of_frozen(
+    inner: optax.GradientTransformationExtraArgs,
+    params: Leaves,
+    stored: list[Any],
+    seen_by_inner: Any,
+    inner_state: Any,
+) -> None:
+    """Warn if a mask in `inner` freezes params that have masters.
+
+    By tracing the update, because not every mask freezes: that of a weight decay does
+    not, and some groups have a rule without state.
+    """
+    have_master = [i for i, x in enumerate(stored) if not is_absent(x)]
+    if not have_master or not find_states(inner_state, optax.MaskedState):
+        return
+
+    def update(args: Any) -> list[jax.Array]:
+        updates = params.match(inner.update(*args)[0], "the updates of `inner`")
+        return [jnp.asarray(updates[i]) for i in have_master]
+
+    try:
+        traced = TracedCall.of(update, (seen_by_inner, inner_state, seen_by_inner))
+    except Exception:  # of any type: `inner` may be a user's code, or need arguments
+        return
+    # Gradients and params alone: a learning rate may scale zeros.
+    count = sum(map(is_dynamic, jax.tree.leaves(seen_by_inner)))
+    follows = np.ones(len(traced.arrays), bool)
+    follows[count:-count] = False
+    is_moved = depending_outputs(traced.closed, follows.tolist())
+    frozen = [i for i, moves in zip(have_master, is_moved, strict=True) if not moves]
+    if frozen:
+        arrays = jax.tree.leaves([stored[i] for i in frozen])
+        size = sum(x.size * x.dtype.itemsize for x in arrays)
+        warn(
+            f"mixed_precision: `inner` never moves {len(frozen)} of the "
+            f"{len(stored)} params, the first at {spell(params.paths[frozen[0]])}, and "
+            f"their masters take {size:,} bytes. Put `mixed_precision` inside of the "
+            'mask: `optax.partition({"train": mixed_precision(inner), "freeze": '
+            "optax.set_to_zero()}, labels)` keeps none for them."
+        )

@@ -17,7 +17,7 @@ from optax_mp._jax._sharding import axis_names, shard_count
 from optax_mp._table import align_columns
 from optax_mp._tree import spell, summarize
 
-# What is read in a program's text.
+# Patterns of a program's text.
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", re.M | re.S)
 _COLLECTIVE = re.compile(
     r"%?([\w.-]+) = ([^=]*?) (all-reduce|all-gather|reduce-scatter|all-to-all"
@@ -116,10 +116,10 @@ def collectives_report(compiled: Any, params: optax.Params) -> CollectivesReport
     """Say what a compiled step sends between devices, and in which dtype it sums.
 
     Under `jit` with sharded arrays XLA chooses how gradients are summed, and in which
-    dtype: that of the products they come from. This reads its choice from the program:
-    each collective that carries a param or a gradient, in which dtype it is sent and
-    added up, over which mesh axes, and how many bytes a device sends. Nothing is run,
-    and the devices may be simulated, or absent.
+    dtype: the dtype of the products they come from. This reads its choice from the
+    program: each collective that carries a param or a gradient, in which dtype it is
+    sent and added up, over which mesh axes, and how many bytes a device sends. Nothing
+    is run, and the devices may be simulated, or absent.
 
     A collective belongs to the params whose size it has: whole, a shard, or one of
     stacked layers. Loops count as often as they run.

@@ -196,7 +196,7 @@ class GradientRangeReport(LeafCounts):
         known to the octave, so twice the scale may also fit.
 
         The scale is for these values only. Gradients within the backward pass can be
-        larger than those of the params, and both change during training;
+        larger than gradients of the params, and both change during training;
         `dynamic_loss_scale` follows them. Infinite values and NaN are ignored, so use
         gradients that did not overflow. The result is NaN if every finite value is 0.
 
@@ -287,7 +287,7 @@ def gradient_range_report(
         grads: gradients, or any other tree: weights, moments, activations. Leaves that
             are not real floating arrays are left out. Values are cast to float32.
         loss_scale: the scale of the gradients, such as `loss_scale(opt_state)` for
-            those of `optax_mp.value_and_grad`. They are divided by it first.
+            gradients of `optax_mp.value_and_grad`. They are divided by it first.
 
     Returns:
         The report. Print it for a table.

@@ -11,6 +11,7 @@ from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
 from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain_trees
+from optax_mp._dtypes import bits
 from optax_mp._jax._memory import is_stored_on_host
 from optax_mp._quantized import Quantized
 from optax_mp._states import find_owners, find_states, holds_state
@@ -139,7 +140,7 @@ class MemoryReport(Report):
         return [Table(cells, left=2, width=28), f"{last} much)"]
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw bytes per weight by role, beside those of plain float32 training.
+        """Draw bytes per weight by role, beside plain float32 training.
 
         Args:
             ax: Matplotlib axes; by default, of a new figure.
@@ -292,7 +293,7 @@ def _field(path: _Path) -> str:
 def _row(
     role: str, path: _Path, param: _Path | None, leaf: Any, quantized: bool = False
 ) -> MemoryRow:
-    count = _size(leaf) * leaf.dtype.itemsize
+    count = -(-_size(leaf) * bits(leaf.dtype) // 8)  # two codes of 4 bits in a byte
     plain = 4 * _size(leaf) if quantized or is_floating(leaf) else count
     return MemoryRow(
         role=role,

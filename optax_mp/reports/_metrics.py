@@ -90,7 +90,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         check_classes(opt_state, "metrics")
     if not scalars:
         warn_unless_state(opt_state, "metrics")
-    # Not those of the state, which a donated step deletes.
+    # Not the arrays of the state, which a donated step deletes.
     values = copy_shared(list(scalars.values()), opt_state)
     return dict(zip(scalars, values, strict=True))
 

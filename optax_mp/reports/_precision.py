@@ -103,7 +103,7 @@ class PrecisionReport(Report):
     def _table(self) -> list[str | Table]:
         """Return a table of float32 products, most FLOPs first.
 
-        The products of a line and those of their gradients are together in a row.
+        The products of a line and of their gradients are together in a row.
         """
         total = _flops(self.products) or 1
         groups = _group(

@@ -1,9 +1,9 @@
 """The products of a function, and where a 16-bit value first became float32.
 
 Each float32 value has one cause: the argument, constant, array or number that it comes
-from. When it meets a 16-bit value, JAX makes that float32, too. From there on the cause
-has a line and a rank, which is its order in the program. A value with several causes
-has the cause of the lowest rank, so later ones are not blamed.
+from. When it meets a 16-bit value, JAX makes that float32 as well. From there on the
+cause has a line and a rank, which is its order in the program. A value with several
+causes has the cause of the lowest rank, so later ones are not blamed.
 """
 
 import functools
@@ -26,6 +26,7 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     open_jaxpr,
 )
+from optax_mp._jax._primitives import REPEATS
 from optax_mp._jax._products import flops_of, is_product, operand_indices, operands
 from optax_mp._jax._source import (
     SourceLines,
@@ -42,8 +43,6 @@ _CLOSED = ("dot", "matmul", "attention", "gemm", "ffi_call")
 _PROMOTION, _LAYER = _UNSURE = "promotion", "layer"
 # What is float32 by itself. The first in this order is the first to be blamed.
 _KINDS = ("argument", "constant", "array", "number", "cast", "result", *_UNSURE)
-# These only pass on their input, so a promoted operand is still on its way.
-_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 _UNMET = sys.maxsize
 
 
@@ -141,7 +140,7 @@ class Around(NamedTuple):
     Attributes:
         lines: where that is written.
         is_in_jax: whether it is a function of JAX. That is traced once for all calls,
-            so the lines inside are those of the first call.
+            so the lines inside belong to the first call.
         is_backward: whether it is in the backward pass.
     """
 
@@ -266,7 +265,7 @@ class Walk:
             return outputs
 
         outputs = wiring.forward(inputs, through, _join).outputs
-        if wiring.deciding:  # XLA's cost analysis counts the costliest branch, too.
+        if wiring.deciding:  # XLA's cost analysis also counts the costliest branch.
             costliest = max(groups, key=lambda x: sum(y.flops for y in groups[x]))
             for x in groups.keys() - {costliest}:
                 groups[x] = [each.times(0) for each in groups[x]]
@@ -312,7 +311,8 @@ def _first_of(
         source = min(sources, key=lambda cause: cause.order)
         is_meeting = unsure or any(map(_has_narrow, equation.invars))
         return replace(source, line=line, rank=rank) if is_meeting else source
-    if unsure[0].kind == _PROMOTION and equation.primitive.name not in _MOVES:
+    # Where an operand is passed on as it is, it is still on its way.
+    if unsure[0].kind == _PROMOTION and equation.primitive.name not in REPEATS:
         return replace(unsure[0], kind="cast")  # Nothing else asked for it.
     return unsure[0]
 

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._jax._by_platform import PLATFORMS, Target, explain, kind_here
 from optax_mp._table import Report, Table
-from optax_mp._tree import spell
+from optax_mp._tree import is_array, spell
 from optax_mp.leafwise._engine import CutStep
 from optax_mp.leafwise._take_step import whole_step
 from optax_mp.leafwise._traced_step import (
@@ -162,7 +163,8 @@ def step_report(
         ways = [(ways, ways)] * len(leaves)
     rows = [
         StepRow(spell(path), leaf.dtype.name, leaf.shape, *way)
-        for (path, leaf), way in zip(leaves, ways, strict=True)
+        for (path, x), way in zip(leaves, ways, strict=True)
+        for leaf in (x if is_array(x) else jnp.asarray(x),)  # a Python float
     ]
     return StepReport(tuple(rows))
 

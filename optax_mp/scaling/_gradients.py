@@ -80,7 +80,7 @@ def value_and_grad(
     Args:
         fun: a function that returns a scalar loss, or (loss, aux) with `has_aux`.
         argnums: which arguments to differentiate, counted without `opt_state`.
-        has_aux: whether `fun` returns auxiliary data, too.
+        has_aux: whether `fun` also returns auxiliary data.
 
     Returns:
         The function. With `has_aux` its value is (loss, aux).

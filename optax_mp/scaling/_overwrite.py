@@ -76,7 +76,7 @@ def update_overwritten(
 def change_to(target: Any, param: Any) -> jax.Array:
     """Return the update that brings `param` to `target`, as nearly as a sum can.
 
-    The sum is that of `optax.apply_updates`, in float32 or wider. A target that is not
+    Adds as `optax.apply_updates` does, in float32 or wider. A target that is not
     0 never becomes 0, because flax divides by these values. An infinite param stays.
     """
     target, param = jnp.asarray(target), jnp.asarray(param)

@@ -1,6 +1,6 @@
 """How a dynamic loss scale grows and shrinks, as a pure function of its counters.
 
-The checks of its settings are here, too.
+The checks of its settings are also here.
 """
 
 import math
@@ -112,7 +112,7 @@ def adjust(
     # either, and would round every gradient from then on.
     grown = scale * jnp.float32(rule.growth_factor)
     grows = is_due & (grown <= jnp.float32(rule.max_scale))
-    # Stays at 0, so that each further overflow shrinks the scale, too.
+    # Stays at 0, so that each further overflow also shrinks the scale.
     spent = jnp.maximum(hysteresis_left - 1, 0)
     hysteresis_left = jnp.where(finite, hysteresis_left, spent)
     shrinks = ~finite & (hysteresis_left == 0)

@@ -46,7 +46,7 @@ class LossScaleState(NamedTuple):
         total_skipped_count: steps skipped since `init`, an int32 scalar.
         last_finite: whether the last step was finite, a bool scalar.
         inner_state: the state of the inner optimizer; empty for a link in a chain. Its
-            public fields, such as `hyperparams`, are attributes of this state, too.
+            public fields, such as `hyperparams`, are also attributes of this state.
         nonfinite_index: which leaf was the first that was not finite in the last
             skipped step, as an index into the leaves of the gradients (None counts as a
             leaf), an int32 scalar; -1 if no step was skipped. `check_loss_scale` names

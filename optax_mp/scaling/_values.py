@@ -189,7 +189,7 @@ def dynamic_scale_value_and_grad(
     """Return `f(*args, loss_scale) -> (new_loss_scale, (value, grads))`.
 
     For loops that hold a `DynamicLossScale` and no optimizer state. The gradients are
-    those of the first argument, float32 and unscaled, and the loss scale is adjusted.
+    for the first argument, float32 and unscaled, and the loss scale is adjusted.
     If the loss or a gradient is not finite, the same batch is tried again with the
     lower scale, up to `redo_on_nan` times. If the last try fails as well, its gradients
     are returned, so check them with `all_finite`.
@@ -199,7 +199,7 @@ def dynamic_scale_value_and_grad(
 
     Args:
         fun: a function that returns a scalar loss, or (loss, aux) with `has_aux`.
-        has_aux: whether `fun` returns auxiliary data, too.
+        has_aux: whether `fun` also returns auxiliary data.
         redo_on_nan: how often to try again.
 
     Returns:
@@ -233,7 +233,7 @@ def dynamic_scale_grad(
 
     Args:
         fun: a function that returns a scalar loss, or (loss, aux) with `has_aux`.
-        has_aux: whether `fun` returns auxiliary data, too.
+        has_aux: whether `fun` also returns auxiliary data.
         redo_on_nan: how often to try the same batch again.
 
     Returns:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from optax_mp._jax import _primitives
+from optax_mp._jax import _control_flow, _primitives
 
 UNARY = {
     "abs": lax.abs, "atan": lax.atan, "asinh": lax.asinh, "cbrt": lax.cbrt,
@@ -37,3 +37,20 @@ def test_signs_hold_on_numbers(name):
     assert is_always != (name in _primitives.KEEPS_SIGN)
     found = np.asarray(UNARY[name](np.concatenate([-X, X]) if is_always else X))
     assert not (found < 0).any()
+
+
+def test_calls_have_the_names_of_this_jax():
+    function = jax.grad(jax.checkpoint(lambda x: lax.fori_loop(0, 3, _twice, x)))
+    equations = jax.make_jaxpr(function)(1.0).eqns
+    call, _ = (x.primitive.name for x in equations)  # closed_call up to JAX 0.11
+    assert call in _control_flow.PLAIN_CALLS
+    (jitted,) = jax.make_jaxpr(jax.jit(lambda x: x))(1.0).eqns
+    assert jitted.primitive.name in _control_flow.PLAIN_CALLS
+
+
+def _twice(_, x):
+    return x * 2
+
+
+def test_a_star_is_elementwise_or_moves():
+    assert _primitives.IN_KERNELS < _primitives.ELEMENTWISE

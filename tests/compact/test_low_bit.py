@@ -545,7 +545,16 @@ def test_bad_settings_are_refused(settings, match):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"min_size": "1"}, {"min_size": -1}, {"min_size": True}, {"seed": True}]
+    "setting",
+    [
+        {"min_size": "1"},
+        {"min_size": -1},
+        {"min_size": True},
+        {"seed": True},
+        {"seed": jnp.ones(())},
+        {"seed": jnp.arange(2)},
+        {"seed": jax.random.key(0)},
+    ],
 )
 def test_a_number_of_the_wrong_kind_is_refused(setting):
     (name,) = setting

@@ -1,5 +1,6 @@
 """stochastic_rounding: 16-bit params that follow float32 on average."""
 
+import functools
 import pickle
 
 import jax
@@ -153,6 +154,29 @@ def test_a_run_is_reproduced_and_resumed_and_another_seed_differs():
     other = run(stochastic_rounding(optax.adamw(1e-2), seed=1), 6)
     assert as_bits(other[0]["b16"]) != as_bits(at_once[0]["b16"])
     assert as_bits(other[0]["f16"]) != as_bits(at_once[0]["f16"])
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_members_of_a_vmap_can_have_seeds_of_their_own(named):
+    make = (
+        functools.partial(low_bit_state, min_size=1) if named else stochastic_rounding
+    )
+    params = jnp.ones(64, "float32" if named else "bfloat16")
+    grads = jnp.linspace(0.1, 1, 64)
+
+    @jax.jit
+    def train(seed):
+        tx = make(optax.trace(0.9), seed=seed)
+        updates, state = tx.update(grads, tx.init(params), params)
+        return optax.apply_updates(params, updates), state
+
+    def member(seed):
+        return train(jax.lax.axis_index("members") if named else seed)
+
+    together = jax.vmap(member, axis_name="members")(jnp.arange(3))
+    each = [as_bits(jax.tree.map(lambda x, i=i: x[i], together)) for i in range(3)]
+    assert each == [as_bits(train(i)) for i in range(3)]
+    assert each[0] != each[1] != each[2]
 
 
 @pytest.mark.slow

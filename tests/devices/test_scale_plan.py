@@ -1,7 +1,6 @@
-"""`benchmarks/scale_plan.py`: its tables, and its numbers against compiled programs."""
+"""The planner of `benchmarks`: its tables, and its numbers against compiled programs."""
 
 import importlib.util
-import pathlib
 import sys
 
 import jax
@@ -9,23 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from benchmark_rows import BENCHMARKS, FOLDERS
 from communication import large, sent_by
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_mp
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 DEVICES, LAYERS, WIDTH = 8, 2, 64
 BYTES = {"u8": 1, "u16": 2, "bf16": 2, "u32": 4, "f32": 4}
 
 
 def planner():
     # A copy, because it is changed.
-    path = BENCHMARKS / "scale_plan.py"
+    path = BENCHMARKS / "memory" / "scale_plan.py"
     spec = importlib.util.spec_from_file_location("small_scale_plan", path)
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(BENCHMARKS))
+    sys.path[:0] = FOLDERS
     spec.loader.exec_module(module)
     module.VOCABULARY = 256
     return module

@@ -92,7 +92,7 @@ def test_no_kernel_is_imported_for_another_platform(monkeypatch):
 
 
 def test_whatever_fails_ends_in_the_step_as_written(monkeypatch):
-    def fail(*args):
+    def fail(*args, **settings):
         raise KeyError("a fault of the engine")
 
     monkeypatch.setattr(_layout.Layout, "find", fail)

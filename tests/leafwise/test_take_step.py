@@ -258,11 +258,16 @@ def test_masters_of_many_equal_leaves_are_those_of_float32():
         assert as_bits(optax_mp.master_params(state, got)) == as_bits(want)
 
 
-@pytest.mark.parametrize("platform", KERNELS)
-def test_a_kernel_reads_gradients_as_they_were_before_they_were_widened(platform):
+@pytest.mark.parametrize(
+    ("platform", "dtype"),
+    [("tpu", "bfloat16"), ("cuda", "bfloat16"), ("cuda", "float16")],
+)
+def test_a_kernel_reads_gradients_as_they_were_before_they_were_widened(
+    platform, dtype
+):
     """A loop's float32 gradients take no memory if they came from 16 bits."""
     tx = FORMS["loss scale"]()
-    params, slopes = (random_tree(i, shapes=[(40, 384)]) for i in (0, 1))
+    params, slopes = (random_tree(i, dtype, shapes=[(40, 384)]) for i in (0, 1))
 
     def loss(params):
         return (slopes["p0"] * params["p0"]).sum()
@@ -276,7 +281,7 @@ def test_a_kernel_reads_gradients_as_they_were_before_they_were_widened(platform
     want, read = jax.jit(step)(params, state), set()
     with lowered_for(platform, kernels=True, read=read) as ran:
         got = jax.jit(lambda *args: step(*args))(params, state)
-    assert ran and read == {"bfloat16", "int8", "uint8"}
+    assert ran and read == {dtype, "int8", "uint8"}
     check_alike(got, want, 1e-3)
 
 
@@ -309,31 +314,46 @@ def test_chunks_do_the_same(form, device_count, monkeypatch):
     check_alike(got, want, CODES.get(form, 1e-3))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("platform", KERNELS)
-def test_each_device_runs_the_kernel_on_its_shards(platform):
+# Rows of a matrix over one axis of a mesh and columns over another; and heads, whose
+# blocks lie along the first axis.
+SHARDED = {(128, 512): ("a", "b"), (256, 2, 64): ("b", "a")}
+
+
+@mostly_slow(
+    ("platform", "shape", "way"),
+    [
+        ("cuda", (128, 512), "kernel"),
+        *(("tpu", shape, way) for shape in SHARDED for way in ("kernel", "chunks")),
+    ],
+    lambda platform, shape, way: way == "chunks" and len(shape) == 3,
+)
+def test_each_device_takes_the_step_of_its_shards(platform, shape, way, monkeypatch):
     """If `jit` says how its arguments are sharded. Each shard knows its place."""
-    tx = FORMS["5.1 bytes"]()
-    params, grads = (random_tree(i, shapes=[(3, 64, 1024)]) for i in (0, 1))
+    monkeypatch.setattr(_chunks, "_COUNT", 2**12)
+    tx = compact(optax.sgd(1e-2, 0.9))
+    params, grads = (random_tree(i, shapes=[shape]) for i in (0, 1))
     args = params, tx.init(params), grads
     kinds = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=kinds)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds)
 
     def place(x):
-        spec = (None, "a", "b") if x.ndim else ()
+        spec = SHARDED[shape] if x.ndim else ()
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
     def run(args, device_count):
         def step(params, state, grads):
             return optax_mp.take_step(tx, grads, state, params)
 
-        with lowered_for(platform, kernels=True, device_count=device_count) as ran:
-            result = jax.jit(step)(*args)
-        assert ran
-        return result
+        has_kernels = way == "kernel"
+        with lowered_for(platform, has_kernels, device_count=device_count) as ran:
+            lowered = jax.jit(step).trace(*args).lower()
+        assert bool(ran) == has_kernels
+        assert has_kernels or "stablehlo.while" in lowered.as_text()
+        return lowered.compile()(*args)
 
-    got = run(jax.tree.map(place, args), 8)
+    got = run(jax.tree.map(place, args), 4)
     assert as_bits(got) == as_bits(run(args, 1))
+    check_alike(got, by_update(tx, grads, args[1], params), 1e-3)
 
 
 def test_without_a_kernel_a_tpu_goes_by_chunks(monkeypatch):

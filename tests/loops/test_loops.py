@@ -15,7 +15,7 @@ import optax_mp
 nnx = recent_nnx()
 train_state = pytest.importorskip("flax.training.train_state")
 in_each_form = pytest.mark.parametrize("form", ["bare", "FullCopy", "5.1 bytes"])
-# `Split` refuses a model without a 16-bit param, as it would store nothing.
+# `Split` warns of a model without a 16-bit param, because it would store nothing.
 WITHOUT_MASTERS = FORMS | {"5.1 bytes": optax_mp.low_bit_state(ADAMW)}
 START = jnp.linspace(-1, 1, 128 * 128).reshape(128, 128).astype(jnp.bfloat16)
 
@@ -117,3 +117,57 @@ def test_integer_params_without_gradients_pass(form):
     after = optax.apply_updates(params, updates)
     assert as_bits(after["steps"]) == as_bits(params["steps"])
     assert (after["w"] != START).any()
+
+
+SPLIT = optax_mp.Split(16)
+PROMOTED = {
+    "float32": (
+        optax_mp.mixed_precision(ADAMW, update_dtype=jnp.float32),
+        '.w is float32.*`equinox.apply_updates`.*with `update_dtype="params"`',
+    ),
+    "loss scale": (
+        optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(ADAMW)),
+        '.w is float32.*`equinox.apply_updates`.*with `update_dtype="params"`',
+    ),
+    "Split": (
+        optax_mp.mixed_precision(ADAMW, storage=SPLIT),
+        ".w is float32.*use `optax.apply_updates`.*`optax_mp.FullCopy",
+    ),
+    "stochastic": (
+        optax_mp.stochastic_rounding(ADAMW),
+        "nothing to round.*.w is float32.*`equinox.apply_updates`",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", PROMOTED)
+def test_equinox_apply_updates_promotes_and_the_next_step_says_so(form):
+    equinox = pytest.importorskip("equinox")
+
+    class Model(equinox.Module):
+        w: jax.Array
+
+    tx, match = PROMOTED[form]
+
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return equinox.apply_updates(params, updates), state
+
+    params = Model(jnp.ones(3, jnp.bfloat16))
+    params, state = step(params, tx.init(params))
+    assert params.w.dtype == jnp.float32
+    with pytest.raises((ValueError, optax_mp.MixedPrecisionWarning), match=match):
+        step(params, state)
+
+
+def test_updates_as_params_keep_them_under_equinox():
+    """As the errors advise."""
+    equinox = pytest.importorskip("equinox")
+    tx = optax_mp.mixed_precision(ADAMW, update_dtype="params")
+    tx = optax_mp.static_loss_scale(tx, 1.0)
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update({"w": jnp.ones(3)}, state, params)
+        params = equinox.apply_updates(params, updates)
+    assert params["w"].dtype == jnp.bfloat16

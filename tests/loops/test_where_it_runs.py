@@ -4,7 +4,7 @@ import importlib.util
 import pathlib
 
 ROOT = pathlib.Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "where_it_runs.py"
+SCRIPT = ROOT / "benchmarks" / "peers" / "where_it_runs.py"
 
 
 def test_the_page_has_the_scripts_rows():

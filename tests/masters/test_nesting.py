@@ -210,3 +210,56 @@ def test_16_bit_misses_do_not_accumulate():
         missed.append(np.mean(np.asarray(params["w"]) != want))
     assert np.mean(missed[:100]) < 0.01
     assert np.mean(missed[-100:]) < 0.01
+
+
+TRAINED = {"frozen": False, "w": True, "norm": True}
+NOT_TRAINED = {name: not x for name, x in TRAINED.items()}
+
+
+def in_groups(train=None, freeze=None):
+    rules = {True: train or optax.adamw(1e-2), False: freeze or optax.set_to_zero()}
+    return optax.partition(rules, TRAINED)
+
+
+FREEZE = {
+    "partition": in_groups(),
+    "without a state": in_groups(optax.sgd(0.1)),
+    "masked": optax.chain(
+        optax.adam(1e-2), optax.masked(optax.set_to_zero(), NOT_TRAINED)
+    ),
+    "schedule": optax.chain(in_groups(), optax.scale_by_schedule(lambda i: 0.5**i)),
+    "low_bit_state": optax_mp.low_bit_state(in_groups()),
+}
+FREEZE_NOTHING = {
+    "decay mask": optax.adamw(1e-2, mask=TRAINED),
+    "two rules": in_groups(freeze=optax.sgd(0.1)),
+    "a rule that decays": in_groups(freeze=optax.add_decayed_weights(-0.1)),
+    "a gradient that passes": optax.masked(optax.adam(1e-2), TRAINED),
+}
+WEIGHTS = {
+    "frozen": jnp.ones((64, 64), jnp.bfloat16),
+    "w": jnp.ones((8, 8), jnp.bfloat16),
+    "norm": jnp.ones(8),
+}
+
+
+@pytest.mark.parametrize("storage", [optax_mp.FullCopy(), SPLIT])
+@pytest.mark.parametrize("name", FREEZE)
+def test_masters_of_frozen_params_are_warned_of(name, storage):
+    tx = optax_mp.mixed_precision(FREEZE[name], storage=storage)
+    size = 64 * 64 * (2 if storage == SPLIT else 4)
+    match = rf"never moves 1 of the 3 params, .*\['frozen'\].* take {size:,} bytes"
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match=match):
+        tx.init(WEIGHTS)
+
+
+@pytest.mark.parametrize("name", FREEZE_NOTHING)
+def test_a_mask_that_freezes_nothing_is_no_reason_to_warn(name):
+    optax_mp.mixed_precision(FREEZE_NOTHING[name]).init(WEIGHTS)
+
+
+def test_a_param_frozen_outside_has_no_master():
+    """As the warning advises."""
+    tx = in_groups(optax_mp.mixed_precision(optax.adamw(1e-2)))
+    masters = optax_mp.memory_report(tx.init(WEIGHTS), WEIGHTS).by_role()["masters"]
+    assert masters == 4 * 8 * 8

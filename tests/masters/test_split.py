@@ -283,18 +283,6 @@ def test_settings_that_do_not_go_with_split_are_named(settings, message):
     ("params", "settings", "message"),
     [
         (
-            {"a": {"b": jnp.ones((2, 3))}, "c": jnp.ones(2)},
-            {},
-            r"the storage Split\(bits=16\) needs params of bfloat16 or float16, found "
-            r"none \(param \['a'\]\['b'\] is float32\[2,3\]\). Cast the params with "
-            "`optax_mp.cast_floating`, or pass `param_dtype`",
-        ),
-        (
-            {"a": jnp.ones(2, jnp.complex64), "i": jnp.arange(2)},
-            {},
-            r".* needs params of bfloat16 or float16, .*\['a'\] is complex64\[2\]",
-        ),
-        (
             {"a": jnp.ones(2, jnp.bfloat16), "b": [jnp.ones(4, jnp.float8_e4m3fn)]},
             {},
             r"param \['b'\]\[0\] is float8_e4m3fn\[4\], in training float8_e4m3fn, "
@@ -312,6 +300,61 @@ def test_params_that_cannot_be_split_are_named(params, settings, message):
         init = init or jax.jit(mixed(optax.adam(0.1), **settings).init)
         with pytest.raises(ValueError, match="mixed_precision: " + message):
             init(params)
+
+
+OWN_MASTERS = {
+    "scalar": jnp.float32(0.5),
+    "log_alpha": {"a": {"log": jnp.zeros(())}, "count": jnp.int32(1)},
+    "complex": {"a": jnp.ones(2, jnp.complex64), "none": None},
+    "float": {"a": 1.5},
+    "large": {"a": jnp.ones((64, 128))},
+}
+
+
+@pytest.mark.filterwarnings("ignore:(mixed_precision. the storage|take_step)")
+@pytest.mark.parametrize("around", [lambda tx: tx, optax_mp.dynamic_loss_scale])
+@pytest.mark.parametrize("name", OWN_MASTERS)
+def test_params_that_are_their_own_masters_are_trained_as_with_full_copies(
+    name, around
+):
+    """One factory makes the optimizers of SAC's networks and of its log_alpha."""
+    params = OWN_MASTERS[name]
+    split, full = (
+        around(
+            optax_mp.mixed_precision(
+                optax_mp.low_bit_state(optax.adam(0.1)), storage=storage
+            )
+        )
+        for storage in (SIXTEEN, FULL)
+    )
+    nothing = (
+        r"Split\(bits=16\) stores nothing, because no param is bfloat16 or float16"
+    )
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match=nothing) as caught:
+        state = split.init(params)
+    assert len(caught) == 1
+    grads = jax.tree.map(
+        lambda x: jnp.ones_like(x) * optax_mp.loss_scale(state), params
+    )
+    if name == "log_alpha":
+        grads["count"] = None
+    other, want = full.init(params), None
+    for _ in range(2):
+        (have, state), (want, other) = (
+            optax_mp.take_step(tx, grads, each, params)
+            for tx, each in ((split, state), (full, other))
+        )
+        assert as_bits(have) == as_bits(want)
+        assert as_bits(optax_mp.master_params(state, have)) == as_bits(want)
+    optax_mp.replace_master_params(state, have, want)
+    if name != "float":  # no array
+        report = optax_mp.memory_report(state, params)
+        assert report.by_role().get("masters", 0) == 0
+    optax_mp.step_report(split, grads, state, params)
+    converted = optax_mp.convert_opt_state(
+        state, from_tx=split, to_tx=full, params=params
+    )
+    assert jax.tree.structure(converted) == jax.tree.structure(other)
 
 
 @pytest.mark.parametrize("made", [FULL, SIXTEEN, optax_mp.Split(8)])

@@ -9,19 +9,20 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from benchmark_rows import BENCHMARKS, FOLDERS
 
 HERE = Path(__file__).parents[2]
-BENCHMARKS = HERE / "benchmarks"
 PAGE = HERE / "docs" / "evidence.md"
 # What goes into an experiment, and does not come out of it: settings, sizes, limits; a
 # paper's number.
-GIVEN = {"1.0", "0.001", "1.3", "1.15", "1.25", "1.5", "2603.16731"}
+GIVEN = {"1.0", "0.001", "0.01", "0.0003", "1.3", "2.7", "0.7", "95%"}
 
 
 @pytest.fixture
 def script(monkeypatch):
     """Return the function that imports a script with its folder on the path."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(folder)
     return importlib.import_module
 
 
@@ -45,10 +46,10 @@ def rendered(script, records):
 
 
 def test_the_page_is_what_the_results_say(script):
-    page = rendered(script, script("evidence").read_records())
+    page = rendered(script, script("record").read_all())
     assert PAGE.read_text(encoding="utf-8") == page, (
         "docs/evidence.md is not what the results say; run "
-        "`python benchmarks/evidence.py`, and edit benchmarks/evidence_template.md."
+        "`python benchmarks evidence`, and edit benchmarks/page/evidence.md."
     )
 
 
@@ -56,11 +57,11 @@ def test_the_figures_of_the_readme_are_what_the_results_say(script):
     evidence = script("evidence")
     readme = evidence.README.read_text(encoding="utf-8")
     template = evidence.README_FIGURES.read_text(encoding="utf-8")
-    records = evidence.read_records()
+    records = script("record").read_all()
     assert all(readme.count(mark) == 1 for mark in evidence.MARKS)
     assert readme == evidence.with_figures(readme, template, records), (
         "README's figures are not what the results say; run "
-        "`python benchmarks/evidence.py`, and edit benchmarks/readme_figures.md."
+        "`python benchmarks evidence`, and edit benchmarks/page/readme_figures.md."
     )
     for row in records["demo"].rows:
         row["held-out loss"] = 9.876
@@ -68,7 +69,7 @@ def test_the_figures_of_the_readme_are_what_the_results_say(script):
 
 
 def test_another_figure_in_a_result_is_another_figure_on_the_page(script):
-    records = script("evidence").read_records()
+    records = script("record").read_all()
     step = records["optimizer_step"]
     row = script("record").row_of(step, "16.8M weights in 4 leaves", "naive bf16")
     row["ratio"] = 4321.0
@@ -77,7 +78,7 @@ def test_another_figure_in_a_result_is_another_figure_on_the_page(script):
     gaps.append(
         gaps[-1] | {"run": "plain optax on bfloat16 params", "above float32": 7.0}
     )
-    assert "to +7.000 nats at the rates" in rendered(script, records)
+    assert "to +7.000 nats in" in rendered(script, records)
 
 
 @pytest.mark.parametrize("form", ["masters", "loss scale"])
@@ -86,45 +87,66 @@ def test_an_update_goes_through_few_functions(form, script):
     assert 0 < walk.walk_of(form).total() <= walk.LIMITS[form][0]
 
 
-def test_every_result_is_on_the_page_with_command_date_and_machine(script):
+def test_every_result_is_on_a_page_of_data_with_command_date_and_machine(
+    script, tmp_path
+):
+    script("evidence").write_data(tmp_path)
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    for path in BENCHMARKS.glob("*/results/*.json"):
+        found, page = script("record").read(path), pages[path.parents[1].name]
+        for said in (found.command, found.date, found.machine):
+            assert said and said in page, path.name
+        for title in found.tables:
+            assert title[1:] in page, (path.name, title)
+
+
+def test_the_page_has_6000_words_and_ten_tables():
     page = PAGE.read_text(encoding="utf-8")
-    for name, record in script("evidence").read_records().items():
-        for said in (record.command, record.date, record.machine):
-            assert said and said in page, name
-        for title in record.tables:
-            assert title[1:] in page, (name, title)
+    assert len(re.findall(r"[^\s|]*\w[^\s|]*", page)) <= 6000
+    tables = re.findall(r"^\*\*.+\*\*\n\n\|", page, re.M)
+    assert len(tables) == 10 == len(re.findall(r"^\|(---\|)+$", page, re.M)) - 1
+
+
+def test_one_command_lists_every_script_with_its_run_time():
+    command = [sys.executable, str(BENCHMARKS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    listed = re.findall(r"^(\w+/\w+) +(.*\d .+?|not recorded)  ", done.stdout, re.M)
+    assert len(listed) == len(done.stdout.splitlines())
+    paths = [BENCHMARKS / f"{name}.py" for name, _ in listed]
+    assert len(paths) > 15 and all(path.is_file() for path in paths)
 
 
 def test_the_text_holds_no_measured_figure_that_is_typed():
-    text = (BENCHMARKS / "evidence_template.md").read_text(encoding="utf-8")
+    text = (BENCHMARKS / "page" / "evidence.md").read_text(encoding="utf-8")
     typed = re.sub(r"\{[^}]*\}", "", text)
     assert set(re.findall(r"\d+\.\d+|\d+ ?%", typed)) <= GIVEN
 
 
 def test_results_are_as_their_scripts_write_them(script, tmp_path):
     record = script("record")
-    for path in record.RESULTS.glob("*.json"):
+    for path in record.FOLDER.glob("*/results/*.json"):
         found = record.read(path)
         record.write(tmp_path / path.name, found)
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
-        command = re.fullmatch(r"python (benchmarks/\w+\.py)( .*)?", found.command)
-        assert command and (HERE / command[1]).is_file(), found.command
+        assert re.match(r"python benchmarks \w+( |$)", found.command)
+        # Results are beside their script.
+        assert (path.parents[1] / f"{found.script}.py").is_file(), found.command
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", found.date)
         assert re.match(r"\d+ CPU cores|\d+ x |no machine: ", found.machine)
         assert found.versions and all(found.tables.values())
 
 
 def test_the_planner_gives_the_figures_of_the_page(run, script):
-    committed = script("evidence").read_records()["scale_plan"]
+    committed = script("record").read_all()["scale_plan"]
     found = run("scale_plan", "--weights", "7B")
-    assert found.command == "python benchmarks/scale_plan.py --weights 7B"
+    assert found.command == "python benchmarks scale_plan --weights 7B"
     assert len(found.tables) == 3
     for title, rows in found.tables.items():
         assert rows == committed.tables[title]
 
 
 def test_a_thousand_updates_give_the_figures_of_the_page(run, script):
-    committed = script("evidence").read_records()["stall"]
+    committed = script("record").read_all()["stall"]
     assert run("stall").tables == committed.tables
 
 
@@ -132,7 +154,7 @@ def test_a_thousand_updates_give_the_figures_of_the_page(run, script):
 @pytest.mark.parametrize("library", ["Flax NNX", "Haiku", "Equinox"])
 def test_the_benchmark_of_libraries_writes_what_the_page_reads(run, script, library):
     pytest.importorskip(library.split()[0].lower())
-    committed = script("evidence").read_records()["libraries"]
+    committed = script("record").read_all()["libraries"]
     ((title, before),) = committed.tables.items()
     found = run("libraries", "--only", library)
     assert found.command.endswith(f"--only {library!r}" if " " in library else library)
@@ -157,7 +179,7 @@ def short_training(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_training")
 def test_fine_tuning_writes_what_the_page_reads(run, script):
-    committed = script("evidence").read_records()["finetune"]
+    committed = script("record").read_all()["finetune"]
     names = ["float32", "plain bf16", "masters, FullCopy"]
     settings = "--steps", "80", "--seeds", "0", "1"
     found = run("finetune", *settings, "--only", *names)
@@ -174,7 +196,7 @@ def test_fine_tuning_writes_what_the_page_reads(run, script):
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_training")
 def test_ablations_write_what_the_page_reads(run, script):
-    committed = script("evidence").read_records()["ablations"]
+    committed = script("record").read_all()["ablations"]
     names = ["compact, no square root", "f16, clipped before unscaling"]
     found = run(
         "finetune", "--ablations", "--steps", "80", "--seeds", "0", "--only", *names
@@ -187,7 +209,7 @@ def test_ablations_write_what_the_page_reads(run, script):
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_training")
 def test_made_failures_write_what_the_page_reads(run, script):
-    committed = script("evidence").read_records()["failures"]
+    committed = script("record").read_all()["failures"]
     found = run("failures", "--short", "--tables", "updates")
     for title, rows in found.tables.items():
         before = committed.tables[title]
@@ -200,7 +222,7 @@ def test_made_failures_write_what_the_page_reads(run, script):
 @pytest.mark.slow
 def test_all_wrappers_at_once_go_on_after_a_restore(script, tmp_path):
     path, folder = tmp_path / "result.json", {"TMPDIR": str(tmp_path)}
-    command = [sys.executable, str(BENCHMARKS / "composition.py"), "--steps", "16"]
+    command = [sys.executable, str(BENCHMARKS), "composition", "--steps", "16"]
     command += ["--seeds", "0", "--pretraining", "16", "--json", str(path)]
     environment = os.environ | folder | {"PYTHONPATH": str(HERE)}
     subprocess.run(command, check=True, env=environment)
@@ -215,8 +237,9 @@ def of(row):
 @pytest.mark.slow
 def test_plots_draw_and_are_the_same_twice(script, tmp_path):
     pytest.importorskip("matplotlib")
-    plots, records = script("plots"), script("evidence").read_records()
+    plots, records = script("plots"), script("record").read_all()
     page = PAGE.read_text(encoding="utf-8")
+    assert page.count("](images/") == len(plots.PLOTS)
     for name in plots.PLOTS:
         assert f"(images/{name}.png)" in page
         first = plots.draw(name, records, tmp_path).read_bytes()

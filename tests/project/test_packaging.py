@@ -4,6 +4,7 @@ import doctest
 import importlib
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -101,6 +102,7 @@ def test_every_public_field_is_described():
 
 
 def test_the_citation_is_of_this_version():
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", citation_field("date-released"))
     assert citation_field("cff-version") == "1.2.0"
     assert citation_field("version") == optax_mp.__version__
     assert citation_field("license") == PROJECT["project"]["license"]
@@ -109,8 +111,9 @@ def test_the_citation_is_of_this_version():
     assert "\nauthors:\n  - name: The optax_mp developers\n" in CITATION
 
 
-def test_what_contributing_points_at_exists():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+@pytest.mark.parametrize("page", ["CONTRIBUTING", "RELEASING"])
+def test_what_a_page_for_developers_points_at_exists(page):
+    text = (ROOT / f"{page}.md").read_text()
     paths = re.findall(r"`(\.?\w+(?:/[\w.]+)+)`", text)
     assert paths
     for path in paths:
@@ -144,6 +147,64 @@ def test_the_workflow_tests_what_the_metadata_promises():
     assert f"python: [{listed}]" in workflow
     assert f'"jax=={oldest("jax>")} jaxlib=={oldest("jaxlib")}"' in workflow
     assert "- run: .ci/run\n" in workflow
+    ends = f"{supported_pythons()[0]} to {supported_pythons()[-1]}"
+    page = (ROOT / "docs" / "guide" / "stability.md").read_text(encoding="utf-8")
+    assert f"| Python | {ends} |" in page and f"| JAX | {oldest('jax>')} to " in page
+
+
+def test_actions_are_pinned_by_their_commit():
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for used in re.findall(r"uses: (.+)", path.read_text(encoding="utf-8")):
+            pinned = r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+"
+            assert re.fullmatch(pinned, used), (path.name, used)
+
+
+def test_the_site_is_built_as_by_ci():
+    (command,) = re.findall(r"sphinx-build (.+ docs) ", (ROOT / ".ci/run").read_text())
+    assert f"sphinx-build {command} $" in (ROOT / ".readthedocs.yaml").read_text()
+
+
+def test_hooks_use_the_ruff_of_the_project():
+    (ruff,) = [
+        x for x in PROJECT["project"]["optional-dependencies"]["lint"] if "ruff" in x
+    ]
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    assert set(re.findall(r"ruff==[\d.]+", hooks)) == {ruff}
+
+
+@pytest.fixture
+def release(tmp_path):
+    """Return the function that checks a copy of the project, edited, for a tag."""
+    for name in (".ci/release_check", "pyproject.toml", "CITATION.cff", "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "optax_mp").mkdir()
+    (tmp_path / "optax_mp" / "__init__.py").write_text('__version__ = "1.2.3"\n')
+
+    def check(tag="v1.2.3", **edits):
+        for name, (pattern, text) in edits.items():
+            (path,) = tmp_path.glob(f"{name}.*")
+            found = re.sub(pattern, text, path.read_text(), count=9, flags=re.M)
+            path.write_text(found)
+        command = [sys.executable, tmp_path / ".ci" / "release_check", tag]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.returncode, done.stdout
+
+    return check
+
+
+def test_a_release_is_refused_until_all_is_there(release):
+    code, said = release("v1.2.4", CITATION=("^date-released: .*\n", ""))
+    assert code == 1
+    for part in ("the tag is v1.2.4", "Repository of [project.urls]", "date-released"):
+        assert part in said
+    assert "CITATION.cff: expected `version: 1.2.3`" in said and "CHANGELOG.md" in said
+    code, said = release(
+        pyproject=(r"fill-this-in\.invalid", "a.host"),
+        CITATION=("^version: .*", "version: 1.2.3\ndate-released: 2026-11-30"),
+        CHANGELOG=("^# Changelog", "# Changelog\n\n## 1.2.3 (2026-11-30)"),
+    )
+    assert (code, said) == (0, "1.2.3 is ready\n")
 
 
 def test_the_readme_for_an_index_has_no_relative_links():

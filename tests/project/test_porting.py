@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from guide import names_of
 from slow_cases import mostly_slow
 
 import optax_mp
@@ -217,3 +218,42 @@ def test_run_with_torch_goes_on():
     np.testing.assert_allclose(params["w"], old[0], rtol=1e-5)
     assert np.abs(old[0] - 1).max() > 1e-3
     assert int(optax.tree.get(state, "count")) == old[3] == 7197
+
+
+def test_weights_and_moments_of_torch_go_on_in_flax():
+    names = names_of("from_torch.md", "to_flax")
+    to_flax, like, tx = names["to_flax"], names["like"], names["tx"]
+    rng = np.random.default_rng(8)
+    kinds = names["weights"].items()
+    weights = {name: rng.normal(size=w.shape) for name, w in kinds}
+    first = {name: 0.1 * rng.normal(size=w.shape) for name, w in kinds}
+    second = {name: rng.uniform(1e-4, 1e-2, size=w.shape) for name, w in kinds}
+    pretrained = to_flax(weights, like)
+    x = rng.normal(size=(3, 4))
+    dense = pretrained["Dense_0"]
+    expected = x @ weights["0.weight"].T + weights["0.bias"]
+    np.testing.assert_allclose(x @ dense["kernel"] + dense["bias"], expected, rtol=1e-5)
+
+    state = optax.tree.set(
+        tx.init(pretrained),
+        mu=to_flax(first, like),
+        nu=to_flax(second, like),
+        count=jnp.int32(7000),
+    )
+    params = optax_mp.cast_floating(pretrained, jnp.bfloat16)
+    old = {name: (weights[name], first[name], second[name], 7000) for name, _ in kinds}
+    for _ in range(3):
+        grads = {name: rng.normal(size=w.shape) for name, w in kinds}
+        old = {
+            name: adamw_of_torch(w, grads[name], *rest)
+            for name, (w, *rest) in old.items()
+        }
+        updates, state = jax.jit(tx.update)(to_flax(grads, like), state, params)
+        params = optax.apply_updates(params, updates)
+    found = optax_mp.master_params(state, params)
+    expected = to_flax({name: w for name, (w, *_) in old.items()}, like)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    conv = {"Conv_0": {"kernel": jnp.zeros((3, 5, 2, 7))}}
+    kernel = to_flax({"Conv_0.weight": np.zeros((7, 2, 3, 5))}, conv)
+    assert kernel["Conv_0"]["kernel"].shape == (3, 5, 2, 7)

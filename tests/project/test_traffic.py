@@ -1,11 +1,9 @@
-"""benchmarks/traffic.py counts what a compiled program moves, by hand-made programs."""
+"""The counts of what a compiled program moves, by programs made by hand."""
 
 import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmark_rows import BENCHMARKS
 
 # A loop of four turns. Each reads 8 numbers of two arrays, and overwrites them in both.
 LOOP = """
@@ -61,7 +59,7 @@ ENTRY %main (a: f32[4,4]) -> f32[4,4] {
 
 @pytest.fixture
 def traffic(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "memory"))
     import traffic
 
     yield traffic

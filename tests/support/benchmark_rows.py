@@ -1,4 +1,4 @@
-"""The rows that a benchmark script writes, for tests that hold them to limits."""
+"""Benchmarks in tests: their modules, and the rows that they write."""
 
 import json
 import pathlib
@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+FOLDERS = sorted({str(path.parent) for path in BENCHMARKS.glob("*/*.py")})
 
 
 def tables_of(script, directory, *options):
     """Run a script of `benchmarks/` and return its tables by their titles."""
     found = directory / "found.json"
-    command = [sys.executable, str(BENCHMARKS / script), *options, "--json", str(found)]
+    name = script.removesuffix(".py")
+    command = [sys.executable, str(BENCHMARKS), name, *options, "--json", str(found)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(found.read_text(encoding="utf-8"))["tables"]

@@ -152,8 +152,8 @@ def programs(draw):
     has_float8 = not dtypes.isdisjoint(LOW[2:])
     if has_float8 or "complex64" in dtypes:
         form = "masters"  # stochastic rounding takes neither
-    # Optax's own limits: of dtypes that a `cond` returns, or that have no order; of
-    # gradients that are None; and Split refuses a group without 16-bit leaves.
+    # Optax's own limits: of dtypes that a `cond` returns, or that have no order; and of
+    # gradients that are None.
     hidden = not dtypes.isdisjoint(HIDDEN)
     optax_alone = set(AROUND) - {"nothing", "static", "dynamic", "link"}
     refused = (

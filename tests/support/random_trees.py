@@ -243,10 +243,8 @@ def scenarios(
     tree = draw(trees(dtypes, max_leaves))
     if is_leaf(tree) and tree.dtype == "None":
         tree = [tree]  # by itself it would be no params at all
-    # Mostly with a leaf that has a master; and Split refuses trees without one.
-    if draw(st.sampled_from([True, True, True, False])) or (
-        splits and not any(x.is_low for x in leaves_of(tree))
-    ):
+    # Mostly with a leaf that has a master.
+    if draw(st.sampled_from([True, True, True, False])):
         tree = [Leaf(draw(st.sampled_from(low)), (4,)), tree]
     inside = draw(st.sampled_from(sorted(insides)))
     if inside in ("MultiSteps", "inject_hyperparams"):

@@ -26,6 +26,10 @@ from random_trees import (
     scenarios,
 )
 
+# Of params that are frozen inside, and of `Split` for float32 params alone.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:mixed_precision. (.inner. never moves|the storage .* stores nothing)"
+)
 STEPS = 3
 # For a search by hand: how many examples, and whether other ones each time.
 EXAMPLES = int(os.environ.get("OPTAX_MP_EXAMPLES", "0"))

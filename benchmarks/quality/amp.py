@@ -1,0 +1,310 @@
+"""What amp costs and saves, against float32, hand-written bf16 and argument casting.
+
+    python benchmarks amp                  # all tables, Markdown
+    python benchmarks amp --only model     # one of model, eager, reuse
+    python benchmarks amp --size gpt2      # the block of GPT-2 small: for a GPU
+    python benchmarks amp --json FILE      # also the tables as data
+
+The model is a transformer with biases and a causal mask. The contenders take turns, so
+that a slow moment of the machine hits all alike; times are medians over rounds. Errors
+are distances of the gradients to float32, by norm, compiled without XLA's excess
+precision.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import record
+
+import optax_mp
+
+
+@dataclass(frozen=True)
+class Size:
+    """The shape of a transformer and of its batch."""
+
+    batch: int
+    length: int
+    width: int
+    heads: int
+    vocabulary: int
+    blocks: int
+
+    def in_words(self) -> str:
+        """Say what it is, for a title."""
+        return (
+            f"{self.blocks} blocks, width {self.width}, {self.heads} heads, "
+            f"vocabulary {self.vocabulary}, batch {self.batch} x {self.length}"
+        )
+
+
+SIZES = {
+    "small": Size(8, 128, 256, 4, 1024, 4),
+    "gpt2": Size(8, 1024, 768, 12, 50257, 4),
+}
+MASKED = -1e30
+
+
+def init(size: Size) -> Any:
+    """Return float32 params."""
+    keys = iter(jax.random.split(jax.random.key(0), 4 * size.blocks + 2))
+
+    def dense(inputs: int, outputs: int) -> Any:
+        kernel = jax.random.normal(next(keys), (inputs, outputs)) * inputs**-0.5
+        return {"kernel": kernel, "bias": jnp.zeros(outputs)}
+
+    def norm() -> Any:
+        return {"scale": jnp.ones(size.width), "bias": jnp.zeros(size.width)}
+
+    def block() -> Any:
+        width = size.width
+        return {
+            "norm1": norm(),
+            "qkv": dense(width, 3 * width),
+            "out": dense(width, width),
+            "norm2": norm(),
+            "up": dense(width, 4 * width),
+            "down": dense(4 * width, width),
+        }
+
+    return {
+        "embed": jax.random.normal(next(keys), (size.vocabulary, size.width)) * 0.02,
+        "positions": jax.random.normal(next(keys), (size.length, size.width)) * 0.02,
+        "blocks": [block() for _ in range(size.blocks)],
+        "norm": norm(),
+    }
+
+
+def loss(
+    params: Any,
+    tokens: jax.Array,
+    size: Size,
+    low: Callable[[Any], Any] = lambda x: x,
+    targets: jax.Array | None = None,
+) -> jax.Array:
+    """Return the loss; `low` casts what a careful author computes in 16 bits.
+
+    Without it this is a float32 model, as amp gets it. Without `targets` it is to say
+    the tokens themselves, which costs as much.
+    """
+    targets = tokens if targets is None else targets
+
+    def full(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32)
+
+    def dense(layer: Any, x: jax.Array) -> jax.Array:
+        return low(x) @ low(layer["kernel"]) + low(layer["bias"])
+
+    def norm(layer: Any, x: jax.Array) -> jax.Array:
+        x = full(x)
+        centred = x - x.mean(-1, keepdims=True)
+        variance = jnp.square(centred).mean(-1, keepdims=True)
+        scaled = centred * jax.lax.rsqrt(variance + 1e-5)
+        return scaled * layer["scale"] + layer["bias"]
+
+    def attend(layer: Any, x: jax.Array) -> jax.Array:
+        shape = (size.batch, size.length, 3, size.heads, size.width // size.heads)
+        q, k, v = jnp.moveaxis(dense(layer["qkv"], x).reshape(shape), 2, 0)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * shape[-1] ** -0.5
+        mask = jnp.tril(jnp.ones((size.length, size.length), bool))
+        weights = jax.nn.softmax(full(jnp.where(mask, scores, MASKED)))
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", low(weights), v)
+        return dense(layer["out"], mixed.reshape(size.batch, size.length, size.width))
+
+    x = params["embed"][tokens] + params["positions"]
+    for layer in params["blocks"]:
+        x = x + attend(layer, norm(layer["norm1"], x))
+        hidden = jax.nn.gelu(dense(layer["up"], norm(layer["norm2"], x)))
+        x = x + dense(layer["down"], hidden)
+    logits = full(low(norm(params["norm"], x)) @ low(params["embed"]).T)
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)
+    return -chosen.mean()
+
+
+def contenders(size: Size) -> dict[str, Callable[[Any, jax.Array], jax.Array]]:
+    """Return the ways to compute the loss of float32 params."""
+    written = functools.partial(loss, size=size)
+    by_hand = functools.partial(loss, size=size, low=lambda x: x.astype(jnp.bfloat16))
+
+    def cast_arguments(params: Any, tokens: jax.Array) -> jax.Array:
+        return written(optax_mp.cast_floating(params, jnp.bfloat16), tokens)
+
+    return {
+        "float32": written,
+        "bf16 by hand": by_hand,
+        "bf16 by casting arguments": cast_arguments,
+        "amp, bf16": optax_mp.amp(written),
+        "amp, f16": optax_mp.amp(written, compute_dtype=jnp.float16),
+    }
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> None:
+    """Trace `fun` anew: JAX remembers the traces of one function object."""
+    jax.make_jaxpr(lambda *args: fun(*args))(*args)
+
+
+def casts(fun: Callable[..., Any], *args: Any) -> int:
+    """Return how many equations change a dtype, also in the jaxprs inside."""
+    return str(jax.make_jaxpr(fun)(*args)).count("convert_element_type[")
+
+
+def residual_mib(fun: Callable[..., Any], params: Any, tokens: jax.Array) -> float:
+    """Return what the forward pass keeps for the backward pass."""
+    pullback = jax.eval_shape(lambda p: jax.vjp(lambda p: fun(p, tokens), p)[1], params)
+    kept = jax.tree.leaves(pullback)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in kept) / 2**20
+
+
+def exactly(fun: Callable[..., Any], *args: Any) -> Any:
+    """Return `fun(*args)`, compiled so that every cast is made."""
+    options: Any = {"xla_allow_excess_precision": False}
+    return jax.jit(fun).lower(*args).compile(compiler_options=options)(*args)
+
+
+def relative_error(tree: Any, truth: Any) -> float:
+    """Return the norm of the difference over the norm."""
+    squares = np.zeros(2)
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(truth), strict=True):
+        if jnp.issubdtype(b.dtype, jnp.floating):
+            a, b = np.float64(a), np.float64(b)
+            squares += np.sum((a - b) ** 2), np.sum(b**2)
+    return float(np.sqrt(squares[0] / squares[1]))
+
+
+def medians(
+    runs: Sequence[Callable[[], Any]], rounds: int, before: Callable[[], Any] = int
+) -> list[float]:
+    """Return the median seconds of each, taking turns; the first round warms up."""
+    seconds: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds + 1):
+        for times, run in zip(seconds, runs, strict=True):
+            before()
+            began = time.perf_counter()
+            jax.block_until_ready(run())
+            times.append(time.perf_counter() - began)
+    return [statistics.median(times[1:]) for times in seconds]
+
+
+def measure_model(size: Size, rounds: int) -> list[record.Row]:
+    """Return casts, kept bytes, trace time, step time and error of a training step."""
+    params, tokens = init(size), jnp.zeros((size.batch, size.length), jnp.int32)
+    tokens = jax.random.randint(jax.random.key(1), tokens.shape, 0, size.vocabulary)
+    entries = contenders(size)
+    steps = {key: jax.value_and_grad(fun) for key, fun in entries.items()}
+    truth = exactly(steps["float32"], params, tokens)[1]
+    errors = [
+        relative_error(exactly(x, params, tokens)[1], truth) for x in steps.values()
+    ]
+    tracing = medians(
+        [functools.partial(trace, fun, params, tokens) for fun in entries.values()],
+        rounds,
+        before=jax.clear_caches,
+    )
+    compiled = [jax.jit(x).lower(params, tokens).compile() for x in steps.values()]
+    times = medians([lambda x=x: x(params, tokens) for x in compiled], rounds)
+    return [
+        {
+            "model": key,
+            "casts": casts(fun, params, tokens),
+            "with gradient": casts(steps[key], params, tokens),
+            "kept MiB": residual_mib(fun, params, tokens),
+            "trace": tracing[i] / tracing[0],
+            "step ms": times[i] * 1e3,
+            "by hand": times[i] / times[1],
+            "error": errors[i],
+        }
+        for i, (key, fun) in enumerate(entries.items())
+    ]
+
+
+def measure_eager(rounds: int) -> list[record.Row]:
+    """Return the time of eager calls, with functions of JAX and a scan inside."""
+
+    def body(carry: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+        return jax.nn.relu(carry @ weight), None
+
+    def fun(x: jax.Array, weights: jax.Array) -> jax.Array:
+        x = jnp.where(x > 0, x, 0.1)
+        return jax.nn.logsumexp(jax.lax.scan(body, x, weights)[0])
+
+    x, weights = jnp.ones((32, 64)), jnp.ones((4, 64, 64)) / 64
+    entries = [fun, optax_mp.amp(fun)]
+    times = medians([lambda f=f: f(x, weights) for f in entries], rounds)
+    return [
+        {"call": name, "eager ms": seconds * 1e3, "ratio": seconds / times[0]}
+        for name, seconds in zip(("float32", "amp, bf16"), times, strict=True)
+    ]
+
+
+def measure_reuse(longest: int) -> list[record.Row]:
+    """Return the error of the gradient of a weight that is used T times in a scan."""
+
+    def total(weight: jax.Array, xs: jax.Array) -> jax.Array:
+        def use(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            return carry + jnp.sum(jnp.tanh(x @ weight)), None
+
+        return jax.lax.scan(use, jnp.float32(0), xs)[0]
+
+    def hoisted(weight: jax.Array, xs: jax.Array) -> jax.Array:
+        return total(weight.astype(jnp.bfloat16), xs.astype(jnp.bfloat16))
+
+    weight = jax.random.normal(jax.random.key(0), (16, 16)) / 4
+    curve = []
+    turns = 16
+    while turns <= longest:
+        xs = jax.random.normal(jax.random.key(turns), (turns, 8, 16)) + 0.5
+        truth = exactly(jax.grad(total), weight, xs)
+        amp_error, cast_error = (
+            relative_error(exactly(jax.grad(fun), weight, xs), truth)
+            for fun in (optax_mp.amp(total), hoisted)
+        )
+        curve.append(
+            {
+                "uses": turns,
+                "amp: a cast for each use": amp_error,
+                "cast once": cast_error,
+            }
+        )
+        turns *= 2
+    return curve
+
+
+def main() -> None:
+    """Read the options and print all tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("model", "eager", "reuse"))
+    parser.add_argument("--size", choices=tuple(SIZES), default="small")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--longest", type=int, default=8192, help="of the scans")
+    record.add_option(parser)
+    args = parser.parse_args()
+    size = SIZES[args.size]
+    measured = {
+        "model": lambda: measure_model(size, args.rounds),
+        "eager": lambda: measure_eager(args.rounds),
+        "reuse": lambda: measure_reuse(args.longest),
+    }
+    titles = {
+        "model": f"a training step of a transformer, {size.in_words()}",
+        "eager": "eager calls",
+        "reuse": "a weight used many times in a scan: error of its gradient, bf16",
+    }
+    devices = jax.devices()[:1]
+    print(record.heading(devices))
+    tables = {}
+    for part in measured if args.only is None else [args.only]:
+        rows = tables[titles[part]] = measured[part]()
+        print(f"\n### {titles[part]}\n\n{record.as_markdown(rows)}", flush=True)
+    record.finish(args.json, tables, record.machine_of(devices), ("jax",))
+
+
+if __name__ == "__main__":
+    main()
