@@ -38,15 +38,22 @@ class CodeFormat:
         bits: the width of codes.
         product_bits: the width of codes of arrays that reach a matrix product.
         block_size: how many values share a scale; None for a 16-bit float.
+        has_shifts: whether small columns are shifted.
     """
 
     bits: int
     product_bits: int
     block_size: int | None
+    has_shifts: bool = True
 
     @classmethod
     def from_settings(
-        cls, bits: int, block_size: int, dtype: DTypeLike | None, product_bits: int
+        cls,
+        bits: int,
+        block_size: int,
+        dtype: DTypeLike | None,
+        product_bits: int,
+        column_scales: bool,
     ) -> "CodeFormat":
         """Check the arguments of `low_bit_state`."""
         if dtype is not None:
@@ -70,7 +77,12 @@ class CodeFormat:
                 f"low_bit_state: `block_size` is {block_size!r}, expected a power of "
                 "two such as 32."
             )
-        return cls(int(bits), max(int(bits), int(product_bits)), int(block_size))
+        return cls(
+            int(bits),
+            max(int(bits), int(product_bits)),
+            int(block_size),
+            bool(column_scales),
+        )
 
     def code(
         self,
@@ -87,14 +99,15 @@ class CodeFormat:
         dtype = f"uint{bits}" if is_unsigned else f"int{bits}"
         stays_positive = is_unsigned or is_rooted
         axis, size = choose_blocks(shape, self.block_size)
-        group = choose_group(shape, axis)
+        group = choose_group(shape, axis) if self.has_shifts else None
         return Code(dtype, axis, size, stays_positive, group)
 
     def __str__(self) -> str:
         if self.block_size is None:
             return "bfloat16"
         wide = f", {self.product_bits} in products" * (self.bits < self.product_bits)
-        return f"{self.bits} bits{wide}, blocks of {self.block_size}"
+        plain = ", no scales of columns" * (not self.has_shifts)
+        return f"{self.bits} bits{wide}, blocks of {self.block_size}{plain}"
 
 
 # An array of the same shape, without scales.

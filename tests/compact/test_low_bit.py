@@ -516,12 +516,14 @@ def test_the_compact_form_is_5_and_an_eighth_bytes_a_weight():
     adamw = low_bit_state(optax.adamw(1e-3))
     tx = optax_mp.mixed_precision(adamw, storage=optax_mp.Split(bits=8))
     params = {
-        f"layer{i}": jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16) for i in "ab"
+        f"layer{i}": jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16) for i in "ab"
     }
     state = jax.eval_shape(tx.init, params)
     report = optax_mp.memory_report(state, params)
-    # Two bytes of param, one of remainder, two of codes, two scales of 2 for 32 weights.
-    assert report.bytes_per_weight == pytest.approx(2 + 1 + 2 + 4 / 32, rel=1e-4)
+    # Two bytes of param, one of remainder, two of codes, two scales of 2 for 32 weights,
+    # two shifts for 128.
+    want = 2 + 1 + 2 + 4 / 32 + 2 / 128
+    assert report.bytes_per_weight == pytest.approx(want, rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -93,11 +93,14 @@ SHAPES = [(40, 384), (33, 4224), (2, 17, 256), (2, 2, 32, 130), (70,), (), (0, 4
 
 
 def random_tree(seed, dtype="bfloat16", scale=1.0, shapes=SHAPES):
+    # Every third column is small, so that it is shifted.
     rng = np.random.default_rng(seed)
-    return {
-        f"p{i}": jnp.asarray(scale * rng.normal(size=shape), dtype)
-        for i, shape in enumerate(shapes)
-    }
+
+    def array(shape):
+        sizes = np.where(np.arange(shape[-1]) % 3, 1, 1e-3) if shape else 1
+        return jnp.asarray(scale * rng.normal(size=shape) * sizes, dtype)
+
+    return {f"p{i}": array(shape) for i, shape in enumerate(shapes)}
 
 
 @contextlib.contextmanager
