@@ -332,12 +332,14 @@ def test_shifts_are_those_of_the_reference(shape, dtype, axis):
     got = jax.device_get(encode(x, dtype, shifts=True))
     shifts, each = column_shifts(x, 32)
     np.testing.assert_array_equal(got.shifts, shifts)
-    assert 10 < np.median(shifts[shifts > 0]) + 8 and shifts.min() == 0
+    assert shifts.max() > 10 and shifts.min() == 0
     shifted = np.ldexp(x.astype(np.float64), each).astype(np.float32)
     scales, of_block = block_scales(shifted, 32)
     assert as_bits(got.scales) == as_bits(scales)
     want = block_codes(shifted, of_block, dtype)
-    assert np.abs(got.codes.astype(int) - want.astype(int)).max() <= ("16" in dtype)
+    # As in the test without shifts: next to the middle of two codes.
+    off = np.abs(got.codes.astype(int) - want.astype(int))
+    assert off.max() <= 1 and off.mean() <= (0.02 if "16" in dtype else 1e-3)
     back = np.asarray(decode(got), np.float64)
     values = np.ldexp(block_values(got.codes, of_block), -each)
     np.testing.assert_allclose(back, values, rtol=1e-6)
@@ -367,7 +369,7 @@ def test_no_device_has_a_part_of_a_group_of_rows(shape, group):
 
 @EVERY_FORM
 def test_columns_of_one_size_keep_their_codes(dtype):
-    x = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(1024, 256)).astype(np.float32)
     x = x * x if is_unsigned(dtype) else x
     x[64] *= 1e-9  # a row of another size
     x[77, 77] = 1e6  # a value out of line
@@ -381,7 +383,7 @@ def test_columns_of_one_size_keep_their_codes(dtype):
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_no_value_in_shifted_columns_is_lost(stochastic, dtype):
     """Zeros, infinite and NaN ones, the largest and the smallest; each in its block."""
-    x = columns((256, 128), dtype, 8)
+    x = columns((256, 256), dtype, 8)
     clean = x.copy()
     x[:, 3] = 0
     x[1, 40], x[2, 70], x[130, 100] = np.nan, np.inf, np.finfo(np.float32).max
@@ -393,7 +395,7 @@ def test_no_value_in_shifted_columns_is_lost(stochastic, dtype):
     assert (back[:, 3] == 0).all() and back[130, 100] == 2.0**126
     if is_unsigned(dtype):
         ours = ~is_bad & (x > 0)
-        ours[128:, 96:] = False
+        ours[128:160, 96:128] = False
         assert (back[ours] > 0).all()
     back = np.asarray(decode(encode(clean, dtype, 32, key, shifts=True)))
     top = np.sort(np.abs(clean), 0)[-8:]  # of each column
