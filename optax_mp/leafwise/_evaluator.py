@@ -23,17 +23,17 @@ class Part:
         whole: the shape of the arrays of elements, on all devices together.
         shape: of their shards, with the axis of blocks behind all others.
         block_size: how many elements along that axis share a scale.
-        group_size: how many along the axis before it share a shift.
         origin: the place of the first element in the whole arrays, as in `shape`.
         axis: the place of the last axis in `whole`.
+        group_size: how many elements along the axis before it share a shift.
     """
 
     whole: tuple[int, ...]
     shape: tuple[int, ...]
     block_size: int
-    group_size: int
     origin: tuple[Any, ...]
     axis: int = -1
+    group_size: int = 1
 
     def place_of(self, axis: int) -> int:
         """Return the place in `shape` of an axis of `whole`."""

@@ -62,10 +62,10 @@ class Layout:
     def part(self) -> Part:
         """The part of the arrays that each device holds; all if that is not known."""
         shape, end = self.end.shape, self.end
-        sizes = end.block_size or 1, end.group_size or 1
         own = shape if self.sharding is None else self.sharding.shard_shape(shape)
         own = self._turn(own)
-        return Part(shape, own, *sizes, (0,) * len(shape), self.axis)
+        size, origin = end.block_size or 1, (0,) * len(shape)
+        return Part(shape, own, size, origin, self.axis, end.group_size or 1)
 
     def _turn(self, sizes: Sequence[Any]) -> tuple[Any, ...]:
         return *sizes[: self.axis], *sizes[self.axis + 1 :], sizes[self.axis]
