@@ -417,3 +417,13 @@ def test_shifted_columns_are_right_on_average(dtype):
     )
     error += worst_error(x, each, dtype, 1.0) * 5 / len(back)
     assert (np.abs(back.mean(0) - x) <= error).all()
+
+
+@EVERY_FORM
+def test_layers_have_shifts_of_their_own(dtype):
+    layers = np.stack([columns((64, 128), dtype), columns((64, 128), dtype)[:, ::-1]])
+    want = [encode(x, dtype, shifts=True) for x in layers]
+    want = as_bits(jax.tree.map(lambda *x: jnp.stack(x), *map(tuple, want)))
+    assert as_bits(tuple(encode(layers, dtype, shifts=True))) == want
+    by_vmap = jax.vmap(lambda x: tuple(encode(x, dtype, shifts=True)))(layers)
+    assert as_bits(by_vmap) == want
