@@ -225,9 +225,9 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
     arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
     if not arrays or holds_state(params):
         raise ValueError(
-            f"memory_report: `params` is {summarize(params)}, which is a state or has "
-            "no arrays, expected a tree of arrays or of `jax.ShapeDtypeStruct`s; pass "
-            "what `tx.init` gets."
+            "memory_report: expected `params` to be a tree of arrays or of "
+            f"`jax.ShapeDtypeStruct`s, got {summarize(params)}, which is a state or "
+            "has no arrays; pass what `tx.init` gets."
         )
     rows = [_row(_PARAMS, path, path, x) for path, x in arrays]
     rows += _state_rows(opt_state, params)

@@ -181,8 +181,8 @@ def _loss_of(value: Any, has_aux: bool, caller: str) -> Any:
     """Return the loss from the result of the user's function."""
     if has_aux and not (isinstance(value, tuple) and len(value) == 2):
         raise TypeError(
-            f"{caller}: with `has_aux` the function returned {describe(value)}, "
-            "expected a pair (loss, aux)."
+            f"{caller}: expected the function to return a pair (loss, aux), as "
+            f"`has_aux` says, got {describe(value)}."
         )
     loss = value[0] if has_aux else value
     _check_loss(loss, caller, "pass `has_aux=True` if the function returns (loss, aux)")
@@ -193,8 +193,8 @@ def _check_loss(loss: Any, caller: str, remedy: str) -> None:
     is_scalar = is_floating(loss) and loss.shape == ()
     if not (is_scalar or isinstance(loss, float)):
         raise ValueError(
-            f"{caller}: the loss is {describe(loss)}, expected a floating scalar; take "
-            f"its mean or sum, or {remedy}."
+            f"{caller}: expected the loss to be a floating scalar, got "
+            f"{describe(loss)}; take its mean or sum, or {remedy}."
         )
 
 
@@ -216,8 +216,8 @@ def _differentiated(
     if any(map(is_array, leaves)) and not any(map(is_inexact, leaves)):
         shown = " and ".join(summarize(args[i]) for i in chosen)
         raise TypeError(
-            f"{caller}: the argument to differentiate is {shown}, expected floating "
-            f"arrays in it; call as {call}, or choose another argument by `argnums`."
+            f"{caller}: expected floating arrays in the argument to differentiate, got "
+            f"{shown}; call as {call}, or choose another argument by `argnums`."
         )
     return trees
 
@@ -229,9 +229,9 @@ def check_function(fun: Any, argnums: Any, has_aux: Any, caller: str) -> None:
     are_settings &= all(isinstance(i, Integral) for i in numbers)
     if not (callable(fun) and are_settings):
         raise TypeError(
-            f"{caller}: `fun` is {summarize(fun)}, `argnums` is {summarize(argnums)} "
-            f"and `has_aux` is {summarize(has_aux)}, expected a function, integers and "
-            "a bool; pass the arguments of the function to the result: "
+            f"{caller}: expected `fun` to be a function, `argnums` integers and "
+            f"`has_aux` a bool, got {summarize(fun)}, {summarize(argnums)} and "
+            f"{summarize(has_aux)}; pass the arguments of the function to the result: "
             f"`{caller}(fun)(opt_state, params, ...)`."
         )
 

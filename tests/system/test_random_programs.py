@@ -46,6 +46,8 @@ def test_strict_promotion_is_no_obstacle(form, dtype):
 
 def test_a_traced_setting_is_named():
     link = optax.inject_hyperparams(optax_mp.static_loss_scale)(scale=2.0)
-    match = "^static_loss_scale: `scale` is traced .float32.*`static_args`"
+    match = (
+        "^static_loss_scale: .*`scale` to be .*, got a traced float32.*`static_args`"
+    )
     with pytest.raises(TypeError, match=match):
         jax.jit(link.update)(jnp.ones(2), link.init(jnp.ones(2)))
