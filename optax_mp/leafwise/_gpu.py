@@ -206,7 +206,7 @@ def run_end(
         """Return the shape in which an array of the part is seen."""
         if end.group_size is None:
             return 1, 1, math.prod(shape)
-        return pieces.view[0], *shape[-2:]
+        return pieces.view[0], shape[-2], shape[-1]
 
     def prepared(x: Any) -> jax.Array:
         x = jnp.asarray(x)

@@ -173,7 +173,7 @@ def test_codes_count_under_their_field_and_scales_apart():
         "block scales": 2 * 2 * n // 32,
         "column scales": 2 * n // 64,
     }
-    assert report.by_leaf()["['w']"] == 5 * n + 2 * 2 * n // 32
+    assert report.by_leaf()["['w']"] == 5 * n + 2 * 2 * n // 32 + 2 * n // 64
     assert report.float32_bytes == 12 * (n + 8) + rest
 
 
