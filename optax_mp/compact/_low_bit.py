@@ -154,10 +154,10 @@ def low_bit_state(
         >>> import optax_mp
         >>> adamw = optax_mp.low_bit_state(optax.adamw(1e-3))
         >>> tx = optax_mp.mixed_precision(adamw, storage=optax_mp.Split(bits=8))
-        >>> params = {"w": jnp.ones((256, 256), jnp.bfloat16)}
+        >>> params = {"w": jnp.ones((1024, 256), jnp.bfloat16)}
         >>> report = optax_mp.memory_report(tx.init(params), params)
         >>> round(report.bytes_per_weight, 3)
-        5.125
+        5.141
 
     References:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022,
