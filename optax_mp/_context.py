@@ -8,7 +8,7 @@ context asks for.
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -30,13 +30,21 @@ class Context:
             dropped, but for arrays in host memory: `offload` must not change these.
         is_in_take_step: whether `take_step` or a part of it copies arrays from host
             memory as the step needs them, so that `offload` must not.
+        takes_params: whether `take_step` takes a `NewParam` in the place of an update.
         part_shardings: how `zero1` cut the params, by path: (shape, sharding). Under
             `jit` with automatic sharding it is not known otherwise.
     """
 
     proceed: Choice = True
     is_in_take_step: bool = False
+    takes_params: bool = False
     part_shardings: Mapping[Any, Any] | None = None
+
+
+class NewParam(NamedTuple):
+    """A new param in the place of an update; the caller has no use for the update."""
+
+    value: jax.Array
 
 
 _NONE = Context()
@@ -48,9 +56,11 @@ class Transformation(optax.GradientTransformationExtraArgs):
     Attributes:
         offloaded: the plan and the param shardings of the `offload` that it is, or that
             is directly inside.
+        makes_params: whether it returns `NewParam`s where the context takes them.
     """
 
     offloaded: tuple[Any, Any] | None = None
+    makes_params = False
 
     @classmethod
     def around(

@@ -81,6 +81,11 @@ def measure_one_axis(form: str, target: str, side: int) -> record.Row:
     return measure_leaves(form, target, (side * side,))
 
 
+def measure_heads(form: str, target: str, side: int) -> record.Row:
+    """Return the same for attention kernels, as Flax makes them."""
+    return measure_leaves(form, target, (2 * side, 16, 64))
+
+
 def measure_leaves(form: str, target: str, shape: tuple[int, ...]) -> record.Row:
     """Return what one step of a form moves and needs for leaves of a shape."""
     row: record.Row = {"form": form, "limit": ALL_FORMS[form][-1]}
@@ -130,19 +135,41 @@ def measure_sharded(form: str, target: str, side: int) -> record.Row:
     return measure_shards(form, target, (side, side))
 
 
+def measure_zero1(form: str, target: str, side: int) -> record.Row:
+    """Return the same by `zero1`: whole params, and per weight of a device's share."""
+    make, param_dtype, grad_dtype, _ = FORMS[form]
+    mesh = Mesh(np.array(devices_of(target, 8)), ("devices",))
+    tx = optax_mp.zero1(make(), mesh, "devices")
+    args = arrays_of(tx, param_dtype, grad_dtype, (side, side))
+    whole = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), args)
+    parts = optax_mp.state_shardings(tx, args[0], whole[0])
+    row: record.Row = {"form": form}
+    for way, step in {"": by_optax(tx), ", take_step": in_one_pass(tx)}.items():
+        compiled = compile_step(step, args, target, (whole[0], parts, whole[2]))
+        row |= costs_of(compiled, LEAVES * side * side / 8, way)
+    return row
+
+
 def measure_stacked(form: str, target: str, side: int) -> record.Row:
     """Return the same for layers that are stacked for a scan."""
     return measure_shards(form, target, (24, side // 4, side))
 
 
-def measure_shards(form: str, target: str, shape: tuple[int, ...]) -> record.Row:
-    """Return the same for leaves of a shape, sharded by rows."""
+def measure_columns(form: str, target: str, side: int) -> record.Row:
+    """Return the same for layers in parts of 704 columns, for a side of 8192."""
+    return measure_shards(form, target, (8, side // 4, 11 * side // 16), axis=2)
+
+
+def measure_shards(
+    form: str, target: str, shape: tuple[int, ...], axis: int = -2
+) -> record.Row:
+    """Return the same for leaves of a shape, sharded along an axis."""
     make, param_dtype, grad_dtype, limit = FORMS[form]
     tx, count, weights = make(), 8, LEAVES * math.prod(shape)
     args = arrays_of(tx, param_dtype, grad_dtype, shape)
     mesh = Mesh(np.array(devices_of(target, count)), ("devices",))
-    by_rows = PartitionSpec(*[None] * (len(shape) - 2), "devices")
-    rows, whole = (NamedSharding(mesh, spec) for spec in (by_rows, PartitionSpec()))
+    along = PartitionSpec(*[None] * (axis % len(shape)), "devices")
+    rows, whole = (NamedSharding(mesh, spec) for spec in (along, PartitionSpec()))
     shardings = jax.tree.map(lambda x: rows if x.ndim else whole, args)
     row: record.Row = {"form": form, "limit": limit}
     ways = {
@@ -316,9 +343,12 @@ TABLES: dict[str, tuple[Callable[[str, str, int], record.Row], Iterable[str]]] =
     "Other optimizers": (measure, OTHERS),
     "Muon": (measure_with_products, MUON),
     "Leaves of one axis, AdamW": (measure_one_axis, ONE_AXIS),
+    "Attention kernels, AdamW": (measure_heads, ONE_AXIS),
     "Without kernels, AdamW": (measure_without_kernels, PACKED),
     "Sharded over eight devices, AdamW": (measure_sharded, SHARDED),
     "Stacked layers over eight devices, AdamW": (measure_stacked, SHARDED),
+    "Columns over eight devices, AdamW": (measure_columns, SHARDED),
+    "By zero1 over eight devices, AdamW": (measure_zero1, ("masters", "5.1 bytes")),
     "Training step of a transformer": (
         lambda way, target, _: measure_model(way, target, MODEL),
         WAYS,

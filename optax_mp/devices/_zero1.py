@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_given_params, check_init_params
-from optax_mp._context import Transformation, with_context
+from optax_mp._context import NewParam, Transformation, context_of, with_context
 from optax_mp._descriptions import fill_spec, place_like_params, takes_descriptions
 from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation, update_inner
@@ -46,7 +46,8 @@ def zero1(
 
     Each of N devices that hold the same params keeps and updates 1/N of masters and
     moments. Then the params are gathered in their own dtype: 2 bytes per weight where
-    float32 updates would take 4.
+    float32 updates would take 4. `take_step` takes these as they are; for `tx.update`
+    their difference from the old params must be written, read and added.
 
     Put it outermost: a transformation around it is not sharded. The state is that of
     `inner`, with other shardings: `master_params`, `loss_scale`, checkpoints and
@@ -144,6 +145,9 @@ def zero1(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         cuts = cuts_of(check_given_params(params, "zero1"))
+        takes_params = context_of(extra_args).takes_params
+        if takes_params:
+            extra_args = with_context(extra_args, takes_params=False)
         if dtype is not None:
             updates = cuts.sum(updates, dtype)
         if extra_args.get("grad") is not None:
@@ -160,9 +164,11 @@ def zero1(
         changes, state = update_inner(
             of_parts, updates, state, parts, extra_args, "zero1"
         )
-        return cuts.gather(parts, changes), cuts.cut(state)
+        return cuts.gather(parts, changes, takes_params), cuts.cut(state)
 
-    return Transformation.around(inner, init_fn, update_fn)
+    made = Transformation.around(inner, init_fn, update_fn)
+    made.makes_params = True
+    return made
 
 
 @dataclass(frozen=True)
@@ -276,12 +282,15 @@ class _Cuts:
         cut = choose_cut(self.mesh, self.axes, x.shape, PartitionSpec())
         return None if cut is None else cut.part
 
-    def gather(self, params: optax.Params, changes: optax.Updates) -> optax.Updates:
+    def gather(
+        self, params: optax.Params, changes: optax.Updates, takes_params: bool
+    ) -> optax.Updates:
         """Return the updates of whole params.
 
         Args:
             params: the parts of the params.
             changes: the updates of those parts.
+            takes_params: whether to return new params where these are gathered.
         """
         parts = self.leaves.match(params, "`params`")
         updates = self.leaves.match(changes, "the updates of `inner`")
@@ -289,13 +298,20 @@ class _Cuts:
             if cut is None or is_absent(updates[i]) or not is_floating(updates[i]):
                 continue
             param = self.leaves.values[i]
-            updates[i] = _gather_update(self.mesh, cut, param, parts[i], updates[i])
+            updates[i] = _gather_update(
+                self.mesh, cut, param, parts[i], updates[i], takes_params
+            )
         return self.leaves.unflatten(updates)
 
 
 def _gather_update(
-    mesh: Mesh, cut: Cut, param: jax.Array, part: jax.Array, change: jax.Array
-) -> jax.Array:
+    mesh: Mesh,
+    cut: Cut,
+    param: jax.Array,
+    part: jax.Array,
+    change: jax.Array,
+    takes_params: bool,
+) -> Any:
     """Return the update of a whole param, from its part and the update of the part."""
 
     def gather_bits(x: jax.Array) -> jax.Array:
@@ -303,6 +319,10 @@ def _gather_update(
         pattern = lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits(x.dtype)}"))
         return shard(shard(pattern, mesh, cut.part), mesh, cut.whole)
 
+    if takes_params:
+        with jax.numpy_dtype_promotion("standard"):
+            new: Any = optax.apply_updates(part, change)
+        return NewParam(lax.bitcast_convert_type(gather_bits(new), param.dtype))
     if bits(change.dtype) <= bits(param.dtype):
         return lax.bitcast_convert_type(gather_bits(change), change.dtype)
     # The param has fewer bytes than its update, so the new param is gathered. The

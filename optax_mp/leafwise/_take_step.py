@@ -10,7 +10,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from optax_mp._context import with_context
+from optax_mp._context import NewParam, with_context
 from optax_mp._dtypes import at_least_float32, is_negative_zero
 from optax_mp._inner import as_transformation, or_no_change
 from optax_mp._jax._arrays import has_tracers
@@ -134,6 +134,8 @@ def whole_step(
     extra_args: dict[str, Any],
 ) -> tuple[Step, Any, Any, list[NamedSharding | None]]:
     """Return the arguments of `run_step` for those of the function `name`."""
+    if getattr(tx, "makes_params", False):
+        extra_args = with_context(extra_args, takes_params=True)
     tx = as_transformation(tx, name, "tx")
 
     def step(inputs: Any, kept: Any) -> Any:
@@ -151,6 +153,8 @@ def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params
     """Return what `optax.apply_updates` does; a param whose update is None stays."""
 
     def apply(param: Any, update: Any) -> Any:
+        if isinstance(update, NewParam):
+            return update.value
         update = or_no_change(update, param)
         return param if is_absent(update) else _add(param, update)
 

@@ -139,6 +139,20 @@ def differentiate(
     caller: str,
 ) -> tuple[Any, Any]:
     """Return the unscaled value of `fun`, and float32 gradients times `factor`."""
+    value, grads = raw_gradients(fun, argnums, has_aux, factor, args, kwargs, caller)
+    return value, widen_gradients(grads)
+
+
+def raw_gradients(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    factor: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    caller: str,
+) -> tuple[Any, Any]:
+    """Return what `differentiate` does, with gradients in the dtypes of the params."""
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     trees = _differentiated(chosen, args, caller)
     variables = jax.tree.map(lambda x: x if is_inexact(x) else None, trees)
@@ -156,11 +170,17 @@ def differentiate(
     grads, value = jax.grad(scaled_loss, has_aux=True)(variables)
     if any(g.dtype == jnp.float16 for g in jax.tree.leaves(grads)):
         count_event("computes in float16")
-    # In 16 bits, small gradients would be lost when they are unscaled or accumulated.
-    grads = jax.tree.map(
+    return value, grads[0] if isinstance(argnums, int) else tuple(grads)
+
+
+def widen_gradients(grads: Any) -> Any:
+    """Return gradients in float32 or wider.
+
+    In 16 bits, small ones would be lost when they are unscaled or accumulated.
+    """
+    return jax.tree.map(
         lambda g: g.astype(at_least_float32(g.dtype)) if is_floating(g) else g, grads
     )
-    return value, grads[0] if isinstance(argnums, int) else tuple(grads)
 
 
 def _with_float_arrays(tree: Any) -> Any:

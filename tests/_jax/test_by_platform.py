@@ -36,6 +36,12 @@ def test_a_platform_of_its_own_has_another_program(platform):
     assert ("stablehlo.cosine" in lowered(cosine, platform)) == (platform != "cpu")
 
 
+def test_a_program_for_several_platforms_is_as_written():
+    traced = jax.jit(lambda x: run_by_platform(jnp.sin, cosine, x)).trace(X)
+    text = traced.lower(lowering_platforms=("tpu", "cpu")).as_text()
+    assert "stablehlo.sine" in text and "stablehlo.cosine" not in text
+
+
 def test_it_runs_batches_and_differentiates_as_written():
     run = lambda x: run_by_platform(jnp.sin, cosine, x)  # noqa: E731
     assert (run(X) == jnp.sin(X)).all()

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from optax_mp import _jax
+from optax_mp._jax._control_flow import run_count
 from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._jaxpr import bind, evaluate
 from optax_mp._jax._sharding import place_like
@@ -89,3 +90,15 @@ def test_the_folder_imports_nothing_else_of_the_package_but_its_warnings():
         for path in folder.glob("*.py")
     }
     assert {name for name, found in imports.items() if found} == set()
+
+
+@pytest.mark.parametrize(
+    ("loop", "count"),
+    [
+        (lambda x: lax.scan(lambda x, _: (x * 2, None), x, length=7), 7),
+        (lambda x: lax.while_loop(lambda x: x.sum() < 9, jnp.sin, x), None),
+        (lambda x: lax.cond(x.sum() < 9, jnp.sin, jnp.cos, x), 1),
+    ],
+)
+def test_how_often_regions_run(loop, count):
+    assert run_count(jax.make_jaxpr(loop)(X).eqns[-1]) == count

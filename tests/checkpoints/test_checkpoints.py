@@ -78,7 +78,7 @@ def test_keys_of_random_numbers_are_like_their_data():
     with pytest.raises(ValueError, match="would cast"):
         optax_mp.check_checkpoint({"key": jnp.zeros(2, jnp.int32)}, {"key": key})
     other = jax.random.key(0, impl="rbg")
-    with pytest.raises(ValueError, match=r"key<fry>\[\].*key<rbg>\[\]"):
+    with pytest.raises(ValueError, match=r"to be key<rbg>\[\], got key<fry>\[\]"):
         optax_mp.check_checkpoint({"key": key}, {"key": other})
 
 

@@ -47,6 +47,21 @@ def test_a_restored_run_is_the_same_and_goes_on_as_if_never_stopped(tmp_path, na
         assert int(found[1].total_skipped_count) == 3
 
 
+# Orbax leaves the other arrays unread when one fails.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_checkpoint_that_was_cut_short_is_an_error(tmp_path):
+    """Never wrong weights."""
+    path = tmp_path / "checkpoint"
+    saved(path, OFTEN, 1)
+    for data in path.rglob("d/*"):
+        data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    with (
+        ocp.StandardCheckpointer() as checkpointer,
+        pytest.raises(ValueError, match="Error opening"),
+    ):
+        checkpointer.restore(path, template_of(OFTEN))
+
+
 def test_saves_in_the_background_hold_the_step_that_they_were_asked_at(tmp_path):
     name = "scaled split 16"
     step = jax.jit(step_of(name), donate_argnums=(0, 1))

@@ -260,7 +260,7 @@ MAKE = optax_mp.gradient_accumulator
     ("make", "kind", "message"),
     [
         (lambda: MAKE("f16"), ValueError, "`dtype` to be float32.*, got float16"),
-        (lambda: MAKE("int8"), ValueError, "to be a floating dtype .*, got int8"),
+        (lambda: MAKE("int8"), ValueError, "to be a floating dtype .*, got 'int8'"),
         (
             lambda: MAKE("bf16"),
             TypeError,

@@ -1,5 +1,7 @@
 """Where states lie on eight devices, with and without `zero1`."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from communication import large, sent_by
 from comparison import as_bits, avals
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from steps import by_update
+from steps import by_take_step, by_update
 
 import optax_mp
 
@@ -370,3 +372,30 @@ def test_two_axes_may_go_along_two_axes_of_an_array():
         assert lies_as(tree["w"], NamedSharding(mesh, P("data", "model")))
         assert lies_as(tree["v"], NamedSharding(mesh, P(("data", "model"))))
     assert all(lies_as(p, NamedSharding(mesh, P())) for p in got.values())
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ("full copies", "bfloat16"),
+        ("split 16", "float32"),
+        ("stochastic rounding", "bfloat16"),
+    ],
+)
+def test_take_step_gathers_params_and_makes_no_update(form, dtype):
+    """The numbers are those of `update`, and nothing as large as a param is added."""
+    mesh = mesh_of(8, 1)
+    tx = optax_mp.zero1(FORMS[form](), mesh, "data")
+    random, whole = np.random.default_rng(0), NamedSharding(mesh, P())
+    params = jax.device_put(random.normal(size=(64, 48)).astype("bfloat16"), whole)
+    params = params.at[0, 0].set(jnp.inf)
+    grads = jnp.asarray(random.normal(size=(64, 48)), dtype)
+    args = params, tx.init(params), grads
+    programs = [
+        jax.jit(x(tx)).lower(*args).compile() for x in (by_update, by_take_step)
+    ]
+    want, got = (program(*args) for program in programs)
+    assert as_bits(got) == as_bits(want)
+    assert avals(got) == avals(want)
+    sums = (re.search(r"\[64,48\]\S* (add|subtract)\(", x.as_text()) for x in programs)
+    assert list(map(bool, sums)) == [True, False]

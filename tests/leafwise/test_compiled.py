@@ -35,7 +35,7 @@ def test_a_step_moves_what_it_must(target, tmp_path):
             assert row["temporaries"] <= 1.1, row
 
 
-@pytest.mark.parametrize("table", ["Sharded", "Stacked"])
+@pytest.mark.parametrize("table", ["Sharded", "Stacked", "Columns"])
 @pytest.mark.parametrize("target", ["tpu", "gpu"])
 def test_sharded_arrays_of_a_known_layout_are_not_gathered(target, table, tmp_path):
     options = "--tables", table, "--forms", "5.1 bytes", "--target", target
@@ -45,6 +45,13 @@ def test_sharded_arrays_of_a_known_layout_are_not_gathered(target, table, tmp_pa
             assert row[f"collectives, {way}"] == 0, row
             assert row[f"moved, {way}"] <= 1.15 * row["limit"], row
             assert row[f"temporaries, {way}"] <= 0.05, row
+
+
+def test_params_that_are_gathered_are_not_added(tmp_path):
+    options = "--tables", "By zero1", "--target", "gpu", "--forms", "masters"
+    (row,) = rows(tmp_path, *options)
+    assert row["moved, take_step"] <= 0.6 * row["moved"], row
+    assert row["temporaries, take_step"] <= 1.05, row
 
 
 def test_a_tpu_needs_no_more_without_kernels(tmp_path):
@@ -64,9 +71,12 @@ def test_a_tpu_needs_no_more_without_kernels(tmp_path):
         assert row["temporaries, layout not known"] <= 1.05, row
 
 
-@pytest.mark.parametrize("target", ["tpu", "gpu"])
-def test_a_leaf_of_one_axis_needs_no_more(target, tmp_path):
-    options = "--tables", "Leaves", "--target", target, "--forms", "5.1 bytes"
+# A GPU has no kernel for attention kernels, whose blocks lie along the first axis.
+@pytest.mark.parametrize(
+    ("table", "target"), [("Leaves", "tpu"), ("Leaves", "gpu"), ("Attention", "tpu")]
+)
+def test_leaves_of_other_ranks_need_no_more(table, target, tmp_path):
+    options = "--tables", table, "--target", target, "--forms", "5.1 bytes"
     (row,) = rows(tmp_path, *options)
     assert row["moved, take_step"] <= 1.05 * row["limit"], row
     assert row["temporaries, take_step"] <= 0.05, row

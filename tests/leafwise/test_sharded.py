@@ -1,6 +1,7 @@
 """take_step on sharded arrays: the bits of one device, and no collective."""
 
 import re
+import types
 import warnings
 
 import jax
@@ -9,13 +10,13 @@ import optax
 import pytest
 from communication import sent_by
 from comparison import as_bits
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from sharded_arrays import arrays, compact, mesh_of, shardings
 from steps import by_take_step
 
 import optax_mp
 from optax_mp import _warnings
-from optax_mp.leafwise import _tpu
+from optax_mp.leafwise import _layout, _tpu
 
 pytestmark = [
     pytest.mark.usefixtures("no_long_constant_folding"),
@@ -240,3 +241,10 @@ def test_shardings_that_do_not_fit_are_named():
         )
     for fitting in (rows, {"w": rows}, jax.tree.map(lambda p: p.sharding, params)):
         optax_mp.take_step(tx, params, state, params, param_shardings=fitting)
+
+
+@pytest.mark.parametrize(("count", "divides"), [(8, True), (64, True), (128, False)])
+def test_no_shard_of_a_kernel_begins_within_a_block(count, divides):
+    end = types.SimpleNamespace(shape=(64, 2048), axis=1, block_size=32)
+    columns = NamedSharding(AbstractMesh((count,), ("a",)), PartitionSpec(None, "a"))
+    assert _layout._divides(columns, end) == divides

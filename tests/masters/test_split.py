@@ -399,3 +399,13 @@ def test_nan_stays_nan_whatever_its_payload(dtype, bits):
     params = optax.apply_updates(params, updates)
     assert np.isnan(np.asarray(params["w"], np.float32)).all()
     assert np.isnan(optax_mp.master_params(state, params)["w"]).all()
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_the_largest_masters_have_finite_params(bits):
+    largest = [float(jnp.finfo(x).max) for x in ("float32", "bfloat16")]
+    masters, params = jnp.float32(largest[0]), jnp.bfloat16(largest[1])
+    storage = optax_mp.Split(bits)
+    stored = storage.encode(masters, params)
+    _, landing = storage.advance(stored, params, masters)
+    assert landing == params

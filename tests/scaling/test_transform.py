@@ -395,3 +395,42 @@ def test_a_state_that_is_the_last_gradient_and_params_is_kept_in_a_skipped_step(
     for bad in (1.0, jnp.inf):
         _, state = step(grads * bad, state, params + (bad > 1))
         assert as_bits(state.inner_state) == want
+
+
+def test_an_inner_state_of_another_structure_is_named():
+    inner = optax.GradientTransformation(
+        lambda _: {"a": jnp.zeros(2)}, lambda g, s, p=None: (g, {"b": s["a"]})
+    )
+    tx = optax_mp.dynamic_loss_scale(inner)
+    params = {"w": jnp.ones(2)}
+    with pytest.raises(ValueError, match="'a'.* is only in the state that `inner`"):
+        tx.update(params, tx.init(params), params)
+
+
+def test_gradients_are_divided_by_the_scale_that_the_loss_had():
+    """And not by the next one, after a step at which the scale grows."""
+    tx = optax_mp.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0, growth_interval=1)
+    params = {"w": jnp.ones(2)}
+    updates, state = tx.update({"w": jnp.full(2, 8.0)}, tx.init(params), params)
+    assert state.scale == 16 and updates["w"].tolist() == [-1.0, -1.0]
+
+
+def test_ranks_skip_together():
+    tx = optax_mp.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0, axis_name="rank")
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    grads = {"w": jnp.ones((4, 2)).at[2, 0].set(jnp.inf)}
+    step = jax.vmap(lambda g: tx.update(g, state, params), axis_name="rank")
+    updates, after = step(grads)
+    assert after.scale.tolist() == [4.0] * 4 and not updates["w"].any()
+
+
+def test_a_finite_step_ends_the_row_of_skipped_ones():
+    tx = optax_mp.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0)
+    params = {"w": jnp.ones(2)}
+    state = tx.init(params)
+    counts = []
+    for value in (jnp.inf, jnp.inf, 1.0, jnp.inf):
+        _, state = tx.update({"w": jnp.full(2, value)}, state, params)
+        counts.append((int(state.skipped_count), int(state.total_skipped_count)))
+    assert counts == [(1, 1), (2, 2), (0, 2), (1, 3)]

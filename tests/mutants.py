@@ -1,0 +1,162 @@
+"""Which faults the fast tests of a room find: each mutant is one wrong line.
+
+    python tests/mutants.py            # all, on two cores in half an hour
+    python tests/mutants.py scaling    # those of one room
+
+Each mutant changes a copy of the package, and the fast tests of its room are run until
+one fails. The table that is printed has those that live. Run the suite before: a test
+that fails anyway would kill every mutant.
+"""
+
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+WORKERS, SECONDS = 2, 400  # a mutant that never ends is found as well
+
+# File | the line's text | what it becomes | test files that run, if not all of the room.
+TABLE = """
+_choose.py | if is_complex else -0.0 | if is_complex else 0.0 | scaling/test_transform.py masters/test_skipping.py
+_choose.py | if treedef != new_treedef or _types_of | if _types_of | masters/test_skipping.py scaling/test_transform.py
+_tree.py | shape)) :] == shape | shape)) :] != () | test_tree.py test_states.py
+_policy.py | pattern = pattern.lower() | pattern = pattern.upper() | test_policy.py
+_dtypes.py | multiple * step, rounded) | rounded, rounded) | test_dtypes.py
+_dtypes.py | is_above & is_finite, is_below & is_finite | is_above, is_below | test_dtypes.py
+_states.py | contents is not None and not any(map(is_above, contents)) | contents is not None | test_states.py
+_jax/_contact.py | "stablehlo.convert" | "stablehlo.cast" | _jax
+_jax/_contact.py | _VARYING = "manual_axis_type", "vma" | _VARYING = "manual", "v" | _jax
+_jax/_contact.py | _SETTINGS = "in_shardings" | _SETTINGS = "in_sharding" | _jax
+_jax/_by_platform.py | if target.platform == "tpu":  # no kernel | if target.platform == "cuda":  # no kernel | leafwise/test_take_step.py
+_jax/_by_platform.py | if others or platform not in PLATFORMS or is_placed: | if platform not in PLATFORMS or is_placed: | _jax
+_jax/_dataflow.py | return first ^ inputs[1].terms | return first &#124; inputs[1].terms | compact/test_signs.py compact/test_low_bit.py compact/test_partly_coded.py
+_jax/_control_flow.py | return params["length"] | return 1 | _jax/test_jaxpr.py
+_jax/_primitives.py | f32         keeps   expm1* | f32         always  expm1* | _jax
+_jax/_block_operations.py | missing = blocks.count * blocks.size - blocks.length | missing = 0 | compact/test_blocks.py
+_jax/_block_operations.py | moved = replace(blocks, axis=blocks.axis + 1) | moved = blocks | compact/test_blocks.py compact/test_low_bit.py leafwise/test_take_step.py
+leafwise/_kernel_evaluator.py | ((rest == 0.5) & is_odd) | (rest == 0.5) | leafwise/test_kernels.py
+leafwise/_kernel_evaluator.py | (unit // 2 - 1) + is_odd | (unit // 2) | leafwise/test_kernels.py
+leafwise/_kernel_evaluator.py | return (x << unused) >> unused | return x | leafwise/test_kernels.py
+leafwise/_chunks.py | return column + start + part.origin[axis] | return column + start | leafwise/test_chunks.py leafwise/test_take_step.py
+leafwise/_layout.py | jax.lax.axis_index(name) * size if name | jnp.int32(0) if name | leafwise/test_take_step.py leafwise/test_sharded.py
+leafwise/_layout.py | width % (end.block_size or 1) == 0 | width > 0 | leafwise/test_sharded.py
+leafwise/_ends.py | if math.prod(shape) < _SMALLEST_SIZE: | if False: | reports/test_step.py leafwise/test_take_step.py
+leafwise/_ends.py | return at is None or not value.aval.ndim or not fits[at] | return at is None or not fits[at] | leafwise/test_take_step.py
+leafwise/_take_step.py | state, platforms=("tpu",)) | state) | leafwise/test_take_step.py
+leafwise/_proof.py | if is_wrong.any(): | if is_wrong.all(): | leafwise/test_proof.py
+leafwise/_gpu.py | at = at if not axis else lax.rem(at, jnp.int32(shape[axis])) | at = at + axis | leafwise/test_proof.py leafwise/test_take_step.py
+leafwise/_kernels.py | ("TPU v2", "TPU v3") | ("TPU v2",) | leafwise/test_kernels.py
+leafwise/_from_host.py | lax.fori_loop(jnp.int32(0), self.rounds, body, starts) | lax.fori_loop(jnp.int32(0), jnp.int32(1), body, starts) | devices/test_offload.py devices/test_host_state.py
+compact/_blocks.py | distance = lax.add(lax.mul(below, _TWO), _ONE) | distance = lax.mul(below, _TWO) | compact/test_blocks.py compact/test_low_bit.py
+compact/_blocks.py | np.int32(0xFFFF)) | np.int32(0)) | compact/test_blocks.py
+compact/_blocks.py | if not code.stays_positive: | if code.stays_positive: | compact/test_blocks.py compact/test_low_bit.py
+compact/_random_numbers.py | keys * jnp.uint32(31) + part | keys + part | compact/test_random_rounding.py compact/test_stochastic.py compact/test_low_bit.py
+compact/_random_numbers.py | return lax.select(is_rounded, rounded, x) | return rounded | compact/test_random_rounding.py compact/test_stochastic.py
+compact/_code_choice.py | _without(large, depending_outputs(init.closed)) | large | compact/test_low_bit.py compact/test_full_precision.py
+compact/_signs.py | bounds=x.bounds if factor.is_fraction else frozenset(), | bounds=x.bounds, | compact/test_signs.py
+compact/_accumulator.py | return sums, kept_count + finite, | return sums, kept_count + 1, | compact/test_accumulator.py
+compact/_stochastic.py | rounding_keys(len(wide), seed, state.step_count) | rounding_keys(len(wide), seed, 0) | compact/test_stochastic.py
+masters/_split.py | np.int32((1 << shift) // 2) | np.int32(0) | masters/test_split.py
+masters/_split.py | remainder = lax.select(is_zero, lax.max(remainder, _ZERO), remainder) | is_zero = is_zero | masters/test_split.py
+masters/_split.py | lax.add(lax.min(magnitude, _LARGEST_BFLOAT16), | lax.add(magnitude, | masters/test_split.py masters/test_infinities.py
+masters/_step.py | is_edited = lax.is_finite(wide) & lax.ne | is_edited = lax.ne | masters/test_infinities.py masters/test_edits.py
+masters/_step.py | last_exact &#124; True if is_exact else last_exact & False | last_exact &#124; True | masters/test_edits.py
+masters/_transform.py | proceed = is_unmarked(updates, extra_args) | proceed = True | masters/test_skipping.py
+masters/_transform.py | master_dtype, copy=True) | master_dtype, copy=False) | masters/test_master_weights.py
+scaling/_loss_scaling.py | unscale(hide_overwritten(updates), state.scale) | unscale(hide_overwritten(updates), adjust_counters(ScaleCounters(state.scale, state.finite_count, state.hysteresis_left), jnp.array(True)).scale) | scaling/test_transform.py scaling/test_gradients.py
+scaling/_loss_scaling.py | bad_index = lax.pmin(bad_index, axis_name) | bad_index = bad_index + 0 | scaling/test_transform.py
+scaling/_loss_scaling.py | skipped_count=jnp.where(finite, 0, | skipped_count=jnp.where(finite, state.skipped_count, | scaling/test_transform.py scaling/test_check.py
+scaling/_loss_scaling.py | divide(hidden, state.scale) | hidden | scaling/test_transform.py
+scaling/_rule.py | is_due = finite_count >= | is_due = finite_count > | scaling/test_rule.py
+scaling/_rule.py | ~finite & (hysteresis_left == 0) | ~finite & (hysteresis_left <= 1) | scaling/test_rule.py
+scaling/_rule.py | jnp.where(is_due, hysteresis, hysteresis_left) | jnp.where(grows, hysteresis, hysteresis_left) | scaling/test_rule.py
+scaling/_gradients.py | lambda g: g.astype(at_least_float32(g.dtype)) if is_floating(g) else g, | lambda g: g, | scaling/test_gradients.py
+scaling/_overwrite.py | (change == -start) & ~is_zero | (change == -start) & is_zero | scaling/test_overwrite.py
+scaling/_values.py | ~finite & (tries < redo_on_nan) | ~finite & (tries <= redo_on_nan) | scaling/test_retries.py
+scaling/_state.py | np.lexsort(keys)[-1] | np.lexsort(keys)[0] | scaling/test_check.py
+devices/_zero1.py | jnp.where(is_unchanged, -jnp.zeros((), change.dtype), difference) | difference | devices/test_zero1.py
+devices/_sum.py | start = -jnp.zeros_like | start = jnp.zeros_like | devices/test_sum.py
+devices/_sum.py | return total + x.astype(jnp.float32), None | return (total.astype(x.dtype) + x).astype(jnp.float32), None | devices/test_sum.py
+devices/_cut.py | if any(name in names for names in whole for name in axes): | if False: | devices/test_zero1.py devices/test_sharding.py
+checkpoints/_check.py | return "another shape" | return "" | checkpoints/test_checkpoints.py
+checkpoints/_convert.py | wrapper = type(node)(*old) | wrapper = node | checkpoints/test_convert.py
+checkpoints/_convert.py | weights = cast_floating(weights, jnp.float32)  # as | weights = cast_floating(weights, jnp.bfloat16)  # as | checkpoints/test_convert.py
+autocast/_lattice.py | count <= 1 and count < result | count < result | amp/test_amp_rules.py amp/test_amp_models.py
+autocast/_lattice.py | return LOW if strong == {LOW} else FULL | return LOW if LOW in strong else FULL | amp/test_amp_rules.py amp/test_amp_cases.py
+autocast/_plan.py | self._smallest <= size <= self._largest | size <= self._largest | amp/test_amp_rules.py
+autocast/_plan.py | FULL if i in wiring.summed and x == LOW else x | x | amp/test_amp_loops.py
+autocast/_rules.py | if own == "widest" and adds_bias: | if adds_bias: | amp/test_amp_rules.py
+autocast/_eight_bits.py | gradient = rounded(cotangent, E5M2) | gradient = rounded(cotangent) | amp/test_eight_bits.py amp/test_amp_f8.py
+autocast/_derivatives.py | cast(tangent, x.dtype) if depends else SymbolicZero.from_primal_value(x) | cast(tangent, x.dtype) | amp/test_amp_symbolic_zeros.py
+reports/_memory_report.py | if quantized or is_floating(leaf) else count | if is_floating(leaf) else count | reports/test_memory.py
+reports/_gradient_range.py | is_even = largest / last_place % 2 == 0 | is_even = False | reports/test_gradient_range.py
+reports/_updates.py | jnp.where(moves, _MOVED, _STALLED) | jnp.where(moves, _STALLED, _MOVED) | reports/test_updates.py
+reports/_collectives.py | {"all-reduce": 2 * share | {"all-reduce": share | reports/test_collectives.py
+reports/_metrics.py | if len(find_states(x, optax.MultiStepsState)) == 1 | if True | reports/test_metrics.py
+"""
+
+Mutant = tuple[str, str, str, list[str]]
+
+
+def read() -> list[Mutant]:
+    """Return the mutants of the table; raise for one whose line is not there once."""
+    mutants = []
+    for line in TABLE.strip().splitlines():
+        cells = (cell.strip().replace("&#124;", "|") for cell in line.split(" | "))
+        file, old, new, tests = cells
+        if (ROOT / "optax_mp" / file).read_text().count(old) != 1:
+            raise ValueError(f"{file} has not one {old!r}")
+        mutants.append((file, old, new, tests.split()))
+    return mutants
+
+
+def is_killed(mutant: Mutant) -> tuple[bool, float]:
+    """Return whether a fast test fails on a mutant, and after how many seconds."""
+    file, old, new, tests = mutant
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder)
+        for name in ("optax_mp", "tests"):
+            shutil.copytree(ROOT / name, copy / name)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        path = copy / "optax_mp" / file
+        path.write_text(path.read_text().replace(old, new))
+        files = [f"tests/{name}" for name in tests]
+        options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *options, *files]
+        environment = os.environ | {"PYTHONPATH": folder}
+        try:
+            done = subprocess.run(
+                command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS
+            )
+            is_found = done.returncode in (1, 2)  # a failed test, or no import
+            if done.returncode not in (0, 1, 2, 5):  # 5: no test is fast
+                raise RuntimeError(f"{file}: {done.stdout.decode()[-2000:]}")
+        except subprocess.TimeoutExpired:
+            is_found = True
+    return is_found, time.monotonic() - began
+
+
+def main() -> None:
+    """Run the mutants of the rooms that are named, or all, and print the table."""
+    rooms = tuple(sys.argv[1:])
+    mutants = [x for x in read() if x[0].startswith(rooms or "")]
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        results = []
+        for mutant, (is_found, took) in zip(
+            mutants, pool.map(is_killed, mutants), strict=True
+        ):
+            results.append(is_found)
+            word = "killed" if is_found else "LIVES "
+            print(f"{word} {took:4.0f} s  {mutant[0]}: {mutant[1]}", flush=True)
+    killed = sum(results)
+    print(f"{killed} of {len(results)} are killed, {killed / len(results):.0%}")
+
+
+if __name__ == "__main__":
+    main()
