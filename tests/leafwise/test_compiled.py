@@ -27,7 +27,7 @@ def test_a_step_moves_what_it_must(target, tmp_path):
     assert len(found) == 9
     for row in found:
         # XLA for TPUs copies shifts for a kernel, and counts moves of scales twice.
-        room = 1.07 if target == "tpu" else 1.05
+        room = 1.08 if target == "tpu" else 1.05
         assert row["moved, take_step"] <= room * row["limit"], row
         assert row["temporaries, take_step"] <= 0.05, row
         if target == "tpu":  # an update is written, and read again
