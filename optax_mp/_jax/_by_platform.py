@@ -227,7 +227,7 @@ def _is_finished(operation: Any) -> bool:
 
 # The functions that XLA for CPUs must not inline. It computes each result in a loop of
 # its own and copies what a later one reads again. Within such a function it does not.
-APART = ("advance", "_rounding_keys")
+APART = ("advance", "_rounding_keys", "_coded_with_shifts")
 
 
 def _run_apart(*inputs: Any, equation: Equation) -> list[Any]:

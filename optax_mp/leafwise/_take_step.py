@@ -182,7 +182,7 @@ def leafwise_update(update: Callable[..., tuple[Any, Any]]) -> Any:
     """Return the update of a transformation, in one pass where that is less traffic.
 
     The new param is computed outside, in one more pass. So kernels pay on a TPU, where
-    XLA alone passes over packed arrays several times, and with branches.
+    XLA alone passes over packed arrays several times, with branches, and with shifts.
     """
 
     @functools.wraps(update)
