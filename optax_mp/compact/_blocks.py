@@ -59,8 +59,6 @@ def _size_along(length: int, block_size: int) -> int:
 # At most so many rows have shifts in common: 2^-7 bytes per element. At least so many:
 # as many bytes as scales of blocks of 32 have.
 _MOST_ROWS, _FEWEST_ROWS = 128, 16
-# Of a group, so that one stays on a TPU's chip: see `leafwise._chunks`.
-_MOST_ELEMENTS = 2**21
 
 
 def choose_group(shape: tuple[int, ...], axis: int) -> int | None:
@@ -72,15 +70,13 @@ def choose_group(shape: tuple[int, ...], axis: int) -> int | None:
     """
     if len(shape) < 2:
         return None
-    length, most = shape[-2 if axis == -1 else -1], _MOST_ROWS
-    while most * shape[axis] > _MOST_ELEMENTS and most > _FEWEST_ROWS:
-        most //= 2
+    length = shape[-2 if axis == -1 else -1]
     if length <= _MOST_ROWS:
         size = length
     elif length % 2:  # no two devices share it
-        size = most
+        size = _MOST_ROWS
     else:
-        size = math.gcd(length // math.gcd(length, 8), most)
+        size = math.gcd(length // math.gcd(length, 8), _MOST_ROWS)
     return size if size >= _FEWEST_ROWS else None
 
 

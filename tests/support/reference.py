@@ -220,18 +220,15 @@ def shift_layout(shape, block_size):
     """Return the axis along which rows share shifts, and how many; None for no shifts.
 
     The last axis that is not that of the blocks. 128 rows, or all if there are fewer;
-    less where 8, 4 or 2 devices would cut them, or of over 2^21 elements, but at least
-    16.
+    less where 8, 4 or 2 devices would cut them, but at least 16.
     """
-    axis = block_layout(shape, block_size)[0]
-    others = [i for i in range(len(shape)) if i != axis]
+    others = [i for i in range(len(shape)) if i != block_layout(shape, block_size)[0]]
     if not others:
         return None
     length = shape[others[-1]]
     part = next(length // n for n in (8, 4, 2, 1) if length % n == 0)
-    fit = [n for n in (128, 64, 32, 16) if n == 16 or n * shape[axis] <= 2**21]
-    sizes = [length] if length <= 128 else fit if length % 2 else []
-    sizes = sizes or [n for n in fit if part % n == 0]
+    sizes = [length] if length <= 128 else [128] if length % 2 else []
+    sizes = sizes or [n for n in (128, 64, 32, 16) if part % n == 0]
     return (others[-1], sizes[0]) if sizes and sizes[0] >= 16 else None
 
 
