@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from steps import by_take_step, by_update
 
 import optax_mp
+from optax_mp.devices._cut import choose_cut
 
 pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
 ADAMW = optax.adamw(1e-2)
@@ -410,3 +411,9 @@ def test_a_skipped_step_changes_no_bit(way):
     grads = {"w": jnp.full((8, 4), jnp.nan)}
     new, _ = jax.jit(way(tx))(params, tx.init(params), grads)
     assert as_bits(new) == as_bits(params)
+
+
+def test_what_is_sharded_over_the_axis_is_not_cut_again():
+    specs = P("data"), P(None, "data"), P("model")
+    cuts = [choose_cut(mesh_of(), ("data",), (64, 64), spec) for spec in specs]
+    assert [cut is None for cut in cuts] == [True, True, False]
