@@ -46,6 +46,8 @@ from optax_mp.compact._stochastic import stochastic_rounding
 from optax_mp.leafwise._take_step import take_step
 
 # The step of stacked layers in the backward pass, without an array of all gradients.
+from optax_mp.release._release import release_gradients
+from optax_mp.release._scan import scan_layers
 
 # Many devices.
 from optax_mp.devices._offload import offload
@@ -110,8 +112,10 @@ __all__ = [
     "nonfinite_paths",
     "offload",
     "precision_report",
+    "release_gradients",
     "replace_master_params",
     "scale_loss",
+    "scan_layers",
     "select_tree",
     "state_shardings",
     "static_loss_scale",

@@ -20,13 +20,13 @@ def check_opt_state(opt_state: Any, caller: str) -> None:
 
     A state may be any pytree, so a tree of arrays always passes.
     """
-    problem = f"{caller}: `opt_state` is a {type(opt_state).__name__}"
+    given = f"a {type(opt_state).__name__}"
     remedy = "pass what `tx.init(params)` returned"
     is_number = isinstance(opt_state, Number) and not is_array(opt_state)
     # A callable may hold a state, as an Equinox module does.
     is_function = callable(opt_state) and jax.tree_util.all_leaves([opt_state])
     if isinstance(opt_state, optax.GradientTransformation | optax.MultiSteps):
-        problem += ", the optimizer itself"
+        given += ", the optimizer itself"
     elif hasattr(opt_state, "adjust") and hasattr(opt_state, "unscale"):
         remedy = (
             "a loss scale that is a value goes to "
@@ -34,7 +34,10 @@ def check_opt_state(opt_state: Any, caller: str) -> None:
         )
     elif not (is_function or is_number or isinstance(opt_state, str)):
         return
-    raise TypeError(f"{problem}, expected an optimizer state; {remedy}.")
+    raise TypeError(
+        f"{caller}: expected `opt_state` to be an optimizer state, got {given}; "
+        f"{remedy}."
+    )
 
 
 def warn_unless_state(opt_state: Any, caller: str) -> None:
@@ -67,19 +70,20 @@ def check_state_first(opt_state: Any, params: Any, caller: str, call: str) -> No
     check_opt_state(opt_state, caller)
     if holds_state(params) and not holds_state(opt_state):
         raise TypeError(
-            f"{caller}: `params` is {summarize(params)}, which is an optimizer state, "
-            f"and `opt_state` is {summarize(opt_state)}, expected the state first; "
+            f"{caller}: expected the state first, got {summarize(params)}, which is an "
+            f"optimizer state, as `params` and {summarize(opt_state)} as `opt_state`; "
             f"call `{call}`."
         )
 
 
 def check_whole_number(argument: str, value: Any, least: int = 1) -> int:
     """Return an argument that must be an integer from `least` on, or raise."""
+    caller, _, name = argument.partition(": ")
+    expected = f"{caller}: expected {name} to be an integer"
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise TypeError(f"{argument} is {value!r}, expected an integer.")
+        raise TypeError(f"{expected}, got {value!r}.")
     if value < least:
-        expected = f"an integer greater than {least - 1}"
-        raise ValueError(f"{argument} is {value}, expected {expected}.")
+        raise ValueError(f"{expected} greater than {least - 1}, got {value}.")
     return int(value)
 
 
@@ -87,9 +91,10 @@ def check_own_state(state: Any, kind: type, caller: str) -> None:
     """Raise unless the `state` given to `update` is of the kind that `init` makes."""
     if not isinstance(state, kind):
         raise TypeError(
-            f"{caller}: `state` is {summarize(state)}, expected the {kind.__name__} "
-            f"that `init` of this transform returns; call {_UPDATE}, and convert the "
-            "state of a run without this transform with `optax_mp.convert_opt_state`."
+            f"{caller}: expected `state` to be the {kind.__name__} that `init` of this "
+            f"transform returns, got {summarize(state)}; call {_UPDATE}, and convert "
+            "the state of a run without this transform with "
+            "`optax_mp.convert_opt_state`."
         )
 
 
@@ -97,7 +102,8 @@ def check_given_params(params: Any, caller: str) -> Any:
     """Return the params that `update` was called with, or raise."""
     if params is None:
         raise ValueError(
-            f"{caller}: `params` is None, expected the current params; call {_UPDATE}."
+            f"{caller}: expected the current params as `params`, got None; call "
+            f"{_UPDATE}."
         )
     return params
 
@@ -109,8 +115,8 @@ def check_init_params(params: Any, caller: str) -> Any:
     """
     if isinstance(params, optax.GradientTransformation):
         raise TypeError(
-            f"{caller}: `params` is {summarize(params)}, expected the params of a "
-            "model; call `tx.init(params)`."
+            f"{caller}: expected `params` to be the params of a model, got "
+            f"{summarize(params)}; call `tx.init(params)`."
         )
 
     def as_param(path: Any, leaf: Any) -> Any:
@@ -119,8 +125,8 @@ def check_init_params(params: Any, caller: str) -> Any:
         if is_array(leaf) or isinstance(leaf, Number):
             return leaf
         raise TypeError(
-            f"{caller}: param {spell(path)} is {leaf!r}, expected an array or a "
-            "number; take it out of the params, as "
+            f"{caller}: expected param {spell(path)} to be an array or a number, got "
+            f"{leaf!r}; take it out of the params, as "
             "`equinox.filter(model, equinox.is_inexact_array)` does."
         )
 

@@ -51,16 +51,18 @@ def half_dtype() -> jnp.dtype:
 
 def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
     """Return `spec` as a floating dtype; `argument` names it in the error."""
+    caller, _, name = argument.partition(": ")
     expected = (
-        "expected a floating dtype such as bfloat16, float16, float32 or float8_e4m3fn"
+        f"{caller}: expected {name} to be a floating dtype such as bfloat16, float16, "
+        "float32 or float8_e4m3fn"
     )
     meant: Any = spec
     if isinstance(spec, str):
         if spec == "half":
             return half_dtype()
-        name = _ALIASES.get(spec, spec)
-        is_name = name in _NAMES or name.startswith(_MINI_FLOATS)
-        meant = getattr(jnp, name, None) if is_name else None
+        word = _ALIASES.get(spec, spec)
+        is_name = word in _NAMES or word.startswith(_MINI_FLOATS)
+        meant = getattr(jnp, word, None) if is_name else None
     try:
         # NumPy reads None as float64.
         dtype = None if meant is None else jnp.dtype(meant)
@@ -71,11 +73,11 @@ def floating_dtype(spec: DTypeLike, argument: str) -> jnp.dtype:
         is_e4m3 = isinstance(spec, str) and spec.endswith("e4m3")
         note = " Hardware means float8_e4m3fn by e4m3." if is_e4m3 else ""
         raise ValueError(
-            f"{argument} is {reprlib.repr(spec)}, {expected}; short names are "
+            f"{expected}, got {reprlib.repr(spec)}; short names are "
             f"{', '.join(sorted(_ALIASES))} and half.{note}"
         )
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{argument} is {dtype.name}, {expected}.")
+        raise ValueError(f"{expected}, got {dtype.name}.")
     return dtype
 
 

@@ -36,8 +36,9 @@ def as_transformation(
         return optax.GradientTransformationExtraArgs(inner.init, update)
     if not isinstance(inner, optax.GradientTransformation):
         raise TypeError(
-            f"{caller}: `{name}` is a {type(inner).__name__}, expected an optax "
-            "gradient transformation; call its factory first, as `optax.adamw(1e-3)`."
+            f"{caller}: expected `{name}` to be an optax gradient transformation, got "
+            f"a {type(inner).__name__}; call its factory first, as in "
+            "`optax.adamw(1e-3)`."
         )
     return optax.with_extra_args_support(inner)
 
@@ -152,18 +153,18 @@ def _check_gradient(path: tuple[Any, ...], param: Any, grad: Any, caller: str) -
         expected = "None or the float0 that `jax.grad(..., allow_int=True)` gives"
         remedy = "to train it, make it a floating array"
     elif not is_inexact(grad):
-        expected = "a floating gradient"
+        expected = "a floating array"
         remedy = "if it is not trained, wrap the optimizer in `optax.masked`"
     elif jnp.iscomplexobj(grad) and not jnp.iscomplexobj(param):
-        expected, remedy = "a real gradient", "take its real part"
+        expected, remedy = "real", "take its real part"
     elif shape[len(shape) - ndim :] != jnp.shape(param):
-        error, expected = ValueError, "the same shape"
+        error, expected = ValueError, "of the same shape"
         remedy = "pass params and gradients of the same model"
     else:
         return
     raise error(
-        f"{caller}: the gradient of {spell(path)} is {describe(grad)}, expected "
-        f"{expected} for the param {describe(param)}; {remedy}."
+        f"{caller}: expected the gradient of {spell(path)} to be {expected}, got "
+        f"{describe(grad)} for the param {describe(param)}; {remedy}."
     )
 
 
@@ -213,10 +214,9 @@ def _find_none(params: Leaves, grads: Sequence[Any]) -> str | None:
     for path, param, grad in zip(params.paths, params.values, grads, strict=True):
         if grad is None and is_inexact(param):
             return (
-                f"{params.caller}: the gradient of {spell(path)} is None, expected a "
-                f"gradient for the param {describe(param)}. If this param is not "
-                "trained, wrap the optimizer in `optax.masked`, or let its gradient be "
-                "zero."
+                f"{params.caller}: expected a gradient of {spell(path)}, got None for "
+                f"the param {describe(param)}; if this param is not trained, wrap the "
+                "optimizer in `optax.masked`, or let its gradient be zero."
             )
     return None
 
@@ -295,9 +295,9 @@ def _check_shapes(caller: str, what: str, made: PyTree, given: PyTree) -> None:
     i = next(i for i, shape in enumerate(new) if shape != old[i])
     path, leaf = tree_leaves_with_path(given)[i]
     raise ValueError(
-        f"{caller}: {what} that `inner` made at {spell(path)} is "
-        f"{describe(both[0][i])}, expected the shape of {describe(leaf)}: the gradient "
-        "or the state is not that of this param (call `init` again if the params have "
+        f"{caller}: expected {what} that `inner` made at {spell(path)} to have the "
+        f"shape of {describe(leaf)}, got {describe(both[0][i])}; the gradient or the "
+        "state belongs to another param (call `init` again if the params have "
         "changed), or `inner` changes shapes."
     )
 

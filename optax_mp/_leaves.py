@@ -101,9 +101,9 @@ class Leaves:
         for path, leaf in zip(self.paths, matched, strict=True):
             if not (is_absent(leaf) or all_leaves([leaf])):
                 raise ValueError(
-                    f"{self.caller}: {name} at {spell(path)} is a "
-                    f"{type(leaf).__name__}, expected one leaf as in {self.name} (with "
-                    "Flax NNX, pass both through `nnx.as_pure`)."
+                    f"{self.caller}: expected {name} at {spell(path)} to be one leaf, "
+                    f"as in {self.name}, got a {type(leaf).__name__}; with Flax NNX, "
+                    "pass both through `nnx.as_pure`."
                 )
         return matched
 
@@ -121,8 +121,8 @@ class Leaves:
                 same &= getattr(leaf, "dtype", None) == want.dtype
             if not same:
                 raise ValueError(
-                    f"{self.caller}: {name} at {spell(path)} is {describe(leaf)}, "
-                    f"expected {describe(want)} as in {self.name}."
+                    f"{self.caller}: expected {name} at {spell(path)} to be "
+                    f"{describe(want)}, as in {self.name}, got {describe(leaf)}."
                 )
         return matched
 

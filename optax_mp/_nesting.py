@@ -32,19 +32,20 @@ _WRAPPERS = {
 def check_nesting(opt_state: PyTree, caller: str) -> None:
     """Raise or warn if `opt_state` is that of transforms in an order that fails."""
     for path, node in reversed(list(nodes_of(opt_state))):
-        where = f"{caller}: opt_state{keystr(path)} is of"
+        at = f"opt_state{keystr(path)}"
+        where = f"{caller}: {at} is of"
         for kind, (name, harm) in _WRAPPERS.items():
             if isinstance(node, kind) and any(_is_scale(x) for _, x in nodes_of(node)):
                 raise ValueError(
-                    f"{where} `{name}` around a loss scale, expected the loss scale "
-                    f"outside: `{name}` {harm}. Put it inside, as "
+                    f"{caller}: expected the loss scale around `{name}`, got {at} of "
+                    f"`{name}` around the loss scale: the wrapper {harm}; use "
                     f"`optax_mp.dynamic_loss_scale({name}(...))`."
                 )
         if isinstance(node, optax.InjectStatefulHyperparamsState):
             _warn_of_rounded_hyperparams(node, where)
         if _is_chain(node):
             for i, link in enumerate(node):
-                _check_before(node[:i], link, where)
+                _check_before(node[:i], link, caller, at)
                 _warn_if_followed(link, node[i + 1 :], where)
 
 
@@ -83,15 +84,15 @@ def _ends_in_masters(state: Any) -> bool:
     return _is_masters(state)
 
 
-def _check_before(before: tuple[Any, ...], link: Any, where: str) -> None:
+def _check_before(before: tuple[Any, ...], link: Any, caller: str, at: str) -> None:
     """Raise or warn if a transform before a loss scale in a chain should be inside."""
     scales = [node for _, node in nodes_of(link) if _is_scale(node)]
     # One with an optimizer inside may be beside the masters, as of another model.
     are_links = [isinstance(x.inner_state, optax.EmptyState) for x in scales]
     if any(are_links) and any(map(_ends_in_masters, before)):
         raise ValueError(
-            f"{where} a chain with a loss scale after `mixed_precision`, which divides "
-            "the updates by the scale, expected it before; put "
+            f"{caller}: expected the loss scale before `mixed_precision`, got {at} of "
+            "a chain with it after, where it divides the updates by the scale; put "
             "`optax_mp.dynamic_loss_scale` around the whole optimizer."
         )
     # Transforms such as clipping keep no state. What has one may be the optimizer of
@@ -99,8 +100,8 @@ def _check_before(before: tuple[Any, ...], link: Any, where: str) -> None:
     others = _parts(before)
     if scales and any(any(are_links) or not jax.tree.leaves(x) for x in others):
         warn(
-            f"{where} a chain with a transform before a loss scale. The transform, "
-            "such as clipping, sees gradients that are still scaled; put it inside, as "
+            f"{caller}: {at} is of a chain with a transform before a loss scale. The "
+            "transform, such as clipping, sees scaled gradients; put it inside, as "
             "`optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
         )
 

@@ -72,8 +72,8 @@ class Policy:
         patterns = (keep,) if is_single else tuple(keep)
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(
-                f"Policy: `keep_f32` is {keep!r}, expected patterns such as "
-                "('*norm*', '*/bias') or a function of (path string, leaf)."
+                "Policy: expected `keep_f32` to be patterns such as ('*norm*', "
+                f"'*/bias') or a function of (path string, leaf), got {keep!r}."
             )
         object.__setattr__(self, "keep_f32", patterns)
 
@@ -242,8 +242,8 @@ def get_policy(
     """
     if not isinstance(name, str):
         raise TypeError(
-            f"get_policy: `name` is {name!r}, expected a string such as {_EXAMPLE}; "
-            "from dtypes, build optax_mp.Policy(...) directly."
+            f"get_policy: expected `name` to be a string such as {_EXAMPLE}, got "
+            f"{name!r}; from dtypes, build optax_mp.Policy(...) directly."
         )
     if "=" not in name:
         dtype = floating_dtype(name.strip(), "get_policy: `name`")
@@ -253,12 +253,12 @@ def get_policy(
         key, _, value = (piece.strip() for piece in part.partition("="))
         if key not in _KEYS:
             raise ValueError(
-                f"get_policy: {key!r} in {name!r} is not a key, expected one of "
-                f"{', '.join(_KEYS)}, as in {_EXAMPLE}."
+                f"get_policy: expected the keys {', '.join(_KEYS)}, as in {_EXAMPLE}, "
+                f"got {key!r} in {name!r}."
             )
         if _KEYS[key] in dtypes:
             raise ValueError(
-                f"get_policy: {name!r} sets `{_KEYS[key]}` twice, expected once."
+                f"get_policy: expected `{_KEYS[key]}` once, got it twice in {name!r}."
             )
         dtypes[_KEYS[key]] = floating_dtype(value, f"get_policy: {key!r} in {name!r}")
     params = dtypes.get("param_dtype", jnp.dtype(jnp.float32))

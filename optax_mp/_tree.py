@@ -168,8 +168,8 @@ def select_tree(pred: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
     """
     if not (isinstance(pred, bool) or (is_array(pred) and pred.shape == ())):
         raise TypeError(
-            f"select_tree: `pred` is {summarize(pred)}, expected a bool scalar; call "
-            "`select_tree(pred, on_true, on_false)`."
+            f"select_tree: expected `pred` to be a bool scalar, got {summarize(pred)}; "
+            "call `select_tree(pred, on_true, on_false)`."
         )
     tree_map_with_path(_check_static, on_true, on_false)
     arrays = (
@@ -184,8 +184,8 @@ def _check_static(path: tuple[Any, ...], a: Any, b: Any) -> None:
     """Raise if two leaves that are no arrays differ; `lax.cond` names arrays."""
     if not (is_array(a) and is_array(b) or a is b or (not is_array(a) and a == b)):
         raise ValueError(
-            f"select_tree: leaf {keystr(path)} is {a!r} in `on_true` and {b!r} in "
-            "`on_false`, expected the same value for a leaf that is no array."
+            f"select_tree: expected leaf {keystr(path)} to be an array in both trees, "
+            f"or the same, got {a!r} in `on_true` and {b!r} in `on_false`."
         )
 
 
@@ -224,8 +224,8 @@ def nonfinite_paths(tree: PyTree) -> list[str]:
     for path, leaf in suspects:
         if is_traced(leaf):
             raise TypeError(
-                f"nonfinite_paths: leaf {keystr(path)} is traced ({describe(leaf)}), "
-                "expected concrete arrays; call it outside jit, or use "
+                f"nonfinite_paths: expected leaf {keystr(path)} to be a concrete "
+                f"array, got a traced {describe(leaf)}; call it outside jit, or use "
                 "optax_mp.all_finite inside."
             )
     finite = jax.device_get([leaf_finite(leaf) for _, leaf in suspects])
@@ -247,9 +247,11 @@ def spread_prefix(params: Any, prefix: Any, name: str) -> list[Any]:
             is_leaf=is_leaf,
         )
     except ValueError as error:
+        caller, _, name = name.partition(": ")
         raise ValueError(
-            f"{name} has the structure {jax.tree.structure(prefix, is_leaf=is_leaf)}, "
-            f"expected that of the params, which is {jax.tree.structure(params)}, or a "
-            "prefix of it; pass `jax.tree.map(lambda p: p.sharding, params)`."
+            f"{caller}: expected {name} to have the structure of the params, which is "
+            f"{jax.tree.structure(params)}, or of a prefix of it, got "
+            f"{jax.tree.structure(prefix, is_leaf=is_leaf)}; pass "
+            "`jax.tree.map(lambda p: p.sharding, params)`."
         ) from error
     return spread

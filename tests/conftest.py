@@ -14,7 +14,9 @@ from optax_mp.scaling import _mark
 
 # It needs frameworks, and `--doctest-modules` imports every file.
 collect_ignore = (
-    [] if importlib.util.find_spec("flax") else ["support/random_programs.py"]
+    []
+    if importlib.util.find_spec("flax")
+    else ["support/random_programs.py", "support/random_cases.py"]
 )
 
 # So that tests on many devices are tests like others, without a process of their own.

@@ -117,7 +117,7 @@ def test_nan_stays_and_infinity_where_the_dtype_has_it(dtype):
     ],
 )
 def test_names_of_dtypes(spec, name):
-    assert floating_dtype(spec, "here").name == name
+    assert floating_dtype(spec, "here: x").name == name
 
 
 @pytest.mark.parametrize(
@@ -125,17 +125,18 @@ def test_names_of_dtypes(spec, name):
     ["f8", "e4m3", "f8_e4m3", "f2", "double", "int", "", "float", "floating", None, 3],
 )
 def test_a_name_that_can_be_misread_is_an_error(spec):
-    with pytest.raises(ValueError, match="here is .*, expected a floating dtype such"):
-        floating_dtype(spec, "here")
+    message = "here: expected x to be a floating dtype such .*, got "
+    with pytest.raises(ValueError, match=message):
+        floating_dtype(spec, "here: x")
 
 
 def test_integers_are_no_floating_dtype():
-    with pytest.raises(ValueError, match="here is int32, expected a floating dtype"):
-        floating_dtype(jnp.int32, "here")
+    with pytest.raises(ValueError, match="here: expected x to be .*, got int32"):
+        floating_dtype(jnp.int32, "here: x")
 
 
 def test_half_is_the_dtype_of_the_backend():
-    assert floating_dtype("half", "here") == optax_mp.half_dtype() == jnp.bfloat16
+    assert floating_dtype("half", "here: x") == optax_mp.half_dtype() == jnp.bfloat16
 
 
 def test_a_cast_from_bfloat16_to_float16_saturates():

@@ -162,13 +162,14 @@ def loss(
         for weights in params["layers"]:
             x, _ = layer(x, weights)
     else:
-        x, _ = jax.lax.scan(layer, x, params["layers"])
+        # `lax.scan`, but for layers whose gradients are released.
+        x, _ = optax_mp.scan_layers(layer, x, params["layers"])
     head = {"head": params["embedding"].T}
     logits = product(head, "head", norm(params, "norm", x)).astype(F32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def adamw() -> optax.GradientTransformation:
+def adamw(*, is_clipped: bool = True) -> optax.GradientTransformation:
     """Return AdamW as language models are trained by it."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 3e-4, 100, 1000)
     decay = functools.partial(
@@ -177,7 +178,8 @@ def adamw() -> optax.GradientTransformation:
 
     def make(learning_rate: Any) -> optax.GradientTransformation:
         rule = optax.adamw(learning_rate, b2=0.95, weight_decay=0.1, mask=decay)
-        return optax.chain(optax.clip_by_global_norm(1.0), rule)
+        clip = optax.clip_by_global_norm(1.0) if is_clipped else optax.identity()
+        return optax.chain(clip, rule)
 
     return optax.inject_hyperparams(make)(learning_rate=rate)
 
@@ -215,7 +217,7 @@ class Form:
         param_dtype: the dtype of params, but for norms.
         dtype: the dtype of products.
         make: makes the transformation.
-        way: "tx.update", "take_step" or "by hand".
+        way: "tx.update", "take_step", "by hand" or "release".
         amp: the dtype in which `amp` computes the loss, if it does.
         rules: its rules beside the default ones.
         sums: what sums gradients over micro-batches: "scan" is a loop by hand, in
@@ -258,6 +260,15 @@ FORMS |= {
         "MultiSteps in 5.1 bytes": lambda: forms.compact(optax.MultiSteps(adamw(), 4)),
     }.items()
     for way in ("tx.update", "take_step")
+}
+# No layer waits for the norm of all gradients.
+FORMS |= {
+    f"{name} unclipped, {way}": Form(BF16, BF16, make, way)
+    for name, make in {
+        "masters": lambda: forms.masters(adamw(is_clipped=False)),
+        "5.1 bytes": lambda: forms.compact(adamw(is_clipped=False)),
+    }.items()
+    for way in ("take_step", "release")
 }
 # To be compared with "masters, tx.update", all with `--micro 8`.
 FORMS |= {
@@ -380,10 +391,12 @@ def prepare(
     shardings = jax.tree_util.tree_map_with_path(
         functools.partial(shard, mesh, spec), params
     )
-    tx = form.make()
-    if form.way == "by hand":
+    tx, state_shardings = form.make(), None
+    if form.way == "release":
+        state_shardings, tx = shardings_of_released(tx, params, shardings)
+    elif form.way == "by hand":
         inner = optax_mp.state_shardings(adamw(), params, shardings)
-        state_shardings: Any = shardings, inner
+        state_shardings = shardings, inner
     else:
         state_shardings = optax_mp.state_shardings(tx, params, shardings)
     fun = functools.partial(
@@ -404,6 +417,8 @@ def prepare(
         gradients = accumulated(fun, micro, form.sums)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        if form.way == "release":
+            return released(form.make(), fun, params, state, tokens, shardings)
         value, grads = gradients(state, params, tokens)
         if form.way == "take_step":
             pair = optax_mp.take_step(tx, grads, state, params,
@@ -430,6 +445,46 @@ def prepare(
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
     size_of_grads = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(grads))
     return jitted, placed, size_of_grads
+
+
+def shardings_of_released(
+    tx: optax.GradientTransformation, params: Any, shardings: Any
+) -> tuple[Any, optax.GradientTransformation]:
+    """Return how the states that `released` takes are sharded, and what makes them."""
+    parts = [
+        (tx._replace(init=jax.vmap(tx.init)), lambda tree: tree["layers"]),
+        (tx, lambda tree: tree | {"layers": None}),
+    ]
+
+    def init(params: Any) -> Any:
+        return tuple(tx.init(get(params)) for tx, get in parts)
+
+    found = tuple(
+        optax_mp.state_shardings(tx, get(params), get(shardings)) for tx, get in parts
+    )
+    return found, tx._replace(init=init)
+
+
+def released(
+    tx: optax.GradientTransformation,
+    fun: Callable[..., Any],
+    params: Any,
+    state: Any,
+    tokens: jax.Array,
+    shardings: Any,
+) -> Any:
+    """Return what a step does whose backward pass takes the steps of layers."""
+    of_layers, of_rest = state
+    rest = params | {"layers": None}
+    value, grads, layers, of_layers = optax_mp.release_gradients(
+        lambda layers, rest, tokens: fun(rest | {"layers": layers}, tokens),
+        tx,
+        param_shardings=shardings["layers"],
+    )(of_layers, params["layers"], rest, tokens)
+    rest, of_rest = optax_mp.take_step(
+        tx, grads, of_rest, rest, param_shardings=shardings | {"layers": None}
+    )
+    return rest | {"layers": layers}, (of_layers, of_rest), value
 
 
 def summed(gradients: Callable[..., Any], count: int) -> Callable[..., Any]:

@@ -354,6 +354,47 @@ def draw_ways(panel: Any, rows: list[record.Row]) -> None:
             panel.text(49, name, f"{moved:.0f} →", ha="right", va="center")
 
 
+def draw_gradient_release(figure: Any, records: Records) -> None:
+    """What a training step holds, from the first layer to the optimizer's step."""
+    (rows,) = records["training_step_release"].tables.values()
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, form in zip(panels, ("masters", "5.1 bytes"), strict=True):
+        for way, name in (("take_step", "separate step"), ("release", "released")):
+            (row,) = (x for x in rows if x["step"] == f"{form} unclipped, {way}")
+            weights = row["gradients GB"] / 2  # of which the record has float32 ones
+            held, color = row["state GB"] + weights, RELEASED[name]
+            of_layers = weights * (1 if way == "take_step" else 1 / LAYERS)
+            points = timeline(held, row["peak GB"], of_layers)
+            panel.plot(*zip(*points, strict=True), color=color, label=name)
+            panel.text(1.1, row["peak GB"], f"{row['peak GB']:.1f}", color=color)
+        panel.axhspan(0, held, color="0.93", lw=0)
+        panel.text(0.05, held / 2, "params and state", color="0.4")
+        panel.set(title=form, ylim=(0, 24), xticks=(0.5, 1.5, 2.25))
+        panel.set_xticklabels(["forward", "backward", "step"])
+    panels[0].set_ylabel("GB, 1.3 billion weights, H100")
+    panels[0].legend(loc="lower right")
+
+
+# Of 1.3 billion weights and 4 sequences of 1024 tokens: layers, and the GB that these
+# hand on and keep for the backward pass.
+LAYERS, ACTIVATIONS = 24, 0.4
+RELEASED = {"separate step": "#999999", "released": "#CC79A7"}
+
+
+def timeline(held: float, peak: float, gradients: float) -> list[tuple[float, float]]:
+    """Return times and sizes; XLA holds all gradients from the loss on."""
+    return [
+        (0, held),
+        (1, held + ACTIVATIONS),
+        (1, peak),  # the logits
+        (1.06, peak),
+        (1.06, held + ACTIVATIONS + gradients),
+        (2, held + gradients),
+        (2.5, held + gradients),
+        (2.5, held),
+    ]
+
+
 Draw = Callable[[Any, Records], None]
 # Name of the image: (inches high, what draws it); all are 7 inches wide.
 PLOTS: dict[str, tuple[float, Draw]] = {
@@ -366,6 +407,7 @@ PLOTS: dict[str, tuple[float, Draw]] = {
     "step_time": (4.2, draw_step_time),
     "accelerators": (5.2, draw_accelerators),
     "amp": (3.0, draw_amp),
+    "gradient_release": (3.0, draw_gradient_release),
 }
 
 

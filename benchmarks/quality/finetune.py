@@ -62,7 +62,7 @@ FINE_TUNING = Settings(
     final_learning_rate=1e-6,
 )
 GATES, POINTS, TRAILING = 10, 8, 4  # Points of the curve for each gate; averaged ones.
-RESULT = record.RESULTS / "finetune.json"
+RESULT = Path(__file__).parent / "results" / "finetune.json"
 HELD_OUT = "held-out losses at the end"
 AT_GATES = "trailing training loss above float32's, at each gate"
 ABLATIONS = "each protection taken away"

@@ -29,6 +29,7 @@ import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 # torch also needs some of the memory.
@@ -417,7 +418,7 @@ def main() -> None:
     scale = SCALES["small" if args.small else "full"]
     run = Run(scale, args.seconds, tuple(args.tables.split(",")))
     name = re.sub(r"\W+", "_", devices[0].device_kind.lower())
-    path = args.json or record.RESULTS / f"{name}.json"
+    path = args.json or Path(__file__).parent / "results" / f"{name}.json"
     try:
         measure(run)
     finally:

@@ -2,16 +2,25 @@
 
 `depending_outputs` says that an output depends on an input. A `Flow` says how: whether
 the input fades on the way, as in an average, and whether its entries arrive unchanged.
+An `Origin` says which groups of inputs a value is computed from, and what joined them.
+`derivative_calls` says how often functions with a derivative rule get an input.
 `asked_shardings` returns the shardings that a function asks for its outputs.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from optax_mp._jax._control_flow import PLAIN_CALLS, has_regions, wiring_of
+from optax_mp._jax._control_flow import (
+    PLAIN_CALLS,
+    has_regions,
+    run_count,
+    wiring_of,
+)
 from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_always, is_literal, open_jaxpr
 from optax_mp._jax._primitives import FACTORIZATIONS, HANDS_ON, JOINS, MOVES
 from optax_mp._jax._products import is_product
+from optax_mp._jax._source import function_of
 
 T = TypeVar("T")
 
@@ -74,6 +83,72 @@ def _depending_results(equation: Equation, inputs: list[bool]) -> list[bool]:
 
 
 _NONE: frozenset[int] = frozenset()
+
+
+class Origin(NamedTuple):
+    """Which groups of inputs a value is computed from.
+
+    Attributes:
+        groups: their numbers.
+        joined_in: where values of several groups first met; `""` if they did not.
+    """
+
+    groups: frozenset[int] = _NONE
+    joined_in: str = ""
+
+    @staticmethod
+    def join(values: Sequence["Origin"], equation: Any = None) -> "Origin":
+        """Return the origin of what an equation, or none, makes of several values."""
+        groups = _NONE.union(*(x.groups for x in values))
+        joined_in = next((x.joined_in for x in values if x.joined_in), "")
+        most = max((len(x.groups) for x in values), default=0)
+        if equation and not joined_in and len(groups) > most:
+            joined_in = function_of(equation)
+        return Origin(groups, joined_in)
+
+
+def origins(jaxpr: AnyJaxpr, inputs: Sequence[Origin]) -> list[Origin]:
+    """Return the origins of the outputs of `jaxpr`, from those of its inputs."""
+
+    def results(equation: Equation, inputs: list[Origin]) -> list[Origin]:
+        if equation.primitive.name in HANDS_ON:
+            return inputs
+        if not has_regions(equation):
+            return [Origin.join(inputs, equation)] * len(equation.outvars)
+        found = wiring_of(equation).forward(
+            inputs, lambda region, values: origins(region.jaxpr, values), Origin.join
+        )
+        return [Origin.join([x, *found.decisions], equation) for x in found.outputs]
+
+    return follow(jaxpr, inputs, results, lambda _: Origin())
+
+
+def derivative_calls(jaxpr: AnyJaxpr, *places: int) -> float:
+    """Return how often functions with a `custom_vjp` are given some inputs of a jaxpr.
+
+    Infinite if that is not known, as in a branch or a loop that ends by a condition.
+
+    Args:
+        jaxpr: the jaxpr.
+        places: the inputs, by their indices.
+    """
+    jaxpr, _ = open_jaxpr(jaxpr)
+    chosen = {jaxpr.invars[i] for i in places}
+    count = 0.0
+    for equation in jaxpr.eqns:
+        reads = [not is_literal(x) and x in chosen for x in equation.invars]
+        if not (any(reads) and has_regions(equation)):
+            continue
+        if equation.primitive.name == "custom_vjp_call":
+            count += 1
+            continue
+        wiring = wiring_of(equation)
+        times = math.inf if wiring.deciding else run_count(equation) or math.inf
+        for region in wiring.regions:
+            within = [i for i, is_read in enumerate(region.read(reads)) if is_read]
+            if calls := derivative_calls(region.jaxpr, *within):
+                count += times * calls
+    return count
 
 
 class Flow(NamedTuple):

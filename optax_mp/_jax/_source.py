@@ -37,6 +37,19 @@ def source_line(equation: Equation) -> str:
     return lines.user or lines.library
 
 
+def function_of(equation: Equation) -> str:
+    """Return the outer function in which an equation was made, and the line in it.
+
+    Such as `clip_by_global_norm (_clipping.py:96)` for one in its `update_fn`.
+    """
+    frames = [x for x in _frames(equation) if not x.file_name.startswith(_JAX)]
+    closures = (x for x in frames if ".<locals>" in x.function_name)
+    frame = next(closures, frames[0] if frames else None)
+    if frame is None:
+        return "a function"
+    return f"{frame.function_name.partition('.<locals>')[0]} ({_line_of(frame)})"
+
+
 class SourceLines(NamedTuple):
     """The lines that an equation comes from; `""` if one is unknown.
 

@@ -132,12 +132,12 @@ def explain_carry_error(caller: str) -> Iterator[None]:
         # Unless it was explained within.
         if "JAX says" not in message and is_carry_error(error):
             raise TypeError(
-                f"{caller}: as `fun` is written, a loop returns its carry in another "
-                "dtype than it takes, as a scan over layers of bfloat16 params with "
-                "float32 norms does, expected the same dtype; run `optax_mp.amp` over "
-                "float32, as in `amp(lambda *args: fun(*cast_floating(args, "
-                "jnp.float32)))`, set the `dtype` of the layers to bfloat16, or cast "
-                f"the carry back. JAX says: {message}"
+                f"{caller}: expected each loop in `fun` to return its carry in the "
+                "dtype that it takes, got another, as from a scan over layers of "
+                "bfloat16 params with float32 norms; run `optax_mp.amp` over float32, "
+                "as in `amp(lambda *args: fun(*cast_floating(args, jnp.float32)))`, "
+                "set the `dtype` of the layers to bfloat16, or cast the carry back. "
+                f"JAX says: {message}"
             ) from error
         raise
 

@@ -117,8 +117,8 @@ def amp(
     """
     if not callable(fun):
         raise TypeError(
-            f"amp: `fun` is {fun!r}, expected a function; to decorate with settings "
-            "use functools.partial(optax_mp.amp, compute_dtype=...)."
+            f"amp: expected `fun` to be a function, got {fun!r}; to decorate with "
+            "settings use functools.partial(optax_mp.amp, compute_dtype=...)."
         )
     checked_rules = Rules(rules, compute_dtype)
     interpreter = Interpreter(checked_rules)
@@ -179,7 +179,7 @@ def amp_stop(fun: Any = None) -> Any:
         return jax.named_scope(STOP)
     if not callable(fun):
         raise TypeError(
-            f"amp_stop: `fun` is {fun!r}, expected a function, or no argument; use it "
-            "as a decorator, @amp_stop, or as a context, `with amp_stop():`."
+            f"amp_stop: expected a function as `fun`, or no argument, got {fun!r}; use "
+            "it as a decorator, @amp_stop, or as a context, `with amp_stop():`."
         )
     return functools.wraps(fun, updated=())(jax.named_scope(STOP)(fun))

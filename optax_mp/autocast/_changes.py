@@ -34,7 +34,7 @@ def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> P
     """Return the call `fun(*args, **kwargs)`, which also returns its changes."""
     if not callable(fun):
         raise TypeError(
-            f"{caller}: `fun` is {fun!r}, expected a function; call it as "
+            f"{caller}: expected `fun` to be a function, got {fun!r}; call it as "
             f"{caller}(fun, *args)."
         )
     nnx: Any = sys.modules.get("flax.nnx")  # without it, nothing is a module of it
@@ -61,10 +61,10 @@ def pure_call(fun: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> P
         if after.keys() == before.keys() and nnx.graphdef(copies) != graphdef:
             names = ", ".join(sorted({type(x).__name__ for x in copies.values()}))
             warn(
-                f"{caller}: the function changed its argument of class {names}, and "
-                "the change is lost, because a copy is traced, as by jax.jit; expected "
-                "changes of the values of NNX Variables only; return what is to be "
-                "kept, or change it outside of the function."
+                f"{caller}: expected the function to change the values of NNX "
+                f"Variables only, got another change of its argument of class {names}, "
+                "which is lost, because a copy is traced, as by jax.jit; return what "
+                "is to be kept, or change it outside of the function."
             )
         # By identity, because `==` would compare traced values.
         flat = nnx.to_flat_state(nnx.state(copies))

@@ -36,10 +36,9 @@ SMALLEST, MULTIPLE = 512, 16
 # The bits of a float32 that hold the exponent, and its smallest normal number.
 _EXPONENT, _SMALLEST_NORMAL = 0x7F800000, 0x00800000
 _SECOND_DERIVATIVE = (
-    "amp: a function with 8-bit products is differentiated twice, for which it would "
-    "have to keep their operands in 16 bits; expected one derivative. Leave these "
-    "products in 16 bits: by compute_dtype=jnp.bfloat16, or by the rule 'not_f8' for "
-    "their scope."
+    "amp: expected one derivative of a function with 8-bit products, got a second, "
+    "which needs their operands in 16 bits; leave these products in 16 bits, by "
+    "compute_dtype=jnp.bfloat16 or by the rule 'not_f8' for their scope."
 )
 
 
@@ -100,11 +99,10 @@ def fits(equation: Equation) -> bool:
 def describe_unused(dtype: Any, small: int) -> str:
     """Say that no product runs in 8 bits, `small` of them because of their shapes."""
     return (
-        f"`compute_dtype` is {dtype.name}, but no matrix product of this call runs in "
-        f"8 bits ({small} because of their shapes): all run in bfloat16. Expected "
-        f"products with {SMALLEST} rows, columns and contracted entries or more, in "
-        f"multiples of {MULTIPLE}, and outside of amp_stop; pass larger arrays, or "
-        "compute_dtype=jnp.bfloat16."
+        f"expected matrix products in {dtype.name}, as `compute_dtype` says, got none "
+        f"({small} because of their shapes), so all run in bfloat16; pass arrays with "
+        f"{SMALLEST} rows, columns and contracted entries or more, in multiples of "
+        f"{MULTIPLE} and outside of amp_stop, or compute_dtype=jnp.bfloat16."
     )
 
 

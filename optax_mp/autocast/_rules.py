@@ -69,15 +69,15 @@ class Rules:
         dtype = floating_dtype(compute_dtype, "amp: `compute_dtype`")
         if bits(dtype) != 16 and dtype not in DTYPES:
             raise ValueError(
-                f"amp: `compute_dtype` is {dtype.name}, expected bfloat16 or float16, "
-                "or float8_e4m3fn or float8_e5m2 for 8-bit products, which are the "
-                "8-bit floats that hardware multiplies; for a wider dtype call the "
-                "function without amp."
+                "amp: expected `compute_dtype` to be bfloat16 or float16, or one of "
+                "the 8-bit floats that hardware multiplies, float8_e4m3fn and "
+                f"float8_e5m2, got {dtype.name}; for a wider dtype call the function "
+                "without amp."
             )
         if not isinstance(rules, Mapping):
             raise TypeError(
-                f"amp: `rules` is {rules!r}, expected a mapping such as "
-                "default_amp_rules | {'tanh': 'f32'}."
+                "amp: expected `rules` to be a mapping such as "
+                f"default_amp_rules | {{'tanh': 'f32'}}, got {rules!r}."
             )
         self.is_8_bit = dtype in DTYPES
         self.f8_dtype = dtype if self.is_8_bit else E4M3
@@ -131,9 +131,9 @@ class Rules:
         nearest = difflib.get_close_matches(min(missing), seen)
         hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else "."
         return (
-            f"`rules` names {names}, expected a primitive of JAX, or a "
+            "expected each name in `rules` to be a primitive of JAX, or a "
             "`jax.named_scope` that the function enters in this call (scopes that only "
-            f"a derivative rule enters are not seen){hint}",
+            f"a derivative rule enters are not seen), got {names}{hint}",
         )
 
     def _look_up(self, stack: str) -> list[tuple[str, Rule]]:
@@ -218,22 +218,22 @@ def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
     """Raise if a rule is unknown, or an operation cannot have it."""
     if rule not in WORDS and not (callable(rule) and isinstance(rule, Hashable)):
         raise ValueError(
-            f"amp: the rule of {name!r} is {rule!r}, expected one of "
-            f"{', '.join(WORDS)}, or a hashable function (compute_dtype, "
-            "original_dtypes, *invars, **bind_params) -> (new_invars, new_bind_params)."
+            f"amp: expected the rule of {name!r} to be one of {', '.join(WORDS)}, or a "
+            "hashable function (compute_dtype, original_dtypes, *invars, "
+            f"**bind_params) -> (new_invars, new_bind_params), got {rule!r}."
         )
     if is_operation and name in (*WITH_REGIONS, "convert_element_type"):
         raise ValueError(
-            f"amp: `rules` has a rule for {name!r}, expected none for casts, because "
-            "amp honours the function's own casts, nor for loops, branches and calls; "
-            "remove the rule, or enter a `jax.named_scope` around a loop and give that "
-            "a rule."
+            "amp: expected no rule for casts, because amp honours the function's own "
+            f"casts, nor for loops, branches and calls, got one for {name!r} in "
+            "`rules`; remove it, or enter a `jax.named_scope` around a loop and give "
+            "that a rule."
         )
     if is_operation and rule in PRODUCT_WORDS and name != PRIMITIVE:
         raise ValueError(
-            f"amp: the rule of {name!r} is {rule!r}, expected that word for "
-            f"{PRIMITIVE!r} or a scope, because amp has such products of matrices and "
-            "of nothing else; remove the rule, or say 'low' for 16 bits."
+            f"amp: expected the rule {rule!r} for {PRIMITIVE!r} or a scope, because "
+            f"amp has such products of matrices only, got it for {name!r}; remove the "
+            "rule, or say 'low' for 16 bits."
         )
 
 
@@ -243,8 +243,8 @@ def _name(key: Any) -> str:
     if isinstance(key, Primitive):
         return key.name
     raise TypeError(
-        f"amp: `rules` has the key {key!r}, expected a primitive such as "
-        "jax.lax.tanh_p, its name, or the name of a jax.named_scope."
+        "amp: expected each key of `rules` to be a primitive such as jax.lax.tanh_p, "
+        f"its name, or the name of a jax.named_scope, got {key!r}."
     )
 
 
@@ -262,8 +262,8 @@ def call_function(
             if [*map(_kind, invars)] == [*map(_kind, given)]:
                 return invars, params
     raise TypeError(
-        f"amp: the rule of {equation.primitive.name} returned {returned!r}, expected a "
-        f"pair of a list of {', '.join(map(describe, given))} and a dictionary; return "
+        f"amp: expected the rule of {equation.primitive.name} to return a list of "
+        f"{', '.join(map(describe, given))} and a dictionary, got {returned!r}; return "
         "(new_invars, new_bind_params), and change only floating dtypes of the inputs."
     )
 

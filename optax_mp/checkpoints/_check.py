@@ -69,22 +69,22 @@ def check_checkpoint(saved: PyTree, template: optax.OptState) -> None:
     """
     if isinstance(template, optax.GradientTransformation):
         raise TypeError(
-            f"{_CALLER}: `template` is a {type(template).__name__}, expected a state; "
-            "pass `jax.eval_shape(tx.init, params)`."
+            f"{_CALLER}: expected `template` to be a state, got a "
+            f"{type(template).__name__}; pass `jax.eval_shape(tx.init, params)`."
         )
     saved_leaves = leaves_by_name(unwrap_metadata(saved))
     expected = leaves_by_name(template)
     lines = differences(saved_leaves, expected)
     if lines and not saved_leaves:
         raise ValueError(
-            f"{_CALLER}: `saved` has no arrays, expected a tree of them. To describe "
-            "what it did not save itself, a `CheckpointManager` needs "
+            f"{_CALLER}: expected arrays in `saved`, got none; to describe what it did "
+            "not save itself, a `CheckpointManager` needs "
             "`item_handlers=orbax.checkpoint.StandardCheckpointHandler()`."
         )
     if lines:
         raise ValueError(
-            f"{_CALLER}: the checkpoint does not match `template`, expected the same "
-            "leaves, shapes and dtypes.\n  " + "\n  ".join(lines) + "\n"
+            f"{_CALLER}: expected the leaves, shapes and dtypes of `template` in the "
+            "checkpoint, got others.\n  " + "\n  ".join(lines) + "\n"
             "Restore into `jax.eval_shape(tx.init, params)` with the `tx` and the "
             "params of the run that saved it. Then change the form with "
             "`optax_mp.convert_opt_state(opt_state, params, tx, new_tx)`, and the "
@@ -133,14 +133,13 @@ def differences(saved: NamedLeaves, expected: NamedLeaves) -> list[str]:
     """
     changed, missing = [], []
     for names, (path, want) in expected.items():
-        wanted = f"the template expects {describe(want)}"
+        wanted = f"expected {spell(path)} to be {describe(want)}"
         if names not in saved:
-            missing.append(f"{spell(path)} was not saved, {wanted}")
+            missing.append(f"{wanted}, got none")
         elif consequence := _consequence(leaf := saved[names][1], want, names):
-            was = f"{spell(path)} was saved as {describe(leaf)}"
-            changed.append(f"{was}, {wanted}: {consequence}")
+            changed.append(f"{wanted}, got {describe(leaf)}: {consequence}")
     additional = [
-        f"{spell(path)} was saved as {describe(leaf)}, the template has no such leaf"
+        f"expected no {spell(path)}, got {describe(leaf)}"
         for names, (path, leaf) in saved.items()
         if names not in expected
     ]

@@ -224,7 +224,7 @@ def _replace_masters(
         master = bring(values[i]).astype(old.dtype)
         if storage.param_is_part:
             # Its updates had 16 bits, so that some params missed their masters.
-            where = f"{_CALLER}: param {spell(leaves.paths[i])}"
+            where = f"{_CALLER}: the master of {spell(leaves.paths[i])}"
             param = leaves.values[i]
             check_param_is_rounded(storage, master, param, where, _CAST_FIRST)
         return master
@@ -242,8 +242,8 @@ def _check_made_by(state: Any, tx: optax.GradientTransformation, params: Any) ->
             for x in (used, wanted)
         )
         raise ValueError(
-            f"{_CALLER}: `opt_state` holds {kept}, expected {expected}, as `from_tx` "
-            "makes them; pass as `from_tx` the transformation that made `opt_state`."
+            f"{_CALLER}: expected `opt_state` with {expected}, as `from_tx` makes it, "
+            f"got {kept}; pass as `from_tx` the transformation that made `opt_state`."
         )
     # Dtypes of floats may differ: some optimizers change them at their first step.
     made = Leaves.of(expected, caller=_CALLER, name="a state of `from_tx`")

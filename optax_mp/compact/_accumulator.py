@@ -145,16 +145,17 @@ def _check_settings(dtype: Any, seed: Any) -> jnp.dtype:
     dtype = check_available(floating_dtype(dtype, argument), argument)
     if dtype not in (jnp.bfloat16, jnp.float32, jnp.float64):
         raise ValueError(
-            f"{argument} is {dtype.name}, expected float32, float64 or bfloat16, whose "
-            "range holds sums of gradients; pass float32."
+            f"{_CALLER}: expected `dtype` to be float32, float64 or bfloat16, whose "
+            f"range holds sums of gradients, got {dtype.name}; pass float32."
         )
     is_integer = jnp.issubdtype(
         jnp.result_type(0 if seed is None else seed), jnp.integer
     )
     if not is_integer or seed is None and dtype == jnp.bfloat16:
         raise TypeError(
-            f"{_CALLER}: `seed` is {summarize(seed)}, expected an integer, for sums in "
-            "bfloat16, which are rounded stochastically; pass the number of the step."
+            f"{_CALLER}: expected `seed` to be an integer, for sums in bfloat16, which "
+            f"are rounded stochastically, got {summarize(seed)}; pass the number of "
+            "the step."
         )
     return dtype
 
@@ -163,8 +164,8 @@ def _check_leaves(grads: PyTree) -> None:
     for path, leaf in tree_leaves_with_path(grads):
         if not is_floating(leaf):
             raise ValueError(
-                f"{_CALLER}: leaf {spell(path)} is {describe(leaf)}, expected a "
-                "floating array; give each part of the result its own accumulator, as "
-                "in `accumulator=(optax.microbatching.AccumulationType.SUM, "
+                f"{_CALLER}: expected leaf {spell(path)} to be a floating array, got "
+                f"{describe(leaf)}; give each part of the result its own accumulator, "
+                "as in `accumulator=(optax.microbatching.AccumulationType.SUM, "
                 f"optax_mp.{_CALLER}())`."
             )

@@ -54,21 +54,21 @@ class CodeFormat:
             # In float16 the second moment of a gradient of 1e-4 would be zero.
             if floating != jnp.bfloat16 or (bits, block_size) != (8, 32):
                 raise ValueError(
-                    f"low_bit_state: `dtype` is {floating} with bits={bits!r} and "
-                    f"block_size={block_size!r}, expected bfloat16 and neither of the "
-                    "others; for codes in blocks, leave out `dtype`."
+                    "low_bit_state: expected `dtype` to be bfloat16, without `bits` "
+                    f"and `block_size`, got {floating} with bits={bits!r} and "
+                    f"block_size={block_size!r}; leave out `dtype` for codes in blocks."
                 )
             return cls(16, 16, None)
         for name, value in {"bits": bits, "product_bits": product_bits}.items():
             if not isinstance(value, Integral) or value not in (8, 16):
                 raise ValueError(
-                    f"low_bit_state: `{name}` is {value!r}, expected 8 or 16."
+                    f"low_bit_state: expected `{name}` to be 8 or 16, got {value!r}."
                 )
         is_positive = isinstance(block_size, Integral) and block_size > 0
         if not is_positive or block_size & (block_size - 1):
             raise ValueError(
-                f"low_bit_state: `block_size` is {block_size!r}, expected a power of "
-                "two such as 32."
+                "low_bit_state: expected `block_size` to be a power of two such as 32, "
+                f"got {block_size!r}."
             )
         return cls(int(bits), max(int(bits), int(product_bits)), int(block_size))
 

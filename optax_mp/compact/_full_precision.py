@@ -204,10 +204,10 @@ def check_without_update(
         else:
             continue
         raise ValueError(
-            f"low_bit_state: the state holds {describe(leaf)} at {spell(path)}, which "
-            f"{what}, as in optimizers that need a part of their state in full "
-            "precision (MADGRAD, L-BFGS). Expected an update that can be traced, to "
-            "find that part, but `inner.update(grads, state, params)` raised "
-            f"{type(error).__name__}: {error}; give its other arguments defaults, or "
-            "put `low_bit_state` around the other parts of the chain."
+            "low_bit_state: expected an update that can be traced, because the state "
+            f"holds {describe(leaf)} at {spell(path)}, which {what}, as in optimizers "
+            "that need a part of their state in full precision (MADGRAD, L-BFGS), got "
+            f"{type(error).__name__} from `inner.update(grads, state, params)`: "
+            f"{error}; give its other arguments defaults, or put `low_bit_state` "
+            "around the other parts of the chain."
         )

@@ -179,9 +179,9 @@ def low_bit_state(
         check_own_state(state, LowBitState, "low_bit_state")
         if state.code_format != code_format:
             raise ValueError(
-                f"low_bit_state: the state was made with {state.code_format}, expected "
-                f"{code_format}, as this transform has it; convert it with "
-                "`optax_mp.convert_opt_state`."
+                f"low_bit_state: expected a state made with {code_format}, as this "
+                f"transform has it, got one made with {state.code_format}; convert it "
+                "with `optax_mp.convert_opt_state`."
             )
         check_gradients(params, updates, "low_bit_state")
         before = jax.tree.map(
@@ -253,10 +253,10 @@ def _quantize_slot(slot: Any, code: Code, where: str) -> Any:
         boxed_scales = put_resized(slot, scales, divides_names(slot))
     except (ValueError, TypeError, AssertionError) as error:
         warn(
-            f"low_bit_state: {where} of the state is {describe(leaf)} in a "
+            f"low_bit_state: expected {where} of the state, {describe(leaf)}, in a "
+            "pytree node that takes an array of any shape, got a "
             f"{type(slot).__name__}, which takes no scales {describe(scales)} "
-            f"({error}), so it is stored in bfloat16, not in codes; expected a pytree "
-            "node that takes an array of any shape."
+            f"({error}), so it is stored in bfloat16, not in codes."
         )
         return _quantize_slot(slot, BFLOAT16, where)
     return new_quantized(code, put(slot, codes), boxed_scales)

@@ -57,7 +57,7 @@ def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
         return
     expected = "an integer" + (", or None to round to nearest" if or_none else "")
     shown = describe(seed) if is_array(seed) else repr(seed)
-    raise TypeError(f"{caller}: `seed` is {shown}, expected {expected}.")
+    raise TypeError(f"{caller}: expected `seed` to be {expected}, got {shown}.")
 
 
 def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:

@@ -110,9 +110,9 @@ def stochastic_rounding(
         for path, leaf in zip(leaves.paths, leaves.values, strict=True):
             if is_floating(leaf) and bits(leaf.dtype) < 16:
                 raise ValueError(
-                    f"stochastic_rounding: param {spell(path)} is {describe(leaf)}, "
-                    "expected 16 bits or more, since JAX adds no float32 update to an "
-                    "8-bit float; use `optax_mp.mixed_precision` with "
+                    f"stochastic_rounding: expected param {spell(path)} in 16 bits or "
+                    "more, since JAX adds no float32 update to an 8-bit float, got "
+                    f"{describe(leaf)}; use `optax_mp.mixed_precision` with "
                     '`update_dtype="params"`.'
                 )
         wide = leaves.unflatten(map(_widen, leaves.values))

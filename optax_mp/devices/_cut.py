@@ -98,8 +98,8 @@ def specs_of_params(params: PyTree, param_specs: PyTree) -> list[PartitionSpec]:
     for spec in spread_prefix(params, param_specs, "zero1: `param_specs`"):
         if not isinstance(spec, PartitionSpec | Sharding | None):
             raise TypeError(
-                f"zero1: `param_specs` holds {spec!r}, expected a PartitionSpec or a "
-                "sharding."
+                "zero1: expected `param_specs` to hold PartitionSpecs or shardings, "
+                f"got {spec!r}."
             )
         # Only a NamedSharding has a spec.
         spec = spec if isinstance(spec, PartitionSpec) else getattr(spec, "spec", None)
@@ -120,7 +120,7 @@ def check_spec(spec: PartitionSpec, mesh: Mesh, param: jax.Array, where: str) ->
     names = {name for dim in range(len(spec)) for name in axis_names(spec, dim)}
     if len(spec) > param.ndim or not names <= set(mesh.axis_names):
         raise ValueError(
-            f"zero1: `param_specs` is {spec} for param {where}, which is "
-            f"{describe(param)}, expected at most one entry per dimension, with names "
-            f"of mesh axes; the mesh has {dict(mesh.shape)}."
+            "zero1: expected at most one entry per dimension in `param_specs`, with "
+            f"names of mesh axes, got {spec} for param {where}, which is "
+            f"{describe(param)}; the mesh has {dict(mesh.shape)}."
         )

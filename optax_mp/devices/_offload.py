@@ -144,9 +144,9 @@ def offload(
     ) -> tuple[optax.Updates, Any]:
         if compiles() and not has_tracers((updates, state, params, extra_args)):
             warn(
-                "offload: `update` was called outside of `jax.jit`, where it copies "
-                "all of the state in host memory; expected a call within `jit`, with "
-                "the state donated: `jax.jit(step, donate_argnums=...)`."
+                "offload: expected a call of `update` within `jax.jit`, got one "
+                "outside, where it copies all of the state in host memory; donate the "
+                "state to the jitted step: `jax.jit(step, donate_argnums=...)`."
             )
             given = (updates, state, params), extra_args
             return TracedCall.of(lambda x: update_fn(*x[0], **x[1]), given).run()
@@ -182,13 +182,13 @@ def _check_kind(memory_kind: Any) -> None:
     """Raise if this is no memory that arrays can be moved to."""
     if memory_kind != HOST_KIND:
         raise ValueError(
-            f"offload: `memory_kind` is {memory_kind!r}, expected {HOST_KIND!r}, or "
-            "None for no effect."
+            f"offload: expected `memory_kind` to be {HOST_KIND!r}, or None for no "
+            f"effect, got {memory_kind!r}."
         )
     if not KNOWS_MEMORIES:
         raise RuntimeError(
-            f"offload: JAX {jax.__version__} cannot move arrays between memories "
-            "within a program; expected JAX 0.10 or later. Update JAX, or pass "
+            "offload: expected JAX 0.10 or later, which moves arrays between memories "
+            f"within a program, got JAX {jax.__version__}; update JAX, or pass "
             "`memory_kind=None` for no effect."
         )
 
@@ -202,9 +202,9 @@ def _check_memory_of(params: Any) -> None:
         kinds = kinds_of_memory(device)
         if HOST_KIND not in kinds:
             raise ValueError(
-                f"offload: param {spell(path)} is on {device}, a device of the "
-                f"{device.platform!r} backend with the memories {kinds}, expected "
-                f"{HOST_KIND!r} among them; pass `memory_kind=None` for no effect."
+                f"offload: expected param {spell(path)} on a device with the memory "
+                f"{HOST_KIND!r}, got {device} of the {device.platform!r} backend with "
+                f"{kinds}; pass `memory_kind=None` for no effect."
             )
 
 
@@ -309,8 +309,8 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
     for path, leaf in tree_flatten_with_path(state)[0]:
         if _is_large(leaf, min_size) and not is_on_host(leaf):
             warn(
-                f"offload: {spell(path)} of the state is {describe(leaf)} in device "
-                "memory, expected host memory. This step brings it there. If all steps "
+                f"offload: expected {spell(path)} of the state in host memory, got "
+                f"{describe(leaf)} in device memory; this step moves it. If all steps "
                 "say so, `out_shardings` of `jit` move it back: leave them out for the "
                 'state, or give them `memory_kind="pinned_host"`. A checkpoint is '
                 "restored into `tx.init(params)`. Within another `offload`, leave one "

@@ -77,8 +77,8 @@ def _describe(path: Any, param: Any, sharding: Any) -> Any:
         return param
     if not isinstance(sharding, NamedSharding):
         raise TypeError(
-            f"{_CALLER}: the sharding of param {spell(path)}, which is "
-            f"{describe(param)}, is {sharding!r}, expected a NamedSharding; pass "
+            f"{_CALLER}: expected the sharding of param {spell(path)}, which is "
+            f"{describe(param)}, to be a NamedSharding, got {sharding!r}; pass "
             "`shardings`, such as `NamedSharding(mesh, PartitionSpec())`."
         )
     return jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=sharding)

@@ -74,12 +74,12 @@ def sum_gradients(
 
 def check_exchange_dtype(dtype: Any, caller: str) -> jnp.dtype:
     """Return the dtype in which to send gradients, or raise."""
-    argument = f"{caller}: `exchange_dtype`"
-    dtype = floating_dtype(dtype, argument)
+    dtype = floating_dtype(dtype, f"{caller}: `exchange_dtype`")
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(
-            f"{argument} is {dtype.name}, expected bfloat16, float16 or float32; pass "
-            "bfloat16, or float16 for float16 gradients of a scaled loss."
+            f"{caller}: expected `exchange_dtype` to be bfloat16, float16 or float32, "
+            f"got {dtype.name}; pass bfloat16, or float16 for float16 gradients of a "
+            "scaled loss."
         )
     return dtype
 
@@ -129,16 +129,16 @@ def _check_leaf(axis_name: Any, path: Any, x: Any) -> None:
     """Raise unless a leaf can be summed, and is not yet."""
     if not is_floating(x):
         raise ValueError(
-            f"{_CALLER}: leaf {spell(path)} is {describe(x)}, expected a floating "
-            "array; sum other leaves by `jax.lax.psum`."
+            f"{_CALLER}: expected leaf {spell(path)} to be a floating array, got "
+            f"{describe(x)}; sum other leaves by `jax.lax.psum`."
         )
     # Without `check_vma` no type says anything.
     missing = varying_axes(lax.axis_index(axis_name)) - varying_axes(x)
     if missing:
         raise ValueError(
-            f"{_CALLER}: leaf {spell(path)}, which is {describe(x)}, is equal on all "
-            f"devices of {sorted(missing)}, expected the gradient of each device's own "
-            "loss. `jax.shard_map` sums gradients of replicated params itself: "
+            f"{_CALLER}: expected leaf {spell(path)} to be the gradient of each "
+            f"device's own loss, got {describe(x)} that is equal on all devices of "
+            f"{sorted(missing)}; `jax.shard_map` sums gradients of replicated params: "
             "differentiate with respect to `jax.lax.pcast(params, axis_name, "
             'to="varying")` (`jax.lax.pvary` in JAX 0.8), or pass `check_vma=False`.'
         )

@@ -246,10 +246,10 @@ class _Cuts:
                 continue
             if jnp.shape(grad) != (count, *param.shape):
                 raise ValueError(
-                    f"zero1: the gradient at {spell(self.leaves.paths[i])} is "
-                    f"{describe(grad)}, expected a leading axis of {count}, one for "
-                    f"each device, before {list(param.shape)}, because of "
-                    "`exchange_dtype`; take gradients by `jax.vmap` over the parts of "
+                    f"zero1: expected the gradient at {spell(self.leaves.paths[i])} to "
+                    f"have a leading axis of {count}, one for each device, before "
+                    f"{list(param.shape)}, because of `exchange_dtype`, got "
+                    f"{describe(grad)}; take gradients by `jax.vmap` over the parts of "
                     "the batch, or leave out `exchange_dtype` if they are summed."
                 )
             whole, part = cut or (PartitionSpec(), self.specs[i])
@@ -344,8 +344,8 @@ def _check_axes(mesh: Any, axis: Any) -> MeshAxes:
     are_distinct = isinstance(axes, tuple) and axes and len(set(axes)) == len(axes)
     if not (are_distinct and all(name in sizes for name in axes)):
         raise ValueError(
-            f"zero1: `axis` is {axis!r}, expected an axis of `mesh`, which is a "
-            f"{type(mesh).__name__} of {sizes}, or a tuple of several; make a mesh by "
-            '`jax.make_mesh((8,), ("data",))`.'
+            "zero1: expected `axis` to be an axis of `mesh`, which is a "
+            f"{type(mesh).__name__} of {sizes}, or a tuple of several, got {axis!r}; "
+            'make a mesh by `jax.make_mesh((8,), ("data",))`.'
         )
     return axes

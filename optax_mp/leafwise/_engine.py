@@ -158,8 +158,8 @@ class CutStep:
         is_unknown = self.ways[end.outputs[0]] == _kernels.UNKNOWN_LAYOUT
         if is_unknown and not self.traced.shardings:
             warn_once(
-                "optax_mp: a step on several devices is compiled for arrays in few "
-                "bits whose sharding is not known, as in a loop, a `jit` within `jit` "
+                "optax_mp: a step on several devices is compiled for low-bit "
+                "arrays whose sharding is not known, as in a loop, `jit` within `jit` "
                 "or `zero1`, so no kernel computes it, and XLA alone moves 1.5 times "
                 "as many bytes on a GPU, and up to 8 times as many on a TPU. Use a "
                 "mesh with explicit axes, or, but for `zero1`, pass "

@@ -18,8 +18,8 @@ def are_on() -> bool:
     word = os.environ.get(_SETTING, "")
     if word.lower() not in _WORDS:
         raise ValueError(
-            f"optax_mp: {_SETTING} in the environment is {word!r}, expected 0, false "
-            "or off to turn kernels off, or 1, true or on."
+            f"optax_mp: expected {_SETTING} in the environment to be 0, false or off "
+            f"to turn kernels off, or 1, true or on, got {word!r}."
         )
     return _WORDS[word.lower()]
 

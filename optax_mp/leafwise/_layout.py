@@ -122,8 +122,8 @@ def spread_shardings(
     for leaf in leaves:
         if not isinstance(leaf, Sharding):
             raise TypeError(
-                f"{caller}: `param_shardings` holds {leaf!r}, expected shardings, "
-                "such as a `jax.sharding.NamedSharding`; pass "
+                f"{caller}: expected `param_shardings` to hold shardings, such as a "
+                f"`jax.sharding.NamedSharding`, got {leaf!r}; pass "
                 "`jax.tree.map(lambda p: p.sharding, params)`."
             )
     return [leaf if isinstance(leaf, NamedSharding) else None for leaf in leaves]

@@ -197,7 +197,7 @@ def _difference(want: np.ndarray, got: np.ndarray, used: np.ndarray) -> Differen
         got, is_wrong = used, is_far
     if is_wrong.any():
         at = tuple(map(int, np.argwhere(is_wrong)[0]))
-        first = f"{want.dtype} at {at} is {got[at]}, expected {want[at]}"
+        first = f"expected {want.dtype} {want[at]} at {at}, got {got[at]}"
     counts = int(is_other.sum()), int(is_far.sum())
     return Difference(str(want.dtype), want.size, *counts, first)
 

@@ -117,7 +117,7 @@ def take_step(
     )
     if obstacle not in (None, NOT_PACKED):
         warn_once(
-            "take_step: no kernel computes this step, because of what it is: "
+            "take_step: no kernel computes this step: "
             f"{obstacle}. XLA computes it as it does `tx.update`. Call `take_step` in "
             "a function that `jax.jit` compiles, with all state on the device."
         )

@@ -145,9 +145,9 @@ def replace_master_params(
     opt_state, params, leaves = read_arguments(opt_state, params, caller, names)
     if not find_states(opt_state, MixedPrecisionState):
         raise ValueError(
-            f"{caller}: `opt_state` holds no MixedPrecisionState, expected the state "
-            "of an optimizer with optax_mp.mixed_precision in it. This optimizer keeps "
-            "no masters; replace `params`."
+            f"{caller}: expected `opt_state` of an optimizer with "
+            "optax_mp.mixed_precision in it, got one without a MixedPrecisionState; "
+            "this optimizer keeps no masters: replace `params`."
         )
     new_leaves = leaves.match(new_master, "`new_master`")
 
@@ -268,15 +268,15 @@ def _beside(x: Any, old: jax.Array) -> jax.Array:
 def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
     """Return the master of a param, in device memory."""
     param = params.values[i]
-    where = f"{params.caller}: param {spell(params.paths[i])} is {describe(param)}"
+    where = f"{params.caller}: expected param {spell(params.paths[i])}"
     wide = jnp.dtype(jnp.float32)
     is_taken = is_floating(param) and storage.takes(param.dtype, wide)
     if storage.param_is_part and not is_taken:
         expected = list_taken_dtypes(storage, wide)
         raise ValueError(
-            f"{where}, expected {expected}, since with {storage} the param is part of "
-            "its master. Pass the params in their training dtype: cast them with "
-            "`Policy.cast_to_param` or `optax_mp.cast_floating`."
+            f"{where} in {expected}, since with {storage} it is part of its master, "
+            f"got {describe(param)}; pass the params in their training dtype: cast "
+            "them with `Policy.cast_to_param` or `optax_mp.cast_floating`."
         )
     check_shape(where, param, stored, storage)
     return storage.decode(bring(stored), reshard_beside(param, stored))
@@ -285,9 +285,10 @@ def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
 def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:
     """Return a copy of a new master with the dtype and sharding of the old one."""
     if not is_floating(new) or new.shape != old.shape:
+        caller, _, name = where.partition(": ")
         raise ValueError(
-            f"{where} is {describe(new)}, expected a floating array of the shape of "
-            f"the master {describe(old)}."
+            f"{caller}: expected {name} to be a floating array of the shape of the "
+            f"master {describe(old)}, got {describe(new)}."
         )
     return jnp.array(_beside(new, old), old.dtype, copy=True)
 
@@ -307,10 +308,12 @@ def check_param_is_rounded(
     if not storage.param_is_part:
         is_right |= ~jnp.isfinite(value)  # no edit, as `follow_edits` says
     if not bool(is_right.all()):
+        caller, _, name = where.partition(": ")
         raise ValueError(
-            f"{where} is {describe(new)}, and the param {describe(param)} in `params` "
-            f"is not this master rounded, as {storage} requires: a param that is not "
-            f"its master rounded was edited, and the master follows it. {remedy}"
+            f"{caller}: expected {name} to round to the param, as {storage} requires, "
+            f"got {describe(new)}, which does not round to {describe(param)} in "
+            "`params`; a param that is not its master rounded was edited, and the "
+            f"master follows it. {remedy}"
         )
 
 

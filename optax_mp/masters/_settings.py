@@ -83,9 +83,9 @@ class Settings(NamedTuple):
             is_redefined = repr(state.storage) == repr(self.storage)
             why = " of a class that was defined anew since then" * is_redefined
             raise ValueError(
-                "mixed_precision: the state was made with the storage "
-                f"{state.storage}{why}, expected {self.storage}, that of this "
-                "transform; call `init` again, or convert it with "
+                f"mixed_precision: expected a state made with {self.storage}, the "
+                f"storage of this transform, got one made with {state.storage}{why}; "
+                "call `init` again, or convert it with "
                 "`optax_mp.convert_opt_state`, from a transform with its `storage`."
             )
 
@@ -97,31 +97,32 @@ class Settings(NamedTuple):
             if is_like and bits(param.dtype) < bits(self.master_dtype):
                 return
         declared = self.dtype_in_training(path, param)
-        where = f"mixed_precision: param {spell(path)} is {describe(param)}"
+        where = f"mixed_precision: expected param {spell(path)}"
         # First, because a param that was not cast as declared fails the others as well.
         if is_floating(param) and declared != param.dtype:
             raise ValueError(
-                f"{where}, expected {declared} as `param_dtype` says; cast the params "
-                "with `Policy.cast_to_param` or `optax_mp.cast_floating` before "
-                "training; these leave a Python number as it is, so make it an array. "
-                f"If they were cast, {self._explain_promotion()}"
+                f"{where} in {declared}, as `param_dtype` says, got {describe(param)}; "
+                "cast the params with `Policy.cast_to_param` or "
+                "`optax_mp.cast_floating` before training, and make a Python number an "
+                f"array. If they were cast, {self._explain_promotion()}"
             )
         is_wide = is_floating(param) and bits(param.dtype) >= bits(self.master_dtype)
         if is_absent(stored):
             # It was its own master. Trained in this dtype it would lose small updates.
             if is_floating(param) and not is_wide:
                 raise ValueError(
-                    f"{where}, and the state holds no master for it: at `init` it was "
-                    f"not floating or was as wide as {self.master_dtype.name}. Call "
-                    "`init` with params in the dtype they are trained in, or say which "
-                    "it will be with `param_dtype`."
+                    f"{where} as at `init`, not floating or as wide as "
+                    f"{self.master_dtype.name}, got {describe(param)}, for which the "
+                    "state holds no master; call `init` with params in the dtype they "
+                    "are trained in, or say which it will be with `param_dtype`."
                 )
             return
         # It would now be its own master, beside the one that the state has.
         if is_wide:
             raise ValueError(
-                f"{where}, expected a dtype narrower than its {self.master_dtype.name} "
-                f"master: it was at `init`, and {self._explain_promotion()}"
+                f"{where} in a dtype narrower than its {self.master_dtype.name} "
+                f"master, as at `init`, got {describe(param)}; "
+                f"{self._explain_promotion()}"
             )
         check_shape(where, param, stored, self.storage)
 
@@ -130,9 +131,9 @@ class Settings(NamedTuple):
         # The type of the state does not say the `master_dtype`, so decode a master.
         if master.dtype != self.master_dtype:
             raise ValueError(
-                f"mixed_precision: the state keeps {describe(master)} as the master of "
-                f"param {spell(path)}, expected {self.master_dtype} with the storage "
-                f"{self.storage}: the state was made with another `master_dtype`; "
+                f"mixed_precision: expected the master of param {spell(path)} in "
+                f"{self.master_dtype} with the storage {self.storage}, got "
+                f"{describe(master)}; the state was made with another `master_dtype`: "
                 "convert it with `optax_mp.convert_opt_state`."
             )
 
@@ -162,8 +163,8 @@ def check_shape(where: str, param: Any, stored: Any, storage: Storage) -> None:
     if not fits or _shape_of_master(storage, stored, param) != param.shape:
         shown = " and ".join(map(describe, leaves))
         raise ValueError(
-            f"{where}, but its master is {shown}, expected a floating array of the "
-            "same shape: the state belongs to other params; call `init` again."
+            f"{where} to be a floating array of the shape of its master {shown}, got "
+            f"{describe(param)}; the state belongs to other params: call `init` again."
         )
 
 

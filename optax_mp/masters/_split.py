@@ -84,7 +84,9 @@ class Split:
     def __post_init__(self) -> None:
         """Check the width."""
         if not isinstance(self.bits, Integral) or self.bits not in (8, 16):
-            raise ValueError(f"Split: `bits` is {self.bits!r}, expected 8 or 16.")
+            raise ValueError(
+                f"Split: expected `bits` to be 8 or 16, got {self.bits!r}."
+            )
 
     @property
     def param_is_part(self) -> bool:

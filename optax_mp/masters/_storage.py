@@ -206,8 +206,8 @@ def storage_of(state: MixedPrecisionState, caller: str) -> Storage:
     """Return the storage of a state; raise for a state that was built by hand."""
     if state.storage is None:
         raise ValueError(
-            f"{caller}: the MixedPrecisionState does not say which storage made it, "
-            "expected one that `init` returned; change a state with "
+            f"{caller}: expected a MixedPrecisionState that `init` returned, got one "
+            "that does not say which storage made it; change a state with "
             "`state._replace(...)`."
         )
     return state.storage
@@ -221,22 +221,22 @@ def check_storage(
     lack = f"has no `{'`, `'.join(missing)}`" if missing else ""
     if lack or isinstance(storage, type):
         raise TypeError(
-            f"mixed_precision: `storage` is {storage!r}, which {lack or 'is a class'}; "
-            "expected a storage object such as `optax_mp.FullCopy()` or "
-            "`optax_mp.Split(bits=16)`: a frozen dataclass with all members of "
-            "`optax_mp.masters.Storage`."
+            "mixed_precision: expected `storage` to be an object such as "
+            "`optax_mp.FullCopy()` or `optax_mp.Split(bits=16)`, got "
+            f"{storage!r}, which {lack or 'is a class'}; pass a frozen dataclass with "
+            "all members of `optax_mp.masters.Storage`."
         )
     if not list_taken_dtypes(storage, master_dtype):
         raise ValueError(
-            f"mixed_precision: `master_dtype` is {master_dtype}, which the storage "
-            f"{storage} does not keep; expected float32, or use "
-            "`optax_mp.FullCopy()`, which keeps any master."
+            "mixed_precision: expected `master_dtype` to be float32 with the storage "
+            f"{storage}, got {master_dtype}; use `optax_mp.FullCopy()`, which keeps "
+            "any master."
         )
     is_exact = update_dtype is None or update_dtype == jnp.float32
     if storage.param_is_part and not is_exact:
         raise ValueError(
-            f"mixed_precision: `update_dtype` is {update_dtype}, expected float32 or "
-            f"None with the storage {storage}, which needs exact updates; use "
+            "mixed_precision: expected `update_dtype` to be float32 or None with the "
+            f"storage {storage}, which needs exact updates, got {update_dtype}; use "
             "`optax_mp.FullCopy()` for updates in another dtype."
         )
 
@@ -254,16 +254,16 @@ def check_storable(
     """
     if float(jnp.finfo(dtype).min) > 0:
         raise ValueError(
-            f"mixed_precision: {where}, in training {dtype}, which has neither a sign "
-            "nor zero, expected a dtype of weights such as float8_e4m3fn; wrap the "
-            "optimizer in `optax.masked` if this leaf, such as the scales of blocks, "
-            "is not trained."
+            f"mixed_precision: expected {where} to have a dtype of weights in "
+            f"training, such as float8_e4m3fn, got {dtype}, which has neither a sign "
+            "nor zero; wrap the optimizer in `optax.masked` if this leaf, such as the "
+            "scales of blocks, is not trained."
         )
     if not storage.takes(dtype, master_dtype):
         raise ValueError(
-            f"mixed_precision: {where}, in training {dtype}, expected "
-            f"{list_taken_dtypes(storage, master_dtype)} with the storage {storage}; "
-            "use `optax_mp.FullCopy()` for it."
+            f"mixed_precision: expected {where} to be "
+            f"{list_taken_dtypes(storage, master_dtype)} in training with the storage "
+            f"{storage}, got {dtype}; use `optax_mp.FullCopy()` for it."
         )
 
 
@@ -306,9 +306,9 @@ def store(
         if not is_right:
             arrays = jax.tree.leaves(returned) or [returned]
             raise TypeError(
-                f"mixed_precision: `{method}` of the storage {storage} returned "
-                f"{', '.join(map(describe, arrays))} for {where}, which is "
-                f"{describe(param)}, expected {expected}."
+                f"mixed_precision: expected `{method}` of the storage {storage} to "
+                f"return {expected} for {where}, which is {describe(param)}, got "
+                f"{', '.join(map(describe, arrays))}."
             )
 
     stored = storage.encode(master, param)
@@ -324,7 +324,7 @@ def store(
     is_stable = _types(advanced) == _types(stored)
     check(is_stable, "advance", advanced, "the types that `encode` returns")
     is_target = is_floating(target) and target.shape == param.shape
-    check(is_target, "advance", target, "as the target a floating array of its shape")
+    check(is_target, "advance", target, "a floating target of the shape of the param")
     return stored, decoded
 
 

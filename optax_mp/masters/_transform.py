@@ -184,7 +184,7 @@ def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[A
             inner_params.append(as_inner_param(param))
             continue
         where = f"param {spell(path)}"
-        check_storable(storage, f"{where} is {describe(leaf)}", dtype, master_dtype)
+        check_storable(storage, f"{where} ({describe(leaf)})", dtype, master_dtype)
         # A copy even where no cast is needed: the state must not alias the params.
         master = jnp.array(leaf, master_dtype, copy=True)
         param = round_to(master, dtype).astype(dtype)

@@ -152,8 +152,8 @@ def collectives_report(compiled: Any, params: optax.Params) -> CollectivesReport
     """
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(
-            f"collectives_report: `compiled` is {summarize(compiled)}, expected a "
-            "compiled program; pass `jax.jit(step).lower(*args).compile()`."
+            "collectives_report: expected `compiled` to be a compiled program, got "
+            f"{summarize(compiled)}; pass `jax.jit(step).lower(*args).compile()`."
         )
     shardings = jax.tree.leaves(compiled.input_shardings)
     meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]

@@ -49,8 +49,8 @@ def _limits_of(dtype: DTypeLike) -> _Limits:
     name = floating_dtype(dtype, "GradientRangeReport: `dtype`").name
     if name not in FORMATS:
         raise ValueError(
-            f"GradientRangeReport: `dtype` is {name}, expected one of "
-            f"{', '.join(FORMATS)}."
+            f"GradientRangeReport: expected `dtype` to be one of {', '.join(FORMATS)}, "
+            f"got {name}."
         )
     info = jnp.finfo(name)
     kinds = info.smallest_subnormal, info.smallest_normal, info.max
@@ -209,7 +209,7 @@ class GradientRangeReport(LeafCounts):
         """
         if not headroom >= 1:
             raise ValueError(
-                f"best_loss_scale: `headroom` is {headroom!r}, expected at least 1."
+                f"best_loss_scale: expected `headroom` of at least 1, got {headroom!r}."
             )
         (occupied,) = np.nonzero(self._counts_of(None)[1:-1])
         if not occupied.size:

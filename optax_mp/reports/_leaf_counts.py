@@ -52,9 +52,9 @@ class LeafCounts(Report):
         name = type(self).__name__
         if is_traced(self.counts):
             raise TypeError(
-                f"{name}: `counts` is traced ({describe(self.counts)}), expected "
-                "concrete values; return the report from the jitted function and read "
-                "it outside."
+                f"{name}: expected concrete `counts`, got a traced "
+                f"{describe(self.counts)}; return the report from the jitted function "
+                "and read it outside."
             )
         counts = np.asarray(self.counts).astype(np.int64)
         counts = counts.reshape(-1, *counts.shape[-2:]).sum(0)
@@ -62,8 +62,8 @@ class LeafCounts(Report):
             return counts.sum(0)
         if path not in self.paths:
             raise ValueError(
-                f"{name}: `path` is {path!r}, expected one of `paths`: "
-                f"{', '.join(self.paths)}."
+                f"{name}: expected `path` to be one of `paths` "
+                f"({', '.join(self.paths)}), got {path!r}."
             )
         return counts[self.paths.index(path)]
 
@@ -99,16 +99,17 @@ def count_leaves(
         argument: what to call the tree in errors.
         tree: that the leaves are of.
     """
+    caller, _, name = argument.partition(": ")
     if not leaves:
         raise ValueError(
-            f"{argument} is a {type(tree).__name__} without floating arrays to count, "
-            "expected a tree of such arrays."
+            f"{caller}: expected {name} to be a tree with floating arrays to count, "
+            f"got a {type(tree).__name__} without any."
         )
     for path, (leaf, *_) in leaves.items():
         if leaf.size > _MOST_VALUES:
             raise ValueError(
-                f"{argument} has leaf {path} {describe(leaf)}, expected at most "
-                f"{_MOST_VALUES} values; pass slices of it."
+                f"{caller}: expected leaf {path} of {name} to have at most "
+                f"{_MOST_VALUES} values, got {describe(leaf)}; pass slices of it."
             )
     # A NumPy float64 can overflow in float32, and then counts as infinite.
     with np.errstate(over="ignore"):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path
 
@@ -46,7 +45,8 @@ class MemoryRow:
             else 0.
 
     Example:
-        >>>         >>> import optax
+        >>> import jax.numpy as jnp
+        >>> import optax
         >>> import optax_mp
         >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
         >>> row = optax_mp.memory_report(optax.adam(1e-3).init(params), params).rows[2]
@@ -72,7 +72,8 @@ class MemoryReport(Report):
         weights: the number of elements of all floating params.
 
     Example:
-        >>>         >>> import optax
+        >>> import jax.numpy as jnp
+        >>> import optax
         >>> import optax_mp
         >>> params = {"w": jnp.ones(1024)}
         >>> state = optax.sgd(0.1, momentum=0.9).init(params)
@@ -199,7 +200,8 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
 
     Example:
         >>> import jax
-        >>>         >>> import optax
+        >>> import jax.numpy as jnp
+        >>> import optax
         >>> import optax_mp
         >>> params = {"w": jax.ShapeDtypeStruct((2**15, 2**20), jnp.bfloat16)}
         >>> tx = optax_mp.mixed_precision(optax.adamw(3e-4))
@@ -216,16 +218,12 @@ def memory_report(opt_state: optax.OptState, params: optax.Params) -> MemoryRepo
     opt_state, params = plain_trees(opt_state, params)
     call = "memory_report(opt_state, params)"
     check_state_first(opt_state, params, "memory_report", call)
-    leaves = [
-        (path, jnp.asarray(x) if isinstance(x, float) else x)
-        for path, x in tree_leaves_with_path(params)
-    ]
-    arrays = [(path, x) for path, x in leaves if is_array(x)]
+    arrays = [(path, x) for path, x in tree_leaves_with_path(params) if is_array(x)]
     if not arrays or holds_state(params):
         raise ValueError(
-            f"memory_report: `params` is {summarize(params)}, which is a state or has "
-            "no arrays, expected a tree of arrays or of `jax.ShapeDtypeStruct`s; pass "
-            "what `tx.init` gets."
+            "memory_report: expected `params` to be a tree of arrays or of "
+            f"`jax.ShapeDtypeStruct`s, got {summarize(params)}, which is a state or "
+            "has no arrays; pass what `tx.init` gets."
         )
     rows = [_row(_PARAMS, path, path, x) for path, x in arrays]
     rows += _state_rows(opt_state, params)

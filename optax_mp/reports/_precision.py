@@ -287,9 +287,9 @@ def _explain_mixed_operands(
             culprits.append(_name_of(paths[0] if len(paths) == 1 else argument, names))
     who = f"because of `{'`, `'.join(culprits)}`" if culprits else "somewhere in it"
     raise TypeError(
-        f"precision_report: a convolution in `fun` gets {wide} and {narrow}, {who}, "
-        f"expected operands of one dtype; cast the {wide} one to {narrow}, as in "
-        f"`x.astype({narrow.name!r})`. JAX says: {error}"
+        "precision_report: expected the operands of a convolution in `fun` to have one "
+        f"dtype, got {wide} and {narrow}, {who}; cast the {wide} one to {narrow}, as "
+        f"in `x.astype({narrow.name!r})`. JAX says: {error}"
     ) from error
 
 

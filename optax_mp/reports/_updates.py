@@ -146,8 +146,8 @@ def update_report(
     for path, (param, update) in found.items():
         if param.shape != update.shape:
             raise ValueError(
-                f"{_CALLER}: the update of {path} is {describe(update)}, expected the "
-                f"shape of the param {describe(param)}."
+                f"{_CALLER}: expected the update of {path} to have the shape of the "
+                f"param {describe(param)}, got {describe(update)}."
             )
     count, where = partial(_count, dtype=dtype), f"{_CALLER}: `params`"
     return UpdateReport(*count_leaves(found, count, where, params))

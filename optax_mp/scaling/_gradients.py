@@ -139,6 +139,20 @@ def differentiate(
     caller: str,
 ) -> tuple[Any, Any]:
     """Return the unscaled value of `fun`, and float32 gradients times `factor`."""
+    value, grads = raw_gradients(fun, argnums, has_aux, factor, args, kwargs, caller)
+    return value, widen_gradients(grads)
+
+
+def raw_gradients(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    factor: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    caller: str,
+) -> tuple[Any, Any]:
+    """Return what `differentiate` does, with gradients in the dtypes of the params."""
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     trees = _differentiated(chosen, args, caller)
     variables = jax.tree.map(lambda x: x if is_inexact(x) else None, trees)
@@ -156,11 +170,17 @@ def differentiate(
     grads, value = jax.grad(scaled_loss, has_aux=True)(variables)
     if any(g.dtype == jnp.float16 for g in jax.tree.leaves(grads)):
         count_event("computes in float16")
-    # In 16 bits, small gradients would be lost when they are unscaled or accumulated.
-    grads = jax.tree.map(
+    return value, grads[0] if isinstance(argnums, int) else tuple(grads)
+
+
+def widen_gradients(grads: Any) -> Any:
+    """Return gradients in float32 or wider.
+
+    In 16 bits, small ones would be lost when they are unscaled or accumulated.
+    """
+    return jax.tree.map(
         lambda g: g.astype(at_least_float32(g.dtype)) if is_floating(g) else g, grads
     )
-    return value, grads[0] if isinstance(argnums, int) else tuple(grads)
 
 
 def _with_float_arrays(tree: Any) -> Any:
@@ -181,8 +201,8 @@ def _loss_of(value: Any, has_aux: bool, caller: str) -> Any:
     """Return the loss from the result of the user's function."""
     if has_aux and not (isinstance(value, tuple) and len(value) == 2):
         raise TypeError(
-            f"{caller}: with `has_aux` the function returned {describe(value)}, "
-            "expected a pair (loss, aux)."
+            f"{caller}: expected the function to return a pair (loss, aux), as "
+            f"`has_aux` says, got {describe(value)}."
         )
     loss = value[0] if has_aux else value
     _check_loss(loss, caller, "pass `has_aux=True` if the function returns (loss, aux)")
@@ -193,8 +213,8 @@ def _check_loss(loss: Any, caller: str, remedy: str) -> None:
     is_scalar = is_floating(loss) and loss.shape == ()
     if not (is_scalar or isinstance(loss, float)):
         raise ValueError(
-            f"{caller}: the loss is {describe(loss)}, expected a floating scalar; take "
-            f"its mean or sum, or {remedy}."
+            f"{caller}: expected the loss to be a floating scalar, got "
+            f"{describe(loss)}; take its mean or sum, or {remedy}."
         )
 
 
@@ -216,8 +236,8 @@ def _differentiated(
     if any(map(is_array, leaves)) and not any(map(is_inexact, leaves)):
         shown = " and ".join(summarize(args[i]) for i in chosen)
         raise TypeError(
-            f"{caller}: the argument to differentiate is {shown}, expected floating "
-            f"arrays in it; call as {call}, or choose another argument by `argnums`."
+            f"{caller}: expected floating arrays in the argument to differentiate, got "
+            f"{shown}; call as {call}, or choose another argument by `argnums`."
         )
     return trees
 
@@ -229,9 +249,9 @@ def check_function(fun: Any, argnums: Any, has_aux: Any, caller: str) -> None:
     are_settings &= all(isinstance(i, Integral) for i in numbers)
     if not (callable(fun) and are_settings):
         raise TypeError(
-            f"{caller}: `fun` is {summarize(fun)}, `argnums` is {summarize(argnums)} "
-            f"and `has_aux` is {summarize(has_aux)}, expected a function, integers and "
-            "a bool; pass the arguments of the function to the result: "
+            f"{caller}: expected `fun` to be a function, `argnums` integers and "
+            f"`has_aux` a bool, got {summarize(fun)}, {summarize(argnums)} and "
+            f"{summarize(has_aux)}; pass the arguments of the function to the result: "
             f"`{caller}(fun)(opt_state, params, ...)`."
         )
 

@@ -33,7 +33,6 @@ from optax_mp.scaling._rule import (
     ScaleRule,
     adjust,
     as_count,
-    check_number,
     check_settings,
     count_up,
 )
@@ -126,11 +125,12 @@ def dynamic_loss_scale(
     # Alone first: the errors on two of them show both.
     check_settings(caller, **rule._asdict(), init_scale=init_scale)
     low, high = float(min_scale), float(max_scale)
-    expected = (
-        f"a scale from `min_scale` {low} to `max_scale` {high}; change one of these"
-    )
     start = float(init_scale)
-    check_number(f"{caller}: `init_scale`", start, expected, lambda x: low <= x <= high)
+    if not low <= start <= high:
+        raise ValueError(
+            f"{caller}: expected `init_scale` to be a scale from `min_scale` {low} to "
+            f"`max_scale` {high}, got {start}; change one of these."
+        )
     counters = start, 0, hysteresis
     return _loss_scaling(inner, caller, counters, partial(adjust, rule), axis_name)
 

@@ -49,16 +49,18 @@ def check_number(
     argument: str, value: Any, expected: str, accept: Callable[[float], bool]
 ) -> None:
     """Raise an error that says what is `expected`, unless `value` is acceptable."""
+    caller, _, name = argument.partition(": ")
+    wanted = f"{caller}: expected {name} to be {expected}"
     is_scalar = not is_array(value) or value.shape == ()
     if isinstance(value, str) or not hasattr(value, "__float__") or not is_scalar:
-        raise TypeError(f"{argument} is {describe(value)}, expected {expected}.")
+        raise TypeError(f"{wanted}, got {describe(value)}.")
     if is_traced(value):
         raise TypeError(
-            f"{argument} is traced ({describe(value)}), expected {expected}, known "
-            "before the step; name it in `static_args` of `optax.inject_hyperparams`."
+            f"{wanted}, known before the step, got a traced {describe(value)}; name it "
+            "in `static_args` of `optax.inject_hyperparams`."
         )
     if not accept(float(value)):
-        raise ValueError(f"{argument} is {value}, expected {expected}.")
+        raise ValueError(f"{wanted}, got {value}.")
 
 
 # Of an int32. A longer interval would not end in practice.

@@ -110,8 +110,8 @@ def loss_scale_state(opt_state: Any, caller: str) -> LossScaleState | None:
     if len(found) > 1:
         places = " and ".join("opt_state" + keystr(path) for path, _ in found)
         raise ValueError(
-            f"{caller}: `opt_state` holds {len(found)} loss scales, at {places}, "
-            "expected one, because a loss is multiplied by one scale; put a single "
+            f"{caller}: expected one loss scale in `opt_state`, because a loss is "
+            f"multiplied by one, got {len(found)}, at {places}; put a single "
             "dynamic_loss_scale around the whole optimizer."
         )
     if not found:
@@ -182,8 +182,8 @@ def check_loss_scale(
         return
     if is_traced(state.scale):
         raise TypeError(
-            f"check_loss_scale: the loss scale is traced ({describe(state.scale)}), "
-            "expected a concrete value; call it outside jit."
+            "check_loss_scale: expected a concrete loss scale, got a traced "
+            f"{describe(state.scale)}; call it outside jit."
         )
     state = jax.device_get(state._replace(inner_state=()))
     state, member, (params, grads) = _worst_member(state, (params, grads))
@@ -320,10 +320,10 @@ def _warn_of_small_gradients(state: LossScaleState, grads: PyTree) -> None:
     norm = float(optax.tree.norm(arrays))
     if _SMALL_NORM <= norm < _SMALL_NORM * state.scale:
         warn(
-            f"check_loss_scale: the norm of `grads` is {norm:.3g} and the loss scale "
-            f"is {state.scale:g}, so the norm of the unscaled gradients is "
-            f"{norm / state.scale:.1g}, expected {_SMALL_NORM} or more. They were "
-            "probably clipped or unscaled before `tx.update`, which unscales them. "
-            "Pass it the gradients of `value_and_grad` as they are, and clip inside, "
-            "as `optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
+            f"check_loss_scale: expected a norm of {_SMALL_NORM} or more for the "
+            f"unscaled gradients, got {norm / state.scale:.1g}, as the norm of `grads` "
+            f"is {norm:.3g} and the loss scale is {state.scale:g}; they were probably "
+            "clipped or unscaled before `tx.update`, which unscales them. Pass it the "
+            "gradients of `value_and_grad` as they are, and clip inside, as "
+            "`optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
         )

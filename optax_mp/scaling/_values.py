@@ -275,9 +275,10 @@ def _with_retries(
     def evaluate(*args: Any, loss_scale: Any = None, **kwargs: Any) -> Any:
         if not (hasattr(loss_scale, "adjust") and hasattr(loss_scale, "unscale")):
             raise TypeError(
-                f"{caller}: `loss_scale` is {describe(loss_scale)}, expected a loss "
-                "scale such as `optax_mp.DynamicLossScale(2.0**15)`; call as f(params, "
-                "..., loss_scale=loss_scale)."
+                f"{caller}: expected `loss_scale` to be a loss scale such as "
+                "`optax_mp.DynamicLossScale(2.0**15)`, got "
+                f"{describe(loss_scale)}; call as f(params, ..., "
+                "loss_scale=loss_scale)."
             )
         first = attempt(loss_scale, args, kwargs)
         if not redo_on_nan:

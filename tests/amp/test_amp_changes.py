@@ -83,8 +83,6 @@ def test_a_change_of_a_static_attribute_raises_a_warning():
         model.is_training = False
         return model(x)
 
-    with pytest.warns(
-        UserWarning, match="class Counter, and the change is lost"
-    ) as found:
+    with pytest.warns(UserWarning, match="class Counter, which is lost") as found:
         amp(evaluated)(model, X)
     assert found[0].filename == __file__

@@ -78,7 +78,7 @@ def test_the_error_of_a_carry_names_the_fix(framework):
     params, loss = framework(None)
     params = POLICY.cast_to_param(params)
     message = (
-        r"amp: as `fun` is written.*scan over layers .* with float32 norms.*"
+        r"amp: expected each loop in `fun` .*scan over layers .* with float32 norms.*"
         r"cast_floating\(args, jnp.float32\).*the `dtype` of the layers.*bfloat16\[4,8\]"
     )
     with pytest.raises(TypeError, match=f"(?s){message}"):

@@ -61,11 +61,9 @@ def test_python_numbers_fit_scalars_and_other_leaves_are_not_looked_at():
     # Orbax describes them like this:
     described = {"n": np.int64(3), "x": np.float64(0.5)}
     optax_mp.check_checkpoint(described, traced)
-    with pytest.raises(ValueError, match=r"\['x'\] was saved as float64\[\].* round"):
+    with pytest.raises(ValueError, match=r"\['x'\] to .*, got float64\[\].* round"):
         optax_mp.check_checkpoint(described, {"n": 3, "x": jnp.float32(0.5)})
-    with pytest.raises(
-        ValueError, match=r"\['n'\] was saved as int32\[2\].* expects int"
-    ):
+    with pytest.raises(ValueError, match=r"\['n'\] to be int, got int32\[2\]"):
         optax_mp.check_checkpoint({"n": jnp.arange(2)}, {"n": 3})
 
 
@@ -80,7 +78,7 @@ def test_keys_of_random_numbers_are_like_their_data():
     with pytest.raises(ValueError, match="would cast"):
         optax_mp.check_checkpoint({"key": jnp.zeros(2, jnp.int32)}, {"key": key})
     other = jax.random.key(0, impl="rbg")
-    with pytest.raises(ValueError, match=r"key<fry>\[\].*key<rbg>\[\]"):
+    with pytest.raises(ValueError, match=r"to be key<rbg>\[\], got key<fry>\[\]"):
         optax_mp.check_checkpoint({"key": key}, {"key": other})
 
 
@@ -93,53 +91,51 @@ split16, split8 = (
 in_bf16 = jax.eval_shape(
     lambda: optax_mp.cast_floating(masters.init(bf16_params), "bfloat16")
 )
-MASTER = r"\.master_params\['w'\] was saved as "
+MASTER = r"expected \.\S*master_params\['w'\] to be "
 REFUSED = {
     "rounded masters": (
         template(masters),
         in_bf16,
-        MASTER + r"float32\[4,32\], the template expects bfloat16\[4,32\]: "
+        MASTER + r"bfloat16\[4,32\], got float32\[4,32\]: "
         "a restore would round the masters",
     ),
     "widened": (
         in_bf16,
         template(masters),
-        MASTER + r"bfloat16\[4,32\], the template expects float32\[4,32\]: saved in "
+        MASTER + r"float32\[4,32\], got bfloat16\[4,32\]: saved in "
         "a narrower dtype than the template",
     ),
     "masters for remainders": (
         template(masters),
         template(split16),
-        MASTER
-        + r"float32\[4,32\], the template expects int16\[4,32\]: a restore would "
+        MASTER + r"int16\[4,32\], got float32\[4,32\]: a restore would "
         "cast the masters",
     ),
     "wide remainders for short ones": (
         template(split16),
         template(split8),
-        MASTER
-        + r"int16\[4,32\], the template expects int8\[4,32\]: a restore would cast",
+        MASTER + r"int8\[4,32\], got int16\[4,32\]: a restore would cast",
     ),
     "another shape": (
         {"w": jnp.ones((2, 3))},
         {"w": jnp.ones((3, 2))},
-        r"\['w'\] was saved as float32\[2,3\], the template expects float32\[3,2\]: "
+        r"\['w'\] to be float32\[3,2\], got float32\[2,3\]: "
         "another shape",
     ),
     "a missing leaf": (
         template(masters, {"norm": bf16_params["norm"]}),
         template(masters),
-        r"\.master_params\['w'\] was not saved, the template expects float32\[4,32\]",
+        MASTER + r"float32\[4,32\], got none",
     ),
     "an additional leaf": (
         template(masters),
         template(masters, {"norm": bf16_params["norm"]}),
-        r"\.master_params\['w'\] was saved as float32\[4,32\], the template has no such",
+        r"expected no \S*\.master_params\['w'\], got float32\[4,32\]",
     ),
     "a loss scale that was not there": (
         template(masters),
         template(optax_mp.dynamic_loss_scale(masters)),
-        r"\.scale was not saved, the template expects float32\[\]",
+        r"expected \.scale to be float32\[\], got none",
     ),
 }
 
@@ -239,7 +235,7 @@ def test_a_run_of_plain_adamw_goes_on_as_if_in_float32(storage, scaled):
     tx = optax_mp.mixed_precision(adamw, param_dtype="bfloat16", storage=storage)
     if scaled:
         tx = optax_mp.static_loss_scale(tx)
-    with pytest.raises(ValueError, match="does not match"):
+    with pytest.raises(ValueError, match="expected the leaves, shapes"):
         optax_mp.check_checkpoint(plain, template(tx, weights))
     optax_mp.check_checkpoint(plain, template(adamw, weights))
     state = optax_mp.convert_opt_state(plain, weights, adamw, tx)

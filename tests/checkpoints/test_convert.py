@@ -155,8 +155,8 @@ def test_wrappers_inside_others_are_found():
 def test_a_state_of_something_else_is_an_error():
     tx, params, state = start_of("split 16")
     for other, message in [
-        ("full copy", r"masters in Split\(bits=16\), expected masters in FullCopy\(\)"),
-        ("float32", r"masters in Split\(bits=16\), expected no masters, as `from_tx`"),
+        ("full copy", r"masters in FullCopy\(\), .*, got masters in Split\(bits=16\)"),
+        ("float32", r"no masters, as `from_tx` .*, got masters in Split\(bits=16\)"),
     ]:
         with pytest.raises(ValueError, match="convert_opt_state: .*" + message):
             optax_mp.convert_opt_state(state, params, FORMS[other](), tx)
@@ -164,14 +164,14 @@ def test_a_state_of_something_else_is_an_error():
     message = "convert_opt_state: `opt_state` and a state of `from_tx` must have the"
     with pytest.raises(ValueError, match=message):
         optax_mp.convert_opt_state(state, params, scaled, tx)
-    message = r"`opt_state` at .*'w'\] is int16\[32,32\], expected int16\[3,32\] as "
+    message = r"`opt_state` at .*'w'\] to be int16\[3,32\], .*, got int16\[32,32\]"
     with pytest.raises(ValueError, match=message):
         optax_mp.convert_opt_state(state, params | {"w": params["w"][:3]}, tx, tx)
 
 
 def test_something_else_in_the_place_of_a_transformation_is_refused():
     tx, params, state = start_of("split 16")
-    with pytest.raises(TypeError, match="convert_opt_state: `to_tx` is a dict"):
+    with pytest.raises(TypeError, match="convert_opt_state: .* `to_tx` .*, got a dict"):
         optax_mp.convert_opt_state(state, params, tx, params)
 
 

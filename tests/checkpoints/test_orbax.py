@@ -47,6 +47,21 @@ def test_a_restored_run_is_the_same_and_goes_on_as_if_never_stopped(tmp_path, na
         assert int(found[1].total_skipped_count) == 3
 
 
+# Orbax leaves the other arrays unread when one fails.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_checkpoint_that_was_cut_short_is_an_error(tmp_path):
+    """Never wrong weights."""
+    path = tmp_path / "checkpoint"
+    saved(path, OFTEN, 1)
+    for data in path.rglob("d/*"):
+        data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    with (
+        ocp.StandardCheckpointer() as checkpointer,
+        pytest.raises(ValueError, match="Error opening"),
+    ):
+        checkpointer.restore(path, template_of(OFTEN))
+
+
 def test_saves_in_the_background_hold_the_step_that_they_were_asked_at(tmp_path):
     name = "scaled split 16"
     step = jax.jit(step_of(name), donate_argnums=(0, 1))
@@ -84,8 +99,8 @@ def test_a_template_that_would_round_masters_is_refused(tmp_path):
         with pytest.raises(ValueError, match="restore would round the masters") as e:
             optax_mp.check_checkpoint(checkpointer.metadata(path), rounding)
     assert (
-        "[1].master_params['w'] was saved as float32[16,32], the template "
-        "expects bfloat16[16,32]" in str(e.value)
+        "[1].master_params['w'] to be bfloat16[16,32], got float32[16,32]: a restore"
+        in str(e.value)
     )
     assert "optax_mp.convert_opt_state(opt_state, params, tx, new_tx)" in str(e.value)
 
@@ -101,7 +116,7 @@ def test_another_form_is_refused_and_converted_after_the_restore(tmp_path, old, 
     path = tmp_path / "checkpoint"
     params, _ = saved(path, old, steps=0)
     with ocp.StandardCheckpointer() as checkpointer:
-        with pytest.raises(ValueError, match="does not match `template`"):
+        with pytest.raises(ValueError, match="expected .* of `template`"):
             optax_mp.check_checkpoint(checkpointer.metadata(path), template_of(new))
         _, state = checkpointer.restore(path, template_of(old))
     converted = optax_mp.convert_opt_state(state, params, FORMS[old], FORMS[new])

@@ -259,14 +259,18 @@ MAKE = optax_mp.gradient_accumulator
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: MAKE("f16"), ValueError, "`dtype` is float16, expected float32"),
-        (lambda: MAKE("int8"), ValueError, "expected a floating dtype"),
-        (lambda: MAKE("bf16"), TypeError, "`seed` is a NoneType.*number of the step"),
-        (lambda: MAKE(seed=0.5), TypeError, "`seed` is a float, expected an integer"),
+        (lambda: MAKE("f16"), ValueError, "`dtype` to be float32.*, got float16"),
+        (lambda: MAKE("int8"), ValueError, "to be a floating dtype .*, got 'int8'"),
+        (
+            lambda: MAKE("bf16"),
+            TypeError,
+            "`seed` to .*, got a NoneType.*number of the step",
+        ),
+        (lambda: MAKE(seed=0.5), TypeError, "`seed` to be an integer.*, got a float"),
         (
             lambda: accumulate({"n": jnp.ones((2, 3), int)}, MAKE()),
             ValueError,
-            r"leaf \['n'\] is int32\[3\], expected a floating.*its own accumulator",
+            r"leaf \['n'\] to be a floating.*, got int32\[3\].*its own accumulator",
         ),
     ],
 )

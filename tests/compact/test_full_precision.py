@@ -202,9 +202,7 @@ def wants_more(tx):
 )
 def test_in_doubt_init_raises_and_names_the_array(name, place, what):
     tx = low_bit_state(wants_more(POSITIONS_AND_HISTORIES[name]()), min_size=100)
-    match = (
-        rf"low_bit_state: the state holds {place}.*{what}.*raised TypeError.*tempera"
-    )
+    match = rf"low_bit_state: expected .* {place}.*{what}.*, got TypeError .*tempera"
     with pytest.raises(ValueError, match=match):
         tx.init(example())
     # No array is in doubt where all are small.

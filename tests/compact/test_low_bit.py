@@ -527,16 +527,19 @@ def test_the_compact_form_is_5_and_an_eighth_bytes_a_weight():
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"bits": 4}, r"low_bit_state: `bits` is 4, expected 8 or 16"),
-        ({"product_bits": 4}, r"low_bit_state: `product_bits` is 4, expected 8 or 16"),
-        ({"bits": "8"}, r"low_bit_state: `bits` is '8', expected 8 or 16"),
-        ({"block_size": 48}, r"`block_size` is 48, expected a power of two"),
-        ({"block_size": 0}, r"`block_size` is 0, expected a power of two"),
-        ({"dtype": "float32"}, r"`dtype` is float32 .* expected bfloat16 and"),
-        ({"dtype": "float16"}, r"`dtype` is float16 .* expected bfloat16 and"),
-        ({"dtype": jnp.int8}, r"low_bit_state: `dtype` is int8, expected a floating"),
-        ({"dtype": jnp.bfloat16, "bits": 16}, r"with bits=16 .* neither of the others"),
-        ({"dtype": jnp.bfloat16, "block_size": 64}, r"block_size=64, expected"),
+        ({"bits": 4}, r"low_bit_state: expected `bits` to be 8 or 16, got 4"),
+        ({"product_bits": 4}, r"expected `product_bits` to be 8 or 16, got 4"),
+        ({"bits": "8"}, r"low_bit_state: expected `bits` to be 8 or 16, got '8'"),
+        ({"block_size": 48}, r"`block_size` to be a power of two .*, got 48"),
+        ({"block_size": 0}, r"`block_size` to be a power of two .*, got 0"),
+        ({"dtype": "float32"}, r"`dtype` to be bfloat16, .*, got float32 with"),
+        ({"dtype": "float16"}, r"`dtype` to be bfloat16, .*, got float16 with"),
+        ({"dtype": jnp.int8}, r"low_bit_state: .*`dtype` to be a floating.*, got int8"),
+        ({"dtype": jnp.bfloat16, "bits": 16}, r"without `bits` .* with bits=16"),
+        (
+            {"dtype": jnp.bfloat16, "block_size": 64},
+            r"and `block_size`, .* block_size=64",
+        ),
     ],
 )
 def test_bad_settings_are_refused(settings, match):
@@ -559,13 +562,13 @@ def test_bad_settings_are_refused(settings, match):
 def test_a_number_of_the_wrong_kind_is_refused(setting):
     (name,) = setting
     with pytest.raises(
-        (TypeError, ValueError), match=f"`{name}` is .*, expected an int"
+        (TypeError, ValueError), match=f"expected `{name}` to be an int.*, got "
     ):
         low_bit_state(optax.adam(1e-3), **setting)
 
 
 def test_what_is_no_transformation_is_refused():
-    with pytest.raises(TypeError, match=r"low_bit_state: `inner` is a function"):
+    with pytest.raises(TypeError, match=r"low_bit_state: .*`inner` .*got a function"):
         low_bit_state(optax.adam)
 
 
@@ -574,18 +577,38 @@ def test_a_state_of_something_else_is_refused(bare):
     params = example()
     inner = optax.adamw(1e-2)
     state = inner.init(params) if bare else optax_mp.mixed_precision(inner).init(params)
-    with pytest.raises(TypeError, match=r"expected the LowBitState.*convert_opt_state"):
+    with pytest.raises(TypeError, match=r"to be the LowBitState.*convert_opt_state"):
         base().update(params, state, params)
 
 
 @pytest.mark.parametrize(
     ("made", "used", "match"),
     [
-        ({"block_size": 8}, {}, r"made with 8 bits, .* blocks of 8, .* blocks of 32"),
-        ({"bits": 16}, {}, r"made with 16 bits, .*, expected 8 bits, 16 in products"),
-        ({}, {"bits": 16}, r"made with 8 bits, .*, expected 16 bits, .*convert_opt_st"),
-        ({}, {"dtype": jnp.bfloat16}, r"made with 8 bits, .* expected bfloat16"),
-        ({"dtype": jnp.bfloat16}, {}, r"made with bfloat16, expected 8 bits"),
+        (
+            {"block_size": 8},
+            {},
+            r"made with 8 bits, .*blocks of 32, .*, got .*, blocks of 8",
+        ),
+        (
+            {"bits": 16},
+            {},
+            r"made with 8 bits, 16 in products, .*, got one made with 16 bits",
+        ),
+        (
+            {},
+            {"bits": 16},
+            r"made with 16 bits, .*, got one made with 8 bits, .*convert_opt",
+        ),
+        (
+            {},
+            {"dtype": jnp.bfloat16},
+            r"made with bfloat16, .*, got one made with 8 bits",
+        ),
+        (
+            {"dtype": jnp.bfloat16},
+            {},
+            r"made with 8 bits, .*, got one made with bfloat16",
+        ),
     ],
 )
 def test_a_state_made_with_other_settings_is_refused(made, used, match):

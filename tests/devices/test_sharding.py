@@ -19,23 +19,25 @@ def mesh():
 
 
 def test_a_mesh_without_the_axis_is_an_error():
-    with pytest.raises(ValueError, match=r"`axis` is 'dp', .* of \{'data': 1\}"):
+    with pytest.raises(
+        ValueError, match=r"`axis` to be .* of \{'data': 1\}.*, got 'dp'"
+    ):
         optax_mp.zero1(ADAMW, mesh(), "dp")
-    with pytest.raises(ValueError, match="`axis` is .*'dp'.*, expected an axis of"):
+    with pytest.raises(ValueError, match="`axis` to be an axis of .*, got .*'dp'"):
         optax_mp.zero1(ADAMW, mesh(), ("data", "dp"))
     for axes in ((), ("data", "data"), None):
-        with pytest.raises(ValueError, match="`axis` is .*, expected an axis of"):
+        with pytest.raises(ValueError, match="`axis` to be an axis of .*, got "):
             optax_mp.zero1(ADAMW, mesh(), axes)
     with pytest.raises(ValueError, match=r"of `mesh`, which is a list of \{\}"):
         optax_mp.zero1(ADAMW, jax.devices(), "data")
-    with pytest.raises(TypeError, match="zero1: `inner` is a function"):
+    with pytest.raises(TypeError, match="zero1: expected `inner` .*, got a function"):
         optax_mp.zero1(optax.adamw, mesh(), "data")
 
 
 def test_specs_that_do_not_fit_are_an_error():
     for specs, message in (
-        ({"x": P()}, "`param_specs` has the structure .*expected that of the params"),
-        ("data", "`param_specs` holds 'data', expected a PartitionSpec"),
+        ({"x": P()}, "`param_specs` to have the structure of the params, .*, got "),
+        ("data", "`param_specs` to hold PartitionSpecs .*, got 'data'"),
         ({"w": P(None, None, "data"), "b": None}, r"\['w'\], which is bfloat16\[8,4\]"),
         ({"w": P("model"), "b": None}, r"'model'.*the mesh has \{'data': 1\}"),
     ):
@@ -52,7 +54,7 @@ def test_specs_may_be_a_prefix_and_shardings():
 
 def test_update_without_params_is_an_error():
     tx = optax_mp.zero1(ADAMW, mesh(), "data")
-    with pytest.raises(ValueError, match="`params` is None, expected the current"):
+    with pytest.raises(ValueError, match="expected the current .*`params`, got None"):
         tx.update(PARAMS, tx.init(PARAMS))
 
 

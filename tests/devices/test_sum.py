@@ -167,8 +167,12 @@ def test_gradients_that_jax_has_summed_are_an_error():
 @pytest.mark.parametrize(
     ("grads", "dtype", "message"),
     [
-        (jnp.ones(8), "f8_e4m3fn", "`exchange_dtype` is float8_e4m3fn, expected bf"),
-        ({"n": jnp.ones((1, 8), int)}, "bf16", r"leaf \['n'\] is int32\[8\], expected"),
+        (jnp.ones(8), "f8_e4m3fn", "`exchange_dtype` to be bf.*, got float8_e4m3fn"),
+        (
+            {"n": jnp.ones((1, 8), int)},
+            "bf16",
+            r"leaf \['n'\] to be .*, got int32\[8\]",
+        ),
     ],
 )
 def test_mistakes_are_errors(grads, dtype, message):
@@ -229,7 +233,7 @@ def test_zero1_sums_and_takes_the_same_step(axes, sizes, specs, kind):
 def test_zero1_takes_no_gradients_that_are_summed():
     params = {"w": jnp.ones((8, 4), jnp.bfloat16)}
     tx = optax_mp.zero1(optax.sgd(1.0), mesh_of(8), "data", exchange_dtype="bf16")
-    message = r"gradient at \['w'\] is bfloat16\[8,4\], expected a leading axis of 8"
+    message = r"gradient at \['w'\] to have a leading axis of 8.*, got bfloat16\[8,4\]"
     with pytest.raises(ValueError, match=message):
         tx.update(params, tx.init(params), params)
 

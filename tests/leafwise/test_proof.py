@@ -120,7 +120,7 @@ def test_a_kernel_that_is_wrong_is_not_used(name, platform, monkeypatch):
     if on not in ("both", platform):
         pytest.skip("of the other platform")
     monkeypatch.setattr(*change)
-    text = rf"on a {KIND} a kernel .*: \w+ at \(.*\) is .*, expected "
+    text = rf"on a {KIND} a kernel .*: expected \w+ .* at \(.*\), got "
     with pytest.warns(optax_mp.MixedPrecisionWarning, match=text) as warned:
         got, row = stepped()
     assert len(warned) == 1

@@ -233,9 +233,9 @@ def test_shardings_that_do_not_fit_are_named():
     params = {"w": jnp.ones((4, 4))}
     tx = optax.adam(1e-3)
     state = tx.init(params)
-    with pytest.raises(ValueError, match="`param_shardings` has the structure"):
+    with pytest.raises(ValueError, match="`param_shardings` to have the structure"):
         optax_mp.take_step(tx, params, state, params, param_shardings={"v": rows})
-    with pytest.raises(TypeError, match="`param_shardings` holds P"):
+    with pytest.raises(TypeError, match="`param_shardings` to hold .*, got P"):
         optax_mp.take_step(
             tx, params, state, params, param_shardings=PartitionSpec("data")
         )

@@ -123,15 +123,15 @@ SPLIT = optax_mp.Split(16)
 PROMOTED = {
     "float32": (
         optax_mp.mixed_precision(ADAMW, update_dtype=jnp.float32),
-        '.w is float32.*`equinox.apply_updates`.*with `update_dtype="params"`',
+        '.w in a .*got float32.*`equinox.apply_updates`.*with `update_dtype="params"`',
     ),
     "loss scale": (
         optax_mp.dynamic_loss_scale(optax_mp.mixed_precision(ADAMW)),
-        '.w is float32.*`equinox.apply_updates`.*with `update_dtype="params"`',
+        '.w in a .*got float32.*`equinox.apply_updates`.*with `update_dtype="params"`',
     ),
     "Split": (
         optax_mp.mixed_precision(ADAMW, storage=SPLIT),
-        ".w is float32.*use `optax.apply_updates`.*`optax_mp.FullCopy",
+        ".w in a .*got float32.*use `optax.apply_updates`.*`optax_mp.FullCopy",
     ),
     "stochastic": (
         optax_mp.stochastic_rounding(ADAMW),

@@ -303,7 +303,7 @@ def test_masters_that_params_miss_are_not_split_silently():
         noise = jax.tree.map(lambda p: rng.normal(size=p.shape), params)  # noqa: B023
         grads = jax.tree.map(lambda x: jnp.asarray(x, "bfloat16"), noise)
         params, state = step(params, state, grads)
-    message = r"param \['\w+'\] .* not this master rounded, .* Cast first, with `params"
+    message = r"master of \['\w+'\] to round to the param, .* Cast first, with `params"
     with pytest.raises(ValueError, match=message):
         optax_mp.convert_opt_state(state, params, before, after)
     masters = optax_mp.master_params(state, params)

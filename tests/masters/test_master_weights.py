@@ -265,41 +265,41 @@ W = r"\['layer'\]\['w'\]"
     [
         (
             {"params": None},
-            r"ValueError: mixed_precision: `params` is None, .*update\(grads, state, pa",
+            r"ValueError: mixed_precision: expected .* `params`, got None; .*update\(gr",
         ),
         (
             {"params": with_leaf(PARAMS, jnp.ones(3))},
-            rf"ValueError: .* param {W} is float32\[3\], expected .* narrower than its "
-            'float32 master: .* promoted it .*`equinox.apply_updates`.*update_dtype="pa',
+            rf"ValueError: .* param {W} in a dtype narrower than its float32 master, "
+            r'.*, got float32\[3\]; .* promoted it .*`equinox.apply_updates`.*update_dtype="pa',
         ),
         (
             {"params": dict(PARAMS, norm=jnp.ones(2, jnp.bfloat16))},
-            r"ValueError: .* param \['norm'\] is bfloat16\[2\], and the state holds no "
-            r"master .*`param_dtype`",
+            r"ValueError: .* param \['norm'\] .*, got bfloat16\[2\], for which the state "
+            r"holds no master; .*`param_dtype`",
         ),
         (
             {"params": with_leaf(PARAMS, jnp.ones((3, 1), jnp.bfloat16))},
-            rf"ValueError: .*{W} is bfloat16\[3,1\], .*float32\[3\], .*the same shape",
+            rf"ValueError: .*{W} to .* shape of its master float32\[3\], got bfloat16\[3,1\]",
         ),
         (
             {"params": with_leaf(PARAMS, jnp.ones(3, jnp.int32))},
-            rf"ValueError: .* param {W} is int32\[3\], but its master is float32\[3\], ",
+            rf"ValueError: .* {W} to be .* its master float32\[3\], got int32\[3\]; ",
         ),
         (
             {"params": with_leaf(PARAMS, jnp.ones(3, jnp.float16)), "param_dtype": "bf16"},
-            rf"ValueError: .*{W} is float16\[3\], expected bfloat16 as `param_dtype` says",
+            rf"ValueError: .*{W} in bfloat16, as `param_dtype` says, got float16\[3\]; ",
         ),
         (
             {"grads": with_leaf(GRADS, jnp.ones((2, 3)))},
-            rf"ValueError: .* {W} is float32\[2,3\], expected the shape of float32\[3\]: ",
+            rf"ValueError: .* {W} to have the shape of float32\[3\], got float32\[2,3\]; ",
         ),
         (
             {"grads": with_leaf(GRADS, jnp.ones(3, jnp.complex64))},
-            rf"TypeError: .* gradient of {W} is complex64\[3\], expected a real gradient",
+            rf"TypeError: .* gradient of {W} to be real, got complex64\[3\] for the param",
         ),
         (
             {"grads": with_leaf(GRADS, {"a": jnp.ones(3)})},
-            rf"ValueError: .*the gradients at {W} is a dict, expected one leaf",
+            rf"ValueError: .*the gradients at {W} to be one leaf, .*, got a dict",
         ),
         (
             {"grads": [GRADS["layer"], GRADS["norm"]]},
@@ -321,7 +321,7 @@ def test_an_integer_param_with_a_gradient_is_named():
     params = {"i": jnp.arange(3)}
     tx = optax_mp.mixed_precision(optax.adam(1e-2))
     message = (
-        r"gradient of \['i'\] is float32\[3\], expected None or .* param int32\[3\]"
+        r"gradient of \['i'\] to be None or .*, got float32\[3\] for the param int32"
     )
     with pytest.raises(TypeError, match=message):
         tx.update({"i": jnp.ones(3)}, tx.init(params), params)
@@ -330,12 +330,12 @@ def test_an_integer_param_with_a_gradient_is_named():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"master_dtype": jnp.int32}, "`master_dtype` is int32, expected a"),
-        ({"master_dtype": "f33"}, "`master_dtype` is 'f33', expected a flo"),
-        ({"update_dtype": "param"}, "not None or \"params\", is 'param'"),
-        ({"update_dtype": jnp.int8}, 'not None or "params", is int8, exp'),
-        ({"param_dtype": jnp.int8}, "`param_dtype` is int8, expected a fl"),
-        ({"param_dtype": "half precision"}, "`param_dtype` is 'half prec"),
+        ({"master_dtype": jnp.int32}, "`master_dtype` to be .*, got int32"),
+        ({"master_dtype": "f33"}, "`master_dtype` to be a flo.*, got 'f33'"),
+        ({"update_dtype": "param"}, "not None or \"params\", to be .*, got 'param'"),
+        ({"update_dtype": jnp.int8}, 'not None or "params", to be .*, got int8'),
+        ({"param_dtype": jnp.int8}, "`param_dtype` to be a float.*, got int8"),
+        ({"param_dtype": "half precision"}, "`param_dtype` to be .*, got 'half prec"),
     ],
 )
 def test_wrong_settings_are_named_before_anything_runs(settings, message):

@@ -116,7 +116,7 @@ def test_a_param_frozen_by_none_stays(way):
     params = {k: PARAMS[k] for k in ("w", "b")}
     grads = {"w": jnp.ones((64, 96)), "b": None}
     state = tx.init(params)
-    message = r"the gradient of \['b'\] is None, expected a gradient for the param bfl"
+    message = r"expected a gradient of \['b'\], got None for the param bfloat16"
     with pytest.warns(optax_mp.MixedPrecisionWarning, match=message):
         if way == "take_step":
             after, new_state = optax_mp.take_step(tx, grads, state, params)

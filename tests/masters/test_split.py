@@ -250,7 +250,9 @@ GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 
 @pytest.mark.parametrize("bits", [4, 32, 0, "16", 12, None, 7.5])
 def test_bits_are_8_or_16(bits):
-    with pytest.raises(ValueError, match=f"Split: `bits` is {bits!r}, expected 8 or"):
+    with pytest.raises(
+        ValueError, match=f"Split: .*`bits` to be 8 or 16, got {bits!r}"
+    ):
         optax_mp.Split(bits=bits)
 
 
@@ -259,19 +261,19 @@ def test_bits_are_8_or_16(bits):
     [
         (
             {"master_dtype": jnp.float64},
-            r"`master_dtype` is float64, which the storage Split\(bits=16\) does not "
-            r"keep; expected float32, or use `optax_mp.FullCopy\(\)`",
+            r"`master_dtype` to be float32 with the storage Split\(bits=16\), got "
+            r"float64; use `optax_mp.FullCopy\(\)`",
         ),
         (
             {"master_dtype": "bf16"},
-            r"`master_dtype` is bfloat16, which the storage Split\(bits=16\) does not",
+            r"`master_dtype` to be .* with the storage Split\(bits=16\), got bfloat16",
         ),
         (
             {"update_dtype": jnp.bfloat16},
-            r"`update_dtype` is bfloat16, expected float32 or None with the storage "
-            r"Split\(bits=16\), which needs exact updates",
+            r"`update_dtype` to be float32 or None with the storage Split\(bits=16\), "
+            r"which needs exact updates, got bfloat16",
         ),
-        ({"update_dtype": "params"}, r"`update_dtype` is params, expected float32 or"),
+        ({"update_dtype": "params"}, r"`update_dtype` to be float32 or .*, got params"),
     ],
 )
 def test_settings_that_do_not_go_with_split_are_named(settings, message):
@@ -285,13 +287,13 @@ def test_settings_that_do_not_go_with_split_are_named(settings, message):
         (
             {"a": jnp.ones(2, jnp.bfloat16), "b": [jnp.ones(4, jnp.float8_e4m3fn)]},
             {},
-            r"param \['b'\]\[0\] is float8_e4m3fn\[4\], in training float8_e4m3fn, "
-            r"expected bfloat16 or float16 .*use `optax_mp.FullCopy\(\)` for it",
+            r"expected param \['b'\]\[0\] .float8_e4m3fn\[4\]. to be bfloat16 or float16 "
+            r"in training .*, got float8_e4m3fn; use `optax_mp.FullCopy\(\)` for it",
         ),
         (
             {"a": jnp.ones(4)},
             {"param_dtype": "e5m2"},
-            r"param \['a'\] is float32\[4\], in training float8_e5m2, expected bfloat16",
+            r"expected param \['a'\] .float32\[4\]. to be bfloat16 .*, got float8_e5m2",
         ),
     ],
 )
@@ -347,7 +349,9 @@ def test_params_that_are_their_own_masters_are_trained_as_with_full_copies(
         assert as_bits(have) == as_bits(want)
         assert as_bits(optax_mp.master_params(state, have)) == as_bits(want)
     optax_mp.replace_master_params(state, have, want)
-    assert optax_mp.memory_report(state, params).by_role().get("masters", 0) == 0
+    if name != "float":  # no array
+        report = optax_mp.memory_report(state, params)
+        assert report.by_role().get("masters", 0) == 0
     optax_mp.step_report(split, grads, state, params)
     converted = optax_mp.convert_opt_state(
         state, from_tx=split, to_tx=full, params=params
@@ -365,8 +369,8 @@ def test_a_state_of_another_storage_is_named(made, used):
         tx.update(GRADS, state, PARAMS)
         return
     message = (
-        rf"the state was made with the storage {re.escape(str(made))}, expected "
-        rf"{re.escape(str(used))}, .*`optax_mp.convert_opt_state`"
+        rf"expected a state made with {re.escape(str(used))}, .*, got one made with "
+        rf"{re.escape(str(made))}; .*`optax_mp.convert_opt_state`"
     )
     for update in (tx.update, jax.jit(tx.update)):
         with pytest.raises(ValueError, match=message):

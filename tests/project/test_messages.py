@@ -39,4 +39,4 @@ def test_a_message_that_is_raised_is_on_the_page():
     with pytest.raises(ValueError) as raised:
         optax_mp.Split(bits=3)
     text = str(raised.value).removeprefix("Split: ")
-    assert text.replace("is 3", "is ‹bits›") in messages.page()
+    assert text.replace("got 3", "got ‹bits›") in messages.page()

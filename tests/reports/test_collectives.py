@@ -235,7 +235,9 @@ def test_programs_of_other_compilers_are_read():
 
 def test_only_compiled_programs_are_read():
     step = jax.jit(loss)
-    with pytest.raises(TypeError, match=r"`compiled` is .*lower\(\*args\).compile\(\)"):
+    with pytest.raises(
+        TypeError, match=r"`compiled` to be .*, got .*lower\(\*args\).compile\(\)"
+    ):
         optax_mp.collectives_report(step, {})
     nothing = step.lower(
         {name: jnp.ones(s) for name, s in SHAPES.items()}, jnp.ones((2, WIDTH))

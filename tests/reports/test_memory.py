@@ -184,7 +184,7 @@ def test_params_may_be_a_named_tuple_of_any_name():
 def test_wrong_arguments_are_refused():
     params = structs()
     with pytest.raises(
-        TypeError, match=r"memory_report: `opt_state` .*`tx.init\(params"
+        TypeError, match=r"memory_report: expected `opt_state` .*`tx.init\(params"
     ):
         memory_report(adam(), params)
     for tx in OPTIMIZERS.values():
@@ -194,7 +194,9 @@ def test_wrong_arguments_are_refused():
             ):
                 memory_report(params, jax.eval_shape(tx.init, params))
     for nothing in ({}, None, {"f": jnp.tanh, "x": 1.0}):
-        with pytest.raises(ValueError, match=r"has no arrays, expected .* pass what"):
+        with pytest.raises(
+            ValueError, match=r"expected .*, got .* has no arrays; pass what"
+        ):
             memory_report((), nothing)
     integers = memory_report((), {"i": np.zeros(3, np.int32)})
     assert np.isnan(integers.bytes_per_weight)

@@ -164,6 +164,6 @@ def test_arrays_that_are_hardly_a_state_are_warned_of(value):
 @pytest.mark.parametrize("value", [optax.adam(0.1), "state", 3])
 def test_what_is_no_state_is_an_error(value):
     with pytest.raises(
-        TypeError, match=r"metrics: `opt_state` is .*`tx.init\(params\)`"
+        TypeError, match=r"metrics: expected `opt_state` to be .*`tx.init\(params\)`"
     ):
         optax_mp.metrics(value)

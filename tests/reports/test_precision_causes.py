@@ -217,7 +217,9 @@ KERNEL = {"k": jnp.ones((4, 3, 3), LOW), "b": jnp.ones(3)}
     ],
 )
 def test_an_argument_that_a_convolution_does_not_take_is_named(args, kwargs, named):
-    message = f"in `fun` gets float32 and bfloat16, .*{re.escape(named)}.*JAX says: lax"
+    message = (
+        f"in `fun` to .*, got float32 and bfloat16, .*{re.escape(named)}.*JAX says: lax"
+    )
     with pytest.raises(TypeError, match=message):
         precision_report(convolve, *args, **kwargs)
 

@@ -119,7 +119,7 @@ def test_a_scan_over_layers_with_float32_norms_has_a_recipe(make):
     params, loss = make()
     params, x = POLICY.cast_to_param(params), jnp.ones((4, 8), jnp.bfloat16)
     with pytest.raises(
-        TypeError, match=r"a loop returns its .*run `optax_mp.amp` over"
+        TypeError, match=r"each loop in `fun` to return its .*run `optax_mp.amp` over"
     ):
         precision_report(loss, params, x)
     fixed = amp(lambda *args: loss(*optax_mp.cast_floating(args, jnp.float32)))

@@ -105,15 +105,17 @@ def test_each_leaf_has_its_row_and_the_last_line_sums_up():
 
 
 def test_bad_input_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match="`params` is a dict without floating arrays"):
+    with pytest.raises(
+        ValueError, match="`params` .*floating arrays .*, got a dict without"
+    ):
         optax_mp.update_report({"n": jnp.arange(3)}, {"n": jnp.arange(3)})
     with pytest.raises(ValueError, match=r"update_report: `updates` and `params` must"):
         optax_mp.update_report({"a": jnp.ones(2)}, {"b": jnp.ones(2)})
     with pytest.raises(
-        ValueError, match=r"the update of \['a'\] is float32\[3\], expec"
+        ValueError, match=r"the update of \['a'\] to .*, got float32\[3\]"
     ):
         optax_mp.update_report({"a": jnp.ones(2)}, {"a": jnp.ones(3)})
-    with pytest.raises(ValueError, match="update_report: `dtype` is int8"):
+    with pytest.raises(ValueError, match="update_report: .*`dtype` to be .*, got int8"):
         optax_mp.update_report(jnp.ones(2), jnp.ones(2), dtype=jnp.int8)
     large = jax.ShapeDtypeStruct((2**17, 2**15), jnp.float32)
     with pytest.raises(ValueError, match=r"leaf .* float32\[131072,32768\]"):
@@ -126,7 +128,7 @@ def test_reports_add_up():
     whole = optax_mp.update_report(params, updates)
     mapped = jax.vmap(optax_mp.update_report)(params, updates)
     assert shares(mapped) == shares(whole) == (0.8, 0)
-    with pytest.raises(TypeError, match="UpdateReport: `counts` is traced"):
+    with pytest.raises(TypeError, match="UpdateReport: .*`counts`, got a traced"):
         jax.jit(lambda p, u: optax_mp.update_report(p, u).stalled())(params, updates)
 
 

@@ -72,7 +72,7 @@ BAD_LOSS = pytest.mark.parametrize("name", BAD_LOSSES)
 @BAD_LOSS
 def test_scale_loss_names_a_loss_that_is_no_floating_scalar(name):
     make, shown = BAD_LOSSES[name]
-    expected = f"^scale_loss: the loss is {shown}, expected a floating scalar"
+    expected = f"^scale_loss: expected the loss to be a floating scalar, got {shown}"
     with pytest.raises(ValueError, match=expected):
         optax_mp.scale_loss(make(VECTOR), state_with(8.0))
 
@@ -81,7 +81,9 @@ def test_scale_loss_names_a_loss_that_is_no_floating_scalar(name):
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_value_and_grad_names_a_loss_that_is_no_floating_scalar(name, has_aux):
     make, shown = BAD_LOSSES[name]
-    expected = f"^value_and_grad: the loss is {shown}, expected a floating scalar"
+    expected = (
+        f"^value_and_grad: expected the loss to be a floating scalar, got {shown}"
+    )
     fun = (lambda x: (make(x), 1)) if has_aux else make
     with pytest.raises(ValueError, match=expected):
         optax_mp.value_and_grad(fun, has_aux=has_aux)(state_with(8.0), VECTOR)

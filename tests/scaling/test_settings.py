@@ -8,8 +8,8 @@ import pytest
 import optax_mp
 
 NAN, INF = float("nan"), float("inf")
-POSITIVE = "expected a positive finite float32"
-WHOLE = "expected an integer greater than 0"
+POSITIVE = "a positive finite float32"
+WHOLE = "an integer greater than 0"
 
 
 def value(**settings):
@@ -41,7 +41,9 @@ NUMBERS = [
 @pytest.mark.parametrize(("caller", "name", "make"), SCALES)
 @pytest.mark.parametrize("bad", [0, 0.0, -1.0, NAN, INF, -INF, 1e39, 1e-39])
 def test_a_scale_that_is_no_normal_float32_is_named(caller, name, make, bad):
-    with pytest.raises(ValueError, match=f"^{caller}: `{name}` is .*{POSITIVE}"):
+    with pytest.raises(
+        ValueError, match=f"^{caller}: expected `{name}` to be {POSITIVE}"
+    ):
         make(**{name: bad})
 
 
@@ -57,59 +59,61 @@ NO_NUMBERS = {
 @pytest.mark.parametrize("bad", NO_NUMBERS)
 @pytest.mark.parametrize(("caller", "name", "make"), NUMBERS)
 def test_what_is_no_number_is_named(caller, name, make, bad):
-    with pytest.raises((ValueError, TypeError), match=f"{caller}: `{name}` is "):
+    with pytest.raises(
+        (ValueError, TypeError), match=f"{caller}: expected `{name}` to be "
+    ):
         make(**{name: NO_NUMBERS[bad]})
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(growth_interval=0), f"`growth_interval` is 0, {WHOLE}"),
-        (dict(growth_interval=2.5), f"`growth_interval` is 2.5, {WHOLE}"),
-        (dict(growth_interval=INF), f"`growth_interval` is inf, {WHOLE}"),
-        (dict(hysteresis=0), f"`hysteresis` is 0, {WHOLE}"),
-        (dict(growth_factor=1), "`growth_factor` is 1, expected a finite number greater than 1"),
-        (dict(growth_factor=INF), "`growth_factor` is inf, expected a finite"),
-        (dict(backoff_factor=1), "`backoff_factor` is 1, expected a number between 0 "),
-        (dict(backoff_factor=0), "`backoff_factor` is 0, expected a number between 0 "),
+        (dict(growth_interval=0), f"`growth_interval` to be {WHOLE}, got 0"),
+        (dict(growth_interval=2.5), f"`growth_interval` to be {WHOLE}, got 2.5"),
+        (dict(growth_interval=INF), f"`growth_interval` to be {WHOLE}, got inf"),
+        (dict(hysteresis=0), f"`hysteresis` to be {WHOLE}, got 0"),
+        (dict(growth_factor=1), "`growth_factor` to be a finite number greater than 1, got 1"),
+        (dict(growth_factor=INF), "`growth_factor` to be a finite .*, got inf"),
+        (dict(backoff_factor=1), "`backoff_factor` to be a number between 0 and 1, got 1"),
+        (dict(backoff_factor=0), "`backoff_factor` to be a number between 0 and 1, got 0"),
         (
             dict(min_scale=4.0, max_scale=2.0),
-            "`init_scale` is 65536.0, .*`min_scale` 4.0 to `max_scale` 2.0; change one of",
+            "`init_scale` .* `min_scale` 4.0 to `max_scale` 2.0, got 65536.0; change one of",
         ),
         (
             dict(init_scale=2.0**25),
-            r"`init_scale` is 33554432.0, expected a scale from `min_scale` "
-            r"6.1\S* to `max_scale` 16777216.0; change",
+            r"`init_scale` to be a scale from `min_scale` "
+            r"6.1\S* to `max_scale` 16777216.0, got 33554432.0; change",
         ),
         (
             dict(init_scale=0.25, min_scale=0.5),
-            "`init_scale` is 0.25, expected a scale from `min_scale` 0.5 to ",
+            "`init_scale` to be a scale from `min_scale` 0.5 to .*, got 0.25",
         ),
     ],
 )  # fmt: skip
 def test_a_setting_out_of_range_is_named(settings, message):
-    with pytest.raises(ValueError, match=f"^dynamic_loss_scale: {message}"):
+    with pytest.raises(ValueError, match=f"^dynamic_loss_scale: expected {message}"):
         optax_mp.dynamic_loss_scale(**settings)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(period=0), f"`period` is 0, {WHOLE}"),
-        (dict(period=2.5), f"`period` is 2.5, {WHOLE}"),
-        (dict(factor=1.0), "`factor` is 1.0, expected a finite number greater than 1"),
-        (dict(factor=0.5), "`factor` is 0.5, expected a finite number greater than 1"),
+        (dict(period=0), f"`period` to be {WHOLE}, got 0"),
+        (dict(period=2.5), f"`period` to be {WHOLE}, got 2.5"),
+        (dict(factor=1.0), "`factor` to be a finite number greater than 1, got 1.0"),
+        (dict(factor=0.5), "`factor` to be a finite number greater than 1, got 0.5"),
     ],
 )
 def test_a_setting_of_a_value_out_of_range_is_named(settings, message):
-    with pytest.raises(ValueError, match=f"^DynamicLossScale: {message}"):
+    with pytest.raises(ValueError, match=f"^DynamicLossScale: expected {message}"):
         optax_mp.DynamicLossScale(8.0, **settings)
 
 
 @pytest.mark.parametrize("factory", ["dynamic_loss_scale", "static_loss_scale"])
 @pytest.mark.parametrize("inner", [0.1, "adam", optax.adam, 8])
 def test_an_inner_that_is_no_transformation_is_named(factory, inner):
-    expected = f"^{factory}: `inner` is a .*, expected an optax gradient transformation"
+    expected = f"^{factory}: expected `inner` to be an optax gradient trans.*, got a "
     with pytest.raises(TypeError, match=expected):
         getattr(optax_mp, factory)(inner)
 
@@ -118,6 +122,6 @@ def test_an_inner_that_is_no_transformation_is_named(factory, inner):
 def test_a_state_of_another_optimizer_is_named(factory):
     tx = getattr(optax_mp, factory)(optax.sgd(0.1))
     with pytest.raises(
-        TypeError, match=f"{factory}: `state` is a .* expected the Loss"
+        TypeError, match=f"{factory}: expected `state` to be the LossS.*, got a "
     ):
         tx.update(jnp.ones(2), optax.sgd(0.1).init(jnp.ones(2)), jnp.ones(2))

@@ -55,8 +55,8 @@ CALLS = {
 def test_two_loss_scales_side_by_side_are_named(call):
     tx = optax.partition({"x": scaler(8.0), "y": scaler(4.0)}, LABELS)
     expected = (
-        rf"^{call}: `opt_state` holds 2 loss scales, at opt_state\S*\['x'\]\S* and "
-        r"opt_state\S*\['y'\]\S*, expected one"
+        rf"^{call}: expected one loss scale in `opt_state`, .*, got 2, at "
+        r"opt_state\S*\['x'\]\S* and opt_state\S*\['y'\]\S*; put"
     )
     with pytest.raises(ValueError, match=expected):
         CALLS[call](tx.init(PARAMS))

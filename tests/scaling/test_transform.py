@@ -376,7 +376,7 @@ def test_an_inner_state_that_changes_its_shape_is_named():
     grow = optax.GradientTransformation(lambda params: jnp.ones(2), update)
     tx = wrapper(grow)
     with pytest.raises(
-        ValueError, match=r"made .* is float32\[4\], expected the shape of float32\[2\]"
+        ValueError, match=r"made .* the shape of float32\[2\], got float32\[4\]"
     ):
         jax.jit(tx.update)(jnp.ones(2), tx.init(jnp.ones(2)))
 

@@ -11,6 +11,7 @@ pytest.importorskip("equinox")
 pytest.importorskip("flax")
 pytest.importorskip("hypothesis")
 
+import random_cases
 from random_programs import check, programs
 from test_random_trees import examples
 
@@ -19,6 +20,17 @@ from test_random_trees import examples
 @examples(3, 20, programs())
 def test_boxes_and_ways_change_nothing(program):
     check(program, values=3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(206, 216))
+def test_cases_with_every_optimizer(seed):
+    """`python tests/support/random_cases.py 0 1000` runs more."""
+    try:
+        random_cases.run(seed, 16)
+    finally:
+        jax.config.update("jax_enable_x64", False)
 
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
@@ -46,6 +58,8 @@ def test_strict_promotion_is_no_obstacle(form, dtype):
 
 def test_a_traced_setting_is_named():
     link = optax.inject_hyperparams(optax_mp.static_loss_scale)(scale=2.0)
-    match = "^static_loss_scale: `scale` is traced .float32.*`static_args`"
+    match = (
+        "^static_loss_scale: .*`scale` to be .*, got a traced float32.*`static_args`"
+    )
     with pytest.raises(TypeError, match=match):
         jax.jit(link.update)(jnp.ones(2), link.init(jnp.ones(2)))

@@ -1,0 +1,609 @@
+"""release_gradients against the separate step, and what it refuses."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from communication import large, sent_by
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support.optimizers import OPTIMIZERS
+from support.slow_cases import mostly_slow
+
+import optax_mp
+
+LAYERS, WIDTH = 4, 6
+SCAN = optax_mp.scan_layers
+
+
+def layers_of(dtype=jnp.float32, count=LAYERS):
+    keys = jax.random.split(jax.random.key(0), 2)
+    kernel = jax.random.normal(keys[0], (count, WIDTH, WIDTH)) * 0.3
+    bias = jax.random.normal(keys[1], (count, WIDTH)) * 0.1
+    return {"kernel": kernel.astype(dtype), "bias": bias.astype(dtype)}
+
+
+def rest_of():
+    return {"in": jnp.eye(WIDTH) + 0.1, "gain": jnp.float32(0.7)}
+
+
+def batches(count=3):
+    return jax.random.normal(jax.random.key(2), (count, 5, WIDTH))
+
+
+def dense(x, w):
+    return x + jnp.tanh(x @ w["kernel"].astype(x.dtype) + w["bias"].astype(x.dtype))
+
+
+def loss(layers, rest, x):
+    """A loss whose block closes over another param, and returns an output."""
+
+    @jax.checkpoint
+    def block(x, w):
+        return dense(x, w) * rest["gain"], jnp.abs(x).mean()
+
+    x, sizes = SCAN(block, x @ rest["in"], layers)
+    return jnp.mean(x**2) + 0.1 * sizes.sum()
+
+
+def separately(fun, tx, *, in_turn=True, **settings):
+    """Return what `release_gradients` does, with the gradients of all layers.
+
+    The step is `tx.update` of each layer in turn, or once of the stacked arrays.
+    """
+
+    def step(of_layer):
+        grads, opt_state, layer = of_layer
+        updates, opt_state = tx.update(grads, opt_state, layer)
+        return optax.apply_updates(layer, updates), opt_state
+
+    def run(opt_state, layers, rest, *args):
+        value, grads = optax_mp.value_and_grad(fun, (0, 1), **settings)(
+            opt_state, layers, rest, *args
+        )
+        stepped = grads[0], opt_state, layers
+        return value, grads[1], *(lax.map(step, stepped) if in_turn else step(stepped))
+
+    return run
+
+
+def train(function, opt_state, layers, rest, inputs=None):
+    """Return what the function returns in its last of some steps."""
+    function = jax.jit(function)
+    for x in batches() if inputs is None else inputs:
+        result = function(opt_state, layers, rest, x)
+        opt_state, layers = result[3], result[2]
+    return result
+
+
+def assert_same(a, b, exact=True):
+    def check(x, y):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        if exact:
+            np.testing.assert_array_equal(x, y)
+        else:
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-7)
+
+    jax.tree.map(check, a, b)
+
+
+def assert_moved(new, old):
+    """Every array of every layer must move: a rule that is dropped raises nothing."""
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+        axes = tuple(range(1, a.ndim))
+        assert np.all(np.any(np.asarray(a != b), axis=axes))
+
+
+def check(tx, fun=loss, layers=None, exact=True, in_turn=True, **settings):
+    """Compare with the separate step; layers and their state bit by bit if `exact`."""
+    layers = layers_of() if layers is None else layers
+    args = layers, rest_of()
+    released = optax_mp.release_gradients(fun, tx, **settings)
+    released = train(released, jax.vmap(tx.init)(layers), *args)
+    settings.pop("by_layer", None)
+    opt_state = (jax.vmap(tx.init) if in_turn else tx.init)(layers)
+    other = separately(fun, tx, in_turn=in_turn, **settings)
+    expected = train(other, opt_state, *args)
+    # XLA may fuse the sums of these otherwise.
+    assert_same(released[:2], expected[:2], exact=False)
+    assert_same(released[2], expected[2], exact)
+    if in_turn:
+        assert_same(released[3], expected[3], exact)
+    assert_moved(released[2], layers)
+
+
+# Optimizers
+
+# They compute something over all arrays: refused, with the function that does.
+COUPLED = {
+    "dadapt_adamw": "dadapt_adamw",
+    "dog": "scale_by_dog",
+    "dowg": "scale_by_dowg",
+    "dpsgd": "differentially_private_aggregate",
+    "lbfgs": "scale_by_lbfgs",
+    "mechanize": "mechanize",
+    "prodigy": "prodigy",
+    "sam": "normalize",
+}
+# They want the loss.
+WANTING_MORE = {"polyak_sgd", "momo", "momo_adam", "sophia"}
+# They compute something over each array: over those of a layer, as without a stack.
+PER_ARRAY = {
+    "adafactor", "fromage", "galore", "lamb", "lars", "muon", "noisy_sgd", "novograd",
+    "sm3",
+}  # fmt: skip
+# XLA fuses their steps with the derivatives, and contracts other operations.
+CONTRACTED = {
+    "madgrad", "muon", "nadam", "nadamw", "optimistic_adam", "optimistic_adam_v2",
+}  # fmt: skip
+
+
+@mostly_slow("name", OPTIMIZERS, {"adamw", "lamb", "prodigy", "sophia"}.__contains__)
+def test_every_optimizer_takes_the_separate_step_or_is_refused(name):
+    tx = OPTIMIZERS[name]()
+    if name in COUPLED:
+        refuse(rf"\['bias'\] and \['kernel'\], in {COUPLED[name]} \(", tx)
+    elif name in WANTING_MORE:
+        refuse("fails for one layer, expected .* take a separate step", tx)
+    else:
+        is_elementwise = name not in PER_ARRAY
+        # Sums over an array may be taken in another order.
+        exact = is_elementwise and name not in CONTRACTED
+        check(tx, exact=exact, in_turn=not is_elementwise)
+
+
+CLIP = optax.clip_by_global_norm(0.01)
+DECAYED = optax.adamw(
+    1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p), weight_decay=0.1
+)
+OTHERS = {
+    "injected": optax.inject_hyperparams(optax.adamw)(
+        learning_rate=optax.linear_schedule(0.1, 0.0, 5)
+    ),
+    "a mask": DECAYED,
+    "a frozen array": optax.partition(
+        {"a": optax.adam(1e-2), "b": optax.sgd(0.1)}, {"kernel": "a", "bias": "b"}
+    ),
+    "block RMS": optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1)),
+    "adaptive": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+}
+
+
+@mostly_slow("name", OTHERS, {"injected", "block RMS"}.__contains__)
+def test_parts_of_optimizers_take_the_separate_step(name):
+    check(OTHERS[name])
+
+
+def test_a_norm_of_each_layer_is_an_explicit_choice():
+    tx = optax.chain(CLIP, optax.sgd(0.1))
+    check(tx, by_layer=True)
+
+
+# What else a model has
+
+
+def with_keys(layers, rest, x):
+    def block(x, inputs):
+        w, key = inputs
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.where(kept, dense(x, w), x), None
+
+    keys = jax.random.split(jax.random.key(5), LAYERS)
+    return (SCAN(block, x @ rest["in"], (layers, keys))[0] ** 2).mean() * rest["gain"]
+
+
+def with_slices_of_rest(layers, rest, x):
+    def block(x, inputs):
+        return dense(x, inputs["w"]) * inputs["scale"], None
+
+    scales = jnp.arange(1.0, LAYERS + 1) * rest["gain"]
+    x, _ = SCAN(block, x @ rest["in"], {"w": layers, "scale": scales})
+    return jnp.mean(x**2)
+
+
+def with_a_mixed_carry(layers, rest, x):
+    def block(carry, w):
+        x, aux, count, key = carry
+        key, own = jax.random.split(key)
+        x = dense(x, w) + jax.random.normal(own, x.shape)
+        return (x, aux + jnp.abs(x).mean(), count + 1, key), count
+
+    carry = x @ rest["in"], 0.0, 0, jax.random.key(1)
+    (x, aux, count, _), counts = SCAN(block, carry, layers)
+    return jnp.mean(x**2) * rest["gain"] + aux / count + counts.sum()
+
+
+def with_a_policy(layers, rest, x):
+    policy = jax.checkpoint_policies.dots_saveable
+    block = jax.checkpoint(lambda x, w: (dense(x, w), None), policy=policy)
+    x, _ = SCAN(block, x @ rest["in"], layers, unroll=2)
+    return jnp.mean(x**2) * rest["gain"]
+
+
+def in_reverse(layers, rest, x):
+    x, _ = SCAN(lambda x, w: (dense(x, w), x), x @ rest["in"], layers, reverse=True)
+    return jnp.mean(x**2) * rest["gain"]
+
+
+def within_jit_and_checkpoint(layers, rest, x):
+    @jax.jit
+    @jax.checkpoint
+    def body(layers, rest, x):
+        return loss(layers, rest, x)
+
+    return body(layers, rest, x)
+
+
+@mostly_slow(
+    "fun",
+    [
+        with_keys,
+        with_slices_of_rest,
+        with_a_mixed_carry,
+        with_a_policy,
+        in_reverse,
+        within_jit_and_checkpoint,
+    ],
+    {with_keys, with_a_mixed_carry}.__contains__,
+)
+def test_models_take_the_separate_step(fun):
+    check(optax.adam(1e-2), fun)
+
+
+def test_integers_among_the_layers_stay():
+    def fun(layers, rest, x):
+        def block(x, w):
+            return dense(x, w) * w["number"], None
+
+        return jnp.mean(SCAN(block, x @ rest["in"], layers)[0] ** 2)
+
+    layers = layers_of() | {"number": jnp.arange(1, LAYERS + 1)}
+    tx = optax_mp.mixed_precision(optax.adam(1e-2))
+    step = jax.jit(optax_mp.release_gradients(fun, tx))
+    new = step(jax.vmap(tx.init)(layers), layers, rest_of(), batches()[0])[2]
+    assert_same(new.pop("number"), layers.pop("number"))
+    assert_moved(new, layers)
+
+
+def test_a_layer_may_scan_layers_of_its_own():
+    def fun(layers, rest, x):
+        def block(x, w):
+            return lax.scan(lambda x, w: (dense(x, w), None), x, w)
+
+        return jnp.mean(SCAN(block, x @ rest["in"], layers)[0] ** 2) * rest["gain"]
+
+    pairs = jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), layers_of())
+    check(optax.adam(1e-2), fun, pairs)
+
+
+def two_stacks(layers, rest, x):
+    x, _ = SCAN(lambda x, w: (dense(x, w), None), x @ rest["in"], layers["encoder"])
+    x, _ = SCAN(lambda x, w: (dense(x, w), None), x, layers["decoder"])
+    return jnp.mean(x**2) * rest["gain"]
+
+
+def two_stacks_in_one_scan(layers, rest, x):
+    def block(x, w):
+        return dense(dense(x, w["encoder"]), w["decoder"]), None
+
+    x, _ = SCAN(block, x @ rest["in"], layers)
+    return jnp.mean(x**2) * rest["gain"]
+
+
+@pytest.mark.parametrize("fun", [two_stacks, two_stacks_in_one_scan])
+def test_two_stacks_have_two_optimizers(fun):
+    txs = {"encoder": optax.adam(1e-2), "decoder": optax.sgd(0.1)}
+    layers = {"encoder": layers_of(), "decoder": layers_of()}
+    state = {name: jax.vmap(txs[name].init)(layers[name]) for name in txs}
+    released = train(optax_mp.release_gradients(fun, txs), state, layers, rest_of())
+    both = optax.partition(txs, {name: name for name in txs})
+    state = jax.vmap(both.init)(layers)
+    expected = train(separately(fun, both), state, layers, rest_of())
+    assert_same(released[:2], expected[:2], exact=False)
+    assert_same(released[2], expected[2])
+    assert_moved(released[2], layers)
+
+
+def test_auxiliary_outputs_are_returned():
+    def fun(layers, rest, x):
+        value = loss(layers, rest, x)
+        return value, {"twice": 2 * value}
+
+    check(optax.adam(1e-2), fun, has_aux=True)
+
+
+# Low precision
+
+
+FORMS = {
+    "masters": lambda: optax_mp.mixed_precision(optax.adamw(1e-2)),
+    "Split(16)": lambda: optax_mp.mixed_precision(
+        optax.adamw(1e-2), storage=optax_mp.Split(16)
+    ),
+    "compact": lambda: optax_mp.mixed_precision(
+        optax_mp.low_bit_state(optax.adamw(1e-2)), storage=optax_mp.Split(8)
+    ),
+    "4.1 bytes": lambda: optax_mp.stochastic_rounding(
+        optax_mp.low_bit_state(optax.adamw(1e-2))
+    ),
+}
+
+
+@mostly_slow("form", FORMS, {"masters", "compact"}.__contains__)
+def test_low_precision_forms_train_as_separately(form):
+    """Bit-equal in the first step; then XLA contracts sums of 16-bit gradients."""
+    tx, width = FORMS[form](), 64  # a layer's kernel has codes from 4096 elements on
+    kernel = jax.random.normal(jax.random.key(0), (2, width, width)) * 0.1
+    layers = {"kernel": kernel, "bias": jnp.ones((2, width)) * 0.1}
+    layers = optax_mp.cast_floating(layers, jnp.bfloat16)
+    rest = {"in": jnp.eye(width), "gain": jnp.float32(0.7)}
+    inputs = jax.random.normal(jax.random.key(3), (3, 8, width))
+    args = jax.vmap(tx.init)(layers), layers, rest
+    ways = optax_mp.release_gradients(loss, tx), separately(loss, tx)
+    assert_same(*(train(way, *args, inputs[:1]) for way in ways))
+    released, expected = (train(way, *args, inputs) for way in ways)
+    assert_moved(released[2], layers)
+    np.testing.assert_allclose(released[0], expected[0], rtol=1e-5)
+
+    def differing(a, b):
+        same = np.isclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=2e-2)
+        return 1 - same.mean()
+
+    apart = jax.tree.map(differing, released[2], expected[2])
+    assert max(jax.tree.leaves(apart)) < 0.03
+
+
+# Many devices, and the host
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+WIDE = {"kernel": P(None, "data"), "bias": P(None, "data")}
+
+
+def wide(mesh):
+    """Return layers over eight devices, other params, and a batch."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    kernel = jax.random.normal(keys[0], (LAYERS, 64, 64)) * 0.1
+    layers = {"kernel": kernel, "bias": jnp.zeros((LAYERS, 64))}
+    layers = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), layers, WIDE
+    )
+    rest = jax.device_put(
+        {"in": jnp.eye(64), "gain": jnp.float32(0.7)}, NamedSharding(mesh, P())
+    )
+    x = jax.random.normal(keys[1], (16, 64))
+    return layers, rest, jax.device_put(x, NamedSharding(mesh, P("data")))
+
+
+@pytest.mark.parametrize("knows_shardings", [False, True])
+def test_sharded_layers_send_what_a_separate_step_sends(mesh, knows_shardings):
+    layers, rest, x = wide(mesh)
+    tx = optax.sgd(0.1, momentum=0.9)
+    of_layers = jax.tree.map(lambda x: x.sharding, layers)
+    stacked = tx._replace(init=jax.vmap(tx.init))
+    of_state = optax_mp.state_shardings(stacked, layers, of_layers)
+    opt_state = jax.jit(stacked.init, out_shardings=of_state)(layers)
+    results, counts = [], []
+    release = optax_mp.release_gradients(
+        loss, tx, param_shardings=of_layers if knows_shardings else None
+    )
+    for step in (release, separately(loss, tx, in_turn=False)):
+        jitted = jax.jit(step, out_shardings=(None, None, of_layers, of_state))
+        compiled = jitted.lower(opt_state, layers, rest, x).compile()
+        results.append(compiled(opt_state, layers, rest, x))
+        counts.append(len(large(sent_by(compiled))))
+    assert counts[0] <= counts[1]
+    assert_same(*results, exact=False)
+    assert_moved(results[0][2], layers)
+
+
+def test_ranks_of_shard_map_share_their_gradients(mesh):
+    layers, rest, x = jax.device_get(wide(mesh))
+    tx = optax.sgd(0.1, momentum=0.9)
+    opt_state = jax.vmap(tx.init)(layers)
+
+    def mean_loss(*args):
+        return lax.pmean(loss(*args), "data")
+
+    step = jax.shard_map(
+        optax_mp.release_gradients(mean_loss, tx),
+        mesh=mesh,
+        in_specs=(P(), P(), P(), P("data")),
+        out_specs=P(),
+    )
+    released = jax.jit(step)(opt_state, layers, rest, x)
+    expected = jax.jit(separately(loss, tx))(opt_state, layers, rest, x)
+    assert_same(released, expected, exact=False)
+
+
+def test_zero1_keeps_a_part_of_the_state_on_each_device(mesh):
+    layers, rest, x = wide(mesh)
+    layers = jax.device_put(layers, NamedSharding(mesh, P()))
+    inner = optax.sgd(0.1, momentum=0.9)
+    tx = optax_mp.zero1(inner, mesh, "data")
+    opt_state = jax.jit(jax.vmap(tx.init))(layers)
+    released = jax.jit(optax_mp.release_gradients(loss, tx))(opt_state, layers, rest, x)
+    assert released[3][0].trace["kernel"].sharding.spec == P(None, "data")
+    expected = jax.jit(separately(loss, inner))(opt_state, layers, rest, x)
+    assert_same(released, expected, exact=False)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="no memory of the host")
+def test_a_state_in_host_memory_stays_there():
+    tx, layers, args = optax.adam(0.1), layers_of(), (rest_of(), batches()[0])
+    opt_state = jax.vmap(optax_mp.offload(tx, min_size=30).init)(layers)
+    expected = train(separately(loss, tx), jax.vmap(tx.init)(layers), layers, args[0])
+    released = train(optax_mp.release_gradients(loss, tx), opt_state, layers, args[0])
+    assert released[3][0].mu["kernel"].sharding.memory_kind == "pinned_host"
+    assert_same(jax.device_get(released[2:]), jax.device_get(expected[2:]))
+    refuse("the optimizer inside of it", optax_mp.offload(tx), state=opt_state)
+
+
+# What is refused
+
+
+def refuse(match, tx=None, fun=loss, layers=None, state=None, **settings):
+    tx = optax.sgd(0.1, momentum=0.9) if tx is None else tx
+    layers = layers_of() if layers is None else layers
+    state = jax.vmap(tx.init)(layers) if state is None else state
+    step = optax_mp.release_gradients(fun, tx, **settings)
+    with pytest.raises(ValueError, match=match):
+        step(state, layers, rest_of(), batches()[0])
+
+
+REFUSED = {
+    "clip_by_global_norm": optax.chain(CLIP, optax.adamw(1e-3)),
+    "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "loss scale": optax_mp.dynamic_loss_scale(optax.sgd(0.1)),
+    "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_is_refused_is_named(words):
+    refuse(words, REFUSED[words])
+
+
+def test_a_norm_in_low_precision_forms_is_found():
+    inner = optax_mp.low_bit_state(REFUSED["clip_by_global_norm"])
+    tx = optax_mp.mixed_precision(inner, storage=optax_mp.Split(8))
+    refuse("in clip_by_global_norm", tx, layers=layers_of(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"kernel": x}])
+def test_a_norm_is_found_if_a_layer_has_a_single_array(wrap):
+    def fun(layers, rest, x):
+        raise AssertionError("not reached")
+
+    layers = wrap(layers_of()["kernel"])
+    mask = jax.tree.map(lambda _: True, layers)
+    tx = optax.chain(CLIP, optax.adamw(1e-3, mask=mask))
+    refuse("in clip_by_global_norm", tx, fun, layers)
+
+
+def test_a_norm_that_reaches_the_update_by_the_state_is_found():
+    """Clipping by the last step's norm within one state, which is a layer's own."""
+
+    def update(updates, state, params=None):
+        return optax.tree.scale(1 / state, updates), optax.tree.norm(updates)
+
+    tx = optax.GradientTransformation(lambda params: jnp.ones(()), update)
+    refuse(r"in .*update", tx)
+
+
+def stopped(layers, rest, x):
+    return lax.stop_gradient(loss(layers, rest, x)) * rest["gain"]
+
+
+def twice(layers, rest, x):
+    return loss(layers, rest, x) + loss(layers, rest, 2 * x)
+
+
+def stopped_before(layers, rest, x):
+    return loss(lax.stop_gradient(layers), rest, x)
+
+
+def cast_before(layers, rest, x):
+    return loss(optax_mp.cast_floating(layers, jnp.bfloat16), rest, x)
+
+
+def never(layers, rest, x):
+    return rest["gain"] ** 2
+
+
+def in_micro_batches(layers, rest, x):
+    return lax.map(lambda x: loss(layers, rest, x[None]), x).mean()
+
+
+def in_a_branch(layers, rest, x):
+    return lax.cond(x.sum() > 0, lambda: loss(layers, rest, x), lambda: 0.0)
+
+
+def in_vmap(layers, rest, x):
+    return jax.vmap(lambda x: loss(layers, rest, x))(x).mean()
+
+
+@pytest.mark.parametrize(
+    ("fun", "match"),
+    [
+        (stopped, "does not depend on the layers .* remove `jax.lax.stop_gradient`"),
+        (twice, "2 times, expected once"),
+        (never, "0 times, expected once"),
+        (stopped_before, "0 times, expected once"),
+        (cast_before, "0 times, .* cast them in the block"),
+        (in_micro_batches, "5 times, expected once"),
+        (in_a_branch, "several times, expected once"),
+        (in_vmap, "scan_layers: .* within `jax.vmap`"),
+    ],
+)
+def test_weights_that_would_stand_still_or_move_twice_are_an_error(fun, match):
+    refuse(match, fun=fun)
+
+
+def test_a_state_that_is_not_stacked_is_refused():
+    tx = optax.adam(0.1)
+    match = r"`opt_state` at \[0\].count is int32\[\], expected int32\[4\]; pass `jax"
+    refuse(match, tx, state=tx.init(layers_of()))
+    refuse("has 1 arrays, expected 5", tx, state={"count": jnp.zeros(4)})
+
+
+def test_layers_of_different_depths_are_refused():
+    layers = layers_of() | {"bias": jnp.zeros((3, WIDTH))}
+    refuse(
+        r"`layers` at \['kernel'\] is float32\[4,6,6\], expected .* of 3 layers",
+        layers=layers,
+        state=(),
+    )
+
+
+def test_a_state_that_changes_its_dtype_is_refused():
+    refuse("after `tx.update` .* wrap `tx`", layers=layers_of(jnp.bfloat16))
+
+
+def test_float16_warns_that_there_is_no_loss_scale():
+    tx, layers = optax_mp.mixed_precision(optax.sgd(0.1)), layers_of(jnp.float16)
+    step = optax_mp.release_gradients(loss, tx)
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match="use bfloat16"):
+        step(jax.vmap(tx.init)(layers), layers, rest_of(), batches()[0])
+
+
+def test_no_optimizer_is_a_type_error():
+    with pytest.raises(TypeError, match="expected an optax gradient transformation"):
+        optax_mp.release_gradients(loss, optax.adam)
+    with pytest.raises(TypeError, match="`fun` is"):
+        optax_mp.release_gradients(None, optax.sgd(0.1))
+
+
+def test_arrays_alone_are_scanned_by_lax():
+    layers, x = layers_of(), batches()[0]
+    block = functools.partial(lambda x, w: (dense(x, w), None))
+    assert_same(SCAN(block, x, layers), lax.scan(block, x, layers))
+
+
+@pytest.mark.slow
+def test_the_gradients_of_all_layers_never_exist():
+    """In programs for accelerators; a CPU copies what loops change."""
+    pytest.importorskip("libtpu")
+    script = Path(__file__).parents[1] / "support" / "released_for_accelerators.py"
+    run = subprocess.run(  # noqa: S603
+        [sys.executable, script], capture_output=True, text=True, check=True
+    )
+    lines = [line.split() for line in run.stdout.splitlines()]
+    shares = {tuple(words): float(share) for *words, share in lines if len(words) == 3}
+    assert len(shares) == 8
+    for (target, _, way), share in shares.items():
+        # On a GPU, XLA writes some float32 arrays of the size of a layer, one of 16.
+        most = 0.1 if target == "v5e" else 0.6
+        assert (share < most) if way == "released" else (share > 0.9)
