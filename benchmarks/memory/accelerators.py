@@ -157,7 +157,7 @@ def measure_stacked(form: str, target: str, side: int) -> record.Row:
 
 def measure_columns(form: str, target: str, side: int) -> record.Row:
     """Return the same for layers in parts of 704 columns, for a side of 8192."""
-    return measure_shards(form, target, (8, side // 4, 11 * side // 16), axis=2)
+    return measure_shards(form, target, (24, side // 4, 11 * side // 16), axis=2)
 
 
 def measure_shards(

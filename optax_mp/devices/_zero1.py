@@ -32,6 +32,7 @@ from optax_mp.devices._cut import (
     specs_of_params,
 )
 from optax_mp.devices._sum import as_pattern, check_exchange_dtype, sum_patterns
+from optax_mp.leafwise._take_step import add
 
 
 def zero1(
@@ -321,7 +322,7 @@ def _gather_update(
 
     if takes_params:
         with jax.numpy_dtype_promotion("standard"):
-            new: Any = optax.apply_updates(part, change)
+            new = add(part, change)
         return NewParam(lax.bitcast_convert_type(gather_bits(new), param.dtype))
     if bits(change.dtype) <= bits(param.dtype):
         return lax.bitcast_convert_type(gather_bits(change), change.dtype)

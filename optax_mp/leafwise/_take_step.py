@@ -156,14 +156,14 @@ def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params
         if isinstance(update, NewParam):
             return update.value
         update = or_no_change(update, param)
-        return param if is_absent(update) else _add(param, update)
+        return param if is_absent(update) else add(param, update)
 
     # It adds float32 updates to 16-bit params, and casts back.
     with jax.numpy_dtype_promotion("standard"):
         return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
 
 
-def _add(param: Any, update: Any) -> Any:
+def add(param: Any, update: Any) -> Any:
     """Return what `optax.apply_updates` does; but an update of -0.0 changes no bit."""
     if not (is_floating(param) and is_floating(update)):
         return optax.apply_updates(param, update)
@@ -173,7 +173,7 @@ def _add(param: Any, update: Any) -> Any:
     param = jnp.asarray(param)
     wide = lax.convert_element_type(param, at_least_float32(param.dtype))
     change = lax.convert_element_type(update, at_least_float32(update.dtype))
-    moved = optax.apply_updates(wide, change)
+    moved: Any = optax.apply_updates(wide, change)
     stays = is_negative_zero(change)
     return lax.convert_element_type(lax.select(stays, wide, moved), param.dtype)
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_mp
 from optax_mp import MixedPrecisionWarning, amp, amp_stop, default_amp_rules
+from optax_mp.autocast import _lattice, _rules
 
 BF16, F16, F32 = (jnp.dtype(x) for x in ("bfloat16", "float16", "float32"))
 X = np.random.default_rng(0).standard_normal((4, 8), np.float32)
@@ -431,3 +432,13 @@ def test_a_rule_for_casts_is_refused():
 def test_a_rule_for_a_loop_or_a_call_is_refused(name):
     with pytest.raises(ValueError, match=f"got one for '{name}' .*jax.named_scope"):
         amp(jnp.sin, rules=default_amp_rules | {name: "f32"})
+
+
+def test_a_bias_has_one_long_axis_and_the_rule_of_add_is_for_all():
+    x = np.ones((2, 3, 3), np.float32)
+    (add,) = jax.make_jaxpr(jax.lax.add)(x, x).eqns
+    for axes in (1, 2):
+        precisions = (_lattice.LOW, _lattice.Argument(axes))
+        assert _lattice.adds_bias(add, precisions) == (axes == 1)
+    rules = _rules.Rules(optax_mp.default_amp_rules | {"add": "f32"}, "bfloat16")
+    assert rules.rule_of(add, None, adds_bias=True) == ("f32", "rule")

@@ -182,3 +182,11 @@ def test_another_optimizer_inside_is_an_error():
     )
     with pytest.raises(ValueError, match=message):
         optax_mp.convert_opt_state(state, params, tx, masters(optax.sgd(0.1)))
+
+
+def test_moments_of_rounded_params_stay_float32():
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    rounded = optax_mp.stochastic_rounding(optax.adam(1e-3))
+    bare = optax.adam(1e-3)
+    state = optax_mp.convert_opt_state(rounded.init(params), params, rounded, bare)
+    assert state[0].mu["w"].dtype == jnp.float32

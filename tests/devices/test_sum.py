@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from slow_cases import mostly_slow
 
 import optax_mp
+from optax_mp.devices import _sum
 
 SHAPES = {"first": (64, 16), "second": (3, 64), "odd": (5, 7), "s": (), "none": (0, 3)}
 # The dimension of each that eight devices divide.
@@ -235,3 +236,8 @@ def test_zero1_takes_no_gradients_that_are_summed():
     message = r"gradient at \['w'\] to have a leading axis of 8.*, got bfloat16\[8,4\]"
     with pytest.raises(ValueError, match=message):
         tx.update(params, tx.init(params), params)
+
+
+def test_a_sum_of_negative_zeros_is_one():
+    patterns = _sum.as_pattern(jnp.full((4, 3), -0.0), "bfloat16")
+    assert jnp.signbit(_sum.sum_patterns(patterns, "bfloat16")).all()

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from steps import by_take_step, by_update
 
 import optax_mp
+from optax_mp.devices._cut import choose_cut
 
 pytestmark = pytest.mark.usefixtures("no_long_constant_folding")
 ADAMW = optax.adamw(1e-2)
@@ -399,3 +400,20 @@ def test_take_step_gathers_params_and_makes_no_update(form, dtype):
     assert avals(got) == avals(want)
     sums = (re.search(r"\[64,48\]\S* (add|subtract)\(", x.as_text()) for x in programs)
     assert list(map(bool, sums)) == [True, False]
+
+
+@pytest.mark.parametrize("way", [by_update, by_take_step])
+def test_a_skipped_step_changes_no_bit(way):
+    mesh = mesh_of(8, 1)
+    tx = optax_mp.zero1(FORMS["scaled"](), mesh, "data")
+    values = jnp.resize(jnp.bfloat16([-0.0, 1e-40, -jnp.inf, 1.5]), (8, 4))
+    params = jax.device_put({"w": values}, NamedSharding(mesh, P()))
+    grads = {"w": jnp.full((8, 4), jnp.nan)}
+    new, _ = jax.jit(way(tx))(params, tx.init(params), grads)
+    assert as_bits(new) == as_bits(params)
+
+
+def test_what_is_sharded_over_the_axis_is_not_cut_again():
+    specs = P("data"), P(None, "data"), P("model")
+    cuts = [choose_cut(mesh_of(), ("data",), (64, 64), spec) for spec in specs]
+    assert [cut is None for cut in cuts] == [True, True, False]
