@@ -1,4 +1,4 @@
-"""The node of a state in which one array is stored in few bits."""
+"""The node of a state that holds one low-bit array."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -33,8 +33,8 @@ from optax_mp.compact._code_choice import BFLOAT16, CodeFormat, choose_codes
 from optax_mp.compact._random_numbers import check_seed, rounding_keys
 from optax_mp.leafwise._take_step import leafwise_update
 
-# So that the random numbers differ from those of `stochastic_rounding` with the same
-# seed.
+# So that the random numbers differ from the numbers of `stochastic_rounding` with the
+# same seed.
 _SALT = 1
 # Elements, 4 MB in float32: below that nobody needs the memory.
 _LARGE_STATE = 2**20
@@ -50,7 +50,7 @@ class LowBitState(NamedTuple):
             random numbers at each one.
         inner_state: the state of the inner optimizer, with a `Quantized` in place of
             each large array. Its public fields, such as `hyperparams`, are attributes
-            of this state, too.
+            of this state.
         code_format: the settings that made the state; a class attribute, not a leaf.
 
     Example:
@@ -275,7 +275,8 @@ def _quantize_slot(slot: Any, code: Code, where: str) -> Any:
 
 def _quantize_again(after: PyTree, state: LowBitState, seed: Any) -> PyTree:
     """Return the new inner state, quantized where the one in `state` is."""
-    # By path: a state may gain leaves at the first step, as that of `optax.monitor`.
+    # By path: a state may gain leaves at the first step, as the state of
+    # `optax.monitor` does.
     nodes = tree_leaves_with_path(state.inner_state, is_leaf=is_quantized)
     old = {path: node for path, node in nodes if is_quantized(node)}
     keys = {}

@@ -1,7 +1,7 @@
-"""Run the elementwise end of a step chunk by chunk, wherever its arrays lie.
+"""Run the elementwise end of a step in chunks, from device or host memory.
 
-A TPU needs chunks for two reasons. XLA writes arrays to memory that it spreads over
-blocks or reduces by blocks, because blocks of 32 are shorter than the 128 lanes of a
+A TPU needs chunks for two reasons. XLA materializes arrays that it broadcasts or
+reduces per block, because blocks of 32 are shorter than the 128 lanes of a
 register. Arrays of a chunk's size stay in memory on the chip. And if arrays are in host
 memory, only one chunk has to be on the device at a time.
 
@@ -232,7 +232,7 @@ def _bring_codes(view: jax.Array, first: Any, length: int) -> jax.Array:
     """Return rows of 8-bit codes in host memory, on the device.
 
     XLA for TPUs would convert all of the array for each chunk: in host memory its tiles
-    have 32 rows, and those of a chunk that XLA copies may have 8.
+    have 32 rows, and tiles of a chunk that XLA copies may have 8.
     """
 
     def by_slice(view: jax.Array, first: Any) -> jax.Array:

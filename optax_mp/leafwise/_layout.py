@@ -42,7 +42,7 @@ class Layout:
         Args:
             end: the end.
             args: the values of what it reads.
-            shardings: of those of these for which they are known.
+            shardings: where they are known.
             turns: whether to put the axis of the blocks last.
         """
         # From `param_shardings`, or the program, or types. All arrays of a leaf are

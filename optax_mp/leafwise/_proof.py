@@ -205,7 +205,7 @@ def _difference(want: np.ndarray, got: np.ndarray, used: np.ndarray) -> Differen
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return how many numbers of their dtype lie between those of two arrays."""
+    """Return how many numbers of their dtype lie between the numbers of two arrays."""
     bits = [x.view(f"i{a.dtype.itemsize}").astype(np.int64) for x in (a, b)]
     if not jnp.issubdtype(a.dtype, jnp.floating):
         around = 1 << 8 * a.dtype.itemsize

@@ -63,7 +63,7 @@ class TileEvaluator(KernelEvaluator):
         return self.rows, self.columns if is_element else self.scale_count
 
     def is_of_chunk(self) -> jax.Array:
-        """Return which scales of the tile are those of this chunk."""
+        """Return which scales of the tile belong to this chunk."""
         at = lax.broadcasted_iota(jnp.int32, (self.rows, self.scale_count), 1)
         first = self.first >> self._shift
         return (at >= first) & (at < first + self.columns // self.block_size)
