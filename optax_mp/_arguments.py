@@ -43,7 +43,7 @@ def check_opt_state(opt_state: Any, caller: str) -> None:
 def warn_unless_state(opt_state: Any, caller: str) -> None:
     """Warn if nothing in `opt_state` looks like the state of an optimizer.
 
-    A state holds a NamedTuple, as those of optax do, or a count of steps, or no
+    A state holds a NamedTuple, as optax's do, or a count of steps, or no
     floating arrays at all. Params rarely do.
     """
     arrays = [x for x in jax.tree.leaves(opt_state) if is_array(x)]

@@ -1,4 +1,4 @@
-"""The boxes in which frameworks keep each array, told by their structure alone.
+"""Framework boxes around single arrays, detected structurally.
 
 `nnx.Variable`, Linen's `Partitioned`, haliax's `NamedArray`: a box is a pytree node
 with one child, which is a leaf, and is neither a mapping nor a sequence. Frameworks
@@ -72,7 +72,7 @@ def put_resized(box: Any, value: Any, divides: Divides) -> Any:
 
     Args:
         box: a box, or an array.
-        value: an array; its last axes are those of the one in `box`.
+        value: an array; its last axes are the last axes of the one in `box`.
         divides: takes the name of an axis, and its new length.
     """
     old = unbox(box)

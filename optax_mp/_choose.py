@@ -36,7 +36,7 @@ def choose_step(
 ) -> tuple[Any, Any]:
     """Return the result of `step`; if not `proceed`, negative zeros and the old state.
 
-    Results can differ from those of the step alone by rounding, because XLA may fuse
+    Results can differ from the step alone by rounding, because XLA may fuse
     the operations differently.
     """
     if proceed is True:
@@ -55,7 +55,7 @@ def choose_step(
         return choose((proceed, state))
 
     def run_call(call: Equation, inputs: list[Any]) -> list[Any]:
-        # What `step` reads beside its arguments is in front of these.
+        # Constants that `step` reads are in front of its arguments.
         at = len(inputs) - len(traced.arrays)
         jaxpr = choose_where_computed(call.params["jaxpr"], at)
         return bind(call, inputs, {**call.params, "jaxpr": jaxpr})

@@ -1,4 +1,4 @@
-"""Where the arrays of an optimizer state are: with their params, also as descriptions.
+"""Shard optimizer state like its params; abstract (ShapeDtypeStruct) states.
 
 An `init` that is called with `jax.ShapeDtypeStruct`s describes its state in this way,
 with the shardings that it will have.
@@ -92,7 +92,7 @@ def describe_state(init: Init, params: PyTree) -> PyTree:
     """Return descriptions of the state that `init` makes.
 
     An array of the state is sharded as its param is, where that has a `NamedSharding`,
-    or as `init` asks for. What belongs to no param is replicated on that mesh.
+    or as `init` asks for. Arrays that belong to no param are replicated on that mesh.
     """
     # Counts may be plain numbers.
     call = TracedCall.of(lambda x: jax.tree.map(jnp.asarray, init(x)), params, is_array)
@@ -118,8 +118,8 @@ def follow(
 ) -> NamedSharding:
     """Return how an array of the state of a param is sharded.
 
-    It is sharded as the param is along each axis that divides, such as those of block
-    scales, and not along axes in front of those. An array with fewer axes is whole.
+    It is sharded as the param is along each axis that divides, such as axes of block
+    scales, and not along axes in front of these. An array with fewer axes is whole.
     """
     if shape == param:
         return sharding

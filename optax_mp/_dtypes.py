@@ -163,7 +163,7 @@ def saturating_cast(x: Any, dtype: DTypeLike) -> jax.Array:
 def saturate(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Bring finite values of `x` into the range of `dtype`, keeping their own dtype.
 
-    Infinities stay, unless `dtype` has none: then they become its largest value, too.
+    Infinities stay, unless `dtype` has none: then they also become its largest value.
     """
     largest = constant_like(x, jnp.finfo(dtype).max)
     is_above, is_below = lax.gt(x, largest), lax.lt(x, -largest)

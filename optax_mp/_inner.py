@@ -247,8 +247,8 @@ def update_inner(
     """Return (updates, new state) of `inner`.
 
     If its update fails, say whether its arguments are to blame. A gradient may be None,
-    or the state that of another optimizer. The state is looked at only after a failure,
-    because `init` must be traced for that.
+    or the state may belong to another optimizer. The state is looked at only after a
+    failure, because `init` must be traced for that.
     """
     try:
         if isinstance(inner, Transformation):
@@ -316,7 +316,7 @@ def _difference_to_own(
         expected = TracedCall.of(inner.init, params).unflatten_outputs()
         own = Leaves.of(expected, caller=caller, name=name)
     except Exception:
-        return None  # `init` fails, too: nothing is known about the state
+        return None  # `init` also fails: nothing is known about the state
     try:
         own.match_arrays(state, "the inner state")
     except ValueError as error:
@@ -328,7 +328,7 @@ def _difference_to_own(
 
 
 def copy_shared(state: PyTree, others: PyTree) -> PyTree:
-    """Copy each array of `state` that `others` or another of its leaves holds, too.
+    """Copy each array of `state` that `others` or another of its leaves also holds.
 
     Then all can be donated. Some optimizers keep the params given to `init`, or
     the same zeros in two places. Under `jit` a copy costs nothing. Arrays of weak types

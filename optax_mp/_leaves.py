@@ -82,7 +82,7 @@ class Leaves:
             jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf
             for _, leaf in paths_and_leaves
         ]
-        # What dicts and sequences alone hold is in no box.
+        # Leaves that dicts and sequences alone hold are in no box.
         if _PLAIN_KEYS.issuperset([type(path[-1]) for path in paths if path]):
             return cls(caller, name, paths, values, values, treedef)
         return cls(caller, name, paths, values, *flatten_slots(tree))

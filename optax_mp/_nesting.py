@@ -30,7 +30,7 @@ _WRAPPERS = {
 
 
 def check_nesting(opt_state: PyTree, caller: str) -> None:
-    """Raise or warn if `opt_state` is that of transforms in an order that fails."""
+    """Raise or warn if `opt_state` belongs to transforms in an order that fails."""
     for path, node in reversed(list(nodes_of(opt_state))):
         at = f"opt_state{keystr(path)}"
         where = f"{caller}: {at} is of"
@@ -59,7 +59,7 @@ def _is_masters(node: Any) -> bool:
 
 
 def _is_link(state: Any) -> bool:
-    """Return whether there is a NamedTuple in a state, as in those of all of optax."""
+    """Return whether there is a NamedTuple in a state, as in all of optax's."""
     return any(hasattr(node, "_fields") for _, node in nodes_of(state))
 
 
@@ -69,14 +69,14 @@ def _is_chain(node: Any) -> bool:
 
 
 def _parts(links: tuple[Any, ...]) -> list[Any]:
-    """Return the states of links that are no whole optimizer, as of another model."""
+    """Return the states of links that are not complete optimizers."""
     # A monitor only reads.
     no_parts = optax.MonitorState
     return [x for x in links if not (_is_chain(x) or isinstance(x, no_parts))]
 
 
 def _ends_in_masters(state: Any) -> bool:
-    """Return whether the updates of a transform are those of a `mixed_precision`."""
+    """Return whether the updates of a transform come from a `mixed_precision`."""
     if _is_chain(state):
         return bool(state) and _ends_in_masters(state[-1])
     if _is_scale(state):
@@ -95,8 +95,8 @@ def _check_before(before: tuple[Any, ...], link: Any, caller: str, at: str) -> N
             "a chain with it after, where it divides the updates by the scale; put "
             "`optax_mp.dynamic_loss_scale` around the whole optimizer."
         )
-    # Transforms such as clipping keep no state. What has one may be the optimizer of
-    # another model, but not before a link.
+    # Transforms such as clipping keep no state. A link that has one may be the
+    # optimizer of another model, but not before a link.
     others = _parts(before)
     if scales and any(any(are_links) or not jax.tree.leaves(x) for x in others):
         warn(

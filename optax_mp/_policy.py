@@ -82,7 +82,7 @@ class Policy:
         return self._apply_keep_f32(self.param_dtype, path, leaf)
 
     def cast_to_param(self, tree: PyTree) -> PyTree:
-        """Cast floating leaves to `param_dtype`, but those of `keep_f32` to float32.
+        """Cast floating leaves to `param_dtype`, but leaves of `keep_f32` to float32.
 
         Finite values out of range become the largest finite value, as in
         `mixed_precision`, because an infinite weight stays infinite. No array is shared
@@ -93,7 +93,7 @@ class Policy:
         return copy_shared(self._cast(tree, "param_dtype", saturating_cast), tree)
 
     def cast_to_compute(self, tree: PyTree) -> PyTree:
-        """Cast floating leaves to `compute_dtype`, those of `keep_f32` to float32."""
+        """Cast floating leaves to `compute_dtype`, leaves of `keep_f32` to float32."""
         return self._cast(tree, "compute_dtype", cast_floating)
 
     def cast_to_output(self, tree: PyTree) -> PyTree:
@@ -139,8 +139,8 @@ def warn_unmatched_patterns(policy: Policy, params: PyTree, caller: str) -> None
 
     Args:
         policy: the policy.
-        params: the params of a model. Nothing is known of a group of them, in which
-            None or `optax.MaskedNode` stands for the others, nor of a single array.
+        params: the params of a model. Skipped for a group of them, with None or
+            `optax.MaskedNode` for the others, and for a single array.
         caller: the public function that the user called.
     """
     if callable(policy.keep_f32) or is_floating(params):
@@ -191,7 +191,7 @@ def read_param_dtype(declared: DeclaredDType, argument: str) -> DTypeRule:
     for_all = None
     if isinstance(declared, Policy):
         by_leaf = declared.param_dtype_of
-    # Dtypes such as `jnp.bfloat16` are callable, too: they are types.
+    # Dtypes such as `jnp.bfloat16` are also callable: they are types.
     elif callable(declared) and not isinstance(declared, type):
         by_leaf = declared
     elif declared is not None:

@@ -1,4 +1,4 @@
-"""The node of a state in which one array is stored in few bits."""
+"""The node of a state that holds one low-bit array."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +13,13 @@ from optax_mp._typed import type_with
 class Code:
     """How one array is quantized.
 
+    An element x with the code c stands for
+
+        x = scale * (c / largest code)^2 / 2^shift, with the sign of c
+
+    where `scale` is that of its block, and `shift` that of its column in its group of
+    rows. "Rows" and "columns" are meant for blocks along the last axis, as mostly.
+
     Attributes:
         dtype: the name of the dtype of the codes.
         axis: the axis along which neighbours share a scale, counted from the end, so
@@ -20,35 +27,50 @@ class Code:
         block_size: how many of them do; None for a 16-bit float without scales.
         stays_positive: whether a positive value has at least code 1, because the
             optimizer divides by its root. Others fade to zero.
+        group_size: how many rows have shifts in common, along `group_axis`; None for an
+            array without shifts.
     """
 
     dtype: str
     axis: int = -1
     block_size: int | None = None
     stays_positive: bool = False
+    group_size: int | None = None
+
+    @property
+    def group_axis(self) -> int:
+        """Return the axis along which rows have shifts in common."""
+        return -2 if self.axis == -1 else -1
 
     def __str__(self) -> str:
         if self.block_size is None:
             return self.dtype
-        return f"{self.dtype}, blocks of {self.block_size} along axis {self.axis}"
+        text = f"{self.dtype}, blocks of {self.block_size} along axis {self.axis}"
+        if self.group_size is None:
+            return text
+        return f"{text}, shifts by {self.group_size} along axis {self.group_axis}"
 
 
 class Quantized(NamedTuple):
     """A quantized array, as `low_bit_state` stores it.
 
-    With scales, a code c stands for scale * (c / largest code)^2, with the sign of c.
-    The square spends most codes on small values, where relative precision is lost
-    first.
+    With scales, a code c stands for scale * (c / largest code)^2 / 2^shift, with the
+    sign of c. The square spends most codes on small values, where relative precision is
+    lost first. The shift is 0, but for columns whose values are all under a fourth of
+    the largest beside them.
 
-    If each param is in a box, as Flax and haliax put it there, codes and scales are in
-    boxes of that kind.
+    If each param is in a box, as Flax and haliax put it there, codes, scales and shifts
+    are in boxes of that kind.
 
     Attributes:
         codes: of the array's shape. int8 or int16; uint8 or uint16 if no value is
             negative. Without scales, the values in a 16-bit float.
         scales: bfloat16, the largest size in each block of neighbours along one axis,
             rounded up. None for a 16-bit float.
-        code: the dtype of the codes, the axis and the size of the blocks; a class
+        shifts: uint8, one for each column in each group of at most 128 rows. None for
+            arrays of one axis, and where no group of 16 rows or more would lie on one
+            of 2, 4 or 8 devices.
+        code: the dtype of the codes, the axes and sizes of blocks and groups; a class
             attribute, not a leaf.
 
     Example:
@@ -60,19 +82,22 @@ class Quantized(NamedTuple):
         >>> nu = state.inner_state[0].nu["w"]
         >>> nu.codes.dtype.name, nu.codes.shape, nu.scales.dtype.name, nu.scales.shape
         ('uint8', (256, 256), 'bfloat16', (256, 8))
+        >>> nu.shifts.dtype.name, nu.shifts.shape
+        ('uint8', (8, 256))
         >>> print(nu.code)
-        uint8, blocks of 32 along axis -1
+        uint8, blocks of 32 along axis -1, shifts by 32 along axis -2
     """
 
     codes: jax.Array
     scales: jax.Array | None
+    shifts: jax.Array | None = None
     # Not annotated: an annotation would make a field of it, and so a leaf.
     code = None
 
 
-def new_quantized(code: Code, codes: Any, scales: Any) -> Quantized:
-    """Return an array that is stored in `code`."""
-    return type_with(Quantized, "code", code)(codes, scales)
+def new_quantized(code: Code, *arrays: Any) -> Quantized:
+    """Return an array that is stored in `code`: codes, scales and shifts."""
+    return type_with(Quantized, "code", code)(*arrays)
 
 
 def is_quantized(node: Any) -> bool:

@@ -46,8 +46,8 @@ def find_states(opt_state: PyTree, kind: Kind) -> list[tuple[Path, Any]]:
 
     Args:
         opt_state: an optimizer state, or a tree of several.
-        kind: the type of the states to find, or a tuple of types. What is in such a
-            state is searched, too.
+        kind: the type of the states to find, or a tuple of types. Such a state is also
+            searched inside.
 
     Returns:
         Pairs of a path, as `jax.tree_util.keystr` takes it, and the state there.
@@ -90,8 +90,8 @@ def find_owners(tree: PyTree, params: PyTree) -> list[int | None]:
 
     A subtree with the structure of the params, such as `[0].mu`, belongs to the params
     leaf by leaf. For a param it may have nothing, several arrays (codes and scales, the
-    lists of `optax.sm3`), or any pytree of arrays whose last axes are those of the
-    param, as storages may keep it. The state of a chain has the structure of a tuple of
+    lists of `optax.sm3`), or any pytree of arrays whose last axes are the param's,
+    as storages may keep it. The state of a chain has the structure of a tuple of
     as many params as there are links: it is none if there are such subtrees in it.
 
     Args:
@@ -146,7 +146,7 @@ def _may_belong(content: Any, slot: Any) -> bool:
     if shape and all(ends_in(x, shape) for x in leaves):
         return True
     # One level of arrays. Not scalars alone: the state of a link of a named chain, say,
-    # whose name is that of a param by accident.
+    # whose name happens to be a param's.
     is_flat = all(_is_leaf_or_box(child) for _, child in one_level(content))
     is_flat = is_flat and not holds_state(content)
     return is_flat and (not shape or any(map(_shape, leaves)))
@@ -163,7 +163,7 @@ def _shape(leaf: Any) -> tuple[int, ...]:
 def holds_state(tree: PyTree) -> bool:
     """Return whether `tree` contains the state of an optimizer, ours or of optax.
 
-    Params may be NamedTuples, too, and one of a user's may be called `ModelState`.
+    Params may also be NamedTuples, and one of a user's may be called `ModelState`.
     """
 
     def is_state(node: Any) -> bool:

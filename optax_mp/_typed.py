@@ -46,7 +46,7 @@ def _repr(node: Any) -> str:
 
 
 # By what the subclass was made from, because it cannot be imported by its name. Tree
-# structures are pickled, too: `jax.experimental.serialize_executable` does it.
+# structures are also pickled: `jax.experimental.serialize_executable` does it.
 def _reduce(node: Any) -> Any:
     return _restore, (*type(node).made_from, *node)
 

@@ -94,7 +94,7 @@ def _device_of(platform: str, client: Any) -> tuple[str, Any]:
 
 
 # Takes the inputs, and by their index the arrays that some of them were widened from,
-# and the shardings of those of which these are known.
+# and their shardings, where known.
 Function = Callable[
     [Sequence[Any], Mapping[int, Any], Mapping[int, NamedSharding]], Sequence[Any]
 ]
@@ -134,8 +134,8 @@ def _abstract(*avals: Any, equation: Equation, **params: Any) -> list[Any]:
     return [var.aval for var in equation.outvars]
 
 
-# Batched or differentiated, it is the call as it was traced. The rules are those of the
-# call itself, so inputs that are not mapped stay so, and zero tangents stay zero.
+# Batched or differentiated, it is the call as it was traced. The rules of the call
+# itself apply, so inputs that are not mapped stay so, and zero tangents stay zero.
 def _batched(
     axis: Any, inputs: Any, axes: Any, *, equation: Equation, **params: Any
 ) -> Any:
@@ -207,7 +207,8 @@ def _lower_function(
     try:
         return lowered(context, *inputs, *sources)
     except Exception:
-        # What was lowered is not used, and a half-made function would be no program.
+        # The lowered operations are not used, and a half-made function would be no
+        # program.
         for made in reversed(list(block.operations)[counts[0] :]):
             made.erase()
         for made in list(body.operations)[counts[1] :]:
@@ -227,7 +228,7 @@ def _is_finished(operation: Any) -> bool:
 
 # The functions that XLA for CPUs must not inline. It computes each result in a loop of
 # its own and copies what a later one reads again. Within such a function it does not.
-APART = ("advance", "_rounding_keys")
+APART = ("advance", "_rounding_keys", "_coded_with_shifts")
 
 
 def _run_apart(*inputs: Any, equation: Equation) -> list[Any]:

@@ -1,8 +1,9 @@
 """What is known of JAX beyond its public API. Each fact is tested at its first use.
 
-A class that JAX does not export is learned from a tiny program, whatever its name. What
-reads a name or a text is first tried on a tiny program. That takes a few milliseconds,
-once in a process. If JAX has changed, one warning says what is off, and what to do.
+A class that JAX does not export is learned from a tiny program, whatever its name. Code
+that reads a name or a text is first tried on a tiny program. That takes a few
+milliseconds, once in a process. If JAX has changed, one warning says what is off, and
+what to do.
 """
 
 import functools
@@ -26,7 +27,7 @@ _VARYING = "manual_axis_type", "vma"
 _TRANSPOSE, _SOURCE, _CONVERT = "transpose", "func_src_info", "stablehlo.convert"
 _CARRY_ERROR = "carry input and carry output must have equal", "dtypes do not match"
 # Shardy's text for axes of an array, each over none, one or more axes of a mesh whose
-# devices are in the program's order. What says more than that does not match.
+# devices are in the program's order. A text that says more does not match.
 _SHARDING = re.compile(r"#sdy\.sharding<mesh<\[([^]]*)\]>, \[([^]?:]*)\]>")
 
 # What is off without a fact, and what to do.
@@ -63,7 +64,7 @@ def _tried(is_right: Callable[[Ask], Any], safe: Any) -> Callable[[Ask], Any]:
         def is_known() -> bool:
             why = "wrong answer"
             try:
-                # In a thread, where no context, such as a mesh, is that of the caller.
+                # In a thread, where no context, such as a mesh, is the caller's.
                 with ThreadPoolExecutor(1) as thread:
                     if thread.submit(is_right, ask).result():
                         return True

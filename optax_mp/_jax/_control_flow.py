@@ -113,7 +113,8 @@ def _wire_while(equation: Equation) -> Wiring:
     start = condition_count + equation.params["body_nconsts"]
     carried = range(start, len(equation.invars))
     outputs = range(len(equation.outvars))
-    # Inputs are the constants of the condition, those of the body, and the carry.
+    # Inputs are the constants of the condition, the constants of the body, and the
+    # carry.
     regions = (
         Region(condition, (*range(condition_count), *carried), (None,)),
         Region(body, (*range(condition_count, start), *carried), tuple(outputs)),

@@ -36,8 +36,8 @@ def follow(
     Args:
         jaxpr: the jaxpr.
         inputs: the fact of each input.
-        results: returns the facts of the outputs of an equation, from those of its
-            inputs.
+        results: returns the facts of the outputs of an equation, from its
+            inputs'.
         constant: returns the fact of a literal or a constant, from its value.
     """
     jaxpr, consts = open_jaxpr(jaxpr)
@@ -161,10 +161,10 @@ class Flow(NamedTuple):
         reached_by: every input that the value depends on.
         faded: those multiplied on the way by a constant smaller than 1, as the old
             value of a moving average is.
-        copied: those with entries that arrive unchanged.
-        joined: those with entries that arrive unchanged beside entries of others.
+        copied: variables with entries that arrive unchanged.
+        joined: variables with entries that arrive unchanged beside entries of others.
         multiplied: those that go through a matrix product or a factorization.
-        terms: those of which the value is a sum of multiples, entry by entry.
+        terms: variables of which the value is a sum of multiples, entry by entry.
         rooted: those that are terms of a value of which a root is taken.
         shrinks: whether the value itself is a constant smaller than 1.
     """
@@ -201,7 +201,7 @@ def flows(jaxpr: AnyJaxpr, inputs: Sequence[Flow] = ()) -> list[Flow]:
 
 
 def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
-    """Return the flow of each output of an equation, from those of its inputs."""
+    """Return the flow of each output of an equation, from its inputs'."""
     name, count = equation.primitive.name, len(equation.outvars)
     if has_regions(equation):
         # The index of a branch is a single number, which is left out.

@@ -58,7 +58,7 @@ def is_shaped(aval: Any) -> bool:
 
 def with_dtype(aval: Any, dtype: Any) -> Any:
     """Return an abstract value with another dtype and all else as it was."""
-    # If the dtype is the same, as of a random key, the weak type is, too.
+    # If the dtype is the same, as of a random key, so is the weak type.
     return aval if aval.dtype == dtype else aval.update(dtype=dtype, weak_type=False)
 
 
@@ -190,7 +190,7 @@ def choose_where_computed(closed: Any, at: int) -> ClosedJaxpr:
 def trace_jaxpr(function: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
     """Return the jaxpr of a function of arrays, to be put inside an equation.
 
-    Its named scopes start empty, because those of the equation are put before them.
+    Its named scopes start empty, because the equation's are put before them.
     """
     with source_info_util.reset_name_stack():
         return jax.make_jaxpr(function)(*avals)

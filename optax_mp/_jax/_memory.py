@@ -1,4 +1,4 @@
-"""The memory that an array is in: that of its device, or that of the host.
+"""The memory that an array is in: its device's, or the host's.
 
 From JAX 0.10 on the type of an array shows it, on every platform.
 """

@@ -105,7 +105,7 @@ def is_promotion(equation: Equation) -> bool:
 def is_function_of_jax(jaxpr: AnyJaxpr) -> bool:
     """Return whether a jaxpr is of a function in JAX, such as `jnp.einsum`.
 
-    JAX traces it once for all calls, so its lines are those of the first call.
+    JAX traces it once for all calls, so its lines belong to the first call.
     """
     return _JAX in place_of(open_jaxpr(jaxpr)[0])
 

@@ -119,7 +119,7 @@ class Wiring:
             unread: the want of a value that nothing reads.
 
         Returns:
-            The wants of the inputs, and of the outputs. That of a carry's output
+            The wants of the inputs, and of the outputs. The want of a carry's output
             includes the want of the next iteration.
         """
         outputs = list(outputs)

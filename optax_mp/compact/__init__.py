@@ -1,4 +1,4 @@
-"""Optimizer states and params in few bits.
+"""Low-bit optimizer states and params.
 
 `low_bit_state` quantizes the large arrays of any optimizer's state to 8 or 16 bits. A
 `Quantized` array consists of integer codes and one scale for each block of 32

@@ -22,6 +22,7 @@ from optax_mp.compact._random_numbers import round_stochastically, uniform_numbe
 _SMALLEST_SCALE = np.int32(0x00800000)
 _LARGEST_SCALE = np.int32(0x7E800000)
 _INFINITY = np.int32(0x7F800000)
+_EXPONENT = np.int32(23)  # where the exponent of a float32 begins
 # Numbers have dtypes: `lax` does not promote them where 64-bit types are on.
 _ONE, _TWO = np.float32(1), np.float32(2)
 
@@ -55,20 +56,55 @@ def _size_along(length: int, block_size: int) -> int:
     return min(long, key=lambda n: max(n / block_size, block_size / n), default=part)
 
 
+# At most so many rows have shifts in common: 2^-7 bytes per element. At least so many:
+# as many bytes as scales of blocks of 32 have.
+_MOST_ROWS, _FEWEST_ROWS = 128, 16
+
+
+def choose_group(shape: tuple[int, ...], axis: int) -> int | None:
+    """Return how many rows of an array have shifts in common; None for no shifts.
+
+    Args:
+        shape: of the array.
+        axis: of its blocks, counted from the end.
+    """
+    if len(shape) < 2:
+        return None
+    length = shape[-2 if axis == -1 else -1]
+    if length <= _MOST_ROWS:
+        size = length
+    elif length % 2:  # no two devices share it
+        size = _MOST_ROWS
+    else:
+        size = math.gcd(length // math.gcd(length, 8), _MOST_ROWS)
+    return size if size >= _FEWEST_ROWS else None
+
+
 def quantized_zeros(x: Any, code: Code) -> Quantized:
     """Return zeros of the shape of `x`, an array or a description of one."""
     codes = jnp.zeros_like(x, code.dtype)
     if code.block_size is None:
         return new_quantized(code, codes, None)
-    blocks = _blocks_of(x.shape, code)
-    # Of a slice, for its sharding.
-    first = whole_along(codes, blocks.axis, blocks.size)
-    first = lax.slice_in_dim(first, 0, None, blocks.size, blocks.axis)
-    return new_quantized(code, codes, jnp.zeros_like(first, jnp.bfloat16))
+
+    def zeros(blocks: Blocks, dtype: DTypeLike) -> jax.Array:
+        # Of a slice, for its sharding.
+        first = whole_along(codes, blocks.axis, blocks.size)
+        first = lax.slice_in_dim(first, 0, None, blocks.size, blocks.axis)
+        return jnp.zeros_like(first, dtype)
+
+    scales = zeros(_blocks_of(x.shape, code), jnp.bfloat16)
+    if code.group_size is None:
+        return new_quantized(code, codes, scales)
+    return new_quantized(code, codes, scales, zeros(_groups_of(x.shape, code), "uint8"))
 
 
 def _blocks_of(shape: tuple[int, ...], code: Code) -> Blocks:
     return Blocks(len(shape) + code.axis, code.block_size or 1, shape[code.axis])
+
+
+def _groups_of(shape: tuple[int, ...], code: Code) -> Blocks:
+    axis = code.group_axis
+    return Blocks(len(shape) + axis, code.group_size or 1, shape[axis])
 
 
 def dequantize(quantized: Quantized) -> Any:
@@ -79,13 +115,20 @@ def dequantize(quantized: Quantized) -> Any:
 
 
 def _dequantize(
-    code: Code, codes: jax.Array, scales: jax.Array | None = None
+    code: Code,
+    codes: jax.Array,
+    scales: jax.Array | None = None,
+    shifts: jax.Array | None = None,
 ) -> jax.Array:
     wide = lax.convert_element_type(codes, jnp.float32)
     if scales is None:
         return wide
     blocks = _blocks_of(codes.shape, code)
-    return _values_of(blocks, wide, scales, _ONE / _largest_code(codes))
+    values = _values_of(blocks, wide, scales, _ONE / _largest_code(codes))
+    if shifts is None:
+        return values
+    down = lax.neg(lax.convert_element_type(shifts, jnp.int32))
+    return _shifted(_groups_of(codes.shape, code), values, down)
 
 
 def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
@@ -108,21 +151,23 @@ def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
 def _quantize(
     code: Code, x: jax.Array, like: list[jax.Array], key: jax.Array | None
 ) -> list[jax.Array]:
-    """Return codes and scales, if there are any."""
+    """Return codes, and scales and shifts if there are any."""
     if code.block_size is None:
         return [_round(x, like[0].dtype, key)]
-    old_codes, old_scales = like
-    blocks = _blocks_of(x.shape, code)
+    old_codes, _, *old_shifts = like
     # With `lax` alone: see `uniform_numbers`.
     values = lax.convert_element_type(x, jnp.float32)
-    scales, inverse = _scales_of(blocks, values)
-    if not code.stays_positive:
-        # The sign of the inverse says so, and both moments share their traces.
-        inverse = lax.neg(inverse)
-    largest = _largest_code(old_codes)
-    codes = _codes_of(blocks, values, inverse, largest * largest, key)
-    codes = lax.convert_element_type(codes, old_codes.dtype)
-    return [codes, reshard_like(scales, old_scales)]
+    largest, sign = _largest_code(old_codes), _ONE if code.stays_positive else -_ONE
+    args = values, sign, largest * largest, key
+    blocks = _blocks_of(x.shape, code)
+    if old_shifts:
+        made = _coded_with_shifts(blocks, _groups_of(x.shape, code), *args)
+    else:
+        made = _coded(blocks, *args)
+    return [
+        lax.convert_element_type(reshard_like(new, old), old.dtype)
+        for new, old in zip(made, like, strict=True)
+    ]
 
 
 # The functions below are jitted, so that arrays of one shape are traced once: AdamW's
@@ -137,6 +182,73 @@ def _values_of(
     roots = lax.mul(codes, unit)
     spread = blocks.spread(lax.convert_element_type(scales, jnp.float32))
     return lax.mul(lax.mul(roots, lax.abs(roots)), reshard_like(spread, codes))
+
+
+def _coded(
+    blocks: Blocks,
+    values: jax.Array,
+    sign: Any,
+    largest_square: Any,
+    key: jax.Array | None,
+) -> list[jax.Array]:
+    """Return codes and scales; `sign` is negative where zero is allowed."""
+    scales, inverse = _scales_of(blocks, values)
+    # The sign of the inverse says so, and both moments share their traces.
+    inverse = lax.mul(inverse, sign)
+    return [_codes_of(blocks, values, inverse, largest_square, key), scales]
+
+
+# `_by_platform` keeps it apart on a CPU: XLA would compute the values five times.
+@partial(jax.jit, static_argnums=(0, 1))
+def _coded_with_shifts(
+    blocks: Blocks, groups: Blocks, values: jax.Array, *args: Any
+) -> list[jax.Array]:
+    """Return codes, scales and shifts."""
+    shifts = _shifts_of(blocks, groups, values)
+    return [*_coded(blocks, _shifted(groups, values, shifts), *args), shifts]
+
+
+# How columns are told apart. A column is as large as its largest share of a row: that
+# of an element in the largest of its block, by exponents alone. A share is 1 at most,
+# so a value out of line makes no other column small, and rows of any size count alike.
+# Where all shares of a column are under a fourth, the values of the column in this
+# group of rows are coded times a power of two: one more than what is missing, because
+# the largest of many shares is more than usual. Between equal columns nothing is
+# shifted, so their codes are what they are without shifts.
+_NO_SHARE, _WHOLE_SHARE = np.int32(0), np.int32(255)  # exponents: of zeros, and of 1
+_LITTLE, _MOST_SHIFT = np.int32(1), np.int32(120)
+# In larger rows all shares are taken for whole, so that nothing overflows.
+_LARGEST_ROW = np.int32(248)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _shifts_of(blocks: Blocks, groups: Blocks, values: jax.Array) -> jax.Array:
+    """Return by how many powers of two each column of a group of rows is too small."""
+    pattern = lax.bitcast_convert_type(lax.abs(values), jnp.int32)
+    largest = blocks.largest(whole_along(pattern, blocks.axis, blocks.size))
+    of_row = lax.shift_right_logical(largest, constant_like(largest, _EXPONENT))
+    is_huge, zero = lax.gt(of_row, _LARGEST_ROW), constant_like(of_row, 0)
+    of_row = lax.select(is_huge, zero, of_row)
+    of_row = reshard_like(blocks.spread(of_row), pattern)
+    exponent = lax.shift_right_logical(pattern, constant_like(pattern, _EXPONENT))
+    share = lax.min(lax.add(lax.sub(exponent, of_row), _WHOLE_SHARE), _WHOLE_SHARE)
+    share = lax.select(lax.gt(exponent, _NO_SHARE), share, exponent)
+    share = lax.convert_element_type(share, jnp.uint8)  # less to keep on a CPU
+    share = groups.largest(whole_along(share, groups.axis, groups.size))
+    share = lax.convert_element_type(share, jnp.int32)
+    missing = lax.sub(_WHOLE_SHARE, share)
+    is_small = lax.bitwise_and(lax.gt(missing, _LITTLE), lax.gt(share, _NO_SHARE))
+    shifts = lax.min(lax.add(missing, np.int32(1)), _MOST_SHIFT)
+    return lax.select(is_small, shifts, constant_like(shifts, 0))
+
+
+@partial(jax.jit, static_argnums=0)
+def _shifted(groups: Blocks, values: jax.Array, shifts: jax.Array) -> jax.Array:
+    """Return values times two to the power of the shifts of their columns."""
+    bits = lax.add(shifts, np.int32(127))
+    bits = lax.shift_left(bits, constant_like(bits, _EXPONENT))
+    factors = groups.spread(lax.bitcast_convert_type(bits, jnp.float32))
+    return lax.mul(values, reshard_like(factors, values))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -19,7 +19,7 @@ from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._quantized import Code
 from optax_mp._tree import is_floating
 from optax_mp._warnings import warn
-from optax_mp.compact._blocks import choose_blocks
+from optax_mp.compact._blocks import choose_blocks, choose_group
 from optax_mp.compact._full_precision import (
     TracedUpdate,
     check_without_update,
@@ -38,15 +38,22 @@ class CodeFormat:
         bits: the width of codes.
         product_bits: the width of codes of arrays that reach a matrix product.
         block_size: how many values share a scale; None for a 16-bit float.
+        has_shifts: whether small columns are shifted.
     """
 
     bits: int
     product_bits: int
     block_size: int | None
+    has_shifts: bool = True
 
     @classmethod
     def from_settings(
-        cls, bits: int, block_size: int, dtype: DTypeLike | None, product_bits: int
+        cls,
+        bits: int,
+        block_size: int,
+        dtype: DTypeLike | None,
+        product_bits: int,
+        column_scales: bool,
     ) -> "CodeFormat":
         """Check the arguments of `low_bit_state`."""
         if dtype is not None:
@@ -70,7 +77,12 @@ class CodeFormat:
                 "low_bit_state: expected `block_size` to be a power of two such as 32, "
                 f"got {block_size!r}."
             )
-        return cls(int(bits), max(int(bits), int(product_bits)), int(block_size))
+        return cls(
+            int(bits),
+            max(int(bits), int(product_bits)),
+            int(block_size),
+            bool(column_scales),
+        )
 
     def code(
         self,
@@ -86,13 +98,16 @@ class CodeFormat:
         bits = self.product_bits if is_in_product else self.bits
         dtype = f"uint{bits}" if is_unsigned else f"int{bits}"
         stays_positive = is_unsigned or is_rooted
-        return Code(dtype, *choose_blocks(shape, self.block_size), stays_positive)
+        axis, size = choose_blocks(shape, self.block_size)
+        group = choose_group(shape, axis) if self.has_shifts else None
+        return Code(dtype, axis, size, stays_positive, group)
 
     def __str__(self) -> str:
         if self.block_size is None:
             return "bfloat16"
         wide = f", {self.product_bits} in products" * (self.bits < self.product_bits)
-        return f"{self.bits} bits{wide}, blocks of {self.block_size}"
+        plain = ", no scales of columns" * (not self.has_shifts)
+        return f"{self.bits} bits{wide}, blocks of {self.block_size}{plain}"
 
 
 # An array of the same shape, without scales.

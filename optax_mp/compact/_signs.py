@@ -73,7 +73,7 @@ def nonnegative_states(init: AnyJaxpr, update: AnyJaxpr, others: int) -> list[bo
 
 
 def facts_of(jaxpr: AnyJaxpr, inputs: Sequence[Fact]) -> list[Fact]:
-    """Return the facts of the outputs of `jaxpr`, from those of its inputs."""
+    """Return the facts of the outputs of `jaxpr`, from its inputs'."""
     named = list(map(_of_variable, open_jaxpr(jaxpr)[0].invars, inputs))
     return follow(jaxpr, named, _results, _fact_of_number)
 

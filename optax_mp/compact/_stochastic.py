@@ -34,7 +34,7 @@ class StochasticRoundingState(NamedTuple):
         step_count: int32 scalar, the number of updates. Rounding draws new random
             numbers at each one.
         inner_state: the state of the inner optimizer, made for float32 params. Its
-            public fields, such as `hyperparams`, are attributes of this state, too.
+            public fields, such as `hyperparams`, are also attributes of this state.
 
     Example:
         >>> import jax.numpy as jnp
@@ -68,7 +68,7 @@ def stochastic_rounding(
     more bits are updated as `inner` does, and leaves that are not floating are hidden
     from it. Updates of 16-bit leaves are float32 whatever the gradients are, because
     fewer bits would round them again. If a loss scale is an earlier link of the same
-    chain, a step that it skips is skipped here entirely, too.
+    chain, a step that it skips is also skipped here entirely.
 
     Args:
         inner: any optax optimizer or chain.

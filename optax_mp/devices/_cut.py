@@ -59,7 +59,8 @@ def choose_cut(
                 break
     if part == whole:
         return None
-    # What is not cut stays as it is. With automatic sharding only XLA knows how.
+    # Arrays that are not cut stay as they are. With automatic sharding only XLA knows
+    # how.
     is_cut = [after != before for after, before in zip(part, whole, strict=True)]
     for by_dim in (whole, part):
         by_dim[:] = [

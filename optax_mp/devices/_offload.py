@@ -52,7 +52,7 @@ def offload(
     The device then holds params, gradients, and a part of the state at a time.
     Elementwise rules run chunk by chunk: a chunk is copied to the device, updated, and
     copied back. If a rule needs a whole array, as Muon's products and the norms of LAMB
-    do, that leaf is copied whole. The results are those of `inner` alone, except that
+    do, that leaf is copied whole. The results are `inner`'s own, except that
     XLA may contract the same operations differently. The structure of the state is the
     same as without `offload`.
 
@@ -179,7 +179,7 @@ def offload(
 
 
 def _check_kind(memory_kind: Any) -> None:
-    """Raise if this is no memory that arrays can be moved to."""
+    """Raise for an unsupported `memory_kind`."""
     if memory_kind != HOST_KIND:
         raise ValueError(
             f"offload: expected `memory_kind` to be {HOST_KIND!r}, or None for no "
@@ -252,7 +252,7 @@ def _init(inner: Any, params: Any, plan: Plan) -> Any:
         made = _compute(program, outputs, known, compiled, plan.min_size)
         values.update(zip(group, map(name_memory, made), strict=True))
     state = traced.unflatten([values[i] for i in range(len(values))])
-    # What `jit` hands on as it is, it does not copy.
+    # `jit` does not copy arrays that it hands on as they are.
     return copy_shared(state, params)
 
 

@@ -31,7 +31,7 @@ def state_shardings(
         tx: any optax optimizer, with or without transformations of this package.
         params: the params, or descriptions of them: only shapes and dtypes are read.
         shardings: a tree of `NamedSharding` like the params, or a prefix of one. By
-            default those of the params themselves.
+            default the shardings of the params themselves.
 
     Returns:
         A tree of shardings like the state, for `out_shardings` of `jax.jit`, for

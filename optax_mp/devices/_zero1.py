@@ -50,13 +50,13 @@ def zero1(
     float32 updates would take 4. `take_step` takes these as they are; for `tx.update`
     their difference from the old params must be written, read and added.
 
-    Put it outermost: a transformation around it is not sharded. The state is that of
-    `inner`, with other shardings: `master_params`, `loss_scale`, checkpoints and
+    Put it outermost: a transformation around it is not sharded. The state is `inner`'s,
+    with other shardings: `master_params`, `loss_scale`, checkpoints and
     `convert_opt_state` work as before, and a run can continue with `zero1`, without it,
     or on another number of devices. `init` allocates on each device only its own part,
     under `jit` or outside. Derivatives through `update` are zero.
 
-    The results are those of `inner`. They are bit-equal for params that have a master,
+    The results are `inner`'s. They are bit-equal for params that have a master,
     if its rule is elementwise. If the rule sums over a whole array, as for a norm, the
     sum is taken in another order. Float32 params that are their own master may differ
     by one rounding: without a gather in between, XLA contracts the last multiplication

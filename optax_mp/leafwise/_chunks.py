@@ -1,7 +1,7 @@
-"""Run the elementwise end of a step chunk by chunk, wherever its arrays lie.
+"""Run the elementwise end of a step in chunks, from device or host memory.
 
-A TPU needs chunks for two reasons. XLA writes arrays to memory that it spreads over
-blocks or reduces by blocks, because blocks of 32 are shorter than the 128 lanes of a
+A TPU needs chunks for two reasons. XLA materializes arrays that it broadcasts or
+reduces per block, because blocks of 32 are shorter than the 128 lanes of a
 register. Arrays of a chunk's size stay in memory on the chip. And if arrays are in host
 memory, only one chunk has to be on the device at a time.
 
@@ -66,9 +66,12 @@ class Cuts:
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the view of an array of the part."""
-        if shape == self.part.shape:
+        part, (*leading, length) = self.part, self.view
+        if shape == part.shape:
             return self.view
-        return *self.view[:-1], -(-self.view[-1] // self.part.block_size)
+        if len(shape) > 1 and shape[-1] == part.shape[-1]:  # shifts
+            return *leading[:-1], -(-leading[-1] // part.group_size), length
+        return *leading, -(-length // part.block_size)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Yield for chunks of one length: the first index, the length, how many."""
@@ -107,9 +110,9 @@ def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts 
     """
     most = _COUNT if most is None else most
     # All axes but the last become rows. A chunk is some rows; the last axis is not cut,
-    # because blocks lie along it.
+    # because blocks lie along it. Nor are groups of rows with common shifts.
     *before, height, width = (1, 1, *part.shape)
-    rows, step, axis = math.prod(before) * height, _ROWS, 0
+    rows, step, axis = math.prod(before) * height, math.lcm(_ROWS, part.group_size), 0
     view: tuple[int, ...] = rows, width
     if len(part.shape) == 1:
         # Keep one axis: XLA would copy scales to see them in rows, which would be
@@ -121,7 +124,7 @@ def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts 
         step = max(_TILE * _ROWS, part.block_size)
     elif len(part.shape) > 2 and device_count > 1:
         return None
-    elif len(part.shape) > 2 and (height % _ROWS or width % _LANES):
+    elif len(part.shape) > 2 and (height % step or width % _LANES):
         rows, step = math.prod(before), 1
         view, width = (rows, height, width), height * width
     elif device_count > 1:
@@ -130,6 +133,8 @@ def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts 
         view, axis = (device_count, rows // device_count, width), 1
     length = _good_length(most // (width * device_count), view[axis], step)
     is_large = rows > device_count * length and rows % device_count == 0
+    if device_count > 1:
+        is_large &= rows // device_count % part.group_size == 0
     return Cuts(part, view, axis, length) if is_large else None
 
 
@@ -162,9 +167,11 @@ class _Chunk(Evaluator):
 
     def _span(self, view: Sequence[int]) -> tuple[Any, int]:
         """Return the start and the length of the chunk in an array of this view."""
-        if len(view) > 1 or view[0] == self.cuts.view[0]:
+        axis, part = self.cuts.axis, self.cuts.part
+        if view[axis] == self.cuts.view[axis]:
             return self.first, self.length
-        size = self.cuts.part.block_size  # scales along the axis that is cut
+        # Scales or shifts along the axis that is cut.
+        size = part.block_size if len(view) == 1 else part.group_size
         return lax.div(jnp.int32(self.first), jnp.int32(size)), -(-self.length // size)
 
     def of(self, view: jax.Array) -> jax.Array:
@@ -207,25 +214,25 @@ class _Chunk(Evaluator):
         row = lax.div(row, jnp.int32(math.prod(part.shape[axis + 1 : -1])))
         return lax.rem(row, jnp.int32(part.shape[axis])) + part.origin[axis]
 
-    def spread(self, scales: jax.Array) -> jax.Array:
-        """Return for each element the scale of its block."""
-        return self._blocks.spread(scales)
+    def spread(self, scales: jax.Array, axis: int) -> jax.Array:
+        """Return for each element the scale of its block along an axis, -1 or -2."""
+        return self._blocks(axis).spread(scales)
 
-    def largest(self, values: jax.Array) -> jax.Array:
-        """Return the largest value of each block."""
-        return self._blocks.largest(values)
+    def largest(self, values: jax.Array, axis: int) -> jax.Array:
+        """Return the largest value of each block along an axis, -1 or -2."""
+        return self._blocks(axis).largest(values)
 
-    @property
-    def _blocks(self) -> Blocks:
-        shape = self.shape_of(self.cuts.part.whole)
-        return Blocks(len(shape) - 1, self.cuts.part.block_size, shape[-1])
+    def _blocks(self, axis: int) -> Blocks:
+        part, shape = self.cuts.part, self.shape_of(self.cuts.part.whole)
+        size = part.block_size if axis == -1 else part.group_size
+        return Blocks(len(shape) + axis, size, shape[axis])
 
 
 def _bring_codes(view: jax.Array, first: Any, length: int) -> jax.Array:
     """Return rows of 8-bit codes in host memory, on the device.
 
     XLA for TPUs would convert all of the array for each chunk: in host memory its tiles
-    have 32 rows, and those of a chunk that XLA copies may have 8.
+    have 32 rows, and tiles of a chunk that XLA copies may have 8.
     """
 
     def by_slice(view: jax.Array, first: Any) -> jax.Array:

@@ -53,8 +53,10 @@ class End:
         shape: of its elements.
         block_size: how many elements along an axis share a scale, if any do.
         axis: that axis, or the last one.
+        group_size: how many along the last of the other axes share a shift, if any do.
         entangled: why no part of its arrays can be computed alone. None if any part can
-            be: all arrays have one shape, or are scales along its axis.
+            be: all arrays have one shape, or are scales along its axis, or shifts along
+            the other.
         reads_repeated: whether it reads factors of rows or columns, as of a factored
             moment. XLA would write them out as whole arrays for a kernel.
         obstacle: why no kernel computes it on any platform; None if one may.
@@ -66,7 +68,9 @@ class End:
     replaced: dict[int, int]
     shape: tuple[int, ...]
     block_size: int | None
+    block_size: int | None
     axis: int
+    group_size: int | None
     entangled: str | None
     reads_repeated: bool
     obstacle: str | None
@@ -115,7 +119,9 @@ def _end(
     reads = reads_of(nodes)
     place_of = {value: i for i, value in enumerate(reads)}
     old = [overwritten_by(value, replaced) for value in outputs]
+    # The first operation is on scales. Shifts are along another axis.
     axis = blocks[0].axis if blocks else len(shape) - 1
+    groups = [x for x in blocks if x.axis != axis]
     entangled = _entangled(nodes, blocks, shape, axis)
     return End(
         nodes=nodes,
@@ -123,8 +129,9 @@ def _end(
         outputs=outputs,
         replaced={at: place_of[x] for at, x in enumerate(old) if x in place_of},
         shape=shape,
-        block_size=max((x.size for x in blocks), default=None),
+        block_size=max((x.size for x in blocks if x.axis == axis), default=None),
         axis=axis,
+        group_size=groups[0].size if groups else None,
         entangled=entangled,
         reads_repeated=any(_is_repeated(program, value) for value in reads),
         obstacle=_obstacle(outputs, shape) or entangled,
@@ -164,14 +171,16 @@ def _entangled(
     nodes: list[Node], blocks: list[Blocks], shape: tuple[int, ...], axis: int
 ) -> str | None:
     """Return why no part of the arrays of an end can be computed alone."""
-    if len({(x.size, x.axis) for x in blocks}) > 1:
-        return "blocks of several kinds"
-    # Scales have the shape of their elements but for their axis.
+    if len({(x.size, x.axis) for x in blocks}) > len({x.axis for x in blocks}):
+        return "blocks of several sizes"
+    behind = [x for x in range(len(shape)) if x != axis][-1:]
+    if not {x.axis for x in blocks} <= {axis, *behind}:
+        return "blocks along several axes"
+    # Scales and shifts have the shape of their elements but for one axis.
+    shapes = {shape}
+    shapes |= {(*shape[: x.axis], x.count, *shape[x.axis + 1 :]) for x in blocks}
     made = {value.aval.shape for node in nodes for value in node.outputs}
-    rest = shape[:axis], shape[axis + 1 :]
-    if any(len(x) != len(shape) or (x[:axis], x[axis + 1 :]) != rest for x in made):
-        return "arrays of several shapes"
-    return None
+    return None if made <= shapes else "arrays of several shapes"
 
 
 def _fits(node: Node) -> bool:

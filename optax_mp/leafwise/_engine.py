@@ -72,8 +72,10 @@ def _rewrite(
     errors: Sequence[Exception],
 ) -> _by_platform.Function | None:
     """Return what computes a step on a target; None for the step as it is."""
-    # XLA writes whole arrays in float32 between a `cond` and the rest of a step.
+    # XLA writes whole arrays in float32 between a `cond` and the rest of a step, and
+    # before it looks for the largest of columns.
     may_pay = target.platform in platforms or traced.program.has_branches
+    may_pay |= any(end.group_size for end in traced.ends)
     is_cut = may_pay and any(end.obstacle is None for end in traced.ends)
     # After an error with kernels, a TPU still goes by chunks.
     is_cut &= not errors or target.platform == "tpu"

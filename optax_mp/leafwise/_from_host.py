@@ -62,7 +62,7 @@ class Plan(NamedTuple):
 def bytes_on_device(aval: Any) -> int:
     """Return how many bytes an array takes on the device.
 
-    Codes of few bits become numbers of 32 bits there.
+    Low-bit codes become numbers of 32 bits there.
     """
     return aval.size * max(4, aval.dtype.itemsize)
 
@@ -156,8 +156,8 @@ class _Job:
 class _StepFromHost:
     """A step, and the values computed so far. See `run_from_host`.
 
-    A value is *brought* if it is large and depends on arrays in host memory: it is on
-    the device only within a loop. A small value is computed once, and stays.
+    A value is *transferred* if it is large and depends on arrays in host memory: it is
+    on the device only within a loop. A small value is computed once, and stays.
     """
 
     traced: TracedStep

@@ -24,47 +24,125 @@ from optax_mp.leafwise._kernel_evaluator import (
 )
 from optax_mp.leafwise._program import Value
 
-# Elements of a part, and warps of 32 threads for it. Eight elements for each thread:
-# with sixteen, XLA takes twice as long to compile a kernel.
-_COUNT, _WARPS = 2048, 8
+# Elements of a piece at least, and for each thread: with sixteen, XLA takes twice as
+# long to compile a kernel. A warp has 32 threads.
+_COUNT, _PER_WARP = 2048, 8 * 32
+# Columns of a piece at least: memory is read in runs of 32 bytes.
+_COLUMNS = 32
 
 
 @dataclass(frozen=True)
-class RunEvaluator(KernelEvaluator):
-    """A run of elements, in the order of memory, and their scales.
+class Pieces:
+    """How arrays are cut into pieces: each has some rows and columns.
 
     Attributes:
-        count: of elements.
-        first: the place of the first element in memory.
+        view: the shape in which arrays of elements are seen: layers, rows, columns.
+        height: how many rows a piece has; with shifts, those of a group.
+        rows: the next power of two, as Triton wants it.
+        columns: how many columns a piece has.
     """
 
-    count: int
-    first: Any
+    view: tuple[int, int, int]
+    height: int
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, end: End, part: Part) -> "Pieces":
+        """Return the pieces of a part."""
+        # Without shifts arrays are one row, in the order of memory: rows of whole
+        # blocks follow each other without a gap, and so do their scales.
+        if end.group_size is None:
+            return cls((1, 1, math.prod(part.shape)), 1, 1, _COUNT)
+        (*leading, length, width), height = part.shape, part.group_size
+        rows = 1 << (height - 1).bit_length()
+        columns = max(_COUNT // rows, _COLUMNS, part.block_size)
+        return cls((math.prod(leading), length, width), height, rows, columns)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Return how many pieces there are along each axis."""
+        layers, height, width = self.view
+        return layers, -(-height // self.height), -(-width // self.columns)
+
+    @property
+    def are_whole(self) -> bool:
+        """Return whether no piece reaches beyond an array."""
+        _, height, width = self.view
+        is_whole = height % self.height == 0 and width % self.columns == 0
+        return is_whole and self.rows == self.height
+
+
+@dataclass(frozen=True)
+class PieceEvaluator(KernelEvaluator):
+    """A piece of the elements of a part, and their scales and shifts.
+
+    Attributes:
+        pieces: how that is cut.
+        at: the layer, and the places of the piece among those along rows and columns.
+    """
+
+    pieces: Pieces
+    at: tuple[Any, Any, Any]
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the run of an array."""
-        is_element = shape == self.part.whole
-        return (self.count if is_element else self.count // self.part.block_size,)
+        """Return the shape of the piece of an array: of its last two axes."""
+        rows, columns = self.pieces.rows, self.pieces.columns
+        if shape == self.part.whole:
+            return rows, columns
+        if self.part.has_shifts(shape):
+            return 1, columns
+        return rows, columns // self.part.block_size
+
+    def places(self, shape: tuple[int, ...]) -> tuple[Any, jax.Array | None]:
+        """Return where the piece of an array is in its view, and what of it exists."""
+        own, (layer, i, j) = self.shape_of(shape), self.at
+        (_, height, width), step = self.pieces.view, self.pieces.height
+        if self.part.has_shifts(shape):
+            height, step = -(-height // self.part.group_size), 1
+        elif shape != self.part.whole:
+            width //= self.part.block_size
+        at = layer, pl.ds(i * step, own[0]), pl.ds(j * own[1], own[1])
+        if self.pieces.are_whole:
+            return at, None
+        row, column = (lax.broadcasted_iota(jnp.int32, own, axis) for axis in (0, 1))
+        is_inside = (row < jnp.minimum(step, height - i * step)) & (
+            column < width - j * own[1]
+        )
+        return at, is_inside
 
     def index(self, axis: int) -> jax.Array:
         """Return the indices in the whole array along an axis of the part."""
-        shape = self.part.shape
         # From the place in memory, where the last axis runs fastest.
-        at = lax.broadcasted_iota(jnp.int32, (self.count,), 0) + self.first
+        own, (layer, i, j) = self.shape_of(self.part.whole), self.at
+        _, height, width = self.pieces.view
+        row = lax.broadcasted_iota(jnp.int32, own, 0)
+        row += layer * height + i * self.pieces.height
+        at = row * width + lax.broadcasted_iota(jnp.int32, own, 1) + j * own[1]
+        shape = self.part.shape
         at = lax.div(at, jnp.int32(math.prod(shape[axis + 1 :])))
         at = at if not axis else lax.rem(at, jnp.int32(shape[axis]))
         return at + self.part.origin[axis]
 
-    def spread(self, scales: jax.Array) -> jax.Array:
-        """Return for each element the scale of its block."""
-        shape = (self.count // self.part.block_size, self.part.block_size)
-        return jnp.broadcast_to(scales[:, None], shape).reshape(self.count)
+    def spread(self, scales: jax.Array, axis: int) -> jax.Array:
+        """Return for each element the scale of its block along an axis, -1 or -2."""
+        shape = self.shape_of(self.part.whole)
+        if axis == -1:
+            blocks = (*scales.shape, self.part.block_size)
+            scales = jnp.broadcast_to(scales[:, :, None], blocks).reshape(shape)
+        return jnp.broadcast_to(scales, shape)
 
-    def largest(self, values: jax.Array) -> jax.Array:
-        """Return the largest value of each block."""
+    def largest(self, values: jax.Array, axis: int) -> jax.Array:
+        """Return the largest value of each block along an axis, -1 or -2."""
         # Unlike a TPU's lanes, the threads of a GPU exchange values freely: Triton
         # reshapes to blocks, and reduces these.
-        return jnp.max(values.reshape(-1, self.part.block_size), axis=1)
+        if axis == -1:
+            blocks = (values.shape[0], -1, self.part.block_size)
+            return jnp.max(values.reshape(blocks), axis=2)
+        _, is_inside = self.places(self.part.whole)
+        if is_inside is not None:
+            values = jnp.where(is_inside, values, 0)
+        return jnp.max(values, axis=0)[None, :]
 
 
 def obstacle(end: End, part: Part) -> str | None:
@@ -75,6 +153,8 @@ def obstacle(end: End, part: Part) -> str | None:
     size = end.block_size or 1
     if _COUNT % size:
         return f"blocks of {size}"
+    if part.group_size > 128:
+        return f"groups of {part.group_size} rows"
     if part.shape[-1] % size:
         return "rows not of whole blocks"
     if math.prod(part.shape) >= 2**31:
@@ -93,54 +173,54 @@ def run_end(
         args: the values of what it reads.
         interpret: whether to run the kernel without a GPU.
     """
-    # Arrays are seen as one row, in the order of memory: rows of whole blocks follow
-    # each other without a gap, so the scales of a run of elements are a run, too. Each
-    # program of the grid takes one run; the last one is masked.
-    size = math.prod(part.shape)
+    pieces, rank = Pieces.of(end, part), len(part.shape)
+    _, down, across = pieces.grid
 
     def kernel(*refs: Any) -> None:
-        places, refs = refs[: len(part.shape)], refs[len(part.shape) :]
-        here = replace(part, origin=tuple(ref[0] for ref in places))
-        first = pl.program_id(0) * _COUNT
-        run = RunEvaluator(here, _COUNT, first)
-
-        def places_of(value: Value) -> tuple[Any, Any]:
-            (count,) = run.shape_of(value.aval.shape)
-            start = pl.program_id(0) * count
-            at = lax.broadcasted_iota(jnp.int32, (count,), 0) + start
-            is_inside = at < math.prod(part.shape_of(value.aval.shape))
-            return pl.ds(start, count), None if size % _COUNT == 0 else is_inside
-
+        origin, refs = tuple(ref[0] for ref in refs[:rank]), refs[rank:]
+        # One axis of the grid: the others of a GPU have 65,535 places.
+        number = pl.program_id(0)
+        i = lax.div(number, jnp.int32(across))
+        at = (
+            lax.div(i, jnp.int32(down)),
+            lax.rem(i, jnp.int32(down)),
+            lax.rem(number, jnp.int32(across)),
+        )
+        piece = PieceEvaluator(replace(part, origin=origin), pieces, at)
         values: dict[Value, Any] = {}
         for value, ref in zip(end.reads, refs, strict=False):
             if value.aval.ndim:
-                at, inside = places_of(value)
+                places, inside = piece.places(value.aval.shape)
                 other = None if inside is None else 0
-                read = triton.load(ref.at[at], mask=inside, other=other)
+                read = triton.load(ref.at[places], mask=inside, other=other)
             else:
                 read = ref[0]
             values[value] = hold(read, value.aval.dtype)
-        run.run_all(end, values)
+        piece.run_all(end, values)
         for value, ref in zip(end.outputs, refs[len(end.reads) :], strict=True):
-            at, inside = places_of(value)
-            triton.store(
-                ref.at[at], values[value].astype(value.aval.dtype), mask=inside
-            )
+            places, inside = piece.places(value.aval.shape)
+            new = values[value].astype(value.aval.dtype)
+            triton.store(ref.at[places], new, mask=inside)
 
-    flat = [
-        as_read(jnp.reshape(x, -1)) for x in map(jnp.asarray, [*part.origin, *args])
-    ]
-    rank = len(part.shape)
+    def view_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return the shape in which an array of the part is seen."""
+        if end.group_size is None:
+            return 1, 1, math.prod(shape)
+        return pieces.view[0], shape[-2], shape[-1]
+
+    def prepared(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        return as_read(x.reshape(view_of(x.shape) if x.ndim else 1))
+
     made_shapes = [(v, part.shape_of(v.aval.shape)) for v in end.outputs]
-    params = None if interpret else triton.CompilerParams(num_warps=_WARPS)
+    warps = max(1, pieces.rows * pieces.columns // _PER_WARP)
+    params = None if interpret else triton.CompilerParams(num_warps=warps)
     made = pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(size, _COUNT),),
-        out_shape=[
-            result_like(v.aval, (math.prod(shape),)) for v, shape in made_shapes
-        ],
+        grid=(math.prod(pieces.grid),),
+        out_shape=[result_like(v.aval, view_of(shape)) for v, shape in made_shapes],
         input_output_aliases={rank + at: out for at, out in aliases(end).items()},
         interpret=interpret,
         compiler_params=params,
-    )(*flat)
+    )(*map(prepared, [*part.origin, *args]))
     return [x.reshape(s) for x, (_, s) in zip(made, made_shapes, strict=True)]

@@ -183,7 +183,7 @@ def reduce_precision(x: jax.Array, params: Any) -> jax.Array:
     if dropped == 16:
         return x.astype(jnp.bfloat16).astype(jnp.float32)
     # Adding half a unit less one carries into the kept bits from above halfway. If the
-    # last kept bit is odd, one more is added, so that halfway carries, too.
+    # last kept bit is odd, one more is added, so that halfway also carries.
     unit = 1 << dropped
     pattern = lax.bitcast_convert_type(x, jnp.int32)
     is_odd = (pattern >> dropped) & 1

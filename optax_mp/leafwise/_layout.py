@@ -42,7 +42,7 @@ class Layout:
         Args:
             end: the end.
             args: the values of what it reads.
-            shardings: of those of these for which they are known.
+            shardings: where they are known.
             turns: whether to put the axis of the blocks last.
         """
         # From `param_shardings`, or the program, or types. All arrays of a leaf are
@@ -61,9 +61,11 @@ class Layout:
     @property
     def part(self) -> Part:
         """The part of the arrays that each device holds; all if that is not known."""
-        shape, size = self.end.shape, self.end.block_size or 1
+        shape, end = self.end.shape, self.end
         own = shape if self.sharding is None else self.sharding.shard_shape(shape)
-        return Part(shape, self._turn(own), size, (0,) * len(shape), self.axis)
+        own = self._turn(own)
+        size, origin = end.block_size or 1, (0,) * len(shape)
+        return Part(shape, own, size, origin, self.axis, end.group_size or 1)
 
     def _turn(self, sizes: Sequence[Any]) -> tuple[Any, ...]:
         return *sizes[: self.axis], *sizes[self.axis + 1 :], sizes[self.axis]
@@ -131,10 +133,14 @@ def spread_shardings(
 
 def _divides(sharding: NamedSharding, end: End) -> bool:
     """Return whether shards are of one shape, and none begins within a block."""
-    # The other axes may be cut anywhere: an element shares a scale with neighbours
-    # along one axis alone.
+    # The other axes may be cut anywhere: an element shares a scale or a shift with
+    # neighbours along two alone.
     try:
-        width = sharding.shard_shape(end.shape)[end.axis]
+        own = sharding.shard_shape(end.shape)
     except ValueError:
         return False
-    return width == end.shape[end.axis] or width % (end.block_size or 1) == 0
+    behind = [x for x in range(len(own)) if x != end.axis][-1:]
+    sizes = {end.axis: end.block_size} | dict.fromkeys(behind, end.group_size)
+    return all(
+        own[x] == end.shape[x] or own[x] % (size or 1) == 0 for x, size in sizes.items()
+    )

@@ -100,7 +100,7 @@ class Program:
     def _open_branches(self, equation: Equation, inputs: Sequence[Any]) -> list[Any]:
         self.has_branches = True
         (which, *operands), branches = inputs, equation.params["branches"]
-        # That of `optax.MultiSteps` is known, unless it may leave out gradients.
+        # The one of `optax.MultiSteps` is known, unless it may leave out gradients.
         if is_literal(which):
             return self._open(branches[which.val], operands)
         results = [self._open(x, operands) for x in branches]
@@ -136,7 +136,7 @@ class Program:
             The equations that the targets need, in order, and the values at which the
             walk stopped: these, and inputs.
         """
-        # In the order of places, which is that of the jaxpr, each equation comes after
+        # In the order of places, which is the jaxpr's, each equation comes after
         # those that it needs.
         places: set[int] = set()
         stops: dict[Value, None] = {}

@@ -30,7 +30,7 @@ from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._program import Node, Program, Value
 
 # At most so many rows, columns, and indices of other axes.
-_ROWS, _COLUMNS, _OTHERS = 33, 4096 + 512, 2
+_ROWS, _COLUMNS, _OTHERS = 128 + 33, 4096 + 512, 2
 _TINY = float(np.finfo(np.float32).tiny)
 _SPECIAL = (0.0, -0.0, _TINY, -_TINY, _TINY / 8, 1e-30, 3e38, np.inf, -np.inf, np.nan)
 # Of the kernel as it is used, one element in a hundred may be farther from XLA's than
@@ -175,6 +175,8 @@ def _numbers(value: Value, part: Part, random: np.random.Generator) -> np.ndarra
     shape, dtype = part.shape_of(aval.shape), jnp.dtype(aval.dtype)
     if dtype in (jnp.bool_, jnp.int32):  # counts, and indices of branches
         return random.integers(0, 2, shape).astype(dtype)
+    if part.has_shifts(aval.shape):
+        return random.integers(0, 9, shape).astype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         bounds = jnp.iinfo(dtype)
         return random.integers(bounds.min, int(bounds.max) + 1, shape, dtype)
@@ -203,7 +205,7 @@ def _difference(want: np.ndarray, got: np.ndarray, used: np.ndarray) -> Differen
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return how many numbers of their dtype lie between those of two arrays."""
+    """Return how many numbers of their dtype lie between the numbers of two arrays."""
     bits = [x.view(f"i{a.dtype.itemsize}").astype(np.int64) for x in (a, b)]
     if not jnp.issubdtype(a.dtype, jnp.floating):
         around = 1 << 8 * a.dtype.itemsize
@@ -224,5 +226,5 @@ def _form_of(end: End, part: Part, target: Target) -> Hashable:
     nodes = tuple(
         (x.equation.primitive, types(x.inputs), types(x.outputs)) for x in end.nodes
     )
-    of_part = part.shape, part.block_size, part.axis
+    of_part = part.shape, part.block_size, part.group_size, part.axis
     return target.kind, *of_part, nodes, types(end.outputs)

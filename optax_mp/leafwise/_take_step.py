@@ -43,9 +43,9 @@ def take_step(
     ```
 
     but with less memory traffic for leaves that `Split`, `low_bit_state` and
-    `stochastic_rounding` store in few bits. On TPUs and GPUs the step of such a leaf
-    runs in one kernel, which reads and writes each array once, in place. `tx` can be
-    any optimizer: its update is traced, and whatever is not elementwise, such as a
+    `stochastic_rounding` store in low-bit form. On TPUs and GPUs the step of such a
+    leaf runs in one kernel, which reads and writes each array once, in place. `tx` can
+    be any optimizer: its update is traced, and whatever is not elementwise, such as a
     global norm, is computed before the kernels. Outside of `jit`, within `vmap` or
     `grad`, and if the update has effects, such as `jax.debug.print`, there are no
     kernels, and a warning says so. A step that a loss scale skips changes no bit of a
@@ -133,7 +133,7 @@ def whole_step(
     param_shardings: Any,
     extra_args: dict[str, Any],
 ) -> tuple[Step, Any, Any, list[NamedSharding | None]]:
-    """Return the arguments of `run_step` for those of the function `name`."""
+    """Return the arguments of `run_step` for the function `name`."""
     if getattr(tx, "makes_params", False):
         extra_args = with_context(extra_args, takes_params=True)
     tx = as_transformation(tx, name, "tx")
@@ -182,7 +182,7 @@ def leafwise_update(update: Callable[..., tuple[Any, Any]]) -> Any:
     """Return the update of a transformation, in one pass where that is less traffic.
 
     The new param is computed outside, in one more pass. So kernels pay on a TPU, where
-    XLA alone passes over packed arrays several times, and with branches.
+    XLA alone passes over packed arrays several times, with branches, and with shifts.
     """
 
     @functools.wraps(update)

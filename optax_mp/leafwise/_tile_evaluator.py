@@ -36,7 +36,8 @@ class TileEvaluator(KernelEvaluator):
     Attributes:
         rows: of the chunk.
         columns: of the chunk, a multiple of 128.
-        block_size: how many columns share a scale.
+        block_size: how many columns share a scale. All rows share shifts, if there are
+            any.
         scale_count: how many scales a row of the tile has.
         origin: the indices of the tile's first element in the part.
         first: the chunk's first column in the tile.
@@ -56,11 +57,13 @@ class TileEvaluator(KernelEvaluator):
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the chunk of an array."""
+        if self.part.has_shifts(shape):
+            return 1, self.columns
         is_element = shape == self.part.whole
         return self.rows, self.columns if is_element else self.scale_count
 
     def is_of_chunk(self) -> jax.Array:
-        """Return which scales of the tile are those of this chunk."""
+        """Return which scales of the tile belong to this chunk."""
         at = lax.broadcasted_iota(jnp.int32, (self.rows, self.scale_count), 1)
         first = self.first >> self._shift
         return (at >= first) & (at < first + self.columns // self.block_size)
@@ -74,14 +77,18 @@ class TileEvaluator(KernelEvaluator):
         at = lax.broadcasted_iota(jnp.int32, shape, 1 - from_last)
         return at + start + (0 if from_last else self.first)
 
-    def spread(self, scales: jax.Array) -> jax.Array:
-        """Return for each element the scale of its block."""
+    def spread(self, scales: jax.Array, axis: int) -> jax.Array:
+        """Return for each element the scale of its block along an axis, -1 or -2."""
+        if axis == -2:
+            return jnp.broadcast_to(scales, (self.rows, self.columns))
         # The other way round: lane i of the elements takes lane i / block size.
         at = lax.broadcasted_iota(jnp.int32, (self.rows, self.columns), 1)
         return _take_lanes(scales, (at + self.first) >> self._shift)
 
-    def largest(self, values: jax.Array) -> jax.Array:
+    def largest(self, values: jax.Array, axis: int) -> jax.Array:
         """Return the largest value of each block, in the place of its scale."""
+        if axis == -2:
+            return self._largest_of_columns(values)
         lane = lax.broadcasted_iota(jnp.int32, (self.rows, self.scale_count), 1)
         result = jnp.zeros((self.rows, self.scale_count), jnp.int32)
         for start in range(0, self.columns, LANES):
@@ -97,6 +104,12 @@ class TileEvaluator(KernelEvaluator):
             count = LANES // self.block_size
             result = jnp.where((lane >= first) & (lane < first + count), found, result)
         return result
+
+    def _largest_of_columns(self, values: jax.Array) -> jax.Array:
+        # Rows after the last one hold anything.
+        row = lax.broadcasted_iota(jnp.int32, values.shape, 0) + self.origin[-2]
+        values = jnp.where(row < self.part.shape[-2], values, 0)
+        return jnp.max(values, axis=0, keepdims=True)
 
 
 def _take_lanes(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ from optax_mp.leafwise._kernel_evaluator import (
 from optax_mp.leafwise._program import Value
 from optax_mp.leafwise._tile_evaluator import LANES, TileEvaluator
 
-_ROWS = 32  # Mosaic's tiles of 8-bit numbers are 32 x 128.
+_ROWS, _ROW_BITS = 32, 5  # Mosaic's tiles of 8-bit numbers are 32 x 128.
 _PACKED = 4  # rows of 8-bit numbers, in one of 32-bit numbers
 _CHUNK = 512
 
@@ -47,6 +47,8 @@ def obstacle(end: End, part: Part) -> str | None:
     # XLA lays such arrays out by columns, and would copy them for a kernel.
     if part.shape[-1] % LANES:
         return f"rows no multiple of {LANES}"
+    if part.shape[-2] != end.group_size and (end.group_size or 0) % _ROWS:
+        return f"groups of {end.group_size} rows"
     if end.block_size is not None and (end.block_size < 8 or LANES % end.block_size):
         return f"blocks of {end.block_size}"
     return None
@@ -69,27 +71,48 @@ def run_end(
     # Inside, a loop takes the columns by chunks, so that intermediate values fit into
     # registers. All scales of the tile are stored together at the end.
     *leading, height, width = shape
-    rows = min(_ROWS, height)
-    # As many columns as 128 scales are for, since those fill a register's lanes.
-    columns = min(block_size * LANES, width)
-    chunk = math.gcd(columns, _CHUNK)
-    tile_scales = -(-columns // block_size // LANES) * LANES
+    rows = end.group_size or min(_ROWS, height)
+    # As many columns as 128 scales are for, since those fill a register's lanes. Tiles
+    # of more rows have fewer, and several of them share a tile of scales.
+    columns = block_size * LANES >> max(0, (rows - 1).bit_length() - _ROW_BITS)
+    columns = min(max(columns, LANES), width)
+    shared = max(1, block_size * LANES // columns)
+    chunk = math.gcd(columns, _CHUNK if rows <= _ROWS else LANES)
     arrays = [i for i, v in enumerate(end.reads) if v.aval.ndim]
     singles = [i for i, v in enumerate(end.reads) if not v.aval.ndim]
 
+    def has_shifts(value: Value) -> bool:
+        return part.has_shifts(value.aval.shape)
+
     def is_scales(value: Value) -> bool:
-        return value.aval.shape != part.whole
+        return value.aval.shape != part.whole and not has_shifts(value)
+
+    def view_of(value: Value) -> tuple[int, ...]:
+        own = part.shape_of(value.aval.shape)
+        # One row of shifts is no tile, unless there is no other.
+        return (*own[:-1], 1, own[-1]) if has_shifts(value) else own
 
     def spec(value: Value) -> pl.BlockSpec:
-        tile = (rows, tile_scales if is_scales(value) else columns)
-        return pl.BlockSpec((*[None] * len(leading), *tile), lambda *at: at)
+        if has_shifts(value):
+            tile = (*[None] * len(leading), None, 1, columns)
+            return pl.BlockSpec(tile, lambda *at: (*at[:-1], 0, at[-1]))
+        if not is_scales(value):
+            tile = (*[None] * len(leading), rows, columns)
+            return pl.BlockSpec(tile, lambda *at: at)
+        tile = (*[None] * len(leading), rows, LANES)
+        return pl.BlockSpec(
+            tile, lambda *at: (*at[:-1], lax.div(at[-1], jnp.int32(shared)))
+        )
 
     def kernel(*refs: Any) -> None:
         integers, floats, *inputs = refs[: 2 + len(arrays)]
         made = refs[2 + len(arrays) :]
         here = replace(part, origin=tuple(integers[i] for i in range(len(shape))))
         ids = [pl.program_id(axis) for axis in range(len(shape))]
-        origin = (*ids[:-2], ids[-2] * rows, ids[-1] * columns)
+        # Columns are counted from where the tile of scales begins.
+        place = ids[-1] & (shared - 1)
+        start = (ids[-1] - place) * columns
+        origin = (*ids[:-2], ids[-2] * rows, start)
         values = {
             end.reads[i]: _unpack(integers[at], floats[at], end.reads[i].aval.dtype)
             for at, i in enumerate(singles, start=len(shape))
@@ -102,7 +125,7 @@ def run_end(
         def run_chunk(k: Any, scales: Sequence[Any]) -> Sequence[Any]:
             first = pl.multiple_of(k * chunk, chunk)
             tile = TileEvaluator(
-                here, rows, chunk, block_size, tile_scales, origin, first
+                here, rows, chunk, block_size, LANES, origin, place * columns + first
             )
             local = dict(values)
             for i, ref in of_arrays.items():
@@ -123,31 +146,32 @@ def run_end(
                     ref[:, pl.ds(first, chunk)] = result.astype(ref.dtype)
             return tuple(scales)
 
-        empty = tuple(
-            jnp.zeros((rows, tile_scales), jnp.float32) if is_scales(v) else 0
-            for v in end.outputs
+        # What the tiles before have set stays.
+        before = tuple(
+            ref[...].astype(jnp.float32) if is_scales(v) else 0
+            for v, ref in zip(end.outputs, made, strict=True)
         )
-        scales = lax.fori_loop(0, columns // chunk, run_chunk, empty)
+        scales = lax.fori_loop(0, columns // chunk, run_chunk, before)
         for value, ref, result in zip(end.outputs, made, scales, strict=True):
             if is_scales(value):
                 ref[...] = result.astype(ref.dtype)
 
     alias = {2 + arrays.index(at): out for at, out in aliases(end).items()}
     in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
-    return pl.pallas_call(
+    results = pl.pallas_call(
         kernel,
         grid=(*leading, pl.cdiv(height, rows), pl.cdiv(width, columns)),
         in_specs=[in_scalar_memory] * 2 + [spec(end.reads[i]) for i in arrays],
         out_specs=[spec(value) for value in end.outputs],
-        out_shape=[
-            result_like(v.aval, part.shape_of(v.aval.shape)) for v in end.outputs
-        ],
+        out_shape=[result_like(v.aval, view_of(v)) for v in end.outputs],
         input_output_aliases=alias,
         interpret=interpret,
     )(
         *_pack([*part.origin, *(args[i] for i in singles)]),
-        *(as_read(args[i]) for i in arrays),
+        *(as_read(args[i].reshape(view_of(end.reads[i]))) for i in arrays),
     )
+    shapes = [part.shape_of(v.aval.shape) for v in end.outputs]
+    return [x.reshape(s) for x, s in zip(results, shapes, strict=True)]
 
 
 def bring_rows(view: jax.Array, first: Any, length: int) -> jax.Array:

@@ -131,7 +131,7 @@ class TracedStep:
     @cached_property
     def call_values(self) -> tuple[list[Value], list[Any]]:
         """The values that the call reads, and those that it returns."""
-        # It may read the constants of the jaxpr, too, and does not return inputs.
+        # It may read the constants of the jaxpr as well, and does not return inputs.
         jaxpr: Any = self.traced.closed.jaxpr
         (call,), program = jaxpr.eqns, self.program
         read = dict(zip(jaxpr.invars, program.inputs, strict=True))

@@ -177,7 +177,7 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
 
     Element by element: a finite param that differs from its rounded master becomes the
     new master. After 16-bit updates a few params in a thousand differ by a rounding;
-    their masters are rounded, too. `Split` and `stochastic_rounding` follow edits by
+    their masters are also rounded. `Split` and `stochastic_rounding` follow edits by
     themselves. Such states, and those without masters, are returned unchanged.
 
     Args:

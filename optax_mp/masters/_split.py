@@ -187,8 +187,8 @@ class Split:
 def _drop_invalid(remainder: jax.Array, base: jax.Array) -> jax.Array:
     """Return `remainder`, or 0 where it is invalid for the param's pattern `base`.
 
-    There are no patterns below that of zero, and no masters between infinity and NaN.
-    Such a remainder is left behind if the user edits the param.
+    There are no patterns below the pattern of zero, and no masters between infinity and
+    NaN. Such a remainder is left behind if the user edits the param.
     """
     magnitude = lax.bitwise_and(base, ~_SIGN)
     is_zero, is_finite = lax.eq(magnitude, _ZERO), lax.lt(magnitude, _INFINITY)

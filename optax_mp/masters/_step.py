@@ -76,7 +76,8 @@ class Step:
         return all(
             brings_to_master(param.dtype, self._update_dtype(i))
             for i, param in enumerate(params)
-            # What gets no gradient moves by decay alone, which is too little to miss.
+            # Leaves without a gradient move by decay alone, which is too little to
+            # miss.
             if is_floating(grads[i]) and not isinstance(self.stored[i], ABSENT)
         )
 
@@ -142,7 +143,7 @@ def brings_to_master(param_dtype: jnp.dtype, update_dtype: jnp.dtype) -> bool:
     If so, a param with another value was edited. A float32 sum of params of 16 or 8
     bits is exact, and so is a float64 sum of float32 params. The exception is a weight
     that a step shrinks to less than 2^-15 (float16: 2^-12) of its value. Such a param
-    becomes its master, too, which moves it by at most 2^-23 of the old weight.
+    also becomes its master, which moves it by at most 2^-23 of the old weight.
     """
     return bits(update_dtype) >= 32 and bits(update_dtype) > bits(param_dtype)
 

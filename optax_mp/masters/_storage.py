@@ -86,8 +86,8 @@ class Storage(Protocol):
     def encode(self, master: jax.Array, param: jax.Array) -> PyTree:
         """Return what is stored for `master`, beside `param`.
 
-        One array, or a small pytree of arrays, whose last axes are those of the param:
-        only then can they be sharded as the param is. For `param == round(master)`,
+        One array, or a small pytree of arrays, whose last axes are the param's: only
+        then can they be sharded as the param is. For `param == round(master)`,
         `decode` gives the master back, as precisely as the storage promises.
         """
         ...
@@ -169,7 +169,7 @@ class MixedPrecisionState(NamedTuple):
         master_params: a tree like the params, with the stored form of each leaf's
             master, and `optax.MaskedNode()` for each leaf that is its own master.
         inner_state: the state of the inner optimizer, over masters. Its public fields,
-            such as `hyperparams`, are attributes of this state, too.
+            such as `hyperparams`, are also attributes of this state.
         last_exact: bool scalar, whether the last updates were exact, as float32 ones
             are. Then each param is its rounded master, and one that is not was edited.
             Updates of 16 bits may have missed it by a rounding. None for a storage such

@@ -53,8 +53,8 @@ def mixed_precision(
     because each update is less than half a unit in its last place. With this transform
     the updates add up in a float32 master, which the optimizer state holds, and the
     param is the master rounded to the param's dtype. The inner optimizer sees masters,
-    gradients and state in `master_dtype`. So its trajectory is bit for bit that of
-    float32 training whose jitted step casts the same gradients. (Against a program that
+    gradients and state in `master_dtype`. So its trajectory is bit-identical to float32
+    training on the same gradients, cast inside the jitted step. (Against a program that
     that takes the cast gradients as inputs, 4% of AdamW's masters differ in their last
     places after five steps, because XLA contracts products and sums differently.)
 
@@ -78,7 +78,7 @@ def mixed_precision(
     - Put this transform last in a chain, or around the chain. A later transform would
       change the rounded difference, and small updates would be lost again.
     - If a loss scale is an earlier link of the same chain, a step that it skips is
-      skipped here entirely, too. The link marks such a step by handing on float32
+      also skipped here entirely. The link marks such a step by handing on float32
       gradients that are negative zero everywhere. The mark is not seen in 16-bit
       gradients, nor under `shard_map` if gradients differ among ranks.
 
@@ -90,12 +90,12 @@ def mixed_precision(
             and cast it later. A dtype, a `Policy`, or a function of (path string,
             leaf); by default each leaf's own dtype. Calling `init` before the cast
             keeps all bits of pretrained weights in the masters.
-        update_dtype: the dtype of updates. None, the default, is that of the incoming
-            gradients, as for every optax optimizer. With 16-bit gradients updates are
-            then rounded, and a param can miss its rounded master by that rounding until
-            the next step. With float32 updates are exact. With `"params"` each update
-            has its param's dtype, for loops that add without casting back, such as
-            `equinox.apply_updates`.
+        update_dtype: the dtype of updates. None, the default, is the dtype of the
+            incoming gradients, as for every optax optimizer. With 16-bit gradients
+            updates are then rounded, and a param can miss its rounded master by that
+            rounding until the next step. With float32 updates are exact. With
+            `"params"` each update has its param's dtype, for loops that add without
+            casting back, such as `equinox.apply_updates`.
         storage: how masters are kept: `FullCopy()`; `Split(bits=16)`, lossless for
             bfloat16 params with 2 bytes per weight less; `Split(bits=8)`; or an object
             of your own with the members of `Storage`. With `Split`, updates of leaves

@@ -33,8 +33,8 @@ def release_gradients(
 
     `fun(layers, rest, ...)` is a loss that scans the layers with `scan_layers`. `f`
     returns its value, the gradients of `rest`, which holds all other params, and
-    `layers` and `opt_state` after one step. The step of `rest` is yours. Results are
-    those of `optax_mp.value_and_grad` and of `tx.update` on each layer. Call `f` under
+    `layers` and `opt_state` after one step. The step of `rest` is yours. `f` does
+    what `optax_mp.value_and_grad` and `tx.update` on each layer do. Call `f` under
     `jax.jit`, and donate state and layers to overwrite them.
 
     Each layer has a state of its own: `opt_state = jax.vmap(tx.init)(layers)`. It may
@@ -54,7 +54,7 @@ def release_gradients(
             a norm. It then does so for each layer.
         param_shardings: how `layers` are sharded under `jit`, a tree of shardings like
             them or a prefix of one. Pass it if a last axis is sharded on GPUs, where
-            XLA otherwise transposes all layers; and for kernels, as in `take_step`.
+            XLA may otherwise transpose all layers; and for kernels, as in `take_step`.
 
     Returns:
         The function. With `has_aux` its value is (loss, aux).

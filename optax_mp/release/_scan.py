@@ -101,7 +101,7 @@ class Stack:
 
     def step(self, grads: Any, opt_state: Any, weights: Any) -> tuple[Any, Any]:
         """Return (weights, opt_state) of one layer after its step."""
-        # Else XLA may drop their rounding, and sum those of devices in float32.
+        # Else XLA may drop their rounding, and send float32 between devices.
         grads = widen_gradients(lax.optimization_barrier(self.in_rows(grads)))
         if holds_packed(opt_state):
             return take_step(

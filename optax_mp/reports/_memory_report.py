@@ -20,7 +20,10 @@ from optax_mp._tree import PyTree, describe, is_array, is_floating, spell, summa
 from optax_mp.masters._storage import MixedPrecisionState
 
 _Path = tuple[Any, ...]
-_PARAMS, _SCALES, _REST = "params", "block scales", "rest"
+_PARAMS, _REST = "params", "rest"
+_SCALES = {"scales": "block scales", "shifts": "column scales"}
+# What plain float32 has not.
+_OF_FORMS = {"masters", "remainders", *_SCALES.values()}
 _TITLES = ("role", "dtype", "size", "bytes per weight", "share", "on the host")
 _CODES = GetAttrKey("codes")
 # Fields of wrappers: they hold the state of another transform, and are not its role.
@@ -34,7 +37,8 @@ class MemoryRow:
     Attributes:
         role: `"params"`; `"masters"`, or `"remainders"` where the param holds the rest
             of its master; the field of the optimizer's state, such as `"mu"`, `"nu"` or
-            `"trace"`; `"block scales"` of a low-bit state; or `"rest"`: counts, the
+            `"trace"`; `"block scales"` and `"column scales"` of a low-bit state; or
+            `"rest"`: counts, the
             loss scale, keys and other scalars.
         path: the path of the array in the params or in the state.
         param: the path of the param that it belongs to, or `""` if it belongs to none.
@@ -109,7 +113,7 @@ class MemoryReport(Report):
 
     def by_role(self) -> dict[str, int]:
         """Return the bytes of each role: params first, block scales and rest last."""
-        last = {_SCALES: 1, _REST: 2}
+        last = dict.fromkeys(_SCALES.values(), 1) | {_REST: 2}
         found = self._sum_by(lambda row: row.role)
         return dict(sorted(found.items(), key=lambda item: last.get(item[0], 0)))
 
@@ -248,7 +252,7 @@ def _state_rows(opt_state: PyTree, params: PyTree) -> Iterator[MemoryRow]:
         coded = next((start for start in above if start in quantized), None)
         is_codes = coded is not None and path[len(coded)] == _CODES
         if coded is not None and not is_codes:
-            role = _SCALES
+            role = _SCALES[path[len(coded)].name]
         elif roles := [masters[start] for start in above if start in masters]:
             role = roles[-1]  # of the innermost, if one is in another's state
         elif param is None and not leaf.shape:
@@ -302,7 +306,7 @@ def _row(
         dtype=describe(leaf).split("[")[0],
         bytes=count,
         host_bytes=count if is_stored_on_host(leaf) else 0,
-        float32_bytes=0 if role in ("masters", "remainders", _SCALES) else plain,
+        float32_bytes=0 if role in _OF_FORMS else plain,
     )
 
 

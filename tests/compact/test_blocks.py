@@ -7,11 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparison import as_bits
-from reference import block_codes, block_layout, block_scales, block_share, block_values
+from reference import (
+    block_codes,
+    block_layout,
+    block_scales,
+    block_share,
+    block_values,
+    column_shifts,
+    shift_layout,
+)
 
 from optax_mp._quantized import Code
 from optax_mp.compact import _blocks
-from optax_mp.compact._blocks import choose_blocks, dequantize, quantize
+from optax_mp.compact._blocks import (
+    choose_blocks,
+    choose_group,
+    dequantize,
+    quantize,
+)
 from optax_mp.compact._random_numbers import rounding_keys
 
 EVERY_FORM = pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
@@ -34,16 +47,18 @@ def rounding_key(*parts):
     return rounding_keys(1, *parts)[0]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def quantized_zeros(x, dtype, block_size=None, stays_positive=None):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def quantized_zeros(x, dtype, block_size=None, stays_positive=None, shifts=False):
     blocks = (-1, None) if block_size is None else choose_blocks(x.shape, block_size)
+    group = choose_group(x.shape, blocks[0]) if shifts else None
     name = str(jnp.dtype(dtype))
     stays_positive = is_unsigned(name) if stays_positive is None else stays_positive
-    return _blocks.quantized_zeros(x, Code(name, *blocks, stays_positive))
+    return _blocks.quantized_zeros(x, Code(name, *blocks, stays_positive, group))
 
 
-def encode(x, dtype, block_size=32, key=None, stays_positive=None):
-    return quantize(x, quantized_zeros(x, dtype, block_size, stays_positive), key)
+def encode(x, dtype, block_size=32, key=None, stays_positive=None, shifts=False):
+    like = quantized_zeros(x, dtype, block_size, stays_positive, shifts)
+    return quantize(x, like, key)
 
 
 decode = jax.jit(dequantize)
@@ -289,3 +304,126 @@ def test_a_16_bit_float_has_no_scales(dtype):
     assert not np.array_equal(stochastic.codes, got.codes)
     once = quantize(decode(got), form, rounding_key(1))
     np.testing.assert_array_equal(once.codes, got.codes)
+
+
+def columns(shape, dtype="int8", decades=6, axis=-1):
+    """Return random values whose columns are over some decades."""
+    x = np.random.default_rng(0).normal(size=shape)
+    size = 10.0 ** (-decades * np.random.default_rng(1).random(shape[axis]))
+    x = np.moveaxis(np.moveaxis(x, axis, -1) * size, -1, axis).astype(np.float32)
+    return np.abs(x) if dtype.startswith("u") else x
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "axis"),
+    [
+        ((64, 160), "int8", -1),
+        ((256, 128), "uint8", -1),
+        ((261, 264), "uint8", -1),  # a short last group; blocks of 33
+        ((2, 32, 128), "int16", -1),  # layers
+        ((256, 16, 32), "uint8", -3),  # heads
+        ((400, 24), "int8", -2),
+    ],
+    ids=str,
+)
+def test_shifts_are_those_of_the_reference(shape, dtype, axis):
+    x = columns(shape, dtype, axis=axis)
+    x[..., 5:7] *= np.random.default_rng(2).random(x[..., 5:7].shape) < 0.5
+    got = jax.device_get(encode(x, dtype, shifts=True))
+    shifts, each = column_shifts(x, 32)
+    np.testing.assert_array_equal(got.shifts, shifts)
+    assert shifts.max() > 10 and shifts.min() == 0
+    shifted = np.ldexp(x.astype(np.float64), each).astype(np.float32)
+    scales, of_block = block_scales(shifted, 32)
+    assert as_bits(got.scales) == as_bits(scales)
+    want = block_codes(shifted, of_block, dtype)
+    # As in the test without shifts: next to the middle of two codes.
+    off = np.abs(got.codes.astype(int) - want.astype(int))
+    assert off.max() <= 1 and off.mean() <= (0.02 if "16" in dtype else 1e-3)
+    back = np.asarray(decode(got), np.float64)
+    values = np.ldexp(block_values(got.codes, of_block), -each)
+    np.testing.assert_allclose(back, values, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "group"),
+    [
+        ((4096, 4096), 128),
+        ((64, 256), 64),
+        ((24, 768, 3072), 32),
+        ((50257, 768), 128),  # no two devices share it
+        ((2880, 2880), None),
+        ((8, 4096), None),
+        ((1024, 16, 64), 64),
+        ((4096, 96), 96),
+        ((3, 3, 64, 128), 64),
+        ((4096,), None),
+    ],
+    ids=str,
+)
+def test_no_device_has_a_part_of_a_group_of_rows(shape, group):
+    axis, _ = choose_blocks(shape, 32)
+    assert choose_group(shape, axis) == group
+    assert shift_layout(shape, 32) == (group and (len(shape) - 1 - (axis == -1), group))
+
+
+@EVERY_FORM
+def test_columns_of_one_size_keep_their_codes(dtype):
+    x = np.random.default_rng(0).normal(size=(1024, 256)).astype(np.float32)
+    x = x * x if is_unsigned(dtype) else x
+    x[64] *= 1e-9  # a row of another size
+    x[77, 77] = 1e6  # a value out of line
+    key = rounding_key(1)
+    got, plain = (encode(x, dtype, 32, key, None, on) for on in (True, False))
+    assert not got.shifts.any()
+    assert as_bits(got[:2]) == as_bits(plain[:2])
+
+
+@EVERY_FORM
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_no_value_in_shifted_columns_is_lost(stochastic, dtype):
+    """Zeros, infinite and NaN ones, the largest and the smallest; each in its block."""
+    x = columns((256, 256), dtype, 8)
+    clean = x.copy()
+    x[:, 3] = 0
+    x[1, 40], x[2, 70], x[130, 100] = np.nan, np.inf, np.finfo(np.float32).max
+    key = rounding_key(1) if stochastic else None
+    back = np.asarray(decode(encode(x, dtype, 32, key, shifts=True)))
+    is_bad = np.zeros(x.shape, bool)
+    is_bad[1, 32:64] = is_bad[2, 64:96] = True
+    np.testing.assert_array_equal(np.isnan(back), is_bad)
+    assert (back[:, 3] == 0).all() and back[130, 100] == 2.0**126
+    if is_unsigned(dtype):
+        ours = ~is_bad & (x > 0)
+        ours[128:160, 96:128] = False
+        assert (back[ours] > 0).all()
+    back = np.asarray(decode(encode(clean, dtype, 32, key, shifts=True)))
+    top = np.sort(np.abs(clean), 0)[-8:]  # of each column
+    near = np.sort(np.abs(back), 0)[-8:]
+    np.testing.assert_allclose(near, top, rtol=0.1 if "8" in dtype else 1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_shifted_columns_are_right_on_average(dtype):
+    x = columns((32, 128), dtype)
+    keys = jax.vmap(rounding_key)(jnp.arange(2000))
+    like = quantized_zeros(x, dtype, 32, None, True)
+    encoded = jax.vmap(lambda key: quantize(x, like, key))(keys)
+    back = np.asarray(jax.vmap(dequantize)(encoded), np.float64)
+    error = 5 * back.std(0) / np.sqrt(len(back)) + 1e-6 * np.abs(x)
+    each = np.ldexp(
+        block_scales(np.ldexp(x, column_shifts(x, 32)[1]), 32)[1],
+        -column_shifts(x, 32)[1],
+    )
+    error += worst_error(x, each, dtype, 1.0) * 5 / len(back)
+    assert (np.abs(back.mean(0) - x) <= error).all()
+
+
+@EVERY_FORM
+def test_layers_have_shifts_of_their_own(dtype):
+    layers = np.stack([columns((64, 128), dtype), columns((64, 128), dtype)[:, ::-1]])
+    want = [encode(x, dtype, shifts=True) for x in layers]
+    want = as_bits(jax.tree.map(lambda *x: jnp.stack(x), *map(tuple, want)))
+    assert as_bits(tuple(encode(layers, dtype, shifts=True))) == want
+    by_vmap = jax.vmap(lambda x: tuple(encode(x, dtype, shifts=True)))(layers)
+    assert as_bits(by_vmap) == want

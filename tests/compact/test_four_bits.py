@@ -66,10 +66,10 @@ def test_codes_have_four_bits_and_train(compact):
 def test_a_report_counts_half_a_byte(compact):
     params = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
     report = optax_mp.memory_report(jax.eval_shape(compact.init, params), params)
-    # Params, what they lack, two moments, and a scale of 16 bits for 32 of each.
-    assert report.bytes_per_weight == pytest.approx(
-        2 + 1 + 2 * (0.5 + 2 / 32), abs=1e-4
-    )
+    # Params, what they lack, two moments, for 32 of each a scale of 16 bits, and for 128
+    # a shift.
+    want = 2 + 1 + 2 * (0.5 + 2 / 32 + 1 / 128)
+    assert report.bytes_per_weight == pytest.approx(want, abs=1e-4)
 
 
 def test_kernels_refuse_it_and_say_so(compact):

@@ -9,6 +9,7 @@ import optax
 import optax.contrib
 import pytest
 from comparison import as_bits, avals
+from jax.sharding import NamedSharding, PartitionSpec
 from optimizers import OPTIMIZERS, PER_EXAMPLE, extra_arguments
 from reference import adamw_step, block_codes, block_scales, block_values
 from slow_cases import mostly_slow
@@ -16,6 +17,7 @@ from slow_cases import mostly_slow
 import optax_mp
 from optax_mp import low_bit_state
 from optax_mp.compact import Quantized
+from optax_mp.compact._blocks import dequantize
 
 # The table's adafactor has factors, which are too small to be that is quantized.
 EVERY = OPTIMIZERS | {
@@ -516,12 +518,14 @@ def test_the_compact_form_is_5_and_an_eighth_bytes_a_weight():
     adamw = low_bit_state(optax.adamw(1e-3))
     tx = optax_mp.mixed_precision(adamw, storage=optax_mp.Split(bits=8))
     params = {
-        f"layer{i}": jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16) for i in "ab"
+        f"layer{i}": jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16) for i in "ab"
     }
     state = jax.eval_shape(tx.init, params)
     report = optax_mp.memory_report(state, params)
-    # Two bytes of param, one of remainder, two of codes, two scales of 2 for 32 weights.
-    assert report.bytes_per_weight == pytest.approx(2 + 1 + 2 + 4 / 32, rel=1e-4)
+    # Two bytes of param, one of remainder, two of codes, two scales of 2 for 32 weights,
+    # two shifts for 128.
+    want = 2 + 1 + 2 + 4 / 32 + 2 / 128
+    assert report.bytes_per_weight == pytest.approx(want, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -679,3 +683,94 @@ def test_a_weight_without_gradients_stays_where_float32_leaves_it(name, steps, s
     rate = {"adamw": 1.0, "sgd": 1e-2}[name]
     off = (weights(low_bit_state(inner)) - weights(inner))[late == 0] / rate
     assert abs(off.mean()) < 5 * off.std() / np.sqrt(off.size)
+
+
+def column_gradients(step, shape=(256, 256)):
+    """Return gradients whose columns are over six decades."""
+    sizes = 10.0 ** (-6 * jax.random.uniform(jax.random.key(0), shape[-1:]))
+    keys = jax.random.split(jax.random.key(1))
+    noise = jax.random.normal(jax.random.fold_in(keys[0], step), shape)
+    return sizes * (jax.random.normal(keys[1], shape) + noise)
+
+
+def adam_on_columns(tx, steps=100):
+    """Return weights and state after some steps from zero."""
+
+    def step(i, run):
+        params, state = run
+        updates, state = tx.update(column_gradients(i), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.zeros((256, 256))
+    return jax.lax.fori_loop(0, steps, step, (params, tx.init(params)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "least", "most"),
+    [({}, 0, 0.025), ({"column_scales": False}, 0.4, 1)],
+    ids=["column scales", "none"],
+)
+def test_columns_may_differ_by_six_decades(settings, least, most):
+    adam = optax.adam(1e-3)
+    exact, state = jax.jit(lambda: adam_on_columns(adam))()
+    got, low = jax.jit(lambda: adam_on_columns(low_bit_state(adam, **settings)))()
+    error = jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact)
+    assert least <= error < most
+    # How many second moments are as small as a block lets them be, or lost.
+    nu = jax.tree.leaves(dequantize(low.inner_state[0].nu))[0]
+    is_off = jnp.abs(nu / state[0].nu - 1) > 0.5
+    assert least <= is_off.mean() < most
+
+
+@pytest.mark.parametrize("way", ["auto", "explicit", "shard_map"])
+def test_sharded_columns_take_no_collective(way):
+    """Groups of rows and blocks lie on one device each."""
+    tx = low_bit_state(optax.adam(1e-3), seed=None)
+    params = jnp.zeros((256, 512))
+    grads = column_gradients(0, params.shape)
+    kind = jax.sharding.AxisType
+    kinds = (kind.Explicit if way == "explicit" else kind.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=kinds)
+    spec = PartitionSpec("a", "b")
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    want = jax.jit(step)(params, tx.init(params), grads)
+    with jax.set_mesh(mesh):
+        placed, there = (
+            jax.device_put(x, NamedSharding(mesh, spec)) for x in (params, grads)
+        )
+        state = jax.jit(tx.init)(placed)
+        shifts = state.inner_state[0].nu.shifts
+        assert shifts.sharding.spec == spec and shifts.max() == 0
+        if way == "shard_map":
+            specs = jax.tree.map(lambda x: spec if x.ndim else PartitionSpec(), state)
+            step = jax.shard_map(
+                step, mesh=mesh, in_specs=(spec, specs, spec), out_specs=(spec, specs)
+            )
+        compiled = jax.jit(step).lower(placed, state, there).compile()
+        got = compiled(placed, state, there)
+    for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert name not in compiled.as_text()
+    assert as_bits(jax.device_get(got)) == as_bits(jax.device_get(want))
+    assert got[1].inner_state[0].nu.shifts.max() > 20
+
+
+def test_a_state_without_shifts_goes_on_and_is_converted():
+    """As of older checkpoints."""
+    adam, params = optax.adam(1e-3), jnp.zeros((256, 256))
+    before, after = low_bit_state(adam, column_scales=False), low_bit_state(adam)
+    _, old = adam_on_columns(before, 2)
+    assert old.inner_state[0].nu.shifts is None
+    with pytest.raises(
+        ValueError, match="expected a state .* got one .* no scales of columns"
+    ):
+        after.update(column_gradients(0), old, params)
+    new = optax_mp.convert_opt_state(old, params, before, after)
+    nu = [jax.jit(dequantize)(x.inner_state[0].nu) for x in (old, new)]
+    assert np.median(abs(nu[1] / nu[0] - 1)) < 0.02
+    assert new.inner_state[0].nu.shifts.max() > 10
+    back = optax_mp.convert_opt_state(new, params, after, before)
+    assert jax.tree.structure(back) == jax.tree.structure(old)

@@ -99,17 +99,17 @@ def next_block(scales, index):
 
 
 TAKE = _tile_evaluator._take_lanes
-SPREAD = _gpu.RunEvaluator.spread
-INDEX = {x: x.index for x in (_gpu.RunEvaluator, _tile_evaluator.TileEvaluator)}
+SPREAD = _gpu.PieceEvaluator.spread
+INDEX = {x: x.index for x in (_gpu.PieceEvaluator, _tile_evaluator.TileEvaluator)}
 # What is wrong in a kernel of a platform.
 WRONG = {
     "rounding": ("both", _kernel_evaluator, "_round", lambda x, _: jnp.floor(x)),
     "lanes": ("tpu", _tile_evaluator, "_take_lanes", next_block),
     "blocks": (
         "cuda",
-        _gpu.RunEvaluator,
+        _gpu.PieceEvaluator,
         "spread",
-        lambda self, x: SPREAD(self, jnp.roll(x, 1)),
+        lambda self, x, axis: SPREAD(self, jnp.roll(x, 1, -1), axis),
     ),
 }
 

@@ -245,6 +245,10 @@ def test_shardings_that_do_not_fit_are_named():
 
 @pytest.mark.parametrize(("count", "divides"), [(8, True), (64, True), (128, False)])
 def test_no_shard_of_a_kernel_begins_within_a_block(count, divides):
-    end = types.SimpleNamespace(shape=(64, 2048), axis=1, block_size=32)
-    columns = NamedSharding(AbstractMesh((count,), ("a",)), PartitionSpec(None, "a"))
+    mesh = AbstractMesh((count,), ("a",))
+    end = types.SimpleNamespace(shape=(64, 2048), axis=1, block_size=32, group_size=16)
+    columns = NamedSharding(mesh, PartitionSpec(None, "a"))
     assert _layout._divides(columns, end) == divides
+    # Nor within a group of rows.
+    end = types.SimpleNamespace(shape=(2048, 64), axis=1, block_size=16, group_size=32)
+    assert _layout._divides(columns.update(spec=PartitionSpec("a")), end) == divides

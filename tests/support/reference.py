@@ -216,6 +216,51 @@ def block_layout(shape, block_size):
     return axis, sizes[np.argmin(ratios)] if sizes else part
 
 
+def shift_layout(shape, block_size):
+    """Return the axis along which rows share shifts, and how many; None for no shifts.
+
+    The last axis that is not that of the blocks. 128 rows, or all if there are fewer;
+    less where 8, 4 or 2 devices would cut them, but at least 16.
+    """
+    others = [i for i in range(len(shape)) if i != block_layout(shape, block_size)[0]]
+    if not others:
+        return None
+    length = shape[others[-1]]
+    part = next(length // n for n in (8, 4, 2, 1) if length % n == 0)
+    sizes = [length] if length <= 128 else [128] if length % 2 else []
+    sizes = sizes or [n for n in (128, 64, 32, 16) if part % n == 0]
+    return (others[-1], sizes[0]) if sizes and sizes[0] >= 16 else None
+
+
+def column_shifts(x, block_size):
+    """Return (uint8 shifts, the shift of each value).
+
+    A value's share is a power of two, by the exponents of it and of the largest in its
+    block. A column with shares of at most 2^-n, n > 1, is shifted by n + 1.
+    """
+    (axis, size), (along, rows) = (
+        f(x.shape, block_size) for f in (block_layout, shift_layout)
+    )
+    x = np.moveaxis(np.abs(np.asarray(x, np.float64)), (along, axis), (-2, -1))
+    each, made = np.zeros(x.shape, int), []
+    for top in range(0, x.shape[-2], rows):
+        group = x[..., top : top + rows, :]
+        share = np.zeros(group.shape)
+        for left in range(0, x.shape[-1], size):
+            block = group[..., left : left + size]
+            largest = block.max(-1, keepdims=True)
+            shares = np.frexp(block)[1] - np.frexp(largest)[1]
+            share[..., left : left + size] = np.where(block > 0, 2.0**shares, 0)
+        share = share.max(-2)
+        with np.errstate(divide="ignore"):
+            shift = np.where((share > 0) & (share <= 0.25), 1 - np.log2(share), 0)
+        made.append(np.minimum(shift, 120).astype(np.uint8))
+        each[..., top : top + rows, :] = made[-1][..., None, :]
+    return tuple(
+        np.moveaxis(y, (-2, -1), (along, axis)) for y in (np.stack(made, -2), each)
+    )
+
+
 def block_scales(x, block_size):
     """Return (bfloat16 scales, the scale of each value in float64).
 
