@@ -133,13 +133,19 @@ def _end(
         axis=axis,
         group_size=groups[0].size if groups else None,
         entangled=entangled,
-        reads_repeated=any(
-            program.nodes[x.made_at].equation.primitive.name in _BROADCASTING
-            for x in reads
-            if x.made_at is not None and x.aval.ndim
-        ),
+        reads_repeated=any(_is_repeated(program, value) for value in reads),
         obstacle=_obstacle(outputs, shape) or entangled,
     )
+
+
+def _is_repeated(program: Program, value: Value) -> bool:
+    """Return whether a value is made of factors of rows or columns."""
+    if value.made_at is None:
+        return False
+    node, size = program.nodes[value.made_at], value.aval.size
+    sizes = [x.aval.size for x in values_in(node.inputs)]
+    is_broadcasting = node.equation.primitive.name in _BROADCASTING
+    return is_broadcasting and any(1 < x < size for x in sizes)
 
 
 def overwritten_by(output: Value, replaced: Mapping[Value, Value]) -> Value | None:

@@ -139,7 +139,7 @@ def test_unknown(name):
         (lambda x, y: x + y, (0, 1), True),
         (lambda x, y: x + y, (0,), False),
         (lambda x, y: x + 0.5 * (y - x), (0, 1), True),
-        (lambda x, y: x + 2.0 * (y - x), (0, 1), False),
+        (lambda x, y: x + (y - x) * 2.0, (0, 1), False),
         (lambda x, y: x * y, (0, 1), True),
         (lambda x, y: x * y, (1,), False),
         (lambda x, y: x * y * x, (1,), True),

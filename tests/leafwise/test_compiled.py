@@ -152,4 +152,5 @@ def test_every_optimizer_has_a_kernel_on_a_tpu():
     lines = done.stdout.splitlines()
     assert len(lines) > 50
     others = [x for x in lines if not x.endswith(" kernel") or "no kernel" in x]
-    assert not others
+    # Kernels would read factors of rows and columns as whole arrays.
+    assert [x.split()[0] for x in others] == ["adafactor", "sm3"], others

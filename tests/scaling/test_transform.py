@@ -434,3 +434,13 @@ def test_a_finite_step_ends_the_row_of_skipped_ones():
         _, state = tx.update({"w": jnp.full(2, value)}, state, params)
         counts.append((int(state.skipped_count), int(state.total_skipped_count)))
     assert counts == [(1, 1), (2, 2), (0, 2), (1, 3)]
+
+
+def test_the_gradient_for_a_line_search_is_unscaled_as_well():
+    inner = optax.GradientTransformationExtraArgs(
+        lambda _: optax.EmptyState(), lambda g, s, p=None, *, grad: (grad, s)
+    )
+    tx = optax_mp.dynamic_loss_scale(inner, init_scale=8.0)
+    params, grads = {"w": jnp.ones(2)}, {"w": jnp.full(2, 16.0)}
+    updates, _ = tx.update(grads, tx.init(params), params, grad=grads)
+    assert updates["w"].tolist() == [2.0, 2.0]
