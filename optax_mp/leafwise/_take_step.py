@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from optax_mp._context import NewParam, with_context
-from optax_mp._dtypes import at_least_float32, is_negative_zero
+from optax_mp._dtypes import at_least_float32, is_subnormal
 from optax_mp._inner import as_transformation, or_no_change
 from optax_mp._jax._arrays import has_tracers
 from optax_mp._jax._memory import is_on_host
@@ -164,18 +164,20 @@ def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params
 
 
 def add(param: Any, update: Any) -> Any:
-    """Return what `optax.apply_updates` does; but an update of -0.0 changes no bit."""
+    """Return the sum as `optax.apply_updates` does, but flush no subnormal params."""
     if not (is_floating(param) and is_floating(update)):
         return optax.apply_updates(param, update)
-    # A CPU's sum flushes subnormals to 0. In float32, which costs least there, and
-    # because not every TPU compares 16 bits. One sum of 16-bit floats in float32,
-    # rounded, is their sum.
+    # A CPU's sum flushes subnormals to 0. The update has no other use: with two, XLA
+    # would not contract the product that it is with this sum, as in `tx.update`.
     param = jnp.asarray(param)
-    wide = lax.convert_element_type(param, at_least_float32(param.dtype))
-    change = lax.convert_element_type(update, at_least_float32(update.dtype))
-    moved: Any = optax.apply_updates(wide, change)
-    stays = is_negative_zero(change)
-    return lax.convert_element_type(lax.select(stays, wide, moved), param.dtype)
+    moved: Any = optax.apply_updates(param, update)
+    # In float32, because not every TPU compares 16 bits.
+    wide, sums = (
+        lax.convert_element_type(x, at_least_float32(param.dtype))
+        for x in (param, moved)
+    )
+    is_flushed = lax.bitwise_and(is_subnormal(wide), lax.eq(sums, lax.sub(wide, wide)))
+    return lax.convert_element_type(lax.select(is_flushed, wide, sums), param.dtype)
 
 
 def leafwise_update(update: Callable[..., tuple[Any, Any]]) -> Any:

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._inner import as_transformation
-from optax_mp._tree import spell
+from optax_mp._tree import spell, summarize
 from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.release._check import CALLER, check_arguments, scanning_once
 from optax_mp.release._scan import ReleasedLayers, Stack, is_released, kind_of
-from optax_mp.scaling._gradients import check_function, raw_gradients, widen_gradients
+from optax_mp.scaling._gradients import raw_gradients, widen_gradients
 
 
 def release_gradients(
@@ -86,7 +86,11 @@ def release_gradients(
         >>> float(value), layers.shape, bool((layers != 0).all())
         (1.0, (4, 3, 3), True)
     """
-    check_function(fun, (), has_aux, CALLER)
+    if not callable(fun):
+        raise TypeError(
+            f"{CALLER}: expected `fun` to be a function, got {summarize(fun)}; call "
+            "it as `release_gradients(loss, tx)`."
+        )
     txs = jax.tree.map(
         lambda x: as_transformation(x, CALLER, "tx"), tx, is_leaf=_is_optimizer
     )

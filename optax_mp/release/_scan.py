@@ -8,15 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from optax_mp._inner import or_no_change
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._contact import is_traced_by_jit
 from optax_mp._jax._memory import bring, put_beside
-from optax_mp._quantized import holds_packed
 from optax_mp._tree import is_inexact
 from optax_mp.leafwise._take_step import take_step
 from optax_mp.scaling._gradients import widen_gradients
@@ -103,15 +100,9 @@ class Stack:
         """Return (weights, opt_state) of one layer after its step."""
         # Else XLA may drop their rounding, and send float32 between devices.
         grads = widen_gradients(lax.optimization_barrier(self.in_rows(grads)))
-        if holds_packed(opt_state):
-            return take_step(
-                self.tx, grads, opt_state, weights, param_shardings=self.shardings
-            )
-        updates, opt_state = self.tx.update(grads, opt_state, weights)
-        updates = jax.tree.map(
-            or_no_change, updates, weights, is_leaf=lambda x: x is None
+        return take_step(
+            self.tx, grads, opt_state, weights, param_shardings=self.shardings
         )
-        return optax.apply_updates(weights, updates), opt_state
 
     def in_rows(self, tree: Any) -> Any:
         """Return arrays of one layer in row-major order, if shardings are known.

@@ -185,6 +185,23 @@ def test_a_step_is_that_of_optax_bit_for_bit(name):
     assert others == [want, want]
 
 
+PLAIN = {
+    "adamw": ADAMW(),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "masters": optax_mp.mixed_precision(ADAMW()),
+    "loss scale": optax_mp.static_loss_scale(optax_mp.mixed_precision(ADAMW()), 8.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:static_loss_scale")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_step_without_low_bit_arrays_is_that_of_optax_bit_for_bit(name, dtype):
+    steps = (jax.jit(functools.partial(way, PLAIN[name])) for way in WAYS)
+    got, want = (trained(x, PLAIN[name], dtype=dtype) for x in steps)
+    assert as_bits(got) == as_bits(want)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["16 bits", "split", "loss scale", "clipped"])
 def test_a_form_is_cut_without_a_change(form):

@@ -580,9 +580,9 @@ def test_float16_warns_that_there_is_no_loss_scale():
 
 
 def test_no_optimizer_is_a_type_error():
-    with pytest.raises(TypeError, match="expected an optax gradient transformation"):
+    with pytest.raises(TypeError, match="`tx` to be an optax gradient transf"):
         optax_mp.release_gradients(loss, optax.adam)
-    with pytest.raises(TypeError, match="`fun` is"):
+    with pytest.raises(TypeError, match="`fun` to be a function, got a NoneType"):
         optax_mp.release_gradients(None, optax.sgd(0.1))
 
 
