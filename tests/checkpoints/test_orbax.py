@@ -70,7 +70,7 @@ def test_a_checkpoint_that_was_cut_short_is_an_error(tmp_path):
     """Never wrong weights. In a process: Orbax leaves other arrays half read."""
     command = [sys.executable, "-c", CUT_SHORT, str(tmp_path / "checkpoint")]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode and "ValueError: Error opening" in done.stderr, done.stderr
+    assert done.returncode and "Error opening" in done.stderr, done.stderr
 
 
 def test_saves_in_the_background_hold_the_step_that_they_were_asked_at(tmp_path):
