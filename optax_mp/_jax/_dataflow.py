@@ -17,7 +17,14 @@ from optax_mp._jax._control_flow import (
     run_count,
     wiring_of,
 )
-from optax_mp._jax._jaxpr import AnyJaxpr, Equation, is_always, is_literal, open_jaxpr
+from optax_mp._jax._jaxpr import (
+    AnyJaxpr,
+    Equation,
+    is_always,
+    is_literal,
+    live_equations,
+    open_jaxpr,
+)
 from optax_mp._jax._primitives import FACTORIZATIONS, HANDS_ON, JOINS, MOVES
 from optax_mp._jax._products import is_product
 from optax_mp._jax._source import function_of
@@ -127,6 +134,7 @@ def derivative_calls(jaxpr: AnyJaxpr, *places: int) -> float:
     """Return how often functions with a `custom_vjp` are given some inputs of a jaxpr.
 
     Infinite if that is not known, as in a branch or a loop that ends by a condition.
+    NaN if anything else reads the inputs, or returns them.
 
     Args:
         jaxpr: the jaxpr.
@@ -134,11 +142,17 @@ def derivative_calls(jaxpr: AnyJaxpr, *places: int) -> float:
     """
     jaxpr, _ = open_jaxpr(jaxpr)
     chosen = {jaxpr.invars[i] for i in places}
-    count = 0.0
-    for equation in jaxpr.eqns:
+    count = (
+        0.0
+        if chosen.isdisjoint(x for x in jaxpr.outvars if not is_literal(x))
+        else math.nan
+    )
+    for equation in live_equations(jaxpr):
         reads = [not is_literal(x) and x in chosen for x in equation.invars]
-        if not (any(reads) and has_regions(equation)):
+        if not any(reads):
             continue
+        if not has_regions(equation):
+            return math.nan
         if equation.primitive.name == "custom_vjp_call":
             count += 1
             continue

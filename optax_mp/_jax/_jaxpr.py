@@ -211,3 +211,13 @@ def cache_by_jaxpr(function: Callable[..., Any]) -> Callable[..., Any]:
         return results[args]
 
     return cached
+
+
+def live_equations(jaxpr: Jaxpr) -> list[Equation]:
+    """Return the equations whose results are used, as only those are compiled."""
+    used, live = set(map(id, jaxpr.outvars)), []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not used.isdisjoint(map(id, equation.outvars)):
+            live.append(equation)
+            used.update(map(id, equation.invars))
+    return live[::-1]

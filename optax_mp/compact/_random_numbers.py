@@ -49,10 +49,10 @@ def _rounding_keys(count: int, *parts: jax.Array) -> list[jax.Array]:
 
 def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
     """Raise unless `seed` is an integer, or None if that is allowed."""
-    is_number = isinstance(seed, Integral) and not isinstance(seed, bool)
-    # A traced one where each member of a `vmap`, or each rank, has its own.
-    if is_array(seed) and not seed.shape:
-        is_number = jnp.issubdtype(seed.dtype, jnp.integer)
+    if is_array(seed):  # where each member of a `vmap`, or each rank, has its own
+        is_number = not seed.shape and jnp.issubdtype(seed.dtype, jnp.integer)
+    else:
+        is_number = isinstance(seed, Integral) and not isinstance(seed, bool)
     if is_number or (or_none and seed is None):
         return
     expected = "an integer" + (", or None to round to nearest" if or_none else "")

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._arguments import check_opt_state
+from optax_mp._arguments import check_state_first
+from optax_mp._dtypes import bits
 from optax_mp._jax._dataflow import Origin, derivative_calls, origins
 from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._memory import bring
@@ -22,6 +24,7 @@ from optax_mp.scaling._gradients import widen_gradients
 from optax_mp.scaling._state import LossScaleState
 
 CALLER = "release_gradients"
+_CALL = "release_gradients(loss, tx)(opt_state, layers, rest, ...)"
 # States of transformations that need more than the gradients of one layer, and why.
 _REFUSED = {
     LossScaleState: (
@@ -37,7 +40,7 @@ _REFUSED = {
 
 def check_arguments(tx: Any, opt_state: Any, layers: Any, *, by_layer: bool) -> None:
     """Raise unless layers, their state and their optimizer fit together."""
-    check_opt_state(opt_state, CALLER)
+    check_state_first(opt_state, layers, CALLER, _CALL)
     _check_layers(layers)
     if getattr(tx, "offloaded", None):
         raise ValueError(
@@ -59,8 +62,16 @@ def check_arguments(tx: Any, opt_state: Any, layers: Any, *, by_layer: bool) -> 
     if len(jax.tree.leaves(layers)) == 1:
         # The norm of a single array cannot be told from the norm of all.
         layers = jax.tree.map(lambda x: [x, x], layers)
-        opt_state = jax.eval_shape(jax.vmap(tx.init), layers)
-        traced = _trace_update(tx, opt_state, layers)
+        try:
+            opt_state = jax.eval_shape(jax.vmap(tx.init), layers)
+            traced = _trace_update(tx, opt_state, layers)
+        except Exception:  # of any type: a mask, say, knows this tree alone
+            warn(
+                f"{CALLER}: `layers` is a single array, and `tx` does not work for "
+                "another tree, so that a norm of all arrays would not be found. If the "
+                "step of each layer needs only its own gradient, pass `by_layer=True`."
+            )
+            return
     _check_leafwise(tx, traced, layers)
 
 
@@ -68,12 +79,24 @@ def _check_layers(layers: Any) -> None:
     """Raise unless all arrays have the same leading axis."""
     leaves = tree_leaves_with_path(layers)
     count = next((x.shape[0] for _, x in leaves if getattr(x, "ndim", 0)), None)
+    if not count:
+        raise ValueError(
+            f"{CALLER}: expected one layer or more, got `layers` with "
+            f"{'no arrays' if count is None else 'leading axes of 0'}; train a model "
+            "without layers by a separate step."
+        )
     for path, x in leaves:
         if not is_array(x) or x.shape[:1] != (count,):
             raise ValueError(
-                f"{CALLER}: `layers` at {spell(path)} is {describe(x)}, expected an "
-                f"array with a leading axis of {count} layers; stack the arrays of all "
-                "layers, and pass all else in `rest`."
+                f"{CALLER}: expected `layers` at {spell(path)} to be an array with a "
+                f"leading axis of {count} layers, got {describe(x)}; stack the arrays "
+                "of all layers, and pass all else in `rest`."
+            )
+        if not jnp.issubdtype(x.dtype, jax.dtypes.extended) and bits(x.dtype) < 8:  # noqa: PLR2004
+            raise ValueError(
+                f"{CALLER}: expected `layers` at {spell(path)} in 8 bits or more, got "
+                f"{describe(x)}; pass it beside the layers, `scan_layers(block, carry, "
+                "(layers, x))`."
             )
         if x.dtype == np.float16:
             warn(
@@ -162,15 +185,21 @@ def scanning_once(fun: Callable[..., Any]) -> Callable[..., Any]:
             places = range(first, first := first + len(jax.tree.leaves(x)))
             times = {derivative_calls(traced.closed, place) for place in places}
             if times != {1}:
-                (count, *_) = times - {1}
-                shown = "several times" if math.isinf(count) else f"{count:g} times"
                 raise ValueError(
-                    f"{CALLER}: the loss scans the layers {spell(path)} {shown}, "
-                    "expected once, because each scan takes a step; pass them to "
-                    "`scan_layers` unchanged, outside of loops and branches, cast them "
-                    "in the block, and average over micro-batches with a larger batch "
-                    "and `jax.checkpoint`."
+                    f"{CALLER}: expected a loss that passes the layers {spell(path)} "
+                    f"unchanged to one `scan_layers`, got one that {_use(times)}; cast "
+                    "and regularize them in the block, keep the scan out of loops and "
+                    "branches, because it takes a step, and average over micro-batches "
+                    "with a larger batch and `jax.checkpoint`."
                 )
         return traced.unflatten(evaluate(traced.closed, traced.arrays))
 
     return run
+
+
+def _use(times: set[float]) -> str:
+    """Say how a loss uses layers that it should scan once."""
+    if any(map(math.isnan, times)):
+        return "reads or changes them outside of it"
+    most = max(times)
+    return f"scans them {'several' if math.isinf(most) else f'{most:g}'} times"

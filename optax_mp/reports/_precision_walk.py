@@ -21,9 +21,9 @@ from optax_mp._jax._control_flow import has_regions, run_count, wiring_of
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
-    Jaxpr,
     is_literal,
     jaxprs_within,
+    live_equations,
     open_jaxpr,
 )
 from optax_mp._jax._primitives import REPEATS
@@ -180,7 +180,7 @@ class Walk:
         for var in jaxpr.constvars if consts else ():
             known[var] = cause_of_input(var, "constant", "a constant")
         products: list[PrecisionProduct] = []
-        for equation in _live_equations(jaxpr):
+        for equation in live_equations(jaxpr):
             inputs = [
                 _cause_of_literal(x) if is_literal(x) else known.get(x)
                 for x in equation.invars
@@ -355,16 +355,6 @@ def _has_wide(atom: Any) -> bool:
 def _has_narrow(atom: Any) -> bool:
     dtype = getattr(atom.aval, "dtype", bool)
     return jnp.issubdtype(dtype, jnp.floating) and not _is_wide(dtype)
-
-
-def _live_equations(jaxpr: Jaxpr) -> list[Equation]:
-    """Return the equations whose results are used, as only those are compiled."""
-    used, live = set(map(id, jaxpr.outvars)), []
-    for equation in reversed(jaxpr.eqns):
-        if equation.effects or not used.isdisjoint(map(id, equation.outvars)):
-            live.append(equation)
-            used.update(map(id, equation.invars))
-    return live[::-1]
 
 
 def _hides_products(equation: Equation) -> bool:

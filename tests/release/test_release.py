@@ -519,6 +519,15 @@ def cast_before(layers, rest, x):
     return loss(optax_mp.cast_floating(layers, jnp.bfloat16), rest, x)
 
 
+def regularized(layers, rest, x):
+    """Its leaves are weights and the state: their cotangents are no gradients."""
+    return loss(layers, rest, x) + optax.tree.norm(layers)
+
+
+def regularized_under_jit(layers, rest, x):
+    return loss(layers, rest, x) + lax.stop_gradient(jax.jit(optax.tree.norm)(layers))
+
+
 def never(layers, rest, x):
     return rest["gain"] ** 2
 
@@ -539,17 +548,49 @@ def in_vmap(layers, rest, x):
     ("fun", "match"),
     [
         (stopped, "does not depend on the layers .* remove `jax.lax.stop_gradient`"),
-        (twice, "2 times, expected once"),
-        (never, "0 times, expected once"),
-        (stopped_before, "0 times, expected once"),
-        (cast_before, "0 times, .* cast them in the block"),
-        (in_micro_batches, "5 times, expected once"),
-        (in_a_branch, "several times, expected once"),
+        (twice, "to one `scan_layers`, got one that scans them 2 times"),
+        (never, "scans them 0 times"),
+        (stopped_before, "reads or changes them outside"),
+        (cast_before, "changes them outside of it; cast and regularize them in the bl"),
+        (regularized, "reads or changes them outside"),
+        (regularized_under_jit, "reads or changes them outside"),
+        (in_micro_batches, "scans them 5 times"),
+        (in_a_branch, "scans them several times"),
         (in_vmap, "scan_layers: .* within `jax.vmap`"),
     ],
 )
 def test_weights_that_would_stand_still_or_move_twice_are_an_error(fun, match):
     refuse(match, fun=fun)
+
+
+def test_layers_that_are_read_for_a_metric_are_refused():
+    def with_norm(layers, rest, x):
+        return loss(layers, rest, x), optax.tree.norm(layers)
+
+    refuse("reads or changes them outside", fun=with_norm, has_aux=True)
+
+
+def test_no_layers_and_narrow_ones_are_refused():
+    refuse("leading axes of 0", layers=layers_of(count=0))
+    refuse("with no arrays", layers={}, state=optax.sgd(0.1, momentum=0.9).init({}))
+    narrow = layers_of() | {"i": jnp.zeros((LAYERS, 2), jnp.int4)}
+    refuse(r"\['i'\] in 8 bits or more, got int4\[4,2\]", layers=narrow)
+
+
+def test_an_optimizer_that_knows_the_tree_of_a_single_array_is_taken():
+    layers = {"kernel": layers_of()["kernel"]}
+    tx = optax.masked(optax.sgd(0.1), lambda p: {"kernel": p["kernel"].ndim > 1})
+
+    def scan(layers, rest, x):
+        x, _ = SCAN(lambda x, w: (jnp.tanh(x @ w["kernel"]), None), x, layers)
+        return jnp.mean(x**2)
+
+    step = optax_mp.release_gradients(scan, tx)
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match="single array.*by_layer"):
+        _, _, found, _ = step(jax.vmap(tx.init)(layers), layers, {}, batches()[0])
+    grads = jax.grad(scan)(layers, {}, batches()[0])
+    want = jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads)
+    np.testing.assert_allclose(found["kernel"], want["kernel"], rtol=1e-6)
 
 
 def test_a_state_that_is_not_stacked_is_refused():
@@ -562,7 +603,7 @@ def test_a_state_that_is_not_stacked_is_refused():
 def test_layers_of_different_depths_are_refused():
     layers = layers_of() | {"bias": jnp.zeros((3, WIDTH))}
     refuse(
-        r"`layers` at \['kernel'\] is float32\[4,6,6\], expected .* of 3 layers",
+        r"`layers` at \['kernel'\] to be .* of 3 layers, got float32\[4,6,6\]",
         layers=layers,
         state=(),
     )
