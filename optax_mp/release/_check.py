@@ -44,9 +44,10 @@ def check_arguments(tx: Any, opt_state: Any, layers: Any, *, by_layer: bool) -> 
     _check_layers(layers)
     if getattr(tx, "offloaded", None):
         raise ValueError(
-            f"{CALLER}: `tx` is an `offload`, expected the optimizer inside of it; a "
-            "state in host memory, as `jax.vmap(optax_mp.offload(tx).init)(layers)` "
-            "makes it, is copied layer by layer."
+            f"{CALLER}: expected the optimizer inside of `offload` as `tx`, got the "
+            "`offload`; pass `tx` without it: a state in host memory, as "
+            "`jax.vmap(optax_mp.offload(tx).init)(layers)` makes it, is copied by "
+            "layers."
         )
     wanted = jax.eval_shape(jax.vmap(tx.init), layers)
     for kind, problem in _REFUSED.items():
@@ -111,14 +112,14 @@ def _check_state(wanted: Any, given: Any, name: str, remedy: str) -> None:
     leaves, others = map(tree_leaves_with_path, (wanted, given))
     if len(leaves) != len(others):
         raise ValueError(
-            f"{CALLER}: {name} has {len(others)} arrays, expected {len(leaves)}; "
-            f"{remedy}."
+            f"{CALLER}: expected {name} to have {len(leaves)} arrays, got "
+            f"{len(others)}; {remedy}."
         )
     for (path, want), (_, x) in zip(leaves, others, strict=True):
         if describe(x) != describe(want):
             raise ValueError(
-                f"{CALLER}: {name} at {spell(path)} is {describe(x)}, expected "
-                f"{describe(want)}; {remedy}."
+                f"{CALLER}: expected {name} at {spell(path)} to be {describe(want)}, "
+                f"got {describe(x)}; {remedy}."
             )
 
 
@@ -135,10 +136,10 @@ def _trace_update(tx: Any, opt_state: Any, layers: Any) -> tuple[Any, Any]:
         return jax.make_jaxpr(update, return_shape=True)(opt_state, layers)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{CALLER}: `tx.update(grads, opt_state, params)` fails for one layer, "
-            "expected an optimizer that needs nothing but gradients and params, as "
-            "no layer has a loss of its own; take a separate step. It raised "
-            f"{type(error).__name__}: {error}"
+            f"{CALLER}: expected an optimizer that needs nothing but gradients and "
+            "params, because no layer has a loss of its own, got one whose `tx.update("
+            "grads, opt_state, params)` fails for one layer; take a separate step. It "
+            f"raised {type(error).__name__}: {error}"
         ) from error
 
 
@@ -164,10 +165,10 @@ def _check_leafwise(tx: Any, traced: Any, layers: Any) -> None:
         if len(origin.groups) > 1:
             first, second, *_ = (spell(paths[i]) for i in sorted(origin.groups))
             raise ValueError(
-                f"{CALLER}: `tx` computes an update from several params, such as "
-                f"{first} and {second}, in {origin.joined_in}, expected an update of "
-                "each array by itself, because no layer's step waits for the gradients "
-                "of the others. Clip each array by `optax.clip_by_block_rms` or "
+                f"{CALLER}: expected `tx` to update each array by itself, because no "
+                "layer's step waits for the gradients of the others, got an update of "
+                f"several params, such as {first} and {second}, in {origin.joined_in}; "
+                "clip each array by `optax.clip_by_block_rms` or "
                 "`optax.adaptive_grad_clip`; or pass `by_layer=True`, to compute it "
                 "over the arrays of each layer alone."
             )

@@ -114,9 +114,9 @@ def release_gradients(
         for path, x in tree_leaves_with_path(released, is_leaf=is_released):
             if not x.stack.is_stepped:
                 raise ValueError(
-                    f"{CALLER}: the loss does not depend on the layers {spell(path)}, "
-                    "so that no step would be taken, expected a loss of what "
-                    "`scan_layers` returns; remove `jax.lax.stop_gradient`."
+                    f"{CALLER}: expected a loss of what `scan_layers` returns, got "
+                    f"one that does not depend on the layers {spell(path)}, so that no "
+                    "step would be taken; remove `jax.lax.stop_gradient`."
                 )
         layers, opt_state = (
             jax.tree.map(get, stepped, is_leaf=is_released)

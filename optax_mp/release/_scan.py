@@ -339,7 +339,7 @@ def _refuse_vmap(cotangents: Any, layers: Any) -> None:
     for x in jax.tree.leaves(cotangents):
         if is_traced(x) and not is_traced_by_jit(x) and type(x) not in kinds:
             raise ValueError(
-                "scan_layers: released layers are scanned within `jax.vmap` or "
-                "`jax.grad`, expected one scan for the whole batch; transform the "
-                "layer instead, as `jax.vmap(layer, in_axes=(0, None))` in the block."
+                "scan_layers: expected one scan of released layers for the whole "
+                "batch, got one within `jax.vmap` or `jax.grad`; transform the layer "
+                "instead, as `jax.vmap(layer, in_axes=(0, None))` in the block."
             )

@@ -152,7 +152,7 @@ def test_every_optimizer_takes_the_separate_step_or_is_refused(name):
     if name in COUPLED:
         refuse(rf"\['bias'\] and \['kernel'\], in {COUPLED[name]} \(", tx)
     elif name in WANTING_MORE:
-        refuse("fails for one layer, expected .* take a separate step", tx)
+        refuse("fails for one layer; take a separate step", tx)
     else:
         is_elementwise = name not in PER_ARRAY
         # Sums over an array may be taken in another order.
@@ -448,7 +448,11 @@ def test_a_state_in_host_memory_stays_there():
     released = train(optax_mp.release_gradients(loss, tx), opt_state, layers, args[0])
     assert released[3][0].mu["kernel"].sharding.memory_kind == "pinned_host"
     assert_same(jax.device_get(released[2:]), jax.device_get(expected[2:]))
-    refuse("the optimizer inside of it", optax_mp.offload(tx), state=opt_state)
+    refuse(
+        "expected the optimizer inside of `offload`",
+        optax_mp.offload(tx),
+        state=opt_state,
+    )
 
 
 # What is refused
@@ -547,7 +551,10 @@ def in_vmap(layers, rest, x):
 @pytest.mark.parametrize(
     ("fun", "match"),
     [
-        (stopped, "does not depend on the layers .* remove `jax.lax.stop_gradient`"),
+        (
+            stopped,
+            "that does not depend on the layers .* remove `jax.lax.stop_gradient`",
+        ),
         (twice, "to one `scan_layers`, got one that scans them 2 times"),
         (never, "scans them 0 times"),
         (stopped_before, "reads or changes them outside"),
@@ -595,9 +602,9 @@ def test_an_optimizer_that_knows_the_tree_of_a_single_array_is_taken():
 
 def test_a_state_that_is_not_stacked_is_refused():
     tx = optax.adam(0.1)
-    match = r"`opt_state` at \[0\].count is int32\[\], expected int32\[4\]; pass `jax"
+    match = r"`opt_state` at \[0\].count to be int32\[4\], got int32\[\]; pass"
     refuse(match, tx, state=tx.init(layers_of()))
-    refuse("has 1 arrays, expected 5", tx, state={"count": jnp.zeros(4)})
+    refuse("to have 5 arrays, got 1", tx, state={"count": jnp.zeros(4)})
 
 
 def test_layers_of_different_depths_are_refused():
