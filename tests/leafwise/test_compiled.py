@@ -44,7 +44,7 @@ def test_sharded_arrays_of_a_known_layout_are_not_gathered(target, table, tmp_pa
             # A clipped step adds up one number.
             assert row[f"collectives, {way}"] == 0, row
             assert row[f"moved, {way}"] <= 1.15 * row["limit"], row
-            assert row[f"temporaries, {way}"] <= 0.05, row
+            assert row[f"temporaries, {way}"] <= 0.06, row
 
 
 def test_params_that_are_gathered_are_not_added(tmp_path):
