@@ -71,9 +71,7 @@ def choose_group(shape: tuple[int, ...], axis: int) -> int | None:
     if len(shape) < 2:
         return None
     length = shape[-2 if axis == -1 else -1]
-    if length <= _MOST_ROWS:
-        size = length
-    elif length % 2:  # no two devices share it
+    if length > _MOST_ROWS and length % 2:  # no two devices share it
         size = _MOST_ROWS
     else:
         size = math.gcd(length // math.gcd(length, 8), _MOST_ROWS)

@@ -219,15 +219,15 @@ def block_layout(shape, block_size):
 def shift_layout(shape, block_size):
     """Return the axis along which rows share shifts, and how many; None for no shifts.
 
-    The last axis that is not that of the blocks. 128 rows, or all if there are fewer;
-    less where 8, 4 or 2 devices would cut them, but at least 16.
+    The last axis that is not that of the blocks. 128 rows, less
+    where 8, 4 or 2 devices would cut them, but at least 16.
     """
     others = [i for i in range(len(shape)) if i != block_layout(shape, block_size)[0]]
     if not others:
         return None
     length = shape[others[-1]]
     part = next(length // n for n in (8, 4, 2, 1) if length % n == 0)
-    sizes = [length] if length <= 128 else [128] if length % 2 else []
+    sizes = [128] if length > 128 and length % 2 else []
     sizes = sizes or [n for n in (128, 64, 32, 16) if part % n == 0]
     return (others[-1], sizes[0]) if sizes and sizes[0] >= 16 else None
 
