@@ -336,13 +336,13 @@ def test_chunks_do_the_same(form, device_count, monkeypatch):
 
 # Rows of a matrix over one axis of a mesh and columns over another; and heads, whose
 # blocks lie along the first axis.
-SHARDED = {(128, 512): ("a", "b"), (256, 4, 64): ("b", "a")}
+SHARDED = {(256, 512): ("a", "b"), (256, 4, 64): ("b", "a")}
 
 
 @mostly_slow(
     ("platform", "shape", "way"),
     [
-        ("cuda", (128, 512), "kernel"),
+        ("cuda", (256, 512), "kernel"),
         *(("tpu", shape, way) for shape in SHARDED for way in ("kernel", "chunks")),
     ],
     lambda platform, shape, way: way == "chunks" and len(shape) == 3,

@@ -24,14 +24,6 @@ def sent_by(compiled):
     )
 
 
-def but_shifts(sent):
-    """Return what is sent but for the largest of columns, a byte each.
-
-    A group of all rows of a short axis lies on all devices that share it.
-    """
-    return [x for x in sent if x[:2] != ("all-reduce", "u8")]
-
-
 def large(sent):
     """Return what is sent of more than one element."""
     return [(kind, dtype, n) for kind, dtype, n in sent if n > 1]
