@@ -89,7 +89,7 @@ ON_GPUS |= {"MultiSteps", "booleans"}
 # the params anew, so that the last place of any sum shows.
 CODES = {"madgrad": 3e-3}
 # No block divides them; several rows of blocks; other ranks; small and empty ones.
-SHAPES = [(40, 384), (33, 4224), (2, 17, 256), (2, 2, 32, 130), (70,), (), (0, 4)]
+SHAPES = [(256, 384), (33, 4224), (2, 17, 256), (2, 2, 32, 130), (70,), (), (0, 4)]
 
 
 def random_tree(seed, dtype="bfloat16", scale=1.0, shapes=SHAPES):
@@ -449,7 +449,7 @@ def test_an_update_has_kernels_on_a_tpu_alone():
 
     But for branches, between which XLA writes more, and for shifts.
     """
-    shapes = ((64, 8192), (64, 4096))
+    shapes = ((256, 8192), (256, 4096))
     for has_shifts in (False, True):
         tx = compact(ADAMW(), column_scales=has_shifts)
         form = optax_mp.dynamic_loss_scale(tx)
