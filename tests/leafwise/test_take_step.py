@@ -87,7 +87,7 @@ ON_GPUS = {"5.1 bytes", "16 bits", "stochastic rounding", "float16"}
 ON_GPUS |= {"MultiSteps", "booleans"}
 # How many codes may differ, where it is more than one in a thousand: each step computes
 # the params anew, so that the last place of any sum shows.
-CODES = {"madgrad": 3e-3}
+CODES = {"madgrad": 3e-3, "muon": 2e-3}  # Muon by its products of matrices
 # No block divides them; several rows of blocks; other ranks; small and empty ones.
 SHAPES = [(256, 384), (33, 4224), (2, 17, 256), (2, 2, 32, 130), (70,), (), (0, 4)]
 
