@@ -202,12 +202,3 @@ def is_subnormal(x: jax.Array) -> jax.Array:
     smallest = jnp.finfo(x.dtype).smallest_normal.view(pattern.dtype)
     is_under = lax.lt(pattern, constant_like(pattern, smallest))
     return lax.bitwise_and(is_under, lax.gt(pattern, lax.sub(pattern, pattern)))
-
-
-def is_negative_zero(x: jax.Array) -> jax.Array:
-    """Return where floats are negative zero."""
-    # As bits, those of the least integer, because CPUs compare the smallest numbers
-    # equal to zero.
-    integer = jnp.dtype(f"int{bits(x.dtype)}")
-    pattern = lax.bitcast_convert_type(x, integer)
-    return lax.eq(pattern, constant_like(pattern, jnp.iinfo(integer).min))

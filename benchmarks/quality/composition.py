@@ -1,6 +1,6 @@
 """Everything at once on eight devices, resumed at half time, against float32.
 
-    python benchmarks composition              # eight devices that a CPU stands for
+    python benchmarks composition              # eight simulated CPU devices
     python benchmarks composition --json FILE
 
 A loss scale, clipping, `MultiSteps`, an average of the masters, 24-bit masters with

@@ -14,7 +14,7 @@ from optax_mp._tree import spell, summarize
 from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.release._check import CALLER, check_arguments, scanning_once
 from optax_mp.release._scan import ReleasedLayers, Stack, is_released, kind_of
-from optax_mp.scaling._gradients import raw_gradients, widen_gradients
+from optax_mp.scaling._gradients import differentiate, widen_gradients
 
 
 def release_gradients(
@@ -108,8 +108,8 @@ def release_gradients(
         trees = txs, opt_state, layers, shardings
         released = jax.tree.map(release, *trees, is_leaf=_is_optimizer)
         loss, given = scanning_once(fun), (released, *args)
-        value, (stepped, grads) = raw_gradients(
-            loss, (0, 1), has_aux, None, given, kwargs, CALLER
+        value, (stepped, grads) = differentiate(
+            loss, (0, 1), has_aux, None, given, kwargs, CALLER, widen=False
         )
         for path, x in tree_leaves_with_path(released, is_leaf=is_released):
             if not x.stack.is_stepped:

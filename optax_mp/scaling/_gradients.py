@@ -137,22 +137,13 @@ def differentiate(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     caller: str,
+    *,
+    widen: bool = True,
 ) -> tuple[Any, Any]:
-    """Return the unscaled value of `fun`, and float32 gradients times `factor`."""
-    value, grads = raw_gradients(fun, argnums, has_aux, factor, args, kwargs, caller)
-    return value, widen_gradients(grads)
+    """Return the unscaled value of `fun`, and gradients times `factor`.
 
-
-def raw_gradients(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    factor: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    caller: str,
-) -> tuple[Any, Any]:
-    """Return what `differentiate` does, with gradients in the dtypes of the params."""
+    They are float32, or in the dtypes of the params unless `widen`.
+    """
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     trees = _differentiated(chosen, args, caller)
     variables = jax.tree.map(lambda x: x if is_inexact(x) else None, trees)
@@ -170,6 +161,7 @@ def raw_gradients(
     grads, value = jax.grad(scaled_loss, has_aux=True)(variables)
     if any(g.dtype == jnp.float16 for g in jax.tree.leaves(grads)):
         count_event("computes in float16")
+    grads = widen_gradients(grads) if widen else grads
     return value, grads[0] if isinstance(argnums, int) else tuple(grads)
 
 
