@@ -160,9 +160,9 @@ def test_state_in_host_memory_has_a_column():
 
 
 def test_codes_count_under_their_field_and_scales_apart():
-    params = {"w": jnp.ones((64, 256), BF16), "b": jnp.ones(8, BF16)}
+    params = {"w": jnp.ones((512, 256), BF16), "b": jnp.ones(8, BF16)}
     compact = mixed_precision(low_bit_state(adam(), min_size=100), storage=Split(8))
-    report, n = planned(compact, params), 64 * 256
+    report, n = planned(compact, params), 512 * 256
     roles = report.by_role()
     rest = roles.pop("rest")
     assert roles == {
