@@ -26,8 +26,8 @@ from convergence import SPLIT8, SPLIT16, Form, low_bit, masterless, masters, unc
 import optax_mp
 
 RATE, STEPS, POINTS = 1e-3, 100_000, 50
-TOKENS, UNUSED, USED_FOR, SETTLED = 64, 8, 1000, 4000
-WIDTH, HIDDEN, OUTPUTS, BATCH = 32, 64, 8, 32
+TOKENS, UNUSED, USED_FOR, SETTLED = 128, 8, 1000, 4000
+WIDTH, HIDDEN, OUTPUTS, BATCH = 128, 64, 8, 32
 OFF = "float32, one bit off"
 FORMS = (
     Form("float32", unchanged, "float32"),
@@ -36,6 +36,7 @@ FORMS = (
     Form("Split(16)", masters(SPLIT16)),
     Form("Split(8)", masters(SPLIT8)),
     Form("compact", masters(SPLIT8, low_bit())),
+    Form("compact, no column scales", masters(SPLIT8, low_bit(column_scales=False))),
     Form("stochastic rounding", masterless()),
 )
 TITLE = "distance to float32, by step"

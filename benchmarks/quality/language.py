@@ -20,14 +20,14 @@ import sysconfig
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import record
-from finetune import FULL, clipped_adamw, interval, masters, signs
+from finetune import FULL, SPLIT8, Wrapper, clipped_adamw, interval, masters, signs
 from the_demo import (
     Form,
     Settings,
@@ -41,7 +41,7 @@ import optax_mp
 
 MARGIN = 0.002  # nats per character
 SETTINGS = Settings(
-    steps=4000,
+    steps=1600,
     width=320,
     layer_count=8,
     head_count=5,
@@ -54,10 +54,11 @@ FOLDER = Path(__file__).parents[2] / "build" / "language"
 END, WAY = "held-out loss at the end", "above float32's, at each gate"
 
 
-def compact(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return the compact form, as it is by default."""
-    moments = optax_mp.low_bit_state(inner)
-    return optax_mp.mixed_precision(moments, storage=optax_mp.Split(8))
+def compact(**settings: Any) -> Wrapper:
+    """Return the compact form; without settings it is the default."""
+    return lambda inner: optax_mp.mixed_precision(
+        optax_mp.low_bit_state(inner, **settings), storage=SPLIT8
+    )
 
 
 FORMS = (
@@ -69,7 +70,8 @@ FORMS = (
         "bfloat16",
         masters(FULL, dtype=jnp.bfloat16, seed=None),
     ),
-    Form("compact", "bfloat16", compact),
+    Form("compact, no column scales", "bfloat16", compact(column_scales=False)),
+    Form("compact", "bfloat16", compact()),
 )
 
 
