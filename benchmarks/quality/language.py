@@ -42,9 +42,9 @@ import optax_mp
 MARGIN = 0.002  # nats per character
 SETTINGS = Settings(
     steps=1600,
-    width=320,
-    layer_count=8,
-    head_count=5,
+    width=256,
+    layer_count=13,
+    head_count=4,
     context=256,
     peak_learning_rate=1e-3,
     final_learning_rate=1e-5,
