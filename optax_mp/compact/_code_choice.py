@@ -106,7 +106,7 @@ class CodeFormat:
         if self.block_size is None:
             return "bfloat16"
         wide = f", {self.product_bits} in products" * (self.bits < self.product_bits)
-        plain = ", no scales of columns" * (not self.has_shifts)
+        plain = ", no column scales" * (not self.has_shifts)
         return f"{self.bits} bits{wide}, blocks of {self.block_size}{plain}"
 
 

@@ -765,7 +765,7 @@ def test_a_state_without_shifts_goes_on_and_is_converted():
     _, old = adam_on_columns(before, 2)
     assert old.inner_state[0].nu.shifts is None
     with pytest.raises(
-        ValueError, match="expected a state .* got one .* no scales of columns"
+        ValueError, match="expected a state .* got one .* no column scales"
     ):
         after.update(column_gradients(0), old, params)
     new = optax_mp.convert_opt_state(old, params, before, after)
