@@ -40,7 +40,7 @@ class Uses(NamedTuple):
     """What reads an array of a state.
 
     Attributes:
-        in_product: a matrix product, such as Muon's. (An inner product averages errors.)
+        in_product: a matrix product, as Muon's. (An inner product averages errors.)
         in_factorization: one such as SOAP's, or a solver. It spreads the error of each
             entry over whole rows and columns, and may divide by small differences.
         in_root: a root, so the array is never negative, even if that cannot be proved:
