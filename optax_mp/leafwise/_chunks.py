@@ -27,7 +27,13 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from optax_mp._dtypes import bits
 from optax_mp._jax._block_operations import Blocks
 from optax_mp._jax._by_platform import Target, run_by_platform
-from optax_mp._jax._memory import is_on_host, moves_memory, to_device, to_host
+from optax_mp._jax._memory import (
+    is_host_type,
+    is_on_host,
+    moves_memory,
+    to_device,
+    to_host,
+)
 from optax_mp._jax._sharding import on_mesh_of
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Evaluator, Part
@@ -88,12 +94,18 @@ class Cuts:
         """
         if x.shape != self.part.shape or len(x.shape) == 1 or bits(x.dtype) < 8:
             return False
-        if self.has_tall_tiles(x.dtype) and not are_on():
+        is_one = self.length == self.view[self.axis]
+        if is_one or (self.has_tall_tiles(x.dtype) and not are_on()):
             return False
         height, width = self.view[-2:]
         if width % _LANES or height % _SUBLANES:
             return False
         return self.axis < len(self.view) - 2 or self.length % _SUBLANES == 0
+
+    def bring(self, x: jax.Array) -> jax.Array:
+        """Return an array, on the device unless chunks of it can be copied there."""
+        is_whole = is_on_host(x) and not self.can_leave_host(x)
+        return bring_whole(x) if is_whole else x
 
     def has_tall_tiles(self, dtype: Any) -> bool:
         """Return whether a TPU stores elements of a dtype in tiles of 32 rows."""
@@ -282,6 +294,11 @@ def as_stored(x: jax.Array) -> jax.Array:
     )
 
 
+def bring_whole(x: jax.Array) -> jax.Array:
+    """Return an array on the device."""
+    return as_stored(to_device(x)) if is_on_host(x) else x
+
+
 def _padded(height: int, width: int) -> int:
     """Return how many elements the tiles of rows in the lanes have."""
     return -(-height // _SUBLANES) * -(-width // _LANES)
@@ -299,10 +316,12 @@ def run_end(
         end: the end.
         cuts: of its arrays.
         args: the values that it reads. An array in host memory is copied to the device
-            chunk by chunk, and the array that replaces it is copied back.
+            chunk by chunk if that can be, and the array that replaces it is copied
+            back.
         starts: the arrays that the outputs overwrite. By default, those among `args`,
             and zeros.
     """
+    args, starts = ([cuts.bring(x) for x in xs or ()] for xs in (args, starts))
     shapes = [cuts.part.shape_of(value.aval.shape) for value in end.outputs]
     views = [
         x.reshape(cuts.shape_of(x.shape)) if value.aval.ndim else x
@@ -348,4 +367,8 @@ def run_end(
             return run_chunk(_Chunk(cuts.part, cuts, k * length + first, length), made)
 
         made = lax.fori_loop(jnp.int32(0), jnp.int32(count), run_number, made)
-    return [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]
+    made = [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]
+    return [
+        to_host(as_stored(x)) if is_host_type(v.aval) and not is_on_host(x) else x
+        for v, x in zip(end.outputs, made, strict=True)
+    ]
