@@ -25,8 +25,7 @@ from optax_mp._jax._jaxpr import (
     live_equations,
     open_jaxpr,
 )
-from optax_mp._jax._primitives import FACTORIZATIONS, HANDS_ON, JOINS, MOVES
-from optax_mp._jax._products import is_product
+from optax_mp._jax._primitives import FACTORIZATIONS, HANDS_ON, JOINS, MOVES, is_product
 from optax_mp._jax._source import function_of
 
 T = TypeVar("T")

@@ -25,11 +25,10 @@ from optax_mp._jax._arrays import has_explicit_axes, mesh_in_type
 from optax_mp._jax._by_platform import PLATFORMS, Target
 from optax_mp._warnings import warn_once
 from optax_mp.leafwise import _chunks, _kernels
-from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._layout import Layout
-from optax_mp.leafwise._program import Value, read_output, run_nodes, values_in
+from optax_mp.leafwise._program import Value, form_of, read_output, run_nodes, values_in
 from optax_mp.leafwise._proof import NOT_PROVED, PROVED, proof_of
 from optax_mp.leafwise._traced_step import Step, TracedStep, obstacle_of
 

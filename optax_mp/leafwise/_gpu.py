@@ -13,10 +13,10 @@ from jax.experimental.pallas import triton
 
 from optax_mp._jax._contact import result_like
 from optax_mp.leafwise._ends import End
-from optax_mp.leafwise._evaluator import Part
-from optax_mp.leafwise._kernel_evaluator import (
+from optax_mp.leafwise._evaluator import (
     DTYPES,
     KernelEvaluator,
+    Part,
     aliases,
     as_read,
     hold,

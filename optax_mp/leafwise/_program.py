@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from optax_mp._jax._contact import is_plain_call
@@ -19,8 +20,7 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     open_jaxpr,
 )
-from optax_mp._jax._primitives import FACTORIZATIONS
-from optax_mp._jax._products import is_product
+from optax_mp._jax._primitives import FACTORIZATIONS, is_product
 
 _SLOW = FACTORIZATIONS | {"while", "scan", "sort", "custom_linear_solve"}
 
@@ -227,3 +227,42 @@ def groups_with_common(members: Sequence[Iterable[Hashable]]) -> list[list[int]]
 def values_in(atoms: Iterable[Any]) -> Iterator[Value]:
     """Yield what is a value, and no literal."""
     return (atom for atom in atoms if isinstance(atom, Value))
+
+
+def form_of(
+    nodes: Sequence[Node], reads: Sequence[Value], outputs: Sequence[Any]
+) -> Hashable:
+    """Return a key for what equations compute: equal if they only read other values."""
+    # They are alike if they are the same, in the same order, on values of the same
+    # types with the same numbers. Names of variables do not matter, nor where a value
+    # was made.
+    number = {value: i for i, value in enumerate(reads)}
+
+    def named(x: Any) -> Hashable:
+        return number[x] if isinstance(x, Value) else _literal(x)
+
+    form: list[Hashable] = [value.aval for value in reads]
+    for node in nodes:
+        inputs = tuple(map(named, node.inputs))
+        for value in node.outputs:
+            number[value] = len(number)
+        avals = tuple(value.aval for value in node.outputs)
+        form.append((node.equation.primitive, _params(node.equation), inputs, avals))
+    return *form, *map(named, outputs)
+
+
+def _params(equation: Any) -> Hashable:
+    return tuple((name, _comparable(x)) for name, x in equation.params.items())
+
+
+def _comparable(param: Any) -> Hashable:
+    try:
+        hash(param)
+    except TypeError:
+        return object()  # equal to nothing else
+    return param
+
+
+def _literal(literal: Any) -> Hashable:
+    # 0.0 equals -0.0, and NaN not even itself.
+    return literal.aval, np.asarray(literal.val).tobytes()
