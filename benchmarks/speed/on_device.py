@@ -47,11 +47,11 @@ import record  # noqa: E402
 import optax_mp  # noqa: E402
 from optax_mp._jax._by_platform import Target  # noqa: E402
 from optax_mp.leafwise import (  # noqa: E402
+    _engine,
     _kernels,
     _layout,
     _proof,
     _take_step,
-    _traced_step,
 )
 
 F8 = "float8_e4m3fn"
@@ -257,7 +257,7 @@ def ends_of(form: str, shape: tuple[int, ...]) -> list[Any]:
 
     def trace(*args: Any) -> None:
         step, inputs, kept, _ = _take_step.whole_step("", tx, *args, None, {})
-        found.extend(_traced_step.TracedStep.as_call(step, inputs, kept).ends)
+        found.extend(_engine.TracedStep.as_call(step, inputs, kept).ends)
 
     jax.eval_shape(trace, grads, jax.eval_shape(tx.init, params), params)
     return found

@@ -2,8 +2,7 @@
 
 - `_take_step`: the public function, and the same for `tx.update` of the package's
   transformations.
-- `_traced_step`: a step, traced once: its equations, and what replaces what.
-- `_engine`: what replaces the step in a program for a TPU or a GPU.
+- `_engine`: a step, traced once, and what replaces it in a program for a TPU or a GPU.
 - `_program`: a traced step as one list of equations, and which of these are the same
   computation.
 - `_ends`: where the elementwise end of a leaf begins.

@@ -14,9 +14,8 @@ shard, so that devices do not exchange chunks.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -36,7 +35,7 @@ from optax_mp._jax._memory import (
 )
 from optax_mp._jax._sharding import on_mesh_of
 from optax_mp.leafwise._ends import End
-from optax_mp.leafwise._evaluator import Evaluator, Part
+from optax_mp.leafwise._evaluator import Evaluator, Part, shape_in_blocks
 from optax_mp.leafwise._kernels import are_on, kernels_for
 from optax_mp.leafwise._program import Node, Value
 
@@ -70,14 +69,9 @@ class Cuts:
         view = part.shape if len(part.shape) > 1 else (1, *part.shape)
         return cls(part, view, 0, view[0])
 
-    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the view of an array of the part."""
-        part, (*leading, length) = self.part, self.view
-        if shape == part.shape:
-            return self.view
-        if len(shape) > 1 and shape[-1] == part.shape[-1]:  # shifts
-            return *leading[:-1], -(-leading[-1] // part.group_size), length
-        return *leading, -(-length // part.block_size)
+    def view_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the view of the part of an array."""
+        return shape_in_blocks(self.view, *self.part.block_of(shape))
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Yield for chunks of one length: the first index, the length, how many."""
@@ -173,7 +167,7 @@ class _Chunk(Evaluator):
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the chunk of an array."""
-        view = list(self.cuts.shape_of(self.cuts.part.shape_of(shape)))
+        view = list(self.cuts.view_of(shape))
         view[self.cuts.axis] = self._span(view)[1]
         return tuple(view)
 
@@ -190,7 +184,12 @@ class _Chunk(Evaluator):
         """Return the chunk of a view of an array."""
         first, length = self._span(view.shape)
         if is_on_host(view) and self.cuts.has_tall_tiles(view.dtype):
-            return _bring_codes(view, first, length)
+
+            def bring(view: jax.Array, first: Any) -> jax.Array:
+                return to_device(lax.dynamic_slice_in_dim(view, first, length))
+
+            first = jnp.int32(first)
+            return _copy_codes(bring, "bring_rows", view, first, length=length)
         chunk = lax.dynamic_slice_in_dim(view, first, length, self.cuts.axis)
         return as_stored(to_device(chunk)) if is_on_host(view) else chunk
 
@@ -199,7 +198,11 @@ class _Chunk(Evaluator):
         chunk = chunk.astype(view.dtype)
         first, _ = self._span(view.shape)
         if is_on_host(view) and self.cuts.has_tall_tiles(view.dtype):
-            return _put_codes(view, chunk, first)
+
+            def put(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
+                return lax.dynamic_update_slice_in_dim(view, to_host(codes), first, 0)
+
+            return _copy_codes(put, "put_rows", view, chunk, jnp.int32(first))
         if is_on_host(view):
             chunk = to_host(as_stored(chunk))
         return lax.dynamic_update_slice_in_dim(view, chunk, first, self.cuts.axis)
@@ -240,40 +243,29 @@ class _Chunk(Evaluator):
         return Blocks(len(shape) + axis, size, shape[axis])
 
 
-def _bring_codes(view: jax.Array, first: Any, length: int) -> jax.Array:
-    """Return rows of 8-bit codes in host memory, on the device.
+def _copy_codes(
+    by_slice: Callable[..., jax.Array], name: str, *args: Any, **settings: Any
+) -> jax.Array:
+    """Return rows of 8-bit codes in host memory, or the array with other rows.
 
     XLA for TPUs would convert all of the array for each chunk: in host memory its tiles
     have 32 rows, and tiles of a chunk that XLA copies may have 8.
+
+    Args:
+        by_slice: returns it from `args`, on other platforms.
+        name: of the same among a TPU's kernels, which are imported for it alone.
+        *args: arrays.
+        **settings: further arguments of the kernel.
     """
 
-    def by_slice(view: jax.Array, first: Any) -> jax.Array:
-        return to_device(lax.dynamic_slice_in_dim(view, first, length))
+    def rewrite(target: Target, errors: Sequence[Exception]) -> Any:
+        is_right = target.platform == "tpu" and not errors
+        kernels = kernels_for(target) if is_right else ""
+        if isinstance(kernels, str):
+            return None
+        return lambda values, *_: [getattr(kernels, name)(*values, **settings)]
 
-    rewrite = partial(_by_kernel, "bring_rows", {"length": length})
-    return run_by_platform(by_slice, rewrite, view, jnp.int32(first))
-
-
-def _put_codes(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
-    """Return an array of 8-bit codes in host memory with other rows."""
-
-    def by_slice(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(view, to_host(codes), first, 0)
-
-    rewrite = partial(_by_kernel, "put_rows", {})
-    return run_by_platform(by_slice, rewrite, view, codes, jnp.int32(first))
-
-
-def _by_kernel(
-    name: str, settings: dict[str, Any], target: Target, errors: Sequence[Exception]
-) -> Any:
-    """Return what copies codes on a TPU, where kernels are imported for it alone."""
-    if target.platform != "tpu" or errors:
-        return None
-    kernels = kernels_for(target)
-    if isinstance(kernels, str):
-        return None
-    return lambda values, *_: [getattr(kernels, name)(*values, **settings)]
+    return run_by_platform(by_slice, rewrite, *args)
 
 
 def as_stored(x: jax.Array) -> jax.Array:
@@ -324,7 +316,7 @@ def run_end(
     args, starts = ([cuts.bring(x) for x in xs or ()] for xs in (args, starts))
     shapes = [cuts.part.shape_of(value.aval.shape) for value in end.outputs]
     views = [
-        x.reshape(cuts.shape_of(x.shape)) if value.aval.ndim else x
+        x.reshape(cuts.view_of(value.aval.shape)) if value.aval.ndim else x
         for value, x in zip(end.reads, args, strict=True)
     ]
     # The loop carries the results, and each iteration writes its chunk into them: XLA
@@ -337,7 +329,10 @@ def run_end(
         else on_mesh_of(args, jnp.zeros(shape, value.aval.dtype))
         for at, (value, shape) in enumerate(zip(end.outputs, shapes, strict=True))
     ]
-    made = [x.reshape(cuts.shape_of(x.shape)) for x in starts]
+    made = [
+        x.reshape(cuts.view_of(v.aval.shape))
+        for v, x in zip(end.outputs, starts, strict=True)
+    ]
     is_from_host = any(map(is_on_host, (*args, *starts)))
 
     def run_chunk(chunk: _Chunk, made: Sequence[jax.Array]) -> list[jax.Array]:

@@ -68,7 +68,6 @@ class End:
     replaced: dict[int, int]
     shape: tuple[int, ...]
     block_size: int | None
-    block_size: int | None
     axis: int
     group_size: int | None
     entangled: str | None

@@ -48,19 +48,27 @@ class Part:
         own = self.axis % len(self.whole)
         return len(self.whole) - 1 if axis == own else axis - (axis > own)
 
-    def has_shifts(self, shape: tuple[int, ...]) -> bool:
-        """Return whether an array of this shape, on all devices, is one of shifts."""
-        is_whole = shape[self.axis :][:1] == self.whole[self.axis :][:1]
-        return len(shape) > 1 and shape != self.whole and is_whole
+    def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return how many rows and columns of elements share an entry of an array.
+
+        Args:
+            shape: of the array on all devices: of elements, scales or shifts.
+        """
+        if shape == self.whole:
+            return 1, 1
+        is_wide = shape[self.axis :][:1] == self.whole[self.axis :][:1]
+        is_shifts = len(shape) > 1 and is_wide
+        return (self.group_size, 1) if is_shifts else (1, self.block_size)
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the shard of an array: elements, scales or shifts."""
-        if shape == self.whole or not shape:
-            return self.shape if shape else ()
-        *leading, length = self.shape
-        if self.has_shifts(shape):
-            return (*leading[:-1], -(-leading[-1] // self.group_size), length)
-        return (*leading, -(-length // self.block_size))
+        """Return the shape of the shard of an array on all devices."""
+        return shape_in_blocks(self.shape, *self.block_of(shape)) if shape else ()
+
+
+def shape_in_blocks(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, ...]:
+    """Return the shape of an array with an entry for each block of rows and columns."""
+    *leading, height, width = 1, *shape
+    return (*leading, -(-height // rows), -(-width // columns))[-len(shape) :]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from optax_mp._jax._traced import TracedCall
 from optax_mp._warnings import warn
 from optax_mp.leafwise._chunks import Cuts, bring_whole, cuts_of, run_end
 from optax_mp.leafwise._ends import End, overwritten_by
+from optax_mp.leafwise._engine import Step, TracedStep
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._layout import Layout
 from optax_mp.leafwise._program import (
@@ -38,7 +39,6 @@ from optax_mp.leafwise._program import (
     run_nodes,
     values_in,
 )
-from optax_mp.leafwise._traced_step import Step, TracedStep
 
 
 class Plan(NamedTuple):
@@ -72,20 +72,19 @@ def run_between_moves(
 
     If `proceed` is false, arrays in host memory are what they were.
     """
-    leaves, treedef = jax.tree.flatten(kept)
-    brought = bring(leaves)
-    updates, new = step(inputs, treedef.unflatten(brought))
-    new_leaves, new_def = jax.tree.flatten(new)
-    if new_def != treedef:
+    brought = bring(kept)
+    updates, new = step(inputs, brought)
+    if jax.tree.structure(new) != jax.tree.structure(kept):
         return updates, new
-    for i, old in enumerate(leaves):
+
+    def put(leaf: Any, before: Any, old: Any) -> Any:
         if not is_on_host(old):
-            continue
-        leaf, before = new_leaves[i], brought[i]
-        if leaf is not before and proceed is not True:
-            leaf = select(proceed, leaf, before)
-        new_leaves[i] = old if leaf is before else to_host(leaf)
-    return updates, new_def.unflatten(new_leaves)
+            return leaf
+        if leaf is before:
+            return old
+        return to_host(leaf if proceed is True else select(proceed, leaf, before))
+
+    return updates, jax.tree.map(put, new, brought, kept)
 
 
 def run_from_host(

@@ -21,6 +21,7 @@ from optax_mp.leafwise._evaluator import (
     as_read,
     hold,
     other_dtype,
+    shape_in_blocks,
 )
 from optax_mp.leafwise._program import Value
 
@@ -87,21 +88,15 @@ class PieceEvaluator(KernelEvaluator):
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the piece of an array: of its last two axes."""
-        rows, columns = self.pieces.rows, self.pieces.columns
-        if shape == self.part.whole:
-            return rows, columns
-        if self.part.has_shifts(shape):
-            return 1, columns
-        return rows, columns // self.part.block_size
+        rows, columns = self.part.block_of(shape)
+        return self.pieces.rows if rows == 1 else 1, self.pieces.columns // columns
 
     def places(self, shape: tuple[int, ...]) -> tuple[Any, jax.Array | None]:
         """Return where the piece of an array is in its view, and what of it exists."""
         own, (layer, i, j) = self.shape_of(shape), self.at
-        (_, height, width), step = self.pieces.view, self.pieces.height
-        if self.part.has_shifts(shape):
-            height, step = -(-height // self.part.group_size), 1
-        elif shape != self.part.whole:
-            width //= self.part.block_size
+        block = self.part.block_of(shape)
+        _, height, width = shape_in_blocks(self.pieces.view, *block)
+        step = self.pieces.height if block[0] == 1 else 1
         at = layer, pl.ds(i * step, own[0]), pl.ds(j * own[1], own[1])
         if self.pieces.are_whole:
             return at, None

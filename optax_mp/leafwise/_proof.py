@@ -175,7 +175,7 @@ def _numbers(value: Value, part: Part, random: np.random.Generator) -> np.ndarra
     shape, dtype = part.shape_of(aval.shape), jnp.dtype(aval.dtype)
     if dtype in (jnp.bool_, jnp.int32):  # counts, and indices of branches
         return random.integers(0, 2, shape).astype(dtype)
-    if part.has_shifts(aval.shape):
+    if part.block_of(aval.shape)[0] > 1:
         return random.integers(0, 9, shape).astype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         bounds = jnp.iinfo(dtype)

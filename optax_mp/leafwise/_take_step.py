@@ -18,10 +18,9 @@ from optax_mp._jax._memory import is_on_host
 from optax_mp._leaves import is_absent
 from optax_mp._tree import is_floating
 from optax_mp._warnings import warn_once
-from optax_mp.leafwise._engine import run_step
+from optax_mp.leafwise._engine import NOT_PACKED, Step, run_step
 from optax_mp.leafwise._from_host import run_from_host
 from optax_mp.leafwise._layout import spread_shardings
-from optax_mp.leafwise._traced_step import NOT_PACKED, Step
 
 
 def take_step(

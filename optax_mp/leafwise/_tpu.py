@@ -72,10 +72,9 @@ class TileEvaluator(KernelEvaluator):
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the chunk of an array."""
-        if self.part.has_shifts(shape):
-            return 1, self.columns
-        is_element = shape == self.part.whole
-        return self.rows, self.columns if is_element else self.scale_count
+        rows, columns = self.part.block_of(shape)
+        width = self.columns if columns == 1 else self.scale_count
+        return self.rows if rows == 1 else 1, width
 
     def is_of_chunk(self) -> jax.Array:
         """Return which scales of the tile belong to this chunk."""
@@ -197,10 +196,10 @@ def run_end(
     singles = [i for i, v in enumerate(end.reads) if not v.aval.ndim]
 
     def has_shifts(value: Value) -> bool:
-        return part.has_shifts(value.aval.shape)
+        return part.block_of(value.aval.shape)[0] > 1
 
     def is_scales(value: Value) -> bool:
-        return value.aval.shape != part.whole and not has_shifts(value)
+        return part.block_of(value.aval.shape)[1] > 1
 
     def view_of(value: Value) -> tuple[int, ...]:
         own = part.shape_of(value.aval.shape)

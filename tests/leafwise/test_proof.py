@@ -19,11 +19,10 @@ import optax_mp
 from optax_mp import _warnings
 from optax_mp._jax import _by_platform
 from optax_mp.leafwise import (
+    _evaluator,
     _gpu,
-    _kernel_evaluator,
     _kernels,
     _proof,
-    _tile_evaluator,
     _tpu,
 )
 from optax_mp.reports import _step_report
@@ -98,13 +97,13 @@ def next_block(scales, index):
     return TAKE(scales, (index + 1) % scales.shape[1])
 
 
-TAKE = _tile_evaluator._take_lanes
+TAKE = _tpu._take_lanes
 SPREAD = _gpu.PieceEvaluator.spread
-INDEX = {x: x.index for x in (_gpu.PieceEvaluator, _tile_evaluator.TileEvaluator)}
+INDEX = {x: x.index for x in (_gpu.PieceEvaluator, _tpu.TileEvaluator)}
 # What is wrong in a kernel of a platform.
 WRONG = {
-    "rounding": ("both", _kernel_evaluator, "_round", lambda x, _: jnp.floor(x)),
-    "lanes": ("tpu", _tile_evaluator, "_take_lanes", next_block),
+    "rounding": ("both", _evaluator, "_round", lambda x, _: jnp.floor(x)),
+    "lanes": ("tpu", _tpu, "_take_lanes", next_block),
     "blocks": (
         "cuda",
         _gpu.PieceEvaluator,
