@@ -26,7 +26,6 @@ import os
 import re
 import statistics
 import time
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +42,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import optimizer_step  # noqa: E402
 import record  # noqa: E402
+from jax.experimental import pallas as pl  # noqa: E402
 
 import optax_mp  # noqa: E402
 from optax_mp._jax._by_platform import Target  # noqa: E402
@@ -227,18 +227,16 @@ def compare_kernels(scale: Scale, form: str) -> record.Row:
     kernels = _kernels.kernels_for(Target(platform, kind=device.device_kind))
     if isinstance(kernels, str):
         raise RuntimeError(f"no kernels: {kernels}")
+    if device.platform == "cpu":
+        pl.pallas_call = functools.partial(pl.pallas_call, interpret=True)
     row: record.Row = {"kernels": 0}
     found: list[_proof.Difference] = []
     for end in ends_of(form, (scale.side, scale.side)):
         part = _layout.Layout.find(end, (), {}).part
         if end.obstacle or kernels.obstacle(end, part):
             continue
-        run_end = kernels.run_end
-        if device.platform == "cpu":
-            run_end = functools.partial(run_end, interpret=True)
-        kernel = types.SimpleNamespace(run_end=run_end)
         row["kernels"] += 1
-        found += _proof.compare(kernel, end, part, device)
+        found += _proof.compare(kernels, end, part, device)
     for dtype in dict.fromkeys(x.dtype for x in found):
         of_dtype = [x for x in found if x.dtype == dtype]
         size, differing, far = (

@@ -130,11 +130,8 @@ def derivative_calls(jaxpr: AnyJaxpr, *places: int) -> float:
     """
     jaxpr, _ = open_jaxpr(jaxpr)
     chosen = {jaxpr.invars[i] for i in places}
-    count = (
-        0.0
-        if chosen.isdisjoint(x for x in jaxpr.outvars if not is_literal(x))
-        else math.nan
-    )
+    is_returned = any(x in chosen for x in jaxpr.outvars if not is_literal(x))
+    count = math.nan if is_returned else 0.0
     for equation in live_equations(jaxpr):
         reads = [not is_literal(x) and x in chosen for x in equation.invars]
         if not any(reads):

@@ -36,7 +36,7 @@ from optax_mp._jax._by_platform import (
     call_by_platform,
 )
 from optax_mp._jax._contact import is_seen, is_traced_by_jit
-from optax_mp._jax._jaxpr import Equation, bind, evaluate
+from optax_mp._jax._jaxpr import bind, evaluate
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall, is_output
 from optax_mp._quantized import holds_packed
@@ -140,14 +140,9 @@ class TracedStep:
         Args:
             rewrite: see `call_by_platform`; None for the step as it is.
         """
-
-        def run_call(call: Equation, inputs: list[Any]) -> list[Any]:
-            if rewrite is None:
-                return bind(call, inputs)
-            return call_by_platform(call, inputs, rewrite)
-
+        run = bind if rewrite is None else partial(call_by_platform, rewrite=rewrite)
         traced = self.traced
-        return traced.unflatten(evaluate(traced.closed, traced.arrays, run_call))
+        return traced.unflatten(evaluate(traced.closed, traced.arrays, run))
 
     @cached_property
     def program(self) -> Program:

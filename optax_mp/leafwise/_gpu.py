@@ -157,16 +157,13 @@ def obstacle(end: End, part: Part) -> str | None:
     return None
 
 
-def run_end(
-    end: End, part: Part, args: Sequence[Any], interpret: bool = False
-) -> list[Any]:
+def run_end(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
     """Return the outputs of an end.
 
     Args:
         end: the end.
         part: of its arrays.
         args: the values of what it reads.
-        interpret: whether to run the kernel without a GPU.
     """
     pieces, rank = Pieces.of(end, part), len(part.shape)
     _, down, across = pieces.grid
@@ -209,13 +206,11 @@ def run_end(
 
     made_shapes = [(v, part.shape_of(v.aval.shape)) for v in end.outputs]
     warps = max(1, pieces.rows * pieces.columns // _PER_WARP)
-    params = None if interpret else triton.CompilerParams(num_warps=warps)
     made = pl.pallas_call(
         kernel,
         grid=(math.prod(pieces.grid),),
         out_shape=[result_like(v.aval, view_of(shape)) for v, shape in made_shapes],
         input_output_aliases={rank + at: out for at, out in aliases(end).items()},
-        interpret=interpret,
-        compiler_params=params,
+        compiler_params=triton.CompilerParams(num_warps=warps),
     )(*map(prepared, [*part.origin, *args]))
     return [x.reshape(s) for x, (_, s) in zip(made, made_shapes, strict=True)]

@@ -25,14 +25,12 @@ from optax_mp._jax._primitives import FACTORIZATIONS, is_product
 _SLOW = FACTORIZATIONS | {"while", "scan", "sort", "custom_linear_solve"}
 
 
+@dataclass(eq=False, slots=True)
 class Value:
     """A value of a program: one of its inputs, or an output of an equation."""
 
-    __slots__ = ("aval", "made_at")
-
-    def __init__(self, aval: Any, made_at: int | None = None) -> None:
-        self.aval = aval
-        self.made_at = made_at
+    aval: Any
+    made_at: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,9 +202,8 @@ def read(values: dict[Value, Any], atom: Any) -> Any:
 def read_output(values: dict[Value, Any], atom: Any) -> Any:
     """Return an output as an array; a literal is a plain number."""
     array = read(values, atom)
-    return (
-        array if isinstance(array, jax.Array) else jnp.asarray(array, atom.aval.dtype)
-    )
+    is_array = isinstance(array, jax.Array)
+    return array if is_array else jnp.asarray(array, atom.aval.dtype)
 
 
 def groups_with_common(members: Sequence[Iterable[Hashable]]) -> list[list[int]]:

@@ -168,16 +168,13 @@ def obstacle(end: End, part: Part) -> str | None:
     return None
 
 
-def run_end(
-    end: End, part: Part, args: Sequence[Any], interpret: bool = False
-) -> list[Any]:
+def run_end(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
     """Return the outputs of an end.
 
     Args:
         end: the end.
         part: of its arrays.
         args: the values of what it reads.
-        interpret: whether to run the kernel without a TPU.
     """
     shape, block_size = part.shape, end.block_size or 32
     # Each program of the grid has a tile: some rows, and as many columns as have 128
@@ -192,8 +189,9 @@ def run_end(
     columns = min(max(columns, LANES), width)
     shared = max(1, block_size * LANES // columns)
     chunk = math.gcd(columns, _CHUNK if rows <= _ROWS else LANES)
-    arrays = [i for i, v in enumerate(end.reads) if v.aval.ndim]
-    singles = [i for i, v in enumerate(end.reads) if not v.aval.ndim]
+    given = dict(zip(end.reads, args, strict=True))
+    arrays = [value for value in end.reads if value.aval.ndim]
+    singles = [value for value in end.reads if not value.aval.ndim]
 
     def has_shifts(value: Value) -> bool:
         return part.block_of(value.aval.shape)[0] > 1
@@ -219,8 +217,8 @@ def run_end(
         )
 
     def kernel(*refs: Any) -> None:
-        integers, floats, *inputs = refs[: 2 + len(arrays)]
-        made = refs[2 + len(arrays) :]
+        integers, floats, *of_arrays = refs
+        inputs, made = of_arrays[: len(arrays)], of_arrays[len(arrays) :]
         here = replace(part, origin=tuple(integers[i] for i in range(len(shape))))
         ids = [pl.program_id(axis) for axis in range(len(shape))]
         # Columns are counted from where the tile of scales begins.
@@ -228,13 +226,12 @@ def run_end(
         start = (ids[-1] - place) * columns
         origin = (*ids[:-2], ids[-2] * rows, start)
         values = {
-            end.reads[i]: _unpack(integers[at], floats[at], end.reads[i].aval.dtype)
-            for at, i in enumerate(singles, start=len(shape))
+            value: _unpack(integers[at], floats[at], value.aval.dtype)
+            for at, value in enumerate(singles, start=len(shape))
         }
-        of_arrays = dict(zip(arrays, inputs, strict=True))
-        for i, ref in of_arrays.items():
-            if is_scales(end.reads[i]):
-                values[end.reads[i]] = hold(ref[...], end.reads[i].aval.dtype)
+        for value, ref in zip(arrays, inputs, strict=True):
+            if is_scales(value):
+                values[value] = hold(ref[...], value.aval.dtype)
 
         def run_chunk(k: Any, scales: Sequence[Any]) -> Sequence[Any]:
             first = pl.multiple_of(k * chunk, chunk)
@@ -242,8 +239,7 @@ def run_end(
                 here, rows, chunk, block_size, LANES, origin, place * columns + first
             )
             local = dict(values)
-            for i, ref in of_arrays.items():
-                value = end.reads[i]
+            for value, ref in zip(arrays, inputs, strict=True):
                 if not is_scales(value):
                     read = ref[:, pl.ds(first, chunk)]
                     local[value] = hold(read, value.aval.dtype)
@@ -270,19 +266,18 @@ def run_end(
             if is_scales(value):
                 ref[...] = result.astype(ref.dtype)
 
-    alias = {2 + arrays.index(at): out for at, out in aliases(end).items()}
+    alias = {2 + arrays.index(end.reads[i]): out for i, out in aliases(end).items()}
     in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
     results = pl.pallas_call(
         kernel,
         grid=(*leading, pl.cdiv(height, rows), pl.cdiv(width, columns)),
-        in_specs=[in_scalar_memory] * 2 + [spec(end.reads[i]) for i in arrays],
+        in_specs=[in_scalar_memory] * 2 + [*map(spec, arrays)],
         out_specs=[spec(value) for value in end.outputs],
         out_shape=[result_like(v.aval, view_of(v)) for v in end.outputs],
         input_output_aliases=alias,
-        interpret=interpret,
     )(
-        *_pack([*part.origin, *(args[i] for i in singles)]),
-        *(as_read(args[i].reshape(view_of(end.reads[i]))) for i in arrays),
+        *_pack([*part.origin, *(given[value] for value in singles)]),
+        *(as_read(given[value].reshape(view_of(value))) for value in arrays),
     )
     shapes = [part.shape_of(v.aval.shape) for v in end.outputs]
     return [x.reshape(s) for x, s in zip(results, shapes, strict=True)]

@@ -4,7 +4,6 @@ By Pallas' interpreter on a CPU, which plays the device.
 """
 
 import functools
-import types
 import warnings
 
 import jax
@@ -14,6 +13,7 @@ import optax
 import pytest
 from comparison import as_bits
 from host_memory import UNFUSED
+from jax.experimental import pallas as pl
 
 import optax_mp
 from optax_mp import _warnings
@@ -21,7 +21,6 @@ from optax_mp._jax import _by_platform
 from optax_mp.leafwise import (
     _evaluator,
     _gpu,
-    _kernels,
     _proof,
     _tpu,
 )
@@ -43,17 +42,12 @@ def small(monkeypatch):
     monkeypatch.setattr(_proof, "_ROWS", 33)
     monkeypatch.setattr(_proof, "_COLUMNS", 256)
     monkeypatch.setattr(_proof, "_found", {})
-    monkeypatch.setattr(_kernels, "_import_kernels", interpreted)
+    interpreted = functools.partial(pl.pallas_call, interpret=True)
+    monkeypatch.setattr(pl, "pallas_call", interpreted)
     # Compiled in a third of the time.
     run = _proof._two_steps
     monkeypatch.setattr(_proof, "_two_steps", lambda *args: run(*args[:3], UNFUSED))
     _warnings.warn_once.cache_clear()
-
-
-def interpreted(platform):
-    kernels = MODULES[platform]
-    run_end = functools.partial(kernels.run_end, interpret=True)
-    return types.SimpleNamespace(obstacle=kernels.obstacle, run_end=run_end)
 
 
 @pytest.fixture(params=["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
