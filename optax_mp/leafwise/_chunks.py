@@ -16,6 +16,7 @@ shard, so that devices do not exchange chunks.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -72,6 +73,11 @@ class Cuts:
     def view_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the view of the part of an array."""
         return shape_in_blocks(self.view, *self.part.block_of(shape))
+
+    def views(self, values: Sequence[Value], arrays: Sequence[Any]) -> list[Any]:
+        """Return the views of arrays of the part; numbers as they are."""
+        both = zip((value.aval.shape for value in values), arrays, strict=True)
+        return [x.reshape(self.view_of(shape)) if shape else x for shape, x in both]
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Yield for chunks of one length: the first index, the length, how many."""
@@ -315,10 +321,6 @@ def run_end(
     """
     args, starts = ([cuts.bring(x) for x in xs or ()] for xs in (args, starts))
     shapes = [cuts.part.shape_of(value.aval.shape) for value in end.outputs]
-    views = [
-        x.reshape(cuts.view_of(value.aval.shape)) if value.aval.ndim else x
-        for value, x in zip(end.reads, args, strict=True)
-    ]
     # The loop carries the results, and each iteration writes its chunk into them: XLA
     # keeps a carry in one buffer. Its first value is the array to be replaced. The loop
     # also reads that array from the carry, or XLA would keep a copy of it.
@@ -329,13 +331,11 @@ def run_end(
         else on_mesh_of(args, jnp.zeros(shape, value.aval.dtype))
         for at, (value, shape) in enumerate(zip(end.outputs, shapes, strict=True))
     ]
-    made = [
-        x.reshape(cuts.view_of(v.aval.shape))
-        for v, x in zip(end.outputs, starts, strict=True)
-    ]
+    views, made = cuts.views(end.reads, args), cuts.views(end.outputs, starts)
     is_from_host = any(map(is_on_host, (*args, *starts)))
 
-    def run_chunk(chunk: _Chunk, made: Sequence[jax.Array]) -> list[jax.Array]:
+    def run_chunk(first: int, length: int, k: Any, made: list[Any]) -> list[Any]:
+        chunk = _Chunk(cuts.part, cuts, k * length + first, length)
         local: dict[Value, Any] = dict(zip(end.reads, views, strict=True))
         arrays = {
             i: chunk.of(made[output_of[i]] if i in output_of else views[i])
@@ -355,13 +355,8 @@ def run_end(
         return [chunk.put(x, new) for x, new in zip(made, results, strict=True)]
 
     for first, length, count in cuts.runs():
-
-        def run_number(
-            k: Any, made: Sequence[jax.Array], first: int = first, length: int = length
-        ) -> list[jax.Array]:
-            return run_chunk(_Chunk(cuts.part, cuts, k * length + first, length), made)
-
-        made = lax.fori_loop(jnp.int32(0), jnp.int32(count), run_number, made)
+        run = partial(run_chunk, first, length)
+        made = lax.fori_loop(jnp.int32(0), jnp.int32(count), run, made)
     made = [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]
     return [
         to_host(as_stored(x)) if is_host_type(v.aval) and not is_on_host(x) else x

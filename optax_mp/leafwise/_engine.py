@@ -25,7 +25,6 @@ from optax_mp._jax._arrays import (
     compiles,
     has_explicit_axes,
     is_traced,
-    looks_for_leaks,
     mesh_in_type,
 )
 from optax_mp._jax._by_platform import (
@@ -38,7 +37,7 @@ from optax_mp._jax._by_platform import (
 from optax_mp._jax._contact import is_seen, is_traced_by_jit
 from optax_mp._jax._jaxpr import bind, evaluate
 from optax_mp._jax._memory import is_on_host
-from optax_mp._jax._traced import TracedCall, is_output
+from optax_mp._jax._traced import TracedCall
 from optax_mp._quantized import holds_packed
 from optax_mp._warnings import warn_once
 from optax_mp.leafwise import _chunks, _kernels
@@ -76,7 +75,7 @@ def obstacle_of(state: Any, arguments: Any) -> str | None:
         return TRANSFORMED
     if any(map(is_on_host, leaves)):
         return "state in host memory"
-    if looks_for_leaks():
+    if getattr(jax.config, "jax_check_tracer_leaks", False):
         return "JAX looks for leaked tracers"
     return None
 
@@ -172,13 +171,11 @@ class TracedStep:
 
         There are none if the structure of what is kept changes.
         """
-        structure = jax.tree.structure(self.kept)
-        if jax.tree.structure(self.traced.unflatten_outputs()[1]) != structure:
+        kept = self.traced.unflatten(self.program.outputs)[1]
+        leaves, structure = jax.tree.flatten(kept)
+        if structure != jax.tree.structure(self.kept):
             return {}
-        first = len(self.traced.outputs) - structure.num_leaves
-        old = dict(enumerate(self._kept_inputs, start=first))
-        places = (i for i, x in enumerate(self.traced.outputs) if is_output(x))
-        both = zip(self.program.outputs, map(old.get, places), strict=True)
+        both = zip(leaves, self._kept_inputs, strict=True)
         return {new: x for new, x in both if x is not None and isinstance(new, Value)}
 
     @cached_property
@@ -279,9 +276,7 @@ class CutStep:
         traced = self.traced
         program, ends = traced.program, traced.ends
         reads, outputs = traced.call_values
-        values: dict[Value, Any] = program.constants | dict(
-            zip(reads, inputs, strict=True)
-        )
+        values = program.constants | dict(zip(reads, inputs, strict=True))
         # First the values outside of the ends: outputs that are not elementwise, and
         # values that the ends read. Then the ends, which do not depend on each other.
         at_ends = {value for end in ends for value in end.outputs}
@@ -310,9 +305,9 @@ class CutStep:
     def _by_kernel(self, layout: Layout, args: Sequence[Any]) -> list[Any] | None:
         """Return the outputs of an end, by a kernel; None if that cannot be."""
         end, made = layout.end, None
-        kernel = _kernels.find_kernel(layout, self.target)
-        if not self.has_kernels:
-            kernel = "no kernel"
+        kernel = "no kernel"
+        if self.has_kernels:
+            kernel = _kernels.find_kernel(layout, self.target)
         if not isinstance(kernel, str):
             try:
                 proof = proof_of(kernel, end, layout.part, self.target)

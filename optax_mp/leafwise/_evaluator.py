@@ -182,11 +182,11 @@ class KernelEvaluator(Evaluator):
         return [_as(new, x) for x in bind(equation, inputs)]
 
 
-def other_dtype(end: End, dtypes: Collection[str]) -> str | None:
-    """Return a dtype outside of `dtypes` that an end reads or computes in, or None."""
+def dtype_obstacle(end: End, dtypes: Collection[str]) -> str | None:
+    """Return that an end reads or computes in a dtype outside of `dtypes`, or None."""
     made = [value for node in end.nodes for value in node.outputs]
     names = (value.aval.dtype.name for value in [*end.reads, *made])
-    return next((name for name in names if name not in dtypes), None)
+    return next((f"computes in {x}" for x in names if x not in dtypes), None)
 
 
 def held_dtype(dtype: Any) -> Any:

@@ -189,6 +189,7 @@ class _StepFromHost:
     def _job_of(
         self, outputs: Sequence[Value], arrays: set[Value], end: End | None
     ) -> _Job:
+        """Return the job for some outputs, of an end or of several."""
         nodes, needs = self._behind(outputs, arrays)
         if end is None or end.entangled or end.axis != len(end.shape) - 1:
             return _Job(outputs, nodes, needs)

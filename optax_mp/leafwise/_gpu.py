@@ -19,8 +19,8 @@ from optax_mp.leafwise._evaluator import (
     Part,
     aliases,
     as_read,
+    dtype_obstacle,
     hold,
-    other_dtype,
     shape_in_blocks,
 )
 from optax_mp.leafwise._program import Value
@@ -142,9 +142,8 @@ class PieceEvaluator(KernelEvaluator):
 
 def obstacle(end: End, part: Part) -> str | None:
     """Return why the kernel cannot compute an end; None if it can."""
-    other = other_dtype(end, DTYPES)
-    if other is not None:
-        return f"computes in {other}"
+    if other := dtype_obstacle(end, DTYPES):
+        return other
     size = end.block_size or 1
     if _COUNT % size:
         return f"blocks of {size}"
@@ -194,23 +193,20 @@ def run_end(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
             new = values[value].astype(value.aval.dtype)
             triton.store(ref.at[places], new, mask=inside)
 
-    def view_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    def view_of(value: Value) -> tuple[int, ...]:
         """Return the shape in which an array of the part is seen."""
-        if end.group_size is None:
-            return 1, 1, math.prod(shape)
-        return pieces.view[0], shape[-2], shape[-1]
+        shape = value.aval.shape
+        return shape_in_blocks(pieces.view, *part.block_of(shape)) if shape else (1,)
 
-    def prepared(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        return as_read(x.reshape(view_of(x.shape) if x.ndim else 1))
-
-    made_shapes = [(v, part.shape_of(v.aval.shape)) for v in end.outputs]
+    both = zip(end.reads, args, strict=True)
+    inputs = [as_read(jnp.asarray(x).reshape(view_of(value))) for value, x in both]
     warps = max(1, pieces.rows * pieces.columns // _PER_WARP)
     made = pl.pallas_call(
         kernel,
         grid=(math.prod(pieces.grid),),
-        out_shape=[result_like(v.aval, view_of(shape)) for v, shape in made_shapes],
+        out_shape=[result_like(value.aval, view_of(value)) for value in end.outputs],
         input_output_aliases={rank + at: out for at, out in aliases(end).items()},
         compiler_params=triton.CompilerParams(num_warps=warps),
-    )(*map(prepared, [*part.origin, *args]))
-    return [x.reshape(s) for x, (_, s) in zip(made, made_shapes, strict=True)]
+    )(*(jnp.asarray(x).reshape(1) for x in part.origin), *inputs)
+    shapes = [part.shape_of(value.aval.shape) for value in end.outputs]
+    return [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]

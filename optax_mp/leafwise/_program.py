@@ -68,10 +68,11 @@ class Program:
         """Return the program of a jaxpr."""
         opened, _ = open_jaxpr(jaxpr)
         program = cls([Value(var.aval) for var in opened.invars])
-        program.outputs = program._open(jaxpr, program.inputs)
+        program.outputs = program.open(jaxpr, program.inputs)
         return program
 
-    def _open(self, jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    def open(self, jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """Add the equations of a jaxpr that reads `inputs`; return its outputs."""
         jaxpr, consts = open_jaxpr(jaxpr)
         values: dict[Any, Any] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -87,7 +88,7 @@ class Program:
         for equation in jaxpr.eqns:
             args = [read(atom) for atom in equation.invars]
             if equation.primitive.name in PLAIN_CALLS and is_plain_call(equation):
-                made = self._open(wiring_of(equation).regions[0].jaxpr, args)
+                made = self.open(wiring_of(equation).regions[0].jaxpr, args)
             elif _is_choice(equation, args):
                 made = self._open_branches(equation, args)
             else:
@@ -100,8 +101,8 @@ class Program:
         (which, *operands), branches = inputs, equation.params["branches"]
         # The one of `optax.MultiSteps` is known, unless it may leave out gradients.
         if is_literal(which):
-            return self._open(branches[which.val], operands)
-        results = [self._open(x, operands) for x in branches]
+            return self.open(branches[which.val], operands)
+        results = [self.open(x, operands) for x in branches]
         return [self._choose(which, cases) for cases in zip(*results, strict=True)]
 
     def _add(self, equation: Equation, inputs: Sequence[Any]) -> list[Value]:
@@ -185,13 +186,13 @@ def _is_choice(equation: Equation, inputs: Sequence[Any]) -> bool:
 
 def _takes_long(jaxpr: Any) -> bool:
     """Return whether a jaxpr has loops, products or factorizations."""
-    for equation in jaxpr.eqns:
-        if is_product(equation) or equation.primitive.name in _SLOW:
-            return True
-        inner = [open_jaxpr(x)[0] for x in jaxprs_within(equation)]
-        if any(map(_takes_long, inner)):
-            return True
-    return False
+
+    def is_slow(equation: Equation) -> bool:
+        inner = (open_jaxpr(x)[0] for x in jaxprs_within(equation))
+        is_one = is_product(equation) or equation.primitive.name in _SLOW
+        return is_one or any(map(_takes_long, inner))
+
+    return any(map(is_slow, jaxpr.eqns))
 
 
 def read(values: dict[Value, Any], atom: Any) -> Any:

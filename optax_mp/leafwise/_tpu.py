@@ -20,8 +20,8 @@ from optax_mp.leafwise._evaluator import (
     Part,
     aliases,
     as_read,
+    dtype_obstacle,
     hold,
-    other_dtype,
 )
 from optax_mp.leafwise._program import Value
 
@@ -146,9 +146,8 @@ _CHUNK = 512
 
 def obstacle(end: End, part: Part) -> str | None:
     """Return why Mosaic cannot compute an end; None if it can."""
-    other = other_dtype(end, DTYPES - {"float16"})
-    if other is not None:
-        return f"computes in {other}"
+    if other := dtype_obstacle(end, DTYPES - {"float16"}):
+        return other
     if any(value.aval.dtype == jnp.bool_ for value in end.outputs):
         return "writes an array of bools"
     if len(part.shape) < 2:
