@@ -22,9 +22,10 @@ from optax_mp._warnings import warn
 from optax_mp.compact._blocks import choose_blocks, choose_group
 from optax_mp.compact._full_precision import (
     TracedUpdate,
+    Uses,
     check_without_update,
     need_full_precision,
-    products_and_roots,
+    state_uses,
     trace_update,
 )
 from optax_mp.compact._signs import nonnegative_states
@@ -84,20 +85,14 @@ class CodeFormat:
             bool(column_scales),
         )
 
-    def code(
-        self,
-        shape: tuple[int, ...],
-        *,
-        is_unsigned: bool,
-        is_rooted: bool,
-        is_in_product: bool,
-    ) -> Code:
+    def code(self, shape: tuple[int, ...], uses: Uses, is_unsigned: bool) -> Code:
         """Return how an array is quantized."""
         if self.block_size is None:
             return BFLOAT16
-        bits = self.product_bits if is_in_product else self.bits
+        bits = self.product_bits if uses.in_product else self.bits
+        bits = 16 if uses.in_factorization else bits
         dtype = f"uint{bits}" if is_unsigned else f"int{bits}"
-        stays_positive = is_unsigned or is_rooted
+        stays_positive = is_unsigned or uses.in_root
         axis, size = choose_blocks(shape, self.block_size)
         group = choose_group(shape, axis) if self.has_shifts else None
         return Code(dtype, axis, size, stays_positive, group)
@@ -106,7 +101,7 @@ class CodeFormat:
         if self.block_size is None:
             return "bfloat16"
         wide = f", {self.product_bits} in products" * (self.bits < self.product_bits)
-        plain = ", no scales of columns" * (not self.has_shifts)
+        plain = ", no column scales" * (not self.has_shifts)
         return f"{self.bits} bits{wide}, blocks of {self.block_size}{plain}"
 
 
@@ -130,10 +125,11 @@ def choose_codes(
     large = [_is_large(leaves[i], min_size) for i in arrays]
     # Masters, averages and other arrays that start as the params are not moments.
     chosen = _without(large, depending_outputs(init.closed))
-    never_negative = rooted = in_product = [False] * len(arrays)
+    never_negative = [False] * len(arrays)
+    uses = [Uses()] * len(arrays)
     if isinstance(update, TracedUpdate):
         chosen = _without(chosen, need_full_precision(init, update))
-        in_product, rooted = products_and_roots(update)
+        uses = state_uses(update)
         if update.is_exact:  # else signed codes, which can hold any values
             jaxprs = init.closed, update.closed
             never_negative = nonnegative_states(*jaxprs, update.param_count)
@@ -148,15 +144,10 @@ def choose_codes(
         )
         code_format = CodeFormat(16, 16, None)
     codes: list[Code | None] = [None] * len(leaves)
-    facts = zip(arrays, chosen, never_negative, rooted, in_product, strict=True)
-    for i, is_chosen, is_unsigned, is_rooted, is_in_product in facts:
+    facts = zip(arrays, chosen, uses, never_negative, strict=True)
+    for i, is_chosen, its_uses, is_unsigned in facts:
         if is_chosen:
-            codes[i] = code_format.code(
-                leaves[i].shape,
-                is_unsigned=is_unsigned,
-                is_rooted=is_rooted,
-                is_in_product=is_in_product,
-            )
+            codes[i] = code_format.code(leaves[i].shape, its_uses, is_unsigned)
     return codes
 
 

@@ -31,9 +31,25 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._dataflow import Flow, flows
+from optax_mp._jax._dataflow import Flow, flows, union_of
 from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
 from optax_mp._tree import describe, is_array, is_floating, spell
+
+
+class Uses(NamedTuple):
+    """What reads an array of a state.
+
+    Attributes:
+        in_product: a matrix product, as Muon's. (An inner product averages errors.)
+        in_factorization: one such as SOAP's, or a solver. It spreads the error of each
+            entry over whole rows and columns, and may divide by small differences.
+        in_root: a root, so the array is never negative, even if that cannot be proved:
+            the root would be NaN.
+    """
+
+    in_product: bool = False
+    in_factorization: bool = False
+    in_root: bool = False
 
 
 class TracedUpdate(NamedTuple):
@@ -124,19 +140,11 @@ def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
     return [i in exact for i in numbers]
 
 
-def products_and_roots(update: TracedUpdate) -> tuple[list[bool], list[bool]]:
-    """Return which arrays of a state a matrix product reads, and a root.
-
-    Muon's products, for example, read its momentum, and spread the error of each entry
-    over whole rows and columns. (An inner product averages errors.) An array of whose
-    values a root is taken is never negative, even if that cannot be proved: the root
-    would be NaN.
-    """
-    results = flows(update.closed)
-    factors = {i for flow in results for i in flow.multiplied}
-    rooted = {i for flow in results for i in flow.rooted}
-    inputs = update.state_inputs
-    return [i in factors for i in inputs], [i in rooted for i in inputs]
+def state_uses(update: TracedUpdate) -> list[Uses]:
+    """Return what an update does with each array of the state."""
+    flow = union_of(flows(update.closed))
+    fields = flow.multiplied, flow.factored, flow.rooted
+    return [Uses(*(i in field for field in fields)) for i in update.state_inputs]
 
 
 def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:
