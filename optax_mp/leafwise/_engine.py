@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from optax_mp._jax import _by_platform
 from optax_mp._jax._arrays import (
     compiles,
     has_explicit_axes,
@@ -235,7 +234,7 @@ def _rewrite(
     platforms: Collection[str],
     target: Target,
     errors: Sequence[Exception],
-) -> _by_platform.Function | None:
+) -> Function | None:
     """Return what computes a step on a target; None for the step as it is."""
     # XLA writes whole arrays in float32 between a `cond` and the rest of a step, and
     # before it looks for the largest of columns.
