@@ -39,12 +39,12 @@ _jax/_control_flow.py | return params["length"] | return 1 | _jax/test_jaxpr.py
 _jax/_primitives.py | f32         keeps   expm1* | f32         always  expm1* | _jax
 _jax/_block_operations.py | missing = blocks.count * blocks.size - blocks.length | missing = 0 | compact/test_blocks.py
 _jax/_block_operations.py | moved = replace(blocks, axis=blocks.axis + 1) | moved = blocks | compact/test_blocks.py compact/test_low_bit.py leafwise/test_take_step.py
-leafwise/_kernel_evaluator.py | ((rest == 0.5) & is_odd) | (rest == 0.5) | leafwise/test_kernels.py
-leafwise/_kernel_evaluator.py | (unit // 2 - 1) + is_odd | (unit // 2) | leafwise/test_kernels.py
-leafwise/_kernel_evaluator.py | return (x << unused) >> unused | return x | leafwise/test_kernels.py
+leafwise/_evaluator.py | ((rest == 0.5) & is_odd) | (rest == 0.5) | leafwise/test_kernels.py
+leafwise/_evaluator.py | (unit // 2 - 1) + is_odd | (unit // 2) | leafwise/test_kernels.py
+leafwise/_evaluator.py | return (x << unused) >> unused | return x | leafwise/test_kernels.py
 leafwise/_chunks.py | return column + start + part.origin[axis] | return column + start | leafwise/test_chunks.py leafwise/test_take_step.py
 leafwise/_layout.py | jax.lax.axis_index(name) * size if name | jnp.int32(0) if name | leafwise/test_take_step.py leafwise/test_sharded.py
-leafwise/_layout.py | width % (end.block_size or 1) == 0 | width > 0 | leafwise/test_sharded.py
+leafwise/_layout.py | or own[x] % (size or 1) == 0 for | or own[x] > 0 for | leafwise/test_sharded.py
 leafwise/_ends.py | if math.prod(shape) < _SMALLEST_SIZE: | if False: | reports/test_step.py leafwise/test_take_step.py
 leafwise/_ends.py | return at is None or not value.aval.ndim or not fits[at] | return at is None or not fits[at] | leafwise/test_take_step.py
 leafwise/_take_step.py | state, platforms=("tpu",)) | state) | leafwise/test_take_step.py

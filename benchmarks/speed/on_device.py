@@ -26,7 +26,6 @@ import os
 import re
 import statistics
 import time
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,15 +42,16 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import optimizer_step  # noqa: E402
 import record  # noqa: E402
+from jax.experimental import pallas as pl  # noqa: E402
 
 import optax_mp  # noqa: E402
 from optax_mp._jax._by_platform import Target  # noqa: E402
 from optax_mp.leafwise import (  # noqa: E402
+    _engine,
     _kernels,
     _layout,
     _proof,
     _take_step,
-    _traced_step,
 )
 
 F8 = "float8_e4m3fn"
@@ -227,18 +227,16 @@ def compare_kernels(scale: Scale, form: str) -> record.Row:
     kernels = _kernels.kernels_for(Target(platform, kind=device.device_kind))
     if isinstance(kernels, str):
         raise RuntimeError(f"no kernels: {kernels}")
+    if device.platform == "cpu":
+        pl.pallas_call = functools.partial(pl.pallas_call, interpret=True)
     row: record.Row = {"kernels": 0}
     found: list[_proof.Difference] = []
     for end in ends_of(form, (scale.side, scale.side)):
         part = _layout.Layout.find(end, (), {}).part
         if end.obstacle or kernels.obstacle(end, part):
             continue
-        run_end = kernels.run_end
-        if device.platform == "cpu":
-            run_end = functools.partial(run_end, interpret=True)
-        kernel = types.SimpleNamespace(run_end=run_end)
         row["kernels"] += 1
-        found += _proof.compare(kernel, end, part, device)
+        found += _proof.compare(kernels, end, part, device)
     for dtype in dict.fromkeys(x.dtype for x in found):
         of_dtype = [x for x in found if x.dtype == dtype]
         size, differing, far = (
@@ -257,7 +255,7 @@ def ends_of(form: str, shape: tuple[int, ...]) -> list[Any]:
 
     def trace(*args: Any) -> None:
         step, inputs, kept, _ = _take_step.whole_step("", tx, *args, None, {})
-        found.extend(_traced_step.TracedStep.as_call(step, inputs, kept).ends)
+        found.extend(_engine.TracedStep.as_call(step, inputs, kept).ends)
 
     jax.eval_shape(trace, grads, jax.eval_shape(tx.init, params), params)
     return found

@@ -5,10 +5,9 @@ It imports nothing else of the package but its warnings.
 - `_contact`: names of classes and texts of programs in JAX, each tested at first use.
 - `_jaxpr`: read, run and trace jaxprs.
 - `_source`: the scopes and lines in which an equation is written.
-- `_primitives`: facts of each primitive, in one table.
-- `_products`: matrix products and convolutions, and their FLOPs.
-- `_control_flow`: equations with jaxprs inside. Add support for another one here.
-- `_wiring`: which values go where in such an equation, and searches along them.
+- `_primitives`: facts of each primitive, in one table; products and their FLOPs.
+- `_control_flow`: equations with jaxprs inside, which values go where in them, and
+  searches along these. Add support for another one here.
 - `_dataflow`: which outputs of a jaxpr depend on its inputs, and how: faded as in an
   average, or unchanged; and the shardings that it asks for.
 - `_traced`: a call of a function of pytrees, as a jaxpr of their arrays.

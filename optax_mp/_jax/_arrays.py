@@ -47,11 +47,6 @@ def compiles() -> bool:
     return not getattr(jax.config, "jax_disable_jit", False)
 
 
-def looks_for_leaks() -> bool:
-    """Return whether JAX raises for tracers that are kept, as `jax.checking_leaks`."""
-    return bool(getattr(jax.config, "jax_check_tracer_leaks", False))
-
-
 def gather_equal(x: jax.Array, axis_name: Any, axis: int) -> jax.Array:
     """Gather along an axis; the type says that the result is equal on all ranks."""
     if not varying_axes(x):  # of pmap, vmap and shard_map without checks

@@ -100,12 +100,8 @@ def _batched(args: Any, axes: Any, *, kind: str, blocks: Blocks) -> Any:
     return _operation.bind(x, kind=kind, blocks=moved), 0
 
 
-def _tangent(tangent: Any, values: Any, **params: Any) -> Any:
-    # To spread is linear, and integers have no tangents.
-    return _compute(tangent, **params)
-
-
 _operation.def_impl(jax.jit(_compute, static_argnames=("kind", "blocks")))
 batching.primitive_batchers[_operation] = _batched
-ad.defjvp(_operation, _tangent)
+# To spread is linear, and integers have no tangents.
+ad.defjvp(_operation, lambda dot, _, **params: _compute(dot, **params))
 mlir.register_lowering(_operation, mlir.lower_fun(_compute, multiple_results=False))

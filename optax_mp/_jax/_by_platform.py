@@ -129,9 +129,7 @@ def _run(*inputs: Any, equation: Equation, **params: Any) -> list[Any]:
     return bind(equation, inputs)
 
 
-@_call.def_abstract_eval
-def _abstract(*avals: Any, equation: Equation, **params: Any) -> list[Any]:
-    return [var.aval for var in equation.outvars]
+_call.def_abstract_eval(lambda *_, equation, **__: [x.aval for x in equation.outvars])
 
 
 # Batched or differentiated, it is the call as it was traced. The rules of the call

@@ -25,8 +25,7 @@ from optax_mp._jax._jaxpr import (
     live_equations,
     open_jaxpr,
 )
-from optax_mp._jax._primitives import FACTORIZATIONS, HANDS_ON, JOINS, MOVES
-from optax_mp._jax._products import is_product
+from optax_mp._jax._primitives import FACTORIZATIONS, HANDS_ON, JOINS, MOVES, is_product
 from optax_mp._jax._source import function_of
 
 T = TypeVar("T")
@@ -74,19 +73,8 @@ def depending_outputs(
     """
     if inputs is None:
         inputs = [True] * len(open_jaxpr(jaxpr)[0].invars)
-    return follow(jaxpr, inputs, _depending_results, lambda _: False)
-
-
-def _depending_results(equation: Equation, inputs: list[bool]) -> list[bool]:
-    """Return which outputs of an equation depend on the inputs to follow."""
-    if equation.primitive.name in HANDS_ON:
-        return inputs
-    if not (has_regions(equation) and any(inputs)):
-        return [any(inputs)] * len(equation.outvars)
-    result = wiring_of(equation).forward(
-        inputs, lambda region, values: depending_outputs(region.jaxpr, values), any
-    )
-    return [output or any(result.decisions) for output in result.outputs]
+    own = [Origin(frozenset({0}) if x else _NONE) for x in inputs]
+    return [bool(x.groups) for x in origins(jaxpr, own)]
 
 
 _NONE: frozenset[int] = frozenset()
@@ -120,7 +108,7 @@ def origins(jaxpr: AnyJaxpr, inputs: Sequence[Origin]) -> list[Origin]:
     def results(equation: Equation, inputs: list[Origin]) -> list[Origin]:
         if equation.primitive.name in HANDS_ON:
             return inputs
-        if not has_regions(equation):
+        if not (has_regions(equation) and any(x.groups for x in inputs)):
             return [Origin.join(inputs, equation)] * len(equation.outvars)
         found = wiring_of(equation).forward(
             inputs, lambda region, values: origins(region.jaxpr, values), Origin.join
@@ -142,11 +130,8 @@ def derivative_calls(jaxpr: AnyJaxpr, *places: int) -> float:
     """
     jaxpr, _ = open_jaxpr(jaxpr)
     chosen = {jaxpr.invars[i] for i in places}
-    count = (
-        0.0
-        if chosen.isdisjoint(x for x in jaxpr.outvars if not is_literal(x))
-        else math.nan
-    )
+    is_returned = any(x in chosen for x in jaxpr.outvars if not is_literal(x))
+    count = math.nan if is_returned else 0.0
     for equation in live_equations(jaxpr):
         reads = [not is_literal(x) and x in chosen for x in equation.invars]
         if not any(reads):

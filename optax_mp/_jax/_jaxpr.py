@@ -163,9 +163,9 @@ def choose_where_computed(closed: Any, at: int) -> ClosedJaxpr:
             predicates.add(id(equation.outvars[0]))
             equations.append(equation)  # in front of all others
         elif equation.primitive.name == "select_n" and len(invars) == 3:
-            is_choice = id(invars[0]) in predicates and id(invars[1]) in arguments
-            if is_choice and id(invars[2]) in made:
-                choices.setdefault(id(invars[2]), []).append(equation)
+            which, old, new = map(id, invars)
+            if which in predicates and old in arguments and new in made:
+                choices.setdefault(new, []).append(equation)
     early = {new: made[0] for new, made in choices.items() if len(made) == 1}
     placed = set(map(id, (*equations, *early.values())))
     chosen: dict[int, Any] = {}
@@ -176,9 +176,7 @@ def choose_where_computed(closed: Any, at: int) -> ClosedJaxpr:
     for equation in jaxpr.eqns:
         if id(equation) in placed:
             continue
-        if not chosen.keys().isdisjoint(map(id, equation.invars)):
-            equation = equation.replace(invars=read(equation.invars))
-        equations.append(equation)
+        equations.append(equation.replace(invars=read(equation.invars)))
         for variable in equation.outvars:
             if (choice := early.get(id(variable))) is not None:
                 equations.append(choice)

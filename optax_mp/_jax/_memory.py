@@ -18,7 +18,6 @@ HOST_KIND = "pinned_host"
 KNOWS_MEMORIES = jax.__version_info__ >= (0, 10)
 
 
-_HOST = jax.memory.Space.Host if KNOWS_MEMORIES else None
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
 
 
@@ -29,8 +28,7 @@ def kinds_of_memory(device: Any) -> list[str]:
 
 def is_on_host(x: Any) -> bool:
     """Return whether an array, or a described one, is in host memory."""
-    is_array = isinstance(x, _ARRAYS)
-    return KNOWS_MEMORIES and is_array and jax.typeof(x).memory_space == _HOST
+    return KNOWS_MEMORIES and isinstance(x, _ARRAYS) and is_host_type(jax.typeof(x))
 
 
 def is_stored_on_host(x: Any) -> bool:

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 import jax
@@ -22,6 +21,23 @@ NOT_TRACEABLE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
 )
+
+
+def is_dynamic(leaf: Any) -> bool:
+    """Return whether a leaf is an array that a jaxpr can compute with.
+
+    A `ShapeDtypeStruct` is not, nor is an array of strings, although they have a shape
+    and a dtype.
+    """
+    if isinstance(leaf, Tracer):
+        return True
+    if not is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+        return False
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return leaf.dtype != jax.dtypes.float0
 
 
 @dataclass(frozen=True)
@@ -50,7 +66,7 @@ class TracedCall:
         cls,
         function: Callable[[Any], Any],
         argument: PyTree,
-        is_input: Callable[[Any], bool] | None = None,
+        is_input: Callable[[Any], bool] = is_dynamic,
         jit_name: str | None = None,
     ) -> "TracedCall":
         """Trace `function(argument)`.
@@ -62,10 +78,7 @@ class TracedCall:
             jit_name: the name of a call of `jit` around the function; None for no call.
         """
         leaves, argument_def = jax.tree.flatten(argument)
-        if is_input is None:
-            leaves = [_as_jax(x) if is_dynamic(x) else x for x in leaves]
-        test = is_input or is_dynamic
-        places = [i for i, leaf in enumerate(leaves) if test(leaf)]
+        places = [i for i, leaf in enumerate(leaves) if is_input(leaf)]
         outputs: list[Any] = []
         treedef: Any = None
 
@@ -77,20 +90,16 @@ class TracedCall:
             result = function(argument_def.unflatten(filled))
             returned, treedef = jax.tree.flatten(result)
             # Not the tracers themselves: they must not outlive the trace.
-            arrays = list(map(is_dynamic, returned))
             outputs.extend(
-                [
-                    _OutputArray(x.shape, x.dtype) if is_in else x
-                    for x, is_in in zip(returned, arrays, strict=True)
-                ]
+                _OutputArray(x.shape, x.dtype) if is_dynamic(x) else x for x in returned
             )
-            return list(compress(returned, arrays))
+            return list(filter(is_dynamic, returned))
 
         traced: Any = flat_function
         if jit_name is not None:
             flat_function.__name__ = flat_function.__qualname__ = jit_name
             traced = jax.jit(flat_function)
-        arrays = [leaves[i] for i in places]
+        arrays = [_as_jax(leaves[i]) for i in places]
         closed = jax.make_jaxpr(traced)(arrays)
         return cls(closed, arrays, places, len(leaves), outputs, treedef)
 
@@ -149,23 +158,6 @@ class _OutputArray(jax.ShapeDtypeStruct):
 def is_output(leaf: Any) -> bool:
     """Return whether a leaf of `TracedCall.outputs` stands for an array."""
     return isinstance(leaf, _OutputArray)
-
-
-def is_dynamic(leaf: Any) -> bool:
-    """Return whether a leaf is an array that a jaxpr can compute with.
-
-    A `ShapeDtypeStruct` is not, nor is an array of strings, although they have a shape
-    and a dtype.
-    """
-    if isinstance(leaf, Tracer):
-        return True
-    if not is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-        return False
-    try:
-        jax.typeof(leaf)
-    except TypeError:
-        return False
-    return leaf.dtype != jax.dtypes.float0
 
 
 def _as_jax(x: Any) -> Any:

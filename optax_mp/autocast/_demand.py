@@ -8,7 +8,7 @@ its inputs, before any precision is chosen.
 from collections.abc import Sequence
 from typing import Any
 
-from optax_mp._jax._control_flow import can_convert, wiring_of
+from optax_mp._jax._control_flow import Region, can_convert, wiring_of
 from optax_mp._jax._jaxpr import (
     Equation,
     Jaxpr,
@@ -16,7 +16,6 @@ from optax_mp._jax._jaxpr import (
     is_literal,
     open_jaxpr,
 )
-from optax_mp._jax._wiring import Region
 from optax_mp.autocast._lattice import takes_part
 from optax_mp.autocast._rules import Rule, Rules
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from optax_mp._jax._jaxpr import Equation, bind, evaluate, trace_jaxpr, with_dtype
-from optax_mp._jax._products import is_product, matrix_sizes
+from optax_mp._jax._primitives import is_product, matrix_sizes
 
 # The two of the Open Compute Project, which hardware multiplies.
 DTYPES = E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)

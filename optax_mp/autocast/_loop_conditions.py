@@ -11,11 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_mp._jax._control_flow import has_regions, wiring_of
+from optax_mp._jax._control_flow import ForwardResult, has_regions, wiring_of
 from optax_mp._jax._dataflow import follow
 from optax_mp._jax._jaxpr import Equation, is_shaped
 from optax_mp._jax._primitives import COMPARISONS
-from optax_mp._jax._wiring import ForwardResult
 from optax_mp.autocast._plan import Site
 
 # How a value depends on the floats that a loop carries; of several, the largest counts.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_mp._dtypes import bits
-from optax_mp._jax._control_flow import can_convert, wiring_of
+from optax_mp._jax._control_flow import Region, can_convert, wiring_of
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
@@ -28,7 +28,6 @@ from optax_mp._jax._jaxpr import (
 )
 from optax_mp._jax._primitives import MOVES, REPEATS
 from optax_mp._jax._source import source_line
-from optax_mp._jax._wiring import Region
 from optax_mp._tree import is_floating
 from optax_mp.autocast._demand import Demand, Wants, is_better_full
 from optax_mp.autocast._lattice import (

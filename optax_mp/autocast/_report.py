@@ -25,8 +25,7 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     open_jaxpr,
 )
-from optax_mp._jax._primitives import PRODUCTS
-from optax_mp._jax._products import is_product
+from optax_mp._jax._primitives import PRODUCTS, is_product
 from optax_mp._jax._traced import TracedCall
 from optax_mp._table import Report, Table
 from optax_mp.autocast._changes import pure_call

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_mp._jax._control_flow import has_regions, wiring_of
+from optax_mp._jax._control_flow import Region, has_regions, wiring_of
 from optax_mp._jax._dataflow import follow
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
@@ -23,7 +23,6 @@ from optax_mp._jax._jaxpr import (
     open_jaxpr,
 )
 from optax_mp._jax._primitives import HANDS_ON, KEEPS_SIGN, MOVES, NEVER_NEGATIVE
-from optax_mp._jax._wiring import Region
 
 
 class Fact(NamedTuple):

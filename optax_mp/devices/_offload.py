@@ -26,7 +26,6 @@ from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall
 from optax_mp._states import Path, find_owners
 from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
-from optax_mp.leafwise._alike import form_of
 from optax_mp.leafwise._from_host import (
     Plan,
     bytes_on_device,
@@ -34,7 +33,7 @@ from optax_mp.leafwise._from_host import (
     run_from_host,
 )
 from optax_mp.leafwise._layout import spread_shardings
-from optax_mp.leafwise._program import Program, Value, read_output, run_nodes
+from optax_mp.leafwise._program import Program, Value, form_of, read_output, run_nodes
 
 _CALLER = "offload"
 

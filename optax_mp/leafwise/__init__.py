@@ -2,16 +2,15 @@
 
 - `_take_step`: the public function, and the same for `tx.update` of the package's
   transformations.
-- `_traced_step`: a step, traced once: its equations, and what replaces what.
-- `_engine`: what replaces the step in a program for a TPU or a GPU.
-- `_program`: a traced step as one list of equations.
+- `_engine`: a step, traced once, and what replaces it in a program for a TPU or a GPU.
+- `_program`: a traced step as one list of equations, and which of these are the same
+  computation.
 - `_ends`: where the elementwise end of a leaf begins.
-- `_alike`: which equations are the same computation.
 - `_layout`: how a leaf lies on many devices.
-- `_evaluator`: parts of a leaf, and what evaluates elementwise equations on them.
-- `_kernel_evaluator`: the same inside a kernel, where some operations do not exist.
+- `_evaluator`: parts of a leaf, and what evaluates elementwise equations on them, also
+  inside a kernel, where some operations do not exist.
 - `_chunks`: chunk by chunk, from device or host memory.
-- `_tpu`, `_tile_evaluator`, `_gpu`: the kernels. Add another platform here.
+- `_tpu`, `_gpu`: the kernels. Add another platform here.
 
 `offload` takes steps whose state is in host memory:
 

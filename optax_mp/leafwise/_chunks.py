@@ -14,7 +14,7 @@ shard, so that devices do not exchange chunks.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,10 +27,16 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from optax_mp._dtypes import bits
 from optax_mp._jax._block_operations import Blocks
 from optax_mp._jax._by_platform import Target, run_by_platform
-from optax_mp._jax._memory import is_on_host, moves_memory, to_device, to_host
+from optax_mp._jax._memory import (
+    is_host_type,
+    is_on_host,
+    moves_memory,
+    to_device,
+    to_host,
+)
 from optax_mp._jax._sharding import on_mesh_of
 from optax_mp.leafwise._ends import End
-from optax_mp.leafwise._evaluator import Evaluator, Part
+from optax_mp.leafwise._evaluator import Evaluator, Part, shape_in_blocks
 from optax_mp.leafwise._kernels import are_on, kernels_for
 from optax_mp.leafwise._program import Node, Value
 
@@ -64,14 +70,14 @@ class Cuts:
         view = part.shape if len(part.shape) > 1 else (1, *part.shape)
         return cls(part, view, 0, view[0])
 
-    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the view of an array of the part."""
-        part, (*leading, length) = self.part, self.view
-        if shape == part.shape:
-            return self.view
-        if len(shape) > 1 and shape[-1] == part.shape[-1]:  # shifts
-            return *leading[:-1], -(-leading[-1] // part.group_size), length
-        return *leading, -(-length // part.block_size)
+    def view_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the view of the part of an array."""
+        return shape_in_blocks(self.view, *self.part.block_of(shape))
+
+    def views(self, values: Sequence[Value], arrays: Sequence[Any]) -> list[Any]:
+        """Return the views of arrays of the part; numbers as they are."""
+        both = zip((value.aval.shape for value in values), arrays, strict=True)
+        return [x.reshape(self.view_of(shape)) if shape else x for shape, x in both]
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Yield for chunks of one length: the first index, the length, how many."""
@@ -88,12 +94,18 @@ class Cuts:
         """
         if x.shape != self.part.shape or len(x.shape) == 1 or bits(x.dtype) < 8:
             return False
-        if self.has_tall_tiles(x.dtype) and not are_on():
+        is_one = self.length == self.view[self.axis]
+        if is_one or (self.has_tall_tiles(x.dtype) and not are_on()):
             return False
         height, width = self.view[-2:]
         if width % _LANES or height % _SUBLANES:
             return False
         return self.axis < len(self.view) - 2 or self.length % _SUBLANES == 0
+
+    def bring(self, x: jax.Array) -> jax.Array:
+        """Return an array, on the device unless chunks of it can be copied there."""
+        is_whole = is_on_host(x) and not self.can_leave_host(x)
+        return bring_whole(x) if is_whole else x
 
     def has_tall_tiles(self, dtype: Any) -> bool:
         """Return whether a TPU stores elements of a dtype in tiles of 32 rows."""
@@ -161,7 +173,7 @@ class _Chunk(Evaluator):
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the chunk of an array."""
-        view = list(self.cuts.shape_of(self.cuts.part.shape_of(shape)))
+        view = list(self.cuts.view_of(shape))
         view[self.cuts.axis] = self._span(view)[1]
         return tuple(view)
 
@@ -178,7 +190,12 @@ class _Chunk(Evaluator):
         """Return the chunk of a view of an array."""
         first, length = self._span(view.shape)
         if is_on_host(view) and self.cuts.has_tall_tiles(view.dtype):
-            return _bring_codes(view, first, length)
+
+            def bring(view: jax.Array, first: Any) -> jax.Array:
+                return to_device(lax.dynamic_slice_in_dim(view, first, length))
+
+            first = jnp.int32(first)
+            return _copy_codes(bring, "bring_rows", view, first, length=length)
         chunk = lax.dynamic_slice_in_dim(view, first, length, self.cuts.axis)
         return as_stored(to_device(chunk)) if is_on_host(view) else chunk
 
@@ -187,7 +204,11 @@ class _Chunk(Evaluator):
         chunk = chunk.astype(view.dtype)
         first, _ = self._span(view.shape)
         if is_on_host(view) and self.cuts.has_tall_tiles(view.dtype):
-            return _put_codes(view, chunk, first)
+
+            def put(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
+                return lax.dynamic_update_slice_in_dim(view, to_host(codes), first, 0)
+
+            return _copy_codes(put, "put_rows", view, chunk, jnp.int32(first))
         if is_on_host(view):
             chunk = to_host(as_stored(chunk))
         return lax.dynamic_update_slice_in_dim(view, chunk, first, self.cuts.axis)
@@ -228,40 +249,29 @@ class _Chunk(Evaluator):
         return Blocks(len(shape) + axis, size, shape[axis])
 
 
-def _bring_codes(view: jax.Array, first: Any, length: int) -> jax.Array:
-    """Return rows of 8-bit codes in host memory, on the device.
+def _copy_codes(
+    by_slice: Callable[..., jax.Array], name: str, *args: Any, **settings: Any
+) -> jax.Array:
+    """Return rows of 8-bit codes in host memory, or the array with other rows.
 
     XLA for TPUs would convert all of the array for each chunk: in host memory its tiles
     have 32 rows, and tiles of a chunk that XLA copies may have 8.
+
+    Args:
+        by_slice: returns it from `args`, on other platforms.
+        name: of the same among a TPU's kernels, which are imported for it alone.
+        *args: arrays.
+        **settings: further arguments of the kernel.
     """
 
-    def by_slice(view: jax.Array, first: Any) -> jax.Array:
-        return to_device(lax.dynamic_slice_in_dim(view, first, length))
+    def rewrite(target: Target, errors: Sequence[Exception]) -> Any:
+        is_right = target.platform == "tpu" and not errors
+        kernels = kernels_for(target) if is_right else ""
+        if isinstance(kernels, str):
+            return None
+        return lambda values, *_: [getattr(kernels, name)(*values, **settings)]
 
-    rewrite = partial(_by_kernel, "bring_rows", {"length": length})
-    return run_by_platform(by_slice, rewrite, view, jnp.int32(first))
-
-
-def _put_codes(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
-    """Return an array of 8-bit codes in host memory with other rows."""
-
-    def by_slice(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(view, to_host(codes), first, 0)
-
-    rewrite = partial(_by_kernel, "put_rows", {})
-    return run_by_platform(by_slice, rewrite, view, codes, jnp.int32(first))
-
-
-def _by_kernel(
-    name: str, settings: dict[str, Any], target: Target, errors: Sequence[Exception]
-) -> Any:
-    """Return what copies codes on a TPU, where kernels are imported for it alone."""
-    if target.platform != "tpu" or errors:
-        return None
-    kernels = kernels_for(target)
-    if isinstance(kernels, str):
-        return None
-    return lambda values, *_: [getattr(kernels, name)(*values, **settings)]
+    return run_by_platform(by_slice, rewrite, *args)
 
 
 def as_stored(x: jax.Array) -> jax.Array:
@@ -282,6 +292,11 @@ def as_stored(x: jax.Array) -> jax.Array:
     )
 
 
+def bring_whole(x: jax.Array) -> jax.Array:
+    """Return an array on the device."""
+    return as_stored(to_device(x)) if is_on_host(x) else x
+
+
 def _padded(height: int, width: int) -> int:
     """Return how many elements the tiles of rows in the lanes have."""
     return -(-height // _SUBLANES) * -(-width // _LANES)
@@ -299,15 +314,13 @@ def run_end(
         end: the end.
         cuts: of its arrays.
         args: the values that it reads. An array in host memory is copied to the device
-            chunk by chunk, and the array that replaces it is copied back.
+            chunk by chunk if that can be, and the array that replaces it is copied
+            back.
         starts: the arrays that the outputs overwrite. By default, those among `args`,
             and zeros.
     """
+    args, starts = ([cuts.bring(x) for x in xs or ()] for xs in (args, starts))
     shapes = [cuts.part.shape_of(value.aval.shape) for value in end.outputs]
-    views = [
-        x.reshape(cuts.shape_of(x.shape)) if value.aval.ndim else x
-        for value, x in zip(end.reads, args, strict=True)
-    ]
     # The loop carries the results, and each iteration writes its chunk into them: XLA
     # keeps a carry in one buffer. Its first value is the array to be replaced. The loop
     # also reads that array from the carry, or XLA would keep a copy of it.
@@ -318,10 +331,11 @@ def run_end(
         else on_mesh_of(args, jnp.zeros(shape, value.aval.dtype))
         for at, (value, shape) in enumerate(zip(end.outputs, shapes, strict=True))
     ]
-    made = [x.reshape(cuts.shape_of(x.shape)) for x in starts]
+    views, made = cuts.views(end.reads, args), cuts.views(end.outputs, starts)
     is_from_host = any(map(is_on_host, (*args, *starts)))
 
-    def run_chunk(chunk: _Chunk, made: Sequence[jax.Array]) -> list[jax.Array]:
+    def run_chunk(first: int, length: int, k: Any, made: list[Any]) -> list[Any]:
+        chunk = _Chunk(cuts.part, cuts, k * length + first, length)
         local: dict[Value, Any] = dict(zip(end.reads, views, strict=True))
         arrays = {
             i: chunk.of(made[output_of[i]] if i in output_of else views[i])
@@ -341,11 +355,10 @@ def run_end(
         return [chunk.put(x, new) for x, new in zip(made, results, strict=True)]
 
     for first, length, count in cuts.runs():
-
-        def run_number(
-            k: Any, made: Sequence[jax.Array], first: int = first, length: int = length
-        ) -> list[jax.Array]:
-            return run_chunk(_Chunk(cuts.part, cuts, k * length + first, length), made)
-
-        made = lax.fori_loop(jnp.int32(0), jnp.int32(count), run_number, made)
-    return [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]
+        run = partial(run_chunk, first, length)
+        made = lax.fori_loop(jnp.int32(0), jnp.int32(count), run, made)
+    made = [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]
+    return [
+        to_host(as_stored(x)) if is_host_type(v.aval) and not is_on_host(x) else x
+        for v, x in zip(end.outputs, made, strict=True)
+    ]

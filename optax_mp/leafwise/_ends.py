@@ -68,7 +68,6 @@ class End:
     replaced: dict[int, int]
     shape: tuple[int, ...]
     block_size: int | None
-    block_size: int | None
     axis: int
     group_size: int | None
     entangled: str | None
@@ -93,8 +92,8 @@ def cut(program: Program, replaced: Mapping[Value, Value]) -> list[End]:
     touched: list[set[Any]] = []
     for value in outputs:
         nodes, reads = program.behind([value], stops_at)
-        touched.append({read for read in reads if read.aval.ndim})
-        touched[-1].update(filter(_reads_arrays, nodes))
+        arrays = (read for read in reads if read.aval.ndim)
+        touched.append({*arrays, *filter(_reads_arrays, nodes)})
     ends = []
     for group in groups_with_common(touched):
         together = [outputs[at] for at in group]

@@ -13,25 +13,189 @@ On other platforms the call is lowered as written.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from optax_mp._jax import _by_platform
-from optax_mp._jax._arrays import has_explicit_axes, mesh_in_type
-from optax_mp._jax._by_platform import PLATFORMS, Target
+from optax_mp._jax._arrays import (
+    compiles,
+    has_explicit_axes,
+    is_traced,
+    mesh_in_type,
+)
+from optax_mp._jax._by_platform import (
+    NAME,
+    PLATFORMS,
+    Rewrite,
+    Target,
+    call_by_platform,
+)
+from optax_mp._jax._contact import is_seen, is_traced_by_jit
+from optax_mp._jax._jaxpr import bind, evaluate
+from optax_mp._jax._memory import is_on_host
+from optax_mp._jax._traced import TracedCall
+from optax_mp._quantized import holds_packed
 from optax_mp._warnings import warn_once
 from optax_mp.leafwise import _chunks, _kernels
-from optax_mp.leafwise._alike import form_of
-from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._ends import End, cut
 from optax_mp.leafwise._evaluator import Part
-from optax_mp.leafwise._layout import Layout
-from optax_mp.leafwise._program import Value, read_output, run_nodes, values_in
+from optax_mp.leafwise._layout import Layout, Shardings
+from optax_mp.leafwise._program import (
+    Program,
+    Value,
+    form_of,
+    read_output,
+    run_nodes,
+    values_in,
+)
 from optax_mp.leafwise._proof import NOT_PROVED, PROVED, proof_of
-from optax_mp.leafwise._traced_step import Step, TracedStep, obstacle_of
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+NOT_PACKED = "nothing in few bits"
+TRANSFORMED = "within `vmap` or `grad`"
+
+
+def obstacle_of(state: Any, arguments: Any) -> str | None:
+    """Return why a step is taken as it is; None if it may be cut.
+
+    Args:
+        state: of the optimizer.
+        arguments: of the step.
+    """
+    if not holds_packed(state):
+        return NOT_PACKED
+    leaves = jax.tree.leaves(arguments)
+    if not any(map(is_traced, leaves)) or not compiles():
+        return "not within `jit`"
+    if is_transformed(leaves):
+        return TRANSFORMED
+    if any(map(is_on_host, leaves)):
+        return "state in host memory"
+    if getattr(jax.config, "jax_check_tracer_leaks", False):
+        return "JAX looks for leaked tracers"
+    return None
+
+
+def is_transformed(leaves: Sequence[Any]) -> bool:
+    """Return whether arrays are traced by another transformation than `jit`.
+
+    There, arrays may have concrete values, which a step may look at.
+    """
+    return any(is_traced(x) and not is_traced_by_jit(x) for x in leaves)
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStep:
+    """A step, and its equations.
+
+    Attributes:
+        traced: its jaxpr.
+        kept: the last part of its argument, which the last part of its result replaces.
+        known_shardings: of the leaves of `kept`, or of the first ones; None where they
+            are not known.
+    """
+
+    traced: TracedCall
+    kept: Any
+    known_shardings: Sequence[NamedSharding | None] = ()
+
+    @classmethod
+    def as_call(
+        cls,
+        step: Step,
+        inputs: Any,
+        kept: Any,
+        shardings: Sequence[NamedSharding | None] = (),
+    ) -> "TracedStep":
+        """Trace `step(inputs, kept)` as one equation: a call of `jit`; see `run_step`.
+
+        Its inputs are the arrays that `jit` traces. Concrete arrays are its constants,
+        so that a rule may look at them. JAX has all rules for a call of `jit`: it can
+        be lowered, batched and differentiated without evaluating its equations again.
+        """
+        traced = TracedCall.of(
+            lambda both: step(*both), (inputs, kept), is_traced, jit_name=NAME
+        )
+        return cls(traced, kept, shardings)
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why it is not cut, or None."""
+        # An equation without a result, such as printing, would be lost.
+        if any(map(is_seen, self.traced.closed.effects)):
+            return "the update has effects"
+        sizes = (n for x in self.traced.arrays for n in jax.typeof(x).shape)
+        if not all(isinstance(n, int) for n in sizes):
+            return "sizes known later only"
+        return None
+
+    def run(self, rewrite: Rewrite | None) -> Any:
+        """Return the result of the step.
+
+        Args:
+            rewrite: see `call_by_platform`; None for the step as it is.
+        """
+        run = bind if rewrite is None else partial(call_by_platform, rewrite=rewrite)
+        traced = self.traced
+        return traced.unflatten(evaluate(traced.closed, traced.arrays, run))
+
+    @cached_property
+    def program(self) -> Program:
+        """Its equations."""
+        return Program.of(self.traced.closed)
+
+    @cached_property
+    def values(self) -> dict[Value, Any]:
+        """The arrays that are known before the step."""
+        program, arrays = self.program, self.traced.arrays
+        return dict(zip(program.inputs, arrays, strict=True)) | program.constants
+
+    @cached_property
+    def call_values(self) -> tuple[list[Value], list[Any]]:
+        """The values that the call reads, and those that it returns."""
+        # It may read the constants of the jaxpr as well, and does not return inputs.
+        jaxpr: Any = self.traced.closed.jaxpr
+        (call,), program = jaxpr.eqns, self.program
+        read = dict(zip(jaxpr.invars, program.inputs, strict=True))
+        read.update(zip(jaxpr.constvars, program.constants, strict=False))
+        made = dict(zip(map(id, jaxpr.outvars), program.outputs, strict=True))
+        return [read[v] for v in call.invars], [made[id(v)] for v in call.outvars]
+
+    @cached_property
+    def replaced(self) -> dict[Value, Value]:
+        """Which input of the program an output takes the place of.
+
+        There are none if the structure of what is kept changes.
+        """
+        kept = self.traced.unflatten(self.program.outputs)[1]
+        leaves, structure = jax.tree.flatten(kept)
+        if structure != jax.tree.structure(self.kept):
+            return {}
+        both = zip(leaves, self._kept_inputs, strict=True)
+        return {new: x for new, x in both if x is not None and isinstance(new, Value)}
+
+    @cached_property
+    def ends(self) -> list[End]:
+        """The elementwise end of each leaf."""
+        return cut(self.program, self.replaced)
+
+    @cached_property
+    def shardings(self) -> Shardings:
+        """The shardings of the program's inputs, where they are known."""
+        both = zip(self._kept_inputs, self.known_shardings, strict=False)
+        return {x: s for x, s in both if x is not None and s is not None}
+
+    @cached_property
+    def _kept_inputs(self) -> list[Value | None]:
+        """For each leaf of `kept` the input of the program that it is, if it is one."""
+        inputs = dict(zip(self.traced.places, self.program.inputs, strict=True))
+        end = self.traced.leaf_count
+        first = end - jax.tree.structure(self.kept).num_leaves
+        return list(map(inputs.get, range(first, end)))
+
 
 Function = Callable[..., list[Any]]
 
@@ -70,7 +234,7 @@ def _rewrite(
     platforms: Collection[str],
     target: Target,
     errors: Sequence[Exception],
-) -> _by_platform.Function | None:
+) -> Function | None:
     """Return what computes a step on a target; None for the step as it is."""
     # XLA writes whole arrays in float32 between a `cond` and the rest of a step, and
     # before it looks for the largest of columns.
@@ -111,9 +275,7 @@ class CutStep:
         traced = self.traced
         program, ends = traced.program, traced.ends
         reads, outputs = traced.call_values
-        values: dict[Value, Any] = program.constants | dict(
-            zip(reads, inputs, strict=True)
-        )
+        values = program.constants | dict(zip(reads, inputs, strict=True))
         # First the values outside of the ends: outputs that are not elementwise, and
         # values that the ends read. Then the ends, which do not depend on each other.
         at_ends = {value for end in ends for value in end.outputs}
@@ -142,9 +304,9 @@ class CutStep:
     def _by_kernel(self, layout: Layout, args: Sequence[Any]) -> list[Any] | None:
         """Return the outputs of an end, by a kernel; None if that cannot be."""
         end, made = layout.end, None
-        kernel = _kernels.find_kernel(layout, self.target)
-        if not self.has_kernels:
-            kernel = "no kernel"
+        kernel = "no kernel"
+        if self.has_kernels:
+            kernel = _kernels.find_kernel(layout, self.target)
         if not isinstance(kernel, str):
             try:
                 proof = proof_of(kernel, end, layout.part, self.target)

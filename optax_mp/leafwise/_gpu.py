@@ -13,14 +13,15 @@ from jax.experimental.pallas import triton
 
 from optax_mp._jax._contact import result_like
 from optax_mp.leafwise._ends import End
-from optax_mp.leafwise._evaluator import Part
-from optax_mp.leafwise._kernel_evaluator import (
+from optax_mp.leafwise._evaluator import (
     DTYPES,
     KernelEvaluator,
+    Part,
     aliases,
     as_read,
+    dtype_obstacle,
     hold,
-    other_dtype,
+    shape_in_blocks,
 )
 from optax_mp.leafwise._program import Value
 
@@ -87,21 +88,15 @@ class PieceEvaluator(KernelEvaluator):
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the piece of an array: of its last two axes."""
-        rows, columns = self.pieces.rows, self.pieces.columns
-        if shape == self.part.whole:
-            return rows, columns
-        if self.part.has_shifts(shape):
-            return 1, columns
-        return rows, columns // self.part.block_size
+        rows, columns = self.part.block_of(shape)
+        return self.pieces.rows if rows == 1 else 1, self.pieces.columns // columns
 
     def places(self, shape: tuple[int, ...]) -> tuple[Any, jax.Array | None]:
         """Return where the piece of an array is in its view, and what of it exists."""
         own, (layer, i, j) = self.shape_of(shape), self.at
-        (_, height, width), step = self.pieces.view, self.pieces.height
-        if self.part.has_shifts(shape):
-            height, step = -(-height // self.part.group_size), 1
-        elif shape != self.part.whole:
-            width //= self.part.block_size
+        block = self.part.block_of(shape)
+        _, height, width = shape_in_blocks(self.pieces.view, *block)
+        step = self.pieces.height if block[0] == 1 else 1
         at = layer, pl.ds(i * step, own[0]), pl.ds(j * own[1], own[1])
         if self.pieces.are_whole:
             return at, None
@@ -147,9 +142,8 @@ class PieceEvaluator(KernelEvaluator):
 
 def obstacle(end: End, part: Part) -> str | None:
     """Return why the kernel cannot compute an end; None if it can."""
-    other = other_dtype(end, DTYPES)
-    if other is not None:
-        return f"computes in {other}"
+    if other := dtype_obstacle(end, DTYPES):
+        return other
     size = end.block_size or 1
     if _COUNT % size:
         return f"blocks of {size}"
@@ -162,16 +156,13 @@ def obstacle(end: End, part: Part) -> str | None:
     return None
 
 
-def run_end(
-    end: End, part: Part, args: Sequence[Any], interpret: bool = False
-) -> list[Any]:
+def run_end(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
     """Return the outputs of an end.
 
     Args:
         end: the end.
         part: of its arrays.
         args: the values of what it reads.
-        interpret: whether to run the kernel without a GPU.
     """
     pieces, rank = Pieces.of(end, part), len(part.shape)
     _, down, across = pieces.grid
@@ -202,25 +193,20 @@ def run_end(
             new = values[value].astype(value.aval.dtype)
             triton.store(ref.at[places], new, mask=inside)
 
-    def view_of(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    def view_of(value: Value) -> tuple[int, ...]:
         """Return the shape in which an array of the part is seen."""
-        if end.group_size is None:
-            return 1, 1, math.prod(shape)
-        return pieces.view[0], shape[-2], shape[-1]
+        shape = value.aval.shape
+        return shape_in_blocks(pieces.view, *part.block_of(shape)) if shape else (1,)
 
-    def prepared(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        return as_read(x.reshape(view_of(x.shape) if x.ndim else 1))
-
-    made_shapes = [(v, part.shape_of(v.aval.shape)) for v in end.outputs]
+    both = zip(end.reads, args, strict=True)
+    inputs = [as_read(jnp.asarray(x).reshape(view_of(value))) for value, x in both]
     warps = max(1, pieces.rows * pieces.columns // _PER_WARP)
-    params = None if interpret else triton.CompilerParams(num_warps=warps)
     made = pl.pallas_call(
         kernel,
         grid=(math.prod(pieces.grid),),
-        out_shape=[result_like(v.aval, view_of(shape)) for v, shape in made_shapes],
+        out_shape=[result_like(value.aval, view_of(value)) for value in end.outputs],
         input_output_aliases={rank + at: out for at, out in aliases(end).items()},
-        interpret=interpret,
-        compiler_params=params,
-    )(*map(prepared, [*part.origin, *args]))
-    return [x.reshape(s) for x, (_, s) in zip(made, made_shapes, strict=True)]
+        compiler_params=triton.CompilerParams(num_warps=warps),
+    )(*(jnp.asarray(x).reshape(1) for x in part.origin), *inputs)
+    shapes = [part.shape_of(value.aval.shape) for value in end.outputs]
+    return [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]

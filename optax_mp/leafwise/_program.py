@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from optax_mp._jax._contact import is_plain_call
@@ -19,20 +20,17 @@ from optax_mp._jax._jaxpr import (
     jaxprs_within,
     open_jaxpr,
 )
-from optax_mp._jax._primitives import FACTORIZATIONS
-from optax_mp._jax._products import is_product
+from optax_mp._jax._primitives import FACTORIZATIONS, is_product
 
 _SLOW = FACTORIZATIONS | {"while", "scan", "sort", "custom_linear_solve"}
 
 
+@dataclass(eq=False, slots=True)
 class Value:
     """A value of a program: one of its inputs, or an output of an equation."""
 
-    __slots__ = ("aval", "made_at")
-
-    def __init__(self, aval: Any, made_at: int | None = None) -> None:
-        self.aval = aval
-        self.made_at = made_at
+    aval: Any
+    made_at: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +68,11 @@ class Program:
         """Return the program of a jaxpr."""
         opened, _ = open_jaxpr(jaxpr)
         program = cls([Value(var.aval) for var in opened.invars])
-        program.outputs = program._open(jaxpr, program.inputs)
+        program.outputs = program.open(jaxpr, program.inputs)
         return program
 
-    def _open(self, jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    def open(self, jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """Add the equations of a jaxpr that reads `inputs`; return its outputs."""
         jaxpr, consts = open_jaxpr(jaxpr)
         values: dict[Any, Any] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -89,7 +88,7 @@ class Program:
         for equation in jaxpr.eqns:
             args = [read(atom) for atom in equation.invars]
             if equation.primitive.name in PLAIN_CALLS and is_plain_call(equation):
-                made = self._open(wiring_of(equation).regions[0].jaxpr, args)
+                made = self.open(wiring_of(equation).regions[0].jaxpr, args)
             elif _is_choice(equation, args):
                 made = self._open_branches(equation, args)
             else:
@@ -102,8 +101,8 @@ class Program:
         (which, *operands), branches = inputs, equation.params["branches"]
         # The one of `optax.MultiSteps` is known, unless it may leave out gradients.
         if is_literal(which):
-            return self._open(branches[which.val], operands)
-        results = [self._open(x, operands) for x in branches]
+            return self.open(branches[which.val], operands)
+        results = [self.open(x, operands) for x in branches]
         return [self._choose(which, cases) for cases in zip(*results, strict=True)]
 
     def _add(self, equation: Equation, inputs: Sequence[Any]) -> list[Value]:
@@ -187,13 +186,13 @@ def _is_choice(equation: Equation, inputs: Sequence[Any]) -> bool:
 
 def _takes_long(jaxpr: Any) -> bool:
     """Return whether a jaxpr has loops, products or factorizations."""
-    for equation in jaxpr.eqns:
-        if is_product(equation) or equation.primitive.name in _SLOW:
-            return True
-        inner = [open_jaxpr(x)[0] for x in jaxprs_within(equation)]
-        if any(map(_takes_long, inner)):
-            return True
-    return False
+
+    def is_slow(equation: Equation) -> bool:
+        inner = (open_jaxpr(x)[0] for x in jaxprs_within(equation))
+        is_one = is_product(equation) or equation.primitive.name in _SLOW
+        return is_one or any(map(_takes_long, inner))
+
+    return any(map(is_slow, jaxpr.eqns))
 
 
 def read(values: dict[Value, Any], atom: Any) -> Any:
@@ -204,9 +203,8 @@ def read(values: dict[Value, Any], atom: Any) -> Any:
 def read_output(values: dict[Value, Any], atom: Any) -> Any:
     """Return an output as an array; a literal is a plain number."""
     array = read(values, atom)
-    return (
-        array if isinstance(array, jax.Array) else jnp.asarray(array, atom.aval.dtype)
-    )
+    is_array = isinstance(array, jax.Array)
+    return array if is_array else jnp.asarray(array, atom.aval.dtype)
 
 
 def groups_with_common(members: Sequence[Iterable[Hashable]]) -> list[list[int]]:
@@ -227,3 +225,42 @@ def groups_with_common(members: Sequence[Iterable[Hashable]]) -> list[list[int]]
 def values_in(atoms: Iterable[Any]) -> Iterator[Value]:
     """Yield what is a value, and no literal."""
     return (atom for atom in atoms if isinstance(atom, Value))
+
+
+def form_of(
+    nodes: Sequence[Node], reads: Sequence[Value], outputs: Sequence[Any]
+) -> Hashable:
+    """Return a key for what equations compute: equal if they only read other values."""
+    # They are alike if they are the same, in the same order, on values of the same
+    # types with the same numbers. Names of variables do not matter, nor where a value
+    # was made.
+    number = {value: i for i, value in enumerate(reads)}
+
+    def named(x: Any) -> Hashable:
+        return number[x] if isinstance(x, Value) else _literal(x)
+
+    form: list[Hashable] = [value.aval for value in reads]
+    for node in nodes:
+        inputs = tuple(map(named, node.inputs))
+        for value in node.outputs:
+            number[value] = len(number)
+        avals = tuple(value.aval for value in node.outputs)
+        form.append((node.equation.primitive, _params(node.equation), inputs, avals))
+    return *form, *map(named, outputs)
+
+
+def _params(equation: Any) -> Hashable:
+    return tuple((name, _comparable(x)) for name, x in equation.params.items())
+
+
+def _comparable(param: Any) -> Hashable:
+    try:
+        hash(param)
+    except TypeError:
+        return object()  # equal to nothing else
+    return param
+
+
+def _literal(literal: Any) -> Hashable:
+    # 0.0 equals -0.0, and NaN not even itself.
+    return literal.aval, np.asarray(literal.val).tobytes()

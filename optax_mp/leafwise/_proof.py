@@ -121,17 +121,13 @@ class _Zero(Value):
 def _exact(end: End) -> End:
     """Return an end that reads one zero more, with which all roundings are fixed."""
     zero = _Zero(ShapedArray((), jnp.int32))
-    nodes: list[Node] = []
+    program = Program([*end.reads, zero])
     fixed: dict[Any, Any] = {}
 
     def fix(x: Any, shape: tuple[int, ...]) -> Any:
         avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (x, zero)]
-        program = Program.of(jax.make_jaxpr(partial(_through_bits, shape))(*avals))
-        given = dict(zip(program.inputs, (x, zero), strict=True))
-        for node in program.nodes:
-            inputs = [given.get(v, v) for v in node.inputs]
-            nodes.append(Node(node.equation, inputs, node.outputs))
-        return program.outputs[0]
+        jaxpr = jax.make_jaxpr(partial(_through_bits, shape))(*avals)
+        return program.open(jaxpr, [x, zero])[0]
 
     for node in end.nodes:
         name, made = node.equation.primitive.name, node.outputs[0]
@@ -139,11 +135,11 @@ def _exact(end: End) -> End:
         is_rounded = made.aval.dtype == jnp.float32 and made.aval.ndim > 0
         if is_rounded and name == "div":
             inputs[1] = fix(inputs[1], made.aval.shape)
-        nodes.append(Node(node.equation, inputs, node.outputs))
+        program.nodes.append(Node(node.equation, inputs, node.outputs))
         if is_rounded and name in ("mul", "square", "integer_pow", "div"):
             fixed[made] = fix(made, made.aval.shape)
     outputs = [fixed.get(x, x) for x in end.outputs]
-    return replace(end, nodes=nodes, reads=[*end.reads, zero], outputs=outputs)
+    return replace(end, nodes=program.nodes, reads=program.inputs, outputs=outputs)
 
 
 def _through_bits(shape: tuple[int, ...], x: jax.Array, zero: jax.Array) -> jax.Array:
@@ -175,7 +171,7 @@ def _numbers(value: Value, part: Part, random: np.random.Generator) -> np.ndarra
     shape, dtype = part.shape_of(aval.shape), jnp.dtype(aval.dtype)
     if dtype in (jnp.bool_, jnp.int32):  # counts, and indices of branches
         return random.integers(0, 2, shape).astype(dtype)
-    if part.has_shifts(aval.shape):
+    if part.block_of(aval.shape)[0] > 1:
         return random.integers(0, 9, shape).astype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         bounds = jnp.iinfo(dtype)

@@ -18,10 +18,9 @@ from optax_mp._jax._memory import is_on_host
 from optax_mp._leaves import is_absent
 from optax_mp._tree import is_floating
 from optax_mp._warnings import warn_once
-from optax_mp.leafwise._engine import run_step
+from optax_mp.leafwise._engine import NOT_PACKED, Step, run_step
 from optax_mp.leafwise._from_host import run_from_host
 from optax_mp.leafwise._layout import spread_shardings
-from optax_mp.leafwise._traced_step import NOT_PACKED, Step
 
 
 def take_step(
@@ -95,19 +94,18 @@ def take_step(
         >>> float(params["w"][0, 0])
         0.8984375
     """
-    offloaded = getattr(tx, "offloaded", None)
-    is_hosted = offloaded is not None and has_tracers((grads, opt_state, params))
-    is_hosted &= any(map(is_on_host, jax.tree.leaves(opt_state)))
-    if is_hosted:
+    caller, offloaded = "take_step", getattr(tx, "offloaded", None)
+    is_hosted = any(map(is_on_host, jax.tree.leaves(opt_state)))
+    is_hosted &= has_tracers((grads, opt_state, params))
+    plan, of_offload = offloaded if offloaded and is_hosted else (None, None)
+    if plan is not None:
         extra_args = with_context(extra_args, is_in_take_step=True)
-    step, inputs, kept, shardings = whole_step(
-        "take_step", tx, grads, opt_state, params, param_shardings, extra_args
-    )
-    if is_hosted and offloaded is not None:
-        plan, of_offload = offloaded
         if param_shardings is None:
-            of_params = spread_shardings(params, of_offload, "offload")
-            shardings = [None] * len(jax.tree.leaves(opt_state)) + of_params
+            caller, param_shardings = "offload", of_offload
+    step, inputs, kept, shardings = whole_step(
+        caller, tx, grads, opt_state, params, param_shardings, extra_args
+    )
+    if plan is not None:
         plan = plan._replace(shardings=shardings)
         result = run_from_host(step, inputs, kept, plan) or step(inputs, kept)
         _, (opt_state, params) = result

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,16 +14,130 @@ from jax.experimental.pallas import tpu as pltpu
 from optax_mp._jax._contact import result_like
 from optax_mp._jax._memory import to_host
 from optax_mp.leafwise._ends import End
-from optax_mp.leafwise._evaluator import Part
-from optax_mp.leafwise._kernel_evaluator import (
+from optax_mp.leafwise._evaluator import (
     DTYPES,
+    KernelEvaluator,
+    Part,
     aliases,
     as_read,
+    dtype_obstacle,
     hold,
-    other_dtype,
 )
 from optax_mp.leafwise._program import Value
-from optax_mp.leafwise._tile_evaluator import LANES, TileEvaluator
+
+# How blocks are reduced. A register of a TPU is 8 rows of 128 lanes, and 32 of
+# its lanes are a block. Mosaic has no reduction over a part of the lanes, and
+# no reshape that would make blocks an axis. But lanes can be rotated:
+#
+#     lanes      0     1     2     3     4 ...      of a block of four
+#     part       a     b     c     d     e ...
+#     by two     ac    bd    ce    df    ...        chosen with lane + 2
+#     by one     abcd  bcde  cdef  ...              chosen with lane + 1
+#
+# After log2(block size) rotations the first lane of each block has the extreme
+# of its block; the other lanes have extremes across blocks, which are not used.
+# The scales of the tile are another array, with one lane for each block: lane k
+# of it takes the value in lane k * block size of `part`. A gather along lanes
+# reaches 128 of them, so a loop takes groups of 128 columns, and each group fills
+# 128 / block size lanes of the scales.
+
+LANES = 128
+
+
+@dataclass(frozen=True)
+class TileEvaluator(KernelEvaluator):
+    """A chunk of a tile: of its elements some columns, of its scales all.
+
+    Attributes:
+        rows: of the chunk.
+        columns: of the chunk, a multiple of 128.
+        block_size: how many columns share a scale. All rows share shifts, if there are
+            any.
+        scale_count: how many scales a row of the tile has.
+        origin: the indices of the tile's first element in the part.
+        first: the chunk's first column in the tile.
+    """
+
+    rows: int
+    columns: int
+    block_size: int
+    scale_count: int
+    origin: tuple[Any, ...]
+    first: Any
+
+    @property
+    def _shift(self) -> int:
+        # Divisions of signed numbers ask what kind of TPU this is.
+        return self.block_size.bit_length() - 1
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the chunk of an array."""
+        rows, columns = self.part.block_of(shape)
+        width = self.columns if columns == 1 else self.scale_count
+        return self.rows if rows == 1 else 1, width
+
+    def is_of_chunk(self) -> jax.Array:
+        """Return which scales of the tile belong to this chunk."""
+        at = lax.broadcasted_iota(jnp.int32, (self.rows, self.scale_count), 1)
+        first = self.first >> self._shift
+        return (at >= first) & (at < first + self.columns // self.block_size)
+
+    def index(self, axis: int) -> jax.Array:
+        """Return the indices in the whole array along an axis of the part."""
+        shape, from_last = (self.rows, self.columns), len(self.part.shape) - 1 - axis
+        start = self.origin[axis] + self.part.origin[axis]
+        if from_last > 1:
+            return jnp.full(shape, start, jnp.int32)
+        at = lax.broadcasted_iota(jnp.int32, shape, 1 - from_last)
+        return at + start + (0 if from_last else self.first)
+
+    def spread(self, scales: jax.Array, axis: int) -> jax.Array:
+        """Return for each element the scale of its block along an axis, -1 or -2."""
+        if axis == -2:
+            return jnp.broadcast_to(scales, (self.rows, self.columns))
+        # The other way round: lane i of the elements takes lane i / block size.
+        at = lax.broadcasted_iota(jnp.int32, (self.rows, self.columns), 1)
+        return _take_lanes(scales, (at + self.first) >> self._shift)
+
+    def largest(self, values: jax.Array, axis: int) -> jax.Array:
+        """Return the largest value of each block, in the place of its scale."""
+        if axis == -2:
+            return self._largest_of_columns(values)
+        lane = lax.broadcasted_iota(jnp.int32, (self.rows, self.scale_count), 1)
+        result = jnp.zeros((self.rows, self.scale_count), jnp.int32)
+        for start in range(0, self.columns, LANES):
+            part = values[:, start : start + LANES]
+            shift = self.block_size // 2
+            while shift:
+                part = jnp.maximum(part, pltpu.roll(part, LANES - shift, 1))
+                shift //= 2
+            # Each block's largest is now in the lane of its first column.
+            first = (self.first + start) >> self._shift
+            index = ((lane - first) << self._shift) & (LANES - 1)
+            found = _take_lanes(part, index)
+            count = LANES // self.block_size
+            result = jnp.where((lane >= first) & (lane < first + count), found, result)
+        return result
+
+    def _largest_of_columns(self, values: jax.Array) -> jax.Array:
+        # Rows after the last one hold anything.
+        row = lax.broadcasted_iota(jnp.int32, values.shape, 0) + self.origin[-2]
+        values = jnp.where(row < self.part.shape[-2], values, 0)
+        return jnp.max(values, axis=0, keepdims=True)
+
+
+def _take_lanes(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Return what is in the lanes of `x`, 128 at a time."""
+    # Mosaic of JAX 0.8 takes an index of the shape of `x` alone.
+    width = x.shape[1]
+    groups = [
+        jnp.take_along_axis(
+            x, index[:, first : first + width], axis=1, mode="promise_in_bounds"
+        )
+        for first in range(0, index.shape[1], width)
+    ]
+    return groups[0] if len(groups) == 1 else jnp.concatenate(groups, axis=1)
+
 
 _ROWS, _ROW_BITS = 32, 5  # Mosaic's tiles of 8-bit numbers are 32 x 128.
 _PACKED = 4  # rows of 8-bit numbers, in one of 32-bit numbers
@@ -32,9 +146,8 @@ _CHUNK = 512
 
 def obstacle(end: End, part: Part) -> str | None:
     """Return why Mosaic cannot compute an end; None if it can."""
-    other = other_dtype(end, DTYPES - {"float16"})
-    if other is not None:
-        return f"computes in {other}"
+    if other := dtype_obstacle(end, DTYPES - {"float16"}):
+        return other
     if any(value.aval.dtype == jnp.bool_ for value in end.outputs):
         return "writes an array of bools"
     if len(part.shape) < 2:
@@ -54,16 +167,13 @@ def obstacle(end: End, part: Part) -> str | None:
     return None
 
 
-def run_end(
-    end: End, part: Part, args: Sequence[Any], interpret: bool = False
-) -> list[Any]:
+def run_end(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
     """Return the outputs of an end.
 
     Args:
         end: the end.
         part: of its arrays.
         args: the values of what it reads.
-        interpret: whether to run the kernel without a TPU.
     """
     shape, block_size = part.shape, end.block_size or 32
     # Each program of the grid has a tile: some rows, and as many columns as have 128
@@ -78,14 +188,15 @@ def run_end(
     columns = min(max(columns, LANES), width)
     shared = max(1, block_size * LANES // columns)
     chunk = math.gcd(columns, _CHUNK if rows <= _ROWS else LANES)
-    arrays = [i for i, v in enumerate(end.reads) if v.aval.ndim]
-    singles = [i for i, v in enumerate(end.reads) if not v.aval.ndim]
+    given = dict(zip(end.reads, args, strict=True))
+    arrays = [value for value in end.reads if value.aval.ndim]
+    singles = [value for value in end.reads if not value.aval.ndim]
 
     def has_shifts(value: Value) -> bool:
-        return part.has_shifts(value.aval.shape)
+        return part.block_of(value.aval.shape)[0] > 1
 
     def is_scales(value: Value) -> bool:
-        return value.aval.shape != part.whole and not has_shifts(value)
+        return part.block_of(value.aval.shape)[1] > 1
 
     def view_of(value: Value) -> tuple[int, ...]:
         own = part.shape_of(value.aval.shape)
@@ -105,8 +216,8 @@ def run_end(
         )
 
     def kernel(*refs: Any) -> None:
-        integers, floats, *inputs = refs[: 2 + len(arrays)]
-        made = refs[2 + len(arrays) :]
+        integers, floats, *of_arrays = refs
+        inputs, made = of_arrays[: len(arrays)], of_arrays[len(arrays) :]
         here = replace(part, origin=tuple(integers[i] for i in range(len(shape))))
         ids = [pl.program_id(axis) for axis in range(len(shape))]
         # Columns are counted from where the tile of scales begins.
@@ -114,13 +225,12 @@ def run_end(
         start = (ids[-1] - place) * columns
         origin = (*ids[:-2], ids[-2] * rows, start)
         values = {
-            end.reads[i]: _unpack(integers[at], floats[at], end.reads[i].aval.dtype)
-            for at, i in enumerate(singles, start=len(shape))
+            value: _unpack(integers[at], floats[at], value.aval.dtype)
+            for at, value in enumerate(singles, start=len(shape))
         }
-        of_arrays = dict(zip(arrays, inputs, strict=True))
-        for i, ref in of_arrays.items():
-            if is_scales(end.reads[i]):
-                values[end.reads[i]] = hold(ref[...], end.reads[i].aval.dtype)
+        for value, ref in zip(arrays, inputs, strict=True):
+            if is_scales(value):
+                values[value] = hold(ref[...], value.aval.dtype)
 
         def run_chunk(k: Any, scales: Sequence[Any]) -> Sequence[Any]:
             first = pl.multiple_of(k * chunk, chunk)
@@ -128,8 +238,7 @@ def run_end(
                 here, rows, chunk, block_size, LANES, origin, place * columns + first
             )
             local = dict(values)
-            for i, ref in of_arrays.items():
-                value = end.reads[i]
+            for value, ref in zip(arrays, inputs, strict=True):
                 if not is_scales(value):
                     read = ref[:, pl.ds(first, chunk)]
                     local[value] = hold(read, value.aval.dtype)
@@ -156,19 +265,18 @@ def run_end(
             if is_scales(value):
                 ref[...] = result.astype(ref.dtype)
 
-    alias = {2 + arrays.index(at): out for at, out in aliases(end).items()}
+    alias = {2 + arrays.index(end.reads[i]): out for i, out in aliases(end).items()}
     in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
     results = pl.pallas_call(
         kernel,
         grid=(*leading, pl.cdiv(height, rows), pl.cdiv(width, columns)),
-        in_specs=[in_scalar_memory] * 2 + [spec(end.reads[i]) for i in arrays],
+        in_specs=[in_scalar_memory] * 2 + [*map(spec, arrays)],
         out_specs=[spec(value) for value in end.outputs],
         out_shape=[result_like(v.aval, view_of(v)) for v in end.outputs],
         input_output_aliases=alias,
-        interpret=interpret,
     )(
-        *_pack([*part.origin, *(args[i] for i in singles)]),
-        *(as_read(args[i].reshape(view_of(end.reads[i]))) for i in arrays),
+        *_pack([*part.origin, *(given[value] for value in singles)]),
+        *(as_read(given[value].reshape(view_of(value))) for value in arrays),
     )
     shapes = [part.shape_of(v.aval.shape) for v in end.outputs]
     return [x.reshape(s) for x, s in zip(results, shapes, strict=True)]

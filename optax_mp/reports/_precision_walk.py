@@ -17,7 +17,7 @@ import numpy as np
 
 from optax_mp._dtypes import bits
 from optax_mp._jax._contact import is_transposed
-from optax_mp._jax._control_flow import has_regions, run_count, wiring_of
+from optax_mp._jax._control_flow import Region, has_regions, run_count, wiring_of
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
@@ -26,15 +26,19 @@ from optax_mp._jax._jaxpr import (
     live_equations,
     open_jaxpr,
 )
-from optax_mp._jax._primitives import REPEATS
-from optax_mp._jax._products import flops_of, is_product, operand_indices, operands
+from optax_mp._jax._primitives import (
+    REPEATS,
+    flops_of,
+    is_product,
+    operand_indices,
+    operands,
+)
 from optax_mp._jax._source import (
     SourceLines,
     is_function_of_jax,
     is_promotion,
     source_lines,
 )
-from optax_mp._jax._wiring import Region
 
 # Operations that multiply matrices, and show no jaxpr.
 _CLOSED = ("dot", "matmul", "attention", "gemm", "ffi_call")

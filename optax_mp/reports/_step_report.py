@@ -12,14 +12,14 @@ from jax.tree_util import tree_leaves_with_path
 from optax_mp._jax._by_platform import PLATFORMS, Target, explain, kind_here
 from optax_mp._table import Report, Table
 from optax_mp._tree import is_array, spell
-from optax_mp.leafwise._engine import CutStep
-from optax_mp.leafwise._take_step import whole_step
-from optax_mp.leafwise._traced_step import (
+from optax_mp.leafwise._engine import (
     TRANSFORMED,
+    CutStep,
     TracedStep,
     is_transformed,
     obstacle_of,
 )
+from optax_mp.leafwise._take_step import whole_step
 
 
 @dataclass(frozen=True)

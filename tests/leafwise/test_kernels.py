@@ -12,7 +12,7 @@ from host_memory import needs_memories
 import optax_mp
 from optax_mp import _warnings
 from optax_mp._jax._by_platform import NAME, Target
-from optax_mp.leafwise import _kernel_evaluator, _kernels, _layout
+from optax_mp.leafwise import _evaluator, _kernels, _layout
 
 SHAPE = (64, 128)
 PARAMS = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
@@ -114,10 +114,10 @@ def test_ties_are_rounded_in_kernels_as_by_xla():
     settings = [{"exponent_bits": 8, "mantissa_bits": n} for n in (7, 10, 15)]
 
     def pairs(x, close):
-        yield _kernel_evaluator._round(x, method), jax.lax.round(x, method)
+        yield _evaluator._round(x, method), jax.lax.round(x, method)
         for params in settings:
             y = 1 + close * 2.0 ** -(params["mantissa_bits"] + 2)
-            ours = _kernel_evaluator.reduce_precision(y, params)
+            ours = _evaluator.reduce_precision(y, params)
             yield ours, jax.lax.reduce_precision(y, **params)
 
     for ours, theirs in jax.jit(lambda *x: list(pairs(*x)))(
@@ -129,5 +129,5 @@ def test_ties_are_rounded_in_kernels_as_by_xla():
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
 def test_narrow_integers_wrap_in_kernels(dtype):
     numbers = np.arange(-70000, 70000, 999, dtype="int32")
-    held = jax.jit(lambda x: _kernel_evaluator._as(jnp.dtype(dtype), x))(numbers)
+    held = jax.jit(lambda x: _evaluator._as(jnp.dtype(dtype), x))(numbers)
     np.testing.assert_array_equal(held, numbers.astype(dtype))

@@ -4,7 +4,6 @@ By Pallas' interpreter on a CPU, which plays the device.
 """
 
 import functools
-import types
 import warnings
 
 import jax
@@ -14,16 +13,15 @@ import optax
 import pytest
 from comparison import as_bits
 from host_memory import UNFUSED
+from jax.experimental import pallas as pl
 
 import optax_mp
 from optax_mp import _warnings
 from optax_mp._jax import _by_platform
 from optax_mp.leafwise import (
+    _evaluator,
     _gpu,
-    _kernel_evaluator,
-    _kernels,
     _proof,
-    _tile_evaluator,
     _tpu,
 )
 from optax_mp.reports import _step_report
@@ -44,17 +42,12 @@ def small(monkeypatch):
     monkeypatch.setattr(_proof, "_ROWS", 33)
     monkeypatch.setattr(_proof, "_COLUMNS", 256)
     monkeypatch.setattr(_proof, "_found", {})
-    monkeypatch.setattr(_kernels, "_import_kernels", interpreted)
+    interpreted = functools.partial(pl.pallas_call, interpret=True)
+    monkeypatch.setattr(pl, "pallas_call", interpreted)
     # Compiled in a third of the time.
     run = _proof._two_steps
     monkeypatch.setattr(_proof, "_two_steps", lambda *args: run(*args[:3], UNFUSED))
     _warnings.warn_once.cache_clear()
-
-
-def interpreted(platform):
-    kernels = MODULES[platform]
-    run_end = functools.partial(kernels.run_end, interpret=True)
-    return types.SimpleNamespace(obstacle=kernels.obstacle, run_end=run_end)
 
 
 @pytest.fixture(params=["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
@@ -98,13 +91,13 @@ def next_block(scales, index):
     return TAKE(scales, (index + 1) % scales.shape[1])
 
 
-TAKE = _tile_evaluator._take_lanes
+TAKE = _tpu._take_lanes
 SPREAD = _gpu.PieceEvaluator.spread
-INDEX = {x: x.index for x in (_gpu.PieceEvaluator, _tile_evaluator.TileEvaluator)}
+INDEX = {x: x.index for x in (_gpu.PieceEvaluator, _tpu.TileEvaluator)}
 # What is wrong in a kernel of a platform.
 WRONG = {
-    "rounding": ("both", _kernel_evaluator, "_round", lambda x, _: jnp.floor(x)),
-    "lanes": ("tpu", _tile_evaluator, "_take_lanes", next_block),
+    "rounding": ("both", _evaluator, "_round", lambda x, _: jnp.floor(x)),
+    "lanes": ("tpu", _tpu, "_take_lanes", next_block),
     "blocks": (
         "cuda",
         _gpu.PieceEvaluator,

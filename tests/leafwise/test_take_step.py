@@ -116,15 +116,16 @@ def lowered_for(platform, kernels=False, device_count=1, read=None):
     def interpreted(end, part, args):
         ran.append(end.shape)
         read.update(x.dtype.name for x in args if jnp.shape(x) == end.shape)
-        run_end = KERNELS[platform].run_end
-        return run_end(end, part, args, interpret=True)
+        return KERNELS[platform].run_end(end, part, args)
 
     kernel = types.SimpleNamespace(
         obstacle=KERNELS[platform].obstacle, run_end=interpreted
     )
+    interpreted_call = functools.partial(pl.pallas_call, interpret=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_by_platform.Target, "of", lambda *_: target)
         patch.setattr(_kernels, "_import_kernels", lambda _: kernel)
+        patch.setattr(pl, "pallas_call", interpreted_call)
         patch.setenv("OPTAX_MP_KERNELS", str(int(kernels)))
         yield ran
 
