@@ -31,6 +31,16 @@ def is_inexact(leaf: Any) -> bool:
     return is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def is_key(leaf: Any) -> bool:
+    """Return whether `leaf` is an array of typed PRNG keys."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def only_inexact(tree: PyTree) -> PyTree:
+    """Return `tree` with None for each leaf that JAX does not differentiate."""
+    return jax.tree.map(lambda x: x if is_inexact(x) else None, tree)
+
+
 def ends_in(leaf: Any, shape: tuple[int, ...]) -> bool:
     """Return whether an array has this shape, or stacks arrays of it."""
     own = tuple(getattr(leaf, "shape", ()))
