@@ -68,7 +68,7 @@ masters/_step.py | is_edited = lax.is_finite(wide) & lax.ne | is_edited = lax.ne
 masters/_step.py | last_exact &#124; True if is_exact else last_exact & False | last_exact &#124; True | masters/test_edits.py
 masters/_transform.py | proceed = is_unmarked(updates, extra_args) | proceed = True | masters/test_skipping.py
 masters/_transform.py | master_dtype, copy=True) | master_dtype, copy=False) | masters/test_master_weights.py
-scaling/_loss_scaling.py | unscale(hide_overwritten(updates), state.scale) | unscale(hide_overwritten(updates), adjust_counters(ScaleCounters(state.scale, state.finite_count, state.hysteresis_left), jnp.array(True)).scale) | scaling/test_transform.py scaling/test_gradients.py
+scaling/_loss_scaling.py | unscale(hide_overwritten(updates), state.scale) | unscale(hide_overwritten(updates), adjust_counters(state, jnp.array(True)).scale) | scaling/test_transform.py scaling/test_gradients.py
 scaling/_loss_scaling.py | bad_index = lax.pmin(bad_index, axis_name) | bad_index = bad_index + 0 | scaling/test_transform.py
 scaling/_loss_scaling.py | skipped_count=jnp.where(finite, 0, | skipped_count=jnp.where(finite, state.skipped_count, | scaling/test_transform.py scaling/test_check.py
 scaling/_loss_scaling.py | divide(hidden, state.scale) | hidden | scaling/test_transform.py

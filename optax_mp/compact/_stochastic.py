@@ -22,7 +22,7 @@ from optax_mp.compact._random_numbers import (
     rounding_keys,
 )
 from optax_mp.leafwise._take_step import leafwise_update
-from optax_mp.scaling._mark import is_unmarked
+from optax_mp.scaling._unscale import is_unmarked
 
 
 class StochasticRoundingState(NamedTuple):

@@ -137,10 +137,7 @@ def offload(
         return _init(inner, params, Plan(min_size, chunk_bytes))
 
     def update_fn(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         if compiles() and not has_tracers((updates, state, params, extra_args)):
             warn(

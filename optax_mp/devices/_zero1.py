@@ -140,10 +140,7 @@ def zero1(
         return TracedCall.of(init_parts, params).run()
 
     def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         cuts = cuts_of(check_given_params(params, "zero1"))
         takes_params = context_of(extra_args).takes_params

@@ -33,7 +33,7 @@ from optax_mp.masters._storage import (
     store,
     warn_unless_stored,
 )
-from optax_mp.scaling._mark import is_unmarked
+from optax_mp.scaling._unscale import is_unmarked
 
 _CALLER = "mixed_precision"
 UpdateDType = DTypeLike | Literal["params"] | None

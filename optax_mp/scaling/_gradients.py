@@ -14,14 +14,8 @@ import optax
 from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain
 from optax_mp._dtypes import at_least_float32
-from optax_mp._tree import describe, is_array, is_floating, is_inexact, summarize
-from optax_mp._warnings import (
-    Event,
-    count_event,
-    event_counts,
-    is_loss_scaled,
-    warn,
-)
+from optax_mp._tree import describe, is_array, is_floating, only_inexact, summarize
+from optax_mp._warnings import Event, count_event, event_counts, is_loss_scaled, warn
 from optax_mp.scaling._state import loss_scale_state
 from optax_mp.scaling._unscale import multiply
 
@@ -146,7 +140,6 @@ def differentiate(
     """
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     trees = _differentiated(chosen, args, caller)
-    variables = jax.tree.map(lambda x: x if is_inexact(x) else None, trees)
 
     def scaled_loss(variables: Any) -> tuple[Any, Any]:
         new_args = list(args)
@@ -158,7 +151,7 @@ def differentiate(
         return loss if factor is None else multiply(loss, factor), value
 
     # Not `jax.value_and_grad`: its value would be the scaled loss.
-    grads, value = jax.grad(scaled_loss, has_aux=True)(variables)
+    grads, value = jax.grad(scaled_loss, has_aux=True)(only_inexact(trees))
     if any(g.dtype == jnp.float16 for g in jax.tree.leaves(grads)):
         count_event("computes in float16")
     grads = widen_gradients(grads) if widen else grads
@@ -224,8 +217,8 @@ def _differentiated(
                 f"of the function were given; call as {call}."
             )
     trees = [_with_float_arrays(args[i]) for i in chosen]
-    leaves = jax.tree.leaves(trees)
-    if any(map(is_array, leaves)) and not any(map(is_inexact, leaves)):
+    has_arrays = any(map(is_array, jax.tree.leaves(trees)))
+    if has_arrays and not jax.tree.leaves(only_inexact(trees)):
         shown = " and ".join(summarize(args[i]) for i in chosen)
         raise TypeError(
             f"{caller}: expected floating arrays in the argument to differentiate, got "
