@@ -9,11 +9,7 @@ import optax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
-from optax_mp._arguments import (
-    check_init_params,
-    check_own_state,
-    check_whole_number,
-)
+from optax_mp._arguments import check_init_params, check_own_state, check_whole_number
 from optax_mp._boxes import flatten_slots, is_box, put, put_resized, unbox
 from optax_mp._context import Transformation
 from optax_mp._descriptions import divides_names, place_like_params, takes_descriptions

@@ -107,8 +107,7 @@ class PrecisionReport(Report):
         """
         total = _flops(self.products) or 1
         groups = _group(
-            self.wide_products,
-            lambda x: (x.line or x.primitive, _pattern(x)),
+            self.wide_products, lambda x: (x.line or x.primitive, _pattern(x))
         )
         cells = [("float32 at", "because of", "shapes", "runs", "FLOPs", "share")]
         for (place, _), group in groups[:_MOST_ROWS]:
