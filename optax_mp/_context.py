@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from optax_mp._arguments import check_init_params
+from optax_mp._descriptions import takes_descriptions
 from optax_mp._quantized import holds_packed
 
 # Whether to take a step: a plain bool if it is not traced.
@@ -64,16 +66,21 @@ class Transformation(optax.GradientTransformationExtraArgs):
 
     @classmethod
     def around(
-        cls, inner: Any, init: Any, update: Any, leafwise: Any = None
+        cls, caller: str, inner: Any, init: Any, update: Any, leafwise: Any = None
     ) -> "Transformation":
         """Return a wrapper of `inner`.
 
         Args:
+            caller: the public function that the user called.
             inner: the transformation inside.
-            init: makes the state.
+            init: makes the state, from params that are checked.
             update: takes a step.
             leafwise: takes a step whose state has low-bit arrays.
         """
+
+        @takes_descriptions
+        def init_fn(params: Any) -> Any:
+            return init(check_init_params(params, caller))
 
         @functools.wraps(update)
         def update_fn(
@@ -82,7 +89,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
             take = leafwise if leafwise and holds_packed(state) else update
             return take(updates, state, params, **extra_args)
 
-        made = cls(init, update_fn)
+        made = cls(init_fn, update_fn)
         made.offloaded = getattr(inner, "offloaded", None)
         return made
 

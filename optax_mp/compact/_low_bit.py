@@ -9,20 +9,19 @@ import optax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
-from optax_mp._arguments import check_init_params, check_own_state, check_whole_number
+from optax_mp._arguments import check_own_state, check_whole_number
 from optax_mp._boxes import flatten_slots, is_box, put, put_resized, unbox
 from optax_mp._context import Transformation
-from optax_mp._descriptions import divides_names, place_like_params, takes_descriptions
+from optax_mp._descriptions import divides_names, place_like_params
 from optax_mp._inner import (
     as_transformation,
     check_gradients,
     copy_shared,
     update_inner,
 )
-from optax_mp._quantized import Code, is_quantized, new_quantized
+from optax_mp._quantized import Code, is_quantized, new_quantized, type_with
 from optax_mp._states import inner_field
 from optax_mp._tree import PyTree, describe, is_floating, spell
-from optax_mp._typed import type_with
 from optax_mp._warnings import warn
 from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
 from optax_mp.compact._code_choice import BFLOAT16, CodeFormat, choose_codes
@@ -167,9 +166,7 @@ def low_bit_state(
     check_seed(seed, "low_bit_state")
     check_whole_number("low_bit_state: `min_size`", min_size, least=0)
 
-    @takes_descriptions
     def init_fn(params: optax.Params) -> LowBitState:
-        params = check_init_params(params, "low_bit_state")
         state = place_like_params(inner.init(params), params)
         chosen = choose_codes(inner, params, state, code_format, min_size)
         _warn_if_mostly_wide(state, chosen, min_size)
@@ -205,7 +202,7 @@ def low_bit_state(
         return updates, make_state(count, inner_state)
 
     leafwise = leafwise_update(update_fn)
-    return Transformation.around(inner, init_fn, update_fn, leafwise)
+    return Transformation.around("low_bit_state", inner, init_fn, update_fn, leafwise)
 
 
 def _warn_if_mostly_wide(

@@ -9,9 +9,9 @@ import optax
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten_with_path
 
-from optax_mp._arguments import check_init_params, check_whole_number
+from optax_mp._arguments import check_whole_number
 from optax_mp._context import Choice, Transformation, context_of, without_context
-from optax_mp._descriptions import place_like_params, takes_descriptions
+from optax_mp._descriptions import place_like_params
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
 from optax_mp._jax._memory import (
@@ -130,9 +130,7 @@ def offload(
         return inner
     _check_kind(memory_kind)
 
-    @takes_descriptions
     def init_fn(params: optax.Params) -> Any:
-        params = check_init_params(params, _CALLER)
         _check_memory_of(params)
         return _init(inner, params, Plan(min_size, chunk_bytes))
 
@@ -170,7 +168,7 @@ def offload(
         result = run_from_host(step_between, given, state, plan, context.proceed)
         return result or step_between(given, state, context.proceed)
 
-    made = Transformation(init_fn, update_fn)
+    made = Transformation.around(_CALLER, inner, init_fn, update_fn)
     made.offloaded = Plan(min_size, chunk_bytes), param_shardings
     return made
 

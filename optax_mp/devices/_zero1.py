@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from optax_mp._arguments import check_given_params, check_init_params
+from optax_mp._arguments import check_given_params
 from optax_mp._context import NewParam, Transformation, context_of, with_context
-from optax_mp._descriptions import fill_spec, place_like_params, takes_descriptions
+from optax_mp._descriptions import fill_spec, place_like_params
 from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation, update_inner
 from optax_mp._jax._arrays import has_explicit_axes
@@ -128,9 +128,7 @@ def zero1(
         leaves = Leaves.of(params, caller="zero1", name="`params`")
         return _Cuts.of(leaves, mesh, axes, specs_of_params(params, param_specs))
 
-    @takes_descriptions
     def init_fn(params: optax.Params) -> optax.OptState:
-        params = check_init_params(params, "zero1")
         cuts = cuts_of(params)
 
         def init_parts(given: optax.Params) -> optax.OptState:
@@ -164,7 +162,7 @@ def zero1(
         )
         return cuts.gather(parts, changes, takes_params), cuts.cut(state)
 
-    made = Transformation.around(inner, init_fn, update_fn)
+    made = Transformation.around("zero1", inner, init_fn, update_fn)
     made.makes_params = True
     return made
 

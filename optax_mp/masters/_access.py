@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._arguments import check_state_first
+from optax_mp._arguments import check_nesting, check_state_first
 from optax_mp._boxes import plain_trees
 from optax_mp._dtypes import at_least_float32, round_to
 from optax_mp._inner import copy_shared
@@ -15,7 +15,6 @@ from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._memory import bring, put_beside
 from optax_mp._jax._sharding import reshard_beside
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._nesting import check_nesting
 from optax_mp._states import check_classes, find_states, map_states
 from optax_mp._tree import describe, is_floating, spell
 from optax_mp.masters._settings import check_shape

@@ -16,6 +16,7 @@ import optax
 from optax_mp._dtypes import bits
 from optax_mp._inner import copy_shared
 from optax_mp._leaves import Leaves, is_absent
+from optax_mp._quantized import type_with
 from optax_mp._states import inner_field
 from optax_mp._tree import (
     PyTree,
@@ -26,7 +27,6 @@ from optax_mp._tree import (
     is_inexact,
     spell,
 )
-from optax_mp._typed import type_with
 from optax_mp._warnings import warn
 
 # The hash, because a storage becomes part of the state's type.

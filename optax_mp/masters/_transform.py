@@ -8,10 +8,9 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from optax_mp._arguments import check_init_params
 from optax_mp._choose import choose_step
 from optax_mp._context import Transformation
-from optax_mp._descriptions import place_like_params, takes_descriptions
+from optax_mp._descriptions import place_like_params
 from optax_mp._dtypes import bits, round_to
 from optax_mp._inner import as_inner_param, as_transformation, copy_shared
 from optax_mp._jax._dataflow import depending_outputs
@@ -133,9 +132,7 @@ def mixed_precision(
     settings = Settings.of(master_dtype, param_dtype, update_dtype, storage)
     make_state = state_type(storage)
 
-    @takes_descriptions
     def init_fn(params: optax.Params) -> MixedPrecisionState:
-        params = check_init_params(params, _CALLER)
         if isinstance(param_dtype, Policy):
             warn_unmatched_patterns(param_dtype, params, _CALLER)
         leaves = Leaves.of(params, caller=_CALLER)
@@ -168,7 +165,7 @@ def mixed_precision(
         return leaves.unflatten(out), make_state(leaves.unflatten(stored), *others)
 
     leafwise = leafwise_update(update_fn)
-    return Transformation.around(inner, init_fn, update_fn, leafwise)
+    return Transformation.around(_CALLER, inner, init_fn, update_fn, leafwise)
 
 
 def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[Any]]:

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_mp._arguments import check_init_params, check_own_state
+from optax_mp._arguments import check_own_state
 from optax_mp._choose import choose_step
 from optax_mp._context import Transformation
-from optax_mp._descriptions import takes_descriptions
 from optax_mp._inner import (
     as_transformation,
     check_gradients,
@@ -181,10 +180,9 @@ def _loss_scaling(
 ) -> optax.GradientTransformationExtraArgs:
     wrapped: Any = None if inner is None else as_transformation(inner, caller)
 
-    @takes_descriptions
     def init_fn(params: optax.Params) -> LossScaleState:
         # `inner` never updates overwritten leaves, so it needs no moments for them.
-        inner_params = hide_overwritten(check_init_params(params, caller))
+        inner_params = hide_overwritten(params)
         scale, *counts = start
         inner_state = wrapped.init(inner_params) if wrapped else optax.EmptyState()
         return LossScaleState(
@@ -236,7 +234,7 @@ def _loss_scaling(
         return out, new_state._replace(inner_state=inner_state)
 
     leafwise = None if wrapped is None else leafwise_update(update_fn)
-    return Transformation.around(wrapped, init_fn, update_fn, leafwise)
+    return Transformation.around(caller, wrapped, init_fn, update_fn, leafwise)
 
 
 def _count_skipped(

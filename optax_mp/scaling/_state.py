@@ -8,12 +8,11 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 
-from optax_mp._arguments import check_opt_state, warn_unless_state
+from optax_mp._arguments import check_nesting, check_opt_state, warn_unless_state
 from optax_mp._boxes import plain, plain_trees
 from optax_mp._inner import copy_shared
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import is_absent
-from optax_mp._nesting import check_nesting
 from optax_mp._states import check_classes, find_states, inner_field
 from optax_mp._tree import (
     PyTree,
