@@ -54,7 +54,7 @@ leafwise/_kernels.py | ("TPU v2", "TPU v3") | ("TPU v2",) | leafwise/test_kernel
 leafwise/_from_host.py | lax.fori_loop(jnp.int32(0), self.rounds, body, starts) | lax.fori_loop(jnp.int32(0), jnp.int32(1), body, starts) | devices/test_offload.py devices/test_host_state.py
 compact/_blocks.py | distance = lax.add(lax.mul(below, _TWO), _ONE) | distance = lax.mul(below, _TWO) | compact/test_blocks.py compact/test_low_bit.py
 compact/_blocks.py | np.int32(0xFFFF)) | np.int32(0)) | compact/test_blocks.py
-compact/_blocks.py | if not code.stays_positive: | if code.stays_positive: | compact/test_blocks.py compact/test_low_bit.py
+compact/_blocks.py | _ONE if code.stays_positive else -_ONE | -_ONE if code.stays_positive else _ONE | compact/test_blocks.py compact/test_low_bit.py
 compact/_random_numbers.py | keys * jnp.uint32(31) + part | keys + part | compact/test_random_rounding.py compact/test_stochastic.py compact/test_low_bit.py
 compact/_random_numbers.py | return lax.select(is_rounded, rounded, x) | return rounded | compact/test_random_rounding.py compact/test_stochastic.py
 compact/_code_choice.py | _without(large, depending_outputs(init.closed)) | large | compact/test_low_bit.py compact/test_full_precision.py
@@ -97,7 +97,7 @@ reports/_memory_report.py | if quantized or is_floating(leaf) else count | if is
 reports/_gradient_range.py | is_even = largest / last_place % 2 == 0 | is_even = False | reports/test_gradient_range.py
 reports/_updates.py | jnp.where(moves, _MOVED, _STALLED) | jnp.where(moves, _STALLED, _MOVED) | reports/test_updates.py
 reports/_collectives.py | {"all-reduce": 2 * share | {"all-reduce": share | reports/test_collectives.py
-reports/_metrics.py | if len(find_states(x, optax.MultiStepsState)) == 1 | if True | reports/test_metrics.py
+reports/_metrics.py | if len(find_states(x, optax.MultiStepsState)) == 1] | if True] | reports/test_metrics.py
 """
 
 Mutant = tuple[str, str, str, list[str]]

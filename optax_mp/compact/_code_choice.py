@@ -85,22 +85,16 @@ class CodeFormat:
         )
 
     def code(
-        self,
-        shape: tuple[int, ...],
-        *,
-        is_unsigned: bool,
-        is_rooted: bool,
-        is_in_product: bool,
+        self, shape: tuple[int, ...], unsigned: bool, rooted: bool, in_product: bool
     ) -> Code:
         """Return how an array is quantized."""
         if self.block_size is None:
             return BFLOAT16
-        bits = self.product_bits if is_in_product else self.bits
-        dtype = f"uint{bits}" if is_unsigned else f"int{bits}"
-        stays_positive = is_unsigned or is_rooted
+        bits = self.product_bits if in_product else self.bits
+        dtype = f"uint{bits}" if unsigned else f"int{bits}"
         axis, size = choose_blocks(shape, self.block_size)
         group = choose_group(shape, axis) if self.has_shifts else None
-        return Code(dtype, axis, size, stays_positive, group)
+        return Code(dtype, axis, size, unsigned or rooted, group)
 
     def __str__(self) -> str:
         if self.block_size is None:
@@ -148,15 +142,10 @@ def choose_codes(
         )
         code_format = CodeFormat(16, 16, None)
     codes: list[Code | None] = [None] * len(leaves)
-    facts = zip(arrays, chosen, never_negative, rooted, in_product, strict=True)
-    for i, is_chosen, is_unsigned, is_rooted, is_in_product in facts:
+    facts = zip(never_negative, rooted, in_product, strict=True)
+    for i, is_chosen, of_array in zip(arrays, chosen, facts, strict=True):
         if is_chosen:
-            codes[i] = code_format.code(
-                leaves[i].shape,
-                is_unsigned=is_unsigned,
-                is_rooted=is_rooted,
-                is_in_product=is_in_product,
-            )
+            codes[i] = code_format.code(leaves[i].shape, *of_array)
     return codes
 
 

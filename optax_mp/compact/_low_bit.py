@@ -163,7 +163,7 @@ def low_bit_state(
         bits, block_size, dtype, product_bits, column_scales
     )
     make_state = type_with(LowBitState, "code_format", code_format)
-    check_seed(seed, "low_bit_state")
+    check_seed(seed, "low_bit_state", ", or None to round to nearest")
     check_whole_number("low_bit_state: `min_size`", min_size, least=0)
 
     def init_fn(params: optax.Params) -> LowBitState:

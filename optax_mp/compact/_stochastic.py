@@ -103,7 +103,7 @@ def stochastic_rounding(
         https://arxiv.org/abs/2010.06192
     """
     inner = as_transformation(inner, _CALLER)
-    check_seed(seed, _CALLER, or_none=False)
+    check_seed(seed, _CALLER)
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         leaves = Leaves.of(params, caller=_CALLER)
