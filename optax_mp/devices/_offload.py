@@ -305,14 +305,11 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
         if _is_large(leaf, min_size) and not is_on_host(leaf):
             warn(
                 f"offload: expected {spell(path)} of the state in host memory, got "
-                f"{describe(leaf)} in device memory; this step moves it. If all steps "
-                "say so, `out_shardings` of `jit` move it back: leave them out for the "
-                'state, or give them `memory_kind="pinned_host"`. A checkpoint is '
-                "restored into `tx.init(params)`. Within another `offload`, leave one "
-                "of the two out. As what a loop or a branch carries, move the state "
-                "before, with `jax.device_put`. For `jit(...).lower` "
-                "give a `jax.ShapeDtypeStruct` a `NamedSharding` with this "
-                "`memory_kind`."
+                f"{describe(leaf)} in device memory; this step moves it. Restore "
+                "checkpoints into `tx.init(params)`; give `out_shardings` of `jit`, "
+                'and descriptions for `lower`, `memory_kind="pinned_host"`; move what '
+                "a loop or a branch carries before, with `jax.device_put`; and put no "
+                "`offload` into another."
             )
             return
 

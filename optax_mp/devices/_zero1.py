@@ -1,6 +1,7 @@
 """zero1: an optimizer's state sharded over the axis of data parallelism."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -293,42 +294,33 @@ class _Cuts:
         for i, cut in enumerate(self.by_param):
             if cut is None or is_absent(updates[i]) or not is_floating(updates[i]):
                 continue
-            param = self.leaves.values[i]
-            updates[i] = _gather_update(
-                self.mesh, cut, param, parts[i], updates[i], takes_params
-            )
+            args = self.leaves.values[i], parts[i], updates[i], takes_params
+            updates[i] = _whole_update(partial(_gather, self.mesh, cut), *args)
         return self.leaves.unflatten(updates)
 
 
-def _gather_update(
-    mesh: Mesh,
-    cut: Cut,
-    param: jax.Array,
-    part: jax.Array,
-    change: jax.Array,
-    takes_params: bool,
+def _gather(mesh: Mesh, cut: Cut, x: jax.Array) -> jax.Array:
+    """Return a whole array from its parts."""
+    pattern = shard(as_pattern(x, x.dtype), mesh, cut.part)
+    return lax.bitcast_convert_type(shard(pattern, mesh, cut.whole), x.dtype)
+
+
+def _whole_update(
+    gather: Any, param: jax.Array, part: Any, change: Any, takes_params: bool
 ) -> Any:
     """Return the update of a whole param, from its part and the update of the part."""
-
-    def gather_bits(x: jax.Array) -> jax.Array:
-        # Gathered as integers, because XLA gathers 16-bit floats as float32 on CPUs.
-        pattern = lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits(x.dtype)}"))
-        return shard(shard(pattern, mesh, cut.part), mesh, cut.whole)
-
     if takes_params:
         with jax.numpy_dtype_promotion("standard"):
-            new = add(part, change)
-        return NewParam(lax.bitcast_convert_type(gather_bits(new), param.dtype))
+            return NewParam(gather(add(part, change)))
     if bits(change.dtype) <= bits(param.dtype):
-        return lax.bitcast_convert_type(gather_bits(change), change.dtype)
+        return gather(change)
     # The param has fewer bytes than its update, so the new param is gathered. The
     # update is its difference from the old one. Added to that, and rounded to the
     # narrow dtype, it gives exactly the new param.
-    new_bits = gather_bits((part.astype(change.dtype) + change).astype(param.dtype))
-    new = lax.bitcast_convert_type(new_bits, param.dtype)
+    new = gather((part.astype(change.dtype) + change).astype(param.dtype))
     difference = new.astype(change.dtype) - param.astype(change.dtype)
     # An update of -0.0 leaves every param unchanged, also -0.0 and an infinity.
-    is_unchanged = new_bits == lax.bitcast_convert_type(param, new_bits.dtype)
+    is_unchanged = as_pattern(new, new.dtype) == as_pattern(param, param.dtype)
     return jnp.where(is_unchanged, -jnp.zeros((), change.dtype), difference)
 
 
