@@ -99,7 +99,7 @@ def describe_state(init: Init, params: PyTree) -> PyTree:
     described = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.closed.out_avals]
     arrays = jax.tree.leaves(params)
     owners = find_owners(call.unflatten(described), params)
-    of_params, asked = list(map(_named_sharding, arrays)), asked_shardings(call.closed)
+    of_params, asked = list(map(named_sharding, arrays)), asked_shardings(call.closed)
     named = [x for x in (*of_params, *asked) if x is not None]
     for i, owner in enumerate(owners if named else ()):
         own = NamedSharding(named[0].mesh, PartitionSpec())
@@ -139,6 +139,7 @@ def fill_spec(spec: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(b if a is unknown else a for a, b in pairs))
 
 
-def _named_sharding(leaf: Any) -> NamedSharding | None:
+def named_sharding(leaf: Any) -> NamedSharding | None:
+    """Return the sharding of an array, or of a description, if it is on a mesh."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None

@@ -108,15 +108,10 @@ class InnerUpdate:
         if extra_args.get("grad") is not None:
             grad = params.match(extra_args["grad"], "the extra argument `grad`")
             extra_args = {**extra_args, "grad": cast(grad)}
-        grads = cast(self.grads)
+        grads, seen = cast(self.grads), params.unflatten(inner_params)
         grads = grads.fast if self.is_lookahead else grads
         changes, inner_state = update_inner(
-            inner,
-            grads,
-            inner_state,
-            params.unflatten(inner_params),
-            extra_args,
-            params.caller,
+            inner, grads, inner_state, seen, extra_args, params.caller
         )
         updates = list(self.grads)
         for i, change in enumerate(params.match(changes, "the updates of `inner`")):
@@ -253,11 +248,9 @@ def update_inner(
     try:
         if isinstance(inner, Transformation):
             return inner.update(grads, state, params, **extra_args)
-        proceed, extra_args = (
-            context_of(extra_args).proceed,
-            without_context(extra_args),
-        )
-        updates, new = inner.update(grads, state, params, **extra_args)
+        proceed = context_of(extra_args).proceed
+        others = without_context(extra_args)
+        updates, new = inner.update(grads, state, params, **others)
     except Exception as error:
         # An error of this package says what is wrong already.
         if params is None or _module_that_raised(error).startswith("optax_mp."):

@@ -245,23 +245,17 @@ def nonfinite_paths(tree: PyTree) -> list[str]:
 def spread_prefix(params: Any, prefix: Any, name: str) -> list[Any]:
     """Return for each param the leaf that stands for it in a prefix of their tree."""
 
-    def is_leaf(x: Any) -> bool:
+    def is_none(x: Any) -> bool:
         return x is None
 
-    spread: list[Any] = []
     try:
-        jax.tree.map(
-            lambda x, part: spread.extend([x] * len(jax.tree.leaves(part))),
-            prefix,
-            params,
-            is_leaf=is_leaf,
-        )
+        spread = jax.tree.broadcast(prefix, params, is_leaf=is_none)
     except ValueError as error:
         caller, _, name = name.partition(": ")
         raise ValueError(
             f"{caller}: expected {name} to have the structure of the params, which is "
             f"{jax.tree.structure(params)}, or of a prefix of it, got "
-            f"{jax.tree.structure(prefix, is_leaf=is_leaf)}; pass "
+            f"{jax.tree.structure(prefix, is_leaf=is_none)}; pass "
             "`jax.tree.map(lambda p: p.sharding, params)`."
         ) from error
-    return spread
+    return jax.tree.structure(params).flatten_up_to(spread)

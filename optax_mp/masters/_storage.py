@@ -128,10 +128,7 @@ class FullCopy:
         ('float32', 8)
     """
 
-    @property
-    def param_is_part(self) -> bool:
-        """False: what is stored is the master itself."""
-        return False
+    param_is_part = False  # what is stored is the master itself
 
     def takes(self, param_dtype: jnp.dtype, master_dtype: jnp.dtype) -> bool:
         """Return whether the param is narrower than the master."""
@@ -139,19 +136,16 @@ class FullCopy:
 
     def encode(self, master: jax.Array, param: jax.Array) -> jax.Array:
         """Return the master itself."""
-        del param
         return master
 
     def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
         """Return the stored master."""
-        del param
         return stored
 
     def advance(
         self, stored: jax.Array, param: jax.Array, master: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return the new master twice: to store it, and to round the param from it."""
-        del stored, param
         return master, master
 
 

@@ -21,10 +21,9 @@ from optax_mp._inner import (
 from optax_mp._jax._arrays import is_traced
 from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._overwrite import (
+    hand_on_overwritten,
     hide_overwritten,
-    restore_overwritten,
     update_overwritten,
-    warn_if_overwritten,
 )
 from optax_mp.scaling._rule import ScaleRule, adjust, as_count, check_settings, count_up
 from optax_mp.scaling._state import LossScaleState, warn_unless_scaled
@@ -214,9 +213,9 @@ def _loss_scaling(
         new_state = adjust_counters(state, finite & is_complete)
         new_state = _count_skipped(new_state, finite, bad_index)
         if wrapped is None:
-            warn_if_overwritten(updates, caller)
             # The links that follow run in any case, so mark the gradients for them.
-            return restore_overwritten(mark_skipped(finite, grads), updates), new_state
+            marked = mark_skipped(finite, grads)
+            return hand_on_overwritten(marked, updates, caller), new_state
         if extra_args.get("grad") is not None:
             # A line search compares it with the updates and the unscaled loss.
             hidden = hide_overwritten(extra_args["grad"])

@@ -14,14 +14,7 @@ from optax_mp._inner import copy_shared
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import is_absent
 from optax_mp._states import check_classes, find_states, inner_field
-from optax_mp._tree import (
-    PyTree,
-    describe,
-    is_array,
-    is_floating,
-    nonfinite_paths,
-    spell,
-)
+from optax_mp._tree import describe, is_array, is_floating, nonfinite_paths, spell
 from optax_mp._warnings import event_counts, is_loss_scaled, warn
 from optax_mp.scaling._rule import check_number
 
@@ -210,8 +203,8 @@ def check_loss_scale(
 
 
 def _worst_member(
-    state: LossScaleState, trees: PyTree
-) -> tuple[LossScaleState, tuple[int, ...], PyTree]:
+    state: LossScaleState, trees: Any
+) -> tuple[LossScaleState, tuple[int, ...], Any]:
     """Return the state of the member with most skipped steps, its index, and its trees.
 
     The counters of a state have leading axes under `vmap` over seeds, or `pmap`. A
@@ -257,7 +250,7 @@ def _explain_cause(state: LossScaleState, params: Any) -> str:
     )
 
 
-def _sizes(tree: PyTree) -> list[tuple[float, str]]:
+def _sizes(tree: Any) -> list[tuple[float, str]]:
     """Return the largest magnitude in each floating leaf, NaN as inf, and its path."""
     return [
         (float(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf))), spell(path))
@@ -309,7 +302,7 @@ def warn_unless_scaled(caller: str, scale: str) -> None:
         )
 
 
-def _warn_of_small_gradients(state: LossScaleState, grads: PyTree) -> None:
+def _warn_of_small_gradients(state: LossScaleState, grads: Any) -> None:
     """Warn if gradients look plausible as they are, but not once they are unscaled.
 
     A gradient of 0.1 may be a large one that was unscaled by hand, or a scaled one of

@@ -56,7 +56,6 @@ class _LossScale:
 
     def adjust(self, grads_finite: ArrayLike) -> Any:
         """Return the loss scale for the next step."""
-        del grads_finite
         return self
 
 
