@@ -10,8 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.typing import DTypeLike
 
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._dataflow import depending_outputs
@@ -23,8 +21,7 @@ from optax_mp.compact._blocks import choose_blocks, choose_group
 from optax_mp.compact._full_precision import (
     TracedUpdate,
     check_without_update,
-    need_full_precision,
-    products_and_roots,
+    study,
     trace_update,
 )
 from optax_mp.compact._signs import nonnegative_states
@@ -48,12 +45,7 @@ class CodeFormat:
 
     @classmethod
     def from_settings(
-        cls,
-        bits: int,
-        block_size: int,
-        dtype: DTypeLike | None,
-        product_bits: int,
-        column_scales: bool,
+        cls, bits: int, block_size: int, dtype: Any, product_bits: int, has_shifts: bool
     ) -> "CodeFormat":
         """Check the arguments of `low_bit_state`."""
         if dtype is not None:
@@ -77,12 +69,8 @@ class CodeFormat:
                 "low_bit_state: expected `block_size` to be a power of two such as 32, "
                 f"got {block_size!r}."
             )
-        return cls(
-            int(bits),
-            max(int(bits), int(product_bits)),
-            int(block_size),
-            bool(column_scales),
-        )
+        bits, product_bits = int(bits), max(int(bits), int(product_bits))
+        return cls(bits, product_bits, int(block_size), bool(has_shifts))
 
     def code(
         self, shape: tuple[int, ...], unsigned: bool, rooted: bool, in_product: bool
@@ -109,11 +97,7 @@ BFLOAT16 = Code("bfloat16")
 
 
 def choose_codes(
-    inner: optax.GradientTransformationExtraArgs,
-    params: optax.Params,
-    state: optax.OptState,
-    code_format: CodeFormat,
-    min_size: int,
+    inner: Any, params: Any, state: Any, code_format: CodeFormat, min_size: int
 ) -> list[Code | None]:
     """Return how to quantize each leaf of `inner`'s state; None to leave it."""
     init = TracedCall.of(inner.init, params)
@@ -126,8 +110,8 @@ def choose_codes(
     chosen = _without(large, depending_outputs(init.closed))
     never_negative = rooted = in_product = [False] * len(arrays)
     if isinstance(update, TracedUpdate):
-        chosen = _without(chosen, need_full_precision(init, update))
-        in_product, rooted = products_and_roots(update)
+        exact, in_product, rooted = study(init, update)
+        chosen = _without(chosen, exact)
         if update.is_exact:  # else signed codes, which can hold any values
             jaxprs = init.closed, update.closed
             never_negative = nonnegative_states(*jaxprs, update.param_count)
@@ -137,8 +121,7 @@ def choose_codes(
             "low_bit_state: the optimizer's update cannot be traced, because "
             f"`inner.update(grads, state, params)` raised {type(update).__name__}: "
             f"{update}. So its state is stored in bfloat16, and not in codes: nobody "
-            "knows which arrays must stay positive. Give the other arguments of the "
-            "update defaults."
+            "knows which arrays must stay positive. Give its other arguments defaults."
         )
         code_format = CodeFormat(16, 16, None)
     codes: list[Code | None] = [None] * len(leaves)

@@ -53,11 +53,7 @@ class TracedUpdate(NamedTuple):
     is_exact: bool
 
 
-def trace_update(
-    inner: optax.GradientTransformationExtraArgs,
-    params: optax.Params,
-    state: optax.OptState,
-) -> TracedUpdate | Exception:
+def trace_update(inner: Any, params: Any, state: Any) -> TracedUpdate | Exception:
     """Trace `inner.update`, or return the error that it raised.
 
     An optimizer that needs extra arguments gets those that optax's own optimizers take.
@@ -75,10 +71,7 @@ def trace_update(
 
 
 def _trace(
-    inner: optax.GradientTransformationExtraArgs,
-    params: optax.Params,
-    state: optax.OptState,
-    extra_args: dict[str, Any],
+    inner: Any, params: Any, state: Any, extra_args: dict[str, Any]
 ) -> TracedUpdate:
     def update(args: Any) -> Any:
         gradients, state, params = args
@@ -105,12 +98,23 @@ def _made_up_arguments(params: optax.Params) -> dict[str, Any]:
     return arguments | {"obj_fn": loss, "grad_fn": lambda params, *_: params}
 
 
-def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
-    """Return for each array of a state whether it must stay in full precision.
+def study(
+    init: TracedCall, update: TracedUpdate
+) -> tuple[list[bool], list[bool], list[bool]]:
+    """Return what the trace of an update says of the arrays of a state.
+
+    Muon's products, for example, read its momentum, and spread the error of each entry
+    over whole rows and columns. (An inner product averages errors.) An array of whose
+    values a root is taken is never negative, even if that cannot be proved: the root
+    would be NaN.
 
     Args:
         init: `inner.init`, from the params to the state.
         update: `inner.update`.
+
+    Returns:
+        For each array whether it must stay in full precision, whether a matrix product
+        reads it, and whether a root does.
     """
     # Arrays are numbered as inputs of the update, before and after it.
     numbers, results = update.state_inputs, flows(update.closed)
@@ -121,22 +125,13 @@ def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
     lasting = {i for i in numbers if i not in new[i].faded}
     exact = _histories(new, lasting) | _records(updates, new, lasting)
     exact |= _positions(updates, new, lasting, _anchors(init, update, new))
-    return [i in exact for i in numbers]
-
-
-def products_and_roots(update: TracedUpdate) -> tuple[list[bool], list[bool]]:
-    """Return which arrays of a state a matrix product reads, and a root.
-
-    Muon's products, for example, read its momentum, and spread the error of each entry
-    over whole rows and columns. (An inner product averages errors.) An array of whose
-    values a root is taken is never negative, even if that cannot be proved: the root
-    would be NaN.
-    """
-    results = flows(update.closed)
-    factors = {i for flow in results for i in flow.multiplied}
+    multiplied = {i for flow in results for i in flow.multiplied}
     rooted = {i for flow in results for i in flow.rooted}
-    inputs = update.state_inputs
-    return [i in factors for i in inputs], [i in rooted for i in inputs]
+
+    def among(found: set[int]) -> list[bool]:
+        return [i in found for i in numbers]
+
+    return among(exact), among(multiplied), among(rooted)
 
 
 def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:
