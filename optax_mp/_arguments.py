@@ -99,8 +99,7 @@ def check_own_state(state: Any, kind: type, caller: str) -> None:
         raise TypeError(
             f"{caller}: expected `state` to be the {kind.__name__} that `init` of this "
             f"transform returns, got {summarize(state)}; call {_UPDATE}, and convert "
-            "the state of a run without this transform with "
-            "`optax_mp.convert_opt_state`."
+            "a state without this transform with `optax_mp.convert_opt_state`."
         )
 
 

@@ -33,8 +33,8 @@ class Context:
         is_in_take_step: whether `take_step` or a part of it copies arrays from host
             memory as the step needs them, so that `offload` must not.
         takes_params: whether `take_step` takes a `NewParam` in the place of an update.
-        part_shardings: how `zero1` cut the params, by path: (shape, sharding). Under
-            `jit` with automatic sharding it is not known otherwise.
+        part_shardings: how `zero1` cut the params, by path and shape. Under `jit` with
+            automatic sharding it is not known otherwise.
     """
 
     proceed: Choice = True

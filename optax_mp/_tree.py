@@ -9,7 +9,7 @@ from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import check_available, floating_dtype
+from optax_mp._dtypes import at_least_float32, check_available, floating_dtype
 from optax_mp._jax._arrays import describe, is_array, is_traced
 
 PyTree = Any
@@ -39,6 +39,13 @@ def is_key(leaf: Any) -> bool:
 def only_inexact(tree: PyTree) -> PyTree:
     """Return `tree` with None for each leaf that JAX does not differentiate."""
     return jax.tree.map(lambda x: x if is_inexact(x) else None, tree)
+
+
+def in_float32(tree: PyTree) -> PyTree:
+    """Return `tree` with its floating arrays in float32, if they are not wider."""
+    return jax.tree.map(
+        lambda x: x.astype(at_least_float32(x.dtype)) if is_floating(x) else x, tree
+    )
 
 
 def ends_in(leaf: Any, shape: tuple[int, ...]) -> bool:

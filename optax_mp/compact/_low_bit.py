@@ -215,24 +215,20 @@ def _warn_if_mostly_wide(
         chosen: how each of its leaves is quantized, or None.
         min_size: the number of elements that an array needs for that.
     """
-    wide: dict[str, int] = {}
-    coded = total = 0
-    for (path, leaf), code in zip(tree_leaves_with_path(state), chosen, strict=True):
-        size = leaf.size if is_floating(leaf) else 0
-        total += size
-        if code is None:
-            wide[f"{spell(path)} {describe(leaf)}"] = size
-        else:
-            coded += size
+    leaves = tree_leaves_with_path(state)
+    sizes = [leaf.size if is_floating(leaf) else 0 for _, leaf in leaves]
+    wide = [i for i, code in enumerate(chosen) if code is None]
+    total = sum(sizes)
+    coded = total - sum(sizes[i] for i in wide)
     if total < _LARGE_STATE or 2 * coded >= total:
         return
-    largest = max(wide, key=wide.__getitem__)
+    path, leaf = leaves[max(wide, key=sizes.__getitem__)]
     warn(
         f"low_bit_state: {coded / total:.0%} of the {total:,} numbers of the state are "
-        f"stored in codes; the largest array that is not is {largest}. Arrays of fewer "
-        f"than `min_size` ({min_size}) elements stay as they are, and so do those that "
-        "hold histories or weights and those that are not float32. Pass a smaller "
-        "`min_size`, or leave `low_bit_state` out."
+        f"stored in codes; the largest array that is not is {spell(path)} "
+        f"{describe(leaf)}. Arrays of fewer than `min_size` ({min_size}) elements stay "
+        "as they are, and so do those that hold histories or weights and those that "
+        "are not float32. Pass a smaller `min_size`, or leave `low_bit_state` out."
     )
 
 

@@ -169,9 +169,8 @@ def _warn_unless_narrow(params: Leaves) -> None:
         warn(
             "stochastic_rounding: there is nothing to round, because no param has 16 "
             f"bits (param {spell(params.paths[i])} is {describe(params.values[i])}). "
-            "If `equinox.apply_updates` promoted them, which adds float32 updates "
-            "without casting back, use `optax.apply_updates`, or cast them back with "
-            "`optax_mp.cast_floating`."
+            "If `equinox.apply_updates` promoted them, which does not cast back, use "
+            "`optax.apply_updates`, or cast them with `optax_mp.cast_floating`."
         )
 
 

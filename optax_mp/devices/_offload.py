@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._arguments import check_whole_number
 from optax_mp._context import Choice, Transformation, context_of, without_context
@@ -190,7 +190,7 @@ def _check_kind(memory_kind: Any) -> None:
 
 def _check_memory_of(params: Any) -> None:
     """Raise if a param is on a device that has no memory of the host."""
-    for path, leaf in tree_flatten_with_path(params)[0]:
+    for path, leaf in tree_leaves_with_path(params):
         if not isinstance(leaf, jax.Array) or is_traced(leaf):
             continue
         device = min(leaf.devices(), key=lambda device: device.id)
@@ -269,11 +269,7 @@ def _groups(avals: Sequence[Any], plan: Plan) -> Iterator[list[int]]:
 
 
 def _compute(
-    program: Program,
-    outputs: Sequence[Any],
-    known: dict[Value, Any],
-    compiled: dict[Hashable, Any],
-    min_size: int,
+    program: Program, outputs: Sequence[Any], known: Any, compiled: Any, min_size: int
 ) -> list[Any]:
     """Return some outputs of a program. Equal computations are compiled once.
 
@@ -301,7 +297,7 @@ def _compute(
 
 def _warn_if_on_device(state: Any, min_size: int) -> None:
     """Warn if a large array of a state is not in host memory."""
-    for path, leaf in tree_flatten_with_path(state)[0]:
+    for path, leaf in tree_leaves_with_path(state):
         if _is_large(leaf, min_size) and not is_on_host(leaf):
             warn(
                 f"offload: expected {spell(path)} of the state in host memory, got "
@@ -317,22 +313,19 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
 def _state_shardings(
     state: Any,
     params: Any,
-    parts: Mapping[Path, tuple[tuple[int, ...], NamedSharding]] | None,
+    parts: Mapping[tuple[Path, tuple[int, ...]], NamedSharding] | None,
     param_shardings: Any,
 ) -> list[NamedSharding | None]:
     """Return how arrays of a state are sharded: as their params, None if unknown."""
     if params is None or (parts is None and param_shardings is None):
         return []
-    shapes = list(map(jnp.shape, jax.tree.leaves(params)))
+    places = [(path, jnp.shape(x)) for path, x in tree_leaves_with_path(params)]
     if parts is not None:
-        paths = (path for path, _ in tree_flatten_with_path(params)[0])
-        found = [parts.get(path, (None, None)) for path in paths]
-        both = zip(found, shapes, strict=True)
-        of_params = [x if shape == own else None for (shape, x), own in both]
+        of_params = list(map(parts.get, places))
     else:
         of_params = spread_shardings(params, param_shardings, _CALLER)
     both = zip(jax.tree.leaves(state), find_owners(state, params), strict=True)
     return [
-        of_params[at] if at is not None and jnp.shape(leaf) == shapes[at] else None
+        of_params[at] if at is not None and jnp.shape(leaf) == places[at][1] else None
         for leaf, at in both
     ]

@@ -212,14 +212,14 @@ class _Cuts:
                 )
         return cls(leaves, mesh, axes, specs, by_param)
 
-    def shardings_of_parts(self) -> dict[Path, tuple[tuple[int, ...], NamedSharding]]:
-        """Return shape and sharding of the params once they are cut."""
+    def shardings_of_parts(self) -> dict[tuple[Path, tuple[int, ...]], NamedSharding]:
+        """Return the shardings of the params once they are cut, by path and shape."""
         found = {}
         both = zip(self.specs, self.by_param, strict=True)
         for i, (spec, cut) in enumerate(both):
             spec = spec if cut is None else fill_spec(cut.part, spec)
-            shape = jnp.shape(self.leaves.values[i])
-            found[self.leaves.paths[i]] = shape, NamedSharding(self.mesh, spec)
+            place = self.leaves.paths[i], jnp.shape(self.leaves.values[i])
+            found[place] = NamedSharding(self.mesh, spec)
         return found
 
     def cut(self, tree: PyTree) -> PyTree:

@@ -9,14 +9,14 @@ import optax
 
 from optax_mp._arguments import check_nesting, check_state_first
 from optax_mp._boxes import plain_trees
-from optax_mp._dtypes import at_least_float32, round_to
+from optax_mp._dtypes import round_to
 from optax_mp._inner import copy_shared
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._memory import bring, put_beside
 from optax_mp._jax._sharding import reshard_beside
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import check_classes, find_states, map_states
-from optax_mp._tree import describe, is_floating, spell
+from optax_mp._tree import describe, in_float32, is_floating, spell
 from optax_mp.masters._settings import check_shape
 from optax_mp.masters._step import follow_edits
 from optax_mp.masters._storage import (
@@ -69,7 +69,7 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
     if not states:
         check_classes(opt_state, caller)
-        return copy_shared(jax.tree.map(_widen, params), params)
+        return copy_shared(in_float32(params), params)
     weights = list(leaves.values)
     for i, _, _, master in decode_all(leaves, states):
         weights[i] = master
@@ -314,8 +314,3 @@ def check_param_is_rounded(
             "`params`; a param that is not its master rounded was edited, and the "
             f"master follows it. {remedy}"
         )
-
-
-def _widen(leaf: Any) -> Any:
-    """Return a floating leaf in float32, if it is not as wide already."""
-    return leaf.astype(at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf

@@ -87,13 +87,13 @@ class Step:
         return self.settings.update_dtype_of(param, grad, has_master)
 
     def run(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        inner_state: Any,
-        last_exact: jax.Array | None,
-        extra_args: dict[str, Any],
+        self, inner: Any, before: tuple[Any, Any, Any], extra_args: dict[str, Any]
     ) -> tuple[list[Any], tuple[list[Any], Any, jax.Array | None]]:
-        """Return (updates, (stored, inner state, exact)) after an update of `inner`."""
+        """Return (updates, (stored, inner state, exact)) after an update of `inner`.
+
+        `before` is the same of the state that `self` was made of.
+        """
+        _, inner_state, last_exact = before
         seen_by_inner, stored = self._decode(last_exact), list(self.stored)
 
         def advance(i: int, change: Any) -> jax.Array:

@@ -250,8 +250,7 @@ def check_storable(
         raise ValueError(
             f"mixed_precision: expected {where} to have a dtype of weights in "
             f"training, such as float8_e4m3fn, got {dtype}, which has neither a sign "
-            "nor zero; wrap the optimizer in `optax.masked` if this leaf, such as the "
-            "scales of blocks, is not trained."
+            "nor zero; wrap the optimizer in `optax.masked` if it is not trained."
         )
     if not storage.takes(dtype, master_dtype):
         raise ValueError(

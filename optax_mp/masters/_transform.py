@@ -1,5 +1,6 @@
 """mixed_precision: high-precision masters for any optimizer."""
 
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -150,18 +151,12 @@ def mixed_precision(
         step = Step.match(updates, state, params, settings)
         leaves = step.arguments.params
 
-        def run_step(
-            before: tuple[Any, Any, Any], extra_args: dict[str, Any]
-        ) -> tuple[Any, tuple[Any, Any, Any]]:
-            # `before[0]` is `step.stored`, which `choose_step` keeps in a skipped step.
-            return step.run(inner, *before[1:], extra_args)
-
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.
         before = step.stored, state.inner_state, state.last_exact
         proceed = is_unmarked(updates, extra_args)
-        out, after = choose_step(proceed, run_step, before, extra_args)
-        stored, *others = after
+        run_step = partial(step.run, inner)
+        out, (stored, *others) = choose_step(proceed, run_step, before, extra_args)
         return leaves.unflatten(out), make_state(leaves.unflatten(stored), *others)
 
     leafwise = leafwise_update(update_fn)
@@ -195,11 +190,7 @@ def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[A
 
 
 def _warn_of_frozen(
-    inner: optax.GradientTransformationExtraArgs,
-    params: Leaves,
-    stored: list[Any],
-    seen_by_inner: Any,
-    inner_state: Any,
+    inner: Any, params: Leaves, stored: list[Any], seen_by_inner: Any, inner_state: Any
 ) -> None:
     """Warn if a mask in `inner` freezes params that have masters.
 

@@ -23,25 +23,26 @@ from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._memory import bring
 from optax_mp._jax._traced import TracedCall
 from optax_mp._states import find_states
-from optax_mp._tree import describe, is_array, only_inexact, spell, summarize
+from optax_mp._tree import (
+    describe,
+    in_float32,
+    is_array,
+    only_inexact,
+    spell,
+    summarize,
+)
 from optax_mp._warnings import warn
 from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.release._scan import ReleasedLayers, Stack, is_released, kind_of, layer_at
-from optax_mp.scaling._gradients import differentiate, widen_gradients
+from optax_mp.scaling._gradients import differentiate
 from optax_mp.scaling._state import LossScaleState
 
 _CALLER = "release_gradients"
-_CALL = "release_gradients(loss, tx)(opt_state, layers, rest, ...)"
 # States of transformations that need more than the gradients of one layer, and why.
 _REFUSED = {
-    LossScaleState: (
-        "a loss scale, which takes or skips the step of all layers once all gradients "
-        "are known; train in bfloat16, which needs none"
-    ),
-    optax.MultiStepsState: (
-        "`optax.MultiSteps`, which keeps a sum of the gradients that are released; "
-        "use a larger batch, with `jax.checkpoint` in the block"
-    ),
+    LossScaleState: "a loss scale, which needs all gradients; train in bfloat16",
+    optax.MultiStepsState: "`optax.MultiSteps`, which keeps all gradients; use a larger"
+    " batch, with `jax.checkpoint` in the block",
 }
 
 
@@ -137,7 +138,7 @@ def release_gradients(
         released = jax.tree.map(release, *trees, is_leaf=_is_optimizer)
         loss, given = _scanning_once(fun), (released, *args)
         value, (stepped, grads) = differentiate(
-            loss, (0, 1), has_aux, None, given, kwargs, _CALLER, widen=False
+            loss, (0, 1), has_aux, None, given, kwargs, _CALLER
         )
         for path, x in tree_leaves_with_path(released, is_leaf=is_released):
             if not x.stack.is_stepped:
@@ -150,7 +151,7 @@ def release_gradients(
             jax.tree.map(get, stepped, is_leaf=is_released)
             for get in (attrgetter("layers"), attrgetter("opt_state"))
         )
-        return value, widen_gradients(grads), layers, opt_state
+        return value, in_float32(grads), layers, opt_state
 
     return run
 
@@ -172,14 +173,14 @@ def _of_layer(layers: Any, shardings: Any) -> Any:
 
 def _check_arguments(tx: Any, opt_state: Any, layers: Any, *, by_layer: bool) -> None:
     """Raise unless layers, their state and their optimizer fit together."""
-    check_state_first(opt_state, layers, _CALLER, _CALL)
+    call = "release_gradients(loss, tx)(opt_state, layers, rest, ...)"
+    check_state_first(opt_state, layers, _CALLER, call)
     _check_layers(layers)
     if getattr(tx, "offloaded", None):
         raise ValueError(
             f"{_CALLER}: expected the optimizer inside of `offload` as `tx`, got the "
-            "`offload`; pass `tx` without it: a state in host memory, as "
-            "`jax.vmap(optax_mp.offload(tx).init)(layers)` makes it, is copied by "
-            "layers."
+            "`offload`; pass `tx` without it, and a state in host memory, as "
+            "`jax.vmap(optax_mp.offload(tx).init)(layers)` makes it."
         )
     wanted = jax.eval_shape(jax.vmap(tx.init), layers)
     for kind, problem in _REFUSED.items():
@@ -260,7 +261,7 @@ def _trace_update(tx: Any, opt_state: Any, layers: Any) -> tuple[Any, Any]:
 
     def update(opt_state: Any, layers: Any) -> Any:
         weights = layer_at(layers, 0)
-        grads, state = widen_gradients(only_inexact(weights)), layer_at(opt_state, 0)
+        grads, state = in_float32(only_inexact(weights)), layer_at(opt_state, 0)
         return tx.update(grads, bring(state), weights)
 
     try:
@@ -299,9 +300,8 @@ def _check_leafwise(tx: Any, traced: Any, layers: Any) -> None:
                 f"{_CALLER}: expected `tx` to update each array by itself, because no "
                 "layer's step waits for the gradients of the others, got an update of "
                 f"several params, such as {first} and {second}, in {origin.joined_in}; "
-                "clip each array by `optax.clip_by_block_rms` or "
-                "`optax.adaptive_grad_clip`; or pass `by_layer=True`, to compute it "
-                "over the arrays of each layer alone."
+                "clip each array by `optax.clip_by_block_rms`, or pass "
+                "`by_layer=True`, to compute it over the arrays of each layer alone."
             )
 
 

@@ -14,9 +14,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._contact import is_traced_by_jit
 from optax_mp._jax._memory import bring, put_beside
-from optax_mp._tree import is_inexact, is_key, only_inexact
+from optax_mp._tree import in_float32, is_inexact, is_key, only_inexact
 from optax_mp.leafwise._take_step import take_step
-from optax_mp.scaling._gradients import widen_gradients
 
 
 def scan_layers(
@@ -97,7 +96,7 @@ class Stack:
     def step(self, grads: Any, opt_state: Any, weights: Any) -> tuple[Any, Any]:
         """Return (weights, opt_state) of one layer after its step."""
         # Else XLA may drop their rounding, and send float32 between devices.
-        grads = widen_gradients(lax.optimization_barrier(self.in_rows(grads)))
+        grads = in_float32(lax.optimization_barrier(self.in_rows(grads)))
         return take_step(
             self.tx, grads, opt_state, weights, param_shardings=self.shardings
         )

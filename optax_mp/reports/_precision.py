@@ -308,11 +308,8 @@ def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
         declared = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         declared = []
-    names = [
-        x.name
-        for x in declared
-        if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
-    ]
+    # Kinds are ordered: the names of single positional arguments come first.
+    names = [x.name for x in declared if x.kind < x.VAR_POSITIONAL]
     rest = next((x.name for x in declared if x.kind == x.VAR_POSITIONAL), "args")
     return [*names, *(f"{rest}[{i}]" for i in range(count - len(names)))]
 

@@ -13,8 +13,14 @@ import optax
 
 from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain
-from optax_mp._dtypes import at_least_float32
-from optax_mp._tree import describe, is_array, is_floating, only_inexact, summarize
+from optax_mp._tree import (
+    describe,
+    in_float32,
+    is_array,
+    is_floating,
+    only_inexact,
+    summarize,
+)
 from optax_mp._warnings import Event, count_event, event_counts, is_loss_scaled, warn
 from optax_mp.scaling._state import loss_scale_state
 from optax_mp.scaling._unscale import multiply
@@ -110,15 +116,21 @@ def value_and_grad(
         factor = None if state is None else state.scale
         before = event_counts()
         try:
-            result = differentiate(fun, argnums, has_aux, factor, args, kwargs, caller)
+            value, grads = differentiate(
+                fun, argnums, has_aux, factor, args, kwargs, caller
+            )
         except TypeError as error:
             _explain_missing_state(error, fun, (opt_state, *args), kwargs)
             raise
         if state is None:
             warn_if_unscaled(before, known_events)
         elif "scales its loss" in event_counts() - before:
-            _warn_of_loss_scaled_twice()
-        return result
+            warn(
+                "value_and_grad: the function scales its loss, by `scale_loss` or by a "
+                "`DynamicLossScale`, and `value_and_grad` scales it once more, so that "
+                "gradients are too large by the loss scale; return the loss itself."
+            )
+        return value, in_float32(grads)
 
     return evaluate
 
@@ -131,12 +143,11 @@ def differentiate(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     caller: str,
-    *,
-    widen: bool = True,
 ) -> tuple[Any, Any]:
     """Return the unscaled value of `fun`, and gradients times `factor`.
 
-    They are float32, or in the dtypes of the params unless `widen`.
+    In 16 bits, small ones would be lost when they are unscaled or accumulated: callers
+    bring them to float32.
     """
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     trees = _differentiated(chosen, args, caller)
@@ -154,18 +165,7 @@ def differentiate(
     grads, value = jax.grad(scaled_loss, has_aux=True)(only_inexact(trees))
     if any(g.dtype == jnp.float16 for g in jax.tree.leaves(grads)):
         count_event("computes in float16")
-    grads = widen_gradients(grads) if widen else grads
     return value, grads[0] if isinstance(argnums, int) else tuple(grads)
-
-
-def widen_gradients(grads: Any) -> Any:
-    """Return gradients in float32 or wider.
-
-    In 16 bits, small ones would be lost when they are unscaled or accumulated.
-    """
-    return jax.tree.map(
-        lambda g: g.astype(at_least_float32(g.dtype)) if is_floating(g) else g, grads
-    )
 
 
 def _with_float_arrays(tree: Any) -> Any:
@@ -257,18 +257,8 @@ def warn_if_unscaled(before: Counter[Event], known_events: set[Event]) -> None:
             "value_and_grad: gradients are computed in float16, and `opt_state` holds "
             "no loss scale, so that values below 6e-8 become 0; put "
             "`optax_mp.dynamic_loss_scale` around the optimizer, or use bfloat16. If "
-            "the loss is scaled in another way, ignore this warning "
-            "(`optax_mp.MixedPrecisionWarning`)."
+            "the loss is scaled in another way, ignore this MixedPrecisionWarning."
         )
-
-
-def _warn_of_loss_scaled_twice() -> None:
-    warn(
-        "value_and_grad: the function scales its loss, by `scale_loss` or by a "
-        "`DynamicLossScale`, and `value_and_grad` scales it once more, so that "
-        "gradients are too large by the loss scale; return the loss itself from the "
-        "function."
-    )
 
 
 def _explain_missing_state(

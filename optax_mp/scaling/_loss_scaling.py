@@ -171,11 +171,7 @@ def static_loss_scale(
 
 
 def _loss_scaling(
-    inner: optax.GradientTransformation | None,
-    caller: str,
-    start: tuple[float, int, int],
-    adjust_counters: Adjust,
-    axis_name: Any,
+    inner: Any, caller: str, start: tuple[Any, ...], count: Adjust, axis_name: Any
 ) -> optax.GradientTransformationExtraArgs:
     wrapped: Any = None if inner is None else as_transformation(inner, caller)
 
@@ -210,7 +206,7 @@ def _loss_scaling(
             if dropped_count is not None:
                 is_complete = lax.pmax(dropped_count, axis_name) == 0
         finite = bad_index == ALL_FINITE
-        new_state = adjust_counters(state, finite & is_complete)
+        new_state = count(state, finite & is_complete)
         new_state = _count_skipped(new_state, finite, bad_index)
         if wrapped is None:
             # The links that follow run in any case, so mark the gradients for them.

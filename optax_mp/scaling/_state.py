@@ -296,9 +296,8 @@ def warn_unless_scaled(caller: str, scale: str) -> None:
             f"{caller}: the loss scale {scale}, and no loss was scaled in this "
             "process, so gradients are probably not scaled. They are divided by the "
             "scale all the same: take them with `optax_mp.value_and_grad(loss)("
-            "opt_state, params, ...)`, or of `optax_mp.scale_loss(loss, opt_state)` "
-            "instead of a product of your own. If nothing is computed in float16, no "
-            "loss scale is needed; `optax_mp.static_loss_scale` skips non-finite steps."
+            "opt_state, params, ...)`, or of `optax_mp.scale_loss(loss, opt_state)`. "
+            "Without float16, `optax_mp.static_loss_scale` skips non-finite steps."
         )
 
 
@@ -315,7 +314,6 @@ def _warn_of_small_gradients(state: LossScaleState, grads: Any) -> None:
             f"check_loss_scale: expected a norm of {_SMALL_NORM} or more for the "
             f"unscaled gradients, got {norm / state.scale:.1g}, as the norm of `grads` "
             f"is {norm:.3g} and the loss scale is {state.scale:g}; they were probably "
-            "clipped or unscaled before `tx.update`, which unscales them. Pass it the "
-            "gradients of `value_and_grad` as they are, and clip inside, as "
-            "`optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
+            "clipped or unscaled before `tx.update`, which unscales them. Clip inside, "
+            "as `optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
         )

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_mp._jax._arrays import is_traced
-from optax_mp._tree import PyTree, all_finite, describe
+from optax_mp._tree import PyTree, all_finite, describe, in_float32
 from optax_mp._warnings import count_event
 from optax_mp.scaling._gradients import check_function, differentiate
 from optax_mp.scaling._rule import (
@@ -142,13 +142,8 @@ class DynamicLossScale(_LossScale):
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
         """Return the loss scale for the next step."""
-        rule = ScaleRule(
-            growth_interval=self.period,
-            growth_factor=self.factor,
-            backoff_factor=1 / self.factor,
-            min_scale=self.min_loss_scale,
-            max_scale=LARGEST_SCALE,
-        )
+        shrink, least = 1 / self.factor, self.min_loss_scale
+        rule = ScaleRule(self.period, self.factor, shrink, least, LARGEST_SCALE)
         # Hysteresis of 1: this class has none, so every overflow shrinks the scale.
         before = ScaleCounters(self.loss_scale, self.counter, jnp.int32(1))
         after = adjust(rule, before, jnp.asarray(grads_finite))
@@ -267,7 +262,7 @@ def _with_retries(
     def attempt(scale: Any, args: Any, kwargs: Any) -> Any:
         factor = scale.loss_scale
         value, grads = differentiate(fun, 0, has_aux, factor, args, kwargs, caller)
-        grads = scale.unscale(grads)
+        grads = scale.unscale(in_float32(grads))
         finite = all_finite((value[0] if has_aux else value, grads))
         return finite, (scale.adjust(finite), (value, grads))
 
@@ -275,9 +270,8 @@ def _with_retries(
         if not (hasattr(loss_scale, "adjust") and hasattr(loss_scale, "unscale")):
             raise TypeError(
                 f"{caller}: expected `loss_scale` to be a loss scale such as "
-                "`optax_mp.DynamicLossScale(2.0**15)`, got "
-                f"{describe(loss_scale)}; call as f(params, ..., "
-                "loss_scale=loss_scale)."
+                f"`optax_mp.DynamicLossScale(2.0**15)`, got {describe(loss_scale)}; "
+                "call as f(params, ..., loss_scale=loss_scale)."
             )
         first = attempt(loss_scale, args, kwargs)
         if not redo_on_nan:
