@@ -14,7 +14,7 @@ import jax
 import optax
 
 from optax_mp._arguments import check_init_params
-from optax_mp._descriptions import takes_descriptions
+from optax_mp._descriptions import init_or_describe
 from optax_mp._quantized import holds_packed
 
 # Whether to take a step: a plain bool if it is not traced.
@@ -78,9 +78,10 @@ class Transformation(optax.GradientTransformationExtraArgs):
             leafwise: takes a step whose state has low-bit arrays.
         """
 
-        @takes_descriptions
         def init_fn(params: Any) -> Any:
-            return init(check_init_params(params, caller))
+            return init_or_describe(
+                lambda x: init(check_init_params(x, caller)), params
+            )
 
         @functools.wraps(update)
         def update_fn(

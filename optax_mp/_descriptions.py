@@ -4,7 +4,6 @@ An `init` that is called with `jax.ShapeDtypeStruct`s describes its state in thi
 with the shardings that it will have.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -75,17 +74,12 @@ def divides_names(box: Any) -> Divides:
 Init = Callable[[PyTree], PyTree]
 
 
-def takes_descriptions(init: Init) -> Any:
-    """Return an `init` that describes the state if the params are descriptions."""
-
-    @functools.wraps(init)
-    def init_fn(params: PyTree) -> PyTree:
-        leaves = jax.tree.leaves(params)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            return describe_state(init, params)
-        return init(params)
-
-    return init_fn
+def init_or_describe(init: Init, params: PyTree) -> PyTree:
+    """Return the state, or descriptions of it if the params are descriptions."""
+    leaves = jax.tree.leaves(params)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return describe_state(init, params)
+    return init(params)
 
 
 def describe_state(init: Init, params: PyTree) -> PyTree:

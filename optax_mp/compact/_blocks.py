@@ -14,7 +14,7 @@ from optax_mp._boxes import put, unbox
 from optax_mp._dtypes import saturating_cast
 from optax_mp._jax._block_operations import Blocks
 from optax_mp._jax._sharding import constant_like, reshard_like, whole_along
-from optax_mp._quantized import Code, Quantized, new_quantized
+from optax_mp._quantized import Code, Quantized, is_quantized, new_quantized
 from optax_mp.compact._random_numbers import round_stochastically, uniform_numbers
 
 # Bit patterns of float32. Scales lie between 2^-126 and 2^126, because CPUs flush
@@ -105,8 +105,13 @@ def _groups_of(shape: tuple[int, ...], code: Code) -> Blocks:
     return Blocks(len(shape) + axis, code.group_size or 1, shape[axis])
 
 
-def dequantize(quantized: Quantized) -> Any:
-    """Return the values of a quantized array, in float32, in the box of its codes."""
+def dequantize(quantized: Any) -> Any:
+    """Return the values of a quantized array, in float32, in the box of its codes.
+
+    Other nodes of a state are returned as they are.
+    """
+    if not is_quantized(quantized):
+        return quantized
     code: Any = quantized.code
     codes, *others = jax.tree.leaves(quantized)
     values = lax.convert_element_type(codes, jnp.float32)
@@ -165,11 +170,7 @@ def _values_of(
 
 
 def _coded(
-    blocks: Blocks,
-    values: jax.Array,
-    sign: Any,
-    largest_square: Any,
-    key: jax.Array | None,
+    blocks: Blocks, values: jax.Array, sign: Any, largest_square: Any, key: Any
 ) -> list[jax.Array]:
     """Return codes and scales; `sign` is negative where zero is allowed."""
     scales, inverse = _scales_of(blocks, values)
@@ -252,11 +253,7 @@ def _scales_of(blocks: Blocks, values: jax.Array) -> tuple[jax.Array, jax.Array]
 
 @partial(jax.jit, static_argnums=0)
 def _codes_of(
-    blocks: Blocks,
-    values: jax.Array,
-    inverse: jax.Array,
-    largest_square: jax.Array,
-    key: jax.Array | None,
+    blocks: Blocks, values: jax.Array, inverse: jax.Array, largest_square: Any, key: Any
 ) -> jax.Array:
     """Return codes, in float32; `inverse` is negative where zero is allowed."""
     sizes = lax.abs(values)

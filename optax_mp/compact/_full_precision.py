@@ -24,6 +24,7 @@ which arrive `copied` entry by entry, or `joined` with entries of others.
 """
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -189,10 +190,9 @@ def check_without_update(
     # A position needs an anchor, and a history holds several params or gradients.
     largest = max((x.size for x in jax.tree.leaves(params) if is_array(x)), default=0)
     arrays = [x for x in tree_leaves_with_path(state) if is_dynamic(x[1])]
-    initial = flows(init.closed)
-    for i in (i for i, is_large in enumerate(large) if is_large):
-        path, leaf = arrays[i]
-        if initial[i].copied:
+    pairs = zip(arrays, flows(init.closed), strict=True)
+    for (path, leaf), flow in compress(pairs, large):
+        if flow.copied:
             what = "starts as a copy of a param"
         elif leaf.size > largest:
             what = "is larger than any param"

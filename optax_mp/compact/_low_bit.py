@@ -189,11 +189,7 @@ def low_bit_state(
                 "with `optax_mp.convert_opt_state`."
             )
         check_gradients(params, updates, "low_bit_state")
-        before = jax.tree.map(
-            lambda x: dequantize(x) if is_quantized(x) else x,
-            state.inner_state,
-            is_leaf=is_quantized,
-        )
+        before = jax.tree.map(dequantize, state.inner_state, is_leaf=is_quantized)
         updates, after = update_inner(
             inner, updates, before, params, extra_args, "low_bit_state"
         )
