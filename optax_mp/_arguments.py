@@ -34,10 +34,7 @@ def check_opt_state(opt_state: Any, caller: str) -> None:
     if isinstance(opt_state, optax.GradientTransformation | optax.MultiSteps):
         given += ", the optimizer itself"
     elif hasattr(opt_state, "adjust") and hasattr(opt_state, "unscale"):
-        remedy = (
-            "a loss scale that is a value goes to "
-            "`optax_mp.dynamic_scale_value_and_grad`"
-        )
+        remedy = "pass a loss scale that is a value to `dynamic_scale_value_and_grad`"
     elif not (is_function or is_number or isinstance(opt_state, str)):
         return
     raise TypeError(

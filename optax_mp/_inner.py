@@ -232,12 +232,7 @@ def or_no_change(update: Any, param: Any) -> Any:
 
 
 def update_inner(
-    inner: optax.GradientTransformationExtraArgs,
-    grads: PyTree,
-    state: PyTree,
-    params: PyTree,
-    extra_args: dict[str, Any],
-    caller: str,
+    inner: Any, grads: Any, state: Any, params: Any, extra_args: Any, caller: str
 ) -> tuple[Any, Any]:
     """Return (updates, new state) of `inner`.
 
@@ -290,8 +285,7 @@ def _check_shapes(caller: str, what: str, made: PyTree, given: PyTree) -> None:
     raise ValueError(
         f"{caller}: expected {what} that `inner` made at {spell(path)} to have the "
         f"shape of {describe(leaf)}, got {describe(both[0][i])}; the gradient or the "
-        "state belongs to another param (call `init` again if the params have "
-        "changed), or `inner` changes shapes."
+        "state belongs to other params (call `init` again), or `inner` changes shapes."
     )
 
 

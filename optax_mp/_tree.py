@@ -31,6 +31,11 @@ def is_inexact(leaf: Any) -> bool:
     return is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def as_array(leaf: Any) -> Any:
+    """Return an array for a Python float or complex number, as under `jit`."""
+    return jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf
+
+
 def is_key(leaf: Any) -> bool:
     """Return whether `leaf` is an array of typed PRNG keys."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -65,7 +65,7 @@ masters/_split.py | np.int32((1 << shift) // 2) | np.int32(0) | masters/test_spl
 masters/_split.py | remainder = lax.select(is_zero, lax.max(remainder, _ZERO), remainder) | is_zero = is_zero | masters/test_split.py
 masters/_split.py | lax.add(lax.min(magnitude, _LARGEST_BFLOAT16), | lax.add(magnitude, | masters/test_split.py masters/test_infinities.py
 masters/_step.py | is_edited = lax.is_finite(wide) & lax.ne | is_edited = lax.ne | masters/test_infinities.py masters/test_edits.py
-masters/_step.py | last_exact &#124; True if is_exact else last_exact & False | last_exact &#124; True | masters/test_edits.py
+masters/_step.py | last_exact &#124; True if self._is_exact else last_exact & False | last_exact &#124; True | masters/test_edits.py
 masters/_transform.py | proceed = is_unmarked(updates, extra_args) | proceed = True | masters/test_skipping.py
 masters/_transform.py | master_dtype, copy=True) | master_dtype, copy=False) | masters/test_master_weights.py
 scaling/_loss_scaling.py | unscale(hide_overwritten(updates), state.scale) | unscale(hide_overwritten(updates), count(state, jnp.array(True)).scale) | scaling/test_transform.py scaling/test_gradients.py

@@ -153,9 +153,7 @@ def offload(
             grads, params, traced = given
             return inner.update(grads, kept, params, **traced, **known)
 
-        def step_between(
-            given: Any, kept: Any, proceed: Choice = True
-        ) -> tuple[Any, Any]:
+        def step_between(given: Any, kept: Any, proceed: Choice = True) -> Any:
             updates, new = run_between_moves(step, given, kept, proceed)
             return updates, _on_host(new, min_size)
 

@@ -143,8 +143,7 @@ def zero1(
     ) -> tuple[optax.Updates, optax.OptState]:
         cuts = cuts_of(check_given_params(params, "zero1"))
         takes_params = context_of(extra_args).takes_params
-        if takes_params:
-            extra_args = with_context(extra_args, takes_params=False)
+        extra_args = with_context(extra_args, takes_params=False)
         if dtype is not None:
             updates = cuts.sum(updates, dtype)
         if extra_args.get("grad") is not None:

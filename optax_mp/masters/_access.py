@@ -151,7 +151,7 @@ def replace_master_params(
     new_leaves = leaves.match(new_master, "`new_master`")
 
     def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
-        where = f"{caller}: `new_master` at {spell(leaves.paths[i])}"
+        where = f"{caller}: expected `new_master` at {spell(leaves.paths[i])}"
         new = _like_old_master(new_leaves[i], old, where)
         remedy = (
             "Cast first, with `new_params = policy.cast_to_param(new_master)`; then "
@@ -284,9 +284,8 @@ def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
 def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:
     """Return a copy of a new master with the dtype and sharding of the old one."""
     if not is_floating(new) or new.shape != old.shape:
-        caller, _, name = where.partition(": ")
         raise ValueError(
-            f"{caller}: expected {name} to be a floating array of the shape of the "
+            f"{where} to be a floating array of the shape of the "
             f"master {describe(old)}, got {describe(new)}."
         )
     return jnp.array(_beside(new, old), old.dtype, copy=True)
@@ -307,9 +306,8 @@ def check_param_is_rounded(
     if not storage.param_is_part:
         is_right |= ~jnp.isfinite(value)  # no edit, as `follow_edits` says
     if not bool(is_right.all()):
-        caller, _, name = where.partition(": ")
         raise ValueError(
-            f"{caller}: expected {name} to round to the param, as {storage} requires, "
+            f"{where} to round to the param, as {storage} requires, "
             f"got {describe(new)}, which does not round to {describe(param)} in "
             "`params`; a param that is not its master rounded was edited, and the "
             f"master follows it. {remedy}"

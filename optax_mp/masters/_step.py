@@ -107,8 +107,7 @@ class Step:
         )
         if last_exact is not None:
             # Of the old one, whose type may vary over the ranks of a mesh.
-            is_exact = self._is_exact
-            last_exact = last_exact | True if is_exact else last_exact & False
+            last_exact = last_exact | True if self._is_exact else last_exact & False
         return updates, (stored, inner_state, last_exact)
 
     def _advance_leaf(self, i: int, master: Any) -> tuple[Any, jax.Array]:

@@ -274,9 +274,8 @@ def warn_unless_stored(
         warn(
             f"mixed_precision: the storage {storage} stores nothing, because no param "
             f"is {list_taken_dtypes(storage, master_dtype)} (param {spell(path)} is "
-            f"{describe(param)}): each param is its own master. If you meant to train "
-            "in 16 bits, cast the params with `optax_mp.cast_floating` before `init`, "
-            "or pass `param_dtype` if you cast them later."
+            f"{describe(param)}): each param is its own master. To train in 16 bits, "
+            "cast the params before `init`, or pass `param_dtype` and cast them later."
         )
 
 

@@ -82,8 +82,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     # Beside a single loss scale, which may be a link in a chain, all steps are its own.
     steps = {} if scales[1:] else _of_steps(opt_state)
     groups = [
-        (path, _of_loss_scale(x) | (steps or _of_steps(x.inner_state)))
-        for path, x in scales
+        (path, _fields(x) | (steps or _of_steps(x.inner_state))) for path, x in scales
     ]
     scalars = _named(groups) or steps
     injected = find_states(opt_state, _INJECTED)
@@ -101,7 +100,7 @@ def _numbers(hyperparams: dict[str, Any]) -> dict[str, jax.Array]:
     return {k: x for k, x in hyperparams.items() if is_array(x) and not x.shape}
 
 
-def _of_loss_scale(state: LossScaleState) -> dict[str, jax.Array]:
+def _fields(state: LossScaleState) -> dict[str, jax.Array]:
     return {"loss_scale": state.scale} | {x: getattr(state, x) for x in _LOGGED}
 
 

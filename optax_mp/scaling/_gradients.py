@@ -14,6 +14,7 @@ import optax
 from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain
 from optax_mp._tree import (
+    as_array,
     describe,
     in_float32,
     is_array,
@@ -175,11 +176,7 @@ def _with_float_arrays(tree: Any) -> Any:
     """
     equinox = sys.modules.get("equinox")
     module = () if equinox is None else equinox.Module
-    return jax.tree.map(
-        lambda x: jnp.asarray(x) if isinstance(x, float | complex) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, module),
-    )
+    return jax.tree.map(as_array, tree, is_leaf=lambda x: isinstance(x, module))
 
 
 def _loss_of(value: Any, has_aux: bool, caller: str) -> Any:

@@ -114,8 +114,7 @@ def dynamic_loss_scale(
     caller = "dynamic_loss_scale"
     # Alone first: the errors on two of them show both.
     check_settings(caller, **rule._asdict(), init_scale=init_scale)
-    low, high = float(min_scale), float(max_scale)
-    start = float(init_scale)
+    low, start, high = map(float, (min_scale, init_scale, max_scale))
     if not low <= start <= high:
         raise ValueError(
             f"{caller}: expected `init_scale` to be a scale from `min_scale` {low} to "

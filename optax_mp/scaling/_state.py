@@ -179,7 +179,11 @@ def check_loss_scale(
         )
     state = jax.device_get(state._replace(inner_state=()))
     state, member, (params, grads) = _worst_member(state, (params, grads))
-    _warn_if_never_scaled(state)
+    # The counters cannot tell: without the scale nothing overflows, and the scale grows
+    # to its bound, after thousands of steps with gradients divided by it.
+    if state.scale != 1 and state.finite_count > 0 and state.total_skipped_count == 0:
+        scale = f"is {state.scale:g}, no step was ever skipped"
+        warn_unless_scaled("check_loss_scale", scale)
     _warn_of_small_gradients(state, grads)
     if state.skipped_count <= max_skipped:
         return
@@ -269,19 +273,6 @@ def _name_leaf(index: int, opt_state: Any, params: Any) -> str:
     if 0 <= index < len(paths) and not are_masked:
         return spell(paths[index])
     return f"number {index} of the gradients that the loss scale sees, counted from 0"
-
-
-def _warn_if_never_scaled(state: LossScaleState) -> None:
-    """Warn after finite steps whose gradients nobody can have scaled.
-
-    The counters cannot tell: without the scale nothing overflows, and the scale grows
-    to its bound, after thousands of steps with gradients divided by it.
-    """
-    has_stepped = state.finite_count > 0 and state.total_skipped_count == 0
-    if state.scale != 1 and has_stepped:
-        warn_unless_scaled(
-            "check_loss_scale", f"is {state.scale:g}, no step was ever skipped"
-        )
 
 
 def warn_unless_scaled(caller: str, scale: str) -> None:

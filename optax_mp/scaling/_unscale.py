@@ -57,17 +57,12 @@ def unscale(grads: PyTree, scale: jax.Array) -> tuple[PyTree, jax.Array]:
     # indices: a param that is not trained has None as its gradient.
     leaves = enumerate(jax.tree.leaves(unscaled, is_leaf=is_absent))
     finite = {i: leaf_finite(leaf) for i, leaf in leaves if is_inexact(leaf)}
-    return unscaled, _first_false(finite)
-
-
-def _first_false(flags: dict[int, jax.Array]) -> jax.Array:
-    """Return the least index whose flag is False, or `ALL_FINITE`, as an int32."""
-    if not flags:
-        return jnp.int32(ALL_FINITE)
-    indices = jnp.array(list(flags), jnp.int32)
-    bad = jnp.where(jnp.stack(list(flags.values())), ALL_FINITE, indices)
+    if not finite:
+        return unscaled, jnp.int32(ALL_FINITE)
+    indices = jnp.array(list(finite), jnp.int32)
+    bad = jnp.where(jnp.stack(list(finite.values())), ALL_FINITE, indices)
     # The minimum, by a sort, for the reason that `all_true` gives.
-    return lax.sort(bad)[0]
+    return unscaled, lax.sort(bad)[0]
 
 
 def _multiply(tree: PyTree, factor_as: Callable[[jnp.dtype], jax.Array]) -> PyTree:

@@ -72,10 +72,7 @@ class NoOpLossScale(_LossScale):
         (3.0, 3.0, True)
     """
 
-    @property
-    def loss_scale(self) -> int:
-        """The factor, 1."""
-        return 1
+    loss_scale = 1  # the factor
 
     def scale(self, tree: PyTree) -> PyTree:
         """Return `tree`."""
