@@ -21,7 +21,7 @@ from optax_mp.compact._blocks import choose_blocks, choose_group
 from optax_mp.compact._full_precision import (
     TracedUpdate,
     check_without_update,
-    study,
+    classify_arrays,
     trace_update,
 )
 from optax_mp.compact._signs import nonnegative_states
@@ -110,7 +110,7 @@ def choose_codes(
     chosen = _without(large, depending_outputs(init.closed))
     never_negative = rooted = in_product = [False] * len(arrays)
     if isinstance(update, TracedUpdate):
-        exact, in_product, rooted = study(init, update)
+        exact, in_product, rooted = classify_arrays(init, update)
         chosen = _without(chosen, exact)
         if update.is_exact:  # else signed codes, which can hold any values
             jaxprs = init.closed, update.closed

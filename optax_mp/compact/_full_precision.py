@@ -99,10 +99,10 @@ def _made_up_arguments(params: optax.Params) -> dict[str, Any]:
     return arguments | {"obj_fn": loss, "grad_fn": lambda params, *_: params}
 
 
-def study(
+def classify_arrays(
     init: TracedCall, update: TracedUpdate
 ) -> tuple[list[bool], list[bool], list[bool]]:
-    """Return what the trace of an update says of the arrays of a state.
+    """Return what is known of the arrays of a state from a trace of the update.
 
     Muon's products, for example, read its momentum, and spread the error of each entry
     over whole rows and columns. (An inner product averages errors.) An array of whose

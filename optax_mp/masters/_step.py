@@ -91,7 +91,7 @@ class Step:
     ) -> tuple[list[Any], tuple[list[Any], Any, jax.Array | None]]:
         """Return (updates, (stored, inner state, exact)) after an update of `inner`.
 
-        `before` is the same of the state that `self` was made of.
+        `before` is what the state has of these, and stays in a skipped step.
         """
         _, inner_state, last_exact = before
         seen_by_inner, stored = self._decode(last_exact), list(self.stored)
