@@ -15,14 +15,6 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# Times that no record has: results from before times were kept, or none at all.
-ABOUT = {
-    "evidence": "20 s",
-    "on_device": "up to 9 min",
-    "training_step": "30 min each",
-    "walk": "10 s",
-    "where_it_runs": "30 min",
-}
 SCRIPTS = {path.stem: path for path in sorted(HERE.glob("*/*.py"))}
 
 
@@ -32,23 +24,15 @@ def first_line(path: Path) -> str:
     return text.partition("\n")[0]
 
 
-def time_in_words(name: str) -> str:
-    """Return how long the runs took whose results are kept."""
-    import record
-
-    seconds = [x.seconds for x in record.read_all().values() if x.script == name]
-    known = sum(x for x in seconds if x)
-    if not known:
-        return ABOUT.get(name, "not recorded")
-    return f"{known:.0f} s" if known < 100 else f"{known / 60:.0f} min"
-
-
 def print_list() -> None:
     """Print a row for each script that runs, by its folder."""
+    import record
+
+    times = record.run_times()
     for name, path in SCRIPTS.items():
         if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8"):
             where = f"{path.parent.name}/{name}"
-            print(f"{where:28} {time_in_words(name):13} {first_line(path)}")
+            print(f"{where:28} {times.get(name, 'not recorded'):13} {first_line(path)}")
 
 
 if __name__ == "__main__":

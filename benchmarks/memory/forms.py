@@ -72,12 +72,12 @@ OTHERS: dict[str, tuple[Callable[[], Any], str, str, float]] = {
     "SGD, float32": (lambda: optax.sgd(1e-3, 0.9), F32, F32, 20),
     "SGD, compact": (lambda: compact(optax.sgd(1e-3, 0.9)), BF16, BF16, 10.14),
 }
-# As above. The limit leaves out products. State that feeds them has 16 bits.
+# As above. The limit leaves out products.
 muon = functools.partial(optax.contrib.muon, 1e-3)
 MUON: dict[str, tuple[Callable[[], Any], str, str, float]] = {
     "Muon, float32": (muon, F32, F32, 20),
     "Muon, masters": (lambda: masters(muon()), BF16, BF16, 22),
-    "Muon, compact": (lambda: compact(muon()), BF16, BF16, 12.14),
+    "Muon, compact": (lambda: compact(muon()), BF16, BF16, 10.14),
 }
 ALL_FORMS = FORMS | OTHERS | MUON
 

@@ -109,6 +109,7 @@ def figures(records: Records) -> dict[str, Any]:
     failing = {row["model"] for row in libraries if row["runs"].startswith("no")}
     models = {row["model"] for row in libraries}
     return {
+        "runs": {k: f"`{k}`, {v}" for k, v in record.run_times().items()},
         "libraries_count": str(len({row["library"] for row in libraries})),
         "libraries_models": str(len(models)),
         "libraries_run": str(len(models - failing)),

@@ -307,6 +307,74 @@ def draw_failures(figure: Any, records: Records) -> None:
     tail.legend()
 
 
+def draw_codes(figure: Any, records: Records) -> None:
+    """How far 8-bit Adams are from float32's, by what a matrix's gradients are like."""
+    panel = figure.subplots()
+    rows = records["comparisons"].tables["8-bit Adam, 200 steps"]
+    rows = [row for row in rows if "8" in row["Adam"]]
+    columns = [column for column in rows[0] if column.startswith("error, ")]
+    colours = ("#CC79A7", "#E8C1D8", "#0072B2", "#999999")
+    for i, (row, colour) in enumerate(zip(rows, colours, strict=True)):
+        at = [place + 0.2 * (i - 1.5) for place in range(len(columns))]
+        errors = [row[column] for column in columns]
+        bars = panel.bar(at, errors, 0.19, color=colour, label=row["Adam"])
+        panel.bar_label(bars, [record.cell("", x) for x in errors], fontsize=7)
+    panel.set_yscale("log")
+    panel.margins(y=0.1)
+    panel.set_xticks(range(len(columns)), [c.partition(", ")[2] for c in columns])
+    panel.set_ylabel("distance to float32 / its way")
+    panel.legend(fontsize=7)
+
+
+def draw_longer(figure: Any, records: Records) -> None:
+    """Ten million weights, and the distance to float32 in a hundred thousand steps."""
+    larger, longer = figure.subplots(1, 2)
+    ends, ways = records["language"].tables.values()
+    for row in ways:
+        if row["loss"] == "held out":
+            gaps = {int(k): float(v) for k, v in list(row.items())[2:]}
+            style = style_of(row["form"]) | dashed(row["form"])
+            larger.plot(gaps.keys(), gaps.values(), **style, label=row["form"])
+    larger.axhline(0, color="0.5", lw=1, zorder=0)
+    weights = ends[0]["weights"] / 1e6
+    larger.set(title=f"{weights:.1f} million weights", xlabel="training step")
+    larger.set(ylabel="held-out loss above float32's, nats")
+    larger.set_yscale("symlog", linthresh=0.002)
+    (rows,) = records["drift"].tables.values()
+    for row in rows[1:]:
+        distances = row["curve"]["matrix"]
+        steps = [(i + 1) * DRIFT_STEPS / len(distances) for i in range(len(distances))]
+        style = style_of(row["form"]) | dashed(row["form"])
+        longer.plot(steps, distances, **style, label=row["form"])
+    longer.set(title="a small model", xlabel="training step", ylim=0)
+    longer.set(ylabel="distance of a matrix to float32's / its way")
+    for panel in (larger, longer):
+        panel.legend(fontsize=6)
+
+
+DRIFT_STEPS = 100_000
+
+
+def dashed(name: str) -> dict[str, Any]:
+    """Return the line of the second form of a colour."""
+    second = ("no column scales", "to nearest", "Split(16)", "one bit off")
+    return {"ls": "--", "lw": 1.2} if any(each in name for each in second) else {}
+
+
+def draw_control(figure: Any, records: Records) -> None:
+    """Returns of each form on control tasks: the mean, and what the seeds span."""
+    tables = records["control"].tables
+    panels = figure.subplots(1, len(tables))
+    for panel, (title, rows) in zip(panels, tables.items(), strict=True):
+        for row in rows:
+            steps = [5 * (i + 1) for i in range(len(row["curve"][0]))]
+            curves = [smooth(curve) for curve in row["curve"]]
+            style = style_of(row["form"]) | dashed(row["form"])
+            draw_with_band(panel, steps, curves, row["form"], style)
+        panel.set(title=title, xlabel="update", ylabel="return (smoothed)")
+    panels[-1].legend(fontsize=6)
+
+
 def draw_accelerators(figure: Any, records: Records) -> None:
     """What a step of AdamW and a transformer's training step move on a TPU and GPU."""
     tables = records["accelerators"].tables
@@ -404,6 +472,9 @@ PLOTS: dict[str, tuple[float, Draw]] = {
     "finetune": (3.8, draw_finetune),
     "ablations": (3.6, draw_ablations),
     "failures": (3.4, draw_failures),
+    "codes": (3.2, draw_codes),
+    "longer": (3.6, draw_longer),
+    "control": (3.4, draw_control),
     "step_time": (4.2, draw_step_time),
     "accelerators": (5.2, draw_accelerators),
     "amp": (3.0, draw_amp),

@@ -55,6 +55,26 @@ FORMATS = {
     "amp: a cast for each use": ".1e",
     "cast once": ".1e",
 }
+# Times that no record has: results from before times were kept, or none at all.
+ABOUT = {
+    "accelerators": "about 40 min",
+    "amp": "about 4 min",
+    "collectives": "about 5 min",
+    "composition": "about 20 min",
+    "convergence": "about 90 min",
+    "demo": "about 30 min",
+    "eight_bits": "about 30 min",
+    "evidence": "20 s",
+    "finetune": "about 60 min",
+    "host_memory": "about 15 min",
+    "libraries": "about 10 min",
+    "on_device": "up to 9 min",
+    "optimizer_step": "about 10 min",
+    "tracing": "about 2 min",
+    "training_step": "30 min each",
+    "walk": "10 s",
+    "where_it_runs": "30 min",
+}
 NOT_FINITE = "NaN"
 # For plots; too long for a table.
 NOT_SHOWN = ("losses", "curve")
@@ -99,6 +119,19 @@ def read(path: Path) -> Record:
 def read_all() -> dict[str, Record]:
     """Return all results by the names of their files."""
     return {path.stem: read(path) for path in sorted(FOLDER.glob("*/results/*.json"))}
+
+
+def run_times() -> dict[str, str]:
+    """Return in words how long each script runs, as its kept results say."""
+    seconds: dict[str, float] = {}
+    for found in read_all().values():
+        seconds[found.script] = seconds.get(found.script, 0) + (found.seconds or 0)
+    return ABOUT | {name: in_time(total) for name, total in seconds.items() if total}
+
+
+def in_time(seconds: float) -> str:
+    """Return a time in words."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def row_of(found: Record, table: str, name: str) -> Row:

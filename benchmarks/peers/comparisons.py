@@ -316,6 +316,9 @@ def unwrapped(tx: Any) -> Any:
 ADAMS: dict[str, Callable[[], Adam]] = {
     "optax, float32": lambda: optax_adam(unwrapped),
     "low_bit_state, 8 bits": lambda: optax_adam(optax_mp.low_bit_state),
+    "low_bit_state, 8 bits, no column scales": lambda: optax_adam(
+        lambda tx: optax_mp.low_bit_state(tx, column_scales=False)
+    ),
     "low_bit_state, 16 bits": lambda: optax_adam(
         lambda tx: optax_mp.low_bit_state(tx, bits=16)
     ),

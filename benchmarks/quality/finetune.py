@@ -206,6 +206,7 @@ FORMS = (
         patches=ANY_SHAPE,
     ),
 )
+MUON_16 = "Muon, momentum in 16 bits"
 UNPROTECTED = (
     bf16("compact, nearest codes", masters(SPLIT8, seed=None), against="compact"),
     bf16("compact, no square root", compact, against="compact", patches=LINEAR),
@@ -245,13 +246,13 @@ UNPROTECTED = (
         optax_mp.value_and_grad,
         against="f16, loss scale",
     ),
-    bf16("Muon, compact", compact, against="Muon, compact", inner=clipped_muon),
     bf16(
-        "Muon, momentum in 8 bits",
-        masters(SPLIT8, product_bits=8),
-        against="Muon, compact",
+        MUON_16,
+        masters(SPLIT8, product_bits=16),
+        against=MUON_16,
         inner=clipped_muon,
     ),
+    bf16("Muon, compact", compact, against=MUON_16, inner=clipped_muon),
 )
 
 

@@ -177,7 +177,8 @@ class Flow(NamedTuple):
             value of a moving average is.
         copied: variables with entries that arrive unchanged.
         joined: variables with entries that arrive unchanged beside entries of others.
-        multiplied: those that go through a matrix product or a factorization.
+        multiplied: those that go through a matrix product.
+        factored: those that go through a factorization or a solver.
         terms: variables of which the value is a sum of multiples, entry by entry.
         rooted: those that are terms of a value of which a root is taken.
         shrinks: whether the value itself is a constant smaller than 1.
@@ -188,6 +189,7 @@ class Flow(NamedTuple):
     copied: frozenset[int] = _NONE
     joined: frozenset[int] = _NONE
     multiplied: frozenset[int] = _NONE
+    factored: frozenset[int] = _NONE
     terms: frozenset[int] = _NONE
     rooted: frozenset[int] = _NONE
     shrinks: bool = False
@@ -220,20 +222,22 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
     if has_regions(equation):
         # The index of a branch is a single number, which is left out.
         wiring = wiring_of(equation)
-        through = wiring.forward(inputs, lambda x, y: flows(x.jaxpr, y), _union)
+        through = wiring.forward(inputs, lambda x, y: flows(x.jaxpr, y), union_of)
         return through.outputs
     if name == "select_n":
-        return [_union(inputs[1:])]  # The first input only decides.
+        return [union_of(inputs[1:])]  # The first input only decides.
     if name in MOVES:
         return inputs if name in HANDS_ON else inputs[:1] * count
-    union = _union(inputs)
+    union = union_of(inputs)
     if name in JOINS:
         return [union._replace(joined=union.copied)]
     result = union._replace(copied=_NONE, joined=_NONE, terms=_terms(name, inputs))
     if name in _ROOTS and not _is_integer(equation.invars[-1]):
         return [result._replace(rooted=result.rooted | inputs[0].terms)]
-    if is_product(equation) or name in FACTORIZATIONS:
+    if is_product(equation):
         return [result._replace(multiplied=union.reached_by)] * count
+    if name in FACTORIZATIONS:
+        return [result._replace(factored=union.reached_by)] * count
     if name == "mul" and any(flow.shrinks for flow in inputs):
         return [result._replace(faded=union.reached_by)]
     return [result] * count
@@ -256,10 +260,10 @@ def _is_integer(atom: Any) -> bool:
     return is_literal(atom) and is_always(atom.val, lambda x: x % 1 == 0)
 
 
-def _union(flows: Iterable[Flow]) -> Flow:
+def union_of(each: Iterable[Flow]) -> Flow:
     """Return the flow of a value that may be any of these, or is made of all."""
     # All fields but `shrinks` are sets.
-    fields = zip(*(flow[:-1] for flow in flows), strict=True)
+    fields = zip(*(flow[:-1] for flow in each), strict=True)
     unions: list[Any] = [_NONE.union(*sets) for sets in fields]
     return Flow(*unions)
 

@@ -20,8 +20,10 @@ from optax_mp._warnings import warn
 from optax_mp.compact._blocks import choose_blocks, choose_group
 from optax_mp.compact._full_precision import (
     TracedUpdate,
+    Uses,
     check_without_update,
-    classify_arrays,
+    need_full_precision,
+    state_uses,
     trace_update,
 )
 from optax_mp.compact._signs import nonnegative_states
@@ -72,23 +74,23 @@ class CodeFormat:
         bits, product_bits = int(bits), max(int(bits), int(product_bits))
         return cls(bits, product_bits, int(block_size), bool(has_shifts))
 
-    def code(
-        self, shape: tuple[int, ...], unsigned: bool, rooted: bool, in_product: bool
-    ) -> Code:
+    def code(self, shape: tuple[int, ...], uses: Uses, is_unsigned: bool) -> Code:
         """Return how an array is quantized."""
         if self.block_size is None:
             return BFLOAT16
-        bits = self.product_bits if in_product else self.bits
-        dtype = f"uint{bits}" if unsigned else f"int{bits}"
+        bits = self.product_bits if uses.in_product else self.bits
+        bits = 16 if uses.in_factorization else bits
+        dtype = f"uint{bits}" if is_unsigned else f"int{bits}"
+        stays_positive = is_unsigned or uses.in_root
         axis, size = choose_blocks(shape, self.block_size)
         group = choose_group(shape, axis) if self.has_shifts else None
-        return Code(dtype, axis, size, unsigned or rooted, group)
+        return Code(dtype, axis, size, stays_positive, group)
 
     def __str__(self) -> str:
         if self.block_size is None:
             return "bfloat16"
         wide = f", {self.product_bits} in products" * (self.bits < self.product_bits)
-        plain = ", no scales of columns" * (not self.has_shifts)
+        plain = ", no column scales" * (not self.has_shifts)
         return f"{self.bits} bits{wide}, blocks of {self.block_size}{plain}"
 
 
@@ -108,10 +110,11 @@ def choose_codes(
     large = [_is_large(leaves[i], min_size) for i in arrays]
     # Masters, averages and other arrays that start as the params are not moments.
     chosen = _without(large, depending_outputs(init.closed))
-    never_negative = rooted = in_product = [False] * len(arrays)
+    never_negative = [False] * len(arrays)
+    uses = [Uses()] * len(arrays)
     if isinstance(update, TracedUpdate):
-        exact, in_product, rooted = classify_arrays(init, update)
-        chosen = _without(chosen, exact)
+        chosen = _without(chosen, need_full_precision(init, update))
+        uses = state_uses(update)
         if update.is_exact:  # else signed codes, which can hold any values
             jaxprs = init.closed, update.closed
             never_negative = nonnegative_states(*jaxprs, update.param_count)
@@ -125,10 +128,10 @@ def choose_codes(
         )
         code_format = CodeFormat(16, 16, None)
     codes: list[Code | None] = [None] * len(leaves)
-    facts = zip(never_negative, rooted, in_product, strict=True)
-    for i, is_chosen, of_array in zip(arrays, chosen, facts, strict=True):
+    facts = zip(arrays, chosen, uses, never_negative, strict=True)
+    for i, is_chosen, its_uses, is_unsigned in facts:
         if is_chosen:
-            codes[i] = code_format.code(leaves[i].shape, *of_array)
+            codes[i] = code_format.code(leaves[i].shape, its_uses, is_unsigned)
     return codes
 
 

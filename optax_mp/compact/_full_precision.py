@@ -32,9 +32,25 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._jax._dataflow import Flow, flows
+from optax_mp._jax._dataflow import Flow, flows, union_of
 from optax_mp._jax._traced import TracedCall, is_dynamic, is_output
 from optax_mp._tree import describe, is_array, is_floating, spell
+
+
+class Uses(NamedTuple):
+    """What reads an array of a state.
+
+    Attributes:
+        in_product: a matrix product, as Muon's. (An inner product averages errors.)
+        in_factorization: one such as SOAP's, or a solver. It spreads the error of each
+            entry over whole rows and columns, and may divide by small differences.
+        in_root: a root, so the array is never negative, even if that cannot be proved:
+            the root would be NaN.
+    """
+
+    in_product: bool = False
+    in_factorization: bool = False
+    in_root: bool = False
 
 
 class TracedUpdate(NamedTuple):
@@ -99,23 +115,12 @@ def _made_up_arguments(params: optax.Params) -> dict[str, Any]:
     return arguments | {"obj_fn": loss, "grad_fn": lambda params, *_: params}
 
 
-def classify_arrays(
-    init: TracedCall, update: TracedUpdate
-) -> tuple[list[bool], list[bool], list[bool]]:
-    """Return what is known of the arrays of a state from a trace of the update.
-
-    Muon's products, for example, read its momentum, and spread the error of each entry
-    over whole rows and columns. (An inner product averages errors.) An array of whose
-    values a root is taken is never negative, even if that cannot be proved: the root
-    would be NaN.
+def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
+    """Return for each array of a state whether it must stay in full precision.
 
     Args:
         init: `inner.init`, from the params to the state.
         update: `inner.update`.
-
-    Returns:
-        For each array whether it must stay in full precision, whether a matrix product
-        reads it, and whether a root does.
     """
     # Arrays are numbered as inputs of the update, before and after it.
     numbers, results = update.state_inputs, flows(update.closed)
@@ -126,13 +131,14 @@ def classify_arrays(
     lasting = {i for i in numbers if i not in new[i].faded}
     exact = _histories(new, lasting) | _records(updates, new, lasting)
     exact |= _positions(updates, new, lasting, _anchors(init, update, new))
-    multiplied = {i for flow in results for i in flow.multiplied}
-    rooted = {i for flow in results for i in flow.rooted}
+    return [i in exact for i in numbers]
 
-    def among(found: set[int]) -> list[bool]:
-        return [i in found for i in numbers]
 
-    return among(exact), among(multiplied), among(rooted)
+def state_uses(update: TracedUpdate) -> list[Uses]:
+    """Return what an update does with each array of the state."""
+    flow = union_of(flows(update.closed))
+    fields = flow.multiplied, flow.factored, flow.rooted
+    return [Uses(*(i in field for field in fields)) for i in update.state_inputs]
 
 
 def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:
