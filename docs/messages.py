@@ -18,11 +18,10 @@ PACKAGE = HERE.parent / "optax_mp"
 SHARED = "Messages of several functions"
 # What a shared message is about, by the file or the folder of its code.
 HEADINGS = {
-    "_arguments": "An argument in the wrong place",
+    "_arguments": "Arguments in the wrong place, transforms in the wrong order",
     "_dtypes": "Dtypes",
     "_inner": "The wrapped optimizer and its gradients",
     "_leaves": "Trees that do not match",
-    "_nesting": "Orders of transforms that do not work",
     "_policy": "Policies",
     "_states": "Restored states",
     "_jax": "Another version of JAX",

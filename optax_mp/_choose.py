@@ -107,9 +107,8 @@ def select(proceed: Choice, new: Any, old: Any) -> jax.Array:
 
 def _choose_leaf(proceed: Choice, new: Any, old: Any) -> Any:
     """Return a leaf of the new state, or of the old one."""
-    if not isinstance(new, jax.Array) and _is_plain(
-        new
-    ):  # a rule may reset a count to a plain 0
+    # A rule may reset a count to a plain 0.
+    if not isinstance(new, jax.Array) and _is_plain(new):
         new = jnp.asarray(new, jnp.result_type(old, new))
     if new is old or not is_dynamic(new) or is_on_host(old):
         return new

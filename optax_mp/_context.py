@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from optax_mp._arguments import check_init_params
+from optax_mp._descriptions import init_or_describe
 from optax_mp._quantized import holds_packed
 
 # Whether to take a step: a plain bool if it is not traced.
@@ -31,8 +33,8 @@ class Context:
         is_in_take_step: whether `take_step` or a part of it copies arrays from host
             memory as the step needs them, so that `offload` must not.
         takes_params: whether `take_step` takes a `NewParam` in the place of an update.
-        part_shardings: how `zero1` cut the params, by path: (shape, sharding). Under
-            `jit` with automatic sharding it is not known otherwise.
+        part_shardings: how `zero1` cut the params, by path and shape. Under `jit` with
+            automatic sharding it is not known otherwise.
     """
 
     proceed: Choice = True
@@ -64,16 +66,22 @@ class Transformation(optax.GradientTransformationExtraArgs):
 
     @classmethod
     def around(
-        cls, inner: Any, init: Any, update: Any, leafwise: Any = None
+        cls, caller: str, inner: Any, init: Any, update: Any, leafwise: Any = None
     ) -> "Transformation":
         """Return a wrapper of `inner`.
 
         Args:
+            caller: the public function that the user called.
             inner: the transformation inside.
-            init: makes the state.
+            init: makes the state, from params that are checked.
             update: takes a step.
             leafwise: takes a step whose state has low-bit arrays.
         """
+
+        def init_fn(params: Any) -> Any:
+            return init_or_describe(
+                lambda x: init(check_init_params(x, caller)), params
+            )
 
         @functools.wraps(update)
         def update_fn(
@@ -82,7 +90,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
             take = leafwise if leafwise and holds_packed(state) else update
             return take(updates, state, params, **extra_args)
 
-        made = cls(init, update_fn)
+        made = cls(init_fn, update_fn)
         made.offloaded = getattr(inner, "offloaded", None)
         return made
 

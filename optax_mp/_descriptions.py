@@ -4,7 +4,6 @@ An `init` that is called with `jax.ShapeDtypeStruct`s describes its state in thi
 with the shardings that it will have.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -75,17 +74,12 @@ def divides_names(box: Any) -> Divides:
 Init = Callable[[PyTree], PyTree]
 
 
-def takes_descriptions(init: Init) -> Any:
-    """Return an `init` that describes the state if the params are descriptions."""
-
-    @functools.wraps(init)
-    def init_fn(params: PyTree) -> PyTree:
-        leaves = jax.tree.leaves(params)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            return describe_state(init, params)
-        return init(params)
-
-    return init_fn
+def init_or_describe(init: Init, params: PyTree) -> PyTree:
+    """Return the state, or descriptions of it if the params are descriptions."""
+    leaves = jax.tree.leaves(params)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        return describe_state(init, params)
+    return init(params)
 
 
 def describe_state(init: Init, params: PyTree) -> PyTree:
@@ -99,7 +93,7 @@ def describe_state(init: Init, params: PyTree) -> PyTree:
     described = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in call.closed.out_avals]
     arrays = jax.tree.leaves(params)
     owners = find_owners(call.unflatten(described), params)
-    of_params, asked = list(map(_named_sharding, arrays)), asked_shardings(call.closed)
+    of_params, asked = list(map(named_sharding, arrays)), asked_shardings(call.closed)
     named = [x for x in (*of_params, *asked) if x is not None]
     for i, owner in enumerate(owners if named else ()):
         own = NamedSharding(named[0].mesh, PartitionSpec())
@@ -139,6 +133,7 @@ def fill_spec(spec: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(b if a is unknown else a for a, b in pairs))
 
 
-def _named_sharding(leaf: Any) -> NamedSharding | None:
+def named_sharding(leaf: Any) -> NamedSharding | None:
+    """Return the sharding of an array, or of a description, if it is on a mesh."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None

@@ -108,15 +108,10 @@ class InnerUpdate:
         if extra_args.get("grad") is not None:
             grad = params.match(extra_args["grad"], "the extra argument `grad`")
             extra_args = {**extra_args, "grad": cast(grad)}
-        grads = cast(self.grads)
+        grads, seen = cast(self.grads), params.unflatten(inner_params)
         grads = grads.fast if self.is_lookahead else grads
         changes, inner_state = update_inner(
-            inner,
-            grads,
-            inner_state,
-            params.unflatten(inner_params),
-            extra_args,
-            params.caller,
+            inner, grads, inner_state, seen, extra_args, params.caller
         )
         updates = list(self.grads)
         for i, change in enumerate(params.match(changes, "the updates of `inner`")):
@@ -237,12 +232,7 @@ def or_no_change(update: Any, param: Any) -> Any:
 
 
 def update_inner(
-    inner: optax.GradientTransformationExtraArgs,
-    grads: PyTree,
-    state: PyTree,
-    params: PyTree,
-    extra_args: dict[str, Any],
-    caller: str,
+    inner: Any, grads: Any, state: Any, params: Any, extra_args: Any, caller: str
 ) -> tuple[Any, Any]:
     """Return (updates, new state) of `inner`.
 
@@ -253,11 +243,9 @@ def update_inner(
     try:
         if isinstance(inner, Transformation):
             return inner.update(grads, state, params, **extra_args)
-        proceed, extra_args = (
-            context_of(extra_args).proceed,
-            without_context(extra_args),
-        )
-        updates, new = inner.update(grads, state, params, **extra_args)
+        proceed = context_of(extra_args).proceed
+        others = without_context(extra_args)
+        updates, new = inner.update(grads, state, params, **others)
     except Exception as error:
         # An error of this package says what is wrong already.
         if params is None or _module_that_raised(error).startswith("optax_mp."):
@@ -297,8 +285,7 @@ def _check_shapes(caller: str, what: str, made: PyTree, given: PyTree) -> None:
     raise ValueError(
         f"{caller}: expected {what} that `inner` made at {spell(path)} to have the "
         f"shape of {describe(leaf)}, got {describe(both[0][i])}; the gradient or the "
-        "state belongs to another param (call `init` again if the params have "
-        "changed), or `inner` changes shapes."
+        "state belongs to other params (call `init` again), or `inner` changes shapes."
     )
 
 

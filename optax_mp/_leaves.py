@@ -10,7 +10,6 @@ from numbers import Number
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.tree_util import DictKey, SequenceKey, all_leaves, tree_flatten_with_path
 
@@ -22,7 +21,7 @@ from optax_mp._boxes import (
     put,
     put_resized,
 )
-from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
+from optax_mp._tree import PyTree, as_array, describe, is_array, is_floating, spell
 
 # The types of nodes that stand for nothing, and the keys of dicts and sequences.
 ABSENT = (type(None), optax.MaskedNode)
@@ -78,10 +77,7 @@ class Leaves:
         """Flatten `tree`."""
         paths_and_leaves, treedef = tree_flatten_with_path(tree)
         paths = [path for path, _ in paths_and_leaves]
-        values = [
-            jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf
-            for _, leaf in paths_and_leaves
-        ]
+        values = [as_array(leaf) for _, leaf in paths_and_leaves]
         # Leaves that dicts and sequences alone hold are in no box.
         if _PLAIN_KEYS.issuperset([type(path[-1]) for path in paths if path]):
             return cls(caller, name, paths, values, values, treedef)

@@ -26,13 +26,12 @@ class Table(NamedTuple):
     def as_text(self) -> str:
         """Return the table as aligned lines."""
         rows = [list(row) for row in self.rows]
-        cells, width = [row[self.long] for row in rows], self.width
+        width = self.width
         if width is None:
             others = [row[: self.long] + [""] + row[self.long + 1 :] for row in rows]
             width = _WIDTH - max(map(len, align_columns(others, self.left)))
-        for row, cell in zip(
-            rows, shorten(cells, max(width, _LEAST_WIDTH)), strict=True
-        ):
+        cells = shorten([row[self.long] for row in rows], max(width, _LEAST_WIDTH))
+        for row, cell in zip(rows, cells, strict=True):
             row[self.long] = cell
         return "\n".join(align_columns(rows, self.left))
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
-from optax_mp._dtypes import check_available, floating_dtype
+from optax_mp._dtypes import at_least_float32, check_available, floating_dtype
 from optax_mp._jax._arrays import describe, is_array, is_traced
 
 PyTree = Any
@@ -29,6 +29,28 @@ def is_inexact(leaf: Any) -> bool:
     """Return whether `leaf` is an array of real or complex floating-point numbers."""
     is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
     return is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def as_array(leaf: Any) -> Any:
+    """Return an array for a Python float or complex number, as under `jit`."""
+    return jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf
+
+
+def is_key(leaf: Any) -> bool:
+    """Return whether `leaf` is an array of typed PRNG keys."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def only_inexact(tree: PyTree) -> PyTree:
+    """Return `tree` with None for each leaf that JAX does not differentiate."""
+    return jax.tree.map(lambda x: x if is_inexact(x) else None, tree)
+
+
+def in_float32(tree: PyTree) -> PyTree:
+    """Return `tree` with its floating arrays in float32, if they are not wider."""
+    return jax.tree.map(
+        lambda x: x.astype(at_least_float32(x.dtype)) if is_floating(x) else x, tree
+    )
 
 
 def ends_in(leaf: Any, shape: tuple[int, ...]) -> bool:
@@ -235,23 +257,17 @@ def nonfinite_paths(tree: PyTree) -> list[str]:
 def spread_prefix(params: Any, prefix: Any, name: str) -> list[Any]:
     """Return for each param the leaf that stands for it in a prefix of their tree."""
 
-    def is_leaf(x: Any) -> bool:
+    def is_none(x: Any) -> bool:
         return x is None
 
-    spread: list[Any] = []
     try:
-        jax.tree.map(
-            lambda x, part: spread.extend([x] * len(jax.tree.leaves(part))),
-            prefix,
-            params,
-            is_leaf=is_leaf,
-        )
+        spread = jax.tree.broadcast(prefix, params, is_leaf=is_none)
     except ValueError as error:
         caller, _, name = name.partition(": ")
         raise ValueError(
             f"{caller}: expected {name} to have the structure of the params, which is "
             f"{jax.tree.structure(params)}, or of a prefix of it, got "
-            f"{jax.tree.structure(prefix, is_leaf=is_leaf)}; pass "
+            f"{jax.tree.structure(prefix, is_leaf=is_none)}; pass "
             "`jax.tree.map(lambda p: p.sharding, params)`."
         ) from error
-    return spread
+    return jax.tree.structure(params).flatten_up_to(spread)

@@ -10,7 +10,7 @@ import pytest
 
 import optax_mp
 from optax_mp import _warnings
-from optax_mp.scaling import _mark
+from optax_mp.scaling import _unscale
 
 # It needs frameworks, and `--doctest-modules` imports every file.
 collect_ignore = (
@@ -59,7 +59,7 @@ def programs_of_one_module():
 def without_links():
     """Let no test look for a mark because a link ran in an earlier one."""
     yield
-    _mark._a_link_ran.clear()
+    _unscale._a_link_ran.clear()
 
 
 @pytest.fixture

@@ -9,13 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from optax_mp._jax._control_flow import Region, can_convert, wiring_of
-from optax_mp._jax._jaxpr import (
-    Equation,
-    Jaxpr,
-    cache_by_jaxpr,
-    is_literal,
-    open_jaxpr,
-)
+from optax_mp._jax._jaxpr import Equation, Jaxpr, cache_by_jaxpr, is_literal, open_jaxpr
 from optax_mp.autocast._lattice import takes_part
 from optax_mp.autocast._rules import Rule, Rules
 

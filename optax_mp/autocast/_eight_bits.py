@@ -35,11 +35,6 @@ PRIMITIVE = "dot_general"
 SMALLEST, MULTIPLE = 512, 16
 # The bits of a float32 that hold the exponent, and its smallest normal number.
 _EXPONENT, _SMALLEST_NORMAL = 0x7F800000, 0x00800000
-_SECOND_DERIVATIVE = (
-    "amp: expected one derivative of a function with 8-bit products, got a second, "
-    "which needs their operands in 16 bits; leave these products in 16 bits, by "
-    "compute_dtype=jnp.bfloat16 or by the rule 'not_f8' for their scope."
-)
 
 
 class Rounded(NamedTuple):
@@ -84,7 +79,11 @@ def _largest_finite(x: jax.Array) -> jax.Array:
 def _refuse(*_: Any) -> Any:
     # `product` has its own derivative, so only a second one comes here. Rounded
     # tangents have different units, so they cannot be added.
-    raise NotImplementedError(_SECOND_DERIVATIVE)
+    raise NotImplementedError(
+        "amp: expected one derivative of a function with 8-bit products, got a second, "
+        "which needs their operands in 16 bits; leave these products in 16 bits, by "
+        "compute_dtype=jnp.bfloat16 or by the rule 'not_f8' for their scope."
+    )
 
 
 def fits(equation: Equation) -> bool:

@@ -184,11 +184,7 @@ class Planner:
         self._plan_cached = cache_by_jaxpr(self.plan)
 
     def plan(
-        self,
-        jaxpr: Jaxpr,
-        inputs: Precisions,
-        wants: Wants,
-        scope_rule: Rule | None,
+        self, jaxpr: Jaxpr, inputs: Precisions, wants: Wants, scope_rule: Rule | None
     ) -> Plan:
         """Plan a jaxpr.
 

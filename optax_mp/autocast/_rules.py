@@ -226,8 +226,7 @@ def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
         raise ValueError(
             "amp: expected no rule for casts, because amp honours the function's own "
             f"casts, nor for loops, branches and calls, got one for {name!r} in "
-            "`rules`; remove it, or enter a `jax.named_scope` around a loop and give "
-            "that a rule."
+            "`rules`; remove it, or give a rule to a `jax.named_scope` around a loop."
         )
     if is_operation and rule in PRODUCT_WORDS and name != PRIMITIVE:
         raise ValueError(

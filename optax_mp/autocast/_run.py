@@ -4,8 +4,8 @@ A value is cast where it is used, and no cast is shared: a weight that is used t
 cast twice, so that the gradients of its uses are summed in float32.
 """
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from optax_mp.autocast._eight_bits import describe_unused, product
 from optax_mp.autocast._lattice import (
     FULL,
     LOW,
+    Precision,
     Precisions,
     Weak,
     argument_precisions,
@@ -117,9 +118,8 @@ class Interpreter:
         # All others are regions.
         if equation.primitive.name in _WITH_RULE:
             return self._run_with_rule(equation, action, inputs)
-        return bind_with(
-            equation, inputs, lambda: self._convert_regions(equation, action)
-        )
+        convert = partial(self._convert_regions, equation, action)
+        return bind_with(equation, inputs, convert)
 
     def _convert_regions(self, equation: Equation, action: Action) -> list[ClosedJaxpr]:
         regions = zip(wiring_of(equation).regions, action.regions, strict=True)
@@ -159,7 +159,7 @@ class Interpreter:
         if with_rule is custom_jvp and scope_rule in (None, "f8", "low_f32"):
             # JAX may transpose the rule, and no derivative of these products is linear.
             scope_rule = "not_f8"
-        interpret = functools.partial(self._interpret, scope_rule)
+        interpret = partial(self._interpret, scope_rule)
         return with_rule(equation, call, dtypes, interpret)(*inputs)
 
     @note_on_leaks(_NOTE_ON_CLOSURES)
@@ -219,11 +219,10 @@ class Interpreter:
 
     def _dtypes(self, precisions: Precisions, atoms: Sequence[Any]) -> list[Any]:
         """Return the dtype of each value in its precision; None for one that stays."""
-        return [
-            None
-            if isinstance(x, Weak | None)
-            else self._low
-            if x == LOW
-            else atom.aval.dtype
-            for x, atom in zip(precisions, atoms, strict=True)
-        ]
+
+        def dtype_of(x: Precision, atom: Any) -> Any:
+            if isinstance(x, Weak | None):
+                return None
+            return self._low if x == LOW else atom.aval.dtype
+
+        return list(map(dtype_of, precisions, atoms))

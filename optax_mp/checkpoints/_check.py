@@ -8,12 +8,11 @@ from numbers import Number
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
 from optax_mp._dtypes import bits
-from optax_mp._tree import PyTree, describe, is_array, is_floating, spell
+from optax_mp._tree import PyTree, describe, is_array, is_floating, is_key, spell
 
 _CALLER = "check_checkpoint"
 
@@ -170,8 +169,3 @@ def _consequence(leaf: Any, want: Any, names: PathNames) -> str:
     if are_floats and bits(leaf.dtype) < bits(want.dtype):
         return "saved in a narrower dtype than the template"
     return f"a restore would {'round' if are_floats else 'cast'} {whose}"
-
-
-def is_key(x: Any) -> bool:
-    """Return whether `x` is an array of typed PRNG keys."""
-    return is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -224,7 +224,7 @@ def _replace_masters(
         master = bring(values[i]).astype(old.dtype)
         if storage.param_is_part:
             # Its updates had 16 bits, so that some params missed their masters.
-            where = f"{_CALLER}: the master of {spell(leaves.paths[i])}"
+            where = f"{_CALLER}: expected the master of {spell(leaves.paths[i])}"
             param = leaves.values[i]
             check_param_is_rounded(storage, master, param, where, _CAST_FIRST)
         return master

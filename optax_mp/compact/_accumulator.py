@@ -1,5 +1,6 @@
 """gradient_accumulator: sums of gradients over the micro-batches of one step."""
 
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -9,8 +10,12 @@ from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._dtypes import at_least_float32, check_available, floating_dtype
-from optax_mp._tree import PyTree, all_finite, describe, is_floating, spell, summarize
-from optax_mp.compact._random_numbers import round_stochastically, rounding_keys
+from optax_mp._tree import PyTree, all_finite, describe, is_floating, spell
+from optax_mp.compact._random_numbers import (
+    check_seed,
+    round_stochastically,
+    rounding_keys,
+)
 
 _CALLER = "gradient_accumulator"
 
@@ -118,9 +123,7 @@ def gradient_accumulator(
         finite = all_finite(grads)
         new = jax.tree.map(lambda x, g: x.astype(wide) + g.astype(wide), old, grads)
         # Not by `lax.cond`, which would keep the old sums beside the new ones.
-        sums = jax.tree.map(
-            lambda x, y: jnp.where(finite, x, y), as_sums(new, index), old
-        )
+        sums = jax.tree.map(partial(jnp.where, finite), as_sums(new, index), old)
         return sums, kept_count + finite, dropped_count + ~finite
 
     def finalize(carry: Any) -> AccumulatedGradients:
@@ -148,15 +151,9 @@ def _check_settings(dtype: Any, seed: Any) -> jnp.dtype:
             f"{_CALLER}: expected `dtype` to be float32, float64 or bfloat16, whose "
             f"range holds sums of gradients, got {dtype.name}; pass float32."
         )
-    is_integer = jnp.issubdtype(
-        jnp.result_type(0 if seed is None else seed), jnp.integer
-    )
-    if not is_integer or seed is None and dtype == jnp.bfloat16:
-        raise TypeError(
-            f"{_CALLER}: expected `seed` to be an integer, for sums in bfloat16, which "
-            f"are rounded stochastically, got {summarize(seed)}; pass the number of "
-            "the step."
-        )
+    # Sums in bfloat16 are rounded stochastically.
+    or_none = "" if dtype == jnp.bfloat16 else ", or None"
+    check_seed(seed, _CALLER, or_none, "; pass the number of the step")
     return dtype
 
 

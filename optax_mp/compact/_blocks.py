@@ -14,7 +14,7 @@ from optax_mp._boxes import put, unbox
 from optax_mp._dtypes import saturating_cast
 from optax_mp._jax._block_operations import Blocks
 from optax_mp._jax._sharding import constant_like, reshard_like, whole_along
-from optax_mp._quantized import Code, Quantized, new_quantized
+from optax_mp._quantized import Code, Quantized, is_quantized, new_quantized
 from optax_mp.compact._random_numbers import round_stochastically, uniform_numbers
 
 # Bit patterns of float32. Scales lie between 2^-126 and 2^126, because CPUs flush
@@ -105,28 +105,23 @@ def _groups_of(shape: tuple[int, ...], code: Code) -> Blocks:
     return Blocks(len(shape) + axis, code.group_size or 1, shape[axis])
 
 
-def dequantize(quantized: Quantized) -> Any:
-    """Return the values of a quantized array, in float32, in the box of its codes."""
+def dequantize(quantized: Any) -> Any:
+    """Return the values of a quantized array, in float32, in the box of its codes.
+
+    Other nodes of a state are returned as they are.
+    """
+    if not is_quantized(quantized):
+        return quantized
     code: Any = quantized.code
-    values = _dequantize(code, *jax.tree.leaves(quantized))
+    codes, *others = jax.tree.leaves(quantized)
+    values = lax.convert_element_type(codes, jnp.float32)
+    if others:
+        unit = _ONE / _largest_code(codes)
+        values = _values_of(_blocks_of(codes.shape, code), values, others[0], unit)
+    for shifts in others[1:]:
+        down = lax.neg(lax.convert_element_type(shifts, jnp.int32))
+        values = _shifted(_groups_of(codes.shape, code), values, down)
     return put(quantized.codes, values)
-
-
-def _dequantize(
-    code: Code,
-    codes: jax.Array,
-    scales: jax.Array | None = None,
-    shifts: jax.Array | None = None,
-) -> jax.Array:
-    wide = lax.convert_element_type(codes, jnp.float32)
-    if scales is None:
-        return wide
-    blocks = _blocks_of(codes.shape, code)
-    values = _values_of(blocks, wide, scales, _ONE / _largest_code(codes))
-    if shifts is None:
-        return values
-    down = lax.neg(lax.convert_element_type(shifts, jnp.int32))
-    return _shifted(_groups_of(codes.shape, code), values, down)
 
 
 def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
@@ -142,30 +137,22 @@ def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
             average; None rounds to the nearest.
     """
     code: Any = like.code
-    arrays, treedef = jax.tree.flatten(like)
-    return treedef.unflatten(_quantize(code, unbox(x), arrays, key))
-
-
-def _quantize(
-    code: Code, x: jax.Array, like: list[jax.Array], key: jax.Array | None
-) -> list[jax.Array]:
-    """Return codes, and scales and shifts if there are any."""
+    x, (arrays, treedef) = unbox(x), jax.tree.flatten(like)
     if code.block_size is None:
-        return [_round(x, like[0].dtype, key)]
-    old_codes, _, *old_shifts = like
+        return treedef.unflatten([_round(x, arrays[0].dtype, key)])
     # With `lax` alone: see `uniform_numbers`.
     values = lax.convert_element_type(x, jnp.float32)
-    largest, sign = _largest_code(old_codes), _ONE if code.stays_positive else -_ONE
+    largest, sign = _largest_code(arrays[0]), _ONE if code.stays_positive else -_ONE
     args = values, sign, largest * largest, key
     blocks = _blocks_of(x.shape, code)
-    if old_shifts:
+    if code.group_size is not None:
         made = _coded_with_shifts(blocks, _groups_of(x.shape, code), *args)
     else:
         made = _coded(blocks, *args)
-    return [
+    return treedef.unflatten(
         lax.convert_element_type(reshard_like(new, old), old.dtype)
-        for new, old in zip(made, like, strict=True)
-    ]
+        for new, old in zip(made, arrays, strict=True)
+    )
 
 
 # The functions below are jitted, so that arrays of one shape are traced once: AdamW's
@@ -183,11 +170,7 @@ def _values_of(
 
 
 def _coded(
-    blocks: Blocks,
-    values: jax.Array,
-    sign: Any,
-    largest_square: Any,
-    key: jax.Array | None,
+    blocks: Blocks, values: jax.Array, sign: Any, largest_square: Any, key: Any
 ) -> list[jax.Array]:
     """Return codes and scales; `sign` is negative where zero is allowed."""
     scales, inverse = _scales_of(blocks, values)
@@ -270,11 +253,7 @@ def _scales_of(blocks: Blocks, values: jax.Array) -> tuple[jax.Array, jax.Array]
 
 @partial(jax.jit, static_argnums=0)
 def _codes_of(
-    blocks: Blocks,
-    values: jax.Array,
-    inverse: jax.Array,
-    largest_square: jax.Array,
-    key: jax.Array | None,
+    blocks: Blocks, values: jax.Array, inverse: jax.Array, largest_square: Any, key: Any
 ) -> jax.Array:
     """Return codes, in float32; `inverse` is negative where zero is allowed."""
     sizes = lax.abs(values)

@@ -10,8 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.typing import DTypeLike
 
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._dataflow import depending_outputs
@@ -49,12 +47,7 @@ class CodeFormat:
 
     @classmethod
     def from_settings(
-        cls,
-        bits: int,
-        block_size: int,
-        dtype: DTypeLike | None,
-        product_bits: int,
-        column_scales: bool,
+        cls, bits: int, block_size: int, dtype: Any, product_bits: int, has_shifts: bool
     ) -> "CodeFormat":
         """Check the arguments of `low_bit_state`."""
         if dtype is not None:
@@ -78,12 +71,8 @@ class CodeFormat:
                 "low_bit_state: expected `block_size` to be a power of two such as 32, "
                 f"got {block_size!r}."
             )
-        return cls(
-            int(bits),
-            max(int(bits), int(product_bits)),
-            int(block_size),
-            bool(column_scales),
-        )
+        bits, product_bits = int(bits), max(int(bits), int(product_bits))
+        return cls(bits, product_bits, int(block_size), bool(has_shifts))
 
     def code(self, shape: tuple[int, ...], uses: Uses, is_unsigned: bool) -> Code:
         """Return how an array is quantized."""
@@ -110,11 +99,7 @@ BFLOAT16 = Code("bfloat16")
 
 
 def choose_codes(
-    inner: optax.GradientTransformationExtraArgs,
-    params: optax.Params,
-    state: optax.OptState,
-    code_format: CodeFormat,
-    min_size: int,
+    inner: Any, params: Any, state: Any, code_format: CodeFormat, min_size: int
 ) -> list[Code | None]:
     """Return how to quantize each leaf of `inner`'s state; None to leave it."""
     init = TracedCall.of(inner.init, params)
@@ -139,8 +124,7 @@ def choose_codes(
             "low_bit_state: the optimizer's update cannot be traced, because "
             f"`inner.update(grads, state, params)` raised {type(update).__name__}: "
             f"{update}. So its state is stored in bfloat16, and not in codes: nobody "
-            "knows which arrays must stay positive. Give the other arguments of the "
-            "update defaults."
+            "knows which arrays must stay positive. Give its other arguments defaults."
         )
         code_format = CodeFormat(16, 16, None)
     codes: list[Code | None] = [None] * len(leaves)

@@ -24,6 +24,7 @@ which arrive `copied` entry by entry, or `joined` with entries of others.
 """
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -69,11 +70,7 @@ class TracedUpdate(NamedTuple):
     is_exact: bool
 
 
-def trace_update(
-    inner: optax.GradientTransformationExtraArgs,
-    params: optax.Params,
-    state: optax.OptState,
-) -> TracedUpdate | Exception:
+def trace_update(inner: Any, params: Any, state: Any) -> TracedUpdate | Exception:
     """Trace `inner.update`, or return the error that it raised.
 
     An optimizer that needs extra arguments gets those that optax's own optimizers take.
@@ -91,10 +88,7 @@ def trace_update(
 
 
 def _trace(
-    inner: optax.GradientTransformationExtraArgs,
-    params: optax.Params,
-    state: optax.OptState,
-    extra_args: dict[str, Any],
+    inner: Any, params: Any, state: Any, extra_args: dict[str, Any]
 ) -> TracedUpdate:
     def update(args: Any) -> Any:
         gradients, state, params = args
@@ -202,10 +196,9 @@ def check_without_update(
     # A position needs an anchor, and a history holds several params or gradients.
     largest = max((x.size for x in jax.tree.leaves(params) if is_array(x)), default=0)
     arrays = [x for x in tree_leaves_with_path(state) if is_dynamic(x[1])]
-    initial = flows(init.closed)
-    for i in (i for i, is_large in enumerate(large) if is_large):
-        path, leaf = arrays[i]
-        if initial[i].copied:
+    pairs = zip(arrays, flows(init.closed), strict=True)
+    for (path, leaf), flow in compress(pairs, large):
+        if flow.copied:
             what = "starts as a copy of a param"
         elif leaf.size > largest:
             what = "is larger than any param"

@@ -9,24 +9,19 @@ import optax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 from jax.typing import DTypeLike
 
-from optax_mp._arguments import (
-    check_init_params,
-    check_own_state,
-    check_whole_number,
-)
+from optax_mp._arguments import check_own_state, check_whole_number
 from optax_mp._boxes import flatten_slots, is_box, put, put_resized, unbox
 from optax_mp._context import Transformation
-from optax_mp._descriptions import divides_names, place_like_params, takes_descriptions
+from optax_mp._descriptions import divides_names, place_like_params
 from optax_mp._inner import (
     as_transformation,
     check_gradients,
     copy_shared,
     update_inner,
 )
-from optax_mp._quantized import Code, is_quantized, new_quantized
+from optax_mp._quantized import Code, is_quantized, new_quantized, type_with
 from optax_mp._states import inner_field
 from optax_mp._tree import PyTree, describe, is_floating, spell
-from optax_mp._typed import type_with
 from optax_mp._warnings import warn
 from optax_mp.compact._blocks import dequantize, quantize, quantized_zeros
 from optax_mp.compact._code_choice import BFLOAT16, CodeFormat, choose_codes
@@ -168,12 +163,10 @@ def low_bit_state(
         bits, block_size, dtype, product_bits, column_scales
     )
     make_state = type_with(LowBitState, "code_format", code_format)
-    check_seed(seed, "low_bit_state")
+    check_seed(seed, "low_bit_state", ", or None to round to nearest")
     check_whole_number("low_bit_state: `min_size`", min_size, least=0)
 
-    @takes_descriptions
     def init_fn(params: optax.Params) -> LowBitState:
-        params = check_init_params(params, "low_bit_state")
         state = place_like_params(inner.init(params), params)
         chosen = choose_codes(inner, params, state, code_format, min_size)
         _warn_if_mostly_wide(state, chosen, min_size)
@@ -196,11 +189,7 @@ def low_bit_state(
                 "with `optax_mp.convert_opt_state`."
             )
         check_gradients(params, updates, "low_bit_state")
-        before = jax.tree.map(
-            lambda x: dequantize(x) if is_quantized(x) else x,
-            state.inner_state,
-            is_leaf=is_quantized,
-        )
+        before = jax.tree.map(dequantize, state.inner_state, is_leaf=is_quantized)
         updates, after = update_inner(
             inner, updates, before, params, extra_args, "low_bit_state"
         )
@@ -209,7 +198,7 @@ def low_bit_state(
         return updates, make_state(count, inner_state)
 
     leafwise = leafwise_update(update_fn)
-    return Transformation.around(inner, init_fn, update_fn, leafwise)
+    return Transformation.around("low_bit_state", inner, init_fn, update_fn, leafwise)
 
 
 def _warn_if_mostly_wide(
@@ -222,24 +211,20 @@ def _warn_if_mostly_wide(
         chosen: how each of its leaves is quantized, or None.
         min_size: the number of elements that an array needs for that.
     """
-    wide: dict[str, int] = {}
-    coded = total = 0
-    for (path, leaf), code in zip(tree_leaves_with_path(state), chosen, strict=True):
-        size = leaf.size if is_floating(leaf) else 0
-        total += size
-        if code is None:
-            wide[f"{spell(path)} {describe(leaf)}"] = size
-        else:
-            coded += size
+    leaves = tree_leaves_with_path(state)
+    sizes = [leaf.size if is_floating(leaf) else 0 for _, leaf in leaves]
+    wide = [i for i, code in enumerate(chosen) if code is None]
+    total = sum(sizes)
+    coded = total - sum(sizes[i] for i in wide)
     if total < _LARGE_STATE or 2 * coded >= total:
         return
-    largest = max(wide, key=wide.__getitem__)
+    path, leaf = leaves[max(wide, key=sizes.__getitem__)]
     warn(
         f"low_bit_state: {coded / total:.0%} of the {total:,} numbers of the state are "
-        f"stored in codes; the largest array that is not is {largest}. Arrays of fewer "
-        f"than `min_size` ({min_size}) elements stay as they are, and so do those that "
-        "hold histories or weights and those that are not float32. Pass a smaller "
-        "`min_size`, or leave `low_bit_state` out."
+        f"stored in codes; the largest array that is not is {spell(path)} "
+        f"{describe(leaf)}. Arrays of fewer than `min_size` ({min_size}) elements stay "
+        "as they are, and so do those that hold histories or weights and those that "
+        "are not float32. Pass a smaller `min_size`, or leave `low_bit_state` out."
     )
 
 

@@ -47,17 +47,17 @@ def _rounding_keys(count: int, *parts: jax.Array) -> list[jax.Array]:
     return list(lax.split(keys, [1] * count))
 
 
-def check_seed(seed: Any, caller: str, *, or_none: bool = True) -> None:
-    """Raise unless `seed` is an integer, or None if that is allowed."""
+def check_seed(seed: Any, caller: str, or_none: str = "", remedy: str = "") -> None:
+    """Raise unless `seed` is an integer, or None if `or_none` says what that means."""
     if is_array(seed):  # where each member of a `vmap`, or each rank, has its own
         is_number = not seed.shape and jnp.issubdtype(seed.dtype, jnp.integer)
     else:
         is_number = isinstance(seed, Integral) and not isinstance(seed, bool)
-    if is_number or (or_none and seed is None):
-        return
-    expected = "an integer" + (", or None to round to nearest" if or_none else "")
-    shown = describe(seed) if is_array(seed) else repr(seed)
-    raise TypeError(f"{caller}: expected `seed` to be {expected}, got {shown}.")
+    if not is_number and not (or_none and seed is None):
+        shown = describe(seed) if is_array(seed) else repr(seed)
+        raise TypeError(
+            f"{caller}: expected `seed` to be an integer{or_none}, got {shown}{remedy}."
+        )
 
 
 def uniform_numbers(shape: tuple[int, ...], key: jax.Array) -> jax.Array:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._arguments import check_given_params, check_init_params, check_own_state
+from optax_mp._arguments import check_given_params, check_own_state
 from optax_mp._choose import choose_step
 from optax_mp._context import Transformation
-from optax_mp._descriptions import place_like_params, takes_descriptions
+from optax_mp._descriptions import place_like_params
 from optax_mp._dtypes import bits, difference
 from optax_mp._inner import InnerUpdate, as_inner_param, as_transformation, copy_shared
 from optax_mp._leaves import Leaves
@@ -22,7 +22,9 @@ from optax_mp.compact._random_numbers import (
     rounding_keys,
 )
 from optax_mp.leafwise._take_step import leafwise_update
-from optax_mp.scaling._mark import is_unmarked
+from optax_mp.scaling._unscale import is_unmarked
+
+_CALLER = "stochastic_rounding"
 
 
 class StochasticRoundingState(NamedTuple):
@@ -100,13 +102,11 @@ def stochastic_rounding(
         Zamirai et al., Revisiting BFloat16 Training, 2020,
         https://arxiv.org/abs/2010.06192
     """
-    inner = as_transformation(inner, "stochastic_rounding")
-    check_seed(seed, "stochastic_rounding", or_none=False)
+    inner = as_transformation(inner, _CALLER)
+    check_seed(seed, _CALLER)
 
-    @takes_descriptions
     def init_fn(params: optax.Params) -> StochasticRoundingState:
-        params = check_init_params(params, "stochastic_rounding")
-        leaves = Leaves.of(params, caller="stochastic_rounding")
+        leaves = Leaves.of(params, caller=_CALLER)
         for path, leaf in zip(leaves.paths, leaves.values, strict=True):
             if is_floating(leaf) and bits(leaf.dtype) < 16:
                 raise ValueError(
@@ -123,9 +123,9 @@ def stochastic_rounding(
     def update_fn(
         updates: Any, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, StochasticRoundingState]:
-        check_given_params(params, "stochastic_rounding")
-        check_own_state(state, StochasticRoundingState, "stochastic_rounding")
-        leaves = Leaves.of(params, caller="stochastic_rounding")
+        check_given_params(params, _CALLER)
+        check_own_state(state, StochasticRoundingState, _CALLER)
+        leaves = Leaves.of(params, caller=_CALLER)
         arguments = InnerUpdate.match(updates, params, leaves)
         _warn_unless_narrow(leaves)
         wide = list(map(_widen, leaves.values))
@@ -150,7 +150,7 @@ def stochastic_rounding(
         return choose_step(is_unmarked(updates, extra_args), step, state, extra_args)
 
     leafwise = leafwise_update(update_fn)
-    return Transformation.around(inner, init_fn, update_fn, leafwise)
+    return Transformation.around(_CALLER, inner, init_fn, update_fn, leafwise)
 
 
 # So that params of one shape and dtype are traced once.
@@ -169,9 +169,8 @@ def _warn_unless_narrow(params: Leaves) -> None:
         warn(
             "stochastic_rounding: there is nothing to round, because no param has 16 "
             f"bits (param {spell(params.paths[i])} is {describe(params.values[i])}). "
-            "If `equinox.apply_updates` promoted them, which adds float32 updates "
-            "without casting back, use `optax.apply_updates`, or cast them back with "
-            "`optax_mp.cast_floating`."
+            "If `equinox.apply_updates` promoted them, which does not cast back, use "
+            "`optax.apply_updates`, or cast them with `optax_mp.cast_floating`."
         )
 
 

@@ -61,12 +61,9 @@ def choose_cut(
         return None
     # Arrays that are not cut stay as they are. With automatic sharding only XLA knows
     # how.
-    is_cut = [after != before for after, before in zip(part, whole, strict=True)]
-    for by_dim in (whole, part):
-        by_dim[:] = [
-            names or None if cut else PartitionSpec.UNCONSTRAINED
-            for names, cut in zip(by_dim, is_cut, strict=True)
-        ]
+    pairs, rest = list(zip(whole, part, strict=True)), PartitionSpec.UNCONSTRAINED
+    whole = [rest if before == after else before or None for before, after in pairs]
+    part = [rest if before == after else after for before, after in pairs]
     return Cut(PartitionSpec(*whole), PartitionSpec(*part))
 
 
@@ -102,9 +99,9 @@ def specs_of_params(params: PyTree, param_specs: PyTree) -> list[PartitionSpec]:
                 "zero1: expected `param_specs` to hold PartitionSpecs or shardings, "
                 f"got {spec!r}."
             )
-        # Only a NamedSharding has a spec.
-        spec = spec if isinstance(spec, PartitionSpec) else getattr(spec, "spec", None)
-        specs.append(PartitionSpec() if spec is None else spec)
+        # Of shardings, only a NamedSharding has a spec.
+        is_spec = isinstance(spec, PartitionSpec)
+        specs.append(spec if is_spec else getattr(spec, "spec", PartitionSpec()))
     return specs
 
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import tree_leaves_with_path
 
-from optax_mp._arguments import check_init_params, check_whole_number
+from optax_mp._arguments import check_whole_number
 from optax_mp._context import Choice, Transformation, context_of, without_context
-from optax_mp._descriptions import place_like_params, takes_descriptions
+from optax_mp._descriptions import place_like_params
 from optax_mp._inner import as_transformation, copy_shared
 from optax_mp._jax._arrays import compiles, has_tracers, is_traced, split_traced
 from optax_mp._jax._memory import (
@@ -129,17 +129,12 @@ def offload(
         return inner
     _check_kind(memory_kind)
 
-    @takes_descriptions
     def init_fn(params: optax.Params) -> Any:
-        params = check_init_params(params, _CALLER)
         _check_memory_of(params)
         return _init(inner, params, Plan(min_size, chunk_bytes))
 
     def update_fn(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         if compiles() and not has_tracers((updates, state, params, extra_args)):
             warn(
@@ -157,9 +152,7 @@ def offload(
             grads, params, traced = given
             return inner.update(grads, kept, params, **traced, **known)
 
-        def step_between(
-            given: Any, kept: Any, proceed: Choice = True
-        ) -> tuple[Any, Any]:
+        def step_between(given: Any, kept: Any, proceed: Choice = True) -> Any:
             updates, new = run_between_moves(step, given, kept, proceed)
             return updates, _on_host(new, min_size)
 
@@ -172,7 +165,7 @@ def offload(
         result = run_from_host(step_between, given, state, plan, context.proceed)
         return result or step_between(given, state, context.proceed)
 
-    made = Transformation(init_fn, update_fn)
+    made = Transformation.around(_CALLER, inner, init_fn, update_fn)
     made.offloaded = Plan(min_size, chunk_bytes), param_shardings
     return made
 
@@ -194,7 +187,7 @@ def _check_kind(memory_kind: Any) -> None:
 
 def _check_memory_of(params: Any) -> None:
     """Raise if a param is on a device that has no memory of the host."""
-    for path, leaf in tree_flatten_with_path(params)[0]:
+    for path, leaf in tree_leaves_with_path(params):
         if not isinstance(leaf, jax.Array) or is_traced(leaf):
             continue
         device = min(leaf.devices(), key=lambda device: device.id)
@@ -273,11 +266,7 @@ def _groups(avals: Sequence[Any], plan: Plan) -> Iterator[list[int]]:
 
 
 def _compute(
-    program: Program,
-    outputs: Sequence[Any],
-    known: dict[Value, Any],
-    compiled: dict[Hashable, Any],
-    min_size: int,
+    program: Program, outputs: Sequence[Any], known: Any, compiled: Any, min_size: int
 ) -> list[Any]:
     """Return some outputs of a program. Equal computations are compiled once.
 
@@ -305,18 +294,15 @@ def _compute(
 
 def _warn_if_on_device(state: Any, min_size: int) -> None:
     """Warn if a large array of a state is not in host memory."""
-    for path, leaf in tree_flatten_with_path(state)[0]:
+    for path, leaf in tree_leaves_with_path(state):
         if _is_large(leaf, min_size) and not is_on_host(leaf):
             warn(
                 f"offload: expected {spell(path)} of the state in host memory, got "
-                f"{describe(leaf)} in device memory; this step moves it. If all steps "
-                "say so, `out_shardings` of `jit` move it back: leave them out for the "
-                'state, or give them `memory_kind="pinned_host"`. A checkpoint is '
-                "restored into `tx.init(params)`. Within another `offload`, leave one "
-                "of the two out. As what a loop or a branch carries, move the state "
-                "before, with `jax.device_put`. For `jit(...).lower` "
-                "give a `jax.ShapeDtypeStruct` a `NamedSharding` with this "
-                "`memory_kind`."
+                f"{describe(leaf)} in device memory; this step moves it. Restore "
+                "checkpoints into `tx.init(params)`; give `out_shardings` of `jit`, "
+                'and descriptions for `lower`, `memory_kind="pinned_host"`; move what '
+                "a loop or a branch carries before, with `jax.device_put`; and put no "
+                "`offload` into another."
             )
             return
 
@@ -324,22 +310,19 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
 def _state_shardings(
     state: Any,
     params: Any,
-    parts: Mapping[Path, tuple[tuple[int, ...], NamedSharding]] | None,
+    parts: Mapping[tuple[Path, tuple[int, ...]], NamedSharding] | None,
     param_shardings: Any,
 ) -> list[NamedSharding | None]:
     """Return how arrays of a state are sharded: as their params, None if unknown."""
     if params is None or (parts is None and param_shardings is None):
         return []
-    shapes = list(map(jnp.shape, jax.tree.leaves(params)))
+    places = [(path, jnp.shape(x)) for path, x in tree_leaves_with_path(params)]
     if parts is not None:
-        paths = (path for path, _ in tree_flatten_with_path(params)[0])
-        found = [parts.get(path, (None, None)) for path in paths]
-        both = zip(found, shapes, strict=True)
-        of_params = [x if shape == own else None for (shape, x), own in both]
+        of_params = list(map(parts.get, places))
     else:
         of_params = spread_shardings(params, param_shardings, _CALLER)
     both = zip(jax.tree.leaves(state), find_owners(state, params), strict=True)
     return [
-        of_params[at] if at is not None and jnp.shape(leaf) == shapes[at] else None
+        of_params[at] if at is not None and jnp.shape(leaf) == places[at][1] else None
         for leaf, at in both
     ]

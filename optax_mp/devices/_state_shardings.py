@@ -67,9 +67,8 @@ def _describe_params(params: PyTree, shardings: PyTree) -> PyTree:
     if shardings is None:
         shardings = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
     spread = spread_prefix(params, shardings, f"{_CALLER}: `shardings`")
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    both = zip(leaves, spread, strict=True)
-    return treedef.unflatten([_describe(*pair, s) for pair, s in both])
+    spread = jax.tree.structure(params).unflatten(spread)
+    return jax.tree_util.tree_map_with_path(_describe, params, spread)
 
 
 def _describe(path: Any, param: Any, sharding: Any) -> Any:

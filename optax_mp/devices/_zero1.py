@@ -1,6 +1,7 @@
 """zero1: an optimizer's state sharded over the axis of data parallelism."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from optax_mp._arguments import check_given_params, check_init_params
+from optax_mp._arguments import check_given_params
 from optax_mp._context import NewParam, Transformation, context_of, with_context
-from optax_mp._descriptions import fill_spec, place_like_params, takes_descriptions
+from optax_mp._descriptions import fill_spec, place_like_params
 from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation, update_inner
 from optax_mp._jax._arrays import has_explicit_axes
@@ -128,9 +129,7 @@ def zero1(
         leaves = Leaves.of(params, caller="zero1", name="`params`")
         return _Cuts.of(leaves, mesh, axes, specs_of_params(params, param_specs))
 
-    @takes_descriptions
     def init_fn(params: optax.Params) -> optax.OptState:
-        params = check_init_params(params, "zero1")
         cuts = cuts_of(params)
 
         def init_parts(given: optax.Params) -> optax.OptState:
@@ -140,15 +139,11 @@ def zero1(
         return TracedCall.of(init_parts, params).run()
 
     def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         cuts = cuts_of(check_given_params(params, "zero1"))
         takes_params = context_of(extra_args).takes_params
-        if takes_params:
-            extra_args = with_context(extra_args, takes_params=False)
+        extra_args = with_context(extra_args, takes_params=False)
         if dtype is not None:
             updates = cuts.sum(updates, dtype)
         if extra_args.get("grad") is not None:
@@ -167,7 +162,7 @@ def zero1(
         )
         return cuts.gather(parts, changes, takes_params), cuts.cut(state)
 
-    made = Transformation.around(inner, init_fn, update_fn)
+    made = Transformation.around("zero1", inner, init_fn, update_fn)
     made.makes_params = True
     return made
 
@@ -216,14 +211,14 @@ class _Cuts:
                 )
         return cls(leaves, mesh, axes, specs, by_param)
 
-    def shardings_of_parts(self) -> dict[Path, tuple[tuple[int, ...], NamedSharding]]:
-        """Return shape and sharding of the params once they are cut."""
+    def shardings_of_parts(self) -> dict[tuple[Path, tuple[int, ...]], NamedSharding]:
+        """Return the shardings of the params once they are cut, by path and shape."""
         found = {}
         both = zip(self.specs, self.by_param, strict=True)
         for i, (spec, cut) in enumerate(both):
             spec = spec if cut is None else fill_spec(cut.part, spec)
-            shape = jnp.shape(self.leaves.values[i])
-            found[self.leaves.paths[i]] = shape, NamedSharding(self.mesh, spec)
+            place = self.leaves.paths[i], jnp.shape(self.leaves.values[i])
+            found[place] = NamedSharding(self.mesh, spec)
         return found
 
     def cut(self, tree: PyTree) -> PyTree:
@@ -298,42 +293,33 @@ class _Cuts:
         for i, cut in enumerate(self.by_param):
             if cut is None or is_absent(updates[i]) or not is_floating(updates[i]):
                 continue
-            param = self.leaves.values[i]
-            updates[i] = _gather_update(
-                self.mesh, cut, param, parts[i], updates[i], takes_params
-            )
+            args = self.leaves.values[i], parts[i], updates[i], takes_params
+            updates[i] = _whole_update(partial(_gather, self.mesh, cut), *args)
         return self.leaves.unflatten(updates)
 
 
-def _gather_update(
-    mesh: Mesh,
-    cut: Cut,
-    param: jax.Array,
-    part: jax.Array,
-    change: jax.Array,
-    takes_params: bool,
+def _gather(mesh: Mesh, cut: Cut, x: jax.Array) -> jax.Array:
+    """Return a whole array from its parts."""
+    pattern = shard(as_pattern(x, x.dtype), mesh, cut.part)
+    return lax.bitcast_convert_type(shard(pattern, mesh, cut.whole), x.dtype)
+
+
+def _whole_update(
+    gather: Any, param: jax.Array, part: Any, change: Any, takes_params: bool
 ) -> Any:
     """Return the update of a whole param, from its part and the update of the part."""
-
-    def gather_bits(x: jax.Array) -> jax.Array:
-        # Gathered as integers, because XLA gathers 16-bit floats as float32 on CPUs.
-        pattern = lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits(x.dtype)}"))
-        return shard(shard(pattern, mesh, cut.part), mesh, cut.whole)
-
     if takes_params:
         with jax.numpy_dtype_promotion("standard"):
-            new = add(part, change)
-        return NewParam(lax.bitcast_convert_type(gather_bits(new), param.dtype))
+            return NewParam(gather(add(part, change)))
     if bits(change.dtype) <= bits(param.dtype):
-        return lax.bitcast_convert_type(gather_bits(change), change.dtype)
+        return gather(change)
     # The param has fewer bytes than its update, so the new param is gathered. The
     # update is its difference from the old one. Added to that, and rounded to the
     # narrow dtype, it gives exactly the new param.
-    new_bits = gather_bits((part.astype(change.dtype) + change).astype(param.dtype))
-    new = lax.bitcast_convert_type(new_bits, param.dtype)
+    new = gather((part.astype(change.dtype) + change).astype(param.dtype))
     difference = new.astype(change.dtype) - param.astype(change.dtype)
     # An update of -0.0 leaves every param unchanged, also -0.0 and an infinity.
-    is_unchanged = new_bits == lax.bitcast_convert_type(param, new_bits.dtype)
+    is_unchanged = as_pattern(new, new.dtype) == as_pattern(param, param.dtype)
     return jnp.where(is_unchanged, -jnp.zeros((), change.dtype), difference)
 
 

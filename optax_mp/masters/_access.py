@@ -7,17 +7,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_mp._arguments import check_state_first
+from optax_mp._arguments import check_nesting, check_state_first
 from optax_mp._boxes import plain_trees
-from optax_mp._dtypes import at_least_float32, round_to
+from optax_mp._dtypes import round_to
 from optax_mp._inner import copy_shared
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._memory import bring, put_beside
 from optax_mp._jax._sharding import reshard_beside
 from optax_mp._leaves import Leaves, is_absent
-from optax_mp._nesting import check_nesting
 from optax_mp._states import check_classes, find_states, map_states
-from optax_mp._tree import describe, is_floating, spell
+from optax_mp._tree import describe, in_float32, is_floating, spell
 from optax_mp.masters._settings import check_shape
 from optax_mp.masters._step import follow_edits
 from optax_mp.masters._storage import (
@@ -70,7 +69,7 @@ def master_params(opt_state: optax.OptState, params: optax.Params) -> optax.Para
     states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
     if not states:
         check_classes(opt_state, caller)
-        return copy_shared(jax.tree.map(_widen, params), params)
+        return copy_shared(in_float32(params), params)
     weights = list(leaves.values)
     for i, _, _, master in decode_all(leaves, states):
         weights[i] = master
@@ -152,7 +151,7 @@ def replace_master_params(
     new_leaves = leaves.match(new_master, "`new_master`")
 
     def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
-        where = f"{caller}: `new_master` at {spell(leaves.paths[i])}"
+        where = f"{caller}: expected `new_master` at {spell(leaves.paths[i])}"
         new = _like_old_master(new_leaves[i], old, where)
         remedy = (
             "Cast first, with `new_params = policy.cast_to_param(new_master)`; then "
@@ -285,9 +284,8 @@ def _decode(storage: Storage, stored: Any, params: Leaves, i: int) -> jax.Array:
 def _like_old_master(new: Any, old: jax.Array, where: str) -> jax.Array:
     """Return a copy of a new master with the dtype and sharding of the old one."""
     if not is_floating(new) or new.shape != old.shape:
-        caller, _, name = where.partition(": ")
         raise ValueError(
-            f"{caller}: expected {name} to be a floating array of the shape of the "
+            f"{where} to be a floating array of the shape of the "
             f"master {describe(old)}, got {describe(new)}."
         )
     return jnp.array(_beside(new, old), old.dtype, copy=True)
@@ -308,15 +306,9 @@ def check_param_is_rounded(
     if not storage.param_is_part:
         is_right |= ~jnp.isfinite(value)  # no edit, as `follow_edits` says
     if not bool(is_right.all()):
-        caller, _, name = where.partition(": ")
         raise ValueError(
-            f"{caller}: expected {name} to round to the param, as {storage} requires, "
+            f"{where} to round to the param, as {storage} requires, "
             f"got {describe(new)}, which does not round to {describe(param)} in "
             "`params`; a param that is not its master rounded was edited, and the "
             f"master follows it. {remedy}"
         )
-
-
-def _widen(leaf: Any) -> Any:
-    """Return a floating leaf in float32, if it is not as wide already."""
-    return leaf.astype(at_least_float32(leaf.dtype)) if is_floating(leaf) else leaf

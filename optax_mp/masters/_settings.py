@@ -85,8 +85,7 @@ class Settings(NamedTuple):
             raise ValueError(
                 f"mixed_precision: expected a state made with {self.storage}, the "
                 f"storage of this transform, got one made with {state.storage}{why}; "
-                "call `init` again, or convert it with "
-                "`optax_mp.convert_opt_state`, from a transform with its `storage`."
+                "call `init` again, or convert it with `optax_mp.convert_opt_state`."
             )
 
     def check_param(self, path: tuple[Any, ...], param: Any, stored: Any) -> None:

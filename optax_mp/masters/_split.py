@@ -80,6 +80,7 @@ class Split:
     """
 
     bits: int = 16
+    param_is_part = True  # it is the upper half of its master
 
     def __post_init__(self) -> None:
         """Check the width."""
@@ -87,11 +88,6 @@ class Split:
             raise ValueError(
                 f"Split: expected `bits` to be 8 or 16, got {self.bits!r}."
             )
-
-    @property
-    def param_is_part(self) -> bool:
-        """True: the param is the upper half of its master."""
-        return True
 
     def takes(self, param_dtype: jnp.dtype, master_dtype: jnp.dtype) -> bool:
         """Return whether it is a 16-bit param of a float32 master."""

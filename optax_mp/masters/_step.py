@@ -87,13 +87,13 @@ class Step:
         return self.settings.update_dtype_of(param, grad, has_master)
 
     def run(
-        self,
-        inner: optax.GradientTransformationExtraArgs,
-        inner_state: Any,
-        last_exact: jax.Array | None,
-        extra_args: dict[str, Any],
+        self, inner: Any, before: tuple[Any, Any, Any], extra_args: dict[str, Any]
     ) -> tuple[list[Any], tuple[list[Any], Any, jax.Array | None]]:
-        """Return (updates, (stored, inner state, exact)) after an update of `inner`."""
+        """Return (updates, (stored, inner state, exact)) after an update of `inner`.
+
+        `before` is what the state has of these, and stays in a skipped step.
+        """
+        _, inner_state, last_exact = before
         seen_by_inner, stored = self._decode(last_exact), list(self.stored)
 
         def advance(i: int, change: Any) -> jax.Array:
@@ -107,8 +107,7 @@ class Step:
         )
         if last_exact is not None:
             # Of the old one, whose type may vary over the ranks of a mesh.
-            is_exact = self._is_exact
-            last_exact = last_exact | True if is_exact else last_exact & False
+            last_exact = last_exact | True if self._is_exact else last_exact & False
         return updates, (stored, inner_state, last_exact)
 
     def _advance_leaf(self, i: int, master: Any) -> tuple[Any, jax.Array]:

@@ -16,6 +16,7 @@ import optax
 from optax_mp._dtypes import bits
 from optax_mp._inner import copy_shared
 from optax_mp._leaves import Leaves, is_absent
+from optax_mp._quantized import type_with
 from optax_mp._states import inner_field
 from optax_mp._tree import (
     PyTree,
@@ -26,7 +27,6 @@ from optax_mp._tree import (
     is_inexact,
     spell,
 )
-from optax_mp._typed import type_with
 from optax_mp._warnings import warn
 
 # The hash, because a storage becomes part of the state's type.
@@ -128,10 +128,7 @@ class FullCopy:
         ('float32', 8)
     """
 
-    @property
-    def param_is_part(self) -> bool:
-        """False: what is stored is the master itself."""
-        return False
+    param_is_part = False  # what is stored is the master itself
 
     def takes(self, param_dtype: jnp.dtype, master_dtype: jnp.dtype) -> bool:
         """Return whether the param is narrower than the master."""
@@ -139,19 +136,16 @@ class FullCopy:
 
     def encode(self, master: jax.Array, param: jax.Array) -> jax.Array:
         """Return the master itself."""
-        del param
         return master
 
     def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
         """Return the stored master."""
-        del param
         return stored
 
     def advance(
         self, stored: jax.Array, param: jax.Array, master: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return the new master twice: to store it, and to round the param from it."""
-        del stored, param
         return master, master
 
 
@@ -256,8 +250,7 @@ def check_storable(
         raise ValueError(
             f"mixed_precision: expected {where} to have a dtype of weights in "
             f"training, such as float8_e4m3fn, got {dtype}, which has neither a sign "
-            "nor zero; wrap the optimizer in `optax.masked` if this leaf, such as the "
-            "scales of blocks, is not trained."
+            "nor zero; wrap the optimizer in `optax.masked` if it is not trained."
         )
     if not storage.takes(dtype, master_dtype):
         raise ValueError(
@@ -281,9 +274,8 @@ def warn_unless_stored(
         warn(
             f"mixed_precision: the storage {storage} stores nothing, because no param "
             f"is {list_taken_dtypes(storage, master_dtype)} (param {spell(path)} is "
-            f"{describe(param)}): each param is its own master. If you meant to train "
-            "in 16 bits, cast the params with `optax_mp.cast_floating` before `init`, "
-            "or pass `param_dtype` if you cast them later."
+            f"{describe(param)}): each param is its own master. To train in 16 bits, "
+            "cast the params before `init`, or pass `param_dtype` and cast them later."
         )
 
 

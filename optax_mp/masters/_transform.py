@@ -1,5 +1,6 @@
 """mixed_precision: high-precision masters for any optimizer."""
 
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -8,10 +9,9 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from optax_mp._arguments import check_init_params
 from optax_mp._choose import choose_step
 from optax_mp._context import Transformation
-from optax_mp._descriptions import place_like_params, takes_descriptions
+from optax_mp._descriptions import place_like_params
 from optax_mp._dtypes import bits, round_to
 from optax_mp._inner import as_inner_param, as_transformation, copy_shared
 from optax_mp._jax._dataflow import depending_outputs
@@ -33,7 +33,7 @@ from optax_mp.masters._storage import (
     store,
     warn_unless_stored,
 )
-from optax_mp.scaling._mark import is_unmarked
+from optax_mp.scaling._unscale import is_unmarked
 
 _CALLER = "mixed_precision"
 UpdateDType = DTypeLike | Literal["params"] | None
@@ -133,9 +133,7 @@ def mixed_precision(
     settings = Settings.of(master_dtype, param_dtype, update_dtype, storage)
     make_state = state_type(storage)
 
-    @takes_descriptions
     def init_fn(params: optax.Params) -> MixedPrecisionState:
-        params = check_init_params(params, _CALLER)
         if isinstance(param_dtype, Policy):
             warn_unmatched_patterns(param_dtype, params, _CALLER)
         leaves = Leaves.of(params, caller=_CALLER)
@@ -153,22 +151,16 @@ def mixed_precision(
         step = Step.match(updates, state, params, settings)
         leaves = step.arguments.params
 
-        def run_step(
-            before: tuple[Any, Any, Any], extra_args: dict[str, Any]
-        ) -> tuple[Any, tuple[Any, Any, Any]]:
-            # `before[0]` is `step.stored`, which `choose_step` keeps in a skipped step.
-            return step.run(inner, *before[1:], extra_args)
-
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.
         before = step.stored, state.inner_state, state.last_exact
         proceed = is_unmarked(updates, extra_args)
-        out, after = choose_step(proceed, run_step, before, extra_args)
-        stored, *others = after
+        run_step = partial(step.run, inner)
+        out, (stored, *others) = choose_step(proceed, run_step, before, extra_args)
         return leaves.unflatten(out), make_state(leaves.unflatten(stored), *others)
 
     leafwise = leafwise_update(update_fn)
-    return Transformation.around(inner, init_fn, update_fn, leafwise)
+    return Transformation.around(_CALLER, inner, init_fn, update_fn, leafwise)
 
 
 def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[Any]]:
@@ -198,11 +190,7 @@ def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[A
 
 
 def _warn_of_frozen(
-    inner: optax.GradientTransformationExtraArgs,
-    params: Leaves,
-    stored: list[Any],
-    seen_by_inner: Any,
-    inner_state: Any,
+    inner: Any, params: Leaves, stored: list[Any], seen_by_inner: Any, inner_state: Any
 ) -> None:
     """Warn if a mask in `inner` freezes params that have masters.
 

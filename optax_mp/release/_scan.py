@@ -14,9 +14,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._contact import is_traced_by_jit
 from optax_mp._jax._memory import bring, put_beside
-from optax_mp._tree import is_inexact
+from optax_mp._tree import in_float32, is_inexact, is_key, only_inexact
 from optax_mp.leafwise._take_step import take_step
-from optax_mp.scaling._gradients import widen_gradients
 
 
 def scan_layers(
@@ -63,10 +62,8 @@ def scan_layers(
 
     def of_slices(carry: Any, weights: list[Any], others: list[Any]) -> Any:
         rest = iter(weights)
-        slices = [
-            next(rest) if is_released(x) else y
-            for x, y in zip(leaves, others, strict=True)
-        ]
+        # A leaf is never None, which is no leaf.
+        slices = [next(rest) if x is None else x for x in others]
         return block(carry, treedef.unflatten(slices))
 
     loop = _Loop(of_slices, {"reverse": reverse, "unroll": unroll})
@@ -99,7 +96,7 @@ class Stack:
     def step(self, grads: Any, opt_state: Any, weights: Any) -> tuple[Any, Any]:
         """Return (weights, opt_state) of one layer after its step."""
         # Else XLA may drop their rounding, and send float32 between devices.
-        grads = widen_gradients(lax.optimization_barrier(self.in_rows(grads)))
+        grads = in_float32(lax.optimization_barrier(self.in_rows(grads)))
         return take_step(
             self.tx, grads, opt_state, weights, param_shardings=self.shardings
         )
@@ -168,13 +165,9 @@ def is_released(x: Any) -> bool:
 _FLOAT_OF_SIZE = {1: "float8_e5m2", 2: "bfloat16", 4: "float32", 8: "float64"}
 
 
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def kind_of(x: Any) -> Any:
     """Return the dtype of an array, or the implementation of random keys."""
-    return jax.random.key_impl(x) if _is_key(x) else x.dtype
+    return jax.random.key_impl(x) if is_key(x) else x.dtype
 
 
 def _as_floats(tree: Any) -> Any:
@@ -183,7 +176,7 @@ def _as_floats(tree: Any) -> Any:
     def convert(x: Any) -> Any:
         if is_inexact(x):
             return x
-        x = jax.random.key_data(x) if _is_key(x) else x
+        x = jax.random.key_data(x) if is_key(x) else x
         if x.dtype == np.bool_:
             return x.astype(jnp.float32)
         return lax.bitcast_convert_type(x, _FLOAT_OF_SIZE[x.dtype.itemsize])
@@ -218,11 +211,6 @@ def _put(tree: Any, new: Any, index: Any) -> Any:
     return jax.tree.map(
         lambda x, y: lax.dynamic_update_slice_in_dim(x, y, index, 0), tree, new
     )
-
-
-def _floats(tree: Any) -> Any:
-    """Return gradients, None for what is not differentiated."""
-    return jax.tree.map(lambda x: x if is_inexact(x) else None, tree)
 
 
 @dataclass
@@ -273,7 +261,7 @@ class _Loop:
             self.like,
             cotangents,
         )
-        return _floats(self.pull_def.unflatten(needed)(filled))
+        return only_inexact(self.pull_def.unflatten(needed)(filled))
 
 
 def _stepping_scan(loop: _Loop) -> Callable[..., Any]:
@@ -284,11 +272,11 @@ def _stepping_scan(loop: _Loop) -> Callable[..., Any]:
         return loop.run([x.layers for x in released], carry, others, *consts)
 
     def scan_fwd(released: Any, carry: Any, others: Any, consts: Any) -> Any:
+        stacks = [x.stack for x in released]
+
         def body(carry: Any, slices: Any) -> Any:
             layers, others = slices
-            weights = [
-                x.stack.in_rows(w) for x, w in zip(released, layers, strict=True)
-            ]
+            weights = list(map(Stack.in_rows, stacks, layers))
             return loop.saving(carry, weights, others, *consts)
 
         layers = [x.layers for x in released]
@@ -298,7 +286,7 @@ def _stepping_scan(loop: _Loop) -> Callable[..., Any]:
     def scan_bwd(kept: Any, cotangents: Any) -> Any:
         released, saved, others, consts = kept
         stacks = [x.stack for x in released]
-        after, of_outputs = _floats(cotangents)
+        after, of_outputs = only_inexact(cotangents)
         arrays = [x.layers for x in released], [x.opt_state for x in released]
         _refuse_vmap(after, arrays[0])
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -158,8 +158,7 @@ def collectives_report(compiled: Any, params: optax.Params) -> CollectivesReport
     shardings = jax.tree.leaves(compiled.input_shardings)
     meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
     program = _Program(compiled.as_text() or "")
-    counts: Counter[Any] = Counter()
-    sent: Counter[Any] = Counter()
+    totals: Any = defaultdict(lambda: [0, 0])  # runs and bytes
     for kind, arrays, devices, sum_dtype, runs in program.collectives():
         axes = _axes_of(devices, meshes[0]) if meshes else []
         share = 1 - 1 / max(len(devices), 1)
@@ -169,12 +168,12 @@ def collectives_report(compiled: Any, params: optax.Params) -> CollectivesReport
         parts = math.prod(meshes[0].shape[x] for x in axes) if in_parts else 1
         for dtype, size in arrays:
             path = _path_of(size * parts, params, axes)
-            key = kind, path, ", ".join(axes), dtype, sum_dtype
-            counts[key] += runs
-            sent[key] += round(runs * share * size * _numbers(dtype)[0] / 8)
-    named: list[Any] = [(*key, n, sent[key]) for key, n in counts.items() if key[1]]
+            total = totals[kind, path, ", ".join(axes), dtype, sum_dtype]
+            total[0] += runs
+            total[1] += round(runs * share * size * _numbers(dtype)[0] / 8)
+    named: list[Any] = [(*key, *total) for key, total in totals.items() if key[1]]
     rows = (CollectiveRow(*x) for x in sorted(named, key=lambda x: -x[-1]))
-    others = sum(n for key, n in sent.items() if key[1] is None)
+    others = sum(n for key, (_, n) in totals.items() if key[1] is None)
     return CollectivesReport(tuple(rows), others)
 
 

@@ -14,12 +14,11 @@ from optax_mp._boxes import plain_trees
 from optax_mp._dtypes import bits
 from optax_mp._jax._memory import is_stored_on_host
 from optax_mp._quantized import Quantized
-from optax_mp._states import find_owners, find_states, holds_state
+from optax_mp._states import Path, find_owners, find_states, holds_state
 from optax_mp._table import Report, Table, axes_or_new, format_bytes
 from optax_mp._tree import PyTree, describe, is_array, is_floating, spell, summarize
 from optax_mp.masters._storage import MixedPrecisionState
 
-_Path = tuple[Any, ...]
 _PARAMS, _REST = "params", "rest"
 _SCALES = {"scales": "block scales", "shifts": "column scales"}
 # What plain float32 has not.
@@ -240,10 +239,12 @@ def _state_rows(opt_state: PyTree, params: PyTree) -> Iterator[MemoryRow]:
     param_paths = [path for path, _ in tree_leaves_with_path(params)]
     found = find_owners(opt_state, params)
     quantized = {path for path, _ in find_states(opt_state, Quantized)}
-    masters = {
-        (*path, GetAttrKey("master_params")): _role_of_masters(state)
-        for path, state in find_states(opt_state, MixedPrecisionState)
-    }
+    masters = {}
+    for path, state in find_states(opt_state, MixedPrecisionState):
+        # A state that was built by hand does not name its storage.
+        is_part = getattr(state.storage, "param_is_part", False)
+        role = "remainders" if is_part else "masters"
+        masters[(*path, GetAttrKey("master_params"))] = role
     for (path, leaf), owner in zip(leaves, found, strict=True):
         if not is_array(leaf):
             continue
@@ -263,13 +264,7 @@ def _state_rows(opt_state: PyTree, params: PyTree) -> Iterator[MemoryRow]:
         yield _row(role, path, param, leaf, quantized=is_codes)
 
 
-def _role_of_masters(state: MixedPrecisionState) -> str:
-    # A state that was built by hand does not name its storage.
-    is_part = state.storage is not None and state.storage.param_is_part
-    return "remainders" if is_part else "masters"
-
-
-def _before_param(path: _Path, param: _Path | None) -> _Path:
+def _before_param(path: Path, param: Path | None) -> Path:
     """Return the path within a state up to where the path of a param begins."""
     # A quantized array is in the place of the whole box of the param.
     for end in (param, param[:-1]) if param else ():
@@ -279,7 +274,7 @@ def _before_param(path: _Path, param: _Path | None) -> _Path:
     return path
 
 
-def _field(path: _Path) -> str:
+def _field(path: Path) -> str:
     """Return the innermost field, or else dict key, that `path` leads through."""
     fields, keys = [], []
     for key in path:
@@ -295,7 +290,7 @@ def _field(path: _Path) -> str:
 
 
 def _row(
-    role: str, path: _Path, param: _Path | None, leaf: Any, quantized: bool = False
+    role: str, path: Path, param: Path | None, leaf: Any, quantized: bool = False
 ) -> MemoryRow:
     count = -(-_size(leaf) * bits(leaf.dtype) // 8)  # two codes of 4 bits in a byte
     plain = 4 * _size(leaf) if quantized or is_floating(leaf) else count

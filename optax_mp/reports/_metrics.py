@@ -18,6 +18,8 @@ from optax_mp.scaling._state import LossScaleState
 
 # Fields in which optax's states, and ours, count the steps of an optimizer.
 _STEP_COUNTS = ("count", "step_count", "gradient_step")
+# Fields of a loss scale that are logged by their names.
+_LOGGED = ("finite_count", "skipped_count", "total_skipped_count", "last_finite")
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 # States whose counts start anew, or at 1.
 _OTHER_COUNTS = (optax.contrib.ReduceLROnPlateauState, optax.contrib.ScheduleFreeState)
@@ -80,8 +82,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     # Beside a single loss scale, which may be a link in a chain, all steps are its own.
     steps = {} if scales[1:] else _of_steps(opt_state)
     groups = [
-        (path, _of_loss_scale(x) | (steps or _of_steps(x.inner_state)))
-        for path, x in scales
+        (path, _fields(x) | (steps or _of_steps(x.inner_state))) for path, x in scales
     ]
     scalars = _named(groups) or steps
     injected = find_states(opt_state, _INJECTED)
@@ -99,22 +100,15 @@ def _numbers(hyperparams: dict[str, Any]) -> dict[str, jax.Array]:
     return {k: x for k, x in hyperparams.items() if is_array(x) and not x.shape}
 
 
-def _of_loss_scale(state: LossScaleState) -> dict[str, jax.Array]:
-    return {
-        "loss_scale": state.scale,
-        "finite_count": state.finite_count,
-        "skipped_count": state.skipped_count,
-        "total_skipped_count": state.total_skipped_count,
-        "last_finite": state.last_finite,
-    }
+def _fields(state: LossScaleState) -> dict[str, jax.Array]:
+    return {"loss_scale": state.scale} | {x: getattr(state, x) for x in _LOGGED}
 
 
 def _of_steps(state: PyTree) -> dict[str, jax.Array]:
     # A count outside of `optax.MultiSteps` is of micro-steps.
     nested = [x for _, x in find_states(state, optax.MultiStepsState)]
-    state = [
-        x for x in nested if len(find_states(x, optax.MultiStepsState)) == 1
-    ] or state
+    innermost = [x for x in nested if len(find_states(x, optax.MultiStepsState)) == 1]
+    state = innermost or state
     others = [path for path, _ in find_states(state, _OTHER_COUNTS)]
     counts = [
         leaf

@@ -107,8 +107,7 @@ class PrecisionReport(Report):
         """
         total = _flops(self.products) or 1
         groups = _group(
-            self.wide_products,
-            lambda x: (x.line or x.primitive, _pattern(x)),
+            self.wide_products, lambda x: (x.line or x.primitive, _pattern(x))
         )
         cells = [("float32 at", "because of", "shapes", "runs", "FLOPs", "share")]
         for (place, _), group in groups[:_MOST_ROWS]:
@@ -309,11 +308,8 @@ def _argument_names(fun: Callable[..., Any], count: int) -> list[str]:
         declared = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         declared = []
-    names = [
-        x.name
-        for x in declared
-        if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
-    ]
+    # Kinds are ordered: the names of single positional arguments come first.
+    names = [x.name for x in declared if x.kind < x.VAR_POSITIONAL]
     rest = next((x.name for x in declared if x.kind == x.VAR_POSITIONAL), "args")
     return [*names, *(f"{rest}[{i}]" for i in range(count - len(names)))]
 

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path
 
+from optax_mp._descriptions import named_sharding
 from optax_mp._jax._by_platform import PLATFORMS, Target, explain, kind_here
 from optax_mp._table import Report, Table
 from optax_mp._tree import is_array, spell
@@ -154,7 +154,7 @@ def step_report(
         )
         ways = _ways((*whole, placed if param_shardings is None else told), counts)
 
-    placed = list(map(_named_sharding, jax.tree.leaves((opt_state, params))))
+    placed = list(map(named_sharding, jax.tree.leaves((opt_state, params))))
     leaves = tree_leaves_with_path(params)
     counts = [_device_count(leaf) for _, leaf in leaves]
     if not is_transformed(jax.tree.leaves((grads, opt_state, params))):
@@ -167,11 +167,6 @@ def step_report(
         for leaf in (x if is_array(x) else jnp.asarray(x),)  # a Python float
     ]
     return StepReport(tuple(rows))
-
-
-def _named_sharding(leaf: Any) -> NamedSharding | None:
-    sharding = getattr(leaf, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _device_count(leaf: Any) -> int:

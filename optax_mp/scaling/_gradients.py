@@ -13,15 +13,16 @@ import optax
 
 from optax_mp._arguments import check_state_first
 from optax_mp._boxes import plain
-from optax_mp._dtypes import at_least_float32
-from optax_mp._tree import describe, is_array, is_floating, is_inexact, summarize
-from optax_mp._warnings import (
-    Event,
-    count_event,
-    event_counts,
-    is_loss_scaled,
-    warn,
+from optax_mp._tree import (
+    as_array,
+    describe,
+    in_float32,
+    is_array,
+    is_floating,
+    only_inexact,
+    summarize,
 )
+from optax_mp._warnings import Event, count_event, event_counts, is_loss_scaled, warn
 from optax_mp.scaling._state import loss_scale_state
 from optax_mp.scaling._unscale import multiply
 
@@ -116,15 +117,21 @@ def value_and_grad(
         factor = None if state is None else state.scale
         before = event_counts()
         try:
-            result = differentiate(fun, argnums, has_aux, factor, args, kwargs, caller)
+            value, grads = differentiate(
+                fun, argnums, has_aux, factor, args, kwargs, caller
+            )
         except TypeError as error:
             _explain_missing_state(error, fun, (opt_state, *args), kwargs)
             raise
         if state is None:
             warn_if_unscaled(before, known_events)
         elif "scales its loss" in event_counts() - before:
-            _warn_of_loss_scaled_twice()
-        return result
+            warn(
+                "value_and_grad: the function scales its loss, by `scale_loss` or by a "
+                "`DynamicLossScale`, and `value_and_grad` scales it once more, so that "
+                "gradients are too large by the loss scale; return the loss itself."
+            )
+        return value, in_float32(grads)
 
     return evaluate
 
@@ -137,16 +144,14 @@ def differentiate(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     caller: str,
-    *,
-    widen: bool = True,
 ) -> tuple[Any, Any]:
     """Return the unscaled value of `fun`, and gradients times `factor`.
 
-    They are float32, or in the dtypes of the params unless `widen`.
+    In 16 bits, small ones would be lost when they are unscaled or accumulated: callers
+    bring them to float32.
     """
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     trees = _differentiated(chosen, args, caller)
-    variables = jax.tree.map(lambda x: x if is_inexact(x) else None, trees)
 
     def scaled_loss(variables: Any) -> tuple[Any, Any]:
         new_args = list(args)
@@ -158,21 +163,10 @@ def differentiate(
         return loss if factor is None else multiply(loss, factor), value
 
     # Not `jax.value_and_grad`: its value would be the scaled loss.
-    grads, value = jax.grad(scaled_loss, has_aux=True)(variables)
+    grads, value = jax.grad(scaled_loss, has_aux=True)(only_inexact(trees))
     if any(g.dtype == jnp.float16 for g in jax.tree.leaves(grads)):
         count_event("computes in float16")
-    grads = widen_gradients(grads) if widen else grads
     return value, grads[0] if isinstance(argnums, int) else tuple(grads)
-
-
-def widen_gradients(grads: Any) -> Any:
-    """Return gradients in float32 or wider.
-
-    In 16 bits, small ones would be lost when they are unscaled or accumulated.
-    """
-    return jax.tree.map(
-        lambda g: g.astype(at_least_float32(g.dtype)) if is_floating(g) else g, grads
-    )
 
 
 def _with_float_arrays(tree: Any) -> Any:
@@ -182,11 +176,7 @@ def _with_float_arrays(tree: Any) -> Any:
     """
     equinox = sys.modules.get("equinox")
     module = () if equinox is None else equinox.Module
-    return jax.tree.map(
-        lambda x: jnp.asarray(x) if isinstance(x, float | complex) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, module),
-    )
+    return jax.tree.map(as_array, tree, is_leaf=lambda x: isinstance(x, module))
 
 
 def _loss_of(value: Any, has_aux: bool, caller: str) -> Any:
@@ -224,8 +214,8 @@ def _differentiated(
                 f"of the function were given; call as {call}."
             )
     trees = [_with_float_arrays(args[i]) for i in chosen]
-    leaves = jax.tree.leaves(trees)
-    if any(map(is_array, leaves)) and not any(map(is_inexact, leaves)):
+    has_arrays = any(map(is_array, jax.tree.leaves(trees)))
+    if has_arrays and not jax.tree.leaves(only_inexact(trees)):
         shown = " and ".join(summarize(args[i]) for i in chosen)
         raise TypeError(
             f"{caller}: expected floating arrays in the argument to differentiate, got "
@@ -264,18 +254,8 @@ def warn_if_unscaled(before: Counter[Event], known_events: set[Event]) -> None:
             "value_and_grad: gradients are computed in float16, and `opt_state` holds "
             "no loss scale, so that values below 6e-8 become 0; put "
             "`optax_mp.dynamic_loss_scale` around the optimizer, or use bfloat16. If "
-            "the loss is scaled in another way, ignore this warning "
-            "(`optax_mp.MixedPrecisionWarning`)."
+            "the loss is scaled in another way, ignore this MixedPrecisionWarning."
         )
-
-
-def _warn_of_loss_scaled_twice() -> None:
-    warn(
-        "value_and_grad: the function scales its loss, by `scale_loss` or by a "
-        "`DynamicLossScale`, and `value_and_grad` scales it once more, so that "
-        "gradients are too large by the loss scale; return the loss itself from the "
-        "function."
-    )
 
 
 def _explain_missing_state(

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_mp._arguments import check_init_params, check_own_state
+from optax_mp._arguments import check_own_state
 from optax_mp._choose import choose_step
 from optax_mp._context import Transformation
-from optax_mp._descriptions import takes_descriptions
 from optax_mp._inner import (
     as_transformation,
     check_gradients,
@@ -21,26 +20,17 @@ from optax_mp._inner import (
 )
 from optax_mp._jax._arrays import is_traced
 from optax_mp.leafwise._take_step import leafwise_update
-from optax_mp.scaling._mark import mark_skipped
 from optax_mp.scaling._overwrite import (
+    hand_on_overwritten,
     hide_overwritten,
-    restore_overwritten,
     update_overwritten,
-    warn_if_overwritten,
 )
-from optax_mp.scaling._rule import (
-    ScaleCounters,
-    ScaleRule,
-    adjust,
-    as_count,
-    check_settings,
-    count_up,
-)
+from optax_mp.scaling._rule import ScaleRule, adjust, as_count, check_settings, count_up
 from optax_mp.scaling._state import LossScaleState, warn_unless_scaled
-from optax_mp.scaling._unscale import ALL_FINITE, divide, unscale
+from optax_mp.scaling._unscale import ALL_FINITE, divide, mark_skipped, unscale
 
-# Takes the counters and whether gradients were finite, and returns the new counters.
-Adjust = Callable[[ScaleCounters, jax.Array], ScaleCounters]
+# Takes the state and whether gradients were finite, and returns it with new counters.
+Adjust = Callable[[LossScaleState, jax.Array], LossScaleState]
 
 
 def dynamic_loss_scale(
@@ -124,8 +114,7 @@ def dynamic_loss_scale(
     caller = "dynamic_loss_scale"
     # Alone first: the errors on two of them show both.
     check_settings(caller, **rule._asdict(), init_scale=init_scale)
-    low, high = float(min_scale), float(max_scale)
-    start = float(init_scale)
+    low, start, high = map(float, (min_scale, init_scale, max_scale))
     if not low <= start <= high:
         raise ValueError(
             f"{caller}: expected `init_scale` to be a scale from `min_scale` {low} to "
@@ -172,27 +161,22 @@ def static_loss_scale(
     check_settings(caller, scale=scale)
 
     # The scale stays, but the state still says how many steps in a row were finite.
-    def count_finite(counters: ScaleCounters, finite: jax.Array) -> ScaleCounters:
-        finite_count = jnp.where(finite, count_up(counters.finite_count), 0)
-        return counters._replace(finite_count=finite_count)
+    def count_finite(state: LossScaleState, finite: jax.Array) -> LossScaleState:
+        finite_count = jnp.where(finite, count_up(state.finite_count), 0)
+        return state._replace(finite_count=finite_count)
 
     counters = float(scale), 0, 1
     return _loss_scaling(inner, caller, counters, count_finite, axis_name)
 
 
 def _loss_scaling(
-    inner: optax.GradientTransformation | None,
-    caller: str,
-    start: tuple[float, int, int],
-    adjust_counters: Adjust,
-    axis_name: Any,
+    inner: Any, caller: str, start: tuple[Any, ...], count: Adjust, axis_name: Any
 ) -> optax.GradientTransformationExtraArgs:
     wrapped: Any = None if inner is None else as_transformation(inner, caller)
 
-    @takes_descriptions
     def init_fn(params: optax.Params) -> LossScaleState:
         # `inner` never updates overwritten leaves, so it needs no moments for them.
-        inner_params = hide_overwritten(check_init_params(params, caller))
+        inner_params = hide_overwritten(params)
         scale, *counts = start
         inner_state = wrapped.init(inner_params) if wrapped else optax.EmptyState()
         return LossScaleState(
@@ -204,10 +188,7 @@ def _loss_scaling(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LossScaleState]:
         check_own_state(state, LossScaleState, caller)
         check_gradients(params, updates, caller)
@@ -224,13 +205,12 @@ def _loss_scaling(
             if dropped_count is not None:
                 is_complete = lax.pmax(dropped_count, axis_name) == 0
         finite = bad_index == ALL_FINITE
-        counters = ScaleCounters(state.scale, state.finite_count, state.hysteresis_left)
-        counters = adjust_counters(counters, finite & is_complete)
-        new_state = _next_state(state, bad_index, finite, counters)
+        new_state = count(state, finite & is_complete)
+        new_state = _count_skipped(new_state, finite, bad_index)
         if wrapped is None:
-            warn_if_overwritten(updates, caller)
             # The links that follow run in any case, so mark the gradients for them.
-            return restore_overwritten(mark_skipped(finite, grads), updates), new_state
+            marked = mark_skipped(finite, grads)
+            return hand_on_overwritten(marked, updates, caller), new_state
         if extra_args.get("grad") is not None:
             # A line search compares it with the updates and the unscaled loss.
             hidden = hide_overwritten(extra_args["grad"])
@@ -248,19 +228,15 @@ def _loss_scaling(
         return out, new_state._replace(inner_state=inner_state)
 
     leafwise = None if wrapped is None else leafwise_update(update_fn)
-    return Transformation.around(wrapped, init_fn, update_fn, leafwise)
+    return Transformation.around(caller, wrapped, init_fn, update_fn, leafwise)
 
 
-def _next_state(
-    state: LossScaleState,
-    bad_index: jax.Array,
-    finite: jax.Array,
-    counters: ScaleCounters,
+def _count_skipped(
+    state: LossScaleState, finite: jax.Array, bad_index: jax.Array
 ) -> LossScaleState:
-    """Return the state after a step whose gradients were `finite` or not."""
+    """Return the state with what it says of skipped steps, after one more step."""
     total = state.total_skipped_count
     return state._replace(
-        **counters._asdict(),
         skipped_count=jnp.where(finite, 0, count_up(state.skipped_count)),
         total_skipped_count=jnp.where(finite, total, count_up(total)),
         last_finite=finite,

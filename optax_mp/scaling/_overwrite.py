@@ -11,12 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.tree_util import (
-    DictKey,
-    GetAttrKey,
-    tree_flatten_with_path,
-    tree_map_with_path,
-)
+from jax.tree_util import DictKey, GetAttrKey, tree_leaves_with_path, tree_map_with_path
 
 from optax_mp._arguments import check_given_params
 from optax_mp._dtypes import at_least_float32, difference
@@ -38,24 +33,22 @@ def hide_overwritten(tree: PyTree) -> PyTree:
     )
 
 
-def restore_overwritten(tree: PyTree, original: PyTree) -> PyTree:
-    """Return `tree` with the leaves of `original` in the place of the hidden ones."""
-    if not _has_overwritten(original):
+def hand_on_overwritten(tree: PyTree, grads: PyTree, caller: str) -> PyTree:
+    """Return `tree` with the leaves of `grads` in the place of the hidden ones.
+
+    Warns that a link of a chain cannot overwrite these.
+    """
+    if not _has_overwritten(grads):
         return tree
-    return tree_map_with_path(
-        lambda path, old, new: old if _is_overwritten(path) else new, original, tree
+    warn(
+        f"{caller}: gradients under {_COLLECTION!r} are to take the place of their "
+        "params. As a link of a chain this transform only hands them on, and an "
+        "optimizer after it moves these params as if they were weights; put "
+        f"`optax_mp.{caller}` around the optimizer."
     )
-
-
-def warn_if_overwritten(grads: PyTree, caller: str) -> None:
-    """Warn that a link of a chain cannot overwrite leaves."""
-    if _has_overwritten(grads):
-        warn(
-            f"{caller}: gradients under {_COLLECTION!r} are to take the place of their "
-            "params. As a link of a chain this transform only hands them on, "
-            "and an optimizer after it moves these params as if they were weights; "
-            f"put `optax_mp.{caller}` around the optimizer."
-        )
+    return tree_map_with_path(
+        lambda path, old, new: old if _is_overwritten(path) else new, grads, tree
+    )
 
 
 def update_overwritten(
@@ -82,9 +75,7 @@ def change_to(target: Any, param: Any) -> jax.Array:
     target, param = jnp.asarray(target), jnp.asarray(param)
     if not is_floating(target):
         return target - param
-    wide = jnp.promote_types(
-        at_least_float32(target.dtype), at_least_float32(param.dtype)
-    )
+    wide = jnp.promote_types(*(at_least_float32(x.dtype) for x in (target, param)))
     start, goal = param.astype(wide), target.astype(wide)
     # A float16 param would round a float32 target of 1e-9 to 0.
     least = wide.type(jnp.finfo(param.dtype).smallest_subnormal)
@@ -99,7 +90,7 @@ def change_to(target: Any, param: Any) -> jax.Array:
 
 
 def _has_overwritten(tree: PyTree) -> bool:
-    paths = [path for path, _ in tree_flatten_with_path(tree)[0]]
+    paths = [path for path, _ in tree_leaves_with_path(tree)]
     return not _KEYS.isdisjoint(chain.from_iterable(paths))
 
 

@@ -101,11 +101,12 @@ class ScaleCounters(NamedTuple):
     hysteresis_left: jax.Array
 
 
-def adjust(
-    rule: ScaleRule, counters: ScaleCounters, finite: jax.Array
-) -> ScaleCounters:
-    """Return the counters after a step whose gradients were `finite` or not."""
-    scale, finite_count, hysteresis_left = counters
+def adjust(rule: ScaleRule, counters: Any, finite: jax.Array) -> Any:
+    """Return the counters after a step whose gradients were `finite` or not.
+
+    Those are `ScaleCounters`, or the state that begins with the same fields.
+    """
+    scale, finite_count, hysteresis_left, *_ = counters
     # Counted up before it is compared: growth comes after exactly `growth_interval`
     # finite steps, as in torch. (flax compares first and needs one step more.)
     finite_count = jnp.where(finite, count_up(finite_count), 0)
@@ -127,10 +128,10 @@ def adjust(
     # otherwise spend its hysteresis once and never get it back.
     hysteresis = as_count(rule.hysteresis)
     hysteresis_left = jnp.where(is_due, hysteresis, hysteresis_left)
-    return ScaleCounters(
-        scale,
-        jnp.where(is_due, 0, finite_count),
-        jnp.minimum(hysteresis_left, hysteresis),
+    return counters._replace(
+        scale=scale,
+        finite_count=jnp.where(is_due, 0, finite_count),
+        hysteresis_left=jnp.minimum(hysteresis_left, hysteresis),
     )
 
 

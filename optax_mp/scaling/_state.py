@@ -8,21 +8,13 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 
-from optax_mp._arguments import check_opt_state, warn_unless_state
+from optax_mp._arguments import check_nesting, check_opt_state, warn_unless_state
 from optax_mp._boxes import plain, plain_trees
 from optax_mp._inner import copy_shared
 from optax_mp._jax._arrays import is_traced
 from optax_mp._leaves import is_absent
-from optax_mp._nesting import check_nesting
 from optax_mp._states import check_classes, find_states, inner_field
-from optax_mp._tree import (
-    PyTree,
-    describe,
-    is_array,
-    is_floating,
-    nonfinite_paths,
-    spell,
-)
+from optax_mp._tree import describe, is_array, is_floating, nonfinite_paths, spell
 from optax_mp._warnings import event_counts, is_loss_scaled, warn
 from optax_mp.scaling._rule import check_number
 
@@ -187,7 +179,11 @@ def check_loss_scale(
         )
     state = jax.device_get(state._replace(inner_state=()))
     state, member, (params, grads) = _worst_member(state, (params, grads))
-    _warn_if_never_scaled(state)
+    # The counters cannot tell: without the scale nothing overflows, and the scale grows
+    # to its bound, after thousands of steps with gradients divided by it.
+    if state.scale != 1 and state.finite_count > 0 and state.total_skipped_count == 0:
+        scale = f"is {state.scale:g}, no step was ever skipped"
+        warn_unless_scaled("check_loss_scale", scale)
     _warn_of_small_gradients(state, grads)
     if state.skipped_count <= max_skipped:
         return
@@ -211,8 +207,8 @@ def check_loss_scale(
 
 
 def _worst_member(
-    state: LossScaleState, trees: PyTree
-) -> tuple[LossScaleState, tuple[int, ...], PyTree]:
+    state: LossScaleState, trees: Any
+) -> tuple[LossScaleState, tuple[int, ...], Any]:
     """Return the state of the member with most skipped steps, its index, and its trees.
 
     The counters of a state have leading axes under `vmap` over seeds, or `pmap`. A
@@ -258,7 +254,7 @@ def _explain_cause(state: LossScaleState, params: Any) -> str:
     )
 
 
-def _sizes(tree: PyTree) -> list[tuple[float, str]]:
+def _sizes(tree: Any) -> list[tuple[float, str]]:
     """Return the largest magnitude in each floating leaf, NaN as inf, and its path."""
     return [
         (float(jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf))), spell(path))
@@ -279,19 +275,6 @@ def _name_leaf(index: int, opt_state: Any, params: Any) -> str:
     return f"number {index} of the gradients that the loss scale sees, counted from 0"
 
 
-def _warn_if_never_scaled(state: LossScaleState) -> None:
-    """Warn after finite steps whose gradients nobody can have scaled.
-
-    The counters cannot tell: without the scale nothing overflows, and the scale grows
-    to its bound, after thousands of steps with gradients divided by it.
-    """
-    has_stepped = state.finite_count > 0 and state.total_skipped_count == 0
-    if state.scale != 1 and has_stepped:
-        warn_unless_scaled(
-            "check_loss_scale", f"is {state.scale:g}, no step was ever skipped"
-        )
-
-
 def warn_unless_scaled(caller: str, scale: str) -> None:
     """Warn if no loss was scaled in this process.
 
@@ -304,13 +287,12 @@ def warn_unless_scaled(caller: str, scale: str) -> None:
             f"{caller}: the loss scale {scale}, and no loss was scaled in this "
             "process, so gradients are probably not scaled. They are divided by the "
             "scale all the same: take them with `optax_mp.value_and_grad(loss)("
-            "opt_state, params, ...)`, or of `optax_mp.scale_loss(loss, opt_state)` "
-            "instead of a product of your own. If nothing is computed in float16, no "
-            "loss scale is needed; `optax_mp.static_loss_scale` skips non-finite steps."
+            "opt_state, params, ...)`, or of `optax_mp.scale_loss(loss, opt_state)`. "
+            "Without float16, `optax_mp.static_loss_scale` skips non-finite steps."
         )
 
 
-def _warn_of_small_gradients(state: LossScaleState, grads: PyTree) -> None:
+def _warn_of_small_gradients(state: LossScaleState, grads: Any) -> None:
     """Warn if gradients look plausible as they are, but not once they are unscaled.
 
     A gradient of 0.1 may be a large one that was unscaled by hand, or a scaled one of
@@ -323,7 +305,6 @@ def _warn_of_small_gradients(state: LossScaleState, grads: PyTree) -> None:
             f"check_loss_scale: expected a norm of {_SMALL_NORM} or more for the "
             f"unscaled gradients, got {norm / state.scale:.1g}, as the norm of `grads` "
             f"is {norm:.3g} and the loss scale is {state.scale:g}; they were probably "
-            "clipped or unscaled before `tx.update`, which unscales them. Pass it the "
-            "gradients of `value_and_grad` as they are, and clip inside, as "
-            "`optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
+            "clipped or unscaled before `tx.update`, which unscales them. Clip inside, "
+            "as `optax_mp.dynamic_loss_scale(optax.chain(clip, ...))`."
         )

@@ -1,6 +1,17 @@
-"""Multiply and divide trees by a loss scale in float32, and check the result."""
+"""Multiply and divide trees by a loss scale, check them, and mark a skipped step.
 
-from collections.abc import Callable
+A link of `optax.chain` cannot stop those that follow. It hands them negative zeros:
+numerically zero for every optimizer, and real gradients are hardly ever all negative
+zeros. If a later `mixed_precision` finds nothing but negative zeros, it skips the step.
+
+The search for the mark reads all gradients once more, and needs a collective if they
+are sharded. So optimizers search only after a link has run its first update in this
+process. No other call to this package changes the effect of a later one.
+docs/design/mark.md says what follows from that, and which other marks were tried.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -9,9 +20,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from optax_mp._dtypes import at_least_float32
+from optax_mp._choose import or_negative_zeros
+from optax_mp._context import Choice, context_of
+from optax_mp._dtypes import at_least_float32, bits
+from optax_mp._jax._contact import varies_by_rank
+from optax_mp._jax._sharding import constant_like
 from optax_mp._leaves import is_absent
-from optax_mp._tree import PyTree, is_inexact, leaf_finite
+from optax_mp._tree import PyTree, all_true, is_inexact, leaf_finite
+from optax_mp.scaling._overwrite import hide_overwritten
 
 # In the place of an index, where all leaves are finite. Larger than any index, so that
 # the minimum over leaves, and over ranks, is the first leaf that is not.
@@ -41,17 +57,12 @@ def unscale(grads: PyTree, scale: jax.Array) -> tuple[PyTree, jax.Array]:
     # indices: a param that is not trained has None as its gradient.
     leaves = enumerate(jax.tree.leaves(unscaled, is_leaf=is_absent))
     finite = {i: leaf_finite(leaf) for i, leaf in leaves if is_inexact(leaf)}
-    return unscaled, _first_false(finite)
-
-
-def _first_false(flags: dict[int, jax.Array]) -> jax.Array:
-    """Return the least index whose flag is False, or `ALL_FINITE`, as an int32."""
-    if not flags:
-        return jnp.int32(ALL_FINITE)
-    indices = jnp.array(list(flags), jnp.int32)
-    bad = jnp.where(jnp.stack(list(flags.values())), ALL_FINITE, indices)
+    if not finite:
+        return unscaled, jnp.int32(ALL_FINITE)
+    indices = jnp.array(list(finite), jnp.int32)
+    bad = jnp.where(jnp.stack(list(finite.values())), ALL_FINITE, indices)
     # The minimum, by a sort, for the reason that `all_true` gives.
-    return lax.sort(bad)[0]
+    return unscaled, lax.sort(bad)[0]
 
 
 def _multiply(tree: PyTree, factor_as: Callable[[jnp.dtype], jax.Array]) -> PyTree:
@@ -67,3 +78,45 @@ def _multiply(tree: PyTree, factor_as: Callable[[jnp.dtype], jax.Array]) -> PyTr
         return lax.mul(array.astype(wide), factor(wide))
 
     return jax.tree.map(product, tree)
+
+
+# Whether a link has run. Never reset: the garbage collector would decide how long one
+# exists, and a link that `optax.inject_hyperparams` makes lives for one call.
+_a_link_ran = threading.Event()
+
+
+def mark_skipped(finite: jax.Array, grads: PyTree) -> PyTree:
+    """Return gradients for the links that follow: negative zeros in a skipped step."""
+    _a_link_ran.set()
+    return jax.tree.map(lambda grad: or_negative_zeros(finite, grad), grads)
+
+
+def is_unmarked(grads: PyTree, extra_args: Mapping[str, Any]) -> Choice:
+    """Return whether to take the step; a plain True if there cannot be a mark.
+
+    A link hands on float32 or wider gradients. So if one has 16 bits, there is none.
+    Nor is there one if the wrapper directly around decides what is skipped.
+    """
+    if not _a_link_ran.is_set() or context_of(extra_args).proceed is not True:
+        return True
+    # A link does not mark the gradients of overwritten leaves.
+    grads = hide_overwritten(grads)
+    leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x) and x.size]
+    if not leaves or any(bits(leaf.dtype) < 32 for leaf in leaves):
+        return True
+    # Under shard_map a rank sees only its own part of such gradients, and values that
+    # are equal on all ranks must not depend on that part.
+    if any(map(varies_by_rank, leaves)):
+        return True
+    return ~all_true([_is_negative_zero(leaf) for leaf in leaves])
+
+
+def _is_negative_zero(x: Any) -> jax.Array:
+    """Return whether all of `x` is negative zero."""
+    if jnp.iscomplexobj(x):
+        return _is_negative_zero(jnp.real(x)) & _is_negative_zero(jnp.imag(x))
+    # Compared as bits, because CPUs compare the smallest numbers equal to zero.
+    integer = jnp.dtype(f"int{bits(x.dtype)}")
+    pattern = lax.bitcast_convert_type(x, integer)
+    is_least = lax.eq(pattern, constant_like(pattern, jnp.iinfo(integer).min))
+    return lax.reduce_and(is_least, range(x.ndim))

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_mp._jax._arrays import is_traced
-from optax_mp._tree import PyTree, all_finite, describe
+from optax_mp._tree import PyTree, all_finite, describe, in_float32
 from optax_mp._warnings import count_event
 from optax_mp.scaling._gradients import check_function, differentiate
 from optax_mp.scaling._rule import (
@@ -56,7 +56,6 @@ class _LossScale:
 
     def adjust(self, grads_finite: ArrayLike) -> Any:
         """Return the loss scale for the next step."""
-        del grads_finite
         return self
 
 
@@ -73,10 +72,7 @@ class NoOpLossScale(_LossScale):
         (3.0, 3.0, True)
     """
 
-    @property
-    def loss_scale(self) -> int:
-        """The factor, 1."""
-        return 1
+    loss_scale = 1  # the factor
 
     def scale(self, tree: PyTree) -> PyTree:
         """Return `tree`."""
@@ -143,13 +139,8 @@ class DynamicLossScale(_LossScale):
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
         """Return the loss scale for the next step."""
-        rule = ScaleRule(
-            growth_interval=self.period,
-            growth_factor=self.factor,
-            backoff_factor=1 / self.factor,
-            min_scale=self.min_loss_scale,
-            max_scale=LARGEST_SCALE,
-        )
+        shrink, least = 1 / self.factor, self.min_loss_scale
+        rule = ScaleRule(self.period, self.factor, shrink, least, LARGEST_SCALE)
         # Hysteresis of 1: this class has none, so every overflow shrinks the scale.
         before = ScaleCounters(self.loss_scale, self.counter, jnp.int32(1))
         after = adjust(rule, before, jnp.asarray(grads_finite))
@@ -268,7 +259,7 @@ def _with_retries(
     def attempt(scale: Any, args: Any, kwargs: Any) -> Any:
         factor = scale.loss_scale
         value, grads = differentiate(fun, 0, has_aux, factor, args, kwargs, caller)
-        grads = scale.unscale(grads)
+        grads = scale.unscale(in_float32(grads))
         finite = all_finite((value[0] if has_aux else value, grads))
         return finite, (scale.adjust(finite), (value, grads))
 
@@ -276,9 +267,8 @@ def _with_retries(
         if not (hasattr(loss_scale, "adjust") and hasattr(loss_scale, "unscale")):
             raise TypeError(
                 f"{caller}: expected `loss_scale` to be a loss scale such as "
-                "`optax_mp.DynamicLossScale(2.0**15)`, got "
-                f"{describe(loss_scale)}; call as f(params, ..., "
-                "loss_scale=loss_scale)."
+                f"`optax_mp.DynamicLossScale(2.0**15)`, got {describe(loss_scale)}; "
+                "call as f(params, ..., loss_scale=loss_scale)."
             )
         first = attempt(loss_scale, args, kwargs)
         if not redo_on_nan:

@@ -264,9 +264,9 @@ MAKE = optax_mp.gradient_accumulator
         (
             lambda: MAKE("bf16"),
             TypeError,
-            "`seed` to .*, got a NoneType.*number of the step",
+            "`seed` to be an integer, got None; pass the number of the step",
         ),
-        (lambda: MAKE(seed=0.5), TypeError, "`seed` to be an integer.*, got a float"),
+        (lambda: MAKE(seed=0.5), TypeError, "`seed` to be an integer, or None, got 0.5"),
         (
             lambda: accumulate({"n": jnp.ones((2, 3), int)}, MAKE()),
             ValueError,
