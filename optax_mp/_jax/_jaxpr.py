@@ -176,7 +176,9 @@ def choose_where_computed(closed: Any, at: int) -> ClosedJaxpr:
     for equation in jaxpr.eqns:
         if id(equation) in placed:
             continue
-        equations.append(equation.replace(invars=read(equation.invars)))
+        if not chosen.keys().isdisjoint(map(id, equation.invars)):
+            equation = equation.replace(invars=read(equation.invars))
+        equations.append(equation)
         for variable in equation.outvars:
             if (choice := early.get(id(variable))) is not None:
                 equations.append(choice)

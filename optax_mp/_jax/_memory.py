@@ -18,6 +18,7 @@ HOST_KIND = "pinned_host"
 KNOWS_MEMORIES = jax.__version_info__ >= (0, 10)
 
 
+_HOST = jax.memory.Space.Host if KNOWS_MEMORIES else None
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
 
 
@@ -28,7 +29,8 @@ def kinds_of_memory(device: Any) -> list[str]:
 
 def is_on_host(x: Any) -> bool:
     """Return whether an array, or a described one, is in host memory."""
-    return KNOWS_MEMORIES and isinstance(x, _ARRAYS) and is_host_type(jax.typeof(x))
+    is_array = isinstance(x, _ARRAYS)
+    return KNOWS_MEMORIES and is_array and jax.typeof(x).memory_space == _HOST
 
 
 def is_stored_on_host(x: Any) -> bool:

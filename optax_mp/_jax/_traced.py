@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
@@ -90,10 +91,14 @@ class TracedCall:
             result = function(argument_def.unflatten(filled))
             returned, treedef = jax.tree.flatten(result)
             # Not the tracers themselves: they must not outlive the trace.
+            arrays = list(map(is_dynamic, returned))
             outputs.extend(
-                _OutputArray(x.shape, x.dtype) if is_dynamic(x) else x for x in returned
+                [
+                    _OutputArray(x.shape, x.dtype) if is_in else x
+                    for x, is_in in zip(returned, arrays, strict=True)
+                ]
             )
-            return list(filter(is_dynamic, returned))
+            return list(compress(returned, arrays))
 
         traced: Any = flat_function
         if jit_name is not None:
