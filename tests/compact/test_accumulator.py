@@ -266,7 +266,11 @@ MAKE = optax_mp.gradient_accumulator
             TypeError,
             "`seed` to be an integer, got None; pass the number of the step",
         ),
-        (lambda: MAKE(seed=0.5), TypeError, "`seed` to be an integer, or None, got 0.5"),
+        (
+            lambda: MAKE(seed=0.5),
+            TypeError,
+            "`seed` to be an integer, or None, got 0.5",
+        ),
         (
             lambda: accumulate({"n": jnp.ones((2, 3), int)}, MAKE()),
             ValueError,
