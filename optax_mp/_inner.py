@@ -244,8 +244,7 @@ def update_inner(
         if isinstance(inner, Transformation):
             return inner.update(grads, state, params, **extra_args)
         proceed = context_of(extra_args).proceed
-        others = without_context(extra_args)
-        updates, new = inner.update(grads, state, params, **others)
+        updates, new = inner.update(grads, state, params, **without_context(extra_args))
     except Exception as error:
         # An error of this package says what is wrong already.
         if params is None or _module_that_raised(error).startswith("optax_mp."):

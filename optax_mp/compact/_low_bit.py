@@ -28,6 +28,7 @@ from optax_mp.compact._code_choice import BFLOAT16, CodeFormat, choose_codes
 from optax_mp.compact._random_numbers import check_seed, rounding_keys
 from optax_mp.leafwise._take_step import leafwise_update
 
+_CALLER = "low_bit_state"
 # So that the random numbers differ from the numbers of `stochastic_rounding` with the
 # same seed.
 _SALT = 1
@@ -158,12 +159,12 @@ def low_bit_state(
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022,
         https://arxiv.org/abs/2110.02861
     """
-    inner = as_transformation(inner, "low_bit_state")
+    inner = as_transformation(inner, _CALLER)
     code_format = CodeFormat.from_settings(
         bits, block_size, dtype, product_bits, column_scales
     )
     make_state = type_with(LowBitState, "code_format", code_format)
-    check_seed(seed, "low_bit_state", ", or None to round to nearest")
+    check_seed(seed, _CALLER, ", or None to round to nearest")
     check_whole_number("low_bit_state: `min_size`", min_size, least=0)
 
     def init_fn(params: optax.Params) -> LowBitState:
@@ -181,24 +182,24 @@ def low_bit_state(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowBitState]:
-        check_own_state(state, LowBitState, "low_bit_state")
+        check_own_state(state, LowBitState, _CALLER)
         if state.code_format != code_format:
             raise ValueError(
                 f"low_bit_state: expected a state made with {code_format}, as this "
                 f"transform has it, got one made with {state.code_format}; convert it "
                 "with `optax_mp.convert_opt_state`."
             )
-        check_gradients(params, updates, "low_bit_state")
+        check_gradients(params, updates, _CALLER)
         before = jax.tree.map(dequantize, state.inner_state, is_leaf=is_quantized)
         updates, after = update_inner(
-            inner, updates, before, params, extra_args, "low_bit_state"
+            inner, updates, before, params, extra_args, _CALLER
         )
         inner_state = _quantize_again(after, state, seed)
         count = jnp.asarray(optax.safe_increment(state.step_count))
         return updates, make_state(count, inner_state)
 
     leafwise = leafwise_update(update_fn)
-    return Transformation.around("low_bit_state", inner, init_fn, update_fn, leafwise)
+    return Transformation.around(_CALLER, inner, init_fn, update_fn, leafwise)
 
 
 def _warn_if_mostly_wide(
