@@ -85,7 +85,8 @@ class Settings(NamedTuple):
             raise ValueError(
                 f"mixed_precision: expected a state made with {self.storage}, the "
                 f"storage of this transform, got one made with {state.storage}{why}; "
-                "call `init` again, or convert it with `optax_mp.convert_opt_state`."
+                "call `init` again, or convert it with "
+                "`optax_mp.convert_opt_state`, from a transform with its `storage`."
             )
 
     def check_param(self, path: tuple[Any, ...], param: Any, stored: Any) -> None:

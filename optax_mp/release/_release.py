@@ -300,8 +300,9 @@ def _check_leafwise(tx: Any, traced: Any, layers: Any) -> None:
                 f"{_CALLER}: expected `tx` to update each array by itself, because no "
                 "layer's step waits for the gradients of the others, got an update of "
                 f"several params, such as {first} and {second}, in {origin.joined_in}; "
-                "clip each array by `optax.clip_by_block_rms`, or pass "
-                "`by_layer=True`, to compute it over the arrays of each layer alone."
+                "clip each array by `optax.clip_by_block_rms` or "
+                "`optax.adaptive_grad_clip`; or pass `by_layer=True`, to compute it "
+                "over the arrays of each layer alone."
             )
 
 
