@@ -157,18 +157,16 @@ def linear_round(squares: jax.Array, key: jax.Array | None) -> jax.Array:
     return lax.floor(lax.add(roots, _blocks.uniform_numbers(roots.shape, key)))
 
 
-def linear_values(code: Any, codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Return the values of such codes."""
-    largest = np.float32(jnp.iinfo(codes.dtype).max)
-    spread = _blocks._blocks_of(codes.shape, code).spread(scales.astype(jnp.float32))
-    return codes.astype(jnp.float32) / largest * spread
+def linear_values(blocks: Any, codes: Any, scales: Any, unit: Any) -> jax.Array:
+    """Return the values of such codes; `unit` is one over the largest code."""
+    return codes * unit * blocks.spread(scales.astype(jnp.float32))
 
 
 CODES_OF = _blocks._codes_of
 LINEAR = {
     "optax_mp.compact._blocks._codes_of": linear_codes,
     "optax_mp.compact._blocks._round_roots": linear_round,
-    "optax_mp.compact._blocks._dequantize": linear_values,
+    "optax_mp.compact._blocks._values_of": linear_values,
 }
 # Blocks of the size that is asked for, which several devices may cut.
 UNCUT = {"optax_mp.compact._blocks._size_along": min}
