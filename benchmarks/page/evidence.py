@@ -69,7 +69,11 @@ class Section:
         """Return the cells of a table by the first cell of the row, and column."""
         rows = list(self.record.tables.values())[number]
         return {
-            next(iter(row.values())): {k: record.cell(k, v) for k, v in row.items()}
+            next(iter(row.values())): {
+                k: record.cell(k, v)
+                for k, v in row.items()
+                if k not in record.NOT_SHOWN
+            }
             for row in rows
         }
 

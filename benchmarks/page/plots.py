@@ -326,30 +326,21 @@ def draw_codes(figure: Any, records: Records) -> None:
     panel.legend(fontsize=7)
 
 
-def draw_longer(figure: Any, records: Records) -> None:
-    """Ten million weights, and the distance to float32 in a hundred thousand steps."""
-    larger, longer = figure.subplots(1, 2)
-    ends, ways = records["language"].tables.values()
-    for row in ways:
-        if row["loss"] == "held out":
-            gaps = {int(k): float(v) for k, v in list(row.items())[2:]}
-            style = style_of(row["form"]) | dashed(row["form"])
-            larger.plot(gaps.keys(), gaps.values(), **style, label=row["form"])
-    larger.axhline(0, color="0.5", lw=1, zorder=0)
-    weights = ends[0]["weights"] / 1e6
-    larger.set(title=f"{weights:.1f} million weights", xlabel="training step")
-    larger.set(ylabel="held-out loss above float32's, nats")
-    larger.set_yscale("symlog", linthresh=0.002)
+def draw_drift(figure: Any, records: Records) -> None:
+    """Distances to float32 in a hundred thousand steps, and losses."""
+    apart, losses = figure.subplots(1, 2)
     (rows,) = records["drift"].tables.values()
-    for row in rows[1:]:
-        distances = row["curve"]["matrix"]
-        steps = [(i + 1) * DRIFT_STEPS / len(distances) for i in range(len(distances))]
-        style = style_of(row["form"]) | dashed(row["form"])
-        longer.plot(steps, distances, **style, label=row["form"])
-    longer.set(title="a small model", xlabel="training step", ylim=0)
-    longer.set(ylabel="distance of a matrix to float32's / its way")
-    for panel in (larger, longer):
-        panel.legend(fontsize=6)
+    for row in rows:
+        curve, style = row["curve"], style_of(row["form"]) | dashed(row["form"])
+        count = len(curve["loss"])
+        steps = [(i + 1) * DRIFT_STEPS / count for i in range(count)]
+        losses.semilogy(steps, smooth(curve["loss"]), **style, label=row["form"])
+        if row is not rows[0]:
+            apart.plot(steps, curve["matrix"], **style, label=row["form"])
+    apart.set(xlabel="training step", ylim=0)
+    apart.set(ylabel="distance of a matrix to float32's / its way")
+    losses.set(xlabel="training step", ylabel="loss (smoothed)", ylim=(1.5e-3, 1e-2))
+    losses.legend(fontsize=6)
 
 
 DRIFT_STEPS = 100_000
@@ -473,7 +464,7 @@ PLOTS: dict[str, tuple[float, Draw]] = {
     "ablations": (3.6, draw_ablations),
     "failures": (3.4, draw_failures),
     "codes": (3.2, draw_codes),
-    "longer": (3.6, draw_longer),
+    "drift": (3.2, draw_drift),
     "control": (3.4, draw_control),
     "step_time": (4.2, draw_step_time),
     "accelerators": (5.2, draw_accelerators),

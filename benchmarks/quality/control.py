@@ -273,9 +273,9 @@ def lines_of(found: dict[str, np.ndarray]) -> list[record.Row]:
         for shown in SHOWN:
             last = slice(max(0, shown - TRAILING), shown)
             mean, its = returns[:, last].mean(-1), float32[:, last].mean(-1)
-            line[f"return at {shown}"] = interval(mean)
+            line[f"return at {shown}"] = interval(mean, 2)
             if name != "float32":
-                line[f"to float32 at {shown}"] = interval(mean - its)
+                line[f"to float32 at {shown}"] = interval(mean - its, 2)
         curve = returns.reshape(len(returns), -1, 5).mean(-1).tolist()
         lines.append(line | {"curve": curve})
     return lines

@@ -355,15 +355,15 @@ def held_out_losses(row: record.Row) -> np.ndarray:
     return np.asarray(row["losses"], float)
 
 
-def interval(values: np.ndarray) -> str:
+def interval(values: np.ndarray, digits: int = 4) -> str:
     """Return the mean with the half width of its 95% interval, by Student's t."""
     mean, count = values.mean(), len(values)
     if not np.isfinite(mean):
         return record.NOT_FINITE
     if count < 2:
-        return f"{mean:+.4f}"
+        return f"{mean:+.{digits}f}"
     half = stats.t.ppf(0.975, count - 1) * values.std(ddof=1) / count**0.5
-    return f"{mean:+.4f} ± {half:.4f}"
+    return f"{mean:+.{digits}f} ± {half:.{digits}f}"
 
 
 def signs(values: np.ndarray) -> str:
