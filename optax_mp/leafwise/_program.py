@@ -1,6 +1,6 @@
 """A jaxpr as one list of equations, with calls of `jit` and branches opened."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,7 +139,7 @@ class Program:
         # those that it needs.
         places: set[int] = set()
         stops: dict[Value, None] = {}
-        stack = list(values_in(targets))
+        stack = values_in(targets)
         seen = set(stack)
         while stack:
             value = stack.pop()
@@ -222,9 +222,9 @@ def groups_with_common(members: Sequence[Iterable[Hashable]]) -> list[list[int]]
     return list(groups.values())
 
 
-def values_in(atoms: Iterable[Any]) -> Iterator[Value]:
-    """Yield what is a value, and no literal."""
-    return (atom for atom in atoms if isinstance(atom, Value))
+def values_in(atoms: Iterable[Any]) -> list[Value]:
+    """Return those that are values, and no literals."""
+    return [atom for atom in atoms if isinstance(atom, Value)]
 
 
 def form_of(
