@@ -35,6 +35,7 @@ from optax_mp.leafwise._program import (
 # at single numbers, such as a learning rate, and at equations that are not
 # elementwise; and each end makes its own arrays of constants, such as zeros.
 
+NO_LOW_BITS = "no low-bit arrays"
 _SMALLEST_SIZE = 4096
 # Also from a factor of rows to a matrix, where they are no part of an end.
 _BROADCASTING = IN_KERNELS | {"broadcast_in_dim"}
@@ -59,7 +60,7 @@ class End:
             the other.
         reads_repeated: whether it reads factors of rows or columns, as of a factored
             moment. XLA would write them out as whole arrays for a kernel.
-        obstacle: why no kernel computes it on any platform; None if one may.
+        obstacle: why it has no kernel on any platform, or None.
     """
 
     nodes: list[Node]
@@ -160,7 +161,7 @@ def _obstacle(outputs: Sequence[Value], shape: tuple[int, ...]) -> str | None:
     # If all arrays are floats, XLA makes one kernel itself.
     dtypes = [value.aval.dtype for value in outputs]
     if not any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes):
-        return "nothing in few bits"
+        return NO_LOW_BITS
     if math.prod(shape) < _SMALLEST_SIZE:
         return f"under {_SMALLEST_SIZE} elements"
     return None

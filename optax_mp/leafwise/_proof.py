@@ -86,7 +86,7 @@ def _prove(kernel: Any, end: End, part: Part, target: Target) -> str | None:
         warn_once(
             f"optax_mp: on a {target.kind} a kernel for low-bit state does not compute "
             f"what XLA does: {wrong}. XLA computes such leaves in this process, with "
-            "more operations on a TPU and 1.5 times the memory traffic on a GPU. "
+            "more operations on a TPU and up to 4 times the memory traffic on a GPU. "
             "Please report it. OPTAX_MP_KERNELS=0 turns kernels off, and this warning."
         )
     return wrong

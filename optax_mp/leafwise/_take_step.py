@@ -18,7 +18,8 @@ from optax_mp._jax._memory import is_on_host
 from optax_mp._leaves import is_absent
 from optax_mp._tree import is_floating
 from optax_mp._warnings import warn_once
-from optax_mp.leafwise._engine import NOT_PACKED, Step, run_step
+from optax_mp.leafwise._ends import NO_LOW_BITS
+from optax_mp.leafwise._engine import Step, run_step
 from optax_mp.leafwise._from_host import run_from_host
 from optax_mp.leafwise._layout import spread_shardings
 
@@ -113,7 +114,7 @@ def take_step(
     (_, (opt_state, params)), obstacle = run_step(
         step, inputs, kept, shardings, state=opt_state
     )
-    if obstacle not in (None, NOT_PACKED):
+    if obstacle not in (None, NO_LOW_BITS):
         warn_once(
             "take_step: no kernel computes this step: "
             f"{obstacle}. XLA computes it as it does `tx.update`. Call `take_step` in "

@@ -67,7 +67,7 @@ class StepReport(Report):
         >>> tx = optax.sgd(0.1)
         >>> report = optax_mp.step_report(tx, params, tx.init(params), params)
         >>> report.rows[0].tpu
-        'nothing in few bits'
+        'no low-bit arrays'
     """
 
     rows: tuple[StepRow, ...]

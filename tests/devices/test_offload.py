@@ -94,7 +94,7 @@ def test_a_form_trains_as_without(name):
 @pytest.mark.parametrize("by_take_step", [True, False])
 @pytest.mark.filterwarnings("ignore:take_step. no kernel")
 def test_what_is_around_is_not_cut_for_a_tpu(by_take_step):
-    """A step in few bits goes leaf by leaf there, but not in host memory."""
+    """A low-bit step goes leaf by leaf there, but not in host memory."""
     tx = scaled(optax_mp.offload(compact(ADAMW)))
     params = {"w": jnp.ones((2**11, 2**11), jnp.bfloat16)}
     state = jax.jit(tx.init)(params)

@@ -42,7 +42,7 @@ def test_each_reason_is_named():
     assert reported(compact(), (64, 128), dtype="float16")[0][0] == (
         "computes in float16"
     )
-    both = "nothing in few bits"
+    both = "no low-bit arrays"
     assert reported(optax.adamw(0.1), (64, 128)) == [(both, both)]
 
 

@@ -24,7 +24,7 @@ SHAPE = (64, 512)
 
 
 def compiled(name, topology):
-    """Return the text of a compiled step of an optimizer at few bits."""
+    """Return the text of a compiled step of an optimizer with low-bit state."""
     low = optax_mp.low_bit_state(OPTIMIZERS[name](), min_size=1)
     tx = optax_mp.mixed_precision(low, storage=optax_mp.Split(8))
     tx = optax.with_extra_args_support(tx)
