@@ -56,8 +56,9 @@ def programs_of_one_module():
 
 
 @pytest.fixture(autouse=True)
-def without_links():
-    """Let no test look for a mark because a link ran in an earlier one."""
+def without_earlier_tests():
+    """Let no test look for a mark, or miss a warning, because of an earlier one."""
+    _warnings.warn_once.cache_clear()
     yield
     _unscale._a_link_ran.clear()
 

@@ -9,17 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import optax_mp
-from optax_mp import _warnings
 from optax_mp._jax import _by_platform
 from optax_mp._jax._by_platform import Target, run_by_platform
 
 X = jnp.arange(4.0)
-pytestmark = pytest.mark.usefixtures("warned_anew")
-
-
-@pytest.fixture
-def warned_anew():
-    _warnings.warn_once.cache_clear()
 
 
 def lowered(rewrite, platform="tpu", x=X):

@@ -16,7 +16,6 @@ from host_memory import UNFUSED
 from jax.experimental import pallas as pl
 
 import optax_mp
-from optax_mp import _warnings
 from optax_mp._jax import _by_platform
 from optax_mp.leafwise import (
     _evaluator,
@@ -47,7 +46,6 @@ def small(monkeypatch):
     # Compiled in a third of the time.
     run = _proof._two_steps
     monkeypatch.setattr(_proof, "_two_steps", lambda *args: run(*args[:3], UNFUSED))
-    _warnings.warn_once.cache_clear()
 
 
 @pytest.fixture(params=["cuda", pytest.param("tpu", marks=pytest.mark.slow)])

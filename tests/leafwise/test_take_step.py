@@ -26,7 +26,6 @@ from optimizers import (
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp import _warnings
 from optax_mp._jax import _by_platform
 from optax_mp.leafwise import _chunks, _gpu, _kernels, _tpu
 
@@ -484,7 +483,6 @@ def has_a_sort(end, part, args):
 )
 def test_a_kernel_that_cannot_be_made_is_done_without(failing, warning, monkeypatch):
     monkeypatch.setattr(_tpu, "run_end", failing)
-    _warnings.warn_once.cache_clear()
     with pytest.warns(optax_mp.MixedPrecisionWarning, match=warning) as warned:
         text = lowered(FORMS["5.1 bytes"](), "tpu", ((64, 8192), (64, 8192)))
     assert len(warned) == 1
@@ -646,7 +644,6 @@ def test_a_step_without_kernels_says_why_once():
     printing = functools.partial(
         optax_mp.take_step, compact(optax.chain(ADAMW(), rule(noisy)))
     )
-    _warnings.warn_once.cache_clear()
     for function, values, reason in (
         (step, args, "not within `jit`"),
         (jax.vmap(step), map(twice, args), "within `vmap` or `grad`"),
