@@ -41,7 +41,7 @@ import optax_mp
 
 MARGIN = 0.002  # nats per character
 SETTINGS = Settings(
-    steps=1600,
+    steps=1200,
     width=256,
     layer_count=13,
     head_count=4,
