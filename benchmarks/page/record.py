@@ -67,6 +67,7 @@ ABOUT = {
     "evidence": "20 s",
     "finetune": "about 60 min",
     "host_memory": "about 15 min",
+    "language": "about 2 h, in pieces",
     "libraries": "about 10 min",
     "on_device": "up to 9 min",
     "optimizer_step": "about 10 min",
