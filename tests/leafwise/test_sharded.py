@@ -20,7 +20,9 @@ from optax_mp.leafwise import _layout, _tpu
 
 pytestmark = [
     pytest.mark.usefixtures("no_long_constant_folding"),
-    pytest.mark.filterwarnings("ignore:optax_mp. the sharding of low-bit arrays is not known"),
+    pytest.mark.filterwarnings(
+        "ignore:optax_mp. the sharding of low-bit arrays is not known"
+    ),
 ]
 
 
