@@ -67,7 +67,7 @@ ABOUT = {
     "evidence": "20 s",
     "finetune": "about 60 min",
     "host_memory": "about 15 min",
-    "language": "about 2 h, in pieces",
+    "language": "about 2 h",
     "libraries": "about 10 min",
     "on_device": "up to 9 min",
     "optimizer_step": "about 10 min",
