@@ -165,7 +165,7 @@ def _matches(path: str, pattern: str) -> bool:
     # Boxes of Flax (NNX's Variables, Linen's Partitioned) hold their array in `value`,
     # which `nnx.Optimizer` shows to `init`, but not to `update`.
     names = (path, path.removesuffix("/value"))
-    pattern = pattern.lower()  # `RMSNorm_0` is a norm, too
+    pattern = pattern.lower()  # `RMSNorm_0` is also a norm
     return any(fnmatch.fnmatchcase(name.lower(), pattern) for name in names)
 
 

@@ -32,7 +32,7 @@ gc.freeze()
 def pytest_configure(config):
     """Keep compiled programs: most of the time of a first run is that of XLA.
 
-    Processes that a test starts keep theirs there, too. `--cache-clear` forgets them.
+    Processes started by a test use the same folder. `--cache-clear` empties it.
     """
     # Before JAX 0.10 what is kept is not always what was compiled: optax.lbfgs is not.
     # And `-p no:cacheprovider` asks for nothing to be kept.

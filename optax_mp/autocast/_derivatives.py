@@ -5,7 +5,7 @@ the equation as written, that derivative is traced, and the trace runs under amp
 rule of a new function.
 
 A rule may ask which inputs are differentiated, and refuse some. So the new function
-asks JAX, too (`symbolic_zeros=True`), and differentiates the equation with respect to
+also asks JAX (`symbolic_zeros=True`), and differentiates the equation with respect to
 those inputs, and for the outputs that have cotangents, alone.
 """
 

@@ -116,8 +116,8 @@ def take_step(
     )
     if obstacle not in (None, NO_LOW_BITS):
         warn_once(
-            "take_step: no kernel computes this step: "
-            f"{obstacle}. XLA computes it as it does `tx.update`. Call `take_step` in "
+            "take_step: this step runs without kernels: "
+            f"{obstacle}. XLA compiles it like `tx.update`. Call `take_step` in "
             "a function that `jax.jit` compiles, with all state on the device."
         )
     return params, opt_state

@@ -266,7 +266,7 @@ def warn_unless_stored(
     """Warn if a storage other than full copies stores nothing.
 
     A float32 leaf among others is its own master. If all leaves are, the params may not
-    have been cast; but one factory may make the optimizers of several models, too.
+    have been cast. It is no error: one factory may make optimizers for several models.
     """
     inexact = [i for i, param in enumerate(params.values) if is_inexact(param)]
     if inexact and all(map(is_absent, stored)) and storage != FullCopy():
@@ -306,7 +306,7 @@ def store(
     stored = storage.encode(master, param)
     leaves = jax.tree.leaves(stored, is_leaf=is_absent)
     fits = all(is_array(x) and ends_in(x, param.shape) for x in leaves)
-    own_axes = "arrays whose last axes are those of the param, or an empty tuple"
+    own_axes = "arrays whose last axes match the param's, or an empty tuple"
     check(fits, "encode", stored, own_axes)
     stored = as_own_arrays(stored)
     decoded = storage.decode(stored, param)

@@ -69,7 +69,7 @@ def test_a_failing_equation_leaves_the_configuration_as_it_was():
 
 
 def test_an_array_does_not_depend_on_what_it_is_sharded_like():
-    """A call is not known by its name, which a function of a user's may have, too."""
+    """Calls are not told by name: a user's function may have the same name."""
 
     @jax.jit
     def optax_mp_place_like(x, other):

@@ -92,7 +92,7 @@ def test_a_form_trains_as_without(name):
 
 @needs_memories
 @pytest.mark.parametrize("by_take_step", [True, False])
-@pytest.mark.filterwarnings("ignore:take_step. no kernel")
+@pytest.mark.filterwarnings("ignore:take_step. this step runs without")
 def test_what_is_around_is_not_cut_for_a_tpu(by_take_step):
     """A low-bit step goes leaf by leaf there, but not in host memory."""
     tx = scaled(optax_mp.offload(compact(ADAMW)))

@@ -29,7 +29,7 @@ import optax_mp
 from optax_mp._jax import _by_platform
 from optax_mp.leafwise import _chunks, _gpu, _kernels, _tpu
 
-pytestmark = pytest.mark.filterwarnings("ignore:take_step. no kernel")
+pytestmark = pytest.mark.filterwarnings("ignore:take_step. this step runs without")
 KERNELS = {"tpu": _tpu, "cuda": _gpu}
 
 
@@ -649,7 +649,9 @@ def test_a_step_without_kernels_says_why_once():
         (jax.vmap(step), map(twice, args), "within `vmap` or `grad`"),
         (jax.jit(printing), (args[0], printing.args[0].init(args[2]), args[2]), "effe"),
     ):
-        with pytest.warns(optax_mp.MixedPrecisionWarning, match=f"no kernel.*{reason}"):
+        with pytest.warns(
+            optax_mp.MixedPrecisionWarning, match=f"without kernels.*{reason}"
+        ):
             function(*values)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
