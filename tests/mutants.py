@@ -45,8 +45,8 @@ leafwise/_evaluator.py | return (x << unused) >> unused | return x | leafwise/te
 leafwise/_chunks.py | return column + start + part.origin[axis] | return column + start | leafwise/test_chunks.py leafwise/test_take_step.py
 leafwise/_layout.py | jax.lax.axis_index(name) * size if name | jnp.int32(0) if name | leafwise/test_take_step.py leafwise/test_sharded.py
 leafwise/_layout.py | or own[x] % (size or 1) == 0 for | or own[x] > 0 for | leafwise/test_sharded.py
-leafwise/_ends.py | if math.prod(shape) < _SMALLEST_SIZE: | if False: | reports/test_step.py leafwise/test_take_step.py
-leafwise/_ends.py | return at is None or not value.aval.ndim or not fits[at] | return at is None or not fits[at] | leafwise/test_take_step.py
+leafwise/_tails.py | if math.prod(shape) < _SMALLEST_SIZE: | if False: | reports/test_step.py leafwise/test_take_step.py
+leafwise/_tails.py | if not (x.aval.ndim and _is_elementwise(node))} | if not _is_elementwise(node)} | leafwise/test_take_step.py
 leafwise/_take_step.py | state, platforms=("tpu",)) | state) | leafwise/test_take_step.py
 leafwise/_proof.py | if is_wrong.any(): | if is_wrong.all(): | leafwise/test_proof.py
 leafwise/_gpu.py | at = at if not axis else lax.rem(at, jnp.int32(shape[axis])) | at = at + axis | leafwise/test_proof.py leafwise/test_take_step.py

@@ -231,12 +231,12 @@ def compare_kernels(scale: Scale, form: str) -> record.Row:
         pl.pallas_call = functools.partial(pl.pallas_call, interpret=True)
     row: record.Row = {"kernels": 0}
     found: list[_proof.Difference] = []
-    for end in ends_of(form, (scale.side, scale.side)):
-        part = _layout.Layout.find(end, (), {}).part
-        if end.obstacle or kernels.obstacle(end, part):
+    for tail in tails_of(form, (scale.side, scale.side)):
+        part = _layout.Layout.find(tail, (), {}).part
+        if tail.obstacle or kernels.obstacle(tail, part):
             continue
         row["kernels"] += 1
-        found += _proof.compare(kernels, end, part, device)
+        found += _proof.compare(kernels, tail, part, device)
     for dtype in dict.fromkeys(x.dtype for x in found):
         of_dtype = [x for x in found if x.dtype == dtype]
         size, differing, far = (
@@ -247,15 +247,15 @@ def compare_kernels(scale: Scale, form: str) -> record.Row:
     return row | {"first": next((x.first for x in found if x.first), "none")}
 
 
-def ends_of(form: str, shape: tuple[int, ...]) -> list[Any]:
-    """Return the elementwise ends of a step of one leaf."""
+def tails_of(form: str, shape: tuple[int, ...]) -> list[Any]:
+    """Return the elementwise tails of a step of one leaf."""
     make, *dtypes, _ = forms.FORMS[form]
     tx, found = make(), []
     params, grads = ({"w": jax.ShapeDtypeStruct(shape, x)} for x in dtypes)
 
     def trace(*args: Any) -> None:
         step, inputs, kept, _ = _take_step.whole_step("", tx, *args, None, {})
-        found.extend(_engine.TracedStep.as_call(step, inputs, kept).ends)
+        found.extend(_engine.TracedStep.as_call(step, inputs, kept).tails)
 
     jax.eval_shape(trace, grads, jax.eval_shape(tx.init, params), params)
     return found

@@ -45,17 +45,9 @@ class Blocks:
         return _operation.bind(scales, kind=SPREAD, blocks=self)
 
 
-_operation = Primitive("optax_mp_blocks")
-
-
-def is_block_operation(equation: Any) -> bool:
-    """Return whether an equation is a block operation."""
-    return equation.primitive is _operation
-
-
-def blocks_in(equation: Any) -> Blocks:
-    """Return the blocks of a block operation."""
-    return equation.params["blocks"]
+# The name of a block operation. Among its parameters are a `kind` and its `blocks`.
+NAME = "optax_mp_blocks"
+_operation = Primitive(NAME)
 
 
 def _compute(x: jax.Array, *, kind: str, blocks: Blocks) -> jax.Array:

@@ -145,7 +145,7 @@ def _about_calls(ask: Ask) -> bool:
 def is_plain_call(equation: Any) -> bool:
     """Return whether a call, of `jit` or not, asks for no sharding and no layout."""
     settings = [x for name in _SETTINGS for x in equation.params.get(name, ())]
-    return all(type(x) in _unspecified() for x in settings)
+    return _unspecified().issuperset(map(type, settings))
 
 
 def _about_ranks(ask: Ask) -> bool:

@@ -25,9 +25,9 @@ Run = Callable[[Equation, list[Any]], Sequence[Any]]
 
 def jaxprs_within(equation: Equation) -> list[AnyJaxpr]:
     """Return all jaxprs among the parameters of an equation, whatever their use."""
-    groups = (
+    groups = [
         x if isinstance(x, tuple | list) else (x,) for x in equation.params.values()
-    )
+    ]
     return [x for x in chain(*groups) if isinstance(x, Jaxpr | ClosedJaxpr)]
 
 

@@ -33,7 +33,14 @@ from optax_mp.leafwise._from_host import (
     run_from_host,
 )
 from optax_mp.leafwise._layout import spread_shardings
-from optax_mp.leafwise._program import Program, Value, form_of, read_output, run_nodes
+from optax_mp.leafwise._program import (
+    Program,
+    Value,
+    backward_slice,
+    read_output,
+    run_nodes,
+    structural_key,
+)
 
 _CALLER = "offload"
 
@@ -277,7 +284,7 @@ def _compute(
         compiled: what has been compiled so far, by what it computes.
         min_size: arrays with fewer elements stay on the device.
     """
-    nodes, reads = program.behind(outputs)
+    nodes, reads = backward_slice(outputs)
     if not any(value in program.inputs for value in reads):
         reads += program.inputs  # so that results are on the devices of the params
 
@@ -286,10 +293,10 @@ def _compute(
         run_nodes(nodes, local)
         return _on_host([read_output(local, value) for value in outputs], min_size)
 
-    form = form_of(nodes, reads, outputs)
-    if form not in compiled:
-        compiled[form] = jax.jit(run, keep_unused=True)
-    return compiled[form]([known[value] for value in reads])
+    key = structural_key(nodes, reads, outputs)
+    if key not in compiled:
+        compiled[key] = jax.jit(run, keep_unused=True)
+    return compiled[key]([known[value] for value in reads])
 
 
 def _warn_if_on_device(state: Any, min_size: int) -> None:

@@ -5,7 +5,7 @@
 - `_engine`: a step, traced once, and what replaces it in a program for a TPU or a GPU.
 - `_program`: a traced step as one list of equations, and which of these are the same
   computation.
-- `_ends`: where the elementwise end of a leaf begins.
+- `_tails`: where the elementwise tail of a leaf begins.
 - `_layout`: how a leaf lies on many devices.
 - `_evaluator`: parts of a leaf, and what evaluates elementwise equations on them, also
   inside a kernel, where some operations do not exist.

@@ -1,4 +1,4 @@
-"""Run the elementwise end of a step in chunks, from device or host memory.
+"""Run the elementwise tail of a step in chunks, from device or host memory.
 
 A TPU needs chunks for two reasons. XLA materializes arrays that it broadcasts or
 reduces per block, because blocks of 32 are shorter than the 128 lanes of a
@@ -30,15 +30,14 @@ from optax_mp._jax._by_platform import Target, run_by_platform
 from optax_mp._jax._memory import (
     is_host_type,
     is_on_host,
-    moves_memory,
     to_device,
     to_host,
 )
 from optax_mp._jax._sharding import on_mesh_of
-from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Evaluator, Part, shape_in_blocks
 from optax_mp.leafwise._kernels import are_on, kernels_for
-from optax_mp.leafwise._program import Node, Value
+from optax_mp.leafwise._program import Value
+from optax_mp.leafwise._tails import ElementwiseTail
 
 # On a TPU v5e, AdamW's step of as many or twice as many weights stays on the chip; of
 # four times as many it does not.
@@ -213,12 +212,6 @@ class _Chunk(Evaluator):
             chunk = to_host(as_stored(chunk))
         return lax.dynamic_update_slice_in_dim(view, chunk, first, self.cuts.axis)
 
-    def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
-        """Return the outputs of an elementwise equation for this chunk."""
-        if moves_memory(node.equation):
-            return list(inputs)
-        return super().run(node, inputs)
-
     def index(self, axis: int) -> jax.Array:
         """Return the indices in the whole array along an axis of the part."""
         part, view = self.cuts.part, self.cuts.view
@@ -302,16 +295,16 @@ def _padded(height: int, width: int) -> int:
     return -(-height // _SUBLANES) * -(-width // _LANES)
 
 
-def run_end(
-    end: End,
+def run_tail(
+    tail: ElementwiseTail,
     cuts: Cuts,
     args: Sequence[jax.Array],
     starts: Sequence[jax.Array] | None = None,
 ) -> list[jax.Array]:
-    """Return the outputs of an end.
+    """Return the outputs of a tail.
 
     Args:
-        end: the end.
+        tail: the tail.
         cuts: of its arrays.
         args: the values that it reads. An array in host memory is copied to the device
             chunk by chunk if that can be, and the array that replaces it is copied
@@ -320,26 +313,26 @@ def run_end(
             and zeros.
     """
     args, starts = ([cuts.bring(x) for x in xs or ()] for xs in (args, starts))
-    shapes = [cuts.part.shape_of(value.aval.shape) for value in end.outputs]
+    shapes = [cuts.part.shape_of(value.aval.shape) for value in tail.outputs]
     # The loop carries the results, and each iteration writes its chunk into them: XLA
     # keeps a carry in one buffer. Its first value is the array to be replaced. The loop
     # also reads that array from the carry, or XLA would keep a copy of it.
-    output_of = {read: at for at, read in end.replaced.items()}
+    output_of = {read: at for at, read in tail.replaced.items()}
     starts = starts or [
-        args[end.replaced[at]]
-        if at in end.replaced
+        args[tail.replaced[at]]
+        if at in tail.replaced
         else on_mesh_of(args, jnp.zeros(shape, value.aval.dtype))
-        for at, (value, shape) in enumerate(zip(end.outputs, shapes, strict=True))
+        for at, (value, shape) in enumerate(zip(tail.outputs, shapes, strict=True))
     ]
-    views, made = cuts.views(end.reads, args), cuts.views(end.outputs, starts)
+    views, made = cuts.views(tail.reads, args), cuts.views(tail.outputs, starts)
     is_from_host = any(map(is_on_host, (*args, *starts)))
 
     def run_chunk(first: int, length: int, k: Any, made: list[Any]) -> list[Any]:
         chunk = _Chunk(cuts.part, cuts, k * length + first, length)
-        local: dict[Value, Any] = dict(zip(end.reads, views, strict=True))
+        local: dict[Value, Any] = dict(zip(tail.reads, views, strict=True))
         arrays = {
             i: chunk.of(made[output_of[i]] if i in output_of else views[i])
-            for i, value in enumerate(end.reads)
+            for i, value in enumerate(tail.reads)
             if value.aval.ndim
         }
         # Each array is read once, before any is written: XLA would copy a whole array
@@ -347,9 +340,9 @@ def run_end(
         # CPUs compile the equations as it does without chunks, to the same bits.
         # (Scalars stay outside: XLA turns a division by a scalar into a product.)
         for i, array in lax.optimization_barrier(arrays).items():
-            local[end.reads[i]] = array.astype(end.reads[i].aval.dtype)
-        chunk.run_all(end, local)
-        results = [local[value] for value in end.outputs]
+            local[tail.reads[i]] = array.astype(tail.reads[i].aval.dtype)
+        chunk.run_all(tail, local)
+        results = [local[value] for value in tail.outputs]
         if is_from_host:  # or XLA would compute in host memory
             results = lax.optimization_barrier(results)
         return [chunk.put(x, new) for x, new in zip(made, results, strict=True)]
@@ -360,5 +353,5 @@ def run_end(
     made = [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]
     return [
         to_host(as_stored(x)) if is_host_type(v.aval) and not is_on_host(x) else x
-        for v, x in zip(end.outputs, made, strict=True)
+        for v, x in zip(tail.outputs, made, strict=True)
     ]

@@ -1,8 +1,8 @@
-"""Take a step: trace it once, and run the end of each leaf in the best way there is.
+"""Take a step: trace it once, and run the tail of each leaf in the best way there is.
 
 A step is traced as one call of `jit`, which is one equation of the program. If the
 program is lowered for a TPU or a GPU, the call is cut: the equations before the
-elementwise ends of the leaves are lowered as written, and each end is computed
+elementwise tails of the leaves are lowered as written, and each tail is computed
 
 - by a kernel, if the platform has one for it and the layout of its arrays is known;
 - else chunk by chunk, if it is large and the platform is a TPU;
@@ -40,18 +40,19 @@ from optax_mp._jax._traced import TracedCall
 from optax_mp._quantized import holds_packed
 from optax_mp._warnings import warn_once
 from optax_mp.leafwise import _chunks, _kernels
-from optax_mp.leafwise._ends import NO_LOW_BITS, End, cut
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._layout import Layout, Shardings
 from optax_mp.leafwise._program import (
     Program,
     Value,
-    form_of,
+    backward_slice,
     read_output,
     run_nodes,
+    structural_key,
     values_in,
 )
 from optax_mp.leafwise._proof import NOT_PROVED, PROVED, proof_of
+from optax_mp.leafwise._tails import NO_LOW_BITS, ElementwiseTail, cut
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 TRANSFORMED = "within `vmap` or `grad`"
@@ -126,8 +127,8 @@ class TracedStep:
         # An equation without a result, such as printing, would be lost.
         if any(map(is_seen, self.traced.closed.effects)):
             return "the update has effects"
-        sizes = (n for x in self.traced.arrays for n in jax.typeof(x).shape)
-        if not all(isinstance(n, int) for n in sizes):
+        sizes = [n for x in self.traced.arrays for n in jax.typeof(x).shape]
+        if not {int}.issuperset(map(type, sizes)):
             return "sizes known later only"
         return None
 
@@ -177,8 +178,8 @@ class TracedStep:
         return {new: x for new, x in both if x is not None and isinstance(new, Value)}
 
     @cached_property
-    def ends(self) -> list[End]:
-        """The elementwise end of each leaf."""
+    def tails(self) -> list[ElementwiseTail]:
+        """The elementwise tail of each leaf."""
         return cut(self.program, self.replaced)
 
     @cached_property
@@ -191,9 +192,9 @@ class TracedStep:
     def _kept_inputs(self) -> list[Value | None]:
         """For each leaf of `kept` the input of the program that it is, if it is one."""
         inputs = dict(zip(self.traced.places, self.program.inputs, strict=True))
-        end = self.traced.leaf_count
-        first = end - jax.tree.structure(self.kept).num_leaves
-        return list(map(inputs.get, range(first, end)))
+        count = self.traced.leaf_count
+        first = count - jax.tree.structure(self.kept).num_leaves
+        return list(map(inputs.get, range(first, count)))
 
 
 Function = Callable[..., list[Any]]
@@ -238,8 +239,8 @@ def _rewrite(
     # XLA writes whole arrays in float32 between a `cond` and the rest of a step, and
     # before it looks for the largest of columns.
     may_pay = target.platform in platforms or traced.program.has_branches
-    may_pay |= any(end.group_size for end in traced.ends)
-    is_cut = may_pay and any(end.obstacle is None for end in traced.ends)
+    may_pay |= any(tail.group_size > 1 for tail in traced.tails)
+    is_cut = may_pay and any(tail.obstacle is None for tail in traced.tails)
     # After an error with kernels, a TPU still goes by chunks.
     is_cut &= not errors or target.platform == "tpu"
     return CutStep(traced, target, not errors).run if is_cut else None
@@ -253,8 +254,8 @@ class CutStep:
         traced: the step.
         target: what it is lowered for.
         has_kernels: whether kernels may run.
-        shared: what runs the ends that are alike, by their form.
-        ways: for the first output of each end that was run, what `proof_of` its kernel
+        shared: what runs the tails that are alike, by their form.
+        ways: for the first output of each tail that was run, what `proof_of` its kernel
             says, or why it has none.
     """
 
@@ -272,53 +273,53 @@ class CutStep:
     ) -> list[Any]:
         """Return the outputs of the call; see `call_by_platform`."""
         traced = self.traced
-        program, ends = traced.program, traced.ends
+        program, tails = traced.program, traced.tails
         reads, outputs = traced.call_values
         values = program.constants | dict(zip(reads, inputs, strict=True))
-        # First the values outside of the ends: outputs that are not elementwise, and
-        # values that the ends read. Then the ends, which do not depend on each other.
-        at_ends = {value for end in ends for value in end.outputs}
-        others = [value for value in values_in(outputs) if value not in at_ends]
-        read_by_ends = [value for end in ends for value in end.reads]
-        run_nodes(program.behind([*others, *read_by_ends])[0], values)
+        # First the values outside of the tails: outputs that are not elementwise, and
+        # values that the tails read. Then the tails, which do not depend on each other.
+        at_tails = {value for tail in tails for value in tail.outputs}
+        others = [value for value in values_in(outputs) if value not in at_tails]
+        read_by_tails = [value for tail in tails for value in tail.reads]
+        run_nodes(backward_slice([*others, *read_by_tails])[0], values)
         results = dict(values)
         # Kernels and chunks widen what they have read.
         as_stored = values | {reads[i]: x for i, x in widened_from.items()}
         known = traced.shardings or {reads[i]: x for i, x in shardings.items()}
-        for end in ends:
-            args = [as_stored[value] for value in end.reads]
+        for tail in tails:
+            args = [as_stored[value] for value in tail.reads]
             # A kernel sees one device. Where the layout of sharded arrays is known,
             # each device runs it on its own part, inside of a `shard_map` made here.
             turns = self.target.platform == "tpu"
-            layout = Layout.find(end, args, known, turns=turns)
+            layout = Layout.find(tail, args, known, turns=turns)
             made = self._by_kernel(layout, args) or self._by_chunks(layout, args)
             if made is None:
-                self._warn_of_layout(end)
+                self._warn_of_layout(tail)
                 local = dict(values)
-                run_nodes(end.nodes, local)
-                made = [local[value] for value in end.outputs]
-            results.update(zip(end.outputs, made, strict=True))
+                run_nodes(tail.nodes, local)
+                made = [local[value] for value in tail.outputs]
+            results.update(zip(tail.outputs, made, strict=True))
         return [read_output(results, value) for value in outputs]
 
     def _by_kernel(self, layout: Layout, args: Sequence[Any]) -> list[Any] | None:
-        """Return the outputs of an end, by a kernel, or None if it has none."""
-        end, made = layout.end, None
+        """Return the outputs of a tail, by a kernel, or None if it has none."""
+        tail, made = layout.tail, None
         kernel = "no kernel"
         if self.has_kernels:
             kernel = _kernels.find_kernel(layout, self.target)
         if not isinstance(kernel, str):
             try:
-                proof = proof_of(kernel, end, layout.part, self.target)
+                proof = proof_of(kernel, tail, layout.part, self.target)
                 if proof in (PROVED, NOT_PROVED):
-                    made = self._run(layout, kernel.run_end, args)
+                    made = self._run(layout, kernel.run_tail, args)
                 kernel = proof
             except Exception as error:
                 kernel = _kernels.warn_of(error)
-        self.ways[end.outputs[0]] = kernel
+        self.ways[tail.outputs[0]] = kernel
         return made
 
-    def _warn_of_layout(self, end: End) -> None:
-        is_unknown = self.ways[end.outputs[0]] == _kernels.UNKNOWN_LAYOUT
+    def _warn_of_layout(self, tail: ElementwiseTail) -> None:
+        is_unknown = self.ways[tail.outputs[0]] == _kernels.UNKNOWN_LAYOUT
         if is_unknown and not self.traced.shardings:
             warn_once(
                 "optax_mp: the sharding of low-bit arrays is not known, as in a loop, "
@@ -332,7 +333,7 @@ class CutStep:
     def _by_chunks(self, layout: Layout, args: Sequence[Any]) -> list[Any] | None:
         """Return the same in chunks, or None where chunks do not pay."""
         is_known = layout.sharding is not None
-        if layout.end.obstacle is not None or self.target.platform != "tpu":
+        if layout.tail.obstacle is not None or self.target.platform != "tpu":
             return None
         # Types that say how arrays are sharded would be wrong for chunks.
         is_typed = any(has_explicit_axes(mesh_in_type(x)) for x in args)
@@ -343,25 +344,25 @@ class CutStep:
         if cuts is None:
             return None
 
-        def run_end(end: End, part: Part, args: Any) -> list[Any]:
-            return _chunks.run_end(end, replace(cuts, part=part), args)
+        def run_tail(tail: ElementwiseTail, part: Part, args: Any) -> list[Any]:
+            return _chunks.run_tail(tail, replace(cuts, part=part), args)
 
-        return self._run(layout, run_end, args)
+        return self._run(layout, run_tail, args)
 
-    def _run(self, layout: Layout, run_end: Function, args: Any) -> list[Any]:
-        """Return the outputs of an end by `run_end`, on each device for its part."""
-        end, part = layout.end, layout.part
+    def _run(self, layout: Layout, run_tail: Function, args: Any) -> list[Any]:
+        """Return the outputs of a tail by `run_tail`, on each device for its part."""
+        tail, part = layout.tail, layout.part
         rank = len(part.shape)
 
         @jax.jit
         def run(*args: Any) -> list[Any]:
             here = replace(part, origin=args[:rank])
-            return list(run_end(end, here, args[rank:]))
+            return list(run_tail(tail, here, args[rank:]))
 
-        # Leaves of one shape have ends of one form: one function is lowered for all.
+        # Leaves of one shape have tails of one form: one function is lowered for all.
         # The place of a shard is an argument of it, as it differs among devices.
-        equations = form_of(end.nodes, end.reads, end.outputs)
-        form = equations, tuple(end.replaced.items()), part
+        equations = structural_key(tail.nodes, tail.reads, tail.outputs)
+        form = equations, tuple(tail.replaced.items()), part
         shared = self.shared.get(form, run)
 
         def run_part(part: Part, args: Any) -> list[Any]:

@@ -8,7 +8,7 @@ it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_mp._dtypes import bits
-from optax_mp._jax._block_operations import SPREAD, blocks_in, is_block_operation
-from optax_mp._jax._jaxpr import bind
-from optax_mp.leafwise._ends import End
-from optax_mp.leafwise._program import Node, Value, read
+from optax_mp._jax._block_operations import NAME, SPREAD
+from optax_mp._jax._jaxpr import Equation
+from optax_mp.leafwise._program import Node, Value, read_inputs
+from optax_mp.leafwise._tails import ElementwiseTail
 
 
 @dataclass(frozen=True)
@@ -93,103 +93,97 @@ class Evaluator(ABC):
     def largest(self, values: jax.Array, axis: int) -> jax.Array:
         """Return the largest value of each block along an axis, -1 or -2."""
 
-    def run_all(self, end: End, values: dict[Value, Any]) -> None:
-        """Evaluate the equations of an end for this part; add results to `values`."""
-        for node in end.nodes:
-            inputs = [read(values, x) for x in node.inputs]
-            values.update(zip(node.outputs, self.run(node, inputs), strict=True))
+    def run_all(self, tail: ElementwiseTail, values: dict[Value, Any]) -> None:
+        """Evaluate the equations of a tail for this part; add results to `values`."""
+        for node in tail.nodes:
+            (output,) = node.outputs
+            values[output] = self._run(node, read_inputs(values, node))
 
-    def run(self, node: Node, inputs: Sequence[Any]) -> list[Any]:
-        """Return the outputs of an elementwise equation for this part."""
+    def _run(self, node: Node, inputs: Sequence[Any]) -> jax.Array:
+        """Return the output of an elementwise equation for this part."""
         # Equations that name a shape need another one for a part: constants, indices,
         # and operations between elements and blocks. All others have the shape of
         # their inputs.
         equation, aval = node.equation, node.outputs[0].aval
         name = equation.primitive.name
-        if is_block_operation(equation):
-            axis = self.part.place_of(blocks_in(equation).axis) - aval.ndim
-            if equation.params["kind"] == SPREAD:
-                return [self.spread(inputs[0], axis)]
-            return [self.largest(inputs[0], axis)]
-        if not aval.ndim:
-            return bind(equation, inputs)
-        shape = self.shape_of(aval.shape)
         if name == "broadcast_in_dim":
-            return [self.full(shape, inputs[0], aval.dtype)]
+            return self.full(inputs[0], aval)
         if name == "iota":
             at = self.index(self.part.place_of(equation.params["dimension"]))
-            return [lax.bitcast_convert_type(at, aval.dtype)]
-        if name in ("pvary", "pcast"):  # says over which axes of a mesh a value varies
-            return list(inputs)
-        return self.bind(equation, inputs, shape)
+            return lax.bitcast_convert_type(at, aval.dtype)
+        # To other memory, or a type that says over which axes of a mesh it varies.
+        if name in ("device_put", "pvary", "pcast"):
+            return inputs[0]
+        if name == NAME:
+            axis = self.part.place_of(equation.params["blocks"].axis) - aval.ndim
+            is_spread = equation.params["kind"] == SPREAD
+            return (self.spread if is_spread else self.largest)(inputs[0], axis)
+        return self.compute(equation, inputs)
 
-    def full(self, shape: tuple[int, ...], value: Any, dtype: Any) -> jax.Array:
-        """Return a constant array."""
-        return jnp.full(shape, value, dtype)
+    def full(self, value: Any, aval: Any) -> jax.Array:
+        """Return this part of an array of equal numbers, of a type."""
+        return jnp.full(self.shape_of(aval.shape), value, aval.dtype)
 
-    def bind(
-        self, equation: Any, inputs: Sequence[Any], shape: tuple[int, ...]
-    ) -> list[Any]:
-        """Return the outputs of an equation that does the same to all elements."""
-        return bind(equation, inputs)
+    def compute(self, equation: Equation, inputs: Sequence[Any]) -> jax.Array:
+        """Return the output of an equation that does the same to all elements."""
+        return equation.primitive.bind(*inputs, **equation.params)
 
 
 # The dtypes of what kernels read and compute.
 DTYPES = frozenset(
     """bool int8 int16 int32 uint8 uint16 uint32 float16 bfloat16 float32""".split()
 )
-_NARROW_FLOATS = ("bfloat16", "float16")
 
 
 class KernelEvaluator(Evaluator):
     """Evaluates equations on what a kernel computes at once."""
 
-    def full(self, shape: tuple[int, ...], value: Any, dtype: Any) -> jax.Array:
-        """Return a constant array of a dtype, as it is held."""
-        return jnp.full(shape, value, held_dtype(dtype))
+    def full(self, value: Any, aval: Any) -> jax.Array:
+        """Return this part of an array of equal numbers, as it is held."""
+        shape = self.shape_of(aval.shape)
+        return jnp.full(shape, value, register_dtype(aval.dtype))
 
-    def bind(
-        self, equation: Any, inputs: Sequence[Any], shape: tuple[int, ...]
-    ) -> list[Any]:
-        """Return the outputs of an equation that does the same to all elements."""
-        name = equation.primitive.name
-        old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    def compute(self, equation: Equation, inputs: Sequence[Any]) -> jax.Array:
+        """Return the output of an equation that does the same to all elements."""
+        name, x = equation.primitive.name, inputs[0]
+        made = equation.outvars[0].aval
+        old, new = equation.invars[0].aval.dtype, made.dtype
         if name == "convert_element_type":
-            return [_convert(inputs[0], old, new)]
+            return _convert(x, old, new)
         if name == "bitcast_convert_type":
-            return [_bitcast(inputs[0], old, new)]
+            return _bitcast(x, old, new)
         if name == "round":
-            return [_round(inputs[0], equation.params["rounding_method"])]
+            return _round(x, equation.params["rounding_method"])
         if name == "sign":
-            return [_sign(inputs[0])]
+            return _sign(x)
         if name == "is_finite":  # Triton has none in JAX 0.8
-            return [jnp.abs(inputs[0]) < jnp.inf]
+            return jnp.abs(x) < jnp.inf
         if name == "reduce_precision":
-            return [reduce_precision(inputs[0], equation.params)]
+            return reduce_precision(x, equation.params)
         if name == "shift_right_logical" and old.itemsize < 4:
             raise NotImplementedError(f"a kernel does not shift {old}")
         if len(inputs) > 1:
             # Kernels take no scalars beside arrays.
             inputs = [
-                x if jnp.ndim(x) else self.full(shape, x, atom.aval.dtype)
+                x if jnp.ndim(x) else self.full(x, made.update(dtype=atom.aval.dtype))
                 for x, atom in zip(inputs, equation.invars, strict=True)
             ]
         if name == "select_n" and old != jnp.bool_:  # one of the branches of a `cond`
             which, chosen, *others = inputs
             for i, other in enumerate(others, start=1):
                 chosen = jnp.where(which == i, other, chosen)
-            return [chosen]
-        return [_as(new, x) for x in bind(equation, inputs)]
+            return chosen
+        return _wrap_or_round(new, super().compute(equation, inputs))
 
 
-def dtype_obstacle(end: End, dtypes: Collection[str]) -> str | None:
-    """Return that an end reads or computes in a dtype outside of `dtypes`, or None."""
-    made = [value for node in end.nodes for value in node.outputs]
-    names = (value.aval.dtype.name for value in [*end.reads, *made])
-    return next((f"computes in {x}" for x in names if x not in dtypes), None)
+def dtype_obstacle(tail: ElementwiseTail, dtypes: frozenset[str]) -> str | None:
+    """Return that a tail reads or computes in a dtype outside of `dtypes`, or None."""
+    made = [value for node in tail.nodes for value in node.outputs]
+    others = {value.aval.dtype.name for value in [*tail.reads, *made]} - dtypes
+    return f"computes in {min(others)}" if others else None
 
 
-def held_dtype(dtype: Any) -> Any:
+def register_dtype(dtype: Any) -> Any:
     """Return the dtype in which values of a dtype are held."""
     dtype = jnp.dtype(dtype)
     if dtype.name not in DTYPES:
@@ -204,27 +198,27 @@ def as_read(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
 
 
-def hold(x: jax.Array, dtype: Any) -> jax.Array:
+def to_register_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     """Return an array of a dtype that was read, in the dtype in which it is held."""
-    held = x.astype(held_dtype(x.dtype))
+    held = x.astype(register_dtype(x.dtype))
     return held != 0 if dtype == jnp.bool_ else held
 
 
-def aliases(end: End) -> dict[int, int]:
-    """Return which outputs overwrite what an end reads.
+def aliases(tail: ElementwiseTail) -> dict[int, int]:
+    """Return which outputs overwrite what a tail reads.
 
     Booleans are read as integers: from a copy, which an output cannot overwrite.
     """
-    replaced = end.replaced.items()
-    return {at: out for out, at in replaced if end.reads[at].aval.dtype != jnp.bool_}
+    replaced = tail.replaced.items()
+    return {at: out for out, at in replaced if tail.reads[at].aval.dtype != jnp.bool_}
 
 
-def _as(dtype: Any, x: jax.Array) -> jax.Array:
+def _wrap_or_round(dtype: Any, x: jax.Array) -> jax.Array:
     """Return a held value as an operation in a dtype would: wrapped, or rounded."""
-    if dtype.name in _NARROW_FLOATS:
-        return x.astype(dtype).astype(jnp.float32)
-    if not _is_narrow_integer(dtype):
+    if dtype.itemsize == 4 or dtype == jnp.bool_:
         return x
+    if jnp.issubdtype(dtype, jnp.floating):
+        return x.astype(dtype).astype(jnp.float32)
     unused = 32 - bits(dtype)
     if jnp.issubdtype(dtype, jnp.unsignedinteger):
         return x & (0xFFFFFFFF >> unused)
@@ -233,7 +227,7 @@ def _as(dtype: Any, x: jax.Array) -> jax.Array:
 
 def _convert(x: jax.Array, old: Any, new: Any) -> jax.Array:
     """Return `x` in another dtype."""
-    held = held_dtype(new)
+    held = register_dtype(new)
     if new == jnp.bool_:
         return x != 0
     if jnp.uint32 in (old, new) and jnp.issubdtype(old, jnp.floating) != (
@@ -243,13 +237,15 @@ def _convert(x: jax.Array, old: Any, new: Any) -> jax.Array:
     if old == jnp.bool_:
         x = jnp.where(x, jnp.int32(1), jnp.int32(0))
     if jnp.issubdtype(new, jnp.floating):
-        return _as(new, x.astype(jnp.float32))
+        return _wrap_or_round(new, x.astype(jnp.float32))
     if jnp.issubdtype(old, jnp.floating):
-        if _is_narrow_integer(new):
+        if new.itemsize < 4:
             bounds = jnp.iinfo(new)
             x = jnp.clip(x, float(bounds.min), float(bounds.max))
         return x.astype(held)
-    return _as(new, x if x.dtype == held else lax.bitcast_convert_type(x, held))
+    return _wrap_or_round(
+        new, x if x.dtype == held else lax.bitcast_convert_type(x, held)
+    )
 
 
 def _bitcast(x: jax.Array, old: Any, new: Any) -> jax.Array:
@@ -259,19 +255,15 @@ def _bitcast(x: jax.Array, old: Any, new: Any) -> jax.Array:
     # Only in Triton: `_tpu.obstacle` refuses float16.
     if old == jnp.float16:
         bits = lax.bitcast_convert_type(x.astype(old), jnp.int16)
-        return _as(new, bits.astype(jnp.int32))
+        return _wrap_or_round(new, bits.astype(jnp.int32))
     if new == jnp.float16:
         return lax.bitcast_convert_type(x.astype(jnp.int16), new).astype(jnp.float32)
     # A bfloat16 is the upper half of a float32.
     if old == jnp.bfloat16:
-        return _as(new, lax.bitcast_convert_type(x, jnp.int32) >> 16)
+        return _wrap_or_round(new, lax.bitcast_convert_type(x, jnp.int32) >> 16)
     if new == jnp.bfloat16:
         return lax.bitcast_convert_type(x << 16, jnp.float32)
-    return _as(new, x)
-
-
-def _is_narrow_integer(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize < 4
+    return _wrap_or_round(new, x)
 
 
 def _sign(x: jax.Array) -> jax.Array:

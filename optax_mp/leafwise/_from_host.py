@@ -24,8 +24,7 @@ from optax_mp._jax._arrays import has_explicit_axes, is_partitioned
 from optax_mp._jax._memory import bring, is_host_type, is_on_host, to_device, to_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._warnings import warn
-from optax_mp.leafwise._chunks import Cuts, bring_whole, cuts_of, run_end
-from optax_mp.leafwise._ends import End, overwritten_by
+from optax_mp.leafwise._chunks import Cuts, bring_whole, cuts_of, run_tail
 from optax_mp.leafwise._engine import Step, TracedStep
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._layout import Layout
@@ -33,12 +32,14 @@ from optax_mp.leafwise._program import (
     Node,
     Program,
     Value,
+    backward_slice,
     groups_with_common,
     read_output,
     reads_of,
     run_nodes,
     values_in,
 )
+from optax_mp.leafwise._tails import ElementwiseTail, overwritten_by
 
 
 class Plan(NamedTuple):
@@ -127,14 +128,14 @@ class _Job(NamedTuple):
         outputs: the values.
         nodes: the equations that compute them.
         needs: the values that must be computed before.
-        end: the elementwise end that computes them, chunk by chunk if it can; None if
+        tail: the elementwise tail that computes them, chunk by chunk if it can; None if
             equations need whole arrays.
     """
 
     outputs: Sequence[Value]
     nodes: list[Node]
     needs: list[Value]
-    end: End | None = None
+    tail: ElementwiseTail | None = None
 
 
 class _StepFromHost:
@@ -163,46 +164,46 @@ class _StepFromHost:
         return [read_output(results, value) for value in outputs]
 
     def _find_jobs(self) -> list[_Job]:
-        # A job for each end, and for each output that no end computes. Jobs that share
-        # an array become one: it would be copied twice, and a job that overwrites it
-        # would have to wait for the others.
-        ends = {tuple(end.outputs): end for end in self.traced.ends}
-        at_ends = {value for outputs in ends for value in outputs}
+        # A job for each tail, and for each output that is in none. Jobs that share an
+        # array become one: it would be copied twice, and a job that overwrites it would
+        # have to wait for the others.
+        tails = {tuple(tail.outputs): tail for tail in self.traced.tails}
+        at_tails = {value for outputs in tails for value in outputs}
         outputs = dict.fromkeys(values_in(self.traced.program.outputs))
-        made = [value for value in outputs if value.made_at is not None]
-        together = [*ends, *((value,) for value in made if value not in at_ends)]
+        made = [value for value in outputs if value.producer is not None]
+        together = [*tails, *((value,) for value in made if value not in at_tails)]
         arrays = [self._arrays_of(values) for values in together]
         jobs = []
         for group in groups_with_common(arrays):
             of_group = set[Value]().union(*(arrays[at] for at in group))
             values = tuple(value for at in group for value in together[at])
             if of_group:
-                jobs.append(self._job_of(values, of_group, ends.get(values)))
+                jobs.append(self._job_of(values, of_group, tails.get(values)))
         return jobs
 
     def _arrays_of(self, outputs: Sequence[Value]) -> set[Value]:
         """Return the arrays to bring, or to overwrite, for these outputs."""
         old = {overwritten_by(value, self.traced.replaced) for value in outputs}
-        read = _hosted(self._behind(outputs)[0])
+        read = _hosted(self._slice(outputs)[0])
         return {*read, *(x for x in old if x is not None and is_host_type(x.aval))}
 
     def _job_of(
-        self, outputs: Sequence[Value], arrays: set[Value], end: End | None
+        self, outputs: Sequence[Value], arrays: set[Value], tail: ElementwiseTail | None
     ) -> _Job:
-        """Return the job for some outputs, of an end or of several."""
-        nodes, needs = self._behind(outputs, arrays)
-        if end is None or end.entangled or end.axis != len(end.shape) - 1:
+        """Return the job for some outputs, of a tail or of several."""
+        nodes, needs = self._slice(outputs, arrays)
+        if tail is None or tail.entangled or tail.axis != len(tail.shape) - 1:
             return _Job(outputs, nodes, needs)
         # A norm of the arrays, or a product, needs them whole.
-        of_end = set(end.nodes)
-        if any(x.outputs[0] in self.sources and x not in of_end for x in nodes):
+        of_tail = set(tail.nodes)
+        if any(x.outputs[0] in self.sources and x not in of_tail for x in nodes):
             return _Job(outputs, nodes, needs)
-        return _Job(outputs, end.nodes, end.reads, end)
+        return _Job(outputs, tail.nodes, tail.reads, tail)
 
     def _is_small(self, value: Value) -> bool:
         return value.aval.size < self.plan.min_size
 
-    def _behind(
+    def _slice(
         self, targets: Iterable[Value], arrays: Collection[Value] = ()
     ) -> tuple[list[Node], list[Value]]:
         """Return the equations to compute some values, and the values they need.
@@ -217,20 +218,20 @@ class _StepFromHost:
             found = self.sources.get(value)
             return self._is_small(value) and not (found and found.issubset(arrays))
 
-        return self.traced.program.behind(targets, stops_at)
+        return backward_slice(targets, stops_at)
 
     def _compute(self, targets: Sequence[Value]) -> None:
         """Compute values that are not brought, and small ones from what is."""
         # In the order of the program. Equations that read no large value from host
         # memory run as they are. Others are skipped: a job computes a large result
         # again where it is read, and a loop copies the arrays for a small one.
-        for node in self.traced.program.behind(targets)[0]:
+        for node in backward_slice(targets)[0]:
             hosted = [x for x in values_in(node.inputs) if x in self.sources]
             if all(map(self._is_small, hosted)):
                 run_nodes([node], self.values)
                 continue
             for value in filter(self._is_small, node.outputs):
-                job = _Job([value], *self._behind([value]))
+                job = _Job([value], *self._slice([value]))
                 (self.values[value],) = self._run(job)
 
     def _run(self, job: _Job) -> list[Any]:
@@ -246,7 +247,7 @@ class _StepFromHost:
             _, held = lax.optimization_barrier((k, [self.values[v] for v in arrays]))
             both = zip([*arrays, *old], [*held, *carry], strict=True)
             local = self.values | {v: x for v, x in both if v is not None}
-            if job.end and (made := self._run_chunks(job.end, local, carry)):
+            if job.tail and (made := self._run_chunks(job.tail, local, carry)):
                 return made
             local |= {v: bring_whole(local[v]) for v in _hosted(job.nodes)}
             run_nodes(job.nodes, local)
@@ -258,24 +259,24 @@ class _StepFromHost:
         return [to_host(x) if is_host_type(x.aval) else x for x in made]
 
     def _run_chunks(
-        self, end: End, values: dict[Value, Any], starts: list[Any]
+        self, tail: ElementwiseTail, values: dict[Value, Any], starts: list[Any]
     ) -> list[Any] | None:
-        """Return the outputs of an end, which overwrite `starts` chunk by chunk.
+        """Return the outputs of a tail, which overwrite `starts` chunk by chunk.
 
         None if it is not known how its arrays are sharded.
         """
-        args = [values[value] for value in end.reads]
-        layout = Layout.find(end, args, self.traced.shardings)
+        args = [values[value] for value in tail.reads]
+        layout = Layout.find(tail, args, self.traced.shardings)
         if layout.sharding is None and any(map(is_partitioned, args)):
             return None
-        new = [x for at, x in enumerate(end.outputs) if at not in end.replaced]
-        avals = [x.aval for x in (*end.reads, *new) if is_host_type(x.aval)]
-        sizes = [bytes_on_device(x) // x.size for x in avals if x.shape == end.shape]
+        new = [x for at, x in enumerate(tail.outputs) if at not in tail.replaced]
+        avals = [x.aval for x in (*tail.reads, *new) if is_host_type(x.aval)]
+        sizes = [bytes_on_device(x) // x.size for x in avals if x.shape == tail.shape]
         most = max(1, self.plan.chunk_bytes // max(4, sum(sizes)))
 
         def run_part(part: Part, arrays: Sequence[Any]) -> list[Any]:
             cuts = cuts_of(part, most=most) or Cuts.whole(part)
-            return run_end(end, cuts, arrays[: len(args)], arrays[len(args) :])
+            return run_tail(tail, cuts, arrays[: len(args)], arrays[len(args) :])
 
         return layout.run(run_part, [*args, *starts])
 

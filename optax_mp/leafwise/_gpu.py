@@ -1,4 +1,4 @@
-"""Run the elementwise end of a step in one Pallas kernel on a GPU."""
+"""Run the elementwise tail of a step in one Pallas kernel on a GPU."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from optax_mp._jax._contact import result_like
-from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import (
     DTYPES,
     KernelEvaluator,
@@ -20,10 +19,11 @@ from optax_mp.leafwise._evaluator import (
     aliases,
     as_read,
     dtype_obstacle,
-    hold,
     shape_in_blocks,
+    to_register_dtype,
 )
 from optax_mp.leafwise._program import Value
+from optax_mp.leafwise._tails import ElementwiseTail
 
 # Elements of a piece at least, and for each thread: with sixteen, XLA takes twice as
 # long to compile a kernel. A warp has 32 threads.
@@ -49,11 +49,11 @@ class Pieces:
     columns: int
 
     @classmethod
-    def of(cls, end: End, part: Part) -> "Pieces":
+    def of(cls, tail: ElementwiseTail, part: Part) -> "Pieces":
         """Return the pieces of a part."""
         # Without shifts arrays are one row, in the order of memory: rows of whole
         # blocks follow each other without a gap, and so do their scales.
-        if end.group_size is None:
+        if part.group_size == 1:
             return cls((1, 1, math.prod(part.shape)), 1, 1, _COUNT)
         (*leading, length, width), height = part.shape, part.group_size
         rows = 1 << (height - 1).bit_length()
@@ -140,11 +140,11 @@ class PieceEvaluator(KernelEvaluator):
         return jnp.max(values, axis=0)[None, :]
 
 
-def obstacle(end: End, part: Part) -> str | None:
-    """Return why the kernel cannot compute an end; None if it can."""
-    if other := dtype_obstacle(end, DTYPES):
+def obstacle(tail: ElementwiseTail, part: Part) -> str | None:
+    """Return why the kernel cannot compute a tail; None if it can."""
+    if other := dtype_obstacle(tail, DTYPES):
         return other
-    size = end.block_size or 1
+    size = part.block_size
     if _COUNT % size:
         return f"blocks of {size}"
     if part.group_size > 128:
@@ -156,15 +156,15 @@ def obstacle(end: End, part: Part) -> str | None:
     return None
 
 
-def run_end(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
-    """Return the outputs of an end.
+def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any]:
+    """Return the outputs of a tail.
 
     Args:
-        end: the end.
+        tail: the tail.
         part: of its arrays.
         args: the values of what it reads.
     """
-    pieces, rank = Pieces.of(end, part), len(part.shape)
+    pieces, rank = Pieces.of(tail, part), len(part.shape)
     _, down, across = pieces.grid
 
     def kernel(*refs: Any) -> None:
@@ -179,16 +179,16 @@ def run_end(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
         )
         piece = PieceEvaluator(replace(part, origin=origin), pieces, at)
         values: dict[Value, Any] = {}
-        for value, ref in zip(end.reads, refs, strict=False):
+        for value, ref in zip(tail.reads, refs, strict=False):
             if value.aval.ndim:
                 places, inside = piece.places(value.aval.shape)
                 other = None if inside is None else 0
                 read = triton.load(ref.at[places], mask=inside, other=other)
             else:
                 read = ref[0]
-            values[value] = hold(read, value.aval.dtype)
-        piece.run_all(end, values)
-        for value, ref in zip(end.outputs, refs[len(end.reads) :], strict=True):
+            values[value] = to_register_dtype(read, value.aval.dtype)
+        piece.run_all(tail, values)
+        for value, ref in zip(tail.outputs, refs[len(tail.reads) :], strict=True):
             places, inside = piece.places(value.aval.shape)
             new = values[value].astype(value.aval.dtype)
             triton.store(ref.at[places], new, mask=inside)
@@ -198,15 +198,15 @@ def run_end(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
         shape = value.aval.shape
         return shape_in_blocks(pieces.view, *part.block_of(shape)) if shape else (1,)
 
-    both = zip(end.reads, args, strict=True)
+    both = zip(tail.reads, args, strict=True)
     inputs = [as_read(jnp.asarray(x).reshape(view_of(value))) for value, x in both]
     warps = max(1, pieces.rows * pieces.columns // _PER_WARP)
     made = pl.pallas_call(
         kernel,
         grid=(math.prod(pieces.grid),),
-        out_shape=[result_like(value.aval, view_of(value)) for value in end.outputs],
-        input_output_aliases={rank + at: out for at, out in aliases(end).items()},
+        out_shape=[result_like(value.aval, view_of(value)) for value in tail.outputs],
+        input_output_aliases={rank + at: out for at, out in aliases(tail).items()},
         compiler_params=triton.CompilerParams(num_warps=warps),
     )(*(jnp.asarray(x).reshape(1) for x in part.origin), *inputs)
-    shapes = [part.shape_of(value.aval.shape) for value in end.outputs]
+    shapes = [part.shape_of(value.aval.shape) for value in tail.outputs]
     return [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]

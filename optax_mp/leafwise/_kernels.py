@@ -25,25 +25,25 @@ def are_on() -> bool:
 
 
 def find_kernel(layout: Layout, target: Target) -> Any:
-    """Return the module of the kernel for an end, or a string: why it has none.
+    """Return the module of the kernel for a tail, or a string: why it has none.
 
     Args:
-        layout: of the end.
+        layout: of the tail.
         target: what the program is lowered for.
     """
-    if layout.end.obstacle is not None:
-        return layout.end.obstacle
+    if layout.tail.obstacle is not None:
+        return layout.tail.obstacle
     kernels = kernels_for(target)
     if isinstance(kernels, str):
         return kernels
-    if layout.axis != layout.end.axis:
+    if layout.axis != layout.tail.axis:
         return "blocks not along the last axis"
-    if layout.end.reads_repeated:
+    if layout.tail.reads_repeated:
         return "factors of rows or columns"
     # An array that is sharded would be gathered for a kernel.
     if layout.sharding is None and target.device_count > 1:
         return UNKNOWN_LAYOUT
-    return kernels.obstacle(layout.end, layout.part) or kernels
+    return kernels.obstacle(layout.tail, layout.part) or kernels
 
 
 def kernels_for(target: Target) -> Any:

@@ -11,61 +11,66 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from optax_mp._jax._arrays import sharding_in_type
 from optax_mp._jax._sharding import axis_names
 from optax_mp._tree import spread_prefix
-from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._program import Value
+from optax_mp.leafwise._tails import ElementwiseTail, axis_of_groups
 
 Shardings = Mapping[Value, NamedSharding]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the arrays of an end are sharded.
+    """How the arrays of a tail are sharded.
 
     Attributes:
-        end: the end.
+        tail: the tail.
         sharding: of arrays of elements. Scales are sharded along the same axes. None if
             it is not known.
         axis: the one that is put behind all others: the last, or that of the blocks.
     """
 
-    end: End
+    tail: ElementwiseTail
     sharding: NamedSharding | None
     axis: int
 
     @classmethod
     def find(
-        cls, end: End, args: Sequence[Any], shardings: Shardings, *, turns: bool = False
+        cls,
+        tail: ElementwiseTail,
+        args: Sequence[Any],
+        shardings: Shardings,
+        *,
+        turns: bool = False,
     ) -> "Layout":
-        """Return the layout of the arrays of an end.
+        """Return the layout of the arrays of a tail.
 
         Args:
-            end: the end.
+            tail: the tail.
             args: the values of what it reads.
             shardings: where they are known.
             turns: whether to put the axis of the blocks last.
         """
         # From `param_shardings`, or the program, or types. All arrays of a leaf are
         # sharded alike, and scales like the elements. No block may lie on two devices.
-        elements = [value for value in end.reads if value.aval.shape == end.shape]
+        elements = [value for value in tail.reads if value.aval.shape == tail.shape]
         known = [shardings[value] for value in elements if value in shardings]
-        in_types = [sharding_in_type(x) for x in args if jnp.ndim(x) == len(end.shape)]
+        in_types = [sharding_in_type(x) for x in args if jnp.ndim(x) == len(tail.shape)]
         candidates = [x for x in known + in_types if x is not None and x.mesh.size > 1]
         # An equation may read a sharded array and one that is not.
-        axes = range(len(end.shape))
+        axes = range(len(tail.shape))
         specs = {tuple(axis_names(x.spec, i) for i in axes) for x in candidates}
-        is_known = len(specs) == 1 and _divides(candidates[0], end)
-        axis = end.axis if turns else len(end.shape) - 1
-        return cls(end, candidates[0] if is_known else None, axis)
+        is_known = len(specs) == 1 and _divides(candidates[0], tail)
+        axis = tail.axis if turns else len(tail.shape) - 1
+        return cls(tail, candidates[0] if is_known else None, axis)
 
     @property
     def part(self) -> Part:
         """The part of the arrays that each device holds; all if that is not known."""
-        shape, end = self.end.shape, self.end
+        shape, tail = self.tail.shape, self.tail
         own = shape if self.sharding is None else self.sharding.shard_shape(shape)
         own = self._turn(own)
-        size, origin = end.block_size or 1, (0,) * len(shape)
-        return Part(shape, own, size, origin, self.axis, end.group_size or 1)
+        origin = (0,) * len(shape)
+        return Part(shape, own, tail.block_size, origin, self.axis, tail.group_size)
 
     def _turn(self, sizes: Sequence[Any]) -> tuple[Any, ...]:
         return *sizes[: self.axis], *sizes[self.axis + 1 :], sizes[self.axis]
@@ -75,7 +80,7 @@ class Layout:
         run_part: Callable[[Part, Sequence[Any]], Sequence[Any]],
         args: Sequence[Any],
     ) -> list[Any]:
-        """Return the outputs of the end, computed on each device for its own part."""
+        """Return the outputs of the tail, computed on each device for its own part."""
 
         def run_turned(part: Part, args: Sequence[Any]) -> Sequence[Any]:
             moved = [jnp.moveaxis(x, self.axis, -1) if jnp.ndim(x) else x for x in args]
@@ -102,7 +107,7 @@ class Layout:
             run_shard,
             mesh=self.sharding.mesh,
             in_specs=tuple(map(spec_of, args)),
-            out_specs=tuple(spec_of(value.aval) for value in self.end.outputs),
+            out_specs=tuple(spec_of(value.aval) for value in self.tail.outputs),
             check_vma=False,
         )
         return list(run_sharded(*args))
@@ -131,16 +136,16 @@ def spread_shardings(
     return [leaf if isinstance(leaf, NamedSharding) else None for leaf in leaves]
 
 
-def _divides(sharding: NamedSharding, end: End) -> bool:
+def _divides(sharding: NamedSharding, tail: ElementwiseTail) -> bool:
     """Return whether shards are of one shape, and none begins within a block."""
     # The other axes may be cut anywhere: an element shares a scale or a shift with
     # neighbours along two alone.
     try:
-        own = sharding.shard_shape(end.shape)
+        own = sharding.shard_shape(tail.shape)
     except ValueError:
         return False
-    behind = [x for x in range(len(own)) if x != end.axis][-1:]
-    sizes = {end.axis: end.block_size} | dict.fromkeys(behind, end.group_size)
+    along = axis_of_groups(len(own), tail.axis)
+    sizes = {tail.axis: tail.block_size} | dict.fromkeys(along, tail.group_size)
     return all(
-        own[x] == end.shape[x] or own[x] % (size or 1) == 0 for x, size in sizes.items()
+        own[x] == tail.shape[x] or own[x] % size == 0 for x, size in sizes.items()
     )

@@ -1,7 +1,8 @@
 """A jaxpr as one list of equations, with calls of `jit` and branches opened."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -10,13 +11,13 @@ import numpy as np
 from jax import lax
 
 from optax_mp._jax._contact import is_plain_call
-from optax_mp._jax._control_flow import PLAIN_CALLS, wiring_of
+from optax_mp._jax._control_flow import PLAIN_CALLS
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
     Equation,
+    Literal,
     Location,
     bind,
-    is_literal,
     jaxprs_within,
     open_jaxpr,
 )
@@ -27,19 +28,29 @@ _SLOW = FACTORIZATIONS | {"while", "scan", "sort", "custom_linear_solve"}
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A value of a program: one of its inputs, or an output of an equation."""
+    """A value of a program: one of its inputs, or an output of a node."""
 
     aval: Any
-    made_at: int | None = None
+    producer: "Node | None" = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Node:
-    """An equation on values of a program, or on literals."""
+    """An equation on values of a program.
 
+    Attributes:
+        place: its index among the nodes of the program.
+        equation: the equation.
+        inputs: values, or literals.
+        reads: the values among these.
+        outputs: the values that it computes.
+    """
+
+    place: int
     equation: Equation
     inputs: Sequence[Any]
-    outputs: Sequence[Value]
+    reads: Sequence[Value]
+    outputs: Sequence[Value] = ()
 
 
 @dataclass
@@ -79,36 +90,36 @@ class Program:
             values[var] = Value(var.aval)
             self.constants[values[var]] = const
         values.update(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom if is_literal(atom) else values[atom]
-
-        # Calls are opened, because ends reach through them: an optimizer consists of
-        # many calls, and each function of `jax.numpy` is one.
+        # Calls are opened, because the tails of leaves reach through them: an optimizer
+        # consists of many calls, and each function of `jax.numpy` is one.
         for equation in jaxpr.eqns:
-            args = [read(atom) for atom in equation.invars]
-            if equation.primitive.name in PLAIN_CALLS and is_plain_call(equation):
-                made = self.open(wiring_of(equation).regions[0].jaxpr, args)
-            elif _is_choice(equation, args):
+            name = equation.primitive.name
+            args = [x if isinstance(x, Literal) else values[x] for x in equation.invars]
+            if name in PLAIN_CALLS and is_plain_call(equation):
+                made = self.open(jaxprs_within(equation)[0], args)
+            elif name == "cond" and _is_choice(equation, args):
                 made = self._open_branches(equation, args)
             else:
-                made = self._add(equation, args)
+                made = self.add(equation, args)
             values.update(zip(equation.outvars, made, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+        return [x if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
 
     def _open_branches(self, equation: Equation, inputs: Sequence[Any]) -> list[Any]:
         self.has_branches = True
         (which, *operands), branches = inputs, equation.params["branches"]
         # The one of `optax.MultiSteps` is known, unless it may leave out gradients.
-        if is_literal(which):
+        if isinstance(which, Literal):
             return self.open(branches[which.val], operands)
         results = [self.open(x, operands) for x in branches]
         return [self._choose(which, cases) for cases in zip(*results, strict=True)]
 
-    def _add(self, equation: Equation, inputs: Sequence[Any]) -> list[Value]:
-        made = [Value(var.aval, len(self.nodes)) for var in equation.outvars]
-        self.nodes.append(Node(equation, inputs, made))
-        return made
+    def add(self, equation: Equation, inputs: Sequence[Any]) -> Sequence[Value]:
+        """Add an equation on values or literals; return its outputs."""
+        reads = [x for x in inputs if isinstance(x, Value)]
+        node = Node(len(self.nodes), equation, inputs, reads)
+        node.outputs = [Value(var.aval, node) for var in equation.outvars]
+        self.nodes.append(node)
+        return node.outputs
 
     def _choose(self, which: Any, cases: Sequence[Any]) -> Any:
         """Return one of several values."""
@@ -118,48 +129,45 @@ class Program:
         avals = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in cases]
         index = jax.ShapeDtypeStruct((), which.aval.dtype)
         (equation,) = jax.make_jaxpr(lax.select_n)(index, *avals).eqns
-        return self._add(equation, [which, *cases])[0]
+        return self.add(equation, [which, *cases])[0]
 
-    def behind(
-        self,
-        targets: Iterable[Any],
-        stops_at: Callable[[Value], bool] = lambda _: False,
-    ) -> tuple[list[Node], list[Value]]:
-        """Walk backwards from some values.
 
-        Args:
-            targets: the values, or literals.
-            stops_at: where to stop. Targets are passed in any case.
+def backward_slice(
+    targets: Iterable[Any], stops_at: Callable[[Value], bool] = lambda _: False
+) -> tuple[list[Node], list[Value]]:
+    """Walk backwards from some values.
 
-        Returns:
-            The equations that the targets need, in order, and the values at which the
-            walk stopped: these, and inputs.
-        """
-        # In the order of places, which is the jaxpr's, each equation comes after
-        # those that it needs.
-        places: set[int] = set()
-        stops: dict[Value, None] = {}
-        stack = values_in(targets)
-        seen = set(stack)
-        while stack:
-            value = stack.pop()
-            if value.made_at is None:
-                stops[value] = None
-                continue
-            places.add(value.made_at)
-            for read in values_in(self.nodes[value.made_at].inputs):
+    Args:
+        targets: the values, or literals.
+        stops_at: where to stop. Targets are passed in any case.
+
+    Returns:
+        The nodes that the targets need, in the order of the program, and the values at
+        which the walk stopped: these, and inputs.
+    """
+    nodes: set[Node] = set()
+    stops: dict[Value, None] = {}
+    stack = values_in(targets)
+    seen = set(stack)
+    while stack:
+        value = stack.pop()
+        if value.producer is None:
+            stops[value] = None
+        elif value.producer not in nodes:
+            nodes.add(value.producer)
+            for read in value.producer.reads:
                 if stops_at(read):
                     stops[read] = None
                 elif read not in seen:
                     seen.add(read)
                     stack.append(read)
-        return [self.nodes[place] for place in sorted(places)], list(stops)
+    return sorted(nodes, key=attrgetter("place")), list(stops)
 
 
 def reads_of(nodes: Iterable[Node]) -> list[Value]:
-    """Return the values that some equations read and do not make."""
+    """Return the values that some nodes read and do not compute."""
     made = {value for node in nodes for value in node.outputs}
-    read = dict.fromkeys(x for node in nodes for x in values_in(node.inputs))
+    read = dict.fromkeys([value for node in nodes for value in node.reads])
     return [value for value in read if value not in made]
 
 
@@ -167,21 +175,20 @@ def run_nodes(nodes: Iterable[Node], values: dict[Value, Any]) -> None:
     """Evaluate some equations, in order; add their outputs to `values`."""
     with Location() as location:
         for node in nodes:
-            args = [read(values, x) for x in node.inputs]
+            args = read_inputs(values, node)
             with location.of(node.equation):
                 made = bind(node.equation, args)
             values.update(zip(node.outputs, made, strict=True))
 
 
-def _is_choice(equation: Equation, inputs: Sequence[Any]) -> bool:
-    """Return whether an equation is a `cond` of which all branches can be computed.
+def _is_choice(cond: Equation, inputs: Sequence[Any]) -> bool:
+    """Return whether all branches of a `cond` can be computed.
 
     None of them may take long, unless it is known which of them runs.
     """
-    if equation.primitive.name != "cond" or equation.effects:
-        return False
-    branches = [open_jaxpr(x)[0] for x in equation.params["branches"]]
-    return is_literal(inputs[0]) or not any(map(_takes_long, branches))
+    branches = [open_jaxpr(x)[0] for x in cond.params["branches"]]
+    is_known = isinstance(inputs[0], Literal)
+    return not cond.effects and (is_known or not any(map(_takes_long, branches)))
 
 
 def _takes_long(jaxpr: Any) -> bool:
@@ -195,14 +202,14 @@ def _takes_long(jaxpr: Any) -> bool:
     return any(map(is_slow, jaxpr.eqns))
 
 
-def read(values: dict[Value, Any], atom: Any) -> Any:
-    """Return the array that an input of a node stands for."""
-    return values[atom] if isinstance(atom, Value) else atom.val
+def read_inputs(values: Mapping[Value, Any], node: Node) -> list[Any]:
+    """Return the arrays and numbers that the inputs of a node stand for."""
+    return [values[x] if isinstance(x, Value) else x.val for x in node.inputs]
 
 
-def read_output(values: dict[Value, Any], atom: Any) -> Any:
+def read_output(values: Mapping[Value, Any], atom: Any) -> Any:
     """Return an output as an array; a literal is a plain number."""
-    array = read(values, atom)
+    array = values[atom] if isinstance(atom, Value) else atom.val
     is_array = isinstance(array, jax.Array)
     return array if is_array else jnp.asarray(array, atom.aval.dtype)
 
@@ -227,40 +234,33 @@ def values_in(atoms: Iterable[Any]) -> list[Value]:
     return [atom for atom in atoms if isinstance(atom, Value)]
 
 
-def form_of(
+def structural_key(
     nodes: Sequence[Node], reads: Sequence[Value], outputs: Sequence[Any]
 ) -> Hashable:
-    """Return a key for what equations compute: equal if they only read other values."""
+    """Return a key for what nodes compute: equal if they only read other values."""
     # They are alike if they are the same, in the same order, on values of the same
     # types with the same numbers. Names of variables do not matter, nor where a value
-    # was made.
+    # was computed.
     number = {value: i for i, value in enumerate(reads)}
 
-    def named(x: Any) -> Hashable:
-        return number[x] if isinstance(x, Value) else _literal(x)
-
-    form: list[Hashable] = [value.aval for value in reads]
+    key: list[Hashable] = [value.aval for value in reads]
     for node in nodes:
-        inputs = tuple(map(named, node.inputs))
+        params: Hashable = tuple(node.equation.params.items())
+        try:
+            hash(params)
+        except TypeError:
+            params = object()  # equal to nothing else
+        key += [node.equation.primitive, params]
+        key += [
+            number[x] if isinstance(x, Value) else _bytes_of(x) for x in node.inputs
+        ]
         for value in node.outputs:
             number[value] = len(number)
-        avals = tuple(value.aval for value in node.outputs)
-        form.append((node.equation.primitive, _params(node.equation), inputs, avals))
-    return *form, *map(named, outputs)
+            key.append(value.aval)
+    key += [number[x] if isinstance(x, Value) else _bytes_of(x) for x in outputs]
+    return tuple(key)
 
 
-def _params(equation: Any) -> Hashable:
-    return tuple((name, _comparable(x)) for name, x in equation.params.items())
-
-
-def _comparable(param: Any) -> Hashable:
-    try:
-        hash(param)
-    except TypeError:
-        return object()  # equal to nothing else
-    return param
-
-
-def _literal(literal: Any) -> Hashable:
+def _bytes_of(literal: Any) -> Hashable:
     # 0.0 equals -0.0, and NaN not even itself.
     return literal.aval, np.asarray(literal.val).tobytes()

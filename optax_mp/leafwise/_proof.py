@@ -2,7 +2,7 @@
 
 A kernel's form takes two steps on a small array, and so do its equations as XLA
 compiles them. The array has several tiles and runs, the last of each cut short, and
-special numbers among random ones. If a bit differs, XLA computes all ends of that form.
+special numbers among random ones. If a bit differs, XLA computes tails of that form.
 
 Compilers make one operation of a product and a sum, and a product of a division by a
 scalar, each in its own way. For exact comparisons the results of products, and
@@ -24,10 +24,10 @@ from jax import lax
 from optax_mp._jax._by_platform import Target, explain
 from optax_mp._jax._jaxpr import ShapedArray
 from optax_mp._warnings import warn_once
-from optax_mp.leafwise._chunks import Cuts, run_end
-from optax_mp.leafwise._ends import End
+from optax_mp.leafwise._chunks import Cuts, run_tail
 from optax_mp.leafwise._evaluator import Part
-from optax_mp.leafwise._program import Node, Program, Value
+from optax_mp.leafwise._program import Program, Value
+from optax_mp.leafwise._tails import ElementwiseTail
 
 # At most so many rows, columns, and indices of other axes.
 _ROWS, _COLUMNS, _OTHERS = 128 + 33, 4096 + 512, 2
@@ -60,25 +60,29 @@ class Difference(NamedTuple):
     first: str
 
 
-def proof_of(kernel: Any, end: End, part: Part, target: Target) -> str:
-    """Return `PROVED` if a kernel is right for an end, else why it is not used.
+def proof_of(kernel: Any, tail: ElementwiseTail, part: Part, target: Target) -> str:
+    """Return `PROVED` if a kernel is right for a tail, else why it is not used.
 
     `NOT_PROVED` if no device of the target is here.
     """
-    form = _form_of(end, part, target)
+    if target.device is None and not _found:
+        return NOT_PROVED
+    form = _form_of(tail, part, target)
     if form not in _found and target.device is not None:
-        wrong = _prove(kernel, end, part, target)
+        wrong = _prove(kernel, tail, part, target)
         wrong = wrong and f"not what XLA computes on a {target.kind}"
         _found[form] = wrong or PROVED
     return _found.get(form, NOT_PROVED)
 
 
-def _prove(kernel: Any, end: End, part: Part, target: Target) -> str | None:
+def _prove(
+    kernel: Any, tail: ElementwiseTail, part: Part, target: Target
+) -> str | None:
     """Return the first difference, and warn of it; None if there is none."""
     try:
         # In a thread, because another program is being lowered in this one.
         with ThreadPoolExecutor(1) as thread:
-            found = thread.submit(compare, kernel, end, part, target.device).result()
+            found = thread.submit(compare, kernel, tail, part, target.device).result()
         wrong = next((x.first for x in found if x.first), None)
     except Exception as error:
         wrong = explain(error)
@@ -92,19 +96,21 @@ def _prove(kernel: Any, end: End, part: Part, target: Target) -> str | None:
     return wrong
 
 
-def compare(kernel: Any, end: End, part: Part, device: Any) -> list[Difference]:
-    """Return for each output of an end how a kernel's differs from XLA's."""
-    part, exact = _small(part), _exact(end)
+def compare(
+    kernel: Any, tail: ElementwiseTail, part: Part, device: Any
+) -> list[Difference]:
+    """Return for each output of a tail how a kernel's differs from XLA's."""
+    part, exact = _small(part), _exact(tail)
     # XLA is to round to 16 bits where the program says so, as kernels do.
     written = {"xla_allow_excess_precision": False}
     with jax.default_device(device):
         want = _two_steps(exact, part, _run_by_xla, written)
-        got, used = (_two_steps(x, part, kernel.run_end) for x in (exact, end))
+        got, used = (_two_steps(x, part, kernel.run_tail) for x in (exact, tail))
     return list(map(_difference, want, got, used))
 
 
-def _run_by_xla(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
-    return run_end(end, Cuts.whole(part), args)
+def _run_by_xla(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any]:
+    return run_tail(tail, Cuts.whole(part), args)
 
 
 def _small(part: Part) -> Part:
@@ -118,10 +124,10 @@ class _Zero(Value):
     """A zero that no compiler knows."""
 
 
-def _exact(end: End) -> End:
-    """Return an end that reads one zero more, with which all roundings are fixed."""
+def _exact(tail: ElementwiseTail) -> ElementwiseTail:
+    """Return a tail that reads one zero more, with which all roundings are fixed."""
     zero = _Zero(ShapedArray((), jnp.int32))
-    program = Program([*end.reads, zero])
+    program = Program([*tail.reads, zero])
     fixed: dict[Any, Any] = {}
 
     def fix(x: Any, shape: tuple[int, ...]) -> Any:
@@ -129,17 +135,18 @@ def _exact(end: End) -> End:
         jaxpr = jax.make_jaxpr(partial(_through_bits, shape))(*avals)
         return program.open(jaxpr, [x, zero])[0]
 
-    for node in end.nodes:
-        name, made = node.equation.primitive.name, node.outputs[0]
+    for node in tail.nodes:
+        (old,), name = node.outputs, node.equation.primitive.name
         inputs = [fixed.get(x, x) if isinstance(x, Value) else x for x in node.inputs]
-        is_rounded = made.aval.dtype == jnp.float32 and made.aval.ndim > 0
+        shape = old.aval.shape
+        is_rounded = old.aval.dtype == jnp.float32 and old.aval.ndim > 0
         if is_rounded and name == "div":
-            inputs[1] = fix(inputs[1], made.aval.shape)
-        program.nodes.append(Node(node.equation, inputs, node.outputs))
-        if is_rounded and name in ("mul", "square", "integer_pow", "div"):
-            fixed[made] = fix(made, made.aval.shape)
-    outputs = [fixed.get(x, x) for x in end.outputs]
-    return replace(end, nodes=program.nodes, reads=program.inputs, outputs=outputs)
+            inputs[1] = fix(inputs[1], shape)
+        (new,) = program.add(node.equation, inputs)
+        is_rounded &= name in ("mul", "square", "integer_pow", "div")
+        fixed[old] = fix(new, shape) if is_rounded else new
+    outputs = [fixed[x] for x in tail.outputs]
+    return replace(tail, nodes=program.nodes, reads=program.inputs, outputs=outputs)
 
 
 def _through_bits(shape: tuple[int, ...], x: jax.Array, zero: jax.Array) -> jax.Array:
@@ -150,15 +157,15 @@ def _through_bits(shape: tuple[int, ...], x: jax.Array, zero: jax.Array) -> jax.
 
 
 def _two_steps(
-    end: End, part: Part, run: Callable[..., Any], options: Any = None
+    tail: ElementwiseTail, part: Part, run: Callable[..., Any], options: Any = None
 ) -> list[np.ndarray]:
     """Return the outputs of two steps; what the first replaces the second reads."""
-    step = jax.jit(partial(run, end, part), compiler_options=options)
+    step = jax.jit(partial(run, tail, part), compiler_options=options)
     random, made = np.random.default_rng(0), []
     for _ in range(2):
-        args = [_numbers(value, part, random) for value in end.reads]
-        for at, read in end.replaced.items() if made else ():
-            args[read] = made[at - len(end.outputs)]
+        args = [_numbers(value, part, random) for value in tail.reads]
+        for at, read in tail.replaced.items() if made else ():
+            args[read] = made[at - len(tail.outputs)]
         made += jax.device_get(step(args))
     return made
 
@@ -212,15 +219,15 @@ def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(a) & np.isnan(b), 0, abs(ordered[0] - ordered[1]))
 
 
-def _form_of(end: End, part: Part, target: Target) -> Hashable:
-    """Return a key for ends that are the same on a small array, but for constants."""
+def _form_of(tail: ElementwiseTail, part: Part, target: Target) -> Hashable:
+    """Return a key for tails that are the same on a small array, but for constants."""
     part = _small(part)
 
     def types(values: Sequence[Any]) -> Hashable:
         return tuple((x.aval.dtype, part.shape_of(x.aval.shape)) for x in values)
 
     nodes = tuple(
-        (x.equation.primitive, types(x.inputs), types(x.outputs)) for x in end.nodes
+        (x.equation.primitive, types(x.inputs), types(x.outputs)) for x in tail.nodes
     )
     of_part = part.shape, part.block_size, part.group_size, part.axis
-    return target.kind, *of_part, nodes, types(end.outputs)
+    return target.kind, *of_part, nodes, types(tail.outputs)

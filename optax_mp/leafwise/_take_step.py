@@ -18,10 +18,10 @@ from optax_mp._jax._memory import is_on_host
 from optax_mp._leaves import is_absent
 from optax_mp._tree import is_floating
 from optax_mp._warnings import warn_once
-from optax_mp.leafwise._ends import NO_LOW_BITS
 from optax_mp.leafwise._engine import Step, run_step
 from optax_mp.leafwise._from_host import run_from_host
 from optax_mp.leafwise._layout import spread_shardings
+from optax_mp.leafwise._tails import NO_LOW_BITS
 
 
 def take_step(

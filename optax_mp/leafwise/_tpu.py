@@ -1,4 +1,4 @@
-"""Run the elementwise end of a step in one Pallas kernel on a TPU."""
+"""Run the elementwise tail of a step in one Pallas kernel on a TPU."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from optax_mp._jax._contact import result_like
 from optax_mp._jax._memory import to_host
-from optax_mp.leafwise._ends import End
 from optax_mp.leafwise._evaluator import (
     DTYPES,
     KernelEvaluator,
@@ -21,9 +20,10 @@ from optax_mp.leafwise._evaluator import (
     aliases,
     as_read,
     dtype_obstacle,
-    hold,
+    to_register_dtype,
 )
 from optax_mp.leafwise._program import Value
+from optax_mp.leafwise._tails import ElementwiseTail
 
 # How blocks are reduced. A register of a TPU is 8 rows of 128 lanes, and 32 of
 # its lanes are a block. Mosaic has no reduction over a part of the lanes, and
@@ -144,11 +144,11 @@ _PACKED = 4  # rows of 8-bit numbers, in one of 32-bit numbers
 _CHUNK = 512
 
 
-def obstacle(end: End, part: Part) -> str | None:
-    """Return why Mosaic cannot compute an end; None if it can."""
-    if other := dtype_obstacle(end, DTYPES - {"float16"}):
+def obstacle(tail: ElementwiseTail, part: Part) -> str | None:
+    """Return why Mosaic cannot compute a tail; None if it can."""
+    if other := dtype_obstacle(tail, DTYPES - {"float16"}):
         return other
-    if any(value.aval.dtype == jnp.bool_ for value in end.outputs):
+    if any(value.aval.dtype == jnp.bool_ for value in tail.outputs):
         return "writes an array of bools"
     if len(part.shape) < 2:
         return "one axis"
@@ -160,37 +160,39 @@ def obstacle(end: End, part: Part) -> str | None:
     # XLA lays such arrays out by columns, and would copy them for a kernel.
     if part.shape[-1] % LANES:
         return f"rows no multiple of {LANES}"
-    if part.shape[-2] != end.group_size and (end.group_size or 0) % _ROWS:
-        return f"groups of {end.group_size} rows"
-    if end.block_size is not None and (end.block_size < 8 or LANES % end.block_size):
-        return f"blocks of {end.block_size}"
+    block_size, group_size = part.block_size, part.group_size
+    if group_size not in (1, part.shape[-2]) and group_size % _ROWS:
+        return f"groups of {group_size} rows"
+    if block_size > 1 and (block_size < 8 or LANES % block_size):
+        return f"blocks of {block_size}"
     return None
 
 
-def run_end(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
-    """Return the outputs of an end.
+def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any]:
+    """Return the outputs of a tail.
 
     Args:
-        end: the end.
+        tail: the tail.
         part: of its arrays.
         args: the values of what it reads.
     """
-    shape, block_size = part.shape, end.block_size or 32
+    shape = part.shape
+    block_size = part.block_size if part.block_size > 1 else 32
     # Each program of the grid has a tile: some rows, and as many columns as have 128
     # scales, or all. Mosaic copies the tiles of the next program while one computes.
     # Inside, a loop takes the columns by chunks, so that intermediate values fit into
     # registers. All scales of the tile are stored together at the end.
     *leading, height, width = shape
-    rows = end.group_size or min(_ROWS, height)
+    rows = part.group_size if part.group_size > 1 else min(_ROWS, height)
     # As many columns as 128 scales are for, since those fill a register's lanes. Tiles
     # of more rows have fewer, and several of them share a tile of scales.
     columns = block_size * LANES >> max(0, (rows - 1).bit_length() - _ROW_BITS)
     columns = min(max(columns, LANES), width)
     shared = max(1, block_size * LANES // columns)
     chunk = math.gcd(columns, _CHUNK if rows <= _ROWS else LANES)
-    given = dict(zip(end.reads, args, strict=True))
-    arrays = [value for value in end.reads if value.aval.ndim]
-    singles = [value for value in end.reads if not value.aval.ndim]
+    given = dict(zip(tail.reads, args, strict=True))
+    arrays = [value for value in tail.reads if value.aval.ndim]
+    singles = [value for value in tail.reads if not value.aval.ndim]
 
     def has_shifts(value: Value) -> bool:
         return part.block_of(value.aval.shape)[0] > 1
@@ -230,7 +232,7 @@ def run_end(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
         }
         for value, ref in zip(arrays, inputs, strict=True):
             if is_scales(value):
-                values[value] = hold(ref[...], value.aval.dtype)
+                values[value] = to_register_dtype(ref[...], value.aval.dtype)
 
         def run_chunk(k: Any, scales: Sequence[Any]) -> Sequence[Any]:
             first = pl.multiple_of(k * chunk, chunk)
@@ -241,13 +243,13 @@ def run_end(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
             for value, ref in zip(arrays, inputs, strict=True):
                 if not is_scales(value):
                     read = ref[:, pl.ds(first, chunk)]
-                    local[value] = hold(read, value.aval.dtype)
-            tile.run_all(end, local)
+                    local[value] = to_register_dtype(read, value.aval.dtype)
+            tile.run_all(tail, local)
             # Elements are stored at once. The scales of a chunk fill only a part of a
             # register's lanes. So the loop carries all scales of the tile, each chunk
             # sets its own, and they are stored at the end.
             scales = list(scales)
-            for i, (value, ref) in enumerate(zip(end.outputs, made, strict=True)):
+            for i, (value, ref) in enumerate(zip(tail.outputs, made, strict=True)):
                 result = local[value]
                 if is_scales(value):
                     scales[i] = jnp.where(tile.is_of_chunk(), result, scales[i])
@@ -258,27 +260,27 @@ def run_end(end: End, part: Part, args: Sequence[Any]) -> list[Any]:
         # What the tiles before have set stays.
         before = tuple(
             ref[...].astype(jnp.float32) if is_scales(v) else 0
-            for v, ref in zip(end.outputs, made, strict=True)
+            for v, ref in zip(tail.outputs, made, strict=True)
         )
         scales = lax.fori_loop(0, columns // chunk, run_chunk, before)
-        for value, ref, result in zip(end.outputs, made, scales, strict=True):
+        for value, ref, result in zip(tail.outputs, made, scales, strict=True):
             if is_scales(value):
                 ref[...] = result.astype(ref.dtype)
 
-    alias = {2 + arrays.index(end.reads[i]): out for i, out in aliases(end).items()}
+    alias = {2 + arrays.index(tail.reads[i]): out for i, out in aliases(tail).items()}
     in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
     results = pl.pallas_call(
         kernel,
         grid=(*leading, pl.cdiv(height, rows), pl.cdiv(width, columns)),
         in_specs=[in_scalar_memory] * 2 + [*map(spec, arrays)],
-        out_specs=[spec(value) for value in end.outputs],
-        out_shape=[result_like(v.aval, view_of(v)) for v in end.outputs],
+        out_specs=[spec(value) for value in tail.outputs],
+        out_shape=[result_like(v.aval, view_of(v)) for v in tail.outputs],
         input_output_aliases=alias,
     )(
         *_pack([*part.origin, *(given[value] for value in singles)]),
         *(as_read(given[value].reshape(view_of(value))) for value in arrays),
     )
-    shapes = [part.shape_of(v.aval.shape) for v in end.outputs]
+    shapes = [part.shape_of(v.aval.shape) for v in tail.outputs]
     return [x.reshape(s) for x, s in zip(results, shapes, strict=True)]
 
 
@@ -345,8 +347,8 @@ def _copy_words(made: Any, first: Any, view: jax.Array, *words: jax.Array) -> ja
         start = pl.multiple_of(lax.div(first[0], _PACKED), _ROWS // _PACKED)
         array = result[0] if result else view
         rows = array.bitcast(jnp.int32).at[pl.ds(start, words.shape[0])]
-        ends = (words, rows) if result else (rows, words)
-        pltpu.async_copy(*ends, semaphore).wait()
+        source, target = (words, rows) if result else (rows, words)
+        pltpu.async_copy(source, target, semaphore).wait()
 
     host, device = (pl.BlockSpec(memory_space=x) for x in (pl.HOST, pl.ANY))
     grid_spec = pltpu.PrefetchScalarGridSpec(

@@ -193,14 +193,14 @@ def _ways(whole: tuple[Any, ...], device_counts: list[int]) -> list[Any] | str:
 
 
 def _ways_on(traced: TracedStep, target: Target) -> dict[Any, str]:
-    """Return for each output of an end whether a kernel computes it, or why not."""
+    """Return for each output of a tail whether a kernel computes it, or why not."""
     cut, failed = CutStep(traced, target), None
     try:
         cut.run([traced.values[x] for x in traced.call_values[0]], {}, {})
     except Exception as error:  # as while it is lowered, it runs as written then
         failed = explain(error)
     return {
-        output: failed or cut.ways[end.outputs[0]]
-        for end in traced.ends
-        for output in end.outputs
+        output: failed or cut.ways[tail.outputs[0]]
+        for tail in traced.tails
+        for output in tail.outputs
     }

@@ -124,7 +124,7 @@ def test_a_kernel_that_does_not_compile_is_not_used(platform, monkeypatch):
     def fail(*args, **settings):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(MODULES[platform], "run_end", fail)
+    monkeypatch.setattr(MODULES[platform], "run_tail", fail)
     with pytest.warns(optax_mp.MixedPrecisionWarning, match="no such instruction"):
         stepped()
 

@@ -135,7 +135,7 @@ def test_where_arguments_say_it_and_no_kernel_can_be_made(monkeypatch):
 
     tx = compact()
     params = jax.device_put(arrays(0), shardings(mesh_of("Auto")))
-    monkeypatch.setattr(_tpu, "run_end", fail)
+    monkeypatch.setattr(_tpu, "run_tail", fail)
     traced = jax.jit(by_take_step(tx)).trace(params, tx.init(params), params)
     with pytest.warns(optax_mp.MixedPrecisionWarning, match="no Pallas kernel"):
         text = traced.lower(lowering_platforms=("tpu",)).as_text()

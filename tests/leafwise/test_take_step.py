@@ -115,10 +115,10 @@ def lowered_for(platform, kernels=False, device_count=1, read=None):
     def interpreted(end, part, args):
         ran.append(end.shape)
         read.update(x.dtype.name for x in args if jnp.shape(x) == end.shape)
-        return KERNELS[platform].run_end(end, part, args)
+        return KERNELS[platform].run_tail(end, part, args)
 
     kernel = types.SimpleNamespace(
-        obstacle=KERNELS[platform].obstacle, run_end=interpreted
+        obstacle=KERNELS[platform].obstacle, run_tail=interpreted
     )
     interpreted_call = functools.partial(pl.pallas_call, interpret=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -320,13 +320,13 @@ def test_chunks_do_the_same(form, device_count, monkeypatch):
     tx, ran = FORMS[form](), []
     want = trained(exactly(by_update, tx), tx, 2, CHUNKED, dtype_of(form))
     monkeypatch.setattr(_chunks, "_COUNT", 2**13)
-    run_end = _chunks.run_end
+    run_tail = _chunks.run_tail
 
     def in_chunks(end, cuts, args):
         ran.append(end.shape)
-        return run_end(end, cuts, args)
+        return run_tail(end, cuts, args)
 
-    monkeypatch.setattr(_chunks, "run_end", in_chunks)
+    monkeypatch.setattr(_chunks, "run_tail", in_chunks)
     with lowered_for("tpu", device_count=device_count):
         step = exactly(optax_mp.take_step, tx)
         got = trained(step, tx, 2, CHUNKED, dtype_of(form))
@@ -482,7 +482,7 @@ def has_a_sort(end, part, args):
     [(raises, "no Pallas kernel"), (has_a_sort, "could not be lowered")],
 )
 def test_a_kernel_that_cannot_be_made_is_done_without(failing, warning, monkeypatch):
-    monkeypatch.setattr(_tpu, "run_end", failing)
+    monkeypatch.setattr(_tpu, "run_tail", failing)
     with pytest.warns(optax_mp.MixedPrecisionWarning, match=warning) as warned:
         text = lowered(FORMS["5.1 bytes"](), "tpu", ((64, 8192), (64, 8192)))
     assert len(warned) == 1

@@ -1,4 +1,4 @@
-"""Cut a step into the elementwise end of each leaf, and what comes before.
+"""Cut a step into the elementwise tail of each leaf, and what comes before.
 
 Elementwise: an element of an output depends on the elements at its place in arrays of
 one shape, on scalars, and on the scale of its block.
@@ -7,43 +7,43 @@ one shape, on scalars, and on the scale of its block.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 
-from optax_mp._jax._block_operations import Blocks, blocks_in, is_block_operation
+from optax_mp._jax._block_operations import NAME, Blocks
 from optax_mp._jax._memory import is_host_type, moves_memory
 from optax_mp._jax._primitives import IN_KERNELS
 from optax_mp.leafwise._program import (
     Node,
     Program,
     Value,
+    backward_slice,
     groups_with_common,
     reads_of,
     values_in,
 )
 
 # How the cut is found. Walk backwards from each array that the step returns, as
-# long as the equations are elementwise. The equations on the way are its end. The
-# end reads the values at which the walk stops: inputs of the step (the gradient,
+# long as the equations are elementwise. The equations on the way are its tail. The
+# tail reads the values at which the walk stops: inputs of the step (the gradient,
 # the codes), and results of equations that are not elementwise (a global norm, a
 # matrix product, a key for random numbers).
 #
-# The ends of a leaf's param, remainder, moments and scales overlap: all contain
-# the equations that dequantize the moments. Ends that overlap become one end. Three
-# things must not connect leaves, or the whole step would be one end: the walk stops
+# The tails of a leaf's param, remainder, moments and scales overlap: all contain
+# the equations that dequantize the moments. Tails that overlap become one. Three
+# things must not connect leaves, or the whole step would be one tail: the walk stops
 # at single numbers, such as a learning rate, and at equations that are not
-# elementwise; and each end makes its own arrays of constants, such as zeros.
+# elementwise; and each tail makes its own arrays of constants, such as zeros.
 
 NO_LOW_BITS = "no low-bit arrays"
 _SMALLEST_SIZE = 4096
-# Also from a factor of rows to a matrix, where they are no part of an end.
+# Also from a factor of rows to a matrix, where they are no part of a tail.
 _BROADCASTING = IN_KERNELS | {"broadcast_in_dim"}
 
 
 @dataclass(frozen=True)
-class End:
-    """The elementwise end of a step for one leaf, or for several that meet in it.
+class ElementwiseTail:
+    """The elementwise tail of a step for one leaf, or for several that meet in it.
 
     Attributes:
         nodes: its equations, in order.
@@ -52,9 +52,10 @@ class End:
         replaced: outputs that overwrite an input: their index in `outputs`, and the
             index of that input in `reads`.
         shape: of its elements.
-        block_size: how many elements along an axis share a scale, if any do.
+        block_size: how many elements along an axis share a scale; 1 without scales.
         axis: that axis, or the last one.
-        group_size: how many along the last of the other axes share a shift, if any do.
+        group_size: how many along the last of the other axes share a shift; 1 without
+            shifts.
         entangled: why no part of its arrays can be computed alone. None if any part can
             be: all arrays have one shape, or are scales along its axis, or shifts along
             the other.
@@ -63,89 +64,79 @@ class End:
         obstacle: why it has no kernel on any platform, or None.
     """
 
-    nodes: list[Node]
-    reads: list[Value]
-    outputs: list[Value]
+    nodes: Sequence[Node]
+    reads: Sequence[Value]
+    outputs: Sequence[Value]
     replaced: dict[int, int]
     shape: tuple[int, ...]
-    block_size: int | None
+    block_size: int
     axis: int
-    group_size: int | None
+    group_size: int
     entangled: str | None
     reads_repeated: bool
     obstacle: str | None
 
 
-def cut(program: Program, replaced: Mapping[Value, Value]) -> list[End]:
-    """Return the ends of a program.
+def cut(program: Program, replaced: Mapping[Value, Value]) -> list[ElementwiseTail]:
+    """Return the tails of a program.
 
     Args:
         program: the program.
         replaced: which input an output takes the place of.
     """
-    fits = [_fits(node) for node in program.nodes]
-
-    def stops_at(value: Value) -> bool:
-        at = value.made_at
-        return at is None or not value.aval.ndim or not fits[at]
-
-    outputs = [x for x in dict.fromkeys(values_in(program.outputs)) if not stops_at(x)]
-    touched: list[set[Any]] = []
+    made = [(x, node) for node in program.nodes for x in node.outputs]
+    stops = {x for x, node in made if not (x.aval.ndim and _is_elementwise(node))}
+    stops.update(program.inputs, program.constants)
+    outputs = dict.fromkeys(values_in(program.outputs))
+    outputs = [value for value in outputs if value not in stops]
+    read_arrays = {node for node in program.nodes for x in node.reads if x.aval.ndim}
+    touched = []
     for value in outputs:
-        nodes, reads = program.behind([value], stops_at)
-        arrays = (read for read in reads if read.aval.ndim)
-        touched.append({*arrays, *filter(_reads_arrays, nodes)})
-    ends = []
+        nodes, reads = backward_slice([value], stops.__contains__)
+        arrays = {read for read in reads if read.aval.ndim}
+        touched.append(arrays | read_arrays.intersection(nodes))
+    tails = []
     for group in groups_with_common(touched):
-        together = [outputs[at] for at in group]
-        nodes, _ = program.behind(together, stops_at)
-        ends.append(_end(program, nodes, together, replaced))
-    return ends
+        together = [outputs[i] for i in group]
+        nodes, _ = backward_slice(together, stops.__contains__)
+        tails.append(_tail_of(nodes, together, replaced))
+    return tails
 
 
-def _reads_arrays(node: Node) -> bool:
-    return any(value.aval.ndim for value in values_in(node.inputs))
-
-
-def _end(
-    program: Program,
-    nodes: list[Node],
-    outputs: list[Value],
-    replaced: Mapping[Value, Value],
-) -> End:
-    """Return the end with these equations and outputs."""
+def _tail_of(
+    nodes: Sequence[Node], outputs: Sequence[Value], replaced: Mapping[Value, Value]
+) -> ElementwiseTail:
+    """Return the tail with these equations and outputs."""
     shape = max((value.aval.shape for value in outputs), key=math.prod)
-    blocks = [blocks_in(n.equation) for n in nodes if is_block_operation(n.equation)]
+    equations = [node.equation for node in nodes]
+    blocks = [x.params["blocks"] for x in equations if x.primitive.name == NAME]
     reads = reads_of(nodes)
-    place_of = {value: i for i, value in enumerate(reads)}
+    index_of = {value: i for i, value in enumerate(reads)}
     old = [overwritten_by(value, replaced) for value in outputs]
     # The first operation is on scales. Shifts are along another axis.
     axis = blocks[0].axis if blocks else len(shape) - 1
-    groups = [x for x in blocks if x.axis != axis]
     entangled = _entangled(nodes, blocks, shape, axis)
-    return End(
+    return ElementwiseTail(
         nodes=nodes,
         reads=reads,
         outputs=outputs,
-        replaced={at: place_of[x] for at, x in enumerate(old) if x in place_of},
+        replaced={i: index_of[x] for i, x in enumerate(old) if x in index_of},
         shape=shape,
-        block_size=max((x.size for x in blocks if x.axis == axis), default=None),
+        block_size=max((x.size for x in blocks if x.axis == axis), default=1),
         axis=axis,
-        group_size=groups[0].size if groups else None,
+        group_size=max((x.size for x in blocks if x.axis != axis), default=1),
         entangled=entangled,
-        reads_repeated=any(_is_repeated(program, value) for value in reads),
+        reads_repeated=any(map(_is_repeated, reads)),
         obstacle=_obstacle(outputs, shape) or entangled,
     )
 
 
-def _is_repeated(program: Program, value: Value) -> bool:
+def _is_repeated(value: Value) -> bool:
     """Return whether a value is made of factors of rows or columns."""
-    if value.made_at is None:
+    node = value.producer
+    if node is None or node.equation.primitive.name not in _BROADCASTING:
         return False
-    node, size = program.nodes[value.made_at], value.aval.size
-    sizes = [x.aval.size for x in values_in(node.inputs)]
-    is_broadcasting = node.equation.primitive.name in _BROADCASTING
-    return is_broadcasting and any(1 < x < size for x in sizes)
+    return any(1 < x.aval.size < value.aval.size for x in node.reads)
 
 
 def overwritten_by(output: Value, replaced: Mapping[Value, Value]) -> Value | None:
@@ -157,7 +148,7 @@ def overwritten_by(output: Value, replaced: Mapping[Value, Value]) -> Value | No
 
 
 def _obstacle(outputs: Sequence[Value], shape: tuple[int, ...]) -> str | None:
-    """Return why a kernel would not pay."""
+    """Return why a kernel would not pay, or None."""
     # If all arrays are floats, XLA makes one kernel itself.
     dtypes = [value.aval.dtype for value in outputs]
     if not any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes):
@@ -168,13 +159,12 @@ def _obstacle(outputs: Sequence[Value], shape: tuple[int, ...]) -> str | None:
 
 
 def _entangled(
-    nodes: list[Node], blocks: list[Blocks], shape: tuple[int, ...], axis: int
+    nodes: Sequence[Node], blocks: Sequence[Blocks], shape: tuple[int, ...], axis: int
 ) -> str | None:
-    """Return why no part of the arrays of an end can be computed alone."""
+    """Return why no part of the arrays of a tail can be computed alone."""
     if len({(x.size, x.axis) for x in blocks}) > len({x.axis for x in blocks}):
         return "blocks of several sizes"
-    behind = [x for x in range(len(shape)) if x != axis][-1:]
-    if not {x.axis for x in blocks} <= {axis, *behind}:
+    if not {x.axis for x in blocks} <= {axis, *axis_of_groups(len(shape), axis)}:
         return "blocks along several axes"
     # Scales and shifts have the shape of their elements but for one axis.
     shapes = {shape}
@@ -183,19 +173,24 @@ def _entangled(
     return None if made <= shapes else "arrays of several shapes"
 
 
-def _fits(node: Node) -> bool:
-    """Return whether an equation is elementwise."""
+def axis_of_groups(rank: int, axis: int) -> list[int]:
+    """Return the axis along which elements share shifts: the last but that of blocks.
+
+    Empty if there is no other axis.
+    """
+    return [i for i in range(rank) if i != axis][-1:]
+
+
+def _is_elementwise(node: Node) -> bool:
     equation = node.equation
     name = equation.primitive.name
-    if is_block_operation(equation) or name == "iota":
-        return True
+    if name in IN_KERNELS:
+        shape = node.outputs[0].aval.shape
+        allowed = {shape} if name == "bitcast_convert_type" else {(), shape}
+        shapes = {x.aval.shape for x in equation.invars}
+        return len(node.outputs) == 1 and shapes <= allowed
     if name == "broadcast_in_dim":
         return not equation.invars[0].aval.shape
     if name == "device_put":
         return moves_memory(equation)
-    if name not in IN_KERNELS or len(equation.outvars) != 1:
-        return False
-    shape = equation.outvars[0].aval.shape
-    if name == "bitcast_convert_type":
-        return equation.invars[0].aval.shape == shape
-    return all(a.aval.shape in ((), shape) for a in equation.invars)
+    return name in ("iota", NAME)
