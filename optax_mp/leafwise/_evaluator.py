@@ -8,7 +8,7 @@ it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from jax import lax
 
 from optax_mp._dtypes import bits
 from optax_mp._jax._block_operations import NAME, SPREAD
+from optax_mp._jax._contact import result_like
 from optax_mp._jax._jaxpr import Equation
 from optax_mp.leafwise._program import Node, Value, read_inputs
 from optax_mp.leafwise._tails import ElementwiseTail
@@ -193,24 +194,61 @@ def register_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32)
 
 
-def as_read(x: jax.Array) -> jax.Array:
-    """Return an array as a kernel reads it: booleans are integers in its memory."""
-    return x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
-
-
 def to_register_dtype(x: jax.Array, dtype: Any) -> jax.Array:
-    """Return an array of a dtype that was read, in the dtype in which it is held."""
-    held = x.astype(register_dtype(x.dtype))
-    return held != 0 if dtype == jnp.bool_ else held
+    """Return what was read of an array of a dtype, as a kernel holds it."""
+    if dtype == jnp.bool_:  # an integer in memory
+        return x.astype(jnp.int32) != 0
+    return x.astype(register_dtype(dtype))
 
 
-def aliases(tail: ElementwiseTail) -> dict[int, int]:
-    """Return which outputs overwrite what a tail reads.
+def call_kernel(
+    pallas_call: Callable[..., Any],
+    view_of: Callable[[tuple[int, ...]], tuple[int, ...]],
+    tail: ElementwiseTail,
+    part: Part,
+    args: Sequence[Any],
+) -> list[Any]:
+    """Return the outputs of a tail by a kernel.
 
-    Booleans are read as integers: from a copy, which an output cannot overwrite.
+    The kernel gets references to the numbers of `part.origin`, to what the tail reads,
+    and to its outputs. A single number is an array of one element of 32 bits.
+
+    Args:
+        pallas_call: `pallas_call`, with all arguments but those on inputs and outputs.
+        view_of: returns the shape in which the kernel gets an array, from its shape on
+            all devices.
+        tail: the tail.
+        part: of its arrays.
+        args: the values of what it reads.
     """
-    replaced = tail.replaced.items()
-    return {at: out for out, at in replaced if tail.reads[at].aval.dtype != jnp.bool_}
+
+    def as_read(value: Value, x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if value.aval.ndim:
+            # Kernels know no booleans in memory.
+            x = x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
+            return x.reshape(view_of(value.aval.shape))
+        if x.dtype == jnp.uint32:
+            x = lax.bitcast_convert_type(x, jnp.int32)
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(jnp.float32 if is_float else jnp.int32).reshape(1)
+
+    # No output can overwrite what is read from a copy.
+    aliases = {
+        len(part.origin) + read: i
+        for i, read in tail.replaced.items()
+        if tail.reads[read].aval.dtype != jnp.bool_
+    }
+    avals = [value.aval for value in tail.outputs]
+    made = pallas_call(
+        out_shape=[result_like(aval, view_of(aval.shape)) for aval in avals],
+        input_output_aliases=aliases,
+    )(
+        *(jnp.asarray(x).reshape(1) for x in part.origin),
+        *map(as_read, tail.reads, args),
+    )
+    both = zip(made, avals, strict=True)
+    return [x.reshape(part.shape_of(aval.shape)) for x, aval in both]
 
 
 def _wrap_or_round(dtype: Any, x: jax.Array) -> jax.Array:

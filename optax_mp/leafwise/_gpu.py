@@ -1,5 +1,6 @@
 """Run the elementwise tail of a step in one Pallas kernel on a GPU."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from optax_mp._jax._contact import result_like
 from optax_mp.leafwise._evaluator import (
     DTYPES,
     KernelEvaluator,
     Part,
-    aliases,
-    as_read,
+    call_kernel,
     dtype_obstacle,
     shape_in_blocks,
     to_register_dtype,
@@ -33,32 +32,34 @@ _COLUMNS = 32
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """How arrays are cut into pieces: each has some rows and columns.
+class PieceEvaluator(KernelEvaluator):
+    """A piece of the elements of a part, and their scales and shifts.
 
     Attributes:
         view: the shape in which arrays of elements are seen: layers, rows, columns.
         height: how many rows a piece has; with shifts, those of a group.
         rows: the next power of two, as Triton wants it.
         columns: how many columns a piece has.
+        at: the layer, and the places of the piece among those along rows and columns.
     """
 
     view: tuple[int, int, int]
     height: int
     rows: int
     columns: int
+    at: tuple[Any, Any, Any] = (0, 0, 0)
 
     @classmethod
-    def of(cls, tail: ElementwiseTail, part: Part) -> "Pieces":
-        """Return the pieces of a part."""
+    def first_of(cls, part: Part) -> "PieceEvaluator":
+        """Return the first piece of a part."""
         # Without shifts arrays are one row, in the order of memory: rows of whole
         # blocks follow each other without a gap, and so do their scales.
         if part.group_size == 1:
-            return cls((1, 1, math.prod(part.shape)), 1, 1, _COUNT)
+            return cls(part, (1, 1, math.prod(part.shape)), 1, 1, _COUNT)
         (*leading, length, width), height = part.shape, part.group_size
         rows = 1 << (height - 1).bit_length()
         columns = max(_COUNT // rows, _COLUMNS, part.block_size)
-        return cls((math.prod(leading), length, width), height, rows, columns)
+        return cls(part, (math.prod(leading), length, width), height, rows, columns)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -66,39 +67,26 @@ class Pieces:
         layers, height, width = self.view
         return layers, -(-height // self.height), -(-width // self.columns)
 
-    @property
-    def are_whole(self) -> bool:
-        """Return whether no piece reaches beyond an array."""
-        _, height, width = self.view
-        is_whole = height % self.height == 0 and width % self.columns == 0
-        return is_whole and self.rows == self.height
-
-
-@dataclass(frozen=True)
-class PieceEvaluator(KernelEvaluator):
-    """A piece of the elements of a part, and their scales and shifts.
-
-    Attributes:
-        pieces: how that is cut.
-        at: the layer, and the places of the piece among those along rows and columns.
-    """
-
-    pieces: Pieces
-    at: tuple[Any, Any, Any]
-
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the piece of an array: of its last two axes."""
         rows, columns = self.part.block_of(shape)
-        return self.pieces.rows if rows == 1 else 1, self.pieces.columns // columns
+        return self.rows if rows == 1 else 1, self.columns // columns
+
+    def view_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape in which the part of an array is seen."""
+        return shape_in_blocks(self.view, *self.part.block_of(shape))
 
     def places(self, shape: tuple[int, ...]) -> tuple[Any, jax.Array | None]:
-        """Return where the piece of an array is in its view, and what of it exists."""
+        """Return where the piece of an array is in its view, and what of it exists.
+
+        None if all pieces are whole.
+        """
         own, (layer, i, j) = self.shape_of(shape), self.at
-        block = self.part.block_of(shape)
-        _, height, width = shape_in_blocks(self.pieces.view, *block)
-        step = self.pieces.height if block[0] == 1 else 1
+        _, height, width = self.view_of(shape)
+        step = self.height if self.part.block_of(shape)[0] == 1 else 1
         at = layer, pl.ds(i * step, own[0]), pl.ds(j * own[1], own[1])
-        if self.pieces.are_whole:
+        is_whole = self.view[1] % self.height == 0 and self.view[2] % self.columns == 0
+        if is_whole and self.rows == self.height:
             return at, None
         row, column = (lax.broadcasted_iota(jnp.int32, own, axis) for axis in (0, 1))
         is_inside = (row < jnp.minimum(step, height - i * step)) & (
@@ -110,9 +98,9 @@ class PieceEvaluator(KernelEvaluator):
         """Return the indices in the whole array along an axis of the part."""
         # From the place in memory, where the last axis runs fastest.
         own, (layer, i, j) = self.shape_of(self.part.whole), self.at
-        _, height, width = self.pieces.view
+        _, height, width = self.view
         row = lax.broadcasted_iota(jnp.int32, own, 0)
-        row += layer * height + i * self.pieces.height
+        row += layer * height + i * self.height
         at = row * width + lax.broadcasted_iota(jnp.int32, own, 1) + j * own[1]
         shape = self.part.shape
         at = lax.div(at, jnp.int32(math.prod(shape[axis + 1 :])))
@@ -164,8 +152,8 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
         part: of its arrays.
         args: the values of what it reads.
     """
-    pieces, rank = Pieces.of(tail, part), len(part.shape)
-    _, down, across = pieces.grid
+    first, rank = PieceEvaluator.first_of(part), len(part.shape)
+    _, down, across = first.grid
 
     def kernel(*refs: Any) -> None:
         origin, refs = tuple(ref[0] for ref in refs[:rank]), refs[rank:]
@@ -177,7 +165,7 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
             lax.rem(i, jnp.int32(down)),
             lax.rem(number, jnp.int32(across)),
         )
-        piece = PieceEvaluator(replace(part, origin=origin), pieces, at)
+        piece = replace(first, part=replace(part, origin=origin), at=at)
         values: dict[Value, Any] = {}
         for value, ref in zip(tail.reads, refs, strict=False):
             if value.aval.ndim:
@@ -193,20 +181,11 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
             new = values[value].astype(value.aval.dtype)
             triton.store(ref.at[places], new, mask=inside)
 
-    def view_of(value: Value) -> tuple[int, ...]:
-        """Return the shape in which an array of the part is seen."""
-        shape = value.aval.shape
-        return shape_in_blocks(pieces.view, *part.block_of(shape)) if shape else (1,)
-
-    both = zip(tail.reads, args, strict=True)
-    inputs = [as_read(jnp.asarray(x).reshape(view_of(value))) for value, x in both]
-    warps = max(1, pieces.rows * pieces.columns // _PER_WARP)
-    made = pl.pallas_call(
+    warps = max(1, first.rows * first.columns // _PER_WARP)
+    pallas_call = functools.partial(
+        pl.pallas_call,
         kernel,
-        grid=(math.prod(pieces.grid),),
-        out_shape=[result_like(value.aval, view_of(value)) for value in tail.outputs],
-        input_output_aliases={rank + at: out for at, out in aliases(tail).items()},
+        grid=(math.prod(first.grid),),
         compiler_params=triton.CompilerParams(num_warps=warps),
-    )(*(jnp.asarray(x).reshape(1) for x in part.origin), *inputs)
-    shapes = [part.shape_of(value.aval.shape) for value in tail.outputs]
-    return [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]
+    )
+    return call_kernel(pallas_call, first.view_of, tail, part, args)

@@ -1,5 +1,6 @@
 """Run the elementwise tail of a step in one Pallas kernel on a TPU."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +12,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from optax_mp._jax._contact import result_like
 from optax_mp._jax._memory import to_host
 from optax_mp.leafwise._evaluator import (
     DTYPES,
     KernelEvaluator,
     Part,
-    aliases,
-    as_read,
+    call_kernel,
     dtype_obstacle,
     to_register_dtype,
 )
@@ -46,14 +45,13 @@ LANES = 128
 
 @dataclass(frozen=True)
 class TileEvaluator(KernelEvaluator):
-    """A chunk of a tile: of its elements some columns, of its scales all.
+    """A chunk of a tile: of its elements some columns, of its 128 scales a row all.
 
     Attributes:
         rows: of the chunk.
         columns: of the chunk, a multiple of 128.
         block_size: how many columns share a scale. All rows share shifts, if there are
             any.
-        scale_count: how many scales a row of the tile has.
         origin: the indices of the tile's first element in the part.
         first: the chunk's first column in the tile.
     """
@@ -61,7 +59,6 @@ class TileEvaluator(KernelEvaluator):
     rows: int
     columns: int
     block_size: int
-    scale_count: int
     origin: tuple[Any, ...]
     first: Any
 
@@ -73,12 +70,12 @@ class TileEvaluator(KernelEvaluator):
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the chunk of an array."""
         rows, columns = self.part.block_of(shape)
-        width = self.columns if columns == 1 else self.scale_count
+        width = self.columns if columns == 1 else LANES
         return self.rows if rows == 1 else 1, width
 
     def is_of_chunk(self) -> jax.Array:
         """Return which scales of the tile belong to this chunk."""
-        at = lax.broadcasted_iota(jnp.int32, (self.rows, self.scale_count), 1)
+        at = lax.broadcasted_iota(jnp.int32, (self.rows, LANES), 1)
         first = self.first >> self._shift
         return (at >= first) & (at < first + self.columns // self.block_size)
 
@@ -103,8 +100,8 @@ class TileEvaluator(KernelEvaluator):
         """Return the largest value of each block, in the place of its scale."""
         if axis == -2:
             return self._largest_of_columns(values)
-        lane = lax.broadcasted_iota(jnp.int32, (self.rows, self.scale_count), 1)
-        result = jnp.zeros((self.rows, self.scale_count), jnp.int32)
+        lane = lax.broadcasted_iota(jnp.int32, (self.rows, LANES), 1)
+        result = jnp.zeros((self.rows, LANES), jnp.int32)
         for start in range(0, self.columns, LANES):
             part = values[:, start : start + LANES]
             shift = self.block_size // 2
@@ -190,60 +187,59 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
     columns = min(max(columns, LANES), width)
     shared = max(1, block_size * LANES // columns)
     chunk = math.gcd(columns, _CHUNK if rows <= _ROWS else LANES)
-    given = dict(zip(tail.reads, args, strict=True))
-    arrays = [value for value in tail.reads if value.aval.ndim]
-    singles = [value for value in tail.reads if not value.aval.ndim]
+    leading = [None] * len(leading)
 
-    def has_shifts(value: Value) -> bool:
-        return part.block_of(value.aval.shape)[0] > 1
+    def has_shifts(shape: tuple[int, ...]) -> bool:
+        return part.block_of(shape)[0] > 1
 
     def is_scales(value: Value) -> bool:
         return part.block_of(value.aval.shape)[1] > 1
 
-    def view_of(value: Value) -> tuple[int, ...]:
-        own = part.shape_of(value.aval.shape)
+    def view_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+        own = part.shape_of(shape)
         # One row of shifts is no tile, unless there is no other.
-        return (*own[:-1], 1, own[-1]) if has_shifts(value) else own
+        return (*own[:-1], 1, own[-1]) if has_shifts(shape) else own
 
     def spec(value: Value) -> pl.BlockSpec:
-        if has_shifts(value):
-            tile = (*[None] * len(leading), None, 1, columns)
+        if not value.aval.ndim:
+            return pl.BlockSpec(memory_space=pltpu.SMEM)
+        if has_shifts(value.aval.shape):
+            tile = (*leading, None, 1, columns)
             return pl.BlockSpec(tile, lambda *at: (*at[:-1], 0, at[-1]))
         if not is_scales(value):
-            tile = (*[None] * len(leading), rows, columns)
-            return pl.BlockSpec(tile, lambda *at: at)
-        tile = (*[None] * len(leading), rows, LANES)
+            return pl.BlockSpec((*leading, rows, columns), lambda *at: at)
         return pl.BlockSpec(
-            tile, lambda *at: (*at[:-1], lax.div(at[-1], jnp.int32(shared)))
+            (*leading, rows, LANES),
+            lambda *at: (*at[:-1], lax.div(at[-1], jnp.int32(shared))),
         )
 
     def kernel(*refs: Any) -> None:
-        integers, floats, *of_arrays = refs
-        inputs, made = of_arrays[: len(arrays)], of_arrays[len(arrays) :]
-        here = replace(part, origin=tuple(integers[i] for i in range(len(shape))))
+        origin, refs = tuple(ref[0] for ref in refs[: len(shape)]), refs[len(shape) :]
+        inputs, made = refs[: len(tail.reads)], refs[len(tail.reads) :]
         ids = [pl.program_id(axis) for axis in range(len(shape))]
         # Columns are counted from where the tile of scales begins.
         place = ids[-1] & (shared - 1)
-        start = (ids[-1] - place) * columns
-        origin = (*ids[:-2], ids[-2] * rows, start)
-        values = {
-            value: _unpack(integers[at], floats[at], value.aval.dtype)
-            for at, value in enumerate(singles, start=len(shape))
-        }
-        for value, ref in zip(arrays, inputs, strict=True):
-            if is_scales(value):
-                values[value] = to_register_dtype(ref[...], value.aval.dtype)
+        start = (*ids[:-2], ids[-2] * rows, (ids[-1] - place) * columns)
+        here = replace(part, origin=origin)
+        whole: dict[Value, Any] = {}
+        in_chunks: dict[Value, Any] = {}
+        for value, ref in zip(tail.reads, inputs, strict=True):
+            if not value.aval.ndim:
+                whole[value] = to_register_dtype(ref[0], value.aval.dtype)
+            elif is_scales(value):
+                whole[value] = to_register_dtype(ref[...], value.aval.dtype)
+            else:
+                in_chunks[value] = ref
 
         def run_chunk(k: Any, scales: Sequence[Any]) -> Sequence[Any]:
             first = pl.multiple_of(k * chunk, chunk)
             tile = TileEvaluator(
-                here, rows, chunk, block_size, LANES, origin, place * columns + first
+                here, rows, chunk, block_size, start, place * columns + first
             )
-            local = dict(values)
-            for value, ref in zip(arrays, inputs, strict=True):
-                if not is_scales(value):
-                    read = ref[:, pl.ds(first, chunk)]
-                    local[value] = to_register_dtype(read, value.aval.dtype)
+            local = dict(whole)
+            for value, ref in in_chunks.items():
+                read = ref[:, pl.ds(first, chunk)]
+                local[value] = to_register_dtype(read, value.aval.dtype)
             tile.run_all(tail, local)
             # Elements are stored at once. The scales of a chunk fill only a part of a
             # register's lanes. So the loop carries all scales of the tile, each chunk
@@ -267,21 +263,15 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
             if is_scales(value):
                 ref[...] = result.astype(ref.dtype)
 
-    alias = {2 + arrays.index(tail.reads[i]): out for i, out in aliases(tail).items()}
-    in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
-    results = pl.pallas_call(
+    of_origin = [pl.BlockSpec(memory_space=pltpu.SMEM)] * len(shape)
+    pallas_call = functools.partial(
+        pl.pallas_call,
         kernel,
-        grid=(*leading, pl.cdiv(height, rows), pl.cdiv(width, columns)),
-        in_specs=[in_scalar_memory] * 2 + [*map(spec, arrays)],
-        out_specs=[spec(value) for value in tail.outputs],
-        out_shape=[result_like(v.aval, view_of(v)) for v in tail.outputs],
-        input_output_aliases=alias,
-    )(
-        *_pack([*part.origin, *(given[value] for value in singles)]),
-        *(as_read(given[value].reshape(view_of(value))) for value in arrays),
+        grid=(*shape[:-2], pl.cdiv(height, rows), pl.cdiv(width, columns)),
+        in_specs=[*of_origin, *map(spec, tail.reads)],
+        out_specs=[*map(spec, tail.outputs)],
     )
-    shapes = [part.shape_of(v.aval.shape) for v in tail.outputs]
-    return [x.reshape(s) for x, s in zip(results, shapes, strict=True)]
+    return call_kernel(pallas_call, view_of, tail, part, args)
 
 
 def bring_rows(view: jax.Array, first: Any, length: int) -> jax.Array:
@@ -361,27 +351,3 @@ def _copy_words(made: Any, first: Any, view: jax.Array, *words: jax.Array) -> ja
     return pl.pallas_call(
         kernel, grid_spec=grid_spec, out_shape=made, input_output_aliases=alias
     )(jnp.asarray(first, jnp.int32)[None], view, *words)
-
-
-def _pack(numbers: Sequence[Any]) -> list[jax.Array]:
-    """Return single numbers as two arrays, of integers and floats.
-
-    Alone, each would take a kilobyte of a small memory. Both arrays have a place for
-    each number, since Mosaic of JAX 0.8 cannot read the bits of one as the other.
-    """
-    integers, floats = [], []
-    for x in map(jnp.asarray, numbers):
-        is_float = jnp.issubdtype(x.dtype, jnp.floating)
-        bits = lax.bitcast_convert_type(x, jnp.int32) if x.dtype == jnp.uint32 else x
-        integers.append(jnp.int32(0) if is_float else bits.astype(jnp.int32))
-        floats.append(x.astype(jnp.float32) if is_float else jnp.float32(0))
-    return [jnp.stack(integers), jnp.stack(floats)]
-
-
-def _unpack(integer: jax.Array, number: jax.Array, dtype: Any) -> jax.Array:
-    """Return one of the numbers, as a kernel holds it."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return number
-    if dtype == jnp.bool_:
-        return integer != 0
-    return integer.astype(jnp.uint32) if dtype == jnp.uint32 else integer
