@@ -38,8 +38,10 @@ from optax_mp.leafwise._program import (
     Value,
     backward_slice,
     read_output,
+    reads_of,
     run_nodes,
     structural_key,
+    values_in,
 )
 
 _CALLER = "offload"
@@ -284,7 +286,9 @@ def _compute(
         compiled: what has been compiled so far, by what it computes.
         min_size: arrays with fewer elements stay on the device.
     """
-    nodes, reads = backward_slice(outputs)
+    nodes = backward_slice(outputs)
+    given = [value for value in values_in(outputs) if value.producer is None]
+    reads = list(dict.fromkeys([*reads_of(nodes), *given]))
     if not any(value in program.inputs for value in reads):
         reads += program.inputs  # so that results are on the devices of the params
 

@@ -281,7 +281,7 @@ class CutStep:
         at_tails = {value for tail in tails for value in tail.outputs}
         others = [value for value in values_in(outputs) if value not in at_tails]
         read_by_tails = [value for tail in tails for value in tail.reads]
-        run_nodes(backward_slice([*others, *read_by_tails])[0], values)
+        run_nodes(backward_slice([*others, *read_by_tails]), values)
         results = dict(values)
         # Kernels and chunks widen what they have read.
         as_stored = values | {reads[i]: x for i, x in widened_from.items()}

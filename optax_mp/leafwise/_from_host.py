@@ -126,15 +126,13 @@ class _Job(NamedTuple):
 
     Attributes:
         outputs: the values.
-        nodes: the equations that compute them.
-        needs: the values that must be computed before.
+        nodes: the equations that compute them, from values that are computed before.
         tail: the elementwise tail that computes them, chunk by chunk if it can; None if
             equations need whole arrays.
     """
 
     outputs: Sequence[Value]
-    nodes: list[Node]
-    needs: list[Value]
+    nodes: Sequence[Node]
     tail: ElementwiseTail | None = None
 
 
@@ -157,7 +155,7 @@ class _StepFromHost:
         outputs, jobs = self.traced.program.outputs, self._find_jobs()
         of_jobs = {value for job in jobs for value in job.outputs}
         others = [value for value in values_in(outputs) if value not in of_jobs]
-        self._compute(others + [value for job in jobs for value in job.needs])
+        self._compute(others + [x for job in jobs for x in reads_of(job.nodes)])
         results = dict(self.values)
         for job in jobs:
             results.update(zip(job.outputs, self._run(job), strict=True))
@@ -168,45 +166,48 @@ class _StepFromHost:
         # array become one: it would be copied twice, and a job that overwrites it would
         # have to wait for the others.
         tails = {tuple(tail.outputs): tail for tail in self.traced.tails}
-        at_tails = {value for outputs in tails for value in outputs}
+        in_tails = {value for outputs in tails for value in outputs}
         outputs = dict.fromkeys(values_in(self.traced.program.outputs))
         made = [value for value in outputs if value.producer is not None]
-        together = [*tails, *((value,) for value in made if value not in at_tails)]
+        together = [*tails, *((value,) for value in made if value not in in_tails)]
         arrays = [self._arrays_of(values) for values in together]
         jobs = []
         for group in groups_with_common(arrays):
-            of_group = set[Value]().union(*(arrays[at] for at in group))
-            values = tuple(value for at in group for value in together[at])
+            of_group = set[Value]().union(*(arrays[i] for i in group))
+            values = tuple(value for i in group for value in together[i])
             if of_group:
                 jobs.append(self._job_of(values, of_group, tails.get(values)))
         return jobs
 
     def _arrays_of(self, outputs: Sequence[Value]) -> set[Value]:
-        """Return the arrays to bring, or to overwrite, for these outputs."""
+        """Return the arrays in host memory to read, or to overwrite, for outputs."""
         old = {overwritten_by(value, self.traced.replaced) for value in outputs}
-        read = _hosted(self._slice(outputs)[0])
-        return {*read, *(x for x in old if x is not None and is_host_type(x.aval))}
+        hosted = {x for x in old if x is not None and is_host_type(x.aval)}
+        return hosted.union(_hosted(self._slice(outputs)))
 
     def _job_of(
-        self, outputs: Sequence[Value], arrays: set[Value], tail: ElementwiseTail | None
+        self,
+        outputs: Sequence[Value],
+        arrays: set[Value],
+        tail: ElementwiseTail | None,
     ) -> _Job:
         """Return the job for some outputs, of a tail or of several."""
-        nodes, needs = self._slice(outputs, arrays)
+        nodes = self._slice(outputs, arrays)
         if tail is None or tail.entangled or tail.axis != len(tail.shape) - 1:
-            return _Job(outputs, nodes, needs)
+            return _Job(outputs, nodes)
         # A norm of the arrays, or a product, needs them whole.
-        of_tail = set(tail.nodes)
-        if any(x.outputs[0] in self.sources and x not in of_tail for x in nodes):
-            return _Job(outputs, nodes, needs)
-        return _Job(outputs, tail.nodes, tail.reads, tail)
+        before = set(nodes).difference(tail.nodes)
+        if any(node.outputs[0] in self.sources for node in before):
+            return _Job(outputs, nodes)
+        return _Job(outputs, tail.nodes, tail)
 
     def _is_small(self, value: Value) -> bool:
         return value.aval.size < self.plan.min_size
 
     def _slice(
         self, targets: Iterable[Value], arrays: Collection[Value] = ()
-    ) -> tuple[list[Node], list[Value]]:
-        """Return the equations to compute some values, and the values they need.
+    ) -> list[Node]:
+        """Return the equations to compute some values from those computed before.
 
         Args:
             targets: the values.
@@ -214,24 +215,24 @@ class _StepFromHost:
                 on other arrays, or on none, must be computed before.
         """
 
-        def stops_at(value: Value) -> bool:
+        def is_before(value: Value) -> bool:
             found = self.sources.get(value)
             return self._is_small(value) and not (found and found.issubset(arrays))
 
-        return backward_slice(targets, stops_at)
+        return backward_slice(targets, is_before)
 
     def _compute(self, targets: Sequence[Value]) -> None:
-        """Compute values that are not brought, and small ones from what is."""
+        """Compute values that are on the device, and small ones from what is not."""
         # In the order of the program. Equations that read no large value from host
         # memory run as they are. Others are skipped: a job computes a large result
         # again where it is read, and a loop copies the arrays for a small one.
-        for node in backward_slice(targets)[0]:
-            hosted = [x for x in values_in(node.inputs) if x in self.sources]
+        for node in backward_slice(targets):
+            hosted = [value for value in node.reads if value in self.sources]
             if all(map(self._is_small, hosted)):
                 run_nodes([node], self.values)
                 continue
             for value in filter(self._is_small, node.outputs):
-                job = _Job([value], *self._slice([value]))
+                job = _Job([value], self._slice([value]))
                 (self.values[value],) = self._run(job)
 
     def _run(self, job: _Job) -> list[Any]:
@@ -299,7 +300,7 @@ def _sources(program: Program) -> dict[Value, frozenset[Value]]:
     hosted = [value for value in program.inputs if is_host_type(value.aval)]
     sources = {value: frozenset([value]) for value in hosted}
     for node in program.nodes:
-        found = [sources[x] for x in values_in(node.inputs) if x in sources]
+        found = [sources[x] for x in node.reads if x in sources]
         if found:
             sources.update(dict.fromkeys(node.outputs, frozenset().union(*found)))
     return sources

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from operator import attrgetter
 from typing import Any
 
@@ -134,34 +135,21 @@ class Program:
 
 def backward_slice(
     targets: Iterable[Any], stops_at: Callable[[Value], bool] = lambda _: False
-) -> tuple[list[Node], list[Value]]:
-    """Walk backwards from some values.
+) -> list[Node]:
+    """Return the nodes that some values need, in the order of the program.
 
     Args:
         targets: the values, or literals.
-        stops_at: where to stop. Targets are passed in any case.
-
-    Returns:
-        The nodes that the targets need, in the order of the program, and the values at
-        which the walk stopped: these, and inputs.
+        stops_at: which values to take as given. Targets are passed in any case.
     """
     nodes: set[Node] = set()
-    stops: dict[Value, None] = {}
     stack = values_in(targets)
-    seen = set(stack)
     while stack:
-        value = stack.pop()
-        if value.producer is None:
-            stops[value] = None
-        elif value.producer not in nodes:
-            nodes.add(value.producer)
-            for read in value.producer.reads:
-                if stops_at(read):
-                    stops[read] = None
-                elif read not in seen:
-                    seen.add(read)
-                    stack.append(read)
-    return sorted(nodes, key=attrgetter("place")), list(stops)
+        node = stack.pop().producer
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            stack += filterfalse(stops_at, node.reads)
+    return sorted(nodes, key=attrgetter("place"))
 
 
 def reads_of(nodes: Iterable[Node]) -> list[Value]:

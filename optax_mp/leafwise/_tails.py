@@ -92,13 +92,13 @@ def cut(program: Program, replaced: Mapping[Value, Value]) -> list[ElementwiseTa
     read_arrays = {node for node in program.nodes for x in node.reads if x.aval.ndim}
     touched = []
     for value in outputs:
-        nodes, reads = backward_slice([value], stops.__contains__)
-        arrays = {read for read in reads if read.aval.ndim}
+        nodes = backward_slice([value], stops.__contains__)
+        arrays = {read for read in reads_of(nodes) if read.aval.ndim}
         touched.append(arrays | read_arrays.intersection(nodes))
     tails = []
     for group in groups_with_common(touched):
         together = [outputs[i] for i in group]
-        nodes, _ = backward_slice(together, stops.__contains__)
+        nodes = backward_slice(together, stops.__contains__)
         tails.append(_tail_of(nodes, together, replaced))
     return tails
 
