@@ -98,7 +98,7 @@ def _device_of(platform: str, client: Any) -> tuple[str, Any]:
 Function = Callable[
     [Sequence[Any], Mapping[int, Any], Mapping[int, NamedSharding]], Sequence[Any]
 ]
-Rewrite = Callable[[Target, Sequence[Exception]], Function | None]
+Rewrite = Callable[[Target], Function | None]
 
 
 def call_by_platform(
@@ -110,8 +110,8 @@ def call_by_platform(
         call: the equation.
         inputs: its inputs.
         rewrite: returns a function that replaces the call when a program is lowered
-            for a target, or None to keep the call. If the function fails, it is called
-            once more, with the error.
+            for a target, or None to keep the call. It is kept as well if the function
+            fails.
     """
     # The jaxpr is for code that searches the parameters of equations.
     jaxpr = call.params["jaxpr"]
@@ -148,22 +148,17 @@ def _jvp(primals: Any, tangents: Any, *, equation: Equation, **params: Any) -> A
 def _lower(
     context: Any, *inputs: Any, equation: Equation, rewrite: Rewrite, **params: Any
 ) -> Any:
-    errors: list[Exception] = []
-    while len(errors) < 2:
-        try:
-            target = Target.of(context)
-            function = target and rewrite(target, errors)
-            if not (target and function):
-                break
+    try:
+        target = Target.of(context)
+        if target and (function := rewrite(target)):
             return _lower_function(function, target, context, inputs)
-        except Exception as error:
-            errors.append(error)
-            warn_once(
-                "optax_mp: a low-bit step could not be lowered with kernels, and XLA "
-                "compiles it as it is written, which moves 1.5 to 8 times as many "
-                "bytes. The results are the same. OPTAX_MP_KERNELS=0 turns kernels "
-                f"off, and this warning. {explain(error)}"
-            )
+    except Exception as error:
+        warn_once(
+            "optax_mp: a low-bit step could not be lowered with kernels, and XLA "
+            "compiles it as it is written, which moves 1.5 to 8 times as many "
+            "bytes. The results are the same. OPTAX_MP_KERNELS=0 turns kernels "
+            f"off, and this warning. {explain(error)}"
+        )
     # One equation: the jaxpr of the call is lowered as it is, without another trace.
     is_for_cpu = context.module_context.platforms == ("cpu",)
     run = _run_apart if is_for_cpu else _run

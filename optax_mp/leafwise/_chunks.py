@@ -257,9 +257,8 @@ def _copy_codes(
         **settings: further arguments of the kernel.
     """
 
-    def rewrite(target: Target, errors: Sequence[Exception]) -> Any:
-        is_right = target.platform == "tpu" and not errors
-        kernels = kernels_for(target) if is_right else ""
+    def rewrite(target: Target) -> Any:
+        kernels = kernels_for(target) if target.platform == "tpu" else ""
         if isinstance(kernels, str):
             return None
         return lambda values, *_: [getattr(kernels, name)(*values, **settings)]

@@ -230,10 +230,7 @@ def run_step(
 
 
 def _rewrite(
-    traced: TracedStep,
-    platforms: Collection[str],
-    target: Target,
-    errors: Sequence[Exception],
+    traced: TracedStep, platforms: Collection[str], target: Target
 ) -> Function | None:
     """Return what computes a step on a target; None for the step as it is."""
     # XLA writes whole arrays in float32 between a `cond` and the rest of a step, and
@@ -241,9 +238,7 @@ def _rewrite(
     may_pay = target.platform in platforms or traced.program.has_branches
     may_pay |= any(tail.group_size > 1 for tail in traced.tails)
     is_cut = may_pay and any(tail.obstacle is None for tail in traced.tails)
-    # After an error with kernels, a TPU still goes by chunks.
-    is_cut &= not errors or target.platform == "tpu"
-    return CutStep(traced, target, not errors).run if is_cut else None
+    return CutStep(traced, target).run if is_cut else None
 
 
 @dataclass(frozen=True)
@@ -253,7 +248,6 @@ class CutStep:
     Attributes:
         traced: the step.
         target: what it is lowered for.
-        has_kernels: whether kernels may run.
         shared: what runs the tails that are alike, by their form.
         ways: for the first output of each tail that was run, what `proof_of` its kernel
             says, or why it has none.
@@ -261,7 +255,6 @@ class CutStep:
 
     traced: TracedStep
     target: Target
-    has_kernels: bool = True
     shared: dict[Any, Function] = field(default_factory=dict)
     ways: dict[Value, str] = field(default_factory=dict)
 
@@ -304,12 +297,13 @@ class CutStep:
     def _by_kernel(self, layout: Layout, args: Sequence[Any]) -> list[Any] | None:
         """Return the outputs of a tail, by a kernel, or None if it has none."""
         tail, made = layout.tail, None
-        kernel = "no kernel"
-        if self.has_kernels:
-            kernel = _kernels.find_kernel(layout, self.target)
+        kernel = _kernels.find_kernel(layout, self.target)
         if not isinstance(kernel, str):
             try:
-                proof = proof_of(kernel, tail, layout.part, self.target)
+                # Without devices of the target's kind, there is no proof.
+                proof = NOT_PROVED
+                if self.target.kind:
+                    proof = proof_of(kernel, tail, layout.part, self.target)
                 if proof in (PROVED, NOT_PROVED):
                     made = self._run(layout, kernel.run_tail, args)
                 kernel = proof

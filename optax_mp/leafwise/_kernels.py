@@ -1,6 +1,7 @@
 """Which kernels there are, and why there is none."""
 
 import os
+from importlib import import_module
 from typing import Any
 
 from optax_mp._jax._by_platform import Target, explain
@@ -8,6 +9,7 @@ from optax_mp._warnings import warn_once
 from optax_mp.leafwise._layout import Layout
 
 UNKNOWN_LAYOUT = "layout not known, or uneven"
+_MODULES = {"tpu": "optax_mp.leafwise._tpu", "cuda": "optax_mp.leafwise._gpu"}
 _SETTING = "OPTAX_MP_KERNELS"
 _WORDS = {"0": False, "false": False, "off": False}
 _WORDS |= {"": True, "1": True, "true": True, "on": True}
@@ -55,18 +57,10 @@ def kernels_for(target: Target) -> Any:
     if target.kind in ("TPU v2", "TPU v3"):  # Mosaic compiles no such kernel for them
         return target.kind
     try:
-        return _import_kernels(target.platform)
+        # Pallas is experimental and slow to import, so import it only for a kernel.
+        return import_module(_MODULES[target.platform])
     except Exception as error:
         return warn_of(error)
-
-
-def _import_kernels(platform: str) -> Any:
-    # Pallas is experimental and slow to import, so import it only for a kernel.
-    if platform == "tpu":
-        from optax_mp.leafwise import _tpu as kernels
-    else:
-        from optax_mp.leafwise import _gpu as kernels
-    return kernels
 
 
 def warn_of(error: Exception) -> str:

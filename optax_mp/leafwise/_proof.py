@@ -65,8 +65,6 @@ def proof_of(kernel: Any, tail: ElementwiseTail, part: Part, target: Target) -> 
 
     `NOT_PROVED` if no device of the target is here.
     """
-    if target.device is None and not _found:
-        return NOT_PROVED
     form = _form_of(tail, part, target)
     if form not in _found and target.device is not None:
         wrong = _prove(kernel, tail, part, target)

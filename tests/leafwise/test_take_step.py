@@ -123,7 +123,7 @@ def lowered_for(platform, kernels=False, device_count=1, read=None):
     interpreted_call = functools.partial(pl.pallas_call, interpret=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_by_platform.Target, "of", lambda *_: target)
-        patch.setattr(_kernels, "_import_kernels", lambda _: kernel)
+        patch.setattr(_kernels, "import_module", lambda _: kernel)
         patch.setattr(pl, "pallas_call", interpreted_call)
         patch.setenv("OPTAX_MP_KERNELS", str(int(kernels)))
         yield ran
