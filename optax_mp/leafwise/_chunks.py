@@ -15,7 +15,7 @@ shard, so that devices do not exchange chunks.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,31 +41,31 @@ from optax_mp.leafwise._tails import ElementwiseTail
 
 # On a TPU v5e, AdamW's step of as many or twice as many weights stays on the chip; of
 # four times as many it does not.
-_COUNT = 2**20
+COUNT = 2**20
 _ROWS, _SUBLANES, _LANES = 32, 8, 128  # tiles of 8-bit numbers have 32 rows, others 8
 _TILE = _SUBLANES * _LANES
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """How a part is cut into chunks: along one axis of a view of its arrays.
+class Chunk(Evaluator):
+    """A chunk of the arrays of a part, along one axis of a view of them.
 
     Attributes:
-        part: what is cut.
         view: the shape in which its arrays are seen. The last axis is cut if it is the
             only one.
         axis: the axis that is cut.
         length: how many indices along it a chunk has.
+        first: the first of these.
     """
 
-    part: Part
     view: tuple[int, ...]
     axis: int
     length: int
+    first: Any = 0
 
     @classmethod
-    def whole(cls, part: Part) -> "Cuts":
-        """Return one chunk."""
+    def whole(cls, part: Part) -> "Chunk":
+        """Return all of a part."""
         view = part.shape if len(part.shape) > 1 else (1, *part.shape)
         return cls(part, view, 0, view[0])
 
@@ -101,25 +101,94 @@ class Cuts:
             return False
         return self.axis < len(self.view) - 2 or self.length % _SUBLANES == 0
 
-    def bring(self, x: jax.Array) -> jax.Array:
-        """Return an array, on the device unless chunks of it can be copied there."""
-        is_whole = is_on_host(x) and not self.can_leave_host(x)
-        return bring_whole(x) if is_whole else x
-
     def has_tall_tiles(self, dtype: Any) -> bool:
         """Return whether a TPU stores elements of a dtype in tiles of 32 rows."""
         return bits(dtype) == 8 and self.part.shape[-2] % _ROWS == 0
 
+    def readable(self, x: jax.Array) -> jax.Array:
+        """Return an array, on the device unless chunks of it can be copied there."""
+        is_whole = is_on_host(x) and not self.can_leave_host(x)
+        return whole_on_device(x) if is_whole else x
 
-def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts | None:
-    """Return how to cut a part, or None if it is small or does not divide.
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the chunk of an array."""
+        view = list(self.view_of(shape))
+        view[self.axis] = self._span(view)[1]
+        return tuple(view)
+
+    def _span(self, view: Sequence[int]) -> tuple[Any, int]:
+        """Return the start and the length of the chunk in an array of this view."""
+        if view[self.axis] == self.view[self.axis]:
+            return self.first, self.length
+        # Scales or shifts along the axis that is cut.
+        size = self.part.block_size if len(view) == 1 else self.part.group_size
+        return lax.div(jnp.int32(self.first), jnp.int32(size)), -(-self.length // size)
+
+    def read(self, view: jax.Array) -> jax.Array:
+        """Return the chunk of a view of an array, on the device."""
+        first, length = self._span(view.shape)
+        if not is_on_host(view):
+            return lax.dynamic_slice_in_dim(view, first, length, self.axis)
+
+        def read_rows(view: jax.Array, first: Any) -> jax.Array:
+            return to_device(lax.dynamic_slice_in_dim(view, first, length, self.axis))
+
+        if self.has_tall_tiles(view.dtype):
+            first = jnp.int32(first)
+            return _copy_codes(read_rows, "read_rows", view, first, length=length)
+        return as_stored(read_rows(view, first))
+
+    def write(self, view: jax.Array, chunk: jax.Array) -> jax.Array:
+        """Return a view with another chunk in the place of this one."""
+        chunk = chunk.astype(view.dtype)
+        first, _ = self._span(view.shape)
+        if is_on_host(view) and self.has_tall_tiles(view.dtype):
+
+            def write_rows(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
+                return lax.dynamic_update_slice_in_dim(view, to_host(codes), first, 0)
+
+            return _copy_codes(write_rows, "write_rows", view, chunk, jnp.int32(first))
+        if is_on_host(view):
+            chunk = to_host(as_stored(chunk))
+        return lax.dynamic_update_slice_in_dim(view, chunk, first, self.axis)
+
+    def index(self, axis: int) -> jax.Array:
+        """Return the indices in the whole array along an axis of the part."""
+        part, shape = self.part, self.shape_of(self.part.whole)
+        column = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+        if axis == len(part.shape) - 1:
+            start = 0 if axis else self.first
+            return column + start + part.origin[axis]
+        row = jnp.zeros(shape, jnp.int32)
+        for i in range(len(shape) - 1):
+            at = lax.broadcasted_iota(jnp.int32, shape, i)
+            at = at + self.first if i == self.axis else at
+            row += at * math.prod(self.view[i + 1 : -1])
+        row = lax.div(row, jnp.int32(math.prod(part.shape[axis + 1 : -1])))
+        return lax.rem(row, jnp.int32(part.shape[axis])) + part.origin[axis]
+
+    def spread(self, scales: jax.Array, axis: int) -> jax.Array:
+        """Return for each element the scale of its block along an axis, -1 or -2."""
+        return self._blocks(axis).spread(scales)
+
+    def largest(self, values: jax.Array, axis: int) -> jax.Array:
+        """Return the largest value of each block along an axis, -1 or -2."""
+        return self._blocks(axis).largest(values)
+
+    def _blocks(self, axis: int) -> Blocks:
+        shape = self.shape_of(self.part.whole)
+        size = self.part.block_size if axis == -1 else self.part.group_size
+        return Blocks(len(shape) + axis, size, shape[axis])
+
+
+def first_chunk(part: Part, most: int, device_count: int = 1) -> Chunk | None:
+    """Return the first chunk of a part, or None if that is small or does not divide.
 
     Args:
         part: the part.
-        device_count: how many devices may hold shards of it.
         most: up to how many elements of a device a chunk may have.
+        device_count: how many devices may hold shards of it.
     """
-    most = _COUNT if most is None else most
     # All axes but the last become rows. A chunk is some rows; the last axis is not cut,
     # because blocks lie along it. Nor are groups of rows with common shifts.
     *before, height, width = (1, 1, *part.shape)
@@ -146,7 +215,7 @@ def cuts_of(part: Part, device_count: int = 1, most: int | None = None) -> Cuts 
     is_large = rows > device_count * length and rows % device_count == 0
     if device_count > 1:
         is_large &= rows // device_count % part.group_size == 0
-    return Cuts(part, view, axis, length) if is_large else None
+    return Chunk(part, view, axis, length) if is_large else None
 
 
 def _good_length(most: int, whole: int, step: int) -> int:
@@ -154,92 +223,6 @@ def _good_length(most: int, whole: int, step: int) -> int:
     most = max(step, most - most % step)
     divisors = (n for n in range(most, most // 2, -step) if whole % n == 0)
     return next(divisors, most)
-
-
-@dataclass(frozen=True)
-class _Chunk(Evaluator):
-    """Evaluates equations on a chunk, which is on the device.
-
-    Attributes:
-        cuts: of the part.
-        first: the first index along the axis that is cut.
-        length: how many indices.
-    """
-
-    cuts: Cuts
-    first: Any
-    length: int
-
-    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the chunk of an array."""
-        view = list(self.cuts.view_of(shape))
-        view[self.cuts.axis] = self._span(view)[1]
-        return tuple(view)
-
-    def _span(self, view: Sequence[int]) -> tuple[Any, int]:
-        """Return the start and the length of the chunk in an array of this view."""
-        axis, part = self.cuts.axis, self.cuts.part
-        if view[axis] == self.cuts.view[axis]:
-            return self.first, self.length
-        # Scales or shifts along the axis that is cut.
-        size = part.block_size if len(view) == 1 else part.group_size
-        return lax.div(jnp.int32(self.first), jnp.int32(size)), -(-self.length // size)
-
-    def of(self, view: jax.Array) -> jax.Array:
-        """Return the chunk of a view of an array."""
-        first, length = self._span(view.shape)
-        if is_on_host(view) and self.cuts.has_tall_tiles(view.dtype):
-
-            def bring(view: jax.Array, first: Any) -> jax.Array:
-                return to_device(lax.dynamic_slice_in_dim(view, first, length))
-
-            first = jnp.int32(first)
-            return _copy_codes(bring, "bring_rows", view, first, length=length)
-        chunk = lax.dynamic_slice_in_dim(view, first, length, self.cuts.axis)
-        return as_stored(to_device(chunk)) if is_on_host(view) else chunk
-
-    def put(self, view: jax.Array, chunk: jax.Array) -> jax.Array:
-        """Return a view with another chunk in the place of this one."""
-        chunk = chunk.astype(view.dtype)
-        first, _ = self._span(view.shape)
-        if is_on_host(view) and self.cuts.has_tall_tiles(view.dtype):
-
-            def put(view: jax.Array, codes: jax.Array, first: Any) -> jax.Array:
-                return lax.dynamic_update_slice_in_dim(view, to_host(codes), first, 0)
-
-            return _copy_codes(put, "put_rows", view, chunk, jnp.int32(first))
-        if is_on_host(view):
-            chunk = to_host(as_stored(chunk))
-        return lax.dynamic_update_slice_in_dim(view, chunk, first, self.cuts.axis)
-
-    def index(self, axis: int) -> jax.Array:
-        """Return the indices in the whole array along an axis of the part."""
-        part, view = self.cuts.part, self.cuts.view
-        shape = self.shape_of(part.whole)
-        column = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-        if axis == len(part.shape) - 1:
-            start = 0 if axis else self.first
-            return column + start + part.origin[axis]
-        row = jnp.zeros(shape, jnp.int32)
-        for i in range(len(view) - 1):
-            at = lax.broadcasted_iota(jnp.int32, shape, i)
-            at = at + self.first if i == self.cuts.axis else at
-            row += at * math.prod(view[i + 1 : -1])
-        row = lax.div(row, jnp.int32(math.prod(part.shape[axis + 1 : -1])))
-        return lax.rem(row, jnp.int32(part.shape[axis])) + part.origin[axis]
-
-    def spread(self, scales: jax.Array, axis: int) -> jax.Array:
-        """Return for each element the scale of its block along an axis, -1 or -2."""
-        return self._blocks(axis).spread(scales)
-
-    def largest(self, values: jax.Array, axis: int) -> jax.Array:
-        """Return the largest value of each block along an axis, -1 or -2."""
-        return self._blocks(axis).largest(values)
-
-    def _blocks(self, axis: int) -> Blocks:
-        part, shape = self.cuts.part, self.shape_of(self.cuts.part.whole)
-        size = part.block_size if axis == -1 else part.group_size
-        return Blocks(len(shape) + axis, size, shape[axis])
 
 
 def _copy_codes(
@@ -284,7 +267,7 @@ def as_stored(x: jax.Array) -> jax.Array:
     )
 
 
-def bring_whole(x: jax.Array) -> jax.Array:
+def whole_on_device(x: jax.Array) -> jax.Array:
     """Return an array on the device."""
     return as_stored(to_device(x)) if is_on_host(x) else x
 
@@ -296,7 +279,7 @@ def _padded(height: int, width: int) -> int:
 
 def run_tail(
     tail: ElementwiseTail,
-    cuts: Cuts,
+    first: Chunk,
     args: Sequence[jax.Array],
     starts: Sequence[jax.Array] | None = None,
 ) -> list[jax.Array]:
@@ -304,15 +287,15 @@ def run_tail(
 
     Args:
         tail: the tail.
-        cuts: of its arrays.
+        first: the first chunk of its arrays.
         args: the values that it reads. An array in host memory is copied to the device
             chunk by chunk if that can be, and the array that replaces it is copied
             back.
         starts: the arrays that the outputs overwrite. By default, those among `args`,
             and zeros.
     """
-    args, starts = ([cuts.bring(x) for x in xs or ()] for xs in (args, starts))
-    shapes = [cuts.part.shape_of(value.aval.shape) for value in tail.outputs]
+    args, starts = ([first.readable(x) for x in xs or ()] for xs in (args, starts))
+    shapes = [first.part.shape_of(value.aval.shape) for value in tail.outputs]
     # The loop carries the results, and each iteration writes its chunk into them: XLA
     # keeps a carry in one buffer. Its first value is the array to be replaced. The loop
     # also reads that array from the carry, or XLA would keep a copy of it.
@@ -323,14 +306,14 @@ def run_tail(
         else on_mesh_of(args, jnp.zeros(shape, value.aval.dtype))
         for at, (value, shape) in enumerate(zip(tail.outputs, shapes, strict=True))
     ]
-    views, made = cuts.views(tail.reads, args), cuts.views(tail.outputs, starts)
+    views, made = first.views(tail.reads, args), first.views(tail.outputs, starts)
     is_from_host = any(map(is_on_host, (*args, *starts)))
 
-    def run_chunk(first: int, length: int, k: Any, made: list[Any]) -> list[Any]:
-        chunk = _Chunk(cuts.part, cuts, k * length + first, length)
+    def run_chunk(start: int, length: int, k: Any, made: list[Any]) -> list[Any]:
+        chunk = replace(first, first=k * length + start, length=length)
         local: dict[Value, Any] = dict(zip(tail.reads, views, strict=True))
         arrays = {
-            i: chunk.of(made[output_of[i]] if i in output_of else views[i])
+            i: chunk.read(made[output_of[i]] if i in output_of else views[i])
             for i, value in enumerate(tail.reads)
             if value.aval.ndim
         }
@@ -344,10 +327,10 @@ def run_tail(
         results = [local[value] for value in tail.outputs]
         if is_from_host:  # or XLA would compute in host memory
             results = lax.optimization_barrier(results)
-        return [chunk.put(x, new) for x, new in zip(made, results, strict=True)]
+        return [chunk.write(x, new) for x, new in zip(made, results, strict=True)]
 
-    for first, length, count in cuts.runs():
-        run = partial(run_chunk, first, length)
+    for start, length, count in first.runs():
+        run = partial(run_chunk, start, length)
         made = lax.fori_loop(jnp.int32(0), jnp.int32(count), run, made)
     made = [x.reshape(shape) for x, shape in zip(made, shapes, strict=True)]
     return [

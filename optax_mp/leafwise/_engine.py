@@ -334,12 +334,12 @@ class CutStep:
         if self.target.is_within_shard_map or (is_typed and not is_known):
             return None
         count = 1 if is_known else self.target.device_count
-        cuts = _chunks.cuts_of(layout.part, count)
-        if cuts is None:
+        first = _chunks.first_chunk(layout.part, _chunks.COUNT, count)
+        if first is None:
             return None
 
         def run_tail(tail: ElementwiseTail, part: Part, args: Any) -> list[Any]:
-            return _chunks.run_tail(tail, replace(cuts, part=part), args)
+            return _chunks.run_tail(tail, replace(first, part=part), args)
 
         return self._run(layout, run_tail, args)
 

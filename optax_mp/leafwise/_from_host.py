@@ -24,7 +24,7 @@ from optax_mp._jax._arrays import has_explicit_axes, is_partitioned
 from optax_mp._jax._memory import bring, is_host_type, is_on_host, to_device, to_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._warnings import warn
-from optax_mp.leafwise._chunks import Cuts, bring_whole, cuts_of, run_tail
+from optax_mp.leafwise._chunks import Chunk, first_chunk, run_tail, whole_on_device
 from optax_mp.leafwise._engine import Step, TracedStep
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._layout import Layout
@@ -250,7 +250,7 @@ class _StepFromHost:
             local = self.values | {v: x for v, x in both if v is not None}
             if job.tail and (made := self._run_chunks(job.tail, local, carry)):
                 return made
-            local |= {v: bring_whole(local[v]) for v in _hosted(job.nodes)}
+            local |= {v: whole_on_device(local[v]) for v in _hosted(job.nodes)}
             run_nodes(job.nodes, local)
             return [read_output(local, value) for value in job.outputs]
 
@@ -276,8 +276,8 @@ class _StepFromHost:
         most = max(1, self.plan.chunk_bytes // max(4, sum(sizes)))
 
         def run_part(part: Part, arrays: Sequence[Any]) -> list[Any]:
-            cuts = cuts_of(part, most=most) or Cuts.whole(part)
-            return run_tail(tail, cuts, arrays[: len(args)], arrays[len(args) :])
+            first = first_chunk(part, most) or Chunk.whole(part)
+            return run_tail(tail, first, arrays[: len(args)], arrays[len(args) :])
 
         return layout.run(run_part, [*args, *starts])
 

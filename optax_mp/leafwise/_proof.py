@@ -24,7 +24,7 @@ from jax import lax
 from optax_mp._jax._by_platform import Target, explain
 from optax_mp._jax._jaxpr import ShapedArray
 from optax_mp._warnings import warn_once
-from optax_mp.leafwise._chunks import Cuts, run_tail
+from optax_mp.leafwise._chunks import Chunk, run_tail
 from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._program import Program, Value
 from optax_mp.leafwise._tails import ElementwiseTail
@@ -108,7 +108,7 @@ def compare(
 
 
 def _run_by_xla(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any]:
-    return run_tail(tail, Cuts.whole(part), args)
+    return run_tail(tail, Chunk.whole(part), args)
 
 
 def _small(part: Part) -> Part:

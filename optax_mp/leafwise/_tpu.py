@@ -274,7 +274,7 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
     return call_kernel(pallas_call, view_of, tail, part, args)
 
 
-def bring_rows(view: jax.Array, first: Any, length: int) -> jax.Array:
+def read_rows(view: jax.Array, first: Any, length: int) -> jax.Array:
     """Return some rows of an array of 8-bit numbers in host memory, on the device.
 
     Args:
@@ -288,11 +288,11 @@ def bring_rows(view: jax.Array, first: Any, length: int) -> jax.Array:
     return from_words(_copy_words(made, first, view), view.dtype)
 
 
-def put_rows(view: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
+def write_rows(view: jax.Array, rows: jax.Array, first: Any) -> jax.Array:
     """Return an array in host memory with other rows, which are on the device.
 
     Args:
-        view: the array, as of `bring_rows`.
+        view: the array, as of `read_rows`.
         rows: the rows.
         first: where they begin.
     """

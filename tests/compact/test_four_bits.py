@@ -80,7 +80,7 @@ def test_kernels_refuse_it_and_say_so(compact):
 
 def test_chunks_take_it(compact, monkeypatch):
     want = take_steps(compact, 2)[:2]
-    monkeypatch.setattr(_chunks, "_COUNT", 2**17)
+    monkeypatch.setattr(_chunks, "COUNT", 2**17)
     target = _by_platform.Target("tpu")
     monkeypatch.setattr(_by_platform.Target, "of", lambda _: target)
     jax.clear_caches()

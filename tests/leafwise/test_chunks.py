@@ -9,7 +9,7 @@ import pytest
 from comparison import as_bits
 from host_memory import needs_memories
 
-from optax_mp.leafwise._chunks import cuts_of
+from optax_mp.leafwise._chunks import COUNT, first_chunk
 from optax_mp.leafwise._evaluator import Part
 
 
@@ -29,11 +29,11 @@ def part_of(shape, block_size=1):
     ],
 )
 def test_only_whole_tiles_leave_host_memory_in_chunks(shape, can):
-    cuts = cuts_of(part_of(shape))
+    chunk = first_chunk(part_of(shape), COUNT)
     for dtype in ("float32", "bfloat16", "uint8"):
-        assert cuts.can_leave_host(jax.ShapeDtypeStruct(shape, dtype)) == can
+        assert chunk.can_leave_host(jax.ShapeDtypeStruct(shape, dtype)) == can
     scales = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // 32), "float32")
-    assert not cuts.can_leave_host(scales)
+    assert not chunk.can_leave_host(scales)
 
 
 @pytest.mark.parametrize(
@@ -41,18 +41,18 @@ def test_only_whole_tiles_leave_host_memory_in_chunks(shape, can):
 )
 def test_tiles_of_codes_are_tall_if_they_divide_the_rows(shape, are_tall, monkeypatch):
     """Without kernels, such codes come as whole leaves."""
-    cuts = cuts_of(part_of(shape))
+    chunk = first_chunk(part_of(shape), COUNT)
     codes = jax.ShapeDtypeStruct(shape, "int8")
-    assert cuts.can_leave_host(codes)
+    assert chunk.can_leave_host(codes)
     monkeypatch.setenv("OPTAX_MP_KERNELS", "0")
-    assert cuts.can_leave_host(codes) != are_tall
-    assert cuts.has_tall_tiles(jnp.dtype("int8")) == are_tall
-    assert not cuts.has_tall_tiles(jnp.dtype("bfloat16"))
+    assert chunk.can_leave_host(codes) != are_tall
+    assert chunk.has_tall_tiles(jnp.dtype("int8")) == are_tall
+    assert not chunk.has_tall_tiles(jnp.dtype("bfloat16"))
 
 
 @needs_memories
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
-def test_a_kernel_brings_rows_of_codes(dtype, monkeypatch):
+def test_a_kernel_reads_rows_of_codes(dtype, monkeypatch):
     from optax_mp.leafwise import _tpu
 
     # The interpreter knows no host memory, and no writing through words.
@@ -60,7 +60,7 @@ def test_a_kernel_brings_rows_of_codes(dtype, monkeypatch):
     monkeypatch.setattr(_tpu.pl, "pallas_call", interpreted)
     bits = np.random.default_rng(0).integers(0, 256, (256, 128), np.uint8)
     codes = jnp.asarray(bits.view(dtype))
-    brought = jax.jit(lambda x, first: _tpu.bring_rows(x, first, 64))(codes, 96)
-    assert as_bits(brought) == as_bits(codes[96:160])
+    rows = jax.jit(lambda x, first: _tpu.read_rows(x, first, 64))(codes, 96)
+    assert as_bits(rows) == as_bits(codes[96:160])
     again = _tpu.from_words(_tpu.as_words(codes), dtype)
     assert as_bits(again) == as_bits(codes)

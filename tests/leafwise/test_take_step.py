@@ -319,7 +319,7 @@ CHUNKED = [(1096, 520), (4, 64, 256), (70, 256), (33, 4200), (2**18,), (300,)]
 def test_chunks_do_the_same(form, device_count, monkeypatch):
     tx, ran = FORMS[form](), []
     want = trained(exactly(by_update, tx), tx, 2, CHUNKED, dtype_of(form))
-    monkeypatch.setattr(_chunks, "_COUNT", 2**13)
+    monkeypatch.setattr(_chunks, "COUNT", 2**13)
     run_tail = _chunks.run_tail
 
     def in_chunks(end, cuts, args):
@@ -349,7 +349,7 @@ SHARDED = {(256, 512): ("a", "b"), (256, 4, 64): ("b", "a")}
 )
 def test_each_device_takes_the_step_of_its_shards(platform, shape, way, monkeypatch):
     """If `jit` says how its arguments are sharded. Each shard knows its place."""
-    monkeypatch.setattr(_chunks, "_COUNT", 2**12)
+    monkeypatch.setattr(_chunks, "COUNT", 2**12)
     tx = compact(optax.sgd(1e-2, 0.9))
     params, grads = (random_tree(i, shapes=[shape]) for i in (0, 1))
     args = params, tx.init(params), grads
