@@ -44,7 +44,7 @@ leafwise/_evaluator.py | (unit // 2 - 1) + is_odd | (unit // 2) | leafwise/test_
 leafwise/_evaluator.py | return (x << unused) >> unused | return x | leafwise/test_kernels.py
 leafwise/_chunks.py | return column + start + part.origin[axis] | return column + start | leafwise/test_chunks.py leafwise/test_take_step.py
 leafwise/_layout.py | jax.lax.axis_index(name) * size if name | jnp.int32(0) if name | leafwise/test_take_step.py leafwise/test_sharded.py
-leafwise/_layout.py | or own[x] % (size or 1) == 0 for | or own[x] > 0 for | leafwise/test_sharded.py
+leafwise/_layout.py | or own[x] % size == 0 for | or own[x] > 0 for | leafwise/test_sharded.py
 leafwise/_tails.py | if math.prod(shape) < _SMALLEST_SIZE: | if False: | reports/test_step.py leafwise/test_take_step.py
 leafwise/_tails.py | if not (x.aval.ndim and _is_elementwise(node))} | if not _is_elementwise(node)} | leafwise/test_take_step.py
 leafwise/_take_step.py | state, platforms=("tpu",)) | state) | leafwise/test_take_step.py

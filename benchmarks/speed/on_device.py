@@ -232,7 +232,7 @@ def compare_kernels(scale: Scale, form: str) -> record.Row:
     row: record.Row = {"kernels": 0}
     found: list[_proof.Difference] = []
     for tail in tails_of(form, (scale.side, scale.side)):
-        part = _layout.Layout.find(tail, (), {}).part
+        part = _layout.Part.of(tail, (), {})
         if tail.obstacle or kernels.obstacle(tail, part):
             continue
         row["kernels"] += 1

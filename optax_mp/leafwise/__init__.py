@@ -6,9 +6,9 @@
 - `_program`: a traced step as one list of equations, and which of these are the same
   computation.
 - `_tails`: where the elementwise tail of a leaf begins.
-- `_layout`: how a leaf lies on many devices.
-- `_evaluator`: parts of a leaf, and what evaluates elementwise equations on them, also
-  inside a kernel, where some operations do not exist.
+- `_layout`: the part of a leaf that each device has.
+- `_evaluator`: what evaluates elementwise equations on parts of a leaf, also inside a
+  kernel, where some operations do not exist.
 - `_chunks`: chunk by chunk, from device or host memory.
 - `_tpu`, `_gpu`: the kernels. Add another platform here.
 

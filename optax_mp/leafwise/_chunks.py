@@ -34,8 +34,9 @@ from optax_mp._jax._memory import (
     to_host,
 )
 from optax_mp._jax._sharding import on_mesh_of
-from optax_mp.leafwise._evaluator import Evaluator, Part, shape_in_blocks
+from optax_mp.leafwise._evaluator import Evaluator
 from optax_mp.leafwise._kernels import are_on, kernels_for
+from optax_mp.leafwise._layout import Part, shape_in_blocks
 from optax_mp.leafwise._program import Value
 from optax_mp.leafwise._tails import ElementwiseTail
 

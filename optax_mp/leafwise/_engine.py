@@ -40,8 +40,7 @@ from optax_mp._jax._traced import TracedCall
 from optax_mp._quantized import holds_packed
 from optax_mp._warnings import warn_once
 from optax_mp.leafwise import _chunks, _kernels
-from optax_mp.leafwise._evaluator import Part
-from optax_mp.leafwise._layout import Layout, Shardings
+from optax_mp.leafwise._layout import Part, Shardings
 from optax_mp.leafwise._program import (
     Program,
     Value,
@@ -284,8 +283,9 @@ class CutStep:
             # A kernel sees one device. Where the layout of sharded arrays is known,
             # each device runs it on its own part, inside of a `shard_map` made here.
             turns = self.target.platform == "tpu"
-            layout = Layout.find(tail, args, known, turns=turns)
-            made = self._by_kernel(layout, args) or self._by_chunks(layout, args)
+            part = Part.of(tail, args, known, turns=turns)
+            made = self._by_kernel(tail, part, args)
+            made = made or self._by_chunks(tail, part, args)
             if made is None:
                 self._warn_of_layout(tail)
                 local = dict(values)
@@ -294,18 +294,20 @@ class CutStep:
             results.update(zip(tail.outputs, made, strict=True))
         return [read_output(results, value) for value in outputs]
 
-    def _by_kernel(self, layout: Layout, args: Sequence[Any]) -> list[Any] | None:
+    def _by_kernel(
+        self, tail: ElementwiseTail, part: Part, args: Sequence[Any]
+    ) -> list[Any] | None:
         """Return the outputs of a tail, by a kernel, or None if it has none."""
-        tail, made = layout.tail, None
-        kernel = _kernels.find_kernel(layout, self.target)
+        made = None
+        kernel = _kernels.find_kernel(tail, part, self.target)
         if not isinstance(kernel, str):
             try:
                 # Without devices of the target's kind, there is no proof.
                 proof = NOT_PROVED
                 if self.target.kind:
-                    proof = proof_of(kernel, tail, layout.part, self.target)
+                    proof = proof_of(kernel, tail, part, self.target)
                 if proof in (PROVED, NOT_PROVED):
-                    made = self._run(layout, kernel.run_tail, args)
+                    made = self._run(tail, part, kernel.run_tail, args)
                 kernel = proof
             except Exception as error:
                 kernel = _kernels.warn_of(error)
@@ -324,28 +326,31 @@ class CutStep:
                 "`optax_mp.take_step`, in place of `tx.update`."
             )
 
-    def _by_chunks(self, layout: Layout, args: Sequence[Any]) -> list[Any] | None:
+    def _by_chunks(
+        self, tail: ElementwiseTail, part: Part, args: Sequence[Any]
+    ) -> list[Any] | None:
         """Return the same in chunks, or None where chunks do not pay."""
-        is_known = layout.sharding is not None
-        if layout.tail.obstacle is not None or self.target.platform != "tpu":
+        is_known = part.sharding is not None
+        if tail.obstacle is not None or self.target.platform != "tpu":
             return None
         # Types that say how arrays are sharded would be wrong for chunks.
         is_typed = any(has_explicit_axes(mesh_in_type(x)) for x in args)
         if self.target.is_within_shard_map or (is_typed and not is_known):
             return None
         count = 1 if is_known else self.target.device_count
-        first = _chunks.first_chunk(layout.part, _chunks.COUNT, count)
+        first = _chunks.first_chunk(part, _chunks.COUNT, count)
         if first is None:
             return None
 
         def run_tail(tail: ElementwiseTail, part: Part, args: Any) -> list[Any]:
             return _chunks.run_tail(tail, replace(first, part=part), args)
 
-        return self._run(layout, run_tail, args)
+        return self._run(tail, part, run_tail, args)
 
-    def _run(self, layout: Layout, run_tail: Function, args: Any) -> list[Any]:
+    def _run(
+        self, tail: ElementwiseTail, part: Part, run_tail: Function, args: Any
+    ) -> list[Any]:
         """Return the outputs of a tail by `run_tail`, on each device for its part."""
-        tail, part = layout.tail, layout.part
         rank = len(part.shape)
 
         @jax.jit
@@ -362,6 +367,6 @@ class CutStep:
         def run_part(part: Part, args: Any) -> list[Any]:
             return shared(*map(jnp.int32, part.origin), *args)
 
-        made = layout.run(run_part, args)
+        made = part.run(tail, run_part, args)
         self.shared[form] = shared
         return made

@@ -20,56 +20,9 @@ from optax_mp._dtypes import bits
 from optax_mp._jax._block_operations import NAME, SPREAD
 from optax_mp._jax._contact import result_like
 from optax_mp._jax._jaxpr import Equation
+from optax_mp.leafwise._layout import Part
 from optax_mp.leafwise._program import Node, Value, read_inputs
 from optax_mp.leafwise._tails import ElementwiseTail
-
-
-@dataclass(frozen=True)
-class Part:
-    """The arrays of a leaf that one device holds: all, or a shard of each.
-
-    Attributes:
-        whole: the shape of the arrays of elements, on all devices together.
-        shape: of their shards, with the axis of blocks behind all others.
-        block_size: how many elements along that axis share a scale.
-        origin: the place of the first element in the whole arrays, as in `shape`.
-        axis: the place of the last axis in `whole`.
-        group_size: how many elements along the axis before it share a shift.
-    """
-
-    whole: tuple[int, ...]
-    shape: tuple[int, ...]
-    block_size: int
-    origin: tuple[Any, ...]
-    axis: int = -1
-    group_size: int = 1
-
-    def place_of(self, axis: int) -> int:
-        """Return the place in `shape` of an axis of `whole`."""
-        own = self.axis % len(self.whole)
-        return len(self.whole) - 1 if axis == own else axis - (axis > own)
-
-    def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return how many rows and columns of elements share an entry of an array.
-
-        Args:
-            shape: of the array on all devices: of elements, scales or shifts.
-        """
-        if shape == self.whole:
-            return 1, 1
-        is_wide = shape[self.axis :][:1] == self.whole[self.axis :][:1]
-        is_shifts = len(shape) > 1 and is_wide
-        return (self.group_size, 1) if is_shifts else (1, self.block_size)
-
-    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the shard of an array on all devices."""
-        return shape_in_blocks(self.shape, *self.block_of(shape)) if shape else ()
-
-
-def shape_in_blocks(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, ...]:
-    """Return the shape of an array with an entry for each block of rows and columns."""
-    *leading, height, width = 1, *shape
-    return (*leading, -(-height // rows), -(-width // columns))[-len(shape) :]
 
 
 @dataclass(frozen=True)

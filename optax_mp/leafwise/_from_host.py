@@ -26,8 +26,7 @@ from optax_mp._jax._traced import TracedCall
 from optax_mp._warnings import warn
 from optax_mp.leafwise._chunks import Chunk, first_chunk, run_tail, whole_on_device
 from optax_mp.leafwise._engine import Step, TracedStep
-from optax_mp.leafwise._evaluator import Part
-from optax_mp.leafwise._layout import Layout
+from optax_mp.leafwise._layout import Part
 from optax_mp.leafwise._program import (
     Node,
     Program,
@@ -267,8 +266,8 @@ class _StepFromHost:
         None if it is not known how its arrays are sharded.
         """
         args = [values[value] for value in tail.reads]
-        layout = Layout.find(tail, args, self.traced.shardings)
-        if layout.sharding is None and any(map(is_partitioned, args)):
+        whole = Part.of(tail, args, self.traced.shardings)
+        if whole.sharding is None and any(map(is_partitioned, args)):
             return None
         new = [x for at, x in enumerate(tail.outputs) if at not in tail.replaced]
         avals = [x.aval for x in (*tail.reads, *new) if is_host_type(x.aval)]
@@ -279,7 +278,7 @@ class _StepFromHost:
             first = first_chunk(part, most) or Chunk.whole(part)
             return run_tail(tail, first, arrays[: len(args)], arrays[len(args) :])
 
-        return layout.run(run_part, [*args, *starts])
+        return whole.run(tail, run_part, [*args, *starts])
 
 
 def _start(aval: Any, old: jax.Array | None) -> jax.Array:

@@ -15,12 +15,11 @@ from jax.experimental.pallas import triton
 from optax_mp.leafwise._evaluator import (
     DTYPES,
     KernelEvaluator,
-    Part,
     call_kernel,
     dtype_obstacle,
-    shape_in_blocks,
     to_register_dtype,
 )
+from optax_mp.leafwise._layout import Part, shape_in_blocks
 from optax_mp.leafwise._program import Value
 from optax_mp.leafwise._tails import ElementwiseTail
 

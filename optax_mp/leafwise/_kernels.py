@@ -6,7 +6,8 @@ from typing import Any
 
 from optax_mp._jax._by_platform import Target, explain
 from optax_mp._warnings import warn_once
-from optax_mp.leafwise._layout import Layout
+from optax_mp.leafwise._layout import Part
+from optax_mp.leafwise._tails import ElementwiseTail
 
 UNKNOWN_LAYOUT = "layout not known, or uneven"
 _MODULES = {"tpu": "optax_mp.leafwise._tpu", "cuda": "optax_mp.leafwise._gpu"}
@@ -26,26 +27,27 @@ def are_on() -> bool:
     return _WORDS[word.lower()]
 
 
-def find_kernel(layout: Layout, target: Target) -> Any:
+def find_kernel(tail: ElementwiseTail, part: Part, target: Target) -> Any:
     """Return the module of the kernel for a tail, or a string: why it has none.
 
     Args:
-        layout: of the tail.
+        tail: the tail.
+        part: of its arrays.
         target: what the program is lowered for.
     """
-    if layout.tail.obstacle is not None:
-        return layout.tail.obstacle
+    if tail.obstacle is not None:
+        return tail.obstacle
     kernels = kernels_for(target)
     if isinstance(kernels, str):
         return kernels
-    if layout.axis != layout.tail.axis:
+    if part.axis != tail.axis:
         return "blocks not along the last axis"
-    if layout.tail.reads_repeated:
+    if tail.reads_repeated:
         return "factors of rows or columns"
     # An array that is sharded would be gathered for a kernel.
-    if layout.sharding is None and target.device_count > 1:
+    if part.sharding is None and target.device_count > 1:
         return UNKNOWN_LAYOUT
-    return kernels.obstacle(layout.tail, layout.part) or kernels
+    return kernels.obstacle(tail, part) or kernels
 
 
 def kernels_for(target: Target) -> Any:

@@ -1,4 +1,4 @@
-"""How the arrays of a leaf lie on many devices, where that is known."""
+"""The part of a leaf's arrays that each device has, where that is known."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from optax_mp._jax._arrays import sharding_in_type
 from optax_mp._jax._sharding import axis_names
 from optax_mp._tree import spread_prefix
-from optax_mp.leafwise._evaluator import Part
 from optax_mp.leafwise._program import Value
 from optax_mp.leafwise._tails import ElementwiseTail, axis_of_groups
 
@@ -19,30 +18,38 @@ Shardings = Mapping[Value, NamedSharding]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How the arrays of a tail are sharded.
+class Part:
+    """The arrays of a leaf that one device holds: all, or a shard of each.
 
     Attributes:
-        tail: the tail.
+        whole: the shape of the arrays of elements, on all devices together.
+        shape: of their shards, with the axis of blocks behind all others.
+        block_size: how many elements along that axis share a scale.
+        origin: the place of the first element in the whole arrays, as in `shape`.
+        axis: the place of the last axis in `whole`.
+        group_size: how many elements along the axis before it share a shift.
         sharding: of arrays of elements. Scales are sharded along the same axes. None if
-            it is not known.
-        axis: the one that is put behind all others: the last, or that of the blocks.
+            it is not known; the part is all of the arrays then.
     """
 
-    tail: ElementwiseTail
-    sharding: NamedSharding | None
-    axis: int
+    whole: tuple[int, ...]
+    shape: tuple[int, ...]
+    block_size: int
+    origin: tuple[Any, ...]
+    axis: int = -1
+    group_size: int = 1
+    sharding: NamedSharding | None = None
 
     @classmethod
-    def find(
+    def of(
         cls,
         tail: ElementwiseTail,
         args: Sequence[Any],
         shardings: Shardings,
         *,
         turns: bool = False,
-    ) -> "Layout":
-        """Return the layout of the arrays of a tail.
+    ) -> "Part":
+        """Return the part of a tail's arrays that each device has.
 
         Args:
             tail: the tail.
@@ -52,53 +59,68 @@ class Layout:
         """
         # From `param_shardings`, or the program, or types. All arrays of a leaf are
         # sharded alike, and scales like the elements. No block may lie on two devices.
-        elements = [value for value in tail.reads if value.aval.shape == tail.shape]
+        whole = tail.shape
+        elements = [value for value in tail.reads if value.aval.shape == whole]
         known = [shardings[value] for value in elements if value in shardings]
-        in_types = [sharding_in_type(x) for x in args if jnp.ndim(x) == len(tail.shape)]
+        in_types = [sharding_in_type(x) for x in args if jnp.ndim(x) == len(whole)]
         candidates = [x for x in known + in_types if x is not None and x.mesh.size > 1]
         # An equation may read a sharded array and one that is not.
-        axes = range(len(tail.shape))
+        axes = range(len(whole))
         specs = {tuple(axis_names(x.spec, i) for i in axes) for x in candidates}
         is_known = len(specs) == 1 and _divides(candidates[0], tail)
-        axis = tail.axis if turns else len(tail.shape) - 1
-        return cls(tail, candidates[0] if is_known else None, axis)
+        sharding = candidates[0] if is_known else None
+        own = whole if sharding is None else sharding.shard_shape(whole)
+        axis = tail.axis if turns else len(whole) - 1
+        sizes = tail.block_size, (0,) * len(whole), axis, tail.group_size
+        return cls(whole, _put_last(own, axis), *sizes, sharding)
 
-    @property
-    def part(self) -> Part:
-        """The part of the arrays that each device holds; all if that is not known."""
-        shape, tail = self.tail.shape, self.tail
-        own = shape if self.sharding is None else self.sharding.shard_shape(shape)
-        own = self._turn(own)
-        origin = (0,) * len(shape)
-        return Part(shape, own, tail.block_size, origin, self.axis, tail.group_size)
+    def place_of(self, axis: int) -> int:
+        """Return the place in `shape` of an axis of `whole`."""
+        own = self.axis % len(self.whole)
+        return len(self.whole) - 1 if axis == own else axis - (axis > own)
 
-    def _turn(self, sizes: Sequence[Any]) -> tuple[Any, ...]:
-        return *sizes[: self.axis], *sizes[self.axis + 1 :], sizes[self.axis]
+    def block_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return how many rows and columns of elements share an entry of an array.
+
+        Args:
+            shape: of the array on all devices: of elements, scales or shifts.
+        """
+        if shape == self.whole:
+            return 1, 1
+        is_wide = shape[self.axis :][:1] == self.whole[self.axis :][:1]
+        is_shifts = len(shape) > 1 and is_wide
+        return (self.group_size, 1) if is_shifts else (1, self.block_size)
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the shard of an array on all devices."""
+        return shape_in_blocks(self.shape, *self.block_of(shape)) if shape else ()
 
     def run(
         self,
-        run_part: Callable[[Part, Sequence[Any]], Sequence[Any]],
+        tail: ElementwiseTail,
+        run_part: Callable[["Part", Sequence[Any]], Sequence[Any]],
         args: Sequence[Any],
     ) -> list[Any]:
-        """Return the outputs of the tail, computed on each device for its own part."""
+        """Return the outputs of a tail, computed on each device for its own part."""
 
-        def run_turned(part: Part, args: Sequence[Any]) -> Sequence[Any]:
+        def run_turned(part: Part, args: Sequence[Any]) -> list[Any]:
             moved = [jnp.moveaxis(x, self.axis, -1) if jnp.ndim(x) else x for x in args]
             return [jnp.moveaxis(x, -1, self.axis) for x in run_part(part, moved)]
 
         if self.sharding is None:
-            return list(run_turned(self.part, args))
-        spec, part = self.sharding.spec, self.part
-        names = self._turn([axis_names(spec, i) for i in range(len(part.shape))])
+            return run_turned(self, args)
+        spec = self.sharding.spec
+        names = [axis_names(spec, i) for i in range(len(self.shape))]
+        names = _put_last(names, self.axis)
 
         # Random numbers are a hash of the place in the whole array: a shard must know
         # where it begins.
         def run_shard(*args: Any) -> tuple[Any, ...]:
             origin = tuple(
                 jax.lax.axis_index(name) * size if name else jnp.int32(0)
-                for name, size in zip(names, part.shape, strict=True)
+                for name, size in zip(names, self.shape, strict=True)
             )
-            return tuple(run_turned(replace(part, origin=origin), args))
+            return tuple(run_turned(replace(self, origin=origin), args))
 
         def spec_of(x: Any) -> PartitionSpec:
             return spec if jnp.ndim(x) else PartitionSpec()
@@ -107,10 +129,20 @@ class Layout:
             run_shard,
             mesh=self.sharding.mesh,
             in_specs=tuple(map(spec_of, args)),
-            out_specs=tuple(spec_of(value.aval) for value in self.tail.outputs),
+            out_specs=tuple(spec_of(value.aval) for value in tail.outputs),
             check_vma=False,
         )
         return list(run_sharded(*args))
+
+
+def _put_last(entries: Sequence[Any], axis: int) -> tuple[Any, ...]:
+    return *entries[:axis], *entries[axis + 1 :], entries[axis]
+
+
+def shape_in_blocks(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, ...]:
+    """Return the shape of an array with an entry for each block of rows and columns."""
+    *leading, height, width = 1, *shape
+    return (*leading, -(-height // rows), -(-width // columns))[-len(shape) :]
 
 
 def spread_shardings(

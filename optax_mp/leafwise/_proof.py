@@ -25,7 +25,7 @@ from optax_mp._jax._by_platform import Target, explain
 from optax_mp._jax._jaxpr import ShapedArray
 from optax_mp._warnings import warn_once
 from optax_mp.leafwise._chunks import Chunk, run_tail
-from optax_mp.leafwise._evaluator import Part
+from optax_mp.leafwise._layout import Part
 from optax_mp.leafwise._program import Program, Value
 from optax_mp.leafwise._tails import ElementwiseTail
 

@@ -16,11 +16,11 @@ from optax_mp._jax._memory import to_host
 from optax_mp.leafwise._evaluator import (
     DTYPES,
     KernelEvaluator,
-    Part,
     call_kernel,
     dtype_obstacle,
     to_register_dtype,
 )
+from optax_mp.leafwise._layout import Part
 from optax_mp.leafwise._program import Value
 from optax_mp.leafwise._tails import ElementwiseTail
 

@@ -10,7 +10,7 @@ from comparison import as_bits
 from host_memory import needs_memories
 
 from optax_mp.leafwise._chunks import COUNT, first_chunk
-from optax_mp.leafwise._evaluator import Part
+from optax_mp.leafwise._layout import Part
 
 
 def part_of(shape, block_size=1):

@@ -98,7 +98,7 @@ def test_whatever_fails_ends_in_the_step_as_written(monkeypatch):
     def fail(*args, **settings):
         raise KeyError("a fault of the engine")
 
-    monkeypatch.setattr(_layout.Layout, "find", fail)
+    monkeypatch.setattr(_layout.Part, "of", fail)
     for platform in ("tpu", "cuda"):
         _warnings.warn_once.cache_clear()
         with pytest.warns(optax_mp.MixedPrecisionWarning, match="a fault of") as warned:
