@@ -255,7 +255,9 @@ def tails_of(form: str, shape: tuple[int, ...]) -> list[Any]:
 
     def trace(*args: Any) -> None:
         step, inputs, kept, _ = _take_step.whole_step("", tx, *args, None, {})
-        found.extend(_engine.TracedStep.as_call(step, inputs, kept).tails)
+        traced = _engine.trace_step(step, inputs, kept)
+        assert not isinstance(traced, str), traced
+        found.extend(traced.tails)
 
     jax.eval_shape(trace, grads, jax.eval_shape(tx.init, params), params)
     return found

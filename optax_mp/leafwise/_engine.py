@@ -29,12 +29,11 @@ from optax_mp._jax._arrays import (
 from optax_mp._jax._by_platform import (
     NAME,
     PLATFORMS,
-    Rewrite,
     Target,
     call_by_platform,
 )
 from optax_mp._jax._contact import is_seen, is_traced_by_jit
-from optax_mp._jax._jaxpr import bind, evaluate
+from optax_mp._jax._jaxpr import evaluate
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._quantized import holds_packed
@@ -55,27 +54,6 @@ from optax_mp.leafwise._tails import NO_LOW_BITS, ElementwiseTail, cut
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 TRANSFORMED = "within `vmap` or `grad`"
-
-
-def obstacle_of(state: Any, arguments: Any) -> str | None:
-    """Return why a step runs as it is written, or None.
-
-    Args:
-        state: of the optimizer.
-        arguments: of the step.
-    """
-    if not holds_packed(state):
-        return NO_LOW_BITS
-    leaves = jax.tree.leaves(arguments)
-    if not any(map(is_traced, leaves)) or not compiles():
-        return "not within `jit`"
-    if is_transformed(leaves):
-        return TRANSFORMED
-    if any(map(is_on_host, leaves)):
-        return "state in host memory"
-    if getattr(jax.config, "jax_check_tracer_leaks", False):
-        return "JAX looks for leaked tracers"
-    return None
 
 
 def is_transformed(leaves: Sequence[Any]) -> bool:
@@ -100,46 +78,6 @@ class TracedStep:
     traced: TracedCall
     kept: Any
     known_shardings: Sequence[NamedSharding | None] = ()
-
-    @classmethod
-    def as_call(
-        cls,
-        step: Step,
-        inputs: Any,
-        kept: Any,
-        shardings: Sequence[NamedSharding | None] = (),
-    ) -> "TracedStep":
-        """Trace `step(inputs, kept)` as one equation: a call of `jit`; see `run_step`.
-
-        Its inputs are the arrays that `jit` traces. Concrete arrays are its constants,
-        so that a rule may look at them. JAX has all rules for a call of `jit`: it can
-        be lowered, batched and differentiated without evaluating its equations again.
-        """
-        traced = TracedCall.of(
-            lambda both: step(*both), (inputs, kept), is_traced, jit_name=NAME
-        )
-        return cls(traced, kept, shardings)
-
-    @property
-    def obstacle(self) -> str | None:
-        """Why it is not cut, or None."""
-        # An equation without a result, such as printing, would be lost.
-        if any(map(is_seen, self.traced.closed.effects)):
-            return "the update has effects"
-        sizes = [n for x in self.traced.arrays for n in jax.typeof(x).shape]
-        if not {int}.issuperset(map(type, sizes)):
-            return "sizes known later only"
-        return None
-
-    def run(self, rewrite: Rewrite | None) -> Any:
-        """Return the result of the step.
-
-        Args:
-            rewrite: see `call_by_platform`; None for the step as it is.
-        """
-        run = bind if rewrite is None else partial(call_by_platform, rewrite=rewrite)
-        traced = self.traced
-        return traced.unflatten(evaluate(traced.closed, traced.arrays, run))
 
     @cached_property
     def program(self) -> Program:
@@ -196,6 +134,44 @@ class TracedStep:
         return list(map(inputs.get, range(first, count)))
 
 
+def trace_step(
+    step: Step,
+    inputs: Any,
+    kept: Any,
+    shardings: Sequence[NamedSharding | None] = (),
+    state: Any = None,
+) -> "TracedStep | str":
+    """Trace a step as one equation: a call of `jit`. Or say why it must run as written.
+
+    The inputs of the call are the arrays that `jit` traces. Concrete arrays are its
+    constants, so that a rule may look at them. JAX has all rules for a call of `jit`:
+    it can be lowered, batched and differentiated without evaluating its equations
+    again. For the arguments see `run_step`.
+    """
+    leaves = jax.tree.leaves((inputs, kept))
+    if not holds_packed(kept if state is None else state):
+        return NO_LOW_BITS
+    if not any(map(is_traced, leaves)) or not compiles():
+        return "not within `jit`"
+    if is_transformed(leaves):
+        return TRANSFORMED
+    if any(map(is_on_host, leaves)):
+        return "state in host memory"
+    if getattr(jax.config, "jax_check_tracer_leaks", False):
+        return "JAX looks for leaked tracers"
+    _kernels.are_on()  # an unknown word is an error here, and would be a warning later
+    traced = TracedCall.of(
+        lambda both: step(*both), (inputs, kept), is_traced, jit_name=NAME
+    )
+    # An equation without a result, such as printing, would be lost.
+    if any(map(is_seen, traced.closed.effects)):
+        return "the update has effects"
+    sizes = [n for x in traced.arrays for n in jax.typeof(x).shape]
+    if not {int}.issuperset(map(type, sizes)):
+        return "sizes known later only"
+    return TracedStep(traced, kept, shardings)
+
+
 Function = Callable[..., list[Any]]
 
 
@@ -218,14 +194,13 @@ def run_step(
         platforms: for which the step is cut; a step with branches is cut for all.
         state: the part of `kept` that may hold codes; by default all of it.
     """
-    obstacle = obstacle_of(kept if state is None else state, (inputs, kept))
-    if obstacle is not None:
-        return step(inputs, kept), obstacle
-    _kernels.are_on()  # an unknown word is an error here, and would be a warning later
-    traced = TracedStep.as_call(step, inputs, kept, shardings)
-    if traced.obstacle is not None:
-        return traced.run(None), traced.obstacle
-    return traced.run(partial(_rewrite, traced, platforms)), None
+    traced = trace_step(step, inputs, kept, shardings, state)
+    if isinstance(traced, str):
+        return step(inputs, kept), traced
+    rewrite = partial(_rewrite, traced, platforms)
+    call = traced.traced
+    run = partial(call_by_platform, rewrite=rewrite)
+    return call.unflatten(evaluate(call.closed, call.arrays, run)), None
 
 
 def _rewrite(

@@ -17,7 +17,7 @@ from optax_mp.leafwise._engine import (
     CutStep,
     TracedStep,
     is_transformed,
-    obstacle_of,
+    trace_step,
 )
 from optax_mp.leafwise._take_step import whole_step
 
@@ -176,12 +176,9 @@ def _device_count(leaf: Any) -> int:
 def _ways(whole: tuple[Any, ...], device_counts: list[int]) -> list[Any] | str:
     """Return for each param what computes it on a TPU and a GPU, or an obstacle."""
     step, given, kept, shardings = whole
-    obstacle = obstacle_of(kept[0], (given, kept))
-    if obstacle is not None:
-        return obstacle
-    traced = TracedStep.as_call(step, given, kept, shardings)
-    if traced.obstacle is not None:
-        return traced.obstacle
+    traced = trace_step(step, given, kept, shardings, kept[0])
+    if isinstance(traced, str):
+        return traced
     # The params are the last of the step's results.
     outputs = traced.program.outputs
     params = outputs[len(outputs) - len(device_counts) :]
