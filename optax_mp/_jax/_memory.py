@@ -93,9 +93,7 @@ def put_beside(tree: Any, like: Any) -> Any:
     return jax.tree.map(put, tree, like)
 
 
-def moves_memory(equation: Any) -> bool:
-    """Return whether an equation only moves an array between host and device."""
-    if equation.primitive.name != "device_put" or len(equation.invars) != 1:
-        return False
-    (target,) = equation.params["devices"]
-    return KNOWS_MEMORIES and isinstance(target, jax.memory.Space)
+def moves_memory(device_put: Any) -> bool:
+    """Return whether a `device_put` only moves an array between host and device."""
+    target, *others = device_put.params["devices"]
+    return KNOWS_MEMORIES and not others and isinstance(target, jax.memory.Space)

@@ -7,7 +7,6 @@ The result is always the first one. To analyses of jaxprs, the primitive hands o
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -65,13 +64,6 @@ def constant_like(x: jax.Array, value: Any) -> jax.Array:
     if not is_traced(x) or has_explicit_axes(mesh_in_type(x)):
         return lax.full_like(x, value)
     return lax.broadcast_in_dim(np.array(value, x.dtype), x.shape, ())
-
-
-def on_mesh_of(arrays: Iterable[jax.Array], x: jax.Array) -> jax.Array:
-    """Return `x`, not sharded, on the mesh in the type of an array, if one has it."""
-    for sharding in filter(None, map(sharding_in_type, arrays)):
-        return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec()))
-    return x
 
 
 def reshard_beside(x: jax.Array, stored: Any) -> jax.Array:

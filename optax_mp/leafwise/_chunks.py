@@ -33,7 +33,6 @@ from optax_mp._jax._memory import (
     to_device,
     to_host,
 )
-from optax_mp._jax._sharding import on_mesh_of
 from optax_mp.leafwise._evaluator import Evaluator
 from optax_mp.leafwise._kernels import are_on, kernels_for
 from optax_mp.leafwise._layout import Part, shape_in_blocks
@@ -108,8 +107,7 @@ class Chunk(Evaluator):
 
     def readable(self, x: jax.Array) -> jax.Array:
         """Return an array, on the device unless chunks of it can be copied there."""
-        is_whole = is_on_host(x) and not self.can_leave_host(x)
-        return whole_on_device(x) if is_whole else x
+        return x if self.can_leave_host(x) else whole_on_device(x)
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the chunk of an array."""
@@ -304,7 +302,7 @@ def run_tail(
     starts = starts or [
         args[tail.replaced[at]]
         if at in tail.replaced
-        else on_mesh_of(args, jnp.zeros(shape, value.aval.dtype))
+        else jnp.zeros(shape, value.aval.dtype)
         for at, (value, shape) in enumerate(zip(tail.outputs, shapes, strict=True))
     ]
     views, made = first.views(tail.reads, args), first.views(tail.outputs, starts)

@@ -12,19 +12,18 @@ from optax_mp.leafwise._tails import ElementwiseTail
 UNKNOWN_LAYOUT = "layout not known, or uneven"
 _MODULES = {"tpu": "optax_mp.leafwise._tpu", "cuda": "optax_mp.leafwise._gpu"}
 _SETTING = "OPTAX_MP_KERNELS"
-_WORDS = {"0": False, "false": False, "off": False}
-_WORDS |= {"": True, "1": True, "true": True, "on": True}
+_OFF, _ON = ("0", "false", "off"), ("", "1", "true", "on")
 
 
 def are_on() -> bool:
     """Return whether the environment lets kernels run; raise for an unknown word."""
     word = os.environ.get(_SETTING, "")
-    if word.lower() not in _WORDS:
+    if word.lower() not in _OFF + _ON:
         raise ValueError(
             f"optax_mp: expected {_SETTING} in the environment to be 0, false or off "
             f"to turn kernels off, or 1, true or on, got {word!r}."
         )
-    return _WORDS[word.lower()]
+    return word.lower() in _ON
 
 
 def find_kernel(tail: ElementwiseTail, part: Part, target: Target) -> Any:

@@ -101,14 +101,14 @@ def compare(
     part, exact = _small(part), _exact(tail)
     # XLA is to round to 16 bits where the program says so, as kernels do.
     written = {"xla_allow_excess_precision": False}
+
+    def run_by_xla(tail: ElementwiseTail, part: Part, args: Any) -> list[Any]:
+        return run_tail(tail, Chunk.whole(part), args)
+
     with jax.default_device(device):
-        want = _two_steps(exact, part, _run_by_xla, written)
+        want = _two_steps(exact, part, run_by_xla, written)
         got, used = (_two_steps(x, part, kernel.run_tail) for x in (exact, tail))
     return list(map(_difference, want, got, used))
-
-
-def _run_by_xla(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any]:
-    return run_tail(tail, Chunk.whole(part), args)
 
 
 def _small(part: Part) -> Part:
