@@ -14,5 +14,5 @@
 
 `offload` takes steps whose state is in host memory:
 
-- `_from_host`: bring each leaf to the device, take its step, and put it back.
+- `_from_host`: copy each leaf to the device, take its step, and copy it back.
 """

@@ -72,19 +72,19 @@ def run_between_moves(
 
     If `proceed` is false, arrays in host memory are what they were.
     """
-    brought = bring(kept)
-    updates, new = step(inputs, brought)
+    on_device = bring(kept)
+    updates, new = step(inputs, on_device)
     if jax.tree.structure(new) != jax.tree.structure(kept):
         return updates, new
 
-    def put(leaf: Any, before: Any, old: Any) -> Any:
+    def move_back(leaf: Any, before: Any, old: Any) -> Any:
         if not is_on_host(old):
             return leaf
         if leaf is before:
             return old
         return to_host(leaf if proceed is True else select(proceed, leaf, before))
 
-    return updates, jax.tree.map(put, new, brought, kept)
+    return updates, jax.tree.map(move_back, new, on_device, kept)
 
 
 def run_from_host(
@@ -110,7 +110,7 @@ def run_from_host(
     if traced.closed.effects:
         warn(
             "optax_mp: the update has effects, such as printing, that would be lost in "
-            "parts of a step: all of its state is brought to the device at once. Leave "
+            "parts of a step: all of its state is copied to the device at once. Leave "
             "them out, or expect as much memory as without `offload`."
         )
         return None

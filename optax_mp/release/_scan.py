@@ -205,7 +205,8 @@ def layer_at(tree: Any, index: Any) -> Any:
     )
 
 
-def _put(tree: Any, new: Any, index: Any) -> Any:
+def _with_layer(tree: Any, new: Any, index: Any) -> Any:
+    """Return stacked arrays with other ones of one layer, in the memory they are in."""
     # In host memory, XLA takes no array that a reshape makes.
     new = put_beside(jax.tree.map(lambda x: x[None], new), tree)
     return jax.tree.map(
@@ -302,7 +303,7 @@ def _stepping_scan(loop: _Loop) -> Callable[..., Any]:
             stepped = map(Stack.step, stacks, grads, bring(own_states), weights)
             weights, own_states = map(list, zip(*stepped, strict=True))
             totals = jax.tree.map(jnp.add, totals, of_consts)
-            trees = _put((layers, states), (weights, own_states), i)
+            trees = _with_layer((layers, states), (weights, own_states), i)
             return (before, totals, *trees), of_others
 
         count = jax.tree.leaves(arrays)[0].shape[0]
