@@ -9,7 +9,7 @@ it.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -151,54 +151,100 @@ def to_register_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     return x.astype(register_dtype(dtype))
 
 
+# Takes the part that it computes, numbers, and references to arrays: what a tail reads,
+# and its outputs.
+Kernel = Callable[[Part, dict[Value, Any], dict[Value, Any], dict[Value, Any]], None]
+
+
 def call_kernel(
+    kernel: Kernel,
     pallas_call: Callable[..., Any],
     view_of: Callable[[tuple[int, ...]], tuple[int, ...]],
     tail: ElementwiseTail,
     part: Part,
     args: Sequence[Any],
+    *,
+    packs: bool = False,
 ) -> list[Any]:
     """Return the outputs of a tail by a kernel.
 
-    The kernel gets references to the numbers of `part.origin`, to what the tail reads,
-    and to its outputs. A single number is an array of one element of 32 bits.
-
     Args:
-        pallas_call: `pallas_call`, with all arguments but those on inputs and outputs.
+        kernel: computes the outputs.
+        pallas_call: `pallas_call`, with all arguments but those on outputs. Its inputs
+            are the numbers, of `part.origin` and those that the tail reads, and then
+            the arrays that it reads.
         view_of: returns the shape in which the kernel gets an array, from its shape on
             all devices.
         tail: the tail.
         part: of its arrays.
         args: the values of what it reads.
+        packs: whether all numbers are in two arrays, of int32 and float32, and not each
+            in one of its own.
     """
+    given = dict(zip(tail.reads, map(jnp.asarray, args), strict=True))
+    arrays = [value for value in given if value.aval.ndim]
+    singles = [value for value in given if not value.aval.ndim]
+    numbers = [_in_32_bits(x) for x in (*part.origin, *map(given.get, singles))]
+    packed = _pack(numbers) if packs else [x.reshape(1) for x in numbers]
+    places = [
+        (int(x.dtype == jnp.float32), i) if packs else (i, 0)
+        for i, x in enumerate(numbers)
+    ]
 
-    def as_read(value: Value, x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        if value.aval.ndim:
-            # Kernels know no booleans in memory.
-            x = x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
-            return x.reshape(view_of(value.aval.shape))
-        if x.dtype == jnp.uint32:
-            x = lax.bitcast_convert_type(x, jnp.int32)
-        is_float = jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(jnp.float32 if is_float else jnp.int32).reshape(1)
+    def run(*refs: Any) -> None:
+        read = [refs[which][i] for which, i in places]
+        inputs, outputs = refs[len(packed) :][: len(arrays)], refs[-len(tail.outputs) :]
+        rank = len(part.shape)
+        values = {
+            value: to_register_dtype(x, value.aval.dtype)
+            for value, x in zip(singles, read[rank:], strict=True)
+        }
+        kernel(
+            replace(part, origin=tuple(read[:rank])),
+            values,
+            dict(zip(arrays, inputs, strict=True)),
+            dict(zip(tail.outputs, outputs, strict=True)),
+        )
 
-    # No output can overwrite what is read from a copy.
-    aliases = {
-        len(part.origin) + read: i
-        for i, read in tail.replaced.items()
-        if tail.reads[read].aval.dtype != jnp.bool_
-    }
+    def as_input(value: Value) -> jax.Array:
+        x = given[value].reshape(view_of(value.aval.shape))
+        return x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
+
+    # Kernels know no booleans in memory. No output can overwrite a copy.
+    replaced = [(i, tail.reads[read]) for i, read in tail.replaced.items()]
     avals = [value.aval for value in tail.outputs]
     made = pallas_call(
+        run,
         out_shape=[result_like(aval, view_of(aval.shape)) for aval in avals],
-        input_output_aliases=aliases,
-    )(
-        *(jnp.asarray(x).reshape(1) for x in part.origin),
-        *map(as_read, tail.reads, args),
-    )
+        input_output_aliases={
+            len(packed) + arrays.index(value): i
+            for i, value in replaced
+            if value.aval.dtype != jnp.bool_
+        },
+    )(*packed, *map(as_input, arrays))
     both = zip(made, avals, strict=True)
     return [x.reshape(part.shape_of(aval.shape)) for x, aval in both]
+
+
+def _pack(numbers: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return numbers as two arrays, of integers and floats.
+
+    Both have a place for each, since Mosaic of JAX 0.8 cannot read the bits of one as
+    the other.
+    """
+    return [
+        jnp.stack([x if x.dtype == dtype else jnp.zeros((), dtype) for x in numbers])
+        for dtype in (jnp.int32, jnp.float32)
+    ]
+
+
+def _in_32_bits(x: Any) -> jax.Array:
+    """Return a number as int32 or float32."""
+    x = jnp.asarray(x)
+    if x.dtype == jnp.uint32:
+        return lax.bitcast_convert_type(x, jnp.int32)
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return x.astype(jnp.float32 if is_float else jnp.int32)
 
 
 def _wrap_or_round(dtype: Any, x: jax.Array) -> jax.Array:

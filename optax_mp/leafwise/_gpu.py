@@ -20,7 +20,6 @@ from optax_mp.leafwise._evaluator import (
     to_register_dtype,
 )
 from optax_mp.leafwise._layout import Part, shape_in_blocks
-from optax_mp.leafwise._program import Value
 from optax_mp.leafwise._tails import ElementwiseTail
 
 # Elements of a piece at least, and for each thread: with sixteen, XLA takes twice as
@@ -151,11 +150,10 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
         part: of its arrays.
         args: the values of what it reads.
     """
-    first, rank = PieceEvaluator.first_of(part), len(part.shape)
+    first = PieceEvaluator.first_of(part)
     _, down, across = first.grid
 
-    def kernel(*refs: Any) -> None:
-        origin, refs = tuple(ref[0] for ref in refs[:rank]), refs[rank:]
+    def kernel(here: Part, values: Any, inputs: Any, outputs: Any) -> None:
         # One axis of the grid: the others of a GPU have 65,535 places.
         number = pl.program_id(0)
         i = lax.div(number, jnp.int32(across))
@@ -164,18 +162,14 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
             lax.rem(i, jnp.int32(down)),
             lax.rem(number, jnp.int32(across)),
         )
-        piece = replace(first, part=replace(part, origin=origin), at=at)
-        values: dict[Value, Any] = {}
-        for value, ref in zip(tail.reads, refs, strict=False):
-            if value.aval.ndim:
-                places, inside = piece.places(value.aval.shape)
-                other = None if inside is None else 0
-                read = triton.load(ref.at[places], mask=inside, other=other)
-            else:
-                read = ref[0]
+        piece = replace(first, part=here, at=at)
+        for value, ref in inputs.items():
+            places, inside = piece.places(value.aval.shape)
+            other = None if inside is None else 0
+            read = triton.load(ref.at[places], mask=inside, other=other)
             values[value] = to_register_dtype(read, value.aval.dtype)
         piece.run_all(tail, values)
-        for value, ref in zip(tail.outputs, refs[len(tail.reads) :], strict=True):
+        for value, ref in outputs.items():
             places, inside = piece.places(value.aval.shape)
             new = values[value].astype(value.aval.dtype)
             triton.store(ref.at[places], new, mask=inside)
@@ -183,8 +177,7 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
     warps = max(1, first.rows * first.columns // _PER_WARP)
     pallas_call = functools.partial(
         pl.pallas_call,
-        kernel,
         grid=(math.prod(first.grid),),
         compiler_params=triton.CompilerParams(num_warps=warps),
     )
-    return call_kernel(pallas_call, first.view_of, tail, part, args)
+    return call_kernel(kernel, pallas_call, first.view_of, tail, part, args)

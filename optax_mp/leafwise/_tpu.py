@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -201,8 +201,6 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
         return (*own[:-1], 1, own[-1]) if has_shifts(shape) else own
 
     def spec(value: Value) -> pl.BlockSpec:
-        if not value.aval.ndim:
-            return pl.BlockSpec(memory_space=pltpu.SMEM)
         if has_shifts(value.aval.shape):
             tile = (*leading, None, 1, columns)
             return pl.BlockSpec(tile, lambda *at: (*at[:-1], 0, at[-1]))
@@ -213,65 +211,52 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
             lambda *at: (*at[:-1], lax.div(at[-1], jnp.int32(shared))),
         )
 
-    def kernel(*refs: Any) -> None:
-        origin, refs = tuple(ref[0] for ref in refs[: len(shape)]), refs[len(shape) :]
-        inputs, made = refs[: len(tail.reads)], refs[len(tail.reads) :]
+    def kernel(here: Part, values: Any, inputs: Any, outputs: Any) -> None:
         ids = [pl.program_id(axis) for axis in range(len(shape))]
         # Columns are counted from where the tile of scales begins.
         place = ids[-1] & (shared - 1)
         start = (*ids[:-2], ids[-2] * rows, (ids[-1] - place) * columns)
-        here = replace(part, origin=origin)
-        whole: dict[Value, Any] = {}
-        in_chunks: dict[Value, Any] = {}
-        for value, ref in zip(tail.reads, inputs, strict=True):
-            if not value.aval.ndim:
-                whole[value] = to_register_dtype(ref[0], value.aval.dtype)
-            elif is_scales(value):
-                whole[value] = to_register_dtype(ref[...], value.aval.dtype)
-            else:
-                in_chunks[value] = ref
+        for value, ref in inputs.items():
+            if is_scales(value):
+                values[value] = to_register_dtype(ref[...], value.aval.dtype)
 
-        def run_chunk(k: Any, scales: Sequence[Any]) -> Sequence[Any]:
+        def run_chunk(k: Any, scales: Sequence[Any]) -> list[Any]:
             first = pl.multiple_of(k * chunk, chunk)
             tile = TileEvaluator(
                 here, rows, chunk, block_size, start, place * columns + first
             )
-            local = dict(whole)
-            for value, ref in in_chunks.items():
-                read = ref[:, pl.ds(first, chunk)]
-                local[value] = to_register_dtype(read, value.aval.dtype)
+            local = dict(values)
+            for value, ref in inputs.items():
+                if not is_scales(value):
+                    read = ref[:, pl.ds(first, chunk)]
+                    local[value] = to_register_dtype(read, value.aval.dtype)
             tile.run_all(tail, local)
             # Elements are stored at once. The scales of a chunk fill only a part of a
             # register's lanes. So the loop carries all scales of the tile, each chunk
             # sets its own, and they are stored at the end.
-            scales = list(scales)
-            for i, (value, ref) in enumerate(zip(tail.outputs, made, strict=True)):
-                result = local[value]
-                if is_scales(value):
-                    scales[i] = jnp.where(tile.is_of_chunk(), result, scales[i])
-                else:
-                    ref[:, pl.ds(first, chunk)] = result.astype(ref.dtype)
-            return tuple(scales)
+            for value, ref in outputs.items():
+                if not is_scales(value):
+                    ref[:, pl.ds(first, chunk)] = local[value].astype(ref.dtype)
+            both = zip(map(local.get, of_scales), scales, strict=True)
+            return [jnp.where(tile.is_of_chunk(), new, old) for new, old in both]
 
         # What the tiles before have set stays.
-        before = tuple(
-            ref[...].astype(jnp.float32) if is_scales(v) else 0
-            for v, ref in zip(tail.outputs, made, strict=True)
-        )
+        of_scales = {x: ref for x, ref in outputs.items() if is_scales(x)}
+        before = [ref[...].astype(jnp.float32) for ref in of_scales.values()]
         scales = lax.fori_loop(0, columns // chunk, run_chunk, before)
-        for value, ref, result in zip(tail.outputs, made, scales, strict=True):
-            if is_scales(value):
-                ref[...] = result.astype(ref.dtype)
+        for ref, result in zip(of_scales.values(), scales, strict=True):
+            ref[...] = result.astype(ref.dtype)
 
-    of_origin = [pl.BlockSpec(memory_space=pltpu.SMEM)] * len(shape)
+    in_scalar_memory = pl.BlockSpec(memory_space=pltpu.SMEM)
+    arrays = [value for value in tail.reads if value.aval.ndim]
     pallas_call = functools.partial(
         pl.pallas_call,
-        kernel,
         grid=(*shape[:-2], pl.cdiv(height, rows), pl.cdiv(width, columns)),
-        in_specs=[*of_origin, *map(spec, tail.reads)],
+        in_specs=[in_scalar_memory] * 2 + [*map(spec, arrays)],
         out_specs=[*map(spec, tail.outputs)],
     )
-    return call_kernel(pallas_call, view_of, tail, part, args)
+    # Alone, each number would take a kilobyte of a small memory.
+    return call_kernel(kernel, pallas_call, view_of, tail, part, args, packs=True)
 
 
 def read_rows(view: jax.Array, first: Any, length: int) -> jax.Array:
