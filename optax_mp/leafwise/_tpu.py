@@ -237,8 +237,8 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
             for value, ref in outputs.items():
                 if not is_scales(value):
                     ref[:, pl.ds(first, chunk)] = local[value].astype(ref.dtype)
-            both = zip(map(local.get, of_scales), scales, strict=True)
-            return [jnp.where(tile.is_of_chunk(), new, old) for new, old in both]
+            both = zip(of_scales, scales, strict=True)
+            return [jnp.where(tile.is_of_chunk(), local[x], old) for x, old in both]
 
         # What the tiles before have set stays.
         of_scales = {x: ref for x, ref in outputs.items() if is_scales(x)}
