@@ -3,7 +3,7 @@
 To follow values through a loop, a branch or a `jit`, one must know which input of the
 equation feeds which input of the jaxpr inside, and which output comes from which of its
 outputs: its `Wiring`. Only this module knows that. To support another primitive, add it
-to `_KINDS`.
+to `WITH_REGIONS`.
 
 The jaxprs inside an equation are called its regions, as in MLIR.
 """
@@ -17,7 +17,14 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from optax_mp._jax._by_platform import NAME
-from optax_mp._jax._jaxpr import AnyJaxpr, Equation, bind, evaluate, trace_jaxpr
+from optax_mp._jax._jaxpr import (
+    AnyJaxpr,
+    Equation,
+    bind,
+    evaluate,
+    jaxprs_within,
+    trace_jaxpr,
+)
 
 T = TypeVar("T")
 
@@ -154,13 +161,46 @@ Convert = Callable[[], Sequence[ClosedJaxpr]]
 
 
 def has_regions(equation: Equation) -> bool:
-    """Return whether an equation has jaxprs inside, of a primitive in `_KINDS`."""
-    return equation.primitive.name in _KINDS
+    """Return whether an equation has jaxprs inside, of a primitive listed below."""
+    return equation.primitive.name in WITH_REGIONS
 
 
 def wiring_of(equation: Equation) -> Wiring:
     """Return the wiring of an equation that `has_regions`."""
-    return _KINDS[equation.primitive.name].wire(equation)
+    params, name = equation.params, equation.primitive.name
+    inputs, outputs = range(len(equation.invars)), range(len(equation.outvars))
+    if name == "while":
+        return _wire_while(equation)
+    if name == "cond":
+        branches = [Region(x, (*inputs[1:],), (*outputs,)) for x in params["branches"]]
+        return Wiring(equation, tuple(branches), deciding=(0,))
+    (jaxpr,) = jaxprs_within(equation)
+    regions = (Region(jaxpr, (*inputs,), (*outputs,)),)
+    if name != "scan":
+        return Wiring(equation, regions, is_sharded=name == "shard_map")
+    if "num_consts" in params:
+        consts, carried = params["num_consts"], params["num_carry"]
+    else:  # JAX 0.11 and later
+        consts, carried = map(len, params["ft_in"].unpack()[:2])
+    carry = tuple((i, consts + i) for i in range(carried))
+    return Wiring(equation, regions, carry, repeats=True, summed=(*range(consts),))
+
+
+def _wire_while(equation: Equation) -> Wiring:
+    params = equation.params
+    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+    condition_count = params["cond_nconsts"]
+    start = condition_count + params["body_nconsts"]
+    carried = range(start, len(equation.invars))
+    outputs = range(len(equation.outvars))
+    # Inputs are the constants of the condition, the constants of the body, and the
+    # carry.
+    regions = (
+        Region(condition, (*range(condition_count), *carried), (None,)),
+        Region(body, (*range(condition_count, start), *carried), (*outputs,)),
+    )
+    carry = tuple(zip(outputs, carried, strict=True))
+    return Wiring(equation, regions, carry, repeats=True)
 
 
 def can_convert(equation: Equation) -> bool:
@@ -168,7 +208,7 @@ def can_convert(equation: Equation) -> bool:
 
     A custom_vmap or a linear_call would keep its rule as written.
     """
-    return has_regions(equation) and equation.primitive.name not in _WITH_FIXED_RULES
+    return has_regions(equation) and equation.primitive.name not in _KEEPS_RULE
 
 
 def bind_with(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Values:
@@ -180,7 +220,26 @@ def bind_with(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Va
         convert: returns the new jaxpr of each region. It is called inside of a
             shard_map, because only there its axis names exist.
     """
-    return _KINDS[equation.primitive.name].bind(equation, inputs, convert)
+    name = equation.primitive.name
+    if name not in _INLINED and name != "shard_map":
+        return _bind_same(equation, inputs, convert())
+
+    def run_inline(*args: Any) -> Values:
+        (closed,) = convert()
+        return evaluate(closed, args)
+
+    if name in _INLINED:
+        return run_inline(*inputs)
+    # Called again, because its parameters differ among versions of JAX.
+    params = equation.params
+    return jax.shard_map(
+        run_inline,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=_manual_axes(params),
+    )(*inputs)
 
 
 def run_count(equation: Equation) -> int | None:
@@ -199,86 +258,29 @@ def run_count(equation: Equation) -> int | None:
     return 1
 
 
-def _jaxprs_of(equation: Equation) -> list[AnyJaxpr]:
-    jaxprs: list[AnyJaxpr] = []
-    for name in _HOLDERS:
-        value = equation.params.get(name, ())
-        jaxprs += value if isinstance(value, tuple | list) else (value,)
-    return jaxprs
-
-
-# The parameters that hold regions. In a while loop, the condition comes first.
-_HOLDERS = (
-    "cond_jaxpr", "body_jaxpr", "jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr",
-    "branches", "call", "callee",
-)  # fmt: skip
-
-
-def _wire_call(equation: Equation) -> Wiring:
-    is_sharded = equation.primitive.name == "shard_map"
-    return Wiring(equation, (_only_region(equation),), is_sharded=is_sharded)
-
-
-def _wire_scan(equation: Equation) -> Wiring:
-    params = equation.params
-    if "num_consts" in params:
-        consts, count = params["num_consts"], params["num_carry"]
-    else:  # JAX 0.11 and later
-        consts, count = map(len, params["ft_in"].unpack()[:2])
-    carry = tuple((i, consts + i) for i in range(count))
-    region, summed = _only_region(equation), tuple(range(consts))
-    return Wiring(equation, (region,), carry, repeats=True, summed=summed)
-
-
-def _only_region(equation: Equation) -> Region:
-    """Return the one region of an equation that has the same inputs and outputs."""
-    (jaxpr,) = _jaxprs_of(equation)
-    ins, outs = len(equation.invars), len(equation.outvars)
-    return Region(jaxpr, tuple(range(ins)), tuple(range(outs)))
-
-
-def _wire_while(equation: Equation) -> Wiring:
-    condition, body = _jaxprs_of(equation)
-    condition_count = equation.params["cond_nconsts"]
-    start = condition_count + equation.params["body_nconsts"]
-    carried = range(start, len(equation.invars))
-    outputs = range(len(equation.outvars))
-    # Inputs are the constants of the condition, the constants of the body, and the
-    # carry.
-    regions = (
-        Region(condition, (*range(condition_count), *carried), (None,)),
-        Region(body, (*range(condition_count, start), *carried), tuple(outputs)),
-    )
-    carry = tuple(zip(outputs, carried, strict=True))
-    return Wiring(equation, regions, carry, repeats=True)
-
-
-def _wire_cond(equation: Equation) -> Wiring:
-    operands = tuple(range(1, len(equation.invars)))
-    results = tuple(range(len(equation.outvars)))
-    regions = tuple(Region(x, operands, results) for x in _jaxprs_of(equation))
-    return Wiring(equation, regions, deciding=(0,))
-
-
-def _bind_same(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Values:
+def _bind_same(
+    equation: Equation, inputs: Sequence[Any], new: Sequence[ClosedJaxpr]
+) -> Values:
     """Bind the same primitive: it keeps shardings, donation, names and policies."""
-    params, inputs, rest = dict(equation.params), list(inputs), iter(convert())
-    for name in _HOLDERS:
-        old = params.get(name)
-        if isinstance(old, tuple | list):
-            params[name] = tuple(next(rest) for _ in old)
-        elif isinstance(old, ClosedJaxpr):
-            params[name] = next(rest)
-        elif isinstance(old, Jaxpr):
-            # A `Jaxpr` without constants of its own, so they become inputs.
-            new = next(rest)
-            params[name] = _with_consts_as_inputs(new) if new.consts else new.jaxpr
-            inputs = [*new.consts, *inputs]
+    regions = wiring_of(equation).regions
+    new_of = {id(x.jaxpr): y for x, y in zip(regions, new, strict=True)}
+    params = dict(equation.params)
+    for name, old in equation.params.items():
+        if name == "branches":
+            params[name] = tuple(new_of[id(x)] for x in old)
+        elif id(old) in new_of:
+            params[name] = closed = new_of[id(old)]
+            if not isinstance(old, ClosedJaxpr):
+                # A `Jaxpr` without constants of its own, so they become inputs.
+                params[name] = _with_consts_as_inputs(closed)
+                inputs = [*closed.consts, *inputs]
     return bind(equation, inputs, params)
 
 
 def _with_consts_as_inputs(closed: ClosedJaxpr) -> Jaxpr:
     consts = closed.jaxpr.constvars
+    if not consts:
+        return closed.jaxpr
 
     def run(*args: Any) -> list[Any]:
         filled = ClosedJaxpr(closed.jaxpr, args[: len(consts)])
@@ -288,60 +290,21 @@ def _with_consts_as_inputs(closed: ClosedJaxpr) -> Jaxpr:
     return trace_jaxpr(run, avals).jaxpr
 
 
-def _bind_inline(equation: Equation, inputs: Sequence[Any], convert: Convert) -> Values:
-    (closed,) = convert()
-    return evaluate(closed, inputs)
-
-
-def _bind_shard_map(
-    equation: Equation, inputs: Sequence[Any], convert: Convert
-) -> Values:
-    """Call `shard_map` again: its parameters differ among versions of JAX."""
-    params = equation.params
-
-    def function(*args: Any) -> list[Any]:
-        return _bind_inline(equation, args, convert)
-
-    return jax.shard_map(
-        function,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=list(params["out_specs"]),
-        check_vma=params["check_vma"],
-        axis_names=_manual_axes(params),
-    )(*inputs)
-
-
 def _manual_axes(params: dict[str, Any]) -> set[Any]:
     """Return the axes of the mesh over which a shard_map shards."""
     return set(params.get("newly_manual_axes") or params["manual_axes"])
 
 
-class _Kind(NamedTuple):
-    """How to wire and to bind the equations of a primitive with regions."""
-
-    wire: Callable[[Equation], Wiring]
-    bind: Callable[[Equation, Sequence[Any], Convert], Values] = _bind_same
-
-
 # Bound with other jaxprs, the custom and the linear calls keep their rules as written.
-# An `xla_metadata_call` is of `scheduling_group`.
-_CALLS = """
-jit checkpoint remat remat2 compute_on fused_call xla_metadata_call
-custom_jvp_call custom_vjp_call custom_vmap_call linear_call
-""".split()
+_KEEPS_RULE = ("custom_vmap_call", "linear_call")
 # From JAX 0.12 on, a `closed_call` is an `eval_jaxpr`. A `remat_opt` is the forward
 # rule of a custom_vjp with `optimize_remat`.
-_INLINED = ["closed_call", "eval_jaxpr", "call", "core_call", "remat_opt", NAME]
+_INLINED = ("closed_call", "eval_jaxpr", "call", "core_call", "remat_opt", NAME)
 # Calls that change nothing, but for shardings that a `jit` may ask for.
 PLAIN_CALLS = frozenset(["jit", *_INLINED])
-_KINDS = {
-    **dict.fromkeys(_CALLS, _Kind(_wire_call)),
-    **dict.fromkeys(_INLINED, _Kind(_wire_call, _bind_inline)),
-    "scan": _Kind(_wire_scan),
-    "while": _Kind(_wire_while),
-    "cond": _Kind(_wire_cond),
-    "shard_map": _Kind(_wire_call, _bind_shard_map),
-}
-_WITH_FIXED_RULES = ("custom_vmap_call", "linear_call")
-WITH_REGIONS = frozenset(_KINDS)
+# An `xla_metadata_call` is of `scheduling_group`.
+WITH_REGIONS = PLAIN_CALLS.union(
+    ["scan", "while", "cond", "shard_map", "custom_jvp_call", "custom_vjp_call"],
+    ["checkpoint", "remat", "remat2", "compute_on", "fused_call", "xla_metadata_call"],
+    _KEEPS_RULE,
+)
