@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 import jax
@@ -84,21 +83,18 @@ class TracedCall:
         treedef: Any = None
 
         def flat_function(arrays: list[Any]) -> list[Any]:
-            nonlocal treedef
+            nonlocal outputs, treedef
             filled = list(leaves)
             for i, array in zip(places, arrays, strict=True):
                 filled[i] = array
             result = function(argument_def.unflatten(filled))
             returned, treedef = jax.tree.flatten(result)
             # Not the tracers themselves: they must not outlive the trace.
-            arrays = list(map(is_dynamic, returned))
-            outputs.extend(
-                [
-                    _OutputArray(x.shape, x.dtype) if is_in else x
-                    for x, is_in in zip(returned, arrays, strict=True)
-                ]
-            )
-            return list(compress(returned, arrays))
+            outputs = [
+                _OutputArray(x.shape, x.dtype) if is_dynamic(x) else x for x in returned
+            ]
+            pairs = zip(returned, outputs, strict=True)
+            return [x for x, output in pairs if is_output(output)]
 
         traced: Any = flat_function
         if jit_name is not None:
@@ -116,9 +112,7 @@ class TracedCall:
     def unflatten(self, values: Sequence[Any]) -> Any:
         """Return what the function returned, with `values` for its arrays."""
         arrays = iter(values)
-        leaves = [
-            next(arrays) if isinstance(x, _OutputArray) else x for x in self.outputs
-        ]
+        leaves = [next(arrays) if is_output(x) else x for x in self.outputs]
         return self.treedef.unflatten(leaves)
 
     def unflatten_outputs(self) -> Any:
