@@ -58,15 +58,15 @@ def gather_equal(x: jax.Array, axis_name: Any, axis: int) -> jax.Array:
 
 
 def spec_in_type(x: Any) -> Any:
-    """Return the `PartitionSpec` in the type of an array, or None without one."""
-    return getattr(getattr(jax.typeof(x), "sharding", None), "spec", None)
+    """Return the `PartitionSpec` in the type of an array."""
+    return jax.typeof(x).sharding.spec
 
 
 def sharding_in_type(x: Any) -> NamedSharding | None:
     """Return the sharding in the type of an array, or None if it says nothing."""
     mesh = mesh_in_type(x)
     # Inside of shard_map the type has the sharding of the whole array.
-    if not has_explicit_axes(mesh) or varies_by_rank(x):
+    if not mesh.explicit_axes or varies_by_rank(x):
         return None
     # Types must name all axes over which arrays are sharded.
     hidden = [n for axis, n in mesh.shape.items() if axis not in mesh.explicit_axes]
@@ -75,16 +75,10 @@ def sharding_in_type(x: Any) -> NamedSharding | None:
 
 def is_partitioned(x: Any) -> bool:
     """Return whether `x` is on several devices, and XLA decides what each computes."""
-    if (mesh := mesh_in_type(x)) is None:
-        return False
+    mesh = mesh_in_type(x)
     return any(n > 1 and axis not in mesh.manual_axes for axis, n in mesh.shape.items())
 
 
 def mesh_in_type(x: Any) -> Any:
-    """Return the mesh in the type of an array, or None if it has none."""
-    return getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-
-
-def has_explicit_axes(mesh: Any) -> bool:
-    """Return whether shardings on `mesh` are part of the types of arrays."""
-    return bool(mesh is not None and mesh.explicit_axes)
+    """Return the mesh in the type of an array. Over its explicit axes types shard."""
+    return jax.typeof(x).sharding.mesh

@@ -18,7 +18,6 @@ from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._contact import sharding_of, widened_from
 from optax_mp._jax._jaxpr import Equation, bind, evaluate
 from optax_mp._warnings import warn_once
@@ -181,7 +180,7 @@ def _lower_function(
     places, sources, dtypes = ([found[k] for found in wide] for k in range(3))
     shardings: dict[int, NamedSharding] = {}
     # Types say them, or they may be others.
-    is_typed = any(has_explicit_axes(aval.sharding.mesh) for aval in context.avals_in)
+    is_typed = any(aval.sharding.mesh.explicit_axes for aval in context.avals_in)
     is_other = is_typed or target.is_within_shard_map or target.is_exported
     if target.device_count > 1 and not is_other:
         shardings = {i: x for i, y in enumerate(inputs) if (x := _sharding_of(y))}

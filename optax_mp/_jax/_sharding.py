@@ -17,12 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_mp._jax._arrays import (
-    has_explicit_axes,
-    is_traced,
-    mesh_in_type,
-    sharding_in_type,
-)
+from optax_mp._jax._arrays import is_traced, mesh_in_type, sharding_in_type
 
 # The names of the mesh axes over which one axis of an array is sharded.
 MeshAxes = tuple[str, ...]
@@ -61,7 +56,7 @@ def reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
 def constant_like(x: jax.Array, value: Any) -> jax.Array:
     """Return what `lax.full_like` does, which takes four times as long to trace."""
     # Elsewhere it has to be on the devices of `x`, or sharded as the type of `x` says.
-    if not is_traced(x) or has_explicit_axes(mesh_in_type(x)):
+    if not is_traced(x) or mesh_in_type(x).explicit_axes:
         return lax.full_like(x, value)
     return lax.broadcast_in_dim(np.array(value, x.dtype), x.shape, ())
 

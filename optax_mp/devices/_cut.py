@@ -7,12 +7,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from optax_mp._descriptions import fill_spec
-from optax_mp._jax._arrays import (
-    has_explicit_axes,
-    is_traced,
-    mesh_in_type,
-    spec_in_type,
-)
+from optax_mp._jax._arrays import is_traced, mesh_in_type, spec_in_type
 from optax_mp._jax._memory import HOST_KIND, is_on_host
 from optax_mp._jax._sharding import MeshAxes, axis_names, shard_count
 from optax_mp._tree import PyTree, describe, spread_prefix
@@ -75,12 +70,12 @@ def divides(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> bool:
 
 def shard(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     """Shard an array; a dimension that is unconstrained stays as it is."""
-    if has_explicit_axes(mesh):
+    if mesh.explicit_axes:
         spec = fill_spec(spec, jax.typeof(x).sharding.spec)
     # An array that `offload` keeps in host memory stays there.
     kind = {"memory_kind": HOST_KIND} if is_on_host(x) else {}
     sharding = NamedSharding(mesh, spec, **kind)
-    if has_explicit_axes(mesh):
+    if mesh.explicit_axes:
         return jax.sharding.reshard(x, sharding)
     return lax.with_sharding_constraint(x, sharding)
 
@@ -110,7 +105,7 @@ def known_spec(param: jax.Array) -> PartitionSpec | None:
     # A traced array has a spec only with explicit sharding.
     if not is_traced(param):
         return getattr(getattr(param, "sharding", None), "spec", None)
-    return spec_in_type(param) if has_explicit_axes(mesh_in_type(param)) else None
+    return spec_in_type(param) if mesh_in_type(param).explicit_axes else None
 
 
 def check_spec(spec: PartitionSpec, mesh: Mesh, param: jax.Array, where: str) -> None:

@@ -16,7 +16,6 @@ from optax_mp._context import NewParam, Transformation, context_of, with_context
 from optax_mp._descriptions import fill_spec, place_like_params
 from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation, update_inner
-from optax_mp._jax._arrays import has_explicit_axes
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._sharding import MeshAxes, shard_count
 from optax_mp._jax._traced import TracedCall, is_dynamic
@@ -197,7 +196,7 @@ class _Cuts:
                 continue
             check_spec(spec, mesh, param, where)
             known = known_spec(param)
-            if known is not None and has_explicit_axes(mesh):
+            if known is not None and mesh.explicit_axes:
                 spec = specs[i] = known
             cut = choose_cut(mesh, axes, param.shape, spec)
             by_param.append(cut)

@@ -20,12 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from optax_mp._jax._arrays import (
-    compiles,
-    has_explicit_axes,
-    is_traced,
-    mesh_in_type,
-)
+from optax_mp._jax._arrays import compiles, is_traced, mesh_in_type
 from optax_mp._jax._by_platform import (
     NAME,
     PLATFORMS,
@@ -309,7 +304,7 @@ class CutStep:
         if tail.obstacle is not None or self.target.platform != "tpu":
             return None
         # Types that say how arrays are sharded would be wrong for chunks.
-        is_typed = any(has_explicit_axes(mesh_in_type(x)) for x in args)
+        is_typed = any(mesh_in_type(x).explicit_axes for x in args)
         if self.target.is_within_shard_map or (is_typed and not is_known):
             return None
         count = 1 if is_known else self.target.device_count

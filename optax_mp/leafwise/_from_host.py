@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from optax_mp._choose import select
 from optax_mp._context import Choice
-from optax_mp._jax._arrays import has_explicit_axes, is_partitioned
+from optax_mp._jax._arrays import is_partitioned
 from optax_mp._jax._memory import bring, is_host_type, is_on_host, to_device, to_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._warnings import warn
@@ -285,7 +285,7 @@ def _start(aval: Any, old: jax.Array | None) -> jax.Array:
     """Return what a loop that has no iteration returns, in the place of `old`."""
     if old is None:
         start = jnp.zeros(aval.shape, aval.dtype)
-        if has_explicit_axes(aval.sharding.mesh):
+        if aval.sharding.mesh.explicit_axes:
             start = jax.sharding.reshard(start, aval.sharding)
     elif old.dtype == aval.dtype:
         return old

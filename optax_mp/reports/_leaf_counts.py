@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_mp._jax._arrays import has_explicit_axes, is_traced, mesh_in_type
+from optax_mp._jax._arrays import is_traced, mesh_in_type
 from optax_mp._table import Report, Table, percent
 from optax_mp._tree import describe
 
@@ -121,7 +121,7 @@ def count_bins(bins: jax.Array, bin_count: int) -> jax.Array:
     """Return how often each of the integers below `bin_count` is in `bins`."""
     # On an explicit mesh JAX must be told that all devices get the sum.
     mesh, sharding = mesh_in_type(bins), {}
-    if has_explicit_axes(mesh):
+    if mesh.explicit_axes:
         sharding["out_sharding"] = NamedSharding(mesh, P())
     # Without bounds checks, which take longer to compile than the rest.
     empty = jnp.zeros(bin_count, jnp.uint32)
