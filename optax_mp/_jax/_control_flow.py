@@ -122,18 +122,16 @@ class Wiring:
 
     def backward(
         self,
-        outputs: Sequence[T],
-        through: Callable[[Region, tuple[T, ...]], Sequence[T]],
-        join: Callable[[list[T]], T],
-        unread: T,
-    ) -> tuple[list[T], list[T]]:
+        outputs: Sequence[Any],
+        through: Callable[[Region, tuple[Any, ...]], Sequence[Any]],
+        join: Callable[[list[Any]], Any],
+    ) -> tuple[list[Any], list[Any]]:
         """Follow wants of values from the outputs to the inputs.
 
         Args:
-            outputs: the want of each output.
+            outputs: the want of each output; None if nothing reads it.
             through: returns the wants of the inputs of a region, from its outputs'.
             join: returns what several readers want together; as in `forward`.
-            unread: the want of a value that nothing reads.
 
         Returns:
             The wants of the inputs, and of the outputs. The want of a carry's output
@@ -141,13 +139,13 @@ class Wiring:
         """
         outputs = list(outputs)
         while True:
-            reads: list[list[T]] = [[] for _ in self.equation.invars]
+            reads: list[list[Any]] = [[] for _ in self.equation.invars]
             for region in self.regions:
-                wanted = (unread if i is None else outputs[i] for i in region.outputs)
+                wanted = (None if i is None else outputs[i] for i in region.outputs)
                 wants = through(region, tuple(wanted))
                 for i, want in zip(region.inputs, wants, strict=True):
                     reads[i].append(want)
-            inputs = [join(read) if read else unread for read in reads]
+            inputs = [join(read) if read else None for read in reads]
             before = list(outputs)
             for output, i in self.carry:
                 outputs[output] = inputs[i] = join([outputs[output], inputs[i]])

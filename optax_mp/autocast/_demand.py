@@ -115,7 +115,7 @@ class Demand:
             return tuple(map(wants.get, jaxpr.invars))
 
         wiring = wiring_of(equation)
-        ins, outs_in_loop = wiring.backward(outs, region_inputs, _combine, None)
+        ins, outs_in_loop = wiring.backward(outs, region_inputs, _combine)
         return tuple(ins), tuple(outs_in_loop)
 
 

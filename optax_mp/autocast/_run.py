@@ -109,12 +109,11 @@ class Interpreter:
             case "bind":
                 outputs = bind(equation, inputs, action.params)
                 return self.cast_all(outputs, action.outputs, equation.outvars)
-            case "f8":
-                (dtype,) = self._dtypes(action.outputs, equation.outvars)
-                dtype = dtype or equation.outvars[0].aval.dtype
-                return [product(equation, inputs, self._rules.f8_dtype, dtype)]
-            case "low_f32":
-                return [product(equation, inputs, self._low, jnp.dtype(jnp.float32))]
+            case "f8" | "low_f32" as how:
+                (result,) = self._dtypes(action.outputs, equation.outvars)
+                result = result or equation.outvars[0].aval.dtype
+                operand = self._rules.f8_dtype if how == "f8" else self._low
+                return [product(equation, inputs, operand, result)]
         # All others are regions.
         if equation.primitive.name in _WITH_RULE:
             return self._run_with_rule(equation, action, inputs)
