@@ -50,22 +50,6 @@ from optax_mp.autocast._lattice import (
 from optax_mp.autocast._rules import Rule, Rules, call_function
 
 
-@dataclass(frozen=True)
-class RegionPlan:
-    """How a region of an equation runs. Equal plans share one converted jaxpr.
-
-    Attributes:
-        plan: the plan of its jaxpr.
-        inputs: the precisions in which it takes its inputs. They are cast inside to
-            `plan.inputs`.
-        outputs: the precisions to which its outputs are cast.
-    """
-
-    plan: "Plan"
-    inputs: Precisions
-    outputs: Precisions
-
-
 @dataclass(frozen=True, eq=False)
 class Action:
     """How one equation runs.
@@ -81,7 +65,7 @@ class Action:
         why: the reason, in the words of `AmpOperation`; `"inside"` for regions.
         scope_rule: the rule of the scope that it is in.
         params: its parameters, if they change.
-        regions: how its regions run.
+        regions: the plans of its regions.
     """
 
     how: str
@@ -91,7 +75,7 @@ class Action:
     why: str
     scope_rule: Any = None
     params: dict[str, Any] | None = None
-    regions: tuple[RegionPlan, ...] = ()
+    regions: tuple["Plan", ...] = ()
 
     @property
     def ran_low(self) -> bool:
@@ -101,7 +85,7 @@ class Action:
     @property
     def is_changed(self) -> bool:
         """Whether anything differs from the equation as written."""
-        changed_inside = any(region.plan.is_changed for region in self.regions)
+        changed_inside = any(plan.is_changed for plan in self.regions)
         is_low = self.ran_low or LOW in self.outputs
         return is_low or changed_inside or self.how == "function"
 
@@ -129,8 +113,8 @@ class Plan:
         equations = open_jaxpr(jaxpr)[0].eqns
         for equation, action in zip(equations, self.actions, strict=True):
             regions = wiring_of(equation).regions if action.regions else ()
-            for region, inner in zip(regions, action.regions, strict=True):
-                yield from inner.plan.sites(region.jaxpr, (equation, *around))
+            for region, plan in zip(regions, action.regions, strict=True):
+                yield from plan.sites(region.jaxpr, (equation, *around))
             yield Site(equation, action, around)
 
 
@@ -367,19 +351,14 @@ class Planner:
                 is_slice = i not in (*carried, *wiring.summed)
                 if is_slice and isinstance(x, Argument) and x.is_exact:
                     inputs[i] = LOW
-        regions = []
-        for region in wiring.regions:
-            # The search has made this plan already: it comes from the cache.
-            plan = plan_region(region, region.read(flow.inputs))
-            pairs = zip(region.outputs, plan.outputs, strict=True)
-            returned = tuple(own if i is None else flow.outputs[i] for i, own in pairs)
-            regions.append(RegionPlan(plan, region.read(inputs), returned))
+        # The search has made these plans already: they come from the cache.
+        plans = [plan_region(x, x.read(flow.inputs)) for x in wiring.regions]
         how, inputs, outputs = "regions", tuple(inputs), tuple(flow.outputs)
-        if not any(region.plan.is_changed for region in regions):
+        if not any(plan.is_changed for plan in plans):
             # Bound as written, it takes and returns values as written.
             how, inputs, outputs = "bind", set_all(FULL, inputs), as_computed(outputs)
         reason = ("inside", "inside", scope_rule)
-        return Action(how, inputs, outputs, *reason, regions=tuple(regions))
+        return Action(how, inputs, outputs, *reason, regions=tuple(plans))
 
     def _join(self, precisions: Sequence[Precision]) -> Precision:
         """Return the precision of a value that may be any of several."""

@@ -243,7 +243,7 @@ def _measure(
             action = next(actions)
             if action.regions and not _is_whole(equation):
                 (region,), (inner,) = wiring_of(equation).regions, action.regions
-                return run(region.jaxpr, inner.plan, region.read(inputs))
+                return run(region.jaxpr, inner, region.read(inputs))
             full = bind(equation, inputs)
             # An equation with effects, such as a callback, must run once: as written.
             low = full

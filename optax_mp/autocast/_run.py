@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_mp._jax._control_flow import bind_with, wiring_of
+from optax_mp._jax._control_flow import Region, bind_with, wiring_of
 from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._jaxpr import (
     AnyJaxpr,
@@ -41,7 +41,7 @@ from optax_mp.autocast._lattice import (
     full_precisions,
 )
 from optax_mp.autocast._loop_conditions import loop_warnings
-from optax_mp.autocast._plan import Action, Plan, Planner, RegionPlan
+from optax_mp.autocast._plan import Action, Plan, Planner
 from optax_mp.autocast._rules import Rule, Rules, call_function
 
 _WITH_RULE = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
@@ -121,23 +121,39 @@ class Interpreter:
         return bind_with(equation, inputs, convert)
 
     def _convert_regions(self, equation: Equation, action: Action) -> list[ClosedJaxpr]:
-        regions = zip(wiring_of(equation).regions, action.regions, strict=True)
-        return [self._convert_cached(region.jaxpr, plan) for region, plan in regions]
+        def convert(region: Region, plan: Plan) -> ClosedJaxpr:
+            # An output that is None only decides whether a loop goes on.
+            own = region.outputs
+            outputs = tuple(None if i is None else action.outputs[i] for i in own)
+            inputs = region.read(action.inputs)
+            return self._convert_cached(region.jaxpr, plan, inputs, outputs)
 
-    def _convert(self, jaxpr: AnyJaxpr, region: RegionPlan) -> ClosedJaxpr:
-        """Return a jaxpr inside an equation, changed as its plan says."""
+        return list(map(convert, wiring_of(equation).regions, action.regions))
+
+    def _convert(
+        self, jaxpr: AnyJaxpr, plan: Plan, inputs: Precisions, outputs: Precisions
+    ) -> ClosedJaxpr:
+        """Return a jaxpr inside an equation, changed as its plan says.
+
+        Args:
+            jaxpr: the jaxpr.
+            plan: its plan.
+            inputs: the precisions in which it takes its inputs. They are cast inside to
+                `plan.inputs`.
+            outputs: the precisions to which its outputs are cast.
+        """
         old, _ = open_jaxpr(jaxpr)
 
         # A full value that is planned low, such as a constant of a loop, is cast in
         # every iteration.
         def run(*args: Any) -> list[Any]:
-            inputs = self.cast_all(args, region.plan.inputs, old.invars)
-            outputs = self.run(jaxpr, region.plan, inputs)
-            return self.cast_all(outputs, region.outputs, old.outvars)
+            values = self.cast_all(args, plan.inputs, old.invars)
+            values = self.run(jaxpr, plan, values)
+            return self.cast_all(values, outputs, old.outvars)
 
         avals = [
             with_dtype(atom.aval, self._low) if precision == LOW else atom.aval
-            for atom, precision in zip(old.invars, region.inputs, strict=True)
+            for atom, precision in zip(old.invars, inputs, strict=True)
         ]
         return trace_jaxpr(run, avals)
 
@@ -147,10 +163,10 @@ class Interpreter:
         """Run a function with a rule of its own, and later that rule."""
         # If the equation were bound again, it would keep its rule, which is written for
         # float32.
-        (region,), (region_plan,) = wiring_of(equation).regions, action.regions
+        (region,), (plan,) = wiring_of(equation).regions, action.regions
 
         def call(*args: Any) -> list[Any]:
-            return self.run(region.jaxpr, region_plan.plan, region.read(args))
+            return self.run(region.jaxpr, plan, region.read(args))
 
         dtypes = self._dtypes(action.outputs, equation.outvars)
         with_rule = _WITH_RULE[equation.primitive.name]
