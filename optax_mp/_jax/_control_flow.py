@@ -297,12 +297,12 @@ def _manual_axes(params: dict[str, Any]) -> set[Any]:
 _KEEPS_RULE = ("custom_vmap_call", "linear_call")
 # From JAX 0.12 on, a `closed_call` is an `eval_jaxpr`. A `remat_opt` is the forward
 # rule of a custom_vjp with `optimize_remat`.
-_INLINED = ("closed_call", "eval_jaxpr", "call", "core_call", "remat_opt", NAME)
+_INLINED = ("closed_call", "eval_jaxpr", "call", "remat_opt", NAME)
 # Calls that change nothing, but for shardings that a `jit` may ask for.
 PLAIN_CALLS = frozenset(["jit", *_INLINED])
 # An `xla_metadata_call` is of `scheduling_group`.
 WITH_REGIONS = PLAIN_CALLS.union(
     ["scan", "while", "cond", "shard_map", "custom_jvp_call", "custom_vjp_call"],
-    ["checkpoint", "remat", "remat2", "compute_on", "fused_call", "xla_metadata_call"],
+    ["remat2", "compute_on", "fused_call", "xla_metadata_call"],
     _KEEPS_RULE,
 )

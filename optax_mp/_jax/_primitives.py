@@ -56,11 +56,10 @@ elementwise           -           -       and* or* not* xor* shift_left* nextaft
 elementwise           -           -       shift_right_logical* shift_right_arithmetic*
 elementwise           -           -       bitcast_convert_type*
 elementwise,moves     -           keeps   convert_element_type* reduce_precision*
-elementwise,repeats   widest      keeps   copy* copy_p stop_gradient* name pvary* pcast*
+elementwise,repeats   widest      keeps   copy* stop_gradient* name pvary* pcast*
 elementwise,repeats   widest      keeps   pbroadcast
-repeats               widest      keeps   broadcast_in_dim reshape transpose squeeze
-repeats               widest      keeps   expand_dims tile rev reshard device_put
-repeats               widest      keeps   sharding_constraint
+repeats               widest      keeps   broadcast_in_dim reshape transpose squeeze rev
+repeats               widest      keeps   tile reshard device_put sharding_constraint
 repeats,hands_on      own         keeps   optimization_barrier optax_mp_place_like
 moves                 widest      keeps   slice dynamic_slice split pad
 moves                 widest      -       gather
@@ -73,10 +72,9 @@ factors               -           -       schur householder_product geqrf geqp3
 -                     f32         keeps   reduce_sum reduce_prod cumsum cumprod
 -                     f32         keeps   reduce_window_sum
 -                     f32         -       cumlogsumexp
--                     widest      keeps   reduce_max reduce_min cummax cummin psum psum2
--                     widest      keeps   psum_invariant psum_scatter pmax pmin
--                     widest      keeps   reduce_scatter all_gather all_to_all
--                     widest      keeps   all_gather_invariant ppermute
+-                     widest      keeps   reduce_max reduce_min cummax cummin psum
+-                     widest      keeps   psum_invariant pmax pmin ppermute all_to_all
+-                     widest      keeps   reduce_scatter all_gather all_gather_invariant
 -                     widest      -       reduce_window_max reduce_window_min argmax
 -                     widest      -       argmin top_k real
 -                     own         -       sort
