@@ -94,7 +94,7 @@ class TracedCall:
                 _OutputArray(x.shape, x.dtype) if is_dynamic(x) else x for x in returned
             ]
             pairs = zip(returned, outputs, strict=True)
-            return [x for x, output in pairs if is_output(output)]
+            return [x for x, output in pairs if isinstance(output, _OutputArray)]
 
         traced: Any = flat_function
         if jit_name is not None:
@@ -112,7 +112,9 @@ class TracedCall:
     def unflatten(self, values: Sequence[Any]) -> Any:
         """Return what the function returned, with `values` for its arrays."""
         arrays = iter(values)
-        leaves = [next(arrays) if is_output(x) else x for x in self.outputs]
+        leaves = [
+            next(arrays) if isinstance(x, _OutputArray) else x for x in self.outputs
+        ]
         return self.treedef.unflatten(leaves)
 
     def unflatten_outputs(self) -> Any:
