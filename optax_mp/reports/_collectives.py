@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_leaves_with_path
 
 from optax_mp._jax._sharding import axis_names, shard_count
-from optax_mp._table import align_columns
+from optax_mp._table import Report, Table
 from optax_mp._tree import spell, summarize
 
 # Patterns of a program's text.
@@ -78,7 +78,7 @@ class CollectiveRow:
 
 
 @dataclass(frozen=True)
-class CollectivesReport:
+class CollectivesReport(Report):
     """What `collectives_report` found. Printed, it is a table and advice.
 
     Attributes:
@@ -99,17 +99,15 @@ class CollectivesReport:
         """The rows whose sums are narrower than float32."""
         return tuple(x for x in self.rows if x.sum_dtype in ("bfloat16", "float16"))
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[str | Table]:
         """Return the table, and the way to float32 for sums in 16 bits."""
         others = f"others: {self.other_bytes} bytes"
         if not self.rows:
-            return f"no params or gradients are sent; {others}"
+            return [f"no params or gradients are sent; {others}"]
         cells = [["kind", "param", "axes", "sent in", "summed in", "times", "bytes"]]
         cells += [[str(x or "") for x in astuple(row)] for row in self.rows]
-        lines = [*align_columns(cells, left=5), others]
-        if self.low_sums:
-            lines += [_ADVICE]
-        return "\n".join(lines)
+        advice = [_ADVICE] if self.low_sums else []
+        return [Table(cells, left=5, long=1, width=56), others, *advice]
 
 
 def collectives_report(compiled: Any, params: optax.Params) -> CollectivesReport:

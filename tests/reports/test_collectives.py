@@ -66,6 +66,7 @@ def test_data_parallel_gradients_are_reduced_in_float32():
     assert not report.low_sums and "For float32" not in str(report)
     first = str(report).splitlines()[0].split("  ")
     assert first[0] == "kind" and str(report).count("\n") == 4
+    assert report._repr_html_().count("<tr>") == 4
 
 
 @pytest.mark.parametrize("by", ["sum_gradients", "zero1", "psum_scatter"])
