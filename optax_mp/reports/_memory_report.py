@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ _SCALES = {"scales": "block scales", "shifts": "column scales"}
 # What plain float32 has not.
 _OF_FORMS = {"masters", "remainders", *_SCALES.values()}
 _TITLES = ("role", "dtype", "size", "bytes per weight", "share", "on the host")
-_CODES = GetAttrKey("codes")
 # Fields of wrappers: they hold the state of another transform, and are not its role.
 _WRAPPER_FIELDS = ("inner_state", "inner_states", "inner_opt_state")
 
@@ -112,24 +111,26 @@ class MemoryReport(Report):
 
     def by_role(self) -> dict[str, int]:
         """Return the bytes of each role: params first, block scales and rest last."""
-        last = dict.fromkeys(_SCALES.values(), 1) | {_REST: 2}
-        found = self._sum_by(lambda row: row.role)
-        return dict(sorted(found.items(), key=lambda item: last.get(item[0], 0)))
+        return {role: sum(x.bytes for x in rows) for role, rows in self._roles()}
 
     def by_leaf(self) -> dict[str, int]:
         """Return the bytes of each param with its state; `""` for all other arrays."""
-        return self._sum_by(lambda row: row.param)
-
-    def _sum_by(self, key: Callable[[MemoryRow], str]) -> dict[str, int]:
         found: Counter[str] = Counter()
         for row in self.rows:
-            found[key(row)] += row.bytes
+            found[row.param] += row.bytes
         return dict(found)
+
+    def _roles(self) -> list[tuple[str, list[MemoryRow]]]:
+        """Return the rows of each role, in the order of `by_role`."""
+        found: dict[str, list[MemoryRow]] = {}
+        for row in self.rows:
+            found.setdefault(row.role, []).append(row)
+        last = dict.fromkeys(_SCALES.values(), 1) | {_REST: 2}
+        return sorted(found.items(), key=lambda item: last.get(item[0], 0))
 
     def _parts(self) -> list[str | Table]:
         cells: list[tuple[str, ...]] = [_TITLES]
-        for role in self.by_role():
-            rows = [row for row in self.rows if row.role == role]
+        for role, rows in self._roles():
             dtypes = ", ".join(dict.fromkeys(row.dtype for row in rows))
             cells.append((role, dtypes[:34], *self._amounts(rows)))
         weights = f"{self.weights:,} weights"
@@ -152,8 +153,7 @@ class MemoryReport(Report):
             The axes.
         """
         ax, tops, weights = axes_or_new(ax), [0.0, 0.0], self.weights or 1
-        for role in self.by_role():
-            rows = [row for row in self.rows if row.role == role]
+        for role, rows in self._roles():
             heights = [sum(x.bytes for x in rows), sum(x.float32_bytes for x in rows)]
             heights = [height / weights for height in heights]
             ax.bar(["this", "plain float32"], heights, bottom=tops, label=role)
@@ -251,9 +251,9 @@ def _state_rows(opt_state: PyTree, params: PyTree) -> Iterator[MemoryRow]:
         param = None if owner is None else param_paths[owner]
         above = [path[:end] for end in range(len(path) + 1)]
         coded = next((start for start in above if start in quantized), None)
-        is_codes = coded is not None and path[len(coded)] == _CODES
-        if coded is not None and not is_codes:
-            role = _SCALES[path[len(coded)].name]
+        part = None if coded is None else path[len(coded)].name
+        if part in _SCALES:
+            role = _SCALES[part]
         elif roles := [masters[start] for start in above if start in masters]:
             role = roles[-1]  # of the innermost, if one is in another's state
         elif param is None and not leaf.shape:
@@ -261,7 +261,7 @@ def _state_rows(opt_state: PyTree, params: PyTree) -> Iterator[MemoryRow]:
             role = _REST
         else:
             role = _field(_before_param(coded or path, param))
-        yield _row(role, path, param, leaf, quantized=is_codes)
+        yield _row(role, path, param, leaf, quantized=part == "codes")
 
 
 def _before_param(path: Path, param: Path | None) -> Path:
@@ -276,14 +276,9 @@ def _before_param(path: Path, param: Path | None) -> Path:
 
 def _field(path: Path) -> str:
     """Return the innermost field, or else dict key, that `path` leads through."""
-    fields, keys = [], []
-    for key in path:
-        if isinstance(key, GetAttrKey) and key.name in _WRAPPER_FIELDS:
-            fields, keys = [], []
-        elif isinstance(key, GetAttrKey):
-            fields.append(key.name)
-        elif isinstance(key, DictKey):
-            keys.append(str(key.key))
+    names = [key.name for key in path if isinstance(key, GetAttrKey)]
+    fields = [name for name in names if name not in _WRAPPER_FIELDS]
+    keys = [str(key.key) for key in path if isinstance(key, DictKey)]
     name = (fields or keys or ["state"])[-1]
     # L-BFGS and others keep previous params in their state.
     return "params in state" if name == _PARAMS else name
