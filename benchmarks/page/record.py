@@ -74,7 +74,6 @@ ABOUT = {
     "tracing": "about 2 min",
     "training_step": "30 min each",
     "walk": "10 s",
-    "where_it_runs": "30 min",
 }
 NOT_FINITE = "NaN"
 # For plots; too long for a table.
