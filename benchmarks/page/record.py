@@ -71,7 +71,6 @@ ABOUT = {
     "libraries": "about 10 min",
     "on_device": "up to 9 min",
     "optimizer_step": "about 10 min",
-    "tracing": "about 2 min",
     "training_step": "30 min each",
     "walk": "10 s",
 }
