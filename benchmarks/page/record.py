@@ -71,10 +71,8 @@ ABOUT = {
     "libraries": "about 10 min",
     "on_device": "up to 9 min",
     "optimizer_step": "about 10 min",
-    "tracing": "about 2 min",
     "training_step": "30 min each",
     "walk": "10 s",
-    "where_it_runs": "30 min",
 }
 NOT_FINITE = "NaN"
 # For plots; too long for a table.

@@ -136,15 +136,6 @@ def test_results_are_as_their_scripts_write_them(script, tmp_path):
         assert found.versions and all(found.tables.values())
 
 
-def test_the_planner_gives_the_figures_of_the_page(run, script):
-    committed = script("record").read_all()["scale_plan"]
-    found = run("scale_plan", "--weights", "7B")
-    assert found.command == "python benchmarks scale_plan --weights 7B"
-    assert len(found.tables) == 3
-    for title, rows in found.tables.items():
-        assert rows == committed.tables[title]
-
-
 def test_a_thousand_updates_give_the_figures_of_the_page(run, script):
     committed = script("record").read_all()["stall"]
     assert run("stall").tables == committed.tables
