@@ -12,13 +12,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from optax_mp._jax._block_operations import Blocks, blocks_in, is_block_operation
+from optax_mp._jax._jaxpr import groups_with_common
 from optax_mp._jax._memory import is_host_type, moves_memory
 from optax_mp._jax._primitives import IN_KERNELS
 from optax_mp.leafwise._program import (
     Node,
     Program,
     Value,
-    groups_with_common,
     reads_of,
     values_in,
 )
