@@ -12,19 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from optax_mp._jax._contact import sharding_of, widened_from
-from optax_mp._jax._jaxpr import Equation, bind, evaluate
+from optax_mp._jax._jaxpr import Equation, bind
+from optax_mp._jax._on_cpu import NAME, run_on_cpu
 from optax_mp._warnings import warn_once
 
 # Platforms that may have their own implementation, as JAX names them.
 PLATFORMS: tuple[str, ...] = ("tpu", "cuda")
-NAME = "optax_mp_step"
 
 _call = Primitive(NAME)
 _call.multiple_results = True
@@ -64,14 +63,18 @@ class Target:
         if others or platform not in PLATFORMS or is_placed:
             return None
         is_whole = hasattr(axes, "num_devices")
-        if is_whole:
-            count = axes.num_devices
-        else:
-            is_split = axes.manual_axes == frozenset(axes.mesh.axis_names)
-            count = 1 if is_split else axes.mesh.size
         exported = module.lowering_parameters.for_export
         device = _device_of(platform, module.backend)
-        return cls(platform, count, not is_whole, exported, *device)
+        return cls(platform, _device_count(context), not is_whole, exported, *device)
+
+
+def _device_count(context: Any) -> int:
+    """Return on how many devices an array may be where JAX lowers an equation."""
+    axes = context.module_context.axis_context
+    if hasattr(axes, "num_devices"):
+        return axes.num_devices
+    is_split = axes.manual_axes == frozenset(axes.mesh.axis_names)
+    return 1 if is_split else axes.mesh.size
 
 
 def kind_here(platform: str) -> str:
@@ -159,8 +162,9 @@ def _lower(
             f"off, and this warning. {explain(error)}"
         )
     # One equation: the jaxpr of the call is lowered as it is, without another trace.
-    is_for_cpu = context.module_context.platforms == ("cpu",)
-    run = _run_apart if is_for_cpu else _run
+    run: Any = _run
+    if context.module_context.platforms == ("cpu",):
+        run = functools.partial(run_on_cpu, is_in_turn=_device_count(context) == 1)
     as_it_is = functools.partial(run, equation=equation)
     return mlir.lower_fun(as_it_is, multiple_results=True)(context, *inputs)
 
@@ -216,25 +220,6 @@ def _is_finished(operation: Any) -> bool:
         return True
     last = list(blocks[-1].operations)[-1:]
     return bool(last) and last[0].operation.name == "func.return"
-
-
-# The functions that XLA for CPUs must not inline. It computes each result in a loop of
-# its own and copies what a later one reads again. Within such a function it does not.
-APART = ("advance", "_rounding_keys", "_coded_with_shifts")
-
-
-def _run_apart(*inputs: Any, equation: Equation) -> list[Any]:
-    """Run a call, and keep some functions in it apart."""
-
-    def run(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
-        if equation.params.get("name") == "choose_step":
-            return evaluate(equation.params["jaxpr"], inputs, run)
-        if equation.params.get("name") not in APART:
-            return bind(equation, inputs)
-        with set_xla_metadata(inlineable="false"):
-            return bind(equation, inputs)
-
-    return evaluate(equation.params["jaxpr"], inputs, run)
 
 
 def _sharding_of(value: Any) -> NamedSharding | None:

@@ -5,7 +5,7 @@ inside.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -80,7 +80,12 @@ def bind(
     return list(outputs) if equation.primitive.multiple_results else [outputs]
 
 
-def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]:
+def evaluate(
+    jaxpr: AnyJaxpr,
+    args: Sequence[Any],
+    run: Run = bind,
+    equations: Sequence[Equation] | None = None,
+) -> list[Any]:
     """Return the outputs of `jaxpr` for `args`.
 
     Every equation runs with its own named scopes, source line and configuration.
@@ -89,12 +94,13 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]
         jaxpr: the jaxpr.
         args: the values of its inputs.
         run: returns the outputs of an equation, from the equation and its inputs.
+        equations: its equations, if they are to run in another order.
     """
     jaxpr, consts = open_jaxpr(jaxpr)
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values.update(zip(jaxpr.invars, args, strict=True))
     with Location() as location:
-        for equation in jaxpr.eqns:
+        for equation in jaxpr.eqns if equations is None else equations:
             # Not in a function: this runs for every equation of every traced step.
             inputs = [
                 atom.val if isinstance(atom, Literal) else values[atom]
@@ -109,6 +115,21 @@ def evaluate(jaxpr: AnyJaxpr, args: Sequence[Any], run: Run = bind) -> list[Any]
         jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else values[atom]
         for atom in outvars
     ]
+
+
+def groups_with_common(members: Sequence[Iterable[Hashable]]) -> list[list[int]]:
+    """Return groups of indices: sets with a common member are in one group."""
+    groups: dict[int, list[int]] = {}
+    all_of: dict[int, set[Hashable]] = {}
+    group_of: dict[Hashable, int] = {}
+    for i, own in enumerate(members):
+        places, together = [i], set(own)
+        for group in sorted({group_of[x] for x in together if x in group_of}):
+            places += groups.pop(group)
+            together |= all_of.pop(group)
+        groups[i], all_of[i] = sorted(places), together
+        group_of.update(dict.fromkeys(together, i))
+    return list(groups.values())
 
 
 class Location:

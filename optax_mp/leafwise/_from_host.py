@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from optax_mp._choose import select
 from optax_mp._context import Choice
 from optax_mp._jax._arrays import is_partitioned
+from optax_mp._jax._jaxpr import groups_with_common
 from optax_mp._jax._memory import bring, is_host_type, is_on_host, to_device, to_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._warnings import warn
@@ -32,7 +33,6 @@ from optax_mp.leafwise._program import (
     Program,
     Value,
     backward_slice,
-    groups_with_common,
     read_output,
     reads_of,
     run_nodes,

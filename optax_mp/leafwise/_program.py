@@ -202,21 +202,6 @@ def read_output(values: Mapping[Value, Any], atom: Any) -> Any:
     return array if is_array else jnp.asarray(array, atom.aval.dtype)
 
 
-def groups_with_common(members: Sequence[Iterable[Hashable]]) -> list[list[int]]:
-    """Return groups of indices: sets with a common member are in one group."""
-    groups: dict[int, list[int]] = {}
-    all_of: dict[int, set[Hashable]] = {}
-    group_of: dict[Hashable, int] = {}
-    for i, own in enumerate(members):
-        places, together = [i], set(own)
-        for group in sorted({group_of[x] for x in together if x in group_of}):
-            places += groups.pop(group)
-            together |= all_of.pop(group)
-        groups[i], all_of[i] = sorted(places), together
-        group_of.update(dict.fromkeys(together, i))
-    return list(groups.values())
-
-
 def values_in(atoms: Iterable[Any]) -> list[Value]:
     """Return those that are values, and no literals."""
     return [atom for atom in atoms if isinstance(atom, Value)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from optax_mp._jax._block_operations import NAME, Blocks
+from optax_mp._jax._jaxpr import groups_with_common
 from optax_mp._jax._memory import is_host_type, moves_memory
 from optax_mp._jax._primitives import IN_KERNELS
 from optax_mp.leafwise._program import (
@@ -18,7 +19,6 @@ from optax_mp.leafwise._program import (
     Program,
     Value,
     backward_slice,
-    groups_with_common,
     reads_of,
     values_in,
 )
