@@ -144,7 +144,8 @@ def _evaluate_in_turn(
         made = _run_apart(equation, inputs)
         for var, x in zip(equation.outvars, made, strict=True):
             if var in codes:
-                never[own[var]].append(_is_never(x))
+                with set_xla_metadata(inlineable="false"):
+                    never[own[var]].append(_is_never(x))
         return made
 
     # What comes before, then leaf by leaf.
@@ -155,7 +156,7 @@ def _evaluate_in_turn(
 
 
 def _can_wait(var: Any) -> bool:
-    return _size(var) > 1 and jnp.issubdtype(var.aval.dtype, jnp.floating)
+    return _size(var) >= _LARGE and jnp.issubdtype(var.aval.dtype, jnp.floating)
 
 
 @jax.jit
