@@ -146,7 +146,8 @@ def quantize(x: Any, like: Quantized, key: jax.Array | None) -> Quantized:
     args = values, sign, largest * largest, key
     blocks = _blocks_of(x.shape, code)
     if code.group_size is not None:
-        made = _coded_with_shifts(blocks, _groups_of(x.shape, code), *args)
+        groups = _groups_of(x.shape, code)
+        made = _coded_with_shifts(blocks, groups, arrays[0].dtype, *args)
     else:
         made = _coded(blocks, *args)
     return treedef.unflatten(
@@ -179,14 +180,16 @@ def _coded(
     return [_codes_of(blocks, values, inverse, largest_square, key), scales]
 
 
-# `_by_platform` keeps it apart on a CPU: XLA would compute the values five times.
-@partial(jax.jit, static_argnums=(0, 1))
+# `_on_cpu` keeps it apart: XLA would compute the values five times. So the codes get
+# their dtype here, and are not written in float32 first.
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _coded_with_shifts(
-    blocks: Blocks, groups: Blocks, values: jax.Array, *args: Any
+    blocks: Blocks, groups: Blocks, dtype: DTypeLike, values: jax.Array, *args: Any
 ) -> list[jax.Array]:
-    """Return codes, scales and shifts."""
+    """Return codes of a dtype, scales and shifts."""
     shifts = _shifts_of(blocks, groups, values)
-    return [*_coded(blocks, _shifted(groups, values, shifts), *args), shifts]
+    codes, scales = _coded(blocks, _shifted(groups, values, shifts), *args)
+    return [lax.convert_element_type(codes, dtype), scales, shifts]
 
 
 # How columns are told apart. A column is as large as its largest share of a row: that

@@ -35,7 +35,7 @@ def rounding_keys(count: int, *parts: int | jax.Array) -> list[jax.Array]:
     return _rounding_keys(count, *numbers) if count else []
 
 
-# A function of its own, which `_by_platform` keeps apart on a CPU.
+# A function of its own, which `_on_cpu` keeps apart.
 @partial(jax.jit, static_argnums=0)
 def _rounding_keys(count: int, *parts: jax.Array) -> list[jax.Array]:
     keys = _hash(lax.iota(jnp.uint32, count))
