@@ -150,23 +150,25 @@ def _jvp(primals: Any, tangents: Any, *, equation: Equation, **params: Any) -> A
 def _lower(
     context: Any, *inputs: Any, equation: Equation, rewrite: Rewrite, **params: Any
 ) -> Any:
+    def lower(run: Callable[..., list[Any]], **settings: Any) -> Any:
+        run = functools.partial(run, equation=equation, **settings)
+        return mlir.lower_fun(run, multiple_results=True)(context, *inputs)
+
     try:
+        if context.module_context.platforms == ("cpu",):
+            return lower(run_on_cpu, is_in_turn=_device_count(context) == 1)
         target = Target.of(context)
         if target and (function := rewrite(target)):
             return _lower_function(function, target, context, inputs)
     except Exception as error:
         warn_once(
-            "optax_mp: a low-bit step could not be lowered with kernels, and XLA "
+            "optax_mp: a low-bit step could not be lowered leaf by leaf, and XLA "
             "compiles it as it is written, which moves 1.5 to 8 times as many "
-            "bytes. The results are the same. OPTAX_MP_KERNELS=0 turns kernels "
-            f"off, and this warning. {explain(error)}"
+            "bytes. The results are the same. On TPUs and GPUs OPTAX_MP_KERNELS=0 "
+            f"turns kernels off, and this warning. {explain(error)}"
         )
     # One equation: the jaxpr of the call is lowered as it is, without another trace.
-    run: Any = _run
-    if context.module_context.platforms == ("cpu",):
-        run = functools.partial(run_on_cpu, is_in_turn=_device_count(context) == 1)
-    as_it_is = functools.partial(run, equation=equation)
-    return mlir.lower_fun(as_it_is, multiple_results=True)(context, *inputs)
+    return lower(_run)
 
 
 def explain(error: Exception) -> str:

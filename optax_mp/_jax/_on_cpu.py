@@ -45,24 +45,28 @@ def run_on_cpu(*inputs: Any, equation: Equation, is_in_turn: bool) -> list[Any]:
         is_in_turn: whether leaves wait for each other. Several devices would have to
             send each other an element of each leaf.
     """
-
-    def open_steps(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
-        is_step = equation.primitive.name == NAME
-        if is_step or equation.params.get("name") == "choose_step":
-            return evaluate(equation.params["jaxpr"], inputs, open_steps)
-        return bind(equation, inputs)
-
-    def step(*inputs: Any) -> list[Any]:
-        return evaluate(equation.params["jaxpr"], inputs, open_steps)
-
-    jaxpr = jax.make_jaxpr(step)(*inputs)
-    leaves = _large_leaves(jaxpr) if is_in_turn else []
-    if len(leaves) < 2:
+    jaxpr = equation.params["jaxpr"]
+    if not (is_in_turn and _codes_of(jaxpr)):
         return evaluate(jaxpr, inputs, _run_apart)
-    return _evaluate_in_turn(jaxpr, leaves, inputs)
+    opened = jax.make_jaxpr(lambda *xs: evaluate(jaxpr, xs, _open_steps))(*inputs)
+    return _evaluate_in_turn(opened, inputs)
+
+
+def _is_step(equation: Equation) -> bool:
+    """Return whether an equation is a step within the step."""
+    name = equation.params.get("name")
+    return equation.primitive.name == NAME or name == "choose_step"
+
+
+def _open_steps(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
+    if _is_step(equation):
+        return evaluate(equation.params["jaxpr"], inputs, _open_steps)
+    return bind(equation, inputs)
 
 
 def _run_apart(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
+    if _is_step(equation):
+        return evaluate(equation.params["jaxpr"], inputs, _run_apart)
     if equation.params.get("name") not in _APART:
         return bind(equation, inputs)
     with set_xla_metadata(inlineable="false"):
@@ -99,6 +103,7 @@ def _large_leaves(jaxpr: AnyJaxpr) -> list[list[int]]:
     groups = groups_with_common(members)
     codes = _codes_of(jaxpr)
     makers = {i for i, x in enumerate(equations) if codes.intersection(x.outvars)}
+    makers -= {i for i, before in enumerate(is_before) if before}
     return [group for group in groups if makers.intersection(group)]
 
 
@@ -120,11 +125,9 @@ def _size(atom: Any) -> int:
     return math.prod(atom.aval.shape) if is_shaped(atom.aval) else 0
 
 
-def _evaluate_in_turn(
-    jaxpr: AnyJaxpr, leaves: list[list[int]], inputs: Sequence[Any]
-) -> list[Any]:
-    """Return the outputs of a jaxpr; each of some leaves waits for the one before."""
-    opened, _ = open_jaxpr(jaxpr)
+def _evaluate_in_turn(jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    """Return the outputs of a jaxpr; each large leaf waits for the one before."""
+    (opened, _), leaves = open_jaxpr(jaxpr), _large_leaves(jaxpr)
     turn_of = {i: turn for turn, leaf in enumerate(leaves) for i in leaf}
     own = {v: turn for i, turn in turn_of.items() for v in opened.eqns[i].outvars}
     codes = _codes_of(jaxpr)
@@ -143,7 +146,7 @@ def _evaluate_in_turn(
                 inputs[i] = waiting[turn, var]
         made = _run_apart(equation, inputs)
         for var, x in zip(equation.outvars, made, strict=True):
-            if var in codes:
+            if var in codes and var in own:
                 with set_xla_metadata(inlineable="false"):
                     never[own[var]].append(_is_never(x))
         return made
