@@ -155,11 +155,11 @@ def _lower(
         return mlir.lower_fun(run, multiple_results=True)(context, *inputs)
 
     try:
-        if context.module_context.platforms == ("cpu",):
-            return lower(run_on_cpu, is_in_turn=_device_count(context) == 1)
         target = Target.of(context)
         if target and (function := rewrite(target)):
             return _lower_function(function, target, context, inputs)
+        if context.module_context.platforms == ("cpu",):
+            return lower(run_on_cpu, is_in_turn=_device_count(context) == 1)
     except Exception as error:
         warn_once(
             "optax_mp: a low-bit step could not be lowered leaf by leaf, and XLA "
