@@ -312,7 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--steps", type=int, default=3, help="steps in a row a round")
-    parser.add_argument("--first-calls", action="store_true", help="these, too")
+    parser.add_argument("--first-calls", action="store_true", help="also time these")
     parser.add_argument("--runs", type=int, default=1, help="whole runs, for a spread")
     parser.add_argument("--only", default="", help="rows whose name holds this text")
     record.add_option(parser)

@@ -42,7 +42,7 @@ OPERATIONS = {name: getattr(lax, name) for name in UNARY.split()} | {
     ),
 }
 DTYPES = ["bfloat16", "float16"]
-# Functions that are run by default, too, and not only traced.
+# Functions that are also run by default, and not only traced.
 RUN_BY_DEFAULT = {"attention", "conv_net", "cond", "sharded", "custom_vjp", "pallas"}
 # In float16, where few operations differ, those that have numbers or powers.
 IN_FLOAT16 = {"attention", "layer_norm", "conv_net", "rnn", "custom_vjp", "custom_jvp"}

@@ -62,7 +62,7 @@ RULES = {
         lambda x, w: lax.nextafter(x @ w, x @ w), "nextafter", {"amp_default": "low"}, BF16
     ),
     "a scope wins over an operation": (scoped("r"), "exp", {"r": "low"}, BF16),
-    "of a product, too": (scoped("r"), "dot_general", {"r": "f32"}, F32),
+    "also of a product": (scoped("r"), "dot_general", {"r": "f32"}, F32),
     "the outermost scope wins": (scoped("a", "b"), "exp", {"a": "f32", "b": "low"}, F32),
     "whichever it is": (scoped("b", "a"), "exp", {"a": "f32", "b": "low"}, BF16),
 }  # fmt: skip

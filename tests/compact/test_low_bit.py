@@ -376,7 +376,7 @@ def test_a_bfloat16_moment_stalls_unless_rounded_stochastically():
 
         return jax.lax.scan(update, state, length=3000)[0]
 
-    # Plain optax has its arithmetic in bfloat16, too, where b2 is 1.
+    # The arithmetic of plain optax would also be in bfloat16, where b2 is 1.
     assert (run(adam.init(params))[0].nu == 0.5).all()
     stalled, truth = second_moment({"dtype": jnp.bfloat16, "seed": None})
     assert abs(truth - 0.95) < 0.001

@@ -183,7 +183,7 @@ def test_mistakes_are_errors(grads, dtype, message):
         jax.vmap(each, axis_name="data")(grads)
 
 
-# zero1 sums, too.
+# zero1 also sums.
 
 PARAMS = {"first": (64, 16), "second": (3, 64), "odd": (5, 7)}
 

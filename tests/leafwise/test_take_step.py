@@ -458,7 +458,7 @@ def test_an_update_has_kernels_on_a_tpu_alone():
     multi_steps = FORMS["MultiSteps"]()
     for platform, call in CALLS.items():
         assert lowered(multi_steps, platform, shapes, by_update).count(call) >= 2
-    # In one of two branches, too.
+    # Also in one of two branches.
     steps = optax.MultiSteps(FORMS["5.1 bytes"](), 2).gradient_transformation()
     assert "tpu_custom_call" in lowered(steps, "tpu", shapes, by_update)
 
