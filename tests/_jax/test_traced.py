@@ -1,0 +1,84 @@
+"""A call as a jaxpr of its arrays; what is no array passes through it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from optax_mp._jax._arrays import describe
+from optax_mp._jax._jaxpr import evaluate
+from optax_mp._jax._traced import (
+    TracedCall,
+    explain_carry_error,
+    is_dynamic,
+    is_output,
+    note_on_leaks,
+)
+
+DESCRIBED = jax.ShapeDtypeStruct((2,), jnp.float32)
+ARGUMENT = {
+    "array": jnp.arange(3.0),
+    "numpy": np.ones(2, np.float16),
+    "number": 2,
+    "text": np.array(["a"]),
+    "described": DESCRIBED,
+    "no tangent": np.zeros(2, jax.dtypes.float0),
+    "none": None,
+    "function": jnp.tanh,
+}
+
+
+def double(x):
+    arrays = {k: v * 2 if is_dynamic(v) else v for k, v in x.items()}
+    return arrays | {"made": x["array"].sum(), "described": x["described"]}
+
+
+def test_what_is_no_array_passes_through():
+    call = TracedCall.of(double, ARGUMENT)
+    assert len(call.closed.jaxpr.invars) == len(call.arrays) == 2
+    leaves = jax.tree.leaves(ARGUMENT)
+    assert [describe(leaves[i]) for i in call.places] == ["float32[3]", "float16[2]"]
+    assert call.leaf_count == len(leaves)
+    got, want = call.run(), double(ARGUMENT)
+    assert got.keys() == want.keys()
+    for name in ("array", "numpy", "made"):
+        assert np.array_equal(got[name], want[name])
+        assert got[name].dtype == want[name].dtype
+    for name in ("number", "text", "described", "no tangent", "none", "function"):
+        assert got[name] is ARGUMENT[name]
+    described = call.unflatten_outputs()
+    assert is_output(described["array"]) and not is_output(described["described"])
+    assert described["numpy"].dtype == jnp.float16
+
+
+def test_other_inputs_may_be_chosen_and_the_call_may_have_a_name():
+    call = TracedCall.of(double, ARGUMENT, lambda x: x is ARGUMENT["array"], "step")
+    (equation,) = call.closed.eqns
+    assert equation.params["name"] == "step"
+    assert call.arrays == [ARGUMENT["array"]]
+    (doubled, _, _) = evaluate(call.closed, [jnp.ones(3)])
+    assert np.array_equal(doubled, [2, 2, 2])
+
+
+def test_an_error_of_jax_on_a_leak_gets_a_note():
+    kept = []
+    jax.make_jaxpr(lambda x: kept.append(x) or x)(1.0)
+    with pytest.raises(jax.errors.UnexpectedTracerError) as error:
+        with note_on_leaks("the fix"):
+            jax.jit(lambda x: x + kept[0])(1.0)
+    assert error.value.__notes__[-1] == "the fix"
+
+
+def test_an_error_on_a_carry_is_explained_once_and_others_are_not():
+    def scanned(x):
+        widen = lambda c, _: (c.astype(jnp.float32), None)  # noqa: E731
+        with explain_carry_error("inner"):
+            return lax.scan(widen, x, length=2)
+
+    with pytest.raises(TypeError) as error, explain_carry_error("outer"):
+        scanned(jnp.ones(2, jnp.bfloat16))
+    text = str(error.value)
+    assert text.startswith("inner: expected each loop") and text.count("JAX says") == 1
+    with pytest.raises(TypeError, match="^other$"), explain_carry_error("outer"):
+        raise TypeError("other")
