@@ -48,29 +48,31 @@ def run_on_cpu(*inputs: Any, equation: Equation, is_in_turn: bool) -> list[Any]:
     jaxpr = equation.params["jaxpr"]
     if not (is_in_turn and _codes_of(jaxpr)):
         return evaluate(jaxpr, inputs, _run_apart)
-    opened = jax.make_jaxpr(lambda *xs: evaluate(jaxpr, xs, _open_steps))(*inputs)
+    opened = jax.make_jaxpr(lambda *xs: evaluate(jaxpr, xs, _open_calls))(*inputs)
     return _evaluate_in_turn(opened, inputs)
 
 
-def _is_step(equation: Equation) -> bool:
-    """Return whether an equation is a step within the step."""
-    name = equation.params.get("name")
-    return equation.primitive.name == NAME or name == "choose_step"
-
-
-def _open_steps(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
-    if _is_step(equation):
-        return evaluate(equation.params["jaxpr"], inputs, _open_steps)
+def _open_calls(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
+    """Bind the equations within calls that may be of several leaves."""
+    name, several = equation.primitive.name, len(equation.outvars) > 1
+    if name == NAME or (name == "jit" and several and not _is_apart(equation)):
+        return evaluate(equation.params["jaxpr"], inputs, _open_calls)
     return bind(equation, inputs)
 
 
 def _run_apart(equation: Equation, inputs: Sequence[Any]) -> list[Any]:
-    if _is_step(equation):
+    name = equation.params.get("name")
+    if equation.primitive.name == NAME or name == "choose_step":
         return evaluate(equation.params["jaxpr"], inputs, _run_apart)
-    if equation.params.get("name") not in _APART:
+    if not _is_apart(equation):
         return bind(equation, inputs)
     with set_xla_metadata(inlineable="false"):
         return bind(equation, inputs)
+
+
+def _is_apart(equation: Equation) -> bool:
+    """Return whether an equation is a call that XLA must not inline."""
+    return equation.params.get("name") in _APART
 
 
 def _large_leaves(jaxpr: AnyJaxpr) -> list[list[int]]:
@@ -136,7 +138,7 @@ def _evaluate_in_turn(jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
 
     def run_turn(equation: Equation, inputs: list[Any]) -> Sequence[Any]:
         turn = turns.get(id(equation), 0)
-        if turn and equation.params.get("name") not in _APART:
+        if turn and not _is_apart(equation):
             for i, var in enumerate(equation.invars):
                 if is_literal(var) or own.get(var) == turn or not _can_wait(var):
                     continue

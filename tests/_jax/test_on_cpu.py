@@ -108,7 +108,8 @@ def test_the_numbers_are_those_of_leaves_at_once(form, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "form", ["AdamW", "a Split alone", "clipped by the norm of all", "loss scale"]
+    "form",
+    ["AdamW", "a Split alone", "clipped by the norm of all", "loss scale", "jitted"],
 )
 def test_leaves_share_their_memory(form, monkeypatch):
     shapes = {f"layer {i}": (256, 512) for i in range(8)}
