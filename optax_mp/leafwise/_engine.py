@@ -28,7 +28,7 @@ from optax_mp._jax._by_platform import (
     call_by_platform,
 )
 from optax_mp._jax._contact import is_seen, is_traced_by_jit
-from optax_mp._jax._jaxpr import evaluate
+from optax_mp._jax._jaxpr import bind, evaluate
 from optax_mp._jax._memory import is_on_host
 from optax_mp._jax._traced import TracedCall
 from optax_mp._quantized import holds_packed
@@ -73,6 +73,16 @@ class TracedStep:
     traced: TracedCall
     kept: Any
     known_shardings: Sequence[NamedSharding | None] = ()
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why the call is not cut, or None."""
+        # An equation without a result, such as printing, would be lost.
+        if any(map(is_seen, self.traced.closed.effects)):
+            return "the update has effects"
+        sizes = [n for x in self.traced.arrays for n in jax.typeof(x).shape]
+        is_known = {int}.issuperset(map(type, sizes))
+        return None if is_known else "sizes known later only"
 
     @cached_property
     def program(self) -> Program:
@@ -158,12 +168,6 @@ def trace_step(
     traced = TracedCall.of(
         lambda both: step(*both), (inputs, kept), is_traced, jit_name=NAME
     )
-    # An equation without a result, such as printing, would be lost.
-    if any(map(is_seen, traced.closed.effects)):
-        return "the update has effects"
-    sizes = [n for x in traced.arrays for n in jax.typeof(x).shape]
-    if not {int}.issuperset(map(type, sizes)):
-        return "sizes known later only"
     return TracedStep(traced, kept, shardings)
 
 
@@ -192,10 +196,13 @@ def run_step(
     traced = trace_step(step, inputs, kept, shardings, state)
     if isinstance(traced, str):
         return step(inputs, kept), traced
-    rewrite = partial(_rewrite, traced, platforms)
-    call = traced.traced
-    run = partial(call_by_platform, rewrite=rewrite)
-    return call.unflatten(evaluate(call.closed, call.arrays, run)), None
+    call, run = traced.traced, bind
+    if traced.obstacle is None:
+        rewrite = partial(_rewrite, traced, platforms)
+        run = partial(call_by_platform, rewrite=rewrite)
+    # As it was traced: with a second trace, nested wrappers would take 2, 4, 8 times as
+    # long.
+    return call.unflatten(evaluate(call.closed, call.arrays, run)), traced.obstacle
 
 
 def _rewrite(

@@ -276,9 +276,14 @@ def _before_param(path: Path, param: Path | None) -> Path:
 
 def _field(path: Path) -> str:
     """Return the innermost field, or else dict key, that `path` leads through."""
-    names = [key.name for key in path if isinstance(key, GetAttrKey)]
-    fields = [name for name in names if name not in _WRAPPER_FIELDS]
-    keys = [str(key.key) for key in path if isinstance(key, DictKey)]
+    fields, keys = [], []
+    for key in path:
+        if isinstance(key, GetAttrKey) and key.name in _WRAPPER_FIELDS:
+            fields, keys = [], []  # labels of a partition are no roles
+        elif isinstance(key, GetAttrKey):
+            fields.append(key.name)
+        elif isinstance(key, DictKey):
+            keys.append(str(key.key))
     name = (fields or keys or ["state"])[-1]
     # L-BFGS and others keep previous params in their state.
     return "params in state" if name == _PARAMS else name

@@ -179,6 +179,8 @@ def _ways(whole: tuple[Any, ...], device_counts: list[int]) -> list[Any] | str:
     traced = trace_step(step, given, kept, shardings, kept[0])
     if isinstance(traced, str):
         return traced
+    if traced.obstacle is not None:
+        return traced.obstacle
     # The params are the last of the step's results.
     outputs = traced.program.outputs
     params = outputs[len(outputs) - len(device_counts) :]

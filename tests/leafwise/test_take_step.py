@@ -665,6 +665,25 @@ def test_a_step_without_kernels_says_why_once():
         optax_mp.take_step(ADAMW(), args[0], ADAMW().init(args[2]), args[2])
 
 
+def test_a_step_with_effects_is_traced_once():
+    traces = []
+
+    def noisy(updates):
+        traces.append(updates)
+        jax.debug.callback(lambda _: None, updates["p0"].sum())
+        return updates
+
+    tx = optax_mp.dynamic_loss_scale(compact(optax.chain(rule(noisy), ADAMW())))
+    params = random_tree(0, shapes=((64, 128),))
+    args = params, tx.init(params), params
+    for way in WAYS:
+        traces.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            jax.jit(functools.partial(way, tx)).trace(*args)
+        assert len(traces) == 1
+
+
 def test_a_constant_turns_no_kernel_off():
     """One param, or one gradient, that `jit` does not trace."""
     tx = FORMS["5.1 bytes"]()

@@ -210,6 +210,10 @@ def test_wrong_arguments_are_refused():
 
 
 CHAIN, WITHOUT_NORM = OPTIMIZERS["chain"], optax.masked(mixed_precision(adam()), MASK)
+# Its state is a tree like params, with no field of its own.
+LIKE_PARAMS = optax.GradientTransformation(
+    lambda params: params, lambda updates, state, params=None: (updates, state)
+)
 ROLES = {
     "plain": (adam(), "mu nu rest"),
     "masters": (mixed_precision(adam()), "masters mu nu rest"),
@@ -224,6 +228,7 @@ ROLES = {
         static_loss_scale(mixed_precision(OPTIMIZERS["inject"])),
         "masters mu nu rest",
     ),
+    "labels": (optax.partition({"a": LIKE_PARAMS}, "a"), "state"),
     "adafactor": (OPTIMIZERS["adafactor"], "v_row v_col v rest"),
     "sm3": (OPTIMIZERS["sm3"], "mu nu"),
 }
