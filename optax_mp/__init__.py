@@ -73,7 +73,7 @@ from optax_mp.reports._collectives import collectives_report
 from optax_mp._warnings import MixedPrecisionWarning
 # isort: on
 
-__version__ = "0.2.0.dev0"
+__version__ = "1.0.0"
 
 __all__ = [
     "DynamicLossScale",
