@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from comparison import as_bits
+from slow_cases import mostly_slow
 
 import optax_mp
 from optax_mp._jax import _on_cpu
@@ -100,16 +101,17 @@ def assert_next_to(got, want):
         assert np.count_nonzero(distance) <= 1 + 3e-4 * distance.size
 
 
-@pytest.mark.parametrize("form", FORMS)
+@mostly_slow("form", FORMS, "AdamW".__eq__)
 def test_the_numbers_are_those_of_leaves_at_once(form, monkeypatch):
     in_turn = after_steps(FORMS[form]())
     monkeypatch.setattr(_on_cpu, "_LARGE", 10**9)
     assert_next_to(in_turn, after_steps(FORMS[form]()))
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "form",
     ["AdamW", "a Split alone", "clipped by the norm of all", "loss scale", "jitted"],
+    "loss scale".__eq__,
 )
 def test_leaves_share_their_memory(form, monkeypatch):
     shapes = {f"layer {i}": (256, 512) for i in range(8)}
@@ -163,6 +165,7 @@ def test_several_devices_wait_for_nothing(form, monkeypatch):
     assert with_turns.count("all-reduce") == program().count("all-reduce")
 
 
+@pytest.mark.slow
 def test_it_runs_in_a_scan_and_under_vmap():
     tx = low_bit(optax.adamw(1e-2))
     shapes = {name: SHAPES[name] for name in ("kernel", "twin", "bias")}

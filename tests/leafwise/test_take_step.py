@@ -200,7 +200,7 @@ PLAIN = {
 
 
 @pytest.mark.filterwarnings("ignore:static_loss_scale")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@mostly_slow("dtype", ["float32", "bfloat16", "float16"], "bfloat16".__eq__)
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_step_without_low_bit_arrays_is_that_of_optax_bit_for_bit(name, dtype):
     steps = (jax.jit(functools.partial(way, PLAIN[name])) for way in WAYS)
@@ -431,6 +431,7 @@ def test_a_gpu_has_kernels_for_float16_and_a_tpu_none(form):
         assert (CALLS[platform] in text) == (platform == "cuda")
 
 
+@pytest.mark.slow
 def test_a_step_is_exported_for_several_platforms():
     """As written: a kernel is for one of them."""
     tx = FORMS["5.1 bytes"]()
