@@ -1,7 +1,7 @@
 """Which faults the fast tests of a room find: each mutant is one wrong line.
 
     python tests/mutants.py            # all, on two cores in half an hour
-    python tests/mutants.py scaling    # those of one room
+    python tests/mutants.py scaling    # in one room
 
 Each mutant changes a copy of the package, and the fast tests of its room are run until
 one fails. The table that is printed has those that live. Run the suite before: a test

@@ -103,7 +103,7 @@ class Origin(NamedTuple):
 
 
 def origins(jaxpr: AnyJaxpr, inputs: Sequence[Origin]) -> list[Origin]:
-    """Return the origins of the outputs of `jaxpr`, from those of its inputs."""
+    """Return the origins of the outputs of `jaxpr`, given its inputs' origins."""
 
     def results(equation: Equation, inputs: list[Origin]) -> list[Origin]:
         if equation.primitive.name in HANDS_ON:

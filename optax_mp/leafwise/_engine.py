@@ -200,8 +200,7 @@ def run_step(
     if traced.obstacle is None:
         rewrite = partial(_rewrite, traced, platforms)
         run = partial(call_by_platform, rewrite=rewrite)
-    # As it was traced: with a second trace, nested wrappers would take 2, 4, 8 times as
-    # long.
+    # What was traced, and not `step` again: nested wrappers would double their traces.
     return call.unflatten(evaluate(call.closed, call.arrays, run)), traced.obstacle
 
 

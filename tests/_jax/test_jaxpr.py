@@ -28,7 +28,7 @@ def named(x):
 
 
 def traced_again(function, *args):
-    """Return the jaxpr of a function, and that of its evaluation."""
+    """Return the jaxprs of a function and of its evaluation."""
     closed = jax.make_jaxpr(function)(*args)
     return closed, jax.make_jaxpr(lambda *args: evaluate(closed, args))(*args)
 

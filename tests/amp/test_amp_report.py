@@ -1,4 +1,4 @@
-"""amp_report: what it says of each operation, and that its errors are those of amp."""
+"""amp_report: what it says of each operation, and that it raises what amp raises."""
 
 import jax
 import jax.numpy as jnp

@@ -227,7 +227,7 @@ def test_masters_hold_every_bit_of_a_float32_checkpoint(storage, tmp_path):
     lambda storage, scaled: scaled == (storage == optax_mp.Split(16)),
 )
 def test_a_run_of_plain_adamw_goes_on_as_if_in_float32(storage, scaled):
-    """The plain run is pickled, restored, converted; masters stay those of float32."""
+    """The plain run is pickled, restored, converted; masters stay as in float32."""
     before = steps_of(
         adamw, *(lambda w: (w, adamw.init(w)))(random_weights()), range(5)
     )

@@ -384,7 +384,7 @@ def test_two_axes_may_go_along_two_axes_of_an_array():
     ],
 )
 def test_take_step_gathers_params_and_makes_no_update(form, dtype):
-    """The numbers are those of `update`, and nothing as large as a param is added."""
+    """`update` gives the same numbers, and nothing as large as a param is added."""
     mesh = mesh_of(8, 1)
     tx = optax_mp.zero1(FORMS[form](), mesh, "data")
     random, whole = np.random.default_rng(0), NamedSharding(mesh, P())

@@ -98,7 +98,7 @@ def test_a_whole_training_step_needs_no_more_than_by_hand(target, tmp_path):
 
 
 def test_sums_of_gradients_in_float32_take_no_more_than_by_hand(tmp_path):
-    """XLA merges equal arrays: one of zeros in a step would be that of the sums."""
+    """XLA merges equal arrays: zeros in a step would be one with the sums."""
     forms = "masters by hand;masters, tx;5.1 bytes, tx;5.1 bytes, loss;4.1 bytes, tx"
     options = "--targets", "h100", "--devices", "1", "--forms", forms, "--micro", "4"
     by_hand, *ours = rows_of("training_step.py", tmp_path, *options)

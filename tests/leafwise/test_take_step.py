@@ -139,7 +139,7 @@ WAYS = [optax_mp.take_step, by_update]
 
 
 def in_all_ways(run):
-    """Return `run(way)` as a CPU computes it, and cut: each end as it is written.
+    """Return `run(way)` as a CPU computes it, and cut: each tail as it is written.
 
     All leaves at once: when they step in turn, XLA may round a last place differently.
     """

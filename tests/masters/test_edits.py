@@ -100,7 +100,7 @@ def test_halved_weights_stay_halved(form, dtype):
         want, _ = train(adamw, wide, halve_rounded_to(start))
     else:
         want, _ = train(adamw, wide, halve)
-    # An edit that rounds (of a subnormal) is not that of float32.
+    # An edit that rounds a subnormal differs from an edit in float32.
     atol = 1e-4 if dtype == "float8_e5m2" else 1e-6
     # A remainder of 8 bits rounds by 2^-16 in every step.
     rtol, atol = (1e-3, 1e-3) if form == "Split(8)" else (1e-5, atol)
@@ -248,7 +248,7 @@ def test_a_skipped_step_keeps_the_edit(scale):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_no_step_is_taken_for_an_edit(dtype):
-    """Masters stay those of bare float32 training, with steps of every size."""
+    """Masters stay as in bare float32 training, with steps of every size."""
     rng = np.random.default_rng(0)
     start = {"w": jnp.asarray(rng.normal(size=100_000), dtype)}
     tx, bare = optax_mp.mixed_precision(optax.sgd(1.0)), optax.sgd(1.0)

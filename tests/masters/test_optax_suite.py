@@ -13,7 +13,7 @@ from optimizers import OPTIMIZERS
 import optax_mp
 
 EXPLICIT_DTYPE = "test_explicit_dtype (params_dtype='bfloat16', state_dtype=None"
-# They expect bfloat16 state for bfloat16 params; ours is that of masters.
+# They expect bfloat16 state for bfloat16 params; ours has the dtype of masters.
 STATE_IS_WIDE = {
     *(
         f"alias_test.AliasTest.{EXPLICIT_DTYPE}, opt_name='{name}')"

@@ -1,4 +1,4 @@
-"""memory_report: its bytes are those of the arrays, and its roles what they are for."""
+"""memory_report: bytes as the arrays have them, and roles that say their use."""
 
 from typing import NamedTuple
 

@@ -40,7 +40,7 @@ class Case(NamedTuple):
     fun: Callable[..., Any]
     arguments: tuple[Any, ...]
     # Products that stay in float32 although their precision is free: in the function,
-    # and in its gradient (which has those of the function and their transposes).
+    # and in its gradient, which computes them again and adds their transposes.
     float32_products: tuple[int, int] = (0, 0)
     # Errors that are allowed, in units of roundings to the compute dtype (2**-8 in
     # bfloat16, 2**-11 in float16), relative, by norm: of outputs, and of the gradient
@@ -486,7 +486,7 @@ def _dtype(atom: Any) -> Any:
 
 
 def operations(jaxpr: Any, scopes: str = "") -> Iterator[Operation]:
-    """Yield every equation, those of inner jaxprs too, but not of kernels."""
+    """Yield every equation, in inner jaxprs as well, but not in kernels."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         inside = f"{scopes}/{equation.source_info.name_stack}"
         yield Operation(equation.primitive.name, inside, equation)

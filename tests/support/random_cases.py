@@ -144,7 +144,7 @@ class Case:
 
 
 def unscaled_state(case, state):
-    """Return the state of the form, within that of a loss scale."""
+    """Return the state of the form, within the state of a loss scale."""
     if case.around == "link":
         return state[1]
     return state.inner_state if case.around in ("dynamic", "static") else state

@@ -41,7 +41,7 @@ IN_16_BITS = (
 # Modules whose tests look into the state of the optimizer.
 _READ_STATE = ("_galore_test", "_mechanic_test", "_muon_test", "_schedule_free_test")
 
-# The optimizers that a test built, and those of them that held a master in its state.
+# The optimizers that a test built, and which of them held a master in their state.
 _built: set[str] = set()
 _with_masters: set[str] = set()
 

@@ -44,7 +44,7 @@ def call(function, args, jitted):
     if not jitted:
         return function(*args)
     dynamic, static = eqx.partition(args, eqx.is_array)
-    # Only traced: a mistake is known by then.
+    # Traced and not run: tracing already raises the error.
     return jax.eval_shape(lambda x: function(*eqx.combine(x, static)), dynamic)
 
 
