@@ -14,7 +14,16 @@ from dataclasses import replace
 
 import jax
 import record
-from the_demo import FORMS, Form, Result, Settings, calls, read_corpus, train
+from the_demo import (
+    FORMS,
+    Form,
+    Result,
+    Settings,
+    calls,
+    compile_form,
+    read_corpus,
+    train,
+)
 
 
 def rows_of(result: Result, settings: Settings, first: Result) -> list[record.Row]:
@@ -42,7 +51,8 @@ def measure(forms: tuple[Form, ...], settings: Settings) -> list[record.Row]:
     corpus, results = read_corpus(settings.context), []
     for form in forms:
         print(f"{form.name}, peak {settings.peak_learning_rate}", file=sys.stderr)
-        results.append(train(form, settings, corpus))
+        program = compile_form(form, settings, corpus)
+        results.append(train(program, settings, corpus))
     return [row for each in results for row in rows_of(each, settings, results[0])]
 
 

@@ -27,6 +27,7 @@ from train import (
     Result,
     calls,
     compact,
+    compile_form,
     is_matrix,
     make_adamw,
     make_schedule,

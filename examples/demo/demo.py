@@ -1,15 +1,17 @@
 """Train a small transformer in several precisions, and compare them with float32.
 
     pip install -e '.[demo]'
-    python examples/demo/demo.py                # two to three minutes on two CPU cores
+    python examples/demo/demo.py                # a minute or two on two CPU cores
     python examples/demo/demo.py --steps 3000   # plain bfloat16 falls further behind
 
 All forms start from the same weights, see the same batches and use the same AdamW.
 """
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from math import isnan
 from pathlib import Path
 from statistics import fmean
@@ -22,12 +24,20 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from train import FORMS, STEPS_PER_CALL, Result, calls, train
+from train import FORMS, STEPS_PER_CALL, Result, calls, compile_form, train
 
 COLORS = ("#D55E00", "#0072B2", "#CC79A7", "0.6", "#56B4E9")  # of FORMS[1:]
 PICTURE = Path("optax_mp_demo.png")
 WORSE_BY = 0.02  # More than the forms differ by luck of the seed.
 AVERAGED = 8  # Points of a curve, in its trailing mean.
+
+NEXT = """
+To read next, for your case:
+  bfloat16, on TPUs and recent GPUs   README.md, then docs/guide/masters.md
+  float16, on older GPUs              docs/guide/loss_scaling.md
+  a model in Flax, Equinox or Haiku   docs/guide/frameworks.md, docs/guide/nnx.md
+  memory is tight                     docs/guide/memory.md
+  you come from torch or jmp          docs/porting.md"""
 
 
 def main() -> None:
@@ -44,6 +54,7 @@ def main() -> None:
         draw(figure, results, options.steps)
         figure.savefig(PICTURE, dpi=150)
         console.print(f"The curves: {PICTURE.resolve()}", soft_wrap=True)
+    console.print(NEXT, soft_wrap=True)
 
 
 def train_all(settings: Settings, console: Console) -> list[Result]:
@@ -51,11 +62,13 @@ def train_all(settings: Settings, console: Console) -> list[Result]:
     corpus, results = read_corpus(settings.context), []
     total = len(FORMS) * len(settings.seeds) * settings.steps
     with Progress(console=console) as progress:
-        task = progress.add_task("", total=total)
-        for form in FORMS:
-            progress.update(task, description=form.name)
+        task = progress.add_task("compiling", total=total)
+        with ThreadPoolExecutor(2) as pool:  # before training, whose times are shown
+            programs = pool.map(compile_form, FORMS, repeat(settings), repeat(corpus))
+        for program in programs:
+            progress.update(task, description=program.form.name)
             report = partial(progress.advance, task)
-            results.append(train(form, settings, corpus, report))
+            results.append(train(program, settings, corpus, report))
     return results
 
 

@@ -94,17 +94,44 @@ class Result(NamedTuple):
     skipped: int | None
 
 
+class Program(NamedTuple):
+    """What trains in one form, compiled.
+
+    Attributes:
+        form: the form.
+        tx: its optimizer.
+        train_steps: see `make_steps`.
+        evaluate: the loss of params and windows.
+    """
+
+    form: Form
+    tx: optax.GradientTransformation
+    train_steps: Callable[..., Any]
+    evaluate: Callable[..., Any]
+
+
+def compile_form(
+    form: Form, settings: Settings, corpus: tuple[np.ndarray, np.ndarray]
+) -> Program:
+    """Compile the training of one form."""
+    tx = form.wrap(make_adamw(settings))
+    loss_fn = make_loss(settings, form.dtype)
+    steps = make_steps(form.value_and_grad(loss_fn), tx, settings)
+    run = init_run(form, settings, tx, key := jax.random.key(0))
+    text, held_out = map(jnp.asarray, corpus)
+    train_steps = jax.jit(steps, donate_argnums=(0, 1)).lower(*run, text, key, 0, 1)
+    evaluate = jax.jit(loss_fn).lower(run[0], held_out)
+    return Program(form, tx, train_steps.compile(), evaluate.compile())
+
+
 def train(
-    form: Form,
+    program: Program,
     settings: Settings,
     corpus: tuple[np.ndarray, np.ndarray],
     report: Callable[[int], None] = lambda steps: None,
 ) -> Result:
     """Train in one form from each seed; call `report(steps just made)` now and then."""
-    tx = form.wrap(make_adamw(settings))
-    loss_fn = make_loss(settings, form.dtype)
-    steps = make_steps(form.value_and_grad(loss_fn), tx, settings)
-    train_steps = jax.jit(steps, donate_argnums=(0, 1))
+    form, tx, train_steps, evaluate = program
     text, held_out = map(jnp.asarray, corpus)
     losses, curves, times, skipped = [], [], [], []
     for seed in settings.seeds:
@@ -117,7 +144,7 @@ def train(
             curve.append(float(loss))  # Waits for the result.
             times.append((time.perf_counter() - start) / (stop - first))
             report(stop - first)
-        losses.append(float(jax.jit(loss_fn)(run[0], held_out)))
+        losses.append(float(evaluate(run[0], held_out)))
         curves.append(curve)
         skipped.append(int(getattr(run[1], "total_skipped_count", -1)))
     size = sum(x.nbytes for x in jax.tree.leaves(run))

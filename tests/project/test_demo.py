@@ -30,8 +30,9 @@ def test_masters_learn_as_float32_does(folder):
     assert corpus[0].size > 600_000 and corpus[1].shape == (256, 65)
     first, _, masters, *_ = train.FORMS
     steps = []
-    expected = train.train(first, settings, corpus, steps.append)
-    found = train.train(masters, settings, corpus)
+    programs = [train.compile_form(x, settings, corpus) for x in (first, masters)]
+    expected = train.train(programs[0], settings, corpus, steps.append)
+    found = train.train(programs[1], settings, corpus)
     assert steps == [1, 24, 1]  # The first call makes one step.
     (curve,) = expected.curves
     assert expected.losses[0] < curve[0] - 1
