@@ -64,7 +64,7 @@ def _copy_notebooks() -> None:
     shutil.rmtree(copies, ignore_errors=True)
     copies.mkdir()
     for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
-        text = notebook.read_text().replace("](../", "](../../")
+        text = notebook.read_text(encoding="utf-8").replace("](../", "](../../")
         (copies / notebook.name).write_text(text.replace("](../../docs/", "](../"))
 
 

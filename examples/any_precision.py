@@ -139,7 +139,7 @@ def main(arguments=()):
     args = parser.parse_args(arguments)
     for precision in [args.precision] if args.precision else PRECISIONS:
         if args.csv:
-            with open(args.csv, "w", newline="") as file:
+            with open(args.csv, "w", newline="", encoding="utf-8") as file:
                 weights, _ = train(precision, data(), [to_csv(file)])
         else:
             weights, _ = train(precision, data())

@@ -111,7 +111,7 @@ def read() -> list[Mutant]:
     for line in TABLE.strip().splitlines():
         cells = (cell.strip().replace("&#124;", "|") for cell in line.split(" | "))
         file, old, new, tests = cells
-        if (ROOT / "optax_mp" / file).read_text().count(old) != 1:
+        if (ROOT / "optax_mp" / file).read_text(encoding="utf-8").count(old) != 1:
             raise ValueError(f"{file} has not one {old!r}")
         mutants.append((file, old, new, tests.split()))
     return mutants
@@ -127,7 +127,7 @@ def is_killed(mutant: Mutant) -> tuple[bool, float]:
             shutil.copytree(ROOT / name, copy / name)
         shutil.copy(ROOT / "pyproject.toml", copy)
         path = copy / "optax_mp" / file
-        path.write_text(path.read_text().replace(old, new))
+        path.write_text(path.read_text(encoding="utf-8").replace(old, new))
         files = [f"tests/{name}" for name in tests]
         options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
         command = [sys.executable, "-m", "pytest", *options, *files]

@@ -25,7 +25,7 @@ BLOCKS = [
     )
     for page in PAGES
     for number, block in enumerate(
-        re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     )
 ]
 SOURCES = sorted((ROOT / "optax_mp").rglob("*.py"))
@@ -33,14 +33,14 @@ SOURCES = sorted((ROOT / "optax_mp").rglob("*.py"))
 
 def test_private_parts_of_jax_are_used_nowhere():
     for source in SOURCES:
-        assert "jax._src" not in source.read_text(), source
+        assert "jax._src" not in source.read_text(encoding="utf-8"), source
 
 
 @pytest.mark.parametrize(
     "word", ["jax.extend", "jax.core", "Tracer", "manual_axis_type", '"vma"']
 )
 def test_only_one_folder_knows_the_inside_of_jax(word):
-    using = [x for x in SOURCES if re.search(word, x.read_text())]
+    using = [x for x in SOURCES if re.search(word, x.read_text(encoding="utf-8"))]
     assert using and {x.parent.name for x in using} == {"_jax"}
 
 

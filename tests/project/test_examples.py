@@ -175,7 +175,7 @@ def test_the_script_takes_the_precision_and_a_file(tmp_path, capsys):
     file = tmp_path / "metrics.csv"
     example("any_precision").main(["--precision", "amp", "--csv", str(file)])
     assert capsys.readouterr().out.startswith("amp: 0.1")
-    assert file.read_text().startswith("step,loss,step_count")
+    assert file.read_text(encoding="utf-8").startswith("step,loss,step_count")
 
 
 # LoRA

@@ -20,7 +20,7 @@ every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: pat
 
 
 def cells_of(path, kind):
-    cells = json.loads(path.read_text())["cells"]
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return [cell for cell in cells if cell["cell_type"] == kind]
 
 
@@ -77,7 +77,7 @@ def test_is_committed_as_run_from_top_to_bottom(path):
 
 @every_notebook
 def test_holds_nothing_of_the_machine_that_ran_it(path):
-    notebook = json.loads(path.read_text())
+    notebook = json.loads(path.read_text(encoding="utf-8"))
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
     assert not [cell["id"] for cell in notebook["cells"] if cell["metadata"]]
     sources = ["".join(cell["source"]) for cell in notebook["cells"]]

@@ -16,8 +16,8 @@ import optax_mp
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "api").glob("*.rst"))
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-CITATION = (ROOT / "CITATION.cff").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CITATION = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def citation_field(name):
@@ -26,7 +26,7 @@ def citation_field(name):
     return value.strip("\"'")
 
 
-REFERENCE = "\n".join(page.read_text() for page in PAGES)
+REFERENCE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 # Classes of reports and states have their folder before the name.
 DOCUMENTED = re.findall(
     r"^\.\. (?:autofunction|autoclass|autoexception|py:data):: (?:optax_mp\.)?([\w.]+)$",
@@ -70,7 +70,10 @@ SHORT = [
 @pytest.mark.parametrize("page", SHORT, ids=lambda page: page.stem)
 def test_a_page_for_users_has_900_words_without_code(page):
     text = re.sub(
-        r"```.*?```|<!--.*?-->|\]\(.*?\)", "", page.read_text(), flags=re.DOTALL
+        r"```.*?```|<!--.*?-->|\]\(.*?\)",
+        "",
+        page.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
     )
     assert len(re.findall(r"[^\s|]*\w[^\s|]*", text)) <= 900
 
@@ -113,7 +116,7 @@ def test_the_citation_is_of_this_version():
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING", "RELEASING"])
 def test_what_a_page_for_developers_points_at_exists(page):
-    text = (ROOT / f"{page}.md").read_text()
+    text = (ROOT / f"{page}.md").read_text(encoding="utf-8")
     paths = re.findall(r"`(\.?\w+(?:/[\w.]+)+)`", text)
     assert paths
     for path in paths:
@@ -160,15 +163,19 @@ def test_actions_are_pinned_by_their_commit():
 
 
 def test_the_site_is_built_as_by_ci():
-    (command,) = re.findall(r"sphinx-build (.+ docs) ", (ROOT / ".ci/run").read_text())
-    assert f"sphinx-build {command} $" in (ROOT / ".readthedocs.yaml").read_text()
+    (command,) = re.findall(
+        r"sphinx-build (.+ docs) ", (ROOT / ".ci/run").read_text(encoding="utf-8")
+    )
+    assert f"sphinx-build {command} $" in (ROOT / ".readthedocs.yaml").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_hooks_use_the_ruff_of_the_project():
     (ruff,) = [
         x for x in PROJECT["project"]["optional-dependencies"]["lint"] if "ruff" in x
     ]
-    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     assert set(re.findall(r"ruff==[\d.]+", hooks)) == {ruff}
 
 
@@ -179,13 +186,17 @@ def release(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "optax_mp").mkdir()
-    (tmp_path / "optax_mp" / "__init__.py").write_text('__version__ = "1.2.3"\n')
+    (tmp_path / "optax_mp" / "__init__.py").write_text(
+        '__version__ = "1.2.3"\n', encoding="utf-8"
+    )
 
     def check(tag="v1.2.3", **edits):
         for name, (pattern, text) in edits.items():
             (path,) = tmp_path.glob(f"{name}.*")
-            found = re.sub(pattern, text, path.read_text(), count=9, flags=re.M)
-            path.write_text(found)
+            found = re.sub(
+                pattern, text, path.read_text(encoding="utf-8"), count=9, flags=re.M
+            )
+            path.write_text(found, encoding="utf-8")
         command = [sys.executable, tmp_path / ".ci" / "release_check", tag]
         done = subprocess.run(command, capture_output=True, text=True)
         return done.returncode, done.stdout

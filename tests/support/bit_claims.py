@@ -128,7 +128,7 @@ def codes():
     """Codes, scales and shifts of a moment are NumPy's."""
     random = np.random.default_rng(5)
     x = random.standard_normal((256, 256), np.float32)
-    x *= np.float32(2.0) ** -np.arange(256, dtype=np.float32)[::-1] ** 0.5
+    x *= np.float32(2.0) ** -(np.arange(256, dtype=np.float32)[::-1] ** 0.5)
     tx = optax_mp.low_bit_state(optax.trace(0.9), min_size=1, block_size=32)
     zeros = np.zeros_like(x)
     _, state = jax.jit(tx.update)(x, tx.init(zeros), zeros)
