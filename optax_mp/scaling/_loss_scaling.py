@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_mp._arguments import check_own_state
+from optax_mp._arguments import check_own_state, explain_keywords
 from optax_mp._choose import choose_step
 from optax_mp._context import Transformation
 from optax_mp._inner import (
@@ -33,6 +33,10 @@ from optax_mp.scaling._unscale import ALL_FINITE, divide, mark_skipped, unscale
 Adjust = Callable[[LossScaleState, jax.Array], LossScaleState]
 
 
+@explain_keywords(
+    enabled="leave `dynamic_loss_scale` out where nothing is float16",
+    scale="pass `init_scale`",
+)
 def dynamic_loss_scale(
     inner: optax.GradientTransformation | None = None,
     *,
@@ -124,6 +128,7 @@ def dynamic_loss_scale(
     return _loss_scaling(inner, caller, counters, partial(adjust, rule), axis_name)
 
 
+@explain_keywords()
 def static_loss_scale(
     inner: optax.GradientTransformation | None = None,
     scale: float = 1.0,

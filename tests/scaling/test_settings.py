@@ -125,3 +125,23 @@ def test_a_state_of_another_optimizer_is_named(factory):
         TypeError, match=f"{factory}: expected `state` to be the LossS.*, got a "
     ):
         tx.update(jnp.ones(2), optax.sgd(0.1).init(jnp.ones(2)), jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("factory", "guess", "remedy"),
+    [
+        (DYNAMIC, "backoff", "pass `backoff_factor`"),
+        (DYNAMIC, "growth", "pass `growth_factor`"),
+        (DYNAMIC, "initial_scale", "pass `init_scale`"),
+        (DYNAMIC, "enabled", "leave `dynamic_loss_scale` out where .* float16"),
+        (DYNAMIC, "xyz", "pass one of these"),
+        (optax_mp.static_loss_scale, "init_scale", "pass `scale`"),
+    ],
+)
+def test_an_unknown_keyword_names_the_right_one(factory, guess, remedy):
+    name = factory.__name__
+    expected = (
+        rf"^{name}: expected keywords among inner, .*, got `{guess}`; {remedy}\.$"
+    )
+    with pytest.raises(TypeError, match=expected):
+        factory(optax.sgd(0.1), **{guess: 2.0})
