@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from optax_mp._inner import (
     update_inner,
 )
 from optax_mp._jax._arrays import is_traced
+from optax_mp._tree import all_finite
+from optax_mp._warnings import event_counts, warn
 from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._overwrite import (
     hand_on_overwritten,
@@ -29,8 +31,9 @@ from optax_mp.scaling._rule import ScaleRule, adjust, as_count, check_settings, 
 from optax_mp.scaling._state import LossScaleState, warn_unless_scaled
 from optax_mp.scaling._unscale import ALL_FINITE, divide, mark_skipped, unscale
 
-# Takes the state and whether gradients were finite, and returns it with new counters.
-Adjust = Callable[[LossScaleState, jax.Array], LossScaleState]
+# Takes the state, whether the step was finite, and whether it overflowed; returns the
+# state with a new scale and counters.
+Adjust = Callable[[LossScaleState, jax.Array, jax.Array], LossScaleState]
 
 
 @explain_keywords(
@@ -58,6 +61,11 @@ def dynamic_loss_scale(
     counts and PRNG keys keep their bits, and the scale shrinks. After
     `growth_interval` finite steps in a row the scale grows.
 
+    Pass the unscaled loss, as `tx.update(grads, state, params, value=loss)`: if it is
+    not finite, the model or its data is to blame, and the step is skipped without a
+    change of the scale. Without it, as with torch's `GradScaler`, one bad batch in
+    twenty lowers the scale to `min_scale`, where small gradients are lost.
+
     Without `inner` this is a link for `optax.chain`, which is weaker: in a skipped step
     it can only hand on zeros. A `mixed_precision` after it recognises them (they are
     negative zeros) and skips the step as well. Any other optimizer takes a step with
@@ -65,7 +73,9 @@ def dynamic_loss_scale(
     sharded params pass `inner`: no rank sees the gradients of the others.
 
     If gradients lack micro-batches that `gradient_accumulator` dropped, pass
-    `dropped_count` to `update`: the step is taken, and the scale shrinks all the same.
+    `dropped_count` to `update`: the step is taken and keeps the scale, and the count of
+    finite steps restarts. If all were dropped, the gradients are NaN: the step is
+    skipped, and the scale shrinks.
 
     Leaves under flax's `_overwrite_with_gradient` (fp8 scales) are neither unscaled nor
     checked nor optimized: the wrapper's update brings each of them to its gradient, as
@@ -124,8 +134,8 @@ def dynamic_loss_scale(
             f"{caller}: expected `init_scale` to be a scale from `min_scale` {low} to "
             f"`max_scale` {high}, got {start}; change one of these."
         )
-    counters = start, 0, hysteresis
-    return _loss_scaling(inner, caller, counters, partial(adjust, rule), axis_name)
+    adjust_state = partial(adjust, rule)
+    return _loss_scaling(inner, caller, start, hysteresis, adjust_state, axis_name)
 
 
 @explain_keywords()
@@ -166,30 +176,39 @@ def static_loss_scale(
     check_settings(caller, scale=scale)
 
     # The scale stays, but the state still says how many steps in a row were finite.
-    def count_finite(state: LossScaleState, finite: jax.Array) -> LossScaleState:
+    def count_finite(
+        state: LossScaleState, finite: jax.Array, _: jax.Array
+    ) -> LossScaleState:
         finite_count = jnp.where(finite, count_up(state.finite_count), 0)
         return state._replace(finite_count=finite_count)
 
-    counters = float(scale), 0, 1
-    return _loss_scaling(inner, caller, counters, count_finite, axis_name)
+    return _loss_scaling(inner, caller, float(scale), 1, count_finite, axis_name)
 
 
 def _loss_scaling(
-    inner: Any, caller: str, start: tuple[Any, ...], count: Adjust, axis_name: Any
+    inner: Any,
+    caller: str,
+    init_scale: float,
+    hysteresis: int,
+    adjust_state: Adjust,
+    axis_name: Any,
 ) -> optax.GradientTransformationExtraArgs:
     wrapped: Any = None if inner is None else as_transformation(inner, caller)
 
     def init_fn(params: optax.Params) -> LossScaleState:
         # `inner` never updates overwritten leaves, so it needs no moments for them.
         inner_params = hide_overwritten(params)
-        scale, *counts = start
         inner_state = wrapped.init(inner_params) if wrapped else optax.EmptyState()
         return LossScaleState(
-            jnp.float32(scale),
-            *[jnp.int32(as_count(n)) for n in (*counts, 0, 0)],
+            scale=jnp.float32(init_scale),
+            finite_count=jnp.int32(0),
+            hysteresis_left=jnp.int32(as_count(hysteresis)),
+            skipped_count=jnp.int32(0),
+            total_skipped_count=jnp.int32(0),
             last_finite=jnp.array(True),
             inner_state=copy_shared(inner_state, inner_params),
             nonfinite_index=jnp.int32(-1),
+            dropped_count=jnp.int32(0),
         )
 
     def update_fn(
@@ -197,21 +216,17 @@ def _loss_scaling(
     ) -> tuple[optax.Updates, LossScaleState]:
         check_own_state(state, LossScaleState, caller)
         check_gradients(params, updates, caller)
-        if is_traced(state.scale) and start[0] != 1:
+        if is_traced(state.scale) and init_scale != 1:
             warn_unless_scaled(caller, "divides the gradients")
         # Divided by the scale that the loss was multiplied by. Divided by the next one,
         # a step after which the scale grows would have half its size.
         grads, bad_index = unscale(hide_overwritten(updates), state.scale)
-        dropped_count = extra_args.pop("dropped_count", None)
-        is_complete = True if dropped_count is None else dropped_count == 0
+        evidence = _Evidence.of(bad_index, extra_args, caller)
         if axis_name is not None:
             # A rank that skipped a step alone would have other params from then on.
-            bad_index = lax.pmin(bad_index, axis_name)
-            if dropped_count is not None:
-                is_complete = lax.pmax(dropped_count, axis_name) == 0
-        finite = bad_index == ALL_FINITE
-        new_state = count(state, finite & is_complete)
-        new_state = _count_skipped(new_state, finite, bad_index)
+            evidence = lax.pmin(evidence, axis_name)
+        finite = evidence.bad_index == ALL_FINITE
+        new_state = _after_step(state, evidence, adjust_state)
         if wrapped is None:
             # The links that follow run in any case, so mark the gradients for them.
             marked = mark_skipped(finite, grads)
@@ -236,14 +251,63 @@ def _loss_scaling(
     return Transformation.around(caller, wrapped, init_fn, update_fn, leafwise)
 
 
-def _count_skipped(
-    state: LossScaleState, finite: jax.Array, bad_index: jax.Array
+class _Evidence(NamedTuple):
+    """What is known of a step, such that ranks agree by the minimum of each.
+
+    Attributes:
+        bad_index: the first leaf that is not finite, or `ALL_FINITE`, an int32 scalar.
+        kept: minus the micro-batches that were dropped, an int32 scalar; or None.
+        loss_finite: whether the loss is finite, an int32 scalar; or None.
+    """
+
+    bad_index: jax.Array
+    kept: jax.Array | None = None
+    loss_finite: jax.Array | None = None
+
+    @classmethod
+    def of(
+        cls, bad_index: jax.Array, extra_args: dict[str, Any], caller: str
+    ) -> "_Evidence":
+        """Take from the extra arguments of an update what is said of the step."""
+        dropped_count = extra_args.pop("dropped_count", None)
+        for name in extra_args:
+            if "dropped" in name:
+                raise TypeError(
+                    f"{caller}: expected the number of dropped micro-batches as "
+                    f"`dropped_count`, got `{name}`; pass "
+                    "`tx.update(grads, state, params, dropped_count=dropped_count)`."
+                )
+        if dropped_count is not None:
+            # If all were dropped, so was each loss: it says nothing.
+            return cls(bad_index, -jnp.asarray(dropped_count, jnp.int32))
+        if is_traced(bad_index) and event_counts()["drops micro-batches"]:
+            warn(
+                f"{caller}: a `gradient_accumulator` of this process may drop "
+                "micro-batches, and `dropped_count` is not given, so that the scale "
+                "grows while they overflow; pass "
+                "`tx.update(grads, state, params, dropped_count=dropped_count)`."
+            )
+        if extra_args.get("value") is None:
+            return cls(bad_index)
+        loss_finite = all_finite(extra_args["value"]).astype(jnp.int32)
+        return cls(bad_index, loss_finite=loss_finite)
+
+
+def _after_step(
+    state: LossScaleState, evidence: _Evidence, adjust_state: Adjust
 ) -> LossScaleState:
-    """Return the state with what it says of skipped steps, after one more step."""
+    """Return the state after a step, apart from that of the inner optimizer."""
+    bad_index, kept, loss_finite = evidence
+    finite = bad_index == ALL_FINITE
+    # Some micro-batches may be bad data. Where all of them are bad, gradients are NaN.
+    complete = finite if kept is None else finite & (kept == 0)
+    # The scale has no part in a loss, which is not finite by itself.
+    overflowed = ~finite if loss_finite is None else ~finite & (loss_finite == 1)
     total = state.total_skipped_count
-    return state._replace(
+    return adjust_state(state, complete, overflowed)._replace(
         skipped_count=jnp.where(finite, 0, count_up(state.skipped_count)),
         total_skipped_count=jnp.where(finite, total, count_up(total)),
         last_finite=finite,
         nonfinite_index=jnp.where(finite, state.nonfinite_index, bad_index),
+        dropped_count=state.dropped_count - (0 if kept is None else kept),
     )
