@@ -116,7 +116,7 @@ def test_ranks_agree_on_dropped_micro_batches_and_on_a_bad_loss():
     def update(grad, says):
         return tx.update({"w": grad * params["w"]}, state, params, **says)[1]
 
-    on_ranks = jax.vmap(update, axis_name="data")
+    on_ranks = jax.jit(jax.vmap(update, axis_name="data"))
     after = on_ranks(jnp.ones(3), {"dropped_count": jnp.array([0, 2, 0])})
     assert after.scale.tolist() == [2.0**16] * 3
     assert after.dropped_count.tolist() == [2] * 3
