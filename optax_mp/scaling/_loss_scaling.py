@@ -1,7 +1,5 @@
 """Loss scaling as an optax transform, around an optimizer or as a link in a chain."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,13 +25,16 @@ from optax_mp.scaling._overwrite import (
     hide_overwritten,
     update_overwritten,
 )
-from optax_mp.scaling._rule import ScaleRule, adjust, as_count, check_settings, count_up
+from optax_mp.scaling._rule import (
+    LARGEST_COUNT,
+    ScaleRule,
+    adjust,
+    as_count,
+    check_settings,
+    count_up,
+)
 from optax_mp.scaling._state import LossScaleState, warn_unless_scaled
 from optax_mp.scaling._unscale import ALL_FINITE, divide, mark_skipped, unscale
-
-# Takes the state, whether the step was finite, and whether it overflowed; returns the
-# state with a new scale and counters.
-Adjust = Callable[[LossScaleState, jax.Array, jax.Array], LossScaleState]
 
 
 @explain_keywords(
@@ -58,7 +59,8 @@ def dynamic_loss_scale(
     take gradients of the scaled loss, with `value_and_grad` or `scale_loss`. Each
     update divides them by the scale, in float32. If one of them is infinite or NaN, or
     becomes so when it is divided, the step is skipped entirely: params, inner state,
-    counts and PRNG keys keep their bits, and the scale shrinks. After
+    counts and PRNG keys keep their bits, but for the payload of a NaN, and the scale
+    shrinks. After
     `growth_interval` finite steps in a row the scale grows.
 
     Pass the unscaled loss, as `tx.update(grads, state, params, value=loss)`: if it is
@@ -134,8 +136,7 @@ def dynamic_loss_scale(
             f"{caller}: expected `init_scale` to be a scale from `min_scale` {low} to "
             f"`max_scale` {high}, got {start}; change one of these."
         )
-    adjust_state = partial(adjust, rule)
-    return _loss_scaling(inner, caller, start, hysteresis, adjust_state, axis_name)
+    return _loss_scaling(inner, caller, start, rule, axis_name)
 
 
 @explain_keywords()
@@ -174,24 +175,13 @@ def static_loss_scale(
     """
     caller = "static_loss_scale"
     check_settings(caller, scale=scale)
-
-    # The scale stays, but the state still says how many steps in a row were finite.
-    def count_finite(
-        state: LossScaleState, finite: jax.Array, _: jax.Array
-    ) -> LossScaleState:
-        finite_count = jnp.where(finite, count_up(state.finite_count), 0)
-        return state._replace(finite_count=finite_count)
-
-    return _loss_scaling(inner, caller, float(scale), 1, count_finite, axis_name)
+    # No factor moves it, and the count of overflows ends with the run.
+    rule = ScaleRule(LARGEST_COUNT, 1.0, 1.0, scale, scale, hysteresis=LARGEST_COUNT)
+    return _loss_scaling(inner, caller, float(scale), rule, axis_name)
 
 
 def _loss_scaling(
-    inner: Any,
-    caller: str,
-    init_scale: float,
-    hysteresis: int,
-    adjust_state: Adjust,
-    axis_name: Any,
+    inner: Any, caller: str, init_scale: float, rule: ScaleRule, axis_name: Any
 ) -> optax.GradientTransformationExtraArgs:
     wrapped: Any = None if inner is None else as_transformation(inner, caller)
 
@@ -202,7 +192,7 @@ def _loss_scaling(
         return LossScaleState(
             scale=jnp.float32(init_scale),
             finite_count=jnp.int32(0),
-            hysteresis_left=jnp.int32(as_count(hysteresis)),
+            hysteresis_left=jnp.int32(as_count(rule.hysteresis)),
             skipped_count=jnp.int32(0),
             total_skipped_count=jnp.int32(0),
             last_finite=jnp.array(True),
@@ -221,12 +211,12 @@ def _loss_scaling(
         # Divided by the scale that the loss was multiplied by. Divided by the next one,
         # a step after which the scale grows would have half its size.
         grads, bad_index = unscale(hide_overwritten(updates), state.scale)
-        evidence = _Evidence.of(bad_index, extra_args, caller)
+        evidence = _evidence(bad_index, extra_args, caller)
         if axis_name is not None:
             # A rank that skipped a step alone would have other params from then on.
             evidence = lax.pmin(evidence, axis_name)
         finite = evidence.bad_index == ALL_FINITE
-        new_state = _after_step(state, evidence, adjust_state)
+        new_state = _after_step(state, evidence, rule)
         if wrapped is None:
             # The links that follow run in any case, so mark the gradients for them.
             marked = mark_skipped(finite, grads)
@@ -256,58 +246,60 @@ class _Evidence(NamedTuple):
 
     Attributes:
         bad_index: the first leaf that is not finite, or `ALL_FINITE`, an int32 scalar.
-        kept: minus the micro-batches that were dropped, an int32 scalar; or None.
+        minus_dropped: how many micro-batches were dropped, negated, an int32 scalar; or
+            None.
         loss_finite: whether the loss is finite, an int32 scalar; or None.
     """
 
     bad_index: jax.Array
-    kept: jax.Array | None = None
+    minus_dropped: jax.Array | None = None
     loss_finite: jax.Array | None = None
 
-    @classmethod
-    def of(
-        cls, bad_index: jax.Array, extra_args: dict[str, Any], caller: str
-    ) -> "_Evidence":
-        """Take from the extra arguments of an update what is said of the step."""
-        dropped_count = extra_args.pop("dropped_count", None)
-        for name in extra_args:
-            if "dropped" in name:
-                raise TypeError(
-                    f"{caller}: expected the number of dropped micro-batches as "
-                    f"`dropped_count`, got `{name}`; pass "
-                    "`tx.update(grads, state, params, dropped_count=dropped_count)`."
-                )
-        if dropped_count is not None:
-            # If all were dropped, so was each loss: it says nothing.
-            return cls(bad_index, -jnp.asarray(dropped_count, jnp.int32))
-        if is_traced(bad_index) and event_counts()["drops micro-batches"]:
-            warn(
-                f"{caller}: a `gradient_accumulator` of this process may drop "
-                "micro-batches, and `dropped_count` is not given, so that the scale "
-                "grows while they overflow; pass "
-                "`tx.update(grads, state, params, dropped_count=dropped_count)`."
+
+def _evidence(
+    bad_index: jax.Array, extra_args: dict[str, Any], caller: str
+) -> _Evidence:
+    """Take from the extra arguments of an update what they say of the step."""
+    dropped_count = extra_args.pop("dropped_count", None)
+    call = "pass `tx.update(grads, state, params, dropped_count=dropped_count)`."
+    for name in extra_args:
+        if "dropped" in name:
+            raise TypeError(
+                f"{caller}: expected the number of dropped micro-batches as "
+                f"`dropped_count`, got `{name}`; {call}"
             )
-        if extra_args.get("value") is None:
-            return cls(bad_index)
-        loss_finite = all_finite(extra_args["value"]).astype(jnp.int32)
-        return cls(bad_index, loss_finite=loss_finite)
+    if dropped_count is not None:
+        # If all were dropped, the loss is NaN, whatever the reason.
+        return _Evidence(bad_index, -jnp.asarray(dropped_count, jnp.int32))
+    if is_traced(bad_index) and event_counts()["drops micro-batches"]:
+        warn(
+            f"{caller}: `gradient_accumulator` may drop micro-batches, and "
+            f"`dropped_count` is not given, so the scale grows all the same; {call}"
+        )
+    value = extra_args.get("value")
+    is_known = value is not None
+    loss_finite = all_finite(value).astype(jnp.int32) if is_known else None
+    return _Evidence(bad_index, loss_finite=loss_finite)
 
 
 def _after_step(
-    state: LossScaleState, evidence: _Evidence, adjust_state: Adjust
+    state: LossScaleState, evidence: _Evidence, rule: ScaleRule
 ) -> LossScaleState:
     """Return the state after a step, apart from that of the inner optimizer."""
-    bad_index, kept, loss_finite = evidence
-    finite = bad_index == ALL_FINITE
-    # Some micro-batches may be bad data. Where all of them are bad, gradients are NaN.
-    complete = finite if kept is None else finite & (kept == 0)
-    # The scale has no part in a loss, which is not finite by itself.
+    bad_index, minus_dropped, loss_finite = evidence
+    complete = finite = bad_index == ALL_FINITE
+    dropped_count = state.dropped_count
+    if minus_dropped is not None:
+        # Some may be bad data. Where all of them are bad, the gradients are NaN.
+        complete = finite & (minus_dropped == 0)
+        dropped_count = dropped_count - minus_dropped
+    # The scale is not to blame for a loss that is not finite.
     overflowed = ~finite if loss_finite is None else ~finite & (loss_finite == 1)
     total = state.total_skipped_count
-    return adjust_state(state, complete, overflowed)._replace(
+    return adjust(rule, state, complete, overflowed)._replace(
         skipped_count=jnp.where(finite, 0, count_up(state.skipped_count)),
         total_skipped_count=jnp.where(finite, total, count_up(total)),
         last_finite=finite,
         nonfinite_index=jnp.where(finite, state.nonfinite_index, bad_index),
-        dropped_count=state.dropped_count - (0 if kept is None else kept),
+        dropped_count=dropped_count,
     )

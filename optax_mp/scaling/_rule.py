@@ -64,7 +64,7 @@ def check_number(
 
 
 # Of an int32. A longer interval would not end in practice.
-_LARGEST_COUNT = 2**31 - 1
+LARGEST_COUNT = 2**31 - 1
 
 
 class ScaleRule(NamedTuple):
@@ -155,4 +155,4 @@ def count_up(count: jax.Array) -> jax.Array:
 
 def as_count(value: float) -> int:
     """Return a count of steps as an int32 holds it."""
-    return min(int(value), _LARGEST_COUNT)
+    return min(int(value), LARGEST_COUNT)

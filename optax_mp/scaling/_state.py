@@ -209,9 +209,10 @@ def check_loss_scale(
         )
     else:
         return
+    cause = _explain_cause(state, params)
+    leaves = _say_leaves(state, opt_state, params, grads)
     raise FloatingPointError(
-        f"check_loss_scale: {fault}, and the loss scale {_explain_cause(state, params)} "
-        f"{_say_leaves(state, opt_state, params, grads)}"
+        f"check_loss_scale: {fault}, and the loss scale {cause} {leaves}"
     )
 
 
@@ -261,8 +262,7 @@ def _explain_cause(state: LossScaleState, params: Any) -> str:
     size, path = max(_sizes(params), default=(0.0, ""))
     if size > _LARGE_PARAM:
         return (
-            f"{scale} The largest param is {size:.3g}, at {path}, a sign of "
-            f"{diverged}."
+            f"{scale} The largest param is {size:.3g}, at {path}, a sign of {diverged}."
         )
     if state.scale <= 1:
         largest = f"{_LARGEST_FLOAT16 / state.scale:.3g}"

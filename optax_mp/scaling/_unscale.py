@@ -24,7 +24,6 @@ from optax_mp._choose import or_negative_zeros
 from optax_mp._context import Choice, context_of
 from optax_mp._dtypes import at_least_float32, bits
 from optax_mp._jax._contact import varies_by_rank
-from optax_mp._jax._sharding import constant_like
 from optax_mp._leaves import is_absent
 from optax_mp._states import find_states
 from optax_mp._tree import PyTree, all_true, is_inexact, leaf_finite
@@ -132,8 +131,4 @@ def _is_negative_zero(x: Any) -> jax.Array:
     """Return whether all of `x` is negative zero."""
     if jnp.iscomplexobj(x):
         return _is_negative_zero(jnp.real(x)) & _is_negative_zero(jnp.imag(x))
-    # Compared as bits, because CPUs compare the smallest numbers equal to zero.
-    integer = jnp.dtype(f"int{bits(x.dtype)}")
-    pattern = lax.bitcast_convert_type(x, integer)
-    is_least = lax.eq(pattern, constant_like(pattern, jnp.iinfo(integer).min))
-    return lax.reduce_and(is_least, range(x.ndim))
+    return lax.reduce_and((x == 0) & jnp.signbit(x), range(x.ndim))

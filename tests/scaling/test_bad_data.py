@@ -10,7 +10,7 @@ from jax import lax
 
 import optax_mp
 
-STEPS, ROWS, START = 600, 64, 2.0**13
+STEPS, ROWS, START = 600, 16, 2.0**13
 KEY = jax.random.key(0)
 TARGET = jax.random.normal(KEY, (8,)) / 3
 PARAMS = {

@@ -79,62 +79,33 @@ def test_fuzzed_values_equal_the_rule_in_plain_numpy(seed):
     np.testing.assert_array_equal(counters, want[1])
 
 
-# Traces by hand: settings, steps, scales, hysteresis left.
+GRAD_SCALER = dict(init_scale=4, growth_interval=2)
+MEGATRON = dict(init_scale=64, growth_interval=3, hysteresis=2)
+AT_MOST_8 = dict(init_scale=8, max_scale=8, growth_interval=2, hysteresis=2)
+FROM_1 = dict(init_scale=2, min_scale=1, growth_interval=2)
+# Claim: settings, steps, scales, hysteresis left.
 TRACES = {
-    "torch's GradScaler": (
-        dict(init_scale=4, growth_interval=2, backoff_factor=0.25),
-        "..x",
-        [4, 8, 2],
-        [1, 1, 0],
-    ),
-    "Megatron: the second overflow shrinks, and each further": (
-        dict(init_scale=64, growth_interval=3, hysteresis=2),
-        "xxxx",
-        [64, 32, 16, 8],
-        [1, 0, 0, 0],
-    ),
-    "Megatron: finite steps do not refill": (
-        dict(init_scale=64, growth_interval=3, hysteresis=2),
-        "x..x..x",
-        [64, 64, 64, 32, 32, 32, 16],
-        [1, 1, 1, 0, 0, 0, 0],
-    ),
-    "Megatron: growth refills": (
-        dict(init_scale=64, growth_interval=3, hysteresis=2),
-        "xx...xx",
-        [64, 32, 32, 32, 64, 64, 32],
-        [1, 0, 0, 0, 2, 1, 0],
-    ),
-    "growth that max_scale prevents refills": (
-        dict(init_scale=8, max_scale=8, growth_interval=2, hysteresis=2),
-        "x..xx",
-        [8, 8, 8, 8, 4],
-        [1, 1, 2, 1, 0],
-    ),
-    "an overflow at the floor is remembered until growth": (
-        dict(init_scale=2, min_scale=1, growth_interval=2),
-        "xx.x..",
-        [1, 1, 1, 1, 1, 2],
-        [0, -1, -1, -1, -1, 1],
-    ),
-    "a bad loss neither shrinks nor spends, and restarts the count": (
-        dict(init_scale=4, growth_interval=2, hysteresis=2),
-        ".n.n..",
-        [4, 4, 4, 4, 4, 8],
-        [2] * 6,
-    ),
-    "nor do some dropped micro-batches, but all do": (
-        dict(init_scale=4, growth_interval=2),
-        ".d.dx",
-        [4, 4, 4, 4, 2],
-        [1, 1, 1, 1, 0],
-    ),
-}
+    "torch": (GRAD_SCALER, "..xx", [4, 8, 4, 2], [1, 1, 0, 0]),
+    "the second overflow shrinks, and each further":
+        (MEGATRON, "xxxx", [64, 32, 16, 8], [1, 0, 0, 0]),
+    "finite steps do not refill":
+        (MEGATRON, "x..x..x", [64, 64, 64, 32, 32, 32, 16], [1, 1, 1, 0, 0, 0, 0]),
+    "growth refills":
+        (MEGATRON, "xx...xx", [64, 32, 32, 32, 64, 64, 32], [1, 0, 0, 0, 2, 1, 0]),
+    "growth that max_scale prevents refills":
+        (AT_MOST_8, "x..xx", [8, 8, 8, 8, 4], [1, 1, 2, 1, 0]),
+    "an overflow at the floor is remembered until growth":
+        (FROM_1, "xx.x..", [1, 1, 1, 1, 1, 2], [0, -1, -1, -1, -1, 1]),
+    "a bad loss neither shrinks nor spends, and restarts the count":
+        (GRAD_SCALER, ".n.n..", [4, 4, 4, 4, 4, 8], [1] * 6),
+    "nor do some dropped micro-batches, but all do":
+        (GRAD_SCALER, ".d.dx", [4, 4, 4, 4, 2], [1, 1, 1, 1, 0]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TRACES)
-def test_a_trace_by_hand_of(name):
-    settings, kinds, scales, left = TRACES[name]
+@pytest.mark.parametrize("claim", TRACES)
+def test_a_trace_by_hand(claim):
+    settings, kinds, scales, left = TRACES[claim]
     state = run_link(optax_mp.dynamic_loss_scale(**settings), kinds)
     assert (state.scale.tolist(), state.hysteresis_left.tolist()) == (scales, left)
 

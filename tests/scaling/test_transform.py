@@ -116,14 +116,13 @@ def test_a_run_with_bad_steps_is_bitwise_the_run_without_them(name, dtype):
 STEPS = 12
 
 
-def trained(tx, bad=(), spoil=spoiled, step=None):
+def trained(tx, step, bad=()):
     """Return (masters or params, state) after steps of which some are bad."""
     params = example_params("float16")
-    step = step or jax.jit(stepper(tx))
     carry = params, tx.init(params)
     for i, grads in enumerate(gradients_for("", STEPS)):
         if i in bad:
-            *carry, _ = step(*carry, spoil(grads))
+            *carry, _ = step(*carry, spoiled(grads))
         *carry, _ = step(*carry, grads)
     params, state = carry
     try:
@@ -134,17 +133,14 @@ def trained(tx, bad=(), spoil=spoiled, step=None):
 
 masters = optax_mp.mixed_precision
 SKIPS = {
-    "masters": lambda: wrapper(masters(optax.adamw(1e-2))),
     "MultiSteps of masters": lambda: wrapper(
         optax.MultiSteps(masters(optax.adamw(1e-2)), 3)
     ),
     "the scale within masters": lambda: masters(wrapper(optax.adamw(1e-2))),
-    "link": lambda: linked_masters(optax.adamw(1e-2)),
     "link, apply_if_finite": lambda: optax.chain(
         optax_mp.dynamic_loss_scale(init_scale=2.0**10),
         optax.apply_if_finite(masters(optax.adamw(1e-2)), 3),
     ),
-    "static": lambda: optax_mp.static_loss_scale(masters(optax.adamw(1e-2)), 8.0),
 }  # fmt: skip
 
 
@@ -152,24 +148,14 @@ SKIPS = {
 def test_bad_micro_batches_are_dropped_entirely_in(nesting):
     tx = SKIPS[nesting]()
     step = jax.jit(stepper(tx))
-    clean, clean_state = trained(tx, step=step)
+    clean, clean_state = trained(tx, step)
     # Also two in a row, and one in the midst of an accumulation.
-    dropped, state = trained(tx, bad=(0, 4, 5, 10), step=step)
+    dropped, state = trained(tx, step, bad=(0, 4, 5, 10))
     assert as_bits(dropped) == as_bits(clean)
     assert as_bits(without_scale(state)) == as_bits(without_scale(clean_state))
     found = optax.tree.get_all_with_path(state, "total_skipped_count")
     assert [int(count) for _, count in found] == [4]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(clean))
-
-
-def test_negative_zeros_are_a_skipped_step_after_a_link_ran(after_a_link):
-    tx = optax_mp.mixed_precision(optax.adamw(1e-2))
-    params = example_params("bfloat16")
-    grads = jax.tree.map(lambda p: jnp.full(p.shape, -0.0), params)
-    state = tx.init(params)
-    updates, after = jax.jit(tx.update)(grads, state, params)
-    assert_negative_zero(updates)
-    assert as_bits(after) == as_bits(state)
 
 
 def test_a_mark_goes_from_one_compiled_program_to_another():
@@ -194,16 +180,20 @@ def test_a_link_that_never_ran_changes_nothing():
     assert int(tx.update(*args)[1].inner_state[0].count) == 1
 
 
-def test_one_other_element_is_a_step_like_any(after_a_link):
+def test_negative_zeros_are_a_skipped_step_unless_one_element_differs(after_a_link):
     tx = optax_mp.mixed_precision(optax.sgd(1.0, momentum=0.5))
     params = example_params("bfloat16")
     update = jax.jit(tx.update)
     ones = jax.tree.map(lambda p: np.ones(p.shape, np.float32), params)
     # A step moves the momentum, whatever the gradient; a skipped one does not.
     moving = update(ones, tx.init(params), params)[1]
+    zeros = jax.tree.map(lambda x: np.full_like(x, -0.0), ones)
+    updates, after = update(zeros, moving, params)
+    assert_negative_zero(updates)
+    assert as_bits(after) == as_bits(moving)
     for leaf in ("kernel", "layer", "scale"):
         for value in (0.0, -1e-30, np.nan):
-            grads = jax.tree.map(lambda x: np.full_like(x, -0.0), ones)
+            grads = jax.tree.map(np.copy, zeros)
             target = jax.tree.leaves(grads[leaf])[0]
             target.flat[target.size - 1] = value
             after = update(grads, moving, params)[1]
@@ -237,22 +227,6 @@ def test_a_gradient_that_overflows_only_when_unscaled_is_an_overflow():
     assert not bool(after.last_finite)
     large = {"w": jnp.array([1, 1e37, 1], jnp.bfloat16)}
     assert bool(update(large, state, params)[1].last_finite)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("build", [wrapper, wrapped_masters, linked_masters])
-def test_a_result_with_clipping_does_not_depend_on_the_scale(build):
-    results = []
-    inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
-    for power in (0, 4, 15):
-        tx = build(inner, 2.0**power)
-        params = example_params("float16")
-        state = tx.init(params)
-        step = jax.jit(stepper(tx))
-        for grads in gradients_for("", 5):
-            params, state, _ = step(params, state, grads)
-        results.append(as_bits((params, without_scale(state))))
-    assert results[0] == results[1] == results[2]
 
 
 def test_complex_leaves_are_unscaled_and_skipped():
@@ -400,27 +374,6 @@ def test_gradients_are_divided_by_the_scale_that_the_loss_had():
     params = {"w": jnp.ones(2)}
     updates, state = tx.update({"w": jnp.full(2, 8.0)}, tx.init(params), params)
     assert state.scale == 16 and updates["w"].tolist() == [-1.0, -1.0]
-
-
-def test_ranks_skip_together():
-    tx = optax_mp.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0, axis_name="rank")
-    params = {"w": jnp.ones(2)}
-    state = tx.init(params)
-    grads = {"w": jnp.ones((4, 2)).at[2, 0].set(jnp.inf)}
-    step = jax.vmap(lambda g: tx.update(g, state, params), axis_name="rank")
-    updates, after = jax.jit(step)(grads)
-    assert after.scale.tolist() == [4.0] * 4 and not updates["w"].any()
-
-
-def test_a_finite_step_ends_the_row_of_skipped_ones():
-    tx = optax_mp.dynamic_loss_scale(optax.sgd(1.0), init_scale=8.0)
-    params = {"w": jnp.ones(2)}
-    state, update = tx.init(params), jax.jit(tx.update)
-    counts = []
-    for value in (jnp.inf, jnp.inf, 1.0, jnp.inf):
-        _, state = update({"w": jnp.full(2, value)}, state, params)
-        counts.append((int(state.skipped_count), int(state.total_skipped_count)))
-    assert counts == [(1, 1), (2, 2), (0, 2), (1, 3)]
 
 
 def test_the_gradient_for_a_line_search_is_unscaled_as_well():
