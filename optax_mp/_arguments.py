@@ -5,8 +5,12 @@ state of the whole optimizer shows them, and `value_and_grad`, `scale_loss` and 
 take that state.
 """
 
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
 from numbers import Integral, Number
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +23,39 @@ from optax_mp._tree import PyTree, is_array, is_floating, spell, summarize
 from optax_mp._warnings import warn
 
 _UPDATE = "`tx.update(grads, state, params)`"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def explain_keywords(
+    **foreign: str,
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorate a public function: an unknown keyword raises and names the right one.
+
+    Args:
+        **foreign: keywords of other libraries, and what to do instead. For any other
+            keyword the error names the parameter with the closest spelling.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        names = list(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name in kwargs:
+                if name not in names:
+                    alike = difflib.get_close_matches(name, names, 1, cutoff=0.5)
+                    remedy = f"pass `{alike[0]}`" if alike else "pass one of these"
+                    raise TypeError(
+                        f"{function.__name__}: expected keywords among "
+                        f"{', '.join(names)}, got `{name}`; "
+                        f"{foreign.get(name, remedy)}."
+                    )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def check_opt_state(opt_state: Any, caller: str) -> None:

@@ -53,7 +53,12 @@ def _package(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
-Event = Literal["computes in float16", "scales its loss", "takes scaled gradients"]
+Event = Literal[
+    "computes in float16",
+    "scales its loss",
+    "takes scaled gradients",
+    "drops micro-batches",
+]
 
 _counts: Counter[Event] = Counter()
 

@@ -70,12 +70,15 @@ masters/_step.py | is_edited = lax.is_finite(wide) & lax.ne | is_edited = lax.ne
 masters/_step.py | last_exact &#124; True if self._is_exact else last_exact & False | last_exact &#124; True | masters/test_edits.py
 masters/_transform.py | proceed = is_unmarked(updates, extra_args) | proceed = True | masters/test_skipping.py
 masters/_transform.py | master_dtype, copy=True) | master_dtype, copy=False) | masters/test_master_weights.py
-scaling/_loss_scaling.py | unscale(hide_overwritten(updates), state.scale) | unscale(hide_overwritten(updates), count(state, jnp.array(True)).scale) | scaling/test_transform.py scaling/test_gradients.py
-scaling/_loss_scaling.py | bad_index = lax.pmin(bad_index, axis_name) | bad_index = bad_index + 0 | scaling/test_transform.py
-scaling/_loss_scaling.py | skipped_count=jnp.where(finite, 0, | skipped_count=jnp.where(finite, state.skipped_count, | scaling/test_transform.py scaling/test_check.py
+scaling/_loss_scaling.py | unscale(hide_overwritten(updates), state.scale) | unscale(hide_overwritten(updates), adjust(rule, state, jnp.array(True), jnp.array(False)).scale) | scaling/test_transform.py scaling/test_gradients.py
+scaling/_loss_scaling.py | evidence = lax.pmin(evidence, axis_name) | evidence = evidence | scaling/test_bad_data.py
+scaling/_loss_scaling.py | skipped_count=jnp.where(finite, 0, | skipped_count=jnp.where(finite, state.skipped_count, | scaling/test_rule.py
+scaling/_loss_scaling.py | ~finite & (loss_finite == 1) | ~finite | scaling/test_rule.py
+scaling/_loss_scaling.py | finite & (minus_dropped == 0) | finite | scaling/test_rule.py
 scaling/_loss_scaling.py | divide(hidden, state.scale) | hidden | scaling/test_transform.py
 scaling/_rule.py | is_due = finite_count >= | is_due = finite_count > | scaling/test_rule.py
-scaling/_rule.py | ~finite & (hysteresis_left == 0) | ~finite & (hysteresis_left <= 1) | scaling/test_rule.py
+scaling/_rule.py | overflowed & (hysteresis_left == 0) | overflowed & (hysteresis_left <= 1) | scaling/test_rule.py
+scaling/_rule.py | jnp.where(is_stuck, -1, hysteresis_left) | hysteresis_left | scaling/test_rule.py
 scaling/_rule.py | jnp.where(is_due, hysteresis, hysteresis_left) | jnp.where(grows, hysteresis, hysteresis_left) | scaling/test_rule.py
 _tree.py | lambda x: x.astype(at_least_float32(x.dtype)) if is_floating(x) else x, | lambda x: x, | scaling/test_gradients.py
 scaling/_overwrite.py | (change == -start) & ~is_zero | (change == -start) & is_zero | scaling/test_overwrite.py

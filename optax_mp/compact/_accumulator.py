@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from optax_mp._dtypes import at_least_float32, check_available, floating_dtype
 from optax_mp._tree import PyTree, all_finite, describe, is_floating, spell
+from optax_mp._warnings import count_event
 from optax_mp.compact._random_numbers import (
     check_seed,
     round_stochastically,
@@ -52,9 +53,9 @@ def gradient_accumulator(
     addition is rounded stochastically: 2 bytes per weight, and right on average.
 
     A micro-batch whose gradients are not all finite is dropped, and counted. Hand the
-    count on to `tx.update` as `dropped_count`: a dynamic loss scale then shrinks, as
-    after a skipped step. If all are dropped, the gradients are NaN, so that a loss
-    scale skips the step.
+    count on to `tx.update` as `dropped_count`: a dynamic loss scale then does not grow.
+    If all are dropped, the gradients are NaN, so that a loss scale skips the step and
+    shrinks.
 
     For `optax.microbatching.micro_grad` the gradients of a micro-batch's examples are
     summed in float32 first.
@@ -97,7 +98,7 @@ def gradient_accumulator(
         ...     grads, opt_state, params, dropped_count=dropped_count
         ... )
         >>> round(float(updates["w"][0]), 3), float(opt_state.scale)
-        (-0.1, 128.0)
+        (-0.1, 256.0)
     """
     dtype = _check_settings(dtype, seed)
     wide = at_least_float32(dtype)
@@ -128,6 +129,7 @@ def gradient_accumulator(
 
     def finalize(carry: Any) -> AccumulatedGradients:
         sums, kept_count, dropped_count = carry
+        count_event("drops micro-batches")
         divisor = kept_count if use_grad_mean else jnp.minimum(kept_count, 1)
         # 0 * inf is NaN. Not a division: see `scaling._unscale.divide`.
         factor = 1 / divisor.astype(wide)

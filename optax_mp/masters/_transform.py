@@ -33,7 +33,7 @@ from optax_mp.masters._storage import (
     store,
     warn_unless_stored,
 )
-from optax_mp.scaling._unscale import is_unmarked
+from optax_mp.scaling._unscale import is_unmarked, warn_unless_counted
 
 _CALLER = "mixed_precision"
 UpdateDType = DTypeLike | Literal["params"] | None
@@ -150,6 +150,7 @@ def mixed_precision(
     ) -> tuple[optax.Updates, MixedPrecisionState]:
         step = Step.match(updates, state, params, settings)
         leaves = step.arguments.params
+        warn_unless_counted(extra_args, state.inner_state, _CALLER)
 
         # A loss scale earlier in a chain marks the gradients of a step that it skips.
         # Then the updates are negative zeros, and the state stays as it was.

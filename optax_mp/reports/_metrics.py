@@ -19,7 +19,10 @@ from optax_mp.scaling._state import LossScaleState
 # Fields in which optax's states, and ours, count the steps of an optimizer.
 _STEP_COUNTS = ("count", "step_count", "gradient_step")
 # Fields of a loss scale that are logged by their names.
-_LOGGED = ("finite_count", "skipped_count", "total_skipped_count", "last_finite")
+_LOGGED = (
+    *("finite_count", "skipped_count", "total_skipped_count"),
+    *("last_finite", "dropped_count"),
+)
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 # States whose counts start anew, or at 1.
 _OTHER_COUNTS = (optax.contrib.ReduceLROnPlateauState, optax.contrib.ScheduleFreeState)
@@ -42,7 +45,10 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         - `"finite_count"`: finite steps in a row since growth was last due;
         - `"skipped_count"`: steps skipped since the last finite one;
         - `"total_skipped_count"`: steps skipped since `init`;
-        - `"last_finite"`: whether the last step was finite, a bool.
+        - `"last_finite"`: whether the last step was finite, a bool;
+        - `"dropped_count"`: micro-batches dropped since `init`;
+        - `"at_min_scale"`: whether a step overflowed with the scale at its lower bound,
+          and growth was not due since, a bool. `check_loss_scale` says why.
 
         If a transformation in it counts steps, as Adam and schedules do:
 
@@ -101,7 +107,9 @@ def _numbers(hyperparams: dict[str, Any]) -> dict[str, jax.Array]:
 
 
 def _fields(state: LossScaleState) -> dict[str, jax.Array]:
-    return {"loss_scale": state.scale} | {x: getattr(state, x) for x in _LOGGED}
+    at_min_scale = jnp.asarray(state.hysteresis_left) < 0
+    logged = {x: getattr(state, x) for x in _LOGGED}
+    return {"loss_scale": state.scale, **logged, "at_min_scale": at_min_scale}
 
 
 def _of_steps(state: PyTree) -> dict[str, jax.Array]:

@@ -1,15 +1,13 @@
 """Loss scaling as an optax transform, around an optimizer or as a link in a chain."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_mp._arguments import check_own_state
+from optax_mp._arguments import check_own_state, explain_keywords
 from optax_mp._choose import choose_step
 from optax_mp._context import Transformation
 from optax_mp._inner import (
@@ -19,20 +17,30 @@ from optax_mp._inner import (
     update_inner,
 )
 from optax_mp._jax._arrays import is_traced
+from optax_mp._tree import all_finite
+from optax_mp._warnings import event_counts, warn
 from optax_mp.leafwise._take_step import leafwise_update
 from optax_mp.scaling._overwrite import (
     hand_on_overwritten,
     hide_overwritten,
     update_overwritten,
 )
-from optax_mp.scaling._rule import ScaleRule, adjust, as_count, check_settings, count_up
+from optax_mp.scaling._rule import (
+    LARGEST_COUNT,
+    ScaleRule,
+    adjust,
+    as_count,
+    check_settings,
+    count_up,
+)
 from optax_mp.scaling._state import LossScaleState, warn_unless_scaled
 from optax_mp.scaling._unscale import ALL_FINITE, divide, mark_skipped, unscale
 
-# Takes the state and whether gradients were finite, and returns it with new counters.
-Adjust = Callable[[LossScaleState, jax.Array], LossScaleState]
 
-
+@explain_keywords(
+    enabled="leave `dynamic_loss_scale` out where nothing is float16",
+    scale="pass `init_scale`",
+)
 def dynamic_loss_scale(
     inner: optax.GradientTransformation | None = None,
     *,
@@ -51,8 +59,14 @@ def dynamic_loss_scale(
     take gradients of the scaled loss, with `value_and_grad` or `scale_loss`. Each
     update divides them by the scale, in float32. If one of them is infinite or NaN, or
     becomes so when it is divided, the step is skipped entirely: params, inner state,
-    counts and PRNG keys keep their bits, and the scale shrinks. After
+    counts and PRNG keys keep their bits, but for the payload of a NaN, and the scale
+    shrinks. After
     `growth_interval` finite steps in a row the scale grows.
+
+    Pass the unscaled loss, as `tx.update(grads, state, params, value=loss)`: if it is
+    not finite, the model or its data is to blame, and the step is skipped without a
+    change of the scale. Without it, as with torch's `GradScaler`, one bad batch in
+    twenty lowers the scale to `min_scale`, where small gradients are lost.
 
     Without `inner` this is a link for `optax.chain`, which is weaker: in a skipped step
     it can only hand on zeros. A `mixed_precision` after it recognises them (they are
@@ -61,7 +75,9 @@ def dynamic_loss_scale(
     sharded params pass `inner`: no rank sees the gradients of the others.
 
     If gradients lack micro-batches that `gradient_accumulator` dropped, pass
-    `dropped_count` to `update`: the step is taken, and the scale shrinks all the same.
+    `dropped_count` to `update`: the step is taken and keeps the scale, and the count of
+    finite steps restarts. If all were dropped, the gradients are NaN: the step is
+    skipped, and the scale shrinks.
 
     Leaves under flax's `_overwrite_with_gradient` (fp8 scales) are neither unscaled nor
     checked nor optimized: the wrapper's update brings each of them to its gradient, as
@@ -120,10 +136,10 @@ def dynamic_loss_scale(
             f"{caller}: expected `init_scale` to be a scale from `min_scale` {low} to "
             f"`max_scale` {high}, got {start}; change one of these."
         )
-    counters = start, 0, hysteresis
-    return _loss_scaling(inner, caller, counters, partial(adjust, rule), axis_name)
+    return _loss_scaling(inner, caller, start, rule, axis_name)
 
 
+@explain_keywords()
 def static_loss_scale(
     inner: optax.GradientTransformation | None = None,
     scale: float = 1.0,
@@ -159,32 +175,30 @@ def static_loss_scale(
     """
     caller = "static_loss_scale"
     check_settings(caller, scale=scale)
-
-    # The scale stays, but the state still says how many steps in a row were finite.
-    def count_finite(state: LossScaleState, finite: jax.Array) -> LossScaleState:
-        finite_count = jnp.where(finite, count_up(state.finite_count), 0)
-        return state._replace(finite_count=finite_count)
-
-    counters = float(scale), 0, 1
-    return _loss_scaling(inner, caller, counters, count_finite, axis_name)
+    # No factor moves it, and the count of overflows ends with the run.
+    rule = ScaleRule(LARGEST_COUNT, 1.0, 1.0, scale, scale, hysteresis=LARGEST_COUNT)
+    return _loss_scaling(inner, caller, float(scale), rule, axis_name)
 
 
 def _loss_scaling(
-    inner: Any, caller: str, start: tuple[Any, ...], count: Adjust, axis_name: Any
+    inner: Any, caller: str, init_scale: float, rule: ScaleRule, axis_name: Any
 ) -> optax.GradientTransformationExtraArgs:
     wrapped: Any = None if inner is None else as_transformation(inner, caller)
 
     def init_fn(params: optax.Params) -> LossScaleState:
         # `inner` never updates overwritten leaves, so it needs no moments for them.
         inner_params = hide_overwritten(params)
-        scale, *counts = start
         inner_state = wrapped.init(inner_params) if wrapped else optax.EmptyState()
         return LossScaleState(
-            jnp.float32(scale),
-            *[jnp.int32(as_count(n)) for n in (*counts, 0, 0)],
+            scale=jnp.float32(init_scale),
+            finite_count=jnp.int32(0),
+            hysteresis_left=jnp.int32(as_count(rule.hysteresis)),
+            skipped_count=jnp.int32(0),
+            total_skipped_count=jnp.int32(0),
             last_finite=jnp.array(True),
             inner_state=copy_shared(inner_state, inner_params),
             nonfinite_index=jnp.int32(-1),
+            dropped_count=jnp.int32(0),
         )
 
     def update_fn(
@@ -192,21 +206,17 @@ def _loss_scaling(
     ) -> tuple[optax.Updates, LossScaleState]:
         check_own_state(state, LossScaleState, caller)
         check_gradients(params, updates, caller)
-        if is_traced(state.scale) and start[0] != 1:
+        if is_traced(state.scale) and init_scale != 1:
             warn_unless_scaled(caller, "divides the gradients")
         # Divided by the scale that the loss was multiplied by. Divided by the next one,
         # a step after which the scale grows would have half its size.
         grads, bad_index = unscale(hide_overwritten(updates), state.scale)
-        dropped_count = extra_args.pop("dropped_count", None)
-        is_complete = True if dropped_count is None else dropped_count == 0
+        evidence = _evidence(bad_index, extra_args, caller)
         if axis_name is not None:
             # A rank that skipped a step alone would have other params from then on.
-            bad_index = lax.pmin(bad_index, axis_name)
-            if dropped_count is not None:
-                is_complete = lax.pmax(dropped_count, axis_name) == 0
-        finite = bad_index == ALL_FINITE
-        new_state = count(state, finite & is_complete)
-        new_state = _count_skipped(new_state, finite, bad_index)
+            evidence = lax.pmin(evidence, axis_name)
+        finite = evidence.bad_index == ALL_FINITE
+        new_state = _after_step(state, evidence, rule)
         if wrapped is None:
             # The links that follow run in any case, so mark the gradients for them.
             marked = mark_skipped(finite, grads)
@@ -231,14 +241,65 @@ def _loss_scaling(
     return Transformation.around(caller, wrapped, init_fn, update_fn, leafwise)
 
 
-def _count_skipped(
-    state: LossScaleState, finite: jax.Array, bad_index: jax.Array
+class _Evidence(NamedTuple):
+    """What is known of a step, such that ranks agree by the minimum of each.
+
+    Attributes:
+        bad_index: the first leaf that is not finite, or `ALL_FINITE`, an int32 scalar.
+        minus_dropped: how many micro-batches were dropped, negated, an int32 scalar; or
+            None.
+        loss_finite: whether the loss is finite, an int32 scalar; or None.
+    """
+
+    bad_index: jax.Array
+    minus_dropped: jax.Array | None = None
+    loss_finite: jax.Array | None = None
+
+
+def _evidence(
+    bad_index: jax.Array, extra_args: dict[str, Any], caller: str
+) -> _Evidence:
+    """Take from the extra arguments of an update what they say of the step."""
+    dropped_count = extra_args.pop("dropped_count", None)
+    call = "pass `tx.update(grads, state, params, dropped_count=dropped_count)`."
+    for name in extra_args:
+        if "dropped" in name:
+            raise TypeError(
+                f"{caller}: expected the number of dropped micro-batches as "
+                f"`dropped_count`, got `{name}`; {call}"
+            )
+    if dropped_count is not None:
+        # If all were dropped, the loss is NaN, whatever the reason.
+        return _Evidence(bad_index, -jnp.asarray(dropped_count, jnp.int32))
+    if is_traced(bad_index) and event_counts()["drops micro-batches"]:
+        warn(
+            f"{caller}: `gradient_accumulator` may drop micro-batches, and "
+            f"`dropped_count` is not given, so the scale grows all the same; {call}"
+        )
+    value = extra_args.get("value")
+    is_known = value is not None
+    loss_finite = all_finite(value).astype(jnp.int32) if is_known else None
+    return _Evidence(bad_index, loss_finite=loss_finite)
+
+
+def _after_step(
+    state: LossScaleState, evidence: _Evidence, rule: ScaleRule
 ) -> LossScaleState:
-    """Return the state with what it says of skipped steps, after one more step."""
+    """Return the state after a step, apart from that of the inner optimizer."""
+    bad_index, minus_dropped, loss_finite = evidence
+    complete = finite = bad_index == ALL_FINITE
+    dropped_count = state.dropped_count
+    if minus_dropped is not None:
+        # Some may be bad data. Where all of them are bad, the gradients are NaN.
+        complete = finite & (minus_dropped == 0)
+        dropped_count = dropped_count - minus_dropped
+    # The scale is not to blame for a loss that is not finite.
+    overflowed = ~finite if loss_finite is None else ~finite & (loss_finite == 1)
     total = state.total_skipped_count
-    return state._replace(
+    return adjust(rule, state, complete, overflowed)._replace(
         skipped_count=jnp.where(finite, 0, count_up(state.skipped_count)),
         total_skipped_count=jnp.where(finite, total, count_up(total)),
         last_finite=finite,
         nonfinite_index=jnp.where(finite, state.nonfinite_index, bad_index),
+        dropped_count=dropped_count,
     )

@@ -64,7 +64,7 @@ def check_number(
 
 
 # Of an int32. A longer interval would not end in practice.
-_LARGEST_COUNT = 2**31 - 1
+LARGEST_COUNT = 2**31 - 1
 
 
 class ScaleRule(NamedTuple):
@@ -93,7 +93,8 @@ class ScaleCounters(NamedTuple):
     Attributes:
         scale: the loss scale, a float32 scalar.
         finite_count: finite steps in a row since growth was last due, an int32 scalar.
-        hysteresis_left: overflows until the scale shrinks, an int32 scalar.
+        hysteresis_left: overflows until the scale shrinks, an int32 scalar; -1 after an
+            overflow at `min_scale`.
     """
 
     scale: jax.Array
@@ -101,10 +102,19 @@ class ScaleCounters(NamedTuple):
     hysteresis_left: jax.Array
 
 
-def adjust(rule: ScaleRule, counters: Any, finite: jax.Array) -> Any:
-    """Return the counters after a step whose gradients were `finite` or not.
+def adjust(
+    rule: ScaleRule, counters: Any, finite: jax.Array, overflowed: jax.Array
+) -> Any:
+    """Return the counters after a step.
 
-    Those are `ScaleCounters`, or the state that begins with the same fields.
+    A step may be neither finite nor an overflow: it keeps the scale, and restarts the
+    count of finite steps.
+
+    Args:
+        rule: the settings.
+        counters: `ScaleCounters`, or a state that begins with the same fields.
+        finite: whether all gradients of the step were finite, a bool scalar.
+        overflowed: whether the scale was too large for them, a bool scalar.
     """
     scale, finite_count, hysteresis_left, *_ = counters
     # Counted up before it is compared: growth comes after exactly `growth_interval`
@@ -117,9 +127,12 @@ def adjust(rule: ScaleRule, counters: Any, finite: jax.Array) -> Any:
     grows = is_due & (grown <= jnp.float32(rule.max_scale))
     # Stays at 0, so that each further overflow also shrinks the scale.
     spent = jnp.maximum(hysteresis_left - 1, 0)
-    hysteresis_left = jnp.where(finite, hysteresis_left, spent)
-    shrinks = ~finite & (hysteresis_left == 0)
+    hysteresis_left = jnp.where(overflowed, spent, hysteresis_left)
+    shrinks = overflowed & (hysteresis_left == 0)
     shrunk = scale * jnp.float32(rule.backoff_factor)
+    # Remembered until growth is due: the state does not hold `min_scale`.
+    is_stuck = shrinks & (shrunk < jnp.float32(rule.min_scale))
+    hysteresis_left = jnp.where(is_stuck, -1, hysteresis_left)
     scale = jnp.where(grows, grown, jnp.where(shrinks, shrunk, scale))
     # The bound keeps the scale from reaching 0, from which no growth leads back. Above
     # `max_scale` it is only if a run goes on with other settings.
@@ -142,4 +155,4 @@ def count_up(count: jax.Array) -> jax.Array:
 
 def as_count(value: float) -> int:
     """Return a count of steps as an int32 holds it."""
-    return min(int(value), _LARGEST_COUNT)
+    return min(int(value), LARGEST_COUNT)

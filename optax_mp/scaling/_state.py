@@ -20,6 +20,7 @@ from optax_mp.scaling._rule import check_number
 
 # A param of this size is a sign that training has diverged: float16 ends at 65504.
 _LARGE_PARAM = 1e4
+_LARGEST_FLOAT16 = 65504
 # Of the gradients of a model that trains the norm is rarely smaller.
 _SMALL_NORM = 1e-4
 
@@ -33,7 +34,8 @@ class LossScaleState(NamedTuple):
     Attributes:
         scale: the loss scale, a float32 scalar.
         finite_count: finite steps in a row since growth was last due, an int32 scalar.
-        hysteresis_left: overflows until the scale shrinks, an int32 scalar.
+        hysteresis_left: overflows until the scale shrinks, an int32 scalar; -1 from an
+            overflow at `min_scale` until growth is due.
         skipped_count: steps skipped since the last finite one, an int32 scalar.
         total_skipped_count: steps skipped since `init`, an int32 scalar.
         last_finite: whether the last step was finite, a bool scalar.
@@ -43,6 +45,8 @@ class LossScaleState(NamedTuple):
             skipped step, as an index into the leaves of the gradients (None counts as a
             leaf), an int32 scalar; -1 if no step was skipped. `check_loss_scale` names
             the leaf.
+        dropped_count: micro-batches dropped since `init`, the sum of all
+            `dropped_count` that `update` was given, an int32 scalar.
 
     Example:
         >>> import jax.numpy as jnp
@@ -63,6 +67,7 @@ class LossScaleState(NamedTuple):
     last_finite: jax.Array
     inner_state: optax.OptState
     nonfinite_index: jax.Array | int = -1
+    dropped_count: jax.Array | int = 0
     __getattr__ = inner_field
 
 
@@ -120,11 +125,14 @@ def check_loss_scale(
     params: Any = None,
     grads: Any = None,
 ) -> None:
-    """Raise if too many steps in a row were skipped.
+    """Raise if too many steps in a row were skipped, or the scale is at its floor.
 
     Call it every hundred steps or so, outside `jit`, because it waits for the values.
     Overflows stop when the scale is low enough; a NaN from the model itself does not.
     With the defaults, 30 skipped steps take the scale from 65536 down to `min_scale`.
+    An overflow there is an error as well, until the scale has grown again: float16
+    loses small gradients at such a scale. The error says whether an overflow is
+    possible, or single batches are bad.
 
     Warns after finite steps if neither `value_and_grad` nor `scale_loss` was called in
     this process and no step was ever skipped: then the loss was probably not scaled.
@@ -134,7 +142,8 @@ def check_loss_scale(
     Args:
         opt_state: a state with a loss scale in it, at any depth of wrappers. A state
             without one passes the check. If the counters have leading axes, as under
-            `vmap` over seeds or `pmap`, the member with most skipped steps is checked.
+            `vmap` over seeds or `pmap`, a member at its floor is checked, or else the
+            one with the most skipped steps.
         max_skipped: how many skipped steps in a row are accepted.
         params: the params, to name the first leaf whose gradient was not finite in the
             last skipped step, and to see whether training has diverged. The first in
@@ -143,8 +152,9 @@ def check_loss_scale(
             not finite, and to see whether they are scaled.
 
     Raises:
-        FloatingPointError: if more than `max_skipped` steps in a row were skipped; with
-            the counters, the leaf, the member, and the likely cause.
+        FloatingPointError: if more than `max_skipped` steps in a row were skipped, or
+            the scale is at its floor; with the counters, the leaf, the member, and the
+            likely cause.
         TypeError: if called under `jit`, or if an argument is of the wrong kind.
         ValueError: if the state holds several loss scales.
 
@@ -185,38 +195,52 @@ def check_loss_scale(
         scale = f"is {state.scale:g}, no step was ever skipped"
         warn_unless_scaled("check_loss_scale", scale)
     _warn_of_small_gradients(state, grads)
-    if state.skipped_count <= max_skipped:
-        return
-    if grads is not None:
-        leaves = f"Leaves: {', '.join(nonfinite_paths(grads)) or 'none in `grads`'}."
-    elif params is not None:
-        name = _name_leaf(int(state.nonfinite_index), opt_state, params)
-        leaves = f"The first leaf that was not finite was {name}."
-    else:
-        leaves = (
-            "Pass `params=params` to see the first leaf; find all of them with "
-            "optax_mp.nonfinite_paths(grads)."
-        )
     whose = f" of member {list(member)}" if member else ""
+    total = f"skipped since `init`: {state.total_skipped_count}"
+    if state.skipped_count > max_skipped:
+        fault = (
+            f"{state.skipped_count} steps in a row{whose} had non-finite gradients and "
+            f"were skipped (allowed: {max_skipped}; {total})"
+        )
+    elif state.hysteresis_left < 0:
+        fault = (
+            f"steps{whose} overflowed at the lower bound of the loss scale, where "
+            f"float16 loses small gradients ({total})"
+        )
+    else:
+        return
+    cause = _explain_cause(state, params)
+    leaves = _say_leaves(state, opt_state, params, grads)
     raise FloatingPointError(
-        f"check_loss_scale: {state.skipped_count} steps in a row{whose} had non-finite "
-        f"gradients and were skipped (allowed: {max_skipped}; skipped since `init`: "
-        f"{state.total_skipped_count}), and the loss scale "
-        f"{_explain_cause(state, params)} {leaves}"
+        f"check_loss_scale: {fault}, and the loss scale {cause} {leaves}"
+    )
+
+
+def _say_leaves(state: LossScaleState, opt_state: Any, params: Any, grads: Any) -> str:
+    """Return a sentence that names the leaves that were not finite."""
+    if grads is not None:
+        return f"Leaves: {', '.join(nonfinite_paths(grads)) or 'none in `grads`'}."
+    if params is not None:
+        name = _name_leaf(int(state.nonfinite_index), opt_state, params)
+        return f"The first leaf that was not finite was {name}."
+    return (
+        "Pass `params=params` to see the first leaf; find all of them with "
+        "optax_mp.nonfinite_paths(grads)."
     )
 
 
 def _worst_member(
     state: LossScaleState, trees: Any
 ) -> tuple[LossScaleState, tuple[int, ...], Any]:
-    """Return the state of the member with most skipped steps, its index, and its trees.
+    """Return the state of the member in most trouble, its index, and its trees.
 
     The counters of a state have leading axes under `vmap` over seeds, or `pmap`. A
     state without them is the only member, and has the index ().
     """
     shape = np.shape(state.scale)
-    # Of equal ones, that which has skipped most since `init`.
-    keys = np.ravel(state.total_skipped_count), np.ravel(state.skipped_count)
+    # The last key counts most: whether the scale is at its floor.
+    counts = state.total_skipped_count, state.skipped_count, state.hysteresis_left < 0
+    keys = [np.ravel(x) for x in counts]
     worst = np.lexsort(keys)[-1]
     member = tuple(map(int, np.unravel_index(worst, shape)))
     state = jax.tree.map(lambda x: np.broadcast_to(x, shape)[member], state)
@@ -230,27 +254,38 @@ def _worst_member(
 def _explain_cause(state: LossScaleState, params: Any) -> str:
     """Return what scale and params say of the cause: overflow, divergence or a NaN."""
     # Only a dynamic scale without hysteresis left has been lowered.
-    scale = f"is {'down to ' if state.hysteresis_left == 0 else ''}{state.scale:g}."
+    scale = f"is {'down to ' if state.hysteresis_left <= 0 else ''}{state.scale:g}."
     diverged = (
         "training that has diverged, by a learning rate that is too high or a loss "
         "that is scaled twice"
     )
-    largest, path = max(_sizes(params), default=(0.0, ""))
-    if largest > _LARGE_PARAM:
+    size, path = max(_sizes(params), default=(0.0, ""))
+    if size > _LARGE_PARAM:
         return (
-            f"{scale} The largest param is {largest:.3g}, at {path}, a sign of "
-            f"{diverged}."
+            f"{scale} The largest param is {size:.3g}, at {path}, a sign of {diverged}."
         )
     if state.scale <= 1:
-        sign = "A scale of at most 1 makes no gradient overflow, so this is"
+        largest = f"{_LARGEST_FLOAT16 / state.scale:.3g}"
+        sign = f"Only gradients over {largest} overflow at this scale, so this is"
+    elif state.hysteresis_left < 0:
+        sign = (
+            "If the loss is finite in these steps, it is an overflow: lower "
+            "`min_scale`. If not, it is"
+        )
     else:
         sign = (
             "If a lower scale ends this, it is an overflow: raise `max_skipped`, or "
             "start with a lower scale. If not, it is"
         )
+    remedy = ""
+    if state.hysteresis_left < 0:
+        remedy = (
+            " Pass `tx.update(grads, state, params, value=loss)`: a step whose loss is "
+            "not finite then keeps the scale."
+        )
     return (
         f"{scale} {sign} a NaN or infinity of the model or its data, such as a "
-        f"division by zero or the log of a negative number, or {diverged}."
+        f"division by zero or the log of a negative number, or {diverged}.{remedy}"
     )
 
 

@@ -24,10 +24,12 @@ from optax_mp._choose import or_negative_zeros
 from optax_mp._context import Choice, context_of
 from optax_mp._dtypes import at_least_float32, bits
 from optax_mp._jax._contact import varies_by_rank
-from optax_mp._jax._sharding import constant_like
 from optax_mp._leaves import is_absent
+from optax_mp._states import find_states
 from optax_mp._tree import PyTree, all_true, is_inexact, leaf_finite
+from optax_mp._warnings import warn
 from optax_mp.scaling._overwrite import hide_overwritten
+from optax_mp.scaling._state import LossScaleState
 
 # In the place of an index, where all leaves are finite. Larger than any index, so that
 # the minimum over leaves, and over ranks, is the first leaf that is not.
@@ -111,12 +113,22 @@ def is_unmarked(grads: PyTree, extra_args: Mapping[str, Any]) -> Choice:
     return ~all_true([_is_negative_zero(leaf) for leaf in leaves])
 
 
+def warn_unless_counted(
+    extra_args: Mapping[str, Any], inner_state: PyTree, caller: str
+) -> None:
+    """Warn if an update is given dropped micro-batches and no loss scale is there."""
+    if "dropped_count" not in extra_args or _a_link_ran.is_set():
+        return
+    if not find_states(inner_state, LossScaleState):
+        warn(
+            f"{caller}: expected a loss scale that takes `dropped_count`, got none, so "
+            "that a step in which all micro-batches were dropped makes params NaN; put "
+            f"`optax_mp.static_loss_scale` around `{caller}`."
+        )
+
+
 def _is_negative_zero(x: Any) -> jax.Array:
     """Return whether all of `x` is negative zero."""
     if jnp.iscomplexobj(x):
         return _is_negative_zero(jnp.real(x)) & _is_negative_zero(jnp.imag(x))
-    # Compared as bits, because CPUs compare the smallest numbers equal to zero.
-    integer = jnp.dtype(f"int{bits(x.dtype)}")
-    pattern = lax.bitcast_convert_type(x, integer)
-    is_least = lax.eq(pattern, constant_like(pattern, jnp.iinfo(integer).min))
-    return lax.reduce_and(is_least, range(x.ndim))
+    return lax.reduce_and((x == 0) & jnp.signbit(x), range(x.ndim))

@@ -143,7 +143,8 @@ class DynamicLossScale(_LossScale):
         rule = ScaleRule(self.period, self.factor, shrink, least, LARGEST_SCALE)
         # Hysteresis of 1: this class has none, so every overflow shrinks the scale.
         before = ScaleCounters(self.loss_scale, self.counter, jnp.int32(1))
-        after = adjust(rule, before, jnp.asarray(grads_finite))
+        finite = jnp.asarray(grads_finite)
+        after = adjust(rule, before, finite, ~finite)
         # Not by the constructor, whose checks have run already.
         structure = jax.tree.structure(self)
         return structure.unflatten([after.scale, after.finite_count])

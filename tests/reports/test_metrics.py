@@ -18,6 +18,8 @@ OF_A_SCALE = {
     "skipped_count": jnp.int32,
     "total_skipped_count": jnp.int32,
     "last_finite": jnp.bool_,
+    "dropped_count": jnp.int32,
+    "at_min_scale": jnp.bool_,
 }
 STEPS = {"step_count": jnp.int32}
 
@@ -61,7 +63,7 @@ def test_metrics_are_the_counters_of_plain_python():
     for value in (1.0, math.inf, math.nan, 1.0, 2.0, 3.0, -math.inf):
         state, found = step(state, value)
         finite = math.isfinite(value)
-        rule.step(finite)
+        rule.step("." if finite else "x")
         steps += finite
         assert {name: float(x) for name, x in found.items()} == {
             "loss_scale": rule.scale,
@@ -69,6 +71,8 @@ def test_metrics_are_the_counters_of_plain_python():
             "skipped_count": rule.skipped_count,
             "total_skipped_count": rule.total_skipped_count,
             "last_finite": finite,
+            "dropped_count": 0,
+            "at_min_scale": False,
             "step_count": steps,
         }
 
@@ -126,7 +130,7 @@ def test_several_loss_scales_have_distinct_names(name):
     found = optax_mp.metrics(state)
     scales = {name: x for name, x in found.items() if name.endswith("loss_scale")}
     assert scales == expected
-    assert len(found) == 12
+    assert len(found) == 16
     assert list(found) == list(optax_mp.metrics(jax.tree.map(jnp.ones_like, state)))
 
 

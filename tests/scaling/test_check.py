@@ -6,35 +6,30 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from scaled_losses import NESTINGS, NO_SCALE, PARAMS
+from scaled_losses import NESTINGS, NO_SCALE, PARAMS, quadratic
 from slow_cases import mostly_slow
 
 import optax_mp
 
 
-def skipped(times, tx=None, after_finite=0):
-    """Return the state after so many good, then bad, steps, and the last gradients."""
+def after(tx, params, grads, steps=1):
+    state, update = tx.init(params), jax.jit(tx.update)
+    for _ in range(steps):
+        state = update(grads, state, params)[1]
+    return state
+
+
+def skipped(times, tx=None):
+    """Return the state after so many bad steps, and the gradients of these."""
     tx = tx or optax_mp.dynamic_loss_scale(optax.sgd(0.1), init_scale=1024.0)
-    state = tx.init(PARAMS)
-    grads = jax.tree.map(jnp.ones_like, PARAMS)
-    update = jax.jit(tx.update)
-    for _ in range(after_finite):
-        state = update(grads, state, PARAMS)[1]
-    grads = dict(grads, a=jnp.array([0.0, jnp.nan, 1.0])) if times else grads
-    for _ in range(times):
-        state = update(grads, state, PARAMS)[1]
-    return state, grads
-
-
-@pytest.mark.parametrize("times", [0, 1, 3])
-def test_check_passes_up_to_max_skipped(times):
-    state, grads = skipped(times)
-    assert state.skipped_count == times
-    assert optax_mp.check_loss_scale(state, max_skipped=3, grads=grads) is None
+    grads = dict(PARAMS, a=jnp.array([0.0, jnp.nan, 1.0]))
+    return after(tx, PARAMS, grads, times), grads
 
 
 def test_check_raises_past_max_skipped_with_the_counters():
-    state, _ = skipped(4)
+    state, grads = skipped(4)
+    assert state.skipped_count == 4
+    assert optax_mp.check_loss_scale(state, max_skipped=4, grads=grads) is None
     expected = (
         r"^check_loss_scale: 4 steps in a row .* \(allowed: 3; skipped since `init`: 4\), "
         r".* down to 64\. .*NaN or infinity of the model .* optax_mp.nonfinite_paths\(grads\)"
@@ -43,13 +38,13 @@ def test_check_raises_past_max_skipped_with_the_counters():
         optax_mp.check_loss_scale(state, max_skipped=3)
 
 
-@pytest.mark.parametrize("state", [NO_SCALE, ()])
-def test_check_without_a_loss_scale_passes(state):
+def test_check_without_a_loss_scale_passes():
     """So that a loop need not know in which precision it runs."""
-    optax_mp.check_loss_scale(state, max_skipped=0, params=PARAMS)
+    for state in (NO_SCALE, ()):
+        optax_mp.check_loss_scale(state, max_skipped=0, params=PARAMS)
 
 
-@pytest.mark.parametrize("nesting", NESTINGS)
+@mostly_slow("nesting", NESTINGS, lambda nesting: nesting in ("a link", "deep"))
 def test_check_sees_the_skips_of(nesting):
     state, grads = skipped(2, NESTINGS[nesting]())
     optax_mp.check_loss_scale(state, max_skipped=2)
@@ -66,34 +61,22 @@ def error_of(state, **settings):
     return str(caught.value)
 
 
-def after(tx, params, grads, steps=1):
-    state = tx.init(params)
-    for _ in range(steps):
-        state = jax.jit(tx.update)(grads, state, params)[1]
-    return state
-
-
 GOOD, BAD = jnp.ones(2), jnp.array([1.0, jnp.nan])
 MIXED = {"a": GOOD, "frozen": jnp.int32(1), "n": None, "x": {"y": GOOD, "z": GOOD}}
-FORMS = {
-    "float32": lambda: optax.sgd(0.1),
-    "Split(16)": lambda: optax_mp.mixed_precision(
-        optax.sgd(0.1), storage=optax_mp.Split()
-    ),
-}
 
 
-@mostly_slow("form", FORMS, lambda form: form == "Split(16)")
-def test_the_first_leaf_is_named_that_was_not_finite_in_the_last_skipped_step(form):
-    params = optax_mp.cast_floating(MIXED, "bfloat16") if form != "float32" else MIXED
-    tx = optax_mp.dynamic_loss_scale(FORMS[form]())
+def test_the_first_leaf_is_named_that_was_not_finite_in_the_last_skipped_step():
+    params = optax_mp.cast_floating(MIXED, "bfloat16")
+    masters = optax_mp.mixed_precision(optax.sgd(0.1), storage=optax_mp.Split())
+    tx = optax_mp.dynamic_loss_scale(masters)
     state, names = tx.init(params), []
+    update = jax.jit(tx.update)
     assert state.nonfinite_index == -1
     for bad in ("z", None, "y", None):
         x = {name: BAD if name == bad else GOOD for name in "yz"}
         # No gradient for what is not floating, as `value_and_grad` has it.
         grads = {"a": GOOD, "frozen": None, "n": None, "x": x}
-        state = jax.jit(tx.update)(grads, state, params)[1]
+        state = update(grads, state, params)[1]
         names.append(error_of(state._replace(skipped_count=1), params=params))
     found = [name.split("not finite was ")[1] for name in names]
     assert found == ["['x']['z'].", "['x']['z'].", "['x']['y'].", "['x']['y']."]
@@ -101,25 +84,30 @@ def test_the_first_leaf_is_named_that_was_not_finite_in_the_last_skipped_step(fo
 
 CAUSES = {
     "an overflow, perhaps": (optax_mp.dynamic_loss_scale, {}, 3, "raise `max_skipped`"),
-    "the model": (optax_mp.dynamic_loss_scale, {}, 16, "down to 1. A scale of at most"),
+    "the model": (
+        optax_mp.dynamic_loss_scale,
+        {},
+        16,
+        "down to 1. Only gradients over ",
+    ),
     "a static scale": (
         optax_mp.static_loss_scale,
         {"scale": 8.0},
         9,
-        "If a lower scale ends this",
+        "the loss scale is 8. If a lower scale ends this",
     ),
 }
 
 
-@mostly_slow("cause", CAUSES, lambda cause: cause in ("the model", "a static scale"))
+@pytest.mark.parametrize("cause", CAUSES)
 def test_the_scale_tells_an_overflow_from_a_nan_of_the_model(cause):
     scaled, settings, steps, expected = CAUSES[cause]
-    error = error_of(after(scaled(optax.sgd(0.1), **settings), GOOD, BAD, steps))
+    error = error_of(after(scaled(**settings), GOOD, BAD, steps))
     assert expected in error
     assert ("so this is a NaN" in error) == (cause == "the model")
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+@mostly_slow("shape", [(3,), (2, 3)], lambda shape: shape == (2, 3))
 def test_of_states_with_leading_axes_the_member_that_skips_most_is_named(shape):
     tx = optax_mp.dynamic_loss_scale(optax.sgd(0.1))
     params = {"a": jnp.ones((*shape, 2)), "b": jnp.ones((*shape, 2))}
@@ -128,15 +116,22 @@ def test_of_states_with_leading_axes_the_member_that_skips_most_is_named(shape):
     init, update = tx.init, tx.update
     for _ in shape:
         init, update = jax.vmap(init), jax.vmap(update)
-    state = init(params)
+    state = jax.jit(init)(params)
     optax_mp.check_loss_scale(state, params=params)
-    state = update(grads, state, params)[1]
+    state = jax.jit(update)(grads, state, params)[1]
     optax_mp.check_loss_scale(state, 1, params=params, grads=grads)
     member = [1] if len(shape) == 1 else [1, 1]  # of equal members the last
     error = error_of(state, params=params)
     assert f"1 steps in a row of member {member} had" in error
     assert error.endswith("was ['b'].")
     assert "Leaves: ['b']." in error_of(state, grads=grads)
+    # One at its floor comes first, even if another has skipped more.
+    floors = state.hysteresis_left.at[(0,) * len(shape)].set(-1)
+    state = state._replace(hysteresis_left=floors, skipped_count=0 * floors + 1)
+    with pytest.raises(
+        FloatingPointError, match=r"member \[0.*\] overflowed at the low"
+    ):
+        optax_mp.check_loss_scale(state)
 
 
 def test_training_that_diverged_is_no_nan_of_the_model():
@@ -169,18 +164,12 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("way", BY_HAND)
-def test_gradients_that_are_no_longer_scaled_are_warned_of(way):
-    change, count = BY_HAND[way]
-    tx = optax_mp.dynamic_loss_scale(optax.sgd(0.1))
-    state = tx.init(PARAMS)
-
-    def loss(p):
-        return sum(jnp.mean(x**2) for x in jax.tree.leaves(p))
-
-    grads = change(optax_mp.value_and_grad(loss)(state, PARAMS)[1])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optax_mp.check_loss_scale(state, grads=grads)
-    assert len(caught) == count
-    assert all("clipped or unscaled before" in str(w.message) for w in caught)
+def test_gradients_that_are_no_longer_scaled_are_warned_of():
+    state = optax_mp.dynamic_loss_scale(optax.sgd(0.1)).init(PARAMS)
+    scaled = optax_mp.value_and_grad(lambda p: 0.2 * quadratic(p))(state, PARAMS)[1]
+    for way, (change, count) in BY_HAND.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optax_mp.check_loss_scale(state, grads=change(scaled))
+        assert len(caught) == count, way
+        assert all("clipped or unscaled before" in str(w.message) for w in caught)

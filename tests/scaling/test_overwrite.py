@@ -33,7 +33,7 @@ def not_overwritten(params):
 
 
 def land(params, grads):
-    """Return overwritten leaves after a step, the same eager and in one jit."""
+    """Return overwritten leaves after a step."""
     tx = wrapper(optax.sgd(0.1))
 
     def step(param, grad):
@@ -41,10 +41,9 @@ def land(params, grads):
         updates, _ = tx.update(grads, tx.init(params), params)
         return scale_of(optax.apply_updates(params, updates))
 
-    eager, jitted = step(params, grads), jax.jit(step)(params, grads)
-    assert as_bits(eager) == as_bits(jitted)
-    assert eager.dtype == params.dtype
-    return np.asarray(eager, np.float32)
+    found = jax.jit(step)(params, grads)
+    assert found.dtype == params.dtype
+    return np.asarray(found, np.float32)
 
 
 def assert_exact_in_16_bits(found, params, grads):
@@ -58,16 +57,16 @@ def assert_exact_in_16_bits(found, params, grads):
 # The wrapper
 
 
-@pytest.mark.parametrize("bad", [False, True])
-def test_overwritten_leaves_become_their_gradient_or_stay(bad):
+def test_overwritten_leaves_become_their_gradient_or_stay():
     tx = wrapper(optax_mp.mixed_precision(optax.adamw(1e-2, weight_decay=0.5)))
     params = tree(jnp.ones((2, 2), jnp.float16), jnp.array([1.0, 448.0]))
     state = tx.init(params)
     moments = optax.tree.get_all_with_path(state, "mu")[0][1]
     assert len(jax.tree.leaves(moments)) == 1
-    weight_grad = jnp.full((2, 2), jnp.inf if bad else 1024.0)
-    grads = tree(weight_grad, jnp.array([0.5, 0.25]))
-    for update in (tx.update, jax.jit(tx.update)):
+    update = jax.jit(tx.update)
+    for bad in (False, True):
+        weight_grad = jnp.full((2, 2), jnp.inf if bad else 1024.0)
+        grads = tree(weight_grad, jnp.array([0.5, 0.25]))
         updates, after = update(grads, state, params)
         new = optax.apply_updates(params, updates)
         want = params if bad else grads
@@ -94,7 +93,7 @@ def test_overwritten_leaves_need_params(make):
     ("dtype", "param", "sign"),
     itertools.product(
         ["float32", "bfloat16", "float16"],
-        [0.0, 1e-9, 0.1, 1.0, -1.0, 448.0, -3e4],
+        [0.0, 1e-9, 1.0, 448.0, -3e4],
         SIGNS,
     ),
     lambda dtype, param, sign: (
@@ -114,15 +113,13 @@ def test_no_gradient_but_zero_brings_a_leaf_to_zero(dtype, param, sign):
     assert_exact_in_16_bits(found, params, grads)
 
 
-@pytest.mark.parametrize("sign", SIGNS)
-def test_a_leaf_lands_on_the_nearest_value_that_is_not_zero(sign):
+def test_a_leaf_lands_on_the_nearest_value_that_is_not_zero():
     # From 1.0 a float32 sum reaches 2^-24 above 0, and 2^-23 below.
-    nearest = {1.0: 2.0**-24, -1.0: -(2.0**-23)}[sign]
-    assert land(jnp.array([1.0]), jnp.array([sign * 1e-9])) == [nearest]
-    assert land(jnp.array([-1.0]), jnp.array([-sign * 1e-9])) == [-nearest]
+    found = land(jnp.array([1.0, 1, -1, -1]), jnp.array([1e-9, -1e-9, -1e-9, 1e-9]))
+    assert found.tolist() == [2.0**-24, -(2.0**-23), -(2.0**-24), 2.0**-23]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@mostly_slow("dtype", ["float32", "bfloat16"], lambda dtype: dtype == "bfloat16")
 def test_an_infinite_leaf_stays_where_no_sum_brings_it_back(dtype):
     params = jnp.array([np.inf, -np.inf, np.inf, -np.inf, 1.0, 1.0], dtype)
     grads = jnp.array([np.inf, -np.inf, 2.0, 0.0, np.inf, -np.inf], dtype)
@@ -134,22 +131,19 @@ def test_an_infinite_leaf_stays_where_no_sum_brings_it_back(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:.*are to take the place of their params")
-@pytest.mark.parametrize("value", [1.0, np.inf, np.nan])
-def test_a_link_hands_overwritten_gradients_on_as_they_are(value):
+def test_a_link_hands_overwritten_gradients_on_as_they_are():
     """Neither unscaled nor checked, and not zeroed on a skipped step."""
     tx = optax_mp.dynamic_loss_scale(init_scale=2.0**10)
     params = tree(jnp.ones(2), jnp.ones(2))
     state = tx.init(params)
-    scale = jnp.array([0.5, value], jnp.bfloat16)
-    for update in (tx.update, jax.jit(tx.update)):
-        for weight, finite in ((1024.0, True), (np.inf, False)):
-            grads = tree(jnp.full(2, weight), scale)
-            updates, after = update(grads, state, params)
-            assert as_bits(updates[NAME]) == as_bits(grads[NAME])
-            assert bool(after.last_finite) is finite
-            want = 1.0 if finite else -0.0
-            kernel = updates["params"]["kernel"]
-            assert as_bits(kernel) == as_bits(jnp.full(2, want))
+    scale = jnp.array([np.inf, np.nan], jnp.bfloat16)
+    for weight, finite in ((1024.0, True), (np.inf, False)):
+        grads = tree(jnp.full(2, weight), scale)
+        updates, after = jax.jit(tx.update)(grads, state, params)
+        assert as_bits(updates[NAME]) == as_bits(grads[NAME])
+        assert bool(after.last_finite) is finite
+        kernel = updates["params"]["kernel"]
+        assert as_bits(kernel) == as_bits(jnp.full(2, 1.0 if finite else -0.0))
 
 
 def test_a_link_warns_of_overwritten_leaves_and_needs_no_params_for_them():
@@ -167,15 +161,13 @@ def test_mixed_precision_knows_a_skipped_step_by_the_other_leaves():
     params = tree(jnp.ones((2, 2), jnp.bfloat16), jnp.array([1.0, 448.0]))
     grads = tree(jnp.full((2, 2), np.nan), jnp.array([2.0, 0.5]))
     state = tx.init(params)
-    for update in (tx.update, jax.jit(tx.update)):
-        updates, after = update(grads, state, params)
-        assert as_bits(after[1]) == as_bits(state[1])
-        assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
+    updates, after = jax.jit(tx.update)(grads, state, params)
+    assert as_bits(after[1]) == as_bits(state[1])
+    assert as_bits(optax.apply_updates(params, updates)) == as_bits(params)
 
 
 @pytest.mark.parametrize("link", [False, True])
-@pytest.mark.parametrize("bad", [False, True])
-def test_overwritten_leaves_can_be_replaced_in_the_loop(bad, link):
+def test_overwritten_leaves_can_be_replaced_in_the_loop(link):
     """What the docs say to do: hide them from the optimizer, and set them exactly."""
     adamw = optax_mp.mixed_precision(optax.adamw(1e-2))
     tx = wrapper(adamw)
@@ -183,7 +175,6 @@ def test_overwritten_leaves_can_be_replaced_in_the_loop(bad, link):
         chain = optax.chain(optax_mp.dynamic_loss_scale(init_scale=2.0**10), adamw)
         tx = optax.masked(chain, not_overwritten)
     params = tree(jnp.ones((2, 2), jnp.bfloat16), jnp.array([1.0, 448.0]))
-    grads = tree(jnp.full((2, 2), np.nan if bad else 1024.0), jnp.array([1e-9, 1e-3]))
 
     @jax.jit
     def step(params, opt_state, grads):
@@ -193,8 +184,11 @@ def test_overwritten_leaves_can_be_replaced_in_the_loop(bad, link):
         new[NAME] = optax_mp.select_tree(finite, grads[NAME], params[NAME])
         return new, opt_state
 
-    new, state = step(params, tx.init(params), grads)
-    moments = optax.tree.get_all_with_path(state, "mu")[0][1]
-    assert len(jax.tree.leaves(moments)) == 1
-    assert as_bits(new[NAME]) == as_bits((params if bad else grads)[NAME])
-    assert (as_bits(new["params"]) == as_bits(params["params"])) is bad
+    for bad in (False, True):
+        weight_grad = jnp.full((2, 2), np.nan if bad else 1024.0)
+        grads = tree(weight_grad, jnp.array([1e-9, 1e-3]))
+        new, state = step(params, tx.init(params), grads)
+        moments = optax.tree.get_all_with_path(state, "mu")[0][1]
+        assert len(jax.tree.leaves(moments)) == 1
+        assert as_bits(new[NAME]) == as_bits((params if bad else grads)[NAME])
+        assert (as_bits(new["params"]) == as_bits(params["params"])) is bad

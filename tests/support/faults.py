@@ -109,13 +109,9 @@ class StaticRule(LossScaleRule):
     """A loss scale that stays, and counts."""
 
     def _after_finite(self):
-        self.skipped_count = 0
-        self.finite_count += 1
+        """Keep the scale."""
 
-    def _after_overflow(self):
-        self.skipped_count += 1
-        self.total_skipped_count += 1
-        self.finite_count = 0
+    _after_overflow = _after_finite
 
 
 @dataclasses.dataclass
@@ -161,7 +157,7 @@ class System:
             scaled = np.where(is_fault, fault, raw * scale).astype(self.grad_dtype)
             unscaled = flushed(scaled.astype(np.float32)) * (ONE / scale)
             finite = bool(np.isfinite(unscaled).all())
-            self.scaling.step(finite)
+            self.scaling.step("." if finite else "x")
             unscaled = flushed(unscaled)
             is_marked = (unscaled.view(np.uint32) == 0x80000000).all()
             if finite and not (self.is_link and is_marked):

@@ -138,16 +138,20 @@ class LossScaleRule:
         # What has happened, for tests to know that they saw everything.
         self.events = dict.fromkeys(("grew", "capped", "held", "shrank", "floored"), 0)
 
-    def step(self, finite):
-        """Move on by one step."""
-        if finite:
+    def step(self, kind):
+        """Move on by one step: "." finite, "x" overflow, "d" some dropped, "n" NaN loss.
+
+        The last two leave the scale as it is.
+        """
+        self.skipped_count = 0 if kind in ".d" else self.skipped_count + 1
+        self.total_skipped_count += kind in "xn"
+        self.finite_count = self.finite_count + 1 if kind == "." else 0
+        if kind == ".":
             self._after_finite()
-        else:
+        elif kind == "x":
             self._after_overflow()
 
     def _after_finite(self):
-        self.skipped_count = 0
-        self.finite_count += 1
         if self.finite_count < self.growth_interval:
             return
         self.finite_count = 0
@@ -161,15 +165,14 @@ class LossScaleRule:
         self.events["grew"] += 1
 
     def _after_overflow(self):
-        self.skipped_count += 1
-        self.total_skipped_count += 1
-        self.finite_count = 0
         self.hysteresis_left = max(self.hysteresis_left - 1, 0)
         if self.hysteresis_left:
             self.events["held"] += 1
             return
         shrunk = self.scale * self.backoff_factor
         self.scale = max(shrunk, self.min_scale)
+        if shrunk < self.min_scale:
+            self.hysteresis_left = -1
         self.events["shrank" if shrunk >= self.min_scale else "floored"] += 1
 
     def counters(self):
@@ -183,11 +186,11 @@ class LossScaleRule:
         )
 
 
-def scale_trace(rule, finite):
+def scale_trace(rule, kinds):
     """Return the counters of `rule` after each step, one array a field."""
     rows = []
-    for is_finite in finite.tolist():
-        rule.step(is_finite)
+    for kind in kinds:
+        rule.step(kind)
         rows.append(rule.counters())
     dtypes = (np.float32, np.int32, np.int32, np.int32, np.int32)
     columns = zip(*rows, strict=True)
