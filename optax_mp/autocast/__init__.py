@@ -5,7 +5,7 @@ Public, in `optax_mp`:
 - `amp`: run a function in mixed precision.
 - `amp_stop`: keep amp out of a part of a function.
 - `amp_report`, which returns an `AmpReport` of `AmpOperation`s: what ran in which
-  precision, why, and what error that adds.
+  precision and why.
 - `default_amp_rules`: how each operation runs.
 
 A call is traced to a jaxpr, planned and run. In this order, read:
@@ -14,10 +14,10 @@ A call is traced to a jaxpr, planned and run. In this order, read:
 - `_lattice`: the precision of a value.
 - `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`.
 - `_run`: each equation bound again, as planned; `_derivatives`: equations with
-  derivative rules of their own; `_eight_bits`: matrix products of 8-bit operands.
+  derivative rules; `_low_f32`: matrix products with float32 results.
 - `_loop_conditions`: loops that low values may keep from ending.
 - `_changes`: changes that a function makes to Flax NNX modules.
-- `_report`: single operations with and without amp.
+- `_report`: the plan as a table, and the error of the outputs.
 
 Only `optax_mp._jax` knows how equations use the jaxprs inside them.
 """

@@ -13,7 +13,6 @@ from jax import lax
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp.autocast import _eight_bits
 
 MODELS = [f"{x}_transformer" for x in ("linen", "nnx", "equinox", "haiku")]
 MODELS.append("nnx_convolutions")
@@ -136,25 +135,6 @@ def test_masters_and_bfloat16_params_under_amp_train_as_in_float32(model):
     full = training_of(model, "float32")[0]
     assert last(losses) == pytest.approx(last(full), rel=0.01)
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {"bfloat16"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS[:4])
-def test_an_unmodified_transformer_trains_in_8_bits(model, monkeypatch):
-    monkeypatch.setattr(small_models, "WIDTH", 256)
-    monkeypatch.setattr(_eight_bits, "SMALLEST", 256)
-    problem, f8 = getattr(small_models, model)(), "float8_e4m3fn"
-    args = problem.params, problem.state, first_batch(problem)
-    shares = optax_mp.precision_report(autocast(problem.loss, f8), *args).shares()
-    assert shares[f8] + shares["float8_e5m2"] > 0.5
-    in_8, in_16 = (
-        trained(
-            problem, optax.adam(1e-3), autocast(problem.loss, dtype), problem.params
-        )[0]
-        for dtype in (f8, "bfloat16")
-    )
-    assert last(in_16) < 0.85 * in_16[:3].mean()
-    assert last(in_8) == pytest.approx(last(in_16), rel=0.02)
 
 
 # Precision
