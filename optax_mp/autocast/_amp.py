@@ -35,7 +35,7 @@ def amp(
     Params stay float32. Every use of a weight casts it again, so that the gradients of
     its uses are summed in float32. Casts in the function itself are honoured, and so is
     `precision=HIGHEST`. Operations that amp does not know run as written. A function
-    with nothing to change is left alone.
+    with nothing to change runs as it is.
 
     Args:
         fun: any function that JAX can trace. Arrays among its arguments are traced;
@@ -55,7 +55,7 @@ def amp(
             - `"rounded"`: as `"widest"`, with the result in the compute dtype;
             - `"own"`: each input, and the output that belongs to it, in its own dtype;
             - `"as_written"`: as without amp. Operations with a function among their
-              parameters (scatters, reductions by a function, kernels) always run so;
+              parameters (scatters, reductions by a function, kernels) always do this;
             - `"low_f32"`: only for matrix products (`dot_general`): operands in the
               compute dtype, also in the backward pass, and float32 results. The
               gradient of a float32 weight is never rounded, and `jit` sums it over
@@ -142,7 +142,7 @@ def amp_stop(fun: Any = None) -> Any:
     backward pass. Without `amp` it has no effect.
 
     Args:
-        fun: the function that amp leaves alone. Without one, `with amp_stop():` is for
+        fun: the function that runs as written. Without one, `with amp_stop():` is for
             a block of code.
 
     Returns:

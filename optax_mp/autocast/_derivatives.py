@@ -1,12 +1,11 @@
-"""Functions with derivative rules of their own: amp runs the rules as well.
+"""Functions with derivative rules (`custom_jvp`, `custom_vjp`): rules run under amp.
 
-A rule is written for float32, and it is no region of the jaxpr. So JAX differentiates
-the equation as written, that derivative is traced, and the trace runs under amp, as the
-rule of a new function.
+A rule is written for float32 and is not in the jaxpr. JAX differentiates the equation
+as written; the derivative is traced and runs under amp as the rule of a new function.
 
-A rule may ask which inputs are differentiated, and refuse some. So the new function
-also asks JAX (`symbolic_zeros=True`), and differentiates the equation with respect to
-those inputs only, and for the outputs that have cotangents.
+A rule may ask which inputs are differentiated, and refuse some. The new function also
+asks JAX (`symbolic_zeros=True`). It differentiates the equation only with respect to
+these inputs, and only for the outputs that have cotangents.
 """
 
 from collections.abc import Callable, Sequence
@@ -129,7 +128,7 @@ def _nonzero(tangents: Sequence[Any], atoms: Sequence[Any]) -> list[int]:
 def _restrict(
     equation: Equation, indices: Sequence[int], inputs: Sequence[Any]
 ) -> Callable[..., list[Any]]:
-    """Return the equation as a function of its inputs at these indices alone."""
+    """Return the equation as a function of its inputs at these indices."""
 
     def call(*args: Any) -> list[Any]:
         filled = list(inputs)

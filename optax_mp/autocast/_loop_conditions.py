@@ -1,9 +1,9 @@
 """Loops that may never end under amp: their condition reads values computed low.
 
 A root finder iterates until its step is below a tolerance. Computed in 16 bits, the
-step may never be that small. Counters and searches for a token are no such conditions:
-only those count that compare floats which depend on the floats of the iteration before,
-through an operation that runs low.
+step may never be that small. A condition counts if it compares floats that depend on
+the floats of the iteration before, through an operation that runs low. A counter or a
+search for a token does not.
 """
 
 from collections.abc import Sequence, Set

@@ -59,7 +59,7 @@ class Action:
             input; `"low_f32"`: it is a product of its inputs in 16 bits, with a float32
             result; `"function"`: a user's function binds it; `"regions"`: it is bound
             with other regions.
-        inputs: the precision to which each input is cast; a function casts them itself.
+        inputs: the precision that each input is cast to; a function casts them itself.
         outputs: the precisions of its outputs.
         rule: the rule that it follows.
         why: the reason, in the words of `AmpOperation`; `"inside"` for regions.
@@ -134,7 +134,7 @@ class Site(NamedTuple):
     @property
     def line(self) -> str:
         """Its line, or the line of the nearest equation around it that has one."""
-        # A function of JAX has lines of its own only where it is called.
+        # A function of JAX has a line only where it is called.
         lines = map(source_line, (self.equation, *self.around))
         return next(filter(None, lines), "")
 

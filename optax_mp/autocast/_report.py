@@ -1,8 +1,7 @@
-"""amp_report: which operation ran in which precision, why, and what amp changes.
+"""amp_report: the precision of each operation and why, and the error of the outputs.
 
-Equal operations of one source line are one row. A loop, a branch and a call are no rows
-of their own: the operations inside are. The function also runs both ways, as written
-and as planned, for the error of its outputs.
+Equal operations of one source line are one row. A loop or a branch is no row, but the
+operations inside are. For the error, the function runs as written and as planned.
 """
 
 import math
@@ -105,9 +104,9 @@ def amp_report(
 ) -> AmpReport:
     """Compare a function as written with the same under `amp`, on these arguments.
 
-    The report says how each operation ran and why, and how far the outputs are from
-    those of float32. If that is too far, put operations into `amp_stop` and compare
-    again. For the backward pass, report on `jax.grad(fun)`.
+    The report says how each operation ran and why, and the error of the outputs. If
+    the error is too large, put operations into `amp_stop` and compare again. For the
+    backward pass, report on `jax.grad(fun)`.
 
     The function runs both ways, in one program of `jax.jit`. A function with side
     effects, such as a callback, does not run, and its error is not measured. Products

@@ -239,7 +239,7 @@ def _name(key: Any) -> str:
 def call_function(
     rule: Callable[..., Any], low: Any, equation: Equation, inputs: Sequence[Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the inputs and parameters with which a function binds an equation."""
+    """Return the inputs and parameters that a user's function gives an equation."""
     originals = tuple(atom.aval.dtype for atom in equation.invars)
     # A function may ask a literal for its dtype.
     pairs = zip(inputs, originals, strict=True)

@@ -128,9 +128,8 @@ class Interpreter:
         Args:
             jaxpr: the jaxpr.
             plan: its plan.
-            inputs: the precisions in which it takes its inputs. They are cast inside to
-                `plan.inputs`.
-            outputs: the precisions to which its outputs are cast.
+            inputs: the precisions of its inputs. They are cast inside to `plan.inputs`.
+            outputs: the precisions that its outputs are cast to.
         """
         old, _ = open_jaxpr(jaxpr)
 
@@ -150,7 +149,7 @@ class Interpreter:
     def _run_with_rule(
         self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> list[Any]:
-        """Run a function with a rule of its own, and later that rule."""
+        """Run a function that has a derivative rule, and later the rule."""
         # If the equation were bound again, it would keep its rule, which is written for
         # float32.
         (region,), (plan,) = wiring_of(equation).regions, action.regions

@@ -78,7 +78,7 @@ def first_batch(problem):
 
 def state_after_a_step(problem, dtype):
     loss = autocast(problem.loss, dtype)
-    # Alone, so that XLA leaves out what only the loss needs.
+    # Not with the loss, so that XLA leaves out what only the loss needs.
     step = jax.jit(lambda *args: loss(*args)[1])
     return step(problem.params, problem.state, first_batch(problem))
 

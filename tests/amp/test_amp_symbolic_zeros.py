@@ -79,7 +79,7 @@ class Probe:
 def chained(first, second):
     """Return a loss that reads one output of two probes, one after the other.
 
-    The second output of the first depends on `w` alone, and is read by the second.
+    The second output of the first depends only on `w`, and is read by the second.
     """
 
     def loss(x, w):

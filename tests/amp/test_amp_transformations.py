@@ -367,6 +367,18 @@ def test_the_error_of_a_reused_weights_gradient_does_not_grow(steps, dtype):
     assert error(got, want) < 2 * ROUNDING[dtype]
 
 
+def test_gradients_of_a_low_value_that_a_scan_reads_add_up_in_float32():
+    def fun(w, x):
+        low = jnp.sin(x @ w)
+        step = lambda total, v: (total + jnp.sum(low @ v), None)  # noqa: E731
+        return lax.scan(step, jnp.zeros(()), W)[0]
+
+    found = operations(jax.make_jaxpr(jax.grad(autocast(fun)))(W, X))
+    (*_, backward) = [o for o in found if o.name == "scan"]
+    (sum_,) = [x for x in backward.equation.outvars if x.aval.shape == X.shape]
+    assert sum_.aval.dtype == jnp.float32
+
+
 USES = {
     "jit": lambda w, x: (f := jax.jit(jnp.dot))(f(x, w), w),
     "scan": lambda w, x: scan_product(x, w),
