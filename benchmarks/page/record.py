@@ -63,7 +63,6 @@ ABOUT = {
     "composition": "about 20 min",
     "convergence": "about 90 min",
     "demo": "about 30 min",
-    "eight_bits": "about 30 min",
     "evidence": "20 s",
     "finetune": "about 60 min",
     "host_memory": "about 15 min",

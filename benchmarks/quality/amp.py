@@ -147,7 +147,7 @@ def contenders(size: Size) -> dict[str, Callable[[Any, jax.Array], jax.Array]]:
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> None:
-    """Trace `fun` anew: JAX remembers the traces of one function object."""
+    """Trace `fun` again: JAX caches the traces of a function object."""
     jax.make_jaxpr(lambda *args: fun(*args))(*args)
 
 

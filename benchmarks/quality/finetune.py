@@ -170,11 +170,6 @@ LINEAR = {
 }
 # Blocks of the size that is asked for, which several devices may cut.
 UNCUT = {"optax_mp.compact._blocks._size_along": min}
-# So that products as small as these run in 8 bits.
-ANY_SHAPE = {
-    "optax_mp.autocast._eight_bits.SMALLEST": 1,
-    "optax_mp.autocast._eight_bits.MULTIPLE": 1,
-}
 SPLIT8, SPLIT16, FULL = optax_mp.Split(8), optax_mp.Split(16), optax_mp.FullCopy()
 WHOLE_AXIS = 2**16
 
@@ -199,10 +194,6 @@ FORMS = (
     bf16("stochastic rounding", optax_mp.stochastic_rounding),
     f16("f16, loss scale", scaled, optax_mp.value_and_grad),
     Run(Form("amp bf16", "float32", value_and_grad=with_amp(jnp.bfloat16))),
-    Run(
-        Form("amp float8", "float32", value_and_grad=with_amp(jnp.float8_e4m3fn)),
-        patches=ANY_SHAPE,
-    ),
 )
 MUON_16 = "Muon, momentum in 16 bits"
 UNPROTECTED = (

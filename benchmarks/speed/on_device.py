@@ -12,7 +12,7 @@ well.
 - Kernels against XLA: elements that differ after two steps from random codes, bit by
   bit with products that no compiler contracts, and how many are far as it is used.
 - A small transformer, trained from the same weights in float32, bf16, f16 with a loss
-  scale, with a compact state and with float8 products: losses and time per step.
+  scale and with a compact state: losses and time per step.
 - `offload`: what its step moves between host and device, against the bus alone.
 
 A table of its own lists runs that failed or found no time.
@@ -54,7 +54,6 @@ from optax_mp.leafwise import (  # noqa: E402
     _take_step,
 )
 
-F8 = "float8_e4m3fn"
 PACKED = ("Split(16)", "Split(8)", "8-bit state", "5.1 bytes",
           "5.1 bytes, loss scale", "stochastic rounding")  # fmt: skip
 STEPPED = ("float32", "masters", "loss scale", *PACKED)
@@ -289,7 +288,6 @@ TRAININGS = {
         "float16", "float16", lambda tx: forms.scaled(forms.masters(tx))
     ),
     "bf16, 5.1 bytes": Training(forms.BF16, forms.BF16, forms.compact),
-    "float8 products, masters": Training(forms.BF16, F8, forms.masters),
 }
 
 
@@ -313,12 +311,8 @@ def train(scale: Scale, way: Training) -> record.Row:
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        if way.compute_dtype != F8:
-            cast = functools.partial(jnp.asarray, dtype=way.compute_dtype)
-            return amp.loss(params, inputs, size, cast, targets)
-        full = optax_mp.cast_floating(params, jnp.float32)
-        fun = functools.partial(amp.loss, size=size, targets=targets)
-        return optax_mp.amp(fun, compute_dtype=F8)(full, inputs)
+        cast = functools.partial(jnp.asarray, dtype=way.compute_dtype)
+        return amp.loss(params, inputs, size, cast, targets)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:

@@ -127,17 +127,6 @@ def operands(equation: Equation) -> list[Any]:
     return [equation.invars[i].aval for i in operand_indices(equation)]
 
 
-def matrix_sizes(equation: Equation) -> tuple[Any, Any, Any]:
-    """Return the rows, contracted size and columns of a `dot_general`, per batch."""
-    (contracted, batch) = equation.params["dimension_numbers"]
-    left, right = (
-        math.prod(n for axis, n in enumerate(x.shape) if axis not in (*inner, *outer))
-        for x, inner, outer in zip(operands(equation), contracted, batch, strict=True)
-    )
-    shape = operands(equation)[0].shape
-    return left, math.prod(shape[axis] for axis in contracted[0]), right
-
-
 def flops_of(equation: Equation) -> int:
     """Return the FLOPs of a product, run once."""
     if equation.primitive.name == _CONVOLUTION:

@@ -123,16 +123,6 @@ class TracedCall:
 
 
 @contextlib.contextmanager
-def note_on_leaks(note: str) -> Iterator[None]:
-    """Add a note to the error on a value that is used after its trace has ended."""
-    try:
-        yield
-    except jax.errors.UnexpectedTracerError as error:
-        error.add_note(note)
-        raise
-
-
-@contextlib.contextmanager
 def explain_carry_error(caller: str) -> Iterator[None]:
     """Raise another error for JAX's on a loop whose carry changes its dtype."""
     try:

@@ -4,8 +4,8 @@ Public, in `optax_mp`:
 
 - `amp`: run a function in mixed precision.
 - `amp_stop`: keep amp out of a part of a function.
-- `amp_report`, which returns an `AmpReport` of `AmpOperation`s: what ran in which
-  precision, why, and what error that adds.
+- `amp_report`: an `AmpReport` of `AmpOperation`s, the precision of each operation and
+  the reason.
 - `default_amp_rules`: how each operation runs.
 
 A call is traced to a jaxpr, planned and run. In this order, read:
@@ -13,11 +13,11 @@ A call is traced to a jaxpr, planned and run. In this order, read:
 - `_rules`: which rule an operation follows, a word or a function of the user.
 - `_lattice`: the precision of a value.
 - `_plan`: from the rules to the precision of every value. It looks ahead by `_demand`.
-- `_run`: each equation bound again, as planned; `_derivatives`: equations with
-  derivative rules of their own; `_eight_bits`: matrix products of 8-bit operands.
-- `_loop_conditions`: loops that low values may keep from ending.
-- `_changes`: changes that a function makes to Flax NNX modules.
-- `_report`: single operations with and without amp.
+- `_run`: binds each equation again, as planned; `_derivatives`: equations with
+  derivative rules; `_low_f32`: matrix products with float32 results.
+- `_loop_conditions`: warns of loops that may never end in 16 bits.
+- `_changes`: writes back the changes that a function makes to Flax NNX modules.
+- `_report`: the plan as a table, and the error of the outputs.
 
 Only `optax_mp._jax` knows how equations use the jaxprs inside them.
 """

@@ -1,14 +1,13 @@
-"""amp: any JAX function, with its matrix products in 16 bits, or in 8."""
+"""amp: any JAX function, with its matrix products in 16 bits."""
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_mp._jax._jaxpr import evaluate
 from optax_mp._warnings import count_event, warn
 from optax_mp.autocast._changes import pure_call
 from optax_mp.autocast._lattice import full_precisions
@@ -23,6 +22,7 @@ def amp(
     *,
     compute_dtype: DTypeLike = jnp.bfloat16,
     rules: Mapping[Any, Rule] = default_amp_rules,
+    **others: Never,
 ) -> Function:
     """Run a function that is written for float32 in mixed precision.
 
@@ -35,16 +35,13 @@ def amp(
     Params stay float32. Every use of a weight casts it again, so that the gradients of
     its uses are summed in float32. Casts in the function itself are honoured, and so is
     `precision=HIGHEST`. Operations that amp does not know run as written. A function
-    with nothing to change is left alone.
+    with nothing to change runs as it is.
 
     Args:
         fun: any function that JAX can trace. Arrays among its arguments are traced;
             everything else is passed through.
         compute_dtype: bfloat16 or float16. With float16, scale the loss
-            (`optax_mp.dynamic_loss_scale`). float8_e4m3fn stands for bfloat16 with the
-            rule `"f8"` in the place of `"low"` for matrix products, and float8_e5m2
-            for the same with operands in that dtype. If no product qualifies for 8
-            bits, the call warns.
+            (`optax_mp.dynamic_loss_scale`).
         rules: how each operation runs: a mapping that replaces `default_amp_rules`, or
             extends them by `|`. A key is a primitive (`jax.lax.tanh_p`, or its name
             `"tanh"`) or the name of a `jax.named_scope`. `"amp_default"` stands for
@@ -58,16 +55,12 @@ def amp(
             - `"rounded"`: as `"widest"`, with the result in the compute dtype;
             - `"own"`: each input, and the output that belongs to it, in its own dtype;
             - `"as_written"`: as without amp. Operations with a function among their
-              parameters (scatters, reductions by a function, kernels) always run so;
-            - `"f8"`: for matrix products (`dot_general`): operands in 8 bits, with a
-              scale for each, and the result in the compute dtype. Products with a row,
-              column or contracted size below 512, or no multiple of 16, run low;
-            - `"not_f8"`: for matrix products: in the compute dtype;
-            - `"low_f32"`: for matrix products: operands in the compute dtype, also in
-              the backward pass, and float32 results: the gradient of a float32 weight
-              is never rounded, and `jit` sums it over devices in float32. The last
-              three words are for matrix products alone. Other rules win over them,
-              around or inside of their scope.
+              parameters (scatters, reductions by a function, kernels) always do this;
+            - `"low_f32"`: only for matrix products (`dot_general`): operands in the
+              compute dtype, also in the backward pass, and float32 results. The
+              gradient of a float32 weight is never rounded, and `jit` sums it over
+              devices in float32. Other rules win over this one, around its scope or
+              inside it.
 
             or a function `(compute_dtype, original_dtypes, *invars, **bind_params) ->
             (new_invars, new_bind_params)`. It gets the dtypes as written, the inputs,
@@ -76,25 +69,24 @@ def amp(
             the parameters. The result goes on in the compute dtype if it has 16 bits or
             less, else as written. The function is traced, more than once. It is for
             operations on float32 (one whose inputs are all integers or 16 bits runs as
-            written), and in a scope for those that `default_amp_rules` lists. Inside of
-            the rule of a `jax.custom_jvp`, JAX transposes what it does, so it must be
-            linear there.
+            written), and in a scope for those that `default_amp_rules` lists. In the
+            derivative rule of a `jax.custom_jvp` it must be linear, because JAX
+            transposes it.
 
             The rule of a scope wins over the rule of an operation, and the outermost
             scope over inner ones.
+        **others: none; for a clear error on `dtype` or `enabled`.
 
     Returns:
         The function in mixed precision.
 
     Raises:
-        TypeError: if `fun` is not callable, or `rules` is not a mapping of such keys;
-            when called, if a function among the rules returns anything else, or if the
-            carry of a loop in `fun` changes its dtype as written.
-        ValueError: if `compute_dtype` is neither a 16-bit float nor one of the two
-            8-bit floats, if a rule is unknown, or if a rule for products is given
-            to another operation.
-        NotImplementedError: if a function with 8-bit products is differentiated twice.
-            Such a function has no derivative in forward mode (`jax.jvp`) either.
+        TypeError: if `fun` is not callable, or `rules` is not a mapping of such keys,
+            or for an argument of another name; when called, if a function among the
+            rules returns anything else, or if the carry of a loop in `fun` changes its
+            dtype as written.
+        ValueError: if `compute_dtype` is not a 16-bit float, if a rule is unknown, or
+            if a rule for products is given to another operation.
 
     Example:
         >>> import jax
@@ -106,15 +98,17 @@ def amp(
         'float32'
         >>> "bf16[2,4] = dot_general" in str(jax.make_jaxpr(optax_mp.amp(loss))(w, x))
         True
-        >>> in_8_bits = optax_mp.amp(loss, compute_dtype=jnp.float8_e4m3fn)
-        >>> w, x = jnp.eye(512), jnp.ones((768, 512))
-        >>> "f8_e4m3fn[768,512]" in str(jax.make_jaxpr(in_8_bits)(w, x))
-        True
 
     References:
         Micikevicius et al., Mixed Precision Training, 2018,
         https://arxiv.org/abs/1710.03740
     """
+    if others:
+        raise TypeError(
+            "amp: expected no arguments but `fun`, `compute_dtype` and `rules`, got "
+            f"{', '.join(others)}; give a dtype as `compute_dtype`, and to run without "
+            "amp call `fun` itself, or put a part of it into amp_stop."
+        )
     if not callable(fun):
         raise TypeError(
             f"amp: expected `fun` to be a function, got {fun!r}; to decorate with "
@@ -131,13 +125,9 @@ def amp(
         traced, plan = interpreter.trace(call)
         for text in interpreter.warnings(traced, plan):
             warn(f"amp: {text}")
-        if plan.is_changed:
-            values = interpreter.run(traced.closed, plan, traced.arrays)
-            outvars = traced.closed.jaxpr.outvars
-            values = interpreter.cast_all(values, full_precisions(outvars), outvars)
-        else:
-            # As it is: the result for a Python number keeps its weak type.
-            values = evaluate(traced.closed, traced.arrays)
+        values = interpreter.run(traced.closed, plan, traced.arrays)
+        outvars = traced.closed.jaxpr.outvars
+        values = interpreter.cast_all(values, full_precisions(outvars), outvars)
         result, changes = traced.unflatten(values)
         call.write_back(changes)
         return result
@@ -152,7 +142,7 @@ def amp_stop(fun: Any = None) -> Any:
     backward pass. Without `amp` it has no effect.
 
     Args:
-        fun: the function that amp leaves alone. Without one, `with amp_stop():` is for
+        fun: the function that runs as written. Without one, `with amp_stop():` is for
             a block of code.
 
     Returns:

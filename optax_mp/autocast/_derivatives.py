@@ -1,20 +1,19 @@
-"""Functions with derivative rules of their own: amp runs the rules as well.
+"""Functions with derivative rules (`custom_jvp`, `custom_vjp`): rules run under amp.
 
-A rule is written for float32, and it is no region of the jaxpr. So JAX differentiates
-the equation as written, that derivative is traced, and the trace runs under amp, as the
-rule of a new function.
+A rule is written for float32 and is not in the jaxpr. JAX differentiates the equation
+as written; the derivative is traced and runs under amp as the rule of a new function.
 
-A rule may ask which inputs are differentiated, and refuse some. So the new function
-also asks JAX (`symbolic_zeros=True`), and differentiates the equation with respect to
-those inputs, and for the outputs that have cotangents, alone.
+A rule may ask which inputs are differentiated, and refuse some. The new function also
+asks JAX (`symbolic_zeros=True`). It differentiates the equation only with respect to
+these inputs, and only for the outputs that have cotangents.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
+from jax.tree_util import Partial
 
 from optax_mp._jax._jaxpr import Equation, bind
 from optax_mp._tree import is_inexact
@@ -69,13 +68,12 @@ def custom_vjp(
         perturbed = [
             i for i, x in enumerate(args) if x.perturbed and is_inexact(invars[i].aval)
         ]
-        residual_dtypes: tuple[Any, ...] = ()
+        residual_dtypes: list[Any] = []
 
         def linearize(inputs: Sequence[Any]) -> Any:
-            nonlocal residual_dtypes
             function = _restrict(equation, perturbed, inputs)
             outputs, linear = jax.linearize(function, *(inputs[i] for i in perturbed))
-            residual_dtypes = tuple(x.dtype for x in jax.tree.leaves(linear))
+            residual_dtypes[:] = [x.dtype for x in jax.tree.leaves(linear)]
             return outputs, linear
 
         inputs = [x.value for x in args]
@@ -83,53 +81,39 @@ def custom_vjp(
         # the residuals, and its structure is code.
         (outputs, linear), _ = interpret(linearize, (inputs,), (dtypes,))
         # A plain number comes as written.
-        low_dtypes = tuple(getattr(inputs[i], "dtype", dtypes[i]) for i in perturbed)
-        facts = _Facts(residual_dtypes, tuple(perturbed), low_dtypes)
-        return list(map(cast, outputs, output_dtypes)), (linear, facts)
+        low_dtypes = [getattr(inputs[i], "dtype", dtypes[i]) for i in perturbed]
 
-    def backward(saved: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        linear, facts = saved
-        read = _nonzero(cotangents, outvars)
+        def pull(linear: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+            read = _nonzero(cotangents, outvars)
 
-        def transpose(linear: Any, cotangents: Sequence[Any]) -> Any:
-            def read_outputs(*tangents: Any) -> list[Any]:
-                outputs = linear(*tangents)
-                return [outputs[i] for i in read]
+            def transpose(linear: Any, cotangents: Sequence[Any]) -> Any:
+                def read_outputs(*tangents: Any) -> list[Any]:
+                    outputs = linear(*tangents)
+                    return [outputs[i] for i in read]
 
-            avals = [invars[i].aval for i in facts.perturbed]
-            return jax.linear_transpose(read_outputs, *avals)(cotangents)
+                avals = [invars[i].aval for i in perturbed]
+                return jax.linear_transpose(read_outputs, *avals)(cotangents)
 
-        values = (linear, [cotangents[i] for i in read])
-        out_dtypes = [outvars[i].aval.dtype for i in read]
-        as_written = (facts.residual_dtypes, out_dtypes)
-        pulled, depend = interpret(transpose, values, as_written)
-        # None for an input without a gradient. The others must have the dtypes of the
-        # inputs, which may be low.
-        gradients: list[Any] = [None] * len(invars)
-        pairs = zip(facts.perturbed, facts.dtypes, strict=True)
-        for (i, dtype), gradient, depends in zip(pairs, pulled, depend, strict=True):
-            gradients[i] = cast(gradient, dtype) if depends else None
-        return tuple(gradients)
+            values = (linear, [cotangents[i] for i in read])
+            as_written = (residual_dtypes, [outvars[i].aval.dtype for i in read])
+            pulled, depend = interpret(transpose, values, as_written)
+            # None for an input without a gradient. The others must have the dtypes of
+            # the inputs, which may be low.
+            gradients: list[Any] = [None] * len(invars)
+            found = zip(perturbed, pulled, low_dtypes, depend, strict=True)
+            for i, gradient, dtype, depends in found:
+                gradients[i] = cast(gradient, dtype) if depends else None
+            return tuple(gradients)
+
+        # Also a pytree, so that the rule can save it.
+        return list(map(cast, outputs, output_dtypes)), Partial(pull, linear)
+
+    def backward(pull: Partial, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        return pull(cotangents)
 
     function = jax.custom_vjp(call)
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Facts:
-    """Facts of the forward pass for the backward pass, apart from arrays.
-
-    Attributes:
-        residual_dtypes: the dtypes of the residuals as written.
-        perturbed: the indices of the inputs that are differentiated.
-        dtypes: the dtypes of these inputs, which may be low.
-    """
-
-    residual_dtypes: tuple[Any, ...]
-    perturbed: tuple[int, ...]
-    dtypes: tuple[Any, ...]
 
 
 def _nonzero(tangents: Sequence[Any], atoms: Sequence[Any]) -> list[int]:
@@ -144,7 +128,7 @@ def _nonzero(tangents: Sequence[Any], atoms: Sequence[Any]) -> list[int]:
 def _restrict(
     equation: Equation, indices: Sequence[int], inputs: Sequence[Any]
 ) -> Callable[..., list[Any]]:
-    """Return the equation as a function of its inputs at these indices alone."""
+    """Return the equation as a function of its inputs at these indices."""
 
     def call(*args: Any) -> list[Any]:
         filled = list(inputs)

@@ -104,7 +104,7 @@ def literal_precision(atom: Any) -> Precision:
 
 
 def as_computed(precisions: Iterable[Precision]) -> Precisions:
-    """Return precisions in which literals and arguments are full."""
+    """Return these precisions, with literals and arguments full."""
     return tuple(FULL if isinstance(x, Weak | Argument) else x for x in precisions)
 
 

@@ -1,9 +1,9 @@
 """Loops that may never end under amp: their condition reads values computed low.
 
 A root finder iterates until its step is below a tolerance. Computed in 16 bits, the
-step may never be that small. Counters and searches for a token are no such conditions:
-only those count that compare floats which depend on the floats of the iteration before,
-through an operation that runs low.
+step may never be that small. A condition counts if it compares floats that depend on
+the floats of the iteration before, through an operation that runs low. A counter or a
+search for a token does not.
 """
 
 from collections.abc import Sequence, Set
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from optax_mp._jax._control_flow import ForwardResult, has_regions, wiring_of
 from optax_mp._jax._dataflow import follow
-from optax_mp._jax._jaxpr import Equation, is_shaped
+from optax_mp._jax._jaxpr import Equation
 from optax_mp._jax._primitives import COMPARISONS
+from optax_mp._tree import is_floating
 from optax_mp.autocast._plan import Site
 
 # How a value depends on the floats that a loop carries; of several, the largest counts.
@@ -42,7 +43,7 @@ def _compares_low(loop: Equation, low: Set[int]) -> bool:
     """Return whether a while loop goes on by floats that some equations compute."""
     start = [_NOT] * len(loop.invars)
     for _, i in wiring_of(loop).carry:
-        start[i] = _DEPENDS if _is_float(loop.invars[i]) else _NOT
+        start[i] = _DEPENDS if is_floating(loop.invars[i].aval) else _NOT
     return _DEPENDS_BY_LOW in _through(loop, start, low).decisions
 
 
@@ -63,13 +64,9 @@ def _through(equation: Equation, inputs: Sequence[int], low: Set[int]) -> Forwar
 
 def _result(equation: Equation, inputs: list[int], low: Set[int], output: Any) -> int:
     """Return how an output of an equation without regions depends on such floats."""
-    if equation.primitive.name not in COMPARISONS and not _is_float(output):
+    if equation.primitive.name not in COMPARISONS and not is_floating(output.aval):
         # An argmax, the order of a sort, or `is_finite` is no test against a tolerance.
         pairs = zip(inputs, equation.invars, strict=True)
-        inputs = [x for x, atom in pairs if not _is_float(atom)]
+        inputs = [x for x, atom in pairs if not is_floating(atom.aval)]
     depends = max(inputs, default=_NOT)
     return _DEPENDS_BY_LOW if depends and id(equation) in low else depends
-
-
-def _is_float(atom: Any) -> bool:
-    return is_shaped(atom.aval) and jnp.issubdtype(atom.aval.dtype, jnp.floating)

@@ -56,10 +56,10 @@ class Action:
 
     Attributes:
         how: `"bind"`: its inputs are cast and it is bound; `"same"`: it returns its
-            input; `"f8"` and `"low_f32"`: it is a product of its inputs in 8 bits, or
-            in 16 with a float32 result; `"function"`: a user's function binds it;
-            `"regions"`: it is bound with other regions.
-        inputs: the precision to which each input is cast; a function casts them itself.
+            input; `"low_f32"`: it is a product of its inputs in 16 bits, with a float32
+            result; `"function"`: a user's function binds it; `"regions"`: it is bound
+            with other regions.
+        inputs: the precision that each input is cast to; a function casts them itself.
         outputs: the precisions of its outputs.
         rule: the rule that it follows.
         why: the reason, in the words of `AmpOperation`; `"inside"` for regions.
@@ -79,8 +79,8 @@ class Action:
 
     @property
     def ran_low(self) -> bool:
-        """Whether the operation itself runs in the compute dtype, or in 8 bits."""
-        return LOW in self.inputs or self.how in ("f8", "low_f32")
+        """Whether the operation itself runs in the compute dtype."""
+        return LOW in self.inputs or self.how == "low_f32"
 
     @property
     def is_changed(self) -> bool:
@@ -134,24 +134,9 @@ class Site(NamedTuple):
     @property
     def line(self) -> str:
         """Its line, or the line of the nearest equation around it that has one."""
-        # A function of JAX has lines of its own only where it is called.
+        # A function of JAX has a line only where it is called.
         lines = map(source_line, (self.equation, *self.around))
         return next(filter(None, lines), "")
-
-
-@dataclass(frozen=True)
-class _Context:
-    """Facts of an equation that other equations decide.
-
-    Attributes:
-        precisions: of its inputs.
-        wants: what the readers of its outputs want.
-        scope_rule: the rule of the scope that it is in.
-    """
-
-    precisions: Precisions
-    wants: Wants
-    scope_rule: Rule | None
 
 
 class Planner:
@@ -190,52 +175,54 @@ class Planner:
         wanted = self._demand.wants_within(jaxpr, wants, scope_rule)
         actions: list[Action] = []
         for equation in jaxpr.eqns:
-            context = _Context(
-                tuple(map(precision, equation.invars)),
-                tuple(map(wanted.get, equation.outvars)),
-                self.rules.scope_rule_of(equation, scope_rule),
-            )
-            action = self._plan_equation(equation, context)
+            precisions = tuple(map(precision, equation.invars))
+            wants = tuple(map(wanted.get, equation.outvars))
+            own_scope = self.rules.scope_rule_of(equation, scope_rule)
+            action = self._plan_equation(equation, precisions, wants, own_scope)
             actions.append(action)
             of_vars.update(zip(equation.outvars, action.outputs, strict=True))
         is_changed = LOW in inputs or any(action.is_changed for action in actions)
         outputs = tuple(map(precision, jaxpr.outvars))
         return Plan(inputs, _without_round_trips(jaxpr, actions), outputs, is_changed)
 
-    def _plan_equation(self, equation: Equation, context: _Context) -> Action:
-        precisions, scope_rule = context.precisions, context.scope_rule
+    def _plan_equation(
+        self, equation: Equation, precisions: Precisions, wants: Wants, scope: Any
+    ) -> Action:
+        """Plan an equation.
+
+        Args:
+            equation: the equation.
+            precisions: the precisions of its inputs.
+            wants: what the readers of its outputs want.
+            scope: the rule of the scope that it is in, or None.
+        """
         # With this rule, an equation is bound as a whole, with its regions.
-        if scope_rule != "as_written":
+        if scope != "as_written":
             if can_convert(equation):
-                return self._plan_regions(equation, context)
+                return self._plan_regions(equation, precisions, wants, scope)
             if equation.primitive.name == "convert_element_type":
-                return self._plan_cast(equation, precisions, scope_rule)
+                return self._plan_cast(equation, precisions, scope)
         is_bias_add = adds_bias(equation, precisions)
-        rule, why = self.rules.rule_of(equation, scope_rule, is_bias_add)
+        rule, why = self.rules.rule_of(equation, scope, is_bias_add)
         if callable(rule):
             inputs, outputs = self._ask(rule, equation, precisions)
-            return Action("function", inputs, outputs, rule, why, scope_rule)
+            return Action("function", inputs, outputs, rule, why, scope)
         if rule == "own":
             # Such a primitive returns one output for each input.
             own = as_computed(precisions)
-            return Action("bind", own, own, rule, why, scope_rule)
+            return Action("bind", own, own, rule, why, scope)
         name = equation.primitive.name
         if rule == "widest" and name in REPEATS and isinstance(precisions[0], Weak):
             # A repeated literal stays weak: later operations decide.
-            return Action("bind", (FULL,), precisions, rule, "literal", scope_rule)
-        if rule == "f8":
-            # If operands are in 16 bits as written, so is the result.
-            inputs = set_all(LOW, precisions)
-            outputs = full_precisions(equation.outvars)
-            outputs = set_all(LOW, outputs) if LOW in inputs else outputs
-            return Action("f8", inputs, outputs, rule, why, scope_rule)
+            return Action("bind", (FULL,), precisions, rule, "literal", scope)
         if rule == "low_f32":
             # Cast inside, where a float32 operand has a float32 gradient.
             inputs, outputs = as_computed(precisions), full_precisions(equation.outvars)
-            return Action(rule, inputs, outputs, rule, why, scope_rule)
+            return Action(rule, inputs, outputs, rule, why, scope)
         target = result = FULL
         if rule in ("low", "widest", "rounded"):
-            target, why = self._target(equation, rule, context, why)
+            target, found = self._target(equation, rule, precisions, wants)
+            why = found or why
             is_rounded = rule == "rounded" and why == "inputs"
             result = LOW if is_rounded else target
         inputs = set_all(target, precisions)
@@ -247,7 +234,7 @@ class Planner:
             # With a float32 result, products of the backward pass would have inputs of
             # two dtypes. Hardware accumulates in float32 anyway.
             params = params | {"preferred_element_type": self.rules.compute_dtype}
-        return Action("bind", inputs, outputs, rule, why, scope_rule, params)
+        return Action("bind", inputs, outputs, rule, why, scope, params)
 
     def _ask(
         self, rule: Any, equation: Equation, precisions: Precisions
@@ -278,17 +265,17 @@ class Planner:
         return inputs, set_all(LOW, outputs) if is_low else outputs
 
     def _target(
-        self, equation: Equation, rule: str, context: _Context, why: str
+        self, equation: Equation, rule: str, precisions: Precisions, wants: Wants
     ) -> tuple[str, str]:
-        """Return the precision in which an operation is done, and why."""
-        if not self._fit(context.precisions):
+        """Return the precision of an operation, and why, if not because of its rule."""
+        if not self._fit(precisions):
             return FULL, "literal"
         if rule == "low":
             # Even if inputs or readers are full: matrix products take the most time.
-            return LOW, why
-        if is_better_full(equation, context.wants):
+            return LOW, ""
+        if is_better_full(equation, wants):
             return FULL, "sink"
-        return (FULL, "inputs") if widest(context.precisions) == FULL else (LOW, why)
+        return (FULL, "inputs") if widest(precisions) == FULL else (LOW, "")
 
     def _fit(self, precisions: Sequence[Precision]) -> bool:
         """Return whether the range of the compute dtype holds all literals."""
@@ -298,16 +285,16 @@ class Planner:
         return all(self._smallest <= size <= self._largest for size in sizes)
 
     def _plan_cast(
-        self, equation: Equation, precisions: Precisions, scope_rule: Rule | None
+        self, equation: Equation, precisions: Precisions, scope: Rule | None
     ) -> Action:
         """Plan a change of dtype. The user asked for it, so it is honoured."""
         old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
         outputs = full_precisions(equation.outvars)
         if old == new and precisions[0] is not None:
             # It only changes whether the type is weak.
-            return Action("same", precisions, precisions, "own", "cast", scope_rule)
+            return Action("same", precisions, precisions, "own", "cast", scope)
         if precisions[0] == LOW and new == self.rules.compute_dtype:
-            return Action("same", precisions, outputs, "own", "cast", scope_rule)
+            return Action("same", precisions, outputs, "own", "cast", scope)
         if old == np.bool_ and outputs[0]:
             outputs = (Weak(),)  # 0 and 1 are exact in any dtype
         if is_half(equation.invars[0]) and outputs[0]:
@@ -315,23 +302,23 @@ class Planner:
             is_exact = old == self.rules.compute_dtype
             outputs = argument_precisions(equation.outvars, is_exact)
         inputs = as_computed(precisions)
-        return Action("bind", inputs, outputs, "as_written", "cast", scope_rule)
+        return Action("bind", inputs, outputs, "as_written", "cast", scope)
 
-    def _plan_regions(self, equation: Equation, context: _Context) -> Action:
-        wiring, scope_rule = wiring_of(equation), context.scope_rule
+    def _plan_regions(
+        self, equation: Equation, precisions: Precisions, wants: Wants, scope: Any
+    ) -> Action:
+        wiring = wiring_of(equation)
         carried = {i for _, i in wiring.carry}
         # From the second iteration on a carry is a computed value.
-        computed = as_computed(context.precisions)
-        initial = [
-            computed[i] if i in carried else x for i, x in enumerate(context.precisions)
-        ]
-        _, wants = self._demand.wants_through(equation, context.wants, scope_rule)
+        computed = as_computed(precisions)
+        initial = [computed[i] if i in carried else x for i, x in enumerate(precisions)]
+        _, in_loop = self._demand.wants_through(equation, wants, scope)
 
         def plan_region(region: Region, inputs: Precisions) -> Plan:
             # An output that is None only decides whether a loop goes on.
-            wanted = tuple(None if i is None else wants[i] for i in region.outputs)
+            wanted = tuple(None if i is None else in_loop[i] for i in region.outputs)
             jaxpr, _ = open_jaxpr(region.jaxpr)
-            return self._plan_cached(jaxpr, inputs, wanted, scope_rule)
+            return self._plan_cached(jaxpr, inputs, wanted, scope)
 
         def outputs_of(region: Region, inputs: Precisions) -> Precisions:
             outputs = plan_region(region, inputs).outputs
@@ -357,7 +344,7 @@ class Planner:
         if not any(plan.is_changed for plan in plans):
             # Bound as written, it takes and returns values as written.
             how, inputs, outputs = "bind", set_all(FULL, inputs), as_computed(outputs)
-        reason = ("inside", "inside", scope_rule)
+        reason = ("inside", "inside", scope)
         return Action(how, inputs, outputs, *reason, regions=tuple(plans))
 
     def _join(self, precisions: Sequence[Precision]) -> Precision:

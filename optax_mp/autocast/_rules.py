@@ -4,7 +4,6 @@ A rule is for a primitive or for a `jax.named_scope`. A scope's rule wins over a
 primitive's, and the outermost scope's over others.
 """
 
-import difflib
 import functools
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -27,19 +26,25 @@ from optax_mp._jax._jaxpr import (
 from optax_mp._jax._primitives import AMP_WORDS
 from optax_mp._jax._source import scopes
 from optax_mp._tree import describe, is_floating
-from optax_mp.autocast._eight_bits import DTYPES, E4M3, PRIMITIVE, fits
-from optax_mp.autocast._lattice import is_half, takes_part
+from optax_mp.autocast._lattice import takes_part
 
 # A rule is one of these words, or a user's function. The docstring of `amp` says what
 # they mean.
 Rule = str | Callable[..., Any]
 WORDS = (
-    "low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written", "f8",
-    "not_f8", "low_f32",
+    "low", "f32", "f32_if_f16", "widest", "rounded", "own", "as_written", "low_f32"
 )  # fmt: skip
-# These are for products alone. In their scope, other operations run as without them,
-# and so do products with another rule around or inside of the scope.
-PRODUCT_WORDS: dict[Rule, str] = {"f8": "f8", "not_f8": "low", "low_f32": "low_f32"}
+_NO_8_BITS = (
+    "amp has no products in 8 bits, which move more bytes than in bfloat16: use "
+    "bfloat16, or for 8 bits qwix, Transformer Engine or flax.linen.Fp8DotGeneralOp."
+)
+# The product that `"low_f32"` is for.
+PRIMITIVE = "dot_general"
+# Inside of a `jax.custom_jvp`, JAX may transpose a product, so it must be linear.
+LINEAR = "linear products"
+# Rules of a scope for products only, and how these run. Other operations in the scope
+# run as without it, and so do products with another rule around or inside of it.
+PRODUCT_WORDS: dict[Rule, str] = {"low_f32": "low_f32", LINEAR: "low"}
 # Keys that do not name a primitive.
 DEFAULT = "amp_default"
 STOP = "amp_stop"
@@ -67,25 +72,21 @@ class Rules:
     def __init__(self, rules: Any, compute_dtype: DTypeLike) -> None:
         """Read `rules` as a user gives them."""
         dtype = floating_dtype(compute_dtype, "amp: `compute_dtype`")
-        if bits(dtype) != 16 and dtype not in DTYPES:
+        if bits(dtype) != 16:
+            wide = bits(dtype) > 16
+            advice = "call the function without amp." if wide else _NO_8_BITS
             raise ValueError(
-                "amp: expected `compute_dtype` to be bfloat16 or float16, or one of "
-                "the 8-bit floats that hardware multiplies, float8_e4m3fn and "
-                f"float8_e5m2, got {dtype.name}; for a wider dtype call the function "
-                "without amp."
+                "amp: expected `compute_dtype` to be bfloat16 or float16, got "
+                f"{dtype.name}; {advice}"
             )
         if not isinstance(rules, Mapping):
             raise TypeError(
                 "amp: expected `rules` to be a mapping such as "
                 f"default_amp_rules | {{'tanh': 'f32'}}, got {rules!r}."
             )
-        self.is_8_bit = dtype in DTYPES
-        self.f8_dtype = dtype if self.is_8_bit else E4M3
-        self.compute_dtype = jnp.dtype(jnp.bfloat16) if self.is_8_bit else dtype
+        self.compute_dtype = dtype
         self._by_name: dict[str, Rule] = {DEFAULT: "as_written"}
         self._by_name |= {_name(key): rule for key, rule in rules.items()}
-        if self.is_8_bit and self._by_name.get(PRIMITIVE) == "low":
-            self._by_name[PRIMITIVE] = "f8"
         # The name of a primitive never names a scope: the whole backward pass is in a
         # scope named "transpose".
         operations = {RECIPROCAL, BIAS_ADD, *default_amp_rules, *primitive_names()}
@@ -118,22 +119,17 @@ class Rules:
 
     def warnings_of_names(self, equations: Iterable[Equation]) -> tuple[str, ...]:
         """Return a warning of the names in the rules that no equation has."""
-        missing, seen = set(self._names_to_find), set()
+        missing = set(self._names_to_find)
         for equation in equations if missing else ():
-            stack = scopes(equation)
-            seen.update(scope_parts(stack))
-            missing -= {name for name, _ in self._in_scopes(stack)}
+            missing -= {name for name, _ in self._in_scopes(scopes(equation))}
             missing.discard(equation.primitive.name)
         if not missing:
             return ()
-        names = ", ".join(map(repr, sorted(missing)))
-        seen |= {*default_amp_rules, *primitive_names()}
-        nearest = difflib.get_close_matches(min(missing), seen)
-        hint = f"; did you mean {' or '.join(map(repr, nearest))}?" if nearest else "."
         return (
             "expected each name in `rules` to be a primitive of JAX, or a "
             "`jax.named_scope` that the function enters in this call (scopes that only "
-            f"a derivative rule enters are not seen), got {names}{hint}",
+            "a derivative rule enters are not seen), got "
+            f"{', '.join(map(repr, sorted(missing)))}; correct it, or remove its rule.",
         )
 
     def _look_up(self, stack: str) -> list[tuple[str, Rule]]:
@@ -151,20 +147,14 @@ class Rules:
     ) -> tuple[Rule, str]:
         """Return the rule that an equation follows in a scope, and the reason."""
         rule, why = self._named(equation, scope, adds_bias)
-        if rule == "f8" and not fits(equation):
-            rule, why = "low", "shape"
         if not any(map(takes_part, equation.invars)):
-            # In 16 bits as written, it may still be done in 8.
-            is_16_bit = rule == "f8" and all(map(is_half, equation.invars))
-            if is_16_bit and _is_free(equation.params["precision"]):
-                return rule, why
             return "as_written", "inputs"
         if rule in ("f32", "as_written") or (callable(rule) and why == "rule"):
             return rule, why
         params = equation.params
         if jaxprs_within(equation) or params.get("out_dtype") is not None:
             return "as_written", "parameters"
-        if rule in ("low", "f8", "low_f32") and "preferred_element_type" in params:
+        if rule in ("low", "low_f32") and "preferred_element_type" in params:
             if not all(map(self._can_be_low, equation.outvars)):
                 return "as_written", "parameters"
             if not _is_free(params.get("precision")):
@@ -185,14 +175,13 @@ class Rules:
             own = self._by_name.get(RECIPROCAL, own)
         if own == "widest" and adds_bias:
             own = self._by_name.get(BIAS_ADD, own)
-        if scope is not None and scope in PRODUCT_WORDS:
-            if name == PRIMITIVE and own != "as_written" and not callable(own):
-                own, why = scope, "scope"
         # A scope decides only where amp has a choice: an fft has no 16-bit form. Beside
         # a function for a scope, there may be no other rules.
-        elif scope is not None and (
-            own != "as_written" or (callable(scope) and name in AMP_WORDS)
-        ):
+        has_choice = own != "as_written" or (callable(scope) and name in AMP_WORDS)
+        is_meant = scope not in PRODUCT_WORDS or (
+            name == PRIMITIVE and not callable(own)
+        )
+        if scope is not None and has_choice and is_meant:
             own, why = scope, "scope"
         own = PRODUCT_WORDS.get(own, own)
         if own == "f32_if_f16":
@@ -217,10 +206,11 @@ def _is_free(precision: Any) -> bool:
 def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
     """Raise if a rule is unknown, or an operation cannot have it."""
     if rule not in WORDS and not (callable(rule) and isinstance(rule, Hashable)):
+        advice = _NO_8_BITS if rule in ("f8", "not_f8") else "give it one of these."
         raise ValueError(
             f"amp: expected the rule of {name!r} to be one of {', '.join(WORDS)}, or a "
             "hashable function (compute_dtype, original_dtypes, *invars, "
-            f"**bind_params) -> (new_invars, new_bind_params), got {rule!r}."
+            f"**bind_params) -> (new_invars, new_bind_params), got {rule!r}; {advice}"
         )
     if is_operation and name in (*WITH_REGIONS, "convert_element_type"):
         raise ValueError(
@@ -231,26 +221,25 @@ def _check_rule(name: str, rule: Any, is_operation: bool) -> None:
     if is_operation and rule in PRODUCT_WORDS and name != PRIMITIVE:
         raise ValueError(
             f"amp: expected the rule {rule!r} for {PRIMITIVE!r} or a scope, because "
-            f"amp has such products of matrices only, got it for {name!r}; remove the "
-            "rule, or say 'low' for 16 bits."
+            f"it is for products of matrices, got it for {name!r}; use 'low' instead."
         )
 
 
 def _name(key: Any) -> str:
-    if isinstance(key, str):
-        return key
-    if isinstance(key, Primitive):
-        return key.name
-    raise TypeError(
-        "amp: expected each key of `rules` to be a primitive such as jax.lax.tanh_p, "
-        f"its name, or the name of a jax.named_scope, got {key!r}."
-    )
+    name = key.name if isinstance(key, Primitive) else key
+    if not isinstance(name, str):
+        raise TypeError(
+            "amp: expected each key of `rules` to be a primitive such as "
+            "jax.lax.tanh_p, its name, or the name of a jax.named_scope, got "
+            f"{key!r}; remove it."
+        )
+    return name
 
 
 def call_function(
     rule: Callable[..., Any], low: Any, equation: Equation, inputs: Sequence[Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the inputs and parameters with which a function binds an equation."""
+    """Return the inputs and parameters that a user's function gives an equation."""
     originals = tuple(atom.aval.dtype for atom in equation.invars)
     # A function may ask a literal for its dtype.
     pairs = zip(inputs, originals, strict=True)

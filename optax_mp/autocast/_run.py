@@ -24,12 +24,11 @@ from optax_mp._jax._jaxpr import (
     trace_jaxpr,
     with_dtype,
 )
-from optax_mp._jax._traced import TracedCall, explain_carry_error, note_on_leaks
+from optax_mp._jax._traced import TracedCall, explain_carry_error
 from optax_mp._tree import is_array
 from optax_mp._warnings import warn
 from optax_mp.autocast._changes import PureCall
 from optax_mp.autocast._derivatives import custom_jvp, custom_vjp
-from optax_mp.autocast._eight_bits import describe_unused, product
 from optax_mp.autocast._lattice import (
     FULL,
     LOW,
@@ -41,15 +40,11 @@ from optax_mp.autocast._lattice import (
     full_precisions,
 )
 from optax_mp.autocast._loop_conditions import loop_warnings
+from optax_mp.autocast._low_f32 import product
 from optax_mp.autocast._plan import Action, Plan, Planner
-from optax_mp.autocast._rules import Rule, Rules, call_function
+from optax_mp.autocast._rules import LINEAR, Rule, Rules, call_function
 
 _WITH_RULE = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
-_NOTE_ON_CLOSURES = (
-    "amp: a rule that is run under amp is traced after the function, as under jax.jit, "
-    "so it must not close over values that the function computes or is given; make "
-    "them arguments of the function that has the rule."
-)
 
 
 class Interpreter:
@@ -76,24 +71,22 @@ class Interpreter:
     def warnings(self, traced: TracedCall, plan: Plan) -> tuple[str, ...]:
         """Return warnings of what is probably a mistake."""
         sites = list(plan.sites(traced.closed))
-        texts = loop_warnings(sites, self._low)
-        texts += self._rules.warnings_of_names(x.equation for x in sites)
-        ways = {x.action.how for x in sites}
-        if self._rules.is_8_bit and ways.isdisjoint(("f8", "function")):
-            small = sum(x.action.why == "shape" for x in sites)
-            texts += (describe_unused(self._rules.f8_dtype, small),)
-        return texts
+        unknown = self._rules.warnings_of_names(x.equation for x in sites)
+        return loop_warnings(sites, self._low) + unknown
 
     def run(self, jaxpr: AnyJaxpr, plan: Plan, args: Sequence[Any]) -> list[Any]:
         """Return the outputs of a jaxpr, in the precisions that the plan gives."""
+        if not plan.is_changed:
+            # As written: the result for a Python number keeps its weak type.
+            return evaluate(jaxpr, args)
         actions = iter(plan.actions)
 
         def run_next(equation: Equation, inputs: list[Any]) -> Sequence[Any]:
-            return self.run_equation(equation, next(actions), inputs)
+            return self._run_equation(equation, next(actions), inputs)
 
         return evaluate(jaxpr, args, run_next)
 
-    def run_equation(
+    def _run_equation(
         self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> Sequence[Any]:
         """Return the outputs of one equation, as its action says."""
@@ -109,11 +102,8 @@ class Interpreter:
             case "bind":
                 outputs = bind(equation, inputs, action.params)
                 return self.cast_all(outputs, action.outputs, equation.outvars)
-            case "f8" | "low_f32" as how:
-                (result,) = self._dtypes(action.outputs, equation.outvars)
-                result = result or equation.outvars[0].aval.dtype
-                operand = self._rules.f8_dtype if how == "f8" else self._low
-                return [product(equation, inputs, operand, result)]
+            case "low_f32":
+                return [product(equation, inputs, self._low)]
         # All others are regions.
         if equation.primitive.name in _WITH_RULE:
             return self._run_with_rule(equation, action, inputs)
@@ -138,9 +128,8 @@ class Interpreter:
         Args:
             jaxpr: the jaxpr.
             plan: its plan.
-            inputs: the precisions in which it takes its inputs. They are cast inside to
-                `plan.inputs`.
-            outputs: the precisions to which its outputs are cast.
+            inputs: the precisions of its inputs. They are cast inside to `plan.inputs`.
+            outputs: the precisions that its outputs are cast to.
         """
         old, _ = open_jaxpr(jaxpr)
 
@@ -160,7 +149,7 @@ class Interpreter:
     def _run_with_rule(
         self, equation: Equation, action: Action, inputs: Sequence[Any]
     ) -> list[Any]:
-        """Run a function with a rule of its own, and later that rule."""
+        """Run a function that has a derivative rule, and later the rule."""
         # If the equation were bound again, it would keep its rule, which is written for
         # float32.
         (region,), (plan,) = wiring_of(equation).regions, action.regions
@@ -171,13 +160,11 @@ class Interpreter:
         dtypes = self._dtypes(action.outputs, equation.outvars)
         with_rule = _WITH_RULE[equation.primitive.name]
         scope_rule = action.scope_rule
-        if with_rule is custom_jvp and scope_rule in (None, "f8", "low_f32"):
-            # JAX may transpose the rule, and no derivative of these products is linear.
-            scope_rule = "not_f8"
+        if with_rule is custom_jvp and scope_rule in (None, "low_f32"):
+            scope_rule = LINEAR
         interpret = partial(self._interpret, scope_rule)
         return with_rule(equation, call, dtypes, interpret)(*inputs)
 
-    @note_on_leaks(_NOTE_ON_CLOSURES)
     def _interpret(
         self,
         scope_rule: Rule | None,

@@ -13,7 +13,6 @@ from optax_mp._jax._traced import (
     explain_carry_error,
     is_dynamic,
     is_output,
-    note_on_leaks,
 )
 
 DESCRIBED = jax.ShapeDtypeStruct((2,), jnp.float32)
@@ -59,15 +58,6 @@ def test_other_inputs_may_be_chosen_and_the_call_may_have_a_name():
     assert call.arrays == [ARGUMENT["array"]]
     (doubled, _, _) = evaluate(call.closed, [jnp.ones(3)])
     assert np.array_equal(doubled, [2, 2, 2])
-
-
-def test_an_error_of_jax_on_a_leak_gets_a_note():
-    kept = []
-    jax.make_jaxpr(lambda x: kept.append(x) or x)(1.0)
-    with pytest.raises(jax.errors.UnexpectedTracerError) as error:
-        with note_on_leaks("the fix"):
-            jax.jit(lambda x: x + kept[0])(1.0)
-    assert error.value.__notes__[-1] == "the fix"
 
 
 def test_an_error_on_a_carry_is_explained_once_and_others_are_not():

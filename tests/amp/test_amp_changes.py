@@ -43,7 +43,6 @@ def state_of(nnx, model):
 
 WAYS = {
     "eager": lambda nnx, fun: fun,
-    "gradient": lambda nnx, fun: nnx.value_and_grad(fun, has_aux=True),
     "jit": lambda nnx, fun: nnx.jit(nnx.value_and_grad(fun, has_aux=True)),
 }
 

@@ -16,39 +16,17 @@ W = np.random.default_rng(1).standard_normal((8, 8), np.float32) / 3
 STRINGS = np.array(["a", "b"])
 
 
-def with_rule(w):
-    """Return a function with a derivative rule of its own, that holds `w`."""
-    fun = jax.custom_vjp(lambda x: jnp.sin(x @ w))
-    fun.defvjp(
-        lambda x: (jnp.sin(x @ w), x), lambda x, g: ((g * jnp.cos(x @ w)) @ w.T,)
-    )
-    return fun
-
-
 def test_a_derivative_rule_may_close_over_arrays():
-    def loss(x, wrap):
-        return wrap(with_rule(jnp.asarray(W)))(x).sum()
-
-    want = jax.grad(loss)(X, lambda fun: fun)
-    assert error(jax.grad(loss)(X, amp), want) < 2e-2
-
-
-@pytest.mark.parametrize("kind", ["jvp", "vjp"])
-def test_a_derivative_rule_that_closes_over_a_traced_value_is_explained(kind):
-    def loss(w, x):
-        if kind == "vjp":
-            fun = with_rule(x)
-        else:
-            fun = jax.custom_jvp(lambda w: jnp.sin(x @ w))
-            fun.defjvp(lambda p, t: (fun(*p), jnp.cos(x @ p[0]) * (x @ t[0])))
-        return jnp.sum(fun(w))
-
-    with pytest.raises(TypeError):
-        jax.grad(jax.jit(loss))(W, W)
-    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
-        jax.grad(amp(loss))(W, W)
-    notes = " ".join(caught.value.__notes__)
-    assert "make them arguments" in notes
+    held = jnp.asarray(W)
+    fun = jax.custom_vjp(lambda x: jnp.sin(x @ held))
+    fun.defvjp(
+        lambda x: (jnp.sin(x @ held), x),
+        lambda x, g: ((g * jnp.cos(x @ held)) @ held.T,),
+    )
+    slopes = jax.jit(lambda x: [jax.grad(f)(x) for f in (lambda x: fun(x).sum(), low)])
+    low = amp(lambda x: fun(x).sum())
+    want, got = slopes(X)
+    assert error(got, want) < 2e-2
 
 
 class Layer:
@@ -67,28 +45,23 @@ def test_leaves_that_are_not_arrays_pass_through(static):
     assert got.dtype == jnp.float32
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda x, w: x @ w,
-        lambda x, w: jax.jit(lambda x: jax.nn.relu(x @ w))(x),
-        lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, length=2)[0],
-    ],
-)
-def test_captured_arrays_are_freed(use):
+def test_captured_arrays_are_read_at_each_call_and_freed():
     captured = {}
-    fun = amp(lambda x: use(x, captured["w"]))
+
+    @amp
+    def fun(x):
+        w = captured["w"]
+        x = jax.jit(lambda x: x @ w)(x)
+        return lax.scan(lambda x, _: (x @ w, None), x, None, length=1)[0]
 
     def count():
         gc.collect()
         return len(jax.live_arrays())
 
-    fun_of_nothing = amp(lambda x: x)  # so that JAX has begun
-    fun_of_nothing(X)
-    before = count()
-    for step in range(8):
+    for step in range(4):
+        if step == 1:
+            before = count()
         captured["w"] = jnp.asarray(W + step)
-        fun(X)
+        assert error(fun(X), X @ (W + step) @ (W + step)) < 2e-2
     captured.clear()
-    # What plain JAX keeps for the same calls is a few, not one for each.
-    assert count() - before < 6
+    assert count() - before < 2

@@ -13,17 +13,18 @@ from jax import lax
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp.autocast import _eight_bits
 
 MODELS = [f"{x}_transformer" for x in ("linen", "nnx", "equinox", "haiku")]
 MODELS.append("nnx_convolutions")
 LEARNING_RATE = 1e-2
 
 
-# One with a loss scale, which is traced in the default run; all others without.
+# One with a loss scale, all others without.
 SCALED = ("nnx_convolutions", "float16")
 COMBINATIONS = [SCALED, *((model, "bfloat16") for model in MODELS)]
-every_pair = mostly_slow(("model", "half"), COMBINATIONS, lambda *case: case == SCALED)
+every_pair = mostly_slow(
+    ("model", "half"), COMBINATIONS, lambda model, _: model == "linen_transformer"
+)
 every_training = pytest.mark.parametrize(("model", "half"), COMBINATIONS)
 
 
@@ -77,7 +78,7 @@ def first_batch(problem):
 
 def state_after_a_step(problem, dtype):
     loss = autocast(problem.loss, dtype)
-    # Alone, so that XLA leaves out what only the loss needs.
+    # Not with the loss, so that XLA leaves out what only the loss needs.
     step = jax.jit(lambda *args: loss(*args)[1])
     return step(problem.params, problem.state, first_batch(problem))
 
@@ -138,25 +139,6 @@ def test_masters_and_bfloat16_params_under_amp_train_as_in_float32(model):
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {"bfloat16"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS[:4])
-def test_an_unmodified_transformer_trains_in_8_bits(model, monkeypatch):
-    monkeypatch.setattr(small_models, "WIDTH", 256)
-    monkeypatch.setattr(_eight_bits, "SMALLEST", 256)
-    problem, f8 = getattr(small_models, model)(), "float8_e4m3fn"
-    args = problem.params, problem.state, first_batch(problem)
-    shares = optax_mp.precision_report(autocast(problem.loss, f8), *args).shares()
-    assert shares[f8] + shares["float8_e5m2"] > 0.5
-    in_8, in_16 = (
-        trained(
-            problem, optax.adam(1e-3), autocast(problem.loss, dtype), problem.params
-        )[0]
-        for dtype in (f8, "bfloat16")
-    )
-    assert last(in_16) < 0.85 * in_16[:3].mean()
-    assert last(in_8) == pytest.approx(last(in_16), rel=0.02)
-
-
 # Precision
 
 
@@ -174,6 +156,7 @@ def test_loss_state_and_gradients_come_in_the_dtypes_of_float32(model, half):
     assert shapes(got) == shapes(want)
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_those_of_float32():
     problem = problem_of("nnx_convolutions")
     got, want = (state_after_a_step(problem, dtype) for dtype in ("bf16", "float32"))

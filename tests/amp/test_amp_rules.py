@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from amp_cases import CASES, compiled, error, operations, products
+from amp_cases import CASES, operations, products
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -108,12 +108,13 @@ def test_a_rule_for_a_lookup_decides_what_layers_add_to(word):
         return jnp.tanh(lax.scan(lambda x, _: (x + x @ w, None), x, length=2)[0])
 
     rules = default_amp_rules | {"lookup": word}
-    is_low, sums_low = word != "widest", word == "low"
+    is_low = word != "widest"
     assert ran(fun, X, W, primitive="tanh", rules=rules) == {BF16 if is_low else F32}
-    # bfloat16 adds ones up to 256.
-    loss = amp(lambda table: fun(table, 0 * W).sum(), rules=rules)
-    grad = jax.grad(loss)(0 * X)[0, 0]
-    assert grad == (256 if sums_low else 300)
+    # Gradients of equal rows are summed: in 16 bits only by "low".
+    loss = lambda table: amp(fun, rules=rules)(table, W).sum()  # noqa: E731
+    found = operations(jax.make_jaxpr(jax.grad(loss))(X))
+    (sum_,) = [x for x in found if x.name == "scatter-add"]
+    assert jnp.dtype(sum_.inputs[0]) == (BF16 if word == "low" else F32)
 
 
 def test_a_bias_in_16_bits_that_is_cast_is_a_bias():
@@ -143,7 +144,6 @@ def test_a_log_softmax_of_low_logits_is_computed_in_float32():
     differences = [each for each in operations(jaxpr) if each.name == "sub"]
     assert len(differences) == 2
     assert {jnp.dtype(x) for each in differences for x in each.inputs} == {F32}
-    assert error(amp(fun)(X, W), fun(X, W)) < 1e-2
 
 
 def test_a_change_of_dtype_is_the_users():
@@ -169,10 +169,7 @@ def test_weights_of_layers_that_are_cast_before_a_scan_go_into_it_in_16_bits():
     jaxpr = jax.make_jaxpr(amp(loss))(*arguments)
     (scan,) = [each for each in operations(jaxpr) if each.name == "scan"]
     assert list(map(jnp.dtype, scan.inputs)) == [F32, BF16]
-    got, want = (
-        compiled(jax.grad(f), *arguments)(*arguments) for f in (amp(loss), loss)
-    )
-    assert got.dtype == BF16 and error(got, want) < 2e-2
+    assert jax.eval_shape(jax.grad(amp(loss)), *arguments).dtype == BF16
 
 
 # Where a rule applies
@@ -222,9 +219,7 @@ def gradients(fun, rules):
     yield amp(jax.grad(fun, (0, 1)), rules=rules)
 
 
-FUNCTIONS = """
-mlp nested_jit scan_over_layers rnn remat_in_scan cond custom_vjp custom_jvp sharded
-""".split()
+FUNCTIONS = "scan_over_layers remat_in_scan cond custom_vjp custom_jvp sharded".split()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -285,7 +280,7 @@ def test_a_function_for_a_scope_needs_no_other_rules_and_takes_collectives():
     assert dtypes["dot_general"] == dtypes["exp2"] == BF16
     assert dtypes["fft"] == jnp.complex64 and dtypes["exp"] == F32
     for grad in gradients(loss, rules):
-        assert [x.dtype for x in jax.jit(grad)(X, W)] == [F32, F32]
+        assert [x.dtype for x in jax.eval_shape(grad, X, W)] == [F32, F32]
 
 
 def test_the_report_names_what_a_function_runs():
@@ -298,7 +293,7 @@ def test_the_report_names_what_a_function_runs():
         ("dot_general", "function", "rule"),
         ("tanh", "function", "rule"),
     ]
-    assert report.operations[0].own_error > 0.01 and "function" in str(report)
+    assert report.error > 0.01 and "operations: 2 function" in str(report)
 
 
 @pytest.mark.parametrize(
@@ -335,26 +330,59 @@ def test_a_function_may_change_only_dtypes_and_params(change):
 # Bad input
 
 
-@pytest.mark.parametrize("fun", [None, 3, "loss"])
-def test_amp_refuses_what_is_not_a_function(fun):
-    with pytest.raises(TypeError, match=f"`fun` to be a function, got {fun!r}"):
-        amp(fun)
-
-
-def test_amp_stop_refuses_what_is_not_a_function():
-    with pytest.raises(
-        TypeError, match="expected a function as `fun`, or no argument, got 3"
-    ):
+def test_amp_and_amp_stop_refuse_what_is_not_a_function():
+    with pytest.raises(TypeError, match="`fun` to be a function, got 3"):
+        amp(3)
+    with pytest.raises(TypeError, match="a function as `fun`, or no argument, got 3"):
         amp_stop(3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3", jnp.float64])
-def test_a_compute_dtype_must_have_16_bits(dtype):
-    with pytest.raises(ValueError, match="to be bfloat16 or float16"):
+IN_8_BITS = "no products in 8 bits, .*: use bfloat16, or for 8 bits qwix, Transformer"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "advice"),
+    [
+        (jnp.float32, "call the function without amp"),
+        ("float8_e4m3fn", IN_8_BITS),
+        (jnp.float8_e5m2, IN_8_BITS),
+    ],
+)
+def test_a_compute_dtype_must_have_16_bits(dtype, advice):
+    with pytest.raises(ValueError, match=f"to be bfloat16 or float16, got .*{advice}"):
         amp(jnp.sin, compute_dtype=dtype)
 
 
-@pytest.mark.parametrize("rule", ["bf16", "F32", None, 16, []])
+@pytest.mark.parametrize("rule", ["f8", "not_f8"])
+def test_a_rule_for_8_bits_is_refused_with_what_to_use_instead(rule):
+    with pytest.raises(ValueError, match=f"of 'last' .*, got '{rule}'; .*{IN_8_BITS}"):
+        amp(jnp.sin, rules=default_amp_rules | {"last": rule})
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("dtype", "give a dtype as `compute_dtype`"), ("enabled", "call `fun` itself")],
+)
+def test_arguments_of_torchs_autocast_are_refused_with_what_to_use_instead(
+    name, advice
+):
+    with pytest.raises(TypeError, match=f"`rules`, got {name}; .*{advice}"):
+        amp(jnp.sin, **{name: jnp.float16})
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (3, "`rules` to be a mapping such as"),
+        ({3: "low"}, "key of `rules` to be a primitive .*, got 3"),
+    ],
+)
+def test_rules_of_another_type_are_refused(rules, message):
+    with pytest.raises(TypeError, match=message):
+        amp(jnp.sin, rules=rules)
+
+
+@pytest.mark.parametrize("rule", ["F32", None, []])
 def test_an_unknown_rule_is_refused(rule):
     with pytest.raises(ValueError, match="the rule of 'tanh' to be one of low, f32"):
         amp(jnp.sin, rules={"tanh": rule})
@@ -365,9 +393,7 @@ def test_a_misspelt_scope_raises_a_warning():
         with jax.named_scope("router"):
             return x @ x.T
 
-    with pytest.warns(
-        MixedPrecisionWarning, match="got 'ruoter'; did you mean 'router'"
-    ):
+    with pytest.warns(MixedPrecisionWarning, match="got 'ruoter'; correct it"):
         amp(fun, rules=default_amp_rules | {"ruoter": "f32"})(X)
 
 
@@ -421,15 +447,8 @@ def test_a_scope_with_parts_is_found_by_all_of_them(name):
     assert {jnp.dtype(each.outputs[0]) for each in products(jaxpr)} == {F32}
 
 
-def test_a_rule_for_casts_is_refused():
-    with pytest.raises(
-        ValueError, match="because amp honours the function.s own casts"
-    ):
-        amp(jnp.sin, rules={"convert_element_type": "f32"})
-
-
-@pytest.mark.parametrize("name", ["scan", "jit", "custom_jvp_call"])
-def test_a_rule_for_a_loop_or_a_call_is_refused(name):
+@pytest.mark.parametrize("name", ["convert_element_type", "scan", "custom_jvp_call"])
+def test_a_rule_for_a_cast_a_loop_or_a_call_is_refused(name):
     with pytest.raises(ValueError, match=f"got one for '{name}' .*jax.named_scope"):
         amp(jnp.sin, rules=default_amp_rules | {name: "f32"})
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax, shard_map
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
@@ -16,11 +15,6 @@ import optax_mp
 
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Half the distance between 1 and the next number."""
-
-
-in_both = pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
-)
 
 
 def autocast(fun: Callable[..., Any], dtype: Any = "bfloat16") -> Callable[..., Any]:
@@ -533,19 +527,6 @@ def is_sensitive(operation: Operation, dtype: Any) -> bool:
         or (dtype == jnp.float16 and name in SENSITIVE_IN_FLOAT16)
         or (name == "div" and hasattr(operation.equation.invars[0], "val"))
     )
-
-
-# What the derivative of an operation is made of, in the dtype of the operation: JAX
-# differentiates what amp returned, and amp does not see it.
-DERIVATIVES = {
-    "div": {"integer_pow"},
-    "erf": {"exp", "square", "integer_pow"},
-    "erfc": {"exp", "square", "integer_pow"},
-    "tanh": {"square", "integer_pow"},
-    "sqrt": {"div"},
-    "reduce_max": {"reduce_sum", "div"},
-    "reduce_min": {"reduce_sum", "div"},
-}
 
 
 def compiled(fun: Callable[..., Any], *args: Any) -> Callable[..., Any]:
