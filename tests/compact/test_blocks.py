@@ -343,26 +343,44 @@ def test_shifts_are_those_of_the_reference(shape, dtype, axis):
     np.testing.assert_allclose(back, values, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("shape", "group"),
-    [
-        ((4096, 4096), 128),
-        ((64, 256), None),
-        ((24, 768, 3072), 32),
-        ((50257, 768), 128),  # no two devices share it
-        ((2880, 2880), None),
-        ((8, 4096), None),
-        ((1024, 16, 64), None),
-        ((4096, 96), None),
-        ((3, 3, 128, 128), 16),
-        ((4096,), None),
-    ],
-    ids=str,
-)
-def test_no_device_has_a_part_of_a_group_of_rows(shape, group):
-    axis, _ = choose_blocks(shape, 32)
-    assert choose_group(shape, axis) == group
-    assert shift_layout(shape, 32) == (group and (len(shape) - 1 - (axis == -1), group))
+# As models have them: GPT-2, Llama, Gemma, Qwen, BERT, ViT, ResNet, gpt-oss, in layers.
+GROUPS = {
+    (768, 2304): 32,
+    (50257, 768): 128,  # no two devices share it, and the last group is short
+    (50304, 768): 16,
+    (1600, 6400): 100,
+    (4096, 4096): 128,
+    (11008, 4096): 32,
+    (128256, 4096): 32,
+    (262208, 2560): 68,
+    (30522, 768): 3,
+    (197, 768): 128,
+    (1000, 2048): 125,
+    (7, 7, 3, 64): 3,
+    (3, 3, 64, 128): 8,
+    (3, 3, 128, 128): 16,
+    (2880, 2880): 120,
+    (24, 768, 3072): 32,
+    (24, 2880, 2880): 120,
+    (64, 256): 8,
+    (192, 512): 24,
+    (4096, 96): 12,  # along the last axis
+    (2056, 256): 257,  # nothing else divides
+    (32, 4096): 4,
+    (8, 4096): 8,  # all rows
+    (2, 4096): 2,
+    (1, 4096): None,
+    (4096,): None,
+    (1024, 16, 64): None,  # 2 heads a device
+}
+
+
+def test_every_matrix_has_groups_of_rows_that_no_devices_share():
+    for shape, group in GROUPS.items():
+        axis, _ = choose_blocks(shape, 32)
+        assert choose_group(shape, axis) == group, shape
+        want = group and (len(shape) - 1 - (axis == -1), group)
+        assert shift_layout(shape, 32) == want, shape
 
 
 @EVERY_FORM
