@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import keystr, tree_map_with_path
 
@@ -125,6 +126,17 @@ def check_whole_number(argument: str, value: Any, least: int = 1) -> int:
     if value < least:
         raise ValueError(f"{expected} greater than {least - 1}, got {value}.")
     return int(value)
+
+
+def check_bool(argument: str, value: Any) -> bool:
+    """Return an argument that must be True or False, or raise."""
+    caller, _, name = argument.partition(": ")
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(
+            f"{caller}: expected {name} to be True or False, got {value!r}; leave it "
+            "out for the default."
+        )
+    return bool(value)
 
 
 def check_own_state(state: Any, kind: type, caller: str) -> None:

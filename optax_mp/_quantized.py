@@ -107,10 +107,9 @@ class Code:
 class Quantized(NamedTuple):
     """A quantized array, as `low_bit_state` stores it.
 
-    With scales, a code c stands for scale * (c / largest code)^2 / 2^shift, with the
-    sign of c. The square spends most codes on small values, where relative precision is
-    lost first. The shift is 0, but for columns whose values are all under a fourth of
-    the largest beside them.
+    `Code` says what a code stands for. The square spends most codes on small values,
+    where relative precision is lost first. The shift is 0, except for columns whose
+    values are all under a fourth of the largest beside them.
 
     If each param is in a box, as Flax and haliax put it there, codes, scales and shifts
     are in boxes of that kind.
@@ -120,9 +119,9 @@ class Quantized(NamedTuple):
             negative. Without scales, the values in a 16-bit float.
         scales: bfloat16, the largest size in each block of neighbours along one axis,
             rounded up. None for a 16-bit float.
-        shifts: uint8, one for each column in each group of at most 128 rows. None for
-            arrays of one axis, and where no group of 16 rows or more would lie on one
-            of 2, 4 or 8 devices.
+        shifts: uint8, one for each column in each group of rows, mostly 128 at most.
+            Every matrix has them. None for arrays of one axis or one row, and for
+            arrays of more axes with fewer than 8 rows on each of 8 devices.
         code: the dtype of the codes, the axes and sizes of blocks and groups; a class
             attribute, not a leaf.
 

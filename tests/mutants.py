@@ -56,6 +56,7 @@ leafwise/_kernels.py | ("TPU v2", "TPU v3") | ("TPU v2",) | leafwise/test_kernel
 leafwise/_from_host.py | lax.fori_loop(jnp.int32(0), self.rounds, body, starts) | lax.fori_loop(jnp.int32(0), jnp.int32(1), body, starts) | devices/test_offload.py devices/test_host_state.py
 compact/_blocks.py | distance = lax.add(lax.mul(below, _TWO), _ONE) | distance = lax.mul(below, _TWO) | compact/test_blocks.py compact/test_low_bit.py
 compact/_blocks.py | np.int32(0xFFFF)) | np.int32(0)) | compact/test_blocks.py
+compact/_blocks.py | if size < _GOOD_ROWS: | if False: | compact/test_blocks.py
 compact/_blocks.py | _ONE if code.stays_positive else -_ONE | -_ONE if code.stays_positive else _ONE | compact/test_blocks.py compact/test_low_bit.py
 compact/_random_numbers.py | keys * jnp.uint32(31) + part | keys + part | compact/test_random_rounding.py compact/test_stochastic.py compact/test_low_bit.py
 compact/_random_numbers.py | return lax.select(is_rounded, rounded, x) | return rounded | compact/test_random_rounding.py compact/test_stochastic.py

@@ -8,7 +8,7 @@ It imports nothing else of the package but its warnings.
 - `_primitives`: facts of each primitive, in one table; products and their FLOPs.
 - `_control_flow`: equations with jaxprs inside, which values go where in them, and
   searches along these. Add support for another one here.
-- `_dataflow`: which outputs of a jaxpr depend on its inputs, and how: faded as in an
+- `_dataflow`: which outputs of a jaxpr depend on its inputs, and how: decayed as in an
   average, or unchanged; and the shardings that it asks for.
 - `_traced`: a call of a function of pytrees, as a jaxpr of their arrays.
 - `_arrays`: facts of one array: whether it is traced, and its type.

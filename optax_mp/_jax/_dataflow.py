@@ -158,10 +158,10 @@ class Flow(NamedTuple):
 
     Attributes:
         reached_by: every input that the value depends on.
-        faded: those multiplied on the way by a constant smaller than 1, as the old
+        decayed: those multiplied on the way by a constant smaller than 1, as the old
             value of a moving average is.
         copied: variables with entries that arrive unchanged.
-        joined: variables with entries that arrive unchanged beside entries of others.
+        concatenated: those whose entries arrive unchanged beside entries of others.
         multiplied: those that go through a matrix product.
         factored: those that go through a factorization or a solver.
         terms: variables of which the value is a sum of multiples, entry by entry.
@@ -170,9 +170,9 @@ class Flow(NamedTuple):
     """
 
     reached_by: frozenset[int] = _NONE
-    faded: frozenset[int] = _NONE
+    decayed: frozenset[int] = _NONE
     copied: frozenset[int] = _NONE
-    joined: frozenset[int] = _NONE
+    concatenated: frozenset[int] = _NONE
     multiplied: frozenset[int] = _NONE
     factored: frozenset[int] = _NONE
     terms: frozenset[int] = _NONE
@@ -215,8 +215,10 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
         return inputs if name in HANDS_ON else inputs[:1] * count
     union = union_of(inputs)
     if name in JOINS:
-        return [union._replace(joined=union.copied)]
-    result = union._replace(copied=_NONE, joined=_NONE, terms=_terms(name, inputs))
+        return [union._replace(concatenated=union.copied)]
+    result = union._replace(
+        copied=_NONE, concatenated=_NONE, terms=_terms(name, inputs)
+    )
     if name in _ROOTS and not _is_integer(equation.invars[-1]):
         return [result._replace(rooted=result.rooted | inputs[0].terms)]
     if is_product(equation):
@@ -224,7 +226,7 @@ def _results(equation: Any, inputs: list[Flow]) -> list[Flow]:
     if name in FACTORIZATIONS:
         return [result._replace(factored=union.reached_by)] * count
     if name == "mul" and any(flow.shrinks for flow in inputs):
-        return [result._replace(faded=union.reached_by)]
+        return [result._replace(decayed=union.reached_by)]
     return [result] * count
 
 

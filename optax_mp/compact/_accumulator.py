@@ -9,6 +9,7 @@ import optax
 from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
+from optax_mp._arguments import check_bool
 from optax_mp._dtypes import at_least_float32, check_available, floating_dtype
 from optax_mp._tree import PyTree, all_finite, describe, is_floating, spell
 from optax_mp._warnings import count_event
@@ -72,7 +73,8 @@ def gradient_accumulator(
 
     Raises:
         ValueError: if `dtype` is none of these; when used, if a leaf is not floating.
-        TypeError: if `seed` is no integer, or missing for bfloat16.
+        TypeError: if `seed` is no integer, or missing for bfloat16, or `use_grad_mean`
+            is not a bool.
 
     Example:
         >>> import jax.numpy as jnp
@@ -100,6 +102,7 @@ def gradient_accumulator(
         >>> round(float(updates["w"][0]), 3), float(opt_state.scale)
         (-0.1, 256.0)
     """
+    use_grad_mean = check_bool(f"{_CALLER}: `use_grad_mean`", use_grad_mean)
     dtype = _check_settings(dtype, seed)
     wide = at_least_float32(dtype)
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_mp._arguments import check_bool
 from optax_mp._dtypes import floating_dtype
 from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._traced import TracedCall, is_dynamic
@@ -47,32 +48,38 @@ class CodeFormat:
 
     @classmethod
     def from_settings(
-        cls, bits: int, block_size: int, dtype: Any, product_bits: int, has_shifts: bool
+        cls,
+        bits: int,
+        block_size: int,
+        dtype: Any,
+        product_bits: int | None,
+        has_shifts: bool,
     ) -> "CodeFormat":
         """Check the arguments of `low_bit_state`."""
+        has_shifts = check_bool("low_bit_state: `column_scales`", has_shifts)
         if dtype is not None:
-            floating = floating_dtype(dtype, "low_bit_state: `dtype`")
-            # In float16 the second moment of a gradient of 1e-4 would be zero.
-            if floating != jnp.bfloat16 or (bits, block_size) != (8, 32):
-                raise ValueError(
-                    "low_bit_state: expected `dtype` to be bfloat16, without `bits` "
-                    f"and `block_size`, got {floating} with bits={bits!r} and "
-                    f"block_size={block_size!r}; leave out `dtype` for codes in blocks."
-                )
+            _check_float(dtype, bits, block_size)
             return cls(16, 16, None)
+        if product_bits is None:
+            product_bits = bits if has_shifts else 16
         for name, value in {"bits": bits, "product_bits": product_bits}.items():
             if not isinstance(value, Integral) or value not in (8, 16):
                 raise ValueError(
-                    f"low_bit_state: expected `{name}` to be 8 or 16, got {value!r}."
+                    f"low_bit_state: expected `{name}` to be 8 or 16, got {value!r}; "
+                    "pass 8 for the smallest state, 16 for the more exact one."
                 )
-        is_positive = isinstance(block_size, Integral) and block_size > 0
-        if not is_positive or block_size & (block_size - 1):
+        if (
+            not isinstance(block_size, Integral)
+            or isinstance(block_size, bool)
+            or block_size < 1
+            or block_size & (block_size - 1)
+        ):
             raise ValueError(
-                "low_bit_state: expected `block_size` to be a power of two such as 32, "
-                f"got {block_size!r}."
+                "low_bit_state: expected `block_size` to be a power of two, got "
+                f"{block_size!r}; leave it out for 32."
             )
         bits, product_bits = int(bits), max(int(bits), int(product_bits))
-        return cls(bits, product_bits, int(block_size), bool(has_shifts))
+        return cls(bits, product_bits, int(block_size), has_shifts)
 
     def code(self, shape: tuple[int, ...], uses: Uses, is_unsigned: bool) -> Code:
         """Return how an array is quantized."""
@@ -92,6 +99,17 @@ class CodeFormat:
         wide = f", {self.product_bits} in products" * (self.bits < self.product_bits)
         plain = ", no column scales" * (not self.has_shifts)
         return f"{self.bits} bits{wide}, blocks of {self.block_size}{plain}"
+
+
+def _check_float(dtype: Any, bits: Any, block_size: Any) -> None:
+    floating = floating_dtype(dtype, "low_bit_state: `dtype`")
+    # In float16 the second moment of a gradient of 1e-4 would be zero.
+    if floating != jnp.bfloat16 or (bits, block_size) != (8, 32):
+        raise ValueError(
+            "low_bit_state: expected `dtype` to be bfloat16, without `bits` and "
+            f"`block_size`, got {floating} with bits={bits!r} and "
+            f"block_size={block_size!r}; leave out `dtype` for codes in blocks."
+        )
 
 
 # An array of the same shape, without scales.

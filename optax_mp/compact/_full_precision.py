@@ -19,8 +19,8 @@ which `memory_report` shows; a wrong guess would cost accuracy, silently. An exa
 Adagrad's sum in a chain that also pulls the params towards their initial values.
 
 The `Flow` of an output of a traced function says which inputs it is `reached_by`, which
-of those are `faded` (multiplied by a constant below 1, as in a moving average), and
-which arrive `copied` entry by entry, or `joined` with entries of others.
+of those are `decayed` (multiplied by a constant below 1, as in a moving average), and
+which arrive `copied` entry by entry, or `concatenated` with entries of others.
 """
 
 from collections.abc import Sequence
@@ -128,7 +128,7 @@ def need_full_precision(init: TracedCall, update: TracedUpdate) -> list[bool]:
     new = dict(zip(numbers, results[len(updates) :], strict=True))
     # An average fades. A sum or a maximum lasts; so does a copy of the last params or
     # gradient, until the next step.
-    lasting = {i for i in numbers if i not in new[i].faded}
+    lasting = {i for i in numbers if i not in new[i].decayed}
     exact = _histories(new, lasting) | _records(updates, new, lasting)
     exact |= _positions(updates, new, lasting, _anchors(init, update, new))
     return [i in exact for i in numbers]
@@ -147,7 +147,7 @@ def _histories(new: dict[int, Flow], lasting: set[int]) -> set[int]:
     for i, flow in new.items():
         # A history may also be several arrays, each of which is copied to the next.
         previous = flow.copied & new.keys() - {i}
-        if previous or i in flow.joined:
+        if previous or i in flow.concatenated:
             histories |= {i} | previous
     # Arrays from which entries are computed, such as the last params, must be exact.
     while True:

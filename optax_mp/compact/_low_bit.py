@@ -75,7 +75,7 @@ def low_bit_state(
     dtype: DTypeLike | None = None,
     min_size: int = 4096,
     seed: int | jax.Array | None = 0,
-    product_bits: int = 8,
+    product_bits: int | None = None,
     column_scales: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Quantize the large float32 arrays of `inner`'s state.
@@ -90,8 +90,8 @@ def low_bit_state(
 
     Columns may differ by any size. Where all values of a column in a group of 128 rows
     are under a fourth of the largest in their blocks, they are stored times a power of
-    two. Columns of one size keep their codes. Groups are smaller where devices would
-    cut them, and arrays of one axis have none.
+    two. Columns of one size keep their codes. Every matrix has such groups; they are
+    smaller where shards would split them.
 
     Rounding is stochastic: up or down at random, right on average. A moving average
     over a thousand steps changes by a thousandth per step, less than the distance
@@ -103,7 +103,8 @@ def low_bit_state(
 
     Arrays that reach a factorization, as the factors of SOAP and Shampoo do, get 16
     bits. In 8 bits Muon's momentum, which reaches matrix products, costs 0.03% of the
-    loss of a small transformer; `product_bits=16` gives such arrays 16.
+    loss of a small transformer; `product_bits=16` gives such arrays 16. They also have
+    16 bits without column scales, on which this figure depends.
 
     These arrays are not quantized:
 
@@ -120,15 +121,16 @@ def low_bit_state(
     Args:
         inner: any optax optimizer or chain.
         bits: 8 or 16.
-        block_size: how many values share a scale of 2 bytes; a power of two. Fewer do
-            where 2, 4 or 8 devices would cut blocks of this size: 16 along an axis of
-            128, 8 along one of 2880. Along a few axes they are more, up to an eighth:
-            257 of 2056, where nothing else divides.
+        block_size: how many values share a scale of 2 bytes; a power of two. Smaller
+            where 2, 4 or 8 shards would split a block: 16 along an axis of 128, 8 along
+            one of 2880. Larger along a few axes, up to an eighth: 257 of 2056, where
+            nothing else divides.
         dtype: bfloat16, to store arrays in that instead of in blocks of codes.
         min_size: the number of elements that an array needs to be quantized.
         seed: for stochastic rounding; None rounds to nearest. An integer, traced where
-            each member of a `vmap` is to round with random numbers of its own.
-        product_bits: at least this many bits for arrays that reach a matrix product.
+            each member of a `vmap` needs its own random numbers.
+        product_bits: at least this many bits for arrays that reach a matrix product;
+            None for `bits`, or 16 without column scales.
         column_scales: whether small columns are stored times a power of two. It takes a
             byte for each column of a group of rows, 0.016 bytes per weight for Adam.
             Without, small columns between large ones are lost, and the state has the
@@ -138,8 +140,8 @@ def low_bit_state(
         The transformation, for use inside `mixed_precision` or alone.
 
     Raises:
-        TypeError: if `inner` is not a gradient transformation, or `seed` or `min_size`
-            is not an integer.
+        TypeError: if `inner` is not a gradient transformation, `seed` or `min_size` is
+            not an integer, or `column_scales` is not a bool.
         ValueError: if `bits`, `block_size`, `dtype` or `product_bits` is none of the
             above. `init` raises it if the state may hold a history, but the update
             needs arguments that optax does not know, so that it cannot be traced.

@@ -263,6 +263,9 @@ def test_what_a_factorization_reads_has_16_bits(case):
 
     assert codes() == dtype
     assert codes(product_bits=16) == with_product_bits
+    # Small columns of Muon's momentum would be lost in 8 bits.
+    assert codes(column_scales=False) == with_product_bits
+    assert codes(column_scales=False, product_bits=8) == dtype
     assert codes(bits=16) == "int16"
 
 
@@ -539,8 +542,10 @@ def test_the_compact_form_is_5_and_an_eighth_bytes_a_weight():
         ({"bits": 4}, r"low_bit_state: expected `bits` to be 8 or 16, got 4"),
         ({"product_bits": 4}, r"expected `product_bits` to be 8 or 16, got 4"),
         ({"bits": "8"}, r"low_bit_state: expected `bits` to be 8 or 16, got '8'"),
-        ({"block_size": 48}, r"`block_size` to be a power of two .*, got 48"),
-        ({"block_size": 0}, r"`block_size` to be a power of two .*, got 0"),
+        ({"block_size": 48}, r"`block_size` to be a power of two, got 48; leave"),
+        ({"block_size": 0}, r"`block_size` to be a power of two, got 0"),
+        ({"block_size": True}, r"`block_size` to be a power of two, got True"),
+        ({"bits": True}, r"`bits` to be 8 or 16, got True; pass"),
         ({"dtype": "float32"}, r"`dtype` to be bfloat16, .*, got float32 with"),
         ({"dtype": "float16"}, r"`dtype` to be bfloat16, .*, got float16 with"),
         ({"dtype": jnp.int8}, r"low_bit_state: .*`dtype` to be a floating.*, got int8"),
@@ -559,6 +564,9 @@ def test_bad_settings_are_refused(settings, match):
 @pytest.mark.parametrize(
     "setting",
     [
+        {"column_scales": "no"},
+        {"column_scales": None},
+        {"column_scales": 2},
         {"min_size": "1"},
         {"min_size": -1},
         {"min_size": True},
@@ -568,10 +576,11 @@ def test_bad_settings_are_refused(settings, match):
         {"seed": jax.random.key(0)},
     ],
 )
-def test_a_number_of_the_wrong_kind_is_refused(setting):
+def test_an_argument_of_the_wrong_kind_is_refused(setting):
     (name,) = setting
+    kind = "True or False" if name == "column_scales" else "an integer"
     with pytest.raises(
-        (TypeError, ValueError), match=f"expected `{name}` to be an int.*, got "
+        (TypeError, ValueError), match=f"expected `{name}` to be {kind}.*, got "
     ):
         low_bit_state(optax.adam(1e-3), **setting)
 
@@ -727,16 +736,42 @@ def test_columns_may_differ_by_six_decades(settings, least, most):
     assert least <= is_off.mean() < most
 
 
+def test_small_columns_move_as_far_as_in_float32_for_any_number_of_rows():
+    """Without shifts, columns 1,000 times smaller move 0.4% as far."""
+    rows = 2, 8, 32, 64, 128, 192, 197, 1000, 1600, 2880, 6 * 509
+    adam = optax.adam(1e-3)
+    params = {n: jnp.zeros((n, 128)) for n in rows}
+    small = jnp.arange(128) % 2 == 1
+
+    def run(tx):
+        def step(i, run):
+            key = jax.random.fold_in(jax.random.key(0), i)
+            noise = 1 + jax.random.normal(key, (max(rows), 128))
+            grads = noise * jnp.where(small, 1e-3, 1)
+            grads = {n: grads[:n] for n in rows}
+            updates, state = tx.update(grads, run[1], run[0])
+            return optax.apply_updates(run[0], updates), state
+
+        return jax.lax.fori_loop(0, 20, step, (params, tx.init(params)))[0]
+
+    exact = jax.jit(run, static_argnums=0)(adam)
+    tx = low_bit_state(adam, min_size=1)
+    got = jax.jit(run, static_argnums=0)(tx)
+    for n in rows:
+        ratio = jnp.linalg.norm(got[n][:, small]) / jnp.linalg.norm(exact[n][:, small])
+        assert abs(ratio - 1) < 0.02, (n, ratio)
+
+
 @pytest.mark.parametrize("way", ["auto", "explicit", "shard_map"])
 def test_sharded_columns_take_no_collective(way):
     """Groups of rows and blocks lie on one device each."""
     tx = low_bit_state(optax.adam(1e-3), seed=None)
-    params = jnp.zeros((256, 512))
+    params = jnp.zeros((600, 512))
     grads = column_gradients(0, params.shape)
     kind = jax.sharding.AxisType
     kinds = (kind.Explicit if way == "explicit" else kind.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=kinds)
-    spec = PartitionSpec("a", "b")
+    spec = PartitionSpec("a", "b") if way == "auto" else PartitionSpec(("a", "b"), None)
 
     def step(params, state, grads):
         updates, state = tx.update(grads, state, params)

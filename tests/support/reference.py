@@ -222,17 +222,20 @@ def block_layout(shape, block_size):
 def shift_layout(shape, block_size):
     """Return the axis along which rows share shifts, and how many; None for no shifts.
 
-    The last axis that is not that of the blocks. 128 rows, less
-    where 8, 4 or 2 devices would cut them, but at least 16.
+    The last axis that is not that of the blocks. An odd one is not shared by devices.
+    Else groups divide what 8, 4 or 2 devices have: 128, 64, 32 or 16 rows, or the most.
     """
     others = [i for i in range(len(shape)) if i != block_layout(shape, block_size)[0]]
-    if not others:
+    if not others or (length := shape[others[-1]]) == 1:
         return None
-    length = shape[others[-1]]
-    part = next(length // n for n in (8, 4, 2, 1) if length % n == 0)
-    sizes = [128] if length > 128 and length % 2 else []
-    sizes = sizes or [n for n in (128, 64, 32, 16) if part % n == 0]
-    return (others[-1], sizes[0]) if sizes and sizes[0] >= 16 else None
+    if length % 2:
+        return others[-1], min(length, 128)
+    part = next(length // n for n in (8, 4, 2) if length % n == 0)
+    sizes = [n for n in (128, 64, 32, 16, *range(128, 0, -1)) if part % n == 0]
+    size = part if sizes[0] < 3 and part > 128 else sizes[0]
+    if size < 8 and len(shape) > 2:
+        return None
+    return others[-1], (length if size < 3 else size)
 
 
 def column_shifts(x, block_size):
