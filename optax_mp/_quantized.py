@@ -119,9 +119,8 @@ class Quantized(NamedTuple):
             negative. Without scales, the values in a 16-bit float.
         scales: bfloat16, the largest size in each block of neighbours along one axis,
             rounded up. None for a 16-bit float.
-        shifts: uint8, one for each column in each group of rows, mostly 128 at most.
-            Every matrix has them. None for arrays of one axis or one row, and for
-            arrays of more axes with fewer than 8 rows on each of 8 devices.
+        shifts: uint8, one for each column in each group of at most 128 rows. None for
+            arrays of one axis or of one row.
         code: the dtype of the codes, the axes and sizes of blocks and groups; a class
             attribute, not a leaf.
 

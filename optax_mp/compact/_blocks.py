@@ -56,36 +56,32 @@ def _size_along(length: int, block_size: int) -> int:
     return min(long, key=lambda n: max(n / block_size, block_size / n), default=part)
 
 
-# Rows that have shifts in common: at most 128, so 2^-7 bytes per element. From 16 on a
-# power of two is best for kernels; fewer than 3 would cost half a byte per element.
-_MOST_ROWS, _GOOD_ROWS, _FEWEST_ROWS = 128, 16, 3
-# Arrays of more axes have heads or channels there, and none for fewer than 8 of them.
-_FEWEST_OF_HEADS = 8
+# At most so many rows have shifts in common: 2^-7 bytes per element. From 16 on a power
+# of two is best for kernels, and groups of fewer than 8 would take more than codes save.
+_MOST_ROWS, _GOOD_ROWS, _FEWEST_ROWS = 128, 16, 8
 
 
 def choose_group(shape: tuple[int, ...], axis: int) -> int | None:
-    """Return how many rows of an array have shifts in common; None for no shifts.
+    """Return how many rows of an array have shifts in common; None for a single row.
 
-    2, 4 or 8 devices do not cut groups, as `_size_along` does it for blocks.
+    If a group of that size exists, 2, 4 or 8 devices do not split one. Otherwise they
+    find its shifts together.
 
     Args:
         shape: of the array.
         axis: of its blocks, counted from the end.
     """
-    if len(shape) < 2:
+    if len(shape) < 2 or (length := shape[-2 if axis == -1 else -1]) == 1:
         return None
-    length, is_matrix = shape[-2 if axis == -1 else -1], len(shape) == 2
     part = length // math.gcd(length, 8)
-    if part == length:  # no two devices share it
-        return min(length, _MOST_ROWS) if length > 1 else None
     size = math.gcd(part, _MOST_ROWS)
     if size < _GOOD_ROWS:
-        size = max(n for n in range(1, _MOST_ROWS + 1) if part % n == 0)
-    if size < _FEWEST_ROWS and part > _MOST_ROWS:
-        size = part  # nothing else divides
-    if size >= (_FEWEST_ROWS if is_matrix else _FEWEST_OF_HEADS):
-        return size
-    return length if is_matrix else None  # of 2, 4, 8 or 16 rows
+        if length <= _MOST_ROWS:
+            return length  # kernels take all rows, of any number
+        # No two devices share an odd number of rows.
+        divisors = (n for n in range(1, _MOST_ROWS + 1) if part % n == 0)
+        size = max(divisors) if part < length else _MOST_ROWS
+    return size if size >= _FEWEST_ROWS else _MOST_ROWS  # with a short last group
 
 
 def quantized_zeros(x: Any, code: Code) -> Quantized:

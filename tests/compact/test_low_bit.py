@@ -798,6 +798,23 @@ def test_sharded_columns_take_no_collective(way):
     assert got[1].inner_state[0].nu.shifts.max() > 20
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_devices_that_share_a_group_have_the_bits_of_one(kind):
+    tx = low_bit_state(optax.adam(1e-3))
+    params = {n: jnp.zeros((n, 128)) for n in (64, 3048)}
+    grads = {n: column_gradients(0, x.shape) for n, x in params.items()}
+    want = jax.jit(tx.update)(grads, tx.init(params), params)
+    assert want[1].inner_state[0].nu[64].code.group_size == 64
+    assert want[1].inner_state[0].nu[3056].code.group_size == 128
+    types = (getattr(jax.sharding.AxisType, kind),)
+    mesh = jax.make_mesh((8,), ("a",), axis_types=types)
+    by_rows = NamedSharding(mesh, PartitionSpec("a", None))
+    with jax.set_mesh(mesh):
+        placed, grads = jax.device_put((params, grads), by_rows)
+        got = jax.jit(tx.update)(grads, jax.jit(tx.init)(placed), placed)
+    assert as_bits(jax.device_get(got)) == as_bits(jax.device_get(want))
+
+
 def test_a_state_without_shifts_goes_on_and_is_converted():
     """As of older checkpoints."""
     adam, params = optax.adam(1e-3), jnp.zeros((256, 256))

@@ -73,7 +73,11 @@ def run(tx, params, stacked, how):
 
 
 DEFAULT = ("adamw", "bfloat16", "scan")
-CASES = [DEFAULT, ("clipped lion", "float16", "jit"), *((name, "bfloat16", "jit") for name in OPTIMIZERS)]
+CASES = [
+    DEFAULT,
+    ("clipped lion", "float16", "jit"),
+    *((name, "bfloat16", "jit") for name in OPTIMIZERS),
+]
 
 
 @mostly_slow(("name", "dtype", "how"), CASES, lambda *case: case == DEFAULT)

@@ -222,20 +222,20 @@ def block_layout(shape, block_size):
 def shift_layout(shape, block_size):
     """Return the axis along which rows share shifts, and how many; None for no shifts.
 
-    The last axis that is not that of the blocks. An odd one is not shared by devices.
-    Else groups divide what 8, 4 or 2 devices have: 128, 64, 32 or 16 rows, or the most.
+    The last axis that is not that of the blocks. Groups divide what 8, 4 or 2 devices
+    have: 128, 64, 32 or 16 rows, or else the most from 8 on. All of up to 128 rows are
+    one group if there are none of 16; more are in groups of 128, the last one short.
     """
     others = [i for i in range(len(shape)) if i != block_layout(shape, block_size)[0]]
     if not others or (length := shape[others[-1]]) == 1:
         return None
-    if length % 2:
-        return others[-1], min(length, 128)
-    part = next(length // n for n in (8, 4, 2) if length % n == 0)
-    sizes = [n for n in (128, 64, 32, 16, *range(128, 0, -1)) if part % n == 0]
-    size = part if sizes[0] < 3 and part > 128 else sizes[0]
-    if size < 8 and len(shape) > 2:
-        return None
-    return others[-1], (length if size < 3 else size)
+    part = next(length // n for n in (8, 4, 2, 1) if length % n == 0)
+    sizes = [n for n in (128, 64, 32, 16) if part % n == 0]
+    if not sizes and length <= 128:
+        sizes = [length]
+    if length % 2 == 0:
+        sizes += [n for n in range(128, 7, -1) if part % n == 0]
+    return others[-1], [*sizes, 128][0]
 
 
 def column_shifts(x, block_size):
