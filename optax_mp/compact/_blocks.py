@@ -57,7 +57,7 @@ def _size_along(length: int, block_size: int) -> int:
 
 
 # At most so many rows have shifts in common: 2^-7 bytes per element. From 16 on a power
-# of two is best for kernels, and groups of fewer than 8 would take more than codes save.
+# of two is best for kernels; groups of fewer than 8 would take more than codes save.
 _MOST_ROWS, _GOOD_ROWS, _FEWEST_ROWS = 128, 16, 8
 
 
