@@ -1,5 +1,6 @@
 """convert_opt_state: a run's state for another form of the same optimizer."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,8 +29,11 @@ from optax_mp.scaling._state import LossScaleState
 
 _CALLER = "convert_opt_state"
 _CAST_FIRST = (
-    "Cast first, with `params = policy.cast_to_param(master_params(opt_state, params))`"
-    "; then convert, and continue with these params."
+    "it misses its master by the rounding of a 16-bit update, or was edited. To keep "
+    "the masters, cast them first, with `params = jax.tree.map(lambda m, p: "
+    "m.astype(p.dtype), optax_mp.master_params(opt_state, params), params)`; then "
+    "convert, and continue with these params. To keep an edit, convert "
+    "`optax_mp.follow_params(opt_state, params)`."
 )
 _WRAPPERS = (MixedPrecisionState, LowBitState, StochasticRoundingState, LossScaleState)
 
@@ -52,8 +56,8 @@ def convert_opt_state(
 
     This function does not change the params. Three conversions need that:
 
-    - to `Split` after 16-bit updates, by which a few params miss their master (an error
-      says so): first `params = policy.cast_to_param(master_params(opt_state, params))`;
+    - to `Split` after 16-bit updates, by which a few params miss their master: an error
+      says how to cast them first;
     - from float32 params to 16-bit params: build `to_tx` with `param_dtype`, so that
       the masters keep every bit, convert, then cast the params;
     - to plain float32: continue with `master_params(opt_state, params)` as the params.
@@ -101,7 +105,10 @@ def convert_opt_state(
     weights = _masters(opt_state, leaves) if has_masters else params
     if StochasticRoundingState in wrappers:
         weights = cast_floating(weights, jnp.float32)  # as the inner optimizer saw them
-    template = to_tx.init(params)
+    with warnings.catch_warnings():
+        # The masters of the run will replace those of cast params.
+        warnings.filterwarnings("ignore", "mixed_precision: param .* at `init`, which")
+        template = to_tx.init(params)
     if LossScaleState in wrappers:
         kept = wrappers[LossScaleState]
         wrappers[LossScaleState] = _adapt_scale(kept, from_tx, to_tx, template, params)
@@ -223,7 +230,6 @@ def _replace_masters(
     def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
         master = bring(values[i]).astype(old.dtype)
         if storage.param_is_part:
-            # Its updates had 16 bits, so that some params missed their masters.
             where = f"{_CALLER}: expected the master of {spell(leaves.paths[i])}"
             param = leaves.values[i]
             check_param_is_rounded(storage, master, param, where, _CAST_FIRST)

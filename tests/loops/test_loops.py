@@ -87,7 +87,7 @@ def test_pretrained_weights_in_a_train_state_stay(form):
 @in_each_form
 @pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")  # short rows
 def test_layers_in_a_scan_with_float32_norms(form):
-    names, tx = names_of("frameworks.md", "Block"), FORMS[form]
+    names, tx = names_of("recipes.md", "Block"), FORMS[form]
     params = names["policy"].cast_to_param(names["pretrained"])
     loss, state = jax.value_and_grad(names["loss"]), tx.init(params)
     losses = []

@@ -52,7 +52,8 @@ def decode(stored, param):
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def round_trip(master, dtype, bits):
     """Return the param of a master, what is kept beside it, and the master of both."""
-    param = optax_mp.Split(bits)._round(jnp.asarray(master), jnp.dtype(dtype))
+    form = optax_mp.Split(bits)._format_of(jnp.zeros((), dtype))
+    param = form.round(jnp.asarray(master))
     param = param.astype(dtype)
     stored = encode(master, param, bits)
     return param, stored, decode(stored, param)
