@@ -103,26 +103,37 @@ def test_params_land_on_the_rounded_master_from_anywhere(dtype):
 @pytest.mark.parametrize(
     ("grad_dtype", "update_dtype", "want"),
     [
-        ("float32", None, "float32"),
-        ("bfloat16", None, "bfloat16"),
-        ("float16", None, "float16"),
-        ("bfloat16", jnp.float32, "float32"),
+        ("bfloat16", None, "float32"),
+        ("float32", "grads", "float32"),
+        ("float16", "grads", "float16"),
         ("bfloat16", "f32", "float32"),
         ("float32", "params", "bfloat16"),
-        ("float16", "params", "bfloat16"),
         ("float32", jnp.float16, "float16"),
     ],
 )
 def test_dtype_of_updates(grad_dtype, update_dtype, want):
-    tx = optax_mp.mixed_precision(optax.adam(1e-2), update_dtype=update_dtype)
+    tx = optax_mp.mixed_precision(optax.sgd(1e-2), update_dtype=update_dtype)
     params = {"w": jnp.ones(3, jnp.bfloat16), "own": jnp.ones(3)}
+    params["eight"] = jnp.ones(3, jnp.float8_e5m2)
     grads = jax.tree.map(lambda p: jnp.ones(p.shape, grad_dtype), params)
-    for update in (tx.update, jax.jit(tx.update)):
-        updates, _ = update(grads, tx.init(params), params)
-        assert updates["w"].dtype == want
-        # A leaf that is its own master loses nothing to a narrower `update_dtype`.
-        own = grad_dtype if update_dtype is None else "float32"
-        assert updates["own"].dtype == own
+    updates = jax.eval_shape(lambda g: tx.update(g, tx.init(params), params)[0], grads)
+    assert updates["w"].dtype == want
+    # A leaf that is its own master loses nothing to a narrower `update_dtype`.
+    assert updates["own"].dtype == (
+        grad_dtype if update_dtype == "grads" else "float32"
+    )
+    # JAX adds an 8-bit float to its own dtype alone.
+    eight = {None: grad_dtype, "params": "float8_e5m2"}.get(update_dtype, want)
+    assert updates["eight"].dtype == eight
+
+
+def test_float64_masters_of_float32_params_have_exact_updates(x64):
+    tx = optax_mp.mixed_precision(optax.sgd(0.1), jnp.float64)
+    params = {"w": jnp.ones(3, jnp.float32)}
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["w"].dtype == jnp.float64
+    after = optax.apply_updates(params, updates)
+    assert as_bits(after["w"]) == as_bits(jnp.full(3, 0.9, jnp.float32))
 
 
 STORAGES = pytest.mark.parametrize(
@@ -186,6 +197,20 @@ def test_state_shares_no_buffer_with_params_or_itself():
             leaves = jax.tree.leaves((tree, state))
             pointers = [leaf.unsafe_buffer_pointer() for leaf in leaves]
             assert len(set(pointers)) == len(pointers)
+
+
+def test_params_that_were_cast_before_init_are_warned_of():
+    weights = {"kernel": jnp.ones(2), "norm": jnp.ones(2)}
+    policy = optax_mp.get_policy("p=bf16", keep_f32=("norm",))
+    tx = optax_mp.mixed_precision(optax.sgd(0.1), param_dtype=policy)
+    tx.init(weights)
+    cast = policy.cast_to_param(weights)
+    message = r"\['kernel'\] is bfloat16\[2\] at `init`, .* begin from rounded weights"
+    with pytest.warns(optax_mp.MixedPrecisionWarning, match=message):
+        state = tx.init(cast)
+    # A template, and a state whose masters are replaced, may be made from such params.
+    jax.eval_shape(tx.init, cast)
+    optax_mp.convert_opt_state(state, cast, tx, tx)
 
 
 PRETRAINED = {"kernel": jnp.array([1.001, -0.3337]), "norm": {"scale": jnp.ones(2)}}
@@ -332,8 +357,8 @@ def test_an_integer_param_with_a_gradient_is_named():
     [
         ({"master_dtype": jnp.int32}, "`master_dtype` to be .*, got int32"),
         ({"master_dtype": "f33"}, "`master_dtype` to be a flo.*, got 'f33'"),
-        ({"update_dtype": "param"}, "not None or \"params\", to be .*, got 'param'"),
-        ({"update_dtype": jnp.int8}, 'not None or "params", to be .*, got int8'),
+        ({"update_dtype": "param"}, 'if not "params" or "grads", to be .*param'),
+        ({"update_dtype": jnp.int8}, 'if not "params" or "grads", to be .*, got int8'),
         ({"param_dtype": jnp.int8}, "`param_dtype` to be a float.*, got int8"),
         ({"param_dtype": "half precision"}, "`param_dtype` to be .*, got 'half prec"),
     ],
