@@ -51,8 +51,8 @@ def convert_opt_state(
     `offload` and a loss scale, or none of them. Counts are copied; masters and moments
     are stored in the new form, and in the memory of the new form. Parts that only the
     new form has, such as a loss scale, start as in its `init`. So does a loss scale
-    with another start or hysteresis; otherwise the scale is brought into the new
-    bounds. Parts that only the old form had are dropped.
+    with another start or hysteresis; new bounds hold from the next step on. Parts that
+    only the old form had are dropped.
 
     This function does not change the params. Three conversions need that:
 
@@ -111,7 +111,7 @@ def convert_opt_state(
         template = to_tx.init(params)
     if LossScaleState in wrappers:
         kept = wrappers[LossScaleState]
-        wrappers[LossScaleState] = _adapt_scale(kept, from_tx, to_tx, template, params)
+        wrappers[LossScaleState] = _adapt_scale(kept, from_tx, template, params)
     if not find_states(template, MixedPrecisionState):
         # Without masters the moments have the dtype of the params that `init` is given.
         template = to_tx.init(bring(weights))
@@ -127,12 +127,11 @@ def convert_opt_state(
 
 
 def _adapt_scale(
-    state: LossScaleState, from_tx: Any, to_tx: Any, template: Any, params: optax.Params
+    state: LossScaleState, from_tx: Any, template: Any, params: optax.Params
 ) -> LossScaleState:
-    """Return the state of a loss scale, started anew if its settings have changed.
+    """Return the state of a loss scale, reset if its settings have changed.
 
-    Otherwise it might not be the new constant. Within new bounds it is as a step leaves
-    it, in which nothing else happens.
+    Otherwise it might not be the new constant. New bounds hold from the next step on.
     """
 
     def start(state: Any) -> list[Any]:
@@ -142,21 +141,8 @@ def _adapt_scale(
     # As one program, which computes nothing else of that state.
     old = TracedCall.of(lambda params: start(from_tx.init(params)), params).run()
     new = start(template)
-    if not new:
+    if not new or all(map(jnp.array_equal, old, new)):
         return state
-    if all(map(jnp.array_equal, old, new)):
-
-        def step(params: optax.Params) -> list[Any]:
-            before = map_states(
-                lambda x: x._replace(scale=state.scale), template, LossScaleState
-            )
-            grads = jax.tree.map(jnp.zeros_like, params)
-            return start(to_tx.update(grads, before, params)[1])
-
-        try:
-            return state._replace(scale=TracedCall.of(step, params).run()[0])
-        except Exception:  # needs other arguments, or params that are cast later
-            return state
     return state._replace(
         scale=new[0],
         hysteresis_left=new[1],

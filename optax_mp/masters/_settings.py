@@ -141,17 +141,11 @@ class Settings(NamedTuple):
 
     def _explain_promotion(self) -> str:
         """Return what may have made a param wider, and how to fix it."""
-        # With `Split` updates are float32 whatever `update_dtype` is.
-        remedy = 'build the transform with `update_dtype="params"`'
-        if self.storage.param_is_part:
-            remedy = (
-                "use `optax.apply_updates`, which does, or, where a library calls it, "
-                '`optax_mp.FullCopy()` with `update_dtype="params"`'
-            )
         return (
             "something promoted it since. If `equinox.apply_updates` did, which adds "
-            f"float32 updates without casting back, {remedy}; else cast the params "
-            "back with `optax_mp.cast_floating`."
+            "float32 updates without casting back, use `optax.apply_updates`, or "
+            '`optax_mp.FullCopy()` with `update_dtype="params"`; otherwise cast the '
+            "params back with `optax_mp.cast_floating`."
         )
 
 

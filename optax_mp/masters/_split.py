@@ -159,13 +159,8 @@ class _UpperHalf(NamedTuple):
 
     bits: int
 
-    @property
-    def shift(self) -> int:
-        """How many of the 16 lower bits of a master are dropped."""
-        return 16 - self.bits
-
     def remainder(self, master: jax.Array, param: jax.Array) -> jax.Array:
-        shift = np.int32(self.shift)
+        shift = np.int32(16 - self.bits)
         pattern, base = _to_pattern(master), _to_pattern(param)
         # For a master of the other sign, the smallest remainder decodes to the nearest
         # value.
@@ -181,7 +176,7 @@ class _UpperHalf(NamedTuple):
     def join(self, stored: jax.Array, param: jax.Array) -> jax.Array:
         base = _to_pattern(param)
         remainder = lax.convert_element_type(stored, jnp.int32)
-        remainder = lax.shift_left(remainder, np.int32(self.shift))
+        remainder = lax.shift_left(remainder, np.int32(16 - self.bits))
         return _to_float(lax.add(base, _drop_invalid(remainder, base)))
 
     def round(self, master: jax.Array) -> jax.Array:
@@ -190,7 +185,7 @@ class _UpperHalf(NamedTuple):
         # the smallest floats to zero.
         pattern = _to_pattern(master)
         sign, magnitude = (lax.bitwise_and(pattern, x) for x in (_SIGN, ~_SIGN))
-        unit = 1 << self.shift
+        unit = 1 << (16 - self.bits)
         magnitude = lax.add(lax.min(magnitude, _LARGEST_BFLOAT16), np.int32(unit // 2))
         magnitude = lax.bitwise_and(magnitude, np.int32(-unit))
         magnitude = lax.add(magnitude, np.int32(0x8000))

@@ -74,7 +74,7 @@ class Step:
         """Whether params are exactly their rounded masters after the update."""
         params, grads = self.arguments.params.values, self.arguments.grads
         return all(
-            brings_to_master(param.dtype, self._update_dtype(i))
+            _brings_to_master(param.dtype, self._update_dtype(i))
             for i, param in enumerate(params)
             # Leaves without a gradient move by decay alone, which is too little to
             # miss.
@@ -136,7 +136,7 @@ def _cast_update(update: Any, dtype: jnp.dtype) -> jax.Array:
     return lax.convert_element_type(update, dtype)
 
 
-def brings_to_master(param_dtype: jnp.dtype, update_dtype: jnp.dtype) -> bool:
+def _brings_to_master(param_dtype: jnp.dtype, update_dtype: jnp.dtype) -> bool:
     """Return whether updates of a dtype bring a param exactly to its rounded master.
 
     If so, a param with another value was edited. A float32 sum of params of 16 or 8

@@ -196,9 +196,9 @@ def _warn_of_cast(params: Leaves, stored: list[Any], settings: Settings) -> None
 
     Not under a trace: the state may be a template, into which masters are restored.
     """
-    have_master = [i for i, x in enumerate(stored) if not is_absent(x)]
-    given = [(params.paths[i], params.values[i]) for i in have_master]
-    is_cast = (settings.dtype_in_training(p, x) == jnp.result_type(x) for p, x in given)
+    leaves = zip(params.paths, params.values, stored, strict=True)
+    given = [(path, x) for path, x, master in leaves if not is_absent(master)]
+    is_cast = (settings.dtype_in_training(*x) == jnp.result_type(x[1]) for x in given)
     if given and all(is_cast) and not is_traced(given[0][1]):
         path, param = given[0]
         warn(

@@ -123,19 +123,6 @@ def test_a_scale_and_its_counters_go_over():
     assert found.inner_state.master_params["w"].dtype == jnp.int8
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "want"), [(1, 4, 4), (32, 64, 32), (1, 64, 16)]
-)
-def test_a_scale_is_brought_into_new_bounds(low, high, want):
-    params = {"w": jnp.ones(4, jnp.bfloat16)}
-    bounds = {"min_scale": low, "max_scale": high, "init_scale": float(min(high, 32))}
-    tx = optax_mp.dynamic_loss_scale(masters(adamw), init_scale=bounds["init_scale"])
-    to_tx = optax_mp.dynamic_loss_scale(masters(adamw), **bounds)
-    state = tx.init(params)._replace(scale=jnp.float32(16), finite_count=jnp.int32(7))
-    found = optax_mp.convert_opt_state(state, params, tx, to_tx)
-    assert (float(found.scale), int(found.finite_count)) == (want, 7)
-
-
 def test_wrappers_inside_others_are_found():
     def tx(inner):
         return optax.chain(

@@ -122,7 +122,7 @@ def test_integer_params_without_gradients_pass(form):
 SPLIT = optax_mp.Split(16)
 PROMOTED = {
     "float32": (
-        optax_mp.mixed_precision(ADAMW, update_dtype=jnp.float32),
+        optax_mp.mixed_precision(ADAMW),
         '.w in a .*got float32.*`equinox.apply_updates`.*with `update_dtype="params"`',
     ),
     "loss scale": (

@@ -56,7 +56,7 @@ def train(tx, params, edit):
     """Return (params, state), with an edit after every tenth step."""
     state, step = tx.init(params), step_of(tx)
     before = avals(state)
-    for i in range(33):
+    for i in range(23):
         params, state = step(params, state, gradients(i))
         params = edit(params) if i % 10 == 9 else params
     assert avals(state) == before
