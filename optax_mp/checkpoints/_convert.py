@@ -56,7 +56,7 @@ def convert_opt_state(
 
     This function does not change the params. Three conversions need that:
 
-    - to `Split` after 16-bit updates, by which a few params miss their master: an error
+    - to `Split` after 16-bit updates: a few params then miss their master, and an error
       says how to cast them first;
     - from float32 params to 16-bit params: build `to_tx` with `param_dtype`, so that
       the masters keep every bit, convert, then cast the params;
@@ -153,7 +153,7 @@ def _adapt_scale(
 # State in host memory is brought to the device leaf by leaf and put back, so that the
 # device never holds all of it.
 def _masters(opt_state: optax.OptState, leaves: Leaves) -> PyTree:
-    """Return the masters, in the memory in which the state has them."""
+    """Return the masters, in the memory where the state has them."""
     values = list(leaves.values)
     states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
     for i, _, stored, master in decode_all(leaves, states):
@@ -200,7 +200,7 @@ def _fill(template: PyTree, values: Iterator[Any], wrappers: dict[type, Any]) ->
                 wrapper = node._replace(last_exact=last_exact)
         elif old is not None:
             # Of the new type, which may say other settings.
-            wrapper = type(node)(*old)
+            wrapper = type(node)(**old._asdict())
         return wrapper._replace(inner_state=_fill(node.inner_state, values, wrappers))
 
     kinds = (*_WRAPPERS, Quantized)

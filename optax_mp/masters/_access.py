@@ -110,7 +110,7 @@ def replace_master_params(
     Everything else in the state stays. `params` must be the new masters, cast: a param
     that differs from its rounded master counts as edited, and the next step would
     follow it. Outside of `jit` such params are an error. Leaves that are their own
-    master are in the params alone. New masters take the sharding of the old ones.
+    master are only in the params. New masters take the sharding of the old ones.
 
     Args:
         opt_state: a state with `mixed_precision` in it, at any depth of wrappers.

@@ -69,7 +69,7 @@ class Settings(NamedTuple):
             return _FLOAT32
         wanted = self.update_dtype
         if wanted is None:
-            # JAX adds an 8-bit float to its own dtype alone.
+            # JAX adds an 8-bit float only to its own dtype.
             wanted = self.master_dtype if bits(param.dtype) >= 16 else "grads"
         if has_master and isinstance(wanted, np.dtype):
             return wanted
@@ -78,12 +78,12 @@ class Settings(NamedTuple):
 
     def check_state(self, state: Any) -> None:
         """Raise unless a state was made by `mixed_precision` with this storage."""
-        # Any subclass, because each storage has one.
+        # Each storage has its own subclass.
         check_own_state(state, MixedPrecisionState, "mixed_precision")
         # By value: equal storages make states of the same type.
         if storage_of(state, "mixed_precision") != self.storage:
             is_redefined = repr(state.storage) == repr(self.storage)
-            why = " of a class that was defined anew since then" * is_redefined
+            why = " of a class that was redefined since then" * is_redefined
             raise ValueError(
                 f"mixed_precision: expected a state made with {self.storage}, the "
                 f"storage of this transform, got one made with {state.storage}{why}; "

@@ -39,7 +39,7 @@ class Split:
     bits it is exact for weights of 2^-14 and more, and within 2^-40 for smaller ones.
     With 8 bits it is within 1/256 of a unit in the last place.
 
-    What is different from `FullCopy`:
+    Differences from `FullCopy`:
 
     - Updates are always float32, whatever the dtype of the gradients, because the param
       must reach its target exactly.
@@ -153,8 +153,8 @@ class _UpperHalf(NamedTuple):
     """Remainders of bfloat16 params: how many float32 patterns the master is away.
 
     Patterns count away from zero, for both signs. All arrays of the methods are
-    float32, or remainders of the width of `bits`. `lax` alone, because this is traced
-    for each shape of a leaf: `jax.numpy` takes five times as long.
+    float32, or remainders of the width of `bits`. They call `lax`, because they are
+    traced for each shape of a leaf: `jax.numpy` takes five times as long.
     """
 
     bits: int
@@ -180,7 +180,7 @@ class _UpperHalf(NamedTuple):
         return _to_float(lax.add(base, _drop_invalid(remainder, base)))
 
     def round(self, master: jax.Array) -> jax.Array:
-        """Return the bfloat16 beside which a master is stored: ties away from zero."""
+        """Return the master rounded to bfloat16, with ties away from zero."""
         # As integers: a carry of the mantissa must reach the exponent, and CPUs flush
         # the smallest floats to zero.
         pattern = _to_pattern(master)

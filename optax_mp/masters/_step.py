@@ -54,7 +54,7 @@ class Step:
     def _decode(self, last_exact: jax.Array | None) -> list[Any]:
         """Return what `inner` sees: masters, and params that are their own master.
 
-        Where the param was edited since the last step, it is the master.
+        A param that was edited since the last step is its master.
         """
         storage, masters = self.settings.storage, list(self.stored)
         params = self.arguments.params
@@ -83,8 +83,7 @@ class Step:
         return all(
             bits(self._update_dtype(i)) >= max(32, bits(param.dtype) + 1)
             for i, param in enumerate(params)
-            # Leaves without a gradient move by decay alone, which is too little to
-            # miss.
+            # Leaves without a gradient only decay, which is too little to miss.
             if is_floating(grads[i]) and not isinstance(self.stored[i], ABSENT)
         )
 

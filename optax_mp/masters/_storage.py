@@ -165,8 +165,8 @@ class MixedPrecisionState(NamedTuple):
             such as `hyperparams`, are also attributes of this state.
         last_exact: bool scalar, whether the last updates were exact, as all but those
             of 16 or 8 bits are. Then each param is its rounded master, and one that is
-            not was edited. None for a storage such as `Split`, of which params are a
-            part.
+            not was edited. None for storages such as `Split`: the param is a part of its
+            master.
         storage: the storage that made the state; a class attribute, not a leaf. None
             for a state that was built by hand.
 
@@ -262,7 +262,7 @@ def check_storable(
 def warn_unless_stored(
     storage: Storage, params: Leaves, stored: Sequence[Any], master_dtype: jnp.dtype
 ) -> None:
-    """Warn if a storage of which params are a part stores nothing.
+    """Warn if a storage such as `Split` stores nothing.
 
     A float32 leaf among others is its own master. If all leaves are, the params may not
     have been cast. It is no error: one factory may make optimizers for several models.

@@ -61,7 +61,7 @@ def mixed_precision(
       Complex leaves are passed to `inner` unchanged. A Python float is a param, as
       under `jit`. Integers, bools, keys and None are hidden from `inner`. Their updates
       are their gradients, or zeros for an array whose gradient is None or float0.
-      What cannot be trained, such as a string or a function, is an error at `init`.
+      Strings, functions and the like are an error at `init`.
     - The update of a leaf is `round(master) - param`. After `optax.apply_updates` the
       param is the rounded master. Finite masters never become infinite; infinite ones,
       as after a step that diverged, stay infinite where the param's dtype has
@@ -145,7 +145,11 @@ def mixed_precision(
         _warn_of_frozen(inner, leaves, stored, seen_by_inner, inner_state)
         inner_state = copy_shared(inner_state, (leaves.values, stored, inner_params))
         last_exact = None if storage.param_is_part else jnp.array(True)
-        return make_state(leaves.unflatten(stored), inner_state, last_exact)
+        return make_state(
+            master_params=leaves.unflatten(stored),
+            inner_state=inner_state,
+            last_exact=last_exact,
+        )
 
     def update_fn(
         updates: Any, state: Any, params: optax.Params | None = None, **extra_args: Any
@@ -158,8 +162,13 @@ def mixed_precision(
         before = step.stored, state.inner_state, state.last_exact
         proceed = is_unmarked(updates, extra_args)
         run_step = partial(step.run, inner)
-        out, (stored, *others) = choose_step(proceed, run_step, before, extra_args)
-        return leaves.unflatten(out), make_state(leaves.unflatten(stored), *others)
+        out, after = choose_step(proceed, run_step, before, extra_args)
+        stored, inner_state, last_exact = after
+        return leaves.unflatten(out), make_state(
+            master_params=leaves.unflatten(stored),
+            inner_state=inner_state,
+            last_exact=last_exact,
+        )
 
     leafwise = leafwise_update(update_fn)
     return Transformation.around(_CALLER, inner, init_fn, update_fn, leafwise)
@@ -230,7 +239,7 @@ def _warn_of_frozen(
         traced = TracedCall.of(update, (seen_by_inner, inner_state, seen_by_inner))
     except Exception:  # of any type: `inner` may be a user's code, or need arguments
         return
-    # Gradients and params alone: a learning rate may scale zeros.
+    # Only gradients and params: a learning rate may scale zeros.
     count = sum(map(is_dynamic, jax.tree.leaves(seen_by_inner)))
     follows = np.ones(len(traced.arrays), bool)
     follows[count:-count] = False

@@ -195,8 +195,9 @@ def test_params_that_were_cast_before_init_are_warned_of():
     weights = {"kernel": jnp.ones(2), "norm": jnp.ones(2)}
     policy = optax_mp.get_policy("p=bf16", keep_f32=("norm",))
     tx = optax_mp.mixed_precision(optax.sgd(0.1), param_dtype=policy)
-    tx.init(weights)
     cast = policy.cast_to_param(weights)
+    tx.init(weights)
+    tx.init(weights | {"half": cast["kernel"]})
     message = r"\['kernel'\] is bfloat16\[2\] at `init`, .* begin from rounded weights"
     with pytest.warns(optax_mp.MixedPrecisionWarning, match=message):
         state = tx.init(cast)
