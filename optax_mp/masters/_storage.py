@@ -165,7 +165,7 @@ class MixedPrecisionState(NamedTuple):
             such as `hyperparams`, are also attributes of this state.
         last_exact: bool scalar, whether the last updates were exact, as all but those
             of 16 or 8 bits are. Then each param is its rounded master, and one that is
-            not was edited. None for storages such as `Split`: the param is a part of its
+            not was edited. None for `Split` and the like: the param is a part of its
             master.
         storage: the storage that made the state; a class attribute, not a leaf. None
             for a state that was built by hand.

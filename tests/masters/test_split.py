@@ -304,7 +304,7 @@ OWN_MASTERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:take_step")
+@pytest.mark.filterwarnings("ignore:(mixed_precision. the storage|take_step)")
 @pytest.mark.parametrize("name", OWN_MASTERS)
 def test_params_that_are_their_own_masters_are_trained_as_with_full_copies(name):
     """One factory makes the optimizers of SAC's networks and of its log_alpha."""
