@@ -164,8 +164,8 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
             _is_masters(x) for _, x in nodes_of(node)
         ):
             raise ValueError(
-                f"{caller}: expected `optax.lookahead` inside of `mixed_precision`, got "
-                f"{at} of `optax.lookahead` around it, which averages rounded params; "
+                f"{caller}: expected `optax.lookahead` inside of `mixed_precision`, "
+                f"got {at} of `optax.lookahead` around it, which averages rounded params; "
                 "use `optax_mp.mixed_precision(optax.lookahead(...))`."
             )
         if isinstance(node, optax.InjectStatefulHyperparamsState):

@@ -14,6 +14,9 @@ from steps import take_steps
 
 import optax_mp
 
+# Params that are cast make templates here, and states of other forms.
+pytestmark = pytest.mark.filterwarnings("ignore:mixed_precision. param .* at `init`")
+
 adamw = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 20))
 low_bit = optax_mp.low_bit_state(adamw, min_size=64)
 masters = functools.partial(optax_mp.mixed_precision, param_dtype=jnp.bfloat16)
