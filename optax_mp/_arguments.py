@@ -165,8 +165,8 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
         ):
             raise ValueError(
                 f"{caller}: expected `optax.lookahead` inside of `mixed_precision`, "
-                f"got {at} of `optax.lookahead` around it, which averages rounded params; "
-                "use `optax_mp.mixed_precision(optax.lookahead(...))`."
+                f"got {at} of `optax.lookahead` around it, which averages rounded "
+                "params; use `optax_mp.mixed_precision(optax.lookahead(...))`."
             )
         if isinstance(node, optax.InjectStatefulHyperparamsState):
             _warn_of_rounded_hyperparams(node, where)
