@@ -209,6 +209,14 @@ def check_nesting(opt_state: PyTree, caller: str) -> None:
                     f"`{name}` around the loss scale: the wrapper {harm}; use "
                     f"`optax_mp.dynamic_loss_scale({name}(...))`."
                 )
+        if isinstance(node, optax.LookaheadState) and any(
+            _is_masters(x) for _, x in nodes_of(node)
+        ):
+            raise ValueError(
+                f"{caller}: expected `optax.lookahead` inside of `mixed_precision`, "
+                f"got {at} of `optax.lookahead` around it, which averages rounded "
+                "params; use `optax_mp.mixed_precision(optax.lookahead(...))`."
+            )
         if isinstance(node, optax.InjectStatefulHyperparamsState):
             _warn_of_rounded_hyperparams(node, where)
         if _is_chain(node):

@@ -69,6 +69,10 @@ masters/_split.py | remainder = lax.select(is_zero, lax.max(remainder, _ZERO), r
 masters/_split.py | lax.add(lax.min(magnitude, _LARGEST_BFLOAT16), | lax.add(magnitude, | masters/test_split.py masters/test_infinities.py
 masters/_step.py | is_edited = lax.is_finite(wide) & lax.ne | is_edited = lax.ne | masters/test_infinities.py masters/test_edits.py
 masters/_step.py | last_exact &#124; True if self._is_exact else last_exact & False | last_exact &#124; True | masters/test_edits.py
+masters/_settings.py | if bits(param.dtype) >= 16 else "grads" | if bits(param.dtype) > 16 else "grads" | masters/test_edits.py
+masters/_settings.py | if bits(param.dtype) >= 16 else "grads" | if True else "grads" | masters/test_master_weights.py
+masters/_transform.py | if not moves or id(x) in passed_on] | if not moves] | masters/test_nesting.py
+masters/_transform.py | if given and all(is_cast) and | if given and any(is_cast) and | masters/test_master_weights.py
 masters/_transform.py | proceed = is_unmarked(updates, extra_args) | proceed = True | masters/test_skipping.py
 masters/_transform.py | master_dtype, copy=True) | master_dtype, copy=False) | masters/test_master_weights.py
 scaling/_loss_scaling.py | unscale(hide_overwritten(updates), state.scale) | unscale(hide_overwritten(updates), adjust(rule, state, jnp.array(True), jnp.array(False)).scale) | scaling/test_transform.py scaling/test_gradients.py
@@ -90,7 +94,7 @@ devices/_sum.py | start = -jnp.zeros_like | start = jnp.zeros_like | devices/tes
 devices/_sum.py | return total + x.astype(jnp.float32), None | return (total.astype(x.dtype) + x).astype(jnp.float32), None | devices/test_sum.py
 devices/_cut.py | if any(name in names for names in whole for name in axes): | if False: | devices/test_zero1.py devices/test_sharding.py
 checkpoints/_check.py | return "another shape" | return "" | checkpoints/test_checkpoints.py
-checkpoints/_convert.py | wrapper = type(node)(*old) | wrapper = node | checkpoints/test_convert.py
+checkpoints/_convert.py | wrapper = type(node)(**old._asdict()) | wrapper = node | checkpoints/test_convert.py
 checkpoints/_convert.py | weights = cast_floating(weights, jnp.float32)  # as | weights = cast_floating(weights, jnp.bfloat16)  # as | checkpoints/test_convert.py
 autocast/_lattice.py | count <= 1 and count < result | count < result | amp/test_amp_rules.py amp/test_amp_models.py
 autocast/_lattice.py | return LOW if strong == {LOW} else FULL | return LOW if LOW in strong else FULL | amp/test_amp_rules.py amp/test_amp_cases.py

@@ -1,5 +1,6 @@
 """convert_opt_state: a run's state for another form of the same optimizer."""
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,8 +29,11 @@ from optax_mp.scaling._state import LossScaleState
 
 _CALLER = "convert_opt_state"
 _CAST_FIRST = (
-    "Cast first, with `params = policy.cast_to_param(master_params(opt_state, params))`"
-    "; then convert, and continue with these params."
+    "it misses its master by the rounding of a 16-bit update, or was edited. To keep "
+    "the masters, cast them first, with `params = jax.tree.map(lambda m, p: "
+    "m.astype(p.dtype), optax_mp.master_params(opt_state, params), params)`; then "
+    "convert, and continue with these params. To keep an edit, convert "
+    "`optax_mp.follow_params(opt_state, params)`."
 )
 _WRAPPERS = (MixedPrecisionState, LowBitState, StochasticRoundingState, LossScaleState)
 
@@ -47,13 +51,13 @@ def convert_opt_state(
     `offload` and a loss scale, or none of them. Counts are copied; masters and moments
     are stored in the new form, and in the memory of the new form. Parts that only the
     new form has, such as a loss scale, start as in its `init`. So does a loss scale
-    with another start or hysteresis; otherwise the scale is brought into the new
-    bounds. Parts that only the old form had are dropped.
+    with another start or hysteresis; new bounds hold from the next step on. Parts that
+    only the old form had are dropped.
 
     This function does not change the params. Three conversions need that:
 
-    - to `Split` after 16-bit updates, by which a few params miss their master (an error
-      says so): first `params = policy.cast_to_param(master_params(opt_state, params))`;
+    - to `Split` after 16-bit updates: a few params then miss their master, and an error
+      says how to cast them first;
     - from float32 params to 16-bit params: build `to_tx` with `param_dtype`, so that
       the masters keep every bit, convert, then cast the params;
     - to plain float32: continue with `master_params(opt_state, params)` as the params.
@@ -101,10 +105,13 @@ def convert_opt_state(
     weights = _masters(opt_state, leaves) if has_masters else params
     if StochasticRoundingState in wrappers:
         weights = cast_floating(weights, jnp.float32)  # as the inner optimizer saw them
-    template = to_tx.init(params)
+    with warnings.catch_warnings():
+        # The masters of the run will replace those of cast params.
+        warnings.filterwarnings("ignore", "mixed_precision: param .* at `init`, which")
+        template = to_tx.init(params)
     if LossScaleState in wrappers:
         kept = wrappers[LossScaleState]
-        wrappers[LossScaleState] = _adapt_scale(kept, from_tx, to_tx, template, params)
+        wrappers[LossScaleState] = _adapt_scale(kept, from_tx, template, params)
     if not find_states(template, MixedPrecisionState):
         # Without masters the moments have the dtype of the params that `init` is given.
         template = to_tx.init(bring(weights))
@@ -120,12 +127,11 @@ def convert_opt_state(
 
 
 def _adapt_scale(
-    state: LossScaleState, from_tx: Any, to_tx: Any, template: Any, params: optax.Params
+    state: LossScaleState, from_tx: Any, template: Any, params: optax.Params
 ) -> LossScaleState:
-    """Return the state of a loss scale, started anew if its settings have changed.
+    """Return the state of a loss scale, reset if its settings have changed.
 
-    Otherwise it might not be the new constant. Within new bounds it is as a step leaves
-    it, in which nothing else happens.
+    Otherwise it might not be the new constant. New bounds hold from the next step on.
     """
 
     def start(state: Any) -> list[Any]:
@@ -135,21 +141,8 @@ def _adapt_scale(
     # As one program, which computes nothing else of that state.
     old = TracedCall.of(lambda params: start(from_tx.init(params)), params).run()
     new = start(template)
-    if not new:
+    if not new or all(map(jnp.array_equal, old, new)):
         return state
-    if all(map(jnp.array_equal, old, new)):
-
-        def step(params: optax.Params) -> list[Any]:
-            before = map_states(
-                lambda x: x._replace(scale=state.scale), template, LossScaleState
-            )
-            grads = jax.tree.map(jnp.zeros_like, params)
-            return start(to_tx.update(grads, before, params)[1])
-
-        try:
-            return state._replace(scale=TracedCall.of(step, params).run()[0])
-        except Exception:  # needs other arguments, or params that are cast later
-            return state
     return state._replace(
         scale=new[0],
         hysteresis_left=new[1],
@@ -160,7 +153,7 @@ def _adapt_scale(
 # State in host memory is brought to the device leaf by leaf and put back, so that the
 # device never holds all of it.
 def _masters(opt_state: optax.OptState, leaves: Leaves) -> PyTree:
-    """Return the masters, in the memory in which the state has them."""
+    """Return the masters, in the memory where the state has them."""
     values = list(leaves.values)
     states = [state for _, state in find_states(opt_state, MixedPrecisionState)]
     for i, _, stored, master in decode_all(leaves, states):
@@ -207,7 +200,7 @@ def _fill(template: PyTree, values: Iterator[Any], wrappers: dict[type, Any]) ->
                 wrapper = node._replace(last_exact=last_exact)
         elif old is not None:
             # Of the new type, which may say other settings.
-            wrapper = type(node)(*old)
+            wrapper = type(node)(**old._asdict())
         return wrapper._replace(inner_state=_fill(node.inner_state, values, wrappers))
 
     kinds = (*_WRAPPERS, Quantized)
@@ -223,7 +216,6 @@ def _replace_masters(
     def replace(i: int, storage: Storage, old: jax.Array) -> jax.Array:
         master = bring(values[i]).astype(old.dtype)
         if storage.param_is_part:
-            # Its updates had 16 bits, so that some params missed their masters.
             where = f"{_CALLER}: expected the master of {spell(leaves.paths[i])}"
             param = leaves.values[i]
             check_param_is_rounded(storage, master, param, where, _CAST_FIRST)

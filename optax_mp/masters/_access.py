@@ -110,7 +110,7 @@ def replace_master_params(
     Everything else in the state stays. `params` must be the new masters, cast: a param
     that differs from its rounded master counts as edited, and the next step would
     follow it. Outside of `jit` such params are an error. Leaves that are their own
-    master are in the params alone. New masters take the sharding of the old ones.
+    master are only in the params. New masters take the sharding of the old ones.
 
     Args:
         opt_state: a state with `mixed_precision` in it, at any depth of wrappers.
@@ -154,8 +154,9 @@ def replace_master_params(
         where = f"{caller}: expected `new_master` at {spell(leaves.paths[i])}"
         new = _like_old_master(new_leaves[i], old, where)
         remedy = (
-            "Cast first, with `new_params = policy.cast_to_param(new_master)`; then "
-            f"`{caller}(opt_state, new_params, new_master)`, and continue with "
+            "a param that is not its master rounded was edited, and the master follows "
+            "it. Cast first, with `new_params = policy.cast_to_param(new_master)`; "
+            f"then `{caller}(opt_state, new_params, new_master)`, and continue with "
             "`new_params`."
         )
         check_param_is_rounded(storage, new, leaves.values[i], where, remedy)
@@ -168,11 +169,12 @@ def follow_params(opt_state: optax.OptState, params: optax.Params) -> optax.OptS
     """Return `opt_state` with the masters of params that were edited since the step.
 
     A projection, a pruning mask, an averaging of replicas or a checkpoint may change
-    params between two steps. After float32 updates (float32 gradients, or
-    `update_dtype=jnp.float32`), and before the first, the next step takes an edited
-    param as its master by itself. After 16-bit updates it cannot tell an edit from a
-    rounding and would undo it: call this function after the edit. Also call it before
-    `master_params`, if no step comes first.
+    params between two steps. The next step takes an edited param as its master, so call
+    this function only
+
+    - before `master_params`, if no step comes first;
+    - if updates have 16 bits (`update_dtype="grads"` or `"params"`). The next step then
+      cannot tell an edit from a rounding, and would undo it.
 
     Element by element: a finite param that differs from its rounded master becomes the
     new master. After 16-bit updates a few params in a thousand differ by a rounding;
@@ -309,6 +311,5 @@ def check_param_is_rounded(
         raise ValueError(
             f"{where} to round to the param, as {storage} requires, "
             f"got {describe(new)}, which does not round to {describe(param)} in "
-            "`params`; a param that is not its master rounded was edited, and the "
-            f"master follows it. {remedy}"
+            f"`params`; {remedy}"
         )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import lax
 from optax_mp._dtypes import round_to
 from optax_mp._jax._sharding import constant_like
 
-_BFLOAT16 = jnp.dtype(jnp.bfloat16)
+_BFLOAT16, _FLOAT16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 # Bit patterns of float32: the sign, infinity, and the largest bfloat16.
 _SIGN = np.int32(-(2**31))
 _INFINITY = np.int32(0x7F800000)
@@ -38,7 +39,7 @@ class Split:
     bits it is exact for weights of 2^-14 and more, and within 2^-40 for smaller ones.
     With 8 bits it is within 1/256 of a unit in the last place.
 
-    What is different from `FullCopy`:
+    Differences from `FullCopy`:
 
     - Updates are always float32, whatever the dtype of the gradients, because the param
       must reach its target exactly.
@@ -95,72 +96,91 @@ class Split:
         return is_half and master_dtype == jnp.float32
 
     def encode(self, master: jax.Array, param: jax.Array) -> jax.Array:
-        """Return the remainder of the master, cut to the width of `bits`."""
-        return self._remainder(master, param.astype(jnp.float32), param.dtype)
+        """Return the remainder of the master, cut to the width of `bits`.
 
-    def _remainder(
-        self, master: jax.Array, wide: jax.Array, dtype: jnp.dtype
-    ) -> jax.Array:
-        """Return the remainder of a master beside a param, which is cast to float32."""
-        largest = 2 ** (self.bits - 1) - 1
-        if dtype == _BFLOAT16:
-            # `lax` alone, because this is traced for each shape of a leaf: `jax.numpy`
-            # takes five times as long.
-            shift = np.int32(16 - self.bits)
-            pattern, base = _to_pattern(master), _to_pattern(wide)
-            # Patterns count away from zero, for both signs. For a master of the other
-            # sign, the smallest remainder decodes to the nearest value.
-            is_other = lax.lt(lax.bitwise_xor(pattern, base), _ZERO)
-            lowest = constant_like(base, -0x10000)
-            excess = lax.select(is_other, lowest, lax.sub(pattern, base))
-            excess = lax.add(excess, np.int32((1 << shift) // 2))
-            remainder = _drop_invalid(lax.shift_right_arithmetic(excess, shift), base)
-            low, high = jnp.int32(-largest - 1), jnp.int32(largest)
-        else:
-            excess = (master - wide) / self._unit_of(wide)
-            remainder = lax.round(excess, lax.RoundingMethod.TO_NEAREST_EVEN)
-            remainder = jnp.where(jnp.isfinite(wide), remainder, 0)
-            low, high = jnp.float32(-largest), jnp.float32(largest)
-        clamped = lax.clamp(low, remainder, high)
-        return lax.convert_element_type(clamped, f"int{self.bits}")
+        Args:
+            master: float32, the shape of the param.
+            param: bfloat16 or float16.
+
+        Returns:
+            int16 or int8, the shape of the param.
+        """
+        return self._format_of(param).remainder(master, param.astype(jnp.float32))
 
     @_traced_once
     def decode(self, stored: jax.Array, param: jax.Array) -> jax.Array:
-        """Return the master, put together from the param and the remainder."""
-        wide = param.astype(jnp.float32)
-        if param.dtype == _BFLOAT16:
-            base = _to_pattern(wide)
-            shift = np.int32(16 - self.bits)
-            remainder = lax.convert_element_type(stored, jnp.int32)
-            remainder = _drop_invalid(lax.shift_left(remainder, shift), base)
-            return _to_float(lax.add(base, remainder))
-        master = wide + stored.astype(jnp.float32) * self._unit_of(wide)
-        return jnp.where(jnp.isfinite(wide), master, wide)
+        """Return the master, put together from the param and the remainder.
+
+        Args:
+            stored: int16 or int8, the shape of the param.
+            param: bfloat16 or float16.
+
+        Returns:
+            float32, the shape of the param.
+        """
+        return self._format_of(param).join(stored, param.astype(jnp.float32))
 
     @_traced_once
     def advance(
         self, stored: jax.Array, param: jax.Array, master: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the new remainder, and the param that it was taken against."""
+        """Return the new remainder, and the param that it was taken against.
+
+        Args:
+            stored: int16 or int8, the remainder before the step.
+            param: bfloat16 or float16, the param before the step.
+            master: float32, the master after the step.
+
+        Returns:
+            Two arrays of the shape of the param: int16 or int8, and the param's dtype.
+        """
         # The param moves by a float32 sum, which cannot reach every value. So the
         # remainder is taken against the value that this sum will land on.
+        form = self._format_of(param)
         before = lax.convert_element_type(param, jnp.float32)
-        target = self._round(master, param.dtype)
+        target = form.round(master)
         reached = lax.add(before, lax.sub(target, before))
         # An infinite param stays, but inf - inf is NaN.
         reached = lax.select(lax.is_finite(before), reached, target)
-        if param.dtype == _BFLOAT16:
-            # Nothing to saturate: the target is in range.
-            landing = lax.reduce_precision(reached, exponent_bits=8, mantissa_bits=7)
-        else:
-            landing = round_to(reached, param.dtype)
-        remainder = self._remainder(master, landing, param.dtype)
-        return remainder, landing.astype(param.dtype)
+        landing = form.nearest(reached)
+        return form.remainder(master, landing), landing.astype(param.dtype)
 
-    def _round(self, master: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Return the master rounded to the dtype; ties of bfloat16 away from zero."""
-        if dtype != _BFLOAT16:
-            return round_to(master, dtype)
+    def _format_of(self, param: jax.Array) -> "_UpperHalf | _LastPlace":
+        return (_UpperHalf if param.dtype == _BFLOAT16 else _LastPlace)(self.bits)
+
+
+class _UpperHalf(NamedTuple):
+    """Remainders of bfloat16 params: how many float32 patterns the master is away.
+
+    Patterns count away from zero, for both signs. All arrays of the methods are
+    float32, or remainders of the width of `bits`. They call `lax`, because they are
+    traced for each shape of a leaf: `jax.numpy` takes five times as long.
+    """
+
+    bits: int
+
+    def remainder(self, master: jax.Array, param: jax.Array) -> jax.Array:
+        shift = np.int32(16 - self.bits)
+        pattern, base = _to_pattern(master), _to_pattern(param)
+        # For a master of the other sign, the smallest remainder decodes to the nearest
+        # value.
+        is_other = lax.lt(lax.bitwise_xor(pattern, base), _ZERO)
+        lowest = constant_like(base, -0x10000)
+        excess = lax.select(is_other, lowest, lax.sub(pattern, base))
+        excess = lax.add(excess, np.int32((1 << shift) // 2))
+        remainder = _drop_invalid(lax.shift_right_arithmetic(excess, shift), base)
+        half = 1 << (self.bits - 1)
+        clamped = lax.clamp(jnp.int32(-half), remainder, jnp.int32(half - 1))
+        return lax.convert_element_type(clamped, f"int{self.bits}")
+
+    def join(self, stored: jax.Array, param: jax.Array) -> jax.Array:
+        base = _to_pattern(param)
+        remainder = lax.convert_element_type(stored, jnp.int32)
+        remainder = lax.shift_left(remainder, np.int32(16 - self.bits))
+        return _to_float(lax.add(base, _drop_invalid(remainder, base)))
+
+    def round(self, master: jax.Array) -> jax.Array:
+        """Return the master rounded to bfloat16, with ties away from zero."""
         # As integers: a carry of the mantissa must reach the exponent, and CPUs flush
         # the smallest floats to zero.
         pattern = _to_pattern(master)
@@ -172,9 +192,40 @@ class Split:
         rounded = lax.bitwise_or(sign, lax.bitwise_and(magnitude, np.int32(-0x10000)))
         return lax.select(lax.is_finite(master), _to_float(rounded), master)
 
+    def nearest(self, x: jax.Array) -> jax.Array:
+        # Nothing to saturate: the target is in range.
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+class _LastPlace(NamedTuple):
+    """Remainders of float16 params: fractions of the param's last place.
+
+    All arrays of the methods are float32, or remainders of the width of `bits`.
+    """
+
+    bits: int
+
+    def remainder(self, master: jax.Array, param: jax.Array) -> jax.Array:
+        excess = (master - param) / self._unit_of(param)
+        remainder = lax.round(excess, lax.RoundingMethod.TO_NEAREST_EVEN)
+        remainder = jnp.where(jnp.isfinite(param), remainder, 0)
+        largest = 2 ** (self.bits - 1) - 1
+        low, high = jnp.float32(-largest), jnp.float32(largest)
+        clamped = lax.clamp(low, remainder, high)
+        return lax.convert_element_type(clamped, f"int{self.bits}")
+
+    def join(self, stored: jax.Array, param: jax.Array) -> jax.Array:
+        master = param + stored.astype(jnp.float32) * self._unit_of(param)
+        return jnp.where(jnp.isfinite(param), master, param)
+
+    def round(self, master: jax.Array) -> jax.Array:
+        return round_to(master, _FLOAT16)
+
+    nearest = round
+
     def _unit_of(self, param: jax.Array) -> jax.Array:
-        """Return the value of 1 in the remainder of a float16 param."""
-        info = jnp.finfo(jnp.float16)
+        """Return the value of 1 in the remainder of a param."""
+        info = jnp.finfo(_FLOAT16)
         power = _to_float(_to_pattern(param) & _INFINITY)
         last_place = jnp.maximum(power, float(info.smallest_normal)) * float(info.eps)
         return last_place * 2.0**-self.bits

@@ -54,7 +54,7 @@ class Step:
     def _decode(self, last_exact: jax.Array | None) -> list[Any]:
         """Return what `inner` sees: masters, and params that are their own master.
 
-        Where the param was edited since the last step, it is the master.
+        A param that was edited since the last step is its master.
         """
         storage, masters = self.settings.storage, list(self.stored)
         params = self.arguments.params
@@ -71,13 +71,19 @@ class Step:
 
     @property
     def _is_exact(self) -> bool:
-        """Whether params are exactly their rounded masters after the update."""
+        """Whether params are exactly their rounded masters after the update.
+
+        If so, a param with another value was edited. A float32 sum of params of 16 or 8
+        bits is exact, and so is a float64 sum of float32 params. The exception is a
+        weight that a step shrinks to less than 2^-15 (float16: 2^-12) of its value.
+        Such a param also becomes its master, which moves it by at most 2^-23 of the old
+        weight.
+        """
         params, grads = self.arguments.params.values, self.arguments.grads
         return all(
-            brings_to_master(param.dtype, self._update_dtype(i))
+            bits(self._update_dtype(i)) >= max(32, bits(param.dtype) + 1)
             for i, param in enumerate(params)
-            # Leaves without a gradient move by decay alone, which is too little to
-            # miss.
+            # Leaves without a gradient only decay, which is too little to miss.
             if is_floating(grads[i]) and not isinstance(self.stored[i], ABSENT)
         )
 
@@ -134,17 +140,6 @@ def _cast_update(update: Any, dtype: jnp.dtype) -> jax.Array:
     if jnp.finfo(dtype).nexp < jnp.finfo(update.dtype).nexp:
         return saturating_cast(update, dtype)
     return lax.convert_element_type(update, dtype)
-
-
-def brings_to_master(param_dtype: jnp.dtype, update_dtype: jnp.dtype) -> bool:
-    """Return whether updates of a dtype bring a param exactly to its rounded master.
-
-    If so, a param with another value was edited. A float32 sum of params of 16 or 8
-    bits is exact, and so is a float64 sum of float32 params. The exception is a weight
-    that a step shrinks to less than 2^-15 (float16: 2^-12) of its value. Such a param
-    also becomes its master, which moves it by at most 2^-23 of the old weight.
-    """
-    return bits(update_dtype) >= 32 and bits(update_dtype) > bits(param_dtype)
 
 
 # Jitted, so that it is traced once for all leaves of one shape and dtype.

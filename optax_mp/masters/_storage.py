@@ -115,8 +115,7 @@ class FullCopy:
 
     The default. It loses nothing, for any `master_dtype` and for params of any floating
     dtype. If you edit a param outside of the optimizer, it is the new master in the
-    next step, if the last updates were float32; after 16-bit updates call
-    `follow_params`.
+    next step; after 16-bit updates call `follow_params`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -164,10 +163,10 @@ class MixedPrecisionState(NamedTuple):
             master, and `optax.MaskedNode()` for each leaf that is its own master.
         inner_state: the state of the inner optimizer, over masters. Its public fields,
             such as `hyperparams`, are also attributes of this state.
-        last_exact: bool scalar, whether the last updates were exact, as float32 ones
-            are. Then each param is its rounded master, and one that is not was edited.
-            Updates of 16 bits may have missed it by a rounding. None for a storage such
-            as `Split`, of which params are a part.
+        last_exact: bool scalar, whether the last updates were exact, as all but those
+            of 16 or 8 bits are. Then each param is its rounded master, and one that is
+            not was edited. None for `Split` and the like: the param is a part of its
+            master.
         storage: the storage that made the state; a class attribute, not a leaf. None
             for a state that was built by hand.
 
@@ -263,13 +262,13 @@ def check_storable(
 def warn_unless_stored(
     storage: Storage, params: Leaves, stored: Sequence[Any], master_dtype: jnp.dtype
 ) -> None:
-    """Warn if a storage other than full copies stores nothing.
+    """Warn if a storage such as `Split` stores nothing.
 
     A float32 leaf among others is its own master. If all leaves are, the params may not
     have been cast. It is no error: one factory may make optimizers for several models.
     """
     inexact = [i for i, param in enumerate(params.values) if is_inexact(param)]
-    if inexact and all(map(is_absent, stored)) and storage != FullCopy():
+    if storage.param_is_part and inexact and all(map(is_absent, stored)):
         path, param = params.paths[inexact[0]], params.values[inexact[0]]
         warn(
             f"mixed_precision: the storage {storage} stores nothing, because no param "

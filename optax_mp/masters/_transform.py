@@ -14,6 +14,7 @@ from optax_mp._context import Transformation
 from optax_mp._descriptions import place_like_params
 from optax_mp._dtypes import bits, round_to
 from optax_mp._inner import as_inner_param, as_transformation, copy_shared
+from optax_mp._jax._arrays import is_traced
 from optax_mp._jax._dataflow import depending_outputs
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
@@ -36,7 +37,7 @@ from optax_mp.masters._storage import (
 from optax_mp.scaling._unscale import is_unmarked, warn_unless_counted
 
 _CALLER = "mixed_precision"
-UpdateDType = DTypeLike | Literal["params"] | None
+UpdateDType = DTypeLike | Literal["params", "grads"] | None
 
 
 def mixed_precision(
@@ -53,28 +54,24 @@ def mixed_precision(
     because each update is less than half a unit in its last place. With this transform
     the updates add up in a float32 master, which the optimizer state holds, and the
     param is the master rounded to the param's dtype. The inner optimizer sees masters,
-    gradients and state in `master_dtype`. So its trajectory is bit-identical to float32
-    training on the same gradients, cast inside the jitted step. (Against a program that
-    that takes the cast gradients as inputs, 4% of AdamW's masters differ in their last
-    places after five steps, because XLA contracts products and sums differently.)
+    gradients and state in `master_dtype`. Its trajectory is bit-identical to float32
+    training on the same gradients, cast inside the jitted step.
 
     - A leaf at least as wide as `master_dtype` is its own master: no copy is made.
       Complex leaves are passed to `inner` unchanged. A Python float is a param, as
       under `jit`. Integers, bools, keys and None are hidden from `inner`. Their updates
       are their gradients, or zeros for an array whose gradient is None or float0.
-      What cannot be trained, such as a string or a function, is an error at `init`.
+      Strings, functions and the like are an error at `init`.
     - The update of a leaf is `round(master) - param`. After `optax.apply_updates` the
       param is the rounded master. Finite masters never become infinite; infinite ones,
       as after a step that diverged, stay infinite where the param's dtype has
       infinities.
-    - If your loop edits params between steps, as a projection does, each edited element
-      is its new master in the next step, if the last updates were float32, or if there
-      were none. 16-bit updates are rounded, and an edit cannot be told from a rounding:
-      call `follow_params` after it, or pass `update_dtype=jnp.float32`.
+    - Your loop may edit params between steps: a projection, a pruning mask, adapters
+      that are merged and set to zero. Each edited element is its new master in the next
+      step.
     - An infinite param, such as the -inf of a mask, stays infinite until its master is
-      NaN, and NaN stays NaN. To make such params finite, cast them anew from
-      `master_params`. Weight decay makes infinities NaN, as in float32 training:
-      exclude a mask from it.
+      NaN, and NaN stays NaN. To make such params finite, cast `master_params` again.
+      Weight decay makes infinities NaN, as in float32 training: exclude a mask from it.
     - Put this transform last in a chain, or around the chain. A later transform would
       change the rounded difference, and small updates would be lost again.
     - If a loss scale is an earlier link of the same chain, a step that it skips is
@@ -90,12 +87,15 @@ def mixed_precision(
             and cast it later. A dtype, a `Policy`, or a function of (path string,
             leaf); by default each leaf's own dtype. Calling `init` before the cast
             keeps all bits of pretrained weights in the masters.
-        update_dtype: the dtype of updates. None, the default, is the dtype of the
-            incoming gradients, as for every optax optimizer. With 16-bit gradients
-            updates are then rounded, and a param can miss its rounded master by that
-            rounding until the next step. With float32 updates are exact. With
-            `"params"` each update has its param's dtype, for loops that add without
-            casting back, such as `equinox.apply_updates`.
+        update_dtype: the dtype of updates. None, the default, is `master_dtype`, which
+            brings each param exactly to its rounded master; `optax.apply_updates` casts
+            the sum back. (8-bit params get the dtype of their gradient.) `"grads"` is
+            the dtype of the gradients, for wrappers that require it, such as
+            `optax.apply_if_finite` around this transform. `"params"` is the dtype of
+            the params, for loops that do not cast back, such as
+            `equinox.apply_updates`. 16-bit updates are rounded: a param can miss its
+            rounded master until the next step, and edits of params need
+            `follow_params`.
         storage: how masters are kept: `FullCopy()`; `Split(bits=16)`, lossless for
             bfloat16 params with 2 bytes per weight less; `Split(bits=8)`; or an object
             of your own with the members of `Storage`. With `Split`, updates of leaves
@@ -138,12 +138,18 @@ def mixed_precision(
             warn_unmatched_patterns(param_dtype, params, _CALLER)
         leaves = Leaves.of(params, caller=_CALLER)
         stored, inner_params = _init_masters(leaves, settings)
+        if settings.is_declared:
+            _warn_of_cast(leaves, stored, settings)
         seen_by_inner = leaves.unflatten(inner_params)
         inner_state = place_like_params(inner.init(seen_by_inner), seen_by_inner)
         _warn_of_frozen(inner, leaves, stored, seen_by_inner, inner_state)
         inner_state = copy_shared(inner_state, (leaves.values, stored, inner_params))
         last_exact = None if storage.param_is_part else jnp.array(True)
-        return make_state(leaves.unflatten(stored), inner_state, last_exact)
+        return make_state(
+            master_params=leaves.unflatten(stored),
+            inner_state=inner_state,
+            last_exact=last_exact,
+        )
 
     def update_fn(
         updates: Any, state: Any, params: optax.Params | None = None, **extra_args: Any
@@ -157,8 +163,13 @@ def mixed_precision(
         before = step.stored, state.inner_state, state.last_exact
         proceed = is_unmarked(updates, extra_args)
         run_step = partial(step.run, inner)
-        out, (stored, *others) = choose_step(proceed, run_step, before, extra_args)
-        return leaves.unflatten(out), make_state(leaves.unflatten(stored), *others)
+        out, after = choose_step(proceed, run_step, before, extra_args)
+        stored, inner_state, last_exact = after
+        return leaves.unflatten(out), make_state(
+            master_params=leaves.unflatten(stored),
+            inner_state=inner_state,
+            last_exact=last_exact,
+        )
 
     leafwise = leafwise_update(update_fn)
     return Transformation.around(_CALLER, inner, init_fn, update_fn, leafwise)
@@ -190,13 +201,32 @@ def _init_masters(params: Leaves, settings: Settings) -> tuple[list[Any], list[A
     return stored, inner_params
 
 
+def _warn_of_cast(params: Leaves, stored: list[Any], settings: Settings) -> None:
+    """Warn if the params were cast before `init`, although `param_dtype` is given.
+
+    Not under a trace: the state may be a template, into which masters are restored.
+    """
+    leaves = zip(params.paths, params.values, stored, strict=True)
+    given = [(path, x) for path, x, master in leaves if not is_absent(master)]
+    is_cast = (settings.dtype_in_training(*x) == jnp.result_type(x[1]) for x in given)
+    if given and all(is_cast) and not is_traced(given[0][1]):
+        path, param = given[0]
+        warn(
+            f"mixed_precision: param {spell(path)} is {describe(param)} at `init`, "
+            "which `param_dtype` says that it will be cast to: masters begin from "
+            "rounded weights. Call `init` with the float32 params, and cast them "
+            "after it; or, if you have no others, leave `param_dtype` out."
+        )
+
+
 def _warn_of_frozen(
     inner: Any, params: Leaves, stored: list[Any], seen_by_inner: Any, inner_state: Any
 ) -> None:
-    """Warn if a mask in `inner` freezes params that have masters.
+    """Warn if a mask in `inner` leaves out params that have masters.
 
-    By tracing the update, because not every mask freezes: that of a weight decay does
-    not, and some groups have a rule without state.
+    By tracing the update, because not every mask does: that of a weight decay does not,
+    and some groups have a rule without state. `optax.masked` hands on the gradients of
+    what it leaves out, as they are.
     """
     have_master = [i for i, x in enumerate(stored) if not is_absent(x)]
     if not have_master or not find_states(inner_state, optax.MaskedState):
@@ -210,17 +240,19 @@ def _warn_of_frozen(
         traced = TracedCall.of(update, (seen_by_inner, inner_state, seen_by_inner))
     except Exception:  # of any type: `inner` may be a user's code, or need arguments
         return
-    # Gradients and params alone: a learning rate may scale zeros.
+    # Only gradients and params: a learning rate may scale zeros.
     count = sum(map(is_dynamic, jax.tree.leaves(seen_by_inner)))
     follows = np.ones(len(traced.arrays), bool)
     follows[count:-count] = False
     is_moved = depending_outputs(traced.closed, follows.tolist())
-    frozen = [i for i, moves in zip(have_master, is_moved, strict=True) if not moves]
+    passed_on = set(map(id, traced.closed.jaxpr.invars[:count]))
+    outputs = zip(have_master, is_moved, traced.closed.jaxpr.outvars, strict=True)
+    frozen = [i for i, moves, x in outputs if not moves or id(x) in passed_on]
     if frozen:
         arrays = jax.tree.leaves([stored[i] for i in frozen])
         size = sum(x.size * x.dtype.itemsize for x in arrays)
         warn(
-            f"mixed_precision: `inner` never moves {len(frozen)} of the "
+            f"mixed_precision: `inner` does not train {len(frozen)} of the "
             f"{len(stored)} params, the first at {spell(params.paths[frozen[0]])}, and "
             f"their masters take {size:,} bytes. Put `mixed_precision` inside of the "
             'mask: `optax.partition({"train": mixed_precision(inner), "freeze": '

@@ -14,6 +14,9 @@ from steps import take_steps
 
 import optax_mp
 
+# Params that are cast make templates here, and states of other forms.
+pytestmark = pytest.mark.filterwarnings("ignore:mixed_precision. param .* at `init`")
+
 adamw = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 20))
 low_bit = optax_mp.low_bit_state(adamw, min_size=64)
 masters = functools.partial(optax_mp.mixed_precision, param_dtype=jnp.bfloat16)
@@ -121,19 +124,6 @@ def test_a_scale_and_its_counters_go_over():
     assert as_bits(next(counters)) == as_bits(next(counters))
     assert int(found.total_skipped_count) == 1
     assert found.inner_state.master_params["w"].dtype == jnp.int8
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "want"), [(1, 4, 4), (32, 64, 32), (1, 64, 16)]
-)
-def test_a_scale_is_brought_into_new_bounds(low, high, want):
-    params = {"w": jnp.ones(4, jnp.bfloat16)}
-    bounds = {"min_scale": low, "max_scale": high, "init_scale": float(min(high, 32))}
-    tx = optax_mp.dynamic_loss_scale(masters(adamw), init_scale=bounds["init_scale"])
-    to_tx = optax_mp.dynamic_loss_scale(masters(adamw), **bounds)
-    state = tx.init(params)._replace(scale=jnp.float32(16), finite_count=jnp.int32(7))
-    found = optax_mp.convert_opt_state(state, params, tx, to_tx)
-    assert (float(found.scale), int(found.finite_count)) == (want, 7)
 
 
 def test_wrappers_inside_others_are_found():

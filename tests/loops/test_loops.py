@@ -87,7 +87,7 @@ def test_pretrained_weights_in_a_train_state_stay(form):
 @in_each_form
 @pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")  # short rows
 def test_layers_in_a_scan_with_float32_norms(form):
-    names, tx = names_of("frameworks.md", "Block"), FORMS[form]
+    names, tx = names_of("recipes.md", "Block"), FORMS[form]
     params = names["policy"].cast_to_param(names["pretrained"])
     loss, state = jax.value_and_grad(names["loss"]), tx.init(params)
     losses = []
@@ -122,7 +122,7 @@ def test_integer_params_without_gradients_pass(form):
 SPLIT = optax_mp.Split(16)
 PROMOTED = {
     "float32": (
-        optax_mp.mixed_precision(ADAMW, update_dtype=jnp.float32),
+        optax_mp.mixed_precision(ADAMW),
         '.w in a .*got float32.*`equinox.apply_updates`.*with `update_dtype="params"`',
     ),
     "loss scale": (

@@ -46,7 +46,7 @@ def test_take_step_does_what_an_nnx_optimizer_does(form):
 
 @pytest.mark.filterwarnings("ignore::optax_mp.MixedPrecisionWarning")  # eager
 def test_a_train_state_takes_steps_and_averages_masters():
-    state_class, tx = names_of("frameworks.md", "State")["State"], FORMS["FullCopy"]
+    state_class, tx = names_of("recipes.md", "State")["State"], FORMS["FullCopy"]
     params = {"w": jnp.linspace(-1, 1, 128 * 128).reshape(128, 128)}
     params = optax_mp.cast_floating(params, jnp.bfloat16)
     start = optax_mp.cast_floating(params, jnp.float32)
@@ -148,7 +148,7 @@ def test_only_adapters_have_a_state(form):
 
 
 def test_a_line_search_goes_on_from_its_results_at_masters():
-    names = names_of("frameworks.md", "line_search_step")
+    names = names_of("recipes.md", "line_search_step")
     assert names["line_search_step"]._cache_size() == 1
     masters = optax_mp.master_params(names["opt_state"], names["params"])
     assert float(names["loss"](masters)) < 1e-4

