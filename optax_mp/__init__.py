@@ -43,7 +43,7 @@ from optax_mp.compact._low_bit import low_bit_state
 from optax_mp.compact._stochastic import stochastic_rounding
 
 # A step in one pass over memory.
-from optax_mp.leafwise._take_step import take_step
+from optax_mp._take_step import take_step
 
 # The step of stacked layers in the backward pass, without an array of all gradients.
 from optax_mp.release._release import release_gradients

@@ -6,16 +6,17 @@ context asks for.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.sharding import NamedSharding
 
 from optax_mp._arguments import check_init_params
 from optax_mp._descriptions import init_or_describe
-from optax_mp._quantized import holds_packed
+from optax_mp._quantized import may_hold_codes
 
 # Whether to take a step: a plain bool if it is not traced.
 Choice = jax.Array | bool
@@ -43,6 +44,22 @@ class Context:
     part_shardings: Mapping[Any, Any] | None = None
 
 
+class Plan(NamedTuple):
+    """What of a state in host memory may be on the device, and how arrays are sharded.
+
+    Attributes:
+        min_size: arrays of fewer elements stay on the device.
+        chunk_bytes: how many bytes of the others are on the device at a time, by
+            `bytes_on_device`.
+        shardings: of the leaves of the state under `jit`; None for those that are not
+            known, which are copied whole.
+    """
+
+    min_size: int
+    chunk_bytes: int
+    shardings: Sequence[NamedSharding | None] = ()
+
+
 class NewParam(NamedTuple):
     """A new param in the place of an update; the caller has no use for the update."""
 
@@ -61,12 +78,12 @@ class Transformation(optax.GradientTransformationExtraArgs):
         makes_params: whether it returns `NewParam`s where the context takes them.
     """
 
-    offloaded: tuple[Any, Any] | None = None
+    offloaded: tuple[Plan, Any] | None = None
     makes_params = False
 
     @classmethod
     def around(
-        cls, caller: str, inner: Any, init: Any, update: Any, leafwise: Any = None
+        cls, caller: str, inner: Any, init: Any, update: Any, *, is_leafwise: bool
     ) -> "Transformation":
         """Return a wrapper of `inner`.
 
@@ -75,7 +92,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
             inner: the transformation inside.
             init: makes the state, from params that are checked.
             update: takes a step.
-            leafwise: takes a step whose state has low-bit arrays.
+            is_leafwise: whether the engine takes it if the state may hold codes.
         """
 
         def init_fn(params: Any) -> Any:
@@ -87,8 +104,12 @@ class Transformation(optax.GradientTransformationExtraArgs):
         def update_fn(
             updates: Any, state: Any, params: Any = None, **extra_args: Any
         ) -> tuple[Any, Any]:
-            take = leafwise if leafwise and holds_packed(state) else update
-            return take(updates, state, params, **extra_args)
+            if not (is_leafwise and may_hold_codes(state)):
+                return update(updates, state, params, **extra_args)
+            # Not before: most programs have no use for it.
+            from optax_mp.engine import update_leafwise
+
+            return update_leafwise(update, updates, state, params, extra_args)
 
         made = cls(init_fn, update_fn)
         made.offloaded = getattr(inner, "offloaded", None)

@@ -34,8 +34,8 @@ _jax/_contact.py | _VARYING = "manual_axis_type", "vma" | _VARYING = "manual", "
 _jax/_contact.py | _SETTINGS = "in_shardings" | _SETTINGS = "in_sharding" | _jax
 _jax/_by_platform.py | if target.platform == "tpu":  # no kernel | if target.platform == "cuda":  # no kernel | leafwise/test_take_step.py
 _jax/_by_platform.py | if others or platform not in PLATFORMS or is_placed: | if platform not in PLATFORMS or is_placed: | _jax
-_jax/_on_cpu.py | (name == "jit" and several and not | (False and not | _jax/test_on_cpu.py
-_jax/_on_cpu.py | lax.population_count(number), np.int32(32) | number, np.int32(32) | _jax/test_on_cpu.py
+_jax/_in_turn.py | (name == "jit" and several and not | (False and not | _jax/test_in_turn.py
+_jax/_in_turn.py | lax.population_count(number), np.int32(32) | number, np.int32(32) | _jax/test_in_turn.py
 _jax/_dataflow.py | return first ^ inputs[1].terms | return first &#124; inputs[1].terms | compact/test_signs.py compact/test_low_bit.py compact/test_partly_coded.py
 _jax/_control_flow.py | return params["length"] | return 1 | _jax/test_jaxpr.py
 _jax/_primitives.py | f32         keeps   expm1* | f32         always  expm1* | _jax

@@ -21,6 +21,7 @@ from optax_mp._jax._sharding import MeshAxes, shard_count
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import Path, find_owners
+from optax_mp._take_step import add
 from optax_mp._tree import PyTree, describe, ends_in, is_floating, spell
 from optax_mp.devices._cut import (
     Cut,
@@ -32,7 +33,6 @@ from optax_mp.devices._cut import (
     specs_of_params,
 )
 from optax_mp.devices._sum import as_pattern, check_exchange_dtype, sum_patterns
-from optax_mp.leafwise._take_step import add
 
 
 def zero1(
@@ -161,7 +161,7 @@ def zero1(
         )
         return cuts.gather(parts, changes, takes_params), cuts.cut(state)
 
-    made = Transformation.around("zero1", inner, init_fn, update_fn)
+    made = Transformation.around("zero1", inner, init_fn, update_fn, is_leafwise=False)
     made.makes_params = True
     return made
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from optax_mp._dtypes import round_to
+from optax_mp._jax._outlined import outlined
 from optax_mp._jax._sharding import constant_like
 
 _BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -137,7 +138,7 @@ class Split:
         master = wide + stored.astype(jnp.float32) * self._unit_of(wide)
         return jnp.where(jnp.isfinite(wide), master, wide)
 
-    @_traced_once
+    @outlined(0)
     def advance(
         self, stored: jax.Array, param: jax.Array, master: jax.Array
     ) -> tuple[jax.Array, jax.Array]:

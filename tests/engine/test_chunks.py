@@ -9,8 +9,8 @@ import pytest
 from comparison import as_bits
 from host_memory import needs_memories
 
-from optax_mp.leafwise._chunks import COUNT, first_chunk
-from optax_mp.leafwise._layout import Part
+from optax_mp.engine._chunks import COUNT, first_chunk
+from optax_mp.engine._layout import Part
 
 
 def part_of(shape, block_size=1):
@@ -53,7 +53,7 @@ def test_tiles_of_codes_are_tall_if_they_divide_the_rows(shape, are_tall, monkey
 @needs_memories
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_a_kernel_reads_rows_of_codes(dtype, monkeypatch):
-    from optax_mp.leafwise import _tpu
+    from optax_mp.engine import _tpu
 
     # The interpreter knows no host memory, and no writing through words.
     interpreted = functools.partial(_tpu.pl.pallas_call, interpret=True)

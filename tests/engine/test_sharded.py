@@ -16,7 +16,7 @@ from steps import by_take_step
 
 import optax_mp
 from optax_mp import _warnings
-from optax_mp.leafwise import _layout, _tpu
+from optax_mp.engine import _layout, _tpu
 
 pytestmark = [
     pytest.mark.usefixtures("no_long_constant_folding"),

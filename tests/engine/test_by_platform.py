@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import optax_mp
-from optax_mp._jax import _by_platform
-from optax_mp._jax._by_platform import Target, run_by_platform
+from optax_mp.engine import _by_platform
+from optax_mp.engine._by_platform import Target, run_by_platform
 
 X = jnp.arange(4.0)
 

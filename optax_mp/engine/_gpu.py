@@ -9,18 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from optax_mp.leafwise._evaluator import (
+from optax_mp._jax._experimental import experimental
+from optax_mp.engine._evaluator import (
     DTYPES,
     KernelEvaluator,
     call_kernel,
     dtype_obstacle,
     to_register_dtype,
 )
-from optax_mp.leafwise._layout import Part, shape_in_blocks
-from optax_mp.leafwise._tails import ElementwiseTail
+from optax_mp.engine._layout import Part, shape_in_blocks
+from optax_mp.engine._tails import ElementwiseTail
+
+pl, triton = experimental("pallas"), experimental("pallas.triton")
 
 # Elements of a piece at least, and for each thread: with sixteen, XLA takes twice as
 # long to compile a kernel. A warp has 32 threads.

@@ -11,8 +11,8 @@ from comparison import as_bits
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp._jax import _on_cpu
-from optax_mp._jax._by_platform import call_by_platform
+from optax_mp.engine import _in_turn
+from optax_mp.engine._by_platform import call_by_platform
 
 # The leaves of a transformer: stacked layers, axes that do not divide, a vector that
 # stays as it is, leaves that are alike, and one without elements.
@@ -104,7 +104,7 @@ def assert_next_to(got, want):
 @mostly_slow("form", FORMS, "AdamW".__eq__)
 def test_the_numbers_are_those_of_leaves_at_once(form, monkeypatch):
     in_turn = after_steps(FORMS[form]())
-    monkeypatch.setattr(_on_cpu, "_LARGE", 10**9)
+    monkeypatch.setattr(_in_turn, "_LARGE", 10**9)
     assert_next_to(in_turn, after_steps(FORMS[form]()))
 
 
@@ -116,7 +116,7 @@ def test_the_numbers_are_those_of_leaves_at_once(form, monkeypatch):
 def test_leaves_share_their_memory(form, monkeypatch):
     shapes = {f"layer {i}": (256, 512) for i in range(8)}
     in_turn = temporaries(FORMS[form](), shapes)
-    monkeypatch.setattr(_on_cpu, "_LARGE", 10**9)
+    monkeypatch.setattr(_in_turn, "_LARGE", 10**9)
     assert in_turn < temporaries(FORMS[form](), shapes) / 2
 
 
@@ -161,7 +161,7 @@ def test_several_devices_wait_for_nothing(form, monkeypatch):
         return compiled(tx, params)[0].as_text()
 
     with_turns = program()
-    monkeypatch.setattr(_on_cpu, "_LARGE", 10**9)
+    monkeypatch.setattr(_in_turn, "_LARGE", 10**9)
     assert with_turns.count("all-reduce") == program().count("all-reduce")
 
 

@@ -16,8 +16,8 @@ from host_memory import UNFUSED
 from jax.experimental import pallas as pl
 
 import optax_mp
-from optax_mp._jax import _by_platform
-from optax_mp.leafwise import (
+from optax_mp.engine import (
+    _by_platform,
     _evaluator,
     _gpu,
     _proof,

@@ -9,20 +9,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from optax_mp._jax._experimental import experimental
 from optax_mp._jax._memory import to_host
-from optax_mp.leafwise._evaluator import (
+from optax_mp.engine._evaluator import (
     DTYPES,
     KernelEvaluator,
     call_kernel,
     dtype_obstacle,
     to_register_dtype,
 )
-from optax_mp.leafwise._layout import Part
-from optax_mp.leafwise._program import Value
-from optax_mp.leafwise._tails import ElementwiseTail
+from optax_mp.engine._layout import Part
+from optax_mp.engine._program import Value
+from optax_mp.engine._tails import ElementwiseTail
+
+pl, pltpu = experimental("pallas"), experimental("pallas.tpu")
 
 # How blocks are reduced. A register of a TPU is 8 rows of 128 lanes, and 32 of
 # its lanes are a block. Mosaic has no reduction over a part of the lanes, and
@@ -200,7 +201,7 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
         # One row of shifts is no tile, unless there is no other.
         return (*own[:-1], 1, own[-1]) if has_shifts(shape) else own
 
-    def spec(value: Value) -> pl.BlockSpec:
+    def spec(value: Value) -> Any:
         if has_shifts(value.aval.shape):
             tile = (*leading, None, 1, columns)
             return pl.BlockSpec(tile, lambda *at: (*at[:-1], 0, at[-1]))

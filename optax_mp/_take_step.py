@@ -1,6 +1,5 @@
-"""take_step, and the update of a transformation of this package, in one pass."""
+"""take_step: update and apply in one pass over memory, by the engine."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,17 +10,18 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from optax_mp._context import NewParam, with_context
+from optax_mp._descriptions import spread_shardings
 from optax_mp._dtypes import at_least_float32, is_subnormal
 from optax_mp._inner import as_transformation, or_no_change
 from optax_mp._jax._arrays import has_tracers
 from optax_mp._jax._memory import is_on_host
 from optax_mp._leaves import is_absent
+from optax_mp._quantized import may_hold_codes
 from optax_mp._tree import is_floating
 from optax_mp._warnings import warn_once
-from optax_mp.leafwise._engine import Step, run_step
-from optax_mp.leafwise._from_host import run_from_host
-from optax_mp.leafwise._layout import spread_shardings
-from optax_mp.leafwise._tails import NO_LOW_BITS
+
+# Takes what a step reads, and what it replaces; returns its result, and that anew.
+StepFn = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def take_step(
@@ -103,27 +103,31 @@ def take_step(
         extra_args = with_context(extra_args, is_in_take_step=True)
         if param_shardings is None:
             caller, param_shardings = "offload", of_offload
-    step, inputs, kept, shardings = whole_step(
+    step, inputs, kept, shardings = bind_step(
         caller, tx, grads, opt_state, params, param_shardings, extra_args
     )
     if plan is not None:
+        from optax_mp.engine import step_from_host
+
         plan = plan._replace(shardings=shardings)
-        result = run_from_host(step, inputs, kept, plan) or step(inputs, kept)
-        _, (opt_state, params) = result
-        return params, opt_state
-    (_, (opt_state, params)), obstacle = run_step(
-        step, inputs, kept, shardings, state=opt_state
-    )
-    if obstacle not in (None, NO_LOW_BITS):
-        warn_once(
-            "take_step: this step runs without kernels: "
-            f"{obstacle}. XLA compiles it like `tx.update`. Call `take_step` in "
-            "a function that `jax.jit` compiles, with all state on the device."
-        )
+        result = step_from_host(step, inputs, kept, plan) or step(inputs, kept)
+    elif may_hold_codes(opt_state):
+        from optax_mp.engine import run_step
+
+        result, obstacle = run_step(step, inputs, kept, shardings)
+        if obstacle is not None:
+            warn_once(
+                "take_step: this step runs without kernels: "
+                f"{obstacle}. XLA compiles it like `tx.update`. Call `take_step` in "
+                "a function that `jax.jit` compiles, with all state on the device."
+            )
+    else:
+        result = step(inputs, kept)
+    _, (opt_state, params) = result
     return params, opt_state
 
 
-def whole_step(
+def bind_step(
     name: str,
     tx: optax.GradientTransformation,
     grads: optax.Updates,
@@ -131,7 +135,7 @@ def whole_step(
     params: optax.Params,
     param_shardings: Any,
     extra_args: dict[str, Any],
-) -> tuple[Step, Any, Any, list[NamedSharding | None]]:
+) -> tuple[StepFn, Any, Any, list[NamedSharding | None]]:
     """Return the arguments of `run_step` for the function `name`."""
     if getattr(tx, "makes_params", False):
         extra_args = with_context(extra_args, takes_params=True)
@@ -177,29 +181,3 @@ def add(param: Any, update: Any) -> Any:
     )
     is_flushed = lax.bitwise_and(is_subnormal(wide), lax.eq(sums, lax.sub(wide, wide)))
     return lax.convert_element_type(lax.select(is_flushed, wide, sums), param.dtype)
-
-
-def leafwise_update(update: Callable[..., tuple[Any, Any]]) -> Any:
-    """Return the update of a transformation, in one pass where that is less traffic.
-
-    The new param is computed outside, in one more pass. So kernels pay on a TPU, where
-    XLA alone passes over packed arrays several times, with branches, and with shifts.
-    """
-
-    @functools.wraps(update)
-    def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
-        # A function among the arguments, as for a line search, may have side effects.
-        if any(map(callable, jax.tree.leaves(extra_args))):
-            return update(updates, state, params, **extra_args)
-
-        def step(inputs: Any, kept: Any) -> tuple[Any, Any]:
-            updates, params, extra_args = inputs
-            return update(updates, kept, params, **extra_args)
-
-        inputs = updates, params, extra_args
-        result, _ = run_step(step, inputs, state, platforms=("tpu",))
-        return result
-
-    return update_fn

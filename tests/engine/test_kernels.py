@@ -11,8 +11,8 @@ from host_memory import needs_memories
 
 import optax_mp
 from optax_mp import _warnings
-from optax_mp._jax._by_platform import NAME, Target
-from optax_mp.leafwise import _evaluator, _kernels, _layout
+from optax_mp.engine import _evaluator, _kernels, _layout
+from optax_mp.engine._by_platform import NAME, Target
 
 SHAPE = (64, 128)
 PARAMS = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}

@@ -27,8 +27,7 @@ from optimizers import (
 from slow_cases import mostly_slow
 
 import optax_mp
-from optax_mp._jax import _by_platform, _on_cpu
-from optax_mp.leafwise import _chunks, _gpu, _kernels, _tpu
+from optax_mp.engine import _by_platform, _chunks, _gpu, _in_turn, _kernels, _tpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:take_step. this step runs without")
 KERNELS = {"tpu": _tpu, "cuda": _gpu}
@@ -144,7 +143,7 @@ def in_all_ways(run):
     All leaves at once: when they step in turn, XLA may round a last place differently.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_on_cpu, "_LARGE", math.inf)
+        patch.setattr(_in_turn, "_LARGE", math.inf)
         whole = run(by_update)
     with lowered_for("tpu"):
         return [whole, *map(run, WAYS)]
