@@ -45,12 +45,12 @@ import record  # noqa: E402
 from jax.experimental import pallas as pl  # noqa: E402
 
 import optax_mp  # noqa: E402
+from optax_mp._take_step import bind_step  # noqa: E402
 from optax_mp.engine import (  # noqa: E402
-    _engine,
     _kernels,
     _layout,
     _proof,
-    _take_step,
+    _tailwise,
 )
 from optax_mp.engine._by_platform import Target  # noqa: E402
 
@@ -254,8 +254,8 @@ def tails_of(form: str, shape: tuple[int, ...]) -> list[Any]:
     params, grads = ({"w": jax.ShapeDtypeStruct(shape, x)} for x in dtypes)
 
     def trace(*args: Any) -> None:
-        step, inputs, kept, _ = _take_step.whole_step("", tx, *args, None, {})
-        traced = _engine.trace_step(step, inputs, kept)
+        step, inputs, kept, _ = bind_step("", tx, *args, None, {})
+        traced = _tailwise.trace_step(step, inputs, kept)
         assert not isinstance(traced, str), traced
         found.extend(traced.tails)
 
