@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding
 
 from optax_mp._arguments import check_init_params
 from optax_mp._descriptions import init_or_describe
-from optax_mp._quantized import may_hold_codes
 
 # Whether to take a step: a plain bool if it is not traced.
 Choice = jax.Array | bool
@@ -114,6 +113,23 @@ class Transformation(optax.GradientTransformationExtraArgs):
         made = cls(init_fn, update_fn)
         made.offloaded = getattr(inner, "offloaded", None)
         return made
+
+
+def may_hold_codes(state: Any) -> bool:
+    """Return whether a state was made to hold low-bit codes.
+
+    `low_bit_state` and `Split` say so in the types of their nodes, which are the same
+    wherever an optimizer puts them. A dtype says nothing: any optimizer may count in
+    16-bit integers.
+    """
+    structures = [jax.tree.structure(state)]
+    while structures:
+        structure = structures.pop()
+        node = structure.node_data()
+        if node is not None and getattr(node[0], "holds_codes", False):
+            return True
+        structures += structure.children()
+    return False
 
 
 def context_of(extra_args: Mapping[str, Any]) -> Context:

@@ -166,20 +166,3 @@ def new_quantized(code: Code, *arrays: Any) -> Quantized:
 def is_quantized(node: Any) -> bool:
     """Return whether a node of a state is a quantized array."""
     return isinstance(node, Quantized)
-
-
-def may_hold_codes(state: Any) -> bool:
-    """Return whether a state was made to hold low-bit codes.
-
-    `low_bit_state` and `Split` say so in the types of their nodes, which are the same
-    wherever an optimizer puts them. A dtype says nothing: any optimizer may count in
-    16-bit integers.
-    """
-    structures = [jax.tree.structure(state)]
-    while structures:
-        structure = structures.pop()
-        node = structure.node_data()
-        if node is not None and getattr(node[0], "holds_codes", False):
-            return True
-        structures += structure.children()
-    return False

@@ -9,14 +9,13 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from optax_mp._context import NewParam, with_context
+from optax_mp._context import NewParam, may_hold_codes, with_context
 from optax_mp._descriptions import spread_shardings
 from optax_mp._dtypes import at_least_float32, is_subnormal
 from optax_mp._inner import as_transformation, or_no_change
 from optax_mp._jax._arrays import has_tracers
 from optax_mp._jax._memory import is_on_host
 from optax_mp._leaves import is_absent
-from optax_mp._quantized import may_hold_codes
 from optax_mp._tree import is_floating
 from optax_mp._warnings import warn_once
 
