@@ -1,6 +1,8 @@
 """On one CPU device large leaves are stepped in turn, in each other's memory."""
 
+import collections
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +120,23 @@ def test_leaves_share_their_memory(form, monkeypatch):
     in_turn = temporaries(FORMS[form](), shapes)
     monkeypatch.setattr(_in_turn, "_LARGE", 10**9)
     assert in_turn < temporaries(FORMS[form](), shapes) / 2
+
+
+def test_some_functions_are_not_inlined():
+    """Those that are marked, wherever a step calls them, and what leaves wait for."""
+    params = tree(0, 1, {name: SHAPES[name] for name in ("kernel", "twin")})
+    tx = optax_mp.dynamic_loss_scale(low_bit(optax.adam(1e-2)))
+    state = tx.init(params)
+    lines = jax.jit(tx.update).lower(params, state, params).as_text().splitlines()
+    calls = [re.match(r".* call @(.*?)(_\d+)?\(", x) for x in lines]
+    both = [(x[1], "inlineable" in x.string) for x in calls if x]
+    assert collections.Counter(name for name, is_apart in both if is_apart) == {
+        "_coded_with_shifts_outlined": 4,
+        "_rounding_keys_outlined": 1,
+        "advance_outlined": 2,
+        "false_once_done": 6,
+    }
+    assert ("decode", False) in both  # others are not marked
 
 
 def test_a_number_that_is_not_finite_stays_in_its_leaf():
