@@ -34,13 +34,13 @@ _jax/_contact.py | _VARYING = "manual_axis_type", "vma" | _VARYING = "manual", "
 _jax/_contact.py | _SETTINGS = "in_shardings" | _SETTINGS = "in_sharding" | _jax
 engine/_by_platform.py | if target.platform == "tpu":  # no kernel | if target.platform == "cuda":  # no kernel | engine/test_take_step.py
 engine/_by_platform.py | if others or platform not in _ALL or is_placed: | if platform not in _ALL or is_placed: | engine/test_by_platform.py
-_jax/_in_turn.py | (name == "jit" and several and not | (False and not | _jax/test_in_turn.py
-_jax/_in_turn.py | lax.population_count(number), np.int32(32) | number, np.int32(32) | _jax/test_in_turn.py
+engine/_in_turn.py | (name == "jit" and several and not | (False and not | _jax/test_in_turn.py
+engine/_in_turn.py | lax.population_count(number), np.int32(32) | number, np.int32(32) | _jax/test_in_turn.py
 _jax/_outlined.py | function.__name__ += _MARK | function.__name__ += "" | engine/test_in_turn.py
 compact/_blocks.py | @outlined(0, 1, 2) | @partial(jax.jit, static_argnums=(0, 1, 2)) | engine/test_in_turn.py
 compact/_random_numbers.py | @outlined(0) | @__import__("functools").partial(jax.jit, static_argnums=0) | engine/test_in_turn.py
 masters/_split.py | @outlined(0) | @_traced_once | engine/test_in_turn.py
-_context.py | getattr(node[0], "holds_codes", False) | "Quantized" in str(node[0]) and False | engine/test_kernels.py
+_context.py | structures += structure.children() | structures += [] | engine/test_kernels.py
 engine/_in_turn.py | given = waiting if node in plain else values | given = values | engine/test_in_turn.py
 engine/_in_turn.py | if target.device_count == 1 else () | if target.device_count else () | engine/test_in_turn.py
 _jax/_dataflow.py | return first ^ inputs[1].terms | return first &#124; inputs[1].terms | compact/test_signs.py compact/test_low_bit.py compact/test_partly_coded.py
