@@ -147,7 +147,8 @@ def bind_step(
         return None, (opt_state, _apply_updates(params, updates))
 
     shardings = [None] * len(jax.tree.leaves(opt_state))
-    shardings += spread_shardings(params, param_shardings, name)
+    if param_shardings is not None:
+        shardings += spread_shardings(params, param_shardings, name)
     return step, (grads, extra_args), (opt_state, params), shardings
 
 

@@ -41,7 +41,7 @@ compact/_blocks.py | @outlined(0, 1, 2) | @partial(jax.jit, static_argnums=(0, 1
 compact/_random_numbers.py | @outlined(0) | @__import__("functools").partial(jax.jit, static_argnums=0) | engine/test_in_turn.py
 masters/_split.py | @outlined(0) | @_traced_once | engine/test_in_turn.py
 _context.py | structures += structure.children() | structures += [] | engine/test_kernels.py
-engine/_in_turn.py | given = waiting if node in plain else values | given = values | engine/test_in_turn.py
+engine/_in_turn.py | run, given = bind, waiting | run, given = bind, values | engine/test_in_turn.py
 engine/_in_turn.py | if target.device_count == 1 else () | if target.device_count else () | engine/test_in_turn.py
 _jax/_dataflow.py | return first ^ inputs[1].terms | return first &#124; inputs[1].terms | compact/test_signs.py compact/test_low_bit.py compact/test_partly_coded.py
 _jax/_control_flow.py | return params["length"] | return 1 | _jax/test_jaxpr.py

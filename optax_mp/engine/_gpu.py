@@ -137,7 +137,7 @@ def obstacle(tail: ElementwiseTail, part: Part) -> str | None:
     if part.group_size > 128:
         return f"groups of {part.group_size} rows"
     if part.shape[-1] % size:
-        return "rows not of whole blocks"
+        return f"last axis not a multiple of {size}"
     if math.prod(part.shape) >= 2**31:
         return "2^31 elements or more"
     return None
@@ -149,7 +149,9 @@ def run_tail(tail: ElementwiseTail, part: Part, args: Sequence[Any]) -> list[Any
     Args:
         tail: the tail.
         part: of its arrays.
-        args: the values of what it reads.
+        args: the values of what it reads: for an array of elements `part.shape`, for
+            scales the same with `columns / block_size` columns, for shifts with
+            `rows / group_size` rows, in any of `DTYPES`; scalars.
     """
     first = PieceEvaluator.first_of(part)
     _, down, across = first.grid

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from optax_mp._jax._control_flow import STEP
-from optax_mp._jax._jaxpr import Equation, Location, is_shaped
+from optax_mp._jax._jaxpr import Equation, Location, bind, is_shaped
 from optax_mp._jax._outlined import bind_outlined, is_outlined, outlined_here
 from optax_mp.engine._by_platform import Target
 from optax_mp.engine._program import (
@@ -74,20 +74,24 @@ def _missing(targets: Sequence[Value], values: Mapping[Value, Any]) -> list[Node
 
 def _run(nodes: Sequence[Node], values: dict[Value, Any], done: Any) -> None:
     """Evaluate equations once `done` is computed; add their outputs to `values`."""
-    # Not what is not inlined: the array that it waits with would be written for it.
-    plain = {node for node in nodes if not is_outlined(node.equation)}
-    late = {x: values[x] for node in plain for x in node.reads if x in values}
+    # Not what is outlined: the array that it waits with would be written for it.
+    outlined = {node for node in nodes if is_outlined(node.equation)}
+    read = dict.fromkeys(
+        x for node in nodes if node not in outlined for x in node.reads
+    )
     late = {
-        value: wait_for(done, x)
-        for value, x in late.items()
-        if done is not None and _is_large(value, jnp.floating)
+        x: wait_for(done, values[x])
+        for x in read
+        if done is not None and x in values and _is_large(x, jnp.floating)
     }
     waiting = ChainMap(late, values)
     with Location() as location:
         for node in nodes:
-            given = waiting if node in plain else values
+            given, run = (
+                (values, bind_outlined) if node in outlined else (waiting, bind)
+            )
             with location.of(node.equation):
-                made = bind_outlined(node.equation, read_inputs(given, node))
+                made = run(node.equation, read_inputs(given, node))
             values.update(zip(node.outputs, made, strict=True))
 
 

@@ -33,6 +33,7 @@ from optax_mp._jax._jaxpr import (
 )
 from optax_mp._jax._primitives import FACTORIZATIONS, is_product
 
+_OPENED = PLAIN_CALLS | {"cond"}
 _SLOW = FACTORIZATIONS | {"while", "scan", "sort", "custom_linear_solve"}
 
 
@@ -70,10 +71,9 @@ def can_open(equation: Equation, inputs: Sequence[Any]) -> bool:
     """
     if equation.primitive.name in PLAIN_CALLS:
         return is_plain_call(equation)
-    if equation.primitive.name != "cond" or equation.effects:
-        return False
     takes_long = any(any_equation(x, _is_slow) for x in jaxprs_within(equation))
-    return isinstance(inputs[0], Literal) or not takes_long
+    is_known = isinstance(inputs[0], Literal)
+    return not equation.effects and (is_known or not takes_long)
 
 
 def _is_slow(equation: Equation) -> bool:
@@ -127,10 +127,12 @@ class Program:
         # Calls are opened, because the tails of leaves reach through them: an optimizer
         # consists of many calls, and each function of `jax.numpy` is one.
         for equation in jaxpr.eqns:
+            name = equation.primitive.name
             args = [x if isinstance(x, Literal) else values[x] for x in equation.invars]
-            if not self.opens(equation, args):
+            is_closed = name not in _OPENED or not self.opens(equation, args)
+            if is_closed:
                 made = self.add(equation, args)
-            elif equation.primitive.name == "cond":
+            elif name == "cond":
                 made = self._open_branches(equation, args)
             else:
                 made = self.open(jaxprs_within(equation)[0], args)

@@ -125,17 +125,15 @@ def step_report(
         ... )
         >>> params = {
         ...     "bias": jax.ShapeDtypeStruct((8192,), jnp.bfloat16),
-        ...     "head": jax.ShapeDtypeStruct((512, 1000), jnp.bfloat16),
         ...     "norm": jax.ShapeDtypeStruct((512,), jnp.bfloat16),
         ...     "w": jax.ShapeDtypeStruct((512, 512), jnp.bfloat16),
         ... }
         >>> opt_state = jax.eval_shape(tx.init, params)
         >>> print(optax_mp.step_report(tx, params, opt_state, params))
-        param     dtype     shape     TPU                      GPU
-        ['bias']  bfloat16  8192      one axis                 kernel, not proved here
-        ['head']  bfloat16  512x1000  rows no multiple of 128  blocks of 25
-        ['norm']  bfloat16  512       under 4096 elements      under 4096 elements
-        ['w']     bfloat16  512x512   kernel, not proved here  kernel, not proved here
+        param     dtype     shape    TPU                      GPU
+        ['bias']  bfloat16  8192     1-D array                kernel, not proved here
+        ['norm']  bfloat16  512      under 4096 elements      under 4096 elements
+        ['w']     bfloat16  512x512  kernel, not proved here  kernel, not proved here
     """
     from optax_mp.engine import explain_step
 
