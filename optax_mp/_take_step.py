@@ -146,7 +146,7 @@ def bind_step(
         updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
         return None, (opt_state, _apply_updates(params, updates))
 
-    shardings = [None] * len(jax.tree.leaves(opt_state))
+    shardings: list[Any] = [None] * len(jax.tree.leaves(opt_state))
     if param_shardings is not None:
         shardings += spread_shardings(params, param_shardings, name)
     return step, (grads, extra_args), (opt_state, params), shardings
