@@ -19,13 +19,19 @@ from optax_mp.engine._by_platform import call_by_platform
 # The leaves of a transformer: stacked layers, axes that do not divide, a vector that
 # stays as it is, leaves that are alike, and one without elements.
 SHAPES = {
-    "kernel": (512, 512),
-    "twin": (512, 512),
-    "layers": (2, 200, 333),
-    "head": (130, 1031),
+    "kernel": (128, 128),
+    "twin": (128, 128),
+    "layers": (2, 50, 333),
+    "head": (33, 1031),
     "bias": (4099,),
-    "none": (0, 512),
+    "none": (0, 128),
 }
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Smaller leaves wait than otherwise."""
+    monkeypatch.setattr(_in_turn, "_LARGE", 2**13)
 
 
 def low_bit(inner, **settings):
@@ -161,7 +167,7 @@ def test_codes_of_which_a_number_is_made_come_first():
         scaled = [jnp.round(jnp.tanh(x * total) * 9).astype(jnp.int8) for x in leaves]
         return [*codes, *scaled]
 
-    leaves = [tree(i, 1, SHAPES)["kernel"] for i in range(3)]
+    leaves = [tree(i, 1, SHAPES)["head"] for i in range(3)]
     (call,) = jax.make_jaxpr(jax.jit(step))(*leaves).eqns
     run = lambda *x: call_by_platform(call, x, lambda _: None)  # noqa: E731
     assert as_bits(jax.jit(run)(*leaves)) == as_bits(jax.jit(step)(*leaves))
