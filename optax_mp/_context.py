@@ -6,12 +6,13 @@ context asks for.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.sharding import NamedSharding
 
 from optax_mp._arguments import check_init_params
 from optax_mp._descriptions import init_or_describe
@@ -32,21 +33,33 @@ class Context:
             dropped, but for arrays in host memory: `offload` must not change these.
         is_in_take_step: whether `take_step` or a part of it copies arrays from host
             memory as the step needs them, so that `offload` must not.
-        takes_params: whether `take_step` takes a `NewParam` in the place of an update.
         part_shardings: how `zero1` cut the params, by path and shape. Under `jit` with
             automatic sharding it is not known otherwise.
     """
 
     proceed: Choice = True
     is_in_take_step: bool = False
-    takes_params: bool = False
     part_shardings: Mapping[Any, Any] | None = None
 
 
-class NewParam(NamedTuple):
-    """A new param in the place of an update; the caller has no use for the update."""
+class PartStep(NamedTuple):
+    """A step of the shards that `zero1` makes of params that are replicated.
 
-    value: jax.Array
+    Attributes:
+        tx: what takes the step.
+        grads, opt_state, params, extra_args: its arguments, sharded.
+        shardings: how the leaves of the state, and then the params, are sharded; None
+            for those of no param.
+        gather: from the new params and the new state to those of the whole step.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    grads: Any
+    opt_state: Any
+    params: Any
+    extra_args: dict[str, Any]
+    shardings: list[NamedSharding | None]
+    gather: Callable[[Any, Any], tuple[Any, Any]]
 
 
 _NONE = Context()
@@ -58,11 +71,12 @@ class Transformation(optax.GradientTransformationExtraArgs):
     Attributes:
         offloaded: the plan and the param shardings of the `offload` that it is, or that
             is directly inside.
-        makes_params: whether it returns `NewParam`s where the context takes them.
+        in_parts: from gradients, state, params and extra arguments to the `PartStep`
+            that `zero1` takes.
     """
 
     offloaded: tuple[Any, Any] | None = None
-    makes_params = False
+    in_parts: Callable[[Any, Any, Any, dict[str, Any]], PartStep] | None = None
 
     @classmethod
     def around(

@@ -23,9 +23,10 @@ from optax_mp._jax._memory import (
     to_host,
 )
 from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall
-from optax_mp._states import Path, find_owners
+from optax_mp._states import Path
 from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
+from optax_mp.devices._state_shardings import like_params
 from optax_mp.leafwise._from_host import (
     Plan,
     bytes_on_device,
@@ -327,13 +328,9 @@ def _state_shardings(
     """Return how arrays of a state are sharded: as their params, None if unknown."""
     if params is None or (parts is None and param_shardings is None):
         return []
-    places = [(path, jnp.shape(x)) for path, x in tree_leaves_with_path(params)]
     if parts is not None:
+        places = [(path, jnp.shape(x)) for path, x in tree_leaves_with_path(params)]
         of_params = list(map(parts.get, places))
     else:
         of_params = spread_shardings(params, param_shardings, _CALLER)
-    both = zip(jax.tree.leaves(state), find_owners(state, params), strict=True)
-    return [
-        of_params[at] if at is not None and jnp.shape(leaf) == places[at][1] else None
-        for leaf, at in both
-    ]
+    return like_params(state, params, of_params)

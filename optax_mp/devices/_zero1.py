@@ -1,5 +1,6 @@
 """zero1: an optimizer's state sharded over the axis of data parallelism."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_given_params
-from optax_mp._context import NewParam, Transformation, context_of, with_context
+from optax_mp._context import PartStep, Transformation, with_context
 from optax_mp._descriptions import fill_spec, place_like_params
 from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation, update_inner
@@ -31,8 +32,9 @@ from optax_mp.devices._cut import (
     shard,
     specs_of_params,
 )
+from optax_mp.devices._state_shardings import like_params
 from optax_mp.devices._sum import as_pattern, check_exchange_dtype, sum_patterns
-from optax_mp.leafwise._take_step import add
+from optax_mp.leafwise._take_step import leafwise_update
 
 
 def zero1(
@@ -124,7 +126,7 @@ def zero1(
     if exchange_dtype is not None:
         dtype = check_exchange_dtype(exchange_dtype, "zero1")
 
-    def cuts_of(params: optax.Params) -> "_Cuts":
+    def cuts_of(params: optax.Params) -> _Cuts:
         leaves = Leaves.of(params, caller="zero1", name="`params`")
         return _Cuts.of(leaves, mesh, axes, specs_of_params(params, param_specs))
 
@@ -137,32 +139,50 @@ def zero1(
         # One program, so that no device ever holds more than its part.
         return TracedCall.of(init_parts, params).run()
 
-    def update_fn(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    def update_parts(
+        updates: Any, state: Any, params: Any, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
-        cuts = cuts_of(check_given_params(params, "zero1"))
-        takes_params = context_of(extra_args).takes_params
-        extra_args = with_context(extra_args, takes_params=False)
+        return update_inner(inner, updates, state, params, extra_args, "zero1")
+
+    of_parts = optax.GradientTransformationExtraArgs(inner.init, update_parts)
+
+    def take_parts(
+        cuts: _Cuts, updates: Any, state: Any, extra_args: dict[str, Any]
+    ) -> PartStep:
         if dtype is not None:
             updates = cuts.sum(updates, dtype)
         if extra_args.get("grad") is not None:
-            extra_args["grad"] = cuts.cut(extra_args["grad"])
-        parts = cuts.cut(params)
+            extra_args = {**extra_args, "grad": cuts.cut(extra_args["grad"])}
         if any(map(is_on_host, jax.tree.leaves(state))):
-            part_shardings = cuts.shardings_of_parts()
+            part_shardings = cuts.shardings_by_path()
             extra_args = with_context(extra_args, part_shardings=part_shardings)
+        # Under `jit` the types of arrays do not say that they are cut.
+        shardings = like_params(state, cuts.params, cuts.shardings) + cuts.shardings
+        trees = map(cuts.cut, (updates, state, cuts.params))
+        return PartStep(of_parts, *trees, extra_args, shardings, cuts.gather)
 
-        def update_parts(updates: Any, state: Any, params: Any, **extra: Any) -> Any:
-            return inner.update(cuts.cut(updates), cuts.cut(state), params, **extra)
+    def in_parts(
+        updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
+    ) -> PartStep:
+        cuts = cuts_of(check_given_params(params, "zero1"))
+        return take_parts(cuts, updates, state, extra_args)
 
-        of_parts = inner._replace(update=update_parts)
-        changes, state = update_inner(
-            of_parts, updates, state, parts, extra_args, "zero1"
-        )
-        return cuts.gather(parts, changes, takes_params), cuts.cut(state)
+    def update_by(run: Callable[..., Any]) -> Callable[..., Any]:
+        def update_fn(
+            updates: Any, state: Any, params: Any = None, **extra_args: Any
+        ) -> tuple[optax.Updates, optax.OptState]:
+            cuts = cuts_of(check_given_params(params, "zero1"))
+            part = take_parts(cuts, updates, state, extra_args)
+            update = run(part.tx.update, part.shardings)
+            args = part.grads, part.opt_state, part.params
+            changes, state = update(*args, **part.extra_args)
+            return cuts.gather_updates(part.params, changes), cuts.cut(state)
 
-    made = Transformation.around("zero1", inner, init_fn, update_fn)
-    made.makes_params = True
+        return update_fn
+
+    plain, leafwise = map(update_by, (lambda update, _: update, leafwise_update))
+    made = Transformation.around("zero1", inner, init_fn, plain, leafwise)
+    made.in_parts = in_parts
     return made
 
 
@@ -210,20 +230,28 @@ class _Cuts:
                 )
         return cls(leaves, mesh, axes, specs, by_param)
 
-    def shardings_of_parts(self) -> dict[tuple[Path, tuple[int, ...]], NamedSharding]:
-        """Return the shardings of the params once they are cut, by path and shape."""
-        found = {}
+    @property
+    def params(self) -> optax.Params:
+        """The whole params."""
+        return self.leaves.unflatten(self.leaves.values)
+
+    @property
+    def shardings(self) -> list[NamedSharding]:
+        """The shardings of the params once they are cut."""
         both = zip(self.specs, self.by_param, strict=True)
-        for i, (spec, cut) in enumerate(both):
-            spec = spec if cut is None else fill_spec(cut.part, spec)
-            place = self.leaves.paths[i], jnp.shape(self.leaves.values[i])
-            found[place] = NamedSharding(self.mesh, spec)
-        return found
+        filled = (fill_spec(cut.part, spec) if cut else spec for spec, cut in both)
+        return [NamedSharding(self.mesh, spec) for spec in filled]
+
+    def shardings_by_path(self) -> dict[tuple[Path, tuple[int, ...]], NamedSharding]:
+        """Return them by path and shape."""
+        shapes = map(jnp.shape, self.leaves.values)
+        places = zip(self.leaves.paths, shapes, strict=True)
+        return dict(zip(places, self.shardings, strict=True))
 
     def cut(self, tree: PyTree) -> PyTree:
         """Return `tree` with its arrays cut, each as the param that it belongs to."""
         values, treedef = jax.tree.flatten(tree)
-        found = find_owners(tree, self.leaves.unflatten(self.leaves.values))
+        found = find_owners(tree, self.params)
         for i, owner in enumerate(found):
             part = self._part_of(values[i], owner)
             if part is not None:
@@ -278,21 +306,25 @@ class _Cuts:
         return None if cut is None else cut.part
 
     def gather(
-        self, params: optax.Params, changes: optax.Updates, takes_params: bool
-    ) -> optax.Updates:
-        """Return the updates of whole params.
+        self, params: optax.Params, state: optax.OptState
+    ) -> tuple[optax.Params, optax.OptState]:
+        """Return the whole of new params, and the state as it is cut."""
+        values = self.leaves.match(params, "`params`")
+        for i, cut in enumerate(self.by_param):
+            if cut is not None:
+                values[i] = _gather(self.mesh, cut, values[i])
+        return self.leaves.unflatten(values), self.cut(state)
 
-        Args:
-            params: the parts of the params.
-            changes: the updates of those parts.
-            takes_params: whether to return new params where these are gathered.
-        """
+    def gather_updates(
+        self, params: optax.Params, changes: optax.Updates
+    ) -> optax.Updates:
+        """Return the updates of whole params, from parts of these and their updates."""
         parts = self.leaves.match(params, "`params`")
         updates = self.leaves.match(changes, "the updates of `inner`")
         for i, cut in enumerate(self.by_param):
             if cut is None or is_absent(updates[i]) or not is_floating(updates[i]):
                 continue
-            args = self.leaves.values[i], parts[i], updates[i], takes_params
+            args = self.leaves.values[i], parts[i], updates[i]
             updates[i] = _whole_update(partial(_gather, self.mesh, cut), *args)
         return self.leaves.unflatten(updates)
 
@@ -303,13 +335,8 @@ def _gather(mesh: Mesh, cut: Cut, x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(shard(pattern, mesh, cut.whole), x.dtype)
 
 
-def _whole_update(
-    gather: Any, param: jax.Array, part: Any, change: Any, takes_params: bool
-) -> Any:
+def _whole_update(gather: Any, param: jax.Array, part: Any, change: Any) -> Any:
     """Return the update of a whole param, from its part and the update of the part."""
-    if takes_params:
-        with jax.numpy_dtype_promotion("standard"):
-            return NewParam(gather(add(part, change)))
     if bits(change.dtype) <= bits(param.dtype):
         return gather(change)
     # The param has fewer bytes than its update, so the new param is gathered. The

@@ -1,27 +1,25 @@
 """take_step, and the update of a transformation of this package, in one pass."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import NamedSharding
 
-from optax_mp._context import NewParam, with_context
-from optax_mp._dtypes import at_least_float32, is_subnormal
+from optax_mp._context import with_context
 from optax_mp._inner import as_transformation, or_no_change
 from optax_mp._jax._arrays import has_tracers
 from optax_mp._jax._memory import is_on_host
 from optax_mp._leaves import is_absent
-from optax_mp._tree import is_floating
 from optax_mp._warnings import warn_once
 from optax_mp.leafwise._engine import Step, run_step
 from optax_mp.leafwise._from_host import run_from_host
 from optax_mp.leafwise._layout import spread_shardings
 from optax_mp.leafwise._tails import NO_LOW_BITS
+
+Gather = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def take_step(
@@ -49,7 +47,7 @@ def take_step(
     global norm, is computed before the kernels. Outside of `jit`, within `vmap` or
     `grad`, and if the update has effects, such as `jax.debug.print`, there are no
     kernels, and a warning says so. A step that a loss scale skips changes no bit of a
-    param, whereas on a CPU `optax.apply_updates` flushes subnormal params to 0.
+    param, except that a NaN may become the dtype's usual NaN.
 
     A kernel is used in a program for one device, inside `jax.shard_map` over all axes
     of a mesh, and on sharded arrays if their types or `param_shardings` say how they
@@ -103,16 +101,16 @@ def take_step(
         extra_args = with_context(extra_args, is_in_take_step=True)
         if param_shardings is None:
             caller, param_shardings = "offload", of_offload
-    step, inputs, kept, shardings = whole_step(
+    step, inputs, kept, shardings, gather = whole_step(
         caller, tx, grads, opt_state, params, param_shardings, extra_args
     )
     if plan is not None:
         plan = plan._replace(shardings=shardings)
         result = run_from_host(step, inputs, kept, plan) or step(inputs, kept)
         _, (opt_state, params) = result
-        return params, opt_state
+        return gather(params, opt_state)
     (_, (opt_state, params)), obstacle = run_step(
-        step, inputs, kept, shardings, state=opt_state
+        step, inputs, kept, shardings, state=kept[0]
     )
     if obstacle not in (None, NO_LOW_BITS):
         warn_once(
@@ -120,7 +118,7 @@ def take_step(
             f"{obstacle}. XLA compiles it like `tx.update`. Call `take_step` in "
             "a function that `jax.jit` compiles, with all state on the device."
         )
-    return params, opt_state
+    return gather(params, opt_state)
 
 
 def whole_step(
@@ -131,10 +129,20 @@ def whole_step(
     params: optax.Params,
     param_shardings: Any,
     extra_args: dict[str, Any],
-) -> tuple[Step, Any, Any, list[NamedSharding | None]]:
-    """Return the arguments of `run_step` for the function `name`."""
-    if getattr(tx, "makes_params", False):
-        extra_args = with_context(extra_args, takes_params=True)
+) -> tuple[Step, Any, Any, list[NamedSharding | None], Gather]:
+    """Return the arguments of `run_step` for the function `name`.
+
+    And from the new params and state of that step to those of `tx`.
+    """
+    shardings = [None] * len(jax.tree.leaves(opt_state))
+    shardings += spread_shardings(params, param_shardings, name)
+
+    def gather(params: Any, opt_state: Any) -> tuple[Any, Any]:
+        return params, opt_state
+
+    if in_parts := getattr(tx, "in_parts", None):
+        part = in_parts(grads, opt_state, params, extra_args)
+        tx, grads, opt_state, params, extra_args, shardings, gather = part
     tx = as_transformation(tx, name, "tx")
 
     def step(inputs: Any, kept: Any) -> Any:
@@ -143,47 +151,33 @@ def whole_step(
         updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
         return None, (opt_state, _apply_updates(params, updates))
 
-    shardings = [None] * len(jax.tree.leaves(opt_state))
-    shardings += spread_shardings(params, param_shardings, name)
-    return step, (grads, extra_args), (opt_state, params), shardings
+    return step, (grads, extra_args), (opt_state, params), shardings, gather
 
 
 def _apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     """Return what `optax.apply_updates` does; a param whose update is None stays."""
 
     def apply(param: Any, update: Any) -> Any:
-        if isinstance(update, NewParam):
-            return update.value
         update = or_no_change(update, param)
-        return param if is_absent(update) else add(param, update)
+        return param if is_absent(update) else optax.apply_updates(param, update)
 
     # It adds float32 updates to 16-bit params, and casts back.
     with jax.numpy_dtype_promotion("standard"):
         return jax.tree.map(apply, params, updates, is_leaf=lambda x: x is None)
 
 
-def add(param: Any, update: Any) -> Any:
-    """Return the sum as `optax.apply_updates` does, but flush no subnormal params."""
-    if not (is_floating(param) and is_floating(update)):
-        return optax.apply_updates(param, update)
-    # A CPU's sum flushes subnormals to 0. The update has no other use: with two, XLA
-    # would not contract the product that it is with this sum, as in `tx.update`.
-    param = jnp.asarray(param)
-    moved: Any = optax.apply_updates(param, update)
-    # In float32, because not every TPU compares 16 bits.
-    wide, sums = (
-        lax.convert_element_type(x, at_least_float32(param.dtype))
-        for x in (param, moved)
-    )
-    is_flushed = lax.bitwise_and(is_subnormal(wide), lax.eq(sums, lax.sub(wide, wide)))
-    return lax.convert_element_type(lax.select(is_flushed, wide, sums), param.dtype)
-
-
-def leafwise_update(update: Callable[..., tuple[Any, Any]]) -> Any:
+def leafwise_update(
+    update: Callable[..., tuple[Any, Any]],
+    shardings: Sequence[NamedSharding | None] = (),
+) -> Any:
     """Return the update of a transformation, in one pass where that is less traffic.
 
     The new param is computed outside, in one more pass. So kernels pay on a TPU, where
     XLA alone passes over packed arrays several times, with branches, and with shifts.
+
+    Args:
+        update: the update.
+        shardings: of the leaves of the state under `jit`, as in `run_step`.
     """
 
     @functools.wraps(update)
@@ -199,7 +193,7 @@ def leafwise_update(update: Callable[..., tuple[Any, Any]]) -> Any:
             return update(updates, kept, params, **extra_args)
 
         inputs = updates, params, extra_args
-        result, _ = run_step(step, inputs, state, platforms=("tpu",))
+        result, _ = run_step(step, inputs, state, shardings, platforms=("tpu",))
         return result
 
     return update_fn

@@ -149,10 +149,10 @@ def step_report(
 
     def trace(grads: Any, opt_state: Any, params: Any) -> None:
         nonlocal ways
-        *whole, told = whole_step(
+        *whole, told, _ = whole_step(
             "step_report", tx, grads, opt_state, params, param_shardings, extra_args
         )
-        ways = _ways((*whole, placed if param_shardings is None else told), counts)
+        ways = _ways((*whole, told if any(told) else placed), counts)
 
     placed = list(map(named_sharding, jax.tree.leaves((opt_state, params))))
     leaves = tree_leaves_with_path(params)
