@@ -46,20 +46,19 @@ class PartStep(NamedTuple):
     """A step of the shards that `zero1` makes of params that are replicated.
 
     Attributes:
-        tx: what takes the step.
+        update: what takes the step.
         grads, opt_state, params, extra_args: its arguments, sharded.
-        shardings: how the leaves of the state, and then the params, are sharded; None
-            for those of no param.
-        gather: from the new params and the new state to those of the whole step.
+        shardings: how the leaves of the state are sharded; None for those of no param.
+        cuts: how the arrays are cut; its `gather` takes the new params and state.
     """
 
-    tx: optax.GradientTransformationExtraArgs
+    update: Callable[..., tuple[Any, Any]]
     grads: Any
     opt_state: Any
     params: Any
     extra_args: dict[str, Any]
     shardings: list[NamedSharding | None]
-    gather: Callable[[Any, Any], tuple[Any, Any]]
+    cuts: Any
 
 
 _NONE = Context()

@@ -73,8 +73,10 @@ def like_params(
     Args:
         state: the state.
         params: the params.
-        shardings: of the leaves of the params; None where not known.
+        shardings: of the leaves of the params, None where not known; or empty.
     """
+    if not shardings:
+        return []
     values = jax.tree.leaves(params)
     both = zip(jax.tree.leaves(state), find_owners(state, params), strict=True)
     return [

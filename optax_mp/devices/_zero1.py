@@ -1,6 +1,6 @@
 """zero1: an optimizer's state sharded over the axis of data parallelism."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from optax_mp._arguments import check_given_params
@@ -18,11 +19,12 @@ from optax_mp._descriptions import fill_spec, place_like_params
 from optax_mp._dtypes import bits
 from optax_mp._inner import as_transformation, update_inner
 from optax_mp._jax._memory import is_on_host
-from optax_mp._jax._sharding import MeshAxes, shard_count
+from optax_mp._jax._sharding import MeshAxes, axis_names, shard_count
 from optax_mp._jax._traced import TracedCall, is_dynamic
 from optax_mp._leaves import Leaves, is_absent
 from optax_mp._states import Path, find_owners
 from optax_mp._tree import PyTree, describe, ends_in, is_floating, spell
+from optax_mp._warnings import warn
 from optax_mp.devices._cut import (
     Cut,
     check_spec,
@@ -35,6 +37,8 @@ from optax_mp.devices._cut import (
 from optax_mp.devices._state_shardings import like_params
 from optax_mp.devices._sum import as_pattern, check_exchange_dtype, sum_patterns
 from optax_mp.leafwise._take_step import leafwise_update
+
+_LARGE = 2**24  # bytes
 
 
 def zero1(
@@ -139,44 +143,30 @@ def zero1(
         # One program, so that no device ever holds more than its part.
         return TracedCall.of(init_parts, params).run()
 
-    def update_parts(
-        updates: Any, state: Any, params: Any, **extra_args: Any
-    ) -> tuple[optax.Updates, optax.OptState]:
-        return update_inner(inner, updates, state, params, extra_args, "zero1")
-
-    of_parts = optax.GradientTransformationExtraArgs(inner.init, update_parts)
-
-    def take_parts(
-        cuts: _Cuts, updates: Any, state: Any, extra_args: dict[str, Any]
+    def in_parts(
+        updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
     ) -> PartStep:
+        cuts = cuts_of(check_given_params(params, "zero1"))
         if dtype is not None:
             updates = cuts.sum(updates, dtype)
         if extra_args.get("grad") is not None:
             extra_args = {**extra_args, "grad": cuts.cut(extra_args["grad"])}
         if any(map(is_on_host, jax.tree.leaves(state))):
-            part_shardings = cuts.shardings_by_path()
-            extra_args = with_context(extra_args, part_shardings=part_shardings)
-        # Under `jit` the types of arrays do not say that they are cut.
-        shardings = like_params(state, cuts.params, cuts.shardings) + cuts.shardings
-        trees = map(cuts.cut, (updates, state, cuts.params))
-        return PartStep(of_parts, *trees, extra_args, shardings, cuts.gather)
-
-    def in_parts(
-        updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
-    ) -> PartStep:
-        cuts = cuts_of(check_given_params(params, "zero1"))
-        return take_parts(cuts, updates, state, extra_args)
+            extra_args = with_context(extra_args, part_shardings=cuts.shardings)
+        # Under `jit` with automatic sharding no type says how arrays are cut.
+        of_state = like_params(state, params, list(cuts.shardings.values()))
+        _warn_if_elsewhere(state, of_state)
+        args = cuts.cut(updates), cuts.cut(state), cuts.cut(params), extra_args
+        return PartStep(partial(_update, inner), *args, of_state, cuts)
 
     def update_by(run: Callable[..., Any]) -> Callable[..., Any]:
         def update_fn(
             updates: Any, state: Any, params: Any = None, **extra_args: Any
         ) -> tuple[optax.Updates, optax.OptState]:
-            cuts = cuts_of(check_given_params(params, "zero1"))
-            part = take_parts(cuts, updates, state, extra_args)
-            update = run(part.tx.update, part.shardings)
-            args = part.grads, part.opt_state, part.params
+            part = in_parts(updates, state, params, extra_args)
+            update, args = run(part.update, part.shardings), part[1:4]
             changes, state = update(*args, **part.extra_args)
-            return cuts.gather_updates(part.params, changes), cuts.cut(state)
+            return part.cuts.gather_updates(part.params, changes), part.cuts.cut(state)
 
         return update_fn
 
@@ -184,6 +174,10 @@ def zero1(
     made = Transformation.around("zero1", inner, init_fn, plain, leafwise)
     made.in_parts = in_parts
     return made
+
+
+def _update(inner: Any, grads: Any, state: Any, params: Any, **extra: Any) -> Any:
+    return update_inner(inner, grads, state, params, extra, "zero1")
 
 
 @dataclass(frozen=True)
@@ -231,27 +225,17 @@ class _Cuts:
         return cls(leaves, mesh, axes, specs, by_param)
 
     @property
-    def params(self) -> optax.Params:
-        """The whole params."""
-        return self.leaves.unflatten(self.leaves.values)
-
-    @property
-    def shardings(self) -> list[NamedSharding]:
-        """The shardings of the params once they are cut."""
-        both = zip(self.specs, self.by_param, strict=True)
-        filled = (fill_spec(cut.part, spec) if cut else spec for spec, cut in both)
-        return [NamedSharding(self.mesh, spec) for spec in filled]
-
-    def shardings_by_path(self) -> dict[tuple[Path, tuple[int, ...]], NamedSharding]:
-        """Return them by path and shape."""
-        shapes = map(jnp.shape, self.leaves.values)
-        places = zip(self.leaves.paths, shapes, strict=True)
-        return dict(zip(places, self.shardings, strict=True))
+    def shardings(self) -> dict[tuple[Path, tuple[int, ...]], NamedSharding]:
+        """The shardings of the params once they are cut, by path and shape."""
+        places = zip(self.leaves.paths, map(jnp.shape, self.leaves.values), strict=True)
+        cuts = zip(places, self.specs, self.by_param, strict=True)
+        filled = ((at, fill_spec(c.part, spec) if c else spec) for at, spec, c in cuts)
+        return {place: NamedSharding(self.mesh, spec) for place, spec in filled}
 
     def cut(self, tree: PyTree) -> PyTree:
         """Return `tree` with its arrays cut, each as the param that it belongs to."""
         values, treedef = jax.tree.flatten(tree)
-        found = find_owners(tree, self.params)
+        found = find_owners(tree, self.leaves.unflatten(self.leaves.values))
         for i, owner in enumerate(found):
             part = self._part_of(values[i], owner)
             if part is not None:
@@ -310,9 +294,18 @@ class _Cuts:
     ) -> tuple[optax.Params, optax.OptState]:
         """Return the whole of new params, and the state as it is cut."""
         values = self.leaves.match(params, "`params`")
+        last = None
         for i, cut in enumerate(self.by_param):
-            if cut is not None:
-                values[i] = _gather(self.mesh, cut, values[i])
+            if cut is None:
+                continue
+            # A TPU copies what it has gathered, and XLA would gather all params before
+            # that: one large array after another. Small ones share a collective.
+            is_large = self.leaves.values[i].nbytes >= _LARGE
+            if is_large and last is not None:
+                both = values[i], values[last]
+                values[i], values[last] = lax.optimization_barrier(both)
+            values[i] = _gather(self.mesh, cut, values[i])
+            last = i if is_large else last
         return self.leaves.unflatten(values), self.cut(state)
 
     def gather_updates(
@@ -327,6 +320,25 @@ class _Cuts:
             args = self.leaves.values[i], parts[i], updates[i]
             updates[i] = _whole_update(partial(_gather, self.mesh, cut), *args)
         return self.leaves.unflatten(updates)
+
+
+def _warn_if_elsewhere(
+    state: optax.OptState, shardings: Sequence[NamedSharding | None]
+) -> None:
+    """Warn if a state is not cut as its params are, as far as arrays or types say."""
+    pairs = zip(tree_leaves_with_path(state), shardings, strict=True)
+    owned = ((*leaf, wanted.spec) for leaf, wanted in pairs if wanted)
+    for path, leaf, wanted in owned:
+        if (spec := known_spec(leaf)) is None:
+            continue
+        if any(axis_names(spec, i) != axis_names(wanted, i) for i in range(leaf.ndim)):
+            warn(
+                f"zero1: expected {spell(path)} of the state to be sharded as "
+                f"{wanted}, got {describe(leaf)} as {spec}; this step moves it. "
+                "Restore checkpoints into `tx.init(params)`, and pass "
+                "`out_shardings=optax_mp.state_shardings(tx, params)` for the state."
+            )
+            return
 
 
 def _gather(mesh: Mesh, cut: Cut, x: jax.Array) -> jax.Array:

@@ -136,19 +136,17 @@ def whole_step(
     """
     shardings = [None] * len(jax.tree.leaves(opt_state))
     shardings += spread_shardings(params, param_shardings, name)
-
-    def gather(params: Any, opt_state: Any) -> tuple[Any, Any]:
-        return params, opt_state
-
+    gather: Gather = lambda params, opt_state: (params, opt_state)  # noqa: E731
+    update = as_transformation(tx, name, "tx").update
     if in_parts := getattr(tx, "in_parts", None):
         part = in_parts(grads, opt_state, params, extra_args)
-        tx, grads, opt_state, params, extra_args, shardings, gather = part
-    tx = as_transformation(tx, name, "tx")
+        update, grads, opt_state, params, extra_args, shardings, cuts = part
+        gather = cuts.gather
 
     def step(inputs: Any, kept: Any) -> Any:
         grads, extra_args = inputs
         opt_state, params = kept
-        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+        updates, opt_state = update(grads, opt_state, params, **extra_args)
         return None, (opt_state, _apply_updates(params, updates))
 
     return step, (grads, extra_args), (opt_state, params), shardings, gather
