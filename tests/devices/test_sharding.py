@@ -79,12 +79,11 @@ def test_one_device_is_no_special_case():
 def test_extra_arguments_reach_the_optimizer():
     bare = optax_mp.mixed_precision(optax.polyak_sgd())
     tx = optax_mp.zero1(bare, mesh(), "data")
-    for value in (1.0, 2.0):
-        ours, theirs = (
-            jax.jit(each.update)(PARAMS, each.init(PARAMS), PARAMS, value=value)
-            for each in (tx, bare)
-        )
-        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    ours, theirs = (
+        jax.jit(each.update)(PARAMS, each.init(PARAMS), PARAMS, value=2.0)
+        for each in (tx, bare)
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 @pytest.mark.slow

@@ -70,8 +70,7 @@ def summed(mesh, *, axis="data", check=True, **settings):
     ("dtype", "sent", "check"),
     [
         ("bfloat16", "bfloat16", True),
-        ("bfloat16", "bfloat16", False),
-        ("float16", "float16", True),
+        ("float16", "float16", False),
         ("float32", "bfloat16", True),
         ("float32", "float32", True),
     ],
@@ -96,7 +95,7 @@ def test_two_axes_may_be_summed_over():
     assert as_bits(found) == as_bits(jax.tree.map(jnp.asarray, wanted))
 
 
-@mostly_slow("count", [2, 4, 8, 16, 32, 64], lambda count: count in (2, 64))
+@mostly_slow("count", [2, 8, 64], lambda count: count == 64)
 def test_the_error_does_not_grow_with_the_devices(count):
     (stacked,) = hand_out(count, {"w": (4096,)}, spread=0).values()
     exact = np.asarray(stacked, np.float64).sum(0)
