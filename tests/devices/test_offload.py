@@ -63,14 +63,6 @@ FORMS = {
     ),
     "MultiSteps inside": lambda off: off(masters(multi_steps(ADAMW))),
     "apply_if_finite inside": lambda off: off(optax.apply_if_finite(masters(ADAMW), 9)),
-    "partition": lambda off: off(
-        masters(
-            optax.partition(
-                {"a": optax.adam(1e-2), "b": optax.sgd(1e-2, momentum=0.9)},
-                {"matrix": "a", "row": "a", "small": "b"},
-            )
-        )
-    ),
 }
 BAD = {1, 2}
 
@@ -241,24 +233,6 @@ def test_take_step_brings_chunks_and_makes_no_update(name):
 
 
 @needs_memories
-@pytest.mark.filterwarnings("ignore:.*in device memory")
-@mostly_slow("name", ["masters", "compact"], lambda name: name == "masters")
-def test_take_step_moves_a_state_to_the_host_that_was_restored_elsewhere(name):
-    params, tx = random_params(), FORMS[name](in_chunks)
-    plain = FORMS[name](lambda inner: inner)
-    state = plain.init(params)
-
-    def step(tx):
-        # Not donated: JAX would write results for the host into memory of the device.
-        take = functools.partial(optax_mp.take_step, tx)
-        return jax.jit(take, compiler_options=UNFUSED)(params, state, params)
-
-    got = step(tx)
-    assert kinds(got[1]) == {"Host", "Device"}
-    assert as_bits(got) == as_bits(step(plain))
-
-
-@needs_memories
 @mostly_slow("form", ["masters", "compact"], lambda form: form == "masters")
 def test_on_a_mesh_of_one_device_with_explicit_axes(form):
     mesh = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Explicit,))
@@ -284,23 +258,9 @@ def keeping(rule):
     return optax.GradientTransformation(init, update)
 
 
-def each(function):
-    return lambda *trees: jax.tree.map(function, *trees)
-
-
 RULES = {
-    "reset": each(lambda m, g: jnp.where(g[..., :1].sum() > 0, m + g, 0)),
     "reset by one": lambda m, g: jax.tree.map(
         lambda m, g_: jnp.where(g["row"][0] > 0, m + g_, 0), m, g
-    ),
-    "product after a norm": lambda m, g: jax.tree.map(
-        lambda m, g: (
-            0.5 * m + (m / optax.tree.norm(m)) @ (m.T @ m) + g
-            if m.ndim == 2
-            else m * optax.tree.norm(m) + g
-        ),
-        m,
-        g,
     ),
     "rare products": lambda m, g: jax.lax.cond(
         g["row"][0] > 0,
@@ -319,18 +279,6 @@ def test_a_rule_of_any_kind_gives_the_same(name):
     assert_same_training(
         lambda off: scaled(off(keeping(RULES[name]))), params=params, bad={0, 2}
     )
-
-
-@needs_memories
-def test_converts_on_and_off_in_a_live_run():
-    plain, tx = masters(ADAMW), in_chunks(masters(ADAMW))
-    half_params, half, _ = train(plain, 3)
-    moved = optax_mp.convert_opt_state(half, half_params, plain, tx)
-    assert kinds(moved) == {"Host", "Device"}
-    assert as_bits(moved) == as_bits(half)
-    back = optax_mp.convert_opt_state(moved, half_params, tx, plain)
-    assert kinds(back) == {"Device"}
-    assert as_bits(back) == as_bits(half)
 
 
 @needs_memories

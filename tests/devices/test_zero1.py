@@ -133,33 +133,6 @@ def bytes_on_each_device(tree):
 
 
 @pytest.mark.slow
-def test_state_lies_where_its_params_do_from_init_on():
-    mesh = mesh_of()
-    for name, specs in LAYOUTS.items():
-        params = jax.device_put(weights(), shardings(mesh, specs))
-        forms = FORMS if name == "both" else ("split 16", "5.1 bytes")
-        for tx in (FORMS[form]() for form in forms):
-            for state in (tx.init(params), jax.jit(tx.init)(params)):
-                seen = 0
-                for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-                    names = [key.key for key in path if hasattr(key, "key")]
-                    if not names:
-                        assert leaf.ndim == 0
-                        continue
-                    seen += 1
-                    # Scales are sharded like their codes where they can be divided.
-                    spec, shape = list(specs[names[-1]]), leaf.shape
-                    if shape != params[names[-1]].shape:
-                        spec = [
-                            axis if axis and n % mesh.shape[axis] == 0 else None
-                            for axis, n in zip(spec, shape, strict=False)
-                        ]
-                    wanted = NamedSharding(mesh, P(*spec))
-                    assert lies_as(leaf, wanted), (path, leaf.sharding, wanted)
-                assert seen >= 6
-
-
-@pytest.mark.slow
 def test_nothing_is_gathered_that_bare_optax_does_not_gather():
     mesh = mesh_of()
     for name, specs in LAYOUTS.items():

@@ -1,7 +1,6 @@
 """Boxes that the package has never seen, and descriptions of states."""
 
 import dataclasses
-import pickle
 from typing import Any
 
 import jax
@@ -151,12 +150,3 @@ def test_descriptions_give_descriptions(form):
     for x, leaf in zip(*map(jax.tree.leaves, (described, state)), strict=True):
         assert isinstance(x, jax.ShapeDtypeStruct)
         assert (x.shape, x.dtype) == (leaf.shape, leaf.dtype)
-
-
-def test_formats_survive_pickles_and_maps():
-    state = FORMS["5.1 bytes"].init(params_in(lambda x: x))
-    for other in (pickle.loads(pickle.dumps(state)), jax.tree.map(jnp.copy, state)):
-        nu = other.inner_state.inner_state[0].nu["w"]
-        assert nu.code == state.inner_state.inner_state[0].nu["w"].code
-        assert jax.tree.structure(other) == jax.tree.structure(state)
-        assert other.inner_state.code_format == state.inner_state.code_format

@@ -1,7 +1,6 @@
 """Loops of frameworks on eight devices: Linen, NNX, haliax, openpi's rule."""
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -76,7 +75,7 @@ def test_haliax_states_are_sharded_by_their_axes(name):
         def normal(*axes):
             return haliax.random.normal(jax.random.key(0), axes).astype(jnp.bfloat16)
 
-        params = Named(normal(embed, mlp), {"down": normal(mlp, embed)})
+        params = (normal(embed, mlp), {"down": normal(mlp, embed)})
         return params, FORMS[name].init(params)
 
     with jax.set_mesh(MESH), haliax.axis_mapping({"embed": "fsdp"}):
@@ -202,19 +201,7 @@ def test_zero1_and_offload_say_where_their_state_is():
         assert chosen.inner_state.step_count.memory_kind == "device"
 
 
-class Named(NamedTuple):
-    codes: Any
-    scales: Any
-
-
 class Module(eqx.Module):
-    codes: Any
-    scales: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Data:
     codes: Any
     scales: Any
 
@@ -223,13 +210,7 @@ def test_the_names_of_params_change_no_sharding():
     by_rows = NamedSharding(MESH, PartitionSpec("fsdp"))
     a = jax.device_put(jnp.ones((128, 256), jnp.bfloat16), by_rows)
     b = jax.device_put(jnp.ones((64, 256), jnp.bfloat16), by_rows)
-    for params in (
-        Named(a, b),
-        Module(a, b),
-        Data(a, b),
-        {"codes": a, "scales": b},
-        {"master_params": {"codes": a}, "mu": {"scales": b}},
-    ):
+    for params in (Module(a, b), {"master_params": {"codes": a}, "mu": {"scales": b}}):
         for leaf in jax.tree.leaves(jax.jit(COMPACT.init)(params)):
             is_sharded = not leaf.sharding.is_fully_replicated
             assert is_sharded == (leaf.ndim > 0), (type(params), leaf.shape)
@@ -279,7 +260,6 @@ def test_zero1_with_split_on_an_explicit_mesh():
     tx = optax_mp.zero1(COMPACT, mesh, "data")
     params, state = jax.jit(step_of(tx))(params, tx.init(params))
     masters = optax_mp.master_params(state, params)
-    assert masters["w"].shape == (64, 256)
     same = optax_mp.replace_master_params(state, params, masters)
     jax.tree.map(np.testing.assert_array_equal, same, state)
     to_tx = optax_mp.zero1(FORMS["FullCopy"], mesh, "data")
