@@ -6,7 +6,7 @@ context asks for.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -32,14 +32,12 @@ class Context:
             dropped, but for arrays in host memory: `offload` must not change these.
         is_in_take_step: whether `take_step` or a part of it copies arrays from host
             memory as the step needs them, so that `offload` must not.
-        takes_params: whether `take_step` takes a `NewParam` in the place of an update.
         part_shardings: how `zero1` cut the params, by path and shape. Under `jit` with
             automatic sharding it is not known otherwise.
     """
 
     proceed: Choice = True
     is_in_take_step: bool = False
-    takes_params: bool = False
     part_shardings: Mapping[Any, Any] | None = None
 
 
@@ -59,10 +57,23 @@ class Plan(NamedTuple):
     shardings: Sequence[NamedSharding | None] = ()
 
 
-class NewParam(NamedTuple):
-    """A new param in the place of an update; the caller has no use for the update."""
+class PartStep(NamedTuple):
+    """A step of the shards that `zero1` makes of params that are replicated.
 
-    value: jax.Array
+    Attributes:
+        update: what takes the step.
+        grads, opt_state, params, extra_args: its arguments, sharded.
+        shardings: how the leaves of the state are sharded; None for those of no param.
+        cuts: how the arrays are cut; its `gather` takes the new params and state.
+    """
+
+    update: Callable[..., tuple[Any, Any]]
+    grads: Any
+    opt_state: Any
+    params: Any
+    extra_args: dict[str, Any]
+    shardings: list[NamedSharding | None]
+    cuts: Any
 
 
 _NONE = Context()
@@ -74,11 +85,12 @@ class Transformation(optax.GradientTransformationExtraArgs):
     Attributes:
         offloaded: the plan and the param shardings of the `offload` that it is, or that
             is directly inside.
-        makes_params: whether it returns `NewParam`s where the context takes them.
+        in_parts: from gradients, state, params and extra arguments to the `PartStep`
+            that `zero1` takes.
     """
 
     offloaded: tuple[Plan, Any] | None = None
-    makes_params = False
+    in_parts: Callable[[Any, Any, Any, dict[str, Any]], PartStep] | None = None
 
     @classmethod
     def around(
@@ -103,16 +115,39 @@ class Transformation(optax.GradientTransformationExtraArgs):
         def update_fn(
             updates: Any, state: Any, params: Any = None, **extra_args: Any
         ) -> tuple[Any, Any]:
-            if not (is_leafwise and may_hold_codes(state)):
-                return update(updates, state, params, **extra_args)
-            # Not before: most programs have no use for it.
-            from optax_mp.engine import update_leafwise
-
-            return update_leafwise(update, updates, state, params, extra_args)
+            if is_leafwise:
+                return update_by_engine(update, updates, state, params, extra_args)
+            return update(updates, state, params, **extra_args)
 
         made = cls(init_fn, update_fn)
         made.offloaded = getattr(inner, "offloaded", None)
         return made
+
+
+def update_by_engine(
+    update: Callable[..., tuple[Any, Any]],
+    updates: Any,
+    state: Any,
+    params: Any,
+    extra_args: dict[str, Any],
+    shardings: Sequence[NamedSharding | None] = (),
+) -> tuple[Any, Any]:
+    """Return what an update does, leaf by leaf if its state may hold codes.
+
+    Args:
+        update: the update of a transformation.
+        updates: its arguments, as the next three.
+        state: see there.
+        params: see there.
+        extra_args: see there.
+        shardings: of the leaves of the state under `jit`, where they are known.
+    """
+    if not may_hold_codes(state):
+        return update(updates, state, params, **extra_args)
+    # Not before: most programs have no use for it.
+    from optax_mp.engine import update_leafwise
+
+    return update_leafwise(update, updates, state, params, extra_args, shardings)
 
 
 def may_hold_codes(state: Any) -> bool:

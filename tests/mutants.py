@@ -56,7 +56,7 @@ engine/_layout.py | jax.lax.axis_index(name) * size if name | jnp.int32(0) if na
 engine/_layout.py | or own[x] % size == 0 for | or own[x] > 0 for | engine/test_sharded.py
 engine/_tails.py | if math.prod(shape) < _SMALLEST_SIZE: | if False: | reports/test_step.py engine/test_take_step.py
 engine/_tails.py | if not (x.aval.ndim and | if not ( | engine/test_take_step.py
-engine/_tailwise.py | state, platforms=("tpu",)) | state) | engine/test_take_step.py
+engine/_tailwise.py | shardings, platforms=("tpu",)) | shardings) | engine/test_take_step.py
 engine/_proof.py | if is_wrong.any(): | if is_wrong.all(): | engine/test_proof.py
 engine/_gpu.py | at = at if not axis else lax.rem(at, jnp.int32(shape[axis])) | at = at + axis | engine/test_proof.py engine/test_take_step.py
 engine/_kernels.py | ("TPU v2", "TPU v3") | ("TPU v2",) | engine/test_kernels.py

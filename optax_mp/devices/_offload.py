@@ -30,9 +30,10 @@ from optax_mp._jax._memory import (
     to_host,
 )
 from optax_mp._jax._traced import NOT_TRACEABLE, TracedCall
-from optax_mp._states import Path, find_owners
+from optax_mp._states import Path
 from optax_mp._tree import describe, is_array, spell
 from optax_mp._warnings import warn
+from optax_mp.devices._state_shardings import like_params
 
 _CALLER = "offload"
 
@@ -160,8 +161,8 @@ def offload(
         given, state = (updates, params, traced), _on_host(state, min_size)
         if context.is_in_take_step:
             return run_on_device(step, given, state, context.proceed)
-        parts = context.part_shardings
-        shardings = _state_shardings(state, params, parts, param_shardings)
+        of_params = _shardings_of(params, context.part_shardings, param_shardings)
+        shardings = like_params(state, params, of_params)
         plan = Plan(min_size, chunk_bytes, shardings)
         result = step_from_host(step_between, given, state, plan, context.proceed)
         return result or step_between(given, state, context.proceed)
@@ -276,22 +277,12 @@ def _warn_if_on_device(state: Any, min_size: int) -> None:
             return
 
 
-def _state_shardings(
-    state: Any,
+def _shardings_of(
     params: Any,
     parts: Mapping[tuple[Path, tuple[int, ...]], NamedSharding] | None,
     param_shardings: Any,
-) -> list[NamedSharding | None]:
-    """Return how arrays of a state are sharded: as their params, None if unknown."""
-    if params is None or (parts is None and param_shardings is None):
-        return []
-    places = [(path, jnp.shape(x)) for path, x in tree_leaves_with_path(params)]
-    if parts is not None:
-        of_params = list(map(parts.get, places))
-    else:
-        of_params = spread_shardings(params, param_shardings, _CALLER)
-    both = zip(jax.tree.leaves(state), find_owners(state, params), strict=True)
-    return [
-        of_params[at] if at is not None and jnp.shape(leaf) == places[at][1] else None
-        for leaf, at in both
-    ]
+) -> Sequence[NamedSharding | None]:
+    """Return how the params are sharded, as `zero1` or the user says it."""
+    if parts is None:
+        return spread_shardings(params, param_shardings, _CALLER)
+    return [parts.get((x, jnp.shape(y))) for x, y in tree_leaves_with_path(params)]

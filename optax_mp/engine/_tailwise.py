@@ -211,6 +211,7 @@ def update_leafwise(
     state: Any,
     params: Any,
     extra_args: dict[str, Any],
+    shardings: Sequence[NamedSharding | None] = (),
 ) -> tuple[Any, Any]:
     """Return `update(updates, state, params, **extra_args)`, in one pass if that pays.
 
@@ -227,7 +228,7 @@ def update_leafwise(
         return update(updates, kept, params, **extra_args)
 
     inputs = updates, params, extra_args
-    result, _ = run_step(step, inputs, state, platforms=("tpu",))
+    result, _ = run_step(step, inputs, state, shardings, platforms=("tpu",))
     return result
 
 
@@ -331,10 +332,10 @@ class TailwiseStep:
         is_unknown = self.decisions[tail.outputs[0]] == _kernels.UNKNOWN_LAYOUT
         if is_unknown and not self.traced.shardings:
             warn_once(
-                "optax_mp: the sharding of low-bit arrays is not known, as in a loop, "
-                "`jit` within `jit` or `zero1`. The step runs without kernels, and "
-                "moves at least 1.4 times as many bytes on a TPU, 2.2 times on a GPU. "
-                "Use a mesh with explicit axes, or, except with `zero1`, pass "
+                "optax_mp: the sharding of low-bit arrays is not known, as in a loop "
+                "or `jit` within `jit`. The step runs without kernels, and moves at "
+                "least 1.4 times as many bytes on a TPU, 2.2 times on a GPU. Use a "
+                "mesh with explicit axes, or pass "
                 "`param_shardings=jax.tree.map(lambda p: p.sharding, params)` to "
                 "`optax_mp.take_step`, in place of `tx.update`."
             )

@@ -140,10 +140,10 @@ def step_report(
     placed = list(map(named_sharding, jax.tree.leaves((opt_state, params))))
 
     def bind(grads: Any, opt_state: Any, params: Any) -> tuple[Any, ...]:
-        *bound, told = bind_step(
+        *bound, told, _ = bind_step(
             "step_report", tx, grads, opt_state, params, param_shardings, extra_args
         )
-        return *bound, placed if param_shardings is None else told
+        return *bound, told if any(told) else placed
 
     leaves = tree_leaves_with_path(params)
     counts = [_device_count(leaf) for _, leaf in leaves]

@@ -2,7 +2,6 @@
 
 import re
 import types
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -90,26 +89,6 @@ def test_where_nothing_is_known():
         with pytest.warns(optax_mp.MixedPrecisionWarning, match="pass `param_shard"):
             text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert not re.search("tpu_custom_call|triton", text)
-
-
-@pytest.mark.parametrize(
-    ("shape", "is_said"), [((4096, 4096), False), ((2, 256, 256), True)]
-)
-def test_zero1_warns_only_where_a_tpu_has_no_chunks(shape, is_said):
-    """`zero1` cuts the state itself: `param_shardings` would say nothing of it."""
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    tx = optax_mp.zero1(compact(), mesh, "a")
-    whole = NamedSharding(mesh, PartitionSpec())
-    params = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)}
-    state = jax.eval_shape(tx.init, params)
-    placed = optax_mp.state_shardings(tx, params)
-    state = jax.tree.map(lambda x, s: x.update(sharding=s), state, placed)
-    traced = jax.jit(by_take_step(tx)).trace(params, state, params)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert is_said == any("explicit axes" in str(x.message) for x in warned)
-    assert is_said != ("stablehlo.while" in text)
 
 
 @pytest.mark.slow

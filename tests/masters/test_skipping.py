@@ -95,47 +95,6 @@ def test_behind_a_link_nothing_moves(form, jitted, bad):
     assert float(new_scale.scale) == float(scale.scale) / 2
 
 
-def subnormals(dtype):
-    """Return the smallest positive numbers of a dtype."""
-    integer = f"int{8 * jnp.dtype(dtype).itemsize}"
-    return jax.lax.bitcast_convert_type(jnp.arange(1, 13, dtype=integer), dtype)
-
-
-@mostly_slow(
-    ("form", "dtype", "where", "jitted"),
-    [
-        (form, dtype, where, jitted)
-        for form in FORMS
-        for dtype in ("bfloat16", "float16")
-        for where in ("around", "link")
-        for jitted in (True, False)
-        # MultiSteps outside counts the zeros of a link as a step.
-        if (form, where) != ("MultiSteps between", "link")
-    ],
-    lambda form, dtype, where, jitted: (
-        dtype == "bfloat16" and where == "link" and jitted and form in A_FEW
-    ),
-)
-@pytest.mark.filterwarnings("ignore:take_step")
-def test_take_step_keeps_subnormals(form, dtype, where, jitted):
-    """A CPU's sum flushes them, whatever is added."""
-    low = "float32" if form == "all float32" else dtype
-    params = {"w": subnormals(low), "scale": subnormals(low), "norm": subnormals("f4")}
-    scale = optax_mp.dynamic_loss_scale
-    tx = {
-        "around": lambda tx: scale(tx),
-        "link": lambda tx: optax.chain(scale(), tx),
-    }[where](FORMS[form][0]())
-    state = tx.init(params)
-    grads = jax.tree.map(lambda p: jnp.full(p.shape, jnp.nan), params)
-
-    def step(params, state):
-        return optax_mp.take_step(tx, grads, state, params)
-
-    after, _ = (jax.jit(step) if jitted else step)(params, state)
-    assert as_bits(after) == as_bits(params)
-
-
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
 @pytest.mark.filterwarnings("ignore:take_step")
 def test_take_step_keeps_subnormals_of_mini_floats(dtype):
