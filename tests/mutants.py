@@ -34,8 +34,8 @@ _jax/_contact.py | _VARYING = "manual_axis_type", "vma" | _VARYING = "manual", "
 _jax/_contact.py | _SETTINGS = "in_shardings" | _SETTINGS = "in_sharding" | _jax
 engine/_by_platform.py | if target.platform == "tpu":  # no kernel | if target.platform == "cuda":  # no kernel | engine/test_take_step.py
 engine/_by_platform.py | if others or platform not in _ALL or is_placed: | if platform not in _ALL or is_placed: | engine/test_by_platform.py
-engine/_in_turn.py | (name == "jit" and several and not | (False and not | _jax/test_in_turn.py
-engine/_in_turn.py | lax.population_count(number), np.int32(32) | number, np.int32(32) | _jax/test_in_turn.py
+engine/_in_turn.py | (name == "jit" and several and not | (False and not | engine/test_in_turn.py
+engine/_in_turn.py | lax.population_count(number), np.int32(32) | number, np.int32(32) | engine/test_in_turn.py
 _jax/_outlined.py | function.__name__ += _MARK | function.__name__ += "" | engine/test_in_turn.py
 compact/_blocks.py | @outlined(0, 1, 2) | @partial(jax.jit, static_argnums=(0, 1, 2)) | engine/test_in_turn.py
 compact/_random_numbers.py | @outlined(0) | @__import__("functools").partial(jax.jit, static_argnums=0) | engine/test_in_turn.py

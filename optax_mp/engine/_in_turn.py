@@ -87,9 +87,9 @@ def _run(nodes: Sequence[Node], values: dict[Value, Any], done: Any) -> None:
     waiting = ChainMap(late, values)
     with Location() as location:
         for node in nodes:
-            given, run = (
-                (values, bind_outlined) if node in outlined else (waiting, bind)
-            )
+            run, given = bind, waiting
+            if node in outlined:
+                run, given = bind_outlined, values
             with location.of(node.equation):
                 made = run(node.equation, read_inputs(given, node))
             values.update(zip(node.outputs, made, strict=True))

@@ -188,25 +188,3 @@ def test_several_devices_wait_for_nothing(form, monkeypatch):
     with_turns = program()
     monkeypatch.setattr(_in_turn, "_LARGE", 10**9)
     assert with_turns.count("all-reduce") == program().count("all-reduce")
-
-
-@pytest.mark.slow
-def test_it_runs_in_a_scan_and_under_vmap():
-    tx = low_bit(optax.adamw(1e-2))
-    shapes = {name: SHAPES[name] for name in ("kernel", "twin", "bias")}
-    params = tree(0, 1, shapes)
-    start = params, jax.jit(tx.init)(params)
-
-    @jax.jit
-    def step(carry, grads):
-        return optax_mp.take_step(tx, grads, carry[1], carry[0])
-
-    grads = [tree(seed, 1, shapes) for seed in (1, 2)]
-    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
-    scan = jax.jit(lambda c, g: jax.lax.scan(lambda c, g: (step(c, g), None), c, g))
-    assert_next_to(scan(start, stacked)[0], functools.reduce(step, grads, start))
-
-    alike = jax.tree.map(lambda x: jnp.stack([x, x]), start)
-    got = jax.jit(jax.vmap(step))(alike, stacked)
-    for i, each in enumerate(grads):
-        assert_next_to(jax.tree.map(lambda x, i=i: x[i], got), step(start, each))

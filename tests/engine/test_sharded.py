@@ -15,7 +15,7 @@ from steps import by_take_step
 
 import optax_mp
 from optax_mp import _warnings
-from optax_mp.engine import _layout, _tpu
+from optax_mp.engine import _layout
 
 pytestmark = [
     pytest.mark.usefixtures("no_long_constant_folding"),
@@ -105,20 +105,6 @@ def test_where_arguments_say_it():
     assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
     report = optax_mp.step_report(tx, grads, args[1], params)
     assert {row.tpu for row in report.rows} == {"kernel, not proved here"}
-
-
-@pytest.mark.slow
-def test_where_arguments_say_it_and_no_kernel_can_be_made(monkeypatch):
-    def fail(*args):
-        raise ValueError("a new Pallas")
-
-    tx = compact()
-    params = jax.device_put(arrays(0), shardings(mesh_of("Auto")))
-    monkeypatch.setattr(_tpu, "run_tail", fail)
-    traced = jax.jit(by_take_step(tx)).trace(params, tx.init(params), params)
-    with pytest.warns(optax_mp.MixedPrecisionWarning, match="no Pallas kernel"):
-        text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert "tpu_custom_call" not in text
 
 
 @pytest.mark.slow

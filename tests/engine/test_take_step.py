@@ -199,16 +199,6 @@ def test_a_plain_step_is_that_of_optax_bit_for_bit(dtype):
     assert as_bits(got) == as_bits(want)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["16 bits", "split", "loss scale", "clipped"])
-def test_a_form_is_cut_without_a_change(form):
-    tx = FORMS[form]()
-    want, *others = in_all_ways(
-        lambda way: as_bits(trained(jax.jit(functools.partial(way, tx)), tx))
-    )
-    assert others == [want, want]
-
-
 @mostly_slow(
     ("form", "platform", "shapes"),
     [
