@@ -49,7 +49,7 @@ leafwise/_layout.py | jax.lax.axis_index(name) * size if name | jnp.int32(0) if 
 leafwise/_layout.py | or own[x] % size == 0 for | or own[x] > 0 for | leafwise/test_sharded.py
 leafwise/_tails.py | if math.prod(shape) < _SMALLEST_SIZE: | if False: | reports/test_step.py leafwise/test_take_step.py
 leafwise/_tails.py | if not (x.aval.ndim and _is_elementwise(node))} | if not _is_elementwise(node)} | leafwise/test_take_step.py
-leafwise/_take_step.py | state, platforms=("tpu",)) | state) | leafwise/test_take_step.py
+leafwise/_take_step.py | state, shardings, platforms=("tpu",)) | state, shardings) | leafwise/test_take_step.py
 leafwise/_proof.py | if is_wrong.any(): | if is_wrong.all(): | leafwise/test_proof.py
 leafwise/_gpu.py | at = at if not axis else lax.rem(at, jnp.int32(shape[axis])) | at = at + axis | leafwise/test_proof.py leafwise/test_take_step.py
 leafwise/_kernels.py | ("TPU v2", "TPU v3") | ("TPU v2",) | leafwise/test_kernels.py
@@ -82,6 +82,9 @@ scaling/_overwrite.py | (change == -start) & ~is_zero | (change == -start) & is_
 scaling/_values.py | ~finite & (tries < redo_on_nan) | ~finite & (tries <= redo_on_nan) | scaling/test_retries.py
 scaling/_state.py | np.lexsort(keys)[-1] | np.lexsort(keys)[0] | scaling/test_check.py
 devices/_zero1.py | jnp.where(is_unchanged, -jnp.zeros((), change.dtype), difference) | difference | devices/test_zero1.py
+devices/_zero1.py | *args, of_state, cuts) | *args, [], cuts) | devices/test_zero1.py
+devices/_zero1.py | last = i if is_large else last | last = None | devices/test_zero1.py
+devices/_sum.py | jnp.float32 if scatter else dtype, 0, part | dtype, 0, part | devices/test_sum.py
 devices/_sum.py | start = -jnp.zeros_like | start = jnp.zeros_like | devices/test_sum.py
 devices/_sum.py | return total + x.astype(jnp.float32), None | return (total.astype(x.dtype) + x).astype(jnp.float32), None | devices/test_sum.py
 devices/_cut.py | if any(name in names for names in whole for name in axes): | if False: | devices/test_zero1.py devices/test_sharding.py
