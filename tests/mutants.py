@@ -89,6 +89,9 @@ scaling/_overwrite.py | (change == -start) & ~is_zero | (change == -start) & is_
 scaling/_values.py | ~finite & (tries < redo_on_nan) | ~finite & (tries <= redo_on_nan) | scaling/test_retries.py
 scaling/_state.py | np.lexsort(keys)[-1] | np.lexsort(keys)[0] | scaling/test_check.py
 devices/_zero1.py | jnp.where(is_unchanged, -jnp.zeros((), change.dtype), difference) | difference | devices/test_zero1.py
+devices/_zero1.py | *args, of_state, cuts) | *args, [], cuts) | devices/test_zero1.py
+devices/_zero1.py | last = i if is_large else last | last = None | devices/test_zero1.py
+devices/_sum.py | jnp.float32 if scatter else dtype, 0, part | dtype, 0, part | devices/test_sum.py
 devices/_sum.py | start = -jnp.zeros_like | start = jnp.zeros_like | devices/test_sum.py
 devices/_sum.py | return total + x.astype(jnp.float32), None | return (total.astype(x.dtype) + x).astype(jnp.float32), None | devices/test_sum.py
 devices/_cut.py | if any(name in names for names in whole for name in axes): | if False: | devices/test_zero1.py devices/test_sharding.py

@@ -325,19 +325,27 @@ def _warn_if_elsewhere(
     state: optax.OptState, shardings: Sequence[NamedSharding | None]
 ) -> None:
     """Warn if a state is not cut as its params are, as far as arrays or types say."""
-    pairs = zip(tree_leaves_with_path(state), shardings, strict=True)
-    owned = ((*leaf, wanted.spec) for leaf, wanted in pairs if wanted)
-    for path, leaf, wanted in owned:
-        if (spec := known_spec(leaf)) is None:
+    for (path, leaf), wanted in zip(
+        tree_leaves_with_path(state), shardings, strict=True
+    ):
+        spec = known_spec(leaf) if wanted else None
+        if spec is None or wanted is None or _cuts_alike(spec, wanted, leaf.ndim):
             continue
-        if any(axis_names(spec, i) != axis_names(wanted, i) for i in range(leaf.ndim)):
-            warn(
-                f"zero1: expected {spell(path)} of the state to be sharded as "
-                f"{wanted}, got {describe(leaf)} as {spec}; this step moves it. "
-                "Restore checkpoints into `tx.init(params)`, and pass "
-                "`out_shardings=optax_mp.state_shardings(tx, params)` for the state."
-            )
-            return
+        warn(
+            f"zero1: expected {spell(path)} of the state to be sharded as "
+            f"{wanted.spec}, got {describe(leaf)} as {spec}; this step moves it. "
+            "Restore checkpoints into `tx.init(params)`, and pass "
+            "`out_shardings=optax_mp.state_shardings(tx, params)` for the state."
+        )
+        return
+
+
+def _cuts_alike(spec: PartitionSpec, other: NamedSharding, rank: int) -> bool:
+    # An axis of one device cuts nothing. The spec may name axes of another mesh.
+    sizes = other.mesh.shape
+    names = ([axis_names(x, i) for i in range(rank)] for x in (spec, other.spec))
+    cuts = ([[x for x in y if sizes.get(x) != 1] for y in each] for each in names)
+    return next(cuts) == next(cuts)
 
 
 def _gather(mesh: Mesh, cut: Cut, x: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from host_memory import (
     random_params,
     train,
 )
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from optimizers import DISTINCT, OPTIMIZERS, extra_arguments
 from slow_cases import mostly_slow
 
@@ -114,8 +114,8 @@ def test_an_optimizer_trains_as_without(name):
 
 @needs_memories
 def test_large_arrays_are_in_host_memory_and_stay_there():
-    mesh = jax.make_mesh((1,), ("device",))
-    params = jax.device_put(random_params(), jax.NamedSharding(mesh, jax.P()))
+    mesh = Mesh(jax.devices()[:1], ("device",))
+    params = jax.device_put(random_params(), NamedSharding(mesh, PartitionSpec()))
     tx = in_chunks(masters(ADAMW))
     state = tx.init(params)
 
@@ -237,7 +237,7 @@ def test_take_step_brings_chunks_and_makes_no_update(name):
 def test_on_a_mesh_of_one_device_with_explicit_axes(form):
     mesh = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Explicit,))
     params = {"matrix": random_params()["matrix"]}
-    placed = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+    placed = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
     got = train(FORMS[form](in_chunks), 2, params=placed)
     assert as_bits(got) == as_bits(train(FORMS[form](in_chunks), 2, params=params))
 
